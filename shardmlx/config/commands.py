@@ -20,7 +20,8 @@ START = "Start ranks"
 class Command:
     """A command: ``shardmlx NAME``, or ``python -m shardmlx.NAME``.
 
-    ``options`` is the module whose ``LINE`` is its command line, ``run`` the function that carries
+    ``options`` is the module whose ``LINE`` is its command line, by default
+    ``config.NAME``, ``run`` the function that carries
     it out, as ``module:function``; both are imported where they are needed. A command that
     ``needs_ranks`` can be launched: its ``run`` takes options, transport and BLAS. Another takes
     the words of the command line, and returns the exit status.
@@ -32,8 +33,8 @@ class Command:
     name: str
     group: str
     help: str
-    options: str
     run: str
+    options: str = ""
     needs_ranks: bool = False
     without_ranks: str | None = None
     alike: bool = True
@@ -41,7 +42,8 @@ class Command:
     @property
     def line(self) -> CommandLine[Any]:
         """The command line."""
-        line: CommandLine[Any] = importlib.import_module(f"shardmlx.{self.options}").LINE
+        module = self.options or f"config.{self.name}"
+        line: CommandLine[Any] = importlib.import_module(f"shardmlx.{module}").LINE
         return line
 
 
@@ -57,7 +59,6 @@ COMMANDS = (
         name="train",
         group=TRAIN,
         help="fine-tune a model, with the options of mlx_lm.lora",
-        options="config.train",
         run="training.command:run",
         needs_ranks=True,
     ),
@@ -65,14 +66,12 @@ COMMANDS = (
         name="report",
         group=TRAIN,
         help="show a run from its metrics, as a page",
-        options="config.report",
         run="runreport.command:run",
     ),
     Command(
         name="export",
         group=TRAIN,
         help="write the finished model: fused, converted, quantised",
-        options="config.export",
         run="conversion.command:run",
         needs_ranks=True,
     ),
@@ -80,7 +79,6 @@ COMMANDS = (
         name="generate",
         group=USE,
         help="answer a prompt, or a file of prompts",
-        options="config.generate",
         run="inference.generate:run",
         needs_ranks=True,
     ),
@@ -88,7 +86,6 @@ COMMANDS = (
         name="chat",
         group=USE,
         help="talk with a model in the terminal",
-        options="config.chat",
         run="inference.chat:run",
         needs_ranks=True,
     ),
@@ -96,7 +93,6 @@ COMMANDS = (
         name="serve",
         group=USE,
         help="serve OpenAI's API over HTTP, and a chat page",
-        options="config.serve",
         run="server.run:run",
         needs_ranks=True,
     ),
@@ -104,7 +100,6 @@ COMMANDS = (
         name="evaluate",
         group=USE,
         help="measure a model: perplexity of texts, or lm-eval tasks",
-        options="config.evaluate",
         run="evaluation.command:run",
         needs_ranks=True,
     ),
@@ -112,7 +107,6 @@ COMMANDS = (
         name="inspect",
         group=PREPARE,
         help="show what a model consists of, and what each rank needs of it",
-        options="config.inspect",
         run="planning.inspection:run",
     ),
     Command(
@@ -126,14 +120,12 @@ COMMANDS = (
         name="schedule",
         group=PREPARE,
         help="draw what a pipeline schedule does, and count its bubble",
-        options="config.schedule",
         run="config.schedule:run",
     ),
     Command(
         name="doctor",
         group=PREPARE,
         help="examine machines and the links between them",
-        options="config.doctor",
         run="hosts.doctor_mpi:run",
         needs_ranks=True,
         without_ranks="hosts.doctor_ssh:run",
@@ -143,7 +135,6 @@ COMMANDS = (
         name="profile",
         group=PREPARE,
         help="measure the layers of a model on each machine, for plan",
-        options="config.profile",
         run="training.profiling:run",
         needs_ranks=True,
     ),
@@ -151,7 +142,6 @@ COMMANDS = (
         name="launch",
         group=START,
         help="run any of these on ranks: launch -n 2 train, --hostfile F train",
-        options="config.launch",
         run="hosts.launcher:run",
     ),
 )

@@ -30,9 +30,6 @@ REFUSED: Mapping[str, str] = MappingProxyType(
 )
 """Options of mlx_lm's commands that no command has here, and why."""
 
-_CACHE_BITS, _CACHE_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
-"""Bits and groups in which MLX quantises."""
-
 PIPELINED_CHUNK = 128
 """Tokens: small enough that a prompt of some hundred of them occupies all stages, large enough
 that a matrix product is worth its weights. On a CPU one stage takes it too: there the
@@ -83,9 +80,14 @@ class InferenceConfig:
         "sample from the likeliest tokens that together have this probability",
         metavar="P",
         minimum=0,
+        maximum=1,
     )
     min_p: float = _sampling(
-        0.0, "leave out tokens less likely than this times the likeliest", metavar="P", minimum=0
+        0.0,
+        "leave out tokens less likely than this times the likeliest",
+        metavar="P",
+        minimum=0,
+        maximum=1,
     )
     top_k: int = _sampling(0, "sample from so many tokens; 0 for all", metavar="TOKENS", minimum=0)
     min_tokens_to_keep: int = _sampling(
@@ -96,11 +98,18 @@ class InferenceConfig:
         "probability with which XTC sampling leaves out the likeliest tokens",
         metavar="P",
         minimum=0,
+        maximum=1,
     )
     xtc_threshold: float = _sampling(
-        0.1, "probability above which XTC sampling may leave out a token", metavar="P", minimum=0
+        0.1,
+        "probability above which XTC sampling may leave out a token",
+        metavar="P",
+        minimum=0,
+        maximum=0.5,
     )
-    seed: int | None = _sampling(None, "seed of sampling", unset="another one each time", minimum=0)
+    seed: int | None = _sampling(
+        None, "seed of sampling", unset="another one each time", minimum=0, maximum=2**64 - 1
+    )
 
     hostfile: str | None = common.hostfile(None, group=PIPELINE)
     partitioner: str = common.partitioner(group=PIPELINE)
@@ -124,10 +133,13 @@ class InferenceConfig:
     )
     kv_bits: int | None = _pipeline(
         None,
-        "bits of an element in the KV cache, quantised: 2, 3, 4, 5, 6 or 8",
+        "bits of an element in the KV cache, quantised",
+        choices=(2, 3, 4, 5, 6, 8),
         unset="not quantised",
     )
-    kv_group_size: int = _pipeline(64, "elements in the KV cache that share a scale: 32, 64 or 128")
+    kv_group_size: int = _pipeline(
+        64, "elements in the KV cache that share a scale", choices=(32, 64, 128)
+    )
     quantized_kv_start: int = _pipeline(
         5000,
         "tokens of a sequence from which on --kv-bits quantises its KV cache",
@@ -143,17 +155,12 @@ class InferenceConfig:
         # One word with spaces between, as mlx_lm took it, counts as several.
         words = [word for each in self.extra_eos_token for word in each.split()]
         object.__setattr__(self, "extra_eos_token", words)
-        if self.seed is not None and self.seed >= 2**64:
-            raise OptionError("seed", f"is {self.seed}", "give less than 2**64")
-        for name, most in (
-            ("top_p", 1),
-            ("min_p", 1),
-            ("xtc_probability", 1),
-            ("xtc_threshold", 0.5),
-        ):
-            if getattr(self, name) > most:
-                raise OptionError(name, f"is {getattr(self, name):g}", f"give {most} or less")
-        self._check_cache()
+        if self.kv_bits is not None and self.max_kv_size is not None:
+            raise OptionError(
+                "kv_bits",
+                f"is {self.kv_bits}, and caches limited by --max-kv-size are not quantised",
+                "give one of them",
+            )
         if self.chat_template_config is not None:
             try:
                 arguments = json.loads(self.chat_template_config)
@@ -165,20 +172,6 @@ class InferenceConfig:
                     f"is {self.chat_template_config!r}",
                     'give a JSON object, like {"enable_thinking": false}',
                 )
-
-    def _check_cache(self) -> None:
-        for name, known in (("kv_bits", _CACHE_BITS), ("kv_group_size", _CACHE_GROUPS)):
-            value = getattr(self, name)
-            if value is not None and value not in known:
-                *others, last = known
-                choices = f"{', '.join(map(str, others))} or {last}"
-                raise OptionError(name, f"is {value}", f"give {choices}")
-        if self.kv_bits is not None and self.max_kv_size is not None:
-            raise OptionError(
-                "kv_bits",
-                f"is {self.kv_bits}, and caches limited by --max-kv-size are not quantised",
-                "give one of them",
-            )
 
     @property
     def cache_quantisation(self) -> CacheQuantisation | None:

@@ -56,8 +56,9 @@ class Option:
     takes_value: bool = False  # a switch that may be followed by True or False
     one_each: bool = False  # each use of the flag adds one value to the list
     minimum: float | None = None
+    maximum: float | None = None
     above: float | None = None
-    choices: Sequence[str] | None = None
+    choices: Sequence[str | int] | None = None
     parse: Callable[[str], Any] | None = None  # text as written -> value
     no: str | None = None  # the word that means False, which YAML takes for it
 
@@ -90,7 +91,7 @@ class Declared:
         if self.rules.metavar is not None:
             return self.rules.metavar
         if self.rules.choices is not None:
-            return "{" + ",".join(self.rules.choices) + "}"
+            return "{" + ",".join(map(str, self.rules.choices)) + "}"
         return "N" if int in self.kinds and bool not in self.kinds else ""
 
     @property
@@ -216,7 +217,7 @@ def _checked(each: Declared, value: Any) -> Any:
     if float in kinds and is_number(value):
         value = float(value)
     fits = bool in kinds if isinstance(value, bool) else isinstance(value, kinds)
-    choices = f"choose from {', '.join(rules.choices)}" if rules.choices else None
+    choices = f"choose from {', '.join(map(str, rules.choices))}" if rules.choices else None
     if not fits or (isinstance(value, float) and not math.isfinite(value)):
         wanted = " or ".join(_KINDS[kind] for kind in kinds if kind in _KINDS)
         raise OptionError(name, f"is {value!r}", choices or f"give {wanted}")
@@ -230,6 +231,8 @@ def _checked(each: Declared, value: Any) -> Any:
         raise OptionError(name, f"is {value!r}", choices)
     if rules.minimum is not None and value < rules.minimum:
         raise OptionError(name, f"is {value}", f"give {rules.minimum} or more")
+    if rules.maximum is not None and value > rules.maximum:
+        raise OptionError(name, f"is {value}", f"give {rules.maximum} or less")
     if rules.above is not None and value <= rules.above:
         raise OptionError(name, f"is {value}", f"give more than {rules.above}")
     return value

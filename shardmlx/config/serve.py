@@ -59,7 +59,9 @@ class ServeConfig(InferenceConfig):
         "address to listen at; others than this machine's own need it",
         metavar="ADDRESS",
     )
-    port: int = _server(8080, "port to listen at; 0 takes a free one", metavar="PORT", minimum=0)
+    port: int = _server(
+        8080, "port to listen at; 0 takes a free one", metavar="PORT", minimum=0, maximum=65535
+    )
     served_model_name: Sequence[str] = _server(
         [],
         "names by which requests may ask for the model; answers have the first",
@@ -111,12 +113,9 @@ class ServeConfig(InferenceConfig):
 
     def __post_init__(self) -> None:
         super(ServeConfig, self).__post_init__()
-        if self.port > 65535:
-            raise OptionError("port", f"is {self.port}", "give 65535 or less")
         names = [name for each in self.served_model_name for name in each.split()]
         object.__setattr__(self, "served_model_name", names)
-        if self.cache_tokens != held(self.cache_tokens):
-            object.__setattr__(self, "cache_tokens", held(self.cache_tokens))
+        object.__setattr__(self, "cache_tokens", held(self.cache_tokens))
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
             raise OptionError("api_key", "is empty or not ASCII", "give letters and digits")
 

@@ -139,7 +139,9 @@ class TrainConfig(DataConfig):
         minimum=0,
         parse=parse_bytes,
     )
-    seed: int = _training(0, "seed of data order, dropout and new weights", minimum=0)
+    seed: int = _training(
+        0, "seed of data order, dropout and new weights", minimum=0, maximum=2**32 - 1
+    )
 
     lora_parameters: Mapping[str, Any] = option(
         {"rank": 8, "dropout": 0.0, "scale": 20.0},
@@ -225,9 +227,8 @@ class TrainConfig(DataConfig):
     zero: int | None = _pipeline(
         None,
         "ZeRO: 1 divides optimizer state, 3 weights too",
-        metavar="{0,1,3}",
+        choices=ZERO,
         unset="1 in full fine-tunes",
-        minimum=0,
     )
     master_weights: bool = _pipeline(False, "update float32 copies of trained 16-bit weights")
     sum_dtype: str = _pipeline(
@@ -263,6 +264,7 @@ class TrainConfig(DataConfig):
         "one",
         metavar="PORT",
         minimum=0,
+        maximum=65535,
     )
     metrics_host: str = option(
         "127.0.0.1", "address at which it does; others than this machine's own need it", flag=False
@@ -329,12 +331,6 @@ class TrainConfig(DataConfig):
             check_replica_rows(self.replica_rows)
         if self.loss_scale is not None:
             check_loss_scale(self.loss_scale)
-        if self.zero is not None and self.zero not in ZERO:
-            raise OptionError("zero", f"is {self.zero}", "give 0, 1 or 3")
-        if self.metrics_port is not None and self.metrics_port > 65535:
-            raise OptionError("metrics_port", f"is {self.metrics_port}", "give 65535 or less")
-        if self.seed >= 2**32:
-            raise OptionError("seed", f"is {self.seed}", "give less than 2**32")
         for service in OutputOptions.of(self).services:
             if service not in REPORTERS:
                 raise OptionError(

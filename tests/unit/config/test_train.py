@@ -70,11 +70,11 @@ def write(directory: Path, text: str) -> str:
     return str(path)
 
 
-def error_of(*argv: str) -> str:
+def error_of(*argv: str) -> UserError:
     with pytest.raises(UserError) as caught:
         LINE.load(argv)
     assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return caught.value
 
 
 # The same as mlx_lm.lora
@@ -140,14 +140,8 @@ def test_learning_rate_schedules_are_those_of_mlx() -> None:
 
 def test_no_layers_to_train_is_refused_where_mlx_lm_would_train_all(tmp_path: Path) -> None:
     """``model.layers[-max(0, 0):]`` are all of them."""
-    remedy = (
-        "is 0: give -1 to train all of them, as mlx_lm.lora does with 0, or the number of the last "
-        "layers to train"
-    )
-    assert error_of("--num-layers", "0") == f"--num-layers {remedy}"
-    path = write(tmp_path, "num_layers: 0")
-    assert error_of("--config", path) == f"{path}: num_layers {remedy}"
-    assert error_of("--num-layers", "-2") == "--num-layers is -2: give -1 or more"
+    for argv in (["--num-layers", "0"], ["-c", write(tmp_path, "num_layers: 0")]):
+        assert "-1" in error_of(*argv).remedy
 
 
 @pytest.mark.parametrize(
@@ -158,10 +152,10 @@ def test_a_chunk_is_a_word(name: str, words: list[str], tmp_path: Path) -> None:
     flag = "--" + name.replace("_", "-")
     for word in words:
         assert getattr(LINE.load([flag, word]), name) == word
-    remedy = f"choose from {', '.join(words)}"
-    assert error_of(flag, "64") == f"{flag} is '64': {remedy}"
-    path = write(tmp_path, f"{name}: 64")
-    assert error_of("-c", path) == f"{path}: {name} is 64: {remedy}"
+    for argv in ([flag, "64"], ["-c", write(tmp_path, f"{name}: 64")]):
+        error = error_of(*argv)
+        assert "64" in error.problem
+        assert ", ".join(words) in error.remedy
 
 
 @pytest.mark.parametrize("name", ["attention_chunk", "loss_chunk"])
@@ -169,8 +163,7 @@ def test_off_needs_no_quotes_in_yaml(name: str, tmp_path: Path) -> None:
     """YAML reads the bare word as False."""
     for text in ("off", '"off"', "false"):
         assert getattr(LINE.load(["-c", write(tmp_path, f"{name}: {text}")]), name) == "off"
-    path = write(tmp_path, f"{name}: on")
-    assert error_of("-c", path).startswith(f"{path}: {name} is True: choose from auto, ")
+    assert "auto" in error_of("-c", write(tmp_path, f"{name}: on")).remedy
 
 
 def test_gradient_checkpointing_is_full_recomputation() -> None:
@@ -179,7 +172,7 @@ def test_gradient_checkpointing_is_full_recomputation() -> None:
     assert LINE.load(["--no-grad-checkpoint"]).recompute == "none"
     assert LINE.load(["--grad-checkpoint", "--recompute", "full"]).recompute == "full"
     error = error_of("--grad-checkpoint", "--recompute", "selective")
-    assert error == "--recompute is selective with --grad-checkpoint: leave one out"
+    assert "--grad-checkpoint" in error.problem
 
 
 def test_the_adapter_config_is_what_mlx_lm_reads() -> None:
@@ -224,14 +217,14 @@ def test_train_is_implied_unless_test_alone_is_given(
     assert (config.train, config.test) == (train, test)
 
 
-@pytest.mark.parametrize("number", ["1e-5", "1.e-5", "1.0e-5", "0.00001", ".1e-4", "1E-5"])
-def test_numbers_with_exponents_are_numbers(tmp_path: Path, number: str) -> None:
-    assert LINE.load(["-c", write(tmp_path, f"learning_rate: {number}")]).learning_rate == 1e-5
-
-
-@pytest.mark.parametrize("text", ["1e5x", "e5", "-e-5", "."])
-def test_text_that_only_looks_like_a_number_stays_text(tmp_path: Path, text: str) -> None:
-    assert LINE.load(["-c", write(tmp_path, f"project_name: {text}")]).project_name == text
+def test_numbers_with_exponents_are_numbers(tmp_path: Path) -> None:
+    """Text that only looks like one stays text."""
+    for number in ("1e-5", "1.e-5", "1.0e-5", "0.00001", ".1e-4", "1E-5"):
+        path = write(tmp_path, f"learning_rate: {number}")
+        assert LINE.load(["-c", path]).learning_rate == 1e-5
+    for text in ("1e5x", "e5", "-e-5", "."):
+        path = write(tmp_path, f"project_name: {text}")
+        assert LINE.load(["-c", path]).project_name == text
 
 
 @pytest.mark.parametrize(
@@ -296,32 +289,24 @@ def test_epochs_take_the_place_of_iters(tmp_path: Path) -> None:
     counted = config.with_iters(70)
     assert (counted.iters, counted.epochs) == (70, None)
     assert counted.lr_schedule == {"name": "cosine_decay", "arguments": [1e-5, 70]}
-    assert error_of("--epochs", "2", "--iters", "5") == (
-        "--epochs is given, and --iters too: leave one out"
-    )
+    error = error_of("--epochs", "2", "--iters", "5")
+    assert "--epochs" in error.problem
+    assert "--iters" in error.problem
     path = write(tmp_path, "epochs: 3\n")
     config = LINE.load(["-c", path, "--iters", "7"])
     assert (config.iters, config.epochs) == (7, None)
 
 
-@pytest.mark.parametrize(
-    ("key", "line"),
-    [
-        (
-            "lora_layers: 16",
-            "lora_layers is passed over, as mlx_lm.lora does: the number of layers",
-        ),
-        ("use_dora: true", "use_dora is passed over, as mlx_lm.lora does: DoRA is fine_tune_type"),
-    ],
-)
 def test_keys_that_mlx_lm_passes_over_are_named(
-    key: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write(tmp_path, f"iters: 5\n{key}\n")
-    assert LINE.load(["-c", path]).iters == 5
-    said = capsys.readouterr().err
-    assert said.startswith(f"shardmlx: {path}: {line}")
-    assert said.count("\n") == 1
+    for key, instead in (("lora_layers: 16", "num_layers"), ("use_dora: true", "fine_tune_type")):
+        path = write(tmp_path, f"iters: 5\n{key}\n")
+        assert LINE.load(["-c", path]).iters == 5
+        said = capsys.readouterr().err
+        assert path in said
+        assert instead in said
+        assert said.count("\n") == 1
 
 
 # A frozen value
@@ -342,159 +327,113 @@ def test_a_config_is_frozen_and_owns_its_mappings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    ("argv", "remedy"),
     [
-        ("--batch-size 0", "--batch-size is 0: give 1 or more"),
-        ("--iters 0", "--iters is 0: give 1 or more"),
-        ("--micro-batch-size 0", "--micro-batch-size is 0: give 1 or more"),
-        ("--micro-batch-size 9", "--micro-batch-size is 9: give at most the batch size, 4"),
-        ("--learning-rate -1", "--learning-rate is -1.0: give more than 0"),
-        ("--learning-rate nan", "--learning-rate is nan: give a number"),
-        ("--num-layers -2", "--num-layers is -2: give -1 or more"),
-        ("--optimizer adamm", "--optimizer is 'adamm': choose from adam, adamw, muon, sgd, ada"),
-        ("--fine-tune-type qlora", "--fine-tune-type is 'qlora': choose from lora, dora, full"),
-        (
-            "--schedule 2f2b",
-            "--schedule is '2f2b': choose from auto, gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-v",
-        ),
-        ("--partitioner even", "--partitioner is 'even': choose from auto, balanced, uniform"),
-        ("--dtype int8", "--dtype is 'int8': choose from float32, bfloat16, float16"),
-        ("--pipeline-stages 0", "--pipeline-stages is 0: give 1 or more"),
-        ("--max-grad-norm 0", "--max-grad-norm is 0.0: give more than 0"),
-        ("--seed 4294967296", "--seed is 4294967296: give less than 2**32"),
-        ("--clear-cache-threshold many", "'many': give bytes, or a size like 500MiB or 2GB"),
-        ("--report-to wanbd", "--report-to names 'wanbd': choose from wandb, swanlab, tensorboard"),
-        ("--metrics-port 65536", "--metrics-port is 65536: give 65535 or less"),
-        ("--lr-schedule cosine", "--lr-schedule is 'cosine': did you mean cosine_decay?"),
-        ("--lr-schedule step_decay:fast", "give numbers after the colon: init, decay_rate, step"),
-        ("--lr-schedule step_decay", "lr-schedule has arguments None: step_decay takes numbers"),
-        ("--data-parallel 2 --stage-map m", "--data-parallel is 2 with a stage map"),
-        ("--unfreeze-all", "--unfreeze-all is set with fine_tune_type lora: use full"),
-        ("--iters many", "--iters: invalid int value: 'many': see shardmlx train"),
-        ("--iters", "--iters: expected one argument"),
-        ("--itres 5", "unknown argument '--itres': did you mean --iters?"),
-        ("--batch 5", "unknown argument '--batch': did you mean --batch-size"),
-        ("--fast", "unknown argument '--fast': see shardmlx train --help"),
-        ("fast", "unknown argument 'fast'"),
-        ("-c nowhere.yaml", "cannot read nowhere.yaml: No such file or directory"),
+        ("--batch-size 0", "1 or more"),
+        ("--micro-batch-size 9", "4"),
+        ("--learning-rate -1", "more than 0"),
+        ("--learning-rate nan", "a number"),
+        ("--num-layers -2", "-1 or more"),
+        ("--optimizer adamm", "adam, adamw, muon, sgd, adafactor, lamb, lars"),
+        ("--fine-tune-type qlora", "lora, dora, full"),
+        ("--schedule 2f2b", "auto, gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-v"),
+        ("--zero 2", "0, 1, 3"),
+        ("--max-grad-norm 0", "more than 0"),
+        ("--seed 4294967296", "4294967295 or less"),
+        ("--clear-cache-threshold many", "2GB"),
+        ("--report-to wanbd", "wandb, swanlab, tensorboard"),
+        ("--metrics-port 65536", "65535 or less"),
+        ("--lr-schedule cosine", "cosine_decay"),
+        ("--lr-schedule step_decay:fast", "init, decay_rate, step_size"),
+        ("--data-parallel 2 --stage-map m", "leave one out"),
+        ("--unfreeze-all", "full"),
+        ("--iters many", "shardmlx train --help"),
+        ("--iters", "shardmlx train --help"),
+        ("--itres 5", "--iters"),
+        ("--batch 5", "--batch-size"),
+        ("--fast", "shardmlx train --help"),
+        ("fast", "shardmlx train --help"),
+        ("--lora-parameters 8", "lora_parameters into the YAML file"),
     ],
 )
-def test_a_bad_command_line_is_named_in_one_line(argv: str, message: str) -> None:
-    assert message in error_of(*argv.split())
+def test_a_bad_command_line_is_named_in_one_line(argv: str, remedy: str) -> None:
+    flag, *values = argv.split()
+    error = error_of(*argv.split())
+    assert flag in error.problem
+    assert (
+        not values
+        or values[0] in error.problem
+        or argv.startswith(("--itres", "--batch ", "--lora"))
+    )
+    assert remedy in error.remedy
+
+
+LORA = "lora_parameters: {rank: 8, scale: 2.0, dropout: 0"
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "problem", "remedy"),
     [
-        ("iter: 5", "unknown key 'iter': did you mean iters"),
-        ("iters: many", "iters is 'many': give a whole number"),
-        ("iters: true", "iters is True: give a whole number"),
-        ("iters: 10.5", "iters is 10.5: give a whole number"),
-        ("train: 1", "train is 1: give true or false"),
-        ("learning_rate: fast", "learning_rate is 'fast': give a number"),
-        ("model: 7", "model is 7: give text"),
-        ("lora_parameters: 8", "lora_parameters is 8: give a mapping"),
-        ("hf_dataset: billsum", "hf_dataset is 'billsum': give a mapping or a list"),
-        (
-            "hf_dataset: [{name: x}]",
-            "hf_dataset has {'name': 'x'}: give a mapping with 'path: NAME",
-        ),
-        (
-            "lora_parameters: {rank: 8, alpha: 16, scale: 2.0, dropout: 0.0}",
-            "lora_parameters has 'alpha': mlx-lm scales by 'scale'",
-        ),
-        (
-            "lora_parameters: {rank: 8, scale: 2.0, dropout: 0, kyes: [mlp.up_proj]}",
-            "lora_parameters has unknown key 'kyes': did you mean keys?",
-        ),
-        (
-            "lr_schedule: {name: linear_schedule, arguments: [1, 0, 9], warm_up: 5}",
-            "lr_schedule has unknown key 'warm_up': did you mean warmup",
-        ),
-        (
-            "hf_dataset: [{path: x}, {path: x, promt_feature: question}]",
-            "hf_dataset has unknown key 'promt_feature': did you mean prompt_feature",
-        ),
-        ("hf_dataset: {path: x, config: main}", "has x with config 'main': give a mapping"),
-        ("hf_dataset: {path: x, test_split: 5}", "has x with test_split 5: give text"),
-        ("foo_bar: 1", "unknown key 'foo_bar': take it out"),
-        ("alpha: 16", "unknown key 'alpha': take it out"),
-        ("lr_schedule: {name: cosine}\nepochs: 2", "has name 'cosine': choose from"),
-        (
-            "iters: 5\ngrad_accumulation_steps: 6",
-            "is 6 with iters 5: no update is made: give 5 or less",
-        ),
-        ("lora_parameters: {scale: 2.0, dropout: 0.0}", "lacks 'rank': add a whole number above 0"),
-        (
-            "lora_parameters: {rank: 8.0, scale: 2.0, dropout: 0.0}",
-            "lora_parameters has rank 8.0: give a whole number above 0",
-        ),
-        (
-            "lora_parameters: {rank: 8, scale: 2.0, dropout: 1.0}",
-            "lora_parameters has dropout 1.0: give a number from 0 to below 1",
-        ),
-        (
-            "lora_parameters: {rank: 8, scale: 2.0, dropout: 0, keys: q_proj}",
-            "lora_parameters has keys 'q_proj': list module names",
-        ),
-        ("optimizer_config: {adamx: {}}", "unknown optimizer 'adamx': did you mean "),
-        ("optimizer_config: {adam: {beta: 1}}", "unknown adam setting 'beta': did you mean betas"),
-        ("optimizer_config: {adam: {betas: [0.9, 1]}}", "has adam.betas [0.9, 1]: give two number"),
-        ("optimizer_config: {sgd: {nesterov: true}}", "has sgd.nesterov: it needs momentum above"),
-        ("lr_schedule: {name: cosine}", "lr_schedule has name 'cosine': choose from exponential"),
-        (
-            "lr_schedule: {name: cosine_decay, arguments: [1e-5]}",
-            "arguments [1e-05]: cosine_decay takes numbers [init, decay_steps, [end]]",
-        ),
-        (
-            "lr_schedule: {name: step_decay, arguments: [1, 0.9, 10], warmup: -1}",
-            "lr_schedule has warmup -1: give a whole number of steps",
-        ),
-        ("batch_size: 2\nmicro_batch_size: 4", "micro_batch_size is 4: give at most the batch si"),
-        ("zero: 2", "zero is 2: give 0, 1 or 3"),
-        ("loss_scale: 1000", "loss_scale is 1000.0: give auto, none, or a power of two"),
-        ("loss_scale: often", "loss_scale is 'often': give auto, none, or a power of two"),
-        ("loss_scale: -2", "loss_scale is -2.0: give auto, none, or a power of two"),
-        (
-            "master_weights: true",
-            "master_weights is set with fine_tune_type lora, whose adapters are float32: leave it",
-        ),
-        (
-            "master_weights: true\nfine_tune_type: full\ndtype: float32",
-            "master_weights is set with dtype float32: leave one out",
-        ),
-        ("project_name: 2024-01-01", "project_name is datetime.date(2024, 1, 1): give text"),
-        ("hf_dataset: {path: x, day: 2024-01-01}", "give plain numbers, text, lists and mappings"),
+        ("iter: 5", "'iter'", "iters"),
+        ("foo_bar: 1", "'foo_bar'", "take it out"),
+        ("iters: many", "iters is 'many'", "a whole number"),
+        ("iters: true", "iters is True", "a whole number"),
+        ("iters: 10.5", "iters is 10.5", "a whole number"),
+        ("train: 1", "train is 1", "true or false"),
+        ("learning_rate: fast", "learning_rate is 'fast'", "a number"),
+        ("model: 7", "model is 7", "text"),
+        ("project_name: 2024-01-01", "project_name is", "text"),
+        ("iters: 5\ngrad_accumulation_steps: 6", "is 6 with iters 5", "5 or less"),
+        ("batch_size: 2\nmicro_batch_size: 4", "micro_batch_size is 4", "2"),
+        ("lora_parameters: 8", "lora_parameters is 8", "a mapping"),
+        ("lora_parameters: {scale: 2.0, dropout: 0.0}", "'rank'", "a whole number above 0"),
+        (f"{LORA}, alpha: 16}}", "'alpha'", "'scale'"),
+        (f"{LORA}, kyes: [mlp.up_proj]}}", "'kyes'", "keys"),
+        (f"{LORA}, keys: q_proj}}", "keys 'q_proj'", "['self_attn.q_proj']"),
+        (LORA.replace("8", "8.0") + "}", "rank 8.0", "a whole number above 0"),
+        (LORA.replace(" 0", " 1.0") + "}", "dropout 1.0", "below 1"),
+        ("hf_dataset: billsum", "'billsum'", "a mapping or a list"),
+        ("hf_dataset: [{name: x}]", "{'name': 'x'}", "path"),
+        ("hf_dataset: [{path: x}, {path: x, promt_feature: q}]", "'promt_f", "prompt_feature"),
+        ("hf_dataset: {path: x, config: main}", "config 'main'", "a mapping"),
+        ("hf_dataset: {path: x, test_split: 5}", "test_split 5", "text"),
+        ("hf_dataset: {path: x, day: 2024-01-01}", "give plain numbers", ""),
+        ("optimizer_config: {adamx: {}}", "'adamx'", "adam"),
+        ("optimizer_config: {adam: {beta: 1}}", "'beta'", "betas"),
+        ("optimizer_config: {adam: {betas: [0.9, 1]}}", "adam.betas [0.9, 1]", "two numbers"),
+        ("optimizer_config: {sgd: {nesterov: true}}", "sgd.nesterov", "momentum"),
+        ("lr_schedule: {name: cosine}\nepochs: 2", "'cosine'", "cosine_decay"),
+        ("lr_schedule: {name: cosine_decay, arguments: [1e-5]}", "[1e-05]: cosine_decay", ""),
+        ("lr_schedule: {name: step_decay, arguments: [1, 1, 9], warmup: -1}", "-1", "steps"),
+        ("lr_schedule: {name: step_decay, arguments: [1, 1, 9], warm_up: 5}", "'warm", "warmup"),
+        ("loss_scale: 1000", "1000", "a power of two"),
+        ("loss_scale: often", "'often'", "a power of two"),
+        ("loss_scale: -2", "-2", "a power of two"),
+        ("master_weights: true", "fine_tune_type lora", "leave it out"),
+        ("master_weights: true\nfine_tune_type: full\ndtype: float32", "float32", "leave one"),
+        ("iters: 5\nmodel: [a\n", "line 3", "mend"),
+        ("iters: 5\n\ttabbed: 1\n", "line 2", "mend"),
+        ("iters: 5\nseed: 1\niters: 6\n", "line 3: key 'iters'", "mend"),
+        ("model: !!python/name:os.system\n", "line 1", "mend"),
+        ("- iters\n", "a list", "key: value"),
+        ("", "nothing", "key: value"),
+        ("model: \x01\n", "special characters", "mend"),
+        ("model: caf\udce9\n", "UTF-8 text (byte 10)", "YAML"),
     ],
 )
-def test_a_bad_file_is_named_with_key_and_value(tmp_path: Path, text: str, message: str) -> None:
-    path = write(tmp_path, text)
-    error = error_of("-c", path)
-    assert error.startswith(f"{path}: ")
-    assert message in error
+def test_a_bad_file_is_named_with_key_and_value(
+    tmp_path: Path, text: str, problem: str, remedy: str
+) -> None:
+    path = tmp_path / "lora.yaml"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    error = error_of("-c", str(path))
+    assert error.problem.startswith(str(path))
+    assert problem in error.problem
+    assert remedy in error.remedy
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("iters: 5\nmodel: [a\n", r", line 3: .*: mend the YAML"),
-        ("iters: 5\n\ttabbed: 1\n", r", line 2: found character .* that cannot start any token"),
-        ("iters: 5\nseed: 1\niters: 6\n", r", line 3: key 'iters' is given twice: mend"),
-        ("model: !!python/name:os.system\n", r", line 1: could not determine a constructor"),
-        ("- iters\n", r" holds a list: write one 'key: value' a line"),
-        ("", r" holds nothing: write one 'key: value' a line"),
-        ("model: \x01\n", r": .*special characters are not allowed.*: mend the YAML"),
-    ],
-)
-def test_a_broken_file_is_named_with_its_line(tmp_path: Path, text: str, message: str) -> None:
-    path = write(tmp_path, text)
-    assert re.fullmatch(re.escape(path) + message + ".*", error_of("-c", path))
-
-
-def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    path.write_bytes(b"GGUF\xff\xfe")
-    assert error_of("-c", str(path)) == f"{path} is no UTF-8 text (byte 4): is it a YAML file?"
+def test_a_file_that_is_not_there_is_named() -> None:
+    assert "nowhere.yaml" in error_of("-c", "nowhere.yaml").problem
 
 
 def test_what_a_full_fine_tune_does_not_use_is_not_checked(tmp_path: Path) -> None:
@@ -541,12 +480,6 @@ def test_help_lists_what_most_runs_need_and_help_all_everything(
     assert "In the YAML file only: long_sequences, hf_dataset, prompt_feature," in text
 
 
-def test_an_option_of_the_file_is_no_flag() -> None:
-    problem, _, remedy = error_of("--lora-parameters", "8").partition(": ")
-    assert problem == "unknown argument '--lora-parameters'"
-    assert "lora_parameters into the YAML file" in remedy
-
-
 def test_planning_starts_neither_mlx_nor_mpi() -> None:
     script = (
         "import sys, shardmlx.config.train, shardmlx.pipeline.stage_map, shardmlx.models.shape, "
@@ -588,4 +521,4 @@ def test_the_home_directory_is_expanded_in_every_path(
         assert getattr(config, name) == str(tmp_path / name)
     assert config.profile == f"{tmp_path}/a,{tmp_path}/b"
     assert config.hf_dataset == [{"path": str(tmp_path / "rows")}]
-    assert "~nobody-of-that-name/x" in error_of("--adapter-path", "~nobody-of-that-name/x")
+    assert "~nobody-of-that-name/x" in error_of("--adapter-path", "~nobody-of-that-name/x").problem

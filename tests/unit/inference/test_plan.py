@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardmlx.config.generate import LINE, GenerateConfig
+from shardmlx.config.generate import GenerateConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine
 from shardmlx.costmodel.memory_limits import budgets_of
@@ -192,22 +192,3 @@ def test_maps_that_cannot_generate(stages: str, complaint: str, tmp_path: Path) 
     path.write_text(f"stages:\n{stages}\n")
     with pytest.raises(UserError, match=complaint):
         plan(ONE, ROOM, ROOM, stage_map=str(path))
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--max-tokens 0", "--max-tokens is 0: give 1 or more"),
-        ("--top-p 1.5", "--top-p is 1.5: give 1 or less"),
-        ("--xtc-threshold 0.6", "--xtc-threshold is 0.6: give 0.5 or less"),
-        ("--seed 18446744073709551616", "--seed is 18446744073709551616: give less than 2**64"),
-        ("--output a", "--output is a: it is for the answers to --prompts"),
-        ("--prompts a -p b", "--prompt and --prompts a: give one of them"),
-        ("--temperature 1", "unknown argument '--temperature': "),
-        ("--chat-template-config [1]", "--chat-template-config is '[1]': give a JSON object"),
-    ],
-)
-def test_bad_options(flags: str, message: str) -> None:
-    with pytest.raises(UserError) as error:
-        LINE.load(flags.split())
-    assert str(error.value).startswith(message)
