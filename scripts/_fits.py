@@ -104,7 +104,7 @@ def common(only: str | None = None) -> str:
         chosen = plan_training(config, machines)
         peak = max(rank.peak for rank in chosen.prediction.ranks)
         replicas = chosen.prediction.plan.mesh.dp
-        recomputed = {NONE: "", SELECTIVE: "+", FULL: "*"}[chosen.choice.run.batch.recomputed]
+        recomputed = {NONE: "", SELECTIVE: "+", FULL: "*"}[chosen.run.batch.recomputed]
         return f"{peak / GIB:.1f}{recomputed}" + (f" x {replicas}" if replicas > 1 else "")
 
     return _by_bits(_some(MODELS, only), MACS, cell)

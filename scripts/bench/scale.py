@@ -27,10 +27,9 @@ from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.pipeline.figure import draw_schedule
-from shardmlx.planning.choice import choose
+from shardmlx.planning.choice import Choice, choose
 from shardmlx.planning.facts import Facts, SequenceLengths
 from shardmlx.planning.report import as_json, binding
-from shardmlx.planning.training_plan import TrainingPlan
 
 GIB = 2**30
 
@@ -120,7 +119,7 @@ def cases() -> Iterator[Case]:
                     yield Case(model, mac, count, link)
 
 
-def line(case: Case, planned: TrainingPlan) -> tuple[str, ...]:
+def line(case: Case, planned: Choice) -> tuple[str, ...]:
     """Return a row of the table."""
     prediction = planned.prediction
     plan, ranks = prediction.plan, prediction.ranks
@@ -132,7 +131,7 @@ def line(case: Case, planned: TrainingPlan) -> tuple[str, ...]:
         case.link,
         f"{plan.mesh.dp} x {plan.mesh.pp}",
         plan.schedule,
-        planned.choice.run.batch.recomputed,
+        planned.run.batch.recomputed,
         gibibytes(fullest.peak),
         gibibytes(fullest.capacity),
         f"{100 * prediction.simulation.bubble:.1f}%",
@@ -160,7 +159,7 @@ def main() -> None:
         print(case, file=sys.stderr)
         try:
             facts = Facts(workload=workloads[case.model], cluster=case.cluster, lengths=lengths)
-            planned = TrainingPlan(run=RUN, facts=facts, choice=choose(RUN, facts))
+            planned = choose(RUN, facts)
         except UserError as error:
             lines.append((case.model, f"{case.count} x {case.mac}", case.link, "does not fit"))
             plans[str(case)] = str(error)

@@ -113,7 +113,7 @@ COMMANDS = (
         name="plan",
         group=PREPARE,
         help="divide a model over given machines; predict memory and time",
-        options="planning.plan_options",
+        options="planning.plan_command",
         run="planning.plan_command:run",
     ),
     Command(

@@ -47,8 +47,9 @@ class InspectOptions:
         None,
         "count the memory of generating, too: tokens of a sequence, prompt included",
         metavar="TOKENS",
+        minimum=1,
     )
-    sequences: int = _split(1, "sequences at once, with --context")
+    sequences: int = _split(1, "sequences at once, with --context", minimum=1)
 
     all_layers: bool = _output(False, "show a line for every layer")
     json: bool = _output(False, "print all of it as JSON")

@@ -28,10 +28,9 @@ from shardmlx.costmodel.workload import ModelSizes
 from shardmlx.errors import UserError
 from shardmlx.models.kv_cache import CacheQuantisation
 from shardmlx.models.shape import ModelShape
-from shardmlx.partitioners import DoesNotFitError, LayerCosts, Problem, get_partitioner
-from shardmlx.pipeline.mesh import Mesh
+from shardmlx.partitioners import DoesNotFitError, LayerCosts
 from shardmlx.pipeline.stage_map import StageMap
-from shardmlx.planning.layout import make_mesh
+from shardmlx.planning.layout import divide_by_speed, make_mesh
 
 STEP_TOKENS = 20
 """Tokens of a prompt that take as long as a decode step of a group, which reads all weights too;
@@ -228,21 +227,15 @@ def _divided(
     memory: _GenerationMemory,
 ) -> StageMap:
     """Divide the layers; ``rows`` sequences are in a group. Raises ``DoesNotFitError``."""
-    mesh = Mesh(1, cluster.size)
-    speeds = [machine.flops for machine in cluster.machines if machine.flops is not None]
-    is_timed = len(speeds) == mesh.pp
-    costs = inference_costs(sizes, load, rows)
-    problem = Problem(
-        placement=tuple(range(mesh.pp)),
-        costs=tuple(costs.scaled(1 / speed) for speed in speeds)
-        if is_timed
-        else (costs,) * mesh.pp,
+    return divide_by_speed(
+        partitioner,
+        cluster.machines,
+        costs=inference_costs(sizes, load, rows),
         sizes=sizes.held_sizes,
         peak=lambda _, start, stop: float(memory.total(start, stop)),
-        capacity=tuple(map(cluster.capacity, range(mesh.pp))),
-        hosts=tuple(machine.host for machine in cluster.machines),
+        capacity=list(map(cluster.capacity, range(cluster.size))),
+        num_stages=cluster.size,
     )
-    return get_partitioner(partitioner)(problem)
 
 
 def inference_costs(sizes: ModelSizes, load: Load, rows: int) -> LayerCosts:

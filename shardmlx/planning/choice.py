@@ -46,17 +46,22 @@ class Assessment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The chosen way, of ``tried`` ways.
+    """The chosen way, of ``tried`` ways, to do as ``asked``, by these ``facts``.
 
     ``relative_seconds`` are a step's beside the simplest way's, and ``lacking`` says why that does
-    not fit, if so. ``prediction`` is of a step with rows of mean length.
+    not fit, if so. ``prediction`` is of a step with rows of mean length: its plan with the stage
+    map, seconds, and hosts, layers, peak bytes and capacity of each rank. ``is_limited`` says
+    whether some way did not fit.
     """
 
+    asked: RunSpec
+    facts: Facts
     assessment: Assessment
     prediction: Prediction
     tried: int
     relative_seconds: float
-    lacking: str | None = None
+    lacking: str | None
+    is_limited: bool
 
     @property
     def run(self) -> RunSpec:
@@ -67,6 +72,11 @@ class Choice:
     def plan(self) -> Plan:
         """The plan that every rank follows."""
         return self.assessment.plan
+
+    @property
+    def workload(self) -> Workload:
+        """The work in the chosen way."""
+        return self.facts.work(self.run)
 
     @property
     def way(self) -> str:
@@ -150,10 +160,9 @@ def choose(
     ``advance`` gets the number of ways examined, and of all. ``DoesNotFitError`` says how far the
     best way fails, another ``UserError`` why none can be divided.
     """
-    asked = ways(run, facts)
-    search = _Search(asked, facts)
+    search = _Search(ways(run, facts), facts)
     for done, (bound, place) in enumerate(search.most_promising_first()):
-        advance(done, len(asked))
+        advance(done, len(search.ways))
         if bound > search.shortest * (1 + CLOSE):
             break
         search.look(place)
@@ -164,13 +173,16 @@ def choose(
     best = min(close, key=lambda each: _preference(each, facts))
     first, lacking = search.found.get(0), None
     if first is None:
-        first, lacking = _simplest(asked[0], facts)
+        first, lacking = _simplest(search.ways[0], facts)
     return Choice(
+        asked=run,
+        facts=facts,
         assessment=best,
         prediction=_predicted(best.plan, facts.work(best.way), facts),
-        tried=len(asked),
+        tried=len(search.ways),
         relative_seconds=1.0 if first is None else best.seconds / first.seconds,
         lacking=lacking,
+        is_limited=search.is_limited,
     )
 
 
@@ -199,68 +211,49 @@ def _simplest(way: RunSpec, facts: Facts) -> tuple[Assessment | None, str | None
 def fits(run: RunSpec, facts: Facts) -> bool:
     """Return whether a way fits, with the thriftiest answers to its open options."""
     try:
-        asked = ways(run, facts)
+        search = _Search(ways(run, facts), facts)
     except UserError:
         return False
-    return any(_has_room(way, facts) for way in _tightest(asked).values())
+    return any(map(search.has_room, search.tightest))
 
 
-def _has_room(way: RunSpec, facts: Facts) -> bool:
-    if _lacking_for_weights(way, facts) > 0:
-        return False
-    try:
-        assess(way, facts)
-    except UserError:
-        return False
-    return True
+_Group = tuple[int | None, bool]
+"""Ways of one length of pipeline, with or without divided weights."""
 
 
-def _lacking_for_weights(way: RunSpec, facts: Facts) -> float:
-    """Return the bytes that the machines of a replica lack for the weights alone, or of all
-    replicas that divide these; 0 or less if they have room."""
-    cluster = facts.cluster
-    mesh = Mesh.for_world(cluster.size, way.layout.pipeline_stages or 1)
-    rooms = [min(map(cluster.capacity, mesh.replicas_of(rank))) for rank in range(mesh.pp)]
-    sizes = facts.workload.weight_sizes
-    copies = mesh.dp if way.fine_tune.divides_weights else 1
-    return sizes.total(0, len(sizes.layers)) - copies * sum(rooms)
-
-
-def _tightest(asked: Sequence[RunSpec]) -> dict[tuple[int | None, bool], RunSpec]:
-    """Return, for each length of pipeline, with and without divided weights, the way that needs the
-    least memory."""
-    tightest: dict[tuple[int | None, bool], RunSpec] = {}
-    for way in asked:
-        best = tightest.setdefault(_group(way), way)
-        if _tightness(way) > _tightness(best):
-            tightest[_group(way)] = way
-    return tightest
-
-
-def _group(way: RunSpec) -> tuple[int | None, bool]:
+def _group(way: RunSpec) -> _Group:
     return way.layout.pipeline_stages, way.fine_tune.divides_weights
 
 
-def _tightness(way: RunSpec) -> tuple[int, int, bool, bool]:
-    again, _, is_by_memory = _thrift(way)
-    return again, -(way.batch.micro_batch_size or 1), way.layout.schedule == SIMPLEST, is_by_memory
-
-
 class _Search:
-    """The examined ways: those that fit, by their place, and why others do not."""
+    """The examined ``ways``: those that fit, by their place, and why others do not.
 
-    def __init__(self, asked: Sequence[RunSpec], facts: Facts) -> None:
-        self._asked, self._facts = asked, facts
+    ``tightest`` is the way of each group that needs the least memory.
+    """
+
+    def __init__(self, ways: Sequence[RunSpec], facts: Facts) -> None:
+        self.ways, self._facts = ways, facts
         self.found: dict[int, Assessment] = {}
         self.failures: list[UserError] = []
-        self.shortest = math.inf
         self._fitting: dict[tuple[object, ...], list[tuple[int, bool, bool]]] = {}
-        self._tightest = _tightest(asked)
+        self.tightest: dict[_Group, RunSpec] = {}
+        for way in ways:
+            best = self.tightest.setdefault(_group(way), way)
+            if _tightness(way) > _tightness(best):
+                self.tightest[_group(way)] = way
         self._room = {
-            group: False
-            for group, way in self._tightest.items()
-            if _lacking_for_weights(way, facts) > 0
+            group: False for group, way in self.tightest.items() if self._weights_lack(way) > 0
         }
+
+    @property
+    def shortest(self) -> float:
+        """Seconds of the fastest way so far."""
+        return min((each.seconds for each in self.found.values()), default=math.inf)
+
+    @property
+    def is_limited(self) -> bool:
+        """True if some way did not fit."""
+        return bool(self.failures) or not all(self._room.values())
 
     def most_promising_first(self) -> list[tuple[float, int]]:
         """Return (lower bound of the seconds of a step, place) of each way.
@@ -269,11 +262,10 @@ class _Search:
         """
         bounds: dict[tuple[object, ...], float] = {}
         pairs = []
-        for place, way in enumerate(self._asked):
-            batch = way.batch
-            key = (*_alike(way), batch.recompute)
+        for place, way in enumerate(self.ways):
+            key = (*_alike(way), way.batch.recompute)
             if key not in bounds:
-                bounds[key] = self._least(way)
+                bounds[key] = self._least_seconds(way)
             pairs.append((bounds[key], place))
         if self._facts.cluster.knows_messages:
             return sorted(pairs)
@@ -281,46 +273,52 @@ class _Search:
 
     def look(self, place: int) -> None:
         """Assess a way, unless a faster one like it already fits, or its mesh has no room."""
-        way = self._asked[place]
-        group = _group(way)
-        if self._is_in_vain(place) or not self._room.get(group, True):
+        way = self.ways[place]
+        if self._is_in_vain(way) or not self._room.get(_group(way), True):
             return
-        try:
-            found = assess(way, self._facts)
-        except UserError as error:
-            self.failures.append(error)
-            if isinstance(error, DoesNotFitError) and group not in self._room:
-                self._room[group] = self._has_any_room(group)
-            return
-        self.found[place] = found
-        self._fitting.setdefault(_alike(way), []).append(_thrift(way))
-        self.shortest = min(self.shortest, found.seconds)
+        found = self._assessed(way)
+        if found is not None:
+            self.found[place] = found
+            self._fitting.setdefault(_alike(way), []).append(_thrift(way))
+        elif isinstance(self.failures[-1], DoesNotFitError):
+            self.has_room(_group(way))
 
-    def _has_any_room(self, group: tuple[int | None, bool]) -> bool:
+    def has_room(self, group: _Group) -> bool:
+        """Return whether the tightest way of a group fits."""
+        if group not in self._room:
+            self._room[group] = self._assessed(self.tightest[group]) is not None
+        return self._room[group]
+
+    def _assessed(self, way: RunSpec) -> Assessment | None:
         try:
-            assess(self._tightest[group], self._facts)
+            return assess(way, self._facts)
         except UserError as error:
             self.failures.append(error)
-            return False
-        return True
+            return None
 
     def nearest_failure(self) -> UserError:
         """Return the error of the way that lacks least."""
         if not self.failures:
-            lacking = {
-                group: _lacking_for_weights(way, self._facts)
-                for group, way in self._tightest.items()
-            }
-            self._has_any_room(min(lacking, key=lambda group: lacking[group]))
+            self._assessed(min(self.tightest.values(), key=self._weights_lack))
         return min(self.failures, key=_shortage)
 
-    def _divides(self, place: int) -> bool:
-        return self._asked[place].fine_tune.divides_weights
+    def _weights_lack(self, way: RunSpec) -> float:
+        """Return the bytes that the machines of a replica lack for the weights alone, or of all
+        replicas that divide these; 0 or less if they have room."""
+        cluster = self._facts.cluster
+        mesh = Mesh.for_world(cluster.size, way.layout.pipeline_stages or 1)
+        rooms = [min(map(cluster.capacity, mesh.replicas_of(rank))) for rank in range(mesh.pp)]
+        sizes = self._facts.workload.weight_sizes
+        copies = mesh.dp if way.fine_tune.divides_weights else 1
+        return sizes.total(0, len(sizes.layers)) - copies * sum(rooms)
 
-    def _is_in_vain(self, place: int) -> bool:
+    def _divides(self, place: int) -> bool:
+        return self.ways[place].fine_tune.divides_weights
+
+    def _is_in_vain(self, way: RunSpec) -> bool:
         """Skip slower low-memory variants once a faster variant fits."""
-        way, knows_messages = self._asked[place], self._facts.cluster.knows_messages
-        if self._divides(place) and not knows_messages and not all(map(self._divides, self.found)):
+        is_last_resort = way.fine_tune.divides_weights and not self._facts.cluster.knows_messages
+        if is_last_resort and not all(map(self._divides, self.found)):
             return True
         thrift = _thrift(way)
         return any(
@@ -328,7 +326,7 @@ class _Search:
             for other in self._fitting.get(_alike(way), ())
         )
 
-    def _least(self, way: RunSpec) -> float:
+    def _least_seconds(self, way: RunSpec) -> float:
         """Return the seconds of a step in which all machines are always busy."""
         facts, batch = self._facts, way.batch
         mesh = Mesh.for_world(facts.cluster.size, way.layout.pipeline_stages or 1)
@@ -339,6 +337,11 @@ class _Search:
         )
         wholes = [model.stage(0, len(model.layers)).microbatch for model in models]
         return rows / size / sum(1 / whole for whole in wholes)
+
+
+def _tightness(way: RunSpec) -> tuple[int, int, bool, bool]:
+    again, _, is_by_memory = _thrift(way)
+    return again, -(way.batch.micro_batch_size or 1), way.layout.schedule == SIMPLEST, is_by_memory
 
 
 def _alike(way: RunSpec) -> tuple[object, ...]:

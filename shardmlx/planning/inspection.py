@@ -6,28 +6,26 @@ No MLX, no MPI. No weight is read, unless ``--verify`` has checksums to compare.
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
+from shardmlx.common.formatting import plural
+from shardmlx.common.reporter import Reporter
+from shardmlx.common.units import MEGABYTE
 from shardmlx.config.inspect import DEFAULT_PARTITIONER, LINE, InspectOptions
-from shardmlx.costmodel.hostfile import Machine, machine_of_each_rank, read_hostfile, same_host
+from shardmlx.costmodel.hostfile import Machine, machine_of_each_rank, read_hostfile
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import ModelFiles, find_source, read_model
 from shardmlx.modelfiles.parts import Inspection, inspect_files
 from shardmlx.modelfiles.verify import checksums_to_compare, verify
 from shardmlx.partitioners import DoesNotFitError
-from shardmlx.pipeline.stage_map import StageMap, read_stage_map
+from shardmlx.pipeline.stage_map import read_stage_map
+from shardmlx.planning.layout import make_mesh
 from shardmlx.planning.model_report import (
     as_json,
     part_table,
     rank_report,
     stage_table,
     summary,
-    verification_report,
 )
 from shardmlx.planning.weight_split import Generation, Split, divide
 
@@ -64,18 +62,20 @@ def _split(options: InspectOptions, inspection: Inspection) -> Split | None:
     machines: tuple[Machine, ...] = ()
     if options.hostfile is not None:
         machines = machine_of_each_rank(read_hostfile(options.hostfile))
-    stage_map = _stage_map(options)
     layers = len(inspection.layers)
     if not layers:
         raise UserError(f"{inspection.files.name} has no layers to divide", "name a whole model")
     generation = None
     if options.context is not None:
         generation = Generation(options.sequences, options.context)
-    if stage_map is not None:
+    if options.stage_map is not None:
+        stage_map = read_stage_map(options.stage_map)
+        stage_map.check_pipeline(options.pipeline_stages)
         # Before machines are assigned, since a map of another model matters most.
         stage_map.check_layers(layers)
         machines = _first(machines, stage_map.pp, options.hostfile)
-        _check_hosts(stage_map, machines, options.hostfile)
+        if machines:
+            make_mesh(stage_map, len(machines), [machine.host for machine in machines])
         return Split(inspection, stage_map, machines, generation)
     num_stages = options.pipeline_stages or len(machines)
     machines = _first(machines, num_stages, options.hostfile)
@@ -92,14 +92,6 @@ def _split(options: InspectOptions, inspection: Inspection) -> Split | None:
     return Split(inspection, stage_map, machines, generation)
 
 
-def _stage_map(options: InspectOptions) -> StageMap | None:
-    if options.stage_map is None:
-        return None
-    stage_map = read_stage_map(options.stage_map)
-    stage_map.check_pipeline(options.pipeline_stages)
-    return stage_map
-
-
 def _first(machines: tuple[Machine, ...], ranks: int, hostfile: str | None) -> tuple[Machine, ...]:
     if machines and ranks > len(machines):
         raise UserError(
@@ -109,48 +101,21 @@ def _first(machines: tuple[Machine, ...], ranks: int, hostfile: str | None) -> t
     return machines[:ranks]
 
 
-def _check_hosts(stage_map: StageMap, machines: tuple[Machine, ...], hostfile: str | None) -> None:
-    for rank, machine in enumerate(machines):
-        wanted = stage_map.host_of(rank)
-        if wanted is not None and not same_host(wanted, machine.host):
-            raise UserError(
-                f"{stage_map} wants rank {rank} on host {wanted}, but {hostfile} gives it "
-                f"{machine.host}",
-                "change the order of the hostfile, or the map",
-            )
-
-
-@contextmanager
-def _progress(files: ModelFiles) -> Iterator[Callable[[int], None]]:
-    """Show a bar on stderr while checksums are computed, in a terminal."""
-    total = sum(files.paths[file].stat().st_size for file in checksums_to_compare(files))
-    if not total or not sys.stderr.isatty():
-        yield lambda count: None
-        return
-    progress = Progress(
-        TextColumn("checksums"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
-    with progress:
-        task = progress.add_task("checksums", total=total)
-        yield lambda count: progress.update(task, advance=count)
-
-
 def _verify(files: ModelFiles, in_json: bool) -> int:
-    with _progress(files) as advance:
-        verification = verify(files, advance)
+    total = sum(files.paths[file].stat().st_size for file in checksums_to_compare(files))
+    with Reporter().bar("checksums, MB", max(1, total // MEGABYTE)) as bar:
+        verification = verify(files, lambda count: bar.advance(count / MEGABYTE))
+    faults = verification.faults
     if in_json:
         result = {
             "model": files.name,
             "revision": files.revision,
             "checked": verification.checked,
-            "faults": verification.faults,
+            "faults": faults,
         }
         print(json.dumps(result, indent=2))
     else:
-        print(verification_report(verification))
-    return 1 if verification.faults else 0
+        lines = [f"checked: {each}" for each in verification.checked]
+        lines += [f"wrong: {each}" for each in faults]
+        print("\n".join([*lines, plural(len(faults), "fault") if faults else "all is well"]))
+    return 1 if faults else 0

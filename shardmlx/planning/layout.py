@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from shardmlx.config.specs import BatchOptions, RunSpec
 from shardmlx.costmodel.cluster import Cluster
-from shardmlx.costmodel.hostfile import same_host
+from shardmlx.costmodel.hostfile import Machine, same_host
 from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
-from shardmlx.partitioners import get_partitioner
+from shardmlx.partitioners import LayerCosts, Problem, get_partitioner
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.schedules import get_schedule
@@ -70,6 +70,35 @@ def make_mesh(stage_map: StageMap, world_size: int, hosts: Sequence[str]) -> Mes
                 "change the order of the hostfile, or the map",
             )
     return mesh
+
+
+def divide_by_speed(
+    partitioner: str,
+    machines: Sequence[Machine],
+    *,
+    costs: LayerCosts,
+    sizes: LayerCosts,
+    peak: Callable[[int, int, int], float],
+    capacity: Sequence[float],
+    num_stages: int,
+) -> StageMap:
+    """Divide a forward pass, one stage a rank; ``costs`` are FLOPs.
+
+    Speeds of machines count if all are known. Raises ``DoesNotFitError`` if nothing fits.
+    """
+    speeds = [machine.flops for machine in machines if machine.flops is not None]
+    is_timed = len(speeds) == num_stages
+    problem = Problem(
+        placement=tuple(range(num_stages)),
+        costs=tuple(costs.scaled(1 / speed) for speed in speeds)
+        if is_timed
+        else (costs,) * num_stages,
+        sizes=sizes,
+        peak=peak,
+        capacity=tuple(capacity),
+        hosts=tuple(machine.host for machine in machines),
+    )
+    return get_partitioner(partitioner)(problem)
 
 
 def divide_batch(batch: BatchOptions, mesh: Mesh) -> tuple[int, int]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shardmlx.common.formatting import columns, count, gibibytes, numbers_of
+from shardmlx.common.formatting import columns, count, gibibytes, numbers_of, plural
 from shardmlx.modelfiles.parts import Inspection, Part, Row, rows
 from shardmlx.modelfiles.sources import SUFFIX
-from shardmlx.modelfiles.verify import Verification
+from shardmlx.models.shape import ModelShape
 from shardmlx.models.undeclared import APPROXIMATE
 from shardmlx.planning.weight_split import Split, byte_ranges
 
@@ -23,6 +23,7 @@ def shown_files(files: Sequence[str]) -> str:
 
 
 def dtypes(part: Part) -> str:
+    """Return the types of the tensors, the most bytes first."""
     return " + ".join(part.dtypes)
 
 
@@ -38,7 +39,7 @@ def summary(inspection: Inspection) -> str:
     if files.note:
         lines.append(files.note)
     if inspection.shape is not None:
-        lines.append(_family(inspection))
+        lines.append(_family(inspection.shape))
     elif files.adapter is not None:
         lines.append(_adapter(inspection))
     elif files.config:
@@ -56,19 +57,15 @@ def summary(inspection: Inspection) -> str:
     if inspection.is_computed:
         lines.append("no weights there: all sizes are computed from config.json")
     else:
-        number = len(files.headers)
         total = gibibytes(sum(header.file_size for header in files.headers.values()))
         lines.append(
-            f"{number} file{'' if number == 1 else 's'} of {total}, of which only the headers, "
+            f"{plural(len(files.headers), 'file')} of {total}, of which only the headers, "
             f"{gibibytes(files.header_bytes)}, were read"
         )
     return "\n".join(lines)
 
 
-def _family(inspection: Inspection) -> str:
-    shape = inspection.shape
-    if shape is None:
-        return ""
+def _family(shape: ModelShape) -> str:
     widest = max(shape.kinds, key=lambda layer: layer.parameters)
     experts = ""
     if widest.experts:
@@ -154,12 +151,11 @@ def stage_table(split: Split) -> str:
 def rank_report(split: Split, rank: int) -> str:
     """Return every tensor that a rank needs, and the bytes of each file to be read for them."""
     part = split.rank(rank)
-    host = split.host(rank)
-    share = split.memory_share(rank)
+    host, memory = split.host(rank), split.memory(rank)
     lines = [
         f"rank {rank}{f' on {host}' if host else ''}: {_stages(split, rank)}, "
         f"{len(part.tensors)} tensors, {gibibytes(part.nbytes)}"
-        + ("" if share is None else f", {share:.1%} of its memory"),
+        + ("" if memory is None else f", {part.nbytes / memory:.1%} of its memory"),
         "",
         columns(
             ("tensor", "dtype", "shape", "bytes", "file", "first byte", "last byte"),
@@ -178,14 +174,14 @@ def rank_report(split: Split, rank: int) -> str:
         ),
     ]
     files = byte_ranges(part)
-    for each in files:
-        whole = split.inspection.files.headers[each.file].file_size
-        lines += ["", f"{each.file}: {gibibytes(each.nbytes)} of {gibibytes(whole)}, bytes"]
-        lines += [f"  {start}-{end - 1}" for start, end in each.ranges]
+    for file, ranges in files.items():
+        whole = split.inspection.files.headers[file].file_size
+        nbytes = sum(end - start for start, end in ranges)
+        lines += ["", f"{file}: {gibibytes(nbytes)} of {gibibytes(whole)}, bytes"]
+        lines += [f"  {start}-{end - 1}" for start, end in ranges]
     if files:
-        total = sum(each.nbytes for each in files)
-        ranges = sum(len(each.ranges) for each in files)
-        lines += ["", f"in all {total} bytes; ranges: {ranges}; files: {len(files)}"]
+        count_of_ranges = sum(map(len, files.values()))
+        lines += ["", f"in all {part.nbytes} bytes; ranges: {count_of_ranges}; files: {len(files)}"]
     return "\n".join(lines)
 
 
@@ -195,15 +191,6 @@ def _stages(split: Split, rank: int) -> str:
         layers = numbers_of(*split.stage_map.partition.ranges[stage])
         names.append(f"stage {stage} (layers {layers})")
     return ", ".join(names)
-
-
-def verification_report(verification: Verification) -> str:
-    """Return the completed checks, and every fault."""
-    lines = [f"checked: {each}" for each in verification.checked]
-    lines += [f"wrong: {each}" for each in verification.faults]
-    number = len(verification.faults)
-    lines.append(f"{number} fault{'' if number == 1 else 's'}" if number else "all is well")
-    return "\n".join(lines)
 
 
 def as_json(inspection: Inspection, split: Split | None, rank: int | None) -> dict[str, Any]:
@@ -265,12 +252,12 @@ def _part_json(part: Part) -> dict[str, Any]:
 
 
 def _rank_json(split: Split, rank: int) -> dict[str, Any]:
-    part = split.rank(rank)
+    part, memory = split.rank(rank), split.memory(rank)
     return {
         "rank": rank,
         "host": split.host(rank),
         "stages": list(split.stage_map.stages_of(rank)),
-        "memory_share": split.memory_share(rank),
+        "memory_share": None if memory is None else part.nbytes / memory,
         "bytes": part.nbytes,
         "tensors": [
             {
@@ -284,7 +271,7 @@ def _rank_json(split: Split, rank: int) -> dict[str, Any]:
             for tensor in part.tensors
         ],
         "files": [
-            {"file": each.file, "bytes": each.nbytes, "ranges": [list(r) for r in each.ranges]}
-            for each in byte_ranges(part)
+            {"file": file, "bytes": sum(end - start for start, end in ranges), "ranges": ranges}
+            for file, ranges in byte_ranges(part).items()
         ],
     }

@@ -8,25 +8,103 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardmlx.common.reporter import Reporter, check_writable
+from shardmlx.config import common_options as common
+from shardmlx.config.command_line import CommandLine, words_of
+from shardmlx.config.options import REQUIRED, declared, in_group
 from shardmlx.config.specs import RunSpec
+from shardmlx.config.train import PASSED_OVER, TrainConfig
 from shardmlx.costmodel.hostfile import is_unnamed, read_hostfile
+from shardmlx.costmodel.training_setup import BACKENDS
+from shardmlx.errors import UserError
 from shardmlx.pipeline.figure import check_picture, draw_schedule
 from shardmlx.pipeline.stage_map import StageMap, write_stage_map
 from shardmlx.pipeline.text_timeline import timeline
-from shardmlx.planning.advice import model_facts, other_way, shorter_sums
-from shardmlx.planning.plan_options import read_options
 from shardmlx.planning.report import as_json, report
 from shardmlx.planning.training_plan import plan_training
+
+_MACHINES = "machines"
+_OUTPUT = "output"
+
+_SHOWN = (
+    *("model", "revision", "hostfile", "backend", "profile"),
+    *("output", "draw", "timeline", "json", "config", "fine_tune_type", "num_layers", "optimizer"),
+    *("batch_size", "max_seq_length", "pipeline_stages", "data_parallel", "replica_rows"),
+    *("partitioner", "stage_map", "schedule", "micro_batch_size"),
+    *("recompute", "pack"),
+    *("attention_chunk", "loss_chunk", "zero", "sum_dtype"),
+    *("memory_limit", "dtype"),
+)
+"""The options in ``--help``: options of a training run that change the plan."""
+
+_DECIDED = (
+    *("stage_map", "partitioner", "pipeline_stages", "micro_batch_size"),
+    *("data_parallel", "replica_rows", "schedule", "grad_checkpoint", "recompute", "hostfile"),
+)
+"""The options of training that the plan determines."""
+
+
+_machines = in_group(_MACHINES)
+_output = in_group(_OUTPUT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions(TrainConfig):
+    """The run to plan, the machines, and the file of the plan. Raises ``OptionError``, a
+    ``UserError``."""
+
+    model: str = common.model_argument()
+    hostfile: str = common.hostfile(REQUIRED, group=_MACHINES)
+    backend: str = _machines(BACKENDS[0], "what the machines compute with", choices=BACKENDS)
+
+    output: str | None = _output(None, "file for the stage map", metavar="FILE", short="-o")
+    draw: Sequence[str] = _output(
+        [],
+        "draw the step as a picture, .svg or .png; may be given several times",
+        metavar="FILE",
+        one_each=True,
+    )
+    timeline: bool = _output(False, "draw the step in the terminal")
+    json: bool = _output(False, "print the plan as JSON")
+
+    def __post_init__(self) -> None:
+        super(PlanOptions, self).__post_init__()
+        if not self.train:
+            raise UserError("--test alone trains nothing", "plan the training, without it")
+
+
+LINE = CommandLine(
+    options=PlanOptions,
+    command="plan",
+    description=(
+        "Choose stages, schedule, micro-batches and recomputing for training a model on the "
+        "machines of a hostfile, and predict memory and time."
+    ),
+    groups=(_MACHINES, _OUTPUT),
+    shown=_SHOWN,
+    passed_over=PASSED_OVER,
+    epilog="Takes every option of shardmlx train too. What is given, by flag or file, is settled.",
+)
+
+
+def _read_options(argv: Sequence[str]) -> tuple[PlanOptions, list[str]]:
+    """Return the options, and the words of those that the planner does not change, for the command
+    that runs the plan. Raises ``UserError``."""
+    options, given = LINE.load_given(argv)
+    of_train = {each.name for each in declared(TrainConfig)} - {"model", *_DECIDED}
+    left = {name: value for name, value in given.flags.items() if name in of_train}
+    words = words_of(PlanOptions, {"model": options.model, **left})
+    # A plan needs no data, and a run does.
+    return options, words if "data" in given.names else [*words, "--data", "DATA"]
 
 
 def run(words: Sequence[str]) -> int:
     """Plan as the words say, and print or write the plan; return 0. Raises ``UserError`` if no
     plan fits."""
-    options, train_options = read_options(words)
+    options, train_options = _read_options(words)
     run = RunSpec.of(options)
     for picture in options.draw:
         check_picture(Path(picture))
@@ -46,9 +124,7 @@ def run(words: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(as_json(planned)))
         return 0
-    facts = model_facts(planned.workload, prediction)
-    facts += [*shorter_sums(planned), *other_way(planned)]
-    print(report(planned, options.hostfile, options.output, train_options, facts))
+    print(report(planned, options.hostfile, options.output, train_options))
     if options.timeline:
         print("\n" + timeline(prediction.simulation, shutil.get_terminal_size((160, 24)).columns))
     return 0

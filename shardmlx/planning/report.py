@@ -5,37 +5,33 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from shardmlx.common.formatting import columns, gibibytes, numbers_of
 from shardmlx.config.specs import NONE
 from shardmlx.costmodel.cluster import Cluster
-from shardmlx.costmodel.predict import Prediction, RankPrediction
+from shardmlx.costmodel.predict import Prediction, RankPrediction, predict
+from shardmlx.costmodel.workload import ROUNDING_SECONDS
 from shardmlx.errors import UserError
+from shardmlx.models.undeclared import APPROXIMATE
 from shardmlx.planning.choice import Choice, choose
 from shardmlx.planning.facts import CLOSE
-from shardmlx.planning.training_plan import TrainingPlan
 
 _NOTABLE = 0.1
 """Share of a step below which a part limits nothing."""
 
 
-def report(
-    planned: TrainingPlan,
-    hostfile: str,
-    stage_map: str | None,
-    options: Sequence[str],
-    facts: Sequence[str] = (),
-) -> str:
+def report(choice: Choice, hostfile: str, stage_map: str | None, options: Sequence[str]) -> str:
     """Return the plan, a line for each rank, its limits, and the command that runs it.
 
-    ``facts`` are lines about the model. ``options`` are those of ``train`` that the user gave, the
-    model among them.
+    ``options`` are those of ``train`` that the user gave, the model among them.
     """
-    prediction, cluster, batch = planned.prediction, planned.cluster, planned.run.batch
-    rows = f"batches of {batch.batch_size} x {planned.facts.lengths.longest[0]} tokens"
+    prediction, facts = choice.prediction, choice.facts
+    rows = f"batches of {choice.run.batch.batch_size} x {facts.lengths.longest[0]} tokens"
     lines = [
-        f"best of {planned.choice.tried} plans for {rows}: {planned.choice.way}",
+        f"best of {choice.tried} plans for {rows}: {choice.way}",
         "",
         columns(
             (
@@ -45,11 +41,13 @@ def report(
             [_line(rank, each) for rank, each in enumerate(prediction.ranks)],
         ),
         "",
-        _speed(prediction, cluster),
-        f"what binds it: {binding(planned)}",
+        _speed(prediction, facts.cluster),
+        f"what binds it: {binding(choice)}",
+        *([] if facts.workload.shape.is_declared else [APPROXIMATE]),
+        *shorter_sums(choice),
+        "",
+        *_how_to_run(choice, options, hostfile, stage_map),
     ]  # fmt: skip
-    lines += facts
-    lines += ["", *_how_to_run(planned.choice, options, hostfile, stage_map)]
     return "\n".join(lines)
 
 
@@ -102,12 +100,12 @@ def _speed(prediction: Prediction, cluster: Cluster) -> str:
     return "\n".join([speed, *[sent] * (prediction.sent > 0), f"times from {source}"])
 
 
-def binding(planned: TrainingPlan) -> str:
+def binding(choice: Choice) -> str:
     """Return the change that would make a step faster."""
-    prediction = planned.prediction
+    prediction = choice.prediction
     step = prediction.step_seconds
     ranks = prediction.ranks
-    gain = step / _unlimited_seconds(planned)
+    gain = step / _unlimited_seconds(choice)
     if gain > 1 + CLOSE:
         fullest = max(ranks, key=lambda each: each.peak / each.capacity)
         return (
@@ -138,20 +136,36 @@ def binding(planned: TrainingPlan) -> str:
     )
 
 
-def _unlimited_seconds(planned: TrainingPlan) -> float:
+def _unlimited_seconds(choice: Choice) -> float:
     """Return the seconds of the best step on machines with unlimited memory."""
-    try:
-        best = choose(planned.run, planned.facts.with_all_memory)
-    except UserError:
-        return planned.prediction.step_seconds  # the partitioner goes by memory
+    best = choice
+    if choice.is_limited:
+        with suppress(UserError):  # a partitioner may need to know the memory
+            best = choose(choice.asked, choice.facts.with_all_memory)
     return best.prediction.step_seconds
 
 
+def shorter_sums(choice: Choice) -> list[str]:
+    """Return a line for each ``--sum-dtype`` that would save a hundredth of a step."""
+    workload, prediction, cluster = choice.workload, choice.prediction, choice.facts.cluster
+    tune, batch = workload.fine_tune, workload.batch
+    links = [each.link for each in cluster.machines if each.link is not None]
+    is_summed = prediction.plan.mesh.dp > 1 and tune.sum_dtype == "float32"
+    if cluster.unit != "seconds" or not links or not is_summed:
+        return []
+    lines = []
+    length = choice.facts.lengths.mean(batch.pack)
+    for dtype in ROUNDING_SECONDS:
+        other = replace(workload, fine_tune=replace(tune, sum_dtype=dtype))
+        then = predict(prediction.plan, other, cluster, length, recompute=batch.recomputed)
+        saved = 1 - then.step_seconds / prediction.step_seconds
+        if saved >= CLOSE:
+            lines.append(f"--sum-dtype {dtype} would make the step {100 * saved:.0f}% shorter")
+    return lines
+
+
 def _how_to_run(
-    choice: Choice,
-    options: Sequence[str],
-    hostfile: str,
-    stage_map: str | None,
+    choice: Choice, options: Sequence[str], hostfile: str, stage_map: str | None
 ) -> list[str]:
     plan, run = choice.plan, choice.run
     words = ["shardmlx", "launch", "--hostfile", hostfile, "train", *options]
@@ -167,9 +181,9 @@ def _how_to_run(
     return [f"wrote {stage_map}; run:", command]
 
 
-def as_json(planned: TrainingPlan) -> dict[str, Any]:
+def as_json(choice: Choice) -> dict[str, Any]:
     """Return all numbers: bytes, seconds, tokens a second."""
-    prediction, run = planned.prediction, planned.choice.run
+    prediction, run = choice.prediction, choice.run
     plan = prediction.plan
     return {
         "pp": plan.mesh.pp,
@@ -179,7 +193,7 @@ def as_json(planned: TrainingPlan) -> dict[str, Any]:
         "num_layers": plan.stage_map.partition.sizes,
         "placement": plan.stage_map.placement,
         "batch_size": run.batch.batch_size,
-        "length": planned.facts.lengths.longest[0],
+        "length": choice.facts.lengths.longest[0],
         "micro_batch_size": plan.micro_batch_size,
         "microbatches": plan.microbatches,
         "pack": plan.pack,
@@ -192,7 +206,7 @@ def as_json(planned: TrainingPlan) -> dict[str, Any]:
         "tokens_per_second": prediction.tokens_per_second,
         "sent_bytes": prediction.sent,
         "bubble": prediction.simulation.bubble,
-        "tried": planned.choice.tried,
+        "tried": choice.tried,
         "ranks": [
             {
                 "hosts": each.hosts,

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardmlx.config.specs import RunSpec
 from shardmlx.costmodel.cluster import Cluster, read_profiles
 from shardmlx.costmodel.hostfile import Machine, machine_of_each_rank
 from shardmlx.costmodel.memory_limits import limited
-from shardmlx.costmodel.predict import Prediction
 from shardmlx.costmodel.training_setup import BACKENDS
 from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
@@ -26,41 +24,13 @@ if TYPE_CHECKING:
     from shardmlx.config.train import TrainConfig
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingPlan:
-    """The chosen plan of a run, and the facts behind the choice.
-
-    ``prediction`` has the plan with its stage map, the seconds of a step, and hosts, layers, peak
-    bytes and capacity of each rank.
-    """
-
-    run: RunSpec
-    facts: Facts
-    choice: Choice
-
-    @property
-    def prediction(self) -> Prediction:
-        """Prediction of a step."""
-        return self.choice.prediction
-
-    @property
-    def cluster(self) -> Cluster:
-        """The machines, a rank each."""
-        return self.facts.cluster
-
-    @property
-    def workload(self) -> Workload:
-        """The work in the chosen way."""
-        return self.facts.work(self.choice.run)
-
-
 def plan_training(
     config: TrainConfig | RunSpec,
     machines: Sequence[Machine],
     *,
     backend: str = BACKENDS[0],
     advance: Callable[[int, int], None] = lambda done, total: None,
-) -> TrainingPlan:
+) -> Choice:
     """Choose replicas, stages, schedule, micro-batches and recomputation for ``machines``.
 
     Chooses the fastest way that fits, from the model's headers alone, among those that ``config``
@@ -84,13 +54,11 @@ def plan_training(
         stage_map=None if stage_map is None else read_stage_map(stage_map),
     )
     try:
-        choice = choose(run, facts, advance)
+        return choose(run, facts, advance)
     except TooManyMachinesError as error:
         first = cluster.machines[min(facts.workload.shape.num_layers, cluster.size - 1)]
         raise UserError(f"{first.where}: {error.problem}", error.remedy) from None
     except DoesNotFitError as error:
-        found = remedies(run, facts)
-        remedy = "; ".join(found) or "more machines, or machines with more memory"
+        remedy = "; ".join(remedies(run, facts)) or "more machines, or machines with more memory"
         where = cluster.machines[error.rank].where
         raise UserError(f"{where}: {error.fact}; it would fit with", remedy) from None
-    return TrainingPlan(run=run, facts=facts, choice=choice)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -13,8 +13,9 @@ from shardmlx.costmodel.timing import TYPICAL_LENGTH, Speed
 from shardmlx.costmodel.workload import DTYPE_BYTES, activation_dtype, model_sizes
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.parts import Inspection, Part
-from shardmlx.partitioners import LayerCosts, Problem, get_partitioner
+from shardmlx.partitioners import LayerCosts
 from shardmlx.pipeline.stage_map import StageMap
+from shardmlx.planning.layout import divide_by_speed
 
 if TYPE_CHECKING:
     from shardmlx.costmodel.hostfile import Machine
@@ -26,11 +27,6 @@ class Generation:
 
     sequences: int
     context: int
-
-    def __post_init__(self) -> None:
-        for flag, value in (("--sequences", self.sequences), ("--context", self.context)):
-            if value < 1:
-                raise UserError(f"{flag} is {value}", "give 1 or more")
 
 
 @dataclass(frozen=True)
@@ -69,11 +65,6 @@ class Split:
         start, stop = self.stage_map.partition.ranges[stage]
         return _peak(self.inspection, self.generation)(stage, start, stop)
 
-    def memory_share(self, rank: int) -> float | None:
-        """Return the share of its machine's memory that the weights of a pipeline rank take."""
-        memory = self.memory(rank)
-        return None if memory is None else self.rank(rank).nbytes / memory
-
 
 def divide(
     inspection: Inspection,
@@ -88,24 +79,19 @@ def divide(
     the FLOPs of a forward pass, or its seconds if all machines have a known speed; bytes if the
     family is unknown.
     """
-    costs = _costs(inspection)
-    speeds = [machine.flops for machine in machines if machine.flops is not None]
-    is_timed = bool(machines) and len(speeds) == len(machines) and inspection.shape is not None
     sizes = _sizes(inspection)
     sizes.check_stages(num_stages)
-    problem = Problem(
-        placement=tuple(range(num_stages)),
-        costs=tuple(costs.scaled(1 / speed) for speed in speeds)
-        if is_timed
-        else (costs,) * num_stages,
+    return divide_by_speed(
+        partitioner,
+        machines if inspection.shape is not None else (),
+        costs=_costs(inspection),
         sizes=sizes,
         peak=_peak(inspection, generation),
-        capacity=tuple(
+        capacity=[
             math.inf if machine.memory is None else float(machine.memory) for machine in machines
-        ),
-        hosts=tuple(machine.host for machine in machines),
+        ],
+        num_stages=num_stages,
     )
-    return get_partitioner(partitioner)(problem)
 
 
 def _costs(inspection: Inspection) -> LayerCosts:
@@ -118,17 +104,9 @@ def _costs(inspection: Inspection) -> LayerCosts:
 
 def _sizes(inspection: Inspection) -> LayerCosts:
     """Return bytes, with a tied matrix on both ends, which both hold it."""
-    sizes = _stored_sizes(inspection)
-    return replace(sizes, head=sizes.head + inspection.tied * sizes.embedding)
-
-
-def _stored_sizes(inspection: Inspection) -> LayerCosts:
-    """Return bytes, with a tied matrix as the embedding only."""
-    return LayerCosts(
-        tuple(layer.nbytes for layer in inspection.layers),
-        inspection.embedding.nbytes,
-        inspection.head.nbytes,
-    )
+    embedding, head = inspection.embedding.nbytes, inspection.head.nbytes
+    layers = tuple(layer.nbytes for layer in inspection.layers)
+    return LayerCosts(layers, embedding, head + inspection.tied * embedding)
 
 
 def _peak(
@@ -165,40 +143,15 @@ def _generating(inspection: Inspection, generation: Generation) -> Callable[[int
     return lambda stage, start, stop: inference_memory(setup, start, stop)
 
 
-@dataclass(frozen=True, slots=True)
-class FileRanges:
-    """Bytes of one file, as half-open ranges in ascending order that do not touch."""
-
-    file: str
-    ranges: tuple[tuple[int, int], ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(end - start for start, end in self.ranges)
-
-
-def byte_ranges(part: Part) -> list[FileRanges]:
-    """Return where the tensors of a part lie, file by file; adjacent ones are one range."""
-    return [
-        FileRanges(
-            file,
-            _merged(
-                sorted(
-                    (tensor.place.start, tensor.place.end)
-                    for tensor in part.tensors
-                    if tensor.place.file == file
-                )
-            ),
-        )
-        for file in part.files
-    ]
-
-
-def _merged(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    merged: list[tuple[int, int]] = []
-    for start, end in ranges:
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+def byte_ranges(part: Part) -> dict[str, list[tuple[int, int]]]:
+    """Return half-open ranges of each file in which the tensors of a part lie, ascending; adjacent
+    ones are one range."""
+    merged: dict[str, list[tuple[int, int]]] = {file: [] for file in part.files}
+    for tensor in sorted(part.tensors, key=lambda tensor: (tensor.place.start, tensor.place.end)):
+        start, end = tensor.place.start, tensor.place.end
+        ranges = merged.get(tensor.place.file, [])
+        if ranges and start <= ranges[-1][1]:
+            ranges[-1] = (ranges[-1][0], max(end, ranges[-1][1]))
         elif end > start:
-            merged.append((start, end))
-    return tuple(merged)
+            ranges.append((start, end))
+    return merged

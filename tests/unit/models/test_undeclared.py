@@ -24,8 +24,8 @@ from shardmlx.models.parts import find_parts
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
 from shardmlx.models.undeclared import APPROXIMATE, read_tensors
-from shardmlx.planning.advice import model_facts
 from shardmlx.planning.inspection import run as inspect
+from shardmlx.planning.report import report
 from shardmlx.planning.training_plan import plan_training
 from tests.helpers.family_configs import LAYERS
 from tests.helpers.generation import by_mlx_lm, run_pipeline
@@ -166,7 +166,7 @@ def test_a_plan_says_that_it_is_approximate(
     config = TrainConfig(model=str(tmp_path), num_layers=2, pipeline_stages=2)
     machines = [Machine(host=f"mac{i}", memory=2**34, flops=1e12, link=1e9) for i in range(2)]
     plan = plan_training(config, machines)
-    assert model_facts(plan.workload, plan.prediction) == [APPROXIMATE]
+    assert APPROXIMATE in report(plan, "hosts", None, [])
     assert inspect([str(tmp_path)]) == 0
     assert APPROXIMATE in capsys.readouterr().out
 

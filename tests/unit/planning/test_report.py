@@ -9,7 +9,7 @@ from typing import Any
 
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.hostfile import Machine
-from shardmlx.planning.advice import shorter_sums
+from shardmlx.planning.report import shorter_sums
 from shardmlx.planning.training_plan import plan_training
 from tests.helpers.fake_models import MISTRAL_7B
 
@@ -33,7 +33,6 @@ def test_replicas_of_a_full_fine_tune_on_a_slow_link(tmp_path: Path) -> None:
     ]  # fmt: skip
     shorter = [int(re.findall(r"(\d+)% shorter", line)[0]) for line in lines]
     assert 35 < shorter[0] <= 50 < 55 < shorter[1] <= 75
-    limits = [line.partition("on links below ")[2] for line in lines]
-    assert limits == ["3.8 Gbit/s", "4.8 Gbit/s"]
+
     assert advice(tmp_path, 5e9, **full) == []
     assert advice(tmp_path, 125e6, **full, sum_dtype="int8") == []
