@@ -66,7 +66,7 @@ COMMANDS = (
         name="report",
         group=TRAIN,
         help="show a run from its metrics, as a page",
-        run="runreport.command:run",
+        run="runreport.page:run",
     ),
     Command(
         name="export",

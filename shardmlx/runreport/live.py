@@ -16,8 +16,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Mapping
 from functools import cache
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from socketserver import ThreadingMixIn
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
@@ -28,11 +27,8 @@ from shardmlx.runreport.metrics_file import MOST_REPORTS, current, halved, read_
 from shardmlx.runreport.page import render_page
 from shardmlx.runreport.prometheus import Gauges
 
-MOST_CONNECTIONS = 16
-"""Connections at once; further ones are closed unanswered."""
-
 SECONDS_FOR_A_REQUEST = 20.0
-"""Seconds from connection to end of an answer, after which the connection is closed."""
+"""Seconds of silence after which a connection is closed."""
 
 SECONDS_TO_WAIT = 10.0
 """Seconds that a page's request for events waits for one."""
@@ -44,7 +40,7 @@ SECONDS_TO_TELL = 1.0
 """Seconds that the end of a run waits for another request of a page."""
 
 SECONDS_BETWEEN_LOOKS = 1.0
-"""Seconds between the server's checks for its end, and for overdue requests."""
+"""Seconds between the server's checks for its end."""
 
 
 class _Entry(NamedTuple):
@@ -143,10 +139,9 @@ class LivePage:
         self._server.server_close()
 
 
-class _Server(ThreadingMixIn, HTTPServer):
-    """A server with a thread a connection, few of them, none for long."""
+class _Server(ThreadingHTTPServer):
+    """A server with a thread for each connection."""
 
-    daemon_threads = True
     block_on_close = False
 
     def __init__(self, listener: socket.socket, log: EventLog, gauges: Gauges) -> None:
@@ -159,34 +154,6 @@ class _Server(ThreadingMixIn, HTTPServer):
         self.identity = secrets.token_hex(8)
         self.asked_at = -math.inf
         self.has_told_end = threading.Event()
-        self._open: dict[socket.socket, float] = {}
-        self._lock = threading.Lock()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        with self._lock:
-            is_full = len(self._open) >= MOST_CONNECTIONS
-            if not is_full:
-                self._open[request] = time.monotonic()
-        if is_full:
-            self.shutdown_request(request)
-        else:
-            super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        with self._lock:
-            self._open.pop(request, None)
-        super().shutdown_request(request)
-
-    def service_actions(self) -> None:
-        """End overdue connections."""
-        now = time.monotonic()
-        with self._lock:
-            late = [
-                each for each, since in self._open.items() if now - since > SECONDS_FOR_A_REQUEST
-            ]
-        for each in late:
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore errors: a client that has left does not matter to the run."""

@@ -32,11 +32,6 @@ class Metrics:
     events: tuple[Event, ...]
     unreadable: int = 0
 
-    @property
-    def has_reports(self) -> bool:
-        """True if there is a loss to draw."""
-        return any(event["event"] in ("train", "val") for event in self.events)
-
 
 def read_metrics(path: str | Path) -> Metrics:
     """Read a file that ``train --metrics-file`` wrote, or is still writing.
@@ -117,13 +112,13 @@ def _is_undone(event: Event, step: int) -> bool:
 def thinned(events: list[Event], most: int = MOST_REPORTS) -> list[Event]:
     """Return the events with every second report left out, again and again, until at most ``most``
     are left; the last report stays."""
-    while sum(map(_is_report, events)) > most:
-        events = halved(events, _is_report)
+
+    def is_report(event: Event) -> bool:
+        return bool(event["event"] == "train")
+
+    while sum(map(is_report, events)) > most:
+        events = halved(events, is_report)
     return events
-
-
-def _is_report(event: Event) -> bool:
-    return bool(event["event"] == "train")
 
 
 def halved(items: Sequence[T], is_report: Callable[[T], bool]) -> list[T]:

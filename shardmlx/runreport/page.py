@@ -15,11 +15,14 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment
+from jinja2 import Environment, Template
 from markupsafe import Markup
 
 import shardmlx
-from shardmlx.runreport.metrics_file import Event
+from shardmlx.common.formatting import plural
+from shardmlx.config.report import LINE
+from shardmlx.errors import UserError
+from shardmlx.runreport.metrics_file import Event, Metrics, current, read_metrics
 
 _STYLES = ("uPlot.min.css", "light.css", "dark.css", "base.css", "report.css")
 _SCRIPTS = (
@@ -43,27 +46,24 @@ def render_page(
     ``unreadable`` lines of its file are mentioned. A live page asks its server for further events.
     """
     data: dict[str, Any] = {"events": events, "unreadable": unreadable, "live": is_live}
-    style, script = (Markup(_inlined(names)) for names in (_STYLES, _SCRIPTS))
-    return (
-        _environment()
-        .from_string(_read("report.html.j2"))
-        .render(
-            title=title,
-            version=shardmlx.__version__,
-            data=data,
-            style=style,
-            script=script,
-            style_hash=_hash(style),
-            script_hash=_hash(script),
-            connect="'self'" if is_live else "'none'",
-        )
+    style, script = (Markup("\n".join(map(_part, names))) for names in (_STYLES, _SCRIPTS))
+    return _template().render(
+        title=title,
+        version=shardmlx.__version__,
+        data=data,
+        style=style,
+        script=script,
+        style_hash=_hash(style),
+        script_hash=_hash(script),
+        connect="'self'" if is_live else "'none'",
     )
 
 
 @cache
-def _environment() -> Environment:
+def _template() -> Template:
     # tojson escapes <, >, & and ': no value can end the element that it stands in.
-    return Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    own = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return own.from_string(_read("report.html.j2"))
 
 
 @cache
@@ -71,10 +71,6 @@ def _read(name: str) -> str:
     own = files("shardmlx.runreport") / "page" / name
     shared = files("shardmlx.common") / "page" / name
     return (own if own.is_file() else shared).read_text(encoding="utf-8").strip()
-
-
-def _inlined(names: Sequence[str]) -> str:
-    return "\n".join(map(_part, names))
 
 
 def _part(name: str) -> str:
@@ -91,3 +87,27 @@ def _part(name: str) -> str:
 def _hash(text: str) -> str:
     """Return the hash by which a Content-Security-Policy names an inline script or style."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def run(words: Sequence[str]) -> int:
+    """Write the page of ``shardmlx report``, and print where it is. Raises ``UserError``."""
+    options = LINE.load(words)
+    metrics = read_metrics(options.metrics)
+    events = current(metrics.events)
+    page = render_page(events, title=options.metrics, unreadable=metrics.unreadable)
+    try:
+        options.file.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"--output {options.file} cannot be written: {error.strerror or error}",
+            "name another file",
+        ) from None
+    print(f"{options.file}: {_summary(metrics, events)}")
+    return 0
+
+
+def _summary(metrics: Metrics, events: Sequence[Event]) -> str:
+    words = f"{plural(sum(event['event'] == 'train' for event in events), 'report')} of training"
+    if metrics.unreadable:
+        words += f"; {plural(metrics.unreadable, 'line')} of the file could not be read"
+    return words

@@ -14,18 +14,34 @@ from shardmlx.common.yaml_reader import is_number
 Sample = tuple[Mapping[str, str], float]
 """The labels and the value of a sample."""
 
-_OF_A_REPORT = (
-    ("step", "Last step that was reported", "step"),
-    ("loss", "Training loss, mean of the steps of the last report", "loss"),
-    ("learning_rate", "Learning rate", "learning_rate"),
-    ("gradient_norm", "Global gradient norm of the last update", "grad_norm"),
-    ("tokens_per_second", "Tokens that counted in the loss, a second", "tokens_per_second"),
-    ("step_seconds", "Seconds of the mean step of the last report", "step_seconds"),
-    ("bubble", "Part of a step in which a rank waits for another, mean of all ranks", "bubble"),
-    ("skipped_updates", "Updates that were left out: not finite", "skipped"),
-    ("last_report_timestamp_seconds", "When the last report was made", "time"),
+_GAUGES = (
+    ("iterations", "Steps that the run is to make", "start", "iters"),
+    ("step", "Last step that was reported", "train", "step"),
+    ("loss", "Training loss, mean of the steps of the last report", "train", "loss"),
+    ("learning_rate", "Learning rate", "train", "learning_rate"),
+    ("gradient_norm", "Global gradient norm of the last update", "train", "grad_norm"),
+    (
+        "tokens_per_second",
+        "Tokens that counted in the loss, a second",
+        "train",
+        "tokens_per_second",
+    ),
+    ("step_seconds", "Seconds of the mean step of the last report", "train", "step_seconds"),
+    ("bubble", "Part of a step in which a rank waits for another, mean", "train", "bubble"),
+    ("skipped_updates", "Updates that were left out: not finite", "train", "skipped"),
+    ("last_report_timestamp_seconds", "When the last report was made", "train", "time"),
+    ("validation_loss", "Loss of the last validation", "val", "loss"),
+    ("checkpoint_step", "Step of the last complete checkpoint", "checkpoint", "step"),
 )
-"""Name, help text and field of the gauges in a report of training."""
+"""Name, help text, event and field of the gauges that have no labels."""
+
+_COUNTERS = (
+    ("tokens", "tokens", "Tokens that counted in the loss"),
+    ("checkpoint", "checkpoints", "Complete checkpoints"),
+    ("resume", "restarts", "Resumptions from a checkpoint"),
+    ("straggler", "stragglers", "Ranks that became slow"),
+)
+"""Event, name and help text of the counters."""
 
 _PARTS = {
     "compute": "compute_seconds",
@@ -58,27 +74,13 @@ class Gauges:
 
 
 def _families(newest: Mapping[str, Mapping[str, Any]], counts: Mapping[str, int]) -> Iterator[str]:
-    start, train = newest.get("start", {}), newest.get("train", {})
     yield _family("up", "1 while the run goes on", [({}, 1.0 - ("summary" in newest))])
-    yield _family("iterations", "Steps that the run is to make", _one(start.get("iters")))
-    for name, text, key in _OF_A_REPORT:
-        yield _family(name, text, _one(train.get(key)))
-    yield _family(
-        "validation_loss", "Loss of the last validation", _one(newest.get("val", {}).get("loss"))
-    )
-    yield _family(
-        "checkpoint_step",
-        "Step of the last complete checkpoint",
-        _one(newest.get("checkpoint", {}).get("step")),
-    )
-    for event, name, text in (
-        ("tokens", "tokens", "Tokens that counted in the loss"),
-        ("checkpoint", "checkpoints", "Complete checkpoints"),
-        ("resume", "restarts", "Resumptions from a checkpoint"),
-        ("straggler", "stragglers", "Ranks that became slow"),
-    ):
+    for name, text, event, key in _GAUGES:
+        value = _number(newest.get(event, {}).get(key))
+        yield _family(name, text, [] if value is None else [({}, value)])
+    for event, name, text in _COUNTERS:
         yield _family(name, text, [({}, float(counts[event]))], kind="counter")
-    yield from _ranks(start, train)
+    yield from _ranks(newest.get("start", {}), newest.get("train", {}))
 
 
 def _ranks(start: Mapping[str, Any], train: Mapping[str, Any]) -> Iterator[str]:
@@ -114,11 +116,6 @@ def _ranks(start: Mapping[str, Any], train: Mapping[str, Any]) -> Iterator[str]:
                 if _number(each.get(field_name)) is not None
             ],
         )
-
-
-def _one(value: Any) -> list[Sample]:
-    number = _number(value)
-    return [] if number is None else [({}, number)]
 
 
 def _number(value: Any) -> float | None:

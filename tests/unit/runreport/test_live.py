@@ -18,7 +18,6 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from shardmlx.common.http_listener import bind
-from shardmlx.errors import UserError
 from shardmlx.runreport import live
 from shardmlx.runreport.live import EventLog, LivePage
 from shardmlx.runreport.metrics_file import current
@@ -167,43 +166,22 @@ def test_a_question_without_sense_is_for_all(page: LivePage, after: str) -> None
     assert len(httpx.get(f"{page.address}/events", params=f"after={after}").json()["events"]) == 1
 
 
-def test_who_hangs_holds_up_neither_the_run_nor_others_for_long(
-    page: LivePage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(live, "SECONDS_FOR_A_REQUEST", 0.5)
+def test_who_hangs_holds_up_neither_the_run_nor_others(page: LivePage) -> None:
     with ExitStack() as stack:
-        hanging = [stack.enter_context(connected(page)) for _ in range(live.MOST_CONNECTIONS)]
-        for each in hanging:
-            each.sendall(b"GET /metrics HTTP/1.1\r\nX-Slow: ")
+        for _ in range(16):
+            hanging = stack.enter_context(connected(page))
+            hanging.sendall(b"GET /metrics HTTP/1.1\r\nX-Slow: ")
         start = time.monotonic()
         tell(page, *story()[:5])
         assert time.monotonic() - start < 0.5
-        # All of them are closed in the end, and then there is room again.
-        for each in hanging:
-            while each.recv(1 << 16):
-                pass
         assert metrics(page)["step", ""] == story()[4]["step"]
 
 
-def test_further_connections_are_closed(page: LivePage) -> None:
-    with ExitStack() as stack:
-        for _ in range(live.MOST_CONNECTIONS):
-            stack.enter_context(connected(page)).sendall(b"GET ")
-        last = stack.enter_context(connected(page))
-        assert last.recv(1) == b""
-
-
-def test_who_reads_nothing_is_let_go(page: LivePage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "SECONDS_FOR_A_REQUEST", 0.5)
-    for step in range(2000):
-        tell(page, {"event": "val", "step": step, "loss": 1.0, "filling": "x" * 5000})
-    with connected(page) as idle:
-        idle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        idle.sendall(b"GET /events HTTP/1.0\r\nHost: localhost\r\n\r\n")
-        end = time.monotonic() + 30
-        while page._server._open and time.monotonic() < end:
-            time.sleep(0.02)
-        assert not page._server._open
+def test_who_is_silent_is_let_go(page: LivePage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live._Handler, "timeout", 0.2)
+    with connected(page) as hanging:
+        hanging.sendall(b"GET ")
+        assert hanging.recv(1) == b""
 
 
 def test_an_open_page_learns_of_the_end() -> None:
@@ -258,12 +236,6 @@ def test_a_process_ends_whoever_hangs() -> None:
         "raise SystemExit(3)"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 3
-
-
-def test_a_port_that_is_taken_is_named(page: LivePage) -> None:
-    port = int(page.address.rpartition(":")[2])
-    with pytest.raises(UserError, match=rf"^--metrics-port {port} of 127\.0\.0\.1 is taken: give"):
-        bind("127.0.0.1", port, "--metrics-")
 
 
 def test_of_very_many_reports_every_second_goes(monkeypatch: pytest.MonkeyPatch) -> None:
