@@ -266,17 +266,13 @@ def hub_transport_error() -> type[Exception]:
     return kind
 
 
-NO_HTTP = "Invalid HTTP request received."
-"""The line that uvicorn 0.54.0 logs of it, and answers."""
-
-
-def http_protocol(seconds_for_head: float, no_http: Callable[[str], bytes]) -> type[Any]:
+def http_protocol(seconds_for_head: float, no_http: bytes) -> type[Any]:
     """Return uvicorn's HTTP protocol, which closes a connection on which the head of a request
-    takes longer than ``seconds_for_head``. ``no_http`` returns the JSON that answers what is no
-    HTTP at all; it is given the client's address.
+    takes longer than ``seconds_for_head``. ``no_http`` is the JSON that answers
+    what is no HTTP at all.
 
     uvicorn 0.54.0: ``H11Protocol`` with its ``cycle`` (the request that is answered), ``loop``,
-    ``transport``, ``conn`` (of h11), ``client`` and ``send_400_response``. When it breaks: serve
+    ``transport``, ``conn`` (of h11) and ``send_400_response``. When it breaks: serve
     without a deadline for heads, behind a proxy that has one.
     """
     import h11
@@ -298,14 +294,13 @@ def http_protocol(seconds_for_head: float, no_http: Callable[[str], bytes]) -> t
             self._forget()
 
         def send_400_response(self, msg: str) -> None:
-            body = no_http(self.client[0] if self.client else "?")
             headers = [
                 ("content-type", "application/json"),
-                ("content-length", str(len(body))),
+                ("content-length", str(len(no_http))),
                 ("connection", "close"),
             ]
             answer = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
-            for event in (answer, h11.Data(data=body), h11.EndOfMessage()):
+            for event in (answer, h11.Data(data=no_http), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
             self.transport.close()
 

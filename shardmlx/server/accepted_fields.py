@@ -52,7 +52,7 @@ OF_ANTHROPIC = """
     betas billing_policy cache_control container context_management diagnostics inference_geo speed
 """
 
-# Those of samplers change nothing, since NEUTRAL keeps the samplers off.
+# Parameters of samplers change nothing, since NEUTRAL keeps the samplers off.
 OF_LLAMA_CPP = """
     cache_prompt id_slot slot_id n_keep timings_per_token return_progress repeat_last_n dry_base
     dry_allowed_length dry_penalty_last_n dry_sequence_breakers dynatemp_exponent mirostat_tau

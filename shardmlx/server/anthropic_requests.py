@@ -1,6 +1,6 @@
 """Requests of Anthropic's Messages API, said in OpenAI's words. No MLX, no MPI.
 
-What the two have in common is read and checked once, by ``openai_requests``.
+``openai_requests`` reads and checks all that the two APIs share.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class OutputBody(Body):
 
     effort: str | None = None
     format: FormatBody | None = None
-    task_budget: Any = None  # of a whole task, of which this is one request
+    task_budget: Any = None  # a task has many requests
 
 
 class MessagesBody(Body):

@@ -147,7 +147,7 @@ def _cross_origin(origins: Sequence[str]) -> Middleware:
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
         expose_headers=["Retry-After"],
-        allow_private_network=True,  # else Chrome lets no page of the internet ask this machine
+        allow_private_network=True,  # Chrome asks for it before a page may use this machine
     )
 
 

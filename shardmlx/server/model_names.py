@@ -16,7 +16,7 @@ UNLISTED = frozenset({"default", "default_model"})
 class ModelNames:
     """The names that a request may call the model by.
 
-    Those of ``listed`` are in /v1/models, and the first is in every answer. ``others`` are
+    /v1/models lists those of ``listed``, and every answer has the first. ``others`` are
     understood too, and every name if it takes ``any_name``.
     """
 
@@ -45,7 +45,7 @@ class ModelNames:
 def names_of(model: str, given: Sequence[str], *, any_name: bool) -> ModelNames:
     """Return the names of the model of ``--model``: those that were ``given``, or its own.
 
-    What ``--model`` says is understood in any case, but a path is shown to nobody.
+    The value of ``--model`` is always understood, but a path is shown to nobody.
     """
     listed = tuple(dict.fromkeys(given)) or (own_name(model),)
     return ModelNames(listed, UNLISTED | {model}, any_name)

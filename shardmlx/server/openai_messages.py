@@ -163,7 +163,7 @@ class MessageBody(Body):
             return self.content
         if self.role not in ("assistant", "tool"):
             raise refused(f"{where}.content is missing: give a text", f"{where}.content")
-        refusal = extra.get("refusal")  # what OpenAI's models say in its place
+        refusal = extra.get("refusal")  # OpenAI's models say it instead
         return refusal if isinstance(refusal, str) else ""
 
 

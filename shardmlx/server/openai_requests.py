@@ -364,7 +364,7 @@ def _sampling(
     return replace(
         params,
         temp=params.temp if params.temp >= COLDEST else 0.0,
-        # As many as there are is as good as all, which mlx-lm wants said as 0.
+        # mlx-lm calls all tokens 0.
         top_k=params.top_k if 0 < params.top_k < served.vocabulary else 0,
         context=prompt[-looked_back:] if looked_back else (),
         seed=None if body.seed is None else body.seed % 2**64,

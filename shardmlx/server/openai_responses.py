@@ -186,7 +186,7 @@ class ChatReply(ChoicesReply):
 
     def _token(self, token: int, logprob: float | None) -> Body:
         text = self.token_text(token)
-        # Of a part of a character nothing is known but that it is none.
+        # A part of a character has no text of its own.
         characters = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
         return {"token": text, "logprob": _finite(logprob), "bytes": characters}
 
@@ -225,7 +225,7 @@ class CompletionReply(ChoicesReply):
         }
 
     def _likeliest(self, sampled: SampledToken) -> Body:
-        """Return the likeliest tokens, and the sampled one. Of tokens that read alike the likelier
+        """Return the likeliest tokens, and the sampled one. The likelier of two that read alike
         stays."""
         likeliest: Body = {}
         for token, logprob in (*sampled.top, (sampled.token, sampled.logprob)):

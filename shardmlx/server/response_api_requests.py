@@ -1,6 +1,6 @@
 """Requests of OpenAI's Responses API, said in the words of its chats. No MLX, no MPI.
 
-What the two have in common is read and checked once, by ``openai_requests``.
+``openai_requests`` reads and checks all that the two APIs share.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _add_tools(chat: TranslatedChat, known: dict[str, ClientTool], tools: Any, w
 def _add_item(chat: TranslatedChat, where: str, item: Json) -> None:
     given = item.get("type") or "message"
     kind = str(given)
-    if kind in ("additional_tools", "web_search_call"):  # what a search found is in what was said
+    if kind in ("additional_tools", "web_search_call"):  # the text has what a search found
         return
     if kind == "message" and item.get("role") != "assistant":
         chat.add(where, {"role": item.get("role"), "content": item.get("content")})

@@ -71,7 +71,7 @@ class AnswerResponse(Response):
     async def _stream(self, send: Send) -> None:
         headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
-            (b"x-accel-buffering", b"no"),  # else nginx keeps the stream to itself up to its end
+            (b"x-accel-buffering", b"no"),  # nginx passes the stream on at once
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await _send(send, self._events(self._reply.opening()))

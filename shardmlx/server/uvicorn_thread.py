@@ -7,14 +7,13 @@ import json
 import logging
 import socket
 import threading
-import time
 from collections.abc import Callable
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from shardmlx.common.http_listener import address_of
-from shardmlx.compat import NO_HTTP, abort_connections, http_protocol
+from shardmlx.compat import abort_connections, http_protocol
 from shardmlx.server.openai_errors import refused
 
 SECONDS_FOR_HEAD = 20.0
@@ -23,8 +22,7 @@ SECONDS_FOR_HEAD = 20.0
 SECONDS_KEPT = 75
 """Seconds for which a connection without a request is kept."""
 
-MOST_LINES = 5
-"""Lines a minute of clients that send what is no HTTP."""
+NO_HTTP = refused("this is no HTTP request, or its head is too long: the API is under /v1")
 
 
 class HttpServer:
@@ -48,7 +46,7 @@ class HttpServer:
             _log_access()
         config = uvicorn.Config(
             app,
-            http=http_protocol(SECONDS_FOR_HEAD, _NoHttp()),
+            http=http_protocol(SECONDS_FOR_HEAD, json.dumps(NO_HTTP.body).encode()),
             ws="none",
             loop="asyncio",
             lifespan="off",
@@ -109,35 +107,6 @@ class _Server(uvicorn.Server):
         # uvicorn would cancel what is left, and log a traceback for each.
         asyncio.get_running_loop().call_later(self.grace, abort_connections, self)
         await super().shutdown(sockets)
-
-
-class _NoHttp:
-    """The answer to what is no HTTP request, logged at most ``MOST_LINES`` times a minute."""
-
-    def __init__(self) -> None:
-        self._since = time.monotonic()
-        self._lines = 0
-        logging.getLogger("uvicorn.error").addFilter(_says_more)
-
-    def __call__(self, address: str) -> bytes:
-        now = time.monotonic()
-        if now - self._since > 60:
-            self._since, self._lines = now, 0
-        self._lines += 1
-        if self._lines <= MOST_LINES:
-            last = "; further ones of this minute are not logged"
-            logging.getLogger("uvicorn.error").warning(
-                "%s sent what is no HTTP request%s",
-                address,
-                last if self._lines == MOST_LINES else "",
-            )
-        error = refused("this is no HTTP request, or its head is too long: the API is under /v1")
-        return json.dumps(error.body).encode()
-
-
-def _says_more(record: logging.LogRecord) -> bool:
-    """Tell whether a line is another than uvicorn's own, which does not say who sent what."""
-    return record.getMessage() != NO_HTTP
 
 
 def _log_access() -> None:

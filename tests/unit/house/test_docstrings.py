@@ -33,7 +33,7 @@ NO_VERB = NO_SUBJECT | frozenset({"a", "an", "each", "every", "the"})
 SUBJECTLESS = frozenset({"as", "by", "else", "nor", "of", "those", "what", "whoever"})
 """Words with which no sentence of a comment or docstring begins, but in the packages below."""
 
-NOT_YET_HELD = ("", "inference", "server")
+NOT_YET_HELD = ("", "inference")
 """Packages of shardmlx whose sentences may still begin so; the first are the files at its top."""
 
 
