@@ -1,32 +1,54 @@
-"""The command ``shardmlx export``: look, build lazily, write tensor by tensor, publish."""
+"""The command ``shardmlx export``: look, build lazily, write tensor by tensor, publish.
+
+On several ranks each computes the tensors of its own layers, from its own weights, and writes its
+own files, which is enough if all see the same disk. If not, ``--gather`` brings them to rank 0 once
+they are complete, or each machine keeps its own.
+"""
 
 from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from shardmlx.checkpoint.export import specs_of
+from shardmlx.checkpoint.export import TensorSpec, specs_of
+from shardmlx.common.durable_files import PARTIAL, pieces_of, replace_durably
 from shardmlx.common.environment import Blas
 from shardmlx.common.formatting import gibibytes, plural
 from shardmlx.common.process_memory import peak_resident_bytes
 from shardmlx.common.reporter import Reporter
+from shardmlx.common.units import MEGABYTE
 from shardmlx.config.export import ExportOptions
+from shardmlx.config.specs import ModelSource
 from shardmlx.conversion.gguf import as_gguf, check_gguf, plan_gguf
-from shardmlx.conversion.lazy_model import build_lazily
+from shardmlx.conversion.lazy_model import LazyModel, build_lazily
 from shardmlx.conversion.output import SMALL_FILES, OutputDirectory, identity_of
-from shardmlx.conversion.ranks import export_on_ranks
 from shardmlx.conversion.shards import Shards, plan_shards
 from shardmlx.conversion.sources import Source, open_source
 from shardmlx.conversion.texts import texts_of
 from shardmlx.conversion.trained import Trained, find_trained
 from shardmlx.conversion.writer import write_files
-from shardmlx.distributed.agreement import AgreedError, on_all_ranks
+from shardmlx.distributed.agreement import AgreedError, from_rank_0, on_all_ranks, on_rank_0
+from shardmlx.distributed.byte_stream import Incoming, Outgoing
+from shardmlx.distributed.messages import OBJECT_TAG
+from shardmlx.distributed.shared_disks import Disks, find_disks
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import AgreedFailure
+from shardmlx.loading.manifest import fingerprint
+from shardmlx.loading.rank_setup import SETUP_SECONDS, OpenedModel, open_on_all_ranks
 from shardmlx.modelfiles.model_files import read_model
+from shardmlx.modelfiles.parts import EMBEDDING, part_of
+from shardmlx.modelfiles.safetensors_header import MODEL_FILES
 from shardmlx.modelfiles.sources import Directory
 from shardmlx.modelfiles.verify import verify
+from shardmlx.models.shape import ModelShape
+
+_WHAT = "exporting"
+
+Range = tuple[int, int]
+"""Layers of a rank: from, up to."""
 
 
 def run(options: ExportOptions, transport: Transport, blas: Blas) -> None:
@@ -55,11 +77,11 @@ def export(options: ExportOptions, reporter: Reporter) -> None:
     trained = None if options.adapter_path is None else find_trained(options.adapter_path)
     if not output.is_complete:
         with open_source(options.model, options.revision, output.source) as source:
-            _write(options, output, source, trained, reporter)
+            _write_alone(options, output, source, trained, reporter)
     output.publish()
 
 
-def _write(
+def _write_alone(
     options: ExportOptions,
     output: OutputDirectory,
     source: Source,
@@ -104,3 +126,260 @@ def _report(options: ExportOptions, seconds: float, is_whole: bool, reporter: Re
             reporter.say(line)
         if verification.faults:
             raise AgreedFailure(f"--verify: {plural(len(verification.faults), 'fault')}")
+
+
+def export_on_ranks(options: ExportOptions, transport: Transport, reporter: Reporter) -> bool:
+    """Export on several ranks; return whether the whole model is on the disk of rank 0.
+
+    All ranks must call it. Raises ``AgreedError`` for the user's mistakes.
+    """
+    output = OutputDirectory(Path(options.output_dir))
+    disks = find_disks(transport, output.path.absolute().parent)
+    everywhere = transport.all_gather(output.state, _WHAT)
+    is_written = "complete" in everywhere and (
+        (options.gather and everywhere[0] == "complete")
+        or all(state in ("complete", "published") for state in everywhere)
+    )
+    if not is_written:
+        on_all_ranks(transport, _WHAT, output.check)
+        with transport.longer_timeout(SETUP_SECONDS):
+            _write_on_ranks(options, output, disks, transport, reporter)
+    if _leads(disks, transport) and output.work.is_dir():
+        if output.is_complete:
+            output.publish()
+        else:
+            output.give_up()  # rank 0 has all of it
+    transport.barrier(_WHAT)
+    for group in () if options.gather else disks.groups[1:]:
+        there = f"{transport.hosts[group[0]]}:{output.path.absolute()}"
+        reporter.say(
+            f"{transport.name(group[0])} keeps its files in its own {options.output_dir}: bring "
+            f"them here with rsync -a {there}/ {options.output_dir}/"
+        )
+    return options.gather or len(disks.groups) == 1
+
+
+def _leads(disks: Disks, transport: Transport) -> bool:
+    return disks.leader(transport.rank) == transport.rank
+
+
+def _write_on_ranks(
+    options: ExportOptions,
+    output: OutputDirectory,
+    disks: Disks,
+    transport: Transport,
+    reporter: Reporter,
+) -> None:
+    """Compute and write the tensors of all ranks, and the other files. All ranks must call it."""
+    trained, adapters = _find_trained(options, transport)
+    source = ModelSource.of(options)
+    with open_on_all_ranks(transport, reporter, source, adapters) as opened:
+        if adapters is not None and trained is not None:
+            trained = Trained(trained.name, trained.identity, Path(str(opened.adapters)))
+        model = on_all_ranks(
+            transport, "building the model", partial(build_lazily, opened.path, trained, options)
+        )
+        model.read.clear()
+        gc.collect()  # modules hold unused weights, in cycles
+        ranges = divide_layers(model, opened.shape, transport.size)
+        shards = _plan(model, opened.shape, ranges, options.max_shard)
+        identity = _identity(options, opened, trained, shards, transport)
+        goes_on = on_all_ranks(transport, _WHAT, partial(output.check_same, identity))
+        _check_room(options, output, shards, disks, transport)
+        on_all_ranks(
+            transport, _WHAT, lambda: output.begin(identity) if _leads(disks, transport) else None
+        )
+        reporter.say(f"{options.model}: {model.describe(shards.nbytes)}")
+        texts = on_rank_0(transport, _WHAT, lambda: texts_of(model, shards, opened.path, None))
+        opened.weights.bring([ranges[transport.rank]], opened.shape, reporter)
+        on_all_ranks(
+            transport,
+            "writing tensors",
+            # mpirun ends all ranks at once, so that none may stop.
+            lambda: write_files(
+                output, model, shards, transport.rank, reporter, goes_on=goes_on, may_stop=False
+            ),
+        )
+    if options.gather:
+        _gather(output, shards, disks, transport, reporter)
+    # Rank 0, which has the rest, writes the completion marker last.
+    is_kept = not options.gather and _leads(disks, transport) and transport.rank != 0
+    on_all_ranks(transport, _WHAT, lambda: output.complete({}) if is_kept else None)
+    on_rank_0(transport, _WHAT, lambda: output.complete(texts or {}))
+
+
+def _find_trained(
+    options: ExportOptions, transport: Transport
+) -> tuple[Trained | None, str | None]:
+    """Return the trained weights, and the directory of adapters that rank 0 gives to others.
+
+    All ranks must call it. Raises ``AgreedError``.
+    """
+
+    def find() -> Trained | None:
+        return None if options.adapter_path is None else find_trained(options.adapter_path)
+
+    trained = from_rank_0(transport, _WHAT, find)
+    if trained is None or trained.directory is not None:
+        return trained, options.adapter_path
+    # Each rank looks for a checkpoint itself.
+    return on_all_ranks(transport, _WHAT, find), None
+
+
+def divide_layers(model: LazyModel, shape: ModelShape, ranks: int) -> list[Range]:
+    """Return the layers of each rank, so that all have about as many bytes to write.
+
+    Raises ``AgreedError`` if there are fewer layers than ranks.
+    """
+    count = shape.num_layers
+    if ranks > count:
+        raise AgreedError(f"{ranks} ranks, but the model has {count} layers", "use fewer ranks")
+    nbytes = [0] * count
+    for spec in specs_of(model.weights):
+        nbytes[_layer(spec.name, shape)] += spec.nbytes
+    total, before, start, ranges = sum(nbytes), 0, 0, []
+    for rank in range(ranks):
+        stop = start
+        # A layer belongs to the rank whose share contains its middle; each rank has at least one.
+        while stop < count - (ranks - rank - 1) and (
+            stop == start
+            or rank == ranks - 1
+            or (before + nbytes[stop] / 2) * ranks < total * (rank + 1)
+        ):
+            before += nbytes[stop]
+            stop += 1
+        ranges.append((start, stop))
+        start = stop
+    return ranges
+
+
+def _layer(name: str, shape: ModelShape) -> int:
+    """Return the layer whose rank writes a tensor: the first for the embedding, else the last."""
+    part = part_of(name, shape)
+    if isinstance(part, int):
+        return part
+    return 0 if part == EMBEDDING else shape.num_layers - 1
+
+
+def _plan(model: LazyModel, shape: ModelShape, ranges: Sequence[Range], most: int) -> Shards:
+    of_ranks: list[list[TensorSpec]] = [[] for _ in ranges]
+    for spec in specs_of(model.weights):
+        layer = _layer(spec.name, shape)
+        rank = next(r for r, (start, stop) in enumerate(ranges) if start <= layer < stop)
+        of_ranks[rank].append(spec)
+    return plan_shards(of_ranks, most)
+
+
+def _identity(
+    options: ExportOptions,
+    opened: OpenedModel,
+    trained: Trained | None,
+    shards: Shards,
+    transport: Transport,
+) -> dict[str, str]:
+    """Return the identity of an export.
+
+    All ranks must call it, before weights are brought. Raises ``AgreedError``.
+    """
+
+    def identify() -> dict[str, str]:
+        files = [path.name for path in opened.path.glob(MODEL_FILES)]
+        adapters = "none" if trained is None else trained.identity
+        own = identity_of(options, fingerprint(opened.path, files), adapters, shards)
+        return {**own, "ranks": str(transport.size)}
+
+    identity = from_rank_0(transport, _WHAT, identify)
+    layouts = transport.all_gather(
+        identity_of(options, "", "", shards)["layout"] == identity["layout"], _WHAT
+    )
+    if not all(layouts):
+        other = transport.name(layouts.index(False))
+        raise AgreedError(
+            f"{other} would write other tensors than {transport.name(0)}",
+            "give all ranks the same model and adapters",
+        )
+    return identity
+
+
+def _check_room(
+    options: ExportOptions,
+    output: OutputDirectory,
+    shards: Shards,
+    disks: Disks,
+    transport: Transport,
+) -> None:
+    """Refuse to begin if a disk is too small. All ranks must call it."""
+
+    def check() -> None:
+        if not _leads(disks, transport):
+            return
+        ranks: Sequence[int] = disks.groups[disks.of(transport.rank)]
+        if options.gather and transport.rank == 0:
+            ranks = range(transport.size)
+        output.check_room(shards, ranks, SMALL_FILES)
+
+    on_all_ranks(transport, _WHAT, check)
+
+
+def _gather(
+    output: OutputDirectory,
+    shards: Shards,
+    disks: Disks,
+    transport: Transport,
+    reporter: Reporter,
+) -> None:
+    """Bring all files to the disk of rank 0. All ranks must call it."""
+    for file, writer in shards.writers.items():
+        if disks.of(writer) == disks.of(0):
+            continue
+        path = output.rank(writer) / file
+        is_there = transport.broadcast(path.exists(), what=f"gathering {file}")
+        if is_there:
+            continue
+        size = shards.manifest(writer, "").sizes[file]
+        if transport.rank == writer:
+            _send(transport, path, size)
+        on_rank_0(
+            transport,
+            f"gathering {file}",
+            partial(_receive, output, transport, path, size, writer, reporter),
+        )
+
+
+def _send(transport: Transport, path: Path, size: int) -> None:
+    what = f"{transport.name(transport.rank)}, gathering {path.name}"
+    outgoing = Outgoing(transport, size, 0, OBJECT_TAG, what)
+    for piece in pieces_of(path):
+        outgoing.write(piece)
+    outgoing.close()
+
+
+def _receive(
+    output: OutputDirectory,
+    transport: Transport,
+    path: Path,
+    size: int,
+    writer: int,
+    reporter: Reporter,
+) -> None:
+    """Write a file while it arrives; it takes its name once all of it has come unharmed."""
+    what = f"{transport.name(0)}, gathering {path.name}"
+    partial_path = path.with_name(PARTIAL + path.name)
+    pieces = iter(Incoming(transport, size, writer, OBJECT_TAG, what))
+    failure: OSError | None = None
+    try:
+        path.parent.mkdir(exist_ok=True)
+        with (
+            partial_path.open("wb") as file,
+            reporter.bar(f"gather {path.name}, MB", max(1, size // MEGABYTE)) as bar,
+        ):
+            for piece in pieces:
+                file.write(piece)
+                bar.advance(len(piece) / MEGABYTE)
+    except OSError as error:
+        failure = error
+    for _ in pieces:  # the rest must be received anyway
+        pass
+    if failure is not None:
+        raise output.not_written(failure, size)
+    replace_durably(partial_path, path)

@@ -102,15 +102,6 @@ def _name(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Manifest(ModelManifest):
-    places: Mapping[str, PlacedTensor]
-
-    def tensors(self) -> dict[str, PlacedTensor]:
-        """Return the place of each tensor."""
-        return dict(self.places)
-
-
-@dataclass(frozen=True, slots=True)
 class GgufFile(Shards):
     """A file for all tensors, which begins with ``head``."""
 
@@ -123,7 +114,7 @@ class GgufFile(Shards):
             end = offset + spec.nbytes
             places[spec.name] = PlacedTensor(GGUF_FILE, spec.dtype, spec.shape, offset, end)
             offset = _aligned(end)
-        return _Manifest(key, {}, {GGUF_FILE: self.head}, {GGUF_FILE: offset}, places)
+        return ModelManifest(key, {}, {GGUF_FILE: self.head}, {GGUF_FILE: offset}, places)
 
 
 def plan_gguf(model: LazyModel, source: Path) -> GgufFile:

@@ -1,4 +1,4 @@
-"""Find training results: adapters of ``train`` or ``mlx_lm.lora``, or a checkpoint. No MLX."""
+"""Find training results: adapters of ``train`` or ``mlx_lm.lora``, or a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from shardmlx.checkpoint.store import MANIFEST, Store, step_of
 from shardmlx.common.digests import bytes_digest
 from shardmlx.errors import UserError
-from shardmlx.loading.adapter_files import (
+from shardmlx.loading.adapters import (
     PEFT_FILE,
     PICKLED,
     adapter_file,

@@ -47,9 +47,8 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.distributed.wire_formats import WIRE_FORMATS
 from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.buffers import PREPOSTED, SUM_BUFFER_BYTES
-from shardmlx.engine.divided_weights import DividedWeights
+from shardmlx.engine.divided_weights import DividedWeights, Shards
 from shardmlx.engine.gradient_reducer import GradientReducer
-from shardmlx.engine.shards import Shards
 from shardmlx.engine.stage import Stage
 from shardmlx.engine.trace import Recorder, Span
 from shardmlx.errors import EngineError, one_line

@@ -30,7 +30,7 @@ from shardmlx.distributed.sum_parts import parts_by_speed
 from shardmlx.distributed.sums import Sums
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.buffers import BUCKET_BYTES
-from shardmlx.engine.shards import Shards
+from shardmlx.engine.divided_weights import Shards
 from shardmlx.engine.stage import Stage
 from shardmlx.pipeline.plan import Plan
 

@@ -18,7 +18,7 @@ from mlx_lm.tuner.utils import build_schedule
 
 from shardmlx.config.checks import NO_SCALE, OPTIMIZERS
 from shardmlx.config.common_options import AUTO
-from shardmlx.engine.shards import Shards
+from shardmlx.engine.divided_weights import Shards
 from shardmlx.engine.stage import Stage, layer_of
 from shardmlx.errors import UserError
 

@@ -15,7 +15,7 @@ from shardmlx.distributed.agreement import AgreedError, from_rank_0, on_all_rank
 from shardmlx.distributed.shared_disks import Disks, find_disks
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError, one_line
-from shardmlx.loading.adapter_files import adapter_file
+from shardmlx.loading.adapters import adapter_file
 from shardmlx.loading.build import check_can_be_cut
 from shardmlx.loading.hub_download import (
     download_whole,

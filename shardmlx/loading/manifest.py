@@ -45,16 +45,20 @@ SAMPLE_BYTES = 512
 class ModelManifest:
     """The beginning of a copy: small files, and the head and size in bytes of each weight file.
 
-    ``key`` names the content: it differs for other weights.
+    ``key`` names the content: it differs for other weights. ``places`` are those of the tensors, if
+    the heads are no safetensors headers.
     """
 
     key: str
     texts: Mapping[str, bytes]
     heads: Mapping[str, bytes]
     sizes: Mapping[str, int]
+    places: Mapping[str, PlacedTensor] | None = None
 
     def tensors(self) -> dict[str, PlacedTensor]:
         """Return the place of each tensor; raise ``UserError`` for one that two files have."""
+        if self.places is not None:
+            return dict(self.places)
         headers = {
             file: parse_header(head[LENGTH_BYTES:], self.sizes[file], file)
             for file, head in self.heads.items()

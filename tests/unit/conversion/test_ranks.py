@@ -12,11 +12,10 @@ import pytest
 
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.export import ExportOptions
-from shardmlx.conversion import ranks
-from shardmlx.conversion.command import export
+from shardmlx.conversion import command
+from shardmlx.conversion.command import divide_layers, export, export_on_ranks
 from shardmlx.conversion.lazy_model import build_lazily
 from shardmlx.conversion.output import WORK, OutputDirectory
-from shardmlx.conversion.ranks import divide_layers, export_on_ranks
 from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import open_model
@@ -135,7 +134,7 @@ def test_ranks_go_on_after_any_end(
         def fail(*args: Any, **kwargs: Any) -> None:
             raise UserError("killed")
 
-        patch.setattr(OutputDirectory if place == "complete" else ranks, place, fail)
+        patch.setattr(OutputDirectory if place == "complete" else command, place, fail)
         if place != "_gather" or gather:
             with pytest.raises(UserError, match="killed"):
                 on_ranks(model, outs, gather=gather)
@@ -176,12 +175,12 @@ def test_a_disk_that_is_full_only_when_a_file_is_closed_is_noticed_and_the_file_
 ) -> None:
     (tmp_path / "partial-a").symlink_to("/dev/full")
     pieces = iter([memoryview(b"con"), memoryview(b"tent")])
-    monkeypatch.setattr(ranks, "Incoming", lambda *args: pieces)
+    monkeypatch.setattr(command, "Incoming", lambda *args: pieces)
     open_files = {path.name for path in Path("/proc/self/fd").iterdir()}
 
     def work(transport: LocalTransport) -> None:
         output = OutputDirectory(tmp_path / "out")
-        ranks._receive(output, transport, tmp_path / "a", len(b"content"), 0, QUIET)
+        command._receive(output, transport, tmp_path / "a", len(b"content"), 0, QUIET)
 
     with pytest.raises(UserError, match="the disk is full"):
         LocalNetwork(1).run(work)
