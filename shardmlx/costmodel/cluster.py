@@ -50,8 +50,8 @@ class Cluster:
             if self.profile is None and machine.flops is None:
                 raise UserError(
                     f"it is not known how fast {machine.host} is",
-                    "write flops=27T, or what it has, "
-                    "into its line of the hostfile, or measure with shardmlx profile",
+                    "write flops=27T, or what it has, into its line of the hostfile, or measure "
+                    "with shardmlx profile",
                 )
 
     def capacity(self, rank: int) -> float:

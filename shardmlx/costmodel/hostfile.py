@@ -13,7 +13,6 @@ are refused.
 from __future__ import annotations
 
 import ipaddress
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,14 +20,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from shardmlx.common.units import BYTES, DECIMAL, MIB, split_quantity
+from shardmlx.common.units import BYTES, DECIMAL, split_quantity
 from shardmlx.common.yaml_reader import did_you_mean
 from shardmlx.errors import UserError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A host; unknown values are None. Raises ``ValueError`` for impossible values."""
+    """A host; unknown values are None."""
 
     host: str
     slots: int = 1
@@ -49,15 +48,6 @@ class Machine:
     """File and line of the entry, for messages."""
     login: str = field(default="", compare=False)
     """The host as the file writes it, perhaps with a user."""
-
-    def __post_init__(self) -> None:
-        if self.slots < 1:
-            raise ValueError(f"{self.host} has {self.slots} slots")
-        if self.kind == "":
-            raise ValueError(f"{self.host} has a kind without a name")
-        for what in (self.memory, self.wired, self.flops, self.link, self.latency):
-            if what is not None and not (math.isfinite(what) and what > 0):
-                raise ValueError(f"{self.host} has {what} of something")
 
 
 def read_hostfile(path: str | Path) -> tuple[Machine, ...]:
@@ -142,25 +132,14 @@ _KIND = "kind"
 KEYS = (*UNITS, _KIND)
 """The keys of a comment; a kind is any name."""
 
-_EXAMPLES = {
-    "memory": "64GiB",
-    "wired": "48GiB",
-    "flops": "27T",
-    "link": "40Gbps",
-    "latency": "30us",
+_PLAUSIBLE = {
+    "memory": ("1MiB", "64GiB", "1PB"),
+    "wired": ("1MiB", "48GiB", "1PB"),
+    "flops": ("1M", "27T", "1000P"),
+    "link": ("1kB/s", "40Gbps", "1PB/s"),
+    "latency": ("1ns", "30us", "1000s"),
 }
-
-_LIMITS = {
-    "memory": ((1, "MiB"), (1, "PB")),
-    "wired": ((1, "MiB"), (1, "PB")),
-    "flops": ((1, "M"), (1000, "P")),
-    "link": ((1, "kB/s"), (1, "PB/s")),
-    "latency": ((1, "ns"), (1000, "s")),
-}
-"""Least and most plausible values; anything beyond is a typing error."""
-
-_LEAST_MEMORY = MIB
-"""Bytes of each slot."""
+"""The least plausible value of each key, an example, and the most; others are typing errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +152,6 @@ class _Entry:
     slots: int | None
     facts: Mapping[str, Any]
 
-    @property
-    def node(self) -> str:
-        """Name by which mpirun knows the host: without its domain, unless it is an address."""
-        return self.host if _address(self.host) else self.host.split(".")[0]
-
 
 def _entry(line: str, where: str) -> _Entry | None:
     if "\r" in line:
@@ -187,7 +161,7 @@ def _entry(line: str, where: str) -> _Entry | None:
     text, *comment = _COMMENT.split(line, maxsplit=1)
     if "/*" in text:
         raise UserError(f"{where}: '/*'", "write comments with #")
-    words = _joined(text)
+    words = _words(text)
     if not words:
         return None
     host = _host(words[0], where)
@@ -207,7 +181,7 @@ def _entry(line: str, where: str) -> _Entry | None:
     return _Entry(where, words[0], host, slots, _facts(comment, where))
 
 
-def _joined(text: str) -> list[str]:
+def _words(text: str) -> list[str]:
     """Return the words of a line, with spaces around = removed."""
     return re.sub(r"\s*=\s*", "=", text).split()
 
@@ -237,7 +211,12 @@ def host_key(host: str) -> str:
 
     Addresses are kept whole.
     """
-    return _address(host) or host.split(".")[0].casefold()
+    return _address(host) or _node(host).casefold()
+
+
+def _node(host: str) -> str:
+    """Return the name by which mpirun knows a host: without its domain, unless it is an address."""
+    return host if _address(host) else host.split(".")[0]
 
 
 def same_host(a: str, b: str) -> bool:
@@ -274,7 +253,7 @@ def _what_to_write(key: str, equals: str) -> str:
 
 def _facts(comment: Iterable[str], where: str) -> dict[str, Any]:
     facts: dict[str, Any] = {}
-    for word in _joined(" ".join(comment)):
+    for word in _words(" ".join(comment)):
         match = re.fullmatch(r"([A-Za-z_-]+)=(.*?)[,;.]?", word)
         if match is None:
             continue
@@ -284,35 +263,36 @@ def _facts(comment: Iterable[str], where: str) -> dict[str, Any]:
             raise UserError(f"{where}: unknown key {key!r}", did_you_mean(key, KEYS) or known)
         if key in facts:
             raise UserError(f"{where}: {key} is given twice", "give it once")
-        facts[key] = _kind(value, where) if key == _KIND else _quantity(key, value, where)
+        if key != _KIND:
+            facts[key] = _quantity(key, value, where)
+        elif value:
+            facts[key] = value
+        else:
+            raise UserError(f"{where}: {_KIND} has no name", f"give one, like {_KIND}=m2-ultra")
     return facts
 
 
-def _kind(value: str, where: str) -> str:
-    if not value:
-        raise UserError(f"{where}: {_KIND} has no name", f"give one, like {_KIND}=m2-ultra")
-    return value
-
-
 def _quantity(key: str, value: str, where: str) -> float:
+    least, example, most = _PLAUSIBLE[key]
     try:
         number, unit = split_quantity(value)
     except ValueError:
-        raise UserError(
-            f"{where}: {key} is {value!r}", f"give a number, like {_EXAMPLES[key]}"
-        ) from None
+        raise UserError(f"{where}: {key} is {value!r}", f"give a number, like {example}") from None
     if unit not in UNITS[key]:
         said = f"has the unknown unit {unit!r}" if unit else "has no unit"
         some = [each for each in UNITS[key] if each[:1] in ("M", "G", "T", "u", "m")]
         raise UserError(f"{where}: {key}={value} {said}", f"use one of {', '.join(some)}")
     size = number * UNITS[key][unit]
-    (least, its_unit), (most, other_unit) = _LIMITS[key]
-    if not least * UNITS[key][its_unit] <= size <= most * UNITS[key][other_unit]:
-        raise UserError(
-            f"{where}: {key} is {value!r}",
-            f"give {least}{its_unit} to {most}{other_unit}, like {_EXAMPLES[key]}",
-        )
+    if not _plain(key, least) <= size <= _plain(key, most):
+        remedy = f"give {least} to {most}, like {example}"
+        raise UserError(f"{where}: {key} is {value!r}", remedy)
     return size
+
+
+def _plain(key: str, value: str) -> float:
+    """Return a quantity in bytes, FLOP/s, bytes a second or seconds."""
+    number, unit = split_quantity(value)
+    return number * UNITS[key][unit]
 
 
 def _merged(entries: Iterable[_Entry]) -> tuple[Machine, ...]:
@@ -327,7 +307,7 @@ def _machine(entries: list[_Entry]) -> Machine:
     first, *others = entries
     facts = dict(first.facts)
     for entry in others:
-        if entry.node != first.node:
+        if _node(entry.host) != _node(first.host):
             raise UserError(
                 f"{entry.where}: host {entry.host!r} is {first.host!r} of {first.where}, but for "
                 "mpirun another host",
@@ -350,24 +330,11 @@ def _machine(entries: list[_Entry]) -> Machine:
             "ranks there as it has cores",
             f"write {first.host} slots=1",
         )
-    memory, wired = facts.pop("memory", None), facts.pop("wired", None)
-    slots = (first.slots or 1) + len(others)
-    if memory is not None and memory < slots * _LEAST_MEMORY:
-        raise UserError(
-            f"{first.where}: host {first.host!r} has less than 1 MiB of memory for each of its "
-            f"{slots} slots",
-            "give more memory, or fewer slots",
-        )
+    memory, wired = facts.get("memory"), facts.get("wired")
     if memory is not None and wired is not None and wired > memory:
         raise UserError(
             f"{first.where}: host {first.host!r} wires more memory than it has", "give wired less"
         )
-    return Machine(
-        host=first.host,
-        slots=slots,
-        memory=None if memory is None else round(memory),
-        wired=None if wired is None else round(wired),
-        where=first.where,
-        login=first.login,
-        **facts,
-    )
+    facts |= {key: round(facts[key]) for key in ("memory", "wired") if key in facts}
+    slots = (first.slots or 1) + len(others)
+    return Machine(host=first.host, slots=slots, where=first.where, login=first.login, **facts)

@@ -33,10 +33,6 @@ class RankPrediction:
     exposed: float
     bubble: float
 
-    @property
-    def fits(self) -> bool:
-        return self.peak <= self.capacity
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
@@ -120,14 +116,6 @@ def _planned(
     return tuple(planned[mesh.coordinates(rank)[1]] for rank in range(mesh.size))
 
 
-@dataclass(frozen=True, slots=True)
-class _Pipeline:
-    """A step of the ranks of a replica; ``stages`` are the times of a micro-batch."""
-
-    stages: list[Seconds]
-    simulation: Simulation
-
-
 def _pipeline(
     plan: Plan,
     workload: Workload,
@@ -137,8 +125,9 @@ def _pipeline(
     recompute: str,
     message: int,
     replica: int | None,
-) -> _Pipeline:
-    """Return the step of one ``replica``, or of the slowest if all have equal rows.
+) -> tuple[Simulation, list[Seconds]]:
+    """Return the step of one ``replica``, or of the slowest if all have equal rows, and the times
+    of a micro-batch in each stage.
 
     ``message`` are the bytes of a micro-batch's hidden states.
     """
@@ -161,7 +150,7 @@ def _pipeline(
         link=between_ranks(mesh, lambda a, b: cluster.link_seconds(a, b, message), replica),
         latency=between_ranks(mesh, cluster.latency, replica),
     )
-    return _Pipeline(stages, simulation)
+    return simulation, stages
 
 
 def predict(
@@ -180,8 +169,7 @@ def predict(
         )
         for each in replicas
     ]
-    slowest = max(pipelines, key=lambda each: each.simulation.makespan)
-    stages, simulation = slowest.stages, slowest.simulation
+    simulation, stages = max(pipelines, key=lambda each: each[0].makespan)
     of_rank = [
         sum((stages[index] for index in stage_map.stages_of(rank)), Seconds())
         for rank in range(mesh.pp)

@@ -9,9 +9,8 @@ one micro-batch: forward (F), gradient for the input (I), gradient for the weigh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
-from itertools import pairwise
 
 from shardmlx.config.specs import FULL, NONE, SELECTIVE
 from shardmlx.models.shape import ModelShape
@@ -49,7 +48,7 @@ class Seconds:
         )
 
     def scaled(self, factor: float) -> Seconds:
-        """Return the times of a part that takes ``factor`` times as long."""
+        """Return all times, ``factor`` times as long."""
         return Seconds(
             factor * self.forward,
             factor * self.input_gradient,
@@ -223,37 +222,32 @@ class Measured:
         tokens. A row costs as much as in the samples.
         """
 
-        def part(of: Callable[[Sample], Seconds]) -> Seconds:
-            return self._interpolated(of, rows, length)
+        def part(times: Sequence[Seconds]) -> Seconds:
+            return self._interpolated(times, rows, length)
 
-        kinds = [
-            LayerTimes(
-                part(lambda sample, kind=kind: sample.kinds[kind].trained),  # type: ignore[misc]
-                part(lambda sample, kind=kind: sample.kinds[kind].frozen),  # type: ignore[misc]
-            )
-            for kind in range(max(self.pattern) + 1)
-        ]
+        kinds = list(zip(*(sample.kinds for sample in self.samples), strict=True))
+        trained = [part([times.trained for times in kind]) for kind in kinds]
+        frozen = [part([times.frozen for times in kind]) for kind in kinds]
         return ModelSeconds(
             layers=tuple(
-                kinds[kind].frozen if i < self.first_trained else kinds[kind].trained
+                frozen[kind] if i < self.first_trained else trained[kind]
                 for i, kind in enumerate(self.pattern)
             ),
-            embedding=part(lambda sample: sample.embedding),
-            head=part(lambda sample: sample.head),
+            embedding=part([sample.embedding for sample in self.samples]),
+            head=part([sample.head for sample in self.samples]),
             first_trained=self.first_trained,
             recompute=self.recompute,
         )
 
-    def _interpolated(self, of: Callable[[Sample], Seconds], rows: int, length: int) -> Seconds:
-        points = [(each.length, of(each), each.rows) for each in self.samples]
-        _, seconds, measured_rows = points[0]
-        if len(points) == 1:
-            mixed: Seconds = seconds.scaled(length / points[0][0])
+    def _interpolated(self, times: Sequence[Seconds], rows: int, length: int) -> Seconds:
+        """Return the time of a part by those in each sample."""
+        lengths = [sample.length for sample in self.samples]
+        if len(times) == 1:
+            mixed = times[0].scaled(length / lengths[0])
         else:
-            segments = list(pairwise(points))
-            (low, at_low, _), (high, at_high, _) = next(
-                (segment for segment in segments if length <= segment[1][0]), segments[-1]
-            )
+            upper = next((i for i, each in enumerate(lengths) if each >= length), len(times) - 1)
+            upper = max(1, upper)
+            low, high = lengths[upper - 1], lengths[upper]
             weight = (length - low) / (high - low)
-            mixed = at_low.scaled(1 - weight) + at_high.scaled(weight)
-        return replace(mixed.scaled(rows / measured_rows), update=seconds.update)
+            mixed = times[upper - 1].scaled(1 - weight) + times[upper].scaled(weight)
+        return replace(mixed.scaled(rows / self.samples[0].rows), update=times[0].update)

@@ -135,7 +135,7 @@ def sizes(choice: Choice) -> tuple[int, ...]:
 
 
 def fits(choice: Choice) -> bool:
-    return all(rank.fits for rank in choice.prediction.ranks)
+    return all(rank.peak <= rank.capacity for rank in choice.prediction.ranks)
 
 
 # What may be chosen

@@ -90,12 +90,11 @@ def test_rows_may_be_given(model: Path) -> None:
     cluster = Cluster(machines=(Machine(host="a"), Machine(host="b")))
     plan, _ = laid_out(model, cluster, batch_size=7, pipeline_stages=1, replica_rows="5,2")
     assert plan.starts == (0, 5, 7)
-    wrong = r"--replica-rows 5,3 are 8 rows of 2 replicas, and there are 2 for --batch-size 7: give"
-    with pytest.raises(UserError, match=wrong):
+    with pytest.raises(UserError, match="--replica-rows 5,3 are 8 rows"):
         laid_out(model, cluster, batch_size=7, pipeline_stages=1, replica_rows="5,3")
-    with pytest.raises(UserError, match="it is not known how fast a is: write flops="):
+    with pytest.raises(UserError, match="how fast a is"):
         laid_out(model, cluster, batch_size=7, pipeline_stages=1, replica_rows="auto")
-    with pytest.raises(OptionError, match="replica_rows is 5,x: give auto, or"):
+    with pytest.raises(OptionError, match="5,x"):
         laid_out(model, cluster, replica_rows="5,x")
 
 

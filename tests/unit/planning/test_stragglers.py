@@ -45,10 +45,6 @@ def profiled(ranks: int) -> Watch:
 def test_a_rank_slower_than_predicted_beside_the_others_is_named_once() -> None:
     (straggler,) = reports(profiled(2), *[(1.2, 1.9)] * 8)
     assert straggler == Straggler(30, 1, "mac-mini", 1.9, 1.2, usual=False)
-    assert str(straggler) == (
-        "rank 1 on mac-mini computes 1.9 s a step where 1.2 s were predicted beside the others: "
-        "something slows it down"
-    )
     assert straggler.as_json() == {
         "step": 30,
         "rank": 1,
@@ -83,23 +79,15 @@ def test_one_rank_alone_and_missing_times_name_nobody() -> None:
 # Without one
 
 
-def test_without_a_profile_a_costly_head_is_no_straggler() -> None:
+def test_without_a_profile_who_stays_as_it_was_is_no_straggler() -> None:
     assert reports(Watch(HOSTS[:2]), *[(1.0, 3.0)] * 9) == []
-
-
-def test_nor_is_who_stays_as_it_was_when_another_becomes_fast() -> None:
     assert reports(Watch(HOSTS[:2]), *[(2.0, 3.0)] * 3, *[(1.0, 3.0)] * 6) == []
 
 
 def test_but_who_becomes_slower_than_it_was_is() -> None:
     (straggler,) = reports(Watch(HOSTS[:2]), *[(1.0, 3.0)] * 3, *[(1.0, 4.5)] * 3)
     assert (straggler.rank, straggler.step) == (1, 60)
-    assert str(straggler).startswith(
-        "rank 1 on mac-mini computes 4.5 s a step where 3.0 s were usual beside the others"
-    )
-
-
-def test_a_first_report_that_warms_up_does_not_hide_it() -> None:
+    # A first report that warms up does not hide it.
     found = reports(Watch(HOSTS[:2]), (1.0, 9.0), *[(1.0, 3.0)] * 2, *[(1.0, 4.5)] * 3)
     assert [each.rank for each in found] == [1]
 
@@ -108,11 +96,6 @@ def test_of_two_replicas_on_machines_alike_the_slow_one_is_named_from_its_first_
     watch = Watch(HOSTS, alike=[[2], [3], [0], [1]])
     (straggler,) = reports(watch, *[(1.0, 3.0, 1.0, 4.5)] * 6)
     assert (straggler.rank, straggler.seconds, straggler.expected) == (3, 4.5, 3.0)
-
-
-def test_short_times_are_told_in_milliseconds() -> None:
-    text = str(Straggler(1, 0, "a", 0.0123, 0.004, usual=True))
-    assert "computes 12.3 ms a step where 4 ms were usual" in text
 
 
 # Of a plan
