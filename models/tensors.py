@@ -27,7 +27,6 @@ QUANTISED_PARTS = ("scales", "biases", "global_scale")
 """Tensors beside a quantised weight. ``biases`` belong to groups, a ``bias`` to the layer."""
 
 _WORD_BITS = 32
-_ALWAYS_ONE_PAIR = ("mxfp4", "nvfp4", "mxfp8")
 _AGAIN = "convert the model again with mlx_lm.convert"
 
 
@@ -61,6 +60,13 @@ class Quantisation:
         return {"weight": packed, "scales": scales} | ({"biases": scales} if is_affine else {})
 
 
+_KNOWN = (
+    *(Quantisation(bits, group) for group in (64, 32, 128, 16) for bits in (4, 8, 3, 6, 5, 2)),
+    *(Quantisation(*pair, mode) for mode, pair in DEFAULTS.items() if mode != "affine"),
+)
+"""Quantisations, the likely ones first: all modes but affine have one pair each."""
+
+
 @dataclass(frozen=True, slots=True)
 class QuantisationConfig:
     """The ``quantization`` of a config.json: the model's, and that of single modules.
@@ -87,7 +93,7 @@ def read_quantisation(config: Mapping[str, Any]) -> QuantisationConfig | None:
         packing = published_packing(config)
         if packing is None or packing.loaded is None:
             return None
-        return QuantisationConfig(Quantisation(*packing.loaded), MappingProxyType({}), packing)
+        return QuantisationConfig(Quantisation(*packing.loaded), {}, packing)
     if not isinstance(entry, dict):
         raise UserError(f"config.json: quantization is {entry!r}", _AGAIN)
     default = _quantisation(entry, "config.json: quantization")
@@ -97,7 +103,7 @@ def read_quantisation(config: Mapping[str, Any]) -> QuantisationConfig | None:
             modules[key] = _quantisation(value, f"config.json: quantization of {key}")
         elif value is False:
             modules[key] = None
-    return QuantisationConfig(default, MappingProxyType(modules))
+    return QuantisationConfig(default, modules)
 
 
 def _quantisation(entry: Mapping[str, Any], where: str) -> Quantisation:
@@ -117,19 +123,14 @@ def infer_quantisation(
     ``columns`` is the last axis before packing, if known, ``hint`` a likely packing otherwise. None
     if nothing fits.
     """
-    modes = ("affine",) if scales_dtype != "U8" else _ALWAYS_ONE_PAIR
-    found = []
-    for mode in modes:
-        pairs = (
-            [(bits, group) for group in (64, 32, 128, 16) for bits in (4, 8, 3, 6, 5, 2)]
-            if mode == "affine"
-            else [DEFAULTS[mode]]
-        )
-        found += [
-            Quantisation(bits, group, mode)
-            for bits, group in pairs
-            if packed * _WORD_BITS == scales * group * bits and columns in (None, scales * group)
-        ]
+    is_affine = scales_dtype != "U8"
+    found = [
+        each
+        for each in _KNOWN
+        if is_affine == (each.mode == "affine")
+        and packed * _WORD_BITS == scales * each.group_size * each.bits
+        and columns in (None, scales * each.group_size)
+    ]
     return hint if hint in found else next(iter(found), None)
 
 
@@ -183,12 +184,12 @@ def _layer(layer: LayerShape, separate_experts: bool) -> Iterator[tuple[str, Mod
 
 def has_separate_experts(names: Mapping[str, Any], shape: ModelShape) -> bool:
     """Return whether experts are stored one by one, as in Hugging Face's files."""
-    for index in range(shape.num_layers):
-        for _, linear in shape.layer(index).linears:
-            if linear.stored:
-                first = linear.stored.format(0)
-                return f"{shape.names.layers}{index}.{first}.weight" in names
-    return False
+    return any(
+        f"{shape.names.layers}{index}.{linear.stored.format(0)}.weight" in names
+        for index in range(shape.num_layers)
+        for _, linear in shape.layer(index).linears
+        if linear.stored
+    )
 
 
 def loaded_name(name: str, shape: ModelShape) -> str:

@@ -21,7 +21,8 @@ from mlx_lm.tuner.lora import LoRASwitchLinear
 from shardmlx.checkpoint.export import SAFETENSORS_NAMES
 from shardmlx.common.durable_files import read_exactly
 from shardmlx.distributed.messages import buffer_of, new_buffer
-from shardmlx.modelfiles.safetensors_header import check_model_files, read_header
+from shardmlx.modelfiles.model_files import check_model_files
+from shardmlx.modelfiles.safetensors_header import read_header
 
 _KINDS = SwitchLinear, QuantizedSwitchLinear, LoRASwitchLinear
 _LAYER = "layer"

@@ -33,7 +33,8 @@ from shardmlx.conversion.trained import Trained
 from shardmlx.errors import UserError, one_line
 from shardmlx.loading.adapters import add_adapters, make_adapters, put
 from shardmlx.loading.build import load_lazily
-from shardmlx.modelfiles.safetensors_header import check_model_files, read_header
+from shardmlx.modelfiles.model_files import check_model_files
+from shardmlx.modelfiles.safetensors_header import read_header
 from shardmlx.models.config_reader import read_config
 
 

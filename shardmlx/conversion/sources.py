@@ -24,7 +24,7 @@ from shardmlx.loading.hub_download import (
 from shardmlx.loading.manifest import ModelManifest, fingerprint
 from shardmlx.loading.partial_copy import PartialCopy
 from shardmlx.modelfiles.hub import NoRanges, Repository
-from shardmlx.modelfiles.safetensors_header import check_model_files
+from shardmlx.modelfiles.model_files import check_model_files
 
 
 class Source:

@@ -19,7 +19,7 @@ from shardmlx.compat import model_classes
 from shardmlx.config.specs import FineTune
 from shardmlx.errors import UserError, one_line
 from shardmlx.loading.adapters import add_adapters, check_keys, make_adapters, resume_from
-from shardmlx.modelfiles.safetensors_header import check_model_files
+from shardmlx.modelfiles.model_files import check_model_files
 from shardmlx.models.config_reader import read_config
 from shardmlx.models.families import FAMILIES
 from shardmlx.models.parts import find_parts

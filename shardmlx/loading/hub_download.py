@@ -163,7 +163,9 @@ def manifest_of(repository: Repository) -> ModelManifest:
     files = read_model(repository)
     if files.faults:
         raise UserError(files.faults[0])
-    heads = {file: repository.head(file, header) for file, header in files.headers.items()}
+    heads = {
+        file: repository.part(file, 0, header.data_offset) for file, header in files.headers.items()
+    }
     digest = hashlib.sha256(f"{repository.name}@{repository.revision}".encode())
     for file in sorted(heads):
         digest.update(f" {file} {files.checksums.get(file)} ".encode() + heads[file])

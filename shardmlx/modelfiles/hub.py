@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ from shardmlx.modelfiles.safetensors_header import (
     header_length,
     parse_header,
 )
-from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, CONFIG_FILE, Directory, Source
+from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, CONFIG_FILE, Directory
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
@@ -65,7 +64,7 @@ def check_owner(name: str) -> None:
         )
 
 
-def find_repository(name: str, revision: str | None) -> Source:
+def find_repository(name: str, revision: str | None) -> Directory | Repository:
     """Find a repository on the hub, or its snapshot in the cache if the hub cannot be asked."""
     check_owner(name)
     try:
@@ -99,14 +98,6 @@ class _Snapshot(Directory):
         self.revision = path.name
         self.note = f"from the cache: {why}"
         self.missing = f"the cache does not have it, and {why}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A part of a file, and the size of the whole file."""
-
-    data: bytes
-    file_size: int
 
 
 class Repository:
@@ -158,27 +149,21 @@ class Repository:
             return list(pool.map(self._header, files, (guesses[file] for file in files)))
 
     def _header(self, file: str, guess: int) -> Header | UserError:
-        part = self._range(file, 0, guess)
+        data, size = self._range(file, 0, guess)
         try:
-            length = header_length(part.data[:LENGTH_BYTES], part.file_size, self.where(file))
+            end = LENGTH_BYTES + header_length(data[:LENGTH_BYTES], size, self.where(file))
         except UserError as error:
             return error
-        end = LENGTH_BYTES + length
-        text = part.data[LENGTH_BYTES:end]
-        if len(part.data) < end:
-            text += self._range(file, len(part.data), end).data
+        if len(data) < end:
+            data += self._range(file, len(data), end)[0]
         try:
-            return parse_header(text, part.file_size, self.where(file))
+            return parse_header(data[LENGTH_BYTES:end], size, self.where(file))
         except UserError as error:
             return error
-
-    def head(self, file: str, header: Header) -> bytes:
-        """Return the bytes of a file before its tensors."""
-        return self._range(file, 0, header.data_offset).data
 
     def part(self, file: str, start: int, count: int) -> bytes:
         """Return so many bytes of a file, fewer if it ends before."""
-        return self._range(file, start, start + count).data
+        return self._range(file, start, start + count)[0]
 
     def stream(self, file: str, start: int, stop: int) -> Iterator[bytes]:
         """Yield the bytes ``start`` to ``stop`` of a file as they come.
@@ -202,23 +187,21 @@ class Repository:
                 attempt += 1
                 _pause(attempt, error)
 
-    def _range(self, file: str, start: int, stop: int) -> _Part:
-        """Return the bytes ``start`` to ``stop`` of a file, fewer if it ends before."""
+    def _range(self, file: str, start: int, stop: int) -> tuple[bytes, int]:
+        """Return bytes ``start`` to ``stop`` of a file, fewer if it ends before, and its size."""
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                with hub_errors(self.name, self.revision):
-                    return self._request(file, start, stop)
+                with (
+                    hub_errors(self.name, self.revision),
+                    self._response(file, start, stop) as (size, chunks),
+                ):
+                    data = b"".join(chunks)
+                if (missing := min(stop, size) - start - len(data)) > 0:
+                    raise self._too_short(file, missing)
+                return data, size
             except _Broken as error:
                 _pause(attempt, error)
         raise AssertionError("the last attempt returns or raises")
-
-    def _request(self, file: str, start: int, stop: int) -> _Part:
-        with self._response(file, start, stop) as (size, chunks):
-            data = b"".join(chunks)
-        missing = min(stop, size) - start - len(data)
-        if missing > 0:
-            raise self._too_short(file, missing)
-        return _Part(data, size)
 
     def _too_short(self, file: str, missing: int) -> _Broken:
         from huggingface_hub import constants

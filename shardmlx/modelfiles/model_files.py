@@ -6,23 +6,21 @@ directories of safetensors files without a config.json, such as checkpoints, are
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from shardmlx.errors import UserError
-from shardmlx.modelfiles.hub import find_repository
+from shardmlx.modelfiles.hub import Repository, find_repository
 from shardmlx.modelfiles.safetensors_header import (
     INDEX_FILE,
     MODEL_FILES,
     Header,
     Index,
+    check_weights,
     find_tensors,
-    lack_of,
-    missing_files,
     parse_index,
 )
 from shardmlx.modelfiles.sources import (
@@ -33,9 +31,10 @@ from shardmlx.modelfiles.sources import (
     SUFFIX,
     Directory,
     SingleFile,
-    Source,
 )
 from shardmlx.models.config_reader import check_layout, parse_config
+
+Source = Directory | Repository
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +97,23 @@ def open_model(name: str, revision: str | None = None) -> ModelFiles:
     return files
 
 
+def check_model_files(model_dir: str | Path) -> dict[str, Path]:
+    """Return the file of each tensor in a directory's ``model*.safetensors``; check the headers.
+
+    These are the files mlx-lm loads. ``UserError`` when there are none, when the index names a
+    file or tensor that is not there, or when two files hold the same tensor.
+    """
+    directory = Path(model_dir)
+    if not directory.is_dir():
+        raise UserError(f"model directory {directory} does not exist: check --model")
+    source = Directory(directory)
+    check_weights(directory, source.files)
+    files = read_model(source)
+    if files.faults:
+        raise UserError(files.faults[0])
+    return {name: directory / place.file for name, place in files.tensors.items()}
+
+
 def find_source(name: str, revision: str | None = None) -> Source:
     """Find the files of a model; raise ``UserError`` when it is neither here nor on the hub."""
     path = Path(name).expanduser()
@@ -134,12 +150,14 @@ def read_model(source: Source) -> ModelFiles:
             f"{source.name} is no model: it has no {CONFIG_FILE} and no {SUFFIX} file: name the "
             "directory or repository that has them"
         )
-    named_files = index.files if index else {}
-    other = lack_of(source.files, named_files) if INDEX_FILE in source.paths else ""
-    remedy = other if INDEX_FILE in other else source.missing
+    named_files = {*index.files.values()} if index else set()
+    others = sorted({*fnmatch.filter(source.files, MODEL_FILES)} - named_files)
+    remedy = source.missing
+    if others and INDEX_FILE in source.paths:
+        remedy = f"remove {INDEX_FILE}: it is of other files than {', '.join(others)}"
     faults = [
         f"{source.where(file)} is missing, but the index names it: {remedy}"
-        for file in missing_files(named_files, source.files)
+        for file in sorted(named_files - present)
     ]
     headers: dict[str, Header] = {}
     for file, header in zip(files, source.headers(files, index), strict=True):
@@ -166,8 +184,8 @@ def read_model(source: Source) -> ModelFiles:
         revision=source.revision,
         config=config,
         adapter=adapter,
-        headers=MappingProxyType(headers),
-        tensors=MappingProxyType(tensors),
+        headers=headers,
+        tensors=tensors,
         index=index,
         sizes=source.sizes,
         checksums=source.checksums,
@@ -187,5 +205,5 @@ def _weight_files(
     if isinstance(source, SingleFile):
         return [source.file]
     all_files = sorted(f for f in source.files if f.endswith(SUFFIX) and "/" not in f)
-    files = [file for file in all_files if fnmatchcase(file, MODEL_FILES)]
+    files = fnmatch.filter(all_files, MODEL_FILES)
     return files if has_config or index is not None or files else all_files

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
+from itertools import groupby
 from typing import Any
 
 from shardmlx.errors import UserError
@@ -37,7 +38,7 @@ EMBEDDING, HEAD, OTHER, DROPPED = "embedding", "head", "other", "not loaded"
 _LAYER = re.compile(r"(?:^|[.:])(?:layers|h|blocks)\.(\d+)\.")
 _HEAD = re.compile(r"(?:^|[:.])(?:lm_head|model\.norm)\.")
 _PACKED = ("U8", "I8", "I32", "U32", "F4", "F8_E4M3", "F8_E5M2")
-_FLOATS = MappingProxyType({"float32": "F32", "float16": "F16", "bfloat16": "BF16"})
+_FLOATS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +85,10 @@ class Part:
 
 
 def _sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
-    totals: dict[str, int] = {}
+    totals = Counter[str]()
     for key, value in pairs:
-        totals[key] = totals.get(key, 0) + value
-    return dict(sorted(totals.items(), key=lambda item: -item[1]))
+        totals[key] += value
+    return dict(totals.most_common())
 
 
 @dataclass(frozen=True)
@@ -119,9 +120,7 @@ class Inspection:
     @cached_property
     def whole(self) -> Part:
         """Sum of all loaded tensors, each once."""
-        layers = (tensor for layer in self.layers for tensor in layer.tensors)
-        ends = (self.embedding.tensors, self.head.tensors, self.other.tensors)
-        return Part((*ends[0], *layers, *ends[1], *ends[2]))
+        return Part((*self.stage(0, len(self.layers)).tensors, *self.other.tensors))
 
     @cached_property
     def packing(self) -> str:
@@ -333,13 +332,11 @@ def rows(inspection: Inspection, fold: bool = True) -> list[Row]:
     """Return the parts in the order of the model; ``fold`` equal neighbouring layers."""
     result = [Row(EMBEDDING, (inspection.embedding,))]
     layers = inspection.layers
-    start = 0
-    for stop in range(1, len(layers) + 1):
-        alike = stop < len(layers) and _look(layers[stop]) == _look(layers[start])
-        if not (fold and alike):
-            name = f"layer {start}" if stop == start + 1 else f"layers {start}-{stop - 1}"
-            result.append(Row(name, layers[start:stop], (start, stop)))
-            start = stop
+    for _, alike in groupby(range(len(layers)), lambda i: _look(layers[i]) if fold else i):
+        numbers = [*alike]
+        start, last = numbers[0], numbers[-1]
+        name = f"layer {start}" if start == last else f"layers {start}-{last}"
+        result.append(Row(name, layers[start : last + 1], (start, last + 1)))
     result.append(Row("norm and head", (inspection.head,)))
     result.append(Row(OTHER, (inspection.other,)))
     result.append(Row(DROPPED, (inspection.dropped,)))

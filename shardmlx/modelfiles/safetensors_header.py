@@ -12,21 +12,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from shardmlx.errors import UserError
 from shardmlx.models.config_reader import check_pointer
 
-DTYPE_BITS: Mapping[str, int] = MappingProxyType(
-    {
-        "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
-        "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
-        "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
-        "I32": 32, "U32": 32, "F32": 32,
-        "I64": 64, "U64": 64, "F64": 64, "C64": 64,
-    }
-)  # fmt: skip
+DTYPE_BITS: Mapping[str, int] = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+    "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
+    "I32": 32, "U32": 32, "F32": 32,
+    "I64": 64, "U64": 64, "F64": 64, "C64": 64,
+}  # fmt: skip
 """Bits of one element of each dtype of the format."""
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -60,7 +57,6 @@ class Header:
     """The description at the head of a file; ``data_offset`` is where the data begins, in bytes."""
 
     tensors: Mapping[str, TensorInfo]
-    metadata: Mapping[str, str]
     data_offset: int
     file_size: int
 
@@ -124,13 +120,11 @@ def parse_header(text: bytes, file_size: int, where: str | Path) -> Header:
         raise UserError(f"{where}: its header is not valid JSON: {_AGAIN}") from None
     if not isinstance(content, dict):
         raise UserError(f"{where}: its header is no JSON object: {_AGAIN}")
-    metadata = content.pop("__metadata__", None) or {}
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise UserError(f"{where}: its __metadata__ is not text by key: {_AGAIN}")
+    content.pop("__metadata__", None)
     tensors = {name: _tensor(entry, f"{where}: tensor {name!r}") for name, entry in content.items()}
     data_offset = LENGTH_BYTES + len(text)
     _check_layout(where, tensors, file_size - data_offset)
-    return Header(tensors, metadata, data_offset, file_size)
+    return Header(tensors, data_offset, file_size)
 
 
 def parse_index(text: bytes, where: str | Path) -> Index:
@@ -189,43 +183,6 @@ def check_weights(where: str | Path, files: Sequence[str]) -> None:
             f'AutoModelForCausalLM as M; M.from_pretrained("{where}").save_pretrained("NEW")\''
         )
     raise UserError(problem, remedy)
-
-
-def missing_files(index: Mapping[str, str], present: Sequence[str]) -> list[str]:
-    """Return the files that an index names and that are not there."""
-    return sorted(set(index.values()).difference(present))
-
-
-def lack_of(present: Sequence[str], index: Mapping[str, str]) -> str:
-    """Return the remedy for files that are not there: an index may be that of other files."""
-    others = {file for file in present if fnmatchcase(file, MODEL_FILES)} - set(index.values())
-    if others:
-        return f"remove {INDEX_FILE}: it is of other files than {', '.join(sorted(others))}"
-    return "copy it too"
-
-
-def check_model_files(model_dir: str | Path) -> dict[str, Path]:
-    """Return the file of each tensor in a directory's ``model*.safetensors``; check the headers.
-
-    These are the files mlx-lm loads. ``UserError`` when there are none, when the index names a
-    file or tensor that is not there, or when two files hold the same tensor.
-    """
-    directory = Path(model_dir)
-    if not directory.is_dir():
-        raise UserError(f"model directory {directory} does not exist: check --model")
-    index = _read_index(directory / INDEX_FILE)
-    present = sorted(path.name for path in directory.iterdir() if path.is_file())
-    check_weights(directory, present)
-    for name in missing_files(index, present):
-        raise UserError(
-            f"{directory / name} is missing, but the index names it", lack_of(present, index)
-        )
-    paths = sorted(directory.glob(MODEL_FILES))
-    headers = {path.name: read_header(path) for path in paths}
-    files, faults = find_tensors(headers, index, directory)
-    if faults:
-        raise UserError(faults[0])
-    return {tensor: directory / name for tensor, name in files.items()}
 
 
 class _DuplicateKeyError(Exception):
@@ -289,13 +246,3 @@ def _check_layout(path: str | Path, tensors: Mapping[str, TensorInfo], data_size
         )
     if reached < data_size:
         raise UserError(f"{path} has {data_size - reached} bytes after its last tensor: {_AGAIN}")
-
-
-def _read_index(path: Path) -> Mapping[str, str]:
-    """Return the file name of each tensor; empty without an index."""
-    if not path.exists():
-        return {}
-    try:
-        return parse_index(path.read_bytes(), path).files
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None

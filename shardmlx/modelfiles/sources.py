@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.safetensors_header import Header, Index, read_header
@@ -22,34 +21,12 @@ RECORD = "complete-tensors.jsonl"
 """Name of the record, in a copy of a model, of the tensors that are there."""
 
 
-class Source(Protocol):
-    """A source of the files of a model. Methods raise ``UserError`` for unreadable files."""
-
-    name: str
-    revision: str | None
-    files: Sequence[str]
-    sizes: Mapping[str, int]
-    checksums: Mapping[str, str]
-    paths: Mapping[str, Path]
-    is_part: bool
-    note: str
-    missing: str
-
-    def where(self, file: str) -> str:
-        """Return how a message names a file."""
-        ...
-
-    def read(self, file: str) -> bytes:
-        """Return all of a small file."""
-        ...
-
-    def headers(self, files: Sequence[str], index: Index | None) -> list[Header | UserError]:
-        """Return the header of each file, or its fault."""
-        ...
-
-
 class Directory:
-    """A model in a directory, which may be a snapshot in the cache of huggingface-hub."""
+    """A model in a directory, which may be a snapshot in the cache of huggingface-hub.
+
+    Methods raise ``UserError`` for unreadable files. ``checksums`` are those of the hub, ``sizes``
+    too, ``missing`` is the remedy for a file that is not there.
+    """
 
     revision: str | None = None
     is_part = False
@@ -73,15 +50,18 @@ class Directory:
         }
 
     def where(self, file: str) -> str:
+        """Return how a message names a file."""
         return str(self.path / file)
 
     def read(self, file: str) -> bytes:
+        """Return all of a small file."""
         try:
             return (self.path / file).read_bytes()
         except OSError as error:
             raise UserError(f"cannot read {self.where(file)}: {error.strerror or error}") from None
 
     def headers(self, files: Sequence[str], index: Index | None) -> list[Header | UserError]:
+        """Return the header of each file, or its fault."""
         return [self._header(file) for file in files]
 
     def _header(self, file: str) -> Header | UserError:

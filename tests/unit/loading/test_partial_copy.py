@@ -13,7 +13,7 @@ import pytest
 from shardmlx.errors import UserError
 from shardmlx.loading.manifest import ModelManifest, read_model_manifest
 from shardmlx.loading.partial_copy import PartialCopy
-from shardmlx.modelfiles.safetensors_header import check_model_files
+from shardmlx.modelfiles.model_files import check_model_files
 from shardmlx.modelfiles.sources import RECORD
 from tests.helpers.fake_models import MISTRAL_7B, TINY, model_files, write
 

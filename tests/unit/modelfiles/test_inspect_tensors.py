@@ -22,16 +22,13 @@ from tests.helpers.fake_models import MISTRAL_7B, MISTRAL_LARGE
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.models_and_batches import build, tiny_config
 
-QUANTISATIONS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "4-bit": {"quantization": {"bits": 4, "group_size": 32}},
-    "3-bit": {"quantization": {"bits": 3, "group_size": 32}},
-    "8-bit": {"quantization": {"bits": 8, "group_size": 32}},
-    "mxfp4": {"quantization": {"bits": 4, "group_size": 32, "mode": "mxfp4"}},
-    "mxfp8": {"quantization": {"bits": 8, "group_size": 32, "mode": "mxfp8"}},
-}
-
-OTHER_WAYS = [way for way in QUANTISATIONS if way != "4-bit"]
+QUANTISATIONS: list[dict[str, Any]] = [
+    {"bits": 4, "group_size": 32},
+    {"bits": 3, "group_size": 32},
+    {"bits": 8, "group_size": 32},
+    {"bits": 4, "group_size": 32, "mode": "mxfp4"},
+    {"bits": 8, "group_size": 32, "mode": "mxfp8"},
+]
 
 
 def shapes_of(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -40,24 +37,8 @@ def shapes_of(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize(("number", "family"), [*enumerate(CONFIGS)])
 def test_names_and_shapes_are_mlx_lms(number: int, family: str) -> None:
-    """In 4 bits, and otherwise: the ways take turns, since which modules are packed is of a family,
-    and into which shapes is of the way."""
-    for way in ("4-bit", OTHER_WAYS[number % len(OTHER_WAYS)]):
-        config = CONFIGS[family] | QUANTISATIONS[way]
-        planned = planned_tensors(config)
-        assert {name: place.shape for name, place in planned.items()} == shapes_of(config), way
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "qwen2", "qwen3"])
-def test_so_they_are_with_a_tied_embedding_and_without(family: str, tied: bool) -> None:
-    config = tiny_config(family, layers=2, tied=tied, **QUANTISATIONS["4-bit"])
-    planned = planned_tensors(config)
-    assert {name: place.shape for name, place in planned.items()} == shapes_of(config)
-
-
-def test_biases_of_llama_are_there_when_the_config_asks_for_them() -> None:
-    config = tiny_config("llama", layers=1, attention_bias=True, mlp_bias=True)
+    """Modes take turns: the family decides which modules are packed, the mode into which shapes."""
+    config = CONFIGS[family] | {"quantization": QUANTISATIONS[number % len(QUANTISATIONS)]}
     planned = planned_tensors(config)
     assert {name: place.shape for name, place in planned.items()} == shapes_of(config)
 
@@ -88,28 +69,22 @@ def test_a_module_has_the_quantisation_that_the_config_gives_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("entry", "message"),
+    ("entry", "named"),
     [
-        ("4-bit", "config.json: quantization is '4-bit': convert the model again"),
-        ({"bits": 7}, "config.json: quantization: 7 bits: convert the model again"),
-        ({"group_size": "x"}, "config.json: quantization: group_size 'x': convert"),
-        ({"mode": "int4"}, "config.json: quantization: unknown mode 'int4': use one of affine,"),
-        ({"lm_head": {"bits": 1}}, "config.json: quantization of lm_head: 1 bits"),
+        ("4-bit", "'4-bit'"),
+        ({"bits": 7}, "7 bits"),
+        ({"group_size": "x"}, "group_size 'x'"),
+        ({"mode": "int4"}, "'int4'"),
+        ({"lm_head": {"bits": 1}}, "lm_head: 1 bits"),
     ],
 )
-def test_a_quantisation_that_mlx_does_not_have_is_refused(entry: Any, message: str) -> None:
-    with pytest.raises(UserError) as caught:
+def test_a_quantisation_that_mlx_does_not_have_is_refused(entry: Any, named: str) -> None:
+    with pytest.raises(UserError, match=named):
         read_quantisation({"quantization": entry})
-    assert message in str(caught.value)
 
 
 def test_quantisation_is_inferred_from_packed_shapes_as_mlx_lm_infers_it() -> None:
-    for how in (
-        Quantisation(4, 64),
-        Quantisation(3, 32),
-        Quantisation(8, 128),
-        Quantisation(6, 64),
-    ):
+    for how in (Quantisation(4, 64), Quantisation(3, 32), Quantisation(8, 128)):
         shapes = how.shapes((10, 512))
         packed, scales = shapes["weight"][-1], shapes["scales"][-1]
         assert infer_quantisation(packed, scales, "BF16", 512, None) == how

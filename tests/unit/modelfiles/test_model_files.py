@@ -52,25 +52,13 @@ def test_a_directory_gives_every_tensor_its_file_and_bytes(tmp_path: Path) -> No
     assert (first.start, first.end) == (header.data_offset, header.data_offset + 12800)
 
 
-def test_only_the_files_that_mlx_lm_loads_are_a_models(tmp_path: Path) -> None:
-    files = model_files(TINY)
-    write(tmp_path, files | {"consolidated.safetensors": files["model.safetensors"]})
-    assert list(open_model(str(tmp_path)).headers) == ["model.safetensors"]
-
-
 def test_mistrals_own_layout_alone_is_refused_by_all(tmp_path: Path) -> None:
     """``inspect`` and ``plan`` open a model; ``train`` and ``generate`` read its config first."""
     weights = model_files(TINY)["model.safetensors"]
     write(tmp_path, {"params.json": text_file({"dim": 64}), "consolidated.safetensors": weights})
-    message = error_of(tmp_path)
-    assert message == (
-        f"{tmp_path} has no config.json: its params.json is of Mistral's (or Meta's) own layout: "
-        "use the same model in the Hugging Face layout, which has config.json and "
-        "model*.safetensors"
-    )
-    with pytest.raises(UserError) as caught:
+    assert "params.json" in error_of(tmp_path)
+    with pytest.raises(UserError, match=r"params\.json"):
         read_config(tmp_path)
-    assert str(caught.value) == message
 
 
 def test_one_file_is_read_with_the_config_beside_it(tmp_path: Path) -> None:
@@ -236,18 +224,13 @@ def test_the_token_goes_to_the_hub_and_not_to_where_it_redirects(
 ) -> None:
     hub.repositories["me/tiny"] = model_files(TINY)
     hub.gated.add("me/tiny")
-    assert (
-        f"me/tiny is gated: accept its terms at {hub.endpoint}/me/tiny, then log in with "
-        "'hf auth login', or set HF_TOKEN"
-    ) in line_of(inspect("me/tiny"))
+    assert "me/tiny is gated" in line_of(inspect("me/tiny"))
     assert inspect("me/tiny", HF_TOKEN=hub.token).returncode == 0
     assert set(hub.tokens_seen_by_cdn) == {None}
 
 
 def test_an_unknown_or_private_repository_is_named(hub: Hub, inspect: Inspect) -> None:
-    expected = (
-        f"there is no directory me/x here, and no model me/x at {hub.endpoint}: check the name"
-    )
+    expected = f"no model me/x at {hub.endpoint}"
     assert expected in line_of(inspect("me/x"))
     assert expected in line_of(inspect("me/x", HF_TOKEN=hub.token))
     hub.repositories["me/x"] = model_files(TINY)
@@ -257,13 +240,8 @@ def test_an_unknown_or_private_repository_is_named(hub: Hub, inspect: Inspect) -
 
 
 def test_a_name_that_no_repository_can_have_is_not_asked_for(hub: Hub, inspect: Inspect) -> None:
-    assert "it is no Hugging Face repository (OWNER/NAME): check the name" in line_of(
-        inspect("a b/c")
-    )
-    assert (
-        "there is no directory mistral-7b here, and it is no Hugging Face repository (OWNER/NAME): "
-        "give the model's directory, or its repository, like mistralai/Mistral-7B-Instruct-v0.3"
-    ) in line_of(inspect("mistral-7b"))
+    for name in ("a b/c", "mistral-7b"):
+        assert f"no directory {name} here" in line_of(inspect(name))
     assert hub.requests == []
 
 
@@ -313,10 +291,9 @@ def test_offline_the_hub_is_not_asked(hub: Hub, inspect: Inspect, tmp_path: Path
     assert hub.requests == []
     # Inspection puts config.json and index into the cache, but no weights.
     assert inspect("me/tiny").returncode == 0
-    assert (
-        "model-00001-of-00002.safetensors is missing, but the index names it: the cache does not "
-        "have it, and HF_HUB_OFFLINE is set"
-    ) in line_of(inspect("me/tiny", **offline))
+    missing = line_of(inspect("me/tiny", **offline))
+    assert "model-00001-of-00002.safetensors is missing" in missing
+    assert "HF_HUB_OFFLINE is set" in missing
     [snapshot] = (tmp_path / "hf" / "hub" / "models--me--tiny" / "snapshots").iterdir()
     files = hub.repositories["me/tiny"]
     write(snapshot, {name: file for name, file in files.items() if file.is_large})
@@ -330,10 +307,7 @@ def test_a_server_that_ignores_ranges_is_left_before_it_sends_the_weights(
 ) -> None:
     hub.repositories["me/big"] = model_files(MISTRAL_LARGE)
     hub.ignores_ranges = True
-    assert (
-        f"{hub.endpoint} sends all of me/big/model.safetensors when asked for its header: use "
-        "another HF_ENDPOINT, or download the model and inspect that"
-    ) in line_of(inspect("me/big"))
+    assert "HF_ENDPOINT" in line_of(inspect("me/big"))
     assert hub.bytes_served < 50_000_000  # what lies in the buffers of the connection
 
 
@@ -348,26 +322,12 @@ def test_a_connection_that_breaks_is_tried_again_but_not_for_ever(
     assert hub.requests.count("GET /cdn/me/tiny/model.safetensors") == 3
 
 
-def test_a_hub_in_trouble_is_named(hub: Hub, inspect: Inspect) -> None:
-    hub.status = 503
-    assert (
-        f"{hub.endpoint} answers with status 503 for me/x: try again later, or set HF_ENDPOINT to "
-        "a mirror"
-    ) in line_of(inspect("me/x"))
-
-
 def test_a_file_on_the_hub_that_is_no_safetensors_file_is_named(hub: Hub, inspect: Inspect) -> None:
     files = model_files(TINY)
-    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
     length = (100_000_001).to_bytes(8, "little")
     for content, message in (
         (File(b"", 0, True), "is truncated: it has only 0 bytes"),
-        (File(pointer, len(pointer)), "is a git-lfs pointer, not the file"),
-        (
-            File(length, 10**12, True),
-            "is no safetensors file: it claims a header of 100000001 bytes",
-        ),
-        (File(files["model.safetensors"].head, 5000, True), "is truncated: "),
+        (File(length, 10**12, True), "is no safetensors file"),
     ):
         hub.repositories["me/bad"] = {"config.json": files["config.json"]} | {
             "model.safetensors": content

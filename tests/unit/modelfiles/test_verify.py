@@ -37,19 +37,20 @@ def model(path: Path, config: dict[str, Any] = TINY, **changes: Any) -> Path:
     return write(path, model_files(config, tensors=kept))
 
 
-@pytest.mark.parametrize("quantisation", [None, {"bits": 4, "group_size": 32}])
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("quantisation", [{}, {"quantization": {"bits": 4, "group_size": 32}}])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "gemma", "cohere", "phi", "apertus", "mixtral", "gpt_oss", "deepseek_v3", "mistral3"],
+)
 def test_what_mlx_writes_is_sound(family: str, quantisation: Any, tmp_path: Path) -> None:
-    extra = {} if quantisation is None else {"quantization": quantisation}
-    save_model_directory(tmp_path, CONFIGS[family] | extra)
-    assert verified(tmp_path) == Verification(
-        faults=(),
-        checked=(
-            "1 header: offsets, sizes, overlaps, duplicate tensors",
-            f"tensors against the family {family}: names, shapes, packing",
-            "checksums not compared: none are known",
-        ),
-    )
+    """Plain and tied, norms of all kinds, no gate, other arrays, experts, latent, inside a wrapper.
+
+    test_inspect_tensors.py compares the tensors of every family with mlx-lm's.
+    """
+    save_model_directory(tmp_path, CONFIGS[family] | quantisation)
+    found = verified(tmp_path)
+    assert found.faults == ()
+    assert any(f"the family {family}" in line for line in found.checked)
 
 
 def test_a_mixtral_with_single_experts_is_sound(tmp_path: Path) -> None:
@@ -83,10 +84,7 @@ def test_what_mlx_lm_cuts_or_joins_as_it_loads_is_not_compared(
     files = model_files(CONFIGS[family], tensors={name: ("BF16", [2, 64], 256)})
     found = verified(write(tmp_path, files))
     assert found.faults == ()
-    assert (
-        f"tensors not compared: Hugging Face stores {family} otherwise than mlx-lm, which cuts or "
-        "joins some as it loads"
-    ) in found.checked
+    assert any(f"stores {family} otherwise" in line for line in found.checked)
 
 
 def test_layers_after_the_last_are_passed_over_where_mlx_lm_does(tmp_path: Path) -> None:
@@ -95,61 +93,36 @@ def test_layers_after_the_last_are_passed_over_where_mlx_lm_does(tmp_path: Path)
     assert len(faults(model(tmp_path / "qwen", CONFIGS["qwen3_moe"], **further))) == 1
 
 
-def test_what_mlx_lm_passes_over_is_no_fault(tmp_path: Path) -> None:
-    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": ("F32", [8], 32)}
-    assert faults(model(tmp_path, TINY, **frequencies)) == []
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({Q_PROJ: None}, f"tensor '{Q_PROJ}' is missing: copy or download the model again"),
-        (
-            {Q_PROJ: ("BF16", [64, 32], 4096)},
-            f"tensor '{Q_PROJ}' of model.safetensors has shape [64, 32], but llama of this "
-            "config.json has [64, 64]",
-        ),
-        (
-            {Q_PROJ: ("I8", [64, 64], 4096)},
-            f"tensor '{Q_PROJ}' of model.safetensors is I8: a floating-point dtype was expected",
-        ),
-        (
-            {"model.layers.4.mlp.up_proj.weight": ("BF16", [2], 4)},
-            "tensor 'model.layers.4.mlp.up_proj.weight' of model.safetensors is unexpected: llama "
-            "has none",
-        ),
+        ({Q_PROJ: None}, "is missing"),
+        ({Q_PROJ: ("BF16", [64, 32], 4096)}, "has shape [64, 32]"),
+        ({Q_PROJ: ("I8", [64, 64], 4096)}, "is I8"),
+        ({"model.layers.4.mlp.up_proj.weight": ("BF16", [2], 4)}, "is unexpected"),
     ],
 )
 def test_what_differs_from_the_family_is_listed(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    assert faults(model(tmp_path, TINY, **changes)) == [message]
+    (fault,) = faults(model(tmp_path, TINY, **changes))
+    assert message in fault
+    assert next(iter(changes)) in fault
 
 
 def test_missing_scales_are_listed(tmp_path: Path) -> None:
     four = {"bits": 4, "group_size": 32}
     config = TINY | {"quantization": four | {Q_PROJ.removesuffix(".weight"): four}}
     name = Q_PROJ.replace("weight", "scales")
-    assert faults(model(tmp_path, config, **{name: None})) == [
-        f"tensor '{name}' is missing: copy or download the model again"
-    ]
+    (fault,) = faults(model(tmp_path, config, **{name: None}))
+    assert f"'{name}' is missing" in fault
 
 
 def test_a_packed_weight_without_scales_does_not_pass_for_a_plain_one(tmp_path: Path) -> None:
     config = TINY | {"quantization": {"bits": 4, "group_size": 32}}
     changes = {Q_PROJ.replace("weight", part): None for part in ("scales", "biases")}
-    assert faults(model(tmp_path, config, **changes)) == [
-        f"tensor '{Q_PROJ}' of model.safetensors has shape [64, 8], but llama of this config.json "
-        "has [64, 64]"
-    ]
-
-
-def test_many_differences_are_counted(tmp_path: Path) -> None:
-    config = TINY | {"num_hidden_layers": 8}
-    write(tmp_path, model_files(TINY) | {"config.json": text_file(config)})
-    found = faults(tmp_path)
-    assert len(found) == 21
-    assert found[-1] == "... and 16 more tensors that differ from the family"
+    (fault,) = faults(model(tmp_path, config, **changes))
+    assert f"'{Q_PROJ}' of model.safetensors has shape [64, 8]" in fault
 
 
 def test_all_files_are_looked_at_not_only_the_first_that_is_damaged(tmp_path: Path) -> None:
@@ -172,18 +145,14 @@ def test_the_index_is_compared_with_the_files(tmp_path: Path) -> None:
     files["lm_head.weight"] = names[0]
     files["model.layers.9.weight"] = names[0]
     dump(path, index | {"metadata": {"total_size": total + 1}})
-    assert faults(tmp_path) == [
-        f"tensor 'model.layers.9.weight' is not in {tmp_path}/{names[0]}, where the index has it: "
-        "copy or download it again",
-        f"tensor 'model.norm.weight' of {names[1]} is not in the index",
-        f"tensor 'lm_head.weight' is in {names[1]}, but the index has it in {names[0]}",
-    ]
+    expected = ("model.layers.9.weight", "model.norm.weight", "lm_head.weight")
+    for fault, name in zip(faults(tmp_path), expected, strict=True):
+        assert f"'{name}'" in fault
     write(tmp_path, model_files(TINY, shards=2))
     index = json.loads(path.read_text())
     dump(path, index | {"metadata": {"total_size": total + 1}})
-    assert faults(tmp_path) == [
-        f"the index claims {total + 1} bytes of tensors, but they have {total}"
-    ]
+    (fault,) = faults(tmp_path)
+    assert f"{total + 1} bytes" in fault
 
 
 def cached(tmp_path: Path) -> Path:
@@ -248,11 +217,6 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     assert "tensors not compared: quantised by gptq, not by mlx-lm" in (
         verified(write(tmp_path / "gptq", gptq)).checked
     )
-
-
-def test_a_single_shard_misses_nothing(tmp_path: Path) -> None:
-    write(tmp_path, model_files(TINY, shards=2))
-    assert faults(tmp_path / "model-00001-of-00002.safetensors") == []
 
 
 def test_status_1_and_a_list_when_something_is_wrong(

@@ -16,7 +16,6 @@ from shardmlx.engine.stage import Stage
 from shardmlx.models.dropout import (
     KeyedDropout,
     KeyedExperts,
-    dropout_key,
     key_every_dropout,
     set_keys,
 )
@@ -73,11 +72,6 @@ def test_another_key_draws_another_mask(key: tuple[int, ...]) -> None:
     assert 0.4 < same < 0.6
 
 
-def test_every_part_of_a_key_matters_however_large() -> None:
-    keys = [dropout_key(*parts) for parts in ((0, 0), (0, 2**40), (2**40, 0), (-1, 0))]
-    assert len(set(keys)) == 4
-
-
 def test_every_row_and_every_position_draws_its_own_mask() -> None:
     masks = np.array(mask(0, 7)).reshape(64, 64)
     agreement = (masks[:, None] == masks[None]).mean(axis=-1)[~np.eye(64, dtype=bool)]
@@ -93,23 +87,10 @@ def test_a_row_draws_the_same_mask_in_whatever_micro_batch_it_is_and_however_wid
         assert mx.array_equal(part, whole[first_row : first_row + rows, :width])
 
 
-def test_the_mean_is_kept() -> None:
-    out = mask(1, 2)
-    assert set(np.unique(np.array(out)).tolist()) == {0.0, 2.0}
-    assert abs(float(np.array(out).mean()) - 1.0) < 0.1
-
-
 def test_nothing_is_dropped_in_evaluation() -> None:
     dropout = KeyedDropout(keep=0.5)
     dropout.eval()
     assert mx.array_equal(dropout(mx.ones(100)), mx.ones(100))
-
-
-def test_the_key_is_no_parameter() -> None:
-    dropout = KeyedDropout(keep=0.5)
-    dropout.set_key(dropout_key(1))
-    dropout.set_order((1, 2, 2), mx.arange(4))
-    assert dropout.parameters() == {}
 
 
 def test_dropouts_of_one_layer_get_keys_of_their_own() -> None:
@@ -164,19 +145,13 @@ def test_neither_the_layout_nor_checkpointing_changes_a_mask(
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
-@pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("micro_batch_size", [1, 3])
-def test_nor_does_the_size_of_micro_batches(
-    micro_batch_size: int, checkpoint: bool, family: str
-) -> None:
+def test_nor_does_the_size_of_micro_batches(micro_batch_size: int, family: str) -> None:
     """Shorter rows are padded less in smaller micro-batches; few tokens are not sorted by expert in
     mlx-lm."""
     losses, gradients = run([(0, 4)], model=model_with_dropout(family=family), micro_batch_size=4)
     other_losses, other_gradients = run(
-        CUTS[0],
-        model=model_with_dropout(family=family),
-        checkpoint=checkpoint,
-        micro_batch_size=micro_batch_size,
+        CUTS[0], model=model_with_dropout(family=family), micro_batch_size=micro_batch_size
     )
     assert sum(other_losses) == pytest.approx(sum(losses), rel=1e-6)
     difference, name = largest_difference(other_gradients, gradients)
@@ -213,22 +188,14 @@ def test_each_choice_of_an_expert_draws_a_mask_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("checkpoint", [False, True])
-def test_nor_do_they_for_dropout_in_embedding_and_head(tied: bool, checkpoint: bool) -> None:
+def test_nor_do_they_for_dropout_in_embedding_and_head(tied: bool) -> None:
     keys = ["model.embed_tokens", "self_attn.v_proj", *([] if tied else ["lm_head"])]
     losses, gradients = run([(0, 4)], model=model_with_dropout(keys, tied=tied))
-    other_losses, other_gradients = run(
-        CUTS[0], model=model_with_dropout(keys, tied=tied), checkpoint=checkpoint
-    )
+    other_losses, other_gradients = run(CUTS[0], model=model_with_dropout(keys, tied=tied))
     assert "model.embed_tokens.lora_a" in gradients
     assert other_losses == losses
     difference, name = largest_difference(other_gradients, gradients)
     assert difference <= (1e-6 if tied else 0.0), name
-
-
-def test_the_same_model_may_be_cut_again() -> None:
-    model = model_with_dropout()
-    assert run([(0, 4)], model=model)[0] == run(CUTS[0], model=model)[0]
 
 
 @pytest.mark.parametrize("key", ["self_attn.v_proj", "model.embed_tokens", "lm_head"])

@@ -1,15 +1,16 @@
-"""Published dense models come out of their config.json with their published sizes.
+"""Published models come out of their config.json with their published sizes.
 
-The fields are those of the config.json on the hub that decide sizes. Vision towers are not counted,
-as mlx-lm leaves them out.
+The fields are those of the config.json on the hub that decide sizes. Vision towers, and layers that
+predict more tokens, are not counted, as mlx-lm leaves them out.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+from shardmlx.modelfiles.parts import planned_tensors
 from shardmlx.models.shape import ModelShape
 
 
@@ -39,7 +40,7 @@ TIED = {"tie_word_embeddings": True}
 UNTIED = {"tie_word_embeddings": False}
 NO_BIASES = {"attention_bias": False, "mlp_bias": False}
 
-MODELS: dict[str, tuple[float, dict[str, Any]]] = {
+DENSE: dict[str, tuple[float, dict[str, Any]]] = {
     "Llama-3.1-8B": (8.030261248, sizes(
         "llama", 4096, 32, 32, 8, 14336, 128256, **UNTIED, **NO_BIASES)),
     "Llama-3.2-1B": (1.235814400, sizes(
@@ -61,15 +62,10 @@ MODELS: dict[str, tuple[float, dict[str, Any]]] = {
         "glm", 4096, 40, 32, 2, 13696, 151552, head_dim=128, attention_bias=True, **UNTIED)),
     "OLMo-2-1124-7B": (7.30, sizes(
         "olmo2", 4096, 32, 32, 32, 11008, 100352, attention_bias=False, **UNTIED)),
-    "OLMo-2-0425-1B": (1.48, sizes(
-        "olmo2", 2048, 16, 16, 16, 8192, 100352, attention_bias=False, **UNTIED)),
     "Olmo-3-7B": (7.30, sizes(
         "olmo3", 4096, 32, 32, 32, 11008, 100278, sliding_window=4096, **UNTIED)),
-    "gemma-2b": (2.506172416, sizes("gemma", 2048, 18, 8, 1, 16384, 256000, head_dim=256)),
     "gemma-7b": (8.537680896, sizes("gemma", 3072, 28, 16, 16, 24576, 256000, head_dim=256)),
     "gemma-2-2b": (2.614341888, sizes("gemma2", 2304, 26, 8, 4, 9216, 256000, head_dim=256)),
-    "gemma-2-9b": (9.241705984, sizes("gemma2", 3584, 42, 16, 8, 14336, 256000, head_dim=256)),
-    "gemma-2-27b": (27.227128320, sizes("gemma2", 4608, 46, 32, 16, 36864, 256000, head_dim=128)),
     "gemma-3-1b": (0.999885952, sizes(
         "gemma3_text", 1152, 26, 4, 1, 6912, 262144, head_dim=256, sliding_window=512)),
     "gemma-3-4b": (3.88, {
@@ -82,18 +78,13 @@ MODELS: dict[str, tuple[float, dict[str, Any]]] = {
             "sliding_window": 1024,
         },
     }),
-    "Phi-3-mini": (3.821079552, sizes("phi3", 3072, 32, 32, 32, 8192, 32064, **UNTIED)),
     "phi-4": (14.659507200, sizes("phi3", 5120, 40, 40, 10, 17920, 100352, **UNTIED)),
     "SmolLM3-3B": (3.075098624, sizes(
         "smollm3", 2048, 36, 16, 4, 11008, 128256, **TIED, **NO_BIASES)),
     "granite-3.3-8b": (8.17, sizes(
         "granite", 4096, 40, 32, 8, 12800, 49159, **TIED, **NO_BIASES)),
-    "granite-3.3-2b": (2.53, sizes(
-        "granite", 2048, 40, 32, 8, 8192, 49159, **TIED, **NO_BIASES)),
     "c4ai-command-r7b": (8.03, sizes(
         "cohere2", 4096, 32, 32, 8, 14336, 256000, head_dim=128, sliding_window=4096)),
-    "c4ai-command-a": (111.0, sizes(
-        "cohere2", 12288, 64, 96, 8, 36864, 256000, head_dim=128, sliding_window=4096)),
     "c4ai-command-r-v01": (35.0, sizes("cohere", 8192, 40, 64, 64, 22528, 256000)),
     "c4ai-command-r-plus": (104.0, sizes(
         "cohere", 12288, 64, 96, 8, 33792, 256000, use_qk_norm=True)),
@@ -109,7 +100,6 @@ MODELS: dict[str, tuple[float, dict[str, Any]]] = {
         "ernie4_5", 1024, 18, 16, 2, 3072, 103424, head_dim=128, use_bias=False, **TIED)),
     "Hunyuan-1.8B": (1.79, sizes(
         "hunyuan_v1_dense", 2048, 32, 16, 4, 6144, 120818, head_dim=128, use_qk_norm=True, **TIED)),
-    "starcoder2-3b": (3.030371328, sizes("starcoder2", 3072, 30, 24, 2, 12288, 49152)),
     "starcoder2-7b": (7.173923840, sizes("starcoder2", 4608, 32, 36, 4, 18432, 49152)),
     "internlm2_5-7b": (7.737708544, sizes(
         "internlm2", 4096, 32, 32, 8, 14336, 92544, bias=False, **UNTIED)),
@@ -122,9 +112,183 @@ MODELS: dict[str, tuple[float, dict[str, Any]]] = {
         qk_layernorm=True)),
     "Apertus-8B": (8.05, sizes("apertus", 4096, 32, 32, 8, 21504, 131072, **NO_BIASES, **UNTIED)),
 }  # fmt: skip
+QWEN3 = {
+    "model_type": "qwen3_moe", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 4,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "num_experts": 128, "num_experts_per_tok": 8,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+GPT_OSS = {
+    "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_experts_per_tok": 4,
+    "sliding_window": 128,
+}  # fmt: skip
+LATENT = {
+    "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+    "v_head_dim": 128, "moe_layer_freq": 1,
+}  # fmt: skip
+GLM = {
+    "model_type": "glm4_moe", "vocab_size": 151552, "num_attention_heads": 96,
+    "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+}  # fmt: skip
+MIXTRAL = {
+    "model_type": "mixtral", "num_key_value_heads": 8, "num_local_experts": 8,
+    "num_experts_per_tok": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+GRANITE = {
+    "model_type": "granitemoe", "vocab_size": 49155, "intermediate_size": 512,
+    "num_key_value_heads": 8, "num_experts_per_tok": 8, "attention_bias": False,
+    "tie_word_embeddings": True,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_published_model_has_its_published_parameters(name: str) -> None:
-    billions, config = MODELS[name]
+class Published(NamedTuple):
+    """Sizes of a model in billions of parameters.
+
+    Of what is active some count no embedding, of which a token reads one row, and some no lm_head
+    either: ``uncounted`` of these matrices. ``active`` is None where what is counted is not clear.
+    """
+
+    total: float
+    active: float | None
+    uncounted: int
+    config: dict[str, Any]
+
+
+def sides(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+    return {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+
+
+def routed(first: int, experts: int, width: int, dense: int) -> dict[str, Any]:
+    return {
+        "first_k_dense_replace": first,
+        "n_routed_experts": experts,
+        "moe_intermediate_size": width,
+        "intermediate_size": dense,
+    }
+
+
+MIXTURES = {
+    "Qwen3-30B-A3B": Published(30.532122624, 3.3, 0, {
+        **QWEN3, **sides(2048, 48, 32), "intermediate_size": 6144, "moe_intermediate_size": 768,
+    }),
+    "Qwen1.5-MoE-A2.7B": Published(14.315784192, 2.7, 0, {
+        **sides(2048, 24, 16), "model_type": "qwen2_moe", "vocab_size": 151936,
+        "intermediate_size": 5632, "num_key_value_heads": 16, "num_experts": 60,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+    }),
+    "gpt-oss-20b": Published(20.91, 3.61, 1, {
+        **GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32,
+    }),
+    "gpt-oss-120b": Published(116.83, 5.13, 1, {
+        **GPT_OSS, "num_hidden_layers": 36, "num_local_experts": 128,
+    }),
+    "DeepSeek-V2-Lite": Published(15.706484224, None, 0, {
+        **LATENT, **sides(2048, 27, 16), **routed(1, 64, 1408, 10944), "q_lora_rank": None,
+        "model_type": "deepseek_v2", "vocab_size": 102400, "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+    }),
+    "DeepSeek-V2": Published(236, 21, 1, {
+        **LATENT, **sides(5120, 60, 128), **routed(1, 160, 1536, 12288),
+        "model_type": "deepseek_v2", "vocab_size": 102400, "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+    }),
+    "DeepSeek-V3": Published(671, 37, 1, {
+        **LATENT, **sides(7168, 61, 128), **routed(3, 256, 2048, 18432),
+        "model_type": "deepseek_v3", "vocab_size": 129280, "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+    }),
+    # 675 and 41 with the vision encoder, which mlx-lm passes over.
+    "Mistral-Large-3": Published(673, 39, 1, {
+        "model_type": "mistral3",
+        "text_config": {
+            **LATENT, **sides(7168, 61, 128), **routed(3, 128, 4096, 16384),
+            "model_type": "mistral4", "vocab_size": 131072, "n_shared_experts": 1,
+            "num_experts_per_tok": 4,
+        },
+    }),
+    "Moonlight-16B-A3B": Published(16, 2.24, 2, {
+        **LATENT, **sides(2048, 27, 16), **routed(1, 64, 1408, 11264), "q_lora_rank": None,
+        "model_type": "deepseek_v3", "vocab_size": 163840, "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+    }),
+    "Kimi-K2": Published(1040, 32.6, 0, {
+        **LATENT, **sides(7168, 61, 64), **routed(1, 384, 2048, 18432),
+        "model_type": "kimi_k2", "vocab_size": 163840, "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+    }),
+    "GLM-4.5": Published(355, 32, 2, {
+        **GLM, **sides(5120, 92, 96), **routed(3, 160, 1536, 12288), "use_qk_norm": True,
+    }),
+    "GLM-4.5-Air": Published(106, 12, 2, {
+        **GLM, **sides(4096, 46, 96), **routed(1, 128, 1408, 10944), "use_qk_norm": False,
+    }),
+    "dots.llm1": Published(142, 14, 0, {
+        **sides(4096, 62, 32), **routed(1, 128, 1408, 10944), "model_type": "dots1",
+        "vocab_size": 152064, "num_key_value_heads": 32, "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+    }),
+    "MiniMax-M2": Published(230, None, 0, {
+        **sides(3072, 62, 48), "model_type": "minimax_m2", "vocab_size": 200064,
+        "intermediate_size": 1536, "head_dim": 128, "num_key_value_heads": 8,
+        "num_local_experts": 256, "num_experts_per_tok": 8,
+    }),
+    "OLMoE-1B-7B": Published(6.919161856, 1.3, 0, {
+        **sides(2048, 16, 16), "model_type": "olmoe", "vocab_size": 50304,
+        "intermediate_size": 1024, "num_key_value_heads": 16, "num_experts": 64,
+        "num_experts_per_tok": 8, "tie_word_embeddings": False,
+    }),
+    "Mixtral-8x7B": Published(46.702792704, 12.9, 0, {
+        **MIXTRAL, **sides(4096, 32, 32), "vocab_size": 32000, "intermediate_size": 14336,
+    }),
+    "Phi-3.5-MoE": Published(41.9, 6.6, 0, {
+        **sides(4096, 32, 32), "model_type": "phimoe", "vocab_size": 32064,
+        "intermediate_size": 6400, "num_key_value_heads": 8, "num_local_experts": 16,
+        "num_experts_per_tok": 2,
+    }),
+    "Ling-lite": Published(16.8, 2.75, 0, {
+        **sides(2048, 28, 16), "model_type": "bailing_moe", "vocab_size": 126464,
+        "intermediate_size": 5632, "moe_intermediate_size": 1408, "num_key_value_heads": 4,
+        "num_experts": 64, "num_experts_per_tok": 6, "num_shared_experts": 2,
+        "first_k_dense_replace": 0,
+    }),
+    "granite-3.0-1b-a400m": Published(1.334628352, None, 0, {
+        **GRANITE, **sides(1024, 24, 16), "num_local_experts": 32,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_dense_model_has_its_published_parameters(name: str) -> None:
+    billions, config = DENSE[name]
     assert ModelShape.from_config(config).parameters() / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_has_its_published_parameters(name: str) -> None:
+    total, active, uncounted, config = MIXTURES[name]
+    shape = ModelShape.from_config(config)
+    # Published with all digits where the hub counts the tensors.
+    exact = len(str(total)) > 8
+    assert shape.parameters() / 1e9 == pytest.approx(total, rel=1e-9 if exact else 0.015)
+    if active is not None:
+        counted = shape.active_parameters() - uncounted * shape.embedding_parameters()
+        assert counted / 1e9 == pytest.approx(active, rel=0.02)
+
+
+def test_a_latent_cache_is_small_and_keeps_what_mlx_lm_keeps() -> None:
+    """Elements of a token in a layer: of one latent state, or of keys and values of all heads."""
+    latent = ModelShape.from_config(MIXTURES["DeepSeek-V3"].config).layer(0).heads
+    assert latent.cached == 512 + 64
+    whole = ModelShape.from_config(MIXTURES["DeepSeek-V2"].config).layer(0).heads
+    assert whole.cached == 128 * (128 + 64 + 128)
+
+
+@pytest.mark.parametrize(("name", "gib"), [("gpt-oss-20b", 12.8), ("gpt-oss-120b", 60.8)])
+def test_bytes_of_gpt_oss_are_those_of_its_files(name: str, gib: float) -> None:
+    layers = ["model.layers.*.self_attn", "model.layers.*.mlp.router"]
+    kept = [*layers, "model.embed_tokens", "lm_head"]
+    packing = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    tensors = planned_tensors(MIXTURES[name].config | {"quantization_config": packing})
+    assert sum(each.nbytes for each in tensors.values()) / 2**30 == pytest.approx(gib, abs=0.05)

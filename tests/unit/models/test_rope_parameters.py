@@ -50,6 +50,7 @@ def test_logits_are_those_of_transformers(case: dict[str, Any], tmp_path: Path) 
 
 
 LINEAR = {"rope_type": "linear", "factor": 2}
+QUARTER = {"rope_theta": 1e4, "partial_rotary_factor": 0.25}
 
 
 def case_of(family: str, form: str) -> dict[str, Any]:
@@ -73,12 +74,6 @@ def test_what_mlx_lm_passes_over_is_computed_here_and_not_exported(tmp_path: Pat
         build_lazily(tmp_path, None, ExportOptions(model="m", output_dir="o"))
     assert "mixtral" in error.value.problem
     assert "yarn" in error.value.problem
-
-
-def test_fields_of_the_text_model_inside_are_filled() -> None:
-    config = filled(text_config={"model_type": "mistral", "rope_parameters": {"rope_theta": 5.0}})
-    assert config["text_config"]["rope_theta"] == 5.0
-    assert "rope_theta" not in config
 
 
 def test_each_type_of_layers_has_its_own_base() -> None:
@@ -118,31 +113,39 @@ def test_layers_whose_types_are_not_listed_are_left_to_the_family() -> None:
     assert found == [(5e3, 1.0), (1e6, 0.125)] * 2
 
 
-def test_null_is_nothing_said() -> None:
-    said = {"rope_theta": None, "rope_type": None, "partial_rotary_factor": None}
-    assert filled(rope_theta=5.0, rope_parameters=said)["rope_theta"] == 5.0
-
-
 @pytest.mark.parametrize(
-    ("family", "field", "value"),
+    ("fields", "found"),
     [
-        ("phi", "partial_rotary_factor", 0.25),
-        ("gpt_neox", "rotary_pct", 0.25),
-        ("minimax_m2", "rotary_dim", 4),
+        # A null says nothing, and a config without rope_parameters stays as it is.
+        ({"rope_theta": 5.0, "rope_parameters": {"rope_theta": None}}, {"rope_theta": 5.0}),
+        ({"rope_scaling": {"type": "linear"}}, {"rope_scaling": {"type": "linear"}}),
+        # The rotated share goes where the family reads it.
+        ({"model_type": "phi", "rope_parameters": QUARTER}, {"partial_rotary_factor": 0.25}),
+        ({"model_type": "gpt_neox", "rope_parameters": QUARTER}, {"rotary_pct": 0.25}),
+        ({"model_type": "minimax_m2", "rope_parameters": QUARTER}, {"rotary_dim": 4}),
+        # As in transformers, they override an old base, and an old scaling overrides them.
+        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5.0}}, {"rope_theta": 5.0}),
+        (
+            {
+                "rope_theta": 1e4,
+                "rope_scaling": {"type": "linear", "factor": 4.0},
+                "rope_parameters": {"rope_theta": 5.0, **LINEAR},
+            },
+            {"rope_theta": 1e4, "rope_scaling": {**LINEAR, "type": "linear", "factor": 4.0}},
+        ),
+        (
+            {"text_config": {"head_dim": 16, "rope_parameters": {"rope_theta": 5.0}}},
+            {"rope_theta": None},
+        ),
     ],
 )
-def test_the_rotated_share_goes_where_the_family_reads_it(
-    family: str, field: str, value: float
+def test_fields_are_filled_as_transformers_reads_them(
+    fields: dict[str, Any], found: dict[str, Any]
 ) -> None:
-    said = {"rope_theta": 1e4, "partial_rotary_factor": 0.25}
-    assert filled(model_type=family, head_dim=16, rope_parameters=said)[field] == value
-
-
-def test_it_counts_more_than_an_old_base_and_less_than_an_old_scaling_as_in_transformers() -> None:
-    assert filled(rope_theta=1e4, rope_parameters={"rope_theta": 5.0})["rope_theta"] == 5.0
-    old = {"type": "linear", "factor": 4.0}
-    both = filled(rope_theta=1e4, rope_scaling=old, rope_parameters={"rope_theta": 5.0, **LINEAR})
-    assert (both["rope_theta"], both["rope_scaling"]["factor"]) == (1e4, 4.0)
+    config = filled(head_dim=16, **fields)
+    assert {key: config.get(key) for key in found} == found
+    if "text_config" in fields:
+        assert config["text_config"]["rope_theta"] == 5.0
 
 
 def test_filling_a_second_time_changes_nothing() -> None:
@@ -150,11 +153,6 @@ def test_filling_a_second_time_changes_nothing() -> None:
         once = with_rope(case["config"])
         assert with_rope(once)["rope_scaling"] == once["rope_scaling"]
         assert with_rope(once)["rope_theta"] == once["rope_theta"]
-
-
-def test_a_config_without_it_stays_as_it_is() -> None:
-    old = {"model_type": "llama", "rope_theta": 5.0, "rope_scaling": {"type": "linear"}}
-    assert with_rope(old) == old
 
 
 @pytest.mark.parametrize(
