@@ -14,36 +14,19 @@ from enum import Enum, auto
 
 from shardmlx.distributed.signals import STOPS
 
-PERIOD = 0.5
-"""Seconds between two signs of life."""
-
-SHORTEST_SILENCE = 3.0
-"""Least seconds of silence: signs of life may be late on a machine short of memory."""
-
-LONGEST_SILENCE = 60.0
-"""Seconds after which a silent rank is lost, however long a message may take."""
-
-SECONDS_OF_QUIET = 5.0
-"""Seconds after which a silent rank is in doubt, and requests that need it may wait."""
-
-OWN_SLEEP = 2.0
-"""Seconds of sleep after which a process cannot blame its peers for hearing nothing."""
-
-SECONDS_TO_BE_HEARD = 0.1
-"""Seconds for the last message of an ended process, and for answers when mpirun ends the job."""
-
+# Seconds.
+PERIOD = 0.5  # between two signs of life
+SHORTEST_SILENCE = 3.0  # at least: signs of life may be late on a machine short of memory
+LONGEST_SILENCE = 60.0  # until a silent rank is lost, however long a message may take
+SECONDS_OF_QUIET = 5.0  # until a silent rank is in doubt, and requests that need it may wait
+OWN_SLEEP = 2.0  # of sleep, after which a process cannot blame its peers for hearing nothing
+SECONDS_TO_BE_HEARD = 0.1  # for the last message of an ended process, and for answers to mpirun
+HURRY = 0.02  # between two looks while something is going on
+SECONDS_TO_RAISE = 4.0  # for the main thread, after a failure, to reach a wait and report it
+SECONDS_TO_BE_ENDED = 5.0  # for the reporting rank to end the job; then each process ends itself
+# After a SIGCONT, in which a SIGTERM comes from mpirun: it ends all ranks with both, 0.25 s apart,
+# and kills them 0.25 s later.
 MPIRUN_KILLS = 1.0
-"""Seconds after a SIGCONT in which a SIGTERM comes from mpirun, which ends all ranks with both,
-0.25 s apart, and kills them 0.25 s later."""
-
-HURRY = 0.02
-"""Seconds between two looks while something is going on."""
-
-SECONDS_TO_RAISE = 4.0
-"""Seconds in which the main thread, after a failure, must reach a wait and report it."""
-
-SECONDS_TO_BE_ENDED = 5.0
-"""Seconds in which the reporting rank must end the job; then each process ends itself."""
 
 
 class State(Enum):
@@ -51,7 +34,7 @@ class State(Enum):
 
     ALIVE = auto()
     LEFT = auto()  # it has done its part, and leaves in order
-    SPOKEN = auto()  # it has reported the failure, and ends the job
+    REPORTED = auto()  # it has reported the failure, and ends the job
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +194,7 @@ class JobFate:
         if peer in self._peers:
             self._peers[peer].heard = now
             self._peers[peer].last = beat
-        if beat.state is not State.SPOKEN or self._failure_reported_at is not None:
+        if beat.state is not State.REPORTED or self._failure_reported_at is not None:
             return []
         self._failure_reported_at = now
         return [Do.STAY_SILENT]

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
-from shardmlx.distributed.activity import Activity
 from shardmlx.distributed.fate import (
     HURRY,
     SECONDS_TO_RAISE,
@@ -36,6 +35,7 @@ from shardmlx.distributed.messages import PeerLost
 from shardmlx.distributed.processes import process_state
 from shardmlx.distributed.shutdown import JobShutdown
 from shardmlx.distributed.signals import Signals
+from shardmlx.distributed.transport import Activity
 
 
 class Mail(Protocol):
@@ -83,7 +83,7 @@ class JobWatch:
         self._closed = False
         self._in_hurry = False
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-        shutdown.on_turn, shutdown.on_said = self._listen, self._tell_peers
+        shutdown.on_turn, shutdown.on_reported = self._listen, self._tell_peers
         self._thread.start()
 
     def _listen(self) -> None:
@@ -94,7 +94,7 @@ class JobWatch:
 
     def _tell_peers(self) -> None:
         if not self._closed:
-            self._spread(State.SPOKEN)
+            self._spread(State.REPORTED)
 
     def _spread(self, state: State) -> None:
         """Tell all ranks now, not only those that listen for this rank's signs of life."""
@@ -143,7 +143,7 @@ class JobWatch:
             case Send(peers, beat):
                 self._send(peers, beat)
             case Do.STAY_SILENT:
-                self._shutdown.said.set()
+                self._shutdown.reported.set()
             case Fail(reason):
                 self.fail(PeerLost(reason))
             case End(code, reason, died):
@@ -157,7 +157,7 @@ class JobWatch:
             case Do.GIVE_UP:
                 self._give_up()
             case Do.EXIT:
-                self._shutdown.see_off_mpirun()
+                self._shutdown.ensure_mpirun_ends()
                 os._exit(1)
 
     def _send(self, peers: Iterable[int], beat: Beat) -> None:

@@ -120,7 +120,7 @@ class LocalNetwork:
                 errors.append(error)
                 self.abort()
 
-        done = [_pool().start(functools.partial(body, rank)) for rank in range(self.size)]
+        done = [_worker().start(functools.partial(body, rank)) for rank in range(self.size)]
         for event in done:
             event.wait()
         if errors:
@@ -128,51 +128,48 @@ class LocalNetwork:
         return results
 
 
-class _Pool:
-    """Threads that are used again.
+class _Worker:
+    """A thread of its own, which goes into ``idle`` after each work, to be used again.
 
     MLX adds a thread to every thread that computes, and never ends it: with new threads for each
     run, a process of many runs would have thousands.
     """
 
-    def __init__(self) -> None:
-        self._idle: list[_Thread] = []
-
-    def start(self, work: Callable[[], None]) -> threading.Event:
-        """Begin ``work``, which must not raise; return an event that is set when it is done."""
-        done = threading.Event()
-        try:
-            thread = self._idle.pop()
-        except IndexError:
-            thread = _Thread()
-
-        def body() -> None:
-            work()
-            self._idle.append(thread)
-            done.set()
-
-        thread.works.put(body)
-        return done
-
-
-class _Thread:
-    def __init__(self) -> None:
-        self.works: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+    def __init__(self, idle: list[_Worker]) -> None:
+        self._idle = idle
+        self._works: SimpleQueue[tuple[Callable[[], None], threading.Event] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         atexit.register(self._end)
 
+    def start(self, work: Callable[[], None]) -> threading.Event:
+        """Begin ``work``, which must not raise; return an event that is set when it is done."""
+        done = threading.Event()
+        self._works.put((work, done))
+        return done
+
     def _run(self) -> None:
-        while (work := self.works.get()) is not None:
+        while (item := self._works.get()) is not None:
+            work, done = item
             work()
-            del work  # free all that it holds
+            del item, work  # free all that it holds
+            self._idle.append(self)
+            done.set()
         mx.clear_streams()  # MLX requires this of each thread at its end
 
     def _end(self) -> None:
-        self.works.put(None)
+        self._works.put(None)
         self._thread.join(1.0)
 
 
 @functools.cache
-def _pool() -> _Pool:
-    return _Pool()
+def _idle_workers() -> list[_Worker]:
+    return []
+
+
+def _worker() -> _Worker:
+    idle = _idle_workers()
+    try:
+        return idle.pop()
+    except IndexError:
+        return _Worker(idle)

@@ -10,23 +10,13 @@ from shardmlx.compat import view_of
 Array = mx.array | np.ndarray
 """Types of arrays that can be sent: only the buffer counts."""
 
-OBJECT_TAG = 0
-"""Tag of objects on the main thread."""
-
-CHECKPOINT_TAG = 1
-"""Tag of all messages of the thread that writes checkpoints."""
-
-BATCH_TAG = 2
-"""Tag of batches and their metadata."""
-
-SCATTER_TAG = 3
-"""Tag of contributions to sums, on their way to the owners."""
-
-GATHER_TAG = 4
-"""Tag of sums and of updated weights, on their way to all that need them."""
-
-FIRST_ENGINE_TAG = 5
-"""Lowest tag of the engine's messages."""
+# Tags of messages.
+OBJECT_TAG = 0  # objects on the main thread
+CHECKPOINT_TAG = 1  # all of the thread that writes checkpoints
+BATCH_TAG = 2  # batches and their metadata
+SCATTER_TAG = 3  # contributions to sums, on their way to the owners
+GATHER_TAG = 4  # sums and updated weights, on their way to all that need them
+FIRST_ENGINE_TAG = 5  # the lowest of the engine
 
 
 class TransportError(RuntimeError):

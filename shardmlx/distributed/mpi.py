@@ -41,45 +41,32 @@ mpi4py.rc.finalize = False
 
 from mpi4py import MPI  # noqa: E402
 
+# Seconds between two polls of the progress thread: large messages flow, the core stays free. While
+# only small messages are to be received, the waiting rank looks for its own, and a poll takes 35 to
+# 100 us from computing, 3% of it at the faster pace.
 POLL_SECONDS = 1e-3
-"""Seconds between two polls of the progress thread: large messages flow, the core stays free."""
-
 LAZY_POLL_SECONDS = 2e-2
-"""Seconds between two polls while only small messages are to be received. The waiting rank looks
-for its own message, and a poll takes 35 to 100 us from computing, 3% of it at the faster pace."""
 
+# Over shared memory a small message is read in less than a millisecond once a rank looks for it;
+# over a network, buffers hold a part of it.
 SMALL_BYTES = 1 << 20
-"""Size of a small message: over shared memory it is read in less than a millisecond once a rank
-looks for it; over a network, buffers hold a part of it."""
 
-SECONDS_TO_SPIN = 1e-3
-"""Seconds in which a wait only yields the core: even a sleep of 0 s takes some 50 us too long."""
+SECONDS_TO_SPIN = 1e-3  # in which a wait only yields the core: even sleep(0) takes some 50 us
+LONGEST_PAUSE = 5e-4  # seconds between two looks at an awaited message
+CALLS_TO_LOOK = 8  # Open MPI looks at its sockets on every eighth call (opal_progress)
+FETCHES = 3  # calls into MPI that a message over TCP may need to arrive
+PART_BYTES = (
+    1 << 20
+)  # of a longer message, by which a waiting rank sees that it moves, and waits on
+LETTER_BYTES = 1 << 14  # holds any sign of life
 
-CALLS_TO_LOOK = 8
-"""Calls after which Open MPI has looked at its sockets (``opal_progress`` does on every eighth)."""
+SECONDS_TO_ABORT = 2.0  # for mpirun to end this process; it may be unreachable
+SECONDS_TO_LEAVE = 600.0  # at least, that finished ranks wait for the others
 
-LONGEST_PAUSE = 5e-4
-"""Seconds between two looks at an awaited message."""
-
-PART_BYTES = 1 << 20
-"""Size of a part of a longer message, by which a waiting rank sees that it moves, and waits on."""
-
-SECONDS_TO_ABORT = 2.0
-"""Seconds for mpirun to end this process. It may be unreachable."""
-
-SECONDS_TO_LEAVE = 600.0
-"""Least seconds that finished ranks wait for the others."""
-
+# Flags of Open MPI's TCP: send only. Its default is to use put, too, which the receiver requests
+# part by part; these requests wait behind the opposite traffic, and a link in use both ways carried
+# only two thirds of its bandwidth.
 _SEND_IN_PLACE = "9"
-"""Flags of Open MPI's TCP: send only. Its default is to use put, too, which the receiver requests
-part by part; these requests wait behind the opposite traffic, and a link in use both ways carried
-only two thirds of its bandwidth."""
-
-LETTER_BYTES = 1 << 14
-"""Size of a buffer that holds any sign of life."""
-
-FETCHES = 3
-"""Calls into MPI that a message over TCP may need to arrive."""
 
 
 class _Message(Handle):
@@ -124,7 +111,7 @@ class MPITransport(Transport):
         self.hosts = tuple(host for host, _ in everyone)
         here = {rank: pid for rank, (where, pid) in enumerate(everyone) if where == host}
         if me == 0:
-            self.shutdown.leave_before = tuple(pid for rank, pid in here.items() if rank != me)
+            self.shutdown.ranks_to_outlive = tuple(pid for rank, pid in here.items() if rank != me)
         names = [self.name(rank) for rank in range(self.size)]
         self._fate = JobFate(me, names, silence_limit(timeout), time.monotonic())
         self._watch = JobWatch(self.shutdown, self.activity, self._fate, here, mail, self._end)
@@ -343,14 +330,14 @@ def _finish(shutdown: JobShutdown, deadline: Deadline) -> None:
 def abort(code: int, shutdown: JobShutdown) -> None:
     """End the job on all ranks, even without a transport. Does not return."""
     is_up = MPI.Is_initialized() and not MPI.Is_finalized()
-    is_to_be_heard = is_up and on_several_hosts() and shutdown.said.is_set()
+    is_to_be_heard = is_up and on_several_hosts() and shutdown.reported.is_set()
     seconds = PERIOD + SECONDS_TO_BE_HEARD if is_to_be_heard else 0.0
     # End this process in any case, unless mpirun has done it before.
     ending = threading.Timer(SECONDS_TO_ABORT + seconds, os._exit, (code,))
     ending.daemon = True
     ending.start()
     _keep_in_touch(seconds)
-    shutdown.see_off_mpirun()
+    shutdown.ensure_mpirun_ends()
     if is_up:
         world = ctypes.c_void_p(mpi_handle(MPI, MPI.COMM_WORLD))
         _library().MPI_Abort(world, code)

@@ -84,7 +84,7 @@ class MpirunProcess:
         """Return whether it still runs. Called very often."""
         return os.getppid() == self.pid if self.direct else process_state(self.pid) != "gone"
 
-    def see_off(self, seconds: float = SECONDS_TO_FOLLOW) -> None:
+    def ensure_end(self, seconds: float = SECONDS_TO_FOLLOW) -> None:
         """Start a process that ends it, unless it ends by itself within ``seconds``.
 
         After killing the ranks it may wait for ever: for a host that does not answer, or for a rank

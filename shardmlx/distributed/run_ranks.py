@@ -25,7 +25,7 @@ T = TypeVar("T")
 SECONDS_FOR_RANK_0 = 5.0
 """Seconds, more than ranks start apart, and than mpirun needs to end the others."""
 
-SECONDS_FOR_THE_SPEAKER = 2.0
+SECONDS_FOR_THE_REPORTER = 2.0
 """Seconds in which the rank that reported the failure ends the job, with its own exit status."""
 
 
@@ -64,7 +64,7 @@ def connect(timeout: float = 600.0, *, alike: bool = True) -> Iterator[MPITransp
         transport.close()
     except BaseException as error:
         if not shutdown.report(error):
-            time.sleep(SECONDS_FOR_THE_SPEAKER)
+            time.sleep(SECONDS_FOR_THE_REPORTER)
         mpi.abort(status_of(error), shutdown)
     if found_by_all is not None:
         raise found_by_all
@@ -150,9 +150,9 @@ def _end_job(status: int, shutdown: JobShutdown) -> int:
         with contextlib.suppress(OSError):  # if it fails, launch takes a good end for a bad one
             Path(os.environ[LAUNCHED]).write_text(str(status), encoding="utf-8")
     if status != 0:
-        see_off = JobShutdown.see_off_mpirun
-        atexit.unregister(see_off)  # one of an earlier job in this process
-        atexit.register(see_off, shutdown, SECONDS_TO_AGREE)
+        ensure_end = JobShutdown.ensure_mpirun_ends
+        atexit.unregister(ensure_end)  # one of an earlier job in this process
+        atexit.register(ensure_end, shutdown, SECONDS_TO_AGREE)
     return status
 
 

@@ -7,6 +7,7 @@ look whose files they find.
 from __future__ import annotations
 
 import contextlib
+import os
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,12 +32,6 @@ class Disks:
 
     groups: tuple[tuple[int, ...], ...]
     problems: tuple[str | None, ...]
-
-    def __post_init__(self) -> None:
-        if sorted(rank for group in self.groups for rank in group) != list(
-            range(len(self.problems))
-        ):
-            raise ValueError(f"{self.groups} are not {len(self.problems)} ranks, each once")
 
     def of(self, rank: int) -> int:
         """Return the index of the disk that a rank sees."""
@@ -67,7 +62,7 @@ def find_disks(transport: Transport, directory: Path, make: bool = True) -> Disk
         problem = error.strerror or one_line(error)
     problems = transport.all_gather(problem, what)
     # Look names up instead of listing: a network disk may keep an old listing for a minute.
-    seen = [rank for rank in range(transport.size) if _exists(mark(rank))]
+    seen = [rank for rank in range(transport.size) if os.path.exists(mark(rank))]
     everyone = transport.all_gather(seen, what)
     with contextlib.suppress(OSError):
         mark(transport.rank).unlink()
@@ -77,10 +72,3 @@ def find_disks(transport: Transport, directory: Path, make: bool = True) -> Disk
         joined = {rank, *others}.union(*(group for group in groups if group & {rank, *others}))
         groups = [group for group in groups if not group & joined] + [joined]
     return Disks(tuple(sorted(tuple(sorted(group)) for group in groups)), tuple(problems))
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:
-        return False

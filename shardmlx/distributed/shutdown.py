@@ -26,18 +26,10 @@ from shardmlx.distributed.processes import (
 )
 from shardmlx.errors import one_line
 
-SECONDS_OF_A_TURN = 0.2
-"""Seconds between ranks that see the same failure: the lowest reports first."""
-
-SECONDS_TO_KILL = 0.7
-"""Seconds, more than mpirun takes to end all ranks after one of them has ended badly."""
-
-
-SECONDS_FOR_PEERS = 5.0
-"""Seconds for the other ranks of rank 0's host to end before it."""
-
-SECONDS_TO_AGREE = 15.0
-"""Seconds for mpirun to end after its ranks ended; it takes one, unless cores are busy."""
+SECONDS_OF_A_TURN = 0.2  # between ranks that see the same failure: the lowest reports first
+SECONDS_TO_KILL = 0.7  # more than mpirun takes to end all ranks after one has ended badly
+SECONDS_FOR_PEERS = 5.0  # for the other ranks of rank 0's host to end before it
+SECONDS_TO_AGREE = 15.0  # for mpirun to end after its ranks; it takes one, unless cores are busy
 
 
 class JobShutdown:
@@ -46,14 +38,14 @@ class JobShutdown:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.name = f"rank {rank} on {socket.gethostname().split('.')[0]}"
-        self.said = threading.Event()
+        self.reported = threading.Event()
         """Set once this rank or a peer has reported the failure."""
         self._saying = threading.Lock()
         self.on_turn: Callable[[], None] = lambda: None
         """Function called when this rank begins to wait for its turn to report."""
-        self.on_said: Callable[[], None] = lambda: None
+        self.on_reported: Callable[[], None] = lambda: None
         """Function called once this rank has reported the failure."""
-        self.leave_before: tuple[int, ...] = ()
+        self.ranks_to_outlive: tuple[int, ...] = ()
         """Processes that ``leave_last`` waits for."""
         # Now: after mpirun's end this process has another parent.
         self.mpirun: MpirunProcess | None = find_mpirun()
@@ -66,16 +58,16 @@ class JobShutdown:
         """
         if turn:
             self.on_turn()
-        self.said.wait(turn)
+        self.reported.wait(turn)
         with self._saying:
-            if self.said.is_set():
+            if self.reported.is_set():
                 return False
-            self.said.set()
+            self.reported.set()
             # One write, so that lines of several ranks and of mpirun do not mix.
             with contextlib.suppress(OSError):  # mpirun, which relays it, may be gone
                 sys.stderr.write(f"shardmlx: {text}\n")
                 sys.stderr.flush()
-        self.on_said()
+        self.on_reported()
         return True
 
     def report(self, error: BaseException) -> bool:
@@ -91,10 +83,10 @@ class JobShutdown:
         """Return False once the mpirun of this process, or its daemon, has ended."""
         return self.mpirun is None or self.mpirun.runs()
 
-    def see_off_mpirun(self, seconds: float = SECONDS_TO_FOLLOW) -> None:
+    def ensure_mpirun_ends(self, seconds: float = SECONDS_TO_FOLLOW) -> None:
         """Make sure that mpirun, or its daemon on this host, ends too, within ``seconds``."""
         if self.mpirun is not None:
-            self.mpirun.see_off(seconds)
+            self.mpirun.ensure_end(seconds)
 
     def leave_last(self) -> None:
         """Let the other ranks of this host go before rank 0, which alone has the job's status.
@@ -103,7 +95,7 @@ class JobShutdown:
         lose count of them and wait for ever.
         """
         end = time.monotonic() + SECONDS_FOR_PEERS
-        while any(map(psutil.pid_exists, self.leave_before)) and time.monotonic() < end:
+        while any(map(psutil.pid_exists, self.ranks_to_outlive)) and time.monotonic() < end:
             time.sleep(HURRY)
 
     def stop_command(self) -> str | None:
@@ -145,7 +137,7 @@ class Deadline:
             return
         shutdown = self._shutdown
         # Only mpirun can tell and end the others, so the next rank waits for that.
-        shutdown.said.wait(SECONDS_TO_KILL * min(shutdown.rank, 8))
+        shutdown.reported.wait(SECONDS_TO_KILL * min(shutdown.rank, 8))
         with self._lock:
             if self._left.is_set():
                 return  # late, but before its turn
@@ -153,7 +145,7 @@ class Deadline:
                 f"failed: {shutdown.name}: {self._what}: not all ranks came within "
                 f"{self._seconds:g} s (see --timeout)"
             )
-            shutdown.see_off_mpirun()
+            shutdown.ensure_mpirun_ends()
             os._exit(1)
 
 

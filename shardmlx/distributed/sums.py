@@ -12,12 +12,7 @@ Each member sends and receives 2 (n - 1) / n of the array, as in a ring, but in 
 2 (n - 1). The order of adding does not depend on the owners: any parts give the same bits.
 
 A thread does it while the main thread computes. It has some chunks on their way to their owners,
-and as many on their way back (``pace`` says how many)::
-
-    chunk      0        1        2        3        4        5
-    thread     scatter  scatter  scatter  scatter  scatter  ...
-                                                   add, gather
-                                                            add, gather
+and as many on their way back; ``exchanges`` says how many.
 
 If all hosts have equally many members, two or more, there are two levels: sums within a host, then
 between the members in the same place on each host, and back. A host's link then carries each number
@@ -40,7 +35,14 @@ from itertools import pairwise, zip_longest
 import mlx.core as mx
 import numpy as np
 
-from shardmlx.distributed.exchanges import Exchange, Step, pieces_of
+from shardmlx.distributed.exchanges import (
+    FULL,
+    Exchange,
+    Step,
+    pace_between_hosts,
+    pace_of,
+    pieces_of,
+)
 from shardmlx.distributed.messages import (
     GATHER_TAG,
     SCATTER_TAG,
@@ -49,7 +51,6 @@ from shardmlx.distributed.messages import (
     TransportTimeout,
     buffer_of,
 )
-from shardmlx.distributed.pace import FULL, pace_between_hosts, pace_of
 from shardmlx.distributed.sum_parts import equal_parts, levels_of
 from shardmlx.distributed.transport import Transport
 from shardmlx.distributed.wire_formats import BLOCK, WireFormat

@@ -1,31 +1,94 @@
-"""The interface through which ranks exchange arrays.
+"""The interface through which ranks exchange arrays, and Python objects outside the hot path.
 
-Every wait is bounded: it ends with ``TransportTimeout``, which names what it waited for. Below it
-stand ``messages`` (arrays and tags), ``activity`` (a rank's work and wait) and ``collectives``
-(Python objects between all ranks); ``mpi`` and ``local_transport`` carry the messages, and ``sums``
-adds arrays by them.
+Every wait is bounded: it ends with ``TransportTimeout``, which names what it waited for. Objects
+are pickled: the ranks of one job trust each other. ``mpi`` and ``local_transport`` carry the
+messages, and ``sums`` adds arrays by them.
 """
 
 from __future__ import annotations
 
+import pickle
 import threading
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
-from shardmlx.distributed.activity import Activity
-from shardmlx.distributed.collectives import ObjectCollectives
-from shardmlx.distributed.messages import Handle, PeerLost, TransportTimeout
+import numpy as np
+
+from shardmlx.distributed.messages import (
+    OBJECT_TAG,
+    Array,
+    Handle,
+    PeerLost,
+    TransportTimeout,
+    buffer_of,
+)
 
 _longer = threading.local()
 """Seconds that this thread may wait, if longer than the transport's own timeout."""
 
 
-class Transport(ObjectCollectives):
+class Activity:
+    """The activity of the rank called ``name``, such as ``step 12, stage 1, 1F3``.
+
+    Peers name the activity of a rank that they lose; its own errors say where it stood. The main
+    thread writes it; any thread may read it. ``failure`` is the reason why the rank cannot go on.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.failure: Exception | None = None
+        self._name = name
+        self._doing = "starting"
+        self._waiting: Callable[[], str] | None = None
+
+    def __str__(self) -> str:
+        return self._doing
+
+    def begin(self, what: str) -> None:
+        """Set the rank's work from now on."""
+        self._doing = what
+
+    @contextmanager
+    def waiting_for(self, what: Callable[[], str]) -> Iterator[None]:
+        """Name ``what`` as this rank's wait inside the block.
+
+        Only waits of the main thread count, since others hold nobody up. After an error ``what``
+        stays, as the place of the failure.
+        """
+        on_main = threading.current_thread() is threading.main_thread()
+        if on_main:
+            self._waiting = what
+        yield
+        if on_main:
+            self._waiting = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """True while the main thread waits for another rank."""
+        return self._waiting is not None
+
+    def where(self) -> str:
+        """Return the wait of this rank, or else its activity, with its name."""
+        waiting = self._waiting
+        return waiting() if waiting else f"{self._name}, {self._doing}"
+
+    def check(self, what: Callable[[], str]) -> None:
+        """Raise ``failure`` if there is one; a ``PeerLost`` names ``what`` this rank does."""
+        failure = self.failure
+        if isinstance(failure, PeerLost):
+            raise PeerLost(f"{what()}: {failure}") from failure
+        if failure is not None:
+            raise failure
+
+
+class Transport(ABC):
     """Point-to-point messages on evaluated ``mx.array`` between ``size`` ranks.
 
     Messages with the same (sender, receiver, tag) arrive in the order in which they were sent.
-    Sends and receives return at once; ``wait`` ends one. A rank sends no message to itself.
+    Sends and receives return at once; ``wait`` ends one. A rank sends no message to itself. All
+    ranks must call ``broadcast``, ``gather``, ``all_gather`` and ``barrier``, in the same order;
+    their timeouts name the step ``what``.
     """
 
     library: str | None = None
@@ -43,6 +106,14 @@ class Transport(ObjectCollectives):
         self.activity = Activity(self.name(rank))
 
     @abstractmethod
+    def send(self, array: Array, peer: int, tag: int) -> Handle:
+        """Start sending; ``array`` must stay unchanged until the handle is done."""
+
+    @abstractmethod
+    def receive(self, array: Array, peer: int, tag: int) -> Handle:
+        """Start receiving straight into the buffer of ``array``, which fixes shape and dtype."""
+
+    @abstractmethod
     def progress(self, handle: Handle, seconds: float) -> bool:
         """Drive ``handle`` for at most ``seconds``; return whether it is done. Raise its error."""
 
@@ -50,7 +121,7 @@ class Transport(ObjectCollectives):
     def abort(self, code: int) -> None:
         """End the job on all ranks, after a failure of this one."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - some have nothing to release
         """Release all resources, once all messages are done."""
 
     def wait(self, handle: Handle, what: Callable[[], str]) -> None:
@@ -83,7 +154,7 @@ class Transport(ObjectCollectives):
         ``longer_timeout``."""
         return max(self.timeout, getattr(_longer, "seconds", 0.0))
 
-    def limit_silence(self, seconds: float) -> None:
+    def limit_silence(self, seconds: float) -> None:  # noqa: B027 - threads are never silent
         """Take a rank for lost after so many seconds without a sign of life, at the latest. All
         ranks must call it."""
 
@@ -135,3 +206,65 @@ class Transport(ObjectCollectives):
         None if it is unknown, or if Ctrl-C does.
         """
         return None
+
+    def name(self, rank: int) -> str:
+        """Return how messages to the user call a rank."""
+        return f"rank {rank} on {self.hosts[rank]}"
+
+    def send_object(self, value: Any, peer: int, what: str = "send", tag: int = OBJECT_TAG) -> None:
+        """Send one Python object; return once it is on its way."""
+        self._finish(self._post(pickle.dumps(value), peer, tag), what, peer)
+
+    def receive_object(self, peer: int, what: str = "receive", tag: int = OBJECT_TAG) -> Any:
+        """Return the next object from ``peer``."""
+        me = self.name(self.rank)
+
+        def come(array: np.ndarray) -> np.ndarray:
+            handle = self.receive(array, peer, tag)
+            self.wait(handle, lambda: f"{me}, {what}, waiting for {self.name(peer)}")
+            return array
+
+        (size,) = come(np.empty(1, np.int64))
+        return pickle.loads(buffer_of(come(np.empty(size, np.uint8))))
+
+    def broadcast(self, value: Any, root: int = 0, what: str = "broadcast") -> Any:
+        """Return the root's ``value``. All ranks must call it."""
+        if self.rank != root:
+            return self.receive_object(root, what)
+        payload = pickle.dumps(value)
+        peers = [peer for peer in range(self.size) if peer != root]
+        posted = [self._post(payload, peer, OBJECT_TAG) for peer in peers]
+        for peer, handles in zip(peers, posted, strict=True):
+            self._finish(handles, what, peer)
+        return value
+
+    def gather(self, value: Any, root: int = 0, what: str = "gather") -> list[Any] | None:
+        """Return the values of all ranks, by rank, on the root; None elsewhere.
+
+        All ranks must call it.
+        """
+        if self.rank != root:
+            self.send_object(value, root, what)
+            return None
+        return [
+            value if peer == root else self.receive_object(peer, what) for peer in range(self.size)
+        ]
+
+    def all_gather(self, value: Any, what: str = "all-gather") -> list[Any]:
+        """Return the values of all ranks, by rank. All ranks must call it."""
+        values: list[Any] = self.broadcast(self.gather(value, what=what), what=what)
+        return values
+
+    def barrier(self, what: str = "barrier") -> None:
+        """Return once every rank has come here. All ranks must call it."""
+        self.all_gather(None, what)
+
+    def _post(self, payload: bytes, peer: int, tag: int) -> list[Handle]:
+        size = np.array([len(payload)], np.int64)
+        data = np.frombuffer(payload, np.uint8)
+        return [self.send(size, peer, tag), self.send(data, peer, tag)]
+
+    def _finish(self, handles: Sequence[Handle], what: str, peer: int) -> None:
+        me = self.name(self.rank)
+        for handle in handles:
+            self.wait(handle, lambda: f"{me}, {what}, sending to {self.name(peer)}")

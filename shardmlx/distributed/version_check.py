@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import os
 from importlib.metadata import version
 from pathlib import Path
 
@@ -24,20 +24,14 @@ ROOT = Path(__file__).parents[1]
 
 def source_digest(package: Path = ROOT) -> str:
     """Digest all Python files of a package, at any depth, by their names and content."""
+    # Through links: models and partitioners are linked.
+    walk = os.walk(package, followlinks=True)
+    paths = [Path(directory, name) for directory, _, names in walk for name in names]
     digest = hashlib.sha256()
-    for directory in sorted(_directories(package)):
-        for path in sorted(directory.glob("*.py")):
-            content = path.read_bytes()
-            digest.update(f"{path.relative_to(package)} {len(content)} ".encode() + content)
+    for path in sorted(path for path in paths if path.suffix == ".py"):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(package)} {len(content)} ".encode() + content)
     return digest.hexdigest()
-
-
-def _directories(directory: Path) -> Iterator[Path]:
-    """Yield a directory and those below it, through links: models and partitioners are linked."""
-    yield directory
-    for path in directory.iterdir():
-        if path.is_dir():
-            yield from _directories(path)
 
 
 def compare_versions(transport: Transport) -> None:

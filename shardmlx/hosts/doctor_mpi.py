@@ -36,7 +36,7 @@ INCLUDE = "OMPI_MCA_btl_tcp_if_include"
 
 
 @dataclass(frozen=True, slots=True)
-class _Door:
+class _Listener:
     """A host's facts, the port it listens on, and the networks that Open MPI may use."""
 
     facts: HostFacts
@@ -112,32 +112,32 @@ class Examiner:
         self._say(f"asking {plural(len(self._ranks), 'host')}")
         with contextlib.ExitStack() as stack:
             stack.enter_context(transport.longer_timeout(SECONDS_FOR_FACTS))
-            door = None
+            listener = None
             if self._leads:
                 port = stack.enter_context(listen()).getsockname()[1]
-                door = _Door(collect(), port, os.environ.get(INCLUDE))
-            everyone = transport.all_gather(door, "asking the hosts")
-            doors = {host: everyone[first] for host, (first, *_) in self._ranks.items()}
-            mine = self._routes(doors) if self._leads else {}
+                listener = _Listener(collect(), port, os.environ.get(INCLUDE))
+            everyone = transport.all_gather(listener, "asking the hosts")
+            listeners = {host: everyone[first] for host, (first, *_) in self._ranks.items()}
+            mine = self._routes(listeners) if self._leads else {}
             routes = transport.all_gather(mine, "trying connections")
         return (
-            {host: door.facts for host, door in doors.items()},
+            {host: listener.facts for host, listener in listeners.items()},
             {host: routes[first] for host, (first, *_) in self._ranks.items()},
         )
 
-    def _routes(self, doors: Mapping[str, _Door]) -> dict[str, tuple[Route, ...]]:
+    def _routes(self, listeners: Mapping[str, _Listener]) -> dict[str, tuple[Route, ...]]:
         """Return the routes to the addresses of each other host that are not this one's too."""
-        own = {each.address: each for each in doors[self._mine].facts.interfaces}
+        own = {each.address: each for each in listeners[self._mine].facts.interfaces}
         targets = [
-            (host, each, door)
-            for host, door in doors.items()
+            (host, each, listener)
+            for host, listener in listeners.items()
             if host != self._mine
-            for each in door.facts.interfaces
+            for each in listener.facts.interfaces
             if each.address not in own and not each.is_loopback
         ]
-        errors = connect_errors([(each.address, door.port) for _, each, door in targets])
-        found: dict[str, tuple[Route, ...]] = dict.fromkeys(doors, ())
-        for (host, each, door), error in zip(targets, errors, strict=True):
+        errors = connect_errors([(each.address, listener.port) for _, each, listener in targets])
+        found: dict[str, tuple[Route, ...]] = dict.fromkeys(listeners, ())
+        for (host, each, listener), error in zip(targets, errors, strict=True):
             through = own.get(source_address(each.address) or "")
             route = Route(
                 interface=None if through is None else through.name,
@@ -145,7 +145,7 @@ class Examiner:
                 address=each.address,
                 network=each.network,
                 problem=error,
-                used=is_used(each, door.include),
+                used=is_used(each, listener.include),
             )
             found[host] += (route,)
         return found

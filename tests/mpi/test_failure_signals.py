@@ -38,7 +38,7 @@ def test_sigusr1_to_mpirun_stops_the_run_in_order(tmp_path: Path) -> None:
     assert job.error_lines == ["shardmlx: stopped by SIGUSR1: saved"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_any_rank_stops_the_run_in_order(
     number: signal.Signals, tmp_path: Path
 ) -> None:
@@ -64,10 +64,9 @@ def test_a_signal_before_training_ends_it_at_once(tmp_path: Path) -> None:
     assert job.error_lines == ["shardmlx: interrupted by SIGUSR1"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_mpirun_itself_ends_its_ranks_at_once(number: signal.Signals, tmp_path: Path) -> None:
+def test_mpirun_itself_ends_its_ranks_at_once(tmp_path: Path) -> None:
     """It leaves them 0.25 s, and prints nothing that they say: no checkpoint, no line."""
-    job = run("training", tmp_path, lambda mpirun, ranks: os.kill(mpirun, number))
+    job = run("training", tmp_path, lambda mpirun, ranks: os.kill(mpirun, signal.SIGINT))
     assert job.returncode == 1
     assert job.error_lines == []
 

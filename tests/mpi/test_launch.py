@@ -1,7 +1,11 @@
-"""launch with a real mpirun: jobs that die, hosts that go, and a signal that stops all in order."""
+"""launch with a real mpirun: a job that dies, a signal that stops all in order, and a prompt.
+
+Hosts that go are those of tests/lab/test_train_lab.py.
+"""
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 import time
@@ -12,7 +16,7 @@ import pytest
 
 from tests.helpers.jobs import PYTHONPATH, Running
 from tests.helpers.models_and_batches import load_weights
-from tests.helpers.mpirun import events, train_well
+from tests.helpers.mpirun import events, mlx_lm, mpirun, train_well
 
 STEPS = 16
 
@@ -24,23 +28,11 @@ def wait_and_die():
     while not list(pathlib.Path({checkpoints!r}).glob("step-*/COMMITTED")):
         time.sleep(0.01)
     pathlib.Path({killed!r}).touch()
-    pathlib.Path({down!r}).write_text({host!r})
     os.kill(os.getpid(), signal.SIGKILL)
 
 is_the_one = os.environ.get("OMPI_COMM_WORLD_RANK") == "{rank}"
 if is_the_one and not pathlib.Path({killed!r}).exists():
     threading.Thread(target=wait_and_die, daemon=True).start()
-"""
-
-# Logs in on hosts that are all this machine, but for those that are down.
-AGENT = """\
-#!/bin/sh
-if grep -qx "$1" {down}; then
-    echo "ssh: connect to host $1 port 22: No route to host" >&2
-    exit 255
-fi
-shift
-exec sh -c "$*"
 """
 
 
@@ -49,27 +41,18 @@ class Lab:
 
     def __init__(self, path: Path, model: Path, data: Path) -> None:
         self.path = path
-        self.down = path / "down"
-        self.down.touch()
         self.checkpoints = path / "checkpoints"
         self.training = [
             *("--model", str(model), "--data", str(data), "--num-layers", "-1"),
             *("--iters", str(STEPS), "--batch-size", "6", "--micro-batch-size", "1"),
             *("--steps-per-report", "1", "--val-batches", "0", "--learning-rate", "1e-3"),
         ]
-        self.agent = path / "agent"
-        self.agent.write_text(AGENT.format(down=self.down))
-        self.agent.chmod(0o755)
 
-    def kill_once(self, rank: int, host: str = "") -> None:
-        """A rank kills itself after the first checkpoint, and its host is gone with it."""
+    def kill_once(self, rank: int) -> None:
+        """A rank kills itself after the first checkpoint."""
         (self.path / "sitecustomize.py").write_text(
             SUICIDE.format(
-                checkpoints=str(self.checkpoints),
-                killed=str(self.path / "killed"),
-                down=str(self.down),
-                host=host,
-                rank=rank,
+                checkpoints=str(self.checkpoints), killed=str(self.path / "killed"), rank=rank
             )
         )
 
@@ -134,20 +117,6 @@ def test_a_job_that_is_killed_goes_on_to_the_same_end(
     assert difference(lab.weights, expected) <= 1e-6
 
 
-def test_a_host_that_dies_is_left_behind(lab: Lab, expected: dict[str, np.ndarray]) -> None:
-    hostfile = lab.path / "hosts"
-    hostfile.write_text("".join(f"{host} slots=1\n" for host in ("localhost", "north", "south")))
-    lab.kill_once(rank=2, host="south")
-    with lab.launch(
-        *("--hostfile", str(hostfile), "--agent", str(lab.agent)),
-        training=("--pipeline-stages", "3"),
-    ) as running:
-        output = finished(running, 0)
-    assert "launch: goes on without south: there is no way to it" in output
-    assert "launch: layout for 2 ranks: one pipeline of 2, instead of --pipeline-stages 3" in output
-    assert difference(lab.weights, expected) <= 1e-5
-
-
 def test_a_signal_saves_and_stops_in_order(lab: Lab) -> None:
     """Ctrl-C does the same, as test_serve tells of a server."""
     with lab.launch("-n", "2", training=("--iters", "100000")) as running:
@@ -163,3 +132,29 @@ def test_a_signal_saves_and_stops_in_order(lab: Lab) -> None:
     newest = max(lab.checkpoints.glob("step-*/COMMITTED"))
     last = max(event["step"] for event in events(lab.path / "metrics", "train"))
     assert newest.parent.name == f"step-{last:07d}"
+
+
+def test_a_prompt_is_piped_through(small: Path) -> None:
+    """The line of mpirun is printed, and the answer is mlx_lm's; more ranks than cores may be."""
+    words = ["--model", str(small), "--max-tokens", "8"]
+    command = shlex.join(
+        [
+            sys.executable,
+            "-m",
+            "shardmlx",
+            "launch",
+            "-n",
+            "2",
+            "generate",
+            *words,
+            "--no-verbose",
+            "-p",
+            "-",
+        ]
+    )
+    job = mpirun(2, command=["sh", "-c", f"printf %s 'Tell me of ships' | {command}"])
+    assert job.returncode == 0, job.output
+    printed, _, answer = job.stdout.partition("\n")
+    assert printed.startswith("$ ")
+    assert "-m shardmlx.generate --model" in printed
+    assert answer.strip() == mlx_lm(*words, "--prompt", "Tell me of ships").strip()

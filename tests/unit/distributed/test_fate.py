@@ -167,7 +167,7 @@ def test_a_signal_that_nobody_asks_for_and_a_second_one_end_the_job_at_once(expe
 
 
 def test_after_a_peer_has_spoken_nothing_is_said_and_the_process_ends_soon() -> None:
-    spoken = [(0.0, Heard(1, Beat("step 3", state=State.SPOKEN)))] * 2
+    spoken = [(0.0, Heard(1, Beat("step 3", state=State.REPORTED)))] * 2
     after = looks(0, 9, states={2: "gone"})
     assert played(fate_of(), spoken, after) == [(0.0, Do.STAY_SILENT), (5.5, Do.EXIT)]
 

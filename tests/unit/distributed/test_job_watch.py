@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import pytest
 
 from shardmlx.distributed import fate, job_watch
-from shardmlx.distributed.activity import Activity
 from shardmlx.distributed.fate import Action, Beat, Event, JobFate, State
 from shardmlx.distributed.job_watch import JobWatch
 from shardmlx.distributed.messages import PeerLost
 from shardmlx.distributed.shutdown import JobShutdown
+from shardmlx.distributed.transport import Activity
 
 NAMES = ("rank 0 on mac1", "rank 1 on mac2", "rank 2 on mac3")
 
@@ -86,12 +86,12 @@ def test_whoever_says_the_last_line_tells_its_peers_once(
     assert not job.shutdown.say("and then this")
     job.watch.close()
     assert capsys.readouterr().err == "shardmlx: failed: rank 0: no memory\n"
-    assert [peer for peer, beat in job.mail.posted if beat.state is State.SPOKEN] == [1, 2]
+    assert [peer for peer, beat in job.mail.posted if beat.state is State.REPORTED] == [1, 2]
 
 
 def test_a_rank_whose_peer_has_spoken_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    job = Job((1, Beat("step 3", (), State.SPOKEN)))
-    assert job.shutdown.said.wait(10)
+    job = Job((1, Beat("step 3", (), State.REPORTED)))
+    assert job.shutdown.reported.wait(10)
     assert not job.shutdown.report(RuntimeError("nothing came"))
     job.watch.close()
     assert capsys.readouterr().err == ""

@@ -90,19 +90,19 @@ def test_a_later_process_with_the_number_is_left_alone(
 ) -> None:
     monkeypatch.setattr(subprocess, "Popen", lambda *args, **kwargs: pytest.fail("seen off"))
     monkeypatch.setattr(psutil.Process, "is_running", lambda process: False)
-    mpirun.see_off()
+    mpirun.ensure_end()
 
 
 def test_what_is_left_behind_ends_mpirun_and_nothing_else(child: subprocess.Popen[bytes]) -> None:
     started = psutil.Process(child.pid).create_time()
 
-    def see_off(started: float) -> None:
+    def ensure_end(started: float) -> None:
         program = [sys.executable, "-P", processes.__file__]
         subprocess.run([*program, str(child.pid), str(started), "0.1"], timeout=60, check=True)
 
-    see_off(started - 2)
+    ensure_end(started - 2)
     assert child.poll() is None
-    see_off(started)
+    ensure_end(started)
     assert child.wait(10) == -signal.SIGTERM
 
 

@@ -26,26 +26,22 @@ runpy.run_module(module, run_name="__main__")
 """
 
 
-@pytest.mark.parametrize(
-    ("command", "program"),
-    [
-        ("shardmlx.train", "shardmlx.training.command"),
-        ("shardmlx.profile", "shardmlx.training.profiling"),
-    ],
-)
-def test_mpi_starts_when_all_else_has_been_imported(command: str, program: str) -> None:
-    """Before it does, whatever goes wrong ends a process without a trace on the others."""
-    arguments = ["MODEL"] if command == "shardmlx.profile" else ["--model", "MODEL"]
-    done = subprocess.run(
-        [sys.executable, "-c", _UNTIL_MPI, command, *arguments],
+def run(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program, *map(str, arguments)],
         env=os.environ | {"PYTHONPATH": PYTHONPATH},
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def test_mpi_starts_when_all_else_has_been_imported() -> None:
+    """Before it does, whatever goes wrong ends a process without a trace on the others."""
+    done = run(_UNTIL_MPI, "shardmlx.train", "--model", "MODEL")
     assert done.returncode == 7, done.stderr
-    assert {program, "mlx_lm", "mlx.core"} <= set(done.stdout.split())
+    assert {"shardmlx.training.command", "mlx_lm", "mlx.core"} <= set(done.stdout.split())
 
 
 _END = """
@@ -63,14 +59,7 @@ sys.exit(run_ranks(lambda rank: None, lambda options: 9.0, load, alike=False))
 
 def test_a_process_ends_without_a_look_at_all_its_objects() -> None:
     """It takes Python a second, and several where ranks share a core."""
-    done = subprocess.run(
-        [sys.executable, "-c", _END],
-        env=os.environ | {"PYTHONPATH": PYTHONPATH},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run(_END)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "True True"
 
@@ -84,13 +73,6 @@ with shardmlx.connect(alike=False):
 
 @pytest.mark.parametrize(("status", "lines"), [(0, 0), (5, 1)])
 def test_sys_exit_is_a_failure_only_with_a_status_that_says_so(status: int, lines: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _LEAVES, str(status)],
-        env=os.environ | {"PYTHONPATH": PYTHONPATH},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run(_LEAVES, status)
     assert done.returncode == status, done.stderr
     assert done.stderr.count("shardmlx: failed: ") == lines

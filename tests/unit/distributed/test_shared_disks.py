@@ -82,9 +82,3 @@ def test_a_rank_that_may_only_read_a_shared_disk_shares_it(
     assert disks.groups == ((0, 1, 2),)
     assert [rank for rank in range(3) if disks.problems[rank] is not None] == [reader]
     assert disks.problems[reader] == "Permission denied"
-
-
-@pytest.mark.parametrize("groups", [((0,), (0, 1)), ((0,),), ((0,), (2,))])
-def test_disks_have_every_rank_once(groups: tuple[tuple[int, ...], ...]) -> None:
-    with pytest.raises(ValueError, match="are not 2 ranks, each once"):
-        Disks(groups, (None, None))

@@ -37,7 +37,7 @@ def test_a_job_s_end_is_explained_once(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_who_echoes_a_failure_lets_lower_ranks_speak(capsys: pytest.CaptureFixture[str]) -> None:
     ending = JobShutdown(50)
-    threading.Timer(0.05, ending.said.set).start()
+    threading.Timer(0.05, ending.reported.set).start()
     assert not ending.report(RuntimeError("nothing came"))
     assert capsys.readouterr().err == ""
 
@@ -47,7 +47,7 @@ def test_rank_0_leaves_when_the_others_of_its_host_are_gone() -> None:
     with subprocess.Popen(["sleep", "0.2"]) as child:
         mpirun = threading.Thread(target=child.wait)
         mpirun.start()
-        ending.leave_before = (child.pid,)
+        ending.ranks_to_outlive = (child.pid,)
         ending.leave_last()
         assert not psutil.pid_exists(child.pid)
         mpirun.join()
@@ -74,7 +74,7 @@ def test_a_rank_that_comes_late_but_before_its_turn_to_end_goes_on() -> None:
     done = ends_late(
         "ending = JobShutdown(8)\n"
         "with Deadline(ending, 0.1, 'starting MPI'): time.sleep(0.3)\n"
-        "ending.said.set(); time.sleep(0.5); print('goes on')"
+        "ending.reported.set(); time.sleep(0.5); print('goes on')"
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "goes on\n", "")
 
