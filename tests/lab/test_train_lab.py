@@ -56,7 +56,7 @@ def test_two_hosts_over_a_slow_link(
     with hosts(tmp_path, 2, slots=slots, rate="20mbit") as lab:
         furnish(lab.home("mac1"), small, pirate)
         ranks = 2 * slots
-        steps = 5
+        steps = 3
         command = lab.mpirun(ranks, "-m", "shardmlx.train", *TRAIN, *layout, "--iters", str(steps))
         job = mpirun(ranks, command=command)
         assert job.returncode == 0, job.output
