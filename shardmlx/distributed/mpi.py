@@ -55,9 +55,7 @@ SECONDS_TO_SPIN = 1e-3  # in which a wait only yields the core: even sleep(0) ta
 LONGEST_PAUSE = 5e-4  # seconds between two looks at an awaited message
 CALLS_TO_LOOK = 8  # Open MPI looks at its sockets on every eighth call (opal_progress)
 FETCHES = 3  # calls into MPI that a message over TCP may need to arrive
-PART_BYTES = (
-    1 << 20
-)  # of a longer message, by which a waiting rank sees that it moves, and waits on
+PART_BYTES = 1 << 20  # parts of a longer message, by which a waiting rank sees that it moves
 LETTER_BYTES = 1 << 14  # holds any sign of life
 
 SECONDS_TO_ABORT = 2.0  # for mpirun to end this process; it may be unreachable

@@ -11,10 +11,10 @@ from shardmlx.common.formatting import gibibytes, plural
 from shardmlx.common.units import GIB
 from shardmlx.hosts.host_facts import WIFI, HostFacts, Interface
 
-FAR_SLOWER = 0.6  # of the best speed of comparable machines or links: below it one is too slow
+FAR_SLOWER = 0.6  # share of the best speed of comparable machines or links, at least
 SLOW_CABLE = 60e6  # bytes a second: half of what 1 Gbit/s Ethernet carries
 LITTLE_DISK = 20 * GIB
-LITTLE_MEMORY = 1 / 3  # of a machine's memory
+LITTLE_MEMORY = 1 / 3  # share of a machine's memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ SECONDS_OF_PINGS = 0.3
 FEWEST_PINGS, MOST_PINGS = 5, 400
 WARM_UPS = 5  # messages before measuring: the first open the connection
 
-SMALLEST_BYTES, LARGEST_BYTES = 1 << 16, 1 << 26  # of a transfer: up to a large micro-batch
+SMALLEST_BYTES, LARGEST_BYTES = 1 << 16, 1 << 26  # a transfer: up to a large micro-batch
 TRANSFERS_A_MEASUREMENT = 2  # at least, of the measured size
 
 LARGEST_MATRIX = 4096
