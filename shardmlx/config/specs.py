@@ -237,17 +237,23 @@ class LayoutOptions(Spec):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataOptions(Spec):
+class FeatureKeys(Spec):
+    """The keys of rows that hold the text to learn."""
+
+    prompt_feature: str = "prompt"
+    completion_feature: str = "completion"
+    chat_feature: str = "messages"
+    text_feature: str = "text"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataOptions(FeatureKeys):
     """The data sets that a run needs, and how their rows become sequences."""
 
     train: bool
     test: bool
     data: str
     hf_dataset: Mapping[str, Any] | Sequence[Any] | None
-    prompt_feature: str
-    completion_feature: str
-    chat_feature: str
-    text_feature: str
     max_seq_length: int
     long_sequences: str
     mask_prompt: bool

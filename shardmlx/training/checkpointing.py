@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,9 +17,7 @@ from shardmlx.common.formatting import gibibytes
 from shardmlx.distributed.agreement import AgreedError
 from shardmlx.distributed.transport import Transport
 from shardmlx.distributed.version_check import package_versions
-from shardmlx.engine.engine import Engine
 from shardmlx.engine.optimizer import Updater
-from shardmlx.engine.stage import Stage
 from shardmlx.pipeline.plan import Plan
 from shardmlx.training.setup import TrainingRun
 
@@ -106,8 +104,29 @@ class Checkpoints:
 
     def restore(self, found: SoundCheckpoint) -> None:
         """Give the stages and the optimizer their part of a checkpoint."""
-        job = self._job
-        _restore(found, self._transport, job.stages, self._updater, job.engine)
+        stages, engine = self._job.stages, self._job.engine
+        reader = CheckpointReader(self._transport, found)
+        missing = sorted(
+            {name for stage in stages for name in stage.names} - set(reader.names(WEIGHTS))
+        )
+        lacking = self._transport.all_gather(missing, "comparing the checkpoint's weights")
+        if any(lacking):
+            name = next(names[0] for names in lacking if names)
+            raise AgreedError(f"the checkpoint of step {found.manifest.step} lacks {name}")
+        holds = engine.shards.holds
+        mine = {name for stage in stages for name in stage.names if holds(name)}
+        for name, array in reader.read(WEIGHTS, mine.__contains__):
+            for stage in stages:
+                if name in stage.part:
+                    stage.part[name] = array
+        updated = {name for name in mine if self._updater.updates(name)}
+        state = reader.read(
+            OPTIMIZER, lambda name: "." not in name or name.rpartition(".")[0] in updated
+        )
+        self._updater.restore(dict(state))
+        errors = engine.reducer.errors
+        for key, error in reader.read(ERRORS, errors.takes):
+            errors.restore(key, error)
 
     def go_on_from(self, point: Point) -> None:
         """Resume the run at a restored ``point``, which is not saved again in the same place."""
@@ -228,38 +247,6 @@ class Checkpoints:
         number = part if shards.divides else whole
         snapshots.append(Snapshot.of(f"{OPTIMIZER}-{number}.safetensors", kept))
         return snapshots
-
-
-def _restore(
-    found: SoundCheckpoint,
-    transport: Transport,
-    stages: Sequence[Stage],
-    updater: Updater,
-    engine: Engine,
-) -> None:
-    shards, reducer = engine.shards, engine.reducer
-    reader = CheckpointReader(transport, found)
-    missing = sorted(
-        {name for stage in stages for name in stage.names} - set(reader.names(WEIGHTS))
-    )
-    lacking = transport.all_gather(missing, "comparing the checkpoint's weights")
-    if any(lacking):
-        name = next(names[0] for names in lacking if names)
-        raise AgreedError(f"the checkpoint of step {found.manifest.step} lacks {name}")
-    mine = {name for stage in stages for name in stage.names if shards.holds(name)}
-    for name, array in reader.read(WEIGHTS, mine.__contains__):
-        for stage in stages:
-            if name in stage.part:
-                stage.part[name] = array
-    state: dict[str, mx.array] = {}
-    updated = {name for name in mine if updater.updates(name)}
-    for name, array in reader.read(
-        OPTIMIZER, lambda name: "." not in name or name.rpartition(".")[0] in updated
-    ):
-        state[name] = array
-    updater.restore(state)
-    for key, error in reader.read(ERRORS, reducer.errors.takes):
-        reducer.errors.restore(key, error)
 
 
 def _layout(plan: Plan) -> dict[str, Any]:

@@ -10,14 +10,15 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from shardmlx.common.yaml_reader import is_number
+from shardmlx.config.specs import FeatureKeys
 from shardmlx.engine.batches import Sample
 from shardmlx.errors import UserError, one_line
 from shardmlx.training.chat_template import KNOWN_ROLES, ChatTemplate, Tools
@@ -34,25 +35,8 @@ _MESSAGES = 'write [{"role": "user", "content": "..."}, ...]'
 Row = Mapping[str, Any]
 
 
-class FeatureKeys(Protocol):
-    """The keys of rows that hold the text to learn."""
-
-    @property
-    def prompt_feature(self) -> str: ...
-    @property
-    def completion_feature(self) -> str: ...
-    @property
-    def chat_feature(self) -> str: ...
-    @property
-    def text_feature(self) -> str: ...
-
-
-class Format(Protocol):
-    """The format of the rows of a set."""
-
-    def sample(self, row: Row, where: str) -> Sample:
-        """Return a row's tokens. Raises ``UserError``, which names the row by ``where``."""
-        ...
+Tokenise = Callable[[Row, str], Sample]
+"""Returns a row's tokens; its ``UserError`` names the row by the text."""
 
 
 def find_format(
@@ -63,16 +47,17 @@ def find_format(
     *,
     mask_prompt: bool,
     adds_nulls: bool,
-) -> Format:
-    """Return the format of the rows of which this is the first, as mlx-lm chooses it.
+) -> Tokenise:
+    """Return the function that tokenises the rows of which this is the first, in the format that
+    mlx-lm chooses for them.
 
     ``adds_nulls`` says that their source gives each row the keys of all rows, with nulls.
     """
     asked = (keys.prompt_feature, keys.completion_feature)
     if all(key in first for key in asked):
-        return _Completions(ChatTemplate(tokenizer), mask_prompt, adds_nulls, *asked)
+        return _Completions(ChatTemplate(tokenizer), mask_prompt, adds_nulls, *asked).sample
     if keys.chat_feature in first:
-        return _Chats(ChatTemplate(tokenizer), mask_prompt, adds_nulls, keys.chat_feature)
+        return _Chats(ChatTemplate(tokenizer), mask_prompt, adds_nulls, keys.chat_feature).sample
     if keys.text_feature not in first:
         raise UserError(
             f"{where}: its first row has {_keys(first)}, and neither {keys.chat_feature!r}, "
@@ -90,7 +75,7 @@ def find_format(
             f"{where}: a text ends with the end token, and the model's tokenizer has none",
             "set eos_token in its tokenizer_config.json",
         )
-    return _Texts(tokenizer, keys.text_feature)
+    return _Texts(tokenizer, keys.text_feature).sample
 
 
 @dataclass(frozen=True, slots=True)

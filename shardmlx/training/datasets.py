@@ -10,18 +10,16 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from shardmlx.config.specs import DataOptions
+from shardmlx.config.specs import DataOptions, FeatureKeys
 from shardmlx.engine.batches import Sample, Samples, padded_width
-from shardmlx.errors import UserError, unknown_token
+from shardmlx.errors import UserError, one_line, unknown_token
 from shardmlx.training.data_files import find_data_file, parse_rows, row_name, similar_files
-from shardmlx.training.data_rows import FeatureKeys, find_format
-from shardmlx.training.hub_data import SETS, read_entry, read_from_hub
+from shardmlx.training.data_rows import find_format
 
 Progress = Callable[[str, Sequence[Any]], Iterator[Any]]
 """Iterates over a sequence and shows progress; the text names the sequence."""
@@ -105,8 +103,12 @@ Where = Callable[[int | None], str]
 """Names a row of a data set, or with None the set itself."""
 
 
+_SPLITS = {"train": "train[:80%]", "valid": "train[-10%:]", "test": None}
+"""The splits of ``hf_dataset`` that are read by default, as in mlx-lm."""
+
+
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _RawSet:
     """A set of the data, or a part of it, as rows with the text to learn under ``keys``.
 
     ``weight`` is how often each row comes in training; ``adds_nulls`` is for ``find_format``.
@@ -121,7 +123,7 @@ class _Found:
     others: str = ""
 
 
-def _find_sets(options: DataOptions) -> tuple[dict[str, list[_Found]], list[str]]:
+def _find_sets(options: DataOptions) -> tuple[dict[str, list[_RawSet]], list[str]]:
     """Find the data sets that the run needs and that exist; a mixture has several parts. Also
     return messages about missing ones."""
     needed = (["train", "valid"] if options.train else []) + (["test"] if options.test else [])
@@ -166,43 +168,77 @@ def _row_of_hub(data: str, name: str, i: int | None) -> str:
     return f"{data}, {name} set" + ("" if i is None else f", row {i}")
 
 
-def _read_file(directory: Path, name: str, options: DataOptions) -> _Found:
+def _read_file(directory: Path, name: str, options: DataOptions) -> _RawSet:
     path = find_data_file(directory, name)
     where = functools.partial(_row_of_file, path)
     if not path.exists():
         others = similar_files(directory, name)
         said = f", and there is {', '.join(others)}, which is not read" if others else ""
-        return _Found(where, options, others=said)
+        return _RawSet(where, options, others=said)
     try:
         content = path.read_bytes()
     except OSError as error:
         raise UserError(
             f"cannot read {path}: {error.strerror or error}", "give a file that you may read"
         ) from None
-    return _Found(where, options, parse_rows(path, content), path.suffix == ".parquet")
+    return _RawSet(where, options, parse_rows(path, content), path.suffix == ".parquet")
 
 
-def _read_entry(entry: Mapping[str, Any], name: str) -> _Found:
+def _read_entry(entry: Mapping[str, Any], name: str) -> _RawSet:
     """Read one data set of ``hf_dataset``, alone or in a mixture. Its keys are its own."""
-    own = {f"{each}_feature": each for each in ("prompt", "completion", "text")}
-    keys = SimpleNamespace(**{**own, "chat_feature": "messages", **entry})
-    where = functools.partial(_row_of_hub, entry["path"], name)
-    rows = read_entry(entry, name)
-    return _Found(where, keys, rows, adds_nulls=True, weight=float(entry.get("weight", 1)))
+    keys = FeatureKeys(**{each: key for each, key in entry.items() if each.endswith("_feature")})
+    path, how = entry["path"], entry.get("config") or {}
+    key = f"{name}_split"
+    split = entry.get(key, _SPLITS[name])
+    try:
+        from datasets import load_dataset
+
+        rows = load_dataset(path, split=split, **how)
+    except ImportError:
+        raise UserError(
+            f"hf_dataset {path} needs the datasets package", "pip install datasets"
+        ) from None
+    except Exception as error:
+        given = "" if split is None else f", {key} {split}"
+        raise UserError(
+            f"hf_dataset {path}{given}: {one_line(error)}", f"look at path, config and {key}"
+        ) from None
+    if split is None:
+        raise UserError(
+            f"hf_dataset {path} names no {key}, and has the splits {', '.join(sorted(rows))}",
+            f"name one as {key}",
+        )
+    where = functools.partial(_row_of_hub, path, name)
+    return _RawSet(where, keys, rows, adds_nulls=True, weight=float(entry.get("weight", 1)))
 
 
-def _read_from_hub(options: DataOptions) -> dict[str, _Found]:
-    found = read_from_hub(options.data)
-    others = f", and has the splits {', '.join(found['splits'])}: name them in hf_dataset"
+def _read_from_hub(options: DataOptions) -> dict[str, _RawSet]:
+    """Return the sets of the hub's data set in ``--data``. Raises ``UserError``."""
+    try:
+        from datasets import load_dataset
+
+        found = load_dataset(options.data)
+    except ImportError:
+        raise UserError(
+            f"--data {options.data}: there is no such directory",
+            "name another, or, to read it from Hugging Face, pip install datasets",
+        ) from None
+    except Exception as error:
+        raise UserError(
+            f"--data {options.data}: there is no such directory, and Hugging Face does not give "
+            f"it: {one_line(error)}",
+            "name another",
+        ) from None
+    others = f", and has the splits {', '.join(sorted(found))}: name them in hf_dataset"
     return {
-        name: _Found(
+        name: _RawSet(
             functools.partial(_row_of_hub, options.data, name),
             options,
             found.get(name, ()),
             adds_nulls=True,
             others="" if name in found else others,
         )
-        for name in SETS
+        for name in _SPLITS
     }
 
 
@@ -227,12 +263,12 @@ def _mixed(
 
 
 def _tokenise(
-    name: str, found: _Found, tokenizer: TokenizerWrapper, mask_prompt: bool, progress: Progress
+    name: str, found: _RawSet, tokenizer: TokenizerWrapper, mask_prompt: bool, progress: Progress
 ) -> tuple[Samples, np.ndarray]:
     """Return the samples of a set, and the order in which mlx-lm cuts them into batches: it sorts
     rows, stably, by the number of their keys, which it takes for their length."""
     rows, where = found.rows, found.where
-    rules = find_format(
+    tokenise = find_format(
         rows[0],
         found.keys,
         tokenizer,
@@ -244,7 +280,7 @@ def _tokenise(
     bounds, keys = [], []
     for i in progress(f"tokenising {name}", range(len(rows))):
         begin, row = len(tokens), rows[i]
-        ids, start = rules.sample(row, where(i))
+        ids, start = tokenise(row, where(i))
         tokens.extend(ids)
         if len(tokens) == begin:
             raise UserError(f"{where(i)} gives no token", "take the row out")

@@ -80,9 +80,10 @@ class Trainer:
             self._reporter.say(f"To stop with a checkpoint: {how}")
         start = time.monotonic()
         try:
+            left = options.iters - self._start
             with (
                 self._reporter.bar("training", options.iters, self._start) as bar,
-                self._feed() as feed,
+                BatchFeed(self._plan, self._transport, self._batches, left) as feed,
             ):
                 for step in range(self._start + 1, options.iters + 1):
                     self._iterate(step, feed, bar)
@@ -115,10 +116,6 @@ class Trainer:
                 "name another directory",
             ) from None
         self._report.open_services()
-
-    def _feed(self) -> BatchFeed:
-        left = self._options.iters - self._start
-        return BatchFeed(self._plan, self._transport, self._batches, left)
 
     def _resume(self) -> None:
         found = self._job.resumption.found
@@ -155,7 +152,10 @@ class Trainer:
             self._validate(step)
             self._transport.activity.begin(f"step {step}")
         with self._engine.recorder.span(Span.STEP, f"step {step}"):
-            position = self._send_next(feed)
+            # The next batch is drawn after the validation's, as in mlx-lm, and travels while this
+            # step computes. A checkpoint of this step resumes with it, not with the one after.
+            position = self._position()
+            feed.send_ahead()
             self._step(step, share)
         self._meter.count(step)
         bar.advance()
@@ -215,16 +215,6 @@ class Trainer:
         self._reporter.warn(f"step {step}: {what}: the update is skipped")
         self._gradients.forget()
         self._report.pass_over(self._options.grad_accumulation_steps)
-
-    def _send_next(self, feed: BatchFeed) -> dict[str, Any]:
-        """Send the next batch on its way, and return the position in the data before it.
-
-        The batch is drawn after the validation's, as in mlx-lm, and travels while this step
-        computes. A checkpoint of this step resumes with it, not with the one after.
-        """
-        position = self._position()
-        feed.send_ahead()
-        return position
 
     def _position(self) -> dict[str, Any]:
         """Return, on rank 0, the position of the next batches."""
