@@ -7,7 +7,6 @@ macOS, ``sh hand`` asks for a password or for the internet. Other blocks show ou
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import shutil
@@ -130,25 +129,6 @@ def commands(path: Path, *info: str) -> Iterator[str]:
             yield from re.sub(r"\\\n\s*", "", block.text).splitlines()
 
 
-PLANS = (
-    "plan mistral-7b-4bit",
-    "plan mistral-7b --hostfile two-small-macs --pipeline-stages 1",
-    "-o two-stages",
-)
-"""Words of the tutorial's plans. Their tables are the same on every machine."""
-
-
-def shown_after(path: Path, *words: str) -> list[str]:
-    """Return the outputs that a page shows after the blocks with these words."""
-    every = list(blocks(path))
-    return [
-        after.text
-        for word in words
-        for block, after in itertools.pairwise(every)
-        if word in block.text
-    ]
-
-
 @pytest.fixture
 def bench(lab: Lab, tmp_path: Path) -> Path:
     """Where mac1's /tmp is: with the login, the repository, and names as Macs have them."""
@@ -268,8 +248,6 @@ def test_two_hosts_do_what_the_guide_says(lab: Lab, bench: Path, small_tokenizer
     assert "Saved to pirate-adapters" in trained
     assert (repository / "pirate-adapters" / "checkpoints" / "step-0000002").exists()
     assert "<html" in (repository / "run.html").read_text()
-    for command, shown in zip(PLANS, shown_after(TUTORIAL, *PLANS), strict=True):
-        assert said(command).split("\nstep ")[0].strip() == shown.split("\nstep ")[0].strip()
     assert "2 data parallel x 1 pipeline parallel" in said("--pipeline-stages 1 --iters 2")
     second = Path(lab.home("mac2").parent, "Shared", "shardmlx")
     assert not any((second / name).exists() for name in ("map.yaml", "measured", ".cache"))
