@@ -77,9 +77,13 @@ def _output(command: str) -> str:
 
 def _write_inputs() -> None:
     """Write what the commands name: models without weights, hostfiles, the demo's options."""
-    for name, bits in (("mistral-7b", "16 bits"), ("mistral-7b-4bit", "4 bits")):
+    models = {
+        "mistral-7b": _fits.MODELS["Mistral-7B"],
+        "mistral-7b-4bit": _fits.MODELS["Mistral-7B"] | _fits.BITS["4 bits"],
+        "llama-3.3-70b-4bit": _fits.MODELS["Llama-3.3-70B"] | _fits.BITS["4 bits"],
+    }
+    for name, config in models.items():
         Path(name).mkdir()
-        config = _fits.MODELS["Mistral-7B"] | _fits.BITS[bits]
         Path(name, "config.json").write_text(json.dumps(config))
     tutorial = (DOCS / "tutorial.md").read_text(encoding="utf-8")
     macs = re.search(r"cat > two-small-macs <<'END'\n(.*?)END\n", tutorial, re.DOTALL)

@@ -93,8 +93,8 @@ def words(page: Path) -> int:
     return len(page.read_text(encoding="utf-8").split())
 
 
-def test_the_readme_has_at_most_1000_words() -> None:
-    assert words(ROOT / "README.md") <= 1000
+def test_the_readme_has_at_most_700_words() -> None:
+    assert words(ROOT / "README.md") <= 700
 
 
 def test_all_pages_have_at_most_56000_words() -> None:

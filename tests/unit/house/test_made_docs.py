@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -42,3 +43,11 @@ def test_rows_of_tables_are_those_of_the_planner(
     rows = docs.TABLES[table](model)
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     assert [row for row in rows.splitlines() if row not in text.splitlines()] == [], ADVICE
+
+
+def test_the_readme_promises_what_the_planner_found() -> None:
+    text = (ROOT / "docs" / "what-fits.md").read_text(encoding="utf-8")
+    peaks = re.findall(r"(?:macbook|studio)\.local .*?GiB +([\d.]+) GiB", text)
+    assert len(peaks) == 2
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [f"{float(peak):.1f} GiB" in readme for peak in peaks] == [True, True]
