@@ -24,6 +24,7 @@ ERRORS = {
     "Stopped",
     "TooManyMachinesError",
     "Unreachable",
+    "refused",
 }
 
 

@@ -96,13 +96,6 @@ def test_a_chat_streamed(client: openai.OpenAI) -> None:
     assert last.usage.total_tokens == 12
 
 
-def test_a_chat_as_the_package_collects_it(client: openai.OpenAI) -> None:
-    user: ChatCompletionUserMessageParam = {"role": "user", "content": "hello."}
-    with client.chat.completions.stream(model=MODEL, messages=[user]) as stream:
-        stream.until_done()
-        assert stream.get_final_completion().choices[0].message.content == "hello"
-
-
 def test_completions_of_several_prompts(client: openai.OpenAI) -> None:
     answer = client.completions.create(model=MODEL, prompt=["ab", "cd."], n=2, max_tokens=4)
     texts = [(choice.index, choice.text, choice.finish_reason) for choice in answer.choices]
@@ -114,22 +107,6 @@ def test_completions_of_several_prompts(client: openai.OpenAI) -> None:
     ]
     assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 14)
-
-
-def test_several_texts_streamed(client: openai.OpenAI) -> None:
-    texts = {0: "", 1: ""}
-    reasons = []
-    stream = client.completions.create(model=MODEL, prompt=["ab", "cd."], max_tokens=4, stream=True)
-    for chunk in stream:
-        texts[chunk.choices[0].index] += chunk.choices[0].text
-        reasons += [chunk.choices[0].finish_reason] if chunk.choices[0].finish_reason else []
-    assert texts == {0: "abab", 1: "cd"}
-    assert sorted(reasons) == ["length", "stop"]
-
-
-def test_stop_strings(client: openai.OpenAI) -> None:
-    answer = client.completions.create(model=MODEL, prompt="hello", stop=["x", "l"], max_tokens=9)
-    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("he", "stop")
 
 
 def test_logprobs(client: openai.OpenAI) -> None:
@@ -153,16 +130,9 @@ def test_logprobs(client: openai.OpenAI) -> None:
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).owned_by == "shardmlx"
-    with pytest.raises(openai.NotFoundError, match=r"'gpt-5' is not served here: ask for 'parrot'"):
-        client.models.retrieve("gpt-5")
-
-
-def test_a_model_may_have_slashes_in_its_name() -> None:
-    # Names of the hub, and directories.
-    with serving() as server, client_of(server) as client:
-        assert client.models.retrieve("default").id == MODEL
-        with pytest.raises(openai.NotFoundError, match=r"'some/model' is not served"):
-            client.models.retrieve("some/model")
+    assert client.models.retrieve("default").id == MODEL
+    with pytest.raises(openai.NotFoundError, match=r"'some/model' .* 'parrot'"):
+        client.models.retrieve("some/model")
 
 
 def test_errors_are_the_packages_own(client: openai.OpenAI) -> None:
@@ -408,12 +378,6 @@ def test_a_fault_of_our_own_is_an_error_too(
     assert error_of(response)["message"] == "a fault of the server: its log has more"
 
 
-def test_malformed_json(shared: Serving) -> None:
-    response = post(shared, b'{"prompt": ')
-    assert response.status_code == 400
-    assert error_of(response)["message"].startswith("the body is no JSON: ")
-
-
 # Who may ask.
 
 
@@ -463,11 +427,6 @@ def test_what_any_page_could_post_is_refused(shared: Serving, kind: str) -> None
     response = post(shared, headers={"content-type": kind})
     assert response.status_code == 415
     assert "send it with 'Content-Type: application/json'" in error_of(response)["message"]
-
-
-def test_json_may_name_its_character_set(shared: Serving) -> None:
-    headers = {"content-type": "Application/JSON; charset=utf-8"}
-    assert post(shared, headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "["])
@@ -583,13 +542,6 @@ def test_metrics_have_the_memory_of_each_rank() -> None:
     }.items():
         assert f"\nshardmlx_{name} {value:.1f}\n" in text, name
     assert 'shardmlx_peak_memory_bytes{host="mac2"' not in text
-
-
-def test_two_servers_in_one_process_count_apart() -> None:
-    with serving() as one, serving() as other:
-        post(one)
-        assert metric(one, "shardmlx_generated_tokens_total") == 3
-        assert metric(other, "shardmlx_generated_tokens_total") == 0
 
 
 def test_a_short_request_does_not_wait_for_a_long_one_and_few_long_ones_wait() -> None:

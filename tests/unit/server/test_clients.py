@@ -1,6 +1,6 @@
 """Requests as clients of several kinds send them.
 
-Two are recorded; of the others each is put together from the fields that its kind of client sends.
+One is recorded; each of the others is put together from the fields that its kind of client sends.
 """
 
 from __future__ import annotations
@@ -143,18 +143,6 @@ LITELLM = {
 }
 """As litellm 1.106.2 sent it."""
 
-LANGCHAIN = {
-    "messages": [
-        {"content": "Ahoy!", "role": "user"},
-        {"content": "Aye!", "role": "assistant"},
-        {"content": "And now?", "role": "user"},
-    ],
-    "model": "mistral",
-    "max_completion_tokens": 7,
-    "stream": False,
-}
-"""As langchain-openai 1.7.3 sent it."""
-
 LIBRECHAT = {
     "model": "mistral",
     "user": "65f0c1",
@@ -196,7 +184,6 @@ CLIENTS = {
     "ollama": OLLAMA,
     "llama.cpp": LLAMA_CPP,
     "litellm": LITELLM,
-    "langchain": LANGCHAIN,
     "librechat": LIBRECHAT,
     "open webui": OPEN_WEBUI,
 }
@@ -281,4 +268,3 @@ def test_what_would_change_the_answer_is_refused(name: str, value: Any) -> None:
     with pytest.raises(ApiError) as caught:
         read({"messages": [ASKED], name: value})
     assert (caught.value.status, caught.value.param) == (400, name)
-    assert str(caught.value) == f"{name} is not supported by this server: leave it out"

@@ -1,7 +1,7 @@
 """What is read of a request's body, and what is refused."""
 
 import json
-from fnmatch import fnmatchcase
+import re
 from itertools import count
 from typing import Any
 
@@ -62,6 +62,10 @@ def refusal(kind: Any, /, **parameters: Any) -> tuple[str | None, str]:
     return caught.value.param, message
 
 
+def said_by(**message: Any) -> dict[str, Any]:
+    return {"messages": [message]}
+
+
 def only(order: ApiRequest) -> GenerationRequest:
     (request,) = order.requests
     return request
@@ -87,33 +91,17 @@ def test_a_request_that_says_nothing_gets_the_servers_defaults() -> None:
     )
 
 
+FIELDS = """
+    model max_tokens max_completion_tokens temperature top_p min_p top_k seed n stop stream
+    stream_options logit_bias repetition_penalty presence_penalty frequency_penalty logprobs
+    top_logprobs tools tool_choice response_format user reasoning_effort
+"""
+
+
 def test_null_is_as_good_as_nothing() -> None:
-    names = [
-        "model",
-        "max_tokens",
-        "max_completion_tokens",
-        "temperature",
-        "top_p",
-        "min_p",
-        "top_k",
-        "seed",
-        "n",
-        "stop",
-        "stream",
-        "stream_options",
-        "logit_bias",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "logprobs",
-        "top_logprobs",
-        "tools",
-        "tool_choice",
-        "response_format",
-        "user",
-        "reasoning_effort",
-    ]
-    assert only(chat(dict.fromkeys(names))) == GenerationRequest(tokens=HELLO, max_tokens=512)
+    assert only(chat(dict.fromkeys(FIELDS.split()))) == GenerationRequest(
+        tokens=HELLO, max_tokens=512
+    )
 
 
 def test_all_that_is_understood() -> None:
@@ -236,12 +224,6 @@ def test_an_answer_with_a_structure_is_said_to_the_letter() -> None:
     assert request.continues
 
 
-def test_an_answer_goes_on_from_none_but_the_assistants() -> None:
-    assert refusal(chat, continue_final_message=True)[0] == "messages"
-    assert refusal(chat, add_generation_prompt=False)[0] == "add_generation_prompt"
-    assert not only(chat(messages=BEGUN, add_generation_prompt=True)).continues
-
-
 def test_a_temperature_of_almost_nothing_takes_the_likeliest() -> None:
     assert only(chat(temperature=1e-9)).sampling.is_greedy
 
@@ -257,9 +239,7 @@ def test_names_of_the_model(name: str | None) -> None:
 
 
 def test_another_model_is_not_found() -> None:
-    with pytest.raises(
-        ApiError, match=r"^the model 'gpt-5' is not served here: ask for 'ours'$"
-    ) as e:
+    with pytest.raises(ApiError, match=r"'gpt-5' .*'ours'") as e:
         chat(model="gpt-5")
     assert (e.value.status, e.value.code, e.value.param) == (404, "model_not_found", "model")
 
@@ -267,10 +247,6 @@ def test_another_model_is_not_found() -> None:
 def test_max_tokens_has_two_names() -> None:
     assert only(chat(max_completion_tokens=3)).max_tokens == 3
     assert only(chat(max_completion_tokens=3, max_tokens=3)).max_tokens == 3
-    assert refusal(chat, max_completion_tokens=3, max_tokens=4) == (
-        "max_tokens",
-        "max_tokens is 4 and max_completion_tokens 3: give one of them",
-    )
 
 
 def test_the_default_gives_way_to_a_long_prompt_but_not_what_was_asked_for() -> None:
@@ -279,20 +255,21 @@ def test_the_default_gives_way_to_a_long_prompt_but_not_what_was_asked_for() -> 
     assert only(completion(prompt=500 * "a", max_tokens=-1)).max_tokens == 100
 
 
-def test_what_can_never_be_served_is_refused_with_the_numbers() -> None:
-    assert refusal(completion, prompt=600 * "a") == (
-        "prompt",
-        "the prompt is too long: 600 tokens > 599 maximum",
-    )
-    assert refusal(chat, messages=[{"role": "user", "content": 700 * "a"}])[0] == "messages"
-    assert refusal(completion, prompt=500 * "a", max_tokens=101) == (
-        "max_tokens",
-        "input length and `max_tokens` exceed context limit: 500 + 101 > 600: ask for 100, or -1 "
-        "for as many as fit",
-    )
-    with pytest.raises(ApiError) as caught:
-        completion(prompt=600 * "a")
-    assert caught.value.code == "context_length_exceeded"
+@pytest.mark.parametrize(
+    ("kind", "parameters", "param", "numbers"),
+    [
+        (completion, {"prompt": 600 * "a"}, "prompt", "600 tokens > 599 maximum"),
+        (completion, {"prompt": [10**9] * 600}, "prompt", "600"),  # before each is looked at
+        (chat, said_by(role="user", content=700 * "a"), "messages", "700"),
+        (completion, {"prompt": 500 * "a", "max_tokens": 101}, "max_tokens", "500 + 101 > 600"),
+    ],
+)
+def test_what_can_never_be_served_is_refused_with_the_numbers(
+    kind: Any, parameters: dict[str, Any], param: str, numbers: str
+) -> None:
+    with pytest.raises(ApiError, match=re.escape(numbers)) as caught:
+        kind(**parameters)
+    assert (caught.value.param, caught.value.code) == (param, "context_length_exceeded")
 
 
 def test_content_in_parts() -> None:
@@ -302,13 +279,6 @@ def test_content_in_parts() -> None:
 
 def test_arguments_of_the_chat_template() -> None:
     assert only(chat(chat_template_kwargs={"instead": "x"})).tokens == (ord("x"),)
-
-
-@pytest.mark.parametrize("name", ["chat_template", "tokenize", "tools"])
-def test_arguments_that_are_the_servers_are_refused(name: str) -> None:
-    param, message = refusal(chat, chat_template_kwargs={name: "{{ 1 }}"})
-    assert param == f"chat_template_kwargs.{name}"
-    assert message == f"{name} is no variable of a chat template: leave it out"
 
 
 @pytest.mark.parametrize(
@@ -327,94 +297,57 @@ def test_prompts_are_texts_or_tokens(prompt: Any, prompts: list[str]) -> None:
 
 @pytest.mark.parametrize("prompt", [[], [[]], {}, 5, [1, "a"], [1.5], [True], [[1], []]])
 def test_other_prompts_are_refused(prompt: Any) -> None:
-    param, message = refusal(completion, prompt=prompt)
-    assert param == "prompt"
-    assert "give a text, a list of texts, a list of token ids, or a list of such lists" in message
+    assert refusal(completion, prompt=prompt)[0] == "prompt"
 
 
 def test_logprobs_of_completions_are_a_number() -> None:
     assert only(completion(logprobs=3)).sampling.logprobs == 3
     assert only(completion(logprobs=0)).sampling.logprobs == 0
     assert only(completion()).sampling.logprobs is None
-    assert refusal(completion, logprobs=True)[0] == "logprobs"
+    assert only(completion(logprobs=False)).sampling.logprobs is None
 
 
 def test_logprobs_of_chats_are_a_switch_and_a_number() -> None:
     assert only(chat(logprobs=True)).sampling.logprobs == 0
     assert only(chat(logprobs=False)).sampling.logprobs is None
-    assert refusal(chat, top_logprobs=2) == (
-        "top_logprobs",
-        "top_logprobs is for requests with logprobs: true",
-    )
 
 
 @pytest.mark.parametrize(
-    ("parameters", "param", "message"),
+    ("parameters", "param", "named"),
     [
-        ({"temperature": "hot"}, "temperature", "temperature: * (it is 'hot')"),
-        ({"temperature": -1}, "temperature", "temperature: * (it is -1)"),
-        ({"top_p": 0}, "top_p", "top_p: * (it is 0)"),
-        ({"max_tokens": 0}, "max_tokens", "max_tokens: * (it is 0)"),
-        ({"max_tokens": "5"}, "max_tokens", "max_tokens: * (it is '5')"),
-        ({"stream": "yes"}, "stream", "stream: * (it is 'yes')"),
-        ({"stop": 5}, "stop", "stop: give a text, or a list of texts (it is 5)"),
-        ({"stop": [5]}, "stop", "stop: give a text, or a list of texts"),
-        ({"stop": 17 * ["a"]}, "stop", "stop: at most 16 texts of 500 characters are looked for"),
-        (
-            {"logit_bias": {"a": 1}},
-            "logit_bias",
-            'logit_bias: give an object of token ids and numbers, like {"42": -100}',
-        ),
-        (
-            {"logit_bias": {"5": 101}},
-            "logit_bias",
-            "logit_bias: a bias is a number from -100 to 100, not 101",
-        ),
-        (
-            {"logit_bias": {"128": 1}},
-            "logit_bias",
-            "logit_bias: token ids are from 0 to 127, not 128",
-        ),
-        ({"n": 9}, "n", "the request is for 9 texts: at most 8 are served at a time"),
-        (
-            {"stream_options": {"include_usage": True}},
-            "stream_options",
-            "stream_options is for requests with stream: true",
-        ),
-        ({"messages": []}, "messages", "messages: *"),
-        ({"messages": None}, "messages", "messages is missing"),
-        (
-            {"messages": [{"role": "user"}]},
-            "messages.0.content",
-            "messages.0.content is missing: give a text",
-        ),
-        (
-            {"messages": [{"role": "function", "content": "x"}]},
-            "messages.0.role",
-            "messages.0.role: * (it is 'function')",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages.0.content",
-            "messages.0.content: a part is of type 'image_url': only text is *",
-        ),
-        (
-            {"messages": [{"role": "assistant", "content": "x"}]},
-            "messages",
-            "the chat template does not take it: begin with a user",
-        ),
-        (
-            {"messages": [{"role": "user", "content": ""}]},
-            "messages",
-            "the prompt has no tokens: give a longer text",
-        ),
+        ({"temperature": "hot"}, "temperature", "(it is 'hot')"),
+        ({"temperature": -1}, "temperature", "(it is -1)"),
+        ({"top_p": 0}, "top_p", "(it is 0)"),
+        ({"max_tokens": 0}, "max_tokens", "(it is 0)"),
+        ({"max_tokens": "5"}, "max_tokens", "(it is '5')"),
+        ({"stream": "yes"}, "stream", "(it is 'yes')"),
+        ({"stop": 5}, "stop", "(it is 5)"),
+        ({"stop": [5]}, "stop", "a list of texts"),
+        ({"stop": 17 * ["a"]}, "stop", "at most 16 texts"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", '{"42": -100}'),
+        ({"logit_bias": {"5": 101}}, "logit_bias", "not 101"),
+        ({"logit_bias": {"128": 1}}, "logit_bias", "not 128"),
+        ({"n": 9}, "n", "9 texts: at most 8"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
+        ({"messages": []}, "messages", "messages: "),
+        ({"messages": None}, "messages", "missing"),
+        (said_by(role="user"), "messages.0.content", "missing"),
+        (said_by(role="function", content="x"), "messages.0.role", "(it is 'function')"),
+        (said_by(role="user", content=[{"type": "image_url"}]), "messages.0.content", "image_url"),
+        (said_by(role="assistant", content="x"), "messages", "begin with a user"),
+        (said_by(role="user", content=""), "messages", "no tokens"),
+        ({"top_logprobs": 2}, "top_logprobs", "logprobs: true"),
+        ({"max_completion_tokens": 3, "max_tokens": 4}, "max_tokens", "4"),
+        ({"continue_final_message": True}, "messages", "'user'"),
+        ({"add_generation_prompt": False}, "add_generation_prompt", "not supported"),
+        ({"chat_template_kwargs": {"tokenize": 1}}, "chat_template_kwargs.tokenize", "tokenize"),
+        ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs.tools", "tools"),
     ],
 )
-def test_one_line_says_what_is_wrong(parameters: dict[str, Any], param: str, message: str) -> None:
-    """The words of pydantic, for which the star stands, are its own."""
+def test_one_line_says_what_is_wrong(parameters: dict[str, Any], param: str, named: str) -> None:
     where, said = refusal(chat, **parameters)
     assert where == param
-    assert fnmatchcase(said, message.replace("[", "[[]"))
+    assert named in said
 
 
 @pytest.mark.parametrize(
@@ -431,8 +364,7 @@ def test_one_line_says_what_is_wrong(parameters: dict[str, Any], param: str, mes
 )
 def test_what_would_change_the_text_is_refused_by_name(parameters: dict[str, Any]) -> None:
     (name,) = parameters
-    message = f"{name} is not supported by this server: leave it out"
-    assert refusal(chat, **parameters) == (name, message)
+    assert refusal(chat, **parameters)[0] == name
 
 
 def test_also_within_messages_and_stream_options() -> None:
@@ -468,30 +400,21 @@ def test_whole_numbers_may_have_a_point() -> None:
     assert refusal(chat, max_tokens=8.5)[0] == "max_tokens"
 
 
-def test_completions_know_no_logprobs_of_false() -> None:
-    assert only(completion(logprobs=False)).sampling.logprobs is None
-
-
-def test_completions_neither_echo_nor_insert() -> None:
-    assert only(completion(echo=False, suffix="")).tokens == HELLO
-    assert refusal(completion, echo=True)[0] == "echo"
-    assert refusal(completion, suffix="end")[0] == "suffix"
-
-
-def test_tokens_of_a_prompt_are_those_of_the_vocabulary() -> None:
-    """Another would be read from memory that is not the model's."""
-    assert refusal(completion, prompt=[5, 128]) == (
-        "prompt",
-        "prompt: token ids are from 0 to 127, not 128",
-    )
-    assert refusal(completion, prompt=[-1])[0] == "prompt"
-
-
-def test_prompts_count_as_texts() -> None:
-    assert refusal(completion, prompt=["a", "b", "c"], n=3) == (
-        "n",
-        "the request is for 9 texts: at most 8 are served at a time",
-    )
+@pytest.mark.parametrize(
+    ("parameters", "param", "named"),
+    [
+        ({"prompt": [5, 128]}, "prompt", "not 128"),
+        ({"prompt": [-1]}, "prompt", "not -1"),
+        ({"prompt": ["a", "b", "c"], "n": 3}, "n", "9 texts: at most 8"),
+        ({"logprobs": True}, "logprobs", "logprobs"),
+        ({"echo": True}, "echo", "echo"),
+        ({"suffix": "end"}, "suffix", "suffix"),
+    ],
+)
+def test_completions_that_are_refused(parameters: dict[str, Any], param: str, named: str) -> None:
+    where, said = refusal(completion, **parameters)
+    assert where == param
+    assert named in said
 
 
 @pytest.mark.parametrize(
@@ -516,13 +439,6 @@ def test_prompts_count_as_texts() -> None:
 )
 def test_bodies_that_mean_no_good_are_refused_in_a_line(body: bytes) -> None:
     refusal(lambda: read_completion(body, Letters(), terms()))
-
-
-def test_token_ids_that_cannot_fit_are_refused_before_each_is_looked_at() -> None:
-    ids = [10**9] * 600  # none of the vocabulary
-    with pytest.raises(ApiError) as caught:
-        completion(prompt=ids)
-    assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
 
 
 def test_a_reader_may_say_that_a_prompt_is_too_long() -> None:

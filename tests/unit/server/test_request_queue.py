@@ -71,14 +71,6 @@ def test_an_answer_is_its_pieces_in_order_up_to_the_one_with_a_reason() -> None:
     assert run(session) is None
 
 
-def test_texts_asked_for_together_do_not_mix() -> None:
-    async def session(service: RequestQueue, parrot: Parrot) -> None:
-        answers = [service.submit(request(letter)) for letter in "abcdefgh"]
-        assert await asyncio.gather(*map(text_of, answers)) == [6 * letter for letter in "abcdefgh"]
-
-    run(session)
-
-
 def test_the_generator_is_called_on_one_thread_in_the_order_of_requests() -> None:
     async def session(service: RequestQueue, parrot: Parrot) -> None:
         prompts = [chr(ord("a") + place) for place in range(8)]
@@ -145,18 +137,6 @@ def test_a_text_is_cancelled_while_it_waits_and_while_it_is_made() -> None:
         assert service.load() == QueueLoad(0, 0, 7)
 
     run(session, Parrot(at_once=1, steps=1))
-
-
-def test_cancelled_at_once_is_added_and_cancelled() -> None:
-    """The generator need not know numbers that it never had."""
-
-    async def session(service: RequestQueue, parrot: Parrot) -> None:
-        parrot.goes_on.clear()
-        service.submit(request("a")).cancel()
-        await until(lambda: parrot.cancelled == [0])
-        assert len(parrot.added) == 1
-
-    run(session)
 
 
 def test_cancelling_a_text_that_has_ended_does_nothing() -> None:
@@ -251,13 +231,6 @@ def test_fail_ends_what_is_open_at_once_and_says_why() -> None:
     ended: list[RequestQueue] = []
     assert run(session) is None
     assert ended[0].ended == "rank 1 is lost"
-
-
-def test_close_wakes_a_service_that_has_nothing_to_do() -> None:
-    async def session(service: RequestQueue, parrot: Parrot) -> None:
-        service.close(60)
-
-    assert run(session) is None
 
 
 def test_nobody_need_listen_any_more() -> None:

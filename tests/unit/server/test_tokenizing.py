@@ -35,25 +35,21 @@ def test_tokens(served: Serving) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "message"),
+    ("path", "body", "param"),
     [
-        ("tokenize", {}, "give either a prompt or messages"),
-        ("tokenize", {"prompt": ""}, "the prompt has no tokens: give a longer text"),
-        ("tokenize", {"prompt": "a", "add_special_tokens": False}, "add_special_tokens is false:"),
-        (
-            "tokenize",
-            {"prompt": "a", "pad": 1},
-            "pad is not supported by this server",
-        ),
-        ("detokenize", {"tokens": [97, 128]}, "tokens: token ids are from 0 to 127, not 128"),
-        ("detokenize", {"tokens": "a"}, "tokens: "),
-        ("detokenize", {}, "tokens is missing"),
+        ("tokenize", {}, "prompt"),
+        ("tokenize", {"prompt": ""}, "prompt"),
+        ("tokenize", {"prompt": "a", "add_special_tokens": False}, "add_special_tokens"),
+        ("tokenize", {"prompt": "a", "pad": 1}, "pad"),
+        ("detokenize", {"tokens": [97, 128]}, "tokens"),
+        ("detokenize", {"tokens": "a"}, "tokens"),
+        ("detokenize", {}, "tokens"),
     ],
 )
-def test_what_is_refused(served: Serving, path: str, body: dict[str, Any], message: str) -> None:
+def test_what_is_refused(served: Serving, path: str, body: dict[str, Any], param: str) -> None:
     answer = post(served, path, **body)
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith(message)
+    assert answer.json()["error"]["param"] == param
 
 
 def test_a_server_that_generates_gives_no_embeddings(served: Serving) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from mlx_lm.tool_parsers import qwen3_coder
 
 from shardmlx.inference.call_formats import call_format
-from tests.helpers.http_serving import KEY, MODEL, Agent, Serving, serving
+from tests.helpers.http_serving import MODEL, Agent, Serving, serving
 
 LOOK: Any = {
     "type": "function",
@@ -117,56 +116,6 @@ def test_a_round_trip(client: openai.OpenAI, agent: Agent) -> None:
     assert second["content"] == "1 ships."
 
 
-RECORDED: dict[str, list[dict[str, Any]]] = {
-    "langchain-openai 1.7.3": [
-        {"content": "?", "role": "user"},
-        {
-            "content": None,
-            "role": "assistant",
-            "tool_calls": [
-                {
-                    "type": "function",
-                    "id": "D4L4N78b9",
-                    "function": {"name": "look", "arguments": '{"at": "sea"}'},
-                }
-            ],
-        },
-        {"content": "Ships.", "role": "tool", "tool_call_id": "D4L4N78b9"},
-    ],
-    "litellm 1.106.2": [
-        {"role": "user", "content": "?"},
-        {
-            "role": "assistant",
-            "tool_calls": [
-                {
-                    "function": {"arguments": '{"at": "sea"}', "name": "look"},
-                    "id": "Y1kyraTai",
-                    "type": "function",
-                }
-            ],
-            "provider_specific_fields": {"refusal": None},
-        },
-        {"role": "tool", "tool_call_id": "Y1kyraTai", "name": "look", "content": "Ships."},
-    ],
-}
-
-
-@pytest.mark.parametrize("history", RECORDED.values(), ids=list(RECORDED))
-def test_recorded_histories(served: Serving, agent: Agent, history: list[dict[str, Any]]) -> None:
-    """LiteLLM's own answers were collected from a server once: it wants older versions of openai
-    and huggingface-hub than are tested here."""
-    body = {"model": MODEL, "messages": history, "max_tokens": 8, "tools": [LOOK]}
-    answer = httpx.post(
-        f"{served.address}/v1/chat/completions",
-        json=body,
-        headers={"Authorization": f"Bearer {KEY}"},
-    )
-    assert answer.status_code == 200
-    _, called, result = agent.messages
-    assert called["tool_calls"][0]["function"] == {"name": "look", "arguments": {"at": "sea"}}
-    assert (result["content"], result["tool_call_id"]) == ("Ships.", called["tool_calls"][0]["id"])
-
-
 def history_with(arguments: Any, content: Any = "Ships.") -> Any:
     function = {"name": "look", "arguments": arguments}
     return [
@@ -263,19 +212,13 @@ def test_a_call_may_be_asked_for(
 
 
 @pytest.mark.parametrize(
-    ("choice", "message"),
-    [
-        ("require", "tool_choice 'require' is not supported by this server"),
-        ({"type": "custom"}, "tool_choice .* is not supported by this server"),
-        (
-            {"type": "function", "function": {"name": "hear"}},
-            "tool_choice: 'hear' is none of the tools",
-        ),
-    ],
+    "choice",
+    ["require", {"type": "custom"}, {"type": "function", "function": {"name": "hear"}}],
 )
-def test_choices_that_are_none(client: openai.OpenAI, choice: Any, message: str) -> None:
-    with pytest.raises(openai.BadRequestError, match=message):
+def test_choices_that_are_none(client: openai.OpenAI, choice: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
         ask(client, "?", tools=[LOOK], tool_choice=choice)
+    assert caught.value.param == "tool_choice"
 
 
 def test_formats_that_cannot_be_asked_for(agent: Agent) -> None:

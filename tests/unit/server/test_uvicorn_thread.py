@@ -88,15 +88,6 @@ def test_who_vanishes_while_waiting_is_cancelled(stream: bool) -> None:
         assert server.service.load().waiting == 0
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_who_vanishes_in_the_middle_is_cancelled(stream: bool) -> None:
-    with serving(parrot=Parrot(steps=3)) as server:
-        with connected(server) as connection:
-            connection.sendall(whole(stream))
-            server.until(lambda: server.parrot.steps == 0)
-        server.until(lambda: server.parrot.cancelled == [0])
-
-
 def test_all_texts_of_who_vanishes_are_cancelled() -> None:
     with serving(parrot=Parrot(steps=3)) as server:
         with connected(server) as connection:
@@ -194,14 +185,6 @@ def test_a_body_that_is_not_wanted_is_not_asked_for() -> None:
             assert until(connection, b"\r\n\r\n").startswith(b"HTTP/1.1 100 ")
             connection.sendall(body)
             assert until(connection, b"}}").startswith(b"HTTP/1.1 200 ")
-
-
-def test_a_body_in_chunks_is_read_up_to_the_limit() -> None:
-    with serving(max_body_bytes=1000) as server, connected(server) as connection:
-        connection.sendall(head("/v1/completions", "Transfer-Encoding: chunked"))
-        connection.sendall(b"200\r\n" + 512 * b" " + b"\r\n")
-        connection.sendall(b"200\r\n" + 512 * b" " + b"\r\n")
-        assert until(connection, b"}}").startswith(b"HTTP/1.1 413 ")
 
 
 def test_a_client_that_sends_all_of_a_huge_body_reads_why_it_was_refused() -> None:
@@ -334,12 +317,6 @@ def test_who_does_not_read_cannot_keep_the_server_from_stopping(
     assert caplog.messages == []
 
 
-def test_stopping_twice_is_stopping_once() -> None:
-    with serving() as server:
-        server.server.stop(1)
-        server.server.stop(1)
-
-
 async def no_content(scope: Scope, receive: Receive, send: Send) -> None:
     """An application."""
     await send({"type": "http.response.start", "status": 204, "headers": []})
@@ -381,36 +358,19 @@ def test_an_access_log_is_kept_only_if_it_is_asked_for(
 # Sockets.
 
 
-def test_any_free_port() -> None:
-    with bind("127.0.0.1", 0) as one, bind("127.0.0.1", 0) as other:
-        assert address_of(one) == f"http://127.0.0.1:{one.getsockname()[1]}"
-        assert address_of(one) != address_of(other)
-
-
 def test_a_port_that_is_taken() -> None:
     with bind("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(UserError) as caught:
             bind("127.0.0.1", port)
-    assert str(caught.value) == (
-        f"--port {port} of 127.0.0.1 is taken: give another, or 0 for any that is free"
-    )
+    assert f"--port {port} of 127.0.0.1" in caught.value.problem
 
 
-@pytest.mark.parametrize(
-    ("host", "message"),
-    [
-        ("nowhere.invalid", r"^--host nowhere\.invalid: .*: give an address of this machine$"),
-        (
-            "192.0.2.1",
-            r"^--host 192\.0\.2\.1 is no address of this machine: give one, or 0\.0\.0\.",
-        ),
-        ("x" * 300, r"^--host xxx.*: give an address of this machine$"),
-    ],
-)
-def test_a_host_that_is_none(host: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
+@pytest.mark.parametrize("host", ["nowhere.invalid", "192.0.2.1", "x" * 300])
+def test_a_host_that_is_none(host: str) -> None:
+    with pytest.raises(UserError) as caught:
         bind(host, 0)
+    assert f"--host {host}" in caught.value.problem
 
 
 def test_ipv6() -> None:
@@ -499,7 +459,7 @@ def test_missing_packages_are_named_with_the_remedy(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(serve, "find_spec", lambda name: name if name[0] == "p" else None)
     with pytest.raises(UserError) as caught:
         check_packages(ServeConfig())
-    assert str(caught.value) == "serving needs starlette, uvicorn: pip install starlette uvicorn"
+    assert caught.value.remedy == "pip install starlette uvicorn"
 
 
 def test_uvicorn_leaves_signals_and_loops_of_others_alone() -> None:
