@@ -28,11 +28,9 @@ from shardmlx.server.metrics import (
     RequestCounter,
     RequestMeter,
 )
-from shardmlx.server.model_names import ModelNames
 from shardmlx.server.openai_errors import ApiError, refused
 from shardmlx.server.openai_requests import (
     ApiRequest,
-    Defaults,
     Reader,
     ServedModel,
     read_chat,
@@ -88,36 +86,22 @@ GENERATED: Mapping[str, tuple[Read[ApiRequest], type[Reply]]] = {
 def make_app(
     queue: RequestQueue,
     reader: Reader,
+    served: ServedModel,
     *,
-    names: ModelNames,
-    vocabulary: int,
-    most_tokens: int,
     api_key: str | None = None,
-    defaults: Defaults | None = None,
     hosts: Collection[str] | None = None,
     origins: Sequence[str] = (),
     max_body_bytes: int = MOST_BODY_BYTES,
     memory: MemoryCollector | None = None,
     unavailable_reason: Callable[[], str | None] = lambda: None,
-    complaint: Callable[[str], str] | None = None,
 ) -> Starlette:
     """Return the application over a queue.
 
-    ``names`` are those of the model, ``vocabulary`` how many token ids it knows; a prompt and its
-    answer have at most ``most_tokens``. With ``api_key`` all but the page and /health need it.
-    ``hosts`` are the names that a request's ``Host`` may have, None for any; ``origins`` are other
-    sites whose pages may use the API, "*" for any. ``memory`` is shown at /metrics.
-    While ``unavailable_reason`` returns a reason, no requests are taken. ``complaint`` is that of
-    ``ServedModel``.
+    With ``api_key`` all but the page and /health need it. ``hosts`` are the names that a request's
+    ``Host`` may have, None for any; ``origins`` are other sites whose pages may use the API, "*"
+    for any. ``memory`` is shown at /metrics. While ``unavailable_reason`` returns one, no requests
+    are taken.
     """
-    served = ServedModel(
-        names=names,
-        vocabulary=vocabulary,
-        most_tokens=most_tokens,
-        most_requests=queue.most_open,
-        defaults=defaults or Defaults(),
-        complaint=complaint,
-    )
     api = Api(queue, reader, served, max_body_bytes, memory, unavailable_reason)
     endpoints = [route.path for route in api.routes if isinstance(route, Route)]
     middleware = [

@@ -25,7 +25,7 @@ from shardmlx.server.answer_parser import stops_of
 from shardmlx.server.app import make_app
 from shardmlx.server.metrics import MemoryCollector
 from shardmlx.server.model_names import names_of
-from shardmlx.server.openai_requests import Defaults
+from shardmlx.server.openai_requests import Defaults, ServedModel
 from shardmlx.server.request_queue import GenerationRequest, Piece, RequestQueue
 from shardmlx.server.uvicorn_thread import HttpServer
 
@@ -146,24 +146,28 @@ class RequestServer:
         config, queue = self._config, self._queue
         key = config.api_key or os.environ.get(KEY_VARIABLE) or None
         names = names_of(config.model, config.served_model_name, any_name=config.any_model_name)
-        app = make_app(
-            queue,
-            self._reader,
+        served = ServedModel(
             names=names,
             vocabulary=self._prepared.shape.vocab_size,
             most_tokens=self._prepared.plan.load.context,
-            api_key=key,
+            most_requests=queue.most_open,
             defaults=Defaults(
                 max_tokens=config.max_tokens,
                 sampling=SamplingParams(
                     temp=config.temp, top_p=config.top_p, min_p=config.min_p, top_k=config.top_k
                 ),
             ),
+            complaint=self._complaint,
+        )
+        app = make_app(
+            queue,
+            self._reader,
+            served,
+            api_key=key,
             hosts=trusted_hosts(listeners[0], config.extra_hosts),
             origins=config.origins,
             max_body_bytes=config.max_body,
             unavailable_reason=self._unavailable_reason,
-            complaint=self._complaint,
             memory=MemoryCollector(
                 self._transport.hosts, self._prepared.limits, mx.get_peak_memory
             ),

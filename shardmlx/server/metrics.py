@@ -81,28 +81,18 @@ class MemoryCollector(Collector):
     def __init__(
         self, hosts: Sequence[str], limits: Sequence[MemoryLimits], peak: Callable[[], int]
     ) -> None:
-        self._hosts = hosts
-        self._limits = limits
-        self._peak = peak
+        self._hosts, self._limits, self._peak = hosts, limits, peak
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield one family for each metric, in bytes."""
+        planned = [each.planned.peak for each in self._limits]
+        limits = [each.memory for each in self._limits]
+        expected = "Most memory that the plan expects of MLX's arrays"
+        taken = "Most memory that MLX's arrays have taken, on the rank that is asked"
         for name, text, values in (
-            (
-                "planned_peak_memory_bytes",
-                "Most memory that the plan expects of MLX's arrays",
-                [each.planned.peak for each in self._limits],
-            ),
-            (
-                "memory_limit_bytes",
-                "Memory that MLX's arrays may take",
-                [each.memory for each in self._limits],
-            ),
-            (
-                "peak_memory_bytes",
-                "Most memory that MLX's arrays have taken, on the rank that is asked",
-                [self._peak()],
-            ),
+            ("planned_peak_memory_bytes", expected, planned),
+            ("memory_limit_bytes", "Memory that MLX's arrays may take", limits),
+            ("peak_memory_bytes", taken, [self._peak()]),
         ):
             family = GaugeMetricFamily(f"shardmlx_{name}", text, labels=["rank", "host"])
             for rank, value in enumerate(values):
@@ -114,8 +104,7 @@ class _QueueCollector(Collector):
     """The load of the queue at the moment when it is asked for."""
 
     def __init__(self, queue: RequestQueue, unavailable_reason: Callable[[], str | None]) -> None:
-        self._queue = queue
-        self._unavailable_reason = unavailable_reason
+        self._queue, self._unavailable_reason = queue, unavailable_reason
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Yield one family for each metric."""

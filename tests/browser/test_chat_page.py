@@ -560,17 +560,3 @@ def test_a_phone_needs_no_sideways_scrolling(page: Page) -> None:
         assert page.run(f"return {dialog}.scrollWidth - {dialog}.clientWidth") == 0
     finally:
         page.chrome.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-
-
-def test_the_browser_knows_all_that_the_styles_say(page: Page) -> None:
-    script = """
-        const done = arguments[0];
-        const sheets = [...document.querySelectorAll('link[rel=stylesheet]')];
-        Promise.all(sheets.map(async ({ href }) => {
-          const text = (await (await fetch(href)).text()).replace(/\\/\\*.*?\\*\\//gs, '');
-          const found = [...text.matchAll(/([a-z-]+)\\s*:\\s*([^;{}]+);/g)];
-          return found.filter(([, name, value]) =>
-            !name.startsWith('--') && !CSS.supports(name, value.replace('!important', '')));
-        })).then((wrong) => done(wrong.flat().map(([all]) => all)));
-    """
-    assert page.chrome.execute_async_script(script) == []

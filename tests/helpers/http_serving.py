@@ -19,6 +19,7 @@ from shardmlx.inference.sampling_params import SampledToken
 from shardmlx.server.answer_parser import stops_of
 from shardmlx.server.app import make_app
 from shardmlx.server.model_names import ModelNames
+from shardmlx.server.openai_requests import ServedModel
 from shardmlx.server.request_queue import FinishReason, GenerationRequest, Piece, RequestQueue
 from shardmlx.server.uvicorn_thread import HttpServer
 
@@ -197,10 +198,16 @@ def serving(
     parrot = parrot or Parrot()
     service = RequestQueue(most_open)
     listener = bind("127.0.0.1", 0)
-    options = {"hosts": trusted_hosts(listener), "names": ModelNames((MODEL,)), **options}
-    app = make_app(
-        service, reader or Letters(), vocabulary=VOCABULARY, most_tokens=MOST_TOKENS, **options
+    of_model = {name: options.pop(name) for name in ("defaults", "complaint") if name in options}
+    served = ServedModel(
+        names=ModelNames((MODEL,)),
+        vocabulary=VOCABULARY,
+        most_tokens=MOST_TOKENS,
+        most_requests=most_open,
+        **of_model,
     )
+    options = {"hosts": trusted_hosts(listener), **options}
+    app = make_app(service, reader or Letters(), served, **options)
 
     def generate() -> None:
         with suppress(RuntimeError):

@@ -107,7 +107,3 @@ def test_uplot_is_as_its_makers_published_it_and_comes_with_its_licence() -> Non
     for name, digest in UPLOT.items():
         assert hashlib.sha256((PARTS / name).read_bytes()).hexdigest() == digest, name
     assert (PARTS / "uPlot.LICENSE").read_text().strip() in render_page([], title="run")
-
-
-def test_a_page_is_small() -> None:
-    assert len(render_page([], title="run")) < 120_000
