@@ -9,10 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from shardmlx.server import streaming
 from shardmlx.server.anthropic_requests import MessagesBody, as_chat
 from shardmlx.server.openai_errors import ApiError
-from tests.helpers.http_serving import KEY, MODEL, Agent, Parrot, Serving, serving
+from tests.helpers.http_serving import KEY, MODEL, Agent, Serving
 
 LOOK = {
     "name": "look",
@@ -232,15 +231,6 @@ def test_a_call_that_is_cut_off_is_text(served: Serving) -> None:
     assert message["content"][-1] == {"type": "text", "text": '{"at": "se'}
 
 
-def test_a_stream_that_fails_says_so() -> None:
-    with serving(reader=Agent(), api_key=KEY) as server:
-        server.parrot.fails = "a fault"
-        text = post(server, "hello.", stream=True).text
-    last = text.strip().split("\n\n")[-1]
-    assert last.startswith("event: error\n")
-    assert "no text is generated any more: a fault" in last
-
-
 def test_thinking_can_be_turned_off() -> None:
     assert translated(thinking={"type": "disabled"})["reasoning_effort"] == "none"
     assert translated(thinking={"type": "adaptive"})["reasoning_effort"] is None
@@ -309,21 +299,6 @@ def test_a_structure_may_be_asked_for(served: Serving, field: str) -> None:
     more: Any = {field: {"format": form} if field == "output_config" else form}
     assert post(served, "?.", **more).status_code == 200
     assert '"depth"' in str(served.parrot.added[-1].sampling.grammar)
-
-
-def test_in_silence_a_stream_pings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients count no comments."""
-    monkeypatch.setattr(streaming, "SECONDS_OF_SILENCE", 0.01)
-    with serving(reader=Agent(), api_key=KEY, parrot=Parrot(steps=2)) as server:
-        body = {"max_tokens": 9, "messages": [{"role": "user", "content": "ab."}], "stream": True}
-        headers = {"x-api-key": KEY}
-        url = f"{server.address}/v1/messages"
-        with httpx.stream("POST", url, json=body, headers=headers) as response:
-            lines = response.iter_lines()
-            assert 'data: {"type": "ping"}' in lines
-            server.parrot.steps = None
-            server.parrot.goes_on.set()
-            assert list(lines)[-2] == 'data: {"type": "message_stop"}'
 
 
 def test_by_anthropics_own_package(served: Serving) -> None:

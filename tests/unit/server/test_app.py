@@ -15,6 +15,7 @@ from openai.types.chat import ChatCompletionUserMessageParam
 
 from shardmlx.costmodel.memory_limits import MemoryLimits, PlannedMemory
 from shardmlx.inference.sampling_params import SamplingParams
+from shardmlx.server import streaming
 from shardmlx.server.app import LONG_BODY_BYTES
 from shardmlx.server.metrics import MemoryCollector, Metrics
 from shardmlx.server.openai_requests import Defaults
@@ -284,18 +285,48 @@ def test_while_a_rank_does_not_answer_nobody_need_wait_for_it() -> None:
         assert httpx.get(f"{server.address}/health").json() == {"status": "ok"}
 
 
-def test_a_stream_that_fails_is_not_done() -> None:
+STREAMS = {
+    "chat/completions": (b": still here\n\n", "data: {"),
+    "responses": (b"event: response.in_progress\n", "event: error\n"),
+    "messages": (b'event: ping\ndata: {"type": "ping"}\n\n', "event: error\n"),
+}
+"""APIs, with the bytes in a stream that their clients count as life, and the begin of an error."""
+
+
+def asked_for(path: str) -> dict[str, Any]:
+    said = "input" if path == "responses" else "messages"
+    limit = {} if path == "responses" else {"max_tokens": 9}
+    return {said: [{"role": "user", "content": "ab."}], "stream": True, **limit}
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_in_silence_a_stream_says_that_it_lives(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "SECONDS_OF_SILENCE", 0.01)
+    sign, _ = STREAMS[path]
     with serving(parrot=Parrot(steps=2)) as server:
-        body = {"prompt": "hello", "stream": True}
-        with httpx.stream("POST", f"{server.address}/v1/completions", json=body) as response:
+        url, body = f"{server.address}/v1/{path}", asked_for(path)
+        with httpx.stream("POST", url, json=body, timeout=60) as response:
+            came = b""
+            for chunk in response.iter_bytes():
+                came += chunk
+                if came.count(sign) >= 3:
+                    server.parrot.steps = None
+                    server.parrot.goes_on.set()
+        assert came.count(sign) >= 3
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_a_stream_that_fails_ends_with_an_error(path: str) -> None:
+    with serving(parrot=Parrot(steps=2)) as server:
+        url, body = f"{server.address}/v1/{path}", asked_for(path)
+        with httpx.stream("POST", url, json=body) as response:
             lines = response.iter_lines()
-            assert json.loads(next(lines).removeprefix("data: "))["choices"][0]["text"] == "h"
+            next(lines)
             server.parrot.fails = "a fault"
-            rest = [line for line in lines if line]
-        error = json.loads(rest[-1].removeprefix("data: "))["error"]
-        assert error["type"] == "server_error"
-        assert error["code"] == "service_ended"
-        assert "data: [DONE]" not in rest
+            *_, last = "\n".join(lines).strip().split("\n\n")
+    assert last.startswith(STREAMS[path][1])
+    assert "no text is generated any more: a fault" in last
+    assert "[DONE]" not in last
 
 
 class Broken(Parrot):

@@ -9,8 +9,7 @@ import httpx
 import openai
 import pytest
 
-from shardmlx.server import streaming
-from tests.helpers.http_serving import KEY, MODEL, Agent, Parrot, Serving, serving
+from tests.helpers.http_serving import KEY, MODEL, Agent, Serving
 
 LOOK: Any = {
     "type": "function",
@@ -261,22 +260,6 @@ def test_a_request_of_codex(served: Serving, agent: Agent) -> None:
     assert "start: /x/" in agent.tools[1]["function"]["description"]
 
 
-def test_in_silence_a_stream_sends_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Codex counts no comments; the package collects the response as ever."""
-    monkeypatch.setattr(streaming, "SECONDS_OF_SILENCE", 0.01)
-    with serving(reader=Agent(), api_key=KEY, parrot=Parrot(steps=2)) as server:
-        client = openai.OpenAI(base_url=f"{server.address}/v1", api_key=KEY, max_retries=0)
-        with client.responses.stream(model=MODEL, input="ab.") as stream:
-            kinds = []
-            for event in stream:
-                kinds.append(event.type)
-                if kinds.count("response.in_progress") == 3:
-                    server.parrot.steps = None
-                    server.parrot.goes_on.set()
-            assert stream.get_final_response().output_text == "ab"
-        assert kinds.count("response.in_progress") >= 3
-
-
 def test_a_structure_may_be_asked_for(client: openai.OpenAI, served: Serving) -> None:
     schema = {"type": "object", "properties": {"depth": {"type": "integer"}}}
     form: Any = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
@@ -364,13 +347,3 @@ def test_what_is_refused(
         client.responses.create(**{"model": MODEL, "input": "?", **asked})
     assert caught.value.param == param
     assert named in caught.value.body["message"]
-
-
-def test_a_stream_that_fails_says_so() -> None:
-    with serving(reader=Agent()) as server:
-        server.parrot.fails = "a fault"
-        body = {"input": "hello.", "stream": True}
-        text = httpx.post(f"{server.address}/v1/responses", json=body).text
-    last = text.strip().split("\n\n")[-1]
-    assert last.startswith("event: error\n")
-    assert "no text is generated any more: a fault" in last

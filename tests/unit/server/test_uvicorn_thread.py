@@ -19,7 +19,7 @@ from shardmlx.common.http_listener import LOOPBACK, address_of, bind, bind_both,
 from shardmlx.config import serve
 from shardmlx.config.serve import ServeConfig, check_packages
 from shardmlx.errors import UserError
-from shardmlx.server import app, streaming, uvicorn_thread
+from shardmlx.server import app, uvicorn_thread
 from shardmlx.server.uvicorn_thread import HttpServer
 from tests.helpers.http_serving import Parrot, Serving, serving
 
@@ -147,17 +147,6 @@ def test_who_does_not_read_holds_up_nobody() -> None:
         assert answer.json()["choices"][0]["text"] == 180 * "hello"
         server.until(lambda: server.parrot.is_idle)
     assert server.parrot.cancelled == []
-
-
-def test_a_stream_says_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "SECONDS_OF_SILENCE", 0.01)
-    with serving() as server:
-        server.parrot.goes_on.clear()
-        with connected(server) as connection:
-            connection.sendall(whole(True, max_tokens=1))
-            until(connection, b": still here\n\n")
-            server.parrot.goes_on.set()
-            until(connection, b"data: [DONE]\n\n")
 
 
 # Bodies and heads that are too large, or too slow.
