@@ -32,8 +32,8 @@ Arrays = Sequence[mx.array]
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
-    """Keys that the positions of a micro-batch see, given to a layer as its mask.
+class ChunkedMask:
+    """A layer's mask for attention in pieces: the keys that positions of a micro-batch see.
 
     Each position sees itself and those before it in its sequence, or only the last ``window`` of
     these. ``chunk`` is the most queries of a piece, from 1.
@@ -43,17 +43,17 @@ class Sight:
     window: int | None = None
     places: PackedPositions | None = None
 
-    def pieces(self, length: int) -> Iterator[Piece]:
+    def pieces(self, length: int) -> Iterator[QueryChunk]:
         """Yield the pieces of a row of ``length`` in order."""
         starts = [0]
         if self.places is not None:
             starts += (np.flatnonzero(np.diff(self.places.rows)) + 1).tolist()
         for start, stop in zip(starts, [*starts[1:], length], strict=True):
             for s in range(start, stop, self.chunk):
-                yield Piece(start, s, min(stop, s + self.chunk), self.window)
+                yield QueryChunk(start, s, min(stop, s + self.chunk), self.window)
 
 
-class Piece(NamedTuple):
+class QueryChunk(NamedTuple):
     """Queries ``s`` to ``e`` of the sequence that begins at ``start``."""
 
     start: int
@@ -88,8 +88,8 @@ def attend(
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Return mlx-lm's ``scaled_dot_product_attention``; in pieces if ``mask`` is a ``Sight``."""
-    if isinstance(mask, Sight):
+    """Return mlx-lm's ``scaled_dot_product_attention``, in pieces for a ``ChunkedMask``."""
+    if isinstance(mask, ChunkedMask):
         return attention_in_pieces(queries, keys, values, scale, mask, sinks)
     out: mx.array = scaled_dot_product_attention(
         queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
@@ -102,7 +102,7 @@ def attention_in_pieces(
     keys: mx.array,
     values: mx.array,
     scale: float,
-    sight: Sight,
+    mask: ChunkedMask,
     sinks: mx.array | None = None,
 ) -> mx.array:
     """Return attention (rows, heads, T, Dv) of queries (rows, heads, T, D), keys (rows, groups, T,
@@ -110,7 +110,7 @@ def attention_in_pieces(
 
     ``sinks`` (heads,) add a score to each head, for a key whose value is 0.
     """
-    pieces = [*sight.pieces(queries.shape[2])]
+    pieces = [*mask.pieces(queries.shape[2])]
 
     def compute(q: mx.array, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
         return _forward(q, k, v, pieces)
@@ -134,7 +134,7 @@ def attention_in_pieces(
 
 
 def _forward(
-    q: mx.array, k: mx.array, v: mx.array, pieces: Sequence[Piece]
+    q: mx.array, k: mx.array, v: mx.array, pieces: Sequence[QueryChunk]
 ) -> tuple[mx.array, mx.array]:
     """Return the output, as ``q`` (rows, groups, heads of a group, T, D), and the log-sum-exp."""
     outs: list[mx.array] = []
@@ -154,7 +154,7 @@ def _forward(
 
 
 def _backward(
-    primals: Arrays, cotangents: Arrays, outputs: Arrays, pieces: Sequence[Piece]
+    primals: Arrays, cotangents: Arrays, outputs: Arrays, pieces: Sequence[QueryChunk]
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Return gradients of queries, keys and values, given those of output and log-sum-exp."""
     (q, k, v), (out, sums), (gradient, of_sums) = primals, outputs, cotangents
@@ -185,7 +185,7 @@ def _scores(q: mx.array, k: mx.array, seen: mx.array | None) -> mx.array:
     return mx.where(seen, by_head, -mx.inf).reshape(scores.shape)
 
 
-def _flat(x: mx.array, piece: Piece) -> mx.array:
+def _flat(x: mx.array, piece: QueryChunk) -> mx.array:
     """Return a piece of all heads of a group, one after the other: (rows, groups, queries, D)."""
     return x[:, :, :, piece.s : piece.e].flatten(2, 3)
 

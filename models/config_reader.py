@@ -71,11 +71,11 @@ class Config(NamedTuple):
         """Return whether a fact is true here."""
         return fact if isinstance(fact, bool) else self.switch(fact, False)
 
-    def only(self, key: str, value: Any) -> None:
-        """Raise ``UserError`` if a field has another than the only supported ``value``."""
-        if self.get(key, value) != value:
+    def must_be_false(self, key: str) -> None:
+        """Raise ``UserError`` if a field is there and not false."""
+        if self.get(key, False) is not False:
             raise UserError(
-                f"config.json: {key} is {self.fields[key]!r}", f"only {value!r} is supported"
+                f"config.json: {key} is {self.fields[key]!r}", "only False is supported"
             )
 
     def each_layer(self, key: str) -> list[Any] | None:

@@ -27,7 +27,7 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from shardmlx.compat import calls, follow_positions, rebind
-from shardmlx.models.attention import Sight, attend
+from shardmlx.models.attention import ChunkedMask, attend
 from shardmlx.models.packed_positions import PackedPositions
 from shardmlx.models.parts import InPlaceOf, Parts, at, first_argument, with_part
 
@@ -173,7 +173,7 @@ class Decoder:
         """Return the mask for layers; our own for attention in pieces and packed rows."""
         places, chunk = (None, None) if self._now is None else self._now[3:]
         if cache is None and not how.get("return_array") and chunk and chunk < h.shape[1]:
-            return Sight(chunk, window_size, places)
+            return ChunkedMask(chunk, window_size, places)
         if cache is None and places is not None:
             return mx.array(places.mask(window_size))
         return create_attention_mask(h, cache, window_size=window_size, **how)

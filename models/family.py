@@ -95,7 +95,7 @@ class Family:
     def layers(self, config: Config) -> Sequence[LayerShape]:
         """Return the sizes of each layer of a config.json."""
         for key in self.only:
-            config.only(key, False)
+            config.must_be_false(key)
         windows = self.windows(config)
         sparse = [False] * len(windows) if self.experts is None else self.sparse(config)
         kinds = {kind: self._layer(config, *kind) for kind in {*zip(sparse, windows, strict=True)}}

@@ -143,9 +143,7 @@ class ModelShape:
         return kinds, tuple(kinds.index(alike[kind]) for kind in self.pattern)
 
     def layer(self, index: int) -> LayerShape:
-        """Return the sizes of a layer. Raises ``ValueError`` if there is none."""
-        if not 0 <= index < self.num_layers:
-            raise ValueError(f"layer {index} of a model of {self.num_layers}")
+        """Return the sizes of a layer."""
         return self.kinds[self.pattern[index]]
 
     def embedding_parameters(self) -> int:

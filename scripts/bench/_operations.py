@@ -30,7 +30,7 @@ def mlx_work(rows: int, length: int, ours: bool) -> Mapping[str, Work]:
     from mlx.optimizers import AdamW
 
     from shardmlx.engine.loss import loss_and_slopes
-    from shardmlx.models.attention import Sight, attention_in_pieces
+    from shardmlx.models.attention import ChunkedMask, attention_in_pieces
     from shardmlx.models.recompute import swiglu
 
     def normal(*shape: int) -> mx.array:
@@ -41,7 +41,7 @@ def mlx_work(rows: int, length: int, ours: bool) -> Mapping[str, Work]:
         mx.eval(inputs, gradient)
         return lambda: mx.eval(*mx.vjp(function, list(inputs), [gradient]))
 
-    tokens, mask = rows * length, Sight(128)
+    tokens, mask = rows * length, ChunkedMask(128)
     x, gate, up = normal(tokens, WIDTH), normal(tokens, INNER), normal(tokens, INNER)
     q, k = normal(rows, HEADS, length, HEAD), normal(rows, GROUPS, length, HEAD)
     logits, targets = normal(tokens, VOCABULARY), mx.zeros(tokens, mx.int32)

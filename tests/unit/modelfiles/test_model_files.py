@@ -83,12 +83,6 @@ def test_a_config_alone_is_a_model_without_tensors_whose_sizes_are_computed(
     assert sizes.head == 12800 + 128
 
 
-def test_a_tied_matrix_counts_as_embedding_only(tmp_path: Path) -> None:
-    tied = open_model(str(write(tmp_path, model_files(TINY | {"tie_word_embeddings": True}))))
-    sizes = model_sizes(tied, None).weight_sizes
-    assert (sizes.embedding, sizes.head) == (12800, 128)
-
-
 def test_adapters_and_loose_tensors_are_read_too(tmp_path: Path) -> None:
     ours = open_model(str(write(tmp_path / "adapters", adapters(range(2, 4)))))
     assert ours.adapter is not None
@@ -334,14 +328,6 @@ def test_a_file_on_the_hub_that_is_no_safetensors_file_is_named(hub: Hub, inspec
         }
         assert f"me/bad/model.safetensors {message}" in line_of(inspect("me/bad"))
         assert hub.bytes_served < 40_000
-
-
-def test_verify_compares_with_what_the_hub_lists(hub: Hub, inspect: Inspect) -> None:
-    hub.repositories["me/tiny"] = model_files(TINY, shards=2)
-    done = inspect("me/tiny", "--verify")
-    assert done.returncode == 0
-    assert done.stdout.endswith("all is well\n")
-    assert "checksums not compared: the hub gives 2, but contents are not downloaded" in done.stdout
 
 
 def test_without_huggingface_hub_local_models_are_inspected_all_the_same(tmp_path: Path) -> None:

@@ -190,13 +190,6 @@ def test_checksums_find_what_headers_do_not(tmp_path: Path) -> None:
     assert any(str(config) in fault and "git id" in fault for fault in faults(snapshot))
 
 
-def test_progress_is_told_of_every_byte(tmp_path: Path) -> None:
-    snapshot = cached(tmp_path)
-    counts: list[int] = []
-    verify(read_model(find_source(str(snapshot))), counts.append)
-    assert sum(counts) == sum(path.stat().st_size for path in snapshot.iterdir())
-
-
 def test_adapters_are_pairs_of_the_rank_that_they_claim(tmp_path: Path) -> None:
     assert faults(write(tmp_path / "sound", adapters(range(2)))) == []
     lying = adapters(range(1), rank=8, lora_parameters={"rank": 16})

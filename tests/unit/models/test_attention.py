@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from shardmlx.models.attention import Sight, attention_in_pieces
+from shardmlx.models.attention import ChunkedMask, attention_in_pieces
 from shardmlx.models.packed_positions import PackedPositions
 
 LENGTH, HEADS, GROUPS, WIDTH = 67, 6, 2, 8
@@ -30,21 +30,21 @@ def packed(*lengths: int) -> PackedPositions:
     return PackedPositions(rows, np.concatenate([np.arange(n, dtype=np.int32) for n in lengths]))
 
 
-def whole(sight: Sight) -> Callable[..., mx.array]:
-    """MLX's attention, with the mask of all that a sight sees."""
+def whole(chunked: ChunkedMask) -> Callable[..., mx.array]:
+    """MLX's attention, with the same mask as one array."""
 
     def attend(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
         length = q.shape[2]
-        places = sight.places or packed(length)
-        mask = mx.array(places.mask(sight.window))
+        places = chunked.places or packed(length)
+        mask = mx.array(places.mask(chunked.window))
         out: mx.array = mx.fast.scaled_dot_product_attention(q, k, v, scale=SCALE, mask=mask)
         return out
 
     return attend
 
 
-def in_pieces(sight: Sight) -> Callable[..., mx.array]:
-    return lambda q, k, v: attention_in_pieces(q, k, v, SCALE, sight)
+def in_pieces(chunked: ChunkedMask) -> Callable[..., mx.array]:
+    return lambda q, k, v: attention_in_pieces(q, k, v, SCALE, chunked)
 
 
 def results(attend: Callable[..., mx.array], given: list[mx.array]) -> list[mx.array]:
@@ -78,16 +78,16 @@ def assert_alike(ours: list[mx.array], theirs: list[mx.array]) -> None:
 def test_output_and_gradients_are_those_of_the_whole(
     lengths: tuple[int, ...] | None, window: int | None, chunk: int
 ) -> None:
-    sight = Sight(chunk, window, None if lengths is None else packed(*lengths))
+    chunked = ChunkedMask(chunk, window, None if lengths is None else packed(*lengths))
     given = arrays(rows=2 if lengths is None else 1)
-    assert_alike(results(in_pieces(sight), given), results(whole(sight), given))
+    assert_alike(results(in_pieces(chunked), given), results(whole(chunked), given))
 
 
 @pytest.mark.parametrize("chunk", [1, 16, 67])
 @pytest.mark.parametrize("window", [None, 5])
 def test_sinks_are_a_score_more_for_each_head(window: int | None, chunk: int) -> None:
     """Of a size that decides much, and little; MLX's own kernel says the same of the output."""
-    sight = Sight(chunk, window)
+    chunked = ChunkedMask(chunk, window)
     *given, cotangent = arrays()
     sinks = mx.linspace(-3, 6, HEADS)
     mask = mx.array(packed(LENGTH).mask(window))
@@ -101,7 +101,7 @@ def test_sinks_are_a_score_more_for_each_head(window: int | None, chunk: int) ->
         return out
 
     def pieces_with(q: mx.array, k: mx.array, v: mx.array, sinks: mx.array) -> mx.array:
-        return attention_in_pieces(q, k, v, SCALE, sight, sinks)
+        return attention_in_pieces(q, k, v, SCALE, chunked, sinks)
 
     ours = results(pieces_with, [*given, sinks, cotangent])
     theirs = results(whole_with, [*given, sinks, cotangent])
@@ -115,10 +115,10 @@ def test_sinks_are_a_score_more_for_each_head(window: int | None, chunk: int) ->
 
 def test_half_precision_is_as_near_as_mlx_itself() -> None:
     """Both round; neither is farther from the float32 result than rounding accounts for."""
-    sight = Sight(16)
-    exact = results(whole(sight), [each.astype(mx.float32) for each in arrays(dtype=mx.bfloat16)])
-    ours = results(in_pieces(sight), arrays(dtype=mx.bfloat16))
-    theirs = results(whole(sight), arrays(dtype=mx.bfloat16))
+    chunked = ChunkedMask(16)
+    exact = results(whole(chunked), [each.astype(mx.float32) for each in arrays(dtype=mx.bfloat16)])
+    ours = results(in_pieces(chunked), arrays(dtype=mx.bfloat16))
+    theirs = results(whole(chunked), arrays(dtype=mx.bfloat16))
     for mine, other, right in zip(ours, theirs, exact, strict=True):
         assert mine.dtype == mx.bfloat16
         assert difference(mine, right) < max(2 * difference(other, right), 1e-2)
@@ -127,8 +127,8 @@ def test_half_precision_is_as_near_as_mlx_itself() -> None:
 def test_scores_of_any_size_overflow_nothing() -> None:
     *given, cotangent = arrays()
     given = [*(1e4 * each for each in given), cotangent]
-    out, *gradients = results(in_pieces(Sight(16)), given)
-    assert difference(out, results(whole(Sight(16)), given)[0]) < 1e-3
+    out, *gradients = results(in_pieces(ChunkedMask(16)), given)
+    assert difference(out, results(whole(ChunkedMask(16)), given)[0]) < 1e-3
     assert all(mx.isfinite(each).all() for each in gradients)
 
 
@@ -140,7 +140,7 @@ def test_one_piece_has_its_scores_in_memory() -> None:
     given_bytes = sum(each.nbytes for each in given)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    results(in_pieces(Sight(chunk)), given)
+    results(in_pieces(ChunkedMask(chunk)), given)
     peak = mx.get_peak_memory() - before
     scores = HEADS * chunk * length * 4
     # Outputs, scaled queries, their parts, and the sums of two gradients: small beside the scores.
@@ -153,6 +153,6 @@ def test_keys_that_nobody_sees_are_not_looked_at() -> None:
     q, k, v, _ = arrays(rows=1)
     k[:, :, :20] = mx.nan
     v[:, :, :20] = mx.nan
-    for sight in (Sight(8, window=4), Sight(8, places=packed(20, 47))):
-        out = attention_in_pieces(q, k, v, SCALE, sight)
+    for chunked in (ChunkedMask(8, window=4), ChunkedMask(8, places=packed(20, 47))):
+        out = attention_in_pieces(q, k, v, SCALE, chunked)
         assert mx.isfinite(out[:, :, 24:]).all()
