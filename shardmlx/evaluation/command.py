@@ -17,9 +17,9 @@ from shardmlx.evaluation.perplexity import perplexity_of, read_texts
 from shardmlx.evaluation.scoring import Scorer, Scores, Sequences
 from shardmlx.evaluation.tasks import check_tasks, rows_of, run_tasks
 from shardmlx.inference.pipeline import FirstStage
-from shardmlx.inference.plan import Load
+from shardmlx.inference.plan import GenerationLoad
 from shardmlx.inference.prompts import PromptReader
-from shardmlx.inference.setup import Prepared, prepare, report_memory
+from shardmlx.inference.setup import InferenceRun, prepare, report_memory
 from shardmlx.loading.rank_setup import SETUP_SECONDS
 
 Request = Sequences | str | None
@@ -37,19 +37,19 @@ def run(config: EvaluateConfig, transport: Transport, blas: Blas) -> None:
     reporter.say(str(blas))
     texts: list[Sample] = []
 
-    def read(reader: PromptReader, most_positions: int | None) -> Load:
+    def read(reader: PromptReader, most_positions: int | None) -> GenerationLoad:
         if config.output is not None:
             check_writable(Path(config.output), "--output")
         if config.data is None:
             check_tasks(config)
             longest = min(config.max_seq_length, most_positions or config.max_seq_length)
-            return Load(config.batch_size, longest, 1, longest)
+            return GenerationLoad(config.batch_size, longest, 1, longest)
         texts.extend(read_texts(config, reader, most_positions, reporter.warn))
         longest = max(len(tokens) for tokens, _ in texts)
-        return Load(min(config.batch_size, len(texts)), longest, 1, longest)
+        return GenerationLoad(min(config.batch_size, len(texts)), longest, 1, longest)
 
     prepared = prepare(config, transport, reporter, read)
-    scorer = Scorer(transport, prepared.part, config.batch_size, prepared.plan.chunk)
+    scorer = Scorer(transport, prepared.part, config.batch_size, prepared.plan.setup.chunk)
     transport.activity.begin("evaluating")
     if prepared.reader is None:
         _follow(prepared, scorer)
@@ -61,7 +61,7 @@ def run(config: EvaluateConfig, transport: Transport, blas: Blas) -> None:
     report_memory(prepared, reporter)
 
 
-def _follow(prepared: Prepared, scorer: Scorer) -> None:
+def _follow(prepared: InferenceRun, scorer: Scorer) -> None:
     """Serve rank 0's requests until the last."""
     # Rank 0 may compute for long between two requests: its own metric, or a prompt.
     with prepared.transport.longer_timeout(SETUP_SECONDS):
@@ -73,7 +73,7 @@ def _follow(prepared: Prepared, scorer: Scorer) -> None:
 
 
 def _lead(
-    prepared: Prepared,
+    prepared: InferenceRun,
     scorer: Scorer,
     reader: PromptReader,
     texts: Sequence[Sample],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardmlx.config.evaluate import EvaluateConfig
@@ -89,10 +89,7 @@ def run_tasks(
 
 def rows_of(results: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     """Return task, metric, value and standard error of each result."""
-    return list(_rows(results))
-
-
-def _rows(results: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    rows = []
     for task, values in results.items():
         for name, value in values.items():
             metric, comma, filtered = name.partition(",")
@@ -100,7 +97,9 @@ def _rows(results: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
                 continue
             error = values.get(f"{metric}_stderr,{filtered}")
             shown = f"{error:.4f}" if isinstance(error, float) else ""
-            yield task, metric, f"{value:.4f}" if isinstance(value, float) else str(value), shown
+            number = f"{value:.4f}" if isinstance(value, float) else str(value)
+            rows.append((task, metric, number, shown))
+    return rows
 
 
 def continuation(
@@ -163,7 +162,7 @@ def _model(config: EvaluateConfig, reader: PromptReader, score: Score, begin: Be
             ]
 
         def generate_until(self, requests: Sequence[Any]) -> list[str]:
-            return list(_answers(reader, [request.args for request in requests], encode, begin))
+            return _answers(reader, [request.args for request in requests], encode, begin)
 
     return Pipeline()
 
@@ -173,8 +172,8 @@ def _answers(
     asked: Sequence[tuple[str, Mapping[str, Any]]],
     encode: Callable[[str], Sequence[int]],
     begin: Begin,
-) -> Iterator[str]:
-    """Yield greedy answers, each up to its first stop string."""
+) -> list[str]:
+    """Return greedy answers, each up to its first stop string."""
     stage = begin()
     answers = []
     for number, (context, how) in enumerate(asked):
@@ -185,10 +184,7 @@ def _answers(
             new_detokenizer(reader.tokenizer, most, StopStrings(tuple(filter(None, stops))))
         )
         stage.add(number, encode(context), SamplingParams(stream=number))
-    while not stage.is_idle:
-        for number, sampled in stage.step():
-            answers[number].take(sampled.token)
-            if answers[number].finish_reason is not None:
-                stage.finish(number)
+    for _ in stage.stream(dict(enumerate(answers))):
+        pass
     stage.stop()
-    yield from (answer.text for answer in answers)
+    return [answer.text for answer in answers]

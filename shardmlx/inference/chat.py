@@ -11,10 +11,10 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.inference.chat_input import PipedLines, TerminalLines, find_terminal
 from shardmlx.inference.detokenize import IncrementalDetokenizer
-from shardmlx.inference.plan import Load
+from shardmlx.inference.plan import GenerationLoad
 from shardmlx.inference.prompts import ChatMessage, PromptReader
 from shardmlx.inference.setup import (
-    Prepared,
+    InferenceRun,
     new_detokenizer,
     new_prefix_cache,
     prepare,
@@ -32,7 +32,7 @@ def run(config: ChatConfig, transport: Transport, blas: Blas) -> None:
     reporter = Reporter(quiet=transport.rank != 0 or not config.verbose)
     reporter.say(str(blas))
 
-    def read(reader: PromptReader, most_positions: int | None) -> Load:
+    def read(reader: PromptReader, most_positions: int | None) -> GenerationLoad:
         if not reader.has_template:
             raise UserError(f"--model {config.model} has no chat template", "use shardmlx generate")
         return typical_load(config, 1, config.cache_tokens, most_positions)
@@ -59,7 +59,7 @@ class _Chat:
     """A conversation at rank 0, whose KV cache is kept from turn to turn."""
 
     def __init__(
-        self, config: ChatConfig, prepared: Prepared, reader: PromptReader, reporter: Reporter
+        self, config: ChatConfig, prepared: InferenceRun, reader: PromptReader, reporter: Reporter
     ) -> None:
         self._config = config
         self._reader = replace(reader, system_prompt=config.system_prompt)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from shardmlx.common.environment import Blas
 from shardmlx.common.reporter import Bar, Reporter, check_writable
@@ -17,10 +18,10 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.inference.detokenize import IncrementalDetokenizer
 from shardmlx.inference.pipeline import FirstStage
-from shardmlx.inference.plan import Load
+from shardmlx.inference.plan import GenerationLoad
 from shardmlx.inference.prompts import PromptReader, PromptRequest, read_prompts, read_stdin
 from shardmlx.inference.setup import (
-    Prepared,
+    InferenceRun,
     new_detokenizer,
     prepare,
     report_memory,
@@ -45,12 +46,12 @@ def run(config: GenerateConfig, transport: Transport, blas: Blas) -> None:
     Raises ``AgreedError`` on all ranks alike for what the user can mend, before weights are read.
     """
     # Answers on stdout are for another program to read.
-    is_quiet = transport.rank != 0 or not config.verbose or _answers_on_stdout(config)
-    reporter = Reporter(quiet=is_quiet)
+    is_for_programs = config.prompts is not None and config.output is None
+    reporter = Reporter(quiet=transport.rank != 0 or not config.verbose or is_for_programs)
     reporter.say(str(blas))
     prompts: list[TokenizedPrompt] = []
 
-    def read(reader: PromptReader, most_positions: int | None) -> Load:
+    def read(reader: PromptReader, most_positions: int | None) -> GenerationLoad:
         prompts.extend(tokenised(config, reader))
         return load_of(prompts)
 
@@ -96,9 +97,9 @@ def _tokens(
         raise UserError(f"{request.where}: {error.problem}", error.remedy) from None
 
 
-def load_of(prompts: Sequence[TokenizedPrompt]) -> Load:
+def load_of(prompts: Sequence[TokenizedPrompt]) -> GenerationLoad:
     """Return how many tokens these prompts and their answers may take."""
-    return Load(
+    return GenerationLoad(
         sequences=len(prompts),
         prompt=max(len(each.tokens) for each in prompts),
         answer=max(each.max_tokens for each in prompts),
@@ -108,7 +109,7 @@ def load_of(prompts: Sequence[TokenizedPrompt]) -> Load:
 
 def _lead(
     config: GenerateConfig,
-    prepared: Prepared,
+    prepared: InferenceRun,
     reader: PromptReader,
     prompts: Sequence[TokenizedPrompt],
     reporter: Reporter,
@@ -122,10 +123,7 @@ def _lead(
     if config.prompts is None:
         _stream(answers[0], len(prompts[0].tokens), first_stage, reporter)
     else:
-        with (
-            _output(config) as file,
-            reporter.bar("generating", len(answers)) as bar,
-        ):
+        with _output(config) as file, reporter.bar("generating", len(answers)) as bar:
             _write(prompts, answers, first_stage, file, bar)
         _summary(prompts, answers, reporter)
     first_stage.stop()
@@ -137,12 +135,8 @@ def _stream(
     """Print one answer as it comes."""
     reporter.say(RULE)
     try:
-        while not first_stage.is_idle:
-            for number, sampled in first_stage.step():
-                segment = answer.take(sampled.token)
-                if answer.finish_reason is not None:
-                    first_stage.finish(number)
-                print(segment, end="", flush=True)
+        for _, text in first_stage.stream({0: answer}):
+            print(text, end="", flush=True)
     finally:
         print(flush=True)  # what is said of a failure begins a line
     reporter.say(RULE)
@@ -165,43 +159,25 @@ def _write(
     bar: Bar,
 ) -> None:
     """Write all answers, as JSON lines in the order of their prompts."""
-    written = 0
-    while not first_stage.is_idle:
-        for number, sampled in first_stage.step():
-            answer = answers[number]
-            answer.take(sampled.token)
-            if answer.finish_reason is None:
-                continue
-            first_stage.finish(number)
-            bar.advance()
-            while written < len(answers) and answers[written].finish_reason is not None:
-                line = _answer(prompts[written], answers[written])
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
-                file.flush()
-                written += 1
+    waiting = deque(zip(prompts, answers, strict=True))
+    for number, _ in first_stage.stream(dict(enumerate(answers))):
+        bar.advance(answers[number].finish_reason is not None)
+        while waiting and waiting[0][1].finish_reason is not None:
+            prompt, answer = waiting.popleft()
+            line = {
+                "text": answer.text,
+                "prompt_tokens": len(prompt.tokens),
+                "generation_tokens": answer.count,
+                "finish_reason": answer.finish_reason,
+            }
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            file.flush()
 
 
-def _answer(prompt: TokenizedPrompt, answer: IncrementalDetokenizer) -> dict[str, Any]:
-    """Return a line of ``--output``."""
-    return {
-        "text": answer.text,
-        "prompt_tokens": len(prompt.tokens),
-        "generation_tokens": answer.count,
-        "finish_reason": answer.finish_reason,
-    }
-
-
-def _answers_on_stdout(config: GenerateConfig) -> bool:
-    return config.prompts is not None and config.output is None
-
-
-@contextmanager
-def _output(config: GenerateConfig) -> Iterator[IO[str]]:
+def _output(config: GenerateConfig) -> AbstractContextManager[IO[str]]:
     if config.output is None:
-        yield sys.stdout
-        return
-    with Path(config.output).open("w", encoding="utf-8") as file:
-        yield file
+        return nullcontext(sys.stdout)
+    return Path(config.output).open("w", encoding="utf-8")
 
 
 def _summary(

@@ -27,13 +27,14 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
 
 from shardmlx.distributed.messages import Handle, PeerLost, buffer_of
+from shardmlx.inference.detokenize import IncrementalDetokenizer
 from shardmlx.inference.prefix_cache import CachedPrefix, PrefixCache
 from shardmlx.inference.sampler import packed_width, unpack
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
@@ -175,6 +176,19 @@ class FirstStage:
             self._worker.item = first.item
             self._worker.wait(first.handle, self._last)
             return self._take()
+
+    def stream(self, answers: Mapping[int, IncrementalDetokenizer]) -> Iterator[tuple[int, str]]:
+        """Generate until all sequences have ended; yield pairs of (sequence, text) as text comes.
+
+        ``answers`` has the detokenizer of each sequence, which says where it ends. Raises as
+        ``step``.
+        """
+        while not self.is_idle:
+            for number, sampled in self.step():
+                text = answers[number].take(sampled.token)
+                if answers[number].finish_reason is not None:
+                    self.finish(number)
+                yield number, text
 
     def stop(self) -> None:
         """Have all ranks return from ``LaterStage.run``."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 
 from shardmlx.common.digests import text_digest
 from shardmlx.common.formatting import gibibytes, numbers_of
@@ -38,7 +37,7 @@ measured on a CPU with OpenBLAS."""
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class GenerationLoad:
     """The sequences of a run: how many, and the most tokens that one of them may have.
 
     ``prompt`` and ``answer`` are the tokens of the longest, ``context`` those of the longest
@@ -55,28 +54,46 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class InferencePlan:
-    """The plan of a run: stage i is on rank i, and at most ``most`` sequences are under way at a
-    time, in ``groups``; ``chunk`` tokens of a prompt are computed at a time."""
+    """The plan of a run: stage i is on rank i. ``setup`` has the number of sequences that are under
+    way at a time, in ``groups``, and of the tokens of a prompt that are computed at a time."""
 
     stage_map: StageMap
-    load: Load
+    load: GenerationLoad
     groups: int
-    most: int
-    chunk: int
-    max_kv_size: int | None
-    quantisation: CacheQuantisation | None
+    setup: GenerationSetup
     model: str
 
     @property
     def digest(self) -> str:
         """A digest that is equal on two ranks if and only if they plan the same run."""
-        return text_digest(repr(astuple(self)))
+        return text_digest(repr(self))
+
+    @property
+    def memory(self) -> tuple[PlannedMemory, ...]:
+        """The bytes that each rank holds at most, and those that stay between two steps: weights,
+        KV caches and logits."""
+        between = replace(self.setup, chunk=0)
+        return tuple(
+            PlannedMemory(inference_memory(self.setup, *each), inference_memory(between, *each))
+            for each in self.stage_map.partition.ranges
+        )
+
+    @property
+    def caches(self) -> tuple[int, ...]:
+        """The bytes of each rank's KV caches."""
+        return tuple(kv_cache_memory(self.setup, *each) for each in self.stage_map.partition.ranges)
+
+    def first_overfull(self, budgets: Sequence[MemoryBudget]) -> int | None:
+        """Return the first rank that would take more than its budget; None if none does."""
+        peaks = (planned.peak for planned in self.memory)
+        too_much = (peak > budget.nbytes for peak, budget in zip(peaks, budgets, strict=True))
+        return next((rank for rank, is_overfull in enumerate(too_much) if is_overfull), None)
 
 
 def plan_inference(
     config: InferenceConfig,
     given: StageMap | None,
-    load: Load,
+    load: GenerationLoad,
     sizes: ModelSizes,
     cluster: Cluster,
     budgets: Sequence[MemoryBudget],
@@ -97,29 +114,41 @@ def plan_inference(
     # quantised ones.
     is_alone = limit is not None or quantisation is not None or not sizes.shape.takes_batches
     groups = most if is_alone else min(size, most)
-    chunk = config.chunk(size, cluster.backend)
-    memory = _GenerationMemory(sizes, load, most, chunk, limit, quantisation, cluster.backend)
+    setup = GenerationSetup(
+        shape=sizes.shape,
+        weight_sizes=sizes.weight_sizes,
+        dtype_bytes=sizes.dtype_bytes,
+        sequences=most,
+        context=load.context,
+        chunk=config.chunk(size, cluster.backend),
+        max_kv_size=limit,
+        cache_tokens=load.capacity,
+        quantisation=quantisation,
+        backend=cluster.backend,
+    )
     is_open = given is None and size > 1
-    needing_less = _how_to_need_less(memory, is_open and config.partitioner not in (AUTO, SMALLEST))
+    needing_less = _how_to_need_less(setup, is_open and config.partitioner not in (AUTO, SMALLEST))
     cluster = within(cluster, budgets)
     if given is not None:
         _check_map(given, config, sizes, cluster)
-    name = FASTEST if config.partitioner == AUTO else config.partitioner
-    divide = partial(
-        _divided, rows=-(-most // groups), load=load, sizes=sizes, cluster=cluster, memory=memory
-    )
+    costs = inference_costs(sizes, load, rows=-(-most // groups))
+
+    def plan_by(partitioner: str) -> InferencePlan:
+        stage_map = given or _divide(partitioner, costs, sizes, cluster, setup)
+        return InferencePlan(stage_map, load, groups, setup, model)
+
     try:
-        stage_map = given or divide(name)
-        if config.partitioner == AUTO and is_open and not _fits(stage_map, budgets, memory):
-            stage_map = divide(SMALLEST)
+        plan = plan_by(FASTEST if config.partitioner == AUTO else config.partitioner)
+        if config.partitioner == AUTO and is_open and plan.first_overfull(budgets) is not None:
+            plan = plan_by(SMALLEST)
     except DoesNotFitError as error:
         more = how_to_allow_more(config.memory_limit, budgets)
         raise UserError(error.fact, more + needing_less) from None
-    if not _fits(stage_map, budgets, memory):
-        ranges = stage_map.partition.ranges
-        allowed = how_to_allow(budgets, [memory.planned(*layers) for layers in ranges])
-        raise UserError(_overfull(stage_map, budgets, memory), allowed + needing_less)
-    return InferencePlan(stage_map, load, groups, most, chunk, limit, quantisation, model)
+    overfull = plan.first_overfull(budgets)
+    if overfull is not None:
+        allowed = how_to_allow(budgets, plan.memory)
+        raise UserError(_overfull(plan, overfull, budgets[overfull]), allowed + needing_less)
+    return plan
 
 
 def _check_quantisation(how: CacheQuantisation, shape: ModelShape) -> None:
@@ -133,69 +162,6 @@ def _check_quantisation(how: CacheQuantisation, shape: ModelShape) -> None:
                     f"{shape.model_type}, which have {size} elements",
                     "give 32" if size % 32 == 0 else "leave --kv-bits out",
                 )
-
-
-@dataclass(frozen=True, slots=True)
-class _GenerationMemory:
-    """The bytes that a stage holds, by its layers."""
-
-    sizes: ModelSizes
-    load: Load
-    most: int
-    chunk: int
-    max_kv_size: int | None
-    quantisation: CacheQuantisation | None
-    backend: str
-
-    def planned(self, start: int, stop: int) -> PlannedMemory:
-        """Return what a stage holds at most, and what stays between two steps: weights, KV caches
-        and logits."""
-        return PlannedMemory(self.total(start, stop), self._bytes(start, stop, chunk=0))
-
-    def total(self, start: int, stop: int) -> int:
-        """Return the most bytes that a stage of these layers holds."""
-        return self._bytes(start, stop, self.chunk)
-
-    def _bytes(self, start: int, stop: int, chunk: int) -> int:
-        return inference_memory(self._setup(chunk), start, stop)
-
-    def caches(self, start: int, stop: int) -> int:
-        """Return the bytes of its KV caches."""
-        return kv_cache_memory(self._setup(self.chunk), start, stop)
-
-    def _setup(self, chunk: int) -> GenerationSetup:
-        return GenerationSetup(
-            shape=self.sizes.shape,
-            weight_sizes=self.sizes.weight_sizes,
-            dtype_bytes=self.sizes.dtype_bytes,
-            sequences=self.most,
-            context=self.load.context,
-            chunk=chunk,
-            max_kv_size=self.max_kv_size,
-            cache_tokens=self.load.capacity,
-            quantisation=self.quantisation,
-            backend=self.backend,
-        )
-
-
-def planned_memory(
-    plan: InferencePlan, sizes: ModelSizes, backend: str
-) -> tuple[PlannedMemory, ...]:
-    """Return the memory that the plan expects of each rank."""
-    memory = _memory(plan, sizes, backend)
-    return tuple(memory.planned(start, stop) for start, stop in plan.stage_map.partition.ranges)
-
-
-def planned_caches(plan: InferencePlan, sizes: ModelSizes, backend: str) -> tuple[int, ...]:
-    """Return the bytes that the plan expects of each rank's KV caches."""
-    memory = _memory(plan, sizes, backend)
-    return tuple(memory.caches(start, stop) for start, stop in plan.stage_map.partition.ranges)
-
-
-def _memory(plan: InferencePlan, sizes: ModelSizes, backend: str) -> _GenerationMemory:
-    return _GenerationMemory(
-        sizes, plan.load, plan.most, plan.chunk, plan.max_kv_size, plan.quantisation, backend
-    )
 
 
 def _check_map(
@@ -218,27 +184,26 @@ def _check_map(
     make_mesh(stage_map, cluster.size, [machine.host for machine in cluster.machines])
 
 
-def _divided(
+def _divide(
     partitioner: str,
-    rows: int,
-    load: Load,
+    costs: LayerCosts,
     sizes: ModelSizes,
     cluster: Cluster,
-    memory: _GenerationMemory,
+    setup: GenerationSetup,
 ) -> StageMap:
-    """Divide the layers; ``rows`` sequences are in a group. Raises ``DoesNotFitError``."""
+    """Divide the layers. Raises ``DoesNotFitError``."""
     return divide_by_speed(
         partitioner,
         cluster.machines,
-        costs=inference_costs(sizes, load, rows),
+        costs=costs,
         sizes=sizes.held_sizes,
-        peak=lambda _, start, stop: float(memory.total(start, stop)),
+        peak=lambda _, start, stop: float(inference_memory(setup, start, stop)),
         capacity=list(map(cluster.capacity, range(cluster.size))),
         num_stages=cluster.size,
     )
 
 
-def inference_costs(sizes: ModelSizes, load: Load, rows: int) -> LayerCosts:
+def inference_costs(sizes: ModelSizes, load: GenerationLoad, rows: int) -> LayerCosts:
     """Return the FLOPs of one sequence in a group of ``rows``.
 
     A token of the answer counts as much as the tokens of a prompt that take the same time. A
@@ -256,40 +221,22 @@ def inference_costs(sizes: ModelSizes, load: Load, rows: int) -> LayerCosts:
     )
 
 
-def _fits(stage_map: StageMap, budgets: Sequence[MemoryBudget], memory: _GenerationMemory) -> bool:
-    return all(
-        memory.total(start, stop) <= budgets[rank].nbytes
-        for rank, (start, stop) in enumerate(stage_map.partition.ranges)
-    )
-
-
-def _overfull(
-    stage_map: StageMap, budgets: Sequence[MemoryBudget], memory: _GenerationMemory
-) -> str:
-    """Return how the first rank that does not fit fails."""
-    rank, (start, stop) = next(
-        (rank, (start, stop))
-        for rank, (start, stop) in enumerate(stage_map.partition.ranges)
-        if memory.total(start, stop) > budgets[rank].nbytes
-    )
+def _overfull(plan: InferencePlan, rank: int, budget: MemoryBudget) -> str:
+    setup = plan.setup
+    tokens = f"{setup.cache_tokens} tokens"
+    if setup.cache_tokens is None:
+        sequences = "a sequence" if setup.sequences == 1 else f"{setup.sequences} sequences"
+        tokens = f"{sequences} of {setup.context} tokens"
     return (
-        f"rank {rank} ({budgets[rank].host}) would take "
-        f"{in_process(budgets[rank], memory.total(start, stop))} for layers "
-        f"{numbers_of(start, stop)}, {gibibytes(memory.caches(start, stop))} for the KV cache of "
-        f"{_sequences(memory)}"
+        f"rank {rank} ({budget.host}) would take {in_process(budget, plan.memory[rank].peak)} for "
+        f"layers {numbers_of(*plan.stage_map.partition.ranges[rank])}, "
+        f"{gibibytes(plan.caches[rank])} for the KV cache of {tokens}"
     )
 
 
-def _sequences(memory: _GenerationMemory) -> str:
-    if memory.load.capacity is not None:
-        return f"{memory.load.capacity} tokens"
-    sequences = "a sequence" if memory.most == 1 else f"{memory.most} sequences"
-    return f"{sequences} of {memory.load.context} tokens"
-
-
-def _how_to_need_less(memory: _GenerationMemory, can_divide: bool) -> str:
-    if memory.load.capacity is not None:
+def _how_to_need_less(setup: GenerationSetup, can_divide: bool) -> str:
+    if setup.cache_tokens is not None:
         fewer = "lower --cache-tokens"
     else:
-        fewer = "lower --max-tokens" + " or --batch-size" * (memory.most > 1)
+        fewer = "lower --max-tokens" + " or --batch-size" * (setup.sequences > 1)
     return f"{fewer}, {'try --partitioner memory, ' * can_divide}or use more machines"

@@ -25,13 +25,7 @@ from shardmlx.inference.detokenize import IncrementalDetokenizer, Stops, StopStr
 from shardmlx.inference.grammars import Grammars
 from shardmlx.inference.kv_caches import check_quantised
 from shardmlx.inference.pipeline import FirstStage, LaterStage
-from shardmlx.inference.plan import (
-    InferencePlan,
-    Load,
-    plan_inference,
-    planned_caches,
-    planned_memory,
-)
+from shardmlx.inference.plan import GenerationLoad, InferencePlan, plan_inference
 from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.inference.prompts import PromptReader
 from shardmlx.inference.sampler import random_state
@@ -57,7 +51,7 @@ TYPICAL_PROMPT = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class InferenceRun:
     """A run that is ready to start. ``reader`` is there on rank 0 only; ``limits`` are the memory
     limits of each rank."""
 
@@ -82,15 +76,18 @@ class Prepared:
     ) -> FirstStage:
         """Return the stage of rank 0. ``patience`` is that of the ``Scheduler``."""
         plan = self.plan
-        scheduler = Scheduler(plan.groups, plan.most, plan.chunk, patience, plan.load.capacity)
+        setup = plan.setup
+        scheduler = Scheduler(
+            plan.groups, setup.sequences, setup.chunk, patience, plan.load.capacity
+        )
         return FirstStage(self._worker(grammars), scheduler, prefix_cache=prefix_cache)
 
     def _worker(self, grammars: Grammars | None) -> StageWorker:
         return StageWorker(
             self.transport,
             self.part,
-            max_kv_size=self.plan.max_kv_size,
-            quantisation=self.plan.quantisation,
+            max_kv_size=self.plan.setup.max_kv_size,
+            quantisation=self.plan.setup.quantisation,
             random_state=self.random_state,
             grammars=grammars,
         )
@@ -100,8 +97,8 @@ def prepare(
     config: InferenceConfig,
     transport: Transport,
     reporter: Reporter,
-    read: Callable[[PromptReader, int | None], Load],
-) -> Prepared:
+    read: Callable[[PromptReader, int | None], GenerationLoad],
+) -> InferenceRun:
     """Check everything, then load this rank's layers. All ranks must call it.
 
     ``read`` is called on rank 0 with the reader of prompts, and the most positions that the model
@@ -118,9 +115,9 @@ def _prepare(
     config: InferenceConfig,
     transport: Transport,
     reporter: Reporter,
-    read: Callable[[PromptReader, int | None], Load],
+    read: Callable[[PromptReader, int | None], GenerationLoad],
     opened: OpenedModel,
-) -> Prepared:
+) -> InferenceRun:
     found = on_rank_0(
         transport, "reading the prompts", partial(_read_prompts, config, opened, read)
     )
@@ -148,29 +145,29 @@ def _prepare(
         partial(_build, config, opened, *plan.stage_map.partition.ranges[transport.rank]),
     )
     reporter.say(_headline(config, plan))
-    if plan.quantisation is not None:
-        reporter.say(_cache_line(plan, inputs.sizes, inputs.cluster.backend))
+    if plan.setup.quantisation is not None:
+        reporter.say(_cache_line(plan))
     if config.max_kv_size is not None and opened.shape.chooses_caches:
         reporter.warn(
             f"--max-kv-size {config.max_kv_size} changes nothing: models of type "
             f"{opened.shape.model_type} choose their caches themselves, in mlx-lm too"
         )
-    backend = inputs.cluster.backend
-    planned = planned_memory(plan, inputs.sizes, backend)
-    limits = limit_memory(transport.rank, inputs.budgets, planned, backend, reporter)
+    limits = limit_memory(
+        transport.rank, inputs.budgets, plan.memory, inputs.cluster.backend, reporter
+    )
     with transport.longer_timeout(SETUP_SECONDS):
         opened.weights.load([part], opened.shape, reporter)
         transport.barrier("loading")
     mx.reset_peak_memory()
     reader = found[0] if found is not None else None
-    return Prepared(config, transport, plan, opened.shape, part, reader, state, limits)
+    return InferenceRun(config, transport, plan, opened.shape, part, reader, state, limits)
 
 
 def _read_prompts(
     config: InferenceConfig,
     opened: OpenedModel,
-    read: Callable[[PromptReader, int | None], Load],
-) -> tuple[PromptReader, Load]:
+    read: Callable[[PromptReader, int | None], GenerationLoad],
+) -> tuple[PromptReader, GenerationLoad]:
     reader = PromptReader(
         tokenizer=_tokenizer(config, opened),
         template_arguments=config.template_arguments,
@@ -213,18 +210,18 @@ def _headline(config: InferenceConfig, plan: InferencePlan) -> str:
     stages = plan.stage_map.num_stages
     return (
         f"{config.model}: {stages} stage{'s' if stages > 1 else ''} of {sizes} layers, prompts in "
-        f"chunks of {plan.chunk} tokens"
+        f"chunks of {plan.setup.chunk} tokens"
     )
 
 
-def _cache_line(plan: InferencePlan, sizes: ModelSizes, backend: str) -> str:
-    how = plan.quantisation
+def _cache_line(plan: InferencePlan) -> str:
+    how = plan.setup.quantisation
     assert how is not None
-    caches = " + ".join(map(gibibytes, planned_caches(plan, sizes, backend)))
-    plain = planned_caches(replace(plan, quantisation=None), sizes, backend)
+    plain = replace(plan, setup=replace(plan.setup, quantisation=None))
+    packed, whole = (" + ".join(map(gibibytes, each.caches)) for each in (plan, plain))
     return (
-        f"KV caches of sequences from {how.start} tokens on in {how.bits} bits: at most {caches}, "
-        f"not {' + '.join(map(gibibytes, plain))}"
+        f"KV caches of sequences from {how.start} tokens on in {how.bits} bits: at most {packed}, "
+        f"not {whole}"
     )
 
 
@@ -252,7 +249,7 @@ def xtc_special_tokens(tokenizer: TokenizerWrapper) -> tuple[int, ...]:
 
 def typical_load(
     config: InferenceConfig, sequences: int, capacity: int, most_positions: int | None
-) -> Load:
+) -> GenerationLoad:
     """Return the load to plan for where no prompt is known yet.
 
     ``sequences`` are under way at a time, and the KV caches hold ``capacity`` tokens. A sequence
@@ -260,12 +257,12 @@ def typical_load(
     """
     context = min(capacity, most_positions or capacity)
     answer = min(config.max_tokens, context // 2)
-    return Load(sequences, min(TYPICAL_PROMPT, context), answer, context, capacity)
+    return GenerationLoad(sequences, min(TYPICAL_PROMPT, context), answer, context, capacity)
 
 
-def new_prefix_cache(prepared: Prepared) -> PrefixCache:
+def new_prefix_cache(prepared: InferenceRun) -> PrefixCache:
     """Return an empty prefix cache for the model's caches."""
-    return PrefixCache.of(prepared.shape, prepared.plan.max_kv_size)
+    return PrefixCache.of(prepared.shape, prepared.plan.setup.max_kv_size)
 
 
 def new_detokenizer(
@@ -286,7 +283,7 @@ def new_detokenizer(
     )
 
 
-def report_memory(prepared: Prepared, reporter: Reporter) -> None:
+def report_memory(prepared: InferenceRun, reporter: Reporter) -> None:
     """Print a table of the layers and the memory of each rank. All ranks must call it."""
     transport, plan = prepared.transport, prepared.plan
     mine = (prepared.part.nbytes, mx.get_peak_memory(), peak_resident_bytes())

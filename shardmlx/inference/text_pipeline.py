@@ -10,10 +10,10 @@ from shardmlx.config.inference import InferenceConfig
 from shardmlx.distributed.agreement import on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
-from shardmlx.inference.plan import Load
+from shardmlx.inference.plan import GenerationLoad
 from shardmlx.inference.prompts import ChatMessage, PromptReader
 from shardmlx.inference.setup import (
-    Prepared,
+    InferenceRun,
     new_detokenizer,
     prepare,
     sampling_params_of,
@@ -28,14 +28,14 @@ CONTEXT_TOKENS = 4096
 class TextPipeline:
     """A model whose stages the ranks hold. ``load_pipeline`` makes it; all ranks have one."""
 
-    def __init__(self, prepared: Prepared) -> None:
+    def __init__(self, prepared: InferenceRun) -> None:
         self._prepared = prepared
         self._number = 0
 
     def stream_generate(
         self, prompt: str | Sequence[ChatMessage], *, max_tokens: int | None = None
     ) -> Iterator[str]:
-        """Generate the answer to a prompt; yield it in pieces on rank 0, and nothing elsewhere.
+        """Generate the answer to a prompt; yield it as it comes on rank 0, and nothing elsewhere.
 
         A text goes through the model's chat template, if there is one, as a user's message; a
         sequence of messages is a chat. ``max_tokens`` are those of ``load_pipeline`` by default.
@@ -90,13 +90,9 @@ class TextPipeline:
         params = sampling_params_of(prepared.config, tokenizer, number)
         first_stage.add(number, tokens, params, len(tokens) + max_tokens)
         try:
-            while not first_stage.is_idle:
-                for _, sampled in first_stage.step():
-                    piece = answer.take(sampled.token)
-                    if answer.finish_reason is not None:
-                        first_stage.finish(number)
-                    if piece:
-                        yield piece
+            for _, text in first_stage.stream({number: answer}):
+                if text:
+                    yield text
         except GeneratorExit:  # the caller has heard enough
             if answer.finish_reason is None:
                 first_stage.cancel(number)
@@ -110,7 +106,7 @@ class TextPipeline:
 def load_pipeline(
     model: str, transport: Transport, *, context_tokens: int = CONTEXT_TOKENS, **options: Any
 ) -> TextPipeline:
-    """Load each rank's stage of a model, to generate text. All ranks must call it.
+    """GenerationLoad each rank's stage of a model, to generate text. All ranks must call it.
 
     ``model`` is a directory or a Hugging Face repository, which only rank 0 needs; the ranks of
     ``transport`` hold a stage each. ``context_tokens`` bounds a prompt with its answer, whose KV
@@ -125,7 +121,7 @@ def load_pipeline(
     )
     capacity = held(context_tokens)
 
-    def read(reader: PromptReader, most_positions: int | None) -> Load:
+    def read(reader: PromptReader, most_positions: int | None) -> GenerationLoad:
         return typical_load(config, 1, capacity, most_positions)
 
     return TextPipeline(prepare(config, transport, Reporter(quiet=True), read))

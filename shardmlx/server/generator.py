@@ -20,7 +20,7 @@ from shardmlx.inference.detokenize import IncrementalDetokenizer
 from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.prompts import PromptReader
 from shardmlx.inference.sampling_params import BROKEN, SamplingParams
-from shardmlx.inference.setup import Prepared, new_detokenizer, xtc_special_tokens
+from shardmlx.inference.setup import InferenceRun, new_detokenizer, xtc_special_tokens
 from shardmlx.server.answer_parser import stops_of
 from shardmlx.server.app import make_app
 from shardmlx.server.metrics import MemoryCollector
@@ -125,7 +125,7 @@ class RequestServer:
     def __init__(
         self,
         config: ServeConfig,
-        prepared: Prepared,
+        prepared: InferenceRun,
         reader: PromptReader,
         first_stage: FirstStage,
         reporter: Reporter,

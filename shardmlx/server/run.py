@@ -11,7 +11,7 @@ from shardmlx.common.reporter import Reporter
 from shardmlx.config.serve import ServeConfig
 from shardmlx.distributed.transport import Transport
 from shardmlx.inference.grammars import share_grammars
-from shardmlx.inference.plan import Load
+from shardmlx.inference.plan import GenerationLoad
 from shardmlx.inference.prompts import PromptReader
 from shardmlx.inference.setup import new_prefix_cache, prepare, report_memory, typical_load
 
@@ -29,7 +29,7 @@ def run(config: ServeConfig, transport: Transport, blas: Blas) -> None:
     reporter.say(str(blas))
     listeners: list[socket] = []
 
-    def read(reader: PromptReader, most_positions: int | None) -> Load:
+    def read(reader: PromptReader, most_positions: int | None) -> GenerationLoad:
         load = typical_load(config, config.batch_size, config.cache_tokens, most_positions)
         listeners.extend(bind_both(config.host, config.port))
         return load
