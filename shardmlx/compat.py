@@ -127,7 +127,7 @@ def follow_positions(body: Any, positions: Callable[[], mx.array | None]) -> Non
 
     def factors(length: int, offset: Any, *how: Any) -> Any:
         own = positions()
-        # As if each position were a sequence of one token, after so many others.
+        # Treat each position as if it were a sequence of one token, after so many others.
         return plain(length, offset, *how) if own is None else plain(1, own, *how).reshape(-1, 1)
 
     rebind(body, name, factors)

@@ -12,7 +12,7 @@ class UserError(ValueError):
     escaped, and what is long left out in the middle.
 
     ``problem`` names the value, ``remedy`` says what to do; the message is both, with a colon
-    between. Whoever needs one of them takes the field, and parses no message.
+    between. Programs take the fields, and parse no message.
     """
 
     def __init__(self, problem: str, remedy: str = "") -> None:

@@ -7,16 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, Protocol
-
-
-class Digest(Protocol):
-    """A digest that takes bytes in pieces."""
-
-    def update(self, data: bytes | memoryview, /) -> None: ...
-
-    def digest(self) -> bytes: ...
-
+from typing import Any
 
 DIGEST_BYTES = 16
 """Length of a digest of tensors."""
@@ -30,11 +21,6 @@ def new_digest() -> hashlib.blake2b:
 def json_digest(value: Any) -> str:
     """Return the SHA-256 of a JSON-able value, independent of the order of keys."""
     return bytes_digest(canonical_json(value))
-
-
-def text_digest(text: str) -> str:
-    """Return the SHA-256 of a text."""
-    return bytes_digest(text.encode())
 
 
 def bytes_digest(content: bytes) -> str:

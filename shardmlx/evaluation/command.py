@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def run(config: EvaluateConfig, transport: Transport, blas: Blas) -> None:
     if prepared.reader is None:
         _follow(prepared, scorer)
     else:
-        results = _lead(prepared, scorer, prepared.reader, texts, reporter)
+        results = _lead(config, prepared, scorer, prepared.reader, texts, reporter)
         transport.broadcast(None, what="requests")
         if config.output is not None:
             Path(config.output).write_text(json.dumps(results, indent=2) + "\n")
@@ -73,6 +74,7 @@ def _follow(prepared: InferenceRun, scorer: Scorer) -> None:
 
 
 def _lead(
+    config: EvaluateConfig,
     prepared: InferenceRun,
     scorer: Scorer,
     reader: PromptReader,
@@ -80,9 +82,7 @@ def _lead(
     reporter: Reporter,
 ) -> Mapping[str, Any]:
     """Measure on rank 0, and show the results."""
-    config, transport = prepared.config, prepared.transport
-    if not isinstance(config, EvaluateConfig):
-        raise TypeError("options of another command")
+    transport = prepared.transport
 
     def score(sequences: Sequences) -> list[Scores]:
         transport.broadcast(sequences, what="requests")
@@ -98,13 +98,7 @@ def _lead(
         return results
     found = perplexity_of(texts, score([[*map(int, tokens)] for tokens, _ in texts]))
     reporter.say(
-        f"{config.data}: perplexity {found.perplexity:.4f} +/- {found.error:.4f}, loss "
+        f"{config.data}: perplexity {found.perplexity:.4f} +/- {found.standard_error:.4f}, loss "
         f"{found.loss:.4f}, {found.tokens} tokens of {plural(len(texts), 'text')}"
     )
-    return {
-        "perplexity": found.perplexity,
-        "standard_error": found.error,
-        "loss": found.loss,
-        "tokens": found.tokens,
-        "texts": len(texts),
-    }
+    return asdict(found) | {"texts": len(texts)}

@@ -20,16 +20,12 @@ from shardmlx.training.datasets import read_data
 @dataclass(frozen=True, slots=True)
 class Perplexity:
     """The perplexity of some texts: e to the ``loss``, the mean of the negative log-probabilities
-    of their ``tokens``. ``error`` is the standard error of the perplexity."""
+    of their ``tokens``."""
 
+    perplexity: float
+    standard_error: float
     loss: float
     tokens: int
-    error: float
-
-    @property
-    def perplexity(self) -> float:
-        """The number of equally likely tokens of the same mean uncertainty."""
-        return math.exp(self.loss)
 
 
 def read_texts(
@@ -73,4 +69,6 @@ def perplexity_of(samples: Sequence[Sample], scores: Sequence[Scores]) -> Perple
     )
     loss = float(losses.mean())
     spread = float(losses.std(ddof=1)) if losses.size > 1 else 0.0
-    return Perplexity(loss, losses.size, math.exp(loss) * spread / math.sqrt(losses.size))
+    perplexity = math.exp(loss)
+    error = perplexity * spread / math.sqrt(losses.size)
+    return Perplexity(perplexity, error, loss, losses.size)

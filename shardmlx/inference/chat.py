@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from shardmlx.common.environment import Blas
 from shardmlx.common.reporter import Reporter
@@ -16,7 +16,6 @@ from shardmlx.inference.prompts import ChatMessage, PromptReader
 from shardmlx.inference.setup import (
     InferenceRun,
     new_detokenizer,
-    new_prefix_cache,
     prepare,
     report_memory,
     sampling_params_of,
@@ -41,18 +40,8 @@ def run(config: ChatConfig, transport: Transport, blas: Blas) -> None:
     if prepared.reader is None:
         prepared.later_stage().run()
     else:
-        chat = _Chat(config, prepared, prepared.reader, reporter)
-        chat.hold()
+        _Chat(config, prepared, prepared.reader, reporter).hold()
     report_memory(prepared, reporter)
-
-
-@dataclass(slots=True)
-class _Turn:
-    """The answer to one message, of whose prompt ``cached`` tokens came from the prefix cache."""
-
-    stream: IncrementalDetokenizer
-    prompt_tokens: int
-    cached: int = 0
 
 
 class _Chat:
@@ -66,7 +55,7 @@ class _Chat:
         self._reporter = reporter
         self._most = prepared.plan.load.context
         self._max_tokens = prepared.plan.load.answer
-        self._first_stage = prepared.first_stage(prefix_cache=new_prefix_cache(prepared))
+        self._first_stage = prepared.first_stage(keeps_prefixes=True)
         self._lines = _lines(config)
         self._messages: list[ChatMessage] = []
         self._turns = 0
@@ -97,7 +86,7 @@ class _Chat:
 
     def _ask(self) -> str | None:
         """Return the next line that is typed; None at the end."""
-        line = self._lines.ask(self._first_stage.rest)
+        line = self._lines.ask(self._first_stage.keep_alive)
         if line is None and self._config.verbose:
             print(flush=True)
         return line
@@ -117,14 +106,22 @@ class _Chat:
                 "--cache-tokens): r begins anew"
             )
             return
-        turn = self._generate(tokens, context)
-        self._messages += [message, {"role": "assistant", "content": turn.stream.text}]
-        self._report(turn)
+        answer, cached = self._answer(tokens, context)
+        self._messages += [message, {"role": "assistant", "content": answer.text}]
+        rate = answer.count / max(answer.last - answer.first, 1e-9) if answer.count > 1 else 0.0
+        self._reporter.say(
+            self._lines.dimmed(
+                f"[{len(tokens) - cached} of {len(tokens)} prompt tokens computed, {answer.count} "
+                f"generated, {rate:.1f} tokens-per-sec]"
+            )
+        )
 
-    def _generate(self, tokens: tuple[int, ...], context: int) -> _Turn:
+    def _answer(self, tokens: tuple[int, ...], context: int) -> tuple[IncrementalDetokenizer, int]:
+        """Print the answer to a prompt as it comes; return it, and how many tokens of the prompt
+        came from the prefix cache."""
         number, self._turns = self._turns, self._turns + 1
         tokenizer = self._reader.tokenizer
-        turn = _Turn(new_detokenizer(tokenizer, self._max_tokens), len(tokens))
+        answer, cached = new_detokenizer(tokenizer, self._max_tokens), 0
         self._first_stage.add(
             number, tokens, sampling_params_of(self._config, tokenizer, number), context
         )
@@ -132,29 +129,18 @@ class _Chat:
         try:
             while not self._first_stage.is_idle:
                 for _, sampled in self._first_stage.step():
-                    segment = turn.stream.take(sampled.token)
-                    turn.cached = self._first_stage.cached(number)
-                    if turn.stream.finish_reason is not None:
+                    segment = answer.take(sampled.token)
+                    cached = self._first_stage.cached(number)
+                    if answer.finish_reason is not None:
                         self._first_stage.finish(number)
                     self._lines.show(segment)
-                has_ended = is_stopped or turn.stream.finish_reason is not None
+                has_ended = is_stopped or answer.finish_reason is not None
                 if not has_ended and self._lines.interrupts():
                     self._first_stage.cancel(number)
                     is_stopped = True
         finally:
-            print(flush=True)  # what is said of a failure begins a line
-        return turn
-
-    def _report(self, turn: _Turn) -> None:
-        stream = turn.stream
-        computed = turn.prompt_tokens - turn.cached
-        rate = stream.count / max(stream.last - stream.first, 1e-9) if stream.count > 1 else 0.0
-        self._reporter.say(
-            self._lines.dimmed(
-                f"[{computed} of {turn.prompt_tokens} prompt tokens computed, {stream.count} "
-                f"generated, {rate:.1f} tokens-per-sec]"
-            )
-        )
+            print(flush=True)  # so that an error begins a line
+        return answer, cached
 
 
 def _lines(config: ChatConfig) -> TerminalLines | PipedLines:

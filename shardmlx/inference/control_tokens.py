@@ -68,7 +68,7 @@ class ControlTokens:
 
 def any_of(texts: Collection[str]) -> str:
     """Return a pattern for the beginning of any of these texts, as far as it tells that one is
-    there. What they have in common is read once: models have a thousand such tokens."""
+    there. Their common settings are read once: models have a thousand such tokens."""
     if "" in texts:
         return ""
     branches = [

@@ -138,7 +138,7 @@ def _stream(
         for _, text in first_stage.stream({0: answer}):
             print(text, end="", flush=True)
     finally:
-        print(flush=True)  # what is said of a failure begins a line
+        print(flush=True)  # so that an error begins a line
     reporter.say(RULE)
     if not answer.text:
         reporter.say("No text generated for this prompt")

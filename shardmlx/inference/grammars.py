@@ -67,7 +67,7 @@ class Grammars:
 class _Tokens:
     """The tokens of a vocabulary, in the way in which llguidance asks for them.
 
-    Of itself it takes all added tokens that look like ``<think>`` for control tokens, which no text
+    llguidance takes all added tokens that look like ``<think>`` for control tokens, which no text
     of a grammar matches. Here they are text, unless the tokenizer says that they are special.
     """
 

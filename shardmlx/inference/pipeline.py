@@ -58,8 +58,8 @@ AHEAD = 2
 class _Sequence:
     """A sequence as the first rank knows it.
 
-    Of its ``tokens`` those up to ``position`` have entered the pipeline; those up to ``cached``
-    came from the prefix cache. ``awaits`` says that a token of it is under way.
+    Its ``tokens`` up to ``position`` have entered the pipeline; those up to ``cached`` came from
+    the prefix cache. ``awaits`` says that a token of it is under way.
     """
 
     tokens: list[int]
@@ -143,14 +143,14 @@ class FirstStage:
         else:
             self.finish(sequence)
 
-    def rest(self) -> None:
+    def keep_alive(self) -> None:
         """Tell the other ranks that all is well, and take in that they are.
 
         To be called every now and then while nothing is generated. Raises what transports raise if
         a rank is lost.
         """
         self._worker.begin(None)
-        item = self._scheduler.rest()
+        item = self._scheduler.idle_item()
         self._worker.announce(item)
         self._worker.drain(UNSENT)
         self._retract_foreseen()

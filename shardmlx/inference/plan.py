@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shardmlx.common.digests import text_digest
+from shardmlx.common.digests import bytes_digest
 from shardmlx.common.formatting import gibibytes, numbers_of
 from shardmlx.config.common_options import AUTO, FASTEST, SMALLEST
 from shardmlx.config.inference import InferenceConfig
@@ -66,7 +66,7 @@ class InferencePlan:
     @property
     def digest(self) -> str:
         """A digest that is equal on two ranks if and only if they plan the same run."""
-        return text_digest(repr(self))
+        return bytes_digest(repr(self).encode())
 
     @property
     def memory(self) -> tuple[PlannedMemory, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from shardmlx.common.yaml_reader import did_you_mean
+from shardmlx.common.yaml_reader import check_keys
 from shardmlx.errors import PromptTooLong, UserError, one_line, unknown_token
 from shardmlx.inference.answer_format import HARMONY, AnswerFormat, Marks, Tool
 from shardmlx.inference.call_formats import GENERIC_CALLS, LLAMA3_CALLS, call_format
@@ -310,10 +310,7 @@ def _request(line: str, where: str, max_tokens: int) -> PromptRequest:
         raise UserError(f"{where}: not valid JSON ({error})", "mend the line") from None
     if not isinstance(row, dict):
         raise UserError(f"{where} is {line.strip()}", 'write {"prompt": ...}')
-    for key in row:
-        if key not in KEYS:
-            known = did_you_mean(key, list(KEYS)) or f"the keys are {', '.join(KEYS)}"
-            raise UserError(f"{where}: unknown key {key!r}", known)
+    check_keys(row, KEYS, where, f"the keys are {', '.join(KEYS)}")
     if ("prompt" in row) == ("messages" in row):
         found = "both" if "prompt" in row else "neither"
         raise UserError(f"{where} has {found} of prompt and messages", "give one of them")

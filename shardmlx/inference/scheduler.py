@@ -215,7 +215,7 @@ class Scheduler:
             self._open[sequence].awaits = True
         return Item(ItemKind.DECODE, tuple(group.sequences), group=ready, **self._take_ended())
 
-    def rest(self) -> Item:
+    def idle_item(self) -> Item:
         """Return an item without work, to be issued while there is none."""
         return Item(ItemKind.IDLE, **self._take_ended())
 

@@ -71,11 +71,16 @@ class InferenceRun:
     def first_stage(
         self,
         patience: int | None = None,
-        prefix_cache: PrefixCache | None = None,
+        *,
+        keeps_prefixes: bool = False,
         grammars: Grammars | None = None,
     ) -> FirstStage:
-        """Return the stage of rank 0. ``patience`` is that of the ``Scheduler``."""
+        """Return the stage of rank 0. ``patience`` is that of the ``Scheduler``; with
+        ``keeps_prefixes`` it has a prefix cache."""
         plan = self.plan
+        prefix_cache = (
+            PrefixCache.of(self.shape, plan.setup.max_kv_size) if keeps_prefixes else None
+        )
         setup = plan.setup
         scheduler = Scheduler(
             plan.groups, setup.sequences, setup.chunk, patience, plan.load.capacity
@@ -258,11 +263,6 @@ def typical_load(
     context = min(capacity, most_positions or capacity)
     answer = min(config.max_tokens, context // 2)
     return GenerationLoad(sequences, min(TYPICAL_PROMPT, context), answer, context, capacity)
-
-
-def new_prefix_cache(prepared: InferenceRun) -> PrefixCache:
-    """Return an empty prefix cache for the model's caches."""
-    return PrefixCache.of(prepared.shape, prepared.plan.setup.max_kv_size)
 
 
 def new_detokenizer(

@@ -193,7 +193,7 @@ class StageWorker:
                     self._waits.append(now - begin)
                     return
             except PeerLost:
-                break  # what follows says where
+                break  # the wait below says where
             time.sleep(NAP if now < due else PAUSE)
             now = time.monotonic()
         self.transport.wait(

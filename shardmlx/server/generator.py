@@ -113,7 +113,7 @@ class PipelineGenerator:
     def keep_alive(self) -> None:
         """Tell the other ranks that this one lives. Raises if one is lost."""
         self._check_signals()
-        self._first_stage.rest()
+        self._first_stage.keep_alive()
 
 
 class RequestServer:

@@ -13,7 +13,7 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.inference.grammars import share_grammars
 from shardmlx.inference.plan import GenerationLoad
 from shardmlx.inference.prompts import PromptReader
-from shardmlx.inference.setup import new_prefix_cache, prepare, report_memory, typical_load
+from shardmlx.inference.setup import prepare, report_memory, typical_load
 
 PATIENCE = 2
 """Chunks of prompts that may come between two decode steps of the sequences under way."""
@@ -43,7 +43,7 @@ def run(config: ServeConfig, transport: Transport, blas: Blas) -> None:
         from shardmlx.server.generator import RequestServer
 
         first_stage = prepared.first_stage(
-            PATIENCE, new_prefix_cache(prepared) if config.prefix_cache else None, grammars
+            PATIENCE, keeps_prefixes=config.prefix_cache, grammars=grammars
         )
         complaint = None if grammars is None else grammars.complaint
         reader = replace(prepared.reader, most_tokens=prepared.plan.load.context)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,7 +13,7 @@ from shardmlx.distributed.local_transport import LocalNetwork
 from shardmlx.distributed.transport import Transport
 from shardmlx.inference.pipeline import FirstStage, LaterStage
 from shardmlx.inference.prefix_cache import PrefixCache
-from shardmlx.inference.sampling_params import SamplingParams
+from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 from shardmlx.inference.scheduler import Scheduler
 from shardmlx.inference.stage import StageWorker
 from shardmlx.models.slice import Slice
@@ -29,26 +30,58 @@ def by_mlx_lm(model: nn.Module, prompt: Sequence[int], count: int) -> list[int]:
     return [token for token, _ in steps]
 
 
-class Pipeline:
-    """A running pipeline, a rank for each model of ``models``, which keeps what has ended."""
+def on_ranks(
+    models: Sequence[nn.Module],
+    ranges: Sequence[tuple[int, int]],
+    work: Callable[[FirstStage], Any],
+    *,
+    chunk: int = CHUNK,
+    most: int = 8,
+    groups: int | None = None,
+    patience: int | None = None,
+    capacity: int | None = 4096,
+    prefix_cache: PrefixCache | None = None,
+    **how: Any,
+) -> Any:
+    """Return what ``work`` makes of the first stage, with a rank and a model for each range of
+    layers. ``how`` goes to the workers."""
 
-    def __init__(self, first_stage: FirstStage) -> None:
-        self._stage = first_stage
-        self.cached: dict[int, int] = {}
-        """Tokens of each prompt that came from the prefix cache."""
+    def run(transport: Transport) -> Any:
+        rank = transport.rank
+        worker = StageWorker(transport, Slice(models[rank], *ranges[rank]), random_state=7, **how)
+        if rank > 0:
+            return LaterStage(worker).run()
+        scheduler = Scheduler(groups or len(ranges), most, chunk, patience, capacity)
+        first_stage = FirstStage(worker, scheduler, prefix_cache=prefix_cache)
+        result = work(first_stage)
+        first_stage.stop()
+        return result
 
-    def texts(self, prompts: Mapping[int, Sequence[int]], count: int) -> Texts:
-        """Return ``count`` tokens after each prompt; all are under way at once."""
-        texts: Texts = {number: [] for number in prompts}
-        for number, prompt in prompts.items():
-            self._stage.add(number, prompt, SamplingParams(), context=len(prompt) + count)
-        while not self._stage.is_idle:
-            for number, sampled in self._stage.step():
-                self.cached[number] = self._stage.cached(number)
-                texts[number].append(sampled.token)
-                if len(texts[number]) == count:
-                    self._stage.finish(number)
-        return texts
+    return LocalNetwork(len(ranges)).run(run)[0]
+
+
+def finish_all(
+    first_stage: FirstStage, counts: Mapping[int, int], cached: dict[int, int] | None = None
+) -> dict[int, list[SampledToken]]:
+    """Return the tokens of sequences that end after so many. ``cached`` gets how many tokens of
+    their prompts came from the prefix cache."""
+    tokens: dict[int, list[SampledToken]] = {number: [] for number in counts}
+    while not first_stage.is_idle:
+        for number, sampled in first_stage.step():
+            if cached is not None:
+                cached[number] = first_stage.cached(number)
+            tokens[number].append(sampled)
+            if len(tokens[number]) == counts[number]:
+                first_stage.finish(number)
+    return tokens
+
+
+def texts_of(
+    first_stage: FirstStage, counts: Mapping[int, int], cached: dict[int, int] | None = None
+) -> Texts:
+    """Return ``finish_all`` without what comes with the tokens."""
+    found = finish_all(first_stage, counts, cached)
+    return {number: [each.token for each in tokens] for number, tokens in found.items()}
 
 
 def run_pipeline(
@@ -62,20 +95,16 @@ def run_pipeline(
     """Return the texts of the prompts, one mapping of them after the other, and what of each came
     from the prefix cache ``kept``. Each rank has a model of its own."""
 
-    def work(transport: Transport) -> tuple[Texts, dict[int, int]]:
-        rank = transport.rank
-        worker = StageWorker(transport, Slice(models[rank], *ranges[rank]))
-        if rank > 0:
-            LaterStage(worker).run()
-            return {}, {}
-        scheduler = Scheduler(groups, 8, CHUNK, None, 4096)
-        first_stage = FirstStage(worker, scheduler, prefix_cache=kept)
-        pipeline = Pipeline(first_stage)
+    def work(first_stage: FirstStage) -> tuple[Texts, dict[int, int]]:
         texts: Texts = {}
+        cached: dict[int, int] = {}
         for prompts in conversations:
-            texts |= pipeline.texts(prompts, count)
-        first_stage.stop()
-        return texts, pipeline.cached
+            for number, prompt in prompts.items():
+                first_stage.add(number, prompt, SamplingParams(), context=len(prompt) + count)
+            texts |= texts_of(first_stage, dict.fromkeys(prompts, count), cached)
+        return texts, cached
 
-    found: tuple[Texts, dict[int, int]] = LocalNetwork(len(ranges)).run(work)[0]
+    found: tuple[Texts, dict[int, int]] = on_ranks(
+        models, ranges, work, groups=groups, prefix_cache=kept
+    )
     return found

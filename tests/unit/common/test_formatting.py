@@ -48,7 +48,7 @@ def test_units_of_memory_mean_what_they_say(text: str, nbytes: int) -> None:
     "text", ["", "GB", "-1GB", "12 apples", "1e999", "5Gbps", "nan", "1 G i B"]
 )
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"^give bytes, or a size like 500MiB or 2GB$"):
+    with pytest.raises(ValueError, match="give bytes"):
         parse_bytes(text)
 
 

@@ -15,39 +15,29 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
 """Ten lines that stand for a billion values."""
 
 
-def refusal(path: Path, text: str) -> str:
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a: 1\nb: !!bool maybe\n", "line 2: 'maybe'"),
+        ("a: !!int ''\n", "line 1: ''"),
+        ("a: !!timestamp soon\n", "line 1: 'soon'"),
+        ("a: 2024-02-30\n", "line 1: '2024-02-30'"),
+        ("a: !!map x\n", "line 1: "),
+        ("a: &a [1, *a]\n", "line 1: an alias"),
+        ("a: " + "[" * 5000, "nested too deep"),
+        (BOMB, "line 5: its aliases"),
+        *((f"a: {sign}{'9' * 400}\n", "line 1: ") for sign in ("", "-")),
+        (f"a: 0x{'f' * 5000}\n", "line 1: "),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, text: str, problem: str) -> None:
+    path = tmp_path / "file"
     path.write_text(text)
     with pytest.raises(UserError) as caught:
         read_yaml(path)
-    return str(caught.value).removeprefix(str(path))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a: 1\nb: !!bool maybe\n", ", line 2: 'maybe' is no bool: mend the YAML"),
-        ("a: !!int ''\n", ", line 1: '' is no int: mend the YAML"),
-        ("a: !!timestamp soon\n", ", line 1: 'soon' is no timestamp: mend the YAML"),
-        ("a: 2024-02-30\n", ", line 1: '2024-02-30' is no timestamp: mend the YAML"),
-        ("a: !!map x\n", ", line 1: expected a mapping node, but found scalar: mend the YAML"),
-        ("a: &a [1, *a]\n", ", line 1: an alias in it stands for all of it: mend the YAML"),
-        ("a: " + "[" * 5000, " is nested too deep: mend the YAML"),
-        (
-            BOMB,
-            ", line 5: its aliases stand for more than 100000 values: mend the YAML",
-        ),
-    ],
-)
-def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
-    assert refusal(tmp_path / "file", text) == message
-
-
-@pytest.mark.parametrize("number", ["9" * 400, "0x" + "f" * 5000, "-" + "9" * 400])
-def test_a_number_beyond_all_floats_is_named(tmp_path: Path, number: str) -> None:
-    message = refusal(tmp_path / "file", f"a: {number}\n")
-    assert message.startswith(", line 1: ")
-    assert message.endswith(" is too large a number: mend the YAML")
-    assert len(message) < 100
+    assert caught.value.problem.startswith(str(path))
+    assert problem in caught.value.problem
+    assert len(str(caught.value)) < len(str(path)) + 100
 
 
 def test_aliases_that_stand_for_a_little_are_read(tmp_path: Path) -> None:

@@ -43,37 +43,36 @@ def test_prompts_and_chats_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "complaint"),
+    ("line", "value"),
     [
-        ('{"prompt": "hello"', "not valid JSON"),
-        ("[1]", 'is [1]: write {"prompt": ...}'),
-        ('{"promt": "hello"}', "unknown key 'promt': did you mean prompt?"),
-        ("{}", "has neither of prompt and messages"),
-        ('{"prompt": "a", "messages": []}', "has both of prompt and messages"),
-        ('{"prompt": ""}', "prompt is '': give a text"),
-        ('{"prompt": 3}', "prompt is 3: give a text"),
-        ('{"prompt": "a", "max_tokens": 0}', "max_tokens is 0: give a whole number from 1"),
-        ('{"prompt": "a", "max_tokens": true}', "max_tokens is True"),
-        ('{"messages": []}', "messages is []: give a list of chat messages"),
-        ('{"messages": [{"role": "user"}]}', "message 0 is {'role': 'user'}"),
+        ('{"prompt": "hello"', "JSON"),
+        ("[1]", "[1]"),
+        ('{"promt": "hello"}', "'promt'"),
+        ("{}", "neither"),
+        ('{"prompt": "a", "messages": []}', "both"),
+        ('{"prompt": ""}', "''"),
+        ('{"prompt": 3}', "3"),
+        ('{"prompt": "a", "max_tokens": 0}', "0"),
+        ('{"prompt": "a", "max_tokens": true}', "True"),
+        ('{"messages": []}', "[]"),
+        ('{"messages": [{"role": "user"}]}', "{'role': 'user'}"),
     ],
 )
-def test_a_bad_line(line: str, complaint: str, tmp_path: Path) -> None:
+def test_a_bad_line(line: str, value: str, tmp_path: Path) -> None:
     path = write(tmp_path, '{"prompt": "fine"}\n' + line + "\n")
     with pytest.raises(UserError) as error:
         read_prompts(path, 100)
-    assert str(error.value).startswith(f"{path}:2")
-    assert complaint in str(error.value)
+    assert error.value.problem.startswith(f"{path}:2")
+    assert value in error.value.problem
 
 
-def test_a_file_that_cannot_be_used(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"is empty: write lines like"):
-        read_prompts(write(tmp_path, "\n"), 100)
-    with pytest.raises(UserError, match="No such file"):
-        read_prompts(tmp_path / "none", 100)
-    (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match=r"no UTF-8 text"):
-        read_prompts(tmp_path / "binary", 100)
+@pytest.mark.parametrize("content", [b"\n", b"\xff\xfe", None])
+def test_a_file_that_cannot_be_used(content: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=str(path)):
+        read_prompts(path, 100)
 
 
 def test_text_from_stdin_ends_with_it_or_with_silence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,11 +152,15 @@ LLAMA = """{% if tools is defined %}{{ tools | tojson }}
 {% endif %}{% endfor %}"""
 
 
+def reader_with(tokenizer_path: Path, template: str) -> PromptReader:
+    tokenizer = load(tokenizer_path)
+    tokenizer.chat_template = template
+    return PromptReader(tokenizer=tokenizer)
+
+
 def told(small_tokenizer: Path, template: str, tools: list[Any]) -> tuple[str | None, str]:
     """The way of a template with tools, and what it makes of the history."""
-    tokenizer = load(small_tokenizer)
-    tokenizer.chat_template = template
-    reader = PromptReader(tokenizer=tokenizer)
+    reader = reader_with(small_tokenizer, template)
     return reader.answer_format.way, reader.untokenized(reader.chat(HISTORY, tools))
 
 
@@ -170,12 +173,11 @@ def test_without_a_template_there_is_no_way_to_tell_of_tools(small_tokenizer: Pa
 
 @pytest.mark.parametrize("said", ["The answer is", "Hm. ", "", "<s>user"])
 def test_a_chat_may_go_on_from_its_last_message(said: str, small_tokenizer: Path) -> None:
-    tokenizer = load(small_tokenizer)
-    tokenizer.chat_template = (
+    reader = reader_with(
+        small_tokenizer,
         "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}"
-        "{% if add_generation_prompt %}<s>assistant: {% endif %}"
+        "{% if add_generation_prompt %}<s>assistant: {% endif %}",
     )
-    reader = PromptReader(tokenizer=tokenizer)
     chat = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": said}]
     tokens = reader.chat(chat, continue_final_message=True)
     assert reader.untokenized(tokens) == f"<s>user: Q</s><s>assistant: {said}"
@@ -230,9 +232,7 @@ REFUSES = "raise_exception('at the beginning')"
 def test_several_system_messages_as_the_template_takes_them(
     small_tokenizer: Path, template: str, text: str
 ) -> None:
-    tokenizer = load(small_tokenizer)
-    tokenizer.chat_template = template
-    reader = PromptReader(tokenizer=tokenizer)
+    reader = reader_with(small_tokenizer, template)
     said = [("system", "A."), ("system", "B."), ("user", "x"), ("system", "C."), ("user", "y")]
     chat = [{"role": role, "content": content} for role, content in said]
     assert reader.chat(chat) == reader.text(text)[-len(reader.chat(chat)) :]

@@ -42,33 +42,26 @@ def show(item: Item) -> str:
     return names + ("!" if item.samples else str(item.length))
 
 
-def test_a_prompt_in_chunks_but_for_its_last_token_which_makes_the_first_choice() -> None:
-    scheduler = Scheduler(groups=1, most=1, chunk=3)
-    scheduler.add(0, 8)
-    assert " ".join(play(scheduler, 9, delay=2)) == "a3 a3 a1 A . A . A ."
-
-
 @pytest.mark.parametrize(
-    ("tokens", "items"), [(1, "a! A"), (2, "a1 A A"), (4, "a3 A A"), (5, "a3 a1 A A")]
+    ("groups", "chunk", "prompts", "delay", "items"),
+    [
+        (1, 3, [1], 1, "a! A"),
+        (1, 3, [2], 1, "a1 A A"),
+        (1, 3, [4], 1, "a3 A A"),
+        (1, 3, [5], 1, "a3 a1 A A"),
+        (1, 3, [8], 2, "a3 a3 a1 A . A . A ."),
+        (2, 8, [1, 1, 1, 1], 2, "a! b! c! d! AC BD AC BD AC BD"),
+        (2, 4, [5, 5, 5], 2, "a4 b4 c4 AC B AC B"),
+    ],
 )
-def test_sizes_of_prompts(tokens: int, items: str) -> None:
-    scheduler = Scheduler(groups=1, most=1, chunk=3)
-    scheduler.add(0, tokens)
-    assert " ".join(play(scheduler, len(items.split()))) == items
-
-
-def test_two_groups_take_turns() -> None:
-    scheduler = Scheduler(groups=2, most=4, chunk=8)
-    for sequence in range(4):
-        scheduler.add(sequence, 1)
-    assert " ".join(play(scheduler, 10, delay=2)) == "a! b! c! d! AC BD AC BD AC BD"
-
-
-def test_prompts_join_the_smallest_group() -> None:
-    scheduler = Scheduler(groups=2, most=4, chunk=4)
-    for sequence in range(3):
-        scheduler.add(sequence, 5)
-    assert " ".join(play(scheduler, 7, delay=2)) == "a4 b4 c4 AC B AC B"
+def test_prompts_go_first_then_groups_take_turns(
+    groups: int, chunk: int, prompts: list[int], delay: int, items: str
+) -> None:
+    """The last token of a prompt makes the first choice; a prompt joins the smallest group."""
+    scheduler = Scheduler(groups, most=len(prompts), chunk=chunk)
+    for sequence, tokens in enumerate(prompts):
+        scheduler.add(sequence, tokens)
+    assert " ".join(play(scheduler, len(items.split()), delay)) == items
 
 
 def test_a_sequence_that_ends_makes_room_for_one_that_waits() -> None:
@@ -162,7 +155,7 @@ def test_a_sequence_may_be_finished_before_its_beginning_and_within_its_prompt()
     second = scheduler.next()
     assert second == Item(ItemKind.PREFILL, (2,), 1, samples=True, kept=(0,))
     scheduler.forget([0])
-    assert scheduler.rest() == Item(ItemKind.IDLE, dropped=(0,))
+    assert scheduler.idle_item() == Item(ItemKind.IDLE, dropped=(0,))
 
 
 def test_a_sequence_takes_room_as_it_grows_and_the_last_gives_way() -> None:
@@ -182,4 +175,4 @@ def test_a_sequence_gives_way_in_the_middle_of_its_prompt() -> None:
     scheduler.add(1, 250, "params", context=1024)
     assert " ".join(play(scheduler, 7)) == "a100 a100 a54 A b100 A A"
     scheduler.finish(1)
-    assert scheduler.rest() == Item(ItemKind.IDLE, dropped=(1,))
+    assert scheduler.idle_item() == Item(ItemKind.IDLE, dropped=(1,))
