@@ -118,34 +118,29 @@ def _part_line(row: Row) -> tuple[str, ...]:
 
 def stage_table(split: Split) -> str:
     """Return a table of stages: their places and contents."""
-    header = ["stage", "rank", "host", "layers", "tensors", "parameters", "dtype", "quantisation"]
-    header += ["bytes", "to generate", "of memory", "files"]
     lines = []
     stages = zip(split.stage_map.partition.ranges, split.stage_map.placement, strict=True)
     for stage, ((start, stop), rank) in enumerate(stages):
-        part = split.stage(stage)
-        memory = split.memory(rank)
+        part, memory, nbytes = split.stage(stage), split.memory(rank), split.nbytes(stage)
         lines.append(
-            [
-                str(stage),
-                str(rank),
-                split.host(rank) or "-",
-                numbers_of(start, stop),
-                str(len(part.tensors)),
-                count(part.parameters),
-                dtypes(part),
-                quantisation(part),
-                gibibytes(part.nbytes),
-                "-" if split.generation is None else gibibytes(split.nbytes(stage)),
-                "-"
-                if memory is None
-                else f"{split.nbytes(stage) / memory:.1%} of {gibibytes(memory)}",
-                shown_files(part.files) or "-",
-            ]
+            {
+                "stage": str(stage),
+                "rank": str(rank),
+                "host": split.host(rank) or "-",
+                "layers": numbers_of(start, stop),
+                "tensors": str(len(part.tensors)),
+                "parameters": count(part.parameters),
+                "dtype": dtypes(part),
+                "quantisation": quantisation(part),
+                "bytes": gibibytes(part.nbytes),
+                "to generate": gibibytes(nbytes) if split.generation else "-",
+                "of memory": f"{nbytes / memory:.1%} of {gibibytes(memory)}" if memory else "-",
+                "files": shown_files(part.files) or "-",
+            }
         )
     # A fact known of no stage gets no column.
-    known = [i for i in range(len(header)) if any(line[i] != "-" for line in lines)]
-    return columns([header[i] for i in known], [[line[i] for i in known] for line in lines])
+    known = [name for name in lines[0] if any(line[name] != "-" for line in lines)]
+    return columns(known, [[line[name] for name in known] for line in lines])
 
 
 def rank_report(split: Split, rank: int) -> str:

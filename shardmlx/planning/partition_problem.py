@@ -39,16 +39,6 @@ class Candidate:
     def microbatches(self) -> int:
         return -(-self.rows // self.micro_batch_size)
 
-    def setup(self, workload: Workload, length: int, backend: str) -> TrainingSetup:
-        """Return the facts that decide its memory with sequences of ``length`` tokens."""
-        return workload.setup(
-            self.micro_batch_size,
-            length,
-            recompute=self.recompute,
-            dp=self.mesh.dp,
-            backend=backend,
-        )
-
 
 def plan_of(way: Candidate, stage_map: StageMap, workload: Workload) -> Plan:
     """Return the plan of a way."""
@@ -87,8 +77,12 @@ def make_problem(
     speed of the machines is unknown; links then do not count.
     """
     mesh, placement = way.mesh, way.placement
-    setup = way.setup(workload, longest or length, cluster.backend)
-    message = setup.message
+    size, recompute = way.micro_batch_size, way.recompute
+    setup = workload.setup(
+        size, longest or length, recompute=recompute, dp=mesh.dp, backend=cluster.backend
+    )
+    models = pipeline_seconds(workload, cluster, mesh, size, length, recompute=recompute)
+    costs = {id(model): model.layer_costs for model in models}
     capacity = tuple(
         min(cluster.capacity(each) for each in mesh.replicas_of(rank)) for rank in range(mesh.pp)
     )
@@ -96,11 +90,11 @@ def make_problem(
     def transfer(a: int, b: int) -> float:
         if cluster.unit == "FLOPs":
             return 0.0
-        return cluster.link_seconds(a, b, message) + cluster.latency(a, b)
+        return cluster.link_seconds(a, b, setup.message) + cluster.latency(a, b)
 
     return Problem(
         placement=placement,
-        costs=rank_costs(way, workload, cluster, length),
+        costs=tuple(costs[id(model)] for model in models),
         sizes=workload.held_sizes,
         peak=None if all(map(math.isinf, capacity)) else _peaks(way, workload, setup),
         capacity=capacity,
@@ -108,17 +102,6 @@ def make_problem(
         microbatches=way.microbatches,
         hosts=tuple(cluster.machines[mesh.rank(0, rank)].host for rank in range(mesh.pp)),
     )
-
-
-def rank_costs(
-    way: Candidate, workload: Workload, cluster: Cluster, length: int
-) -> tuple[LayerCosts, ...]:
-    """Return the costs of a micro-batch on each pipeline rank."""
-    models = pipeline_seconds(
-        workload, cluster, way.mesh, way.micro_batch_size, length, recompute=way.recompute
-    )
-    costs = {id(model): model.layer_costs for model in models}
-    return tuple(costs[id(model)] for model in models)
 
 
 def _peaks(

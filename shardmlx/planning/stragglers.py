@@ -82,20 +82,13 @@ class Watch:
     def of(cls, plan: Plan, cluster: Cluster) -> Watch:
         """Watch the ranks of a plan on their machines."""
         machines, mesh = cluster.machines, plan.mesh
-        return cls(
-            [machine.host for machine in machines],
-            cluster.profile is not None,
-            [
-                [
-                    other
-                    for other in mesh.replicas_of(mesh.coordinates(rank)[1])
-                    if other != rank
-                    and machine.flops is not None
-                    and machines[other].flops == machine.flops
-                ]
-                for rank, machine in enumerate(machines)
-            ],
-        )
+        alike: list[list[int]] = []
+        for rank, machine in enumerate(machines):
+            replicas = mesh.replicas_of(mesh.coordinates(rank)[1])
+            known = machine.flops is not None
+            same = [each for each in replicas if known and machines[each].flops == machine.flops]
+            alike.append([each for each in same if each != rank])
+        return cls([each.host for each in machines], cluster.profile is not None, alike)
 
     def observe(
         self, step: int, measured: Sequence[float], predicted: Sequence[float]
@@ -125,12 +118,9 @@ class Watch:
             if self._slow_reports[rank] < REPORTS_IN_A_ROW or rank in self._named:
                 continue
             self._named.add(rank)
-            expected = measured[rank] / slowdown * others
-            found.append(
-                Straggler(
-                    step, rank, self.hosts[rank], measured[rank], expected, not self.is_measured
-                )
-            )
+            seconds, is_usual = measured[rank], not self.is_measured
+            expected = seconds / slowdown * others
+            found.append(Straggler(step, rank, self.hosts[rank], seconds, expected, is_usual))
         return found
 
     def _usual(self, count: int) -> list[float]:

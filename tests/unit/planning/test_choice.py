@@ -30,8 +30,8 @@ from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.stage_map import Partition, StageMap
 from shardmlx.planning.choice import Choice, assess, choose
 from shardmlx.planning.facts import Facts, SequenceLengths
+from shardmlx.planning.layout import with_replica_rows
 from shardmlx.planning.partition_problem import Candidate, plan_of
-from shardmlx.planning.replica_rows import with_replica_rows
 from shardmlx.planning.suggestions import quantised, remedies
 from shardmlx.planning.training_plan import plan_training
 from shardmlx.planning.ways import TooManyMachinesError, ways
@@ -179,27 +179,19 @@ def test_what_the_user_settled_stays(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "count", "message"),
+    ("options", "count", "problem"),
     [
-        ({"data_parallel": 3}, 4, "--data-parallel 3 does not divide 4 ranks"),
-        (
-            {"batch_size": 3, "data_parallel": 2},
-            4,
-            "--batch-size 3 cannot be divided among 2 replicas: use a multiple of 2",
-        ),
-        ({"data_parallel": 1}, 33, "33 machines, but the model has 32 layers: use at most 32"),
+        ({"data_parallel": 3}, 4, "--data-parallel 3"),
+        ({"batch_size": 3, "data_parallel": 2}, 4, "--batch-size 3"),
+        ({"data_parallel": 1}, 33, "33 machines, but the model has 32 layers"),
     ],
 )
 def test_what_leaves_nothing_to_choose_is_named(
-    options: dict[str, Any], count: int, message: str, model: Path
+    options: dict[str, Any], count: int, problem: str, model: Path
 ) -> None:
-    with pytest.raises(UserError, match=message):
+    error = TooManyMachinesError if count == 33 else UserError
+    with pytest.raises(error, match=problem):
         ways(*asked(model, macs(*[(64, 10)] * count), **options))
-
-
-def test_more_machines_than_layers_are_an_error_of_its_own(small: Path) -> None:
-    with pytest.raises(TooManyMachinesError):
-        ways(*asked(small, ranks(*[GIB] * 17)))
 
 
 def test_the_weights_of_a_quantised_model_cannot_be_trained_themselves(tmp_path: Path) -> None:
@@ -213,13 +205,10 @@ def test_the_weights_of_a_quantised_model_cannot_be_trained_themselves(tmp_path:
 # What is chosen
 
 
-def test_equal_machines_get_equal_parts(model: Path) -> None:
+def test_layers_are_divided_by_speed(model: Path) -> None:
     choice = chosen(model, macs((64, 10), (64, 10)), **ONE_STAGE_EACH)
     assert sizes(choice) in ((16, 16), (17, 15))
     assert choice.lacking is None
-
-
-def test_a_machine_twice_as_fast_gets_twice_as_many_layers(model: Path) -> None:
     choice = chosen(model, macs((64, 20), (64, 10)), **ONE_STAGE_EACH)
     fast, slow = (
         size for _, size in sorted(zip(choice.plan.stage_map.placement, sizes(choice), strict=True))
@@ -346,7 +335,7 @@ def test_unknown_memory_is_unlimited_and_unknown_speed_counts_flops(model: Path)
     cluster = Cluster(machines=(Machine(host="a"), Machine(host="b")))
     assert cluster.unit == "FLOPs"
     assert cluster.capacity(0) == math.inf
-    with pytest.raises(UserError, match="not known how fast a is: write flops=27T"):
+    with pytest.raises(UserError, match="how fast a is"):
         cluster.check_speeds()
     assert fits(chosen(model, cluster, **ONE_STAGE_EACH))
 
@@ -362,9 +351,34 @@ def test_what_does_not_fit_says_by_how_much_and_what_would_help(model: Path) -> 
     ]  # fmt: skip
 
 
-def test_a_full_fine_tune_may_become_one_of_adapters(model: Path) -> None:
-    found = tried_remedies(model, macs((32, 10)), fine_tune_type="full")
-    assert found[0] == "--fine-tune-type lora"
+WHOLE = {"attention_chunk": OFF, "loss_chunk": OFF, "recompute": "none"}
+LARGE = {"batch_size": 64, "recompute": "none", "schedule": "1f1b", "micro_batch_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("machines", "options", "remedy"),
+    [
+        ([(32, 10)], {"fine_tune_type": "full"}, "--fine-tune-type lora"),
+        ([(32, 10)], LARGE, "--micro-batch-size 1"),
+        (
+            [(72, 10)],
+            {"batch_size": 1, "max_seq_length": 4096, **WHOLE},
+            "--attention-chunk auto --loss-chunk auto",
+        ),
+        ([(64, 10), (0.001, 10)], {}, "mac1 left out"),
+        (
+            [(16, 5.2), (16, 5.2)],
+            {"batch_size": 4, "max_seq_length": 1024, "data_parallel": 2, "zero": 0},
+            "--zero 3",
+        ),
+    ],
+)
+def test_a_remedy_is_named_for_what_does_not_fit(
+    machines: list[tuple[float, float]], options: dict[str, Any], remedy: str, model: Path
+) -> None:
+    with pytest.raises(DoesNotFitError):
+        chosen(model, macs(*machines), **options)
+    assert remedy in tried_remedies(model, macs(*machines), **options)
 
 
 def test_long_sequences_may_be_made_shorter(model: Path) -> None:
@@ -374,30 +388,6 @@ def test_long_sequences_may_be_made_shorter(model: Path) -> None:
     length = int(shorter.split()[1])
     assert 128 <= length < 32768
     assert fits(chosen(model, macs((28, 10)), batch_size=1, max_seq_length=length))
-
-
-def test_what_the_user_settled_may_be_the_trouble(model: Path) -> None:
-    settled = {"batch_size": 64, "recompute": "none", "schedule": "1f1b"}
-    found = tried_remedies(model, macs((32, 10)), micro_batch_size=64, **settled)
-    assert "--micro-batch-size 1" in found
-    assert fits(chosen(model, macs((32, 10)), micro_batch_size=1, **settled))
-
-
-def test_pieces_are_a_remedy_before_recomputation(model: Path) -> None:
-    long = {"batch_size": 1, "max_seq_length": 4096, "recompute": "none"}
-    whole = {**long, "attention_chunk": OFF, "loss_chunk": OFF}
-    with pytest.raises(DoesNotFitError):
-        chosen(model, macs((72, 10)), **whole)
-    assert fits(chosen(model, macs((72, 10)), **long))
-    found = tried_remedies(model, macs((72, 10)), **whole)
-    assert found[0] == "--attention-chunk auto --loss-chunk auto"
-
-
-def test_a_machine_too_small_for_anything_may_be_left_out(model: Path) -> None:
-    cluster = macs((64, 10), (0.001, 10))
-    with pytest.raises(DoesNotFitError):
-        chosen(model, cluster)
-    assert "mac1 left out" in tried_remedies(model, cluster)
 
 
 def test_a_partitioner_that_cannot_serve_a_schedule_leaves_the_others(model: Path) -> None:
@@ -491,20 +481,13 @@ def test_where_links_are_not_known_weights_are_divided_only_if_nothing_else_fits
     assert divides(chosen(model, cluster, data_parallel=2, **LONG))
 
 
-def test_dividing_the_weights_is_a_remedy(model: Path) -> None:
-    cluster, settled = macs(*TIGHT), {**LONG, "data_parallel": 2, "zero": 0}
-    with pytest.raises(DoesNotFitError):
-        chosen(model, cluster, **settled)
-    assert "--zero 3" in tried_remedies(model, cluster, **settled)
-
-
 def test_replicas_that_gather_together_have_as_many_micro_batches(model: Path) -> None:
     workload = work(model, zero=3, batch_size=4, replica_rows="3,1", micro_batch_size=1)
     way = Candidate(Mesh(2, 1), "1f1b", 1, 3, 1, "none")
     stage_map = StageMap(Partition.from_sizes([32]), (0,))
-    with pytest.raises(UserError, match=r"would have 3, 1 micro-batches of 1, .* all gather") as no:
+    with pytest.raises(UserError, match="3, 1 micro-batches of 1") as no:
         with_replica_rows(plan_of(way, stage_map, workload), workload, macs(*TIGHT), 512)
-    assert "give --micro-batch-size 3" in str(no.value)
+    assert "--micro-batch-size 3" in no.value.remedy
 
 
 def test_a_model_in_4_bits_is_not_quantised_again(model: Path) -> None:

@@ -23,7 +23,7 @@ from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.schedules import SCHEDULES
 from shardmlx.pipeline.stage_map import StageMap
 from shardmlx.planning.facts import Facts, SequenceLengths
-from shardmlx.planning.replica_rows import rows_by_speed
+from shardmlx.planning.layout import rows_by_speed
 from shardmlx.planning.ways import ways
 from tests.helpers.fake_models import MISTRAL_7B
 
