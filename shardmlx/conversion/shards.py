@@ -5,7 +5,7 @@ Only names, shapes and types of the tensors are needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardmlx.checkpoint.export import TensorSpec, safetensors_header
@@ -60,16 +60,11 @@ class Shards:
 def plan_shards(of_ranks: Sequence[Sequence[TensorSpec]], most: int) -> Shards:
     """Divide each rank's tensors into files; one rank has the files that mlx-lm writes."""
     divided = [(rank, each) for rank, specs in enumerate(of_ranks) for each in divide(specs, most)]
-    names = list(_names(len(divided)))
+    count = len(divided)
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    if count == 1:
+        names = ["model.safetensors"]
     return Shards(
         files={name: specs for name, (_, specs) in zip(names, divided, strict=True)},
         writers={name: rank for name, (rank, _) in zip(names, divided, strict=True)},
     )
-
-
-def _names(count: int) -> Iterator[str]:
-    if count == 1:
-        yield "model.safetensors"
-        return
-    for number in range(1, count + 1):
-        yield f"model-{number:05d}-of-{count:05d}.safetensors"

@@ -75,7 +75,7 @@ def _write_tensors(
     most = max((_step_bytes(model, spec) for spec in specs), default=0)
     with (
         closing(Signals()) if may_stop else nullcontext() as signals,
-        _behind(copy) as behind,
+        _background_writer(copy) as background,
         reporter.bar("export, MB", total, written // MEGABYTE) as bar,
     ):
 
@@ -83,21 +83,21 @@ def _write_tensors(
             """Wait until so many bytes may be computed, and fit beside those that wait."""
             asked = [] if signals is None else signals.wait(0.0)
             if stops := [each for each in asked if each != signal.SIGCONT]:
-                behind.finish()
+                background.finish()
                 copy.flush()
                 raise Stopped(
                     stops[0],
                     f"stopped after {written // MEGABYTE} of {total} MB: the same command goes on",
                 )
-            behind.make_room(nbytes, room)
+            background.make_room(nbytes, room)
 
         for spec in specs:
             for name, data in _computed(model, spec, bring, begin):
-                behind.put(name, data)
+                background.put(name, data)
                 written += len(data)
                 del data  # no two steps in memory here
                 bar.show(written // MEGABYTE, total)
-        behind.finish()
+        background.finish()
     copy.flush()
 
 
@@ -151,7 +151,7 @@ def _step_bytes(model: LazyModel, spec: TensorSpec) -> int:
     return spec.nbytes
 
 
-class _Behind:
+class _BackgroundWriter:
     """Two threads beside the computation: one computes tensors' digests, and one writes tensors,
     records written ones, and waits for the disk now and then."""
 
@@ -201,11 +201,11 @@ class _Behind:
 
 
 @contextmanager
-def _behind(copy: PartialCopy) -> Iterator[_Behind]:
-    behind = _Behind(copy)
-    with behind.hasher, behind.writer:
+def _background_writer(copy: PartialCopy) -> Iterator[_BackgroundWriter]:
+    background = _BackgroundWriter(copy)
+    with background.hasher, background.writer:
         try:
-            yield behind
+            yield background
         except BaseException:
-            behind.writer.shutdown(cancel_futures=True)
+            background.writer.shutdown(cancel_futures=True)
             raise

@@ -37,7 +37,7 @@ _LOOKING = "looking for the model"
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _LocalModel:
     """A model as one rank has it. ``identity`` names the content; ``why`` says why it is
     missing."""
 
@@ -93,10 +93,10 @@ def _find_model(
     found = on_rank_0(transport, _LOOKING, lambda: _look_first(model, revision))
     identity, commit = transport.broadcast(found and (found.identity, found.commit), what=_LOOKING)
     if found is None:
-        found = _Found(Holding.LACKS)
+        found = _LocalModel(Holding.LACKS)
         if mode != "rank0":
             found = _look(model, revision, is_here, identity, commit)
-    return _settle(transport, reporter, found, f"--model {model}", mode, cache)
+    return _agree_on_weights(transport, reporter, found, f"--model {model}", mode, cache)
 
 
 def _checked(model: str, revision: str | None) -> Path:
@@ -106,7 +106,7 @@ def _checked(model: str, revision: str | None) -> Path:
     return find_model(model, revision)
 
 
-def _look_first(model: str, revision: str | None) -> _Found:
+def _look_first(model: str, revision: str | None) -> _LocalModel:
     """Look on rank 0, which must have, or be able to get, everything that others may need."""
     repository = None if Path(model).exists() else _open(model, revision)
     if repository is None:
@@ -116,7 +116,7 @@ def _look_first(model: str, revision: str | None) -> _Found:
         manifest = manifest_of(repository)
     except NoRanges:
         return _whole(snapshot or download_whole(repository))
-    return _Found(
+    return _LocalModel(
         Holding.HUB if snapshot is None else Holding.WHOLE,
         manifest.key,
         snapshot,
@@ -142,14 +142,14 @@ def _open(model: str, revision: str | None) -> Repository | None:
     return repository
 
 
-def _whole(path: Path) -> _Found:
+def _whole(path: Path) -> _LocalModel:
     files = _weight_files(path)
-    return _Found(Holding.WHOLE, fingerprint(path, files), path, files=files)
+    return _LocalModel(Holding.WHOLE, fingerprint(path, files), path, files=files)
 
 
 def _look(
     model: str, revision: str | None, is_directory: bool, identity: str, commit: str | None
-) -> _Found:
+) -> _LocalModel:
     """Look on another rank for rank 0's model, here or on the hub."""
     try:
         if is_directory:
@@ -158,22 +158,22 @@ def _look(
         if commit is None and snapshot is not None:
             return _look_here(snapshot, _weight_files(snapshot), identity)
         if snapshot is not None:
-            return _Found(Holding.WHOLE, identity, snapshot, commit)
+            return _LocalModel(Holding.WHOLE, identity, snapshot, commit)
         repository = None if commit is None else open_repository(model, commit)
     except (UserError, OSError) as error:
-        return _Found(Holding.LACKS, why=one_line(error))
+        return _LocalModel(Holding.LACKS, why=one_line(error))
     if repository is None:
-        return _Found(Holding.LACKS)
-    return _Found(Holding.HUB, identity, None, commit, repository)
+        return _LocalModel(Holding.LACKS)
+    return _LocalModel(Holding.HUB, identity, None, commit, repository)
 
 
-def _look_here(directory: Path, files: Sequence[str], identity: str) -> _Found:
+def _look_here(directory: Path, files: Sequence[str], identity: str) -> _LocalModel:
     if not files:
-        return _Found(Holding.LACKS, why=f"{directory} is not there, or has no weights")
+        return _LocalModel(Holding.LACKS, why=f"{directory} is not there, or has no weights")
     own = fingerprint(directory, files)
     if own != identity:
-        return _Found(Holding.LACKS, own, why=f"what is in {directory} differs from rank 0's")
-    return _Found(Holding.WHOLE, own, directory)
+        return _LocalModel(Holding.LACKS, own, why=f"what is in {directory} differs from rank 0's")
+    return _LocalModel(Holding.WHOLE, own, directory)
 
 
 def _find_adapters(transport: Transport, reporter: Reporter, name: str, mode: str) -> Bundle:
@@ -186,9 +186,9 @@ def _find_adapters(transport: Transport, reporter: Reporter, name: str, mode: st
         return here
     what = "looking for the adapters"
 
-    def look_first() -> _Found | None:
+    def look_first() -> _LocalModel | None:
         try:
-            return _Found(Holding.WHOLE, fingerprint(directory, files), directory, files=files)
+            return _LocalModel(Holding.WHOLE, fingerprint(directory, files), directory, files=files)
         except (UserError, OSError):
             return None  # building the model reports their fault
 
@@ -197,23 +197,23 @@ def _find_adapters(transport: Transport, reporter: Reporter, name: str, mode: st
     if identity is None:
         return here
     if found is None:
-        found = _Found(Holding.LACKS)
+        found = _LocalModel(Holding.LACKS)
         try:
             if mode != "rank0":
                 there = [file for file in files if (directory / file).is_file()]
                 found = _look_here(directory, there, identity)
         except (UserError, OSError) as error:
-            found = _Found(Holding.LACKS, why=one_line(error))
-    bundle = _settle(transport, reporter, found, name, mode, None)
+            found = _LocalModel(Holding.LACKS, why=one_line(error))
+    bundle = _agree_on_weights(transport, reporter, found, name, mode, None)
     if is_file:
         bundle.path /= path.name
     return bundle
 
 
-def _settle(
+def _agree_on_weights(
     transport: Transport,
     reporter: Reporter,
-    found: _Found,
+    found: _LocalModel,
     name: str,
     mode: str,
     cache: str | None,
@@ -246,7 +246,7 @@ def _settle(
 
 
 def _make_copies(
-    transport: Transport, found: _Found, weight_map: WeightMap, base: Path, kept: bool
+    transport: Transport, found: _LocalModel, weight_map: WeightMap, base: Path, kept: bool
 ) -> Bundle:
     """Make this rank's copy, if it keeps one, and find its keeper's. All ranks must call it."""
     keeper = weight_map.keepers[transport.rank]
@@ -312,7 +312,7 @@ def _new_directory(base: Path) -> Path:
         ) from None
 
 
-def _manifest(found: _Found) -> ModelManifest:
+def _manifest(found: _LocalModel) -> ModelManifest:
     if found.manifest is not None or found.path is None:
         return found.manifest  # type: ignore[return-value]  # a repository has one
     return read_model_manifest(found.path, found.files, found.identity)
