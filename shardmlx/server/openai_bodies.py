@@ -134,8 +134,7 @@ class SamplingBody(Body):
     @property
     def sampling(self) -> dict[str, Any]:
         """The parameters that the request names, with their values."""
-        values = {name: getattr(self, name) for name in SamplingBody.model_fields}
-        return {name: value for name, value in values.items() if value is not None}
+        return self.model_dump(include=set(SamplingBody.model_fields), exclude_none=True)
 
 
 SAMPLING = tuple(each.alias or name for name, each in SamplingBody.model_fields.items())

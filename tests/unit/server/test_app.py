@@ -110,24 +110,6 @@ def test_completions_of_several_prompts(client: openai.OpenAI) -> None:
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 14)
 
 
-def test_logprobs(client: openai.OpenAI) -> None:
-    chat = client.chat.completions.create(
-        model=MODEL,
-        messages=[USER],
-        max_tokens=1,
-        logprobs=True,
-        top_logprobs=2,
-    )
-    assert chat.choices[0].logprobs is not None
-    (token,) = chat.choices[0].logprobs.content or []
-    assert (token.token, token.logprob, token.bytes) == ("h", -0.5, [104])
-    assert [top.token for top in token.top_logprobs] == ["h", "i"]
-    text = client.completions.create(model=MODEL, prompt="hello", max_tokens=2, logprobs=1)
-    assert text.choices[0].logprobs is not None
-    assert text.choices[0].logprobs.tokens == ["h", "e"]
-    assert text.choices[0].logprobs.text_offset == [0, 1]
-
-
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).owned_by == "shardmlx"

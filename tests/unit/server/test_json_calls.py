@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -90,20 +89,3 @@ def test_an_answer_has_a_structure_or_is_a_call() -> None:
             )
             grammar = str(server.parrot.added[-1].sampling.grammar)
             assert {"body: said | calls", "start: body"} <= set(grammar.split("\n"))
-
-
-def test_arguments_are_streamed_as_they_come() -> None:
-    said: Any = [{"role": "user", "content": f"{LOOK}."}]
-    with (
-        serving(reader=Told(GENERIC_CALLS)) as server,
-        openai.OpenAI(base_url=f"{server.address}/v1", api_key="x", max_retries=0) as client,
-    ):
-        pieces = [
-            call.function.arguments
-            for chunk in client.chat.completions.create(
-                model=MODEL, messages=said, tools=TOOLS, stream=True
-            )
-            for call in chunk.choices[0].delta.tool_calls or []
-        ]
-    assert json.loads("".join(pieces)) == {"at": 'a }" sea'}
-    assert len(pieces) == 1 + len(SEEN[1])

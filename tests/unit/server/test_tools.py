@@ -80,22 +80,6 @@ def test_what_is_said_ends_before_a_stop_string(
     assert "<" in stop or "".join(pieces) == said
 
 
-def test_the_same_streamed_and_collected_by_the_package(client: openai.OpenAI) -> None:
-    messages: Any = [{"role": "user", "content": CALLS}]
-    with client.chat.completions.stream(model=MODEL, messages=messages, tools=[LOOK]) as stream:
-        thought = "".join(
-            getattr(event.chunk.choices[0].delta, "reasoning_content", None) or ""
-            for event in stream
-            if event.type == "chunk"
-        )
-        message = stream.get_final_completion().choices[0].message
-    assert (thought, message.content) == ("Two things", "I look")
-    assert [call.function.arguments for call in message.tool_calls or []] == [
-        '{"at": "sea"}',
-        '{"at": "sky"}',
-    ]
-
-
 def test_a_round_trip(client: openai.OpenAI, agent: Agent) -> None:
     """What was called and what came of it reaches the template, arguments as an object."""
     answer = ask(client, CALLS, tools=[LOOK]).choices[0].message
