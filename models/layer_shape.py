@@ -13,21 +13,19 @@ from typing import NamedTuple
 
 class Activation(NamedTuple):
     """The function between an MLP's products: ``kept`` are the arrays of its width that mlx-lm
-    keeps for the gradient beside gate and up. SwiGLU may be computed in other ways. ``is_long``
-    functions take many more operations than SwiGLU."""
+    keeps for the gradient beside gate and up. SwiGLU may be computed in other ways."""
 
     kept: float
     is_swiglu: bool = False
-    is_long: bool = False
 
     @property
     def without_gate(self) -> Activation:
         """The same function in an MLP without a gate, which keeps neither gate nor up."""
-        return Activation(self.kept - 2, is_long=self.is_long)
+        return Activation(self.kept - 2)
 
 
-SWIGLU, GELU = Activation(2, is_swiglu=True), Activation(3, is_long=True)
-GELU_APPROX = Activation(4, is_long=True)
+SWIGLU, GELU = Activation(2, is_swiglu=True), Activation(3)
+GELU_APPROX = Activation(4)
 """Common activations; ``silu(gate) * up`` keeps the sigmoid, and silu."""
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -137,11 +135,6 @@ class LayerShape:
     def is_parallel(self) -> bool:
         """True if the MLP takes the input of attention, and both are added up at once."""
         return not any(each.source in ("mlp", "experts") for _, each in self.linears)
-
-    @property
-    def is_latent(self) -> bool:
-        """True if keys and values are made of a smaller state."""
-        return any(each.source == "latent" for _, each in self.linears)
 
     @property
     def parameters(self) -> int:

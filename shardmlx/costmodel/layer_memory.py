@@ -1,31 +1,29 @@
-"""Count the arrays that one decoder layer keeps of a micro-batch, by name. No MLX, no MPI.
+"""Count the arrays of one decoder layer: those held exactly, those passing by a bound.
 
-``layer_arrays`` lists each array's name, lifetime, elements and bytes. The arrays outlive an
-action, because the graph of ``mx.vjp`` refers to them. They were counted on real stages on the CPU,
-in float32 and bfloat16, of llama, mistral, qwen2, qwen3 and mixtral; other families are built
-alike. ``costmodel.passing`` counts the temporary arrays of an action, in the sizes that
-``layer_memory`` gives. tests/unit/costmodel/test_memory_measured.py measures both again.
+``layer_arrays`` lists the arrays that outlive an action, because the graph of ``mx.vjp`` refers to
+them. They were counted on real stages on the CPU, in float32 and bfloat16. How many arrays exist
+only while an action runs is up to MLX's scheduler: one rule bounds them (``PASSING_MARGIN``), and
+the measurements of ``shardmlx profile`` take its place. No MLX, no MPI.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from enum import Enum
-from functools import reduce
 from typing import NamedTuple
 
-from shardmlx.costmodel.passing import (
-    BACKWARD,
-    DORA_DROPS,
-    FORWARD,
-    IN_PIECES,
-    LATENT,
-    SELECTIVE_MOMENT,
-    UNLIKE,
-    Counts,
-)
+from shardmlx.config.specs import NONE
 from shardmlx.costmodel.training_setup import FLOAT32, TrainingSetup
-from shardmlx.models.layer_shape import NORMS, LayerShape, Linear
+from shardmlx.models.layer_shape import LayerShape, Linear
+
+PASSING_MARGIN = 1.1
+"""The bound on passing arrays, as a multiple of the larger of a layer's forward and backward arrays
+with those that the backward recomputes. MLX allocates an array when it schedules it, up to about a
+layer ahead of what it computes."""
+
+ACTIVATION_ARRAYS = 3
+"""Arrays of an MLP's width that its activation computes: SwiGLU's sigmoid, SiLU and product."""
 
 
 class Alive(Enum):
@@ -51,20 +49,15 @@ class Array(NamedTuple):
 
 
 class LayerMemory(NamedTuple):
-    """Number of trained parameters of a layer, and bytes of its arrays.
-
-    ``forward`` and ``backward`` count temporary arrays at the peaks of F, and of I or W;
-    ``forward_sizes`` and ``backward_sizes`` are the bytes of one array of each kind. The stage adds
-    logits, gradients and recomputed products, which are 0 here.
-    """
+    """Number of trained parameters of a layer, and bytes of its arrays: those held after F and
+    after I, and those that pass in a forward without gradients, in F, and in I or W."""
 
     parameters: int
     after_forward: int
     after_input: int
-    forward: Sequence[Counts]
-    backward: Sequence[Counts]
-    forward_sizes: Counts
-    backward_sizes: Counts
+    during_evaluation: float
+    during_forward: float
+    during_backward: float
 
 
 class _Widths(NamedTuple):
@@ -93,20 +86,29 @@ class _Widths(NamedTuple):
 
 def layer_memory(setup: TrainingSetup, layer: LayerShape) -> LayerMemory:
     """Return the memory that a decoder layer of the model takes."""
+    after_forward, after_input = _held(setup, layer)
+    recomputed = 0
+    if setup.savings.recompute != NONE:
+        whole, _ = _held(replace(setup, savings=replace(setup.savings, recompute=NONE)), layer)
+        recomputed = whole if setup.grad_checkpoint else whole - after_forward
+    forward, backward = _passing_arrays(setup, layer)
+    return LayerMemory(
+        parameters=_trained_parameters(setup, layer),
+        after_forward=after_forward,
+        after_input=after_input,
+        during_evaluation=PASSING_MARGIN * forward,
+        during_forward=PASSING_MARGIN * max(forward, backward),
+        during_backward=PASSING_MARGIN * (max(forward, backward) + recomputed),
+    )
+
+
+def _held(setup: TrainingSetup, layer: LayerShape) -> tuple[int, int]:
+    """Return the bytes of a layer's arrays after F, and after I."""
     nbytes = dict.fromkeys(Alive, 0)
     for array in layer_arrays(setup, layer):
         nbytes[array.alive] += array.nbytes
-    forward_sizes, backward_sizes = _sizes(setup, layer)
-    forward, backward = _moments(setup, layer)
-    return LayerMemory(
-        parameters=_trained_parameters(setup, layer),
-        after_forward=nbytes[Alive.F_TO_I] + nbytes[Alive.F_TO_W],
-        after_input=nbytes[Alive.F_TO_W] + nbytes[Alive.I_TO_W],
-        forward=forward,
-        backward=backward,
-        forward_sizes=forward_sizes,
-        backward_sizes=backward_sizes,
-    )
+    for_weights = nbytes[Alive.F_TO_W]
+    return nbytes[Alive.F_TO_I] + for_weights, for_weights + nbytes[Alive.I_TO_W]
 
 
 def layer_arrays(setup: TrainingSetup, layer: LayerShape) -> list[Array]:
@@ -226,95 +228,29 @@ def _trained_linears(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]
         yield Array("gradients of the scaled outputs", Alive.I_TO_W, outputs, size)
 
 
-def _moments(setup: TrainingSetup, layer: LayerShape) -> tuple[Sequence[Counts], Sequence[Counts]]:
-    """Return the temporary arrays at the peaks of F, and of I or W."""
-    if not setup.has_adapters:
-        trains = "weights"
-    elif setup.dtype_bytes < FLOAT32:
-        trains = "adapters of half precision"
-    elif setup.dropout:
-        trains = "adapters with dropout"
-    elif all(each.source in ("attention", "values") for each in _trained(setup, layer)):
-        trains = "attention adapters"
+def _passing_arrays(setup: TrainingSetup, layer: LayerShape) -> tuple[float, float]:
+    """Return the bytes of all arrays that a layer's forward computes, and its backward: outputs of
+    linear layers, norms, activation and sums, or their gradients, and what adapters add."""
+    tokens, size = setup.tokens, setup.dtype_bytes
+    outputs = sum(each.elements[1] for _, each in layer.linears)
+    outputs += (2 + layer.experts_per_token) * setup.shape.hidden_size
+    # Norms on a CPU compute in float32.
+    of_norm = size + FLOAT32 * (setup.backend == "cpu" and size < FLOAT32)
+    both = size * outputs + of_norm * sum(norm.elements for _, norm in layer.norms)
+    forward = both + size * layer.mlp * max(ACTIVATION_ARRAYS, layer.activation.kept)
+    backward = both + size * layer.mlp * (ACTIVATION_ARRAYS + layer.passing)
+    if setup.has_adapters:
+        # Adapters compute in float32, and convert inputs of another type.
+        trained = _trained(setup, layer)
+        backward += FLOAT32 * sum(each.elements[1] for each in trained)
+        if size < FLOAT32:
+            inputs = {each.source: each.elements[0] for each in trained}
+            backward += FLOAT32 * sum(inputs.values())
     else:
-        trains = "adapters"
-    forward, backward = FORWARD[trains], BACKWARD[trains]
-    unlike = _unlike(layer) if trains == "adapters" else None
-    if unlike is not None:
-        backward = UNLIKE[unlike]
-    if setup.grad_checkpoint:
-        moments = forward.recomputed, backward.recomputed
-    else:
-        moments = forward.held, backward.held
-    other = [Counts(mlp=layer.passing)]
-    if trains == "weights" and layer.is_latent and not setup.grad_checkpoint:
-        other.append(LATENT)
-    if setup.is_selective:
-        computed = layer.activation.is_swiglu  # other activations are kept
-        other.append(SELECTIVE_MOMENT if computed else SELECTIVE_MOMENT._replace(mlp=0))
-        other.append(Counts(products=_recomputes_product(setup, layer)))
-    if setup.attention_piece is not None and unlike is None:
-        pieces = IN_PIECES[_in_pieces(setup, trains)]
-        other.append(pieces.recomputed if setup.grad_checkpoint else pieces.held)
-        other += [pieces.selective] * setup.is_selective
-    if setup.fine_tune_type == "dora" and setup.dropout:
-        other.append(DORA_DROPS.recomputed if setup.grad_checkpoint else DORA_DROPS.held)
-    during_backward = [reduce(Counts.plus, other, moment) for moment in moments[1]]
-    if setup.backend == "cpu" and setup.dtype_bytes == FLOAT32:
-        # Our own loss, used there, has other arrays than MLX's, and leaves no logits to I.
-        during_backward = [each._replace(logits=min(0, each.logits)) for each in during_backward]
-    return moments[0], during_backward
-
-
-def _unlike(layer: LayerShape) -> str | None:
-    """Return the key of ``UNLIKE`` for a layer; None if it has none."""
-    around = sum("." not in path for path, _ in layer.norms)
-    if layer.experts:
-        return "experts"
-    if layer.activation.is_long:
-        return "GELU" if around <= len(NORMS) else "GELU between norms"
-    return "MLP beside normed heads" if layer.is_parallel and around < len(layer.norms) else None
-
-
-def _in_pieces(setup: TrainingSetup, trains: str) -> str:
-    """Return the key of ``IN_PIECES`` for the trained weights, which distinguishes more cases."""
-    if setup.fine_tune_type == "dora" and trains == "adapters":
-        return "DoRA"
-    if not setup.has_adapters and setup.dtype_bytes < FLOAT32:
-        return "weights of half precision"
-    return trains
-
-
-def _sizes(setup: TrainingSetup, layer: LayerShape) -> tuple[Counts, Counts]:
-    """Return the bytes of one temporary array of each kind, in F, and in I or W."""
-    tokens, size, widths = setup.tokens, setup.dtype_bytes, _Widths.of(setup, layer)
-    # Norms on a CPU compute in float32, between two casts. Adapters do too, with own counts.
-    hidden = (size, size)
-    if size < FLOAT32 and setup.backend == "cpu" and not setup.has_adapters:
-        hidden = (FLOAT32 + 2 * size, FLOAT32)
-    matrix = max((each.inputs * each.outputs for each in _trained(setup, layer)), default=0)
-    forward, backward = (
-        Counts(
-            hidden=tokens * widths.hidden * of_hidden,
-            answers=tokens * widths.hidden * of_hidden * layer.experts_per_token,
-            mlp=tokens * widths.mlp * size,
-            queries=tokens * widths.queries * size,
-            keys=tokens * widths.keys * size,
-            scores=_scores(setup, layer),
-            mask=0 if setup.masks or setup.attention_piece else setup.length**2,
-            matrices=FLOAT32 * matrix * (setup.fine_tune_type == "dora"),
-        )
-        for of_hidden in hidden
-    )
-    return forward, backward
-
-
-def _scores(setup: TrainingSetup, layer: LayerShape) -> int:
-    """Return the bytes of all heads' attention scores, of all queries or of a float32 piece."""
-    heads, piece = layer.heads.queries, setup.attention_piece
-    if piece is None:
-        return setup.tokens * heads * setup.length * setup.dtype_bytes
-    return setup.rows * heads * piece * setup.length * FLOAT32
+        backward += size * layer.mlp * layer.activation_weights[1]
+    rows, heads, piece = setup.rows, layer.heads.queries, setup.attention_piece
+    scores = rows * heads * setup.length * (piece * FLOAT32 if piece else setup.length * size)
+    return tokens * forward + scores, tokens * backward + 2 * scores
 
 
 def _trained(setup: TrainingSetup, layer: LayerShape) -> list[Linear]:

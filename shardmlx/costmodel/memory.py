@@ -1,11 +1,9 @@
 """Predict a rank's peak memory in training. No MLX, no MPI.
 
 Resident arrays are parameters and optimizer state. Held arrays of a micro-batch live from F to its
-I, and from I to its W. Temporary arrays exist only while an action runs. ``costmodel.layer_memory``
-lists a layer's held arrays, ``costmodel.passing`` the temporary ones; this module adds the ends of
-the model, messages, gradients and the order of actions.
-
-The peak is an upper bound, for a scheduling thread as far ahead as MLX lets it run.
+I, and from I to its W; they are counted from shapes. Passing arrays exist only while an action
+runs; they are bounded, or measured (``costmodel.layer_memory``). This module adds the ends of the
+model, messages, gradients and the order of actions.
 
 "metal" differs from the CPU as in MLX's source: RMSNorm is one kernel there, which keeps only its
 input. Attention computes its scores on both, since MLX has no fused kernel for training.
@@ -16,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
+
+import numpy as np
 
 from shardmlx.config.checks import OPTIMIZERS
 from shardmlx.costmodel.divided import divided
 from shardmlx.costmodel.layer_memory import LayerMemory, layer_memory
-from shardmlx.costmodel.passing import FROZEN
-from shardmlx.costmodel.training_setup import FLOAT32, TrainingSetup
+from shardmlx.costmodel.training_setup import FLOAT32, Ratios, TrainingSetup
 from shardmlx.engine.buffers import (
     BUCKET_BYTES,
     PREPOSTED,
@@ -30,7 +30,8 @@ from shardmlx.engine.buffers import (
 )
 from shardmlx.pipeline.actions import Action, Kind
 
-__all__ = ["StageMemory", "TrainingSetup", "rank_peak", "stage_memory"]
+HEAD_ARRAYS = 8
+"""Arrays of hidden states that pass in the norm and the loss beside the logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +73,13 @@ class StageMemory:
         return self.weights + self.optimizer
 
 
+_NUMBERS = (
+    *("after_forward", "after_input", "during_forward", "during_input", "during_weight"),
+    "gradients",
+)
+"""Names of the bytes of a stage that come and go with its actions."""
+
+
 @dataclass(frozen=True)
 class _Stage:
     """A stage of a setup, with its layers and trained weights."""
@@ -106,6 +114,20 @@ class _Stage:
     def each_kind(self, start: int, stop: int) -> list[LayerMemory]:
         """Return the memory of layers ``start`` to ``stop``, once for layers that are alike."""
         return [self.kinds[kind] for kind in sorted({*self.setup.shape.pattern[start:stop]})]
+
+    @property
+    def ratios(self) -> Ratios:
+        """Measured ratios of a stage that stands where this one does, the largest of its layers."""
+        measured = self.setup.measured
+        if measured is None:
+            return Ratios()
+        if self.is_last:
+            return measured.last
+        kinds = {*self.setup.shape.pattern[self.first_backward : self.stop]}
+        most = Ratios(*map(max, zip(*(measured.kinds[kind] for kind in kinds), strict=True)))
+        if self.has_input_gradient:
+            return most
+        return most._replace(during_backward=measured.first.during_backward)
 
     @property
     def trained_layers(self) -> list[int]:
@@ -152,7 +174,16 @@ class _Stage:
 @lru_cache(maxsize=64)
 def _kinds(setup: TrainingSetup) -> tuple[LayerMemory, ...]:
     """Return the memory of a layer of each kind; planning asks for many stages of one setup."""
-    return tuple(layer_memory(setup, kind) for kind in setup.shape.kinds)
+    kinds = tuple(layer_memory(setup, kind) for kind in setup.shape.kinds)
+    if setup.measured is None:
+        return kinds
+    return tuple(
+        kind._replace(
+            after_forward=round(ratios.after_forward * kind.after_forward),
+            after_input=round(ratios.after_input * kind.after_input),
+        )
+        for kind, ratios in zip(kinds, setup.measured.kinds, strict=True)
+    )
 
 
 def stage_memory(setup: TrainingSetup, start: int, stop: int) -> StageMemory:
@@ -165,7 +196,7 @@ def stage_memory(setup: TrainingSetup, start: int, stop: int) -> StageMemory:
     parameters, largest = sum(trained), FLOAT32 * max(trained, default=0)
     summed = _updated(stage, parameters) if setup.divides_weights else parameters
     after_forward, after_input = _held(stage)
-    during_forward, during_input = _passing(stage, after_forward)
+    during_forward, during_input = _passing(stage)
     during_weight = _during_weight(stage, during_input, parameters, largest)
     if setup.divides_weights:
         after_input, during_input = 0, during_weight  # W comes with I
@@ -269,7 +300,9 @@ def _held(stage: _Stage) -> tuple[int, int]:
         after_forward += message  # input and gradient
         after_input += message
     if live and setup.attention_piece is None:
-        after_forward += setup.masks * setup.length**2
+        # Packed rows have masks that all layers share, and so have recomputed layers with windows.
+        shared = setup.grad_checkpoint and any(setup.shape.windows)
+        after_forward += max(setup.masks, shared) * setup.length**2
     if not setup.grad_checkpoint:
         after_forward += sum(layer.after_forward for layer in live)
         after_input += sum(layer.after_input for layer in live)
@@ -282,36 +315,23 @@ def _held(stage: _Stage) -> tuple[int, int]:
     return after_forward, after_input
 
 
-def _passing(stage: _Stage, held: int) -> tuple[float, float]:
-    """Return the temporary bytes of F, and of I, or of W if there is no I.
-
-    ``held`` are the bytes that F leaves behind.
-    """
-    setup, logits, loss = stage.setup, _logits(stage), float(_loss_piece(stage))
-    lowest = stage.first_backward
-    frozen, live = stage.each_kind(stage.start, lowest), stage.each_kind(lowest, stage.stop)
-    # A forward without gradients peaks in a layer or in the lm_head, the last entry.
-    moments = FROZEN[:1] if live else FROZEN
-    passing = [
-        moment.nbytes(layer.forward_sizes._replace(logits=logits))
-        for layer in frozen
-        for moment in moments
-    ]
+def _passing(stage: _Stage) -> tuple[float, float]:
+    """Return the bytes that pass in F, and in I, or in W if there is no I."""
+    setup, logits, lowest = stage.setup, _logits(stage), stage.first_backward
+    live = stage.each_kind(lowest, stage.stop)
+    of_head: float = HEAD_ARRAYS * setup.message * stage.is_last
     if not live:
-        return max(loss, *passing), 0.0
-    forward, backward = [loss, *(each - held for each in passing)], [0.0]
-    with_weights = setup.joins_weights or not stage.has_input_gradient
-    for layer in live:
-        sizes = layer.forward_sizes._replace(logits=logits)
-        forward += [moment.nbytes(sizes) for moment in layer.forward]
-        sizes = layer.backward_sizes._replace(
-            logits=logits,
-            gradients=FLOAT32 * layer.parameters * with_weights,
-            products=layer.backward_sizes.mlp * with_weights,
-        )
-        again = layer.after_forward if setup.grad_checkpoint else 0
-        backward += [again + moment.nbytes(sizes) for moment in layer.backward]
-    return max(forward), max(backward)
+        frozen = max(each.during_evaluation for each in stage.each_kind(stage.start, lowest))
+        return max(frozen + 2 * logits, of_head + _loss_piece(stage)), 0.0
+    joins, ratios = setup.joins_weights or not stage.has_input_gradient, stage.ratios
+    if setup.grad_checkpoint and logits:
+        of_head = max(layer.during_evaluation for layer in live)  # it is not held, but passes
+    of_head += max(logits, _loss_piece(stage))
+    forward = max(of_head, *(layer.during_forward for layer in live))
+    backward = max(layer.during_backward + FLOAT32 * layer.parameters * joins for layer in live)
+    if setup.backend != "cpu" or setup.dtype_bytes < FLOAT32:
+        backward += logits  # our own loss, used for float32 on a CPU, needs no more than are held
+    return ratios.during_forward * forward, ratios.during_backward * backward
 
 
 def _during_weight(stage: _Stage, during_input: float, parameters: int, largest: int) -> float:
@@ -353,50 +373,83 @@ def _during_update(stage: _Stage, summed: int) -> int:
     )
 
 
+class PeakOfActions:
+    """The peak of a rank that runs ``actions`` over and over, for any memory of its stages.
+
+    ``actions`` are lowered ones (``pipeline.lowering``): their order decides how many micro-batches
+    are held at a time. An I or a W that a stage does not need counts for nothing.
+    """
+
+    def __init__(self, actions: Sequence[Action]) -> None:
+        self._actions = actions
+        self._multiples: dict[tuple[Any, ...], np.ndarray] = {}
+
+    def of(self, stages: Mapping[int, StageMemory], setup: TrainingSetup) -> int:
+        """Return the peak bytes of ``stages``, by index, in a step and its update."""
+        own = tuple(stages.values())
+        resident = sum(stage.resident for stage in own) - held_once(own)
+        if setup.dp > 1 or (any(stage.tied for stage in own) and setup.unfreeze_all):
+            resident += SUM_BUFFER_BYTES
+        needs = tuple((i, each.has_input_gradient, each.is_trained) for i, each in stages.items())
+        key = needs, setup.joins_weights
+        if key not in self._multiples:
+            self._multiples[key] = self._count(stages, setup.joins_weights)
+        numbers = [getattr(stage, name) for stage in own for name in _NUMBERS]
+        numbers.append(setup.message)
+        most = int((self._multiples[key] @ np.array(numbers, np.int64)).max(initial=0))
+        gradients = sum(stage.gradients for stage in own)
+        updating = max((stage.during_update for stage in own), default=0)
+        return resident + max(most, gradients + updating)
+
+    def _count(self, stages: Mapping[int, StageMemory], sums_at_input: bool) -> np.ndarray:
+        """Return how many of each of the stages' numbers are in memory at each action.
+
+        Receives posted ahead count, and the last message sent, which stays until the next.
+        """
+        names = [(index, name) for index in stages for name in _NUMBERS]
+        *units, message = np.eye(len(names) + 1, dtype=np.int64)
+        unit = dict(zip(names, units, strict=True))
+        nothing = np.zeros_like(message)
+        to_receive = sum(action.kind is Kind.RECV_F for action in self._actions)
+        held: dict[tuple[int, int], np.ndarray] = {}
+        total, sent = nothing, False
+        sums: dict[int, np.ndarray] = {}
+        found = [nothing]
+        for action in self._actions:
+            index, key = action.stage, (action.stage, action.microbatch)
+            stage = stages[index]
+            if action.kind in (Kind.I, Kind.SEND_B) and not stage.has_input_gradient:
+                continue
+            if action.kind is Kind.W and not stage.is_trained:
+                continue
+            before = left = held.get(key, nothing)
+            total, passing, summed = total - before, nothing, sum(sums.values(), nothing)
+            match action.kind:
+                case Kind.F:
+                    before = left = unit[index, "after_forward"]
+                    passing = unit[index, "during_forward"]
+                case Kind.I:
+                    # If no W follows, nothing is held for it.
+                    left = unit[index, "after_input"] if stage.is_trained else nothing
+                    passing = unit[index, "during_input"]
+                case Kind.W:
+                    passing, left = unit[index, "during_weight"], nothing
+                case Kind.RECV_F:
+                    to_receive -= 1
+                case Kind.SEND_F | Kind.SEND_B:
+                    sent = True
+            if action.kind is Kind.W or (action.kind is Kind.I and sums_at_input):
+                sums[index] = unit[index, "gradients"]
+            buffers = (min(PREPOSTED, to_receive) + sent) * message
+            others = total + passing + buffers
+            found += [others + summed + before, others + sum(sums.values(), nothing) + left]
+            total = total + left
+            held[key] = left
+        return np.unique(found, axis=0)
+
+
 def rank_peak(
     actions: Sequence[Action], stages: Mapping[int, StageMemory], setup: TrainingSetup
 ) -> int:
-    """Return the peak bytes of a rank with ``stages``, by index, in a step and its update.
-
-    ``actions`` are the rank's lowered ones (``pipeline.lowering``): their order decides how many
-    micro-batches are held at a time. Receives posted ahead count too, and the last message sent,
-    which stays until the next. An I that the stage does not need counts for nothing.
-    """
-    resident = sum(stage.resident for stage in stages.values()) - held_once(stages.values())
-    if setup.dp > 1 or (any(stage.tied for stage in stages.values()) and setup.unfreeze_all):
-        resident += SUM_BUFFER_BYTES
-    to_receive = sum(action.kind is Kind.RECV_F for action in actions)
-    held: dict[tuple[int, int], int] = {}
-    total = 0  # held
-    sums: dict[int, int] = {}
-    sent = False
-    peak = resident
-    for action in actions:
-        stage, key = stages[action.stage], (action.stage, action.microbatch)
-        before = held.get(key, 0)
-        passing, left = 0, before
-        match action.kind:
-            case Kind.F:
-                before = stage.after_forward
-                passing, left = stage.during_forward, stage.after_forward
-            case Kind.I if stage.has_input_gradient:
-                # If no W follows, nothing is held for it.
-                passing, left = stage.during_input, stage.after_input * stage.is_trained
-            case Kind.W:
-                passing, left = stage.during_weight, 0
-            case Kind.RECV_F:
-                to_receive -= 1
-            case Kind.SEND_F | Kind.SEND_B:
-                sent = True
-        buffers = (min(PREPOSTED, to_receive) + sent) * setup.message
-        summed = sum(sums.values())
-        if action.kind is Kind.W or (action.kind is Kind.I and setup.joins_weights):
-            sums[action.stage] = stage.gradients
-        total -= held.get(key, 0)
-        most = total + max(summed + before, sum(sums.values()) + left)
-        peak = max(peak, resident + most + passing + buffers)
-        total += left
-        held[key] = left
-    gradients = sum(stage.gradients for stage in stages.values())
-    updating = max((stage.during_update for stage in stages.values()), default=0)
-    return max(peak, resident + gradients + updating)
+    """Return the peak bytes of a rank with ``stages``, by index: see ``PeakOfActions``."""
+    return PeakOfActions(actions).of(stages, setup)

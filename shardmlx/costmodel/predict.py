@@ -60,11 +60,16 @@ class Prediction:
 
 
 def predict_memory(
-    plan: Plan, workload: Workload, length: int, *, recompute: str, backend: str
+    plan: Plan, workload: Workload, cluster: Cluster, length: int, *, recompute: str
 ) -> tuple[list[int], dict[int, StageMemory]]:
     """Return (peak bytes of each pipeline rank, memory of each stage) with ``length`` tokens."""
     setup = workload.setup(
-        plan.micro_batch_size, length, recompute=recompute, dp=plan.mesh.dp, backend=backend
+        plan.micro_batch_size,
+        length,
+        recompute=recompute,
+        dp=plan.mesh.dp,
+        backend=cluster.backend,
+        profile=cluster.profile,
     )
     stages = {
         index: stage_memory(setup, *ends)
@@ -104,9 +109,7 @@ def planned_memory(
 def _planned(
     plan: Plan, workload: Workload, cluster: Cluster, length: int, recompute: str
 ) -> tuple[PlannedMemory, ...]:
-    peaks, stages = predict_memory(
-        plan, workload, length, recompute=recompute, backend=cluster.backend
-    )
+    peaks, stages = predict_memory(plan, workload, cluster, length, recompute=recompute)
     planned = []
     for rank, peak in enumerate(peaks):
         own = [stages[index] for index in plan.stage_map.stages_of(rank)]
@@ -158,9 +161,7 @@ def predict(
 ) -> Prediction:
     """Predict a step with sequences of ``length`` tokens on ``cluster.machines[world rank]``."""
     mesh, stage_map = plan.mesh, plan.stage_map
-    peaks, memories = predict_memory(
-        plan, workload, length, recompute=recompute, backend=cluster.backend
-    )
+    peaks, memories = predict_memory(plan, workload, cluster, length, recompute=recompute)
     message = max(each.message for each in memories.values())
     replicas: list[int | None] = list(range(mesh.dp)) if plan.replica_rows else [None]
     pipelines = [

@@ -1,4 +1,4 @@
-"""The file of measured times that ``shardmlx.profile`` writes and the planner reads.
+"""The file of measured times and bytes that ``shardmlx profile`` writes and the planner reads.
 
 No MLX, no MPI.
 """
@@ -13,8 +13,9 @@ from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardmlx.config.specs import FineTune
+from shardmlx.config.specs import FineTune, Savings
 from shardmlx.costmodel.hostfile import kind_key, same_host
+from shardmlx.costmodel.measured_memory import MemorySample, StageBytes
 from shardmlx.costmodel.timing import LayerTimes, Measured, Sample, Seconds
 from shardmlx.errors import UserError
 from shardmlx.models.shape import ModelShape
@@ -33,12 +34,13 @@ _MOST_SECONDS = 1e6
 class MachineProfile:
     """The samples of one rank: equal rows in each, in ascending order of length.
 
-    ``chip`` names the kind of machine.
+    ``chip`` names the kind of machine. Older files have no ``memory``.
     """
 
     host: str
     chip: str
     samples: tuple[Sample, ...]
+    memory: tuple[MemorySample, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.samples:
@@ -248,7 +250,22 @@ def _machine(entry: Any) -> MachineProfile:
         )
         for sample in entry["samples"]
     )
-    return MachineProfile(str(entry["host"]), str(entry["chip"]), samples)
+    memory = tuple(
+        MemorySample(
+            rows=int(sample["rows"]),
+            length=int(sample["length"]),
+            savings=Savings(**sample["savings"]),
+            first=_bytes(sample["first"]),
+            last=_bytes(sample["last"]),
+            kinds=tuple(map(_bytes, sample["kinds"])),
+        )
+        for sample in entry.get("memory", ())
+    )
+    return MachineProfile(str(entry["host"]), str(entry["chip"]), samples, memory)
+
+
+def _bytes(entry: Mapping[str, Any]) -> StageBytes:
+    return StageBytes(**{key: int(value) for key, value in entry.items()})
 
 
 def _seconds(entry: Mapping[str, Any]) -> Seconds:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardmlx.config.checks import FINE_TUNE_TYPES, OPTIMIZERS
 from shardmlx.config.specs import FULL, NO_SAVINGS, SELECTIVE, Savings
@@ -14,6 +15,23 @@ FLOAT32 = 4
 
 BACKENDS = ("metal", "cpu")
 """Backends of MLX."""
+
+
+class Ratios(NamedTuple):
+    """Measured bytes over those of the rule: held after F and I, passing in F and in the rest."""
+
+    after_forward: float = 1.0
+    after_input: float = 1.0
+    during_forward: float = 1.0
+    during_backward: float = 1.0
+
+
+class MeasuredRatios(NamedTuple):
+    """Ratios of the first layers, of the last ones, and of each kind of layer."""
+
+    first: Ratios
+    last: Ratios
+    kinds: tuple[Ratios, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +74,8 @@ class TrainingSetup:
     error_copies: int = 0
     """Number of copies of the sums' rounding errors that a replica holds."""
     backend: str = "metal"
+    measured: MeasuredRatios | None = None
+    """Measurements of a profile, if there are any of such micro-batches."""
 
     def __post_init__(self) -> None:
         layers = self.shape.num_layers

@@ -11,9 +11,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from shardmlx.config.specs import COUNTED, BatchOptions, FineTune, Savings
-from shardmlx.costmodel.memory import TrainingSetup
+from shardmlx.costmodel.measured_memory import with_measurements
 from shardmlx.costmodel.profile_file import Profile, work_of
 from shardmlx.costmodel.timing import Measured, ModelSeconds, Speed
+from shardmlx.costmodel.training_setup import TrainingSetup
 from shardmlx.distributed.wire_formats import WIRE_FORMATS
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import ModelFiles
@@ -139,16 +140,23 @@ class Workload(ModelSizes):
         return self.batch.savings(recompute, backend, self.shape.vocab_size)
 
     def setup(
-        self, rows: int, length: int, *, recompute: str, dp: int, backend: str
+        self,
+        rows: int,
+        length: int,
+        *,
+        recompute: str,
+        dp: int,
+        backend: str,
+        profile: Profile | None = None,
     ) -> TrainingSetup:
         """Return the facts that decide the run's memory with micro-batches of ``rows`` x
-        ``length``."""
+        ``length``, among them what a ``profile`` of this work measured."""
         tune = self.fine_tune
         rows, length = self.micro_batch(rows, length)
         # A full fine-tune ignores its LoRA parameters, even invalid ones.
         lora = {} if tune.is_full else tune.lora_parameters
         keys = lora.get("keys")
-        return TrainingSetup(
+        setup = TrainingSetup(
             shape=self.shape,
             weight_sizes=self.weight_sizes,
             dtype_bytes=self.dtype_bytes,
@@ -171,6 +179,9 @@ class Workload(ModelSizes):
             error_copies=tune.error_copies,
             backend=backend,
         )
+        if profile is None:
+            return setup
+        return with_measurements(setup, [machine.memory for machine in profile.machines])
 
     def at_speed(self, flops: float, recompute: str) -> Speed:
         """Return the work's times on a machine with a known speed only."""

@@ -9,11 +9,10 @@ from functools import cache
 from itertools import accumulate
 
 from shardmlx.costmodel.cluster import Cluster, between_ranks, pipeline_seconds
-from shardmlx.costmodel.memory import StageMemory, TrainingSetup, stage_memory
-from shardmlx.costmodel.peak_terms import Term, peak_of, peak_terms
+from shardmlx.costmodel.memory import PeakOfActions, StageMemory, stage_memory
+from shardmlx.costmodel.training_setup import TrainingSetup
 from shardmlx.costmodel.workload import Workload
 from shardmlx.partitioners import LayerCosts, Problem, get_partitioner
-from shardmlx.pipeline.actions import Kind
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.schedules import get_schedule
@@ -79,7 +78,12 @@ def make_problem(
     mesh, placement = way.mesh, way.placement
     size, recompute = way.micro_batch_size, way.recompute
     setup = workload.setup(
-        size, longest or length, recompute=recompute, dp=mesh.dp, backend=cluster.backend
+        size,
+        longest or length,
+        recompute=recompute,
+        dp=mesh.dp,
+        backend=cluster.backend,
+        profile=cluster.profile,
     )
     models = pipeline_seconds(workload, cluster, mesh, size, length, recompute=recompute)
     costs = {id(model): model.layer_costs for model in models}
@@ -119,7 +123,7 @@ def _peaks(
     everything = replace(workload, fine_tune=replace(workload.fine_tune, num_layers=-1))
     actions = plan_of(way, stage_map, everything).actions
     of_stage = [
-        tuple(action for action in actions[rank] if action.stage == stage)
+        PeakOfActions([action for action in actions[rank] if action.stage == stage])
         for stage, rank in enumerate(way.placement)
     ]
 
@@ -133,7 +137,6 @@ def _peaks(
     ]
     numbers: dict[tuple[Hashable, ...], int] = {}
     memories: list[StageMemory] = []
-    terms: dict[tuple[int, bool, bool], list[Term]] = {}
     known: dict[tuple[int, int], int] = {}
 
     @cache
@@ -153,29 +156,7 @@ def _peaks(
     def peak(stage: int, start: int, stop: int) -> float:
         number = look(start, stop)
         if (stage, number) not in known:
-            memory = memories[number]
-            has = (stage, memory.has_input_gradient, memory.is_trained)
-            if has not in terms:
-                kinds = _kinds(memory)
-                terms[has] = peak_terms(
-                    [action for action in of_stage[stage] if action.kind in kinds],
-                    has_input_gradient=memory.has_input_gradient,
-                    is_trained=memory.is_trained,
-                    sums_at_input=setup.joins_weights,
-                )
-            known[stage, number] = peak_of(terms[has], memory, setup)
+            known[stage, number] = of_stage[stage].of({stage: memories[number]}, setup)
         return known[stage, number]
 
     return peak
-
-
-def _kinds(memory: StageMemory) -> frozenset[Kind]:
-    """Return the kinds of actions of a stage, as ``lowering.gradient_kinds`` leaves them."""
-    kinds = {Kind.F, Kind.SEND_F, Kind.RECV_F}
-    if memory.has_input_gradient:
-        kinds |= {Kind.I, Kind.SEND_B}
-    if memory.is_trained:
-        kinds |= {Kind.W}
-    if len(kinds) > 3:
-        kinds |= {Kind.RECV_B}
-    return frozenset(kinds)

@@ -224,7 +224,7 @@ class TrainingReport:
         work, cluster = planned.workload, planned.cluster
         recompute = work.batch.recomputed
         peaks, _ = predict_memory(
-            planned.plan, work, max(self._lengths), recompute=recompute, backend=cluster.backend
+            planned.plan, work, cluster, max(self._lengths), recompute=recompute
         )
         self._show_ranks(ranks, peaks)
         expected = None

@@ -17,7 +17,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from shardmlx.config.specs import NONE, Savings
-from shardmlx.costmodel.memory import StageMemory, TrainingSetup, stage_memory
+from shardmlx.costmodel.memory import StageMemory, rank_peak, stage_memory
+from shardmlx.costmodel.training_setup import TrainingSetup
 from shardmlx.engine.batches import MicroBatch, pack
 from shardmlx.engine.optimizer import Updater, build_optimizer
 from shardmlx.engine.stage import Stage
@@ -25,21 +26,49 @@ from shardmlx.models.parts import find_parts
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
 from shardmlx.partitioners import LayerCosts
-from tests.helpers.family_configs import CONFIGS
-from tests.helpers.models_and_batches import build, tiny_config
+from shardmlx.pipeline.actions import parse_grid
+from tests.helpers.family_configs import CONFIGS, LAYERS
+from tests.helpers.models_and_batches import build
 
-LAYERS, ROWS, LENGTH = 4, 2, 96
+ROWS, LENGTH = 2, 96
 MICRO_BATCHES = 2
 BACKEND = "cpu" if mx.default_device() == mx.Device(mx.cpu) else "metal"
+
+_WIDE = {
+    "hidden_size": 128,
+    "vocab_size": 1000,
+    "num_attention_heads": 8,
+    "head_dim": 16,
+    "intermediate_size": 320,
+    "intermediate_size_mlp": 320,
+    "shared_expert_intermediate_size": 320,
+    "moe_intermediate_size": 160,
+}
+
+
+def widened(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tiny config whose arrays are large beside what is not counted."""
+    wide: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            wide[key] = widened(value)
+        elif key == "num_key_value_heads":
+            wide[key] = 8 if value == config.get("num_attention_heads") else 2
+        else:
+            wide[key] = _WIDE.get(key, value)
+    return wide
 
 
 @dataclass(frozen=True)
 class Case:
-    """A family, what is trained of it, and the layers of the stage."""
+    """A family, what is trained of it, and the layers of the stage.
+
+    ``changes`` are fields of its widened config.
+    """
 
     mode: str
-    start: int
-    stop: int
+    start: int = 1
+    stop: int = 3
     family: str = "llama"
     lora: tuple[tuple[str, Any], ...] = ()
     recompute: str = NONE
@@ -48,12 +77,11 @@ class Case:
     dtype_bytes: int = 4
     packed: bool = False
     length: int = LENGTH
-    config: tuple[tuple[str, Any], ...] = ()
+    changes: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        special = [key for key, _ in (*self.lora, *self.config)] + [self.recompute] * (
-            self.recompute != NONE
-        )
+        special = [key for key, _ in self.lora] + [f"{key} {value}" for key, value in self.changes]
+        special += [self.recompute] * (self.recompute != NONE)
         special += [f"pieces of {self.pieces}"] * (self.pieces is not None)
         special += ["counted"] * self.counted_only
         special += ["bfloat16"] * (self.dtype_bytes == 2) + ["packed"] * self.packed
@@ -71,18 +99,7 @@ class Case:
 
     @property
     def model_config(self) -> dict[str, Any]:
-        return tiny_config(
-            self.family,
-            layers=LAYERS,
-            **{
-                "hidden_size": 128,
-                "intermediate_size": 320,
-                "num_attention_heads": 8,
-                "head_dim": 16,
-                "vocab_size": 1000,
-                **dict(self.config),
-            },
-        )
+        return {**widened(CONFIGS[self.family]), **dict(self.changes)}
 
     @property
     def lora_parameters(self) -> dict[str, Any]:
@@ -101,9 +118,9 @@ class Case:
         mx.eval(model.parameters())
         return model
 
-    def predicted(self, sizes: LayerCosts) -> tuple[StageMemory, TrainingSetup]:
+    def setup(self, sizes: LayerCosts) -> TrainingSetup:
         keys = self.lora_parameters.get("keys")
-        setup = TrainingSetup(
+        return TrainingSetup(
             shape=ModelShape.from_config(self.model_config),
             weight_sizes=sizes,
             dtype_bytes=self.dtype_bytes,
@@ -116,7 +133,12 @@ class Case:
             masks=int(self.packed),
             backend=BACKEND,
         )
-        return stage_memory(setup, self.start, self.stop), setup
+
+    def predicted(self, setup: TrainingSetup) -> tuple[StageMemory, int]:
+        """Return the memory of the stage, and the peak of ``measure``."""
+        (own,) = parse_grid(" ".join(f"1F{j} 1I{j} 1W{j}" for j in range(MICRO_BATCHES)))
+        stage = stage_memory(setup, self.start, self.stop)
+        return stage, rank_peak(own, {1: stage}, setup)
 
 
 @dataclass
@@ -198,52 +220,15 @@ def measure(case: Case) -> tuple[Measured, LayerCosts]:
                 mx.eval(x)
             stage.forward(j, given, x, scale=1e-3)
             del x
+            mx.synchronize()
             after_forward.append(mx.get_active_memory() - now)
             keep_computing_thread_busy()
             if case.start > 0:
                 stage.backward_input(j)
+                mx.synchronize()
                 after_input.append(mx.get_active_memory() - now)
             stage.backward_weight(j)
         updater.apply()
         outside = before - part.nbytes - 2 * sum(part[name].nbytes for name in part.trainable)
     peak = mx.get_peak_memory() - outside
     return Measured(part.nbytes, after_forward[-1], (after_input or [0])[-1], peak), sizes
-
-
-_WIDE = {
-    "hidden_size": 128,
-    "vocab_size": 1000,
-    "num_attention_heads": 8,
-    "head_dim": 16,
-    "intermediate_size": 320,
-    "intermediate_size_mlp": 320,
-    "shared_expert_intermediate_size": 320,
-    "moe_intermediate_size": 160,
-}
-
-
-def widened(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tiny config whose arrays are large beside what is not counted."""
-    wide: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, dict):
-            wide[key] = widened(value)
-        elif key == "num_key_value_heads":
-            wide[key] = 8 if value == config.get("num_attention_heads") else 2
-        else:
-            wide[key] = _WIDE.get(key, value)
-    return wide
-
-
-@dataclass(frozen=True)
-class FamilyCase(Case):
-    """A family with its own tiny config, widened; ``changes`` are some of its fields."""
-
-    changes: tuple[tuple[str, Any], ...] = ()
-
-    def __str__(self) -> str:
-        return "-".join([Case.__str__(self), *(f"{key} {value}" for key, value in self.changes)])
-
-    @property
-    def model_config(self) -> dict[str, Any]:
-        return {**widened(CONFIGS[self.family]), **dict(self.changes)}

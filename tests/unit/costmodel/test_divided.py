@@ -8,7 +8,8 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from shardmlx.costmodel.memory import TrainingSetup, held_once, stage_memory
+from shardmlx.costmodel.memory import held_once, stage_memory
+from shardmlx.costmodel.training_setup import TrainingSetup
 from shardmlx.engine.divided_weights import DividedWeights
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice

@@ -16,12 +16,8 @@ from shardmlx.config.specs import FULL, NO_SAVINGS, FineTune, Savings
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.generation_memory import GenerationSetup, inference_memory
 from shardmlx.costmodel.layer_memory import LayerMemory, layer_memory
-from shardmlx.costmodel.memory import (
-    StageMemory,
-    TrainingSetup,
-    rank_peak,
-    stage_memory,
-)
+from shardmlx.costmodel.memory import StageMemory, rank_peak, stage_memory
+from shardmlx.costmodel.training_setup import TrainingSetup
 from shardmlx.engine.buffers import SUM_BUFFER_BYTES
 from shardmlx.models.shape import ModelShape
 from shardmlx.partitioners import LayerCosts
@@ -239,30 +235,32 @@ def test_checkpointing_holds_the_inputs_of_layers() -> None:
 # What a rank holds at a time.
 
 
-def test_every_forward_waits_for_its_input_gradient_then_for_its_weight_gradient() -> None:
-    stages = {0: of_stage(weights=1000, after_forward=100, after_input=60, gradients=1)}
-    in_flight = {
-        "0F0 0I0 0W0": 100,
-        "0F0 0F1 0I0 0W0 0I1 0W1": 200,
-        "0F0 0I0 0F1 0I1 0W0 0W1": 160,
-    }
-    for text, held in in_flight.items():
-        assert rank_peak(actions(text), stages, setup()) == 1000 + held
+@pytest.mark.parametrize(
+    ("text", "sizes", "peak"),
+    [
+        # Every forward waits for its input gradient, then for its weight gradient.
+        ("0F0 0I0 0W0", {"after_forward": 100, "after_input": 60}, 100),
+        ("0F0 0F1 0I0 0W0 0I1 0W1", {"after_forward": 100, "after_input": 60}, 200),
+        ("0F0 0I0 0F1 0I1 0W0 0W1", {"after_forward": 100, "after_input": 60}, 160),
+        # Passing arrays come on top of what is held and summed.
+        ("0F0 0W0 0F1 0W1", {"after_forward": 100, "gradients": 10, "during_weight": 7}, 117),
+        # Gradients grow while a first micro-batch is freed.
+        ("0F0 0W0", {"after_forward": 100, "gradients": 300, "during_weight": 7}, 307),
+        # The update finds gradients but no micro-batches.
+        ("0F0 0W0", {"after_forward": 5, "gradients": 10, "during_update": 30}, 40),
+    ],
+)
+def test_a_rank_holds_the_micro_batches_in_flight(
+    text: str, sizes: Mapping[str, int], peak: int
+) -> None:
+    stages = {0: of_stage(weights=1000, **sizes)}
+    assert rank_peak(actions(text), stages, setup()) == 1000 + peak
 
 
-def test_what_passes_comes_on_top_of_what_is_held_and_summed() -> None:
-    stages = {0: of_stage(weights=1000, after_forward=100, gradients=10, during_weight=7)}
-    assert rank_peak(actions("0F0 0W0 0F1 0W1"), stages, setup()) == 1000 + 100 + 10 + 7
-
-
-def test_gradients_grow_while_a_first_micro_batch_is_freed() -> None:
-    stages = {0: of_stage(after_forward=100, gradients=300, during_weight=7)}
-    assert rank_peak(actions("0F0 0W0"), stages, setup()) == 300 + 7
-
-
-def test_the_update_finds_gradients_but_no_micro_batches() -> None:
-    stages = {0: of_stage(weights=1000, after_forward=5, gradients=10, during_update=30)}
-    assert rank_peak(actions("0F0 0W0"), stages, setup()) == 1000 + 10 + 30
+def test_actions_that_a_stage_does_not_need_count_for_nothing() -> None:
+    has = {"after_forward": 100, "after_input": 60, "during_input": 50, "during_weight": 50}
+    frozen = {0: of_stage(is_trained=False, has_input_gradient=False, **has)}
+    assert rank_peak(actions("0F0 0I0 0SEND_B0 0W0"), frozen, setup()) == 100
 
 
 def test_messages_count_two_posted_receives_and_the_last_one_sent() -> None:

@@ -289,24 +289,14 @@ def test_who_took_more_than_the_limit_is_named_afterwards() -> None:
     )
 
 
-def test_what_is_always_there_is_a_part_of_the_peak() -> None:
-    with pytest.raises(ValueError, match="7 bytes always there, of 6 at most"):
-        PlannedMemory(peak=6, resident=7)
-
-
-# The option
-
-
 @pytest.mark.parametrize("config", [TrainConfig, InferenceConfig])
-def test_the_limit_is_a_size_like_the_others(
+def test_the_option_is_a_size_above_nothing(
     config: type[TrainConfig] | type[InferenceConfig],
 ) -> None:
-    assert config().memory_limit is None
     assert config(memory_limit="12GiB").memory_limit == 12 * GIB  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="give bytes, or a size like 500MiB or 2GB"):
-        config(memory_limit="12 apples")  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="give more than 0"):
-        config(memory_limit=0)
+    for wrong in ("12 apples", 0):
+        with pytest.raises(UserError):
+            config(memory_limit=wrong)  # type: ignore[arg-type]
 
 
 # From the plan of a run
@@ -328,7 +318,7 @@ def test_each_rank_of_a_replica_has_the_peak_that_is_predicted() -> None:
     plan = plan_of(way, StageMap(Partition(((0, 5), (5, 8))), (0, 1)), work)
     machines = cluster(*[("studio", 8 * GIB)] * 4)
     of_ranks = planned_memory(plan, work, machines, (64, 0), "none")
-    peaks, stages = predict_memory(plan, work, 64, recompute="none", backend="metal")
+    peaks, stages = predict_memory(plan, work, machines, 64, recompute="none")
     assert [each.peak for each in of_ranks] == [*peaks, *peaks]
     assert [each.resident for each in of_ranks[:2]] == [stages[i].resident for i in range(2)]
 
@@ -355,17 +345,6 @@ def test_long_sequences_that_only_pass_forward_count_too() -> None:
     assert peaks(2048) < [each.peak for each in of_step]
 
 
-def test_a_tied_matrix_at_both_ends_of_a_rank_is_there_once() -> None:
-    way = Candidate(Mesh(1, 2), "zb-v", 2, 4, 1, "none")
-    layers = Partition(((0, 2), (2, 4), (4, 6), (6, 8)))
-    work = workload(tied=True)
-    plan = plan_of(way, StageMap(layers, (0, 1, 1, 0)), work)
-    first, second = planned_memory(plan, work, cluster(*[("studio", GIB)] * 2), (64, 0), "none")
-    # Layers of 100 kB, the lower half of them without adapters.
-    adapters = second.resident - 4 * 100_000
-    assert first.resident == 50_000 + 4 * 100_000 + adapters
-
-
 @pytest.mark.parametrize(("longest", "length"), [(5, 32), (33, 64), (64, 64), (1000, 99)])
 def test_the_plan_counts_on_the_longest_sequence_of_the_data(longest: int, length: int) -> None:
     samples = [(np.arange(size), 0) for size in (3, longest, 2)]
@@ -390,13 +369,6 @@ def test_mlx_has_the_limits(mlx_limits: None, monkeypatch: pytest.MonkeyPatch) -
     assert (mx.get_memory_limit(), mx.set_cache_limit(0), wired) == (20 * GIB, 5 * GIB, [15 * GIB])
     set_limits(limits(budget(20 * GIB, None), "cpu"))
     assert (mx.set_cache_limit(0), wired) == (LEAST_CACHE, [15 * GIB])
-
-
-def test_mlx_does_not_enforce_its_memory_limit(mlx_limits: None) -> None:
-    mx.set_memory_limit(1000)
-    array = mx.ones((100, 100))
-    mx.eval(array)
-    assert array.sum().item() == 10_000
 
 
 def test_ranks_tell_each_other_what_their_machines_wire(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,22 +1,22 @@
-"""What ``costmodel.memory`` predicts is what real stages hold, measured with MLX on this host."""
+"""What ``costmodel.memory`` predicts, beside what real stages take, measured on this host."""
 
 from __future__ import annotations
 
 import mlx.core as mx
 import pytest
 
-from shardmlx.config.specs import FULL, NONE, RECOMPUTE, SELECTIVE
+from shardmlx.config.specs import FULL, RECOMPUTE, SELECTIVE
 from shardmlx.costmodel.generation_memory import GenerationSetup, inference_memory
-from shardmlx.costmodel.memory import rank_peak
+from shardmlx.costmodel.layer_memory import layer_arrays
 from shardmlx.engine.stage import Stage
+from shardmlx.models.recompute import RecomputedMLP
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
-from shardmlx.pipeline.actions import parse_grid
+from tests.helpers.family_configs import CONFIGS, LAYERS
 from tests.helpers.models_and_batches import build
 from tests.helpers.stage_memory import (
     BACKEND,
     LENGTH,
-    MICRO_BATCHES,
     ROWS,
     Case,
     measure,
@@ -27,62 +27,94 @@ from tests.helpers.stage_memory import (
 HELD_WITHIN = 0.05
 """Part by which what is held between two actions may differ from the prediction: nothing is left to
 chance there, but for small arrays that are not counted."""
-ABOVE, BELOW = 0.03, 0.05
-"""Parts by which a peak may lie above and below the prediction."""
+UNDER, OVER = 0.03, 0.15
+"""Parts by which a prediction without a profile may lie under and over the measured peak."""
+FURTHER_OVER = 0.3
+"""The same for a few layers that let MLX's scheduler get less far ahead."""
 MEASUREMENTS = 30
-"""At most. How far MLX's scheduling thread gets ahead of the computing one is left to the system:
-the predicted peak is that of a thread as far ahead as it may be. On a free machine nearly every
-measurement reaches it, beside other work every second or third. None may pass it."""
+"""At most: beside other work MLX's scheduling thread gets less far ahead, and takes less memory."""
 
 DROPS = ("dropout", 0.1)
 ATTENTION = ("keys", ["self_attn.q_proj", "self_attn.v_proj"])
-CASES = [
-    *(Case(mode, *ends) for mode in ("lora", "full") for ends in ((0, 2), (1, 3), (2, 4), (0, 4))),
-    Case("lora", 1, 3, lora=(ATTENTION,)),
-    Case("lora", 1, 3, lora=(DROPS,)),
-    Case("lora", 1, 3, config=(("quantization", {"group_size": 32, "bits": 4}),)),
-    Case("lora", 1, 3, dtype_bytes=2),
-    Case("full", 1, 3, dtype_bytes=2),
-    Case("dora", 1, 3),
-    Case("lora", 1, 3, family="mixtral"),
-    Case("full", 1, 3, family="mixtral"),
-    Case("full", 1, 3, family="qwen2"),
-    Case("lora", 1, 3, family="qwen3"),
-    Case("lora", 0, 2, recompute=FULL),
-    Case("lora", 1, 3, recompute=FULL),
-    Case("lora", 1, 3, recompute=FULL, length=256),
-    Case("lora", 2, 4, recompute=FULL, config=(("vocab_size", 5000),)),
-    Case("lora", 1, 3, recompute=FULL, dtype_bytes=2),
-    Case("full", 1, 3, recompute=FULL),
-    Case("full", 2, 4, recompute=FULL, config=(("vocab_size", 5000),)),
-    Case("lora", 2, 4, config=(("vocab_size", 5000),)),
-    Case("full", 2, 4, config=(("vocab_size", 5000),)),
-    Case("full", 2, 4, config=(("vocab_size", 5000),), dtype_bytes=2),
+QUANTISED = ("quantization", {"group_size": 32, "bits": 4})
+MANY = (("num_local_experts", 16), ("num_experts_per_tok", 8))
+LOGITS = (("vocab_size", 5000),)
+
+FAR_OVER_WITH_ADAPTERS = (
+    *("gemma2", "gemma3", "gemma3_text", "qwen2_moe", "exaone_moe", "bailing_moe", "ernie4_5_moe"),
+    *("deepseek_v3", "kimi_k2", "kimi_k25", "glm4_moe_lite", "joyai_llm_flash"),
+)
+"""Families of long activations between four norms, or of experts of which some are shared."""
+FAR_OVER = [
+    *(Case("lora", family=each) for each in FAR_OVER_WITH_ADAPTERS),
+    Case("lora", length=256, pieces=32, lora=(ATTENTION,)),
     *(
-        Case(mode, 2, 4, config=(("vocab_size", 5000),), pieces=ROWS * LENGTH, counted_only=True)
+        Case(mode, length=256, pieces=32, recompute=SELECTIVE, dtype_bytes=2)
         for mode in ("lora", "full")
     ),
+]
+CASES = [
+    *(Case("lora", *ends) for ends in ((0, 2), (2, 4), (0, 4))),
+    Case("full", 0, 4),
+    *(Case(mode, dtype_bytes=2) for mode in ("lora", "full")),
+    *(Case("lora", lora=(each,)) for each in (ATTENTION, DROPS)),
+    Case("lora", changes=(QUANTISED,)),
+    Case("dora"),
+    *(Case(mode, recompute=FULL) for mode in ("lora", "full")),
+    Case("lora", recompute=FULL, length=256),
+    Case("lora", recompute=FULL, dtype_bytes=2),
+    Case("lora", 2, 4, recompute=FULL, changes=LOGITS),
+    Case("full", 2, 4, changes=LOGITS, dtype_bytes=2),
+    Case("lora", 2, 4, changes=LOGITS, pieces=ROWS * LENGTH, counted_only=True),
     *(
-        Case(mode, *ends, length=256, pieces=32, recompute=recompute)
+        Case(mode, length=256, pieces=32, recompute=r)
         for mode in ("lora", "full")
-        for recompute in RECOMPUTE
-        for ends in ((1, 3), (2, 4))
+        for r in RECOMPUTE
     ),
     Case("full", 0, 2, length=256, pieces=32, recompute=SELECTIVE),
-    Case("lora", 1, 3, length=256, pieces=32, lora=(ATTENTION,)),
-    Case("lora", 1, 3, length=256, pieces=32, lora=(ATTENTION,), recompute=SELECTIVE),
-    *(
-        Case("lora", 1, 3, length=256, pieces=32, dtype_bytes=2, recompute=recompute)
-        for recompute in (NONE, SELECTIVE)
-    ),
-    *(Case("full", 1, 3, length=256, pieces=32, dtype_bytes=2, recompute=r) for r in RECOMPUTE),
-    *(Case("dora", 1, 3, length=256, pieces=32, recompute=r) for r in RECOMPUTE),
-    *(Case("lora", 1, 3, length=256, pieces=32, lora=(DROPS,), recompute=r) for r in RECOMPUTE),
-    *(Case("dora", 1, 3, length=256, lora=(DROPS,), pieces=pieces) for pieces in (None, 32)),
-    Case("lora", 1, 3, length=256, pieces=64, packed=True),
-    *(Case("lora", *ends, packed=True) for ends in ((0, 2), (1, 3), (2, 4))),
-    Case("full", 1, 3, packed=True, recompute=FULL),
+    Case("lora", length=256, pieces=32, dtype_bytes=2),
+    Case("full", length=256, pieces=32, dtype_bytes=2, recompute=FULL),
+    *(Case("dora", length=256, pieces=32, recompute=r) for r in RECOMPUTE),
+    Case("dora", length=256, pieces=32, lora=(DROPS,)),
+    Case("lora", 2, 4, packed=True),
+    Case("lora", length=256, pieces=64, packed=True),
+    # Every family, in both ways of training by turns.
+    *(Case(("lora", "full")[i % 2], family=each) for i, each in enumerate(CONFIGS)),
+    *(Case("full", family=each) for each in ("apertus", "glm", "phi3", "nemotron")),
+    *(Case("lora", family="mixtral", changes=MANY, recompute=each) for each in RECOMPUTE),
+    *(Case("lora", family=each) for each in ("gemma2", "deepseek_v3", "qwen2_moe")),
+    *FAR_OVER[len(FAR_OVER_WITH_ADAPTERS) :],
 ]
+
+
+@pytest.mark.parametrize("case", {str(each): each for each in CASES}.values(), ids=str)
+def test_a_real_stage_holds_what_is_predicted_and_reaches_the_peak(case: Case) -> None:
+    over = FURTHER_OVER if case in FAR_OVER else OVER
+    for _ in range(MEASUREMENTS):
+        measured, sizes = measure(case)
+        stage, peak = case.predicted(case.setup(sizes))
+        assert stage.weights == measured.weights
+        assert stage.after_forward == pytest.approx(measured.after_forward, rel=HELD_WITHIN)
+        if case.start > 0:
+            held = pytest.approx(measured.after_input, rel=HELD_WITHIN, abs=64)
+            assert stage.after_input == held
+        assert peak >= (1 - UNDER) * measured.peak
+        if peak <= (1 + over) * measured.peak:
+            return
+    pytest.fail(f"at most {measured.peak} of the predicted {peak} bytes were reached")
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_plan_knows_whose_mlp_computes_its_product_again(family: str) -> None:
+    case = Case("full", 0, LAYERS, family=family, recompute=SELECTIVE)
+    model = case.model()
+    setup = case.setup(weight_sizes(model))
+    Slice(model, 0, LAYERS).recompute_selectively()
+    for layer, kind in zip(model.layers, setup.shape.pattern, strict=True):
+        arrays = layer_arrays(setup, setup.shape.kinds[kind])
+        (product,) = (each for each in arrays if each.name == "recomputed product of the MLP")
+        recomputes = isinstance(layer.get("mlp"), RecomputedMLP)
+        assert recomputes == (product.nbytes > 0)
 
 
 @pytest.mark.parametrize("chunk", [128, 1024])
@@ -109,30 +141,12 @@ def test_prefill_of_a_long_prompt_holds_the_scores_of_a_chunk(chunk: int) -> Non
         mx.eval(hidden, [(cache.keys, cache.values) for cache in caches])
     peak = mx.get_peak_memory() - outside
     predicted = inference_memory(setup, 0, 3)
-    assert predicted / 2 <= peak <= (1 + ABOVE) * predicted
+    assert predicted / 2 <= peak <= (1 + UNDER) * predicted
 
 
 def test_mlx_has_no_gradient_for_packed_weights() -> None:
     """Why a ``TrainingSetup`` refuses to train them."""
-    case = Case("full", 0, 2, config=(("quantization", {"group_size": 32, "bits": 4}),))
+    case = Case("full", 0, 2, changes=(QUANTISED,))
     stage = Stage(0, Slice(case.model(), 0, 2), needs_input_gradient=False)
     with pytest.raises(RuntimeError, match="no gradient wrt the quantized weights"):
         stage.forward(0, microbatch(0, case), None, scale=1e-3)
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_real_stage_reaches_and_never_passes_what_is_predicted(case: Case) -> None:
-    (own,) = parse_grid(" ".join(f"1F{j} 1I{j} 1W{j}" for j in range(MICRO_BATCHES)))
-    for _ in range(MEASUREMENTS):
-        measured, sizes = measure(case)
-        stage, setup = case.predicted(sizes)
-        assert stage.weights == measured.weights
-        assert stage.after_forward == pytest.approx(measured.after_forward, rel=HELD_WITHIN)
-        if case.start > 0:
-            held = pytest.approx(measured.after_input, rel=HELD_WITHIN, abs=64)
-            assert stage.after_input == held
-        peak = rank_peak(own, {1: stage}, setup)
-        assert measured.peak <= (1 + ABOVE) * peak
-        if measured.peak >= (1 - BELOW) * peak:
-            return
-    pytest.fail(f"at most {measured.peak} of the predicted {peak} bytes were reached")

@@ -16,6 +16,7 @@ from shardmlx.common.environment import Blas
 from shardmlx.config.profile import LINE, ProfileOptions
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.hostfile import Machine
+from shardmlx.costmodel.measured_memory import MemorySample
 from shardmlx.costmodel.profile_file import read_profile
 from shardmlx.costmodel.timing import Sample, Seconds
 from shardmlx.distributed.agreement import AgreedError
@@ -24,7 +25,7 @@ from shardmlx.distributed.messages import TransportTimeout
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.planning.training_plan import plan_training
-from shardmlx.training import profiling
+from shardmlx.training import profiling, sample_model
 from tests.helpers.fake_models import TINY, model_files, write
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.models_and_batches import tiny_config
@@ -38,7 +39,7 @@ def bits(**quantization: Any) -> dict[str, int]:
     config = tiny_config(
         layers=8, hidden_size=64, intermediate_size=96, quantization=dict(quantization)
     )
-    model = profiling.build_sample_model(config, "float32")
+    model = sample_model.build_sample_model(config, "float32")
     return {
         path: module.bits
         for path, module in tree_flatten(model.leaf_modules(), is_leaf=lambda m: "weight" in m)
@@ -93,8 +94,8 @@ def seconds_of(monkeypatch: pytest.MonkeyPatch, name: str, seconds: float) -> It
         yield
 
 
-def measure(*arguments: Any) -> list[Sample]:
-    return [SAMPLE]
+def measure(*arguments: Any) -> tuple[list[Sample], list[MemorySample]]:
+    return [SAMPLE], []
 
 
 def options_of(model: Path, output: Path) -> ProfileOptions:
@@ -113,6 +114,7 @@ def test_reading_may_take_long_and_measuring_may_not(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(profiling, "measure", measure)
+    monkeypatch.setattr(sample_model.SampleModel, "of", lambda *_: None)
     with seconds_of(monkeypatch, "_read", 0.8):
         profile(model, tmp_path / "p.json")
     assert len(read_profile(tmp_path / "p.json").machines) == 2
@@ -130,6 +132,7 @@ def test_a_profile_that_cannot_be_written_is_the_error_of_all_ranks(
         raise UserError("cannot write p.json: No space left on device")
 
     monkeypatch.setattr(profiling, "measure", measure)
+    monkeypatch.setattr(sample_model.SampleModel, "of", lambda *_: None)
     monkeypatch.setattr(profiling, "write_profile", full)
     options = options_of(model, tmp_path / "p.json")
 
@@ -154,7 +157,8 @@ def test_layers_of_each_kind_are_measured_and_planned_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """First a dense layer, then experts."""
-    monkeypatch.setattr(profiling, "REPEATS", 1)
+    monkeypatch.setattr(sample_model, "REPEATS", 1)
+    monkeypatch.setattr(sample_model, "MEMORY_REPEATS", 1)
     quantised = {"quantization": {"group_size": 32, "bits": 4, "model.layers.2.mlp.gate": False}}
     config = {**CONFIGS["glm4_moe"], "num_hidden_layers": 6, **quantised}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -178,8 +182,9 @@ def test_a_window_tells_layers_apart_where_texts_are_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Inside a wrapper too: windows of 8 in two of three layers."""
-    monkeypatch.setattr(profiling, "WARM_UPS", 0)
-    monkeypatch.setattr(profiling, "REPEATS", 1)
+    monkeypatch.setattr(sample_model, "WARM_UPS", 0)
+    monkeypatch.setattr(sample_model, "REPEATS", 1)
+    monkeypatch.setattr(sample_model, "MEMORY_REPEATS", 1)
     monkeypatch.setattr(profiling, "_chip", lambda: "Mac")
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["gemma3"]))
     output = tmp_path / "profile.json"

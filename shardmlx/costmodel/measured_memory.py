@@ -1,0 +1,121 @@
+"""Bytes that ``shardmlx profile`` measured of stages, in place of the rule of ``layer_memory``.
+
+A prediction is the rule's, times the measured bytes over the rule's of the measured micro-batch: so
+it is exact where it was measured, and grows with length and rows like the rule. No MLX, no MPI.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, replace
+
+from shardmlx.config.specs import Savings
+from shardmlx.costmodel.memory import stage_memory
+from shardmlx.costmodel.training_setup import MeasuredRatios, Ratios, TrainingSetup
+
+LEAST_LAYERS = 4
+"""Fewest layers of a model that has each of the measured stages."""
+
+_MOST_BYTES = 1 << 50
+
+
+@dataclass(frozen=True, slots=True)
+class StageBytes:
+    """Bytes of a stage: held after F and after I; passing in F, and in I, or in W without an I.
+    Raises ``ValueError`` for impossible ones."""
+
+    after_forward: int
+    after_input: int
+    during_forward: int
+    during_backward: int
+
+    def __post_init__(self) -> None:
+        if not all(0 <= each <= _MOST_BYTES for each in astuple(self)):
+            raise ValueError(f"a stage of {astuple(self)} bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySample:
+    """Bytes measured with a micro-batch of ``rows`` x ``length`` tokens, of the ``sample_ranges``:
+    the first layers, the last ones, and those of each kind between. Raises ``ValueError`` without
+    tokens."""
+
+    rows: int
+    length: int
+    savings: Savings
+    first: StageBytes
+    last: StageBytes
+    kinds: tuple[StageBytes, ...]
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or self.length < 1:
+            raise ValueError(f"a micro-batch of {self.rows} x {self.length} tokens")
+
+
+def sample_ranges(pattern: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the layers that are measured as stages, two each: the scheduler gets from one into the
+    next. ``pattern`` has the kind of each layer."""
+    count = len(pattern)
+    kinds = []
+    for kind in range(max(pattern) + 1):
+        inner = [i for i in range(1, count - 2) if pattern[i] == kind]
+        alike = [i for i in inner if pattern[i + 1] == kind]
+        start = [*alike, *inner, pattern.index(kind)][0]
+        kinds.append((start, min(start + 2, count)))
+    return [(0, 2), (count - 2, count), *kinds]
+
+
+def with_measurements(
+    setup: TrainingSetup, machines: Iterable[Sequence[MemorySample]]
+) -> TrainingSetup:
+    """Return the setup with what was measured of such stages, as the largest of all machines.
+
+    Samples of the nearest length count. Without samples that save memory alike, the rule stays.
+    """
+    if setup.shape.num_layers < LEAST_LAYERS:
+        return setup
+    found = []
+    for samples in machines:
+        alike = [
+            each
+            for each in samples
+            if each.savings == setup.savings and len(each.kinds) == len(setup.shape.kinds)
+        ]
+        if alike:
+            nearest = min(alike, key=lambda each: abs(math.log(each.length / setup.length)))
+            found.append(_ratios(setup, nearest))
+    if not found:
+        return setup
+    first, last, *kinds = (
+        Ratios(*map(max, zip(*each, strict=True))) for each in zip(*found, strict=True)
+    )
+    return replace(setup, measured=MeasuredRatios(first, last, tuple(kinds)))
+
+
+def _ratios(setup: TrainingSetup, sample: MemorySample) -> list[Ratios]:
+    """Return the measured bytes over the rule's, for each of the ``sample_ranges``."""
+    measured = replace(
+        setup,
+        rows=sample.rows,
+        length=sample.length,
+        masks=0,
+        first_trained_layer=0,
+        dp=1,
+        divides_optimizer=False,
+        divides_weights=False,
+    )
+    ratios = []
+    stages = [sample.first, sample.last, *sample.kinds]
+    for ends, each in zip(sample_ranges(setup.shape.pattern), stages, strict=True):
+        rule = stage_memory(measured, *ends)
+        backward = rule.during_input if rule.has_input_gradient else rule.during_weight
+        ratios.append(
+            Ratios(
+                each.after_forward / rule.after_forward,
+                each.after_input / rule.after_input if rule.after_input else 1.0,
+                each.during_forward / rule.during_forward,
+                each.during_backward / backward,
+            )
+        )
+    return ratios

@@ -1,0 +1,311 @@
+"""A few layers of a model with random weights, measured as stages: their seconds and bytes."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.optimizers import Optimizer
+from mlx.utils import tree_flatten
+
+from shardmlx.config.specs import NONE, Savings
+from shardmlx.costmodel.measured_memory import (
+    LEAST_LAYERS,
+    MemorySample,
+    StageBytes,
+    sample_ranges,
+)
+from shardmlx.costmodel.timing import LayerTimes, Sample, Seconds
+from shardmlx.engine.batches import MicroBatch
+from shardmlx.engine.optimizer import Updater
+from shardmlx.engine.stage import Stage
+from shardmlx.loading.build import build_random, cut
+from shardmlx.models.parts import find_parts
+from shardmlx.models.tensors import read_quantisation
+
+LAYER_BYTES = 500_000_000
+"""Size up to which layers are measured together: more than caches hold, little for a machine."""
+
+MAX_LAYERS = 16
+"""Limit of layers that are measured together."""
+
+MAX_ALIKE = 4
+"""Limit of layers of a kind that are measured together, if not all are alike."""
+
+REPEATS = 5
+"""Number of measurements, whose median counts."""
+
+MEMORY_REPEATS = 12
+"""Number of measurements of bytes, whose maximum counts: MLX schedules less far ahead at times."""
+
+WARM_UPS = 2
+"""Runs before the measurements: the first allocate memory and compile kernels."""
+
+_LAYER = re.compile(r"\blayers\.\d+\.")
+
+
+@dataclass(slots=True)
+class _Laps:
+    """Stop watch: seconds of the work under ``lap``, by name."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+    @contextmanager
+    def lap(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds.setdefault(name, []).append(time.perf_counter() - start)
+
+    def median(self, name: str) -> float:
+        """Return the median without the warm-up; 0 if it never ran."""
+        return statistics.median(self.seconds.get(name, [])[WARM_UPS:] or [0.0])
+
+
+@dataclass(slots=True)
+class _Peaks:
+    """The bytes that the work under ``lap`` adds to those before it, by name: at most, and to the
+    end, as the largest of all laps but the first."""
+
+    passing: dict[str, list[int]] = field(default_factory=dict)
+    kept: dict[str, list[int]] = field(default_factory=dict)
+
+    @contextmanager
+    def lap(self, name: str) -> Iterator[None]:
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        # Other work lets the scheduling thread get as far ahead as in a run; it takes no memory.
+        mx.async_eval(mx.broadcast_to(mx.array(1.0), (3000, 1000)).sum())  # type: ignore[no-untyped-call]
+        yield
+        mx.synchronize()
+        self.passing.setdefault(name, []).append(mx.get_peak_memory() - before)
+        self.kept.setdefault(name, []).append(mx.get_active_memory() - before)
+
+    def stage(self, message: int) -> StageBytes:
+        """Return the bytes of the measured stage. A run frees its input, of ``message`` bytes,
+        which was there from the start, with I."""
+        kept, passing = (
+            {name: max(laps[1:]) for name, laps in found.items()}
+            for found in (self.kept, self.passing)
+        )
+        if "I" not in kept:
+            return StageBytes(
+                message + kept["F"], 0, passing["F"] - kept["F"], max(0, passing["W"])
+            )
+        # Arrays that I leaves behind do not pass.
+        left = max(0, kept["I"] - message)
+        return StageBytes(
+            after_forward=message + kept["F"],
+            after_input=max(0, kept["F"] + kept["I"]),
+            during_forward=passing["F"] - kept["F"],
+            during_backward=passing["I"] - left,
+        )
+
+
+@dataclass(frozen=True)
+class SampleModel:
+    """A model whose layers are measured as stages: the first, the last, some of each kind between.
+
+    It has a few layers alike, or is built as it is, lazily; only those stages are computed.
+    ``pattern`` has the kind of each layer as to its times, ``memory_pattern`` as to its bytes.
+    """
+
+    model: nn.Module
+    pattern: Sequence[int]
+    memory_pattern: Sequence[int]
+    most_alike: int
+    savings: Savings
+
+    @classmethod
+    def of(
+        cls,
+        model_config: Mapping[str, Any],
+        dtype: str,
+        savings: Savings,
+        patterns: tuple[Sequence[int], Sequence[int]],
+    ) -> SampleModel:
+        if patterns[0]:
+            model = _build(model_config, None, dtype)
+            model.freeze()
+            return cls(model, *patterns, MAX_ALIKE, savings)
+        model = build_sample_model(model_config, dtype)
+        alike = (0,) * len(model.layers)
+        return cls(model, alike, alike, MAX_LAYERS, savings)
+
+    @cached_property
+    def runs(self) -> list[tuple[int, int]]:
+        """Layers of each kind, one after the other, without the model's first and last if there are
+        others: these count with the ends."""
+        return [self._run_of(kind) for kind in range(max(self.pattern) + 1)]
+
+    def _run_of(self, kind: int) -> tuple[int, int]:
+        inner = range(1, len(self.pattern) - 1)
+        start = next((i for i in inner if self.pattern[i] == kind), self.pattern.index(kind))
+        layer = find_parts(self.model).layers[start]
+        nbytes = sum(array.nbytes for _, array in tree_flatten(layer.parameters()))
+        most = max(1, min(self.most_alike, LAYER_BYTES // nbytes))
+        stop = start + 1
+        while start and stop in inner and stop < start + most and self.pattern[stop] == kind:
+            stop += 1
+        return start, stop
+
+    def stages(
+        self, ranges: Sequence[tuple[int, int]], *, is_trained: bool = True, recompute: str = NONE
+    ) -> list[Stage]:
+        """Build stages of these layers: all but the model's first have an I, if they train."""
+        savings = replace(self.savings, recompute=recompute)
+        return [
+            Stage(
+                index,
+                part,
+                needs_input_gradient=is_trained and not part.is_first,
+                savings=savings,
+            )
+            for index, part in enumerate(cut(self.model, ranges))
+        ]
+
+    def times(self, stage: Stage, rows: int, length: int) -> Seconds:
+        """Measure one micro-batch through a stage: seconds of F, I and W."""
+        laps = _Laps()
+        self._run(stage, rows, length, WARM_UPS + REPEATS, laps.lap)
+        return Seconds(*map(laps.median, "FIW"))
+
+    def memory(self, rows: int, length: int, recompute: str) -> list[MemorySample]:
+        """Measure the bytes of a micro-batch in stages; none of models that have too few."""
+        if len(self.pattern) < LEAST_LAYERS:
+            return []
+        found = []
+        for stage in self.stages(sample_ranges(self.memory_pattern), recompute=recompute):
+            peaks = _Peaks()
+            message = self._run(stage, rows, length, 1 + MEMORY_REPEATS, peaks.lap)
+            found.append(peaks.stage(message))
+        first, last, *kinds = found
+        savings = replace(self.savings, recompute=recompute)
+        sample = MemorySample(
+            rows=rows, length=length, savings=savings, first=first, last=last, kinds=tuple(kinds)
+        )
+        return [sample]
+
+    def _run(
+        self,
+        stage: Stage,
+        rows: int,
+        length: int,
+        repeats: int,
+        lap: Callable[[str], AbstractContextManager[None]],
+    ) -> int:
+        """Run micro-batches through a stage, each action in a ``lap``; return the bytes of the
+        stage's input."""
+        random = np.random.RandomState(0)
+        tokens = random.randint(0, find_parts(self.model).vocabulary, (rows, length + 1))
+        spans = np.array([[0, length]] * rows, np.int32)
+        microbatch = MicroBatch(tokens.astype(np.int32), spans, 0)
+        part, x = stage.part, None
+        if not part.is_first:
+            x = mx.random.normal((rows, length, part.hidden_size)).astype(part.dtype)
+            mx.eval(x)
+        for j in range(repeats):
+            with lap("F"):
+                stage.forward(j, microbatch, x, scale=1 / (rows * length))
+            if not stage.is_trained:
+                continue
+            if not part.is_last:
+                stage.fill_cotangent(j, mx.ones_like(stage.cotangent(j)))
+            if stage.needs_input_gradient:
+                with lap("I"):
+                    stage.backward_input(j)
+            with lap("W"):
+                stage.backward_weight(j)
+        stage.gradients.clear()
+        return 0 if x is None else x.nbytes
+
+    def sample(
+        self, rows: int, length: int, frozen: Sequence[Seconds], trained: Sequence[Seconds]
+    ) -> Sample:
+        """Return the sample of the times of ``runs``, frozen, and of all stages, trained."""
+        first, *between, last = trained
+        kinds = [
+            LayerTimes(each.scaled(1 / (stop - start)), of_frozen.scaled(1 / (stop - start)))
+            for (start, stop), each, of_frozen in zip(self.runs, between, frozen, strict=True)
+        ]
+        of_first, of_last = (kinds[self.pattern[i]].trained for i in (0, -1))
+        # The first stage has no I: its W is its whole backward.
+        backward = of_first.input_gradient + of_first.weight_gradient
+        whole = Seconds(of_first.forward, 0.0, backward, of_first.update)
+        return Sample(
+            rows=rows,
+            length=length,
+            layer=kinds[0].trained,
+            frozen=kinds[0].frozen,
+            embedding=first + whole.scaled(-1),
+            head=last + of_last.scaled(-1),
+            others=tuple(kinds[1:]),
+        )
+
+
+def build_sample_model(model_config: Mapping[str, Any], dtype: str) -> nn.Module:
+    """Build a frozen model of a few layers like those of ``model_config``, with random weights.
+
+    The first and the last layer count with the ends; those between are measured as layers. All are
+    quantised like the middle layer: recipes that mix widths give the outermost more bits.
+    """
+    one = _build(model_config, 1, dtype)
+    nbytes = sum(array.nbytes for _, array in tree_flatten(one.layers[0].parameters()))
+    between = max(2, min(MAX_LAYERS, LAYER_BYTES // nbytes))
+    model = _build(model_config, between + 2, dtype)
+    model.freeze()
+    return model
+
+
+def _build(model_config: Mapping[str, Any], num_layers: int | None, dtype: str) -> nn.Module:
+    """Build mlx-lm's model with so many layers, or as it is, lazily, without computing anything."""
+    plain = {k: v for k, v in model_config.items() if not k.startswith("quantization")}
+    if num_layers is not None:
+        plain["num_hidden_layers"] = num_layers
+    if num_layers is not None and plain.get("layer_types") is not None:
+        plain["layer_types"] = ["full_attention"] * num_layers  # with full attention in all layers
+    model = build_random(plain)
+    model.eval()
+    model.set_dtype(getattr(mx, dtype))
+    _quantise(model, model_config, as_it_is=num_layers is None)
+    return model
+
+
+def _quantise(model: nn.Module, model_config: Mapping[str, Any], *, as_it_is: bool) -> None:
+    """Quantise as ``model_config`` says, or all layers like the middle one."""
+    quantisation = read_quantisation(model_config)
+    if quantisation is None:
+        return
+
+    def how(path: str, module: nn.Module) -> dict[str, Any] | bool:
+        if not as_it_is:
+            path = _LAYER.sub(f"layers.{model_config['num_hidden_layers'] // 2}.", path)
+        own = quantisation.of(path)
+        if own is None or not hasattr(module, "to_quantized"):
+            return False
+        # Weights that do not divide into groups stay unquantised, as in mlx-lm's convert.
+        return False if module.weight.shape[-1] % own.group_size else asdict(own)
+
+    nn.quantize(model, class_predicate=how)
+
+
+def update_seconds(stage: Stage, optimizer: Optimizer) -> float:
+    """Measure the seconds of an optimizer update of a stage's trained weights."""
+    updater = Updater(optimizer, [stage])
+    laps = _Laps()
+    for _ in range(WARM_UPS + REPEATS):
+        for name in stage.names:
+            # Transposed, like the backward pass leaves them.
+            stage.gradients[name] = mx.random.normal(stage.part[name].shape[::-1]).T
+        mx.eval(stage.gradients)
+        with laps.lap("update"):
+            updater.apply(0.5)
+    return laps.median("update")
