@@ -104,7 +104,7 @@ def test_two_hosts_train_and_generate(lab: Lab, weights: int, pipeline_metrics: 
         assert planned <= SHARE * weights
         # A busy machine computes less far behind the thread that allocates, and keeps less of what
         # is freed: the plan is an upper bound.
-        assert 0.85 * planned <= rank["process_peak_bytes"] <= 1.03 * planned
+        assert 0.75 * planned <= rank["process_peak_bytes"] <= 1.03 * planned
     job = mpirun(
         2,
         command=lab.mpirun(
