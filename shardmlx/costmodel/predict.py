@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 from shardmlx.config.specs import NONE
 from shardmlx.costmodel.cluster import Cluster, between_ranks, pipeline_seconds
-from shardmlx.costmodel.memory import StageMemory, held_once, rank_peak, stage_memory
+from shardmlx.costmodel.memory import StageMemory, held_once, stage_memory
 from shardmlx.costmodel.memory_limits import PlannedMemory
+from shardmlx.costmodel.rank_peak import rank_peak
 from shardmlx.costmodel.replica_messages import bytes_between_hosts, sum_seconds, with_gathers
 from shardmlx.costmodel.timing import Seconds
 from shardmlx.costmodel.workload import Workload

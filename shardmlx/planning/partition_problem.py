@@ -9,7 +9,8 @@ from functools import cache
 from itertools import accumulate
 
 from shardmlx.costmodel.cluster import Cluster, between_ranks, pipeline_seconds
-from shardmlx.costmodel.memory import PeakOfActions, StageMemory, stage_memory
+from shardmlx.costmodel.memory import StageMemory, stage_memory
+from shardmlx.costmodel.rank_peak import PeakOfActions
 from shardmlx.costmodel.training_setup import TrainingSetup
 from shardmlx.costmodel.workload import Workload
 from shardmlx.partitioners import LayerCosts, Problem, get_partitioner

@@ -17,7 +17,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from shardmlx.config.specs import NONE, Savings
-from shardmlx.costmodel.memory import StageMemory, rank_peak, stage_memory
+from shardmlx.costmodel.memory import StageMemory, stage_memory
+from shardmlx.costmodel.rank_peak import rank_peak
 from shardmlx.costmodel.training_setup import TrainingSetup
 from shardmlx.engine.batches import MicroBatch, pack
 from shardmlx.engine.optimizer import Updater, build_optimizer

@@ -16,7 +16,8 @@ from shardmlx.config.specs import FULL, NO_SAVINGS, FineTune, Savings
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.generation_memory import GenerationSetup, inference_memory
 from shardmlx.costmodel.layer_memory import LayerMemory, layer_memory
-from shardmlx.costmodel.memory import StageMemory, rank_peak, stage_memory
+from shardmlx.costmodel.memory import StageMemory, stage_memory
+from shardmlx.costmodel.rank_peak import rank_peak
 from shardmlx.costmodel.training_setup import TrainingSetup
 from shardmlx.engine.buffers import SUM_BUFFER_BYTES
 from shardmlx.models.shape import ModelShape
