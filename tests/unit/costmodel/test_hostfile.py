@@ -229,6 +229,7 @@ def test_ranks_fill_one_host_after_the_other_and_share_it(tmp_path: Path) -> Non
     [
         ("one-machine", (2,), False),
         ("two-macs", (1, 1), True),
+        ("macbook-and-studio", (1, 1), True),
         ("four-unlike-macs", (1, 1, 1, 1), True),
         ("linux-cpu", (1, 1), True),
     ],
