@@ -224,27 +224,22 @@ def test_ranks_fill_one_host_after_the_other_and_share_it(tmp_path: Path) -> Non
     assert machine_of_each_rank(machines) == (half, half, Machine(host="a"))
 
 
-@pytest.mark.parametrize(
-    ("name", "slots", "is_linked"),
-    [
-        ("one-machine", (2,), False),
-        ("two-macs", (1, 1), True),
-        ("macbook-and-studio", (1, 1), True),
-        ("four-unlike-macs", (1, 1, 1, 1), True),
-        ("linux-cpu", (1, 1), True),
-    ],
-)
-def test_the_examples_have_all_that_the_planner_wants(
-    name: str, slots: tuple[int, ...], is_linked: bool
-) -> None:
-    machines = read_hostfile(ROOT / "hostfiles" / name)
+EXAMPLES = {
+    "one-machine": ((2,), False),
+    "two-macs": ((1, 1), True),
+    "macbook-and-studio": ((1, 1), True),
+    "four-unlike-macs": ((1, 1, 1, 1), True),
+    "linux-cpu": ((1, 1), True),
+}
+"""The slots of each example, and whether its machines are linked."""
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "hostfiles").iterdir()), ids=lambda path: path.name)
+def test_the_examples_have_all_that_the_planner_wants(path: Path) -> None:
+    slots, is_linked = EXAMPLES[path.name]
+    machines = read_hostfile(path)
     assert tuple(machine.slots for machine in machines) == slots
     for machine in machines:
         assert machine.memory is not None
         assert machine.flops is not None
         assert (machine.link is not None) == is_linked
-
-
-def test_every_example_is_tested() -> None:
-    names = {path.name for path in (ROOT / "hostfiles").iterdir()}
-    assert names == {"one-machine", "two-macs", "four-unlike-macs", "linux-cpu"}
