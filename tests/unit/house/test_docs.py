@@ -97,8 +97,8 @@ def test_the_readme_has_at_most_700_words() -> None:
     assert words(ROOT / "README.md") <= 700
 
 
-def test_all_pages_have_at_most_56000_words() -> None:
-    assert sum(words(page) for page in DOCS.rglob("*.md")) <= 56_000
+def test_all_pages_have_at_most_37000_words() -> None:
+    assert sum(words(page) for page in DOCS.rglob("*.md")) <= 37_000
 
 
 def linked(page: Path) -> set[Path]:
