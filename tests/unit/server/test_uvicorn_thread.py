@@ -88,6 +88,25 @@ def test_who_vanishes_while_waiting_is_cancelled(stream: bool) -> None:
         assert server.service.load().waiting == 0
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_vanishes_in_the_middle_is_cancelled_at_the_next_token(stream: bool) -> None:
+    step_ends = threading.Event()
+    step_ends.set()
+    with serving(parrot=Parrot(steps=3, lasts=step_ends)) as server:
+        with connected(server) as connection:
+            connection.sendall(whole(stream, max_tokens=900))
+            server.until(lambda: server.parrot.steps == 0)
+            text = server.parrot.texts[0]
+            step_ends.clear()
+            server.parrot.goes_on.set()
+        gone = '\nshardmlx_requests_total{endpoint="/v1/completions",status="499"} 1.0\n'
+        server.until(lambda: gone in httpx.get(f"{server.address}/metrics").text)
+        generated = text.generated
+        step_ends.set()
+        server.until(lambda: server.parrot.cancelled == [0])
+        assert 3 <= generated <= text.generated <= generated + 1
+
+
 def test_all_texts_of_who_vanishes_are_cancelled() -> None:
     with serving(parrot=Parrot(steps=3)) as server:
         with connected(server) as connection:
@@ -152,12 +171,21 @@ def test_who_does_not_read_holds_up_nobody() -> None:
 # Bodies and heads that are too large, or too slow.
 
 
-def test_a_body_that_is_too_large_by_its_own_word_is_not_read() -> None:
-    with serving() as server, connected(server) as connection:
-        connection.sendall(head("/v1/completions", "Content-Length: 99999999999"))
+@pytest.mark.parametrize(
+    ("length", "chunks"),
+    [("Content-Length: 99999999999", 0), ("Transfer-Encoding: chunked", 2)],
+    ids=["by its own word", "in chunks without an end"],
+)
+def test_a_body_that_is_too_large_is_refused_before_it_is_read_whole(
+    length: str, chunks: int
+) -> None:
+    with serving(max_body_bytes=1000) as server, connected(server) as connection:
+        connection.sendall(head("/v1/completions", length))
+        for _ in range(chunks):
+            connection.sendall(b"200\r\n" + 512 * b" " + b"\r\n")
         answer = until(connection, b"}}")
         assert answer.startswith(b"HTTP/1.1 413 ")
-        assert b"the body is larger than 4194304 bytes, the most that is read" in answer
+        assert b"the body is larger than 1000 bytes, the most that is read" in answer
 
 
 def test_a_body_that_is_not_wanted_is_not_asked_for() -> None:
