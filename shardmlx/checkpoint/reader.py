@@ -20,7 +20,7 @@ from shardmlx.distributed.messages import OBJECT_TAG, buffer_of, new_buffer
 from shardmlx.distributed.shared_disks import Disks
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
-from shardmlx.modelfiles.safetensors_header import Header, read_header
+from shardmlx.modelfiles.safetensors_header import Header, PlacedTensor, read_header
 
 _CHUNK = 1 << 22
 
@@ -139,16 +139,16 @@ class CheckpointReader:
             sees_it = self._found.seen_by.of(rank) in self._found.disks[file]
             lacking = transport.all_gather([] if sees_it else mine, f"reading {file}")
             path = self._directory / file
-            for name in header.tensors:
+            for name, tensor in header.tensors.items():
                 for peer, needed in enumerate(lacking):
                     if name not in needed:
                         continue
                     if rank == self._source(file):
-                        self._send(path, header, name, peer)
+                        self._send(path, name, tensor, peer)
                     elif rank == peer:
-                        yield name, self._receive(file, header, name)
+                        yield name, self._receive(name, tensor)
                 if sees_it and name in mine:
-                    yield name, _read(path, header, name)
+                    yield name, _read(path, name, tensor)
 
     def _source(self, file: str) -> int:
         """Return the rank that sends a file to the ranks that do not see it."""
@@ -165,37 +165,30 @@ class CheckpointReader:
             headers.update(theirs)
         return dict(sorted(headers.items()))
 
-    def _send(self, path: Path, header: Header, name: str, peer: int) -> None:
-        start, end = header.span(name)
-        stream = Outgoing(self._transport, end - start, peer, OBJECT_TAG, f"reading {name}")
+    def _send(self, path: Path, name: str, tensor: PlacedTensor, peer: int) -> None:
+        stream = Outgoing(self._transport, tensor.nbytes, peer, OBJECT_TAG, f"reading {name}")
         with path.open("rb") as file:
-            for at in range(start, end, _CHUNK):
-                count = min(_CHUNK, end - at)
+            for at in range(tensor.start, tensor.end, _CHUNK):
+                count = min(_CHUNK, tensor.end - at)
                 stream.write(read_exactly(file.fileno(), at, count, str(path)))
         stream.close()
 
-    def _receive(self, file: str, header: Header, name: str) -> mx.array:
-        array = _empty(header, name)
+    def _receive(self, name: str, tensor: PlacedTensor) -> mx.array:
+        array = new_buffer(tensor.shape, DTYPES[tensor.dtype])
         buffer = buffer_of(array)
         start = 0
-        for piece in Incoming(
-            self._transport, len(buffer), self._source(file), OBJECT_TAG, f"reading {name}"
-        ):
+        source = self._source(tensor.file)
+        for piece in Incoming(self._transport, len(buffer), source, OBJECT_TAG, f"reading {name}"):
             buffer[start : start + len(piece)] = piece
             start += len(piece)
         return array
 
 
-def _read(path: Path, header: Header, name: str) -> mx.array:
-    array = _empty(header, name)
+def _read(path: Path, name: str, tensor: PlacedTensor) -> mx.array:
+    array = new_buffer(tensor.shape, DTYPES[tensor.dtype])
     buffer = buffer_of(array)
     with path.open("rb") as file:
-        file.seek(header.span(name)[0])
+        file.seek(tensor.start)
         if file.readinto(buffer) != len(buffer):
             raise OSError(f"{path} ends in the middle of {name}")
     return array
-
-
-def _empty(header: Header, name: str) -> mx.array:
-    tensor = header.tensors[name]
-    return new_buffer(tensor.shape, DTYPES[tensor.dtype])

@@ -67,7 +67,7 @@ def stored_arrays(path: Path, read: Mapping[str, mx.array]) -> dict[int, Stored]
         header, file = opened[files[name]]
         info = header.tensors[name]
         if info.nbytes == array.nbytes and info.dtype == SAFETENSORS_NAMES[array.dtype]:
-            found[id(array)] = Stored(file, header.span(name)[0], info.nbytes)
+            found[id(array)] = Stored(file, info.start, info.nbytes)
     return found
 
 

@@ -22,7 +22,7 @@ from shardmlx.conversion.lazy_model import LazyModel
 from shardmlx.conversion.shards import Shards
 from shardmlx.errors import UserError
 from shardmlx.loading.manifest import ModelManifest
-from shardmlx.modelfiles.model_files import PlacedTensor
+from shardmlx.modelfiles.safetensors_header import PlacedTensor
 from shardmlx.models.families import FAMILIES
 
 GGUF_FILE = "ggml-model-f16.gguf"

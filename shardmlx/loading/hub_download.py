@@ -20,7 +20,8 @@ from shardmlx.modelfiles.hub import (
     hub_errors,
     no_directory,
 )
-from shardmlx.modelfiles.model_files import PlacedTensor, read_model
+from shardmlx.modelfiles.model_files import read_model
+from shardmlx.modelfiles.safetensors_header import PlacedTensor
 from shardmlx.modelfiles.sources import SUFFIX, Directory
 
 FILES_TO_DOWNLOAD = ("*.json", "model*.safetensors", "tokenizer.model", "*.jinja", "*.txt")

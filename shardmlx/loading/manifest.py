@@ -15,11 +15,11 @@ from pathlib import Path
 
 from shardmlx.common.digests import canonical_json
 from shardmlx.errors import UserError
-from shardmlx.modelfiles.model_files import PlacedTensor
 from shardmlx.modelfiles.parts import EMBEDDING, HEAD, place_of
 from shardmlx.modelfiles.safetensors_header import (
     INDEX_FILE,
     LENGTH_BYTES,
+    PlacedTensor,
     find_tensors,
     parse_header,
     read_header,
@@ -67,9 +67,7 @@ class ModelManifest:
         if faults:
             raise UserError(faults[0])
         return {
-            name: PlacedTensor(file, info.dtype, info.shape, *header.span(name))
-            for file, header in headers.items()
-            for name, info in header.tensors.items()
+            name: tensor for header in headers.values() for name, tensor in header.tensors.items()
         }
 
 
@@ -91,12 +89,11 @@ def fingerprint(directory: Path, files: Sequence[str]) -> str:
         with (directory / file).open("rb", buffering=0) as content:
             digest.update(f"{file} {header.file_size} ".encode())
             digest.update(content.read(header.data_offset))
-            for name in header.tensors:
-                start, end = header.span(name)
-                content.seek(start)
-                digest.update(content.read(min(SAMPLE_BYTES, end - start)))
-                content.seek(max(start, end - SAMPLE_BYTES))
-                digest.update(content.read(min(SAMPLE_BYTES, end - start)))
+            for tensor in header.tensors.values():
+                content.seek(tensor.start)
+                digest.update(content.read(min(SAMPLE_BYTES, tensor.nbytes)))
+                content.seek(max(tensor.start, tensor.end - SAMPLE_BYTES))
+                digest.update(content.read(min(SAMPLE_BYTES, tensor.nbytes)))
     return digest.hexdigest()
 
 

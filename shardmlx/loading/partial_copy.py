@@ -25,7 +25,7 @@ from shardmlx.common.durable_files import (
 from shardmlx.common.formatting import gibibytes
 from shardmlx.errors import UserError, one_line
 from shardmlx.loading.manifest import ModelManifest
-from shardmlx.modelfiles.model_files import PlacedTensor
+from shardmlx.modelfiles.safetensors_header import PlacedTensor
 from shardmlx.modelfiles.sources import RECORD
 
 LOCK = ".lock"

@@ -29,7 +29,7 @@ from shardmlx.loading.hub_download import download
 from shardmlx.loading.manifest import ModelManifest, Transfer, is_needed, plan_transfers
 from shardmlx.loading.partial_copy import PartialCopy
 from shardmlx.modelfiles.hub import Repository
-from shardmlx.modelfiles.model_files import PlacedTensor
+from shardmlx.modelfiles.safetensors_header import PlacedTensor
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
 

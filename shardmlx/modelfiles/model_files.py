@@ -19,6 +19,7 @@ from shardmlx.modelfiles.safetensors_header import (
     MODEL_FILES,
     Header,
     Index,
+    PlacedTensor,
     check_weights,
     find_tensors,
     parse_index,
@@ -35,22 +36,6 @@ from shardmlx.modelfiles.sources import (
 from shardmlx.models.config_reader import check_layout, parse_config
 
 Source = Directory | Repository
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedTensor:
-    """A tensor, at the bytes ``start`` to ``end`` of ``file``; without ``file`` until one
-    exists."""
-
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.end - self.start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,10 +160,10 @@ def read_model(source: Source) -> ModelFiles:
         more = []  # weights and optimizer state of a checkpoint may share names
     tensors = {}
     for file, header in headers.items():
-        for name, info in header.tensors.items():
+        for name, tensor in header.tensors.items():
             own = name if places[name] == file else f"{file}:{name}"
             if own == name or is_loose:
-                tensors[own] = PlacedTensor(file, info.dtype, info.shape, *header.span(name))
+                tensors[own] = tensor
     return ModelFiles(
         name=source.name,
         revision=source.revision,

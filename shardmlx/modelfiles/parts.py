@@ -12,8 +12,8 @@ from itertools import groupby
 from typing import Any
 
 from shardmlx.errors import UserError
-from shardmlx.modelfiles.model_files import ModelFiles, PlacedTensor
-from shardmlx.modelfiles.safetensors_header import DTYPE_BITS
+from shardmlx.modelfiles.model_files import ModelFiles
+from shardmlx.modelfiles.safetensors_header import DTYPE_BITS, PlacedTensor
 from shardmlx.models.config_reader import MOST_LAYERS
 from shardmlx.models.families import FAMILIES
 from shardmlx.models.published_packing import check_packing, published_packing

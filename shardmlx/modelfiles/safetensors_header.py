@@ -39,9 +39,11 @@ _OF_TORCH = (".bin", ".pt", ".pth", ".ckpt")
 
 
 @dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """A tensor: its bytes are ``start`` to ``end`` of the data that follows the header."""
+class PlacedTensor:
+    """A tensor, at the bytes ``start`` to ``end`` of ``file``; without ``file`` until one
+    exists."""
 
+    file: str
     dtype: str
     shape: tuple[int, ...]
     start: int
@@ -56,14 +58,9 @@ class TensorInfo:
 class Header:
     """The description at the head of a file; ``data_offset`` is where the data begins, in bytes."""
 
-    tensors: Mapping[str, TensorInfo]
+    tensors: Mapping[str, PlacedTensor]
     data_offset: int
     file_size: int
-
-    def span(self, name: str) -> tuple[int, int]:
-        """Byte range of a tensor within the file."""
-        tensor = self.tensors[name]
-        return self.data_offset + tensor.start, self.data_offset + tensor.end
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +118,12 @@ def parse_header(text: bytes, file_size: int, where: str | Path) -> Header:
     if not isinstance(content, dict):
         raise UserError(f"{where}: its header is no JSON object: {_AGAIN}")
     content.pop("__metadata__", None)
-    tensors = {name: _tensor(entry, f"{where}: tensor {name!r}") for name, entry in content.items()}
     data_offset = LENGTH_BYTES + len(text)
-    _check_layout(where, tensors, file_size - data_offset)
+    tensors = {
+        name: _tensor(entry, Path(where).name, data_offset, f"{where}: tensor {name!r}")
+        for name, entry in content.items()
+    }
+    _check_layout(where, tensors, data_offset, file_size)
     return Header(tensors, data_offset, file_size)
 
 
@@ -203,7 +203,7 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
-def _tensor(entry: Any, where: str) -> TensorInfo:
+def _tensor(entry: Any, file: str, data_offset: int, where: str) -> PlacedTensor:
     if not isinstance(entry, dict):
         raise UserError(f"{where} has no description: {_AGAIN}")
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
@@ -223,26 +223,28 @@ def _tensor(entry: Any, where: str) -> TensorInfo:
             f"{where} of {dtype} {shape} takes {size} bytes, but its data_offsets "
             f"{offsets} hold {end - start}: {_AGAIN}"
         )
-    return TensorInfo(dtype, tuple(shape), start, end)
+    return PlacedTensor(file, dtype, tuple(shape), data_offset + start, data_offset + end)
 
 
-def _check_layout(path: str | Path, tensors: Mapping[str, TensorInfo], data_size: int) -> None:
+def _check_layout(
+    path: str | Path, tensors: Mapping[str, PlacedTensor], data_offset: int, file_size: int
+) -> None:
     """Check that the tensors fill the data from end to end, without holes and overlaps."""
     in_order = sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end))
-    reached = 0
+    reached = data_offset
     for name, tensor in in_order:
         if tensor.start != reached:
             fault = "overlaps the one before" if tensor.start < reached else "leaves a hole before"
             raise UserError(
-                f"{path}: tensor {name!r} {fault}: it starts at byte {tensor.start}, not "
-                f"{reached}: {_AGAIN}"
+                f"{path}: tensor {name!r} {fault}: it starts at byte {tensor.start - data_offset} "
+                f"of the data, not {reached - data_offset}: {_AGAIN}"
             )
         reached = tensor.end
-    if reached > data_size:
-        name = next(name for name, tensor in in_order if tensor.end > data_size)
+    if reached > file_size:
+        name = next(name for name, tensor in in_order if tensor.end > file_size)
         raise UserError(
-            f"{path} is truncated: {reached - data_size} bytes are missing, from tensor {name!r} "
+            f"{path} is truncated: {reached - file_size} bytes are missing, from tensor {name!r} "
             f"on: {_AGAIN}"
         )
-    if reached < data_size:
-        raise UserError(f"{path} has {data_size - reached} bytes after its last tensor: {_AGAIN}")
+    if reached < file_size:
+        raise UserError(f"{path} has {file_size - reached} bytes after its last tensor: {_AGAIN}")

@@ -11,8 +11,9 @@ from pathlib import Path
 from shardmlx.common.durable_files import pieces_of
 from shardmlx.common.formatting import plural
 from shardmlx.errors import UserError
-from shardmlx.modelfiles.model_files import ModelFiles, PlacedTensor
+from shardmlx.modelfiles.model_files import ModelFiles
 from shardmlx.modelfiles.parts import shape_of
+from shardmlx.modelfiles.safetensors_header import PlacedTensor
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.tensors import (
     Module,

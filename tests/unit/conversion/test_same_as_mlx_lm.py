@@ -49,9 +49,9 @@ def contents(directory: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path in sorted(directory.glob("*.safetensors")):
         header, data = read_header(path), path.read_bytes()
-        for name, info in header.tensors.items():
-            start, end = header.span(name)
-            found[name] = (path.name, info.dtype, info.shape, data[start:end])
+        for name, tensor in header.tensors.items():
+            content = data[tensor.start : tensor.end]
+            found[name] = (path.name, tensor.dtype, tensor.shape, content)
     for name in ("config.json", "model.safetensors.index.json"):
         found[name] = (directory / name).read_bytes()
     config = json.loads(found["config.json"])

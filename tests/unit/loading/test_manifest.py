@@ -15,7 +15,7 @@ from shardmlx.loading.manifest import (
     plan_transfers,
     read_model_manifest,
 )
-from shardmlx.modelfiles.model_files import PlacedTensor
+from shardmlx.modelfiles.safetensors_header import PlacedTensor
 from shardmlx.models.shape import ModelShape
 from tests.helpers.fake_models import TINY, model_files, write
 

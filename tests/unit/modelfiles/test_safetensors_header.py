@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import check_model_files
-from shardmlx.modelfiles.safetensors_header import TensorInfo, read_header
+from shardmlx.modelfiles.safetensors_header import PlacedTensor, read_header
 
 
 def entry(dtype: str, shape: list[int], start: int, end: int) -> dict[str, Any]:
@@ -41,12 +41,12 @@ def test_a_header_tells_where_the_tensors_lie(tmp_path: Path) -> None:
         tmp_path / "m.safetensors", {"b": B, "a": A, "__metadata__": {"by": "me"}}, b"x" * 22
     )
     header = read_header(path)
+    data = header.data_offset
     assert header.tensors == {
-        "a": TensorInfo("F32", (2, 2), 0, 16),
-        "b": TensorInfo("BF16", (3,), 16, 22),
+        "a": PlacedTensor("m.safetensors", "F32", (2, 2), data, data + 16),
+        "b": PlacedTensor("m.safetensors", "BF16", (3,), data + 16, data + 22),
     }
-    assert header.file_size == path.stat().st_size == header.data_offset + 22
-    assert header.span("b") == (header.data_offset + 16, header.data_offset + 22)
+    assert header.file_size == path.stat().st_size == data + 22
     assert header.tensors["b"].nbytes == 6
 
 
@@ -65,8 +65,8 @@ def test_it_reads_what_the_safetensors_library_writes(tmp_path: Path) -> None:
         name: array.shape for name, array in arrays.items()
     }
     for name, array in arrays.items():
-        start, end = header.span(name)
-        assert content[start:end] == array.tobytes()
+        tensor = header.tensors[name]
+        assert content[tensor.start : tensor.end] == array.tobytes()
 
 
 @pytest.mark.parametrize(

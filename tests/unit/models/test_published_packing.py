@@ -7,8 +7,9 @@ import pytest
 from shardmlx.costmodel.workload import model_sizes
 from shardmlx.errors import UserError
 from shardmlx.loading.build import check_can_be_cut
-from shardmlx.modelfiles.model_files import ModelFiles, PlacedTensor
+from shardmlx.modelfiles.model_files import ModelFiles
 from shardmlx.modelfiles.parts import inspect_files, planned_tensors
+from shardmlx.modelfiles.safetensors_header import PlacedTensor
 from shardmlx.models.published_packing import published_packing
 from shardmlx.models.tensors import Quantisation, read_quantisation
 from shardmlx.planning.weight_split import Generation, Split, divide
