@@ -1,20 +1,25 @@
-"""The options that all commands share that generate text: those of mlx-lm, and ours."""
+"""The options of generate, chat and evaluate: those of mlx-lm, and ours."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
 
 from shardmlx.config import common_options as common
-from shardmlx.config.options import OptionError, check_options, in_group
-from shardmlx.models.kv_cache import CacheQuantisation
+from shardmlx.config.command_line import CommandLine
+from shardmlx.config.options import OptionError, check_options, flag_of, in_group
+from shardmlx.errors import UserError
+from shardmlx.models.kv_cache import CacheQuantisation, held
 
 MODEL = "model"
 SAMPLING = "sampling"
 PIPELINE = "pipeline"
+_PROMPT = "prompt"
+_CHAT = "chat"
+_EVALUATED = "what is evaluated"
 
 _NO_DRAFT = "there is no speculative decoding here: leave it out"
 _IS_PIPELINE = "ranks are always a pipeline here: leave it out"
@@ -42,6 +47,9 @@ WHOLE_CHUNK = 2048
 _model = in_group(MODEL)
 _sampling = in_group(SAMPLING)
 _pipeline = in_group(PIPELINE)
+_prompt = in_group(_PROMPT)
+_chat = in_group(_CHAT)
+_evaluated = in_group(_EVALUATED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,3 +203,143 @@ class InferenceConfig:
         """Tokens of a prompt that a stage computes at a time."""
         is_whole = ranks == 1 and backend != "cpu"
         return self.prefill_step_size or (WHOLE_CHUNK if is_whole else PIPELINED_CHUNK)
+
+
+DEFAULT_PROMPT = "hello"
+"""mlx_lm.generate's own."""
+
+_REFUSED_GENERATE = {
+    **REFUSED,
+    "--image": "models here read text alone",
+    "--prompt-cache-file": "KV caches live as long as the command: chat and serve keep prefixes",
+    "--quantize-activations": "layers compute as mlx_lm does without it: leave it out",
+    "-qa": "layers compute as mlx_lm does without it: leave it out",
+}
+"""Options of mlx_lm.generate that are not here, and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateConfig(InferenceConfig):
+    """The text to generate, and how. Raises ``OptionError``, a ``UserError``."""
+
+    prompt: str | None = _prompt(
+        None, "prompt; - reads it from stdin", metavar="TEXT", unset=DEFAULT_PROMPT, short="-p"
+    )
+    system_prompt: str | None = _prompt(None, "system prompt of the chat template", metavar="TEXT")
+    prompts: str | None = _prompt(
+        None,
+        'file with a JSON object a line: "prompt" or "messages", perhaps "max_tokens"; it is '
+        "answered in JSON lines in the same order",
+        metavar="FILE",
+    )
+    output: str | None = _prompt(
+        None, "file for the answers to --prompts", metavar="FILE", unset="stdout"
+    )
+    prefill_response: str | None = _prompt(
+        None, "text with which the answer begins", metavar="TEXT"
+    )
+    ignore_chat_template: bool = _prompt(False, "use the prompt as it is")
+    verbose: bool = _prompt(True, "print more than the answer", takes_value=True)
+
+    def __post_init__(self) -> None:
+        super(GenerateConfig, self).__post_init__()
+        if self.prompt is not None and self.prompts is not None:
+            raise OptionError("prompt", f"and --prompts {self.prompts}", "give one of them")
+        if self.output is not None and self.prompts is None:
+            raise OptionError("output", f"is {self.output}", "it is for the answers to --prompts")
+
+
+GENERATE = CommandLine(
+    options=GenerateConfig,
+    command="generate",
+    description="Generate text through pipeline stages, one MPI rank each.",
+    groups=(MODEL, _PROMPT),
+    refused=_REFUSED_GENERATE,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatConfig(InferenceConfig):
+    """The model to talk with, and how. Raises ``OptionError``, a ``UserError``."""
+
+    max_tokens: int = _sampling(
+        256, "tokens of an answer at most", metavar="TOKENS", minimum=1, short="-m"
+    )
+    system_prompt: str | None = _chat(None, "system prompt of the chat template", metavar="TEXT")
+    cache_tokens: int = _chat(
+        8192, "tokens of a conversation at most, and of its KV cache", metavar="TOKENS", minimum=256
+    )
+    verbose: bool = _chat(True, "print more than the answers", takes_value=True)
+
+    def __post_init__(self) -> None:
+        super(ChatConfig, self).__post_init__()
+        object.__setattr__(self, "cache_tokens", held(self.cache_tokens))
+
+
+CHAT = CommandLine(
+    options=ChatConfig,
+    command="chat",
+    description="Talk with a model in the terminal, through pipeline stages, one MPI rank each.",
+    groups=(MODEL, _CHAT),
+    refused=REFUSED,
+)
+
+
+_REFUSED_EVALUATE = {
+    **REFUSED,
+    "--output-dir": "name the file: --output results.json",
+    "--max-length": "it is called --max-seq-length",
+}
+"""Options of mlx_lm.evaluate that are not here, and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluateConfig(InferenceConfig):
+    """The texts or tasks to evaluate a model on. Raises ``OptionError``, a ``UserError``."""
+
+    data: str | None = _evaluated(
+        None,
+        "directory with test.jsonl, .csv or .parquet, in any format that train reads: its "
+        "perplexity is measured",
+        metavar="DIR",
+    )
+    tasks: Sequence[str] = _evaluated([], "tasks of lm-evaluation-harness, by name", metavar="TASK")
+    include_path: str | None = _evaluated(
+        None, "directory with tasks of your own, as YAML", metavar="DIR"
+    )
+    num_shots: int | None = _evaluated(
+        None, "examples before each question", metavar="N", unset="as the task says", minimum=0
+    )
+    limit: int | None = _evaluated(
+        None, "questions of each task, or texts", metavar="N", unset="all", minimum=1
+    )
+    max_seq_length: int = _evaluated(
+        2048, "longest sequence; longer ones are cut", metavar="TOKENS", minimum=2
+    )
+    mask_prompt: bool = _evaluated(False, "leave prompts out of the perplexity")
+    output: str | None = _evaluated(None, "JSON file for the results", metavar="FILE", unset="none")
+
+    def check_together(self) -> None:
+        """Raise ``UserError`` unless the options go together; other ranks than 0 have none yet."""
+        if (self.data is None) == (not self.tasks):
+            found = "are both given" if self.tasks else "are both missing"
+            raise UserError(f"--data and --tasks {found}", "give one of them")
+        if self.data is not None:
+            for name in ("include_path", "num_shots"):
+                if getattr(self, name) is not None:
+                    raise UserError(f"{flag_of(name)} is for --tasks", "leave it out")
+
+
+_OF_SAMPLING = {
+    each.name for each in fields(InferenceConfig) if each.metadata["option"].group == SAMPLING
+}
+
+EVALUATE = CommandLine(
+    options=EvaluateConfig,
+    command="evaluate",
+    description="Measure a model through pipeline stages: perplexity of texts, or tasks.",
+    groups=(MODEL, _EVALUATED),
+    shown={each.name for each in fields(EvaluateConfig)} - _OF_SAMPLING,
+    refused=_REFUSED_EVALUATE,
+    check=EvaluateConfig.check_together,
+)

@@ -183,8 +183,8 @@ class BatchOptions(Spec):
         return tuple(map(int, str(self.replica_rows).split(",")))
 
     @property
-    def first(self) -> Self:
-        """The same with what mlx_lm.lora does in the place of what is left to the run."""
+    def with_defaults(self) -> Self:
+        """The same, where options are left to the run, as mlx_lm.lora does it."""
         return replace(self, pack=bool(self.pack), recompute=self.recomputed)
 
     @property

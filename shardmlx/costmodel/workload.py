@@ -78,7 +78,7 @@ class Workload(ModelSizes):
         """Return the work of a run on a model with known headers."""
         sizes = model_sizes(files, fine_tune.dtype)
         known = {each.name: getattr(sizes, each.name) for each in fields(ModelSizes)}
-        return cls(**known, fine_tune=fine_tune, batch=batch.first)
+        return cls(**known, fine_tune=fine_tune, batch=batch.with_defaults)
 
     def __post_init__(self) -> None:
         if self.fine_tune.num_layers > self.shape.num_layers:

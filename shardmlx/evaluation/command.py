@@ -11,7 +11,7 @@ from typing import Any
 from shardmlx.common.environment import Blas
 from shardmlx.common.formatting import plural
 from shardmlx.common.reporter import Reporter, check_writable
-from shardmlx.config.evaluate import EvaluateConfig
+from shardmlx.config.inference import EvaluateConfig
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import Sample
 from shardmlx.evaluation.perplexity import perplexity_of, read_texts

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardmlx.config.evaluate import EvaluateConfig
+from shardmlx.config.inference import EvaluateConfig
 from shardmlx.config.specs import DataOptions
 from shardmlx.engine.batches import Sample
 from shardmlx.errors import UserError

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shardmlx.config.evaluate import EvaluateConfig
+from shardmlx.config.inference import EvaluateConfig
 from shardmlx.errors import UserError
 from shardmlx.evaluation.scoring import Scores, Sequences
 from shardmlx.inference.detokenize import StopStrings

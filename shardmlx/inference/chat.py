@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from shardmlx.common.environment import Blas
 from shardmlx.common.reporter import Reporter
-from shardmlx.config.chat import ChatConfig
+from shardmlx.config.inference import ChatConfig
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.inference.chat_input import PipedLines, TerminalLines, find_terminal

@@ -13,7 +13,7 @@ from typing import IO
 
 from shardmlx.common.environment import Blas
 from shardmlx.common.reporter import Bar, Reporter, check_writable
-from shardmlx.config.generate import DEFAULT_PROMPT, GenerateConfig
+from shardmlx.config.inference import DEFAULT_PROMPT, GenerateConfig
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.inference.detokenize import IncrementalDetokenizer

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from shardmlx.common.formatting import plural
 from shardmlx.common.reporter import Reporter
 from shardmlx.common.units import MEGABYTE
-from shardmlx.config.inspect import DEFAULT_PARTITIONER, LINE, InspectOptions
+from shardmlx.config import common_options as common
+from shardmlx.config.command_line import CommandLine
+from shardmlx.config.options import OptionError, check_options, in_group
 from shardmlx.costmodel.hostfile import Machine, machine_of_each_rank, read_hostfile
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import ModelFiles, find_source, read_model
@@ -29,6 +32,77 @@ from shardmlx.planning.model_report import (
 )
 from shardmlx.planning.weight_split import Generation, Split, divide
 
+_DEFAULT_PARTITIONER = "balanced"
+
+_SPLIT = "split"
+_split = in_group(_SPLIT)
+_output = in_group("output")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectOptions:
+    """The model to look at, how it is to be divided, and what is to be shown of it.
+
+    Raises ``OptionError``, a ``UserError``.
+    """
+
+    model: str = common.model_argument()
+    revision: str | None = common.revision()
+
+    pipeline_stages: int | None = _split(
+        None,
+        "stages to divide into, one a rank",
+        unset="as many as the hostfile has slots",
+        minimum=1,
+    )
+    partitioner: str | None = _split(
+        None,
+        "how --pipeline-stages divides",
+        metavar="NAME",
+        unset=_DEFAULT_PARTITIONER,
+    )
+    stage_map: str | None = common.stage_map(group=_SPLIT)
+    hostfile: str | None = common.hostfile(None, group=_SPLIT)
+    rank: int | None = _split(None, "show tensors, files and byte ranges that this rank needs")
+    context: int | None = _split(
+        None,
+        "count the memory of generating, too: tokens of a sequence, prompt included",
+        metavar="TOKENS",
+        minimum=1,
+    )
+    sequences: int = _split(1, "sequences at once, with --context", minimum=1)
+
+    all_layers: bool = _output(False, "show a line for every layer")
+    json: bool = _output(False, "print all of it as JSON")
+    verify: bool = _output(False, "look for what is wrong with the files; status 1 if something is")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.verify:
+            return
+        if self.stage_map is not None and self.partitioner is not None:
+            raise OptionError(
+                "partitioner", "divides anew, but --stage-map is given", "leave one out"
+            )
+        for name in ("rank", "partitioner", "context"):
+            if getattr(self, name) is not None and not self.divides:
+                raise OptionError(
+                    name, "needs a split", "give --pipeline-stages, --stage-map or --hostfile"
+                )
+
+    @property
+    def divides(self) -> bool:
+        """True if the model is to be divided into stages."""
+        given = (self.pipeline_stages, self.stage_map, self.hostfile)
+        return any(each is not None for each in given)
+
+
+LINE = CommandLine(
+    options=InspectOptions,
+    command="inspect",
+    description="Show what a model consists of, from the headers of its files alone.",
+)
+
 
 def run(words: Sequence[str]) -> int:
     """Print the parts of a model; return 1 if ``--verify`` finds a fault.
@@ -42,7 +116,7 @@ def run(words: Sequence[str]) -> int:
     if files.faults:
         raise UserError(files.faults[0])
     inspection = inspect_files(files)
-    split, rank = _split(options, inspection), options.rank
+    split, rank = _divide(options, inspection), options.rank
     if split is not None and rank is not None:
         split.rank(rank)  # UserError before anything is printed
     if options.json:
@@ -55,7 +129,7 @@ def run(words: Sequence[str]) -> int:
     return 0
 
 
-def _split(options: InspectOptions, inspection: Inspection) -> Split | None:
+def _divide(options: InspectOptions, inspection: Inspection) -> Split | None:
     """Divide the model as the options say; None if they do not."""
     if not options.divides:
         return None
@@ -84,7 +158,7 @@ def _split(options: InspectOptions, inspection: Inspection) -> Split | None:
             f"{machines[layers].where}: {num_stages} machines, but the model has {layers} layers",
             f"use at most {layers}",
         )
-    name = options.partitioner or DEFAULT_PARTITIONER
+    name = options.partitioner or _DEFAULT_PARTITIONER
     try:
         stage_map = divide(inspection, name, num_stages, machines, generation)
     except DoesNotFitError as error:

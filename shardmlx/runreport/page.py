@@ -11,8 +11,10 @@ import base64
 import hashlib
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, Template
@@ -20,7 +22,8 @@ from markupsafe import Markup
 
 import shardmlx
 from shardmlx.common.formatting import plural
-from shardmlx.config.report import LINE
+from shardmlx.config.command_line import CommandLine
+from shardmlx.config.options import REQUIRED, OptionError, check_options, option
 from shardmlx.errors import UserError
 from shardmlx.runreport.metrics_file import Event, Metrics, current, read_metrics
 
@@ -87,6 +90,52 @@ def _part(name: str) -> str:
 def _hash(text: str) -> str:
     """Return the hash by which a Content-Security-Policy names an inline script or style."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+_PAGES = (".html", ".htm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportOptions:
+    """The metrics to report, and the page to write.
+
+    Raises ``OptionError``, a ``UserError``.
+    """
+
+    metrics: str = option(
+        REQUIRED,
+        "file that train --metrics-file wrote, or still writes",
+        metavar="METRICS",
+        positional=True,
+    )
+    output: str | None = option(
+        None,
+        "page (.html) to write",
+        metavar="FILE",
+        unset="METRICS with .html for its suffix",
+        short="-o",
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.file.suffix.lower() not in _PAGES:
+            raise OptionError("output", f"is {self.file}", "give it the suffix .html")
+        if self.file.resolve() == Path(self.metrics).resolve():
+            raise OptionError("output", f"is the metrics file {self.file}", "name another file")
+
+    @property
+    def file(self) -> Path:
+        """The file to write: by default a page beside the metrics."""
+        if self.output is None:
+            return Path(self.metrics).with_suffix(".html")
+        return Path(self.output)
+
+
+LINE = CommandLine(
+    options=ReportOptions,
+    command="report",
+    description="Show a training run from its metrics, as one HTML file that needs no network.",
+)
 
 
 def run(words: Sequence[str]) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -147,3 +149,13 @@ def test_one_run_at_a_time_writes_in_a_directory(tmp_path: Path) -> None:
         Store(tmp_path / "other").lock().close()
     store.lock().close()
     assert store.steps() == []
+
+
+def test_the_lock_of_a_killed_run_is_free_again(tmp_path: Path) -> None:
+    program = (
+        "import os, sys; from pathlib import Path; from shardmlx.checkpoint.store import Store\n"
+        "file = Store(Path(sys.argv[1])).lock(); os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
+    assert done.returncode == -9
+    Store(tmp_path).lock().close()

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
-from shardmlx.config import chat, generate, serve
+from shardmlx.config.command_line import CommandLine
+from shardmlx.config.inference import CHAT, GENERATE, GenerateConfig
+from shardmlx.config.serve import LINE as SERVE
+from shardmlx.config.serve import ServeConfig
 from shardmlx.errors import UserError
 
 
@@ -33,25 +36,25 @@ def server_flags(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 def test_every_flag_of_mlx_lm_is_taken_or_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, ours in (("generate", generate), ("chat", chat)):
+    for name, ours in (("generate", GENERATE), ("chat", CHAT)):
         theirs = importlib.import_module(f"mlx_lm.{name}").setup_arg_parser()
-        assert flags_of(theirs) <= flags_of(ours.LINE.parser()) | {*ours.LINE.refused}
-    assert server_flags(monkeypatch) <= flags_of(serve.LINE.parser()) | {*serve.LINE.refused}
+        assert flags_of(theirs) <= flags_of(ours.parser()) | {*ours.refused}
+    assert server_flags(monkeypatch) <= flags_of(SERVE.parser()) | {*SERVE.refused}
 
 
 @pytest.mark.parametrize(
-    ("module", "words", "reason"),
+    ("line", "words", "reason"),
     [
-        (generate, "--draft-model small", "there is no speculative decoding here: leave it out"),
-        (generate, "-qa", "layers compute as mlx_lm does without it"),
-        (chat, "--pipeline", "ranks are always a pipeline here"),
-        (serve, "--log-level INFO", "give --access-log"),
-        (serve, "--prompt-cache-bytes 1GB", "give --cache-tokens"),
+        (GENERATE, "--draft-model small", "there is no speculative decoding here: leave it out"),
+        (GENERATE, "-qa", "layers compute as mlx_lm does without it"),
+        (CHAT, "--pipeline", "ranks are always a pipeline here"),
+        (SERVE, "--log-level INFO", "give --access-log"),
+        (SERVE, "--prompt-cache-bytes 1GB", "give --cache-tokens"),
     ],
 )
-def test_a_flag_that_is_not_here_says_why(module: Any, words: str, reason: str) -> None:
+def test_a_flag_that_is_not_here_says_why(line: CommandLine[Any], words: str, reason: str) -> None:
     with pytest.raises(UserError) as error:
-        module.LINE.load(words.split())
+        line.load(words.split())
     assert str(error.value).startswith(f"{words.split()[0]} of mlx_lm is not here: {reason}")
 
 
@@ -73,17 +76,17 @@ def test_a_flag_that_is_not_here_says_why(module: Any, words: str, reason: str) 
 )
 def test_bad_options(words: str, remedy: str) -> None:
     with pytest.raises(UserError) as error:
-        generate.LINE.load(words.split())
+        GENERATE.load(words.split())
     assert words.split()[0] in error.value.problem
     assert remedy in str(error.value)
 
 
 def test_spellings_of_mlx_lm_mean_the_same() -> None:
-    config = generate.LINE.load(["--extra-eos-token", "<|a|>", "<|b|>", "--verbose", "False"])
+    config = GENERATE.load(["--extra-eos-token", "<|a|>", "<|b|>", "--verbose", "False"])
     assert config.extra_eos_token == ["<|a|>", "<|b|>"]
     assert not config.verbose
-    assert generate.LINE.load(["--extra-eos-token", "a b"]).extra_eos_token == ["a", "b"]
-    served = serve.LINE.load(
+    assert GENERATE.load(["--extra-eos-token", "a b"]).extra_eos_token == ["a", "b"]
+    served = SERVE.load(
         ["--allowed-origins", "https://a.org,https://b.org", "--chat-template-args", '{"x": 1}']
     )
     assert served.origins == ["https://a.org", "https://b.org"]
@@ -91,5 +94,5 @@ def test_spellings_of_mlx_lm_mean_the_same() -> None:
 
 
 def test_a_server_plans_for_the_bodies_of_requests() -> None:
-    assert serve.ServeConfig(max_body=2000).bytes_for_requests == (8 + 20) * 2000
-    assert generate.GenerateConfig(prompt="a").bytes_for_requests == 0
+    assert ServeConfig(max_body=2000).bytes_for_requests == (8 + 20) * 2000
+    assert GenerateConfig(prompt="a").bytes_for_requests == 0

@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from shardmlx.config.evaluate import LINE
+from shardmlx.config.inference import EVALUATE
 from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
 from shardmlx.errors import UserError
 from shardmlx.evaluation.perplexity import perplexity_of
@@ -95,5 +95,5 @@ def test_results_become_rows() -> None:
 @pytest.mark.parametrize("how", ["", "--data d --tasks t", "--data d --num-shots 2"])
 def test_either_texts_or_tasks_are_evaluated(how: str) -> None:
     with pytest.raises(UserError, match=r"--(tasks|num-shots)"):
-        LINE.load(how.split())
-    LINE.load(how.split(), rank=1)  # rank 0 speaks for all
+        EVALUATE.load(how.split())
+    EVALUATE.load(how.split(), rank=1)  # rank 0 speaks for all

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardmlx.common.environment import Blas
-from shardmlx.config.evaluate import EvaluateConfig
+from shardmlx.config.inference import EvaluateConfig
 from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
 from shardmlx.errors import UserError
 from shardmlx.evaluation import command, tasks

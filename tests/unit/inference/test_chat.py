@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardmlx.common.environment import Blas
-from shardmlx.config.chat import LINE
+from shardmlx.config.inference import CHAT
 from shardmlx.distributed.agreement import AgreedError
 from shardmlx.distributed.local_transport import LocalNetwork
 from shardmlx.errors import UserError
@@ -23,7 +23,7 @@ def conversation(model: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch)
     read, write = os.pipe()
     monkeypatch.setattr(chat, "_lines", lambda config: PipedLines(read, ends_in_silence=False))
     os.write(write, "".join(f"{line}\n" for line in lines).encode())
-    config = LINE.load(["--model", str(model), "--max-tokens", "8", "--cache-tokens", "256"])
+    config = CHAT.load(["--model", str(model), "--max-tokens", "8", "--cache-tokens", "256"])
     try:
         LocalNetwork(2, timeout=20).run(lambda rank: chat.run(config, rank, Blas("none", None)))
     finally:
@@ -54,4 +54,4 @@ def test_a_model_without_a_template_is_refused(
 
 def test_a_conversation_needs_some_room() -> None:
     with pytest.raises(UserError, match=r"^--cache-tokens is 1: give 256 or more$"):
-        LINE.load(["--cache-tokens", "1"])
+        CHAT.load(["--cache-tokens", "1"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardmlx.config.generate import GenerateConfig
+from shardmlx.config.inference import GenerateConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine
 from shardmlx.costmodel.memory_limits import budgets_of

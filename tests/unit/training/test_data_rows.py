@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from mlx_lm.tuner.datasets import load_dataset as mlx_lm_load_dataset
 
-from shardmlx.config.evaluate import EvaluateConfig
+from shardmlx.config.inference import EvaluateConfig
 from shardmlx.config.specs import DataOptions
 from shardmlx.config.train import TrainConfig
 from shardmlx.errors import UserError
