@@ -17,7 +17,7 @@ from shardmlx.errors import UserError
 from shardmlx.pipeline.actions import Action, Grid, Kind
 from shardmlx.pipeline.schedules import compute_actions, get_schedule
 
-F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W
+F, B, I, W = COMPUTE = Kind.F, Kind.B, Kind.I, Kind.W
 
 Span = tuple[Action, float, float]
 """An action, its start and its end."""
@@ -99,7 +99,7 @@ def simulate(
     have the same unit. Raises ``ValueError`` for a grid that does not run to its end:
     ``lowering.validate`` says why.
     """
-    compute = tuple(tuple(a for a in actions if a.kind.is_compute) for actions in grid)
+    compute = tuple(tuple(a for a in actions if a.kind in COMPUTE) for actions in grid)
     of_stage = _costs_of_stages(costs, placement)
     occupied, delayed = (_between(times, len(grid)) for times in (link, latency))
     spans, exposed = _run(compute, placement, of_stage, occupied, delayed)
@@ -164,7 +164,7 @@ def _run(
     delayed: Sequence[Sequence[float]],
 ) -> tuple[tuple[tuple[Span, ...], ...], tuple[float, ...]]:
     """Return spans and exposed waits of each rank."""
-    durations = [{kind: cost.of(kind) for kind in (F, B, I, W)} for cost in costs]
+    durations = [{kind: cost.of(kind) for kind in COMPUTE} for cost in costs]
     spans: list[list[Span]] = [[] for _ in grid]
     exposed, clocks = [0.0] * len(grid), [0.0] * len(grid)
     link_free: dict[tuple[int, int], float] = defaultdict(float)  # when the last message has left
@@ -175,9 +175,10 @@ def _run(
     ready = deque(range(len(grid)))
     while ready:
         rank = ready.popleft()
-        for action in grid[rank][len(spans[rank]) :]:
-            stage, kind, microbatch = action
-            start, is_forward = clocks[rank], kind is F
+        clock, done = clocks[rank], spans[rank]
+        for index in range(len(done), len(grid[rank])):  # a slice would be copied at each wait
+            stage, kind, microbatch = action = grid[rank][index]
+            start, is_forward = clock, kind is F
             if stage != (0 if is_forward else last):
                 needed = (stage, is_forward, microbatch)
                 if needed not in inputs:
@@ -187,20 +188,21 @@ def _run(
                 if arrived > start:
                     exposed[rank] += arrived - max(start, made)
                     start = arrived
-            clocks[rank] = end = start + durations[stage][kind]
-            spans[rank].append((action, start, end))
+            clock = start + durations[stage][kind]
+            done.append((action, start, clock))
             target = stage + 1 if is_forward else stage - 1
             if kind is W or not 0 <= target <= last:
                 continue
-            arrived, peer = end, placement[target]
+            arrived, peer = clock, placement[target]
             if peer != rank:
-                left = max(end, link_free[rank, peer]) + occupied[rank][peer]
+                left = max(clock, link_free[rank, peer]) + occupied[rank][peer]
                 link_free[rank, peer] = left
                 arrived = left + delayed[rank][peer]
             output = (target, is_forward, microbatch)
-            inputs[output] = (end, arrived)
+            inputs[output] = (clock, arrived)
             if output in waiting:
                 ready.append(waiting.pop(output))
+        clocks[rank] = clock
     for rank, done in enumerate(spans):
         if len(done) < len(grid[rank]):
             raise ValueError(
