@@ -74,7 +74,8 @@ def specs_of(arrays: Mapping[str, mx.array]) -> list[TensorSpec]:
 
 
 class SaveError(RuntimeError):
-    """A failure to write trained weights; the message names rank, host, file and remedy."""
+    """Trained weights or a checkpoint could not be written; the message names rank, host, file and
+    reason."""
 
 
 class Collector:

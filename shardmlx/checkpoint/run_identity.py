@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import partial
@@ -21,7 +21,7 @@ from shardmlx.config.specs import Spec
 from shardmlx.engine.batches import Sample
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.safetensors_header import MODEL_FILES
-from shardmlx.modelfiles.sources import CONFIG_FILE
+from shardmlx.modelfiles.sources import CONFIG_FILE, ReadBytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,16 +67,12 @@ _PROBE_BYTES = 1 << 16
 _READERS = 8
 
 
-Read = Callable[[str, int, int], bytes]
-"""A function of (file name, offset, count) that returns the bytes of a weight file."""
-
-
 def identity_of(
     options: RunOptions,
     model_path: Path,
     train: Sequence[Sample],
     valid: Sequence[Sample],
-    read: Read | None = None,
+    read: ReadBytes | None = None,
 ) -> dict[str, Any]:
     """Return the identity of a run in a checkpoint, as JSON.
 
@@ -145,7 +141,7 @@ def _optimizer(optimizer: Mapping[str, Any]) -> str:
     return f"{optimizer['name']} {optimizer['settings']} with the learning rate {rate}"
 
 
-def _model(path: Path, read: Read | None) -> str:
+def _model(path: Path, read: ReadBytes | None) -> str:
     """Return a digest of the configuration, and of the weights' headers and samples, since a model
     may be large."""
 

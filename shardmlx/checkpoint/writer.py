@@ -20,7 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from shardmlx.checkpoint.export import safetensors_header, specs_of
+from shardmlx.checkpoint.export import SaveError, safetensors_header, specs_of
 from shardmlx.checkpoint.resume import Storage
 from shardmlx.checkpoint.store import FileInfo, Manifest, Store
 from shardmlx.common.durable_files import flush_to_disk
@@ -35,10 +35,6 @@ dead rank."""
 
 POLL_SECONDS = 0.1
 """Seconds between checks for a failure of another rank."""
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written; the message names rank, host, file and reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +142,7 @@ class CheckpointWriter:
                 nbytes = sum(file.nbytes for file in files)
                 self._saved = Saved(step, nbytes, time.monotonic() - start)
         except Exception as error:
-            self._error = CheckpointError(
+            self._error = SaveError(
                 f"{self._transport.name(self._transport.rank)}, writing the checkpoint of step "
                 f"{step} to {self._store.directory}: {_reason(error)}"
             )

@@ -17,7 +17,7 @@ from shardmlx.common.formatting import plural
 from shardmlx.common.reporter import check_writable
 from shardmlx.config.doctor import DoctorConfig
 from shardmlx.costmodel.hostfile import Machine, read_hostfile
-from shardmlx.distributed.agreement import on_rank_0
+from shardmlx.distributed.agreement import from_rank_0, on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import AgreedFailure
 from shardmlx.hosts.doctor_hostfile import hostfile_text, machines_of
@@ -52,8 +52,7 @@ def run(config: DoctorConfig, transport: Transport, blas: Blas) -> None:
     known = on_rank_0(transport, "reading the hostfile", lambda: _machines(config))
     say = progress if transport.rank == 0 else lambda line: None
     examination = Examiner(transport, config.seconds, say).examine(blas)
-    count = on_rank_0(transport, "reporting", lambda: _report(config, examination, known or ()))
-    count = transport.broadcast(count, what="warnings")
+    count = from_rank_0(transport, "reporting", lambda: _report(config, examination, known or ()))
     if any(link.speed is None for link in examination.links):
         _leave_without_mpi(transport, 1 if config.strict else 0)
     if config.strict and count:

@@ -11,7 +11,6 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from shardmlx.common.formatting import gibibytes, numbers_of, percent
-from shardmlx.common.process_memory import peak_resident_bytes
 from shardmlx.common.reporter import Reporter
 from shardmlx.compat import trims_first_space
 from shardmlx.config.inference import InferenceConfig
@@ -286,16 +285,14 @@ def new_detokenizer(
 def report_memory(prepared: InferenceRun, reporter: Reporter) -> None:
     """Print a table of the layers and the memory of each rank. All ranks must call it."""
     transport, plan = prepared.transport, prepared.plan
-    mine = (prepared.part.nbytes, mx.get_peak_memory(), peak_resident_bytes())
+    mine = (prepared.part.nbytes, mx.get_peak_memory())
     everyone = transport.gather(mine, what="memory")
     if everyone is None:
         return
-    reporter.say(f"Peak memory: {gibibytes(max(peak for _, peak, _ in everyone))}")
+    reporter.say(f"Peak memory: {gibibytes(max(peak for _, peak in everyone))}")
     predicted = [limits.planned.peak for limits in prepared.limits]
-    processes = [limits.planned_process for limits in prepared.limits]
-    memory = ("peak memory", "predicted", "", "of the process", "predicted", "")
     reporter.table(
-        ("rank", "host", "layers", "weights", *memory),
+        ("rank", "host", "layers", "weights", "peak memory", "predicted", ""),
         [
             (
                 str(rank),
@@ -305,14 +302,11 @@ def report_memory(prepared: InferenceRun, reporter: Reporter) -> None:
                 gibibytes(peak),
                 gibibytes(predicted[rank]),
                 percent(peak, predicted[rank]),
-                gibibytes(process),
-                gibibytes(processes[rank]),
-                percent(process, processes[rank]),
             )
-            for rank, ((weights, peak, process), (start, stop)) in enumerate(
+            for rank, ((weights, peak), (start, stop)) in enumerate(
                 zip(everyone, plan.stage_map.partition.ranges, strict=True)
             )
         ],
     )
-    for warning in exceeded(prepared.limits, transport.hosts, [peak for _, peak, _ in everyone]):
+    for warning in exceeded(prepared.limits, transport.hosts, [peak for _, peak in everyone]):
         reporter.warn(warning)

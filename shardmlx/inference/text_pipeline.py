@@ -7,7 +7,7 @@ from typing import Any
 
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.inference import InferenceConfig
-from shardmlx.distributed.agreement import on_rank_0
+from shardmlx.distributed.agreement import from_rank_0, on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.inference.plan import GenerationLoad
@@ -106,7 +106,7 @@ class TextPipeline:
 def load_pipeline(
     model: str, transport: Transport, *, context_tokens: int = CONTEXT_TOKENS, **options: Any
 ) -> TextPipeline:
-    """GenerationLoad each rank's stage of a model, to generate text. All ranks must call it.
+    """Load each rank's stage of a model, to generate text. All ranks must call it.
 
     ``model`` is a directory or a Hugging Face repository, which only rank 0 needs; the ranks of
     ``transport`` hold a stage each. ``context_tokens`` bounds a prompt with its answer, whose KV
@@ -115,10 +115,7 @@ def load_pipeline(
     ``UserError``, on all ranks before weights are read where the model does not fit or an option is
     wrong.
     """
-    config = transport.broadcast(
-        on_rank_0(transport, "options", lambda: InferenceConfig(model=model, **options)),
-        what="options",
-    )
+    config = from_rank_0(transport, "options", lambda: InferenceConfig(model=model, **options))
     capacity = held(context_tokens)
 
     def read(reader: PromptReader, most_positions: int | None) -> GenerationLoad:

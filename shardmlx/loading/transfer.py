@@ -30,11 +30,9 @@ from shardmlx.loading.manifest import ModelManifest, Transfer, is_needed, plan_t
 from shardmlx.loading.partial_copy import PartialCopy
 from shardmlx.modelfiles.hub import Repository
 from shardmlx.modelfiles.safetensors_header import PlacedTensor
+from shardmlx.modelfiles.sources import ReadBytes
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
-
-Read = Callable[[str, int, int], bytes]
-"""Function that returns so many bytes of a weight file from an offset on."""
 
 Advance = Callable[[int], None]
 """Function that is told how many more bytes have come."""
@@ -100,7 +98,7 @@ class Bundle:
         self._temporary = temporary
 
     @property
-    def read(self) -> Read | None:
+    def read(self) -> ReadBytes | None:
         """Function that reads a partly present file; None if all are whole."""
         return None if self._repository is None else self._repository.part
 
@@ -209,7 +207,7 @@ class Bundle:
         transport.barrier(loading)
         return received, downloaded, kept
 
-    def _reader(self, stack: ExitStack) -> Read:
+    def _reader(self, stack: ExitStack) -> ReadBytes:
         """Return the reader of this rank's own files, which opens each once."""
         if self._copy is not None:
             return self._copy.read
@@ -242,7 +240,7 @@ def _pass_on(
     transport: Transport,
     transfer: Transfer,
     tensors: Mapping[str, PlacedTensor],
-    read: Read,
+    read: ReadBytes,
     copy: PartialCopy | None,
     advance: Advance,
 ) -> int:
@@ -277,7 +275,7 @@ def _pass_on(
     return place.nbytes if position else 0
 
 
-def _pieces(place: PlacedTensor, read: Read) -> Iterator[bytes]:
+def _pieces(place: PlacedTensor, read: ReadBytes) -> Iterator[bytes]:
     step = byte_stream.PIECE_BYTES
     for start in range(place.start, place.end, step):
         yield read(place.file, start, min(step, place.end - start))

@@ -81,23 +81,16 @@ def find_repository(name: str, revision: str | None) -> Directory | Repository:
         snapshot = _cached_snapshot(name, revision)
         if snapshot is None:
             raise no_directory(name, error) from None
-        return _Snapshot(name, snapshot, str(error))
+        found = Directory(snapshot)
+        found.name, found.revision = name, snapshot.name
+        found.note = f"from the cache: {error}"
+        found.missing = f"the cache does not have it, and {error}"
+        return found
 
 
 def no_directory(name: str, error: Unreachable) -> UserError:
     """Return the error for a model that is not here, if the hub cannot be asked."""
     return UserError(f"there is no directory {name} here, and {error.problem}", error.remedy)
-
-
-class _Snapshot(Directory):
-    """The files of a repository in the cache of huggingface-hub."""
-
-    def __init__(self, name: str, path: Path, why: str) -> None:
-        super().__init__(path)
-        self.name = name
-        self.revision = path.name
-        self.note = f"from the cache: {why}"
-        self.missing = f"the cache does not have it, and {why}"
 
 
 class Repository:

@@ -25,7 +25,7 @@ from shardmlx.costmodel.measured_memory import (
 from shardmlx.costmodel.profile_file import MachineProfile, Profile, work_of, write_profile
 from shardmlx.costmodel.timing import Sample, Seconds
 from shardmlx.costmodel.workload import Workload
-from shardmlx.distributed.agreement import on_rank_0
+from shardmlx.distributed.agreement import from_rank_0, on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.loading.build import unfreeze
 from shardmlx.loading.rank_setup import SETUP_SECONDS, this_backend
@@ -80,8 +80,7 @@ def run(options: ProfileOptions, transport: Transport, blas: Blas) -> None:
     fine_tune, shapes, output = FineTune.of(options), options.shapes, Path(options.output)
     reporter = Reporter(quiet=transport.rank != 0)
     with transport.longer_timeout(SETUP_SECONDS):
-        read = on_rank_0(transport, "reading the model", lambda: _read(options))
-    model_config, workload = transport.broadcast(read, what="model")
+        model_config, workload = from_rank_0(transport, "reading the model", lambda: _read(options))
     reporter.say(str(blas))
     model = SampleModel.of(
         model_config,

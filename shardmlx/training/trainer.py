@@ -19,7 +19,7 @@ import numpy as np
 from shardmlx.checkpoint.export import Collector, save_adapters, save_model
 from shardmlx.checkpoint.store import MARKER
 from shardmlx.common.reporter import Bar
-from shardmlx.distributed.agreement import on_rank_0
+from shardmlx.distributed.agreement import from_rank_0, on_rank_0
 from shardmlx.engine.batches import random_state, set_random_state
 from shardmlx.engine.optimizer import Updater
 from shardmlx.engine.trace import Meter, Span
@@ -305,9 +305,8 @@ class Trainer:
         Returns whether it has written.
         """
         directory, tune = self._output, self._job.planned.way.fine_tune
-        if self._soundness.unmoved() is not None and self._transport.broadcast(
-            on_rank_0(self._transport, "looking at the output", self._later_output),
-            what="the output",
+        if self._soundness.unmoved() is not None and from_rank_0(
+            self._transport, "looking at the output", self._later_output
         ):
             self._reporter.say(
                 f"{directory} has what was saved after this run's checkpoint: it stays. To write "

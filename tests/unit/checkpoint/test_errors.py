@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from shardmlx.checkpoint import writer
+from shardmlx.checkpoint.export import SaveError
 from shardmlx.checkpoint.store import Store
-from shardmlx.checkpoint.writer import CheckpointError
 from shardmlx.common.durable_files import flush_to_disk
 from shardmlx.distributed import byte_stream
 from shardmlx.distributed.byte_stream import Outgoing
@@ -86,7 +86,7 @@ def test_a_full_disk_ends_the_run_with_one_message_and_no_checkpoint(
     save(directories, kind, len(seen), {1: 1})
     store = Store(directories[rank])
     failures = fail_to_write(monkeypatch, store.partial(2) / name)
-    with pytest.raises(CheckpointError) as failed:
+    with pytest.raises(SaveError) as failed:
         save(directories, kind, len(seen), {2: 2})
     message = str(failed.value)
     assert message.startswith(f"rank {rank} on localhost, writing the checkpoint of step 2")
@@ -103,7 +103,7 @@ def test_a_run_goes_on_from_where_the_disk_was_full(
     directories = hosts(tmp_path, "aa")
     with monkeypatch.context() as patch:
         fail_to_write(patch, Store(directories[0]).partial(2) / SECOND_FILE)
-        with pytest.raises(CheckpointError):
+        with pytest.raises(SaveError):
             save(directories, "shared", 2, {1: 1, 2: 2, 3: 3})
     save(directories, "shared", 2, {2: 4})
     assert complete(directories) == {"a": [1, 2]}
@@ -117,7 +117,7 @@ def test_any_other_reason_is_told_as_the_system_has_it(
     directories = hosts(tmp_path, "a")
     path = Store(directories[0]).partial(1) / "weights-00.safetensors"
     fail_to_write(monkeypatch, path, errno.EIO)
-    with pytest.raises(CheckpointError, match="Input/output error") as failed:
+    with pytest.raises(SaveError, match="Input/output error") as failed:
         save(directories, "shared", 1)
     assert str(path) in str(failed.value)
 
@@ -137,7 +137,7 @@ def test_no_rank_frees_its_weights_or_goes_on_after_an_error(
             lambda: begin(writer, 0, 1, 2),
         ]
         for step in steps:
-            with pytest.raises(CheckpointError, match="the disk is full"):
+            with pytest.raises(SaveError, match="the disk is full"):
                 step()
 
     on_ranks(directories, work)
@@ -150,7 +150,7 @@ def test_what_is_damaged_on_its_way_is_not_saved(
     send = Outgoing._send
     monkeypatch.setattr(Outgoing, "_send", lambda stream, piece: send(stream, piece ^ np.uint8(1)))
     directories = hosts(tmp_path, "ab")
-    with pytest.raises(CheckpointError, match=r"^rank 0 .* damaged from rank 1 on localhost$"):
+    with pytest.raises(SaveError, match=r"^rank 0 .* damaged from rank 1 on localhost$"):
         save(directories, "rank0", 2)
     assert complete(directories) == {"a": [], "b": []}
     assert not list(Store(directories[0]).partial(1).iterdir())
@@ -172,7 +172,7 @@ def test_where_some_disks_cannot_complete_it_the_old_or_the_new_is_still_there(
 
     with monkeypatch.context() as patch:
         patch.setattr(Store, "commit", commit_on_some)
-        with pytest.raises(CheckpointError, match="the disk is full"):
+        with pytest.raises(SaveError, match="the disk is full"):
             save(directories, "neighbour", 4, {2: 2}, keep=1)
     found, _ = search(directories)
     assert found is not None
