@@ -77,23 +77,149 @@ class CallFormat:
 
 _OBJECT = r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"arguments"\s*:\s*(?=\{)'
 
-_JSON = CallFormat(
-    opening=re.compile(rf"\s*{_OBJECT}"),
-    closing=re.compile(r"\s*\}\s*"),
-    before='<tool_call>\n{{"name": "{}", "arguments": ',
-    after="}\n</tool_call>",
-    between="\n",
-)
-
-_MISTRAL = CallFormat(
-    opening=re.compile(rf"[\s\[,}}]*{_OBJECT}"),
-    closing=re.compile(r"\s*\}\s*\]?\s*"),
-    before='{{"name": "{}", "arguments": ',
-    after="}",
-    between=", ",
-    first="[TOOL_CALLS][",
-    last="]",
-)
+_BY_PARSER: Mapping[str, CallFormat] = {
+    "mlx_lm.tool_parsers.json_tools": CallFormat(
+        opening=re.compile(rf"\s*{_OBJECT}"),
+        closing=re.compile(r"\s*\}\s*"),
+        before='<tool_call>\n{{"name": "{}", "arguments": ',
+        after="}\n</tool_call>",
+        between="\n",
+    ),
+    "mlx_lm.tool_parsers.mistral": CallFormat(
+        opening=re.compile(rf"[\s\[,}}]*{_OBJECT}"),
+        closing=re.compile(r"\s*\}\s*\]?\s*"),
+        before='{{"name": "{}", "arguments": ',
+        after="}",
+        between=", ",
+        first="[TOOL_CALLS][",
+        last="]",
+    ),
+    "mlx_lm.tool_parsers.kimi_k2": CallFormat(
+        opening=re.compile(
+            r"\s*(?:<\|tool_call_end\|>)?\s*(?:<\|tool_call_begin\|>)?\s*(?:functions\.)?"
+            r"(?P<name>[^\s:<]+):\d+\s*<\|tool_call_argument_begin\|>\s*(?=\{)"
+        ),
+        closing=re.compile(r"\s*(?:<\|tool_call_end\|>)?\s*"),
+        before="<|tool_call_begin|>functions.{}:0<|tool_call_argument_begin|>",
+        after="<|tool_call_end|>",
+        between="",
+        first="<|tool_calls_section_begin|>",
+        last="<|tool_calls_section_end|>",
+    ),
+    "mlx_lm.tool_parsers.kimi_k3": CallFormat(
+        before='<|open|>call tool="{}" index="1"<|sep|><|open|>json type="object"<|sep|>',
+        after="<|close|>json<|sep|><|close|>call<|sep|>",
+        between="",
+        first="<|open|>tools<|sep|>",
+        last="<|close|>tools<|sep|>",
+    ),
+    "mlx_lm.tool_parsers.qwen3_coder": CallFormat(
+        before="<tool_call>\n<function={}>\n",
+        after="</function>\n</tool_call>",
+        arguments=ArgumentFormat(
+            before="<parameter={}>\n",
+            after="\n</parameter>\n",
+            ends=("</parameter>", "</tool_call>"),
+            has_null=True,
+        ),
+    ),
+    "mlx_lm.tool_parsers.glm47": CallFormat(
+        before="<tool_call>{}",
+        after="</tool_call>",
+        arguments=ArgumentFormat(
+            before="<arg_key>{}</arg_key><arg_value>",
+            after="</arg_value>",
+            ends=("</arg_value>", "</tool_call>"),
+            strips=True,
+            reads_json=True,
+        ),
+    ),
+    "mlx_lm.tool_parsers.longcat": CallFormat(
+        before="<longcat_tool_call>{}",
+        after="</longcat_tool_call>",
+        empty='<longcat_tool_call>{{"name": "{}", "arguments": {{}}}}</longcat_tool_call>',
+        arguments=ArgumentFormat(
+            before="<longcat_arg_key>{}</longcat_arg_key><longcat_arg_value>",
+            after="</longcat_arg_value>",
+            ends=("</longcat_arg_value>", "</longcat_tool_call>"),
+            strips=True,
+            reads_json=True,
+        ),
+    ),
+    "mlx_lm.tool_parsers.minimax_m2": CallFormat(
+        before='<invoke name="{}">\n',
+        after="</invoke>\n",
+        between="",
+        first="<minimax:tool_call>\n",
+        last="</minimax:tool_call>",
+        arguments=ArgumentFormat(
+            before='<parameter name="{}">',
+            after="</parameter>\n",
+            ends=("</parameter>", "</invoke>", "</minimax:tool_call>"),
+            strips=True,
+            has_null=True,
+        ),
+    ),
+    "mlx_lm.tool_parsers.minicpm5": CallFormat(
+        before='<function name="{}">',
+        after="</function>",
+        arguments=ArgumentFormat(
+            before='<param name="{}">',
+            after="</param>",
+            ends=("</param>", "</function>"),
+            strips=True,
+            has_null=True,
+        ),
+    ),
+    "mlx_lm.tool_parsers.muse_spark": CallFormat(
+        before='<atem:invoke name="{}">\n',
+        after="</atem:invoke>\n",
+        between="",
+        first="<atem:function_calls>\n",
+        last="</atem:function_calls>",
+        arguments=ArgumentFormat(
+            before='<atem:parameter name="{}">', after="</atem:parameter>\n", quote=None
+        ),
+    ),
+    "mlx_lm.tool_parsers.pythonic": CallFormat(
+        before="{}(",
+        after=")",
+        between=", ",
+        first="<|tool_call_start|>[",
+        last="]<|tool_call_end|>",
+        names=_PYTHON,
+        arguments=ArgumentFormat(before="{}=", after="", between=", ", names=_PYTHON, quote=None),
+    ),
+    "mlx_lm.tool_parsers.function_gemma": CallFormat(
+        before="<start_function_call>call:{}{{",
+        after="}<end_function_call>",
+        between="",
+        names=_WORD,
+        arguments=ArgumentFormat(
+            before="{}:",
+            after="",
+            between=",",
+            names=_WORD,
+            quote="<escape>",
+            ends=("<escape>", "}", "<end_function_call>"),
+        ),
+    ),
+    "mlx_lm.tool_parsers.gemma4": CallFormat(
+        before="<|tool_call>call:{}{{",
+        after="}<tool_call|>",
+        between="",
+        names=r"[\w-]+",
+        arguments=ArgumentFormat(
+            before="{}:",
+            after="",
+            between=",",
+            names=_WORD,
+            quote='<|"|>',
+            ends=('<|"|>', "<tool_call|>"),
+        ),
+    ),
+}
+"""The formats of mlx-lm's tool parsers, by their modules. Laguna's parser is that of GLM."""
 
 _MISTRAL_WITH_MARKS = CallFormat(
     opening=re.compile(r"\s*(?:\[TOOL_CALLS\])?\s*(?P<name>[\w-]+)\s*\[ARGS\]\s*(?=\{)"),
@@ -101,141 +227,6 @@ _MISTRAL_WITH_MARKS = CallFormat(
     before="[TOOL_CALLS]{}[ARGS]",
     after="",
     between="",
-)
-
-_KIMI = CallFormat(
-    opening=re.compile(
-        r"\s*(?:<\|tool_call_end\|>)?\s*(?:<\|tool_call_begin\|>)?\s*(?:functions\.)?"
-        r"(?P<name>[^\s:<]+):\d+\s*<\|tool_call_argument_begin\|>\s*(?=\{)"
-    ),
-    closing=re.compile(r"\s*(?:<\|tool_call_end\|>)?\s*"),
-    before="<|tool_call_begin|>functions.{}:0<|tool_call_argument_begin|>",
-    after="<|tool_call_end|>",
-    between="",
-    first="<|tool_calls_section_begin|>",
-    last="<|tool_calls_section_end|>",
-)
-
-_KIMI_K3 = CallFormat(
-    before='<|open|>call tool="{}" index="1"<|sep|><|open|>json type="object"<|sep|>',
-    after="<|close|>json<|sep|><|close|>call<|sep|>",
-    between="",
-    first="<|open|>tools<|sep|>",
-    last="<|close|>tools<|sep|>",
-)
-
-_QWEN_CODER = CallFormat(
-    before="<tool_call>\n<function={}>\n",
-    after="</function>\n</tool_call>",
-    arguments=ArgumentFormat(
-        before="<parameter={}>\n",
-        after="\n</parameter>\n",
-        ends=("</parameter>", "</tool_call>"),
-        has_null=True,
-    ),
-)
-
-_GLM = CallFormat(
-    before="<tool_call>{}",
-    after="</tool_call>",
-    arguments=ArgumentFormat(
-        before="<arg_key>{}</arg_key><arg_value>",
-        after="</arg_value>",
-        ends=("</arg_value>", "</tool_call>"),
-        strips=True,
-        reads_json=True,
-    ),
-)
-
-_LONGCAT = CallFormat(
-    before="<longcat_tool_call>{}",
-    after="</longcat_tool_call>",
-    empty='<longcat_tool_call>{{"name": "{}", "arguments": {{}}}}</longcat_tool_call>',
-    arguments=ArgumentFormat(
-        before="<longcat_arg_key>{}</longcat_arg_key><longcat_arg_value>",
-        after="</longcat_arg_value>",
-        ends=("</longcat_arg_value>", "</longcat_tool_call>"),
-        strips=True,
-        reads_json=True,
-    ),
-)
-
-_MINIMAX = CallFormat(
-    before='<invoke name="{}">\n',
-    after="</invoke>\n",
-    between="",
-    first="<minimax:tool_call>\n",
-    last="</minimax:tool_call>",
-    arguments=ArgumentFormat(
-        before='<parameter name="{}">',
-        after="</parameter>\n",
-        ends=("</parameter>", "</invoke>", "</minimax:tool_call>"),
-        strips=True,
-        has_null=True,
-    ),
-)
-
-_MINICPM = CallFormat(
-    before='<function name="{}">',
-    after="</function>",
-    arguments=ArgumentFormat(
-        before='<param name="{}">',
-        after="</param>",
-        ends=("</param>", "</function>"),
-        strips=True,
-        has_null=True,
-    ),
-)
-
-_MUSE = CallFormat(
-    before='<atem:invoke name="{}">\n',
-    after="</atem:invoke>\n",
-    between="",
-    first="<atem:function_calls>\n",
-    last="</atem:function_calls>",
-    arguments=ArgumentFormat(
-        before='<atem:parameter name="{}">', after="</atem:parameter>\n", quote=None
-    ),
-)
-
-_PYTHONIC = CallFormat(
-    before="{}(",
-    after=")",
-    between=", ",
-    first="<|tool_call_start|>[",
-    last="]<|tool_call_end|>",
-    names=_PYTHON,
-    arguments=ArgumentFormat(before="{}=", after="", between=", ", names=_PYTHON, quote=None),
-)
-
-_FUNCTION_GEMMA = CallFormat(
-    before="<start_function_call>call:{}{{",
-    after="}<end_function_call>",
-    between="",
-    names=_WORD,
-    arguments=ArgumentFormat(
-        before="{}:",
-        after="",
-        between=",",
-        names=_WORD,
-        quote="<escape>",
-        ends=("<escape>", "}", "<end_function_call>"),
-    ),
-)
-
-_GEMMA = CallFormat(
-    before="<|tool_call>call:{}{{",
-    after="}<tool_call|>",
-    between="",
-    names=r"[\w-]+",
-    arguments=ArgumentFormat(
-        before="{}:",
-        after="",
-        between=",",
-        names=_WORD,
-        quote='<|"|>',
-        ends=('<|"|>', "<tool_call|>"),
-    ),
 )
 
 HARMONY_CALLS = CallFormat(
@@ -259,23 +250,6 @@ GENERIC_CALLS = CallFormat(
 )
 """The format for models whose template knows no tools: a message tells them of it."""
 
-_BY_PARSER: Mapping[str, CallFormat] = {
-    "mlx_lm.tool_parsers.json_tools": _JSON,
-    "mlx_lm.tool_parsers.mistral": _MISTRAL,
-    "mlx_lm.tool_parsers.kimi_k2": _KIMI,
-    "mlx_lm.tool_parsers.kimi_k3": _KIMI_K3,
-    "mlx_lm.tool_parsers.qwen3_coder": _QWEN_CODER,
-    "mlx_lm.tool_parsers.glm47": _GLM,
-    "mlx_lm.tool_parsers.longcat": _LONGCAT,
-    "mlx_lm.tool_parsers.minimax_m2": _MINIMAX,
-    "mlx_lm.tool_parsers.minicpm5": _MINICPM,
-    "mlx_lm.tool_parsers.muse_spark": _MUSE,
-    "mlx_lm.tool_parsers.pythonic": _PYTHONIC,
-    "mlx_lm.tool_parsers.function_gemma": _FUNCTION_GEMMA,
-    "mlx_lm.tool_parsers.gemma4": _GEMMA,
-}
-"""Laguna's parser is that of GLM."""
-
 KNOWN = (*(parser.rpartition(".")[2] for parser in _BY_PARSER), "gpt-oss")
 """Names of the formats in which a call can be asked for."""
 
@@ -283,5 +257,6 @@ KNOWN = (*(parser.rpartition(".")[2] for parser in _BY_PARSER), "gpt-oss")
 def call_format(parser: str, template: str) -> CallFormat | None:
     """Return the format of a parser of mlx-lm, by its module, for a model with this
     chat template; None if it is not known."""
-    known = _BY_PARSER.get(parser)
-    return _MISTRAL_WITH_MARKS if known is _MISTRAL and "[ARGS]" in template else known
+    if parser == "mlx_lm.tool_parsers.mistral" and "[ARGS]" in template:
+        return _MISTRAL_WITH_MARKS
+    return _BY_PARSER.get(parser)
