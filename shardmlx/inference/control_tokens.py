@@ -11,11 +11,12 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
-
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from typing import TYPE_CHECKING, Any
 
 from shardmlx.errors import UserError
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 """Code points that are, and will be, no characters."""

@@ -9,9 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
-
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from typing import TYPE_CHECKING, Any
 
 from shardmlx.common.yaml_reader import check_keys
 from shardmlx.errors import PromptTooLong, UserError, one_line, unknown_token
@@ -25,6 +23,9 @@ from shardmlx.inference.chat_forms import (
     without_system,
 )
 from shardmlx.inference.control_tokens import ControlTokens, encode_without
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 KEYS = ("prompt", "messages", "max_tokens")
 """Keys of a line of ``generate --prompts``."""

@@ -9,10 +9,11 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from shardmlx.inference.prompts import PromptReader
 from shardmlx.server.accepted_fields import Body, Listed, refuse_unknown
 from shardmlx.server.openai_bodies import SAMPLING, validated
 from shardmlx.server.openai_errors import refused, shown
-from shardmlx.server.openai_requests import ApiRequest, Reader, ServedModel
+from shardmlx.server.openai_requests import ApiRequest, ServedModel
 from shardmlx.server.structure import SchemaBody
 from shardmlx.server.translated_chat import TranslatedChat
 
@@ -62,7 +63,7 @@ class MessagesBody(Body):
 
 
 def read_message(
-    body: bytes, reader: Reader, served: ServedModel, *, counts: bool = False
+    body: bytes, reader: PromptReader, served: ServedModel, *, counts: bool = False
 ) -> ApiRequest:
     """Read the body of a request to /v1/messages; one that only ``counts`` tokens names no
     ``max_tokens``. Raises ``ApiError``."""

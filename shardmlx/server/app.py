@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 
 from shardmlx.config.serve import MOST_BODIES
+from shardmlx.inference.prompts import PromptReader
 from shardmlx.server.anthropic_requests import read_message
 from shardmlx.server.anthropic_responses import MessageReply
 from shardmlx.server.guard import Guard, error_response
@@ -31,7 +32,6 @@ from shardmlx.server.metrics import (
 from shardmlx.server.openai_errors import ApiError, refused
 from shardmlx.server.openai_requests import (
     ApiRequest,
-    Reader,
     ServedModel,
     read_chat,
     read_completion,
@@ -64,7 +64,7 @@ SECONDS_TO_RETRY = 2
 
 
 _T = TypeVar("_T")
-Read = Callable[[bytes, Reader, ServedModel], _T]
+Read = Callable[[bytes, PromptReader, ServedModel], _T]
 """A reader of the body of a request. Raises ``ApiError``."""
 
 ANSWERED: Mapping[str, Read[dict[str, Any]]] = {
@@ -85,7 +85,7 @@ GENERATED: Mapping[str, tuple[Read[ApiRequest], type[Reply]]] = {
 
 def make_app(
     queue: RequestQueue,
-    reader: Reader,
+    reader: PromptReader,
     served: ServedModel,
     *,
     api_key: str | None = None,
@@ -141,7 +141,7 @@ class Api:
     def __init__(
         self,
         queue: RequestQueue,
-        reader: Reader,
+        reader: PromptReader,
         served: ServedModel,
         max_body_bytes: int,
         memory: MemoryCollector | None,

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 from shardmlx.errors import PromptTooLong, UserError
 from shardmlx.inference.answer_format import AnswerFormat, Tool
 from shardmlx.inference.call_formats import KNOWN
+from shardmlx.inference.prompts import PromptReader
 from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.server.answer_parts import AnswerSyntax
 from shardmlx.server.client_tools import ClientTool
@@ -37,34 +38,6 @@ TOKENIZERS_OWN = """
 """
 """Arguments of a tokenizer that are no variables of its chat template. They are refused: a template
 of the client's own could keep the server busy for ever."""
-
-
-class Reader(Protocol):
-    """A tokenizer of prompts and chats: ``prompts.PromptReader``."""
-
-    def text(self, prompt: str) -> tuple[int, ...]:
-        """Return the tokens of a prompt. Raises ``UserError``."""
-
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Tool] = (),
-        **arguments: Any,
-    ) -> tuple[int, ...]:
-        """Return the tokens of a chat. Raises ``UserError``."""
-
-    @property
-    def answer_format(self) -> AnswerFormat:
-        """The marks in answers of the model."""
-
-    def opens_thought(self, tokens: Sequence[int]) -> bool:
-        """Return whether a chat ends in the mark before a thought."""
-
-    def token_text(self, token: int) -> str:
-        """Return the text of a single token."""
-
-    def untokenized(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +85,7 @@ class ApiRequest:
     client_tools: Mapping[str, ClientTool] = field(default_factory=dict)
 
 
-def read_chat(body: bytes, reader: Reader, served: ServedModel) -> ApiRequest:
+def read_chat(body: bytes, reader: PromptReader, served: ServedModel) -> ApiRequest:
     """Read the body of a request to /v1/chat/completions. Raises ``ApiError``."""
     chat = parse_body(ChatBody, body, served.names)
     if chat.top_logprobs and not chat.logprobs:
@@ -202,7 +175,12 @@ def _structure_or_call(
 
 
 def _syntax(
-    chat: ChatBody, tools: Sequence[Tool], reader: Reader, *, is_thinking: bool, continues: bool
+    chat: ChatBody,
+    tools: Sequence[Tool],
+    reader: PromptReader,
+    *,
+    is_thinking: bool,
+    continues: bool,
 ) -> AnswerSyntax | None:
     """Return how to read the answer; None if all of it is said."""
     known = reader.answer_format
@@ -220,7 +198,7 @@ def _syntax(
     )
 
 
-def read_completion(body: bytes, reader: Reader, served: ServedModel) -> ApiRequest:
+def read_completion(body: bytes, reader: PromptReader, served: ServedModel) -> ApiRequest:
     """Read the body of a request to /v1/completions. Raises ``ApiError``."""
     completion = parse_body(CompletionBody, body, served.names)
     # Before work is done for them.

@@ -9,6 +9,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+from shardmlx.inference.prompts import PromptReader
 from shardmlx.server.accepted_fields import Body, Listed, refuse_unknown
 from shardmlx.server.client_tools import (
     FIELDS,
@@ -20,7 +21,7 @@ from shardmlx.server.client_tools import (
 )
 from shardmlx.server.openai_bodies import SAMPLING, validated
 from shardmlx.server.openai_errors import refused, shown
-from shardmlx.server.openai_requests import ApiRequest, Reader, ServedModel
+from shardmlx.server.openai_requests import ApiRequest, ServedModel
 from shardmlx.server.translated_chat import TranslatedChat
 
 Json = dict[str, Any]
@@ -57,7 +58,7 @@ class ResponseBody(Body):
     stream_options: Json | None = None
 
 
-def read_response(body: bytes, reader: Reader, served: ServedModel) -> ApiRequest:
+def read_response(body: bytes, reader: PromptReader, served: ServedModel) -> ApiRequest:
     """Read the body of a request to /v1/responses. Raises ``ApiError``."""
     asked = validated(ResponseBody, body)
     chat, tools = as_chat(asked)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from shardmlx.inference.prompts import PromptReader
 from shardmlx.server.accepted_fields import Body, Listed, refuse_unknown
 from shardmlx.server.anthropic_requests import read_message
 from shardmlx.server.openai_bodies import validated
 from shardmlx.server.openai_errors import refused
 from shardmlx.server.openai_requests import (
-    Reader,
     ServedModel,
     check_vocabulary,
     read_chat,
@@ -36,7 +36,7 @@ class TokensBody(_Body):
     tokens: Listed[int]
 
 
-def tokenized(body: bytes, reader: Reader, served: ServedModel) -> dict[str, Any]:
+def tokenized(body: bytes, reader: PromptReader, served: ServedModel) -> dict[str, Any]:
     """Answer a request to /tokenize. Raises ``ApiError``."""
     asked = validated(TextBody, body)
     if (asked.prompt is None) == (asked.messages is None):
@@ -57,7 +57,7 @@ def tokenized(body: bytes, reader: Reader, served: ServedModel) -> dict[str, Any
     return {"count": len(tokens), "max_model_len": served.most_tokens, "tokens": list(tokens)}
 
 
-def detokenized(body: bytes, reader: Reader, served: ServedModel) -> dict[str, Any]:
+def detokenized(body: bytes, reader: PromptReader, served: ServedModel) -> dict[str, Any]:
     """Answer a request to /detokenize. Raises ``ApiError``."""
     asked = validated(TokensBody, body)
     served.names.check(asked.model or None)
@@ -66,7 +66,7 @@ def detokenized(body: bytes, reader: Reader, served: ServedModel) -> dict[str, A
     return {"prompt": reader.untokenized(asked.tokens)}
 
 
-def counted(body: bytes, reader: Reader, served: ServedModel) -> dict[str, Any]:
+def counted(body: bytes, reader: PromptReader, served: ServedModel) -> dict[str, Any]:
     """Answer a request to /v1/messages/count_tokens. Raises ``ApiError``."""
     (request,) = read_message(body, reader, served, counts=True).requests
     return {"input_tokens": len(request.tokens)}

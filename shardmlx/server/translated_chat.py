@@ -6,8 +6,9 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shardmlx.inference.prompts import PromptReader
 from shardmlx.server.openai_errors import ApiError
-from shardmlx.server.openai_requests import ApiRequest, Reader, ServedModel, read_chat
+from shardmlx.server.openai_requests import ApiRequest, ServedModel, read_chat
 
 Json = dict[str, Any]
 
@@ -45,7 +46,7 @@ class TranslatedChat:
         self.names |= {where: place, f"{where}.parameters": f"{place}.{what}"}
         self.tools.append({"type": "function", "function": function})
 
-    def read(self, reader: Reader, served: ServedModel) -> ApiRequest:
+    def read(self, reader: PromptReader, served: ServedModel) -> ApiRequest:
         """Read the chat. Raises ``ApiError``, in which fields have the other API's names."""
         chat = {**self.body, "messages": self.messages, "tools": self.tools}
         try:

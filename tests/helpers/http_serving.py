@@ -15,6 +15,7 @@ from shardmlx.errors import UserError
 from shardmlx.inference.answer_format import AnswerFormat, Marks, Tool
 from shardmlx.inference.call_formats import call_format
 from shardmlx.inference.detokenize import Stops
+from shardmlx.inference.prompts import PromptReader
 from shardmlx.inference.sampling_params import SampledToken
 from shardmlx.server.answer_parser import stops_of
 from shardmlx.server.app import make_app
@@ -31,8 +32,11 @@ END = "."
 """The last token of a sequence."""
 
 
-class Letters:
+class Letters(PromptReader):
     """A reader of prompts to whom a character is a token. A chat is its last message."""
+
+    def __init__(self) -> None:
+        """It has no tokenizer."""
 
     def text(self, prompt: str) -> tuple[int, ...]:
         if not prompt:
