@@ -17,9 +17,14 @@ from shardmlx.distributed.agreement import on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.runreport.live import LivePage
 from shardmlx.runreport.tensorboard import TensorBoardLog
-from shardmlx.training.plan import PLANNED, layers_of, planned_columns
 from shardmlx.training.planned_run import PlannedRun, open_for_training, plan_run
-from shardmlx.training.setup import TrainingRun, load_run
+from shardmlx.training.setup import (
+    PLANNED,
+    TrainingRun,
+    layers_of,
+    load_run,
+    planned_columns,
+)
 from shardmlx.training.trainer import Trainer
 
 _MINUTE, _HOUR = 60.0, 3600.0

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jinja2 import TemplateError
@@ -54,10 +55,12 @@ def find_format(
     ``adds_nulls`` says that their source gives each row the keys of all rows, with nulls.
     """
     asked = (keys.prompt_feature, keys.completion_feature)
-    if all(key in first for key in asked):
-        return _Completions(ChatTemplate(tokenizer), mask_prompt, adds_nulls, *asked).sample
-    if keys.chat_feature in first:
-        return _Chats(ChatTemplate(tokenizer), mask_prompt, adds_nulls, keys.chat_feature).sample
+    has_completions = all(key in first for key in asked)
+    if has_completions or keys.chat_feature in first:
+        rows = _Conversations(ChatTemplate(tokenizer), mask_prompt, adds_nulls)
+        if has_completions:
+            return partial(rows.tokenise_completion, asked)
+        return partial(rows.tokenise_chat, keys.chat_feature)
     if keys.text_feature not in first:
         raise UserError(
             f"{where}: its first row has {_keys(first)}, and neither {keys.chat_feature!r}, "
@@ -75,31 +78,24 @@ def find_format(
             f"{where}: a text ends with the end token, and the model's tokenizer has none",
             "set eos_token in its tokenizer_config.json",
         )
-    return _Texts(tokenizer, keys.text_feature).sample
+    return partial(_tokenise_text, tokenizer, keys.text_feature)
 
 
-@dataclass(frozen=True, slots=True)
-class _Texts:
-    """Rows of plain text."""
-
-    tokenizer: TokenizerWrapper
-    key: str
-
-    def sample(self, row: Row, where: str) -> Sample:
-        name = f"{where}: {self.key}"
-        text = _value(row, self.key, where)
-        if not isinstance(text, str):
-            raise _no_text(text, name)
-        _check_characters(text, name)
-        try:
-            tokens = list(self.tokenizer.encode(text))
-        except Exception as error:
-            raise _not_tokenised(error, where) from None
-        if not text.strip() and not tokens:
-            raise UserError(f"{name} is {_shown(text)}, which is no token", _TAKE_OUT)
-        if not tokens or tokens[-1] != self.tokenizer.eos_token_id:
-            tokens.append(self.tokenizer.eos_token_id)
-        return tokens, 0
+def _tokenise_text(tokenizer: TokenizerWrapper, key: str, row: Row, where: str) -> Sample:
+    name = f"{where}: {key}"
+    text = _value(row, key, where)
+    if not isinstance(text, str):
+        raise _no_text(text, name)
+    _check_characters(text, name)
+    try:
+        tokens = list(tokenizer.encode(text))
+    except Exception as error:
+        raise _not_tokenised(error, where) from None
+    if not text.strip() and not tokens:
+        raise UserError(f"{name} is {_shown(text)}, which is no token", _TAKE_OUT)
+    if not tokens or tokens[-1] != tokenizer.eos_token_id:
+        tokens.append(tokenizer.eos_token_id)
+    return tokens, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +106,7 @@ class _Conversations:
     mask_prompt: bool
     adds_nulls: bool
 
-    def _sample(self, messages: Sequence[Row], row: Row, where: str) -> Sample:
+    def _tokenise(self, messages: Sequence[Row], row: Row, where: str) -> Sample:
         tools = _tools(row.get("tools"), f"{where}: tools", self.adds_nulls)
         try:
             tokens = self.template.tokens(messages, tools)
@@ -140,17 +136,10 @@ class _Conversations:
                     "write the text that the model shall see, in quotes",
                 )
 
-
-@dataclass(frozen=True, slots=True)
-class _Completions(_Conversations):
-    """Rows of a prompt and a completion: conversations of two messages."""
-
-    prompt: str
-    completion: str
-
-    def sample(self, row: Row, where: str) -> Sample:
+    def tokenise_completion(self, keys: tuple[str, str], row: Row, where: str) -> Sample:
+        """Tokenise a prompt and a completion: a conversation of two messages."""
         messages = []
-        for role, key in (("user", self.prompt), ("assistant", self.completion)):
+        for role, key in zip(("user", "assistant"), keys, strict=True):
             name = f"{where}: {key}"
             value = _value(row, key, where)
             _check_characters(value, name)
@@ -158,23 +147,17 @@ class _Completions(_Conversations):
             if not isinstance(content, str) and not _are_text_parts(content):
                 raise _no_text(value, name)
             messages.append({"role": role, "content": content})
-        return self._sample(messages, row, where)
+        return self._tokenise(messages, row, where)
 
-
-@dataclass(frozen=True, slots=True)
-class _Chats(_Conversations):
-    """Rows of messages."""
-
-    key: str
-
-    def sample(self, row: Row, where: str) -> Sample:
-        name = f"{where}: {self.key}"
-        value = _value(row, self.key, where)
+    def tokenise_chat(self, key: str, row: Row, where: str) -> Sample:
+        """Tokenise a list of messages."""
+        name = f"{where}: {key}"
+        value = _value(row, key, where)
         if not isinstance(value, list) or not value:
             raise UserError(f"{name} is {_shown(value)}, no list of messages", _MESSAGES)
         _check_characters(value, name)
         messages = [self._message(each, f"{name}[{i}]") for i, each in enumerate(value)]
-        return self._sample(messages, row, where)
+        return self._tokenise(messages, row, where)
 
     def _message(self, given: Any, name: str) -> Row:
         """Return a message without empty keys, which other formats add."""

@@ -15,8 +15,10 @@ import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
 from shardmlx.checkpoint.run_identity import RunOptions
+from shardmlx.common.formatting import plural
 from shardmlx.common.reporter import Reporter, check_writable
 from shardmlx.config.specs import (
+    SUM_DTYPES,
     CheckpointOptions,
     DataOptions,
     FineTune,
@@ -27,16 +29,22 @@ from shardmlx.config.specs import (
 )
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.cluster import Cluster
-from shardmlx.costmodel.memory_limits import MemoryLimits
+from shardmlx.costmodel.memory_limits import (
+    MemoryLimits,
+    PlannedMemory,
+    how_to_allow,
+    overfull,
+)
 from shardmlx.costmodel.workload import Workload
 from shardmlx.distributed.agreement import on_all_ranks, on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.optimizer import build_optimizer
 from shardmlx.errors import UserError
-from shardmlx.loading.build import build_model, count_parameters
+from shardmlx.loading.build import build_model, count_parameters, cut
 from shardmlx.loading.rank_setup import (
     SETUP_SECONDS,
     OpenedModel,
+    PlanInputs,
     compare_plans,
     gather_plan_inputs,
     limit_memory,
@@ -44,19 +52,16 @@ from shardmlx.loading.rank_setup import (
     open_on_all_ranks,
 )
 from shardmlx.modelfiles.model_files import open_model
+from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
 from shardmlx.models.tokenizer import read_tokenizer
+from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.plan import Plan
-from shardmlx.planning.choice import Choice
-from shardmlx.planning.facts import SequenceLengths
+from shardmlx.planning.choice import Choice, choose
+from shardmlx.planning.facts import Facts, SequenceLengths
+from shardmlx.planning.suggestions import remedies
+from shardmlx.planning.ways import ways
 from shardmlx.training.datasets import DataSets, longest_input, mean_lengths, read_data
-from shardmlx.training.plan import (
-    check_layout,
-    choose_plan,
-    headline,
-    of_model,
-    without_effect,
-)
 
 _PACKAGES = {"tensorboard": "tensorboardX"}
 """Packages of services of --report-to that have another name."""
@@ -125,7 +130,7 @@ def plan_run(
         transport, partial(_read_workload, opened.path, run), run.machines, config.stage_map
     )
     # Wrong options are found before the data is read.
-    on_all_ranks(transport, "planning", partial(check_layout, run, inputs, opened, model))
+    on_all_ranks(transport, "planning", partial(_check_layout, run, inputs, opened, model))
     on_all_ranks(transport, "building the optimizer", partial(optimizer_of, run.fine_tune))
     outputs = OutputOptions.of(config)
     on_rank_0(
@@ -152,13 +157,13 @@ def plan_run(
         plan, slices = on_all_ranks(
             transport,
             "planning",
-            partial(of_model, choice.plan, choice.run, opened, model),
+            partial(_of_model, choice.plan, choice.run, opened, model),
         )
         compare_plans(transport, plan.digest)
     for part in (slices[index] for index in plan.stages_of(transport.rank)):
         part.stored = {name: stored[name] for name in part.trainable if name in stored}
-    reporter.say(headline(choice.run, plan))
-    for line in without_effect(run, plan):
+    reporter.say(_headline(choice.run, plan))
+    for line in _without_effect(run, plan):
         reporter.warn(line)
     if config.train:
         reporter.say("\n".join([*([str(choice)] if choice.run != run else []), _trainable(model)]))
@@ -263,3 +268,107 @@ def _lengths(config: TrainConfig, data: DataSets) -> SequenceLengths:
     first, *others = (longest_input(each, config.max_seq_length) for each in used)
     means = mean_lengths(used[0], config.batch_size, config.max_seq_length)
     return SequenceLengths((first, max(others, default=0)), *means)
+
+
+def _facts_of(inputs: PlanInputs[Workload], opened: OpenedModel, lengths: SequenceLengths) -> Facts:
+    """Return the facts behind a choice, for data whose rows have these lengths."""
+    return Facts(
+        workload=inputs.sizes,
+        cluster=inputs.cluster,
+        lengths=lengths,
+        stage_map=inputs.stage_map,
+        can_pack=packing_fault(opened.shape) is None,
+    )
+
+
+def _check_layout(
+    run: RunSpec, inputs: PlanInputs[Workload], opened: OpenedModel, model: nn.Module
+) -> None:
+    """Raise ``UserError`` for options that are wrong for any data, before these are read."""
+    fault = packing_fault(opened.shape)
+    if run.batch.pack and fault is not None:
+        raise UserError(f"--pack: {fault}", "train without --pack")
+    facts = _facts_of(inputs, opened, SequenceLengths.unread(run.batch.max_seq_length))
+    simplest = ways(run, facts)[0]
+    try:
+        plan = facts.plan(simplest)
+    except DoesNotFitError:
+        return  # another way may, once the lengths are known
+    _of_model(plan, simplest, opened, model)
+
+
+def _of_model(
+    plan: Plan, run: RunSpec, opened: OpenedModel, model: nn.Module
+) -> tuple[Plan, list[Slice]]:
+    """Return the plan for this very model, and all stages' slices of it.
+
+    Raises ``UserError`` if no weight is left to train.
+    """
+    slices = cut(model, plan.stage_map.partition.ranges)
+    tune = run.fine_tune
+    if tune.train and not any(part.trainable for part in slices):
+        raise UserError(
+            f"nothing is left to train with --fine-tune-type {tune.fine_tune_type} and "
+            f"lora_parameters {dict(tune.lora_parameters)}",
+            "its keys must name modules of this model; quantised weights train with lora only",
+        )
+    trainable = tuple(bool(part.trainable) for part in slices)
+    return replace(plan, trainable=trainable, model=opened.digest), slices
+
+
+def packing_fault(shape: ModelShape) -> str | None:
+    """Return why packed rows would change the loss, None if they do not."""
+    if shape.has_dynamic_rope:
+        return (
+            "the model's rotary embeddings are of type dynamic, and change with the length of the "
+            "row"
+        )
+    if not shape.family.takes_packed:
+        return "the model's layers take a position in the row for one in the sequence"
+    return None
+
+
+def choose_plan(
+    run: RunSpec, inputs: PlanInputs[Workload], opened: OpenedModel, lengths: SequenceLengths
+) -> Choice:
+    """Return the chosen way to train.
+
+    Raises ``UserError`` if no way that the options leave open fits in the memory of all ranks.
+    """
+    facts = _facts_of(inputs, opened, lengths)
+    try:
+        return choose(run, facts)
+    except DoesNotFitError as error:
+        budget = inputs.budgets[error.rank]
+        needed = PlannedMemory(round(facts.cluster.capacity(error.rank) + error.shortage), 0)
+        would_fit = remedies(run, facts) or ["use more machines, or machines with more memory"]
+        raise UserError(
+            overfull([budget], [needed], error.rank) or error.fact,
+            f"{how_to_allow([budget], [needed])}{'; or '.join(would_fit)}",
+        ) from None
+
+
+def _headline(run: RunSpec, plan: Plan) -> str:
+    """Return the layout of the run in one line."""
+    mesh, stages, rows = plan.mesh, plural(plan.stage_map.num_stages, "stage"), ""
+    if plan.replica_rows:
+        rows = f" at most, rows {' + '.join(map(str, plan.replica_rows))}"
+    return (
+        f"{run.model}: {plural(mesh.size, 'rank')} = {mesh.dp} data parallel x "
+        f"{mesh.pp} pipeline parallel, {stages}, {plan.schedule}, batches of "
+        f"{run.batch.batch_size} in {plan.microbatches} micro-batches a replica{rows}"
+    )
+
+
+def _without_effect(run: RunSpec, plan: Plan) -> list[str]:
+    """Return a line for each option of replicas that has no effect with one of them."""
+    tune, mesh = run.fine_tune, plan.mesh
+    if not tune.train or mesh.dp > 1:
+        return []
+    options = [
+        *([f"--zero {tune.zero}"] if tune.zero else []),
+        *([f"--sum-dtype {tune.sum_dtype}"] if tune.sum_dtype != SUM_DTYPES[0] else []),
+        *([f"--replica-rows {rows}"] if (rows := run.batch.replica_rows) else []),
+    ]
+    why = "there is one replica" + ": fewer --pipeline-stages make more" * (mesh.pp > 1)
+    return [f"{option} has no effect: {why}" for option in options]

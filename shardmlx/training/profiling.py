@@ -19,9 +19,7 @@ from shardmlx.common.environment import Blas
 from shardmlx.common.reporter import Reporter, check_writable
 from shardmlx.config.profile import ProfileOptions
 from shardmlx.config.specs import FULL, NONE, SELECTIVE, BatchOptions, FineTune
-from shardmlx.costmodel.measured_memory import (
-    MemorySample,
-)
+from shardmlx.costmodel.measured_memory import MemorySample
 from shardmlx.costmodel.profile_file import MachineProfile, Profile, work_of, write_profile
 from shardmlx.costmodel.timing import Sample, Seconds
 from shardmlx.costmodel.workload import Workload
@@ -130,7 +128,7 @@ def _show(reporter: Reporter, machines: Sequence[MachineProfile]) -> None:
                 machine.host,
                 f"{each.rows} x {each.length}",
                 *_milliseconds(each.layer),
-                f"{1e3 * each.embedding.forward:.2f} ms",
+                _milliseconds(each.embedding)[0],
                 *_milliseconds(each.head),
             )
             for rank, machine in enumerate(machines)
@@ -139,7 +137,6 @@ def _show(reporter: Reporter, machines: Sequence[MachineProfile]) -> None:
     )
 
 
-def _milliseconds(seconds: Seconds) -> tuple[str, str, str]:
+def _milliseconds(seconds: Seconds) -> list[str]:
     passes = (seconds.forward, seconds.input_gradient, seconds.weight_gradient)
-    forward, input_gradient, weight_gradient = (f"{1e3 * each:.2f} ms" for each in passes)
-    return forward, input_gradient, weight_gradient
+    return [f"{1e3 * each:.2f} ms" for each in passes]

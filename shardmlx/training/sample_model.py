@@ -270,8 +270,8 @@ def _build(model_config: Mapping[str, Any], num_layers: int | None, dtype: str) 
     plain = {k: v for k, v in model_config.items() if not k.startswith("quantization")}
     if num_layers is not None:
         plain["num_hidden_layers"] = num_layers
-    if num_layers is not None and plain.get("layer_types") is not None:
-        plain["layer_types"] = ["full_attention"] * num_layers  # with full attention in all layers
+        if plain.get("layer_types") is not None:
+            plain["layer_types"] = ["full_attention"] * num_layers
     model = build_random(plain)
     model.eval()
     model.set_dtype(getattr(mx, dtype))

@@ -13,8 +13,9 @@ from mlx.optimizers import Optimizer
 
 from shardmlx.checkpoint.resume import Resumption, prepare_resumption
 from shardmlx.checkpoint.run_identity import identity_of
-from shardmlx.common.formatting import gibibytes
+from shardmlx.common.formatting import gibibytes, numbers_of
 from shardmlx.common.reporter import Reporter
+from shardmlx.costmodel.memory_limits import MemoryLimits
 from shardmlx.distributed.agreement import on_all_ranks
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.divided_weights import DividedWeights
@@ -22,8 +23,11 @@ from shardmlx.engine.engine import Engine
 from shardmlx.engine.gathered_stage import build_stages
 from shardmlx.engine.stage import Stage
 from shardmlx.loading.rank_setup import SETUP_SECONDS, OpenedModel
-from shardmlx.training.plan import PLANNED, layers_of, planned_columns
+from shardmlx.pipeline.plan import Plan
 from shardmlx.training.planned_run import PlannedRun, optimizer_of
+
+PLANNED = ("planned peak", "limit", "which is")
+"""The heads of ``planned_columns``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,3 +132,20 @@ def _load(
             ],
         )
     return weights, stages
+
+
+def planned_columns(limits: MemoryLimits) -> tuple[str, ...]:
+    """Return the planned bytes of a rank's process, its limit, and the reason for the limit."""
+    return gibibytes(limits.planned_process), gibibytes(limits.process), limits.reasons[0]
+
+
+def layers_of(plan: Plan, rank: int) -> str:
+    """Return the layers of a rank's stages: ``layers 0-11 + embedding``."""
+    ranges = [plan.stage_map.partition.ranges[stage] for stage in plan.stages_of(rank)]
+    text = ", ".join(numbers_of(*layers) for layers in ranges)
+    ends = []
+    if ranges[0][0] == 0:
+        ends.append("embedding")
+    if ranges[-1][1] == plan.stage_map.partition.num_layers:
+        ends.append("lm_head")
+    return " + ".join([f"layers {text}", *ends])

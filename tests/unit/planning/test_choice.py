@@ -35,7 +35,7 @@ from shardmlx.planning.partition_problem import Candidate, plan_of
 from shardmlx.planning.suggestions import quantised, remedies
 from shardmlx.planning.training_plan import plan_training
 from shardmlx.planning.ways import TooManyMachinesError, ways
-from shardmlx.training.plan import choose_plan
+from shardmlx.training.planned_run import choose_plan
 from tests.helpers.fake_models import MISTRAL_7B
 from tests.helpers.models_and_batches import tiny_config
 
@@ -675,7 +675,7 @@ def test_plan_and_a_run_choose_the_same_way_from_the_same_facts(
         questions.append((run, facts))
         raise UserError("recorded")
 
-    for module in ("shardmlx.planning.training_plan", "shardmlx.training.plan"):
+    for module in ("shardmlx.planning.training_plan", "shardmlx.training.planned_run"):
         monkeypatch.setattr(f"{module}.choose", recorded)
     for cluster in clusters:
         both(cluster)

@@ -8,7 +8,7 @@ import numpy as np
 
 from shardmlx.models.shape import ModelShape
 from shardmlx.training.datasets import mean_lengths
-from shardmlx.training.plan import packing_fault
+from shardmlx.training.planned_run import packing_fault
 from tests.helpers.models_and_batches import tiny_config
 
 
