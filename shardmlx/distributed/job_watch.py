@@ -3,7 +3,7 @@
 It sends this rank's signs of life, hears its peers' and the signals of this process, tells
 ``JobFate``, and carries out its actions: this rank fails by name, or prints the job's last line and
 ends it. ``MPITransport`` makes the ``JobWatch``, which makes ``Signals`` and is given ``Activity``,
-``JobFate``, ``Mail``, and ``end``, which ends all ranks.
+``JobFate``, ``BeatChannel``, and ``end``, which ends all ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from shardmlx.distributed.signals import Signals
 from shardmlx.distributed.transport import Activity
 
 
-class Mail(Protocol):
+class BeatChannel(Protocol):
     """A carrier of small messages between ranks. Thread-safe; never waits, and never raises."""
 
     def post(self, peer: int, data: bytes) -> None:
@@ -65,7 +65,7 @@ class JobWatch:
         activity: Activity,
         fate: JobFate,
         pids: Mapping[int, int],
-        mail: Mail,
+        channel: BeatChannel,
         end: Callable[[int, str], None],
     ) -> None:
         self.fate = fate
@@ -77,7 +77,7 @@ class JobWatch:
             for peer in fate.watched
             if peer in pids and process_state(pids[peer]) != "gone"
         }
-        self._mail = mail
+        self._channel = channel
         self._end = end
         self._signals = Signals()
         self._closed = False
@@ -112,7 +112,7 @@ class JobWatch:
         self._signals.wake()
         self._thread.join()
         self._spread(State.LEFT)
-        self._mail.close()
+        self._channel.close()
         self._signals.close()
 
     def _run(self) -> None:
@@ -131,7 +131,7 @@ class JobWatch:
         numbers = self._signals.wait(HURRY if self._in_hurry else self.fate.pause)
         if numbers:
             self._tell(Signalled(tuple(numbers)))
-        for peer, data in self._mail.fetch():
+        for peer, data in self._channel.fetch():
             self._tell(Heard(peer, pickle.loads(data)))
 
     def _tell(self, event: Event) -> None:
@@ -163,7 +163,7 @@ class JobWatch:
     def _send(self, peers: Iterable[int], beat: Beat) -> None:
         data = pickle.dumps(beat)
         for peer in peers:
-            self._mail.post(peer, data)
+            self._channel.post(peer, data)
 
     def _give_up(self) -> None:
         try:

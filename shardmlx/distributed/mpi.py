@@ -56,7 +56,7 @@ LONGEST_PAUSE = 5e-4  # seconds between two looks at an awaited message
 CALLS_TO_LOOK = 8  # Open MPI looks at its sockets on every eighth call (opal_progress)
 FETCHES = 3  # calls into MPI that a message over TCP may need to arrive
 PART_BYTES = 1 << 20  # parts of a longer message, by which a waiting rank sees that it moves
-LETTER_BYTES = 1 << 14  # holds any sign of life
+BEAT_BYTES = 1 << 14  # holds any sign of life
 
 SECONDS_TO_ABORT = 2.0  # for mpirun to end this process; it may be unreachable
 SECONDS_TO_LEAVE = 600.0  # at least, that finished ranks wait for the others
@@ -93,7 +93,7 @@ class MPITransport(Transport):
         # Separate communicators, so that no other user of MPI can take our messages.
         with Deadline(self.shutdown, timeout, "starting MPI"):
             self._world: MPI.Intracomm = MPI.COMM_WORLD.Dup()
-            mail = _Mail(MPI.COMM_WORLD.Dup())
+            channel = _MPIBeatChannel(MPI.COMM_WORLD.Dup())
         me, host = self._world.rank, self.shutdown.name.rpartition(" ")[2]
         hosts = [host if rank == me else "?" for rank in range(self._world.size)]
         super().__init__(me, hosts, timeout)
@@ -112,7 +112,7 @@ class MPITransport(Transport):
             self.shutdown.ranks_to_outlive = tuple(pid for rank, pid in here.items() if rank != me)
         names = [self.name(rank) for rank in range(self.size)]
         self._fate = JobFate(me, names, silence_limit(timeout), time.monotonic())
-        self._watch = JobWatch(self.shutdown, self.activity, self._fate, here, mail, self._end)
+        self._watch = JobWatch(self.shutdown, self.activity, self._fate, here, channel, self._end)
 
     def send(self, array: Array, peer: int, tag: int) -> Handle:
         with self._lock, self._naming(peer):
@@ -250,7 +250,7 @@ class MPITransport(Transport):
             self._world.Free()
 
 
-class _Mail:
+class _MPIBeatChannel:
     """Signs of life, on a separate communicator; at most one unfinished per peer.
 
     A receive waits for each peer at all times: after a process fails, MPI no longer delivers its
@@ -261,15 +261,15 @@ class _Mail:
         self._communicator = communicator
         self._lock = threading.Lock()
         self._sending: dict[int, MPI.Request] = {}
-        self._letters = {
-            peer: bytearray(LETTER_BYTES)
+        self._buffers = {
+            peer: bytearray(BEAT_BYTES)
             for peer in range(communicator.size)
             if peer != communicator.rank
         }
-        self._receiving = {peer: self._receive(peer) for peer in self._letters}
+        self._receiving = {peer: self._receive(peer) for peer in self._buffers}
 
     def _receive(self, peer: int) -> MPI.Request:
-        return self._communicator.Irecv([self._letters[peer], MPI.BYTE], peer)
+        return self._communicator.Irecv([self._buffers[peer], MPI.BYTE], peer)
 
     def post(self, peer: int, data: bytes) -> None:
         with self._lock, contextlib.suppress(MPI.Exception):
@@ -284,7 +284,7 @@ class _Mail:
                 for peer in list(self._receiving):
                     try:
                         while self._receiving[peer].Test(status):
-                            yield peer, bytes(self._letters[peer][: status.Get_count(MPI.BYTE)])
+                            yield peer, bytes(self._buffers[peer][: status.Get_count(MPI.BYTE)])
                             self._receiving[peer] = self._receive(peer)
                     except MPI.Exception:
                         del self._receiving[peer]  # nothing more will come

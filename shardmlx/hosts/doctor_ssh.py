@@ -26,13 +26,13 @@ from shardmlx.hosts.doctor_report import UNKNOWN, check_json, progress, show, wa
 from shardmlx.hosts.findings import Finding, connection_remedy, version_skew
 from shardmlx.hosts.host_facts import source_address
 from shardmlx.hosts.mpirun import mpirun_path
-from shardmlx.hosts.probe_client import Talk, at_once
+from shardmlx.hosts.probe_client import Probe, at_once
 from shardmlx.hosts.reachability import (
     SECONDS_TO_ANSWER,
     Answer,
     RemoteLogin,
-    asking,
     is_local,
+    probing,
     problems,
 )
 
@@ -41,7 +41,7 @@ SECONDS_FOR_CONNECTIONS = probe_script.SECONDS_TO_CONNECT + 5.0
 
 
 @dataclass(slots=True)
-class Asked:
+class ProbedHost:
     """A host and its known facts so far. ``login`` is how the hostfile writes it."""
 
     name: str
@@ -75,11 +75,11 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
+class SshReport:
     """The hosts of a hostfile, asked for one interpreter's path, and their faults."""
 
     python: str
-    hosts: tuple[Asked, ...]
+    hosts: tuple[ProbedHost, ...]
     findings: tuple[Finding, ...]
 
 
@@ -95,21 +95,23 @@ def _run(words: Sequence[str]) -> int:
     options = LINE.load(words)
     check_json(options.json)
     progress(f"asking the hosts of {options.hostfile} with {options.agent or 'ssh'}")
-    found = visit(str(options.hostfile), options.agent, options.python)
-    show(visit_text(found), visit_content(found), options.json)
+    found = probe_hosts(str(options.hostfile), options.agent, options.python)
+    show(report_text(found), report_content(found), options.json)
     return 1 if options.strict and found.findings else 0
 
 
-def visit(hostfile: str, agent: str | None, python: str) -> Visit:
+def probe_hosts(hostfile: str, agent: str | None, python: str) -> SshReport:
     """Ask all hosts of the hostfile, and this machine if it is none of them.
 
     ``agent`` replaces ssh.
     """
-    hosts = [Asked(each.host, each.login, is_local(each.host)) for each in read_hostfile(hostfile)]
+    hosts = [
+        ProbedHost(each.host, each.login, is_local(each.host)) for each in read_hostfile(hostfile)
+    ]
     if not any(host.is_local for host in hosts):
         # mpirun starts here, and its daemons connect back.
         name = socket.gethostname()
-        hosts.insert(0, Asked(name, name, is_local=True))
+        hosts.insert(0, ProbedHost(name, name, is_local=True))
     findings = []
     try:
         daemon = str(mpirun_path().with_name("prted"))
@@ -119,12 +121,12 @@ def visit(hostfile: str, agent: str | None, python: str) -> Visit:
     remote = RemoteLogin(tuple(shlex.split(agent or "ssh")), python, daemon)
     found = at_once({host.name: partial(_look_up, host.name) for host in hosts}, SECONDS_TO_RESOLVE)
     logins = {host.name: None if host.is_local else host.login for host in hosts}
-    with asking(logins, remote, SECONDS_TO_ANSWER) as (talks, answers):
+    with probing(logins, remote, SECONDS_TO_ANSWER) as (probes, answers):
         for host in hosts:
             host.address = found.get(host.name)
             host.answer = answers[host.name]
-        _connect([host for host in hosts if host.facts is not None], talks)
-    return Visit(python, tuple(hosts), (*findings, *find(hosts, remote)))
+        _connect([host for host in hosts if host.facts is not None], probes)
+    return SshReport(python, tuple(hosts), (*findings, *find(hosts, remote)))
 
 
 def _look_up(name: str) -> str | None:
@@ -133,7 +135,7 @@ def _look_up(name: str) -> str | None:
     return None
 
 
-def _connect(hosts: Sequence[Asked], talks: Mapping[str, Talk]) -> None:
+def _connect(hosts: Sequence[ProbedHost], probes: Mapping[str, Probe]) -> None:
     """Let every host connect to every other, as ranks and mpirun's daemons will."""
     tried: dict[str, list[str]] = {}
     for host in hosts:
@@ -143,8 +145,8 @@ def _connect(hosts: Sequence[Asked], talks: Mapping[str, Talk]) -> None:
             if other is not host and (address := address_of(other, host)) is not None
         }
         tried[host.name] = list(targets)
-        talks[host.name].say(list(targets.values()))
-    hear = {host.name: talks[host.name].hear for host in hosts}
+        probes[host.name].send(list(targets.values()))
+    hear = {host.name: probes[host.name].receive for host in hosts}
     heard = at_once(hear, SECONDS_FOR_CONNECTIONS)
     for host in hosts:
         answer = heard.get(host.name)
@@ -152,7 +154,7 @@ def _connect(hosts: Sequence[Asked], talks: Mapping[str, Talk]) -> None:
             host.errors = dict(zip(tried[host.name], answer["errors"], strict=True))
 
 
-def address_of(host: Asked, seen_by: Asked) -> str | None:
+def address_of(host: ProbedHost, seen_by: ProbedHost) -> str | None:
     """Return the IPv4 address at which ``seen_by`` finds a host; None if it is unknown."""
     if host.is_local:
         came = seen_by.ssh_connection[:1]
@@ -162,7 +164,7 @@ def address_of(host: Asked, seen_by: Asked) -> str | None:
     return found if found and ":" not in found else None
 
 
-def find(hosts: Sequence[Asked], remote: RemoteLogin) -> Iterator[Finding]:
+def find(hosts: Sequence[ProbedHost], remote: RemoteLogin) -> Iterator[Finding]:
     """Yield the faults of hosts that were asked."""
     for host in hosts:
         if host.answer is not None:
@@ -175,25 +177,25 @@ def find(hosts: Sequence[Asked], remote: RemoteLogin) -> Iterator[Finding]:
                 yield Finding(host.name, problem, connection_remedy([error], other))
 
 
-def visit_text(visit: Visit) -> str:
+def report_text(report: SshReport) -> str:
     """Return a table of the hosts, and a line for each finding."""
 
-    def row(label: str, cell: Callable[[Asked], str | None]) -> tuple[str, ...]:
-        return label, *(cell(host) or UNKNOWN for host in visit.hosts)
+    def row(label: str, cell: Callable[[ProbedHost], str | None]) -> tuple[str, ...]:
+        return label, *(cell(host) or UNKNOWN for host in report.hosts)
 
-    def answers(host: Asked) -> str:
+    def answers(host: ProbedHost) -> str:
         if host.facts is None:
             return "no"
         return "here" if host.is_local else "without a password"
 
-    def version(package: str) -> Callable[[Asked], str | None]:
+    def version(package: str) -> Callable[[ProbedHost], str | None]:
         return lambda host: (host.versions.get(package) or "none") if host.facts else None
 
-    def connects(host: Asked) -> str | None:
+    def connects(host: ProbedHost) -> str | None:
         found = [other for other, error in host.errors.items() if error is None]
         return " ".join(found) or ("none" if host.errors else None)
 
-    packages = dict.fromkeys(package for host in visit.hosts for package in host.versions)
+    packages = dict.fromkeys(package for host in report.hosts for package in host.versions)
     rows = [
         row("address", lambda host: "this machine" if host.is_local else host.reached),
         row("answers", answers),
@@ -203,18 +205,18 @@ def visit_text(visit: Visit) -> str:
     ]
     return "\n\n".join(
         [
-            columns(("host", *(host.name for host in visit.hosts)), rows),
-            f"mpirun starts ranks with the same Python on all hosts: {visit.python}",
-            warnings(visit.findings),
+            columns(("host", *(host.name for host in report.hosts)), rows),
+            f"mpirun starts ranks with the same Python on all hosts: {report.python}",
+            warnings(report.findings),
         ]
     )
 
 
-def visit_content(visit: Visit) -> dict[str, Any]:
+def report_content(report: SshReport) -> dict[str, Any]:
     """Return the findings of ``doctor --ssh``, for JSON."""
     return {
         "shardmlx": shardmlx.__version__,
-        "python": visit.python,
+        "python": report.python,
         "hosts": [
             {
                 "name": host.name,
@@ -225,7 +227,7 @@ def visit_content(visit: Visit) -> dict[str, Any]:
                 "system": None if host.facts is None else host.facts["system"],
                 "connection_errors": host.errors,
             }
-            for host in visit.hosts
+            for host in report.hosts
         ],
-        "warnings": [asdict(each) for each in visit.findings],
+        "warnings": [asdict(each) for each in report.findings],
     }

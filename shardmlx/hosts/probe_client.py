@@ -21,7 +21,7 @@ SECONDS_TO_CLOSE = 1.0
 T = TypeVar("T")
 
 
-class Talk:
+class Probe:
     """A probe that was started with ``command``. Raises ``OSError`` if it cannot be run."""
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -40,16 +40,16 @@ class Talk:
         except OSError:
             self._stderr.close()
             raise
-        self.say(Path(probe_script.__file__).read_text(encoding="utf-8"))
+        self.send(Path(probe_script.__file__).read_text(encoding="utf-8"))
 
-    def say(self, value: object) -> None:
+    def send(self, value: object) -> None:
         """Send one line. A missing answer reveals a probe that has gone."""
         if self._process.stdin is not None:
             with contextlib.suppress(OSError, ValueError):
                 self._process.stdin.write(json.dumps(value) + "\n")
                 self._process.stdin.flush()
 
-    def hear(self) -> dict[str, Any] | None:
+    def receive(self) -> dict[str, Any] | None:
         """Return the next answer; None once there are no more."""
         with self._reading:
             for line in self._process.stdout or ():

@@ -17,7 +17,7 @@ import shardmlx
 from shardmlx.costmodel.hostfile import is_unnamed, same_host
 from shardmlx.hosts import probe_script
 from shardmlx.hosts.findings import Finding
-from shardmlx.hosts.probe_client import Talk, at_once
+from shardmlx.hosts.probe_client import Probe, at_once
 
 SECONDS_TO_ANSWER = 20.0
 """Seconds for all hosts together: an ssh login, and the start of a Python from a cold disk."""
@@ -112,7 +112,7 @@ def check_hosts(
     """
     others = {host: login for host, login in logins.items() if not is_local(host)}
     findings = {}
-    with asking(others, remote, seconds) as (_, answers):
+    with probing(others, remote, seconds) as (_, answers):
         for host, answer in answers.items():
             found = list(problems(host, answer, remote))
             version = "" if isinstance(answer, Finding) else answer["versions"]["shardmlx"]
@@ -125,32 +125,32 @@ def check_hosts(
 
 
 @contextlib.contextmanager
-def asking(
+def probing(
     logins: Mapping[str, str | None], remote: RemoteLogin, seconds: float
-) -> Iterator[tuple[dict[str, Talk], dict[str, Answer | Finding]]]:
-    """Ask all hosts at once, by their logins; yield the talks, and each host's answer or the reason
-    why there is none. The talks end with the block."""
-    talks: dict[str, Talk] = {}
+) -> Iterator[tuple[dict[str, Probe], dict[str, Answer | Finding]]]:
+    """Ask all hosts at once, by their logins; yield the probes, which end with the block, and each
+    host's answer or the reason why there is none."""
+    probes: dict[str, Probe] = {}
     answers: dict[str, Answer | Finding] = {}
     with contextlib.ExitStack() as stack:
         for host, login in logins.items():
             try:
-                talks[host] = Talk(remote.command(login))
+                probes[host] = Probe(remote.command(login))
             except OSError as error:
                 what, flag = (remote.agent[0], "agent") if login else (remote.python, "python")
                 problem = f"cannot run {what} ({error.strerror})"
                 answers[host] = Finding(host, problem, f"see --{flag}")
             else:
-                stack.callback(talks[host].close)
-        heard = at_once({host: talk.hear for host, talk in talks.items()}, seconds)
-        for host, talk in talks.items():
+                stack.callback(probes[host].close)
+        heard = at_once({host: probe.receive for host, probe in probes.items()}, seconds)
+        for host, probe in probes.items():
             login = logins[host] or host
             if host not in heard:
                 remedy = f"see whether it is on, and try: {remote.agent[0]} {login}"
                 answers[host] = Finding(host, f"no answer within {seconds:g} s", remedy)
             else:
-                answers[host] = heard[host] or login_problem(host, *talk.ended(), login, remote)
-        yield talks, answers
+                answers[host] = heard[host] or login_problem(host, *probe.ended(), login, remote)
+        yield probes, answers
 
 
 def problems(host: str, answer: Answer | Finding, remote: RemoteLogin) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""A chat said in another way, for templates that do not take it as it is. No MLX, no MPI."""
+"""The text of a chat by its template, in another form where the template does not take it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from shardmlx.errors import UserError, one_line
 from shardmlx.inference.answer_format import Tool
 from shardmlx.inference.call_formats import GENERIC_CALLS
 
@@ -18,6 +21,61 @@ To call a function, answer with JSON alone, in this form:
 {}
 To call several, write each in a line of its own. You are then told their results. If no function \
 helps, answer in words."""
+
+
+def template_text(
+    tokenizer: TokenizerWrapper,
+    way: str | None,
+    chat: Sequence[Mapping[str, Any]],
+    tools: Sequence[Tool],
+    is_begun: bool,
+    arguments: Mapping[str, Any],
+) -> str:
+    """Return the text of a chat, up to its next message or, if that ``is_begun``, within it.
+
+    The first form counts that the template takes and of which it leaves out no system message; else
+    the first that it takes: it may write them otherwise. A template that refuses several system
+    messages, or leaves one out, gets a single one at the beginning; if it refuses that too, within
+    the first message of the user. ``way`` is that in which the model is told of ``tools``, which
+    are never left out. Raises ``UserError``.
+    """
+    forms, must_hold = [chat], ""
+    if way == "generic":
+        told = with_tools_as_text(chat, tools)
+        knows_calls = "tool" in str(tokenizer.chat_template) and not tools
+        forms = [chat, told] if knows_calls else [told]
+        chat, must_hold, tools = told, description(tools) if tools else "", ()
+    if way == "llama3":
+        forms.append(with_single_calls(chat))
+    if any(message.get("role") == "system" for message in chat[1:]):
+        chat = with_one_system(chat)
+        forms.append(chat)
+    if chat and chat[0].get("role") == "system":
+        forms.append(without_system(chat))
+    options = {**({"tools": tools} if tools else {}), **arguments}
+    systems = [each["content"].strip() for each in forms[0] if each.get("role") == "system"]
+    refusal, otherwise = "", None
+    for form in forms:
+        try:
+            text: str = tokenizer.apply_chat_template(
+                form,
+                tokenize=False,
+                continue_final_message=is_begun,
+                add_generation_prompt=not is_begun,
+                **options,
+            )
+        except Exception as error:  # a template may raise whatever it likes
+            refusal = refusal or one_line(error)
+        else:
+            if must_hold not in text:
+                refusal = refusal or "it leaves out the system message"
+            elif all(system in text for system in systems):
+                return text
+            else:
+                otherwise = otherwise or text
+    if otherwise is not None:
+        return otherwise
+    raise UserError(f"the chat template does not take it: {refusal}")
 
 
 def description(tools: Sequence[Tool]) -> str:

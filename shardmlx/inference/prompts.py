@@ -12,16 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmlx.common.yaml_reader import check_keys
-from shardmlx.errors import PromptTooLong, UserError, one_line, unknown_token
+from shardmlx.errors import PromptTooLong, UserError, unknown_token
 from shardmlx.inference.answer_format import HARMONY, AnswerFormat, Marks, Tool
 from shardmlx.inference.call_formats import GENERIC_CALLS, LLAMA3_CALLS, call_format
-from shardmlx.inference.chat_forms import (
-    description,
-    with_one_system,
-    with_single_calls,
-    with_tools_as_text,
-    without_system,
-)
+from shardmlx.inference.chat_forms import template_text
 from shardmlx.inference.control_tokens import ControlTokens, encode_without
 
 if TYPE_CHECKING:
@@ -160,10 +154,8 @@ class PromptReader:
         """Return the tokens of a chat, after which its next message is to be generated, or the rest
         of its last one.
 
-        The template tells the model of ``tools``, or a message does, as ``answer_format`` says. A
-        template that refuses several system messages, or leaves one out, gets a single one at the
-        beginning; if it refuses that too, within the first message of the user. Control tokens that
-        a message or a tool spells are text; only the template writes real ones.
+        The template tells the model of ``tools``, or a message does, as ``answer_format`` says.
+        Control tokens that a message or a tool spells are text; only the template writes real ones.
         ``arguments`` of the template win over ``template_arguments``. Raises ``UserError`` where
         the template does not take them, or there is none.
         """
@@ -183,61 +175,17 @@ class PromptReader:
         is_begun = continue_final_message or self.prefill_response is not None
         if self.prefill_response is not None:
             chat.append({"role": "assistant", "content": self.prefill_response})
-        forms, must_hold = [chat], ""
-        way = self.answer_format.way
-        if way == "generic":
-            told = with_tools_as_text(chat, tools)
-            knows_calls = "tool" in str(self.tokenizer.chat_template) and not tools
-            forms = [chat, told] if knows_calls else [told]
-            chat, must_hold, tools = told, description(tools) if tools else "", ()
-        if way == "llama3":
-            forms.append(with_single_calls(chat))
-        if any(message.get("role") == "system" for message in chat[1:]):
-            chat = with_one_system(chat)
-            forms.append(chat)
-        if chat and chat[0].get("role") == "system":
-            forms.append(without_system(chat))
-        options = {**({"tools": tools} if tools else {}), **self.template_arguments, **arguments}
-        text = self._first_taken(forms, must_hold, is_begun, options)
+        text = template_text(
+            self.tokenizer,
+            self.answer_format.way,
+            chat,
+            tools,
+            is_begun,
+            {**self.template_arguments, **arguments},
+        )
         if mark is not None:
             return self._tokens(text, partial(encode_without, mark, tokenizer=self.tokenizer))
         return self._tokens(text, partial(self.tokenizer.encode, add_special_tokens=False))
-
-    def _first_taken(
-        self,
-        forms: Sequence[Sequence[ChatMessage]],
-        must_hold: str,
-        is_begun: bool,
-        options: Mapping[str, Any],
-    ) -> str:
-        """Return what the template makes of the first of these chats that it takes and of which it
-        leaves out no system message; else of the first that it takes: it may write them otherwise.
-
-        The text that it ``must_hold`` is never left out. Raises ``UserError``.
-        """
-        refusal, otherwise = "", None
-        systems = [each["content"].strip() for each in forms[0] if each.get("role") == "system"]
-        for chat in forms:
-            try:
-                text: str = self.tokenizer.apply_chat_template(
-                    chat,
-                    tokenize=False,
-                    continue_final_message=is_begun,
-                    add_generation_prompt=not is_begun,
-                    **options,
-                )
-            except Exception as error:  # a template may raise whatever it likes
-                refusal = refusal or one_line(error)
-            else:
-                if must_hold not in text:
-                    refusal = refusal or "it leaves out the system message"
-                elif all(system in text for system in systems):
-                    return text
-                else:
-                    otherwise = otherwise or text
-        if otherwise is not None:
-            return otherwise
-        raise UserError(f"the chat template does not take it: {refusal}")
 
     def token_text(self, token: int) -> str:
         """Return the text of a single token; that of a part of a character is U+FFFD."""

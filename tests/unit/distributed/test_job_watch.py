@@ -20,7 +20,7 @@ from shardmlx.distributed.transport import Activity
 NAMES = ("rank 0 on mac1", "rank 1 on mac2", "rank 2 on mac3")
 
 
-class Mail:
+class BeatChannel:
     """Carries the beats that it is given, and keeps those that are posted."""
 
     def __init__(self, *beats: tuple[int, Beat]) -> None:
@@ -47,14 +47,14 @@ class Job:
     """Rank 0's watch over three ranks, whose end is only noted."""
 
     def __init__(self, *beats: tuple[int, Beat], limit: float = 60.0) -> None:
-        self.mail = Mail(*beats)
+        self.channel = BeatChannel(*beats)
         self.activity = Activity("rank 0 on mac1")
         self.activity.begin("loading")
         self.ends: list[tuple[int, str]] = []
         self.ended = threading.Event()
         self.shutdown = JobShutdown(0)
         own = JobFate(0, NAMES, limit, time.monotonic())
-        self.watch = JobWatch(self.shutdown, self.activity, own, {}, self.mail, self._end)
+        self.watch = JobWatch(self.shutdown, self.activity, own, {}, self.channel, self._end)
 
     def _end(self, code: int, reason: str) -> None:
         self.ends.append((code, reason))
@@ -63,15 +63,15 @@ class Job:
 
 def test_the_thread_sends_receives_and_acts(capsys: pytest.CaptureFixture[str]) -> None:
     job = Job((2, Beat("step 3", (signal.SIGTERM,))))
-    assert job.mail.all_posted.wait(10)
+    assert job.channel.all_posted.wait(10)
     assert job.ended.wait(10)
     job.watch.close()
-    assert job.mail.posted[:2] == [(1, Beat("loading")), (2, Beat("loading"))]
-    assert job.mail.posted[-2:] == [
+    assert job.channel.posted[:2] == [(1, Beat("loading")), (2, Beat("loading"))]
+    assert job.channel.posted[-2:] == [
         (1, Beat("loading", (), State.LEFT)),
         (2, Beat("loading", (), State.LEFT)),
     ]
-    assert job.mail.closed
+    assert job.channel.closed
     assert job.ends == [(128 + signal.SIGTERM, "interrupted by SIGTERM")]
     assert job.activity.failure is None
     assert capsys.readouterr().err == "shardmlx: interrupted by SIGTERM\n"
@@ -81,12 +81,12 @@ def test_whoever_says_the_last_line_tells_its_peers_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     job = Job()
-    assert job.mail.all_posted.wait(10)
+    assert job.channel.all_posted.wait(10)
     assert job.shutdown.report(RuntimeError("rank 0: no memory"))
     assert not job.shutdown.say("and then this")
     job.watch.close()
     assert capsys.readouterr().err == "shardmlx: failed: rank 0: no memory\n"
-    assert [peer for peer, beat in job.mail.posted if beat.state is State.REPORTED] == [1, 2]
+    assert [peer for peer, beat in job.channel.posted if beat.state is State.REPORTED] == [1, 2]
 
 
 def test_a_rank_whose_peer_has_spoken_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,15 +15,15 @@ import pytest
 import shardmlx
 from shardmlx.hosts import probe_script
 from shardmlx.hosts.doctor_ssh import (
-    Asked,
-    Visit,
+    ProbedHost,
+    SshReport,
     address_of,
     find,
-    visit,
-    visit_content,
-    visit_text,
+    probe_hosts,
+    report_content,
+    report_text,
 )
-from shardmlx.hosts.probe_client import Talk, at_once
+from shardmlx.hosts.probe_client import Probe, at_once
 from shardmlx.hosts.reachability import RemoteLogin
 from shardmlx.main import main
 from tests.helpers.doctor import VERSIONS
@@ -45,7 +45,7 @@ def hosts_at(path: Path, *names: str) -> str:
     return str(path)
 
 
-def lines(found: Visit) -> list[str]:
+def lines(found: SshReport) -> list[str]:
     return [str(finding) for finding in found.findings]
 
 
@@ -54,22 +54,22 @@ def test_hosts_with_which_all_is_well(tmp_path: Path) -> None:
     agent = agent_at(tmp_path / "agent", "SSH_CONNECTION='127.0.0.1 4000 127.0.0.1 22'\n"
                      "export SSH_CONNECTION; echo Welcome!")  # fmt: skip
     hostfile = hosts_at(tmp_path / "hosts", ME, "mini.invalid")
-    found = visit(hostfile, agent, sys.executable)
+    found = probe_hosts(hostfile, agent, sys.executable)
     here, mini = found.hosts
     assert [str(finding) for finding in found.findings] == []
     assert (here.is_local, mini.is_local) == (True, False)
     assert here.versions["shardmlx"] == mini.versions["shardmlx"] == shardmlx.__version__
     assert (here.errors, mini.errors) == ({"mini.invalid": None}, {ME: None})
-    text = visit_text(found)
+    text = report_text(found)
     assert "without a password" in text
     assert "nothing to warn of" in text
-    assert visit_content(found)["hosts"][1]["address"] == "127.0.0.1"
+    assert report_content(found)["hosts"][1]["address"] == "127.0.0.1"
 
 
 def test_the_machine_where_mpirun_is_called_is_asked_though_it_runs_no_rank(
     tmp_path: Path,
 ) -> None:
-    found = visit(hosts_at(tmp_path / "hosts", "mini.invalid"), agent_at(tmp_path / "agent"),
+    found = probe_hosts(hosts_at(tmp_path / "hosts", "mini.invalid"), agent_at(tmp_path / "agent"),
                   sys.executable)  # fmt: skip
     assert [each.name for each in found.hosts] == [ME, "mini.invalid"]
 
@@ -85,26 +85,26 @@ def test_a_host_that_ssh_cannot_reach_and_one_that_is_silent(
     )
     hostfile = hosts_at(tmp_path / "hosts", ME, "gone.invalid", "silent.invalid")
     began = time.monotonic()
-    found = visit(hostfile, agent_at(tmp_path / "agent", script), sys.executable)
+    found = probe_hosts(hostfile, agent_at(tmp_path / "agent", script), sys.executable)
     assert time.monotonic() - began < 30
     refused, silent = lines(found)
     assert refused.startswith("gone.invalid: refuses ssh: turn on Remote Login there")
     assert silent.startswith("silent.invalid: no answer within 3 s: see whether it is on, and try")
-    assert "unknown" in visit_text(found)
+    assert "unknown" in report_text(found)
 
 
 def test_an_agent_and_a_python_that_are_not_there(tmp_path: Path) -> None:
     hostfile = hosts_at(tmp_path / "hosts", ME, "mini.invalid")
-    found = visit(hostfile, str(tmp_path / "nothing"), "/nowhere/python")
+    found = probe_hosts(hostfile, str(tmp_path / "nothing"), "/nowhere/python")
     assert f"{ME}: cannot run /nowhere/python (No such file or directory): see --python" in lines(
         found
     )
     assert lines(found)[-1].startswith(f"mini.invalid: cannot run {tmp_path}/nothing (")
 
 
-def asked(name: str, **changes: Any) -> Asked:
+def asked(name: str, **changes: Any) -> ProbedHost:
     said = {"versions": VERSIONS, "daemon": [True], "ssh": "", "port": 1, "system": "macOS"}
-    return Asked(name, name, is_local=False, address="10.0.0.1", answer={**said, **changes})
+    return ProbedHost(name, name, is_local=False, address="10.0.0.1", answer={**said, **changes})
 
 
 def test_versions_that_differ_and_hosts_that_cannot_connect() -> None:
@@ -116,7 +116,7 @@ def test_versions_that_differ_and_hosts_that_cannot_connect() -> None:
 
 
 def test_where_one_host_finds_another() -> None:
-    here = Asked("here", "here", is_local=True)
+    here = ProbedHost("here", "here", is_local=True)
     known = asked("known")
     alias = asked("alias", ssh="10.25.0.1 4000 10.25.0.2 22")
     alias.address = None
@@ -147,11 +147,11 @@ def test_who_answers_no_more_is_left_out() -> None:
 
 def test_a_talk_ends_what_it_has_started(tmp_path: Path) -> None:
     agent = agent_at(tmp_path / "agent", "sleep 60 & echo $! > " + str(tmp_path / "pid"))
-    talk = Talk([agent, "host", "sleep 60"])
+    probe = Probe([agent, "host", "sleep 60"])
     pid = tmp_path / "pid"
     while not pid.exists() or not pid.read_text().strip():
         time.sleep(0.01)
-    talk.close()
+    probe.close()
     end = time.monotonic() + 10
     while Path(f"/proc/{pid.read_text().strip()}/exe").exists() and time.monotonic() < end:
         time.sleep(0.01)
