@@ -7,12 +7,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext
-from hashlib import blake2b
 
 import mlx.core as mx
 
 from shardmlx.checkpoint.export import TensorSpec
-from shardmlx.common.digests import new_digest
+from shardmlx.common.digests import Crc32
 from shardmlx.common.formatting import plural
 from shardmlx.common.reporter import Reporter
 from shardmlx.common.units import MEGABYTE
@@ -26,8 +25,8 @@ from shardmlx.errors import Stopped
 from shardmlx.loading.partial_copy import PartialCopy
 
 _PIECE = 4 << 20
-_WAITING = 8 * _PIECE
-"""Bytes of an unchanged tensor that may wait to be written."""
+_AHEAD = 8 * _PIECE
+"""Bytes of an unchanged tensor that the system reads ahead, and that may wait to be written."""
 
 
 def write_files(
@@ -48,7 +47,8 @@ def write_files(
     """
     specs = [spec for each in shards.of(rank).values() for spec in each]
     manifest = shards.manifest(rank, "")
-    with closing(PartialCopy(output.rank(rank), manifest, kept=True, option="-o")) as copy:
+    copy = PartialCopy(output.rank(rank), manifest, kept=True, option="-o", new_digest=Crc32)
+    with closing(copy):
         names = {spec.name for spec in specs}
         done = copy.sound(names) if goes_on else set()
         if done:
@@ -114,9 +114,11 @@ def _computed(
     if (stored := model.stored.get(spec.name)) is not None:
         del array
         bring(spec.name)
+        stored.expect(0, _AHEAD)
         for start in range(0, stored.nbytes, step):
             count = min(step, stored.nbytes - start)
-            begin(count, _WAITING)
+            begin(count, _AHEAD)
+            stored.expect(start + _AHEAD, step)
             yield spec.name, memoryview(stored.read(start, count))
     elif (experts := model.experts.get(spec.name)) is not None:
         names = {spec.name, *(n for n in model.weights if model.experts.get(n) is experts)}
@@ -152,16 +154,17 @@ def _step_bytes(model: LazyModel, spec: TensorSpec) -> int:
 
 
 class _BackgroundWriter:
-    """Two threads beside the computation: one computes tensors' digests, and one writes tensors,
-    records written ones, and waits for the disk now and then."""
+    """Three threads beside the computation: one computes tensors' digests, one writes tensors, and
+    one records written ones, and waits for the disk now and then."""
 
     def __init__(self, copy: PartialCopy) -> None:
         self._copy = copy
         self._waiting: deque[tuple[int, Future[None]]] = deque()
         self._nbytes = 0
-        self._begun: dict[str, tuple[blake2b, int]] = {}
+        self._begun: dict[str, tuple[Crc32, int]] = {}
         """The digest and the size of what was put of a tensor."""
-        self.writer, self.hasher = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._recorded: deque[Future[None]] = deque()
+        self.writer, self.hasher, self.recorder = (ThreadPoolExecutor(1) for _ in range(3))
 
     def make_room(self, nbytes: int, room: int) -> None:
         """Wait until so many bytes fit into ``room`` with those that wait to be written, or none
@@ -171,7 +174,7 @@ class _BackgroundWriter:
 
     def put(self, name: str, data: memoryview) -> None:
         """Write the next bytes of a tensor soon; record it once all are written."""
-        digest, start = self._begun.get(name) or (new_digest(), 0)
+        digest, start = self._begun.get(name) or (Crc32(), 0)
         self._begun[name] = digest, start + len(data)
         hashed = self.hasher.submit(digest.update, data)
         written = self.writer.submit(self._write, name, start, data, digest, hashed)
@@ -182,14 +185,18 @@ class _BackgroundWriter:
         """Wait until all is written and recorded. Raises a write's error."""
         while self._waiting:
             self._wait()
+        while self._recorded:
+            self._recorded.popleft().result()
 
     def _wait(self) -> None:
+        while self._recorded and self._recorded[0].done():
+            self._recorded.popleft().result()
         nbytes, written = self._waiting.popleft()
         written.result()
         self._nbytes -= nbytes
 
     def _write(
-        self, name: str, start: int, data: memoryview, digest: blake2b, hashed: Future[None]
+        self, name: str, start: int, data: memoryview, digest: Crc32, hashed: Future[None]
     ) -> None:
         place = self._copy.place(name)
         for offset in range(0, len(data), _PIECE):
@@ -197,15 +204,16 @@ class _BackgroundWriter:
             self._copy.write(place.file, place.start + start + offset, piece)
         hashed.result()
         if start + len(data) >= place.nbytes:
-            self._copy.add(name, digest.digest())
+            self._recorded.append(self.recorder.submit(self._copy.add, name, digest.digest()))
 
 
 @contextmanager
 def _background_writer(copy: PartialCopy) -> Iterator[_BackgroundWriter]:
     background = _BackgroundWriter(copy)
-    with background.hasher, background.writer:
+    with background.recorder, background.hasher, background.writer:
         try:
             yield background
         except BaseException:
             background.writer.shutdown(cancel_futures=True)
+            background.recorder.shutdown(cancel_futures=True)
             raise

@@ -11,11 +11,11 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from shardmlx.common.digests import new_digest
+from shardmlx.common.digests import Digest, new_digest
 from shardmlx.common.durable_files import (
     flush_descriptor,
     flush_directory,
@@ -39,7 +39,8 @@ class PartialCopy:
     """The copy in ``directory``, which is made if it is not there; ``option`` names another.
 
     ``kept``: for a later run, with a record on disk, and for one run at a time. One process writes;
-    any other may read what is complete. Raises ``UserError`` if the disk refuses it.
+    any other may read what is complete. ``new_digest`` makes the digests of the record. Raises
+    ``UserError`` if the disk refuses it.
     """
 
     def __init__(
@@ -49,8 +50,10 @@ class PartialCopy:
         *,
         kept: bool,
         option: str = "--weight-cache",
+        new_digest: Callable[[], Digest] = new_digest,
     ) -> None:
         self.directory = directory
+        self._new_digest = new_digest
         self._option = option
         self._manifest = manifest
         self._tensors = manifest.tensors()
@@ -180,7 +183,7 @@ class PartialCopy:
 
     def _digest(self, name: str) -> bytes:
         place = self._tensors[name]
-        digest = new_digest()
+        digest = self._new_digest()
         for start in range(place.start, place.end, _CHUNK):
             count = min(_CHUNK, place.end - start)
             digest.update(read_exactly(self._files[place.file], start, count, place.file))
