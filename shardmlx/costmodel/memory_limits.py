@@ -205,22 +205,12 @@ def limited(cluster: Cluster, limit: int | None) -> Cluster:
     return cluster if limit is None else within(cluster, budgets_of(cluster, limit))
 
 
-def overfull(
-    budgets: Sequence[MemoryBudget], planned: Sequence[PlannedMemory], first: int = 0
-) -> str | None:
-    """Say how the first misfit fails, None if all plans fit; ranks count from ``first``."""
-    for rank, (budget, plan) in enumerate(zip(budgets, planned, strict=True), start=first):
-        if plan.peak > budget.nbytes:
-            return f"rank {rank} ({budget.host}) would take {in_process(budget, plan.peak)}"
-    return None
-
-
-def in_process(budget: MemoryBudget, nbytes: int) -> str:
-    """Say how much a process with ``nbytes`` of arrays takes, and of how much."""
+def would_take(rank: int, budget: MemoryBudget, nbytes: int) -> str:
+    """Say how much the process of a rank with ``nbytes`` of arrays takes, and of how much."""
     beside = f", {gibibytes(budget.outside)} of it outside MLX," if budget.outside else ""
     return (
-        f"{gibibytes(nbytes + budget.outside)}{beside} of its {gibibytes(budget.process)} "
-        f"({budget.reason})"
+        f"rank {rank} ({budget.host}) would take {gibibytes(nbytes + budget.outside)}{beside} of "
+        f"its {gibibytes(budget.process)} ({budget.reason})"
     )
 
 
@@ -232,12 +222,6 @@ def how_to_allow(budgets: Sequence[MemoryBudget], planned: Sequence[PlannedMemor
     return f"give --memory-limit {limit_for(max(needed))} or more, "
 
 
-def how_to_allow_more(limit: int | None, budgets: Sequence[MemoryBudget]) -> str:
-    """Return the remedy to raise the limit, if no sufficient limit is known."""
-    can_be_raised = limit is not None and any(budget.process < budget.most for budget in budgets)
-    return "raise --memory-limit, " * can_be_raised
-
-
 def limit_for(nbytes: int) -> str:
     """Return a ``--memory-limit`` that is enough for ``nbytes``, rounded up to be typed."""
     if nbytes <= GIB - MIB:
@@ -246,7 +230,7 @@ def limit_for(nbytes: int) -> str:
 
 
 def memory_limits(budget: MemoryBudget, planned: PlannedMemory, backend: str) -> MemoryLimits:
-    """Return the limits of a rank whose plan fits: see ``overfull``.
+    """Return the limits of a rank whose plan fits.
 
     On a CPU MLX's cache never gives way to arrays, so cache and plan together stay within the
     budget. On Metal it does, and it holds a step's freed bytes, so that no step allocates anew. A

@@ -31,13 +31,6 @@ DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 DTYPE_BYTES = {name: DTYPE_BITS[stored] // 8 for stored, name in DTYPES.items()}
 """Bytes of an element of each type, as MLX names it."""
 
-ROUNDING_SECONDS = {
-    "bfloat16": 4.2e-9,
-    "int8": 5e-9,
-}
-"""Seconds in which one core rounds and widens a gradient for its transfer, by --sum-dtype: measured
-on an x86 server."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
@@ -130,10 +123,6 @@ class Workload(ModelSizes):
         """Return the bytes sent once for gradients of these bytes in float32."""
         wire = WIRE_FORMATS[self.fine_tune.sum_dtype]
         return gradients if wire is None else wire.nbytes(gradients // DTYPE_BYTES["float32"])
-
-    def rounding_seconds(self, count: int) -> float:
-        """Return the seconds to round and widen so many gradients that travel between replicas."""
-        return count * ROUNDING_SECONDS.get(self.fine_tune.sum_dtype, 0.0)
 
     def savings(self, recompute: str, backend: str) -> Savings:
         """Return how stages save memory."""

@@ -19,9 +19,8 @@ from shardmlx.costmodel.memory_limits import (
     MemoryBudget,
     PlannedMemory,
     how_to_allow,
-    how_to_allow_more,
-    in_process,
     within,
+    would_take,
 )
 from shardmlx.costmodel.workload import ModelSizes
 from shardmlx.errors import UserError
@@ -142,7 +141,9 @@ def plan_inference(
         if config.partitioner == AUTO and is_open and plan.first_overfull(budgets) is not None:
             plan = plan_by(SMALLEST)
     except DoesNotFitError as error:
-        more = how_to_allow_more(config.memory_limit, budgets)
+        is_limited = config.memory_limit is not None
+        can_be_raised = is_limited and any(each.process < each.most for each in budgets)
+        more = "raise --memory-limit, " * can_be_raised
         raise UserError(error.fact, more + needing_less) from None
     overfull = plan.first_overfull(budgets)
     if overfull is not None:
@@ -228,7 +229,7 @@ def _overfull(plan: InferencePlan, rank: int, budget: MemoryBudget) -> str:
         sequences = "a sequence" if setup.sequences == 1 else f"{setup.sequences} sequences"
         tokens = f"{sequences} of {setup.context} tokens"
     return (
-        f"rank {rank} ({budget.host}) would take {in_process(budget, plan.memory[rank].peak)} for "
+        f"{would_take(rank, budget, plan.memory[rank].peak)} for "
         f"layers {numbers_of(*plan.stage_map.partition.ranges[rank])}, "
         f"{gibibytes(plan.caches[rank])} for the KV cache of {tokens}"
     )

@@ -13,7 +13,7 @@ from shardmlx.common.formatting import columns, gibibytes, numbers_of
 from shardmlx.config.specs import NONE
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.predict import Prediction, RankPrediction, predict
-from shardmlx.costmodel.workload import ROUNDING_SECONDS
+from shardmlx.costmodel.replica_messages import ROUNDING_SECONDS
 from shardmlx.errors import UserError
 from shardmlx.models.undeclared import APPROXIMATE
 from shardmlx.planning.choice import Choice, choose

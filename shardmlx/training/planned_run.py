@@ -33,7 +33,7 @@ from shardmlx.costmodel.memory_limits import (
     MemoryLimits,
     PlannedMemory,
     how_to_allow,
-    overfull,
+    would_take,
 )
 from shardmlx.costmodel.workload import Workload
 from shardmlx.distributed.agreement import on_all_ranks, on_rank_0
@@ -342,8 +342,9 @@ def choose_plan(
         budget = inputs.budgets[error.rank]
         needed = PlannedMemory(round(facts.cluster.capacity(error.rank) + error.shortage), 0)
         would_fit = remedies(run, facts) or ["use more machines, or machines with more memory"]
+        fits = needed.peak <= budget.nbytes
         raise UserError(
-            overfull([budget], [needed], error.rank) or error.fact,
+            error.fact if fits else would_take(error.rank, budget, needed.peak),
             f"{how_to_allow([budget], [needed])}{'; or '.join(would_fit)}",
         ) from None
 
