@@ -149,7 +149,7 @@ COMMANDS = (
         "launch",
         START,
         "run any of these on ranks: launch -n 2 train, --hostfile F train",
-        "config.launch:LINE",
+        "hosts.launch_options:LINE",
         "hosts.launcher:run",
     ),
 )

@@ -8,15 +8,12 @@ from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.options import OptionError, check_options, in_group
 
-_OUTPUT = "output"
-_MEASURING = "measuring"
-_SSH = "before mpirun"
-
 STDOUT = "-"
 
+_SSH = "before mpirun"
 
-_output = in_group(_OUTPUT)
-_measuring = in_group(_MEASURING)
+_output = in_group("output")
+_measuring = in_group("measuring")
 _ssh = in_group(_SSH)
 
 

@@ -11,12 +11,8 @@ from shardmlx.config.options import REQUIRED, OptionError, check_options, in_gro
 from shardmlx.pipeline.report import PRINTED, show_schedule
 from shardmlx.pipeline.schedules import SCHEDULES
 
-_SCHEDULE = "schedule"
-_OUTPUT = "output"
-
-
-_schedule = in_group(_SCHEDULE)
-_output = in_group(_OUTPUT)
+_schedule = in_group("schedule")
+_output = in_group("output")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

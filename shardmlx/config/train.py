@@ -38,9 +38,7 @@ from shardmlx.config.specs import (
 from shardmlx.pipeline.schedules import SCHEDULES
 
 _TRAINING = "training, as in mlx_lm.lora"
-_RATE = "the learning rate"
 _PIPELINE = "pipeline"
-_OUTPUT = "reports"
 _CHECKPOINTS = "checkpoints and failures"
 
 _AUTO_CHUNK = f"{AUTO_CHUNKS['metal']}, or {AUTO_CHUNKS['cpu']} on a CPU"
@@ -69,9 +67,9 @@ PASSED_OVER: Mapping[str, str] = MappingProxyType(
 
 
 _training = in_group(_TRAINING)
-_rate = in_group(_RATE)
+_rate = in_group("the learning rate")
 _pipeline = in_group(_PIPELINE)
-_output = in_group(_OUTPUT)
+_output = in_group("reports")
 _checkpoints = in_group(_CHECKPOINTS)
 
 

@@ -12,13 +12,64 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardmlx.config.commands import BY_NAME
-from shardmlx.config.launch import MAX_RESTARTS, read_flags
+from shardmlx.config import common_options as common
+from shardmlx.config.command_line import CommandLine
+from shardmlx.config.commands import BY_NAME, OF_RANKS
+from shardmlx.config.options import check_options, in_group
 from shardmlx.config.specs import CheckpointOptions, RunSpec
 from shardmlx.costmodel.hostfile import Machine, read_hostfile
 from shardmlx.errors import UserError
 from shardmlx.hosts.reachability import is_local
 from shardmlx.hosts.supervisor import SECONDS_TO_SAVE, JobControl
+
+_MAX_RESTARTS = 3
+
+_MPIRUN = "how they are started"
+
+_ranks = in_group("ranks and hosts")
+_mpirun = in_group(_MPIRUN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchFlags:
+    """The hosts and ranks of a job, and how it is started. Raises ``OptionError``, a
+    ``UserError``."""
+
+    ranks: int | None = _ranks(
+        None, "ranks to start", unset="the slots of the hostfile", short="-n", minimum=1
+    )
+    hostfile: str | None = _ranks(
+        None, "Open MPI hostfile, rank 0's host first", metavar="FILE", unset="this machine alone"
+    )
+    max_restarts: int | None = _ranks(
+        None,
+        "restarts of train and serve after a failure",
+        unset=f"{_MAX_RESTARTS}, 0 for other commands",
+        minimum=0,
+    )
+    agent: str | None = common.agent(group=_MPIRUN)
+    python: str = common.python(group=_MPIRUN)
+    mpirun_options: str = _mpirun(
+        "",
+        "more options for mpirun, in one word with =: --mpirun-options='--mca btl tcp,self'",
+        metavar="OPTIONS",
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+LINE = CommandLine(
+    options=LaunchFlags,
+    command="launch",
+    description=(
+        "Check the hosts, print the mpirun line that runs a command on them, and run it. A "
+        "training run that fails starts again: from its newest checkpoint, on the hosts that "
+        "still answer. A server that fails starts again on the same hosts."
+    ),
+    epilog="What follows COMMAND are its own options: shardmlx launch -n 2 train --model M "
+    "--data D. With a hostfile, run it on the first host of it.",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +106,7 @@ class LaunchOptions:
 def read_options(argv: Sequence[str]) -> LaunchOptions:
     """Read flags of this command, then a command and its own options, checked as far as they can
     be. Raises ``UserError``."""
-    flags, command, options = read_flags(argv)
+    flags, command, options = LINE.load_before(argv, OF_RANKS)
     if "-n" in options:
         raise UserError(
             f"-n stands after {command}", f"give it before: shardmlx launch -n N {command} ..."
@@ -96,7 +147,7 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
 def _restarts(command: str, asked: int | None) -> int:
     """Return the number of restarts: ``train`` resumes, ``serve`` answers again."""
     if command in ("train", "serve"):
-        return MAX_RESTARTS if asked is None else asked
+        return _MAX_RESTARTS if asked is None else asked
     if asked:
         raise UserError(f"--max-restarts {asked}: {command} cannot go on where it was", "leave out")
     return 0
