@@ -10,7 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from shardmlx.common.formatting import gibibytes, numbers_of, percent
+from shardmlx.common.formatting import gibibytes, numbers_of, percent, plural
 from shardmlx.common.reporter import Reporter
 from shardmlx.compat import trims_first_space
 from shardmlx.config.inference import InferenceConfig
@@ -211,10 +211,9 @@ def _build(
 
 def _headline(config: InferenceConfig, plan: InferencePlan) -> str:
     sizes = " + ".join(map(str, plan.stage_map.partition.sizes))
-    stages = plan.stage_map.num_stages
     return (
-        f"{config.model}: {stages} stage{'s' if stages > 1 else ''} of {sizes} layers, prompts in "
-        f"chunks of {plan.setup.chunk} tokens"
+        f"{config.model}: {plural(plan.stage_map.num_stages, 'stage')} of {sizes} layers, prompts "
+        f"in chunks of {plan.setup.chunk} tokens"
     )
 
 

@@ -119,9 +119,15 @@ class Repository:
         return f"{self.name}/{file}"
 
     def read(self, file: str) -> bytes:
-        """Read a small file through the cache, like any download of huggingface-hub."""
-        with _no_progress_bars():
+        """Read a small file through the cache, as huggingface-hub downloads it, without a bar."""
+        utils = _hub_utils()
+        had_bars = not utils.are_progress_bars_disabled()
+        utils.disable_progress_bars()
+        try:
             return self.fetch(file).read_bytes()
+        finally:
+            if had_bars:
+                utils.enable_progress_bars()
 
     def fetch(self, file: str) -> Path:
         """Fetch all of a file; return its path in the cache of huggingface-hub."""
@@ -283,20 +289,6 @@ def _cached_snapshot(name: str, revision: str | None) -> Path | None:
 def _hub_utils() -> Any:
     """Return a public module whose export a type checker does not see."""
     return import_module("huggingface_hub.utils")
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Switch off the bars of huggingface-hub: these files have a few kilobytes."""
-    utils = _hub_utils()
-    if utils.are_progress_bars_disabled():
-        yield
-        return
-    utils.disable_progress_bars()
-    try:
-        yield
-    finally:
-        utils.enable_progress_bars()
 
 
 @contextmanager
