@@ -27,9 +27,9 @@ from shardmlx.distributed.run_ranks import run_ranks
 PARTS = {
     "loading.rank_setup.find_weights": "finding the model",
     "training.planned_run.build_model": "building it, lazily",
-    "training.planned_run.check_layout": "planning",
+    "training.planned_run._check_layout": "planning",
     "training.planned_run.choose_plan": "planning",
-    "training.planned_run.of_model": "planning",
+    "training.planned_run._of_model": "planning",
     "training.planned_run.compare_plans": "comparing plans",
     "training.planned_run.read_tokenizer": "tokenizer and data",
     "training.planned_run.read_data": "tokenizer and data",
