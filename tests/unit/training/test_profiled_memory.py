@@ -21,19 +21,13 @@ MEASUREMENTS = 40
 """At most, until a peak comes near: beside other work MLX takes less memory."""
 PROFILES = 3
 
-DROPS = ("dropout", 0.1)
-ATTENTION = ("keys", ["self_attn.q_proj", "self_attn.v_proj"])
 CASES = [
-    *(Case("lora", *ends) for ends in ((0, 2), (1, 3), (0, 4))),
+    Case("lora", 1, 3),
     Case("full", 2, 4),
-    Case("lora", lora=(ATTENTION,), length=256, pieces=32),
-    Case("lora", dtype_bytes=2, length=256, pieces=32, recompute=SELECTIVE),
-    Case("lora", lora=(DROPS,)),
-    Case("dora", length=256, pieces=32),
+    Case("lora", dtype_bytes=2, length=128, pieces=32, recompute=SELECTIVE),
+    Case("dora", length=128, pieces=32),
     Case("lora", 2, 4, recompute=FULL),
-    Case("full", length=256, pieces=32, recompute=SELECTIVE),
     *(Case("lora", family=each) for each in ("gemma2", "deepseek_v3")),
-    Case("full", family="apertus"),
 ]
 
 
