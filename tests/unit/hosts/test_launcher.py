@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -115,10 +117,16 @@ class Lab:
         ]
 
 
+def sleep_by(pause: Callable[[float], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the launcher call ``pause`` in place of `time.sleep`, which other threads may call."""
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=pause)
+    monkeypatch.setattr("shardmlx.hosts.launcher.time", clock)
+
+
 @pytest.fixture
 def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setattr("shardmlx.hosts.launcher.time.sleep", lambda seconds: None)
+    sleep_by(lambda seconds: None, monkeypatch)
     for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
         monkeypatch.setenv(name, "1")
     lab = Lab(tmp_path)
@@ -210,7 +218,7 @@ def test_reasons_to_give_up(attempts: list[Attempt], reason: str | None) -> None
 
 def test_pauses_grow(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr("shardmlx.hosts.launcher.time.sleep", pauses.append)
+    sleep_by(pauses.append, monkeypatch)
     monkeypatch.setattr("shardmlx.hosts.launcher.LONGEST_PAUSE", 3.0)
     lab.ends(*(COMMIT.format(step) + "exit 1" for step in range(1, 5)))
     with pytest.raises(GaveUp):
@@ -248,7 +256,7 @@ def test_a_server_that_fails_starts_again_on_all_its_hosts(
         if seconds == SECONDS_BETWEEN_LOOKS:
             is_down.write_text("")
 
-    monkeypatch.setattr("shardmlx.hosts.launcher.time.sleep", pause)
+    sleep_by(pause, monkeypatch)
     lab.ends("echo book > down; exit 137", WELL)
     assert server(lab).run() == 0
     assert lab.hosts == 2 * [["localhost", "anna@mini.lan", "book"]]
