@@ -23,9 +23,9 @@ class Kind(StrEnum):
     SEND_B = "SEND_B"  # the gradient of the stage's input, to the stage before it
     RECV_B = "RECV_B"  # the gradient of the stage's output, from the stage after it
 
-    @property
-    def is_compute(self) -> bool:
-        return len(self.value) == 1
+
+COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W)
+"""The kinds that compute; others send and receive."""
 
 
 _WORDS = {

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from itertools import count, pairwise
 from types import MappingProxyType
 
-from shardmlx.pipeline.actions import Action, Grid, Kind
+from shardmlx.pipeline.actions import COMPUTE, Action, Grid, Kind
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W
 SEND_F, RECV_F, SEND_B, RECV_B = Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B
@@ -116,7 +116,7 @@ def forward_only(placement: Sequence[int], pp: int, microbatches: int) -> Grid:
 def _expand(kind: Kind, kinds: Kinds) -> tuple[Kind, ...]:
     """Return the actions of a stage of these ``kinds`` for a compute action."""
     parts = tuple(part for part in _EXPANSION[kind] if part in kinds)
-    return parts if any(part.is_compute for part in parts) else ()
+    return parts if any(part in COMPUTE for part in parts) else ()
 
 
 def _stage_kinds(
@@ -276,7 +276,7 @@ def _count_microbatches(grid: Grid) -> int:
 def _why_unexpected(action: Action, placement: Sequence[int], kinds: Sequence[Kinds]) -> str:
     if not 0 <= action.stage < len(kinds):
         return f"{action} is of no stage: there are {len(kinds)}"
-    computes = ", ".join(sorted(kind for kind in kinds[action.stage] if kind.is_compute))
+    computes = ", ".join(sorted(kind for kind in kinds[action.stage] if kind in COMPUTE))
     return (
         f"{action} is not wanted here: stage {action.stage} runs on rank "
         f"{placement[action.stage]} and computes {computes}"

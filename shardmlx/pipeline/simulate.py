@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardmlx.errors import UserError
-from shardmlx.pipeline.actions import Action, Grid, Kind
+from shardmlx.pipeline.actions import COMPUTE, Action, Grid, Kind
 from shardmlx.pipeline.schedules import compute_actions, get_schedule
 
-F, B, I, W = COMPUTE = Kind.F, Kind.B, Kind.I, Kind.W
+F, B, I, W = COMPUTE
 
 Span = tuple[Action, float, float]
 """An action, its start and its end."""
