@@ -10,13 +10,7 @@ from typing import Any
 from shardmlx.checkpoint.store import MANIFEST, Store, step_of
 from shardmlx.common.digests import bytes_digest
 from shardmlx.errors import UserError
-from shardmlx.loading.adapters import (
-    PEFT_FILE,
-    PICKLED,
-    adapter_file,
-    check_adapter_file,
-    read_adapter_config,
-)
+from shardmlx.loading.adapters import PEFT_FILE, PICKLED, find_adapters
 from shardmlx.loading.manifest import fingerprint
 from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CONFIG_FILE
 
@@ -44,10 +38,8 @@ def find_trained(name: str) -> Trained:
         raise UserError(f"--adapter-path {name} is no directory", "name that of a finished run")
     has_tensors = any((path / file).is_file() for file in (ADAPTER_FILE, PEFT_FILE, PICKLED))
     if has_tensors and (path / ADAPTER_CONFIG_FILE).is_file():
-        read_adapter_config(path)
-        file = adapter_file(path)
-        check_adapter_file(path / file)
-        return Trained(name, fingerprint(path, [file]), path)
+        _, file = find_adapters(path)
+        return Trained(name, fingerprint(path, [file.name]), path)
     if (step := step_of(path.absolute().name)) is not None and (path / MANIFEST).is_file():
         return _of_checkpoint(name, Store(path.absolute().parent), step)
     if steps := Store(path).steps():

@@ -19,7 +19,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from shardmlx.common.yaml_reader import did_you_mean
+from shardmlx.common.yaml_reader import did_you_mean, is_number
 from shardmlx.config.checks import FINE_TUNE_TYPES, check_lora_values
 from shardmlx.config.specs import FineTune
 from shardmlx.errors import UserError, one_line
@@ -63,9 +63,7 @@ _NAMES = (
 
 def add_adapters(model: nn.Module, directory: Path) -> None:
     """Put the adapters of a directory, mlx-lm's or PEFT's, into a model. Raises ``UserError``."""
-    config = read_adapter_config(directory)
-    file = directory / adapter_file(directory)
-    check_adapter_file(file)
+    config, file = find_adapters(directory)
     weights = _read(file)
     if PEFT_TYPE in config:
         made = _convert(config, weights, model)
@@ -252,7 +250,7 @@ def _scale(config: Mapping[str, Any], path: str, rank: int) -> float:
         if fits:
             alpha = value
             break
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
+    if not is_number(alpha):
         raise UserError(f"alpha_pattern has {alpha!r} for {path}", "a number, as PEFT writes it")
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
@@ -281,21 +279,27 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
 def adapter_file(directory: Path) -> str:
     """Return the name of the file with the tensors, whether or not it is there."""
     try:
-        is_peft = PEFT_TYPE in parse_config((directory / ADAPTER_CONFIG_FILE).read_bytes(), "")
+        return _file_name(parse_config((directory / ADAPTER_CONFIG_FILE).read_bytes(), ""))
     except (UserError, OSError):
         return ADAPTER_FILE
-    return PEFT_FILE if is_peft else ADAPTER_FILE
 
 
-def check_adapter_file(file: Path) -> None:
-    """Raise ``UserError`` unless the file with the tensors is there."""
+def find_adapters(directory: Path) -> tuple[dict[str, Any], Path]:
+    """Return the checked adapter_config.json, and the file with the tensors. Raises
+    ``UserError``."""
+    config = read_adapter_config(directory)
+    file = directory / _file_name(config)
     if file.is_file():
-        return
+        return config, file
     if file.name == PEFT_FILE and file.with_name(PICKLED).is_file():
         raise UserError(
             f"{file.with_name(PICKLED)} is pickled", f"save it with PEFT as {PEFT_FILE}"
         )
     raise UserError(f"there is no {file}")
+
+
+def _file_name(config: Mapping[str, Any]) -> str:
+    return PEFT_FILE if PEFT_TYPE in config else ADAPTER_FILE
 
 
 def _check_own(config: Mapping[str, Any]) -> None:
