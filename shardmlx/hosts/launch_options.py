@@ -15,7 +15,7 @@ from typing import Any
 from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.commands import BY_NAME, OF_RANKS
-from shardmlx.config.options import check_options, in_group
+from shardmlx.config.options import check_options, flag_of, in_group
 from shardmlx.config.specs import CheckpointOptions, RunSpec
 from shardmlx.costmodel.hostfile import Machine, read_hostfile
 from shardmlx.errors import UserError
@@ -186,7 +186,7 @@ def replaced(options: Sequence[str], **new: str | int | None) -> tuple[str, ...]
 
     ``pipeline_stages=2`` is ``--pipeline-stages 2``.
     """
-    flags = {"--" + name.replace("_", "-"): value for name, value in new.items()}
+    flags = {flag_of(name): value for name, value in new.items()}
     kept = _without(options, tuple(flags))
     given = [
         word for flag, value in flags.items() if value is not None for word in (flag, str(value))
