@@ -22,7 +22,7 @@ from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import _fits
-from options_page import PAGES, page
+from _options_page import PAGES, page
 
 from shardmlx.main import main as shardmlx
 

@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from shardmlx.config.commands import COMMANDS
+
 ROOT = Path(__file__).parents[3]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 ADVICE = "run python scripts/docs.py"
@@ -19,6 +21,14 @@ ADVICE = "run python scripts/docs.py"
 def docs() -> ModuleType:
     sys.path.insert(0, str(ROOT / "scripts"))
     return importlib.import_module("docs")
+
+
+def test_the_pages_of_options_are_up_to_date(docs: ModuleType) -> None:
+    for name in docs.PAGES:
+        written = (ROOT / "docs" / name).read_text()
+        assert written == docs.page(name), ADVICE
+    on_pages = [command for commands in docs.PAGES.values() for command in commands]
+    assert sorted(on_pages) == sorted(command.name for command in COMMANDS)
 
 
 def test_printed_outputs_are_those_of_the_commands(docs: ModuleType) -> None:

@@ -1,38 +1,11 @@
-"""The pages of options say what the commands declare, and each option says enough."""
+"""Each option of a command says enough for the pages of options."""
 
 from __future__ import annotations
-
-import importlib.util
-from pathlib import Path
-from types import ModuleType
-
-import pytest
 
 from shardmlx.config.commands import COMMANDS
 from shardmlx.config.options import Declared, declared
 
-ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("options_page", ROOT / "scripts/options_page.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 OPTIONS = [(command.name, each) for command in COMMANDS for each in declared(command.line.options)]
-
-
-def test_the_pages_are_up_to_date(script: ModuleType) -> None:
-    for name in script.PAGES:
-        written = (ROOT / "docs" / name).read_text()
-        assert written == script.page(name), "run python scripts/docs.py"
-    on_pages = [command for commands in script.PAGES.values() for command in commands]
-    assert sorted(on_pages) == sorted(command.name for command in COMMANDS)
 
 
 def wrong_with(each: Declared) -> list[str]:

@@ -1,20 +1,14 @@
-"""Write the pages of options out of what the commands declare.
-
-``python scripts/docs.py`` writes them, with all else that docs print of the program.
-"""
+"""The pages of options, made of what the commands declare."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
 
 from shardmlx.config.commands import BY_NAME
 from shardmlx.config.inference import InferenceConfig
 from shardmlx.config.options import Declared, declared
 from shardmlx.config.train import TrainConfig
-
-DOCS = Path(__file__).parents[1] / "docs"
 
 PAGES = {
     "options.md": ("train", "report", "plan", "profile", "launch"),
@@ -162,8 +156,3 @@ def _value(each: Declared) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("*", "\\*")
-
-
-if __name__ == "__main__":
-    for name in PAGES:
-        (DOCS / name).write_text(page(name), encoding="utf-8")
