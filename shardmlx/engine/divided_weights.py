@@ -8,9 +8,8 @@ layer by layer, while the next layer is updated::
     replica 0   update q, up   of layer 5     send q, up     of layer 5, update those of layer 4
     replica 1   update k, down of layer 5     send k, down   of layer 5, update those of layer 4
 
-In stage 3 each replica gathers a layer when it needs it. A
-replica keeps the weights that it owns. The others' weights are received, layer after layer, into
-buffers for two layers, the rooms::
+In stage 3 each replica gathers a layer when it needs it. A replica keeps the weights that it owns.
+The others' weights are received, layer after layer, into buffers for two layers, the rooms::
 
     layer           0              1              2              3
     computes        with room 0    with room 1    with room 0    with room 1

@@ -130,7 +130,7 @@ class ArgumentRules:
         """Return the rule of a text, with what ends it."""
         form, rules = self.form, self.rules
         end = [*rules.terms(form.quote or form.after)]
-        # With what ends it, for else the beginning of that would count as text.
+        # The rule includes the end mark: else the mark's beginning would count as text.
         last = "" if end[0].startswith("<[") else end.pop(0)
         branches = string_branches(schema, self.root)
         no_texts = list(self._no_texts(is_null="null" in types_of(schema, self.root)))
