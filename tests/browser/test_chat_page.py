@@ -441,7 +441,9 @@ def test_settings_are_kept_and_used(page: Page, stage: Stage) -> None:
     assert "at most 1000 tokens" in page.one("#settings").text
     page.one("[name=max_tokens]").clear()
     page.one("[name=max_tokens]").send_keys("5", Keys.ENTER)
-    page.wait("!document.getElementById('settings').open")
+    # Settings are kept in the event that follows the closing of the dialog.
+    page.wait("localStorage.getItem('shardmlx.settings').includes('pirate')")
+    assert not page.run("return document.getElementById('settings').open")
     page.one("#open-settings").click()
     page.one("[name=top_p]").send_keys("7", Keys.ENTER)
     assert page.run("return document.getElementById('settings').open"), "7 is no probability"
