@@ -1,8 +1,8 @@
 """The interface through which ranks exchange arrays, and Python objects outside the hot path.
 
 Every wait is bounded: it ends with ``TransportTimeout``, which names what it waited for. Objects
-are pickled: the ranks of one job trust each other. ``mpi`` and ``local_transport`` carry the
-messages, and ``sums`` adds arrays by them.
+are pickled: the ranks of one job trust each other. ``mpi`` carries the messages, and ``sums`` adds
+arrays by them.
 """
 
 from __future__ import annotations

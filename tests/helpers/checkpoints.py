@@ -16,10 +16,10 @@ from shardmlx.checkpoint.resume import Storage, choose_storage
 from shardmlx.checkpoint.store import FileInfo, Manifest, Store
 from shardmlx.checkpoint.writer import CheckpointWriter, Snapshot
 from shardmlx.common.durable_files import write_durably
-from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
 from shardmlx.distributed.messages import buffer_of
 from shardmlx.distributed.shared_disks import find_disks
 from shardmlx.distributed.transport import Transport
+from tests.helpers.local_transport import LocalNetwork, LocalTransport
 
 Tensors = dict[str, mx.array]
 Bytes = dict[str, tuple[tuple[int, ...], mx.Dtype, bytes]]

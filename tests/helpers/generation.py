@@ -9,7 +9,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generate_step
 
-from shardmlx.distributed.local_transport import LocalNetwork
 from shardmlx.distributed.transport import Transport
 from shardmlx.inference.pipeline import FirstStage, LaterStage
 from shardmlx.inference.prefix_cache import PrefixCache
@@ -17,6 +16,7 @@ from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 from shardmlx.inference.scheduler import Scheduler
 from shardmlx.inference.stage import StageWorker
 from shardmlx.models.slice import Slice
+from tests.helpers.local_transport import LocalNetwork
 
 Texts = dict[int, list[int]]
 

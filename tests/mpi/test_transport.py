@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
 from shardmlx.distributed.messages import PeerLost
 from tests.helpers import transport_checks
 from tests.helpers.jobs import PROGRAMS, SECONDS_TO_END
+from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.mpirun import mpirun, run_checks, verdict
 from tests.helpers.transport_checks import CHECKS
 

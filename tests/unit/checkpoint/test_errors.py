@@ -17,7 +17,6 @@ from shardmlx.checkpoint.store import Store
 from shardmlx.common.durable_files import flush_to_disk
 from shardmlx.distributed import byte_stream
 from shardmlx.distributed.byte_stream import Outgoing
-from shardmlx.distributed.local_transport import LocalTransport
 from tests.helpers.checkpoints import (
     begin,
     complete,
@@ -30,6 +29,7 @@ from tests.helpers.checkpoints import (
     whole,
     writer_on,
 )
+from tests.helpers.local_transport import LocalTransport
 
 SECOND_FILE = "weights-01.safetensors"
 

@@ -16,10 +16,10 @@ import pytest
 from shardmlx.checkpoint.export import Collector, SaveError, save_adapters, save_model
 from shardmlx.common import durable_files
 from shardmlx.common.durable_files import flush_to_disk
-from shardmlx.distributed.local_transport import LocalTransport
 from shardmlx.distributed.messages import TransportError
 from shardmlx.pipeline.mesh import Mesh
 from tests.helpers.checkpoints import as_bytes, on_ranks, tensors_of, whole
+from tests.helpers.local_transport import LocalTransport
 
 CONFIG = {"num_layers": 2}
 SHARDS = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]

@@ -17,8 +17,8 @@ from shardmlx.common.reporter import Reporter
 from shardmlx.config.specs import CheckpointOptions
 from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.agreement import AgreedError
-from shardmlx.distributed.local_transport import LocalTransport
 from tests.helpers.checkpoints import flip, hosts, on_ranks, save
+from tests.helpers.local_transport import LocalTransport
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
 
 

@@ -14,7 +14,6 @@ from shardmlx.checkpoint import writer
 from shardmlx.checkpoint.store import Store
 from shardmlx.checkpoint.writer import Saved, Snapshot
 from shardmlx.distributed import byte_stream
-from shardmlx.distributed.local_transport import LocalTransport
 from shardmlx.distributed.messages import buffer_of
 from tests.helpers.checkpoints import (
     as_bytes,
@@ -32,6 +31,7 @@ from tests.helpers.checkpoints import (
     whole,
     writer_on,
 )
+from tests.helpers.local_transport import LocalTransport
 
 
 @pytest.fixture(autouse=True)

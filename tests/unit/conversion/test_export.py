@@ -24,12 +24,12 @@ from shardmlx.config.options import OptionError
 from shardmlx.conversion import command
 from shardmlx.conversion.output import WORK
 from shardmlx.conversion.texts import texts_of
-from shardmlx.distributed.local_transport import LocalNetwork
 from shardmlx.errors import AgreedFailure, UserError
 from shardmlx.loading import partial_copy
 from shardmlx.modelfiles.model_files import open_model
 from tests.helpers.hub_server import File, Hub, serve
 from tests.helpers.hugging_face_experts import save_experts_one_by_one
+from tests.helpers.local_transport import LocalNetwork
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
 from tests.helpers.peft_adapters import save_peft
 

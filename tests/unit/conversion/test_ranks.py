@@ -16,12 +16,12 @@ from shardmlx.conversion import command
 from shardmlx.conversion.command import divide_layers, export, export_on_ranks
 from shardmlx.conversion.lazy_model import build_lazily
 from shardmlx.conversion.output import WORK, OutputDirectory
-from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.modelfiles.verify import verify
 from shardmlx.models.shape import ModelShape
 from tests.helpers.family_configs import CONFIGS
+from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
 
 pytestmark = pytest.mark.usefixtures("in_haste")

@@ -35,7 +35,6 @@ from shardmlx.costmodel.memory_limits import (
 )
 from shardmlx.costmodel.predict import planned_memory, predict_memory
 from shardmlx.costmodel.workload import Workload
-from shardmlx.distributed.local_transport import LocalNetwork
 from shardmlx.errors import UserError
 from shardmlx.loading import rank_setup
 from shardmlx.loading.rank_setup import find_budgets, set_limits, working_set
@@ -45,6 +44,7 @@ from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.stage_map import Partition, StageMap
 from shardmlx.planning.partition_problem import Candidate, plan_of
 from shardmlx.training.datasets import longest_input
+from tests.helpers.local_transport import LocalNetwork
 from tests.helpers.models_and_batches import tiny_config
 
 

@@ -7,9 +7,9 @@ import time
 import pytest
 
 from shardmlx.distributed.agreement import on_all_ranks, on_rank_0
-from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
 from shardmlx.distributed.messages import TransportTimeout
 from shardmlx.errors import UserError
+from tests.helpers.local_transport import LocalNetwork, LocalTransport
 
 
 def error_on_each(ranks: int, failing: set[int]) -> list[str]:

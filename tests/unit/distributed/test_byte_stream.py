@@ -14,7 +14,7 @@ import pytest
 
 from shardmlx.distributed import byte_stream
 from shardmlx.distributed.byte_stream import Incoming, Outgoing
-from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
+from tests.helpers.local_transport import LocalNetwork, LocalTransport
 
 PIECE = 16
 TAG = 1

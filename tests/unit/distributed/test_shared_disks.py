@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from shardmlx.checkpoint.store import Store
-from shardmlx.distributed.local_transport import LocalTransport
 from shardmlx.distributed.shared_disks import Disks, find_disks
 from tests.helpers.checkpoints import on_ranks
+from tests.helpers.local_transport import LocalTransport
 
 
 def look(directories: Sequence[Path]) -> Disks:

@@ -11,9 +11,9 @@ import pytest
 
 from shardmlx.distributed import sums
 from shardmlx.distributed.exchanges import FULL, Pace, pace_between_hosts, pace_of
-from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
 from shardmlx.distributed.sum_parts import equal_parts, levels_of, parts_by_speed
 from shardmlx.distributed.wire_formats import WIRE_FORMATS
+from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.transport_checks import contribution
 
 

@@ -14,7 +14,6 @@ import pytest
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from shardmlx.config.specs import FULL, NO_SAVINGS, NONE, SELECTIVE, Savings
-from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
 from shardmlx.distributed.messages import TransportTimeout
 from shardmlx.engine.batches import split
 from shardmlx.engine.divided_weights import DividedWeights
@@ -25,6 +24,7 @@ from shardmlx.engine.stage import Stage
 from shardmlx.models.slice import Slice
 from shardmlx.pipeline.plan import Plan
 from tests.helpers.checkpoints import Bytes, as_bytes
+from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.models_and_batches import (
     Layout,
     build,

@@ -14,7 +14,6 @@ import pytest
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from shardmlx.config.specs import NO_SAVINGS, NONE, RECOMPUTE, Savings
-from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
 from shardmlx.distributed.messages import TransportTimeout
 from shardmlx.engine.batches import split
 from shardmlx.engine.engine import Engine
@@ -25,6 +24,7 @@ from shardmlx.pipeline.actions import COMPUTE, Kind
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.stage_map import Partition, StageMap
+from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.models_and_batches import (
     Expected,
     Layout,

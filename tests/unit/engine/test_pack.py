@@ -11,11 +11,11 @@ import pytest
 from mlx.utils import tree_map
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from shardmlx.distributed.local_transport import LocalNetwork
 from shardmlx.engine.batches import NO_TOKENS, Batch, MicroBatch, make_batch, pack, split
 from shardmlx.models.packed_positions import PackedPositions
 from shardmlx.models.slice import Slice
 from shardmlx.pipeline.plan import Plan
+from tests.helpers.local_transport import LocalNetwork
 from tests.helpers.models_and_batches import (
     Gradients,
     Layout,

@@ -8,11 +8,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
 from shardmlx.engine.batches import split
 from shardmlx.engine.engine import Engine
 from shardmlx.engine.gradient_reducer import GradientReducer
 from tests.helpers.checkpoints import Tensors, as_bytes
+from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.models_and_batches import (
     Gradients,
     Layout,

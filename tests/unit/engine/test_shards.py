@@ -13,7 +13,6 @@ import pytest
 
 from shardmlx.config.checks import OPTIMIZERS
 from shardmlx.distributed.exchanges import Exchange
-from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
 from shardmlx.distributed.sums import Sums
 from shardmlx.engine import gradient_reducer
 from shardmlx.engine.batches import split
@@ -21,6 +20,7 @@ from shardmlx.engine.engine import Engine
 from shardmlx.engine.optimizer import Updater, build_optimizer
 from shardmlx.engine.owners import owners
 from tests.helpers.checkpoints import Bytes, as_bytes
+from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.models_and_batches import Layout, random_batch, stages_of, tiny_model
 
 STEPS = 2

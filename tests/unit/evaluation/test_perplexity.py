@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from shardmlx.config.inference import EVALUATE
-from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
 from shardmlx.errors import UserError
 from shardmlx.evaluation.perplexity import perplexity_of
 from shardmlx.evaluation.scoring import Scorer, Scores, batches_of
 from shardmlx.evaluation.tasks import continuation, rows_of
 from shardmlx.models.slice import Slice
 from tests.helpers.family_configs import CONFIGS
+from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.models_and_batches import VOCABULARY, build, tiny_model
 
 LENGTHS = [2, 30, 7, 19, 30, 3, 12]

@@ -10,9 +10,9 @@ import pytest
 
 from shardmlx.common.environment import Blas
 from shardmlx.config.inference import EvaluateConfig
-from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
 from shardmlx.errors import UserError
 from shardmlx.evaluation import command, tasks
+from tests.helpers.local_transport import LocalNetwork, LocalTransport
 
 TASK = """\
 task: rivers_{kind}

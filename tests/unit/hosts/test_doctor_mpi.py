@@ -11,13 +11,13 @@ import pytest
 
 from shardmlx.common.environment import Blas
 from shardmlx.config.doctor import DoctorConfig
-from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
 from shardmlx.distributed.messages import Array, Handle
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import AgreedFailure
 from shardmlx.hosts import doctor_mpi, speed_tests
 from shardmlx.hosts.findings import Examination, LinkSpeed
 from shardmlx.hosts.speed_tests import matmul_flops, measure_link, shares_memory
+from tests.helpers.local_transport import LocalNetwork, LocalTransport
 
 BLAS = Blas("OpenBLAS 0.3.21", 1)
 

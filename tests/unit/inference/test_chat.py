@@ -12,10 +12,10 @@ import pytest
 from shardmlx.common.environment import Blas
 from shardmlx.config.inference import CHAT
 from shardmlx.distributed.agreement import AgreedError
-from shardmlx.distributed.local_transport import LocalNetwork
 from shardmlx.errors import UserError
 from shardmlx.inference import chat
 from shardmlx.inference.chat_input import PipedLines
+from tests.helpers.local_transport import LocalNetwork
 
 
 def conversation(model: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ import pytest
 from mlx_lm.tokenizer_utils import load
 from tokenizers import AddedToken
 
-from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
 from shardmlx.inference.grammars import Grammars, Vocabulary, share_grammars
 from shardmlx.inference.prompts import PromptReader
 from shardmlx.inference.sampler import BatchSampler
@@ -24,6 +23,7 @@ from shardmlx.server.forced_calls import call_rules
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.structure import StructuredBody, grammar_of
 from tests.helpers.answers import format_of, parts_of
+from tests.helpers.local_transport import LocalNetwork, LocalTransport
 
 pytest.importorskip("llguidance", reason="needs llguidance: pip install llguidance")
 

@@ -16,7 +16,6 @@ from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from shardmlx.distributed.local_transport import LocalNetwork
 from shardmlx.distributed.messages import TransportTimeout
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import EngineError
@@ -27,6 +26,7 @@ from shardmlx.inference.stage import StageWorker
 from shardmlx.models.kv_cache import CacheQuantisation
 from shardmlx.models.slice import Slice
 from tests.helpers.generation import finish_all, on_ranks, texts_of
+from tests.helpers.local_transport import LocalNetwork
 from tests.helpers.models_and_batches import VOCABULARY, tiny_model
 
 LAYERS = 6

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from shardmlx.common.reporter import Reporter
-from shardmlx.distributed.local_transport import LocalNetwork
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.loading import discovery
 from shardmlx.loading.hub_download import find_model
 from tests.helpers.hub_server import File, Hub, serve, text_file
+from tests.helpers.local_transport import LocalNetwork
 from tests.helpers.undeclared_configs import UNDECLARED
 
 

@@ -15,12 +15,12 @@ from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.workload import ModelSizes, Workload, model_sizes
 from shardmlx.distributed.agreement import AgreedError
-from shardmlx.distributed.local_transport import LocalNetwork
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.loading import rank_setup
 from shardmlx.loading.rank_setup import PlanInputs, gather_plan_inputs, open_on_all_ranks
 from shardmlx.modelfiles.model_files import open_model
+from tests.helpers.local_transport import LocalNetwork
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
 
 GIB = 1 << 30

@@ -19,7 +19,6 @@ from shardmlx.common.reporter import Reporter
 from shardmlx.distributed import byte_stream
 from shardmlx.distributed.agreement import AgreedError
 from shardmlx.distributed.byte_stream import Outgoing
-from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
 from shardmlx.errors import UserError
 from shardmlx.loading import partial_copy
 from shardmlx.loading.build import build_to_generate
@@ -29,6 +28,7 @@ from shardmlx.modelfiles.sources import RECORD
 from shardmlx.models.config_reader import read_config
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
+from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
 from tests.helpers.peft_adapters import save_peft
 

@@ -21,7 +21,6 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from shardmlx.config.specs import Savings
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.hostfile import Machine
-from shardmlx.distributed.local_transport import LocalNetwork
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import pack, split
 from shardmlx.engine.divided_weights import DividedWeights
@@ -36,6 +35,7 @@ from shardmlx.pipeline.plan import Plan
 from shardmlx.planning.training_plan import plan_training
 from tests.helpers.family_configs import CONFIGS, LAYERS
 from tests.helpers.generation import by_mlx_lm, run_pipeline
+from tests.helpers.local_transport import LocalNetwork
 from tests.helpers.models_and_batches import (
     Gradients,
     Layout,

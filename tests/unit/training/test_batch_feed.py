@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from shardmlx.distributed.agreement import AgreedError
-from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
 from shardmlx.distributed.messages import TransportTimeout
 from shardmlx.engine.batches import Batch, split
 from shardmlx.errors import AgreedFailure
 from shardmlx.training.batch_feed import BatchFeed, Share, StopRequested
+from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.models_and_batches import Layout, random_batch
 
 ROWS = 6

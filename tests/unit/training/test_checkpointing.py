@@ -12,10 +12,10 @@ import pytest
 
 from shardmlx.checkpoint.store import Store
 from shardmlx.config.train import TrainConfig
-from shardmlx.distributed.local_transport import LocalNetwork
 from shardmlx.loading import rank_setup
 from shardmlx.training.command import train_model
 from tests.helpers.checkpoints import Bytes, as_bytes
+from tests.helpers.local_transport import LocalNetwork
 
 COMMON: dict[str, Any] = {
     "batch_size": 4,

@@ -20,7 +20,6 @@ from shardmlx.costmodel.measured_memory import MemorySample
 from shardmlx.costmodel.profile_file import read_profile
 from shardmlx.costmodel.timing import Sample, Seconds
 from shardmlx.distributed.agreement import AgreedError
-from shardmlx.distributed.local_transport import LocalNetwork
 from shardmlx.distributed.messages import TransportTimeout
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
@@ -28,6 +27,7 @@ from shardmlx.planning.training_plan import plan_training
 from shardmlx.training import profiling, sample_model
 from tests.helpers.fake_models import TINY, model_files, write
 from tests.helpers.family_configs import CONFIGS
+from tests.helpers.local_transport import LocalNetwork
 from tests.helpers.models_and_batches import tiny_config
 
 PART = Seconds(1.0, 1.0, 1.0, 0.1)

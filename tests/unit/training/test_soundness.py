@@ -9,8 +9,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from shardmlx.distributed.local_transport import LocalNetwork, LocalTransport
 from shardmlx.training.soundness import Fault, Soundness
+from tests.helpers.local_transport import LocalNetwork, LocalTransport
 
 OF_RANK = ("mine.0", "mine.1")
 

@@ -14,11 +14,11 @@ import pytest
 
 from shardmlx.checkpoint.store import Store
 from shardmlx.config.train import TrainConfig
-from shardmlx.distributed.local_transport import LocalNetwork
 from shardmlx.errors import AgreedFailure
 from shardmlx.loading import rank_setup
 from shardmlx.training.command import train_model
 from tests.helpers.letters import write
+from tests.helpers.local_transport import LocalNetwork
 
 STILL: dict[str, Any] = {"lr_schedule": {"name": "linear_schedule", "arguments": [0, 0, 1]}}
 FULL: dict[str, Any] = {"fine_tune_type": "full", "save_every": 1}

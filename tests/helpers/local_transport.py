@@ -1,16 +1,13 @@
-"""Ranks as threads of one process: for tests, and for reading along in a debugger."""
+"""Ranks as threads of one process."""
 
 from __future__ import annotations
 
-import atexit
 import functools
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
-from queue import SimpleQueue
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
-
-import mlx.core as mx
 
 from shardmlx.distributed.messages import Array, Handle, buffer_of
 from shardmlx.distributed.transport import Transport
@@ -64,21 +61,16 @@ class LocalNetwork:
                 return handle
             other = theirs[key].popleft()
         source, target = (handle, other) if is_send else (other, handle)
-        if source.array.nbytes != target.array.nbytes:
+        if source.array.nbytes == target.array.nbytes:
+            buffer_of(target.array)[:] = buffer_of(source.array)
+            target.done = True
+        else:
             target.error = ValueError(
                 f"message {key}: {source.array.shape} sent, {target.array.shape} due"
             )
-            self._complete(source)
-            return handle
-        buffer_of(target.array)[:] = buffer_of(source.array)
-        self._complete(source, target)
+        source.done = True
+        self.wake()
         return handle
-
-    def _complete(self, *handles: Handle) -> None:
-        with self._changed:
-            for handle in handles:
-                handle.done = True
-            self._changed.notify_all()
 
     def wait(self, handle: Handle, seconds: float, failed: Callable[[], bool]) -> bool:
         """Return whether ``handle`` is done within ``seconds``, or before its rank has ``failed``.
@@ -101,75 +93,31 @@ class LocalNetwork:
             self._changed.notify_all()
 
     def abort(self) -> None:
-        """Wake all ranks that wait."""
-        with self._changed:
-            self._aborted = True
-            self._changed.notify_all()
+        """End the waits of all ranks."""
+        self._aborted = True
+        self.wake()
 
     def run(self, work: Callable[[LocalTransport], Any]) -> list[Any]:
         """Run ``work`` on a thread for each rank; return its results by rank, or raise the first
         error."""
-        results: list[Any] = [None] * self.size
         errors: list[BaseException] = []
 
-        def body(rank: int) -> None:
+        def body(rank: int) -> Any:
             threading.current_thread().name = f"rank-{rank}"
             try:
-                results[rank] = work(LocalTransport(self, rank))
+                return work(LocalTransport(self, rank))
             except BaseException as error:
                 errors.append(error)
                 self.abort()
 
-        done = [_worker().start(functools.partial(body, rank)) for rank in range(self.size)]
-        for event in done:
-            event.wait()
+        done = [_threads().submit(body, rank) for rank in range(self.size)]
+        wait(done)
         if errors:
             raise errors[0]
-        return results
-
-
-class _Worker:
-    """A thread of its own, which goes into ``idle`` after each work, to be used again.
-
-    MLX adds a thread to every thread that computes, and never ends it: with new threads for each
-    run, a process of many runs would have thousands.
-    """
-
-    def __init__(self, idle: list[_Worker]) -> None:
-        self._idle = idle
-        self._works: SimpleQueue[tuple[Callable[[], None], threading.Event] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        atexit.register(self._end)
-
-    def start(self, work: Callable[[], None]) -> threading.Event:
-        """Begin ``work``, which must not raise; return an event that is set when it is done."""
-        done = threading.Event()
-        self._works.put((work, done))
-        return done
-
-    def _run(self) -> None:
-        while (item := self._works.get()) is not None:
-            work, done = item
-            work()
-            del item, work  # free all that it holds
-            self._idle.append(self)
-            done.set()
-        mx.clear_streams()  # MLX requires this of each thread at its end
-
-    def _end(self) -> None:
-        self._works.put(None)
-        self._thread.join(1.0)
+        return [each.result() for each in done]
 
 
 @functools.cache
-def _idle_workers() -> list[_Worker]:
-    return []
-
-
-def _worker() -> _Worker:
-    idle = _idle_workers()
-    try:
-        return idle.pop()
-    except IndexError:
-        return _Worker(idle)
+def _threads() -> ThreadPoolExecutor:
+    """Return threads that are used again: MLX adds one to each that computes, and never ends it."""
+    return ThreadPoolExecutor(64)
