@@ -15,7 +15,7 @@ from shardmlx.errors import UserError
 from tests.helpers.markdown import anchors, blocks, links
 from tests.helpers.sources import ROOT, parsed
 
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 DOCS = ROOT / "docs"
 INDEX = DOCS / "README.md"
 FILE = re.compile(
