@@ -19,8 +19,7 @@ GATED_W = ("w1", "w3", "w2")
 
 
 class Attention(NamedTuple):
-    """Attention of a layer: its linear layers and norms by path, its heads, and ``kept`` as in
-    ``LayerShape``."""
+    """Attention of a layer: fields of ``LayerShape``."""
 
     linears: Mapping[str, Linear]
     norms: Mapping[str, Norm]
@@ -29,14 +28,10 @@ class Attention(NamedTuple):
 
 
 class MLP(NamedTuple):
-    """An MLP of a layer, dense or of experts: parts by path, and the fields of ``LayerShape``."""
+    """An MLP of a layer, dense or of experts: fields of ``LayerShape``."""
 
     linears: Mapping[str, Linear]
-    width: int
     arrays: Mapping[str, tuple[int, ...]] = {}
-    experts: int = 0
-    experts_per_token: int = 0
-    passing: float = 0.0
     kept: int = 0
 
 
@@ -47,7 +42,8 @@ class Grouped:
     head_dim: str = "head_dim"
     """Field with the size of a head; without it hidden size by heads, as for an empty name."""
     bias: Fact = False
-    output_bias: Fact = False
+    output_bias: Fact | None = None
+    """That of the last matrix; None for the same."""
     norms: str = ""
     """Norms of queries and keys: of each ``head`` with one weight, of ``each head`` with its own,
     as a ``list`` of modules, of all heads as a ``whole``, ``weightless``, or none."""
@@ -61,17 +57,13 @@ class Grouped:
     def __call__(self, config: Config) -> Attention:
         """Return the attention of a config.json."""
         hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
-        groups = config.count("num_key_value_heads", heads)
         if self.head_dim and config.get(self.head_dim) is not None:
             dim = config.count(self.head_dim)
         else:
             dim = config.share("hidden_size", "num_attention_heads")
-        if heads % groups:
-            raise UserError(
-                f"config.json: num_attention_heads {heads} is not divisible by "
-                f"num_key_value_heads {groups}",
-                AGAIN,
-            )
+        groups = heads
+        if config.get("num_key_value_heads") is not None:
+            groups //= config.share("num_attention_heads", "num_key_value_heads")
         queries, keys, bias = heads * dim, groups * dim, config.holds(self.bias)
         sides = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
         if self.joined:
@@ -80,15 +72,14 @@ class Grouped:
             f"{self.path}.{name}": Linear("attention", hidden, outputs, bias)
             for name, outputs in sides.items()
         }
-        output_bias = config.holds(self.output_bias)
+        output_bias = bias if self.output_bias is None else config.holds(self.output_bias)
         linears[f"{self.path}.{self.output}"] = Linear("values", queries, hidden, output_bias)
         norms: dict[str, Norm] = {}
-        kept = 0
-        if self.norms and config.holds(self.has_norms):
-            if self.norms == "weightless":
-                kept = queries + keys
+        has_norms = self.norms and config.holds(self.has_norms)
+        if has_norms:
             for name, count in zip(self.norm_names, (heads, groups), strict=True):
                 norms |= self._norms(f"{self.path}.{name}", count, dim)
+        kept = queries + keys if has_norms and self.norms == "weightless" else 0
         joined = queries + keys if self.joined else 0
         return Attention(linears, norms, Heads(heads, groups, dim, dim, 2 * keys, joined), kept)
 
@@ -167,13 +158,10 @@ class Dense:
     """True if the first matrix is gate and up in one."""
     bias: Fact = False
 
-    def __call__(self, config: Config, source: str) -> MLP:
+    def __call__(self, config: Config, source: str = "mlp", width: int = 0) -> MLP:
         """Return the MLP of a config.json; ``source`` names its input."""
-        return self.of_width(config, config.count(self.width), source)
-
-    def of_width(self, config: Config, width: int, source: str) -> MLP:
-        """Return the MLP, of another width than config.json gives."""
         hidden, bias = config.count("hidden_size"), config.holds(self.bias)
+        width = width or config.count(self.width)
         *ups, down = self.names
         linears = {
             f"{self.path}.{up}": Linear(source, hidden, width * (1 + self.is_joined), bias)
@@ -182,8 +170,7 @@ class Dense:
         has_gate = self.is_joined or len(ups) > 1
         product = f"{'product' if has_gate else 'activations'} of {self.path}"
         linears[f"{self.path}.{down}"] = Linear(product, width, hidden, bias)
-        # The gradients of both halves, and the whole gradient, which adapters scale.
-        return MLP(linears, width, passing=4.0 * self.is_joined)
+        return MLP(linears)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,13 +207,13 @@ class Experts:
     """Field with the width of a shared expert, if it has another one than the rest."""
     shared_path: str = "shared_experts"
     has_shared_gate: bool = False
-    """True for one shared expert of that width, whose answer a gate weights."""
+    """True for one shared expert, whose answer a gate weights."""
 
     def __call__(self, config: Config) -> MLP:
         """Return the experts of a config.json."""
         hidden, path, bias = config.count("hidden_size"), self.path, config.holds(self.bias)
-        width = config.number(self.width, 0) if self.other_width else config.count(self.width)
-        width = width or config.count(self.other_width)
+        width = config.number(self.width, 0) if self.other_width else 0
+        width = width or config.count(self.other_width or self.width)
         number, active = config.count(self.count), config.count(self.used)
         if active > number:
             raise UserError(
@@ -240,31 +227,24 @@ class Experts:
             linears[f"{path}.{self.router}"] = Linear("mlp", hidden, number, self.router_bias)
         if self.correction and config.holds(self.has_correction):
             arrays[f"{path}.{self.correction}"] = (number,)
-        sides = ((hidden, width), (hidden, width), (width, hidden))
-        for i, (name, (inputs, outputs)) in enumerate(zip(GATED, sides, strict=True)):
+        for i, name in enumerate(GATED):
+            is_down = name == GATED[-1]
             linears[f"{path}.{self.stack}.{name}"] = Linear(
-                "product" if name == GATED[-1] else "experts",
-                inputs,
-                outputs,
+                "product" if is_down else "experts",
+                width if is_down else hidden,
+                hidden if is_down else width,
                 bias,
                 number,
                 active,
                 f"{path}.experts.{{}}.{self.names[i]}" if self.names else "",
             )
-        shared = self._shared_width(config, width)
+        shared_path, shared = f"{path}.{self.shared_path}", int(self.has_shared_gate)
+        if self.shared and config.holds(self.has_shared):
+            shared = config.number(self.shared, 0)
         if shared:
-            part = Dense(path=f"{path}.{self.shared_path}", bias=bias)
-            linears |= part.of_width(config, shared, "mlp").linears
+            own = config.number(self.shared_width, 0) or width
+            linears |= Dense(path=shared_path, bias=bias)(config, width=shared * own).linears
         if self.has_shared_gate:
-            linears[f"{path}.{self.shared_path}_gate"] = Linear("mlp", hidden, 1)
+            linears[f"{shared_path}_gate"] = Linear("mlp", hidden, 1)
         # The answer of a shared expert, before its gate.
-        kept = hidden * self.has_shared_gate
-        return MLP(linears, width * active + shared, arrays, number, active, kept=kept)
-
-    def _shared_width(self, config: Config, width: int) -> int:
-        if self.has_shared_gate:
-            return config.count(self.shared_width)
-        has_shared = self.shared and config.holds(self.has_shared)
-        number = config.number(self.shared, 0) if has_shared else 0
-        own = config.number(self.shared_width, 0) if self.shared_width else 0
-        return number * (own or width)
+        return MLP(linears, arrays, kept=hidden * self.has_shared_gate)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from shardmlx.models.blocks import Attention, Dense, Experts, Grouped
 from shardmlx.models.config_reader import Config, Fact
@@ -17,11 +17,7 @@ _GROUPED, _DENSE = Grouped(), Dense()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A family of models: the facts for planning and loading, that is, the columns of its row.
-
-    The first columns describe the layers. A family whose layers no column describes is a subclass
-    with its own ``layers``.
-    """
+    """A family of models: the facts for planning and loading, that is, the columns of its row."""
 
     attention: Callable[[Config], Attention] = _GROUPED
     mlp: Dense = _DENSE
@@ -40,16 +36,14 @@ class Family:
     arrays: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Sides of further arrays of a layer by path, each as the field with its length."""
     activation: Activation = SWIGLU
-    costs: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of ``LayerShape``."""
+    scores: int = 1
+    score_weights: int = 0
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of mlx-lm for fields missing in config.json, or in its text model."""
     only: tuple[str, ...] = ()
     """Fields that must be false."""
-    tied: bool | None = True
-    """True if the embedding is the lm_head by default; None if config.json must say so."""
-    is_tied_by_config: bool = True
-    """False if config.json does not decide it."""
+    tied: Literal["always", "never", "by default", "if said", "as said"] = "by default"
+    """When the embedding is the lm_head. ``as said`` needs the field in config.json."""
     embedding: str = "embed_tokens"
     """Name of the embedding, in ``model``."""
     final_norm: str = "norm"
@@ -115,26 +109,21 @@ class Family:
         arrays = {
             path: tuple(map(config.count, fields)) for path, fields in self.arrays.items()
         } | dict(mlp.arrays)
-        shape: dict[str, Any] = {
-            "experts": mlp.experts,
-            "experts_per_token": mlp.experts_per_token,
-            "passing": mlp.passing,
-            "kept": attention.kept + mlp.kept,
-        }
         return LayerShape(
             linears=(*attention.linears.items(), *mlp.linears.items()),
             norms=(*norms.items(), *attention.norms.items()),
             arrays=tuple(arrays.items()),
             heads=attention.heads,
-            mlp=mlp.width,
             window=window,
             activation=self.activation,
-            **{**shape, **self.costs},
+            scores=self.scores,
+            score_weights=self.score_weights,
+            kept=attention.kept + mlp.kept,
         )
 
 
 UNDECLARED = Family(
-    tied=None,
+    tied="as said",
     chooses_caches=True,
     takes_pieces=False,
     takes_packed=False,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import cycle, islice
 from typing import Any
 
 from shardmlx.errors import UserError
@@ -17,53 +18,28 @@ Windows = Sequence[int | None]
 
 def no_windows(config: Config) -> Windows:
     """Return no window for each layer."""
-    return [None] * config.count("num_hidden_layers")
+    return _windows(config, [FULL])
 
 
 def windows_by_type(config: Config) -> Windows:
     """Return the windows as ``layer_types`` says; mlx-lm ignores a bare ``sliding_window``."""
-    kinds = config.each_layer("layer_types")
-    if kinds is None:
-        return no_windows(config)
-    for kind in kinds:
-        if kind not in (FULL, WINDOWED):
-            raise UserError(
-                f"config.json: layer_types names {kind!r}",
-                f"only {FULL} and {WINDOWED} are supported",
-            )
-    if FULL not in kinds:
-        raise UserError(f"config.json: layer_types has no {FULL}", "mlx-lm needs one")
-    if WINDOWED not in kinds:
-        return no_windows(config)
-    window = config.count("sliding_window")
-    return [window if kind == WINDOWED else None for kind in kinds]
+    return _windows(config, config.each_layer("layer_types") or [FULL])
 
 
 def windows_by_type_in_turn(config: Config) -> Windows:
     """Return the windows as ``layer_types`` says, or else of every other layer."""
-    pairs = [WINDOWED, FULL] * (config.count("num_hidden_layers") // 2)
-    return windows_by_type(
-        Config({**config.fields, "layer_types": config.get("layer_types", pairs)})
-    )
+    return _windows(config, config.each_layer("layer_types") or [WINDOWED, FULL])
 
 
 def windows_by_type_or_fourth(config: Config) -> Windows:
     """Return the windows as ``layer_types`` says, or else of all but each fourth layer."""
-    if config.get("layer_types") is not None:
-        return windows_by_type(config)
-    return windows_by_period(Config({**config.fields, "sliding_window_pattern": 4}))
+    return _windows(config, config.each_layer("layer_types") or [*[WINDOWED] * 3, FULL])
 
 
 def windows_by_period(config: Config) -> Windows:
     """Return windows of which the last of each ``sliding_window_pattern`` layers has none."""
-    count, period = config.count("num_hidden_layers"), config.count("sliding_window_pattern")
-    if period > count:
-        raise UserError(
-            f"config.json: {count} layers are fewer than the {period} of sliding_window_pattern",
-            "mlx-lm needs a layer of each kind",
-        )
-    window = config.count("sliding_window")
-    found = [window if (i + 1) % period else None for i in range(count)]
+    period = config.count("sliding_window_pattern")
+    found = _windows(config, [*[WINDOWED] * (period - 1), FULL])
     kinds = config.each_layer("layer_types") or []
     if any((kind == FULL) != (each is None) for kind, each in zip(kinds, found, strict=False)):
         raise UserError(
@@ -76,9 +52,22 @@ def windows_by_period(config: Config) -> Windows:
 def windows_by_letter(config: Config) -> Windows:
     """Return the windows of layers with an L in ``sliding_window_pattern``, which repeats."""
     pattern = config.get("sliding_window_pattern") or "G"
-    window = config.count("sliding_window") if "L" in pattern else None
-    count = config.count("num_hidden_layers")
-    return [window if pattern[i % len(pattern)] == "L" else None for i in range(count)]
+    return _windows(config, [WINDOWED if letter == "L" else FULL for letter in pattern])
+
+
+def _windows(config: Config, kinds: Sequence[Any]) -> Windows:
+    """Return the windows of layers of these kinds, which repeat."""
+    for kind in kinds:
+        if kind not in (FULL, WINDOWED):
+            raise UserError(
+                f"config.json: layer_types names {kind!r}",
+                f"only {FULL} and {WINDOWED} are supported",
+            )
+    every = [*islice(cycle(kinds), config.count("num_hidden_layers"))]
+    if FULL not in every:
+        raise UserError(f"config.json: no layer is of type {FULL}", "mlx-lm needs one")
+    window = config.count("sliding_window") if WINDOWED in every else None
+    return [window if kind == WINDOWED else None for kind in every]
 
 
 # Layers of experts
@@ -118,14 +107,10 @@ def named_layers(config: Config) -> Sequence[bool]:
 
 
 def layers_between(config: Config) -> Sequence[bool]:
-    """Return true for every ``moe_layer_interval``-th layer between two."""
+    """Return true for every ``moe_layer_interval``-th layer between two; given one of each for
+    texts and one for images, between the outer ones."""
     count, step = config.count("num_hidden_layers"), config.count("moe_layer_interval", 1)
-    first = _edge(config, "moe_layer_start_index", 0, min)
-    last = _edge(config, "moe_layer_end_index", count, max)
+    first, last = config.get("moe_layer_start_index", 0), config.get("moe_layer_end_index", count)
+    first = min(first) if isinstance(first, list) else first
+    last = max(last) if isinstance(last, list) else last
     return [first <= i <= last and (i + 1) % step == 0 for i in range(count)]
-
-
-def _edge(config: Config, key: str, default: int, choose: Callable[[list[int]], int]) -> int:
-    """Return a layer; given one for texts and one for images, the one that ``choose`` takes."""
-    value: Any = config.get(key, default)
-    return choose(value) if isinstance(value, list) else int(value)

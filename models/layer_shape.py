@@ -12,21 +12,25 @@ from typing import NamedTuple
 
 
 class Activation(NamedTuple):
-    """The function between an MLP's products: ``kept`` are the arrays of its width that mlx-lm
-    keeps for the gradient beside gate and up. SwiGLU may be computed in other ways."""
+    """The function between an MLP's products, in arrays of the MLP's width.
+
+    ``kept`` are those that mlx-lm keeps for the gradient beside gate and up, ``passing`` temporary
+    ones of the backward beyond those of SwiGLU, and ``weights`` those for gradients of its own
+    weights: from the forward on, and from the gradient for the input on.
+    """
 
     kept: float
+    passing: float = 0.0
+    weights: tuple[int, int] = (0, 0)
     is_swiglu: bool = False
-
-    @property
-    def without_gate(self) -> Activation:
-        """The same function in an MLP without a gate, which keeps neither gate nor up."""
-        return Activation(self.kept - 2)
+    """True if SwiGLU may be computed in other ways."""
 
 
-SWIGLU, GELU = Activation(2, is_swiglu=True), Activation(3)
-GELU_APPROX = Activation(4)
+SWIGLU, GELU, GELU_APPROX = Activation(2, is_swiglu=True), Activation(3), Activation(4)
 """Common activations; ``silu(gate) * up`` keeps the sigmoid, and silu."""
+JOINED_SWIGLU = SWIGLU._replace(passing=4.0)
+"""SwiGLU of one matrix's output: the gradients of both halves, and the whole gradient, which
+adapters scale."""
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
 """Norms of the hidden states in most families, before attention and before the MLP."""
@@ -98,24 +102,15 @@ class LayerShape:
     """Sizes of a decoder layer.
 
     ``linears`` and ``norms`` are by path in the layer, ``arrays`` the shapes of all other
-    parameters. ``window`` is the number of tokens that attention sees, None for all before. ``mlp``
-    is the width between up and down, summed over a token's experts.
+    parameters. ``window`` is the number of tokens that attention sees, None for all before.
     """
 
     linears: tuple[tuple[str, Linear], ...]
     norms: tuple[tuple[str, Norm], ...]
     heads: Heads
-    mlp: int
-    window: int | None = None
-    experts: int = 0
-    experts_per_token: int = 0
     arrays: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    window: int | None = None
     activation: Activation = SWIGLU
-    activation_weights: tuple[int, int] = (0, 0)
-    """Arrays of that width that it keeps for the gradients of its own weights, if these are
-    trained: from the forward on, and from the gradient for the input on."""
-    passing: float = 0.0
-    """Temporary arrays of that width in the backward, beyond those of SwiGLU."""
     scores: int = 1
     """Arrays that attention keeps of its scores: the probabilities and their origin."""
     score_weights: int = 0
@@ -125,11 +120,33 @@ class LayerShape:
     sums."""
 
     @property
+    def mlp(self) -> int:
+        """The width between up and down, summed over a token's experts."""
+        return sum(
+            each.uses * each.inputs
+            for _, each in self.linears
+            if each.source.startswith(("product", "activations"))
+        )
+
+    @property
     def width(self) -> int:
         """Width of the MLP, or of one expert."""
-        return next(
-            (each.outputs for _, each in self.linears if each.source == "experts"), self.mlp
-        )
+        expert = self._expert
+        return self.mlp if expert is None else expert.outputs
+
+    @property
+    def experts(self) -> int:
+        """Number of experts."""
+        return 0 if self._expert is None else self._expert.experts
+
+    @property
+    def experts_per_token(self) -> int:
+        """Number of experts that a token passes."""
+        return 0 if self._expert is None else self._expert.uses
+
+    @property
+    def _expert(self) -> Linear | None:
+        return next((each for _, each in self.linears if each.source == "experts"), None)
 
     @property
     def is_parallel(self) -> bool:

@@ -75,9 +75,10 @@ class ModelShape:
             fields = Config({**outer.defaults, **own, **taken})
         fields = Config({**family.defaults, **fields.fields})
         fields.count("num_hidden_layers")
-        tied = family.tied
-        if family.is_tied_by_config:
-            tied = fields.switch("tie_word_embeddings", outer.tied)
+        tied = family.tied == "always"
+        if family.tied not in ("always", "never"):
+            default = {"by default": True, "if said": False}.get(outer.tied)
+            tied = fields.switch("tie_word_embeddings", default)
         scaling = fields.get("rope_scaling", {})
         if scaling.get("truncate") is False and not family.rounds_yarn:
             raise UserError(
@@ -90,7 +91,7 @@ class ModelShape:
             text_type=text_type,
             hidden_size=fields.count("hidden_size"),
             vocab_size=fields.count("vocab_size"),
-            tied=bool(tied),
+            tied=tied,
             names=Names(
                 f"{model}layers.",
                 model + family.embedding,

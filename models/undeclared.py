@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardmlx.models.config_reader import MOST_LAYERS
-from shardmlx.models.layer_shape import GELU_APPROX, Heads, LayerShape, Linear, Norm
+from shardmlx.models.layer_shape import Activation, Heads, LayerShape, Linear, Norm
 from shardmlx.models.shape import ModelShape, Names
 
 Sides = tuple[int, ...]
@@ -185,10 +185,8 @@ def _with_mlp(
     arrays: dict[str, Sides],
     heads: Heads,
 ) -> LayerShape:
-    """Return the layer, with the width of its MLP and the arrays that its activation keeps."""
+    """Return the layer, with the arrays that its activation keeps."""
     each = linears.values()
-    width = sum(one.uses * one.inputs for one in each if one.source.startswith("product"))
-    up = sum(one.uses * one.outputs for one in each if one.source in ("mlp", "experts"))
     joined = [one.outputs for one in each if one.source == "attention"]
     if len(joined) == 1 and joined[0] > heads.queries * heads.key_dim > 0:
         heads = heads._replace(joined=(heads.queries + heads.keys) * heads.key_dim)
@@ -197,9 +195,7 @@ def _with_mlp(
         norms=tuple(norms.items()),
         arrays=tuple(arrays.items()),
         heads=heads,
-        mlp=width,
-        experts=max((one.experts for one in each), default=0),
-        experts_per_token=max((one.uses * bool(one.experts) for one in each), default=0),
     )
     # A gate and up are twice as wide as down.
-    return shape if up >= 2 * width > 0 else replace(shape, activation=GELU_APPROX.without_gate)
+    up = sum(one.uses * one.outputs for one in each if one.source in ("mlp", "experts"))
+    return shape if up >= 2 * shape.mlp > 0 else replace(shape, activation=Activation(2))

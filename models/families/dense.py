@@ -5,6 +5,8 @@ A row says what differs from Llama's layers, and the few facts that tensors do n
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shardmlx.models.blocks import GATED_W, Dense, Grouped
 from shardmlx.models.family import Family
 from shardmlx.models.layer_kinds import (
@@ -13,7 +15,7 @@ from shardmlx.models.layer_kinds import (
     windows_by_type,
     windows_by_type_or_fourth,
 )
-from shardmlx.models.layer_shape import GELU, GELU_APPROX, Activation
+from shardmlx.models.layer_shape import GELU, GELU_APPROX, JOINED_SWIGLU, Activation
 
 ROPES = r"self_attn\.rotary_emb\.inv_freq"
 """Name of tensors that mlx-lm computes by itself."""
@@ -23,10 +25,16 @@ BEHIND = ("post_attention_layernorm", "post_feedforward_layernorm")
 AROUND = ("input_layernorm", BEHIND[0], "pre_feedforward_layernorm", BEHIND[1])
 
 PLAIN = Grouped(head_dim="")
-BIASED = Grouped(bias="attention_bias", output_bias="attention_bias")
+QKV_BIASED = Grouped(head_dim="", bias=True, output_bias=False)
+BIASED = Grouped(bias="attention_bias")
 HEAD_NORMS = Grouped(norms="head")
-ALL_NORMS = Grouped(bias="attention_bias", output_bias="attention_bias", norms="whole")
-JOINED = Dense(names=("gate_up_proj", "down_proj"), is_joined=True)
+ALL_NORMS = Grouped(bias="attention_bias", norms="whole")
+GLM = Family(
+    attention=Grouped(bias="attention_bias", output_bias=False),
+    mlp=Dense(names=("gate_up_proj", "down_proj"), is_joined=True),
+    activation=JOINED_SWIGLU,
+    dropped=ROPES,
+)
 BIASED_MLP = Dense(bias="mlp_bias")
 
 LLAMA = Family(
@@ -42,8 +50,8 @@ FAMILIES = {
     "llama": LLAMA,
     "mistral": LLAMA,
     "smollm3": Family(attention=BIASED, mlp=BIASED_MLP, windows=windows_by_type, dropped=ROPES),
-    "qwen2": Family(attention=Grouped(head_dim="", bias=True), dropped=ROPES),
-    "qwen3": Family(attention=HEAD_NORMS, tied=None),
+    "qwen2": Family(attention=QKV_BIASED, dropped=ROPES),
+    "qwen3": Family(attention=HEAD_NORMS, tied="as said"),
     "ministral3": Family(
         windows=windows_by_type,
         # Scales of weights in fp8, which mlx-lm multiplies in.
@@ -55,22 +63,20 @@ FAMILIES = {
         mlp=Dense(names=("up_proj", "down_proj"), bias="mlp_bias"),
         norms=("attention_layernorm", "feedforward_layernorm"),
         arrays={f"mlp.act_fn.{name}": () for name in ("alpha_n", "alpha_p", "beta", "eps")},
-        activation=Activation(0.35),
         # The gradients of alpha sum over as many numbers.
-        costs={"activation_weights": (2, 4), "passing": 4},
-        tied=None,
+        activation=Activation(0.35, passing=4, weights=(2, 4)),
+        tied="as said",
     ),
     "cohere": Family(
         attention=Grouped(
             head_dim="",
             bias="attention_bias",
-            output_bias="attention_bias",
             norms="each head",
             has_norms="use_qk_norm",
         ),
         is_parallel=True,
         only=("layer_norm_bias",),
-        is_tied_by_config=False,
+        tied="always",
     ),
     "cohere2": Family(
         attention=BIASED,
@@ -83,29 +89,29 @@ FAMILIES = {
             "sliding_window": 4096,
             "sliding_window_pattern": 4,
         },
-        is_tied_by_config=False,
+        tied="always",
         chooses_caches=True,
     ),
     "ernie4_5": Family(
-        attention=Grouped(bias="use_bias", output_bias="use_bias"),
+        attention=Grouped(bias="use_bias"),
         mlp=Dense(bias="use_bias"),
-        tied=None,
+        tied="as said",
     ),
     "exaone4": Family(
         attention=HEAD_NORMS,
         windows=windows_by_letter,
         norms=BEHIND,
-        tied=None,
+        tied="as said",
         chooses_caches=True,
     ),
-    "gemma": Family(activation=GELU, is_tied_by_config=False),
+    "gemma": Family(activation=GELU, tied="always"),
     # mlx-lm ignores the windows of every other layer.
     "gemma2": Family(
         norms=AROUND,
         activation=GELU_APPROX,
         # Probabilities, and the tanh of scores.
-        costs={"scores": 2},
-        is_tied_by_config=False,
+        scores=2,
+        tied="always",
         takes_pieces=False,
         # mlx-lm mistakes the rows of a batch's mask for heads.
         takes_batches=False,
@@ -123,46 +129,43 @@ FAMILIES = {
         },
         chooses_caches=True,
     ),
-    "glm": Family(attention=Grouped(bias="attention_bias"), mlp=JOINED, dropped=ROPES),
-    "glm4": Family(
-        attention=Grouped(bias="attention_bias"),
-        mlp=JOINED,
+    "glm": GLM,
+    "glm4": replace(
+        GLM,
         norms=(
             "input_layernorm",
             "post_self_attn_layernorm",
             "post_attention_layernorm",
             "post_mlp_layernorm",
         ),
-        tied=False,
-        is_tied_by_config=False,
+        tied="never",
+        dropped=None,
     ),
     "granite": Family(
-        attention=Grouped(head_dim="", bias="attention_bias", output_bias="attention_bias"),
+        attention=Grouped(head_dim="", bias="attention_bias"),
         mlp=BIASED_MLP,
     ),
     "helium": Family(
-        attention=Grouped(head_dim="", bias="attention_bias"),
+        attention=Grouped(head_dim="", bias="attention_bias", output_bias=False),
         mlp=BIASED_MLP,
         # mlx-lm gives a tied model an lm_head as well, which it loads and ignores.
         only=("tie_word_embeddings",),
-        tied=None,
+        tied="as said",
     ),
     "hunyuan_v1_dense": Family(
         attention=Grouped(
             bias="attention_bias",
-            output_bias="attention_bias",
             norms="head",
             has_norms="use_qk_norm",
             norm_names=("query_layernorm", "key_layernorm"),
         ),
         defaults={"use_qk_norm": True},
-        tied=False,
+        tied="if said",
     ),
     "internlm2": Family(
         attention=Grouped(
             head_dim="",
             bias="bias",
-            output_bias="bias",
             path="attention",
             output="wo",
             joined="wqkv",
@@ -170,16 +173,16 @@ FAMILIES = {
         mlp=Dense(path="feed_forward", names=GATED_W),
         norms=("attention_norm", "ffn_norm"),
         defaults={"bias": True},
-        tied=False,
+        tied="if said",
         embedding="tok_embeddings",
         head="output",
         dropped=r"attention\.rope\.inv_freq",
     ),
     # Its rotary embedding changes with the length.
     "internlm3": Family(
-        attention=Grouped(head_dim="", bias="qkv_bias", output_bias="qkv_bias"),
+        attention=Grouped(head_dim="", bias="qkv_bias"),
         mlp=Dense(bias="bias"),
-        tied=False,
+        tied="if said",
         dropped=r"attention\.rope\.inv_freq",
         takes_packed=False,
         takes_batches=False,
@@ -187,44 +190,45 @@ FAMILIES = {
     "llama4_text": Family(
         attention=Grouped(norms="weightless", has_norms="use_qk_norm"),
         mlp=Dense(width="intermediate_size_mlp", path="feed_forward"),
-        tied=None,
+        tied="as said",
         head="output",
     ),
     "mimo": Family(
-        attention=Grouped(head_dim="", bias=True),
-        tied=False,
+        attention=QKV_BIASED,
+        tied="if said",
         # Layers that predict more tokens.
         dropped=rf"{ROPES}|^model\.mtp_layers\.",
     ),
     # mlx-lm adds an lm_head to the tensors of a tied model, and then refuses it.
-    "minicpm": Family(attention=PLAIN, only=("tie_word_embeddings",), tied=False),
+    "minicpm": Family(attention=PLAIN, only=("tie_word_embeddings",), tied="if said"),
     "nemotron": Family(
         attention=BIASED,
         mlp=Dense(names=("up_proj", "down_proj"), bias="mlp_bias"),
         norm_bias=True,
         activation=Activation(0),
-        tied=False,
+        tied="if said",
     ),
     "olmo2": Family(attention=ALL_NORMS, mlp=BIASED_MLP, norms=BEHIND, dropped=ROPES),
     "olmo3": Family(
         attention=ALL_NORMS,
         windows=windows_by_type_or_fourth,
         norms=BEHIND,
-        tied=False,
+        tied="if said",
         chooses_caches=True,
     ),
     "phi": Family(
-        attention=Grouped(head_dim="", bias=True, output_bias=True, output="dense"),
+        attention=Grouped(head_dim="", bias=True, output="dense"),
         mlp=Dense(names=("fc1", "fc2"), bias=True),
         is_parallel=True,
         norm_bias=True,
-        activation=GELU_APPROX.without_gate,
-        tied=False,
-        is_tied_by_config=False,
+        activation=Activation(2),
+        tied="never",
         final_norm="final_layernorm",
         head_has_bias=True,
     ),
-    "phi3": Family(attention=Grouped(head_dim="", joined="qkv_proj"), mlp=JOINED, tied=False),
+    "phi3": replace(
+        GLM, attention=Grouped(head_dim="", joined="qkv_proj"), tied="if said", dropped=None
+    ),
     "seed_oss": Family(
         attention=Grouped(bias="attention_bias", output_bias="attention_out_bias"),
         mlp=BIASED_MLP,
@@ -233,23 +237,23 @@ FAMILIES = {
         attention=Grouped(
             head_dim="",
             bias="use_qkv_bias",
+            output_bias=False,
             norms="list",
             has_norms="qk_layernorm",
             norm_names=("q_layernorm.norms", "k_layernorm.norms"),
         ),
         is_parallel="use_parallel_residual",
         norm_bias=True,
-        tied=False,
-        is_tied_by_config=False,
+        tied="never",
     ),
     "starcoder2": Family(
-        attention=Grouped(head_dim="", bias=True, output_bias=True),
+        attention=Grouped(head_dim="", bias=True),
         mlp=Dense(names=("c_fc", "c_proj"), bias=True),
         norm_bias=True,
-        activation=GELU.without_gate,
+        activation=Activation(1),
         defaults={"vocab_size": 49152},
     ),
-    "telechat3": Family(attention=BIASED, mlp=BIASED_MLP, tied=False),
+    "telechat3": Family(attention=BIASED, mlp=BIASED_MLP, tied="if said"),
     # Text models beside a vision tower, which mlx-lm ignores.
     "gemma3": Family(
         defaults={"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208},
@@ -267,7 +271,7 @@ FAMILIES = {
         prefix="language_model.",
     ),
     "mistral3": Family(
-        tied=False,
+        tied="if said",
         dropped=r"vision_tower|multi_modal_projector",
         text="text_config",
         text_types=("ministral3", "mistral4"),

@@ -31,31 +31,31 @@ DEEPSEEK_V3 = Family(
     attention=Latent(),
     experts=CORRECTED,
     sparse=routed_layers,
-    tied=False,
-    is_tied_by_config=False,
+    tied="never",
     # The layer after the last predicts one token more; scales of weights in fp8 are multiplied in.
     dropped=r"\bmodel\.layers\.61|rotary_emb\.inv_freq|weight_scale_inv",
     takes_pieces=False,
     stored_otherwise=r"\.kv_b_proj\.",
 )
 GLM4_MOE = Family(
-    attention=Grouped(bias="attention_bias", norms="head", has_norms="use_qk_norm"),
+    attention=Grouped(
+        bias="attention_bias", output_bias=False, norms="head", has_norms="use_qk_norm"
+    ),
     experts=CORRECTED,
     sparse=routed_layers,
-    tied=False,
-    is_tied_by_config=False,
+    tied="never",
     drops_further_layers=True,
 )
 MINIMAX = Family(
     attention=Grouped(norms="whole", has_norms="use_qk_norm"),
     experts=replace(LOCAL, correction="e_score_correction_bias"),
     defaults={"use_qk_norm": True},
-    tied=False,
+    tied="if said",
     dropped="weight_scale_inv",
 )
 
 FAMILIES = {
-    "mixtral": Family(attention=Grouped(head_dim=""), experts=LOCAL, tied=False, has_gguf=True),
+    "mixtral": Family(attention=Grouped(head_dim=""), experts=LOCAL, tied="if said", has_gguf=True),
     "bailing_moe": Family(
         attention=Grouped(
             head_dim="",
@@ -81,34 +81,32 @@ FAMILIES = {
         ),
         sparse=layers_after_first,
         defaults={"moe_router_enable_shared_expert": True},
-        tied=False,
+        tied="if said",
         embedding="word_embeddings",
         stored_otherwise=r"\.mlp\.gate\.(weight|bias)$",
     ),
     "deepseek": Family(
-        attention=Grouped(head_dim="", bias="attention_bias", output_bias="attention_bias"),
+        attention=Grouped(head_dim="", bias="attention_bias"),
         experts=ROUTED,
         sparse=routed_layers,
-        tied=False,
-        is_tied_by_config=False,
+        tied="never",
     ),
     "deepseek_v2": Family(
         attention=Latent(absorbed=False),
         experts=ROUTED,
         sparse=routed_layers,
-        tied=False,
-        is_tied_by_config=False,
+        tied="never",
     ),
     **dict.fromkeys(("deepseek_v3", "joyai_llm_flash", "kimi_k2"), DEEPSEEK_V3),
     "dots1": Family(
         attention=Grouped(norms="head"),
         experts=replace(CORRECTED, stack="experts"),
         sparse=routed_layers,
-        tied=False,
+        tied="if said",
         dropped=r"rotary_emb\.inv_freq",
     ),
     "ernie4_5_moe": Family(
-        attention=Grouped(bias="use_bias", output_bias="use_bias"),
+        attention=Grouped(bias="use_bias"),
         mlp=Dense(bias="use_bias"),
         experts=Experts(
             count="moe_num_experts",
@@ -119,7 +117,7 @@ FAMILIES = {
         ),
         sparse=layers_between,
         defaults={"moe_k": 1},
-        tied=None,
+        tied="as said",
         dropped=r"mtp_(block|linear_proj|hidden_norm|emb_norm)\.|e_score_correction_bias",
     ),
     "exaone_moe": Family(
@@ -132,7 +130,7 @@ FAMILIES = {
         ),
         sparse=named_layers,
         windows=windows_by_type,
-        tied=False,
+        tied="if said",
         dropped=r"^mtp\.",
         chooses_caches=True,
         stored_otherwise=r"\.mlp\.e_score_correction_bias",
@@ -146,7 +144,7 @@ FAMILIES = {
     ),
     # Every other layer has a window, and each head a sink.
     "gpt_oss": Family(
-        attention=Grouped(bias=True, output_bias=True),
+        attention=Grouped(bias=True),
         experts=Experts(
             count="num_local_experts",
             width="intermediate_size",
@@ -159,17 +157,16 @@ FAMILIES = {
         windows=windows_by_type_in_turn,
         arrays={"self_attn.sinks": ("num_attention_heads",)},
         # Clipped gate and up, up again plus one, and the arrays of swiglu.
-        activation=Activation(5),
+        activation=Activation(5, passing=3),
         # The sink's share of the scores.
-        costs={"passing": 3, "score_weights": 1},
-        tied=False,
-        is_tied_by_config=False,
+        score_weights=1,
+        tied="never",
         chooses_caches=True,
         rounds_yarn=True,
         stored_otherwise=r"\.experts\.gate_up_proj",
     ),
     "granitemoe": Family(
-        attention=Grouped(head_dim="", bias="attention_bias", output_bias="attention_bias"),
+        attention=Grouped(head_dim="", bias="attention_bias"),
         experts=replace(LOCAL, names=(), router="router.layer"),
         stored_otherwise=r"\.block_sparse_moe\.input_linear\.",
     ),
@@ -178,35 +175,33 @@ FAMILIES = {
         attention=Latent(),
         experts=replace(ROUTED, router_is_array=False),
         sparse=routed_layers,
-        tied=False,
+        tied="if said",
         # Scales of weights in fp8, which mlx-lm multiplies in.
         dropped=r"rotary_emb\.inv_freq|activation_scale$|_scale_inv$",
         stored_otherwise=r"\.kv_b_proj\.",
     ),
     "olmoe": Family(
-        attention=Grouped(bias="attention_bias", output_bias="attention_bias", norms="whole"),
+        attention=Grouped(bias="attention_bias", norms="whole"),
         experts=replace(EXPERTS, width="intermediate_size", bias="mlp_bias"),
     ),
     "phimoe": Family(
-        attention=Grouped(head_dim="", bias=True, output_bias=True),
+        attention=Grouped(head_dim="", bias=True),
         experts=LOCAL,
         norm_bias=True,
-        tied=False,
-        is_tied_by_config=False,
+        tied="never",
         head_has_bias=True,
     ),
     "qwen2_moe": Family(
-        attention=Grouped(head_dim="", bias=True),
+        attention=Grouped(head_dim="", bias=True, output_bias=False),
         experts=replace(
             EXPERTS,
             shared_path="shared_expert",
             shared_width="shared_expert_intermediate_size",
             has_shared_gate=True,
         ),
-        tied=False,
-        is_tied_by_config=False,
+        tied="never",
     ),
     "qwen3_moe": Family(
-        attention=Grouped(norms="head"), experts=EXPERTS, sparse=stepped_layers, tied=None
+        attention=Grouped(norms="head"), experts=EXPERTS, sparse=stepped_layers, tied="as said"
     ),
 }

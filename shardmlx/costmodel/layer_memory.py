@@ -162,7 +162,7 @@ def _attention_and_mlp(setup: TrainingSetup, layer: LayerShape) -> Iterator[Arra
     for name, width in arrays.items():
         yield Array(name, Alive.F_TO_I, round(tokens * width), size)
     if not setup.has_adapters:
-        forward, backward = (tokens * count * widths.mlp for count in layer.activation_weights)
+        forward, backward = (tokens * count * widths.mlp for count in layer.activation.weights)
         yield Array("arrays for the activation's own weights", Alive.F_TO_W, forward, size)
         yield Array("gradients for the activation's own weights", Alive.I_TO_W, backward, size)
         scores = tokens * layer.score_weights * widths.scores
@@ -238,7 +238,7 @@ def _passing_arrays(setup: TrainingSetup, layer: LayerShape) -> tuple[float, flo
     of_norm = size + FLOAT32 * (setup.backend == "cpu" and size < FLOAT32)
     both = size * outputs + of_norm * sum(norm.elements for _, norm in layer.norms)
     forward = both + size * layer.mlp * max(ACTIVATION_ARRAYS, layer.activation.kept)
-    backward = both + size * layer.mlp * (ACTIVATION_ARRAYS + layer.passing)
+    backward = both + size * layer.mlp * (ACTIVATION_ARRAYS + layer.activation.passing)
     if setup.has_adapters:
         # Adapters compute in float32, and convert inputs of another type.
         trained = _trained(setup, layer)
@@ -247,7 +247,7 @@ def _passing_arrays(setup: TrainingSetup, layer: LayerShape) -> tuple[float, flo
             inputs = {each.source: each.elements[0] for each in trained}
             backward += FLOAT32 * sum(inputs.values())
     else:
-        backward += size * layer.mlp * layer.activation_weights[1]
+        backward += size * layer.mlp * layer.activation.weights[1]
     rows, heads, piece = setup.rows, layer.heads.queries, setup.attention_piece
     scores = rows * heads * setup.length * (piece * FLOAT32 if piece else setup.length * size)
     return tokens * forward + scores, tokens * backward + 2 * scores
