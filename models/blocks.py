@@ -43,7 +43,7 @@ class Grouped:
     """Field with the size of a head; without it hidden size by heads, as for an empty name."""
     bias: Fact = False
     output_bias: Fact | None = None
-    """That of the last matrix; None for the same."""
+    """Bias of the last matrix; None for the same."""
     norms: str = ""
     """Norms of queries and keys: of each ``head`` with one weight, of ``each head`` with its own,
     as a ``list`` of modules, of all heads as a ``whole``, ``weightless``, or none."""

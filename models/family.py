@@ -43,7 +43,8 @@ class Family:
     only: tuple[str, ...] = ()
     """Fields that must be false."""
     tied: Literal["always", "never", "by default", "if said", "as said"] = "by default"
-    """When the embedding is the lm_head. ``as said`` needs the field in config.json."""
+    """Condition for the embedding to be the lm_head; config.json must have the field if it is
+    ``as said``."""
     embedding: str = "embed_tokens"
     """Name of the embedding, in ``model``."""
     final_norm: str = "norm"
@@ -71,16 +72,12 @@ class Family:
     """True if mlx-lm rounds yarn's limits although config.json has ``truncate`` false."""
     has_gguf: bool = False
     """True if mlx-lm can write it as GGUF."""
-    text: str | None = None
-    """Field of config.json with the text model, which has its own family."""
-    text_types: tuple[str, ...] = ()
-    """Each ``model_type`` of a text model that mlx-lm looks for."""
     text_default: str = ""
-    """The text model's ``model_type`` if it is none of these."""
+    """The ``model_type`` of the ``text_config`` with its own family; empty if there is none."""
+    text_types: tuple[str, ...] = ()
+    """Types of text models that mlx-lm looks for beside it."""
     text_takes: tuple[str, ...] = ()
     """Fields that the text model takes from the outer config.json, over its own."""
-    prefix: str = ""
-    """Prefix of the names of all tensors."""
 
     def drops(self, name: str) -> bool:
         """Return whether mlx-lm ignores a tensor of this name when it loads the model."""

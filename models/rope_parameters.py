@@ -17,22 +17,21 @@ SAID = "rope_parameters"
 FULL, WINDOWED = "full_attention", "sliding_attention"
 """Types of layers that ``rope_parameters`` may distinguish."""
 
-_TEXT = "text_config"
+_OF_TRAINING = "original_max_position_embeddings"
 _NEEDED: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "mrope": (),
     "proportional": (),
-    "su": ("long_factor",),
-    "longrope": ("long_factor",),
+    "su": ("long_factor", _OF_TRAINING),
+    "longrope": ("long_factor", _OF_TRAINING),
     "linear": ("factor",),
     "dynamic": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _OF_TRAINING),
+    "yarn": (_OF_TRAINING, "factor"),
     "deepseek_yarn": ("factor",),
     "telechat3-yarn": ("factor",),
 }
 """The types that mlx-lm knows, and the numbers that each requires."""
-_OF_TRAINING = "original_max_position_embeddings"
 _NOT_SCALING = ("rope_theta", "partial_rotary_factor", "rope_type", "type")
 _OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
     "gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
@@ -48,25 +47,33 @@ def with_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     mlx-lm does not know, or without a needed number.
     """
     fields = _with_older(config)
-    if isinstance(fields.get(_TEXT), Mapping):
-        fields[_TEXT] = with_rope(fields[_TEXT])
+    if isinstance(fields.get("text_config"), Mapping):
+        fields["text_config"] = with_rope(fields["text_config"])
     of_full, of_windowed = rope_of(fields, FULL), rope_of(fields, WINDOWED)
     if of_full is None and of_windowed is None:
         return fields
     found: dict[str, Any] = {}
+    kinds = fields.get("layer_types") or []
     shares = {part.get("partial_rotary_factor") for part in (of_full, of_windowed) if part}
     if len(shares) == 1 and None not in shares:
         found["partial_rotary_factor"] = shares.pop()
         found["rotary_dim"] = rotated(fields, found["partial_rotary_factor"])
     if tells_layers_apart(fields):
         # mlx-lm's code of Gemma 3 derives the type of a layer from its number alone.
-        found |= _period(fields.get("layer_types") or [])
+        period = kinds.index(FULL) + 1 if FULL in kinds else len(kinds) + 1
+        if kinds and all((kind == FULL) == (i % period == 0) for i, kind in enumerate(kinds, 1)):
+            found["sliding_window_pattern"] = period
         if of_windowed and "rope_theta" in of_windowed:
             found["rope_local_base_freq"] = of_windowed["rope_theta"]
-    if of_full is None and FULL in (fields.get("layer_types") or [FULL]):
-        raise _refused(f"{SAID} has no {FULL}", "add it")
     if of_full is not None:
-        found |= _of_full(fields, of_full)
+        found["rope_scaling"] = scaling_of(fields, of_full)
+        found["rope_theta"] = of_full.get("rope_theta", fields.get("rope_theta"))
+        if found["rope_theta"] is None:
+            raise _refused(f"{SAID} has no rope_theta", "add it")
+        if _OF_TRAINING in of_full and fields.get(_OF_TRAINING) is None:
+            found[_OF_TRAINING] = of_full[_OF_TRAINING]
+    elif FULL in (kinds or [FULL]):
+        raise _refused(f"{SAID} has no {FULL}", "add it")
     names = _OTHER_NAMES.get(str(fields.get("model_type")), {})
     return fields | {names.get(key, key): value for key, value in found.items()}
 
@@ -76,19 +83,19 @@ def rope_of(fields: Mapping[str, Any], layer_type: str) -> Mapping[str, Any] | N
     said = fields.get(SAID)
     if said is None:
         return None
+    if isinstance(said, Mapping):
+        for key, value in said.items():
+            if isinstance(value, Mapping) and key not in (FULL, WINDOWED):
+                known = f"only {FULL} and {WINDOWED} are known"
+                raise _refused(f"{SAID} names {key!r} layers", known)
+        if tells_layers_apart(fields):
+            said = said.get(layer_type) or {}
     if not isinstance(said, Mapping):
         raise _refused(f"{SAID} is {said!r}", "it must be an object")
-    for key, value in said.items():
-        if isinstance(value, Mapping) and key not in (FULL, WINDOWED):
-            raise _refused(f"{SAID} names {key!r} layers", f"only {FULL} and {WINDOWED} are known")
-    if tells_layers_apart(fields):
-        said = said.get(layer_type) or {}
-    if not isinstance(said, Mapping):
-        raise _refused(f"{layer_type} of {SAID} is {said!r}", "it must be an object")
     rope = {key: value for key, value in said.items() if value is not None}
-    for key, most in (("rope_theta", math.inf), ("partial_rotary_factor", 1)):
-        if key in rope and _positive(rope, key) > most:
-            raise _refused(f"{key} of {SAID} is {rope[key]!r}", f"give at most {most}")
+    for key in {"rope_theta", "partial_rotary_factor", "factor"} & rope.keys():
+        if not isinstance(rope[key], (int, float)) or not 0 < rope[key] < math.inf:
+            raise _refused(f"{key} of {SAID} is {rope[key]!r}", "it must be a number above 0")
     return rope or None
 
 
@@ -121,45 +128,26 @@ def scaling_of(fields: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, 
         return None
     scaling = dict(rope)
     longest = fields.get("max_position_embeddings")
-    if kind in ("llama3", "yarn", "longrope", "su") and _OF_TRAINING not in scaling:
-        if (trained := fields.get(_OF_TRAINING, longest)) is None:
-            raise _refused(f"{SAID} of type {kind} has no {_OF_TRAINING}", "add it")
+    trained = scaling.get(_OF_TRAINING, fields.get(_OF_TRAINING, longest))
+    if _OF_TRAINING in _NEEDED[kind] and trained is not None:
         scaling[_OF_TRAINING] = trained
-    if kind == "yarn" and "factor" not in scaling and longest is not None:
-        scaling["factor"] = longest / scaling[_OF_TRAINING]
+        if kind == "yarn" and longest is not None:
+            scaling.setdefault("factor", longest / trained)
     for key in _NEEDED[kind]:
         if key not in scaling:
             raise _refused(f"{SAID} of type {kind} has no {key}", "add it")
     if "factor" in scaling:
-        scaling["factor"] = float(_positive(scaling, "factor"))
+        scaling["factor"] = float(scaling["factor"])
     if kind == "yarn":
         scaling |= _attention_of_yarn(scaling)
     elif kind in ("longrope", "su") and "attention_factor" in scaling:
         factor = scaling["attention_factor"]
         raise _refused(f"{SAID} has attention_factor {factor!r}", f"mlx-lm's {kind} takes none")
-    scaling = {key: value for key, value in scaling.items() if key not in _NOT_SCALING}
-    share = {key: rope[key] for key in ("partial_rotary_factor",) if kind == "proportional"}
+    kept = {key: value for key, value in scaling.items() if key not in _NOT_SCALING}
+    if kind == "proportional" and "partial_rotary_factor" in rope:
+        kept["partial_rotary_factor"] = rope["partial_rotary_factor"]
     # Families of mlx-lm read one name of the type or the other.
-    return {"rope_type": kind, "type": kind, **scaling, **share}
-
-
-def _of_full(fields: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields for layers with full attention."""
-    found: dict[str, Any] = {"rope_scaling": scaling_of(fields, rope)}
-    if "rope_theta" in rope:
-        found["rope_theta"] = rope["rope_theta"]
-    elif fields.get("rope_theta") is None:
-        raise _refused(f"{SAID} has no rope_theta", "add it")
-    if (trained := rope.get(_OF_TRAINING)) is not None and fields.get(_OF_TRAINING) is None:
-        found[_OF_TRAINING] = trained
-    return found
-
-
-def _period(kinds: list[str]) -> dict[str, int]:
-    """Return the number of layers to one with full attention, if it is constant."""
-    period = kinds.index(FULL) + 1 if FULL in kinds else len(kinds) + 1
-    is_regular = kinds == [FULL if (i + 1) % period == 0 else WINDOWED for i in range(len(kinds))]
-    return {"sliding_window_pattern": period} if kinds and is_regular else {}
+    return {"rope_type": kind, "type": kind, **kept}
 
 
 def _with_older(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,31 +169,21 @@ def _attention_of_yarn(scaling: Mapping[str, Any]) -> dict[str, float]:
     """Return the ``mscale`` with which mlx-lm's yarn weights attention as transformers' does.
 
     transformers takes ``attention_factor``, else the ratio if both scales are there, else that of
-    1. mlx-lm takes the ratio, with 1 and 0 for missing scales.
+    1. mlx-lm takes the ratio, with 1 and 0 for missing scales, and none for a factor up to 1.
     """
-    factor = scaling["factor"]
+    if (factor := scaling["factor"]) <= 1:
+        return {}
 
     def weight(scale: float) -> float:
-        return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
+        return 0.1 * scale * math.log(factor) + 1
 
     above, below = scaling.get("mscale", 1), scaling.get("mscale_all_dim", 0)
+    ratio = weight(above) / weight(below)
     both = scaling.get("mscale") and below
-    wanted = scaling.get("attention_factor", weight(above) / weight(below) if both else weight(1))
-    if math.isclose(wanted, weight(above) / weight(below)):
+    wanted = scaling.get("attention_factor", ratio if both else weight(1))
+    if math.isclose(wanted, ratio):
         return {}
-    if factor <= 1:
-        raise _refused(
-            f"{SAID} has attention_factor {wanted!r} and factor {factor}",
-            "mlx-lm's yarn has none for a factor that is not above 1",
-        )
     return {"mscale": (wanted * weight(below) - 1) / (0.1 * math.log(factor))}
-
-
-def _positive(rope: Mapping[str, Any], key: str) -> float:
-    value = rope[key]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise _refused(f"{key} of {SAID} is {value!r}", "it must be a number above 0")
-    return value
 
 
 def _refused(problem: str, remedy: str) -> UserError:

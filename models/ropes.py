@@ -36,22 +36,23 @@ def fit_ropes(model: nn.Module, config: Mapping[str, Any]) -> list[str]:
     is_told_apart = tells_layers_apart(fields)
     layers = getattr(model, "layers", [])
     kinds = fields.get("layer_types") or ([] if is_told_apart else [FULL] * len(layers))
-    found = [
-        (layer, path, _fitting(module, rope, fields), type_of(rope))
-        for kind, layer in zip(kinds, layers, strict=False)
-        if (rope := rope_of(fields, kind)) is not None
-        for path, module in layer.named_modules()
-        if isinstance(module, _ROPES)
-    ]
-    if not is_told_apart and any(other is None for _, _, other, _ in found):
-        return []
-    wrong = [each for each in found if each[2] is not None]
+    wrong = []
+    for kind, layer in zip(kinds, layers, strict=False):
+        rope = rope_of(fields, kind)
+        for path, module in layer.named_modules():
+            if rope is None or not isinstance(module, _ROPES):
+                continue
+            other = _wanted(module, rope, fields)
+            if other is not None:
+                wrong.append((layer, path, other, type_of(rope)))
+            elif not is_told_apart:
+                return []
     for layer, path, other, _ in wrong:
         layer.update_modules(tree_unflatten([(path, other)]))
     return sorted({kind for *_, kind in wrong})
 
 
-def _fitting(
+def _wanted(
     module: nn.Module, rope: Mapping[str, Any], fields: Mapping[str, Any]
 ) -> nn.Module | None:
     """Return the right embedding; None if ``module`` is right."""

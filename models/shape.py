@@ -65,8 +65,8 @@ class ModelShape:
             )
         family = outer = FAMILIES[model_type]
         fields, text_type = Config(config), str(model_type)
-        if outer.text is not None:
-            own = fields.inner(outer.text).fields
+        if outer.text_default:
+            own = fields.inner("text_config").fields
             inner_type = own.get("model_type")
             text_type = inner_type if inner_type in outer.text_types else outer.text_default
             family = FAMILIES[text_type]
@@ -84,7 +84,8 @@ class ModelShape:
             raise UserError(
                 "config.json: truncate is false", "mlx-lm's yarn always rounds: leave it out"
             )
-        model = f"{outer.prefix}model."
+        prefix = "language_model." if outer.text_default else ""
+        model = f"{prefix}model."
         return cls.of_layers(
             family.layers(fields),
             model_type=model_type,
@@ -96,7 +97,7 @@ class ModelShape:
                 f"{model}layers.",
                 model + family.embedding,
                 model + family.final_norm,
-                outer.prefix + family.head,
+                prefix + family.head,
             ),
             has_dynamic_rope="dynamic" in (scaling.get("type"), scaling.get("rope_type")),
         )

@@ -27,6 +27,8 @@ QUANTISED_PARTS = ("scales", "biases", "global_scale")
 """Tensors beside a quantised weight. ``biases`` belong to groups, a ``bias`` to the layer."""
 
 _WORD_BITS = 32
+_COMPUTED = re.compile(r"rotary_emb\.inv_freq|attention\.rope\.inv_freq")
+"""Names of buffers that mlx-lm computes by itself."""
 _AGAIN = "convert the model again with mlx_lm.convert"
 
 
@@ -225,7 +227,8 @@ def expected_tensors(
 
 def is_dropped(name: str, shape: ModelShape) -> bool:
     """Return whether mlx-lm ignores a tensor of this name when it loads the model."""
-    if shape.is_declared and shape.tied and name == f"{shape.names.head}.weight":
+    is_tied_head = shape.is_declared and shape.tied and name == f"{shape.names.head}.weight"
+    if is_tied_head or _COMPUTED.search(name):
         return True
     families = (shape.outer_family, shape.family)
     if any(family.drops_further_layers for family in families):

@@ -17,9 +17,6 @@ from shardmlx.models.layer_kinds import (
 )
 from shardmlx.models.layer_shape import GELU, GELU_APPROX, JOINED_SWIGLU, Activation
 
-ROPES = r"self_attn\.rotary_emb\.inv_freq"
-"""Name of tensors that mlx-lm computes by itself."""
-
 # Places of norms beside those of Llama.
 BEHIND = ("post_attention_layernorm", "post_feedforward_layernorm")
 AROUND = ("input_layernorm", BEHIND[0], "pre_feedforward_layernorm", BEHIND[1])
@@ -33,29 +30,23 @@ GLM = Family(
     attention=Grouped(bias="attention_bias", output_bias=False),
     mlp=Dense(names=("gate_up_proj", "down_proj"), is_joined=True),
     activation=JOINED_SWIGLU,
-    dropped=ROPES,
 )
 BIASED_MLP = Dense(bias="mlp_bias")
 
 LLAMA = Family(
-    attention=BIASED,
-    mlp=BIASED_MLP,
-    windows=windows_by_type,
-    dropped=ROPES,
-    chooses_caches=True,
-    has_gguf=True,
+    attention=BIASED, mlp=BIASED_MLP, windows=windows_by_type, chooses_caches=True, has_gguf=True
 )
 
 FAMILIES = {
     "llama": LLAMA,
     "mistral": LLAMA,
-    "smollm3": Family(attention=BIASED, mlp=BIASED_MLP, windows=windows_by_type, dropped=ROPES),
-    "qwen2": Family(attention=QKV_BIASED, dropped=ROPES),
+    "smollm3": Family(attention=BIASED, mlp=BIASED_MLP, windows=windows_by_type),
+    "qwen2": Family(attention=QKV_BIASED),
     "qwen3": Family(attention=HEAD_NORMS, tied="as said"),
     "ministral3": Family(
         windows=windows_by_type,
         # Scales of weights in fp8, which mlx-lm multiplies in.
-        dropped=rf"{ROPES}|activation_scale|weight_scale_inv",
+        dropped=r"activation_scale|weight_scale_inv",
         chooses_caches=True,
     ),
     "apertus": Family(
@@ -69,10 +60,7 @@ FAMILIES = {
     ),
     "cohere": Family(
         attention=Grouped(
-            head_dim="",
-            bias="attention_bias",
-            norms="each head",
-            has_norms="use_qk_norm",
+            head_dim="", bias="attention_bias", norms="each head", has_norms="use_qk_norm"
         ),
         is_parallel=True,
         only=("layer_norm_bias",),
@@ -93,9 +81,7 @@ FAMILIES = {
         chooses_caches=True,
     ),
     "ernie4_5": Family(
-        attention=Grouped(bias="use_bias"),
-        mlp=Dense(bias="use_bias"),
-        tied="as said",
+        attention=Grouped(bias="use_bias"), mlp=Dense(bias="use_bias"), tied="as said"
     ),
     "exaone4": Family(
         attention=HEAD_NORMS,
@@ -139,12 +125,8 @@ FAMILIES = {
             "post_mlp_layernorm",
         ),
         tied="never",
-        dropped=None,
     ),
-    "granite": Family(
-        attention=Grouped(head_dim="", bias="attention_bias"),
-        mlp=BIASED_MLP,
-    ),
+    "granite": Family(attention=Grouped(head_dim="", bias="attention_bias"), mlp=BIASED_MLP),
     "helium": Family(
         attention=Grouped(head_dim="", bias="attention_bias", output_bias=False),
         mlp=BIASED_MLP,
@@ -163,27 +145,19 @@ FAMILIES = {
         tied="if said",
     ),
     "internlm2": Family(
-        attention=Grouped(
-            head_dim="",
-            bias="bias",
-            path="attention",
-            output="wo",
-            joined="wqkv",
-        ),
+        attention=Grouped(head_dim="", bias="bias", path="attention", output="wo", joined="wqkv"),
         mlp=Dense(path="feed_forward", names=GATED_W),
         norms=("attention_norm", "ffn_norm"),
         defaults={"bias": True},
         tied="if said",
         embedding="tok_embeddings",
         head="output",
-        dropped=r"attention\.rope\.inv_freq",
     ),
     # Its rotary embedding changes with the length.
     "internlm3": Family(
         attention=Grouped(head_dim="", bias="qkv_bias"),
         mlp=Dense(bias="bias"),
         tied="if said",
-        dropped=r"attention\.rope\.inv_freq",
         takes_packed=False,
         takes_batches=False,
     ),
@@ -197,7 +171,7 @@ FAMILIES = {
         attention=QKV_BIASED,
         tied="if said",
         # Layers that predict more tokens.
-        dropped=rf"{ROPES}|^model\.mtp_layers\.",
+        dropped=r"^model\.mtp_layers\.",
     ),
     # mlx-lm adds an lm_head to the tensors of a tied model, and then refuses it.
     "minicpm": Family(attention=PLAIN, only=("tie_word_embeddings",), tied="if said"),
@@ -208,7 +182,7 @@ FAMILIES = {
         activation=Activation(0),
         tied="if said",
     ),
-    "olmo2": Family(attention=ALL_NORMS, mlp=BIASED_MLP, norms=BEHIND, dropped=ROPES),
+    "olmo2": Family(attention=ALL_NORMS, mlp=BIASED_MLP, norms=BEHIND),
     "olmo3": Family(
         attention=ALL_NORMS,
         windows=windows_by_type_or_fourth,
@@ -226,12 +200,9 @@ FAMILIES = {
         final_norm="final_layernorm",
         head_has_bias=True,
     ),
-    "phi3": replace(
-        GLM, attention=Grouped(head_dim="", joined="qkv_proj"), tied="if said", dropped=None
-    ),
+    "phi3": replace(GLM, attention=Grouped(head_dim="", joined="qkv_proj"), tied="if said"),
     "seed_oss": Family(
-        attention=Grouped(bias="attention_bias", output_bias="attention_out_bias"),
-        mlp=BIASED_MLP,
+        attention=Grouped(bias="attention_bias", output_bias="attention_out_bias"), mlp=BIASED_MLP
     ),
     "stablelm": Family(
         attention=Grouped(
@@ -259,24 +230,18 @@ FAMILIES = {
         defaults={"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208},
         dropped=r"^vision_tower\.|^multi_modal_projector\.",
         chooses_caches=True,
-        text="text_config",
         text_default="gemma3_text",
         text_takes=("vocab_size",),
-        prefix="language_model.",
     ),
     "kimi_k25": Family(
         dropped=r"vision_tower|vision_model|mm_projector|multi_modal_projector",
-        text="text_config",
         text_default="deepseek_v3",
-        prefix="language_model.",
     ),
     "mistral3": Family(
         tied="if said",
         dropped=r"vision_tower|multi_modal_projector",
-        text="text_config",
         text_types=("ministral3", "mistral4"),
         text_default="llama",
-        prefix="language_model.",
         renames=(
             ("model.language_model.", "language_model.model."),
             ("model.", "language_model.model."),

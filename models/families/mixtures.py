@@ -19,10 +19,7 @@ from shardmlx.models.layer_shape import Activation
 
 EXPERTS = Experts(count="num_experts")
 LOCAL = Experts(
-    count="num_local_experts",
-    width="intermediate_size",
-    path="block_sparse_moe",
-    names=GATED_W,
+    count="num_local_experts", width="intermediate_size", path="block_sparse_moe", names=GATED_W
 )
 ROUTED = Experts(count="n_routed_experts", shared="n_shared_experts", router_is_array=True)
 CORRECTED = replace(ROUTED, correction="gate.e_score_correction_bias")
@@ -33,7 +30,7 @@ DEEPSEEK_V3 = Family(
     sparse=routed_layers,
     tied="never",
     # The layer after the last predicts one token more; scales of weights in fp8 are multiplied in.
-    dropped=r"\bmodel\.layers\.61|rotary_emb\.inv_freq|weight_scale_inv",
+    dropped=r"\bmodel\.layers\.61|weight_scale_inv",
     takes_pieces=False,
     stored_otherwise=r"\.kv_b_proj\.",
 )
@@ -92,10 +89,7 @@ FAMILIES = {
         tied="never",
     ),
     "deepseek_v2": Family(
-        attention=Latent(absorbed=False),
-        experts=ROUTED,
-        sparse=routed_layers,
-        tied="never",
+        attention=Latent(absorbed=False), experts=ROUTED, sparse=routed_layers, tied="never"
     ),
     **dict.fromkeys(("deepseek_v3", "joyai_llm_flash", "kimi_k2"), DEEPSEEK_V3),
     "dots1": Family(
@@ -103,7 +97,6 @@ FAMILIES = {
         experts=replace(CORRECTED, stack="experts"),
         sparse=routed_layers,
         tied="if said",
-        dropped=r"rotary_emb\.inv_freq",
     ),
     "ernie4_5_moe": Family(
         attention=Grouped(bias="use_bias"),
@@ -137,10 +130,7 @@ FAMILIES = {
     ),
     **dict.fromkeys(("glm4_moe", "solar_open"), GLM4_MOE),
     "glm4_moe_lite": replace(
-        DEEPSEEK_V3,
-        defaults={"first_k_dense_replace": 1},
-        dropped=None,
-        drops_further_layers=True,
+        DEEPSEEK_V3, defaults={"first_k_dense_replace": 1}, dropped=None, drops_further_layers=True
     ),
     # Every other layer has a window, and each head a sink.
     "gpt_oss": Family(
@@ -177,7 +167,7 @@ FAMILIES = {
         sparse=routed_layers,
         tied="if said",
         # Scales of weights in fp8, which mlx-lm multiplies in.
-        dropped=r"rotary_emb\.inv_freq|activation_scale$|_scale_inv$",
+        dropped=r"activation_scale$|_scale_inv$",
         stored_otherwise=r"\.kv_b_proj\.",
     ),
     "olmoe": Family(

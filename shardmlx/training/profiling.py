@@ -108,7 +108,7 @@ def _patterns_of(shape: ModelShape, longest: int) -> tuple[Sequence[int], Sequen
     """Return the kind of each layer as to its times, and as to its bytes, for a model that is
     measured as it is: windows depend on a layer's place, and wrappers count layers inside."""
     _, pattern = shape.unlike_layers(longest)
-    is_wrapped = not shape.is_declared or shape.outer_family.prefix != ""
+    is_wrapped = not shape.is_declared or shape.outer_family is not shape.family
     as_it_is = is_wrapped or max(pattern) or any(shape.windows)
     return (pattern, shape.pattern) if as_it_is else ((), ())
 

@@ -147,7 +147,7 @@ def test_a_window_without_layer_types_is_passed_over_as_in_mlx_lm() -> None:
         ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
-        ({"layer_types": ["sliding_attention"] * 3}, "layer_types has no full_attention"),
+        ({"layer_types": ["sliding_attention"] * 3}, "no layer is of type full_attention"),
         ({"layer_types": ["full_attention", "x", "x"]}, "layer_types names 'x'"),
         ({**SLIDING, "sliding_window": None}, "sliding_window is None"),
     ],
