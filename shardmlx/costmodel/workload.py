@@ -121,8 +121,7 @@ class Workload(ModelSizes):
 
     def sum_bytes(self, gradients: int) -> int:
         """Return the bytes sent once for gradients of these bytes in float32."""
-        wire = WIRE_FORMATS[self.fine_tune.sum_dtype]
-        return gradients if wire is None else wire.nbytes(gradients // DTYPE_BYTES["float32"])
+        return WIRE_FORMATS[self.fine_tune.sum_dtype].nbytes(gradients // DTYPE_BYTES["float32"])
 
     def savings(self, recompute: str, backend: str) -> Savings:
         """Return how stages save memory."""

@@ -11,10 +11,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
-import mlx.core as mx
 import numpy as np
 
 from shardmlx.distributed.messages import SCATTER_TAG, Handle
@@ -31,44 +31,62 @@ SAMPLE_BYTES = 1 << 18
 
 ROUNDS = 3
 
+NOTHING = np.empty(0, np.float32)
+
+
+Parts = Sequence[Sequence[np.ndarray]]
+"""The arrays of each member's part, one after the other."""
+
 
 @dataclass(slots=True)
 class Exchange:
     """A sum, a scatter or a gather under way, over the world ranks of ``group``.
 
-    ``chunks`` are the parts of all members, chunk by chunk, ``errors`` their earlier rounding
-    errors. The arrays are in use until the exchange is done.
+    ``errors`` are the earlier rounding errors of each part, if they are kept; ``after`` is the
+    exchange whose result this one begins with.
     """
 
     group: tuple[int, ...]
+    parts: Parts
+    errors: Parts
     scatters: bool
     gathers: bool
-    chunks: deque[tuple[np.ndarray | None, ...]]
-    errors: deque[tuple[np.ndarray | None, ...]]  # None without error feedback
-    arrays: Sequence[mx.array]  # keeps the buffers alive
-    left: int
-    wire: WireFormat | None
-    after: Exchange | None  # the exchange whose result this one begins with
-    room: int  # elements of a chunk, or bytes in a gather
-    ahead: int  # chunks under way at a time
-    done: threading.Event = field(default_factory=threading.Event)
+    wire: WireFormat
+    after: Exchange | None = None
+    room: int = 0  # elements of a chunk, or bytes in a gather
+    ahead: int = 0  # chunks under way at a time
+    steps: deque[Step] = field(init=False, default_factory=deque)
+    left: int = field(init=False, default=0)
+    done: threading.Event = field(init=False, default_factory=threading.Event)
+
+    def divide(self, room: int, ahead: int) -> None:
+        """Divide the parts into chunks of ``room``, of which ``ahead`` are under way at a time."""
+        self.room, self.ahead = room, ahead
+        chunks, errors = (
+            zip_longest(*(_pieces(part, room) for part in parts), fillvalue=NOTHING)
+            for parts in (self.parts, self.errors)
+        )
+        for chunk in zip_longest(chunks, errors, fillvalue=()):
+            pieces, kept = (dict(zip(self.group, each, strict=False)) for each in chunk)
+            self.steps.append(Step(self, pieces, kept))
+        self.left = len(self.steps)
 
 
 @dataclass(slots=True)
 class Step:
-    """A chunk of an exchange: one piece of each member's part, as long as it lasts."""
+    """A chunk of an exchange: a piece of each rank's part, empty where the part has ended."""
 
     exchange: Exchange
-    pieces: tuple[np.ndarray | None, ...]
-    errors: tuple[np.ndarray | None, ...] = ()
-    sum: np.ndarray | None = None  # this rank's, as it travels
+    pieces: Mapping[int, np.ndarray]
+    errors: Mapping[int, np.ndarray]  # without error feedback none
+    sum: np.ndarray = field(init=False)  # this rank's, as it travels
     sends: list[tuple[int, Handle]] = field(default_factory=list)
     receives: dict[int, tuple[Handle, np.ndarray]] = field(default_factory=dict)
 
 
-def pieces_of(part: Sequence[np.ndarray], size: int) -> list[np.ndarray]:
-    """Return the arrays in pieces of at most ``size`` elements; no piece of an empty array."""
-    return [array[start : start + size] for array in part for start in range(0, array.size, size)]
+def _pieces(part: Sequence[np.ndarray], size: int) -> Iterator[np.ndarray]:
+    """Yield the arrays in pieces of at most ``size`` elements; no piece of an empty array."""
+    return (array[start : start + size] for array in part for start in range(0, array.size, size))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import mpi4py
 
@@ -115,26 +115,27 @@ class MPITransport(Transport):
         self._watch = JobWatch(self.shutdown, self.activity, self._fate, here, channel, self._end)
 
     def send(self, array: Array, peer: int, tag: int) -> Handle:
-        with self._lock, self._naming(peer):
-            requests = [
-                self._world.Isend([part, MPI.BYTE], peer, tag)
-                for part in parts_of(array, PART_BYTES)
-            ]
-        return self._started(_Message(array, requests, peer, False))
+        return self._begin(self._world.Isend, array, peer, tag, is_small=False)
 
     def receive(self, array: Array, peer: int, tag: int) -> Handle:
-        with self._lock, self._naming(peer):
-            requests = [
-                self._world.Irecv([part, MPI.BYTE], peer, tag)
-                for part in parts_of(array, PART_BYTES)
-            ]
-        return self._started(_Message(array, requests, peer, array.nbytes <= SMALL_BYTES))
+        is_small = array.nbytes <= SMALL_BYTES
+        return self._begin(self._world.Irecv, array, peer, tag, is_small=is_small)
 
-    def _started(self, message: _Message) -> _Message:
+    def _begin(
+        self, call: Callable[..., MPI.Request], array: Array, peer: int, tag: int, *, is_small: bool
+    ) -> _Message:
+        with self._lock:
+            try:
+                requests = [
+                    call([part, MPI.BYTE], peer, tag) for part in parts_of(array, PART_BYTES)
+                ]
+            except MPI.Exception as error:
+                raise PeerLost(self._broken(peer)) from error
+        message = _Message(array, requests, peer, is_small)
         if not self._is_done(message):
             with self._lock:
                 self._pending.append(message)
-            if not message.is_small:
+            if not is_small:
                 self._work.set()
         return message
 
@@ -152,10 +153,6 @@ class MPITransport(Transport):
             message.error = PeerLost(self._broken(message.peer))
         return message.done or message.error is not None
 
-    def _poll(self) -> None:
-        with self._lock:
-            self._pending = [message for message in self._pending if not self._is_done(message)]
-
     def _poll_one(self, message: _Message) -> None:
         with self._lock:
             if message not in self._pending:
@@ -164,14 +161,6 @@ class MPITransport(Transport):
                 if self._is_done(message):
                     self._pending.remove(message)
                     return
-
-    @contextlib.contextmanager
-    def _naming(self, peer: int) -> Iterator[None]:
-        """Let internal MPI errors inside name the peer that is gone."""
-        try:
-            yield
-        except MPI.Exception as error:
-            raise PeerLost(self._broken(peer)) from error
 
     def _broken(self, peer: int) -> str:
         """Return the likely cause when MPI cannot end a message."""
@@ -188,7 +177,8 @@ class MPITransport(Transport):
             self._work.clear()
             # Sleep even if there is work: most messages are done before it is this thread's turn.
             time.sleep(POLL_SECONDS)
-            self._poll()
+            with self._lock:
+                self._pending = [each for each in self._pending if not self._is_done(each)]
 
     def progress(self, handle: Handle, seconds: float) -> bool:
         assert isinstance(handle, _Message), "a message of this transport"

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import gc
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -97,79 +96,45 @@ def run_ranks(
     # where ranks share a core, in which the job seems to hang.
     atexit.register(gc.freeze)
     rank = launched_rank()
+    shutdown = JobShutdown(rank)
     write_to_terminal()
     try:
         options = read_options(rank)
         blas = prepare()
     except UserError as error:
-        return _refuse_before_mpi(error, rank)
+        if rank == 0:
+            return _end_job(2, f"error: {one_line(error)}", shutdown)
+        # Without MPI a rank cannot know whether rank 0 has met the same fault. Most likely it has,
+        # and then mpirun ends this process too before the wait is over.
+        time.sleep(SECONDS_FOR_RANK_0)
+        shutdown.say(f"error: {shutdown.name}: {one_line(error)}")
+        return 2
     run = load()
-    with connect(timeout(options), alike=False) as transport:
-        status = _run(run, options, timeout, transport, blas, alike=alike)
-    if rank != 0:
-        return 0
-    return _end_job(status, transport.shutdown)
-
-
-def _run(
-    run: Callable[[T, Transport, Blas], None],
-    options: T,
-    timeout: Callable[[T], float],
-    transport: MPITransport,
-    blas: Blas,
-    *,
-    alike: bool,
-) -> int:
-    """Return the exit status of the job, on all ranks. Messages are printed before ranks leave:
-    mpirun ends all of them as soon as one has ended badly."""
     from shardmlx.distributed.agreement import AgreedError
-    from shardmlx.distributed.version_check import compare_versions
 
+    status, text = 0, ""
     try:
-        if alike:
-            compare_versions(transport)
-        options = transport.broadcast(options, what="options")
-        transport.set_timeout(timeout(options))
-        run(options, transport, blas)
+        with connect(timeout(options), alike=alike) as transport:
+            options = transport.broadcast(options, what="options")
+            transport.set_timeout(timeout(options))
+            run(options, transport, blas)
     except AgreedError as error:
-        return _refuse(error, transport.rank)
+        status, text = 2, f"error: {one_line(error)}"
     except AgreedFailure as error:
-        if transport.rank == 0:
-            transport.shutdown.say(f"failed: {one_line(error)}")
-        return 1
+        status, text = 1, f"failed: {one_line(error)}"
     except Stopped as stop:
-        if transport.rank == 0:
-            print(f"shardmlx: {one_line(stop)}", file=sys.stderr, flush=True)
-        return 128 + stop.signal
-    return 0
+        status, text = 128 + stop.signal, one_line(stop)
+    return _end_job(status, text, shutdown) if rank == 0 else 0
 
 
-def _end_job(status: int, shutdown: JobShutdown) -> int:
+def _end_job(status: int, text: str, shutdown: JobShutdown) -> int:
     """Return the status, and tell it to ``launch``: mpirun's own says little after a lost host."""
-    if LAUNCHED in os.environ:
-        with contextlib.suppress(OSError):  # if it fails, launch takes a good end for a bad one
-            Path(os.environ[LAUNCHED]).write_text(str(status), encoding="utf-8")
     if status != 0:
+        shutdown.say(text)
         ensure_end = JobShutdown.ensure_mpirun_ends
         atexit.unregister(ensure_end)  # one of an earlier job in this process
         atexit.register(ensure_end, shutdown, SECONDS_TO_AGREE)
+    if LAUNCHED in os.environ:
+        with contextlib.suppress(OSError):  # if it fails, launch takes a good end for a bad one
+            Path(os.environ[LAUNCHED]).write_text(str(status), encoding="utf-8")
     return status
-
-
-def _refuse(error: UserError, rank: int) -> int:
-    if rank == 0:
-        print(f"shardmlx: error: {one_line(error)}", file=sys.stderr, flush=True)
-    return 2
-
-
-def _refuse_before_mpi(error: UserError, rank: int) -> int:
-    """Report bad input of this rank, after a wait in which rank 0 may report the same.
-
-    Without MPI a rank cannot know whether rank 0 has met the same fault. Most likely it has, and
-    then mpirun ends this process too before the wait is over.
-    """
-    shutdown = JobShutdown(rank)
-    if rank == 0:
-        return _end_job(_refuse(error, rank), shutdown)
-    time.sleep(SECONDS_FOR_RANK_0)
-    return _refuse(UserError(f"{shutdown.name}: {error}"), 0)

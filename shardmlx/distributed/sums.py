@@ -29,8 +29,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from itertools import pairwise, zip_longest
+from dataclasses import replace
+from itertools import pairwise
 
 import mlx.core as mx
 import numpy as np
@@ -38,10 +38,10 @@ import numpy as np
 from shardmlx.distributed.exchanges import (
     FULL,
     Exchange,
+    Parts,
     Step,
     pace_between_hosts,
     pace_of,
-    pieces_of,
 )
 from shardmlx.distributed.messages import (
     GATHER_TAG,
@@ -53,7 +53,9 @@ from shardmlx.distributed.messages import (
 )
 from shardmlx.distributed.sum_parts import equal_parts, levels_of
 from shardmlx.distributed.transport import Transport
-from shardmlx.distributed.wire_formats import BLOCK, WireFormat
+from shardmlx.distributed.wire_formats import BLOCK, WIRE_FORMATS, WireFormat
+
+FLOAT32 = WIRE_FORMATS["float32"]
 
 SECONDS_TO_LOOK_HARD = 0.02
 """Seconds in which this thread looks for a chunk as often as the main thread for a message."""
@@ -74,11 +76,9 @@ class Sums:
     begin with the parts.
     """
 
-    def __init__(
-        self, transport: Transport, room: mx.array, *, wire: WireFormat | None = None
-    ) -> None:
+    def __init__(self, transport: Transport, room: mx.array, wire: WireFormat = FLOAT32) -> None:
+        self.wire = wire
         self._transport = transport
-        self._wire = wire
         self._room = np.frombuffer(buffer_of(room), np.float32)
         self._between = pace_between_hosts(transport, self._room)
         self._queue: deque[Exchange] = deque()
@@ -103,9 +103,11 @@ class Sums:
         these numbers (1-bit SGD: Seide et al. 2014). All ranks of the group must call it.
         """
         bounds = equal_parts(array.size, len(group)) if bounds is None else bounds
-        kept = [] if errors is None else [errors]
-        parts = self._parts([array], [bounds]), self._parts(kept, [bounds])
-        return self._begin(group, *parts, [array, *kept], scatters=True, gathers=True)
+        parts, kept = (
+            _parts([array], [bounds]),
+            _parts([] if errors is None else [errors], [bounds]),
+        )
+        return self._begin(Exchange(tuple(group), parts, kept, True, True, self.wire))
 
     def reduce_scatter(
         self,
@@ -119,8 +121,8 @@ class Sums:
         The other parts are then undefined. ``bounds`` and ``errors`` are as in ``all_reduce``, for
         each array. All ranks of the group must call it.
         """
-        parts = self._parts(arrays, bounds), self._parts(errors, bounds)
-        return self._begin(group, *parts, [*arrays, *errors], scatters=True, gathers=False)
+        parts, kept = _parts(arrays, bounds), _parts(errors, bounds)
+        return self._begin(Exchange(tuple(group), parts, kept, True, False, self.wire))
 
     def all_gather(self, owned: Sequence[Sequence[mx.array]], group: Sequence[int]) -> Exchange:
         """Start sending each member's arrays, ``owned[member]``, to all: evaluated, of any type.
@@ -128,8 +130,7 @@ class Sums:
         Arrays of the others are received into their buffers. All ranks of the group must call it.
         """
         parts = [[np.frombuffer(buffer_of(each), np.uint8) for each in part] for part in owned]
-        arrays = [each for part in owned for each in part]
-        return self._begin(group, parts, [], arrays, scatters=False, gathers=True)
+        return self._begin(Exchange(tuple(group), parts, (), False, True, FLOAT32))
 
     def wait(self, exchange: Exchange, what: Callable[[], str]) -> None:
         """Wait for an exchange; ``what`` names the wait.
@@ -159,74 +160,39 @@ class Sums:
             if self._error is not None:
                 raise self._error
 
-    def _parts(
-        self, arrays: Sequence[mx.array], bounds: Sequence[Sequence[int]]
-    ) -> list[list[np.ndarray]]:
-        parts = []
-        for array, ends in zip(arrays, bounds if arrays else (), strict=True):
-            if array.dtype != mx.float32:
-                raise ValueError(f"sums are in float32, not {array.dtype}")
-            whole = np.frombuffer(buffer_of(array), np.float32)
-            parts.append([whole[start:stop] for start, stop in pairwise(ends)])
-        return [list(each) for each in zip(*parts, strict=True)]
-
-    def _begin(
-        self,
-        group: Sequence[int],
-        parts: Sequence[Sequence[np.ndarray]],
-        errors: Sequence[Sequence[np.ndarray]],
-        arrays: Sequence[mx.array],
-        *,
-        scatters: bool,
-        gathers: bool,
-    ) -> Exchange:
+    def _begin(self, whole: Exchange) -> Exchange:
         """Start an exchange, in two levels if the hosts allow it; return its last part."""
-        if len(parts) != len(group):
-            raise ValueError(f"{len(parts)} parts for {len(group)} ranks")
-        levels = levels_of(self._transport.rank, group, self._transport.hosts)
-        start = partial(self._start, arrays=arrays)
-        wire = self._wire if scatters else None
+        parts, errors = whole.parts, whole.errors
+        if len(parts) != len(whole.group):
+            raise ValueError(f"{len(parts)} parts for {len(whole.group)} ranks")
+        levels = levels_of(self._transport.rank, whole.group, self._transport.hosts)
         if levels is None:
-            return start(group, parts, errors, scatters=scatters, gathers=gathers, wire=wire)
+            return self._start(whole)
         # The parts of all members in the same place on their hosts.
         of_places = [[each for m in column for each in parts[m]] for column in levels.places]
+        inside = replace(whole, group=levels.inside, parts=of_places, errors=(), wire=FLOAT32)
         column = levels.places[levels.place]
-        between = [parts[m] for m in column], [errors[m] for m in column] if errors else []
-        last = None
-        if scatters:
-            last = start(levels.inside, of_places, [], scatters=True, gathers=False)
-        last = start(
-            levels.between, *between, scatters=scatters, gathers=gathers, wire=wire, after=last
+        between = replace(
+            whole,
+            group=levels.between,
+            parts=[parts[m] for m in column],
+            errors=[errors[m] for m in column] if errors else (),
         )
-        if gathers:
-            last = start(levels.inside, of_places, [], scatters=False, gathers=True, after=last)
+        last = None
+        if whole.scatters:
+            last = self._start(replace(inside, gathers=False))
+        last = self._start(replace(between, after=last))
+        if whole.gathers:
+            last = self._start(replace(inside, scatters=False, after=last))
         return last
 
-    def _start(
-        self,
-        group: Sequence[int],
-        parts: Sequence[Sequence[np.ndarray]],
-        errors: Sequence[Sequence[np.ndarray]],
-        *,
-        arrays: Sequence[mx.array],
-        scatters: bool,
-        gathers: bool,
-        wire: WireFormat | None = None,
-        after: Exchange | None = None,
-    ) -> Exchange:
-        pace = pace_of(group, self._transport.hosts, self._between)
-        room = self._room_of_chunk(len(group), pace.nbytes) if scatters else pace.nbytes
-        chunks, of_errors = (
-            deque(zip_longest(*(pieces_of(part, room) for part in each)))
-            for each in (parts, errors)
-        )
-        if len(group) == 1:
-            chunks.clear()
-        exchange = Exchange(
-            tuple(group), scatters, gathers, chunks, of_errors, arrays, len(chunks), wire, after,
-            room=room, ahead=pace.ahead,
-        )  # fmt: skip
-        if not chunks:
+    def _start(self, exchange: Exchange) -> Exchange:
+        members = len(exchange.group)
+        pace = pace_of(exchange.group, self._transport.hosts, self._between)
+        room = self._room_of_chunk(members, pace.nbytes) if exchange.scatters else pace.nbytes
+        if members > 1:
+            exchange.divide(room, pace.ahead)
+        if not exchange.steps:
             exchange.done.set()
             return exchange
         with self._lock:
@@ -277,46 +243,39 @@ class Sums:
             exchange = self._queue[0]
             if exchange.after is not None and not exchange.after.done.is_set():
                 return None  # the other exchange is still under way, and ends without this one
-            pieces = exchange.chunks.popleft()
-            errors = exchange.errors.popleft() if exchange.errors else ()
-            if not exchange.chunks:
+            step = exchange.steps.popleft()
+            if not exchange.steps:
                 self._queue.popleft()
-        return Step(exchange, pieces, errors)
+        return step
 
     def _scatter(self, step: Step) -> None:
         """Send the others their pieces of a chunk, and receive this rank's."""
-        exchange = step.exchange
+        exchange, transport = step.exchange, self._transport
         if not exchange.scatters:
             return
         self._turn = (self._turn + 1) % FULL.ahead
-        mine, room = step.pieces[self._member(exchange)], exchange.room
+        size = step.pieces[transport.rank].size
         for place, peer in enumerate(self._others(exchange)):
-            if mine is not None:
-                start = self._room.size // FULL.ahead * self._turn + room * place
-                inbox: np.ndarray = self._room[start : start + mine.size]
-                if exchange.wire is not None:
-                    nbytes = exchange.wire.nbytes(mine.size)
-                    inbox = self._room.view(np.uint8)[4 * start : 4 * start + nbytes]
-                handle = self._transport.receive(inbox, peer, SCATTER_TAG)
-                step.receives[peer] = handle, inbox
+            if size:
+                start = 4 * (self._room.size // FULL.ahead * self._turn + exchange.room * place)
+                inbox = self._room.view(np.uint8)[start : start + exchange.wire.nbytes(size)]
+                step.receives[peer] = transport.receive(inbox, peer, SCATTER_TAG), inbox
             self._send(step, peer, self._encoded(step, peer), SCATTER_TAG)
 
     def _add(self, step: Step) -> None:
         """Add the received pieces to this rank's own, in the order of the group."""
-        exchange, me = step.exchange, self._transport.rank
-        wire, mine = exchange.wire, step.pieces[self._member(exchange)]
-        rounds = wire is not None and not wire.keeps_errors
-        if rounds and wire is not None and mine is not None:
+        exchange, me, wire = step.exchange, self._transport.rank, step.exchange.wire
+        mine = step.pieces[me]
+        rounds = wire.is_shorter and not wire.keeps_errors
+        if rounds:
             mine[:] = wire.decode(wire.encode(mine), mine.size)
         total: np.ndarray | None = None
         for rank in exchange.group:
             if rank in step.receives:
                 handle, inbox = step.receives.pop(rank)
                 self._await(handle, rank)
-                each = inbox
-                if wire is not None and mine is not None:
-                    each = wire.decode(inbox, mine.size)
-            elif rank == me and exchange.scatters and mine is not None:
+                each = wire.decode(inbox, mine.size)
+            elif rank == me and exchange.scatters:
                 each = mine
             else:
                 continue
@@ -324,54 +283,49 @@ class Sums:
             into = mine if each is mine else total
             total = each if total is None else np.add(total, each, out=into)
         step.sum = mine
-        if wire is not None and mine is not None and (rounds or exchange.gathers):
+        if rounds or (wire.is_shorter and exchange.gathers):
             step.sum = self._encoded(step, me)
-            if step.sum is not None:
-                mine[:] = wire.decode(step.sum, mine.size)
+            mine[:] = wire.decode(step.sum, mine.size)
         self._end_sends(step)
 
     def _return(self, step: Step) -> None:
         """Send this rank's sum to all, and receive theirs in place of the pieces sent."""
-        exchange = step.exchange
+        exchange, wire = step.exchange, step.exchange.wire
         if not exchange.gathers:
             return
         for peer in self._others(exchange):
-            piece = step.pieces[exchange.group.index(peer)]
-            if piece is not None:
-                inbox = piece
-                if exchange.wire is not None:
-                    inbox = np.empty(exchange.wire.nbytes(piece.size), np.uint8)
+            inbox = piece = step.pieces[peer]
+            if piece.size:
+                if wire.is_shorter:
+                    inbox = np.empty(wire.nbytes(piece.size), np.uint8)
                 step.receives[peer] = self._transport.receive(inbox, peer, GATHER_TAG), inbox
             self._send(step, peer, step.sum, GATHER_TAG)
 
     def _finish(self, step: Step) -> None:
         """End the messages of ``_return``, and with the last chunk the exchange."""
+        exchange = step.exchange
         for peer, (handle, inbox) in step.receives.items():
             self._await(handle, peer)
-            piece, wire = step.pieces[step.exchange.group.index(peer)], step.exchange.wire
-            if wire is not None and piece is not None:
-                piece[:] = wire.decode(inbox, piece.size)
+            if exchange.wire.is_shorter:
+                step.pieces[peer][:] = exchange.wire.decode(inbox, step.pieces[peer].size)
         self._end_sends(step)
-        step.exchange.left -= 1
-        if step.exchange.left == 0:
-            step.exchange.done.set()
+        exchange.left -= 1
+        if exchange.left == 0:
+            exchange.done.set()
 
-    def _encoded(self, step: Step, rank: int) -> np.ndarray | None:
-        """Return a member's piece as it travels, and keep its rounding errors."""
-        member = step.exchange.group.index(rank)
-        piece, wire = step.pieces[member], step.exchange.wire
-        if piece is None or wire is None:
-            return piece
-        errors = step.errors[member] if step.errors else None
-        if errors is None:
+    def _encoded(self, step: Step, rank: int) -> np.ndarray:
+        """Return a rank's piece as it travels, and keep its rounding errors."""
+        piece, wire = step.pieces[rank], step.exchange.wire
+        if rank not in step.errors:
             return wire.encode(piece)
+        errors = step.errors[rank]
         errors += piece
         data = wire.encode(errors)
         errors -= wire.decode(data, piece.size)
         return data
 
-    def _send(self, step: Step, peer: int, piece: np.ndarray | None, tag: int) -> None:
-        if piece is not None:
+    def _send(self, step: Step, peer: int, piece: np.ndarray, tag: int) -> None:
+        if piece.size:
             step.sends.append((peer, self._transport.send(piece, peer, tag)))
 
     def _end_sends(self, step: Step) -> None:
@@ -391,10 +345,19 @@ class Sums:
         self._awaited = None
         self._moved += 1
 
-    def _member(self, exchange: Exchange) -> int:
-        return exchange.group.index(self._transport.rank)
-
     def _others(self, exchange: Exchange) -> Iterator[int]:
         """Yield the other members, the next one first, so that not all send to one at a time."""
-        group, me = exchange.group, self._member(exchange)
+        group = exchange.group
+        me = group.index(self._transport.rank)
         return (group[(me + distance) % len(group)] for distance in range(1, len(group)))
+
+
+def _parts(arrays: Sequence[mx.array], bounds: Sequence[Sequence[int]]) -> Parts:
+    """Return each member's parts of the arrays, which end at ``bounds``."""
+    parts = []
+    for array, ends in zip(arrays, bounds if arrays else (), strict=True):
+        if array.dtype != mx.float32:
+            raise ValueError(f"sums are in float32, not {array.dtype}")
+        whole = np.frombuffer(buffer_of(array), np.float32)
+        parts.append([whole[start:stop] for start, stop in pairwise(ends)])
+    return list(zip(*parts, strict=True))

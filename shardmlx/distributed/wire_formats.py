@@ -1,8 +1,7 @@
-"""Wire formats of contributions to sums, other than float32."""
+"""Wire formats of contributions to sums."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import numpy as np
@@ -11,30 +10,35 @@ BLOCK = 256
 """Numbers that share a scale in int8."""
 
 
-class WireFormat(ABC):
-    """A shorter form of float32 numbers. Equal numbers have equal bytes on all ranks."""
+class WireFormat:
+    """The form of float32 numbers on their way: as they are, or shorter in a subclass.
 
-    keeps_errors: bool
+    Equal numbers have equal bytes on all ranks.
+    """
+
+    is_shorter = False
+
+    keeps_errors = False
     """True if rounding errors are too large to lose and are added to the next sum; a rank's own
     contribution is then not rounded."""
 
-    @abstractmethod
     def nbytes(self, count: int) -> int:
         """Return the bytes of so many numbers."""
+        return 4 * count
 
-    @abstractmethod
     def encode(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the bytes, uint8, of float32 numbers (N,)."""
+        """Return float32 numbers (N,) as they travel."""
+        return numbers
 
-    @abstractmethod
     def decode(self, data: np.ndarray, count: int) -> np.ndarray:
-        """Return the float32 numbers that these bytes encode."""
+        """Return the float32 numbers that these bytes, uint8, encode."""
+        return data.view(np.float32)
 
 
 class BFloat16(WireFormat):
     """The upper half of a float32, to the nearest, ties to even."""
 
-    keeps_errors = False
+    is_shorter = True
 
     def nbytes(self, count: int) -> int:
         return 2 * count
@@ -58,6 +62,7 @@ class Int8(WireFormat):
     An infinite or NaN number makes its whole block NaN. Each array begins a new block.
     """
 
+    is_shorter = True
     keeps_errors = True
 
     def nbytes(self, count: int) -> int:
@@ -89,9 +94,9 @@ class Int8(WireFormat):
         return numbers
 
 
-WIRE_FORMATS: Mapping[str, WireFormat | None] = {
-    "float32": None,
+WIRE_FORMATS: Mapping[str, WireFormat] = {
+    "float32": WireFormat(),
     "bfloat16": BFloat16(),
     "int8": Int8(),
 }
-"""The wire format for each ``--sum-dtype``: None for float32."""
+"""The wire format for each ``--sum-dtype``."""

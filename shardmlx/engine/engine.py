@@ -106,17 +106,13 @@ class Engine:
         replicas = plan.mesh.replicas_of(self.pipeline_rank)
         tied = any(stage.part.shares(name) for stage in stages for name in stage.names)
         room = SUM_BUFFER_BYTES if len(replicas) > 1 or tied else 4
-        wire = WIRE_FORMATS[sum_dtype]
-        sums = Sums(transport, new_buffer((room // 4,), mx.float32), wire=wire)
+        sums = Sums(transport, new_buffer((room // 4,), mx.float32), WIRE_FORMATS[sum_dtype])
         if weights is not None:
             weights.connect(sums, self.recorder, transport.name(transport.rank))
         self.shards = Shards(
             transport, replicas, stages, sums, divides=divides_optimizer, weights=weights
         )
-        keeps_errors = wire is not None and wire.keeps_errors
-        self.reducer = GradientReducer(
-            plan, transport, stages, sums, self.shards, links, keeps_errors=keeps_errors
-        )
+        self.reducer = GradientReducer(plan, transport, stages, sums, self.shards, links)
         transport.barrier("start of the engine")
         self._current: Action | None = None
         self._runs = 0

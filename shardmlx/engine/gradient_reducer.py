@@ -63,8 +63,6 @@ class GradientReducer:
         sums: Sums,
         shards: Shards,
         links: Sequence[float] | None = None,
-        *,
-        keeps_errors: bool = False,
     ) -> None:
         self._transport = transport
         self._links = links
@@ -81,7 +79,7 @@ class GradientReducer:
         )
         groups = {name: self._replicas for stage in stages for name in stage.names}
         groups |= dict.fromkeys(self._shared, self._holders)
-        self.errors = RoundingErrors(transport.rank, groups if keeps_errors else {})
+        self.errors = RoundingErrors(transport.rank, groups if sums.wire.keeps_errors else {})
         self._held: list[_Bucket] = []
         self._started: list[tuple[Exchange, Sequence[_Bucket]]] = []
         self._own: dict[tuple[Stage, str], mx.array] = {}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from queue import SimpleQueue
 from typing import Any
+
+import mlx.core as mx
 
 from shardmlx.distributed.messages import Array, Handle, buffer_of
 from shardmlx.distributed.transport import Transport
@@ -100,24 +103,67 @@ class LocalNetwork:
     def run(self, work: Callable[[LocalTransport], Any]) -> list[Any]:
         """Run ``work`` on a thread for each rank; return its results by rank, or raise the first
         error."""
+        results: list[Any] = [None] * self.size
         errors: list[BaseException] = []
 
-        def body(rank: int) -> Any:
+        def body(rank: int) -> None:
             threading.current_thread().name = f"rank-{rank}"
             try:
-                return work(LocalTransport(self, rank))
+                results[rank] = work(LocalTransport(self, rank))
             except BaseException as error:
                 errors.append(error)
                 self.abort()
 
-        done = [_threads().submit(body, rank) for rank in range(self.size)]
-        wait(done)
+        done = [_worker().start(functools.partial(body, rank)) for rank in range(self.size)]
+        for event in done:
+            event.wait()
         if errors:
             raise errors[0]
-        return [each.result() for each in done]
+        return results
+
+
+class _Worker:
+    """A thread of its own, which goes into ``idle`` after each work, to be used again.
+
+    MLX adds a thread to every thread that computes, and never ends it: with new threads for each
+    run, a process of many runs would have thousands.
+    """
+
+    def __init__(self, idle: list[_Worker]) -> None:
+        self._idle = idle
+        self._works: SimpleQueue[tuple[Callable[[], None], threading.Event] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        atexit.register(self._end)
+
+    def start(self, work: Callable[[], None]) -> threading.Event:
+        """Begin ``work``, which must not raise; return an event that is set when it is done."""
+        done = threading.Event()
+        self._works.put((work, done))
+        return done
+
+    def _run(self) -> None:
+        while (item := self._works.get()) is not None:
+            work, done = item
+            work()
+            del item, work  # free all that it holds
+            self._idle.append(self)
+            done.set()
+        mx.clear_streams()  # MLX requires this of each thread at its end
+
+    def _end(self) -> None:
+        self._works.put(None)
+        self._thread.join(1.0)
 
 
 @functools.cache
-def _threads() -> ThreadPoolExecutor:
-    """Return threads that are used again: MLX adds one to each that computes, and never ends it."""
-    return ThreadPoolExecutor(64)
+def _idle_workers() -> list[_Worker]:
+    return []
+
+
+def _worker() -> _Worker:
+    idle = _idle_workers()
+    try:
+        return idle.pop()
+    except IndexError:
+        return _Worker(idle)

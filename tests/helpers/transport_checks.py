@@ -188,7 +188,7 @@ def check_it_does_not_matter_who_owns_what(transport: Transport) -> None:
 def check_sums_that_travel_in_bfloat16_are_of_rounded_numbers(transport: Transport) -> None:
     """The same on all ranks, whoever owns what; zeros, overflows and what is no number too."""
     world = tuple(range(transport.size))
-    sums = Sums(transport, full(0, (6000,)), wire=WIRE_FORMATS["bfloat16"])
+    sums = Sums(transport, full(0, (6000,)), WIRE_FORMATS["bfloat16"])
 
     def short(array: np.ndarray) -> np.ndarray:
         return np.array(mx.array(array).astype(mx.bfloat16).astype(mx.float32))
@@ -215,7 +215,7 @@ def check_sums_that_travel_in_int8_lose_nothing_for_good(transport: Transport) -
     """They have the same bits on all ranks. A sum is off by half a step of its scales at most; of
     many sums together no more is lost, since what was rounded off comes with the next."""
     world = tuple(range(transport.size))
-    sums = Sums(transport, full(0, (6000,)), wire=Int8())
+    sums = Sums(transport, full(0, (6000,)), Int8())
     drawn = [np.random.RandomState(rank).standard_normal(5001).astype(np.float32) for rank in world]
     exact = np.sum(drawn, axis=0)
     errors, got, rounds = full(0, (5001,)), np.zeros(5001, np.float64), 20

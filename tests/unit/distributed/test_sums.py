@@ -82,7 +82,7 @@ def test_the_bits_of_a_sum_do_not_depend_on_its_pace(
         transport.hosts = ("a", "b", "c")
         room, array = (mx.zeros(1 << 15), mx.array(contribution(transport.rank, 9_001)))
         mx.eval(room, array)
-        own = sums.Sums(transport, room, wire=WIRE_FORMATS[dtype])
+        own = sums.Sums(transport, room, WIRE_FORMATS[dtype])
         own.wait(own.all_reduce(array, (0, 1, 2)), lambda: "a sum")
         return np.array(array).tobytes()
 
