@@ -223,16 +223,6 @@ def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
     return kind, args
 
 
-def cache_state(cache: Any) -> dict[str, Any]:
-    """Return the live attributes of one layer's KV cache of mlx-lm: change them to change it.
-
-    mlx-lm 0.32.2: a cache is its ``__dict__``, of arrays and plain numbers. When it breaks, as
-    with ``__slots__``: collect the names of all its attributes instead.
-    """
-    attributes: dict[str, Any] = vars(cache)
-    return attributes
-
-
 def trims_first_space(detokenizer: Any) -> bool:
     """Return whether a detokenizer of mlx-lm takes away a space with which a text begins, and which
     its tokenizer leaves there.

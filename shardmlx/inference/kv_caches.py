@@ -9,7 +9,7 @@ kept, for prompts that begin like it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,6 @@ import mlx.core as mx
 from mlx.utils import tree_map
 from mlx_lm.models.cache import KVCache
 
-from shardmlx.compat import cache_state
 from shardmlx.errors import UserError, one_line
 from shardmlx.inference.prefix_cache import CachedPrefix
 from shardmlx.inference.scheduler import Item, ItemKind
@@ -25,62 +24,8 @@ from shardmlx.models.kv_cache import CacheQuantisation
 from shardmlx.models.slice import Slice
 
 Caches = list[Any]
-"""mlx-lm's cache of each layer."""
-
-
-@dataclass(frozen=True, slots=True)
-class CacheBackup:
-    """A copy of the state of caches, with which a step can be taken back."""
-
-    caches: Sequence[Any]
-    states: Sequence[Mapping[str, Any]]
-
-    @classmethod
-    def of(cls, caches: Sequence[Any]) -> CacheBackup:
-        """Copy the state of ``caches``, but not the arrays themselves.
-
-        Drop the backup before the step is evaluated: MLX writes in place only into an array that
-        nobody else holds, and copies it otherwise.
-        """
-        return cls(caches, [_state(cache) for cache in caches])
-
-    def restore(self) -> None:
-        """Set the caches back to the copied state."""
-        for cache, state in zip(self.caches, self.states, strict=True):
-            cache_state(cache).update(state)
-
-
-def arrays_of(part: Any) -> list[mx.array]:
-    """Return the arrays of a cache, of a list of caches, or of what a cache is made of."""
-    if isinstance(part, mx.array):
-        return [part]
-    if isinstance(part, (list, tuple)):
-        return [array for each in part for array in arrays_of(each)]
-    return arrays_of([*cache_state(part).values()]) if hasattr(part, "state") else []
-
-
-def _state(cache: Any) -> dict[str, Any]:
-    return {key: _copied(value) for key, value in cache_state(cache).items()}
-
-
-def _copied(part: Any) -> Any:
-    # Assigning to a part of an array changes what its name means, not what a copy of it means;
-    # MLX copies the numbers themselves only where both are still used.
-    if isinstance(part, (list, tuple)):
-        return type(part)(map(_copied, part))
-    if hasattr(part, "state"):  # a cache within a cache
-        own = copy.copy(part)
-        cache_state(own).update(_state(part))
-        return own
-    return copy.copy(part) if isinstance(part, mx.array) else part
-
-
-def _cut(cache: Any, length: int) -> None:
-    """Trim a cache to its first ``length`` tokens, without room for more: a shared array is copied
-    at the next write, with all the room it has."""
-    if cache.trim(cache.offset - length):
-        arrays = cache.keys, cache.values
-        cache.keys, cache.values = tree_map(lambda array: array[..., :length, :], arrays)
+"""mlx-lm's cache of each layer. A deep copy of one shares the numbers of its arrays: MLX copies
+them only where they are written to while both are still used."""
 
 
 @dataclass(slots=True)
@@ -135,20 +80,16 @@ class KVCaches:
         self._groups: dict[int, _BatchedCaches] = {}
 
     def of(self, item: Item) -> Caches:
-        """Return the caches that an item's tokens enter, one row for each of its sequences.
-        ``update`` comes first."""
+        """Return the caches that an item's tokens enter, one row for each of its sequences: those
+        that join a group come last. ``update`` comes first."""
         if item.kind is ItemKind.PREFILL or item.group is None:
             (sequence,) = item.sequences
             return self._quantised(self._alone.setdefault(sequence, self._new()))
         group = self._groups.setdefault(item.group, _BatchedCaches())
-        known = len(group.sequences)
-        if group.sequences != item.sequences[:known]:
-            raise ValueError(
-                f"sequences {item.sequences} of a group of {group.sequences}: "
-                "those that join come last"
-            )
-        if joining := item.sequences[known:]:
+        if joining := item.sequences[len(group.sequences) :]:
             group.join(joining, [self._alone.pop(sequence) for sequence in joining])
+        if group.sequences != item.sequences:
+            raise ValueError(f"a group of {group.sequences} is to be one of {item.sequences}")
         return self._quantised(group.caches)
 
     def update(self, item: Item) -> None:
@@ -176,14 +117,15 @@ class KVCaches:
         return caches
 
     def _copy_prefix(self, sequence: int, prefix: CachedPrefix) -> None:
-        caches = []
-        for kept in self._alone[prefix.sequence]:
-            cache = copy.copy(kept)
-            cache_state(cache).update(_state(kept))
-            if not prefix.is_whole:
-                _cut(cache, prefix.length)
-            caches.append(cache)
-        self._alone[sequence] = caches
+        self._alone[sequence] = caches = copy.deepcopy(self._alone[prefix.sequence])
+        for cache in () if prefix.is_whole else caches:
+            if cache.trim(cache.offset - prefix.length):
+                # Without room for more: an array that is shared is copied at the next write, with
+                # all the room that it has.
+                arrays = cache.keys, cache.values
+                cache.keys, cache.values = tree_map(
+                    lambda array: array[..., : prefix.length, :], arrays
+                )
 
 
 # A copy of all keys and values at once might not fit into memory. So the functions below work layer
@@ -203,10 +145,7 @@ def _row(cache: Any, row: int, count: int) -> Any:
 
 
 def _joined(parts: tuple[Any, ...], first_is_batch: bool) -> Any:
-    """Return one layer's cache of all sequences in ``parts``.
-
-    Each part is the cache of one sequence; the first may be that of a group.
-    """
+    """Return one layer's cache of the sequences in ``parts``, of which the first may be a group."""
     first, *others = parts
     if not others:
         return first
@@ -217,7 +156,7 @@ def _joined(parts: tuple[Any, ...], first_is_batch: bool) -> Any:
 
 
 def _evaluated(cache: Any) -> Any:
-    mx.eval(arrays_of(cache))
+    mx.eval(cache.state)
     return cache
 
 

@@ -59,24 +59,14 @@ class _Sequence:
     """A sequence as the first rank knows it.
 
     Its ``tokens`` up to ``position`` have entered the pipeline; those up to ``cached`` came from
-    the prefix cache. ``awaits`` says that a token of it is under way.
+    the prefix cache.
     """
 
     tokens: list[int]
     params: SamplingParams
     position: int = 0
     cached: int = 0
-    awaits: bool = False
     is_cancelled: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Returning:
-    """A receive of the tokens that the last rank will sample, a row for each sequence."""
-
-    item: Item
-    tokens: np.ndarray
-    handle: Handle
 
 
 class FirstStage:
@@ -100,7 +90,8 @@ class FirstStage:
         if prefix_cache is not None:
             scheduler.find_prefix = self._find_prefix
         self._sequences: dict[int, _Sequence] = {}
-        self._returning: deque[_Returning] = deque()
+        # Receives of the tokens that the last rank will sample, a row for each sequence.
+        self._returning: deque[tuple[Item, np.ndarray, Handle]] = deque()
         self._foreseen: ItemGraph | None = None
 
     @property
@@ -138,7 +129,7 @@ class FirstStage:
 
     def cancel(self, sequence: int) -> None:
         """Give up a sequence at any time before its end. ``step`` returns no more tokens of it."""
-        if self._sequences[sequence].awaits:
+        if self._scheduler.awaits(sequence):
             self._sequences[sequence].is_cancelled = True
         else:
             self.finish(sequence)
@@ -152,7 +143,7 @@ class FirstStage:
         self._worker.begin(None)
         item = self._scheduler.idle_item()
         self._worker.announce(item)
-        self._worker.drain(UNSENT)
+        self._worker.outbox.drain(UNSENT)
         self._retract_foreseen()
         self._worker.update(item)
 
@@ -172,9 +163,8 @@ class FirstStage:
             if not self._returning:
                 return []
             self._foresee()
-            first = self._returning[0]
-            self._worker.item = first.item
-            self._worker.wait(first.handle, self._last)
+            self._worker.item, _, handle = self._returning[0]
+            self._worker.wait(handle, self._last)
             return self._take()
 
     def stream(self, answers: Mapping[int, IncrementalDetokenizer]) -> Iterator[tuple[int, str]]:
@@ -193,7 +183,7 @@ class FirstStage:
     def stop(self) -> None:
         """Have all ranks return from ``LaterStage.run``."""
         self._worker.announce(Item(ItemKind.STOP))
-        self._worker.drain(0)
+        self._worker.outbox.drain(0)
         self._worker.begin(None)
 
     def _issue(self, item: Item) -> None:
@@ -212,15 +202,19 @@ class FirstStage:
             width = packed_width([self._sequences[number].params for number in item.sequences])
             tokens = np.zeros((len(item.sequences), width), np.int32)
             handle = worker.transport.receive(tokens, self._last, TOKENS_TAG)
-            self._returning.append(_Returning(item, tokens, handle))
+            self._returning.append((item, tokens, handle))
         graph = self._graph_of(item)
-        self._fill(graph)
+        rows = np.frombuffer(buffer_of(graph.inputs), np.int32).reshape(graph.inputs.shape)
+        for row, number in zip(rows, item.sequences, strict=True):
+            sequence = self._sequences[number]
+            begin, sequence.position = sequence.position, sequence.position + item.length
+            row[:] = sequence.tokens[begin : sequence.position]
         worker.compute(graph)
         if self._last:
             worker.pass_on(graph)
         elif item.samples:
             tokens = np.array(graph.outputs)
-            self._returning.append(_Returning(item, tokens, Handle(tokens, done=True)))
+            self._returning.append((item, tokens, Handle(tokens, done=True)))
 
     def _graph_of(self, item: Item) -> ItemGraph:
         """Return the graph of the item: the foreseen one, or a new one."""
@@ -241,28 +235,17 @@ class FirstStage:
             self._foreseen = self._worker.build(item, self._worker.inputs(item), may_fail=True)
 
     def _retract_foreseen(self) -> None:
-        graph, self._foreseen = self._foreseen, None
-        if graph is not None and graph.backup is not None:
-            graph.backup.restore()
-
-    def _fill(self, graph: ItemGraph) -> None:
-        """Write the tokens that enter into the inputs of the graph, and count them."""
-        rows = np.frombuffer(buffer_of(graph.inputs), np.int32).reshape(graph.inputs.shape)
-        for row, number in zip(rows, graph.item.sequences, strict=True):
-            sequence = self._sequences[number]
-            end = sequence.position + graph.item.length
-            row[:] = sequence.tokens[sequence.position : end]
-            sequence.position = end
-            sequence.awaits = graph.item.samples
+        if self._foreseen is not None:
+            self._foreseen.take_back()
+            self._foreseen = None
 
     def _take(self) -> list[tuple[int, SampledToken]]:
         came = []
-        while self._returning and self._worker.has_come(self._returning[0].handle):
-            done = self._returning.popleft()
-            self._scheduler.returned(done.item)
-            for number, row in zip(done.item.sequences, done.tokens, strict=True):
+        while self._returning and self._worker.has_come(self._returning[0][2]):
+            item, tokens, _ = self._returning.popleft()
+            self._scheduler.returned(item)
+            for number, row in zip(item.sequences, tokens, strict=True):
                 sequence = self._sequences[number]
-                sequence.awaits = False
                 if sequence.is_cancelled:
                     self.finish(number)
                     continue
@@ -305,7 +288,7 @@ class LaterStage:
                 worker.compute(graph)
                 worker.pass_on(graph)
                 worker.item = None
-            worker.drain(0)
+            worker.outbox.drain(0)
         worker.begin(None)
 
     def _next_graph(self) -> ItemGraph | None:

@@ -72,38 +72,29 @@ class Item:
             case ItemKind.PREFILL:
                 return f"prefill of sequence {self.sequences[0]}, {self.length} tokens"
             case ItemKind.DECODE:
-                plural = "s" * (len(self.sequences) > 1)
-                return f"decode of sequence{plural} {_listed(self.sequences)}"
+                shown = ", ".join(map(str, self.sequences[:4])) + ", ..." * (
+                    self.sequences[4:] != ()
+                )
+                return f"decode of sequence{'s' * (len(self.sequences) > 1)} {shown}"
             case ItemKind.IDLE | ItemKind.STOP:
                 return str(self.kind.value)
 
 
-def _listed(sequences: Sequence[int]) -> str:
-    shown = ", ".join(map(str, sequences[:4]))
-    return shown + ", ..." * (len(sequences) > 4)
-
-
 @dataclass(slots=True)
-class _Prefill:
-    """A prompt of which ``left`` tokens are still to enter. It is that of a sequence that was put
-    back if it ``goes_on``."""
+class _Sequence:
+    """A sequence that waits, or is under way.
 
-    sequence: int
+    It has ``tokens`` so far, of which ``left`` are still to be computed as a prompt, and may become
+    ``context``. The stages get its ``params`` with its first chunk alone. It ``awaits`` a token
+    that is under way.
+    """
+
+    number: int
+    tokens: int
     left: int
     context: int
     params: Any
-    prefix: CachedPrefix | None = None
-    is_begun: bool = False
-    goes_on: bool = False
-
-
-@dataclass(slots=True)
-class _Open:
-    """A sequence under way: its tokens so far, and how many it may become. It ``awaits`` a token
-    that is under way."""
-
-    tokens: int
-    context: int
+    is_known: bool = False
     awaits: bool = False
 
     @property
@@ -163,9 +154,9 @@ class Scheduler:
         self._chunks_since = 0
         self._groups = [_DecodeGroup() for _ in range(groups)]
         self._turns = deque(range(groups))
-        self._waiting: deque[_Prefill] = deque()
-        self._current: _Prefill | None = None
-        self._open: dict[int, _Open] = {}
+        self._waiting: deque[_Sequence] = deque()
+        self._current: _Sequence | None = None
+        self._open: dict[int, _Sequence] = {}
         self._kept: list[int] = []
         self._dropped: list[int] = []
         self._put_back: list[int] = []
@@ -190,7 +181,11 @@ class Scheduler:
             raise ValueError(f"a prompt of {tokens} tokens")
         if self.capacity is not None and held(context) > self.capacity:
             raise ValueError(f"a sequence of {context} tokens, where {self.capacity} are kept")
-        self._waiting.append(_Prefill(sequence, tokens, context, params))
+        self._waiting.append(_Sequence(sequence, tokens, tokens, context, params))
+
+    def awaits(self, sequence: int) -> bool:
+        """Return whether a token of a sequence is under way."""
+        return sequence in self._open and self._open[sequence].awaits
 
     def next(self) -> Item | None:
         """Return what the pipeline computes next; None while that depends on items under way."""
@@ -246,11 +241,11 @@ class Scheduler:
     def finish(self, sequence: int, *, keep: bool = False) -> bool:
         """End a sequence of which no token is under way, even before its prefill has begun. The
         stages drop its caches, or ``keep`` them. Return whether they keep any."""
-        waiting = next((each for each in self._waiting if each.sequence == sequence), None)
+        waiting = next((each for each in self._waiting if each.number == sequence), None)
         if waiting is not None:
             self._waiting.remove(waiting)
-            if waiting.goes_on:
-                self._dropped.append(sequence)  # its sampling state
+            if waiting.is_known:  # it was put back: there is its sampling state
+                self._dropped.append(sequence)
             return False
         self._take_out(sequence)
         if keep:
@@ -271,61 +266,56 @@ class Scheduler:
             last = next(reversed(self._open))
             if self._open[last].awaits:
                 return False
-            current = self._current
-            params = None if current is None or current.sequence != last else current.params
-            known = self._take_out(last)
-            goes_on = params is None
-            prompt = _Prefill(last, known.tokens, known.context, params, goes_on=goes_on)
-            self._waiting.appendleft(prompt)
+            sequence = self._take_out(last)
+            sequence.left = sequence.tokens
+            self._waiting.appendleft(sequence)
             self._put_back.append(last)
         return True
 
-    def _take_out(self, sequence: int) -> _Open:
+    def _take_out(self, sequence: int) -> _Sequence:
         for group in self._groups:
             for sequences in (group.sequences, group.joining):
                 if sequence in sequences:
                     sequences.remove(sequence)
-        if self._current is not None and self._current.sequence == sequence:
+        if self._current is not None and self._current.number == sequence:
             self._current = None
         return self._open.pop(sequence)
 
-    def _next_prompt(self) -> _Prefill | None:
+    def _next_prompt(self) -> _Sequence | None:
         if self._current is None and self._waiting and len(self._open) < self._most:
             prompt = self._waiting[0]
-            self._open[prompt.sequence] = _Open(prompt.left, prompt.context)
+            self._open[prompt.number] = prompt
             if self.capacity is None or self.reserved <= self.capacity:
                 self._current = self._waiting.popleft()
             else:
-                del self._open[prompt.sequence]
+                del self._open[prompt.number]
         return self._current
 
-    def _chunk_of(self, prompt: _Prefill) -> Item:
-        if not prompt.is_begun:
+    def _chunk_of(self, prompt: _Sequence) -> Item:
+        prefix = None
+        if prompt.left == prompt.tokens:
             # Now, and not when its turn has come: what is forgotten for it goes with this item.
-            prompt.is_begun = True
-            prompt.prefix = self.find_prefix(prompt.sequence)
-            if prompt.prefix is not None:
-                prompt.left -= prompt.prefix.length
+            prefix = self.find_prefix(prompt.number)
+            prompt.left -= prefix.length if prefix is not None else 0
         # The first token is sampled from the prompt's last one, as in mlx-lm: in the group's next
         # decode step, or in a chunk of its own where nothing else of the prompt is to be computed.
         is_last = prompt.left == 1
         length = 1 if is_last else min(self._chunk, prompt.left - 1)
         item = Item(
             ItemKind.PREFILL,
-            (prompt.sequence,),
+            (prompt.number,),
             length,
             samples=is_last,
-            prefix=prompt.prefix,
-            params=prompt.params,
+            prefix=prefix,
+            params=None if prompt.is_known else prompt.params,
             **self._take_ended(),
         )
-        self._open[prompt.sequence].awaits = is_last
+        prompt.is_known, prompt.awaits = True, is_last
         prompt.left -= length
-        prompt.params = prompt.prefix = None
         if prompt.left <= 1:
             self._current = None
         if prompt.left == 1:
-            self._join(prompt.sequence)
+            self._join(prompt.number)
         return item
 
     def _join(self, sequence: int) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import pickle
 import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -22,7 +24,7 @@ from shardmlx.distributed.messages import (
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import EngineError, one_line
 from shardmlx.inference.grammars import Grammars
-from shardmlx.inference.kv_caches import CacheBackup, KVCaches, arrays_of
+from shardmlx.inference.kv_caches import Caches, KVCaches
 from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.scheduler import Item
 from shardmlx.models.kv_cache import CacheQuantisation
@@ -57,7 +59,7 @@ LENGTH_BYTES = 4
 
 @dataclass(slots=True)
 class ItemGraph:
-    """The lazy graph of an item on this stage.
+    """The lazy graph of an item on this stage, and the ``caches`` that its tokens enter.
 
     ``inputs`` are a buffer to fill before ``evaluated`` is evaluated: outputs and caches.
     ``backup`` is there while the graph may still be taken back.
@@ -66,8 +68,14 @@ class ItemGraph:
     item: Item
     inputs: mx.array
     outputs: mx.array
-    evaluated: list[mx.array]
-    backup: CacheBackup | None = None
+    evaluated: list[Any]
+    caches: Caches
+    backup: Caches | None = None
+
+    def take_back(self) -> None:
+        """Set the caches back to what they were before the graph was built."""
+        if self.backup is not None:
+            self.caches[:] = self.backup
 
 
 @dataclass(slots=True)
@@ -113,7 +121,7 @@ class StageWorker:
         self.caches = KVCaches(lambda: part.new_caches(max_kv_size), quantisation)
         self.item: Item | None = None
         self._sampler = BatchSampler(random_state, grammars)
-        self._outbox = Outbox(transport)
+        self.outbox = Outbox(transport)
         self._waits: deque[float] = deque([0.0], maxlen=4)
 
     def begin(self, item: Item | None) -> None:
@@ -137,25 +145,26 @@ class StageWorker:
 
     def build(self, item: Item, inputs: mx.array, *, may_fail: bool = False) -> ItemGraph:
         """Build the graph of an item, without computing it. One that ``may_fail`` to be the right
-        guess can be taken back by its backup."""
+        guess can be taken back."""
         self.update(item)
         caches = self.caches.of(item)
-        backup = CacheBackup.of(caches) if may_fail else None
-        hidden = self.part.extend(inputs, caches)
+        backup = copy.deepcopy(caches) if may_fail else None
+        outputs = self.part.extend(inputs, caches)
         # The next chunk needs all keys and values, and nothing else of the last layer.
-        evaluated = arrays_of(caches)
-        if not self.part.is_last:
-            hidden = mx.contiguous(hidden)
-            return ItemGraph(item, inputs, hidden, [hidden, *evaluated], backup=backup)
-        if item.params is not None:
+        evaluated = [cache.state for cache in caches]
+        if item.params is not None and self.part.is_last:
             self._sampler.open(item.sequences[0], item.params)
-        if not item.samples:
-            return ItemGraph(item, inputs, hidden, evaluated, backup=backup)
-        tokens = self._sampler.sample(item.sequences, self.part.last_logits(hidden))
-        return ItemGraph(item, inputs, tokens, [tokens, *evaluated], backup=backup)
+        if not self.part.is_last:
+            outputs = mx.contiguous(outputs)
+            evaluated.append(outputs)
+        elif item.samples:
+            outputs = self._sampler.sample(item.sequences, self.part.last_logits(outputs))
+            evaluated.append(outputs)
+        return ItemGraph(item, inputs, outputs, evaluated, caches, backup)
 
     def compute(self, graph: ItemGraph) -> None:
         """Evaluate a graph whose inputs are filled; it cannot be taken back any more."""
+        # Before it is evaluated: MLX writes in place only into an array that nobody else holds.
         graph.backup = None
         mx.eval(graph.evaluated)
         if self.part.is_last and graph.item.samples:
@@ -164,20 +173,25 @@ class StageWorker:
     def pass_on(self, graph: ItemGraph) -> None:
         """Send hidden states to the next stage, or sampled tokens from the last one to rank 0."""
         if not self.part.is_last:
-            self._outbox.send(graph.outputs, self.transport.rank + 1, HIDDEN_TAG, self._who())
+            self.outbox.send(graph.outputs, self.transport.rank + 1, HIDDEN_TAG, self._who())
         elif graph.item.samples:
-            self._outbox.send(np.array(graph.outputs), 0, TOKENS_TAG, self._who())
-        self.drain(UNSENT)
+            self.outbox.send(np.array(graph.outputs), 0, TOKENS_TAG, self._who())
+        self.outbox.drain(UNSENT)
 
     def announce(self, item: Item) -> None:
-        """Tell the next stage, if there is one, what it computes next."""
-        if not self.part.is_last:
-            for part in _packed(item):
-                self._outbox.send(part, self.transport.rank + 1, ANNOUNCEMENT_TAG, self._who())
+        """Tell the next stage, if there is one, what it computes next.
 
-    def drain(self, most: int) -> None:
-        """Wait until at most ``most`` messages are under way."""
-        self._outbox.drain(most)
+        The item is pickled, since the ranks of one job trust each other; its length comes first.
+        """
+        if self.part.is_last:
+            return
+        payload = pickle.dumps(item)
+        whole = np.frombuffer(len(payload).to_bytes(LENGTH_BYTES) + payload, np.uint8)
+        first = np.zeros(ANNOUNCEMENT_BYTES, np.uint8)
+        first[: len(whole)] = whole[:ANNOUNCEMENT_BYTES]
+        rest = whole[ANNOUNCEMENT_BYTES:].copy()
+        for part in [first, rest] if rest.size else [first]:
+            self.outbox.send(part, self.transport.rank + 1, ANNOUNCEMENT_TAG, self._who())
 
     def wait(self, handle: Handle, peer: int) -> None:
         """Wait for a message from ``peer``.
@@ -219,16 +233,3 @@ class StageWorker:
         rank = self.transport.rank
         where = f"{self.transport.name(rank)}, stage {rank}"
         return f"{where}, {self.item}" if self.item else where
-
-
-def _packed(item: Item) -> list[np.ndarray]:
-    """Return the messages that announce an item: its length, then the item itself.
-
-    It is pickled, since the ranks of one job trust each other.
-    """
-    payload = pickle.dumps(item)
-    whole = np.frombuffer(len(payload).to_bytes(LENGTH_BYTES) + payload, np.uint8)
-    first = np.zeros(ANNOUNCEMENT_BYTES, np.uint8)
-    first[: len(whole)] = whole[:ANNOUNCEMENT_BYTES]
-    rest = whole[ANNOUNCEMENT_BYTES:].copy()
-    return [first, rest] if rest.size else [first]

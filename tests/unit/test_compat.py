@@ -241,25 +241,6 @@ def test_a_lazy_array_tells_what_it_is_computed_from() -> None:
         assert found == [{0, 1}, {2}, {0, 2}, set()]
 
 
-def test_a_kv_cache_is_its_attributes() -> None:
-    from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache
-
-    def tokens(value: float) -> mx.array:
-        return mx.full((1, 2, 3, 4), value)
-
-    with contract(compat.cache_state, "mlx-lm"):
-        for cache in (KVCache(), RotatingKVCache(max_size=8), BatchKVCache([0])):
-            cache.update_and_fetch(tokens(1), tokens(2))
-            before = {
-                name: value + 0 if isinstance(value, mx.array) else value
-                for name, value in compat.cache_state(cache).items()
-            }
-            first = [mx.array(each) for each in cache.update_and_fetch(tokens(3), tokens(4))]
-            compat.cache_state(cache).update(before)
-            again = cache.update_and_fetch(tokens(3), tokens(4))
-            assert all(map(mx.array_equal, first, again))
-
-
 def test_detokenizers_say_whether_they_trim() -> None:
     from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, NaiveStreamingDetokenizer
 
