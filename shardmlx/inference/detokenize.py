@@ -5,9 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
+from shardmlx.compat import trims_first_space
 from shardmlx.inference.sampling_params import BROKEN
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 FinishReason = Literal["stop", "length", "broken"]
 
@@ -42,15 +46,26 @@ class StopStrings:
 
     def take(self, text: str, *, is_last: bool) -> str:
         """Return the text that is known to come before any of the strings."""
-        text, self._held = self._held + text, ""
-        places = [(at, stop) for stop in self.strings if (at := text.find(stop)) >= 0]
-        if places:
-            at, self.found = min(places)
-            return text[:at]
-        if not is_last:
-            held = max((_overlap(text, stop) for stop in self.strings), default=0)
-            self._held = text[len(text) - held :]
-        return text[: len(text) - len(self._held)]
+        text = self._held + text
+        end, stop = before_any(self.strings, text, is_last=is_last)
+        self.found, self._held = stop or None, text[end:]
+        return text[:end]
+
+
+def before_any(marks: Sequence[str], text: str, *, is_last: bool) -> tuple[int, str]:
+    """Return how much of ``text`` comes before the first of ``marks``, and that one; or how much is
+    known to come before any, and "". The end of what ``is_last`` begins none."""
+    places = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
+    end, mark = min(places, default=(len(text), ""))
+    if not mark and not is_last:
+        end -= max((overlap(text, each) for each in marks), default=0)
+    return end, mark
+
+
+def overlap(text: str, mark: str) -> int:
+    """Return how many characters at the end of ``text`` may be the beginning of ``mark``."""
+    longest = min(len(text), len(mark) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)
 
 
 class TokenText:
@@ -109,10 +124,9 @@ class IncrementalDetokenizer:
     """An answer, token by token.
 
     It ends after ``max_tokens``, with a token of ``eos``, where ``stops`` find its end, or where it
-    is ``BROKEN``.
-    ``finish_reason`` is None until then.
-    ``count`` are the tokens so far; ``started``, ``first`` and ``last`` the seconds, as
-    ``time.perf_counter`` gives them, at which the answer was begun and its tokens came.
+    is ``BROKEN``; ``finish_reason`` is None until then. ``text`` has been given out, ``count`` are
+    the tokens so far. ``started``, ``first`` and ``last`` are the seconds, as ``time.perf_counter``
+    gives them, at which the answer was begun and its tokens came.
     """
 
     words: TokenText
@@ -125,6 +139,24 @@ class IncrementalDetokenizer:
     last: float = 0.0
     finish_reason: FinishReason | None = None
     _given: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: TokenizerWrapper,
+        max_tokens: int,
+        stops: Stops | None = None,
+        before: Sequence[int] = (),
+    ) -> IncrementalDetokenizer:
+        """Return a new answer, whose text goes on from the tokens ``before`` it."""
+        words = TokenText(
+            tokenizer.decode,
+            before,
+            trims=trims_first_space(tokenizer.detokenizer),
+            cleans=bool(getattr(tokenizer, "clean_up_tokenization_spaces", False)),
+        )
+        eos = frozenset(tokenizer.eos_token_ids)
+        return cls(words, eos, max_tokens, stops or StopStrings())
 
     def take(self, token: int) -> str:
         """Take in a token, and return the text that it adds."""
@@ -149,11 +181,4 @@ class IncrementalDetokenizer:
 
     @property
     def text(self) -> str:
-        """The text that has been given out so far."""
         return "".join(self._given)
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return how many characters at the end of ``text`` may be the beginning of ``stop``."""
-    longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

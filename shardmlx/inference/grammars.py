@@ -20,11 +20,12 @@ from shardmlx.inference.prompts import PromptReader
 PACKAGE = "llguidance"
 
 BITS = 32
+"""Tokens of a word of llguidance's masks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """The tokens of a model, as another rank gets to know them.
+@dataclass(frozen=True)
+class Grammars:
+    """Grammars over the tokens of a model, on any rank.
 
     ``tokenizer`` is the JSON of a Hugging Face tokenizer, ``size`` the width of the logits, ``eos``
     the tokens that end an answer.
@@ -34,18 +35,11 @@ class Vocabulary:
     size: int
     eos: tuple[int, ...]
 
-
-class Grammars:
-    """Grammars over a vocabulary."""
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
-
     def matcher(self, grammar: str) -> Matcher:
         """Return a matcher at the beginning of an answer."""
         from llguidance import LLMatcher
 
-        return Matcher(LLMatcher(self._tokens, grammar, log_level=0), self._vocabulary)
+        return Matcher(LLMatcher(self._tokens, grammar, log_level=0), self.size, self.eos)
 
     def complaint(self, grammar: str) -> str:
         """Return what is wrong with a grammar in one line; empty if nothing is."""
@@ -60,12 +54,12 @@ class Grammars:
         """The tokens as llguidance has them: made when first needed, in two seconds."""
         from llguidance import LLTokenizer, TokenizerWrapper
 
-        tokens = TokenizerWrapper(_Tokens(self._vocabulary))
-        return LLTokenizer(tokens, eos_token=list(self._vocabulary.eos))
+        tokens = TokenizerWrapper(_Tokens(self))
+        return LLTokenizer(tokens, eos_token=list(self.eos))
 
 
 class _Tokens:
-    """The tokens of a vocabulary, in the way in which llguidance asks for them.
+    """The tokens of a model, in the way in which llguidance asks for them.
 
     llguidance takes all added tokens that look like ``<think>`` for control tokens, which no text
     of a grammar matches. Here they are text, unless the tokenizer says that they are special.
@@ -73,7 +67,7 @@ class _Tokens:
 
     bos_token_id = None
 
-    def __init__(self, known: Vocabulary) -> None:
+    def __init__(self, known: Grammars) -> None:
         from llguidance import LLTokenizer
 
         self._known = LLTokenizer(known.tokenizer, slices=[])
@@ -102,9 +96,9 @@ class _Tokens:
 class Matcher:
     """The place in its grammar that one answer has come to."""
 
-    def __init__(self, matcher: Any, vocabulary: Vocabulary) -> None:
+    def __init__(self, matcher: Any, size: int, eos: tuple[int, ...]) -> None:
         self._matcher = matcher
-        self._vocabulary = vocabulary
+        self._size, self._eos = size, eos
 
     @property
     def error(self) -> str:
@@ -118,14 +112,13 @@ class Matcher:
         Where the grammar has come to its end, only the answer's end may come. Where the answer
         cannot go on, there is an ``error`` from now on.
         """
-        size = self._vocabulary.size
         if self._matcher.is_stopped():
-            ends = np.zeros((1, size), np.bool_)
-            ends[0, list(self._vocabulary.eos)] = True
+            ends = np.zeros((1, self._size), np.bool_)
+            ends[0, list(self._eos)] = True
             return mx.array(ends)
         words = mx.array(np.frombuffer(self._matcher.compute_bitmask(), np.uint32))
         bits = (words[:, None] >> mx.arange(BITS, dtype=mx.uint32)) & 1
-        return bits.reshape(1, -1)[:, :size].astype(mx.bool_)
+        return bits.reshape(1, -1)[:, : self._size].astype(mx.bool_)
 
     def take(self, token: int) -> None:
         """Go on by a token."""
@@ -141,14 +134,9 @@ def share_grammars(transport: Transport, reader: PromptReader | None, size: int)
     have = transport.all_gather(find_spec(PACKAGE) is not None, "packages")
     if not (have[0] and have[-1]):
         return None
-    mine = None if reader is None else _vocabulary(reader, size)
-    vocabulary = transport.broadcast(mine, what="the vocabulary")
-    return None if vocabulary is None else Grammars(vocabulary)
-
-
-def _vocabulary(reader: PromptReader, size: int) -> Vocabulary | None:
-    tokenizer = reader.tokenizer
-    if not getattr(tokenizer, "is_fast", False):
-        return None
-    eos = tuple(sorted(token for token in tokenizer.eos_token_ids if token < size))
-    return Vocabulary(tokenizer.backend_tokenizer.to_str(), size, eos) if eos else None
+    mine = None
+    if reader is not None and getattr(reader.tokenizer, "is_fast", False):
+        eos = tuple(sorted(token for token in reader.tokenizer.eos_token_ids if token < size))
+        mine = Grammars(reader.tokenizer.backend_tokenizer.to_str(), size, eos) if eos else None
+    found: Grammars | None = transport.broadcast(mine, what="the vocabulary")
+    return found

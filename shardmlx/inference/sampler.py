@@ -23,34 +23,6 @@ LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 """A function of mlx-lm: tokens so far and logits (1, V), to logits (1, V)."""
 
 
-def sampler_of(params: SamplingParams) -> Sampler:
-    """Return mlx-lm's function from log-probabilities (1, V) to a token (1,)."""
-    return make_sampler(
-        params.temp,
-        params.top_p,
-        params.min_p,
-        params.min_tokens_to_keep,
-        top_k=params.top_k,
-        xtc_probability=params.xtc_probability,
-        xtc_threshold=params.xtc_threshold,
-        xtc_special_tokens=list(params.xtc_special_tokens),
-    )
-
-
-def processors_of(params: SamplingParams) -> Sequence[LogitsProcessor]:
-    """Return mlx-lm's functions that apply the biases and penalties."""
-    made: Sequence[LogitsProcessor] = make_logits_processors(
-        dict(params.logit_bias) or None,
-        params.repetition_penalty or None,
-        params.repetition_context_size,
-        params.presence_penalty or None,
-        params.presence_context_size,
-        params.frequency_penalty or None,
-        params.frequency_context_size,
-    )
-    return made
-
-
 def random_state() -> int:
     """Return MLX's random state on this thread, as ``mx.random.seed`` takes it."""
     return _as_seed(random_key())
@@ -90,21 +62,38 @@ class BatchSampler:
 
     def open(self, sequence: int, params: SamplingParams) -> None:
         """Begin a sequence."""
+        sampler = make_sampler(
+            params.temp,
+            params.top_p,
+            params.min_p,
+            params.min_tokens_to_keep,
+            params.top_k,
+            params.xtc_probability,
+            params.xtc_threshold,
+            list(params.xtc_special_tokens),
+        )
+        processors = make_logits_processors(
+            dict(params.logit_bias),
+            params.repetition_penalty,
+            params.repetition_context_size,
+            params.presence_penalty,
+            params.presence_context_size,
+            params.frequency_penalty,
+            params.frequency_context_size,
+        )
+        matcher = None
+        if params.grammar is not None:
+            assert self._grammars is not None, "rank 0 takes no grammars where there are none"
+            matcher = self._grammars.matcher(params.grammar)
         start = self._start if params.seed is None else params.seed
         self._sequences[sequence] = _SequenceState(
             params,
             _stream(start, params.stream),
-            None if params.is_greedy else sampler_of(params),
-            processors_of(params),
+            sampler if params.temp > 0 else None,
+            processors,
             list(params.context),
-            self._matcher(params),
+            matcher,
         )
-
-    def _matcher(self, params: SamplingParams) -> Matcher | None:
-        if params.grammar is None:
-            return None
-        assert self._grammars is not None, "rank 0 takes no grammars where there are none"
-        return self._grammars.matcher(params.grammar)
 
     def close(self, sequences: Sequence[int]) -> None:
         """Forget sequences that have ended."""
@@ -128,11 +117,11 @@ class BatchSampler:
         else:
             tokens = mx.argmax(logprobs, axis=-1)
         tokens = tokens.astype(mx.int32)
-        broken = [sequence.matcher is not None and sequence.matcher.error for sequence in known]
-        for error in filter(None, broken):
+        errors = [sequence.matcher.error if sequence.matcher else "" for sequence in known]
+        for error in filter(None, errors):
             print(f"shardmlx: an answer breaks off within its grammar: {error}", file=sys.stderr)
-        if any(broken):
-            tokens = mx.where(mx.array([bool(each) for each in broken]), BROKEN, tokens)
+        if any(errors):
+            tokens = mx.where(mx.array([error != "" for error in errors]), BROKEN, tokens)
         return _pack(tokens, logprobs, [sequence.params for sequence in known])
 
     def settle(self, sequences: Sequence[int], tokens: Sequence[int]) -> None:

@@ -37,11 +37,6 @@ class SamplingParams:
     grammar: str | None = None
 
     @property
-    def is_greedy(self) -> bool:
-        """True if the likeliest token is taken."""
-        return self.temp == 0
-
-    @property
     def looked_back(self) -> int:
         """The number of tokens before the next at which penalties look."""
         penalties = (

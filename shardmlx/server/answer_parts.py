@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 from shardmlx.inference.answer_format import AnswerFormat, Marks, Tool
+from shardmlx.inference.detokenize import before_any
 
 ID_LENGTH = 9
 """Characters of a call's id: Mistral's templates take no others."""
@@ -92,11 +93,8 @@ def passed_on(
     is left out.
     """
     while True:
-        places = [(at, mark) for mark in marks if (at := incoming.text.find(mark)) >= 0]
-        end, mark = min(places, default=(len(incoming.text), ""))
+        end, mark = before_any(marks, incoming.text, is_last=incoming.is_last)
         is_over = bool(mark) or incoming.is_last
-        if not is_over:
-            end -= max((overlap(incoming.text, each) for each in marks), default=0)
         piece = incoming.text[:end].rstrip() if trims else incoming.text[:end]
         incoming.cut(end + len(mark) if is_over else len(piece))
         if piece:
@@ -166,9 +164,3 @@ def json_arguments(incoming: Incoming) -> Reading:
 def new_id() -> str:
     """Return an id for a call."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(ID_LENGTH))
-
-
-def overlap(text: str, mark: str) -> int:
-    """Return how many characters at the end of ``text`` may be the beginning of ``mark``."""
-    longest = min(len(text), len(mark) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 
+from shardmlx.inference.detokenize import overlap
 from shardmlx.server.answer_parts import (
     AnswerSyntax,
     Call,
@@ -16,7 +17,6 @@ from shardmlx.server.answer_parts import (
     beginning,
     json_arguments,
     new_id,
-    overlap,
 )
 
 BEFORE = ("<|python_tag|>", "<tool_call>", "```json", "```", "[")

@@ -14,7 +14,7 @@ import pytest
 from mlx_lm.tokenizer_utils import load
 from tokenizers import AddedToken
 
-from shardmlx.inference.grammars import Grammars, Vocabulary, share_grammars
+from shardmlx.inference.grammars import Grammars, share_grammars
 from shardmlx.inference.prompts import PromptReader
 from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.sampling_params import BROKEN, SamplingParams
@@ -271,10 +271,10 @@ def test_calls_that_are_asked_for(
     assert known.calls is not None
     rules = call_rules(tools, known.calls, special, parallel=len(tools) > 1)
     grammar = grammar_of(rules)
-    vocabulary = Vocabulary(tokenizer.backend_tokenizer.to_str(), SIZE, (1,))
+    grammars = Grammars(tokenizer.backend_tokenizer.to_str(), SIZE, (1,))
     numbers = set()
     for seed in range(3):
-        text = answer(reader, Grammars(vocabulary), grammar, seed)
+        text = answer(reader, grammars, grammar, seed)
         calls = parts_of(text, len(text), known, tools=tools)
         for part in calls:
             assert isinstance(part, Call), text
