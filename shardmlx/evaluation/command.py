@@ -38,14 +38,14 @@ def run(config: EvaluateConfig, transport: Transport, blas: Blas) -> None:
     reporter.say(str(blas))
     texts: list[Sample] = []
 
-    def read(reader: PromptReader, most_positions: int | None) -> GenerationLoad:
+    def read(reader: PromptReader) -> GenerationLoad:
         if config.output is not None:
             check_writable(Path(config.output), "--output")
         if config.data is None:
             check_tasks(config)
-            longest = min(config.max_seq_length, most_positions or config.max_seq_length)
+            longest = min(config.max_seq_length, reader.positions or config.max_seq_length)
             return GenerationLoad(config.batch_size, longest, 1, longest)
-        texts.extend(read_texts(config, reader, most_positions, reporter.warn))
+        texts.extend(read_texts(config, reader, reporter.warn))
         longest = max(len(tokens) for tokens, _ in texts)
         return GenerationLoad(min(config.batch_size, len(texts)), longest, 1, longest)
 
@@ -55,11 +55,11 @@ def run(config: EvaluateConfig, transport: Transport, blas: Blas) -> None:
     if prepared.reader is None:
         _follow(prepared, scorer)
     else:
-        results = _lead(config, prepared, scorer, prepared.reader, texts, reporter)
+        results = _lead(config, prepared, scorer, prepared.reader, texts)
         transport.broadcast(None, what="requests")
         if config.output is not None:
             Path(config.output).write_text(json.dumps(results, indent=2) + "\n")
-    report_memory(prepared, reporter)
+    report_memory(prepared)
 
 
 def _follow(prepared: InferenceRun, scorer: Scorer) -> None:
@@ -79,10 +79,9 @@ def _lead(
     scorer: Scorer,
     reader: PromptReader,
     texts: Sequence[Sample],
-    reporter: Reporter,
 ) -> Mapping[str, Any]:
     """Measure on rank 0, and show the results."""
-    transport = prepared.transport
+    transport, reporter = prepared.transport, prepared.reporter
 
     def score(sequences: Sequences) -> list[Scores]:
         transport.broadcast(sequences, what="requests")

@@ -29,10 +29,7 @@ class Perplexity:
 
 
 def read_texts(
-    config: EvaluateConfig,
-    reader: PromptReader,
-    max_positions: int | None,
-    warn: Callable[[str], None],
+    config: EvaluateConfig, reader: PromptReader, warn: Callable[[str], None]
 ) -> list[Sample]:
     """Read and tokenise ``--data``; ``warn`` of cut texts. Raises ``UserError``."""
     options = DataOptions(
@@ -46,7 +43,7 @@ def read_texts(
         trust_remote_code=config.trust_remote_code,
         batch_size=1,
     )
-    data = read_data(options, reader.tokenizer, max_positions, vocabulary=reader.vocabulary)
+    data = read_data(options, reader.tokenizer, reader.positions, vocabulary=reader.vocabulary)
     for warning in data.warnings:
         warn(warning)
     samples = list(data.test)[: config.limit]

@@ -14,11 +14,10 @@ from typing import Any
 from shardmlx.config.inference import EvaluateConfig
 from shardmlx.errors import UserError
 from shardmlx.evaluation.scoring import Scores, Sequences
-from shardmlx.inference.detokenize import StopStrings
+from shardmlx.inference.detokenize import IncrementalDetokenizer, StopStrings
 from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.prompts import PromptReader
 from shardmlx.inference.sampling_params import SamplingParams
-from shardmlx.inference.setup import new_detokenizer
 
 Score = Callable[[Sequences], list[Scores]]
 """Scores sequences on all ranks."""
@@ -181,7 +180,7 @@ def _answers(
         stops = (until,) if isinstance(until, str) else tuple(until)
         most = how.get("max_gen_toks", MOST_TOKENS)
         answers.append(
-            new_detokenizer(reader.tokenizer, most, StopStrings(tuple(filter(None, stops))))
+            IncrementalDetokenizer.of(reader.tokenizer, most, StopStrings([*filter(None, stops)]))
         )
         stage.add(number, encode(context), SamplingParams(stream=number))
     for _ in stage.stream(dict(enumerate(answers))):

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
-from shardmlx.inference.call_formats import HARMONY_CALLS, CallFormat
+from shardmlx.inference.call_formats import (
+    GENERIC_CALLS,
+    HARMONY_CALLS,
+    LLAMA3_CALLS,
+    CallFormat,
+    call_format,
+)
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+LLAMA3_WORDS = ("ipython", '"parameters": ')
+"""Texts in the chat templates of Llama 3.1 and newer: the role of results, and how calls are
+written."""
 
 Tool = Mapping[str, Any]
 """A tool as OpenAI's API describes it."""
@@ -29,9 +42,8 @@ class AnswerFormat:
     """The marks of a model for ``thought`` and for ``call``, as far as it has them.
 
     ``calls`` say what stands between the marks, where that is known; without marks they are JSON
-    within what is said. ``special`` are the texts of
-    control tokens, with their numbers. An answer that ``has_channels`` is messages in OpenAI's
-    Harmony format.
+    within what is said. ``special`` are the texts of control tokens, with their numbers. An answer
+    that ``has_channels`` is messages in OpenAI's Harmony format.
     """
 
     thought: Marks | None = None
@@ -40,6 +52,29 @@ class AnswerFormat:
     calls: CallFormat | None = None
     special: Mapping[str, int] = field(default_factory=dict)
     has_channels: bool = False
+
+    @classmethod
+    def of(cls, tokenizer: TokenizerWrapper) -> AnswerFormat:
+        """Return that of the model with this tokenizer, by its chat template and its tokens."""
+        added = tokenizer.added_tokens_decoder.items()
+        special = {token.content: number for number, token in added if token.special}
+        template = tokenizer.chat_template
+        # Some templates are functions: they are taken to know tools.
+        text = template if isinstance(template, str) else ""
+        if "<|channel|>analysis" in text:
+            return replace(HARMONY, special=special)
+        thought = None
+        if tokenizer.has_thinking:
+            thought = Marks(tokenizer.think_start, tokenizer.think_end)
+        if not tokenizer.has_chat_template:
+            return cls(thought, special=special)
+        is_told = "tools" in text or not isinstance(template, str)
+        if is_told and tokenizer.has_tool_calling:
+            call = Marks(tokenizer.tool_call_start, tokenizer.tool_call_end)
+            calls = call_format(tokenizer.tool_parser.__module__, text)
+            return cls(thought, call, tokenizer.tool_parser, calls, special)
+        writes_llamas = is_told and all(word in str(template) for word in LLAMA3_WORDS)
+        return cls(thought, calls=LLAMA3_CALLS if writes_llamas else GENERIC_CALLS, special=special)
 
     @property
     def way(self) -> str | None:

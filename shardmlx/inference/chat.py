@@ -13,14 +13,7 @@ from shardmlx.inference.chat_input import PipedLines, TerminalLines, find_termin
 from shardmlx.inference.detokenize import IncrementalDetokenizer
 from shardmlx.inference.plan import GenerationLoad
 from shardmlx.inference.prompts import ChatMessage, PromptReader
-from shardmlx.inference.setup import (
-    InferenceRun,
-    new_detokenizer,
-    prepare,
-    report_memory,
-    sampling_params_of,
-    typical_load,
-)
+from shardmlx.inference.setup import InferenceRun, prepare, typical_load
 
 PROMPT = ">> "
 
@@ -31,30 +24,24 @@ def run(config: ChatConfig, transport: Transport, blas: Blas) -> None:
     reporter = Reporter(quiet=transport.rank != 0 or not config.verbose)
     reporter.say(str(blas))
 
-    def read(reader: PromptReader, most_positions: int | None) -> GenerationLoad:
+    def read(reader: PromptReader) -> GenerationLoad:
         if not reader.has_template:
             raise UserError(f"--model {config.model} has no chat template", "use shardmlx generate")
-        return typical_load(config, 1, config.cache_tokens, most_positions)
+        return typical_load(config, 1, config.cache_tokens, reader)
 
     prepared = prepare(config, transport, reporter, read)
-    if prepared.reader is None:
-        prepared.later_stage().run()
-    else:
-        _Chat(config, prepared, prepared.reader, reporter).hold()
-    report_memory(prepared, reporter)
+    prepared.hold(lambda reader: _Chat(config, prepared, reader).hold())
 
 
 class _Chat:
     """A conversation at rank 0, whose KV cache is kept from turn to turn."""
 
-    def __init__(
-        self, config: ChatConfig, prepared: InferenceRun, reader: PromptReader, reporter: Reporter
-    ) -> None:
+    def __init__(self, config: ChatConfig, prepared: InferenceRun, reader: PromptReader) -> None:
         self._config = config
+        self._prepared = prepared
         self._reader = replace(reader, system_prompt=config.system_prompt)
-        self._reporter = reporter
-        self._most = prepared.plan.load.context
-        self._max_tokens = prepared.plan.load.answer
+        self._say = prepared.reporter.say
+        self._load = prepared.plan.load
         self._first_stage = prepared.first_stage(keeps_prefixes=True)
         self._lines = _lines(config)
         self._messages: list[ChatMessage] = []
@@ -69,74 +56,64 @@ class _Chat:
         self._first_stage.stop()
 
     def _talk(self) -> None:
-        self._reporter.say(self._lines.help)
-        while (line := self._ask()) is not None:
+        self._say(self._lines.help)
+        while (line := self._lines.ask(self._first_stage.keep_alive)) is not None:
             match line.strip():
                 case "":
                     pass
                 case "q":
-                    break
+                    return
                 case "r":
                     self._messages.clear()
-                    self._reporter.say("A new conversation.")
+                    self._say("A new conversation.")
                 case "h":
-                    self._reporter.say(self._lines.help)
+                    self._say(self._lines.help)
                 case said:
                     self._turn(said)
-
-    def _ask(self) -> str | None:
-        """Return the next line that is typed; None at the end."""
-        line = self._lines.ask(self._first_stage.keep_alive)
-        if line is None and self._config.verbose:
+        if self._config.verbose:
             print(flush=True)
-        return line
 
     def _turn(self, said: str) -> None:
         message = {"role": "user", "content": said}
+        warn, most = self._prepared.reporter.warn, self._load.answer
         try:
             tokens = self._reader.chat([*self._messages, message])
         except UserError as error:
-            self._reporter.warn(str(error))
+            warn(str(error))
             return
-        context = len(tokens) + self._max_tokens
-        if context > self._most:
-            self._reporter.warn(
-                f"the conversation has {len(tokens)} tokens, and with --max-tokens "
-                f"{self._max_tokens} more it does not fit into {self._most} (see "
-                "--cache-tokens): r begins anew"
+        if len(tokens) + most > self._load.context:
+            warn(
+                f"the conversation has {len(tokens)} tokens, and with --max-tokens {most} more it "
+                f"does not fit into {self._load.context} (see --cache-tokens): r begins anew"
             )
             return
-        answer, cached = self._answer(tokens, context)
+        answer, cached = self._answer(tokens)
         self._messages += [message, {"role": "assistant", "content": answer.text}]
         rate = answer.count / max(answer.last - answer.first, 1e-9) if answer.count > 1 else 0.0
-        self._reporter.say(
+        self._say(
             self._lines.dimmed(
                 f"[{len(tokens) - cached} of {len(tokens)} prompt tokens computed, {answer.count} "
                 f"generated, {rate:.1f} tokens-per-sec]"
             )
         )
 
-    def _answer(self, tokens: tuple[int, ...], context: int) -> tuple[IncrementalDetokenizer, int]:
+    def _answer(self, tokens: tuple[int, ...]) -> tuple[IncrementalDetokenizer, int]:
         """Print the answer to a prompt as it comes; return it, and how many tokens of the prompt
         came from the prefix cache."""
         number, self._turns = self._turns, self._turns + 1
-        tokenizer = self._reader.tokenizer
-        answer, cached = new_detokenizer(tokenizer, self._max_tokens), 0
-        self._first_stage.add(
-            number, tokens, sampling_params_of(self._config, tokenizer, number), context
-        )
-        is_stopped = False
+        first_stage, cached, is_stopped = self._first_stage, 0, False
+        answer = self._prepared.ask(first_stage, number, tokens, self._load.answer)
         try:
-            while not self._first_stage.is_idle:
-                for _, sampled in self._first_stage.step():
+            while not first_stage.is_idle:
+                for _, sampled in first_stage.step():
                     segment = answer.take(sampled.token)
-                    cached = self._first_stage.cached(number)
+                    cached = first_stage.cached(number)
                     if answer.finish_reason is not None:
-                        self._first_stage.finish(number)
+                        first_stage.finish(number)
                     self._lines.show(segment)
                 has_ended = is_stopped or answer.finish_reason is not None
                 if not has_ended and self._lines.interrupts():
-                    self._first_stage.cancel(number)
+                    first_stage.cancel(number)
                     is_stopped = True
         finally:
             print(flush=True)  # so that an error begins a line

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
+
+from mlx.utils import tree_flatten, tree_map
 
 from shardmlx.errors import UserError
 
@@ -22,49 +23,38 @@ MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 """Code points that are, and will be, no characters."""
 
 
-@dataclass(frozen=True, slots=True)
-class ControlTokens:
-    """The control tokens of a tokenizer, as a pattern."""
+def control_tokens(tokenizer: TokenizerWrapper) -> re.Pattern[str] | None:
+    """Return a pattern for the special tokens of a tokenizer, which no text should have; None if it
+    has none."""
+    added = tokenizer.added_tokens_decoder.values()
+    texts = {str(each.content) for each in added if each.special}
+    # A single character has no middle to be broken in.
+    known = {text for text in texts if len(text) > 1}
+    return re.compile(any_of(known)) if known else None
 
-    pattern: re.Pattern[str] | None
 
-    @classmethod
-    def of(cls, tokenizer: TokenizerWrapper) -> ControlTokens:
-        """Return those of a tokenizer: its special tokens, which no text should have."""
-        added = tokenizer.added_tokens_decoder.values()
-        texts = {str(each.content) for each in added if each.special}
-        # A single character has no middle to be broken in.
-        known = {text for text in texts if len(text) > 1}
-        return cls(re.compile(any_of(known)) if known else None)
+def broken(
+    messages: Sequence[Mapping[str, Any]], pattern: re.Pattern[str] | None
+) -> tuple[list[Any], str | None]:
+    """Return the messages with a mark in each control token, and the mark; None if there is no
+    control token in them. Raises ``UserError`` where they hold all marks."""
+    texts = [leaf for _, leaf in tree_flatten(messages) if isinstance(leaf, str)]
+    if pattern is None or not any(map(pattern.search, texts)):
+        return list(messages), None
+    held = "".join(texts)
+    mark = next((mark for mark in MARKS if mark not in held), None)
+    if mark is None:
+        raise UserError("the messages hold all of U+FDD0 to U+FDEF", "take out one of them")
 
-    def broken(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[Any], str | None]:
-        """Return the messages with a mark in each control token, and the mark; None if there is no
-        control token in them. Raises ``UserError`` where they hold all marks."""
-        if self.pattern is None or not any(map(self.pattern.search, _texts(messages))):
-            return list(messages), None
-        held = "".join(_texts(messages))
-        mark = next((mark for mark in MARKS if mark not in held), None)
-        if mark is None:
-            raise UserError("the messages hold all of U+FDD0 to U+FDEF", "take out one of them")
-        return [self._mapped(message, mark) for message in messages], mark
-
-    def _mapped(self, value: Any, mark: str) -> Any:
-        if isinstance(value, str):
-            return self._break(value, mark)
-        if isinstance(value, Mapping):
-            return {key: self._mapped(each, mark) for key, each in value.items()}
-        if isinstance(value, list | tuple):
-            return [self._mapped(each, mark) for each in value]
-        return value
-
-    def _break(self, text: str, mark: str) -> str:
-        assert self.pattern is not None, "there is something to break"
+    def broken_text(text: Any) -> Any:
         parts, end = [], 0
-        while found := self.pattern.search(text, end):
+        while isinstance(text, str) and (found := pattern.search(text, end)):
             # From its second character on: a token may begin in the middle of another.
             begin, end = end, found.start() + 1
             parts.append(text[begin:end])
-        return mark.join([*parts, text[end:]])
+        return mark.join([*parts, text[end:]]) if parts else text
+
+    return tree_map(broken_text, list(messages)), mark
 
 
 def any_of(texts: Collection[str]) -> str:
@@ -94,13 +84,3 @@ def encode_without(mark: str, text: str, tokenizer: TokenizerWrapper) -> list[in
         "real one",
         "leave it out",
     )
-
-
-def _texts(value: Any) -> list[str]:
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, Mapping):
-        return [text for each in value.values() for text in _texts(each)]
-    if isinstance(value, list | tuple):
-        return [text for each in value for text in _texts(each)]
-    return []

@@ -6,13 +6,13 @@ import json
 import sys
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import IO
 
 from shardmlx.common.environment import Blas
-from shardmlx.common.reporter import Bar, Reporter, check_writable
+from shardmlx.common.reporter import Reporter, check_writable
 from shardmlx.config.inference import DEFAULT_PROMPT, GenerateConfig
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
@@ -20,13 +20,7 @@ from shardmlx.inference.detokenize import IncrementalDetokenizer
 from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.plan import GenerationLoad
 from shardmlx.inference.prompts import PromptReader, PromptRequest, read_prompts, read_stdin
-from shardmlx.inference.setup import (
-    InferenceRun,
-    new_detokenizer,
-    prepare,
-    report_memory,
-    sampling_params_of,
-)
+from shardmlx.inference.setup import InferenceRun, prepare
 
 RULE = "=" * 10
 """Line above and below the text, as mlx-lm draws it."""
@@ -41,26 +35,25 @@ class TokenizedPrompt:
 
 
 def run(config: GenerateConfig, transport: Transport, blas: Blas) -> None:
-    """Generate as ``config`` says, which is the same on all ranks. All ranks must call it.
-
-    Raises ``AgreedError`` on all ranks alike for what the user can mend, before weights are read.
-    """
+    """Generate as ``config`` says, which is the same on all ranks. All ranks must call it; raises
+    as ``prepare``."""
     # Answers on stdout are for another program to read.
     is_for_programs = config.prompts is not None and config.output is None
     reporter = Reporter(quiet=transport.rank != 0 or not config.verbose or is_for_programs)
     reporter.say(str(blas))
     prompts: list[TokenizedPrompt] = []
 
-    def read(reader: PromptReader, most_positions: int | None) -> GenerationLoad:
+    def read(reader: PromptReader) -> GenerationLoad:
         prompts.extend(tokenised(config, reader))
-        return load_of(prompts)
+        return GenerationLoad(
+            sequences=len(prompts),
+            prompt=max(len(each.tokens) for each in prompts),
+            answer=max(each.max_tokens for each in prompts),
+            context=max(len(each.tokens) + each.max_tokens for each in prompts),
+        )
 
     prepared = prepare(config, transport, reporter, read)
-    if prepared.reader is None:
-        prepared.later_stage().run()
-    else:
-        _lead(config, prepared, prepared.reader, prompts, reporter)
-    report_memory(prepared, reporter)
+    prepared.hold(partial(_lead, config, prepared, prompts))
 
 
 def tokenised(config: GenerateConfig, reader: PromptReader) -> list[TokenizedPrompt]:
@@ -83,49 +76,36 @@ def tokenised(config: GenerateConfig, reader: PromptReader) -> list[TokenizedPro
     reader = replace(
         reader, system_prompt=config.system_prompt, prefill_response=config.prefill_response
     )
-    return [TokenizedPrompt(_tokens(config, reader, each), each.max_tokens) for each in requests]
-
-
-def _tokens(
-    config: GenerateConfig, reader: PromptReader, request: PromptRequest
-) -> tuple[int, ...]:
-    try:
-        if request.prompt is not None and (config.ignore_chat_template or not reader.has_template):
-            return reader.text(request.prompt)
-        return reader.chat(request.messages)
-    except UserError as error:
-        raise UserError(f"{request.where}: {error.problem}", error.remedy) from None
-
-
-def load_of(prompts: Sequence[TokenizedPrompt]) -> GenerationLoad:
-    """Return how many tokens these prompts and their answers may take."""
-    return GenerationLoad(
-        sequences=len(prompts),
-        prompt=max(len(each.tokens) for each in prompts),
-        answer=max(each.max_tokens for each in prompts),
-        context=max(len(each.tokens) + each.max_tokens for each in prompts),
-    )
+    is_plain = config.ignore_chat_template or not reader.has_template
+    found = []
+    for request in requests:
+        try:
+            if is_plain and request.prompt is not None:
+                tokens = reader.text(request.prompt)
+            else:
+                tokens = reader.chat(request.messages)
+        except UserError as error:
+            raise UserError(f"{request.where}: {error.problem}", error.remedy) from None
+        found.append(TokenizedPrompt(tokens, request.max_tokens))
+    return found
 
 
 def _lead(
     config: GenerateConfig,
     prepared: InferenceRun,
-    reader: PromptReader,
     prompts: Sequence[TokenizedPrompt],
-    reporter: Reporter,
+    reader: PromptReader,
 ) -> None:
     """Generate all answers on rank 0, and print or write them."""
     first_stage = prepared.first_stage()
-    answers = []
-    for number, prompt in enumerate(prompts):
-        answers.append(new_detokenizer(reader.tokenizer, prompt.max_tokens))
-        first_stage.add(number, prompt.tokens, sampling_params_of(config, reader.tokenizer, number))
+    answers = [
+        prepared.ask(first_stage, number, prompt.tokens, prompt.max_tokens)
+        for number, prompt in enumerate(prompts)
+    ]
     if config.prompts is None:
-        _stream(answers[0], len(prompts[0].tokens), first_stage, reporter)
+        _stream(answers[0], len(prompts[0].tokens), first_stage, prepared.reporter)
     else:
-        with _output(config) as file, reporter.bar("generating", len(answers)) as bar:
-            _write(prompts, answers, first_stage, file, bar)
-        _summary(prompts, answers, reporter)
+        _write(config, prompts, answers, first_stage, prepared.reporter)
     first_stage.stop()
 
 
@@ -152,40 +132,31 @@ def _stream(
 
 
 def _write(
+    config: GenerateConfig,
     prompts: Sequence[TokenizedPrompt],
     answers: Sequence[IncrementalDetokenizer],
     first_stage: FirstStage,
-    file: IO[str],
-    bar: Bar,
-) -> None:
-    """Write all answers, as JSON lines in the order of their prompts."""
-    waiting = deque(zip(prompts, answers, strict=True))
-    for number, _ in first_stage.stream(dict(enumerate(answers))):
-        bar.advance(answers[number].finish_reason is not None)
-        while waiting and waiting[0][1].finish_reason is not None:
-            prompt, answer = waiting.popleft()
-            line = {
-                "text": answer.text,
-                "prompt_tokens": len(prompt.tokens),
-                "generation_tokens": answer.count,
-                "finish_reason": answer.finish_reason,
-            }
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            file.flush()
-
-
-def _output(config: GenerateConfig) -> AbstractContextManager[IO[str]]:
-    if config.output is None:
-        return nullcontext(sys.stdout)
-    return Path(config.output).open("w", encoding="utf-8")
-
-
-def _summary(
-    prompts: Sequence[TokenizedPrompt],
-    answers: Sequence[IncrementalDetokenizer],
     reporter: Reporter,
 ) -> None:
-    seconds = max(max(t.last for t in answers) - min(t.started for t in answers), 1e-9)
+    """Write all answers, as JSON lines in the order of their prompts, and say how long it took."""
+    waiting = deque(zip(prompts, answers, strict=True))
+    with ExitStack() as stack, reporter.bar("generating", len(answers)) as bar:
+        file = sys.stdout
+        if config.output is not None:
+            file = stack.enter_context(open(config.output, "w", encoding="utf-8"))
+        for number, _ in first_stage.stream(dict(enumerate(answers))):
+            bar.advance(answers[number].finish_reason is not None)
+            while waiting and waiting[0][1].finish_reason is not None:
+                prompt, answer = waiting.popleft()
+                line = {
+                    "text": answer.text,
+                    "prompt_tokens": len(prompt.tokens),
+                    "generation_tokens": answer.count,
+                    "finish_reason": answer.finish_reason,
+                }
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                file.flush()
+    seconds = max(max(each.last for each in answers) - answers[0].started, 1e-9)
     read = sum(len(prompt.tokens) for prompt in prompts)
     generated = sum(answer.count for answer in answers)
     reporter.say(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from shardmlx.common.digests import bytes_digest
-from shardmlx.common.formatting import gibibytes, numbers_of
+from shardmlx.common.formatting import gibibytes, numbers_of, plural
 from shardmlx.config.common_options import AUTO, FASTEST, SMALLEST
 from shardmlx.config.inference import InferenceConfig
 from shardmlx.costmodel.cluster import Cluster
@@ -19,7 +20,6 @@ from shardmlx.costmodel.memory_limits import (
     MemoryBudget,
     PlannedMemory,
     how_to_allow,
-    within,
     would_take,
 )
 from shardmlx.costmodel.workload import ModelSizes
@@ -29,6 +29,9 @@ from shardmlx.models.shape import ModelShape
 from shardmlx.partitioners import DoesNotFitError, LayerCosts
 from shardmlx.pipeline.stage_map import StageMap
 from shardmlx.planning.layout import divide_by_speed, make_mesh
+
+if TYPE_CHECKING:
+    from shardmlx.loading.rank_setup import PlanInputs
 
 STEP_TOKENS = 20
 """Tokens of a prompt that take as long as a decode step of a group, which reads all weights too;
@@ -82,39 +85,28 @@ class InferencePlan:
         """The bytes of each rank's KV caches."""
         return tuple(kv_cache_memory(self.setup, *each) for each in self.stage_map.partition.ranges)
 
-    def first_overfull(self, budgets: Sequence[MemoryBudget]) -> int | None:
-        """Return the first rank that would take more than its budget; None if none does."""
-        peaks = (planned.peak for planned in self.memory)
-        too_much = (peak > budget.nbytes for peak, budget in zip(peaks, budgets, strict=True))
-        return next((rank for rank, is_overfull in enumerate(too_much) if is_overfull), None)
-
 
 def plan_inference(
-    config: InferenceConfig,
-    given: StageMap | None,
-    load: GenerationLoad,
-    sizes: ModelSizes,
-    cluster: Cluster,
-    budgets: Sequence[MemoryBudget],
-    model: str,
+    config: InferenceConfig, inputs: PlanInputs[ModelSizes], load: GenerationLoad, model: str
 ) -> InferencePlan:
-    """Plan a run on the ranks of ``cluster``, which have these ``budgets``.
+    """Plan a run on the ranks of ``inputs``; ``model`` is the model's digest.
 
-    ``given`` is the stage map to use, if there is one; ``model`` is the model's digest. Raises
-    ``UserError`` where the stage map does not fit the ranks, or the sequences not the memory.
+    Raises ``UserError`` where the stage map does not fit the ranks, or the sequences not the
+    memory.
     """
-    size = cluster.size
-    limit = None if sizes.shape.chooses_caches else config.max_kv_size
+    sizes, cluster, given = inputs.sizes, inputs.cluster, inputs.stage_map
+    size, shape = cluster.size, sizes.shape
+    limit = None if shape.chooses_caches else config.max_kv_size
     most = min(config.batch_size, load.sequences)
     quantisation = config.cache_quantisation
     if quantisation is not None:
-        _check_quantisation(quantisation, sizes.shape)
+        _check_quantisation(quantisation, shape)
     # mlx-lm merges neither rotating caches, which keep the first tokens of a sequence, nor
     # quantised ones.
-    is_alone = limit is not None or quantisation is not None or not sizes.shape.takes_batches
+    is_alone = limit is not None or quantisation is not None or not shape.takes_batches
     groups = most if is_alone else min(size, most)
     setup = GenerationSetup(
-        shape=sizes.shape,
+        shape=shape,
         weight_sizes=sizes.weight_sizes,
         dtype_bytes=sizes.dtype_bytes,
         sequences=most,
@@ -125,30 +117,35 @@ def plan_inference(
         quantisation=quantisation,
         backend=cluster.backend,
     )
-    is_open = given is None and size > 1
-    needing_less = _how_to_need_less(setup, is_open and config.partitioner not in (AUTO, SMALLEST))
-    cluster = within(cluster, budgets)
     if given is not None:
         _check_map(given, config, sizes, cluster)
-    costs = inference_costs(sizes, load, rows=-(-most // groups))
+    costs = _costs(sizes, load, rows=-(-most // groups))
 
     def plan_by(partitioner: str) -> InferencePlan:
-        stage_map = given or _divide(partitioner, costs, sizes, cluster, setup)
+        stage_map = given or divide_by_speed(
+            partitioner,
+            cluster.machines,
+            costs=costs,
+            sizes=sizes.held_sizes,
+            peak=lambda _, start, stop: float(inference_memory(setup, start, stop)),
+            capacity=[cluster.capacity(rank) for rank in range(size)],
+            num_stages=size,
+        )
         return InferencePlan(stage_map, load, groups, setup, model)
 
+    is_open = given is None and size > 1
     try:
         plan = plan_by(FASTEST if config.partitioner == AUTO else config.partitioner)
-        if config.partitioner == AUTO and is_open and plan.first_overfull(budgets) is not None:
+        if config.partitioner == AUTO and is_open and _overfull(plan, inputs.budgets):
             plan = plan_by(SMALLEST)
     except DoesNotFitError as error:
-        is_limited = config.memory_limit is not None
-        can_be_raised = is_limited and any(each.process < each.most for each in budgets)
-        more = "raise --memory-limit, " * can_be_raised
-        raise UserError(error.fact, more + needing_less) from None
-    overfull = plan.first_overfull(budgets)
-    if overfull is not None:
-        allowed = how_to_allow(budgets, plan.memory)
-        raise UserError(_overfull(plan, overfull, budgets[overfull]), allowed + needing_less)
+        more = "raise --memory-limit, " * (config.memory_limit is not None)
+        raise UserError(error.fact, more + _how_to_need_less(setup)) from None
+    if problem := _overfull(plan, inputs.budgets):
+        allowed = how_to_allow(inputs.budgets, plan.memory)
+        can_divide = is_open and config.partitioner not in (AUTO, SMALLEST)
+        other = "try --partitioner memory, " * can_divide
+        raise UserError(problem, allowed + other + _how_to_need_less(setup))
     return plan
 
 
@@ -185,26 +182,7 @@ def _check_map(
     make_mesh(stage_map, cluster.size, [machine.host for machine in cluster.machines])
 
 
-def _divide(
-    partitioner: str,
-    costs: LayerCosts,
-    sizes: ModelSizes,
-    cluster: Cluster,
-    setup: GenerationSetup,
-) -> StageMap:
-    """Divide the layers. Raises ``DoesNotFitError``."""
-    return divide_by_speed(
-        partitioner,
-        cluster.machines,
-        costs=costs,
-        sizes=sizes.held_sizes,
-        peak=lambda _, start, stop: float(inference_memory(setup, start, stop)),
-        capacity=list(map(cluster.capacity, range(cluster.size))),
-        num_stages=cluster.size,
-    )
-
-
-def inference_costs(sizes: ModelSizes, load: GenerationLoad, rows: int) -> LayerCosts:
+def _costs(sizes: ModelSizes, load: GenerationLoad, rows: int) -> LayerCosts:
     """Return the FLOPs of one sequence in a group of ``rows``.
 
     A token of the answer counts as much as the tokens of a prompt that take the same time. A
@@ -222,22 +200,24 @@ def inference_costs(sizes: ModelSizes, load: GenerationLoad, rows: int) -> Layer
     )
 
 
-def _overfull(plan: InferencePlan, rank: int, budget: MemoryBudget) -> str:
-    setup = plan.setup
-    tokens = f"{setup.cache_tokens} tokens"
-    if setup.cache_tokens is None:
-        sequences = "a sequence" if setup.sequences == 1 else f"{setup.sequences} sequences"
-        tokens = f"{sequences} of {setup.context} tokens"
-    return (
-        f"{would_take(rank, budget, plan.memory[rank].peak)} for "
-        f"layers {numbers_of(*plan.stage_map.partition.ranges[rank])}, "
-        f"{gibibytes(plan.caches[rank])} for the KV cache of {tokens}"
-    )
+def _overfull(plan: InferencePlan, budgets: Sequence[MemoryBudget]) -> str:
+    """Return how the first rank would take more than its budget; "" if none does."""
+    setup, ranges = plan.setup, plan.stage_map.partition.ranges
+    for rank, (budget, memory) in enumerate(zip(budgets, plan.memory, strict=True)):
+        if memory.peak > budget.nbytes:
+            tokens = f"{setup.cache_tokens} tokens"
+            if setup.cache_tokens is None:
+                tokens = f"{plural(setup.sequences, 'sequence')} of {setup.context} tokens"
+            return (
+                f"{would_take(rank, budget, memory.peak)} for layers {numbers_of(*ranges[rank])}, "
+                f"{gibibytes(plan.caches[rank])} for the KV cache of {tokens}"
+            )
+    return ""
 
 
-def _how_to_need_less(setup: GenerationSetup, can_divide: bool) -> str:
+def _how_to_need_less(setup: GenerationSetup) -> str:
     if setup.cache_tokens is not None:
         fewer = "lower --cache-tokens"
     else:
         fewer = "lower --max-tokens" + " or --batch-size" * (setup.sequences > 1)
-    return f"{fewer}, {'try --partitioner memory, ' * can_divide}or use more machines"
+    return f"{fewer}, or use more machines"

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmlx.common.yaml_reader import check_keys
 from shardmlx.errors import PromptTooLong, UserError, unknown_token
-from shardmlx.inference.answer_format import HARMONY, AnswerFormat, Marks, Tool
-from shardmlx.inference.call_formats import GENERIC_CALLS, LLAMA3_CALLS, call_format
+from shardmlx.inference.answer_format import AnswerFormat, Tool
 from shardmlx.inference.chat_forms import template_text
-from shardmlx.inference.control_tokens import ControlTokens, encode_without
+from shardmlx.inference.control_tokens import broken, control_tokens, encode_without
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -31,17 +31,12 @@ SECONDS_TO_END = 1.0
 """Seconds of silence after which stdin is taken to have ended: mpirun of Open MPI 5 passes on what
 comes, but not that it ends (openpmix/openpmix, pull request 4024)."""
 
-
-LLAMA3_WORDS = ("ipython", '"parameters": ')
-"""Texts in the chat templates of Llama 3.1 and newer: the role of results, and how calls are
-written."""
 USUAL_CHARACTERS = 4
 """Characters of a token, about. A text that has fewer for each token that it may have is not worth
 a look before it is tokenised."""
 
 PIECE = 1 << 14
 """Characters of a piece in which the tokens of a long text are counted."""
-
 
 ChatMessage = Mapping[str, Any]
 """A message of a chat: ``role``, ``content`` and what else the model's template knows."""
@@ -53,8 +48,9 @@ class PromptReader:
 
     ``system_prompt`` is for chats without their own; ``prefill_response`` begins the answer.
     ``template_arguments`` go to the chat template. ``vocabulary`` is the number of tokens that the
-    model knows, where it is known. With ``most_tokens`` a text of far more is refused before all of
-    it is tokenised, which takes a hundred times its memory.
+    model knows, and ``positions`` that of a sequence, where they are known. With ``most_tokens`` a
+    text of far more is refused before all of it is tokenised, which takes a hundred times its
+    memory.
     """
 
     tokenizer: TokenizerWrapper
@@ -62,6 +58,7 @@ class PromptReader:
     prefill_response: str | None = None
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     vocabulary: int | None = None
+    positions: int | None = None
     most_tokens: int | None = None
 
     @property
@@ -78,11 +75,10 @@ class PromptReader:
 
     def checked(self, tokens: Sequence[int]) -> Sequence[int]:
         """Return ``tokens``. Raises ``UserError`` for one that the model does not know."""
-        vocabulary = self.vocabulary
-        if vocabulary is not None:
+        if (known := self.vocabulary) is not None:
             for token in tokens:
-                if not 0 <= token < vocabulary:
-                    raise unknown_token("the prompt", token, vocabulary)
+                if not 0 <= token < known:
+                    raise unknown_token("the prompt", token, known)
         return tokens
 
     def _tokens(self, text: str, encode: Callable[[str], Sequence[int]]) -> tuple[int, ...]:
@@ -105,33 +101,11 @@ class PromptReader:
     @cached_property
     def answer_format(self) -> AnswerFormat:
         """The marks in answers of the model, and the way in which it is told of tools."""
-        known = self.tokenizer
-        if isinstance(known.chat_template, str) and "<|channel|>analysis" in known.chat_template:
-            return replace(HARMONY, special=self._special)
-        thought = Marks(known.think_start, known.think_end) if known.has_thinking else None
-        template = known.chat_template
-        is_told = not isinstance(template, str) or "tools" in template
-        if not self.has_template:
-            return AnswerFormat(thought, special=self._special)
-        if not (known.has_tool_calling and is_told):
-            writes_llamas = is_told and all(word in str(template) for word in LLAMA3_WORDS)
-            ways = LLAMA3_CALLS if writes_llamas else GENERIC_CALLS
-            return AnswerFormat(thought, calls=ways, special=self._special)
-        call = Marks(known.tool_call_start, known.tool_call_end)
-        calls = call_format(
-            known.tool_parser.__module__, template if isinstance(template, str) else ""
-        )
-        return AnswerFormat(thought, call, known.tool_parser, calls, self._special)
-
-    @property
-    def _special(self) -> dict[str, int]:
-        """The texts of control tokens, with their numbers."""
-        added = self.tokenizer.added_tokens_decoder.items()
-        return {token.content: number for number, token in added if token.special}
+        return AnswerFormat.of(self.tokenizer)
 
     @cached_property
-    def _control_tokens(self) -> ControlTokens:
-        return ControlTokens.of(self.tokenizer)
+    def _control_tokens(self) -> re.Pattern[str] | None:
+        return control_tokens(self.tokenizer)
 
     def opens_thought(self, tokens: Sequence[int]) -> bool:
         """Return whether a chat ends in the mark before a thought: some templates write it."""
@@ -168,7 +142,7 @@ class PromptReader:
                 f"the prompt is too long: {len(messages)} messages",
                 f"with its answer it may have at most {self.most_tokens} tokens",
             )
-        given, mark = self._control_tokens.broken([*messages, *tools])
+        given, mark = broken([*messages, *tools], self._control_tokens)
         chat, tools = given[: len(messages)], given[len(messages) :]
         if self.system_prompt is not None and not (chat and chat[0].get("role") == "system"):
             chat.insert(0, {"role": "system", "content": self.system_prompt})
@@ -235,16 +209,14 @@ def read_prompts(path: str | Path, max_tokens: int) -> list[PromptRequest]:
 def read_stdin(fd: int = 0) -> str:
     """Read all text from stdin, without the end of its last line. Raises ``UserError`` if none
     comes."""
-    parts: list[bytes] = []
-    while True:
-        seconds = SECONDS_TO_END if parts else SECONDS_TO_BEGIN
-        ready, _, _ = select.select([fd], [], [], seconds)
-        part = os.read(fd, 1 << 16) if ready else b""
+    read = b""
+    while select.select([fd], [], [], SECONDS_TO_END if read else SECONDS_TO_BEGIN)[0]:
+        part = os.read(fd, 1 << 16)
         if not part:
             break
-        parts.append(part)
+        read += part
     try:
-        text = b"".join(parts).decode().removesuffix("\n").removesuffix("\r")
+        text = read.decode().removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
         raise UserError(f"--prompt -: stdin is no UTF-8 text: {error.reason}") from None
     if not text:
@@ -266,21 +238,17 @@ def _request(line: str, where: str, max_tokens: int) -> PromptRequest:
     most = row.get("max_tokens", max_tokens)
     if not isinstance(most, int) or isinstance(most, bool) or most < 1:
         raise UserError(f"{where}: max_tokens is {most!r}", "give a whole number from 1")
-    if "messages" in row:
-        return PromptRequest(_messages(row["messages"], where), most, where)
-    prompt = row["prompt"]
-    if not isinstance(prompt, str) or not prompt:
-        raise UserError(f"{where}: prompt is {prompt!r}", "give a text")
-    return PromptRequest(({"role": "user", "content": prompt},), most, where, prompt)
-
-
-def _messages(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
-    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise UserError(f"{where}: messages is {value!r}", "give a list of chat messages")
-    for index, message in enumerate(value):
+    if "prompt" in row:
+        prompt = row["prompt"]
+        if not isinstance(prompt, str) or not prompt:
+            raise UserError(f"{where}: prompt is {prompt!r}", "give a text")
+        return PromptRequest(({"role": "user", "content": prompt},), most, where, prompt)
+    messages = row["messages"]
+    if not isinstance(messages, list) or not messages:
+        raise UserError(f"{where}: messages is {messages!r}", "give a list of chat messages")
+    for message in messages:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             raise UserError(
-                f"{where}: message {index} is {message!r}",
-                'write {"role": ..., "content": ...}',
+                f"{where}: a message is {message!r}", 'write {"role": ..., "content": ...}'
             )
-    return tuple(value)
+    return PromptRequest(tuple(messages), most, where)

@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from shardmlx.common.formatting import gibibytes, numbers_of, percent, plural
 from shardmlx.common.reporter import Reporter
-from shardmlx.compat import trims_first_space
 from shardmlx.config.inference import InferenceConfig
 from shardmlx.config.specs import MachineOptions, ModelSource
 from shardmlx.costmodel.memory_limits import MemoryLimits, exceeded
-from shardmlx.costmodel.workload import ModelSizes, model_sizes
+from shardmlx.costmodel.workload import model_sizes
 from shardmlx.distributed.agreement import on_all_ranks, on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
-from shardmlx.inference.detokenize import IncrementalDetokenizer, Stops, StopStrings, TokenText
+from shardmlx.inference.detokenize import IncrementalDetokenizer
 from shardmlx.inference.grammars import Grammars
 from shardmlx.inference.kv_caches import check_quantised
 from shardmlx.inference.pipeline import FirstStage, LaterStage
@@ -49,6 +47,10 @@ TYPICAL_PROMPT = 512
 """Tokens of a prompt, as assumed where the layers are divided before any prompt is known."""
 
 
+Read = Callable[[PromptReader], GenerationLoad]
+"""Function that says on rank 0 how much is to be generated. Raises ``UserError``."""
+
+
 @dataclass(frozen=True, slots=True)
 class InferenceRun:
     """A run that is ready to start. ``reader`` is there on rank 0 only; ``limits`` are the memory
@@ -56,12 +58,22 @@ class InferenceRun:
 
     config: InferenceConfig
     transport: Transport
+    reporter: Reporter
     plan: InferencePlan
     shape: ModelShape
     part: Slice
     reader: PromptReader | None
     random_state: int
     limits: tuple[MemoryLimits, ...]
+
+    def hold(self, lead: Callable[[PromptReader], None], grammars: Grammars | None = None) -> None:
+        """Let rank 0 ``lead`` until it stops its first stage, while the others follow; then show
+        what each rank took. All ranks must call it."""
+        if self.reader is None:
+            self.later_stage(grammars).run()
+        else:
+            lead(self.reader)
+        report_memory(self)
 
     def later_stage(self, grammars: Grammars | None = None) -> LaterStage:
         """Return the stage of a rank other than 0."""
@@ -76,15 +88,35 @@ class InferenceRun:
     ) -> FirstStage:
         """Return the stage of rank 0. ``patience`` is that of the ``Scheduler``; with
         ``keeps_prefixes`` it has a prefix cache."""
-        plan = self.plan
-        prefix_cache = (
-            PrefixCache.of(self.shape, plan.setup.max_kv_size) if keeps_prefixes else None
-        )
-        setup = plan.setup
+        load, setup = self.plan.load, self.plan.setup
+        prefix_cache = PrefixCache.of(self.shape, setup.max_kv_size) if keeps_prefixes else None
         scheduler = Scheduler(
-            plan.groups, setup.sequences, setup.chunk, patience, plan.load.capacity
+            self.plan.groups, setup.sequences, setup.chunk, patience, load.capacity
         )
         return FirstStage(self._worker(grammars), scheduler, prefix_cache=prefix_cache)
+
+    def ask(
+        self, first_stage: FirstStage, number: int, tokens: Sequence[int], max_tokens: int
+    ) -> IncrementalDetokenizer:
+        """Begin the answer to a prompt on rank 0, with the options' sampling and with random
+        stream ``number``; return what reads it."""
+        config = self.config
+        assert self.reader is not None, "rank 0 has it"
+        tokenizer = self.reader.tokenizer
+        params = SamplingParams(
+            temp=config.temp,
+            top_p=config.top_p,
+            min_p=config.min_p,
+            top_k=config.top_k,
+            min_tokens_to_keep=config.min_tokens_to_keep,
+            xtc_probability=config.xtc_probability,
+            xtc_threshold=config.xtc_threshold,
+            xtc_special_tokens=xtc_special_tokens(tokenizer),
+            stream=number,
+        )
+        answer = IncrementalDetokenizer.of(tokenizer, max_tokens)
+        first_stage.add(number, tokens, params, len(tokens) + max_tokens)
+        return answer
 
     def _worker(self, grammars: Grammars | None) -> StageWorker:
         return StageWorker(
@@ -98,16 +130,11 @@ class InferenceRun:
 
 
 def prepare(
-    config: InferenceConfig,
-    transport: Transport,
-    reporter: Reporter,
-    read: Callable[[PromptReader, int | None], GenerationLoad],
+    config: InferenceConfig, transport: Transport, reporter: Reporter, read: Read
 ) -> InferenceRun:
     """Check everything, then load this rank's layers. All ranks must call it.
 
-    ``read`` is called on rank 0 with the reader of prompts, and the most positions that the model
-    knows, or None; it returns how much is to be generated. Raises ``AgreedError`` on all ranks
-    alike for what the user can mend, before weights are read.
+    Raises ``AgreedError`` on all ranks alike for what the user can mend, before weights are read.
     """
     transport.activity.begin("loading")
     source = ModelSource.of(config)
@@ -119,65 +146,53 @@ def _prepare(
     config: InferenceConfig,
     transport: Transport,
     reporter: Reporter,
-    read: Callable[[PromptReader, int | None], GenerationLoad],
+    read: Read,
     opened: OpenedModel,
 ) -> InferenceRun:
-    found = on_rank_0(
-        transport, "reading the prompts", partial(_read_prompts, config, opened, read)
-    )
-    load = transport.broadcast(found and found[1], what="prompts")
+    shape = opened.shape
+
+    def read_prompts() -> tuple[PromptReader, GenerationLoad]:
+        reader = PromptReader(
+            tokenizer=_tokenizer(config, opened),
+            template_arguments=config.template_arguments,
+            vocabulary=shape.vocab_size,
+            positions=opened.max_positions,
+        )
+        return reader, read(reader)
+
+    reader, mine = on_rank_0(transport, "reading the prompts", read_prompts) or (None, None)
+    load = transport.broadcast(mine, what="prompts")
     inputs = gather_plan_inputs(
         transport,
-        partial(_read_sizes, opened.path, config.dtype),
+        lambda: model_sizes(open_model(str(opened.path)), config.dtype),
         MachineOptions.of(config),
         config.stage_map,
         config.bytes_for_requests if transport.rank == 0 else 0,
     )
-    plan = on_all_ranks(
-        transport,
-        "planning",
-        partial(
-            plan_inference,
-            *(config, inputs.stage_map, load, inputs.sizes, inputs.cluster, inputs.budgets),
-            opened.digest,
-        ),
-    )
+    planned = partial(plan_inference, config, inputs, load, opened.digest)
+    plan = on_all_ranks(transport, "planning", planned)
     compare_plans(transport, plan.digest)
-    part, state = on_all_ranks(
-        transport,
-        "building the model",
-        partial(_build, config, opened, *plan.stage_map.partition.ranges[transport.rank]),
-    )
-    reporter.say(_headline(config, plan))
-    if plan.setup.quantisation is not None:
-        reporter.say(_cache_line(plan))
-    if config.max_kv_size is not None and opened.shape.chooses_caches:
-        reporter.warn(
-            f"--max-kv-size {config.max_kv_size} changes nothing: models of type "
-            f"{opened.shape.model_type} choose their caches themselves, in mlx-lm too"
+    ranges = plan.stage_map.partition.ranges
+
+    def build() -> tuple[Slice, int]:
+        model = build_to_generate(
+            opened.path, dtype=config.dtype, adapter_path=opened.adapters, seed=config.seed
         )
+        part = Slice(model, *ranges[transport.rank])
+        if config.cache_quantisation is not None:
+            check_quantised(part, config.cache_quantisation, shape.model_type)
+        return part, random_state()
+
+    part, state = on_all_ranks(transport, "building the model", build)
+    _announce(config, plan, reporter)
     limits = limit_memory(
         transport.rank, inputs.budgets, plan.memory, inputs.cluster.backend, reporter
     )
     with transport.longer_timeout(SETUP_SECONDS):
-        opened.weights.load([part], opened.shape, reporter)
+        opened.weights.load([part], shape, reporter)
         transport.barrier("loading")
     mx.reset_peak_memory()
-    reader = found[0] if found is not None else None
-    return InferenceRun(config, transport, plan, opened.shape, part, reader, state, limits)
-
-
-def _read_prompts(
-    config: InferenceConfig,
-    opened: OpenedModel,
-    read: Callable[[PromptReader, int | None], GenerationLoad],
-) -> tuple[PromptReader, GenerationLoad]:
-    reader = PromptReader(
-        tokenizer=_tokenizer(config, opened),
-        template_arguments=config.template_arguments,
-        vocabulary=opened.shape.vocab_size,
-    )
-    return reader, read(reader, opened.max_positions)
+    return InferenceRun(config, transport, reporter, plan, shape, part, reader, state, limits)
 
 
 def _tokenizer(config: InferenceConfig, opened: OpenedModel) -> TokenizerWrapper:
@@ -193,56 +208,25 @@ def _tokenizer(config: InferenceConfig, opened: OpenedModel) -> TokenizerWrapper
     return tokenizer
 
 
-def _read_sizes(path: Path, dtype: str | None) -> ModelSizes:
-    return model_sizes(open_model(str(path)), dtype)
-
-
-def _build(
-    config: InferenceConfig, opened: OpenedModel, start: int, stop: int
-) -> tuple[Slice, int]:
-    model = build_to_generate(
-        opened.path, dtype=config.dtype, adapter_path=opened.adapters, seed=config.seed
-    )
-    part = Slice(model, start, stop)
-    if (how := config.cache_quantisation) is not None:
-        check_quantised(part, how, opened.shape.model_type)
-    return part, random_state()
-
-
-def _headline(config: InferenceConfig, plan: InferencePlan) -> str:
+def _announce(config: InferenceConfig, plan: InferencePlan, reporter: Reporter) -> None:
+    """Say how the model is divided, and what becomes of its KV caches."""
     sizes = " + ".join(map(str, plan.stage_map.partition.sizes))
-    return (
+    reporter.say(
         f"{config.model}: {plural(plan.stage_map.num_stages, 'stage')} of {sizes} layers, prompts "
         f"in chunks of {plan.setup.chunk} tokens"
     )
-
-
-def _cache_line(plan: InferencePlan) -> str:
-    how = plan.setup.quantisation
-    assert how is not None
-    plain = replace(plan, setup=replace(plan.setup, quantisation=None))
-    packed, whole = (" + ".join(map(gibibytes, each.caches)) for each in (plan, plain))
-    return (
-        f"KV caches of sequences from {how.start} tokens on in {how.bits} bits: at most {packed}, "
-        f"not {whole}"
-    )
-
-
-def sampling_params_of(
-    config: InferenceConfig, tokenizer: TokenizerWrapper, stream: int = 0
-) -> SamplingParams:
-    """Return the sampling parameters that ``config`` asks for, with random stream ``stream``."""
-    return SamplingParams(
-        temp=config.temp,
-        top_p=config.top_p,
-        min_p=config.min_p,
-        top_k=config.top_k,
-        min_tokens_to_keep=config.min_tokens_to_keep,
-        xtc_probability=config.xtc_probability,
-        xtc_threshold=config.xtc_threshold,
-        xtc_special_tokens=xtc_special_tokens(tokenizer),
-        stream=stream,
-    )
+    if (how := plan.setup.quantisation) is not None:
+        plain = replace(plan, setup=replace(plan.setup, quantisation=None))
+        packed, whole = (" + ".join(map(gibibytes, each.caches)) for each in (plan, plain))
+        reporter.say(
+            f"KV caches of sequences from {how.start} tokens on in {how.bits} bits: at most "
+            f"{packed}, not {whole}"
+        )
+    if config.max_kv_size is not None and plan.setup.shape.chooses_caches:
+        reporter.warn(
+            f"--max-kv-size {config.max_kv_size} changes nothing: models of type "
+            f"{plan.setup.shape.model_type} choose their caches themselves, in mlx-lm too"
+        )
 
 
 def xtc_special_tokens(tokenizer: TokenizerWrapper) -> tuple[int, ...]:
@@ -251,39 +235,21 @@ def xtc_special_tokens(tokenizer: TokenizerWrapper) -> tuple[int, ...]:
 
 
 def typical_load(
-    config: InferenceConfig, sequences: int, capacity: int, most_positions: int | None
+    config: InferenceConfig, sequences: int, capacity: int, reader: PromptReader
 ) -> GenerationLoad:
     """Return the load to plan for where no prompt is known yet.
 
     ``sequences`` are under way at a time, and the KV caches hold ``capacity`` tokens. A sequence
-    may have as many, or ``most_positions``.
+    may have as many, or what the model knows.
     """
-    context = min(capacity, most_positions or capacity)
+    context = min(capacity, reader.positions or capacity)
     answer = min(config.max_tokens, context // 2)
     return GenerationLoad(sequences, min(TYPICAL_PROMPT, context), answer, context, capacity)
 
 
-def new_detokenizer(
-    tokenizer: TokenizerWrapper,
-    max_tokens: int,
-    stops: Stops | None = None,
-    before: Sequence[int] = (),
-) -> IncrementalDetokenizer:
-    """Return the detokenizer of a new answer, whose text goes on from the tokens ``before`` it."""
-    words = TokenText(
-        tokenizer.decode,
-        before,
-        trims=trims_first_space(tokenizer.detokenizer),
-        cleans=bool(getattr(tokenizer, "clean_up_tokenization_spaces", False)),
-    )
-    return IncrementalDetokenizer(
-        words, frozenset(tokenizer.eos_token_ids), max_tokens, stops or StopStrings()
-    )
-
-
-def report_memory(prepared: InferenceRun, reporter: Reporter) -> None:
+def report_memory(prepared: InferenceRun) -> None:
     """Print a table of the layers and the memory of each rank. All ranks must call it."""
-    transport, plan = prepared.transport, prepared.plan
+    transport, plan, reporter = prepared.transport, prepared.plan, prepared.reporter
     mine = (prepared.part.nbytes, mx.get_peak_memory())
     everyone = transport.gather(mine, what="memory")
     if everyone is None:

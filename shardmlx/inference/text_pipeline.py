@@ -12,13 +12,7 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.inference.plan import GenerationLoad
 from shardmlx.inference.prompts import ChatMessage, PromptReader
-from shardmlx.inference.setup import (
-    InferenceRun,
-    new_detokenizer,
-    prepare,
-    sampling_params_of,
-    typical_load,
-)
+from shardmlx.inference.setup import InferenceRun, prepare, typical_load
 from shardmlx.models.kv_cache import held
 
 CONTEXT_TOKENS = 4096
@@ -63,32 +57,27 @@ class TextPipeline:
         return "".join(self.stream_generate(prompt, max_tokens=max_tokens))
 
     def _read(self, prompt: str | Sequence[ChatMessage], max_tokens: int) -> tuple[int, ...]:
-        reader = self._prepared.reader
+        reader, most = self._prepared.reader, self._prepared.plan.load.context
         assert reader is not None, "rank 0 has it"
-        if not isinstance(prompt, str):
-            tokens = reader.chat(prompt)
-        elif reader.has_template:
+        if isinstance(prompt, str) and not reader.has_template:
+            tokens = reader.text(prompt)
+        elif isinstance(prompt, str):
             tokens = reader.chat([{"role": "user", "content": prompt}])
         else:
-            tokens = reader.text(prompt)
+            tokens = reader.chat(prompt)
         if max_tokens < 1:
             raise UserError(f"max_tokens is {max_tokens}", "give 1 or more")
-        if len(tokens) + max_tokens > self._prepared.plan.load.context:
+        if len(tokens) + max_tokens > most:
             raise UserError(
                 f"a prompt of {len(tokens)} tokens and max_tokens {max_tokens} are more than "
-                f"{self._prepared.plan.load.context}",
+                f"{most}",
                 "give less, or a larger context_tokens to load_pipeline",
             )
         return tokens
 
     def _generate(self, tokens: Sequence[int], max_tokens: int) -> Iterator[str]:
-        prepared, number = self._prepared, self._number
-        assert prepared.reader is not None, "rank 0 has it"
-        tokenizer = prepared.reader.tokenizer
-        answer = new_detokenizer(tokenizer, max_tokens)
-        first_stage = prepared.first_stage()
-        params = sampling_params_of(prepared.config, tokenizer, number)
-        first_stage.add(number, tokens, params, len(tokens) + max_tokens)
+        number, first_stage = self._number, self._prepared.first_stage()
+        answer = self._prepared.ask(first_stage, number, tokens, max_tokens)
         try:
             for _, text in first_stage.stream({number: answer}):
                 if text:
@@ -118,7 +107,7 @@ def load_pipeline(
     config = from_rank_0(transport, "options", lambda: InferenceConfig(model=model, **options))
     capacity = held(context_tokens)
 
-    def read(reader: PromptReader, most_positions: int | None) -> GenerationLoad:
-        return typical_load(config, 1, capacity, most_positions)
+    def read(reader: PromptReader) -> GenerationLoad:
+        return typical_load(config, 1, capacity, reader)
 
     return TextPipeline(prepare(config, transport, Reporter(quiet=True), read))

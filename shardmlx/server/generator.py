@@ -20,7 +20,7 @@ from shardmlx.inference.detokenize import IncrementalDetokenizer
 from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.prompts import PromptReader
 from shardmlx.inference.sampling_params import BROKEN, SamplingParams
-from shardmlx.inference.setup import InferenceRun, new_detokenizer, xtc_special_tokens
+from shardmlx.inference.setup import InferenceRun, xtc_special_tokens
 from shardmlx.server.answer_parser import stops_of
 from shardmlx.server.app import make_app
 from shardmlx.server.metrics import MemoryCollector
@@ -69,7 +69,7 @@ class PipelineGenerator:
 
     def add(self, number: int, request: GenerationRequest) -> None:
         """Begin the sequence of a request."""
-        self._detokenizers[number] = new_detokenizer(
+        self._detokenizers[number] = IncrementalDetokenizer.of(
             self._tokenizer,
             request.max_tokens,
             stops_of(request),

@@ -13,7 +13,7 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.inference.grammars import share_grammars
 from shardmlx.inference.plan import GenerationLoad
 from shardmlx.inference.prompts import PromptReader
-from shardmlx.inference.setup import prepare, report_memory, typical_load
+from shardmlx.inference.setup import prepare, typical_load
 
 PATIENCE = 2
 """Chunks of prompts that may come between two decode steps of the sequences under way."""
@@ -29,25 +29,25 @@ def run(config: ServeConfig, transport: Transport, blas: Blas) -> None:
     reporter.say(str(blas))
     listeners: list[socket] = []
 
-    def read(reader: PromptReader, most_positions: int | None) -> GenerationLoad:
-        load = typical_load(config, config.batch_size, config.cache_tokens, most_positions)
+    def read(reader: PromptReader) -> GenerationLoad:
+        load = typical_load(config, config.batch_size, config.cache_tokens, reader)
         listeners.extend(bind_both(config.host, config.port))
         return load
 
     prepared = prepare(config, transport, reporter, read)
     grammars = share_grammars(transport, prepared.reader, prepared.shape.vocab_size)
     transport.limit_silence(SECONDS_OF_SILENCE)
-    if prepared.reader is None:
-        prepared.later_stage(grammars).run()
-    else:
+
+    def lead(reader: PromptReader) -> None:
         from shardmlx.server.generator import RequestServer
 
         first_stage = prepared.first_stage(
             PATIENCE, keeps_prefixes=config.prefix_cache, grammars=grammars
         )
         complaint = None if grammars is None else grammars.complaint
-        reader = replace(prepared.reader, most_tokens=prepared.plan.load.context)
+        reader = replace(reader, most_tokens=prepared.plan.load.context)
         server = RequestServer(config, prepared, reader, first_stage, reporter, complaint)
         server.run(listeners)
         first_stage.stop()
-    report_memory(prepared, reporter)
+
+    prepared.hold(lead, grammars)

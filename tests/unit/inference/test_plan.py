@@ -11,10 +11,11 @@ import pytest
 from shardmlx.config.inference import GenerateConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine
-from shardmlx.costmodel.memory_limits import budgets_of
+from shardmlx.costmodel.memory_limits import budgets_of, within
 from shardmlx.costmodel.workload import ModelSizes
 from shardmlx.errors import UserError
 from shardmlx.inference.plan import GenerationLoad, InferencePlan, plan_inference
+from shardmlx.loading.rank_setup import PlanInputs
 from shardmlx.models.shape import ModelShape
 from shardmlx.partitioners import LayerCosts
 from shardmlx.pipeline.stage_map import read_stage_map
@@ -51,7 +52,8 @@ def plan(
     given = None if config.stage_map is None else read_stage_map(config.stage_map)
     machines = replace(cluster(*memories), backend=backend)
     budgets = budgets_of(machines, config.memory_limit)
-    return plan_inference(config, given, load, work or workload(), machines, budgets, "digest")
+    inputs = PlanInputs(work or workload(), within(machines, budgets), budgets, given, machines)
+    return plan_inference(config, inputs, load, "digest")
 
 
 def refused(load: GenerationLoad, *memories: int, **options: Any) -> UserError:

@@ -336,5 +336,5 @@ def test_rows_of_other_sets_and_commands_are_the_same(tmp_path: Path) -> None:
         assert f"{name}.jsonl:1" in error.value.problem
     config = EvaluateConfig(model="m", data=str(tmp_path))
     with pytest.raises(UserError) as error:
-        read_texts(config, PromptReader(tokenizer=tokenizer_with(CHATML)), None, pytest.fail)
+        read_texts(config, PromptReader(tokenizer=tokenizer_with(CHATML)), pytest.fail)
     assert "test.jsonl:1" in error.value.problem
