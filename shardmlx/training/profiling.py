@@ -28,9 +28,8 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.loading.build import unfreeze
 from shardmlx.loading.rank_setup import SETUP_SECONDS, this_backend
 from shardmlx.modelfiles.model_files import open_model
-from shardmlx.models.shape import ModelShape
 from shardmlx.training.planned_run import optimizer_of
-from shardmlx.training.sample_model import SampleModel, update_seconds
+from shardmlx.training.sample_model import SampleModel, build_sample_model, update_seconds
 
 
 def measure(
@@ -80,19 +79,18 @@ def run(options: ProfileOptions, transport: Transport, blas: Blas) -> None:
     with transport.longer_timeout(SETUP_SECONDS):
         model_config, workload = from_rank_0(transport, "reading the model", lambda: _read(options))
     reporter.say(str(blas))
-    model = SampleModel.of(
-        model_config,
-        workload.dtype,
-        workload.savings(NONE, this_backend()),
-        _patterns_of(workload.shape, max(length for _, length in shapes)),
-    )
+    shape = workload.shape
+    _, pattern = shape.unlike_layers(max(length for _, length in shapes))
+    built = build_sample_model(model_config, workload.dtype)
+    savings = workload.savings(NONE, this_backend())
+    model = SampleModel(built, pattern, shape.pattern, savings)
     with reporter.bar("measuring", 2 * len(shapes)) as bar:
         samples, memory = measure(model, fine_tune, shapes, transport, bar.advance)
     host = transport.hosts[transport.rank]
     mine = MachineProfile(host, _chip(), tuple(samples), tuple(memory))
     machines = transport.gather(mine, what="measurements") or ()  # empty on other ranks
     _show(reporter, machines)
-    work = work_of(fine_tune, workload.shape, workload.dtype, model_config.get("quantization"))
+    work = work_of(fine_tune, shape, workload.dtype, model_config.get("quantization"))
     profile = Profile(work, tuple(machines))
     on_rank_0(transport, "writing the profile", lambda: write_profile(profile, output))
     reporter.say(f"Wrote {output}")
@@ -102,15 +100,6 @@ def _read(options: ProfileOptions) -> tuple[dict[str, Any], Workload]:
     check_writable(Path(options.output), "--output")
     files = open_model(options.model, options.revision)
     return dict(files.config), Workload.of(files, FineTune.of(options), BatchOptions.of(options))
-
-
-def _patterns_of(shape: ModelShape, longest: int) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the kind of each layer as to its times, and as to its bytes, for a model that is
-    measured as it is: windows depend on a layer's place, and wrappers count layers inside."""
-    _, pattern = shape.unlike_layers(longest)
-    is_wrapped = not shape.is_declared or shape.outer_family is not shape.family
-    as_it_is = is_wrapped or max(pattern) or any(shape.windows)
-    return (pattern, shape.pattern) if as_it_is else ((), ())
 
 
 def _chip() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,10 +35,7 @@ LAYER_BYTES = 500_000_000
 """Size up to which layers are measured together: more than caches hold, little for a machine."""
 
 MAX_LAYERS = 16
-"""Limit of layers that are measured together."""
-
-MAX_ALIKE = 4
-"""Limit of layers of a kind that are measured together, if not all are alike."""
+"""Limit of layers of a kind that are measured together."""
 
 REPEATS = 5
 """Number of measurements, whose median counts."""
@@ -49,8 +45,6 @@ MEMORY_REPEATS = 12
 
 WARM_UPS = 2
 """Runs before the measurements: the first allocate memory and compile kernels."""
-
-_LAYER = re.compile(r"\blayers\.\d+\.")
 
 
 @dataclass(slots=True)
@@ -114,31 +108,14 @@ class _Peaks:
 class SampleModel:
     """A model whose layers are measured as stages: the first, the last, some of each kind between.
 
-    It has a few layers alike, or is built as it is, lazily; only those stages are computed.
-    ``pattern`` has the kind of each layer as to its times, ``memory_pattern`` as to its bytes.
+    It is built as a whole, lazily; only those stages are computed. ``pattern`` has the kind of each
+    layer as to its times, ``memory_pattern`` as to its bytes.
     """
 
     model: nn.Module
     pattern: Sequence[int]
     memory_pattern: Sequence[int]
-    most_alike: int
     savings: Savings
-
-    @classmethod
-    def of(
-        cls,
-        model_config: Mapping[str, Any],
-        dtype: str,
-        savings: Savings,
-        patterns: tuple[Sequence[int], Sequence[int]],
-    ) -> SampleModel:
-        if patterns[0]:
-            model = _build(model_config, None, dtype)
-            model.freeze()
-            return cls(model, *patterns, MAX_ALIKE, savings)
-        model = build_sample_model(model_config, dtype)
-        alike = (0,) * len(model.layers)
-        return cls(model, alike, alike, MAX_LAYERS, savings)
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
@@ -147,15 +124,17 @@ class SampleModel:
         return [self._run_of(kind) for kind in range(max(self.pattern) + 1)]
 
     def _run_of(self, kind: int) -> tuple[int, int]:
-        inner = range(1, len(self.pattern) - 1)
-        start = next((i for i in inner if self.pattern[i] == kind), self.pattern.index(kind))
+        # Recipes that mix widths quantise the outermost layers with more bits.
+        count = len(self.pattern)
+        from_the_middle = sorted(range(count), key=lambda i: abs(2 * i + 1 - count))
+        start = stop = next(i for i in from_the_middle if self.pattern[i] == kind)
         layer = find_parts(self.model).layers[start]
         nbytes = sum(array.nbytes for _, array in tree_flatten(layer.parameters()))
-        most = max(1, min(self.most_alike, LAYER_BYTES // nbytes))
-        stop = start + 1
-        while start and stop in inner and stop < start + most and self.pattern[stop] == kind:
+        inner = range(1, count - 1)
+        most = max(1, min(MAX_LAYERS, LAYER_BYTES // nbytes))
+        while stop in inner and stop < start + most and self.pattern[stop] == kind:
             stop += 1
-        return start, stop
+        return start, max(stop, start + 1)
 
     def stages(
         self, ranges: Sequence[tuple[int, int]], *, is_trained: bool = True, recompute: str = NONE
@@ -252,49 +231,24 @@ class SampleModel:
 
 
 def build_sample_model(model_config: Mapping[str, Any], dtype: str) -> nn.Module:
-    """Build a frozen model of a few layers like those of ``model_config``, with random weights.
-
-    The first and the last layer count with the ends; those between are measured as layers. All are
-    quantised like the middle layer: recipes that mix widths give the outermost more bits.
-    """
-    one = _build(model_config, 1, dtype)
-    nbytes = sum(array.nbytes for _, array in tree_flatten(one.layers[0].parameters()))
-    between = max(2, min(MAX_LAYERS, LAYER_BYTES // nbytes))
-    model = _build(model_config, between + 2, dtype)
-    model.freeze()
-    return model
-
-
-def _build(model_config: Mapping[str, Any], num_layers: int | None, dtype: str) -> nn.Module:
-    """Build mlx-lm's model with so many layers, or as it is, lazily, without computing anything."""
+    """Build mlx-lm's model, frozen, with random weights, lazily, without computing anything."""
     plain = {k: v for k, v in model_config.items() if not k.startswith("quantization")}
-    if num_layers is not None:
-        plain["num_hidden_layers"] = num_layers
-        if plain.get("layer_types") is not None:
-            plain["layer_types"] = ["full_attention"] * num_layers
     model = build_random(plain)
     model.eval()
     model.set_dtype(getattr(mx, dtype))
-    _quantise(model, model_config, as_it_is=num_layers is None)
-    return model
-
-
-def _quantise(model: nn.Module, model_config: Mapping[str, Any], *, as_it_is: bool) -> None:
-    """Quantise as ``model_config`` says, or all layers like the middle one."""
     quantisation = read_quantisation(model_config)
-    if quantisation is None:
-        return
+    if quantisation is not None:
 
-    def how(path: str, module: nn.Module) -> dict[str, Any] | bool:
-        if not as_it_is:
-            path = _LAYER.sub(f"layers.{model_config['num_hidden_layers'] // 2}.", path)
-        own = quantisation.of(path)
-        if own is None or not hasattr(module, "to_quantized"):
-            return False
-        # Weights that do not divide into groups stay unquantised, as in mlx-lm's convert.
-        return False if module.weight.shape[-1] % own.group_size else asdict(own)
+        def how(path: str, module: nn.Module) -> dict[str, Any] | bool:
+            own = quantisation.of(path)
+            if own is None or not hasattr(module, "to_quantized"):
+                return False
+            # Weights that do not divide into groups stay unquantised, as in mlx-lm's convert.
+            return False if module.weight.shape[-1] % own.group_size else asdict(own)
 
-    nn.quantize(model, class_predicate=how)
+        nn.quantize(model, class_predicate=how)
+    model.freeze()
+    return model
 
 
 def update_seconds(stage: Stage, optimizer: Optimizer) -> float:
