@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateSyntaxError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from shardmlx.common.yaml_reader import is_number
 from shardmlx.errors import UserError, one_line
 
 Message = Mapping[str, Any]
@@ -78,70 +79,54 @@ class ChatTemplate:
     # Accepted messages.
 
     def _takes_parts(self, role: str) -> bool:
-        text = self._try(role, content=[{"type": "text", "text": _WORD}])
+        text = self._try({"role": role, "content": [{"type": "text", "text": _WORD}]})
         return _WORD in text and "'text'" not in text and '"text"' not in text
 
     def _drops(self, role: str) -> bool:
-        if role in KNOWN_ROLES:
-            return False
-        message = {"role": role, "content": _WORD}
-        found = [*map(self._text_or_none, ([message, _USER], [_USER, message]))]
-        return any(found) and not any(_WORD in (each or "") for each in found)
+        text = self._try({"role": role, "content": _WORD})
+        return role not in KNOWN_ROLES and text != "" and _WORD not in text
 
     @functools.cached_property
     def writes_calls(self) -> bool:
         """True if the template writes tool calls."""
-        return _WORD in self._call(_WORD, {})
+        return self.writes({"role": "assistant", "tool_calls": _call_of(_WORD, {})})
 
     @functools.cached_property
     def arguments(self) -> type | None:
         """The form of calls' arguments that the template wants: ``dict``, or ``str`` for JSON text;
         None if it does not matter."""
         value = {_KEY: _WORD}
-        as_text, as_object = self._call("f", json.dumps(value)), self._call("f", value)
+        as_text, as_object = (
+            self._try({"role": "assistant", "tool_calls": _call_of("f", form)})
+            for form in (json.dumps(value), value)
+        )
         takes_text = json.dumps(value) in as_text
         takes_object = _KEY in as_object and _WORD in as_object and str(value) not in as_object
         if takes_object and not (takes_text and as_text == as_object):
             return dict
         return str if takes_text and not takes_object else None
 
-    def writes_message(self, message: Message) -> bool:
-        """Return whether the template writes a message without content, but with other keys."""
-        others = [each for key, each in message.items() if key not in _STRUCTURE]
-        text = self._try(**{"content": "", **message}) or self._try(**message)
-        return bool(others) and self.writes(others, text)
+    def writes(self, message: Message) -> bool:
+        """Return whether the template writes all words of a message, and not like Python does."""
+        marks: list[str] = []
 
-    def writes(self, value: Any, text: str) -> bool:
-        """Return whether ``text`` of a conversation holds a value of JSON: all its words, of which
-        it has some, and nowhere as Python would write it."""
-        nodes = [*_nodes(value)]
-        if all(isinstance(each, (Mapping, list, type(None))) for each in nodes):
-            return False
-        for each in nodes:
-            if isinstance(each, (Mapping, list)):
-                if str(each) != json.dumps(each, ensure_ascii=False) and str(each) in text:
-                    return False
-            elif isinstance(each, str) and not any(
-                form in text
-                for form in (
-                    each.strip(),
-                    *(json.dumps(each, ensure_ascii=a)[1:-1] for a in (False, True)),
-                )
-            ):
-                return False
-        return True
+        def mark(word: str) -> str:
+            marks.append(f"{_WORD}{len(marks)}x")
+            return marks[-1]
 
-    def _call(self, name: str, arguments: Any) -> str:
-        call = _call_of(name, arguments)
-        return self._try("assistant", tool_calls=call) or self._try(
-            "assistant", content="", tool_calls=call
-        )
+        text = self._try(_words(message, mark))
+        return bool(marks) and all(each in text for each in marks) and f"'{_WORD}" not in text
 
-    def _try(self, role: str, **message: Any) -> str:
-        """Return the text of a conversation with a message of this role; "" if refused."""
-        own = {"role": role, **message}
-        messages = [own] if role == "user" else [own, _USER] if role == "system" else [_USER, own]
-        return self._text_or_none(messages) or ""
+    def _try(self, message: Message) -> str:
+        """Return the text of a conversation with a message, if need be with an empty content; "" if
+        it is refused."""
+        role = message["role"]
+        for each in (message, {"content": "", **message}):
+            orders = {"user": [each], "system": [each, _USER]}
+            text = self._text_or_none(orders.get(role, [_USER, each]))
+            if text is not None:
+                return text
+        return ""
 
     def _text_or_none(self, *conversation: Any, **how: Any) -> str | None:
         try:
@@ -231,9 +216,9 @@ def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 def _words(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a message with its words changed."""
-    if isinstance(value, str):
-        return change(value)
+    """Return a message with its words and numbers changed."""
+    if isinstance(value, str) or is_number(value):
+        return change(str(value))
     if isinstance(value, Mapping):
         return {
             key: each if key in _STRUCTURE else _words(each, change) for key, each in value.items()
@@ -241,13 +226,3 @@ def _words(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, list):
         return [_words(each, change) for each in value]
     return value
-
-
-def _nodes(value: Any) -> Iterator[Any]:
-    """Yield a value of JSON and all that is in it."""
-    yield value
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list):
-        for each in value:
-            yield from _nodes(each)

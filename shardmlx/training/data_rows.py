@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,11 +18,10 @@ from typing import Any
 from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from shardmlx.common.yaml_reader import is_number
 from shardmlx.config.specs import FeatureKeys
 from shardmlx.engine.batches import Sample
 from shardmlx.errors import UserError, one_line
-from shardmlx.training.chat_template import KNOWN_ROLES, ChatTemplate, Tools
+from shardmlx.training.chat_template import KNOWN_ROLES, ChatTemplate
 
 _LONGEST = 60
 """Characters of a value that a message shows."""
@@ -30,8 +29,12 @@ _LONGEST = 60
 _SURROGATE = re.compile("[\ud800-\udfff]")
 """Half of a surrogate pair: JSON can write it, but it is no text."""
 
-_TAKE_OUT = "write text, or take the row out"
-_MESSAGES = 'write [{"role": "user", "content": "..."}, ...]'
+_TAKE_OUT = "write text (a number in quotes), or take the row out"
+_MESSAGES = (
+    'write [{"role": "user", "content": "..."}, ...] with the roles "system", "user", "assistant" '
+    'and "tool"'
+)
+_TOOLS = 'write a list of objects, without quotes: [{"type": "function", "function": {...}}]'
 
 Row = Mapping[str, Any]
 
@@ -82,17 +85,15 @@ def find_format(
 
 
 def _tokenise_text(tokenizer: TokenizerWrapper, key: str, row: Row, where: str) -> Sample:
-    name = f"{where}: {key}"
     text = _value(row, key, where)
     if not isinstance(text, str):
-        raise _no_text(text, name)
-    _check_characters(text, name)
+        raise _no_text(text, f"{where}: {key}")
     try:
         tokens = list(tokenizer.encode(text))
     except Exception as error:
-        raise _not_tokenised(error, where) from None
+        raise _not_tokenised(error, row, where) from None
     if not text.strip() and not tokens:
-        raise UserError(f"{name} is {_shown(text)}, which is no token", _TAKE_OUT)
+        raise _no_text(text, f"{where}: {key}")
     if not tokens or tokens[-1] != tokenizer.eos_token_id:
         tokens.append(tokenizer.eos_token_id)
     return tokens, 0
@@ -106,58 +107,39 @@ class _Conversations:
     mask_prompt: bool
     adds_nulls: bool
 
+    def tokenise_completion(self, keys: tuple[str, str], row: Row, where: str) -> Sample:
+        """Tokenise a prompt and a completion: a conversation of two messages."""
+        messages = []
+        for role, key in zip(("user", "assistant"), keys, strict=True):
+            value = _value(row, key, where)
+            if not isinstance(value, str) and not _are_text_parts(value):
+                raise _no_text(value, f"{where}: {key}")
+            messages.append({"role": role, "content": self._content(value, role, where)})
+        return self._tokenise(messages, row, where)
+
+    def tokenise_chat(self, key: str, row: Row, where: str) -> Sample:
+        """Tokenise a list of messages."""
+        name, value = f"{where}: {key}", _value(row, key, where)
+        if not isinstance(value, list) or not value:
+            raise UserError(f"{name} is {_shown(value)}, no list of messages", _MESSAGES)
+        messages = [self._message(each, f"{name}[{i}]") for i, each in enumerate(value)]
+        return self._tokenise(messages, row, where)
+
     def _tokenise(self, messages: Sequence[Row], row: Row, where: str) -> Sample:
-        tools = _tools(row.get("tools"), f"{where}: tools", self.adds_nulls)
+        tools = row.get("tools") or None  # CSV has no other null
+        if tools is not None and not (isinstance(tools, list) and all(map(_is_tool, tools))):
+            raise UserError(f"{where}: tools is {_shown(tools)}, no list of objects", _TOOLS)
+        if self.adds_nulls:
+            tools = without_nulls(tools)
         try:
             tokens = self.template.tokens(messages, tools)
-            self._check_written(messages, tools, where)
             if not self.mask_prompt:
                 return tokens, 0
             return tokens, self.template.answer_start(messages, tools, tokens, where)
         except UserError:
             raise
         except Exception as error:
-            raise _not_tokenised(error, where) from None
-
-    def _check_written(self, messages: Sequence[Row], tools: Tools, where: str) -> None:
-        """Raise ``UserError`` if the template does not write contents other than text."""
-        contents = [each.get("content") for each in messages]
-        values = [
-            each
-            for each in contents
-            if isinstance(each, (list, Mapping)) and not _are_text_parts(each)
-        ]
-        text = self.template.text(messages, tools) if values else ""
-        for each in values:
-            if not self.template.writes(each, text):
-                raise UserError(
-                    f"{where}: content {_shown(each)} is no text, and the model's chat "
-                    "template does not write it as JSON",
-                    "write the text that the model shall see, in quotes",
-                )
-
-    def tokenise_completion(self, keys: tuple[str, str], row: Row, where: str) -> Sample:
-        """Tokenise a prompt and a completion: a conversation of two messages."""
-        messages = []
-        for role, key in zip(("user", "assistant"), keys, strict=True):
-            name = f"{where}: {key}"
-            value = _value(row, key, where)
-            _check_characters(value, name)
-            content = _content(value, role, name, self.template)
-            if not isinstance(content, str) and not _are_text_parts(content):
-                raise _no_text(value, name)
-            messages.append({"role": role, "content": content})
-        return self._tokenise(messages, row, where)
-
-    def tokenise_chat(self, key: str, row: Row, where: str) -> Sample:
-        """Tokenise a list of messages."""
-        name = f"{where}: {key}"
-        value = _value(row, key, where)
-        if not isinstance(value, list) or not value:
-            raise UserError(f"{name} is {_shown(value)}, no list of messages", _MESSAGES)
-        _check_characters(value, name)
-        messages = [self._message(each, f"{name}[{i}]") for i, each in enumerate(value)]
-        return self._tokenise(messages, row, where)
+            raise _not_tokenised(error, row, where) from None
 
     def _message(self, given: Any, name: str) -> Row:
         """Return a message without empty keys, which other formats add."""
@@ -165,35 +147,34 @@ class _Conversations:
             raise UserError(f"{name} is {_shown(given)}, no message", _MESSAGES)
         message = {key: value for key, value in given.items() if value not in (None, [], {})}
         role = message.get("role")
-        if not isinstance(role, str) or not role:
-            found = f"role {_shown(role)}" if "role" in given else "no role"
-            raise UserError(f"{name} has {found}, and {_keys(message)}", _MESSAGES)
-        why = "which the model's chat template leaves out" if self.template.drops(role) else None
-        if role not in KNOWN_ROLES and role.strip().lower() in KNOWN_ROLES:
-            why = "which is a role of another spelling"
-        if why is not None:
+        if (
+            not isinstance(role, str)
+            or (role not in KNOWN_ROLES and role.strip().lower() in ("", *KNOWN_ROLES))
+            or self.template.drops(role)
+        ):
             raise UserError(
-                f"{name} has role {_shown(role)}, {why}",
-                'write "system", "user", "assistant" or "tool"',
+                f"{name} has {_keys(message)} and role {_shown(role)}, which the model's chat "
+                "template does not know",
+                _MESSAGES,
             )
         if "tool_calls" in message:
             message["tool_calls"] = self._calls(message["tool_calls"], f"{name}.tool_calls")
         if self.adds_nulls:
             message = without_nulls(message)
-        self._check_words(message, given, name)
+        self._check_written(message, given, name)
         if "content" in message:
-            content = _content(message["content"], role, f"{name}.content", self.template)
+            content = self._content(message["content"], role, f"{name}.content")
             return {**message, "content": content}
         return message
 
-    def _check_words(self, message: Row, given: Row, name: str) -> None:
+    def _check_written(self, message: Row, given: Row, name: str) -> None:
         """Raise ``UserError`` unless the template writes the calls of a message, and the other
         keys of one without content."""
         what = f"content {_shown(given['content'])}" if "content" in given else "no content"
         old = {key: message[key] for key in ("role", "function_call") if key in message}
         for key, is_written in (
             ("tool_calls", self.template.writes_calls),
-            ("function_call", len(old) < 2 or self.template.writes_message(old)),
+            ("function_call", len(old) < 2 or self.template.writes(old)),
         ):
             if key in message and not is_written:
                 raise UserError(
@@ -201,8 +182,26 @@ class _Conversations:
                     "write the call as content, or take the row out",
                 )
         is_written = "content" in message or "tool_calls" in message
-        if not is_written and not self.template.writes_message(message):
+        if not is_written and not self.template.writes(message):
             raise UserError(f"{name} has {what}, and {_keys(message)}", _MESSAGES)
+
+    def _content(self, value: Any, role: str, name: str) -> Any:
+        """Return a content in the template's form: text, or parts of text as they are."""
+        if isinstance(value, str):
+            return value
+        if not _are_text_parts(value):
+            parts = value if isinstance(value, list) else ()
+            has_others = any(isinstance(part, Mapping) and "type" in part for part in parts)
+            if has_others or not self.template.writes({"role": role, "content": value}):
+                raise UserError(
+                    f"{name} is {_shown(value)}, not text, which the model's chat template does "
+                    "not write",
+                    "write the text that the model shall see, in quotes, or take the row out",
+                )
+            return value
+        parts = [{key: each for key, each in part.items() if each is not None} for part in value]
+        takes = self.template.takes_parts(role)
+        return parts if takes else "".join(part["text"] for part in parts)
 
     def _calls(self, calls: Any, name: str) -> list[Row]:
         if not isinstance(calls, list) or not all(_has_name(each) for each in calls):
@@ -256,40 +255,11 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-def _tools(value: Any, name: str, adds_nulls: bool) -> Tools:
-    if value is None or value in ([], ""):  # CSV has no other null
-        return None
-    remedy = 'write a list of objects, without quotes: [{"type": "function", "function": {...}}]'
-    if not isinstance(value, list):
-        raise UserError(f"{name} is {_shown(value)}, no list", remedy)
-    _check_characters(value, name)
-    for i, tool in enumerate(value):
-        if not isinstance(tool, Mapping):
-            raise UserError(f"{name}[{i}] is {_shown(tool)}, no object", remedy)
-        function = tool.get("function")
-        schema = function.get("parameters") if isinstance(function, Mapping) else None
-        if isinstance(schema, str):
-            raise UserError(f"{name}[{i}].function.parameters is {_shown(schema)}, text", remedy)
-    return without_nulls(value) if adds_nulls else value
-
-
-def _content(value: Any, role: str, name: str, template: ChatTemplate) -> Any:
-    """Return a content in the template's form: text, or parts of text as they are.
-
-    Other contents are checked later, in the template's text.
-    """
-    if value is None or isinstance(value, (bool, int, float)):
-        raise _no_text(value, name)
-    for i, part in enumerate(value if isinstance(value, list) else ()):
-        if isinstance(part, Mapping) and "type" in part and not _are_text_parts([part]):
-            raise UserError(
-                f"{name}[{i}] is {_shown(part)}, a part of type {_shown(part['type'])}",
-                "only parts of type text can be trained: take it out, or the row",
-            )
-    if not _are_text_parts(value):
-        return value
-    parts = [{key: each for key, each in part.items() if each is not None} for part in value]
-    return parts if template.takes_parts(role) else "".join(part["text"] for part in parts)
+def _is_tool(tool: Any) -> bool:
+    """Return whether a value may be a tool: none of its objects is written as text."""
+    function = tool.get("function") if isinstance(tool, Mapping) else ""
+    schema = function.get("parameters") if isinstance(function, Mapping) else None
+    return not isinstance(function, str) and not isinstance(schema, str)
 
 
 def _are_text_parts(value: Any) -> bool:
@@ -318,38 +288,16 @@ def _value(row: Row, key: str, where: str) -> Any:
     return row[key]
 
 
-def _check_characters(value: Any, name: str) -> None:
-    for path, text in _texts(value, name):
-        if found := _SURROGATE.search(text):
-            raise UserError(
-                f"{path} has {_shown(found[0])} at character {found.start() + 1}, half of a "
-                "surrogate pair, which is no character",
-                "write the whole character, or take it out",
-            )
-
-
-def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Yield all texts in a value of JSON, each with its path."""
-    if isinstance(value, str):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _texts(each, f"{path}.{key}")
-    elif isinstance(value, list):
-        for i, each in enumerate(value):
-            yield from _texts(each, f"{path}[{i}]")
-
-
 def _no_text(value: Any, name: str) -> UserError:
-    is_quotable = is_number(value) and value == value  # JSON has no NaN
-    remedy = f'write "{_shown(value)}" in quotes, or take the row out' if is_quotable else _TAKE_OUT
-    return UserError(f"{name} is {_shown(value)}, not text", remedy)
+    return UserError(f"{name} is {_shown(value)}, not text", _TAKE_OUT)
 
 
-def _not_tokenised(error: Exception, where: str) -> UserError:
+def _not_tokenised(error: Exception, row: Row, where: str) -> UserError:
     what = f"it has no key {error}" if isinstance(error, KeyError) else one_line(error)
     if isinstance(error, TemplateError):
         what = f"the model's chat template says: {what}"
+    elif found := _SURROGATE.search(json.dumps(row, ensure_ascii=False, default=str)):
+        what = f"it has {_shown(found[0])}, half of a surrogate pair, which is no character"
     return UserError(f"{where} cannot be tokenised: {what}", "mend the row, or take it out")
 
 

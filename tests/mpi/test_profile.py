@@ -10,7 +10,7 @@ import pytest
 from shardmlx.costmodel.profile_file import read_profile
 from shardmlx.main import main
 from tests.helpers.jobs import Job
-from tests.helpers.mpirun import events, mpirun, train, train_well
+from tests.helpers.mpirun import events, mpirun, train
 from tests.helpers.rank_pool import run_in_pool
 
 LAYERS = 5
@@ -61,13 +61,6 @@ def test_every_rank_measures_every_part(measured: Job, directory: Path) -> None:
             assert sample.frozen.forward > 0
 
 
-def test_one_process_measures_too(small: Path, directory: Path) -> None:
-    done = profile(1, small, "--num-layers", "2", "--lengths", "8", "-o", "one.json", cwd=directory)
-    assert done.returncode == 0
-    (machine,) = read_profile(directory / "one.json").machines
-    assert [each.length for each in machine.samples] == [8]
-
-
 def test_a_run_says_what_was_predicted_and_what_was_measured(planned: Job, directory: Path) -> None:
     header = next(line for line in planned.stdout.splitlines() if "peak memory" in line)
     assert header.split()[-1] == "predicted"
@@ -81,38 +74,6 @@ def test_a_run_says_what_was_predicted_and_what_was_measured(planned: Job, direc
     (start,) = events(directory / "metrics.jsonl", "start")
     assert start["predicted"]["full"]["step_seconds"] > 0
     assert 0 < start["schedule"]["makespan_seconds"] <= start["predicted"]["data"]["step_seconds"]
-
-
-def test_without_a_profile_memory_is_predicted_and_time_is_not(
-    small: Path, pirate: Path, directory: Path
-) -> None:
-    done = train_well(
-        2,
-        *("--model", small, "--data", pirate, "--iters", "1", "--num-layers", "4"),
-        *("--val-batches", "0", "--metrics-file", "plain.jsonl", "--adapter-path", "plain"),
-        *("--partitioner", "memory"),
-        cwd=directory,
-    )
-    (summary,) = events(directory / "plain.jsonl", "summary")
-    assert summary["predicted"]["step_seconds"] is None
-    assert len(summary["predicted"]["peak_memory_bytes"]) == 2
-    assert "Step: " not in done.stdout
-
-
-def test_a_hostfile_gives_speeds_for_a_prediction(
-    measured: Job, small: Path, pirate: Path, directory: Path
-) -> None:
-    host = read_profile(directory / "profile.json").machines[0].host
-    (directory / "speeds").write_text(f"{host} slots=2  # flops=100G link=1Gbps\n")
-    train_well(
-        2,
-        *("--model", small, "--data", pirate, "--iters", "1", "--num-layers", "4"),
-        *("--val-batches", "0", "--metrics-file", "hosts.jsonl", "--adapter-path", "hosts-out"),
-        *("--hostfile", "speeds", "--partitioner", "hetero"),
-        cwd=directory,
-    )
-    (summary,) = events(directory / "hosts.jsonl", "summary")
-    assert summary["predicted"]["step_seconds"] > 0
 
 
 def test_the_planner_takes_the_measured_times(
@@ -157,39 +118,6 @@ def test_a_profile_that_does_not_fit_the_run_is_refused(
     done = train(
         2, "--model", small, "--data", pirate, "--num-layers", "-1", *arguments, cwd=directory
     )
-    assert done.returncode == 2
-    (line,) = done.error_lines
-    assert message in line
-
-
-def test_help_is_printed_once_and_ends_all_ranks(directory: Path) -> None:
-    done = mpirun(2, "-m", "shardmlx.profile", "--help", cwd=directory)
-    assert done.returncode == 0, done.output
-    assert done.output.count("usage: shardmlx profile") == 1
-    assert done.error_lines == []
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a file that is always full")
-def test_a_profile_that_cannot_be_written_ends_in_one_line(small: Path, directory: Path) -> None:
-    done = profile(
-        2, small, "--num-layers", "1", "--lengths", "8", "-o", "/dev/full", cwd=directory
-    )
-    assert done.returncode == 2
-    (line,) = done.error_lines
-    assert line == "shardmlx: error: cannot write /dev/full: No space left on device"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--lengths", "0"], "--lengths is '0'"),
-        (["--rows", "0"], "--rows is 0"),
-    ],
-)
-def test_bad_flags_are_refused_in_one_line(
-    arguments: list[str], message: str, small: Path, directory: Path
-) -> None:
-    done = profile(1, small, *arguments, cwd=directory)
     assert done.returncode == 2
     (line,) = done.error_lines
     assert message in line

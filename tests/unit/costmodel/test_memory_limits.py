@@ -35,6 +35,7 @@ from shardmlx.costmodel.memory_limits import (
 )
 from shardmlx.costmodel.predict import planned_memory, predict_memory
 from shardmlx.costmodel.workload import Workload
+from shardmlx.engine.batches import Samples
 from shardmlx.errors import UserError
 from shardmlx.loading import rank_setup
 from shardmlx.loading.rank_setup import find_budgets, set_limits, working_set
@@ -318,7 +319,7 @@ def test_long_sequences_that_only_pass_forward_count_too() -> None:
 
 @pytest.mark.parametrize(("longest", "length"), [(5, 32), (33, 64), (64, 64), (1000, 99)])
 def test_the_plan_counts_on_the_longest_sequence_of_the_data(longest: int, length: int) -> None:
-    samples = [(np.arange(size), 0) for size in (3, longest, 2)]
+    samples = Samples(np.arange(longest), np.array([(0, size, 0) for size in (3, longest, 2)]))
     assert longest_input(samples, 100) == length
 
 

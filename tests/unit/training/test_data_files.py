@@ -153,7 +153,7 @@ def test_a_mixture_without_weights_is_that_of_mlx_lm(local_sets: Path) -> None:
 def test_a_row_of_a_mixture_is_named(local_sets: Path) -> None:
     Path("talk.jsonl").write_text('{"text": "t"}\n{"text": null}\n')
     given = [{"path": "json", "config": {"data_files": "talk.jsonl"}, "train_split": "train"}]
-    with pytest.raises(UserError, match=r"^json, train set, row 1: text is null, not text: "):
+    with pytest.raises(UserError, match=r"^json, train set, row 2: text is null, not text: "):
         read(local_sets, hf_dataset=given)
 
 
@@ -189,13 +189,9 @@ def test_csv_that_is_none_is_refused(content: bytes, message: str) -> None:
     assert str(error.value).startswith(message)
 
 
-def test_cells_may_have_commas_quotes_and_lines() -> None:
-    content = b'\xef\xbb\xbfprompt,completion\r\n"a, ""b""","c\nd"\r\n'
+def test_cells_may_have_commas_quotes_and_lines_and_empty_lines_are_none() -> None:
+    content = b'\xef\xbb\xbfprompt,completion\r\n"a, ""b""","c\nd"\r\n\r\n'
     assert parse_rows(Path("x.csv"), content) == [{"prompt": 'a, "b"', "completion": "c\nd"}]
-
-
-def test_empty_lines_of_csv_are_no_rows() -> None:
-    assert parse_rows(Path("x.csv"), b"text\na\n\nb\n\n") == [{"text": "a"}, {"text": "b"}]
 
 
 def test_parquet_that_is_none_is_refused() -> None:
@@ -218,37 +214,18 @@ def test_two_files_of_one_set_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
-@pytest.mark.parametrize(
-    ("content", "remedy"),
-    [
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "git lfs pull"),
-        (b"\x1f\x8b\x08\x00", "gunzip"),
-        (b"PK\x03\x04", "unzip"),
-    ],
-)
-def test_what_stands_for_data_is_named(ending: str, content: bytes, remedy: str) -> None:
-    with pytest.raises(UserError) as error:
+def test_a_pointer_of_git_lfs_is_named(ending: str) -> None:
+    content = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    with pytest.raises(UserError, match=rf"^train\.{ending} is a pointer .*: git lfs pull$"):
         parse_rows(Path(f"train.{ending}"), content)
-    assert f"train.{ending}" in error.value.problem
-    assert remedy in error.value.remedy
 
 
 @pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        (b'[{"text": "a"}]', "array"),
-        (b'[\n{"text": "a"}\n]', "several lines"),
-        (b'[{"text": "a"},\n{"text": "b"}]', "several lines"),
-        (b'{"text":\n"a"}\n', "several lines"),
-        (b'{\n  "text": "a"\n}\n{\n  "text": "b"\n}\n', "several lines"),
-    ],
+    "content", [b'[{"text": "a"}]', b'[\n{"text": "a"}\n]', b'{\n  "text": "a"\n}\n']
 )
-def test_json_that_is_not_in_lines_is_named(content: bytes, problem: str) -> None:
-    with pytest.raises(UserError) as error:
+def test_json_that_is_not_in_lines_is_named(content: bytes) -> None:
+    with pytest.raises(UserError, match=r"^train\.jsonl:1 is .* one object on each line"):
         parse_rows(Path("train.jsonl"), content)
-    assert "train.jsonl:1" in error.value.problem
-    assert problem in error.value.problem
-    assert "one object on each line" in error.value.remedy
 
 
 def test_a_cell_may_be_a_whole_document() -> None:

@@ -1,9 +1,8 @@
 """Data sets: rows as mlx-lm reads them, and errors that name file and line."""
 
-import codecs
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,22 +56,13 @@ def test_the_loss_starts_after_a_masked_prompt(
     assert listed(data.train) == [(letters("<u>hi;<a>ho;"), start)]
 
 
-def test_keys_may_have_other_names(tmp_path: Path) -> None:
-    data = read(write(tmp_path, train=[{"words": "abc"}]), text_feature="words")
-    assert listed(data.train) == [([*letters("abc"), EOS], 0)]
-
-
 def test_only_the_sets_that_the_run_needs_are_read(tmp_path: Path) -> None:
     rows = [{"text": "abc"}]
     directory = write(tmp_path, train=rows, valid=rows * 2, test=rows * 3)
-    assert read(directory).sizes() == {"train": 1, "valid": 2, "test": 0}
     assert read(directory, test=True).sizes() == {"train": 0, "valid": 0, "test": 3}
     assert read(directory, train=True, test=True).sizes() == {"train": 1, "valid": 2, "test": 3}
-
-
-def test_a_set_that_is_not_needed_may_be_broken(tmp_path: Path) -> None:
-    directory = write(tmp_path, train=[{"text": "abc"}], test=["{"])
-    assert read(directory).sizes()["train"] == 1
+    write(tmp_path, test=["{"])
+    assert read(directory).sizes() == {"train": 1, "valid": 2, "test": 0}
 
 
 def test_training_without_validation_is_said(tmp_path: Path) -> None:
@@ -96,7 +86,8 @@ def test_line_ends_are_those_of_json_lines(tmp_path: Path, end: str) -> None:
     """U+2028 and U+0085 end lines of text, and may stand in a JSON string."""
     texts = ["a\u2028b", "c\x85d", "e\u2029f"]
     lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
-    (tmp_path / "train.jsonl").write_text(end.join(lines), encoding="utf-8", newline="")
+    path = tmp_path / "train.jsonl"
+    path.write_text(end.join(lines), encoding="utf-8-sig", newline="")  # as Windows marks it
     assert [tokens[:-1] for tokens, _ in listed(read(str(tmp_path)).train)] == [
         *map(letters, texts)
     ]
@@ -125,39 +116,20 @@ def test_the_order_of_rows_is_that_of_mlx_lm(tmp_path: Path) -> None:
     assert [batch.tokens.tolist() for batch in ours] == expected
 
 
-def test_progress_is_shown_row_by_row(tmp_path: Path) -> None:
-    shown: list[tuple[str, int]] = []
-
-    def progress(text: str, items: Sequence[Any]) -> Iterator[Any]:
-        shown.append((text, len(items)))
-        return iter(items)
-
-    rows = [{"text": "abc"}] * 3
-    config = TrainConfig(data=write(tmp_path, train=rows, valid=rows[:2]), batch_size=1)
-    read_data(DataOptions.of(config), Letters(), None, progress)
-    assert shown == [("tokenising train", 3), ("tokenising valid", 2)]
-
-
 # Errors name file and line.
 
 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('{"text": "ab', " is not JSON: Unterminated string starting at column 10"),
-        ("", " is not JSON: Expecting value at column 1"),
-        ('["text"]', "array"),
-        ('"text"', "text"),
-        ('["a",\n"b"]', "several lines"),
+        ('{"text": "ab', " is not JSON: Unterminated string starting at (column 10)"),
+        ("", " is not JSON: Expecting value (column 1)"),
+        ('["text"]', 'is ["text"], no object'),
+        ('["a",\n"b"]', "is not JSON"),
         ("\udcff", "at byte 0"),
-        ('{"txt": "abc"}', "'txt'"),
-        ("{}", "no key 'text'"),
+        ('{"txt": "abc"}', "has no key 'text', as the first row has, but the keys 'txt'"),
         ('{"text": ""}', ': text is ""'),
         ('{"text": null}', ": text is null"),
-        ('{"text": true}', ": text is true"),
-        ('{"text": 7}', ": text is 7"),
-        ('{"text": ["a", "b"]}', ': text is ["a", "b"]'),
-        ('{"text": "abc\\ud800d"}', r': text has "\ud800" at character 4'),
         ('{"text": 1' + "0" * 5000 + "}", ""),
         ("[" * 100_000, ""),
     ],
@@ -165,41 +137,6 @@ def test_progress_is_shown_row_by_row(tmp_path: Path) -> None:
 def test_a_broken_line_is_named(tmp_path: Path, line: str, words: str) -> None:
     directory = write(tmp_path, train=[{"text": "abc"}, line, {"text": "abc"}])
     problem = error_of(directory).problem
-    assert problem.startswith(f"{tmp_path}/train.jsonl:2")
-    assert words in problem
-
-
-HI = {"prompt": "hi", "completion": "ho"}
-
-
-@pytest.mark.parametrize(
-    ("good", "row", "words"),
-    [
-        (HI, {"prompt": None, "completion": "ho"}, "prompt is null"),
-        (HI, {"prompt": "hi", "completion": 4.5}, "completion is 4.5"),
-        (HI, {"prompt": "hi"}, "no key 'completion'"),
-        (HI, {"prompt": "hi", "completion": "a\udc00"}, r'completion has "\udc00" at character 2'),
-        ({"messages": CHAT}, {"messages": []}, "messages is []"),
-        ({"messages": CHAT}, {"messages": "hi"}, 'messages is "hi"'),
-        ({"messages": CHAT}, {"messages": ["hi"]}, 'messages[0] is "hi"'),
-        (
-            {"messages": CHAT},
-            {"messages": [*CHAT, {"role": "user", "content": None}]},
-            "messages[2] has content null",
-        ),
-        ({"messages": CHAT}, {"messages": [{**CHAT[0], "content": 7}]}, "messages[0].content is 7"),
-        (
-            {"messages": CHAT},
-            {"messages": [{**CHAT[0], "content": "\ud800"}]},
-            r'messages[0].content has "\ud800"',
-        ),
-    ],
-)
-def test_prompts_answers_and_messages_are_text(
-    tmp_path: Path, good: Any, row: Any, words: str
-) -> None:
-    """A chat template would make the words "None" and "4.5" of them, and nobody would know."""
-    problem = error_of(write(tmp_path, train=[good, row])).problem
     assert problem.startswith(f"{tmp_path}/train.jsonl:2")
     assert words in problem
 
@@ -221,36 +158,18 @@ def test_an_empty_text_of_which_the_tokenizer_makes_tokens_is_one(tmp_path: Path
     assert listed(data.train) == [([2, EOS], 0)]
 
 
-def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path: Path) -> None:
-    """As Windows puts it at the beginning of a file."""
-    rows = [{"text": "abc"}, {"text": "def"}]
-    plain = read(write(tmp_path / "plain", train=rows))
-    directory = write(tmp_path / "marked", train=rows)
-    path = Path(directory, "train.jsonl")
-    path.write_bytes(codecs.BOM_UTF8 + path.read_bytes())
-    assert listed(read(directory).train) == listed(plain.train)
-
-
 def test_a_broken_line_is_named_where_rows_are_sorted(tmp_path: Path) -> None:
     rows = [{"text": "abc", "id": 1}, {"text": "abcdef", "id": 1}, {"text": "abc"}]
     problem = error_of(write(tmp_path, train=rows), max_positions=5).problem
     assert problem.startswith(f"{tmp_path}/train.jsonl:2 has 7 tokens")
 
 
-@pytest.mark.parametrize(
-    "name", ["train.json", "train.jsonl.gz", "Train.jsonl", "train-00000-of-00001.parquet"]
-)
+@pytest.mark.parametrize("name", ["train.json", "Train.jsonl", "val.jsonl", "dev.csv"])
 def test_a_file_of_almost_the_right_name_is_said(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
-    assert name in error_of(str(tmp_path)).problem
-
-
-@pytest.mark.parametrize("name", ["val.jsonl", "validation.jsonl", "dev.csv", "valid.json"])
-def test_a_validation_set_of_another_name_is_said(tmp_path: Path, name: str) -> None:
-    directory = write(tmp_path, train=[{"text": "abc"}])
-    (tmp_path / name).touch()
-    (warning,) = read(directory).warnings
-    assert name in warning
+    assert f"and {name} is not read" in error_of(str(tmp_path)).problem
+    (warning,) = read(write(tmp_path, train=[{"text": "abc"}])).warnings
+    assert f"no validation set, and {name} is not read" in warning
 
 
 @pytest.mark.parametrize(
@@ -301,54 +220,24 @@ class Open(Letters):
         return super().conversation(messages, tools).replace(";", "")
 
 
-LONG = {"prompt": "abcdefgh", "completion": "ho"}
-EMPTY = {"prompt": "hi", "completion": ""}
-GOOD = {"prompt": "hi", "completion": "ho"}
-
-
-def test_rows_of_which_nothing_is_learnt_are_counted_with_the_cause(tmp_path: Path) -> None:
-    config = TrainConfig(
-        data=write(tmp_path, train=[GOOD, LONG, EMPTY, EMPTY]),
-        batch_size=1,
-        mask_prompt=True,
-        max_seq_length=10,
-    )
-    _, _, only_prompt, empty = read_data(DataOptions.of(config), Open(), None).warnings
-    assert "of 1 of 4 sequences" in only_prompt
-    assert "--max-seq-length 10" in only_prompt
-    assert "2 of 4 sequences" in empty
-    assert "--max-seq-length" not in empty
-
-
 @pytest.mark.parametrize("name", ["train", "valid", "test"])
-@pytest.mark.parametrize(("row", "cause"), [(LONG, "--max-seq-length 10"), (EMPTY, "empty")])
-def test_a_set_of_which_nothing_is_learnt_is_refused_with_the_cause(
-    tmp_path: Path, name: str, row: dict[str, str], cause: str
+def test_rows_of_which_nothing_is_learnt_are_counted_and_refused_if_all_are(
+    tmp_path: Path, name: str
 ) -> None:
-    rows: dict[str, Any] = {"train": [GOOD], "valid": [GOOD], "test": [GOOD], name: [row] * 3}
-    config = TrainConfig(
-        data=write(tmp_path, **rows),
-        batch_size=1,
-        mask_prompt=True,
-        max_seq_length=10,
-        train=True,
-        test=True,
-    )
-    with pytest.raises(UserError) as error:
+    """Of the first the prompt is too long, and the answer of the second is empty."""
+    idle = [{"prompt": "abcdefgh", "completion": "ho"}, {"prompt": "hi", "completion": ""}]
+    good = [{"prompt": "hi", "completion": "ho"}]
+    how: dict[str, Any] = {"mask_prompt": True, "max_seq_length": 10, "batch_size": 1}
+    sets = {"train": good, "valid": good, "test": good}
+    config = TrainConfig(data=str(tmp_path), train=True, test=True, **how)
+
+    write(tmp_path, **sets | {name: good + idle})
+    *_, warning = read_data(DataOptions.of(config), Open(), None).warnings
+    assert f"{name}.jsonl: 2 of 3 sequences have no token to learn" in warning
+    write(tmp_path, **sets | {name: idle})
+    with pytest.raises(UserError, match=f"{name}.jsonl: 2 of 2 sequences") as error:
         read_data(DataOptions.of(config), Open(), None)
-    assert f"{name}.jsonl" in error.value.problem
-    assert cause in error.value.problem
-
-
-def test_texts_of_one_token_are_refused(tmp_path: Path) -> None:
-    class Nothing(Letters):
-        def encode(self, text: str) -> list[int]:
-            return [EOS]
-
-    config = TrainConfig(data=write(tmp_path, train=[{"text": "a"}] * 2), batch_size=1)
-    with pytest.raises(UserError) as error:
-        read_data(DataOptions.of(config), Nothing(), None)
-    assert "one token" in error.value.problem
+    assert "--max-seq-length 10" in error.value.problem
 
 
 # Data sets of the Hugging Face hub.
@@ -378,7 +267,7 @@ def test_splits_of_other_names_are_said(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_row_of_a_hub_data_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     hub_gives(monkeypatch, train=[{"text": "abc"}, {"words": "abc"}])
     message = error_of("someone/something").problem
-    assert message.startswith("someone/something, train set, row 1 has no key 'text'")
+    assert message.startswith("someone/something, train set, row 2 has no key 'text'")
     assert "'words'" in message
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from shardmlx.engine.batches import Samples
 from shardmlx.models.shape import ModelShape
 from shardmlx.training.datasets import mean_lengths
 from shardmlx.training.planned_run import packing_fault
@@ -23,8 +24,13 @@ def test_rows_are_not_packed_where_positions_in_the_row_matter() -> None:
     )
 
 
+def of(*bounds: tuple[int, int]) -> Samples:
+    """Return samples of these lengths, and starts of their losses."""
+    return Samples(np.zeros(0), np.array([(0, length, start) for length, start in bounds]))
+
+
 def test_the_lengths_of_rows_with_and_without_padding() -> None:
-    samples = [(np.zeros(length, np.int32), 0) for length in (10, 33, 34, 200)]
+    samples = of((10, 0), (33, 0), (34, 0), (200, 0))
     # Inputs are one token shorter, and padded to a multiple of 32 unless they are cut.
     assert mean_lengths(samples, 1, 128) == (
         round((32 + 64 + 64 + 128) / 4),
@@ -36,9 +42,5 @@ def test_the_lengths_of_rows_with_and_without_padding() -> None:
 
 def test_the_share_of_tokens_that_count() -> None:
     """Of two answers, and of none: the prompt is longer than what is looked at."""
-    samples = [
-        (np.zeros(11, np.int32), 6),
-        (np.zeros(21, np.int32), 1),
-        (np.zeros(50, np.int32), 45),
-    ]
+    samples = of((11, 6), (21, 1), (50, 45))
     assert mean_lengths(samples, 1, 41)[2] == (5 + 20 + 0) / (10 + 20 + 40)

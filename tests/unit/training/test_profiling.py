@@ -177,3 +177,9 @@ def test_a_window_tells_layers_apart_where_texts_are_longer(
     output.write_text(json.dumps(content))
     with pytest.raises(UserError, match="1 kinds of layers, of which gemma3 has 2 at 9 tokens"):
         plan_training(run, MACHINES)
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--lengths", "0"), ("--rows", "0")])
+def test_bad_flags_are_refused(flag: str, value: str) -> None:
+    with pytest.raises(UserError, match=f"^{flag} is "):
+        LINE.load(["model", flag, value])
