@@ -63,7 +63,7 @@ def read_data(
         for part in parts:
             samples = _tokenise(name, part, tokenizer, options.mask_prompt, progress)
             _check(samples, part.name, options, max_positions, vocabulary)
-            if not part.adds_nulls:  # else all rows have the same keys
+            if not part.adds_nulls:  # a column is a key of all rows
                 # mlx-lm cuts rows into batches by the number of their keys, which it takes for
                 # their length.
                 samples = samples[np.argsort([len(row) for row in part.rows], kind="stable")]
