@@ -12,7 +12,7 @@ from shardmlx.checkpoint.reader import SoundCheckpoint, find_checkpoint
 from shardmlx.checkpoint.run_identity import check_identity
 from shardmlx.checkpoint.store import MARKER, Store, name_of, step_of
 from shardmlx.common.reporter import Reporter
-from shardmlx.config.specs import CheckpointOptions
+from shardmlx.config.train import CheckpointOptions
 from shardmlx.distributed.agreement import AgreedError, on_all_ranks
 from shardmlx.distributed.shared_disks import Disks, find_disks
 from shardmlx.distributed.transport import Transport

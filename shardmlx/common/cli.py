@@ -5,27 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
 
-from shardmlx.compat import QuietParser
 from shardmlx.errors import UserError, one_line
 
 BAD_INPUT = 2
 INTERRUPTED = 130
-
-
-class OneLineParser(QuietParser):
-    """An argument parser that raises ``UserError`` instead of printing its usage and exiting.
-
-    ``--help`` and ``--version`` end every rank, and only rank 0 prints.
-    """
-
-    def __init__(self, *, rank: int = 0, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.prints = rank == 0
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{' '.join(message.split())} (see --help)")
 
 
 def run_command(main: Callable[[], int]) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from typing import Any, Protocol
+from typing import Any
 
 DIGEST_BYTES = 16
 """Length of a digest of tensors."""
@@ -18,16 +18,6 @@ DIGEST_BYTES = 16
 def new_digest() -> hashlib.blake2b:
     """Return an empty digest of the bytes of tensors."""
     return hashlib.blake2b(digest_size=DIGEST_BYTES)
-
-
-class Digest(Protocol):
-    """A digest of bytes that come in pieces, as those of hashlib."""
-
-    def update(self, data: bytes | memoryview, /) -> None:
-        """Take the next bytes in."""
-
-    def digest(self) -> bytes:
-        """Return the digest of all bytes so far."""
 
 
 class Crc32:
@@ -41,6 +31,10 @@ class Crc32:
 
     def digest(self) -> bytes:
         return self._value.to_bytes(4)
+
+
+Digest = hashlib.blake2b | Crc32
+"""A digest of bytes that come in pieces."""
 
 
 def json_digest(value: Any) -> str:

@@ -64,9 +64,8 @@ def prepare() -> Blas:
 
 
 def _keep_freed_memory() -> None:
-    """Make glibc keep memory that MLX frees: on the CPU MLX has no cache of its own, and memory
-    returned to the system between two steps is zeroed and mapped again, page by page. Costs a few
-    per cent of a step."""
+    """Make glibc keep memory that MLX, without a cache on the CPU, frees between two steps: to map
+    it again, page by page, costs a few per cent of a step."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # other C libraries have none
         for option, value in _MALLOC_OPTIONS.items():
@@ -82,11 +81,8 @@ def _put_openblas_first() -> Blas:
     threads = int(given)
     library = ctypes.util.find_library("openblas")
     if library is None:
-        return Blas(
-            "MLX's reference BLAS, 1 thread a rank",
-            None,
-            f"; about 16 times as fast with OpenBLAS: {INSTALL_OPENBLAS}",
-        )
+        hint = f"; about 16 times as fast with OpenBLAS: {INSTALL_OPENBLAS}"
+        return Blas("MLX's reference BLAS, 1 thread a rank", None, hint)
     # Global, so that MLX finds its symbols there before those of its own BLAS.
     openblas = ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
     try:

@@ -31,9 +31,8 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 def bind(host: str, port: int, prefix: str = "--") -> socket.socket:
     """Return a socket that listens at this address; port 0 takes any free one.
 
-    It listens at once, so that no other server can take the port; clients that connect wait until
-    its server has started. Raises ``UserError``, which names the options ``prefix`` and ``host`` or
-    ``port``, if that fails.
+    It listens at once, so that no other server can take the port. Raises ``UserError``, which names
+    the options ``prefix`` and ``host`` and ``port``.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -81,22 +80,17 @@ def _listening(family: int, address: Any) -> socket.socket:
     return listener
 
 
+_EXPLAINED = {
+    errno.EADDRINUSE: ("{0}port {2} of {1} is taken", "give another, or 0 for any that is free"),
+    errno.EACCES: ("{0}port {2} is for the system's own services", "give one from 1024"),
+    errno.EADDRNOTAVAIL: ("{0}host {1} is no address of this machine", "give one, or 0.0.0.0"),
+}
+
+
 def _explained(host: str, port: int, prefix: str, error: OSError) -> UserError:
-    if error.errno == errno.EADDRINUSE:
-        return UserError(
-            f"{prefix}port {port} of {host} is taken", "give another, or 0 for any that is free"
-        )
-    if error.errno == errno.EACCES:
-        return UserError(
-            f"{prefix}port {port} is for the system's own services", "give one from 1024"
-        )
-    if error.errno == errno.EADDRNOTAVAIL:
-        return UserError(
-            f"{prefix}host {host} is no address of this machine", "give one, or 0.0.0.0 for all"
-        )
-    return UserError(
-        f"{prefix}host {host} {prefix}port {port}: {error.strerror or one_line(error)}"
-    )
+    fails = f"{{0}}host {{1}} {{0}}port {{2}}: {error.strerror or one_line(error)}"
+    problem, remedy = _EXPLAINED.get(error.errno or 0, (fails, ""))
+    return UserError(problem.format(prefix, host, port), remedy)
 
 
 def address_of(listener: socket.socket) -> str:

@@ -49,40 +49,26 @@ def memory_bounds() -> tuple[MemoryBound, ...]:
     return (*cgroup_bounds(), *_address_space())
 
 
-def cgroup_bounds(proc: Path = Path("/proc/self")) -> Iterator[MemoryBound]:
+def cgroup_bounds(
+    proc: Path = Path("/proc/self"), mounts: Path = Path("/sys/fs/cgroup")
+) -> Iterator[MemoryBound]:
     """Yield the limits of the memory cgroups, v1 or v2, that the process of ``proc`` is in."""
-    mounts = dict(_memory_mounts(_text(proc / "mountinfo")))
     for line in _text(proc / "cgroup").splitlines():
-        number, controllers, path = line.split(":", 2)
-        version = 2 if number == "0" else 1
-        if version not in mounts or (version == 1 and "memory" not in controllers.split(",")):
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            mount, file = mounts / "memory", "memory.limit_in_bytes"
+        elif not controllers:
+            mount, file = mounts, "memory.max"
+        else:
             continue
-        root, mount = mounts[version]
-        # A container may see only its own part: the mount is then of a directory below the root.
-        below = Path(os.path.relpath(path, root)) if path.startswith(root) else Path()
-        directory = mount / below
+        directory = mount / path.lstrip("/")
+        if not directory.is_dir():
+            directory = mount  # a container sees its own part alone, at the root
         for each in (directory, *directory.parents):
-            if not each.is_relative_to(mount):
-                break
-            limit = _text(each / _LIMIT_FILES[version]).strip()
+            limit = _text(each / file).strip() if each.is_relative_to(mount) else ""
             if limit.isdecimal() and int(limit) < _UNLIMITED:
                 name = str(each.relative_to(mount))
                 yield MemoryBound(f"cgroup {name}", int(limit), "the memory cgroup")
-
-
-_LIMIT_FILES = {1: "memory.limit_in_bytes", 2: "memory.max"}
-
-
-def _memory_mounts(mountinfo: str) -> Iterator[tuple[int, tuple[str, Path]]]:
-    """Yield, by the version of cgroups, the root of a mount and the place where it is mounted."""
-    for line in mountinfo.splitlines():
-        mount, _, source = line.partition(" - ")
-        root, place = mount.split()[3:5]
-        kind, _, options = source.split(" ", 2)
-        if kind == "cgroup2":
-            yield 2, (root, Path(place))
-        elif kind == "cgroup" and "memory" in options.split(","):
-            yield 1, (root, Path(place))
 
 
 def _address_space() -> Iterator[MemoryBound]:

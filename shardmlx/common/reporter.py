@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -44,7 +45,6 @@ class Reporter:
         quiet: bool = False,
         listeners: Sequence[Listener] = (),
     ) -> None:
-        self._quiet = quiet
         self._listeners = () if quiet else tuple(listeners)
         live = not quiet and _shown_in_terminal()
         self._console = Console(
@@ -128,22 +128,22 @@ class Reporter:
             self._metrics.close()
 
 
+@dataclass(frozen=True, slots=True)
 class Bar:
     """A line of the progress display."""
 
-    def __init__(self, progress: Progress, task: TaskID) -> None:
-        self._progress = progress
-        self._task = task
+    progress: Progress
+    task: TaskID
 
     def advance(self, count: float = 1) -> None:
-        self._progress.update(self._task, advance=count)
+        self.progress.update(self.task, advance=count)
 
     def show(self, done: int, total: int) -> None:
         """Show the done part of the total."""
-        self._progress.update(self._task, completed=done, total=total)
+        self.progress.update(self.task, completed=done, total=total)
 
     def note(self, text: str) -> None:
-        self._progress.update(self._task, note=text)
+        self.progress.update(self.task, note=text)
 
 
 def metrics_line(event: str, values: Mapping[str, Any]) -> str:
@@ -163,11 +163,8 @@ def finite(value: Any) -> Any:
 
 
 def _shown_in_terminal() -> bool:
-    """Return whether a person watches.
-
-    mpirun gives rank 0 a terminal even if the output goes elsewhere, so look at mpirun's own
-    output, if it can be seen.
-    """
+    """Return whether a person watches: mpirun gives rank 0 a terminal even if the output goes
+    elsewhere, so look at mpirun's own, if it can be seen."""
     if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
         return False
     try:

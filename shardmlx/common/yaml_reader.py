@@ -11,36 +11,22 @@ from typing import Any
 
 import yaml
 
-from shardmlx.errors import UserError
-
-_MOST_VALUES = 100_000
-"""Limit of values in one file, aliases counted in full: a few lines can mean billions."""
+from shardmlx.errors import UserError, one_line
 
 _LARGEST = 2**1000
 """Largest whole number: a larger one is no float, and certainly an error."""
 
+_FAULTS = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+"""Errors of the YAML library: constructors of tags, like ``!!bool maybe``, have their own."""
+
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML in which ``1e-5`` is a number and a key given twice is an error.
-
-    Every mistake is a ``MarkedYAMLError``, so that its line is known.
-    """
-
-    def get_single_node(self) -> yaml.Node | None:
-        node: yaml.Node | None = super().get_single_node()
-        if node is not None:
-            _count_values(node, {})
-        return node
+    """Safe YAML in which ``1e-5`` is a number and a key given twice is an error."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        try:
-            value = super().construct_object(node, deep)
-        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError):
-            # Constructors of tags, like ``!!bool maybe``, have their own errors.
-            kind = node.tag.rpartition(":")[2]
-            raise _fault(node, f"{_shown(node)} is no {kind}") from None
+        value = super().construct_object(node, deep)
         if isinstance(value, int) and abs(value) > _LARGEST:
-            raise _fault(node, f"{_shown(node)} is too large a number")
+            raise _fault(node, f"{reprlib.repr(node.value)} is too large a number")
         return value
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -66,30 +52,6 @@ def _fault(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
 
 
-def _shown(node: yaml.Node) -> str:
-    return reprlib.repr(node.value) if isinstance(node, yaml.ScalarNode) else "this"
-
-
-def _count_values(node: yaml.Node, known: dict[int, int | None]) -> int:
-    """Return the number of values in a node, aliases in full; ``known`` has counts by identity."""
-    if id(node) in known:
-        count = known[id(node)]
-        if count is None:
-            raise _fault(node, "an alias in it stands for all of it")
-        return count
-    known[id(node)] = None
-    children: Iterable[yaml.Node] = ()
-    if isinstance(node, yaml.SequenceNode):
-        children = node.value
-    elif isinstance(node, yaml.MappingNode):
-        children = (each for pair in node.value for each in pair)
-    count = 1 + sum(_count_values(child, known) for child in children)
-    if count > _MOST_VALUES:
-        raise _fault(node, f"its aliases stand for more than {_MOST_VALUES} values")
-    known[id(node)] = count
-    return count
-
-
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """Return the mapping that a YAML file holds; ``UserError`` names file and line of a mistake."""
     try:
@@ -106,11 +68,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         mark = error.problem_mark or error.context_mark
         where = f"{path}, line {mark.line + 1}" if mark else str(path)
         raise UserError(f"{where}: {error.problem or error.context}", "mend the YAML") from None
-    except (yaml.YAMLError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{path}: {reason}", "mend the YAML") from None
-    except RecursionError:
-        raise UserError(f"{path} is nested too deep", "mend the YAML") from None
+    except (*_FAULTS, RecursionError) as error:
+        raise UserError(f"{path}: {one_line(error)}", "mend the YAML") from None
     if not isinstance(content, dict):
         found = "nothing" if content is None else f"a {type(content).__name__}"
         raise UserError(f"{path} holds {found}", "write one 'key: value' a line")
@@ -127,10 +86,7 @@ def check_keys(mapping: Mapping[Any, Any], known: Iterable[str], where: str, hel
 
 
 def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
-    """Return ``did you mean a or b?``; empty when ``word`` neither begins nor resembles a known.
-
-    Each suggestion is written with ``prefix`` before it.
-    """
+    """Return ``did you mean a or b?``, with ``prefix`` before each; empty where none is close."""
     known = tuple(known)
     matches = [each for each in known if word and each.startswith(word)][:3]
     matches = matches or difflib.get_close_matches(word, known, n=3, cutoff=0.7)
@@ -138,6 +94,5 @@ def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value of YAML or JSON is a number; a truth value, an int to Python, is
-    none."""
+    """Return whether a value is a number; a truth value, an int to Python, is none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -14,7 +14,7 @@ from typing import Any
 
 from shardmlx.common.yaml_reader import did_you_mean, is_number
 from shardmlx.config.common_options import AUTO
-from shardmlx.config.options import OptionError
+from shardmlx.config.options import OptionError, refuse
 
 Check = tuple[str, Callable[[Any], bool]]
 """The condition that a value must meet: in words, and as a test."""
@@ -191,15 +191,12 @@ def check_lr_schedule(schedule: Mapping[str, Any]) -> None:
     _require(name, "warmup_init", schedule.get("warmup_init", 0.0), _NUMBER)
 
 
-def check_replica_rows(value: str) -> None:
-    """Raise ``OptionError`` unless it is auto or numbers from 1 with commas between."""
-    if value == AUTO:
-        return
-    numbers = value.split(",")
-    if not all(each.strip().isdecimal() and int(each) > 0 for each in numbers):
-        raise OptionError(
-            "replica_rows", f"is {value}", "give auto, or the rows of each replica, like 5,3"
-        )
+def check_replica_rows(value: str | None) -> None:
+    """Check that it is None, auto, or numbers from 1 with commas between."""
+    numbers = [] if value in (None, AUTO) else str(value).split(",")
+    are_rows = all(each.strip().isdecimal() and int(each) > 0 for each in numbers)
+    remedy = "give auto, or the rows of each replica, like 5,3"
+    refuse("replica_rows", f"is {value}", remedy, when=not are_rows)
 
 
 def parse_loss_scale(text: str) -> float | str:
@@ -210,11 +207,12 @@ def parse_loss_scale(text: str) -> float | str:
         return text
 
 
-def check_loss_scale(value: float | str) -> None:
-    """Check that it is ``auto``, ``none`` or a power of two."""
-    is_word = value in (AUTO, NO_SCALE)
-    if not is_word and (isinstance(value, str) or math.frexp(value)[0] != 0.5):
-        raise OptionError("loss_scale", f"is {value!r}", "give auto, none, or a power of two")
+def check_loss_scale(value: float | str | None) -> None:
+    """Check that it is None, ``auto``, ``none`` or a power of two."""
+    fits = value in (None, AUTO, NO_SCALE) or (
+        isinstance(value, float) and math.frexp(value)[0] == 0.5
+    )
+    refuse("loss_scale", f"is {value!r}", "give auto, none, or a power of two", when=not fits)
 
 
 def parse_lr_schedule(text: str) -> dict[str, Any]:

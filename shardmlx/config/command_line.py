@@ -11,9 +11,9 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import shardmlx
-from shardmlx.common.cli import OneLineParser
 from shardmlx.common.environment import LAUNCHED
 from shardmlx.common.yaml_reader import check_keys, did_you_mean, read_yaml
+from shardmlx.compat import QuietParser
 from shardmlx.config.options import Declared, OptionError, declared, flag_of, with_home
 from shardmlx.errors import UserError
 
@@ -39,16 +39,11 @@ class Given:
         return frozenset(self.flags) | frozenset(self.file)
 
 
-class CommandParser(OneLineParser):
-    """A parser that names the command whose help to see."""
+class CommandParser(QuietParser):
+    """A parser that raises ``UserError`` where argparse would print its usage and exit."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(" ".join(message.split()), f"see {self.prog} --help")
-
-    def advise(self, text: str) -> None:
-        """Print a line of advice, once for all ranks of a job, and for the job of a launch."""
-        if self.prints and LAUNCHED not in os.environ:
-            print(f"shardmlx: {text}", file=sys.stderr, flush=True)
 
 
 def _add(add: Callable[..., argparse.Action], each: Declared) -> argparse.Action:
@@ -100,9 +95,8 @@ class CommandLine(Generic[Options]):
     def parser(self, rank: int = 0, *, shows_all: bool = False) -> CommandParser:
         """Build the parser, whose result holds only the flags that were given.
 
-        It raises ``UserError`` where argparse would print usage and exit; ``--help`` and
-        ``--version`` print on rank 0 and exit with status 0 on every rank. ``--help-all`` is
-        another word for ``--help`` of a parser that ``shows_all``.
+        ``--help`` and ``--version`` print on rank 0 and exit with status 0 on every rank.
+        ``--help-all`` is another word for ``--help`` of a parser that ``shows_all``.
         """
         options = declared(self.options)
         flags = [each for each in options if each.rules.flag]
@@ -112,7 +106,6 @@ class CommandLine(Generic[Options]):
         if only_in_file and (shows_all or self.shown is None):
             epilog = f"{epilog} In the YAML file only: {only_in_file}.".strip()
         parser = CommandParser(
-            rank=rank,
             prog=f"shardmlx {self.command}",
             usage=" ".join([f"shardmlx {self.command}", *words, "[OPTIONS]"]),
             description=self.description,
@@ -120,6 +113,7 @@ class CommandLine(Generic[Options]):
             argument_default=argparse.SUPPRESS,
             allow_abbrev=False,
         )
+        parser.prints = rank == 0
         version = f"shardmlx {shardmlx.__version__}"
         parser.add_argument("--version", action="version", version=version)
         names = dict.fromkeys([*self.groups, *(each.rules.group for each in flags)])
@@ -158,7 +152,7 @@ class CommandLine(Generic[Options]):
         namespace, unknown = parser.parse_known_args(argv)
         if unknown:
             raise self._unknown(unknown)
-        return self._build(parser, vars(namespace))
+        return self._build(vars(namespace))
 
     def load_before(
         self, argv: Sequence[str], commands: Sequence[str]
@@ -181,7 +175,7 @@ class CommandLine(Generic[Options]):
         )
         flags = vars(parser.parse_args(argv))
         command, words = flags.pop("command"), flags.pop("words")
-        return self._build(parser, flags)[0], command, tuple(words)
+        return self._build(flags)[0], command, tuple(words)
 
     def _parser_for(self, argv: Sequence[str], rank: int = 0) -> CommandParser:
         return self.parser(rank, shows_all="--help-all" in argv)
@@ -194,27 +188,24 @@ class CommandLine(Generic[Options]):
         if flag in self.refused:
             return UserError(f"{flag} of mlx_lm is not here", self.refused[flag])
         key = flag.lstrip("-").replace("-", "_")
+        flags = [each.flag[2:] for each in known if each.rules.flag and not each.rules.positional]
+        remedy = did_you_mean(flag.lstrip("-"), flags, "--")
         if key in (each.name for each in known if not each.rules.flag):
             remedy = f"write {key} into the YAML file: -c FILE"
-            return UserError(f"unknown argument {word!r}", remedy)
-        flags = [each.flag[2:] for each in known if each.rules.flag and not each.rules.positional]
-        remedy = (
-            did_you_mean(flag.lstrip("-"), flags, "--") or f"see shardmlx {self.command} --help"
-        )
+        remedy = remedy or f"see shardmlx {self.command} --help"
         return UserError(f"unknown argument {word!r}", remedy)
 
-    def _build(self, parser: CommandParser, flags: Mapping[str, Any]) -> tuple[Options, Given]:
+    def _build(self, flags: Mapping[str, Any]) -> tuple[Options, Given]:
         known = declared(self.options)
         path = flags.get("config") and with_home("config", flags["config"])
-        written = {} if path is None else _read_file(path, known, parser, self.passed_over)
-        given = Given(flags, {key: value for key, value in written.items() if value is not None})
+        given = Given(flags, {} if path is None else self._read_file(path))
         values = {**given.file, **given.flags}
         for each in known:
             if each.rules.excludes is not None and each.name in values:
                 _exclude(each, given, values)
         for each in known:
             if each.default is None and each.name not in values:
-                raise UserError(f"{each.flag} is missing", f"see {parser.prog} --help")
+                raise UserError(f"{each.flag} is missing", f"see shardmlx {self.command} --help")
         try:
             return self.options(**values), given
         except OptionError as error:
@@ -225,6 +216,18 @@ class CommandLine(Generic[Options]):
             if error.name in values:
                 raise UserError(f"{path}: {error.problem}", error.remedy) from None
             raise
+
+    def _read_file(self, path: str) -> dict[str, Any]:
+        """Return the options in a YAML file."""
+        written = read_yaml(path)
+        for key in written.keys() & self.passed_over.keys():
+            del written[key]
+            if LAUNCHED not in os.environ:  # launch has said it
+                said = f"{path}: {key} is passed over, as mlx_lm.lora does: {self.passed_over[key]}"
+                print(f"shardmlx: {said}", file=sys.stderr, flush=True)
+        names = [each.name for each in declared(self.options)]
+        check_keys(written, names, path, f"take it out, or see shardmlx {self.command} --help")
+        return {key: value for key, value in written.items() if value is not None}
 
 
 def _exclude(each: Declared, given: Given, values: dict[str, Any]) -> None:
@@ -251,17 +254,3 @@ def words_of(cls: type[DataclassInstance], flags: Mapping[str, Any]) -> list[str
         else:
             words += [each.flag, str(value)]
     return words
-
-
-def _read_file(
-    path: str, known: Sequence[Declared], parser: CommandParser, passed_over: Mapping[str, str]
-) -> dict[str, Any]:
-    """Return the options in a YAML file."""
-    written = read_yaml(path)
-    names = [each.name for each in known]
-    for key, hint in passed_over.items():
-        if key in written:
-            del written[key]
-            parser.advise(f"{path}: {key} is passed over, as mlx_lm.lora does: {hint}")
-    check_keys(written, names, path, f"take it out, or see {parser.prog} --help")
-    return written

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,13 +20,13 @@ START = "Start ranks"
 class Command:
     """A command: ``shardmlx NAME``, or ``python -m shardmlx.NAME``.
 
-    ``options`` is its command line, and ``run`` the function that carries it out, as
-    ``module:name`` each, imported where they are needed. A command that ``needs_ranks`` can be
+    ``options`` is the module of its command line ``LINE``, or ``module:name``, and ``run`` that of
+    the function ``run``: each is imported where it is needed. A command that ``needs_ranks`` can be
     launched: its ``run`` takes options, transport and BLAS. Another takes the words of the command
     line, and returns the exit status.
 
-    ``without_ranks`` is a function that takes the words first, and returns the exit status, or None
-    where ranks do the work. Ranks need not be ``alike`` in their versions where it is False.
+    ``without_ranks`` is a module whose ``run`` takes the words first, and returns the exit status,
+    or None where ranks do the work. Ranks that need not be ``alike`` may differ in versions.
     """
 
     name: str
@@ -40,117 +41,73 @@ class Command:
     @property
     def line(self) -> CommandLine[Any]:
         """The command line."""
-        line: CommandLine[Any] = imported(self.options)
+        module, _, name = self.options.partition(":")
+        line: CommandLine[Any] = imported(module, name or "LINE")
         return line
 
 
-def imported(name: str) -> Any:
-    """Return what ``module:name`` names."""
-    module, _, inside = name.partition(":")
-    return getattr(importlib.import_module(f"shardmlx.{module}"), inside)
+def imported(module: str, name: str = "run") -> Any:
+    """Return what a module of shardmlx has by this name."""
+    return getattr(importlib.import_module(f"shardmlx.{module}"), name)
 
+
+_of_ranks = partial(Command, needs_ranks=True)
 
 COMMANDS = (
-    Command(
-        "train",
-        TRAIN,
-        "fine-tune a model, with the options of mlx_lm.lora",
-        "config.train:LINE",
-        "training.command:run",
-        needs_ranks=True,
+    _of_ranks(
+        "train", TRAIN, "fine-tune a model, as mlx_lm.lora does", "config.train", "training.command"
     ),
     Command(
         "report",
         TRAIN,
         "show a run from its metrics, as a page",
-        "runreport.page:LINE",
-        "runreport.page:run",
+        "runreport.page",
+        "runreport.page",
+    ),
+    _of_ranks(
+        *("export", TRAIN, "write the finished model: fused, converted, quantised"),
+        *("config.export", "conversion.command"),
+    ),
+    _of_ranks(
+        *("generate", USE, "answer a prompt, or a file of prompts"),
+        *("config.inference:GENERATE", "inference.generate"),
+    ),
+    _of_ranks(
+        *("chat", USE, "talk with a model in the terminal"),
+        *("config.inference:CHAT", "inference.chat"),
+    ),
+    _of_ranks(
+        "serve", USE, "serve OpenAI's API over HTTP, and a chat page", "config.serve", "server.run"
+    ),
+    _of_ranks(
+        *("evaluate", USE, "measure a model: perplexity of texts, or lm-eval tasks"),
+        *("config.inference:EVALUATE", "evaluation.command"),
     ),
     Command(
-        "export",
-        TRAIN,
-        "write the finished model: fused, converted, quantised",
-        "config.export:LINE",
-        "conversion.command:run",
-        needs_ranks=True,
+        *("inspect", PREPARE, "show what a model consists of, and what each rank needs of it"),
+        *("planning.inspection", "planning.inspection"),
     ),
     Command(
-        "generate",
-        USE,
-        "answer a prompt, or a file of prompts",
-        "config.inference:GENERATE",
-        "inference.generate:run",
-        needs_ranks=True,
+        *("plan", PREPARE, "divide a model over given machines; predict memory and time"),
+        *("planning.plan_command", "planning.plan_command"),
     ),
     Command(
-        "chat",
-        USE,
-        "talk with a model in the terminal",
-        "config.inference:CHAT",
-        "inference.chat:run",
-        needs_ranks=True,
+        *("schedule", PREPARE, "draw what a pipeline schedule does, and count its bubble"),
+        *("config.schedule", "config.schedule"),
     ),
-    Command(
-        "serve",
-        USE,
-        "serve OpenAI's API over HTTP, and a chat page",
-        "config.serve:LINE",
-        "server.run:run",
-        needs_ranks=True,
-    ),
-    Command(
-        "evaluate",
-        USE,
-        "measure a model: perplexity of texts, or lm-eval tasks",
-        "config.inference:EVALUATE",
-        "evaluation.command:run",
-        needs_ranks=True,
-    ),
-    Command(
-        "inspect",
-        PREPARE,
-        "show what a model consists of, and what each rank needs of it",
-        "planning.inspection:LINE",
-        "planning.inspection:run",
-    ),
-    Command(
-        "plan",
-        PREPARE,
-        "divide a model over given machines; predict memory and time",
-        "planning.plan_command:LINE",
-        "planning.plan_command:run",
-    ),
-    Command(
-        "schedule",
-        PREPARE,
-        "draw what a pipeline schedule does, and count its bubble",
-        "config.schedule:LINE",
-        "config.schedule:run",
-    ),
-    Command(
-        "doctor",
-        PREPARE,
-        "examine machines and the links between them",
-        "config.doctor:LINE",
-        "hosts.doctor_mpi:run",
-        needs_ranks=True,
-        without_ranks="hosts.doctor_ssh:run",
+    _of_ranks(
+        *("doctor", PREPARE, "examine machines and the links between them"),
+        *("config.doctor", "hosts.doctor_mpi"),
+        without_ranks="hosts.doctor_ssh",
         alike=False,
     ),
-    Command(
-        "profile",
-        PREPARE,
-        "measure the layers of a model on each machine, for plan",
-        "config.profile:LINE",
-        "training.profiling:run",
-        needs_ranks=True,
+    _of_ranks(
+        *("profile", PREPARE, "measure the layers of a model on each machine, for plan"),
+        *("config.profile", "training.profiling"),
     ),
     Command(
-        "launch",
-        START,
-        "run any of these on ranks: launch -n 2 train, --hostfile F train",
-        "hosts.launch_options:LINE",
-        "hosts.launcher:run",
+        *("launch", START, "run any of these on ranks: launch -n 2 train, --hostfile F train"),
+        *("hosts.launch_options", "hosts.launcher"),
     ),
 )
 """Commands in the order of the first screen of help."""

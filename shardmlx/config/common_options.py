@@ -9,17 +9,10 @@ from shardmlx.common.units import parse_bytes
 from shardmlx.config.options import REQUIRED, option
 from shardmlx.partitioners import partitioner_names
 
-WEIGHTS = ("auto", "local", "rank0")
-"""The ranks that read the model: each one that can, all of them, or rank 0 for all."""
-
 AUTO = "auto"
-"""The value of an option that is left to the run."""
-
 OFF = "off"
-"""The value of an option that does nothing."""
 
 SIMPLEST = "1f1b"
-"""The schedule of a run that does not know better."""
 
 FASTEST, SMALLEST = "balanced", "memory"
 """The partitioner that ``auto`` asks first, and the one that it asks where that does not fit."""
@@ -34,55 +27,28 @@ model_argument = partial(
 """The model as the first word of a command that reads headers alone."""
 
 model = partial(
-    option, help="model directory, or Hugging Face repository (OWNER/NAME)", metavar="MODEL"
+    option,
+    help="model directory, or Hugging Face repository (OWNER/NAME)",
+    metavar="MODEL",
+    group="model",
 )
 """The model of a command that loads weights, with a default of its own."""
 
-revision = partial(
-    option, None, "branch, tag or commit of a Hugging Face repository", metavar="NAME", unset="main"
-)
-
 config = partial(
-    option,
-    None,
-    "YAML file with any of these options; flags win over it",
-    metavar="FILE",
-    short="-c",
+    option, None, "YAML file with any of these options; flags win", metavar="FILE", short="-c"
 )
 
-weights = partial(
-    option,
-    "auto",
-    "who reads the weights: each rank that has the model or can ask the hub, and rank 0 for "
-    "the others; each its own; or rank 0 for all",
-    choices=WEIGHTS,
-)
-
-weight_cache = partial(
-    option,
-    None,
-    "directory in which a rank keeps the part of the model that it was sent",
-    metavar="DIR",
-    unset="they are not kept",
+max_seq_length = partial(
+    option, 2048, "longest sequence; longer ones are cut", metavar="TOKENS", minimum=2
 )
 
 stage_map = partial(
     option, None, "YAML file that divides the layers; wins over --partitioner", metavar="FILE"
 )
 
-hostfile = partial(
-    option,
-    help="hostfile that says what the machines have, for the partitioners and the prediction",
-    metavar="FILE",
-)
+hostfile = partial(option, help="hostfile that says what the machines have", metavar="FILE")
 
-agent = partial(
-    option,
-    None,
-    "what logs in on other hosts, called as AGENT HOST COMMAND",
-    metavar="AGENT",
-    unset="ssh",
-)
+agent = partial(option, None, "login, as AGENT HOST COMMAND", metavar="AGENT", unset="ssh")
 
 python = partial(
     option,
@@ -104,8 +70,7 @@ memory_limit = partial(
     None,
     "memory that the process of each rank may take, like 12GiB",
     metavar="SIZE",
-    unset="chosen: the least of three quarters of its share of the machine, or what macOS wires, "
-    "and of what a memory cgroup or ulimit allows",
+    unset="chosen: three quarters of its share of the machine, or what the system allows if less",
     above=0,
     parse=parse_bytes,
 )
@@ -121,7 +86,7 @@ dtype = partial(
 timeout = partial(
     option,
     600.0,
-    "time that a rank may wait for another before the run fails",
+    "time that a rank waits for another before the run fails",
     metavar="SECONDS",
     above=0,
 )

@@ -1,4 +1,4 @@
-"""The model and the data of a training run: the first part of its options. No MLX, no MPI."""
+"""The data of a training run, as options. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -6,50 +6,44 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardmlx.config import common_options as common
-from shardmlx.config.checks import check_hf_dataset
-from shardmlx.config.options import check_options, in_group, option, with_home
+from shardmlx.config.options import in_group, option, same_as
+from shardmlx.config.specs import BatchOptions, FineTune, Spec
 
-_DATA = "model and data"
-
-
-_data = in_group(_DATA)
+_data = in_group("data")
+_training = in_group("training, as in mlx_lm.lora")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataConfig:
-    """The model to train, and the data to train it on. Raises ``OptionError``, a ``UserError``."""
+@dataclass(frozen=True, kw_only=True)
+class FeatureKeys(Spec):
+    """The keys of rows that hold the text to learn."""
 
-    model: str = common.model("Qwen/Qwen3-0.6b", group=_DATA)
-    revision: str | None = common.revision(group=_DATA)
+    prompt_feature: str = option("prompt", "key of the prompt in the data", flag=False)
+    completion_feature: str = option("completion", "key of the completion", flag=False)
+    chat_feature: str = option("messages", "key of the chat messages", flag=False)
+    text_feature: str = option("text", "key of plain text", flag=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions(FeatureKeys):
+    """The data sets that a run needs, and how their rows become sequences."""
+
+    train: bool = same_as(FineTune, "train")
+    test: bool = _training(False, "evaluate on the test set: alone, or after --train")
     data: str = _data(
         "mlx-community/WikiSQL",
         "directory with {train,valid,test}.jsonl, .csv or .parquet, or Hugging Face data set",
         metavar="DIR",
     )
-    mask_prompt: bool = _data(False, "leave the prompt out of the loss")
-    max_seq_length: int = _data(
-        2048, "longest sequence; longer ones are cut", metavar="TOKENS", minimum=2
+    hf_dataset: Mapping[str, Any] | Sequence[Any] | None = option(
+        None, "Hugging Face data sets with their splits and features", flag=False
     )
+    batch_size: int = same_as(BatchOptions, "batch_size")
+    max_seq_length: int = same_as(BatchOptions, "max_seq_length")
     long_sequences: str = option(
         "cut",
         "what to do with sequences longer than --max-seq-length",
         choices=("cut", "error"),
         flag=False,
     )
-    weights: str = common.weights(group=_DATA)
-    weight_cache: str | None = common.weight_cache(group=_DATA)
+    mask_prompt: bool = _data(False, "leave the prompt out of the loss")
     trust_remote_code: bool = _data(False, "run code that comes with model or tokenizer")
-    hf_dataset: Mapping[str, Any] | Sequence[Any] | None = option(
-        None, "Hugging Face data sets with their splits and features", flag=False
-    )
-    prompt_feature: str = option("prompt", "key of the prompt in the data", flag=False)
-    completion_feature: str = option("completion", "key of the completion", flag=False)
-    chat_feature: str = option("messages", "key of the chat messages", flag=False)
-    text_feature: str = option("text", "key of plain text", flag=False)
-
-    def __post_init__(self) -> None:
-        check_options(self)
-        if self.hf_dataset is not None:
-            for each in check_hf_dataset(self.hf_dataset):
-                each["path"] = with_home("hf_dataset", each["path"])

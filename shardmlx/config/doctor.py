@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
-from shardmlx.config.options import OptionError, check_options, in_group
+from shardmlx.config.options import check_options, in_group, refuse
 
 STDOUT = "-"
 
@@ -22,9 +22,7 @@ class DoctorConfig:
     """The options of an examination. Raises ``OptionError``, a ``UserError``."""
 
     json: str | None = _output(
-        None,
-        "file for all that was found, as JSON; - for stdout, without the tables",
-        metavar="FILE",
+        None, "file for all that was found, as JSON; - for stdout alone", metavar="FILE"
     )
     write_hostfile: str | None = _output(
         None, "hostfile to write, with what was measured, for shardmlx plan", metavar="FILE"
@@ -32,16 +30,10 @@ class DoctorConfig:
     strict: bool = _output(False, "end with status 1 if there are warnings")
 
     hostfile: str | None = _measuring(
-        None,
-        "hostfile: the hosts to ask with --ssh; else the names, slots and users that "
-        "--write-hostfile keeps",
-        metavar="FILE",
+        None, "hosts for --ssh, or names and slots for --write-hostfile", metavar="FILE"
     )
     seconds: float = _measuring(
-        1.0,
-        "time to measure each direction of a link, and matrix products",
-        metavar="SECONDS",
-        above=0,
+        1.0, "time to measure a link one way, or a matrix product", metavar="SECONDS", above=0
     )
     timeout: float = _measuring(
         60.0, "time that a rank may wait for another", metavar="SECONDS", above=0
@@ -53,23 +45,17 @@ class DoctorConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.ssh and self.hostfile is None:
-            raise OptionError("ssh", "has no hosts", "give --hostfile F")
-        if self.ssh and self.write_hostfile is not None:
-            raise OptionError(
-                "write_hostfile", "is for what is measured under mpirun: leave out --ssh"
-            )
-        if self.agent is not None and not self.ssh:
-            raise OptionError("agent", f"is {self.agent!r}", "it is for --ssh")
-        if self.write_hostfile == STDOUT:
-            raise OptionError("write_hostfile", "is '-'", "give the name of a file")
+        written, agent = self.write_hostfile, self.agent
+        refuse("ssh", "has no hosts", "give --hostfile F", when=self.ssh and self.hostfile is None)
+        refuse(
+            "write_hostfile", "measures under mpirun", "leave out --ssh", when=self.ssh and written
+        )
+        refuse("write_hostfile", "is '-'", "give the name of a file", when=written == STDOUT)
+        refuse("agent", f"is {agent!r}", "it is for --ssh", when=agent is not None and not self.ssh)
 
 
 LINE = CommandLine(
     options=DoctorConfig,
     command="doctor",
-    description=(
-        "Look at the machines and the links between them: under mpirun, one rank a "
-        "host; or, before that works, with --ssh."
-    ),
+    description="Look at machines and links: under mpirun, one rank a host; before, with --ssh.",
 )

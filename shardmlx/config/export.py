@@ -9,7 +9,8 @@ from types import MappingProxyType
 from shardmlx.common.units import GIB, parse_bytes
 from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
-from shardmlx.config.options import REQUIRED, OptionError, check_options, in_group, option
+from shardmlx.config.options import REQUIRED, check_options, in_group, refuse
+from shardmlx.config.specs import ModelSource
 from shardmlx.models.tensors import DEFAULTS
 
 RECIPES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
@@ -38,7 +39,6 @@ _REFUSED = {
 }
 """Options of mlx_lm.fuse and mlx_lm.convert that are not here, and what to do instead."""
 
-
 _content = in_group(_CONTENT)
 _files = in_group(_FILES)
 _ranks = in_group(_RANKS)
@@ -62,25 +62,19 @@ class Packing:
     def parse(cls, text: str) -> Packing:
         """Read ``4``, ``4:32``, ``4:32:mxfp4``, ``mxfp4`` or ``mixed_3_6:64``; ``ValueError``."""
         first, *rest = text.split(":")
-        if first in RECIPES:
-            if len(rest) > 1:
-                raise ValueError("a recipe has a group size and no more: mixed_3_6:64")
-            return cls(None, _one_of("groups", rest[0] if rest else "64", _GROUPS["affine"]),
-                       recipe=first)  # fmt: skip
         if first in DEFAULTS and not rest:
             bits, group = DEFAULTS[first]
             return cls(bits, group, first)
+        recipe = first if first in RECIPES else None
         mode = rest[1] if len(rest) > 1 else "affine"
-        if len(rest) > 2 or mode not in DEFAULTS:
-            modes = ", ".join(DEFAULTS)
+        if len(rest) > (1 if recipe else 2) or mode not in DEFAULTS:
+            modes, recipes = ", ".join(DEFAULTS), ", ".join(RECIPES)
             raise ValueError(
-                f"give BITS[:GROUP[:MODE]], like 4:64, a MODE of {modes}, or a recipe of "
-                f"{', '.join(RECIPES)}"
+                f"give BITS[:GROUP[:MODE]], like 4:64, a MODE of {modes}, or RECIPE[:GROUP], a "
+                f"RECIPE of {recipes}"
             )
-        columns = rest[0] if rest else str(DEFAULTS[mode][1])
-        return cls(
-            _one_of("bits", first, _BITS[mode]), _one_of("groups", columns, _GROUPS[mode]), mode
-        )
+        columns = _one_of("groups", rest[0] if rest else str(DEFAULTS[mode][1]), _GROUPS[mode])
+        return cls(None if recipe else _one_of("bits", first, _BITS[mode]), columns, mode, recipe)
 
 
 def _one_of(what: str, text: str, allowed: Sequence[int]) -> int:
@@ -91,77 +85,53 @@ def _one_of(what: str, text: str, allowed: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExportOptions:
-    """The model, what is to be made of it, and where to. Raises ``OptionError``, a
-    ``UserError``."""
+class ExportOptions(ModelSource):
+    """The model to make of another, and its place. Raises ``OptionError``, a ``UserError``."""
 
-    model: str = option(
-        REQUIRED,
-        "directory, or Hugging Face repository (OWNER/NAME), of which one tensor at a time is read",
-        metavar="MODEL",
-        positional=True,
-    )
+    model: str = common.model(REQUIRED, positional=True, group=None)
     output_dir: str = _files(
         REQUIRED, "directory for the finished model", metavar="DIR", short="-o"
     )
     adapter_path: str | None = _content(
-        None,
-        "adapters to fuse: the directory of a run, a checkpoint, or a directory of checkpoints, of "
-        "which the newest is taken",
-        metavar="DIR",
+        None, "adapters to fuse: directory of a run, of a checkpoint, or of several", metavar="DIR"
     )
     dequantize: bool = _content(False, "make plain weights of quantised ones, before --quantize")
     quantize: str | None = _content(
         None,
-        "quantise: BITS[:GROUP[:MODE]], like 4 or 4:32; a MODE alone (mxfp4, nvfp4, mxfp8); or a "
-        "recipe of mlx_lm.convert (mixed_2_6, mixed_3_4, mixed_3_6, mixed_4_6)",
+        "BITS[:GROUP[:MODE]], like 4 or 4:32; a MODE alone (mxfp4, nvfp4, mxfp8); or a recipe of "
+        "mlx_lm.convert (mixed_2_6, mixed_3_4, mixed_3_6, mixed_4_6)",
         metavar="HOW",
         parse=lambda text: str(Packing.parse(text)),
     )
     dtype: str | None = _content(
         None,
         "type of what is not quantised",
-        unset="torch_dtype of config.json; with --adapter-path alone as stored",
+        unset="that of config.json; with --adapter-path alone as stored",
         choices=("float32", "bfloat16", "float16"),
     )
     gguf: bool = _content(
-        False,
-        "write one file for llama.cpp and Ollama, in float16, in the place of safetensors: of "
-        "llama, mistral and mixtral, as far as mlx-lm writes it",
+        False, "write one float16 file for llama.cpp and Ollama: of llama, mistral and mixtral"
     )
-    revision: str | None = common.revision(group=_FILES)
     max_shard: int = _files(
         5 * GIB,
-        "most bytes of a file; a larger tensor has one of its own",
+        "most bytes of a file of several tensors",
         metavar="SIZE",
         unset="5GiB",
         above=0,
         parse=parse_bytes,
     )
-    verify: bool = _files(
-        False,
-        "look for what is wrong with the finished files, as inspect does; status 1 if something is",
-    )
+    verify: bool = _files(False, "look for what is wrong with the files; status 1 if something is")
 
-    gather: bool = _ranks(
-        False, "bring the files of all machines to rank 0's; without it each keeps its own"
-    )
-    weights: str = common.weights(group=_RANKS)
-    weight_cache: str | None = common.weight_cache(group=_RANKS)
+    gather: bool = _ranks(False, "bring the files of all machines to rank 0's")
     timeout: float = common.timeout(group=_RANKS)
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.gguf and self.quantize is not None:
-            raise OptionError(
-                "gguf", "is in float16", "leave out --quantize; llama-quantize packs it"
-            )
-        if self.gguf and self.dtype is not None:
-            raise OptionError("gguf", "is in float16", "leave out --dtype")
-        if self.gguf and self.verify:
-            raise OptionError("gguf", "is no file that --verify knows", "leave one out")
-        if not self.output_dir:
-            raise OptionError("output_dir", "is empty", "name a directory")
+        for flag, given in (("--quantize", self.quantize), ("--dtype", self.dtype)):
+            refuse("gguf", "is in float16", f"leave out {flag}", when=self.gguf and given)
+        verified = self.gguf and self.verify
+        refuse("gguf", "is no file that --verify knows", "leave one out", when=verified)
+        refuse("output_dir", "is empty", "name a directory", when=not self.output_dir)
 
     @property
     def packing(self) -> Packing | None:
@@ -172,9 +142,7 @@ class ExportOptions:
 LINE = CommandLine(
     options=ExportOptions,
     command="export",
-    description=(
-        "Write a finished model: adapters fused, converted, quantised, one tensor at a time."
-    ),
+    description="Write a finished model: adapters fused, converted, quantised, tensor by tensor.",
     groups=(_CONTENT, _FILES),
     refused=_REFUSED,
 )

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
-from shardmlx.config.options import OptionError, check_options, flag_of, in_group
+from shardmlx.config.options import check_options, in_group, refuse
+from shardmlx.config.specs import ModelSource
 from shardmlx.errors import UserError
 from shardmlx.models.kv_cache import CacheQuantisation, held
 
@@ -37,8 +39,8 @@ REFUSED: Mapping[str, str] = MappingProxyType(
 
 PIPELINED_CHUNK = 128
 """Tokens: small enough that a prompt of some hundred of them occupies all stages, large enough
-that a matrix product is worth its weights. On a CPU one stage takes it too: there the
-scores of a chunk are held, and take less time where they stay in the processor's cache."""
+that a matrix product is worth its weights. On a CPU one stage takes it too, since scores of a chunk
+stay in its cache."""
 
 WHOLE_CHUNK = 2048
 """mlx-lm's own, for a single stage on a GPU, whose fused kernel holds no scores."""
@@ -46,6 +48,8 @@ WHOLE_CHUNK = 2048
 
 _model = in_group(MODEL)
 _sampling = in_group(SAMPLING)
+_share = partial(_sampling, metavar="P", minimum=0, maximum=1)
+most_tokens = partial(_sampling, metavar="TOKENS", minimum=1, short="-m")
 _pipeline = in_group(PIPELINE)
 _prompt = in_group(_PROMPT)
 _chat = in_group(_CHAT)
@@ -53,68 +57,33 @@ _evaluated = in_group(_EVALUATED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InferenceConfig:
-    """The options of all commands that generate text, checked as far as neither model nor files are
-    needed.
+class InferenceConfig(ModelSource):
+    """The options of all commands that generate text. Raises ``OptionError``, a ``UserError``."""
 
-    Raises ``OptionError``, a ``UserError``.
-    """
-
-    model: str = common.model("mlx-community/Llama-3.2-3B-Instruct-4bit", group=MODEL)
-    revision: str | None = common.revision(group=MODEL)
+    model: str = common.model("mlx-community/Llama-3.2-3B-Instruct-4bit")
     adapter_path: str | None = _model(None, "directory of trained adapters", metavar="DIR")
-    weights: str = common.weights(group=MODEL)
-    weight_cache: str | None = common.weight_cache(group=MODEL)
     trust_remote_code: bool = _model(False, "run code that comes with the tokenizer")
     extra_eos_token: Sequence[str] = _model(
         [], "further tokens that end an answer", metavar="TOKEN", parse=str.split
     )
     chat_template_config: str | None = _model(
         None,
-        "further arguments of the chat template, as a JSON object",
+        "arguments of the chat template, as a JSON object",
         metavar="JSON",
         also=("--chat-template-args",),
     )
     config: str | None = common.config(group=MODEL)
 
-    max_tokens: int = _sampling(
-        100, "tokens to generate at most", metavar="TOKENS", minimum=1, short="-m"
-    )
-    temp: float = _sampling(
-        0.0, "sampling temperature; 0 takes the likeliest token", metavar="X", minimum=0
-    )
-    top_p: float = _sampling(
-        1.0,
-        "sample from the likeliest tokens that together have this probability",
-        metavar="P",
-        minimum=0,
-        maximum=1,
-    )
-    min_p: float = _sampling(
-        0.0,
-        "leave out tokens less likely than this times the likeliest",
-        metavar="P",
-        minimum=0,
-        maximum=1,
-    )
+    max_tokens: int = most_tokens(100, "tokens to generate at most")
+    temp: float = _sampling(0.0, "temperature; 0 takes the likeliest token", metavar="X", minimum=0)
+    top_p: float = _share(1.0, "sample from the likeliest tokens of this probability together")
+    min_p: float = _share(0.0, "leave out tokens less likely than this times the likeliest")
     top_k: int = _sampling(0, "sample from so many tokens; 0 for all", metavar="TOKENS", minimum=0)
     min_tokens_to_keep: int = _sampling(
-        1, "tokens that --min-p leaves at least", metavar="TOKENS", minimum=1
+        1, "tokens that --min-p leaves", metavar="TOKENS", minimum=1
     )
-    xtc_probability: float = _sampling(
-        0.0,
-        "probability with which XTC sampling leaves out the likeliest tokens",
-        metavar="P",
-        minimum=0,
-        maximum=1,
-    )
-    xtc_threshold: float = _sampling(
-        0.1,
-        "probability above which XTC sampling may leave out a token",
-        metavar="P",
-        minimum=0,
-        maximum=0.5,
-    )
+    xtc_probability: float = _share(0.0, "probability with which XTC leaves out likely tokens")
+    xtc_threshold: float = _share(0.1, "probability from which tokens are likely", maximum=0.5)
     seed: int | None = _sampling(
         None, "seed of sampling", unset="another one each time", minimum=0, maximum=2**64 - 1
     )
@@ -122,37 +91,25 @@ class InferenceConfig:
     hostfile: str | None = common.hostfile(None, group=PIPELINE)
     partitioner: str = common.partitioner(group=PIPELINE)
     stage_map: str | None = common.stage_map(group=PIPELINE)
-    batch_size: int = _pipeline(
-        8, "sequences under way at a time, over all groups together", minimum=1
-    )
+    batch_size: int = _pipeline(8, "sequences under way at a time, in all groups", minimum=1)
     prefill_step_size: int | None = _pipeline(
         None,
-        "tokens of a prompt computed at a time, in chunked prefill",
+        "tokens of a prompt computed at a time",
         metavar="TOKENS",
         unset=f"{PIPELINED_CHUNK}; {WHOLE_CHUNK} on one rank with a GPU",
         minimum=1,
     )
     max_kv_size: int | None = _pipeline(
-        None,
-        "tokens of each sequence that its KV cache keeps",
-        metavar="TOKENS",
-        unset="all",
-        minimum=8,
+        None, "tokens of a sequence in its KV cache", metavar="TOKENS", unset="all", minimum=8
     )
     kv_bits: int | None = _pipeline(
-        None,
-        "bits of an element in the KV cache, quantised",
-        choices=(2, 3, 4, 5, 6, 8),
-        unset="not quantised",
+        None, "bits of the quantised KV cache", choices=(2, 3, 4, 5, 6, 8), unset="not quantised"
     )
     kv_group_size: int = _pipeline(
         64, "elements in the KV cache that share a scale", choices=(32, 64, 128)
     )
     quantized_kv_start: int = _pipeline(
-        5000,
-        "tokens of a sequence from which on --kv-bits quantises its KV cache",
-        metavar="TOKENS",
-        minimum=0,
+        5000, "tokens from which on a KV cache is quantised", metavar="TOKENS", minimum=0
     )
     memory_limit: int | None = common.memory_limit(group=PIPELINE)
     dtype: str | None = common.dtype(group=PIPELINE)
@@ -163,23 +120,19 @@ class InferenceConfig:
         # One word with spaces between, as mlx_lm took it, counts as several.
         words = [word for each in self.extra_eos_token for word in each.split()]
         object.__setattr__(self, "extra_eos_token", words)
-        if self.kv_bits is not None and self.max_kv_size is not None:
-            raise OptionError(
-                "kv_bits",
-                f"is {self.kv_bits}, and caches limited by --max-kv-size are not quantised",
-                "give one of them",
-            )
-        if self.chat_template_config is not None:
-            try:
-                arguments = json.loads(self.chat_template_config)
-            except ValueError:
-                arguments = None
-            if not isinstance(arguments, dict):
-                raise OptionError(
-                    "chat_template_config",
-                    f"is {self.chat_template_config!r}",
-                    'give a JSON object, like {"enable_thinking": false}',
-                )
+        refuse(
+            "kv_bits",
+            f"is {self.kv_bits}, and caches limited by --max-kv-size are not quantised",
+            "give one of them",
+            when=self.kv_bits is not None and self.max_kv_size is not None,
+        )
+        try:
+            is_object = isinstance(self.template_arguments, dict)
+        except ValueError:
+            is_object = False
+        complaint = f"is {self.chat_template_config!r}"
+        remedy = 'give a JSON object, like {"enable_thinking": false}'
+        refuse("chat_template_config", complaint, remedy, when=not is_object)
 
     @property
     def cache_quantisation(self) -> CacheQuantisation | None:
@@ -206,14 +159,14 @@ class InferenceConfig:
 
 
 DEFAULT_PROMPT = "hello"
-"""mlx_lm.generate's own."""
 
+_AS_WITHOUT = "layers compute as mlx_lm does without it: leave it out"
 _REFUSED_GENERATE = {
     **REFUSED,
     "--image": "models here read text alone",
     "--prompt-cache-file": "KV caches live as long as the command: chat and serve keep prefixes",
-    "--quantize-activations": "layers compute as mlx_lm does without it: leave it out",
-    "-qa": "layers compute as mlx_lm does without it: leave it out",
+    "--quantize-activations": _AS_WITHOUT,
+    "-qa": _AS_WITHOUT,
 }
 """Options of mlx_lm.generate that are not here, and why."""
 
@@ -228,25 +181,21 @@ class GenerateConfig(InferenceConfig):
     system_prompt: str | None = _prompt(None, "system prompt of the chat template", metavar="TEXT")
     prompts: str | None = _prompt(
         None,
-        'file with a JSON object a line: "prompt" or "messages", perhaps "max_tokens"; it is '
-        "answered in JSON lines in the same order",
+        'file with a JSON object a line: "prompt" or "messages", perhaps "max_tokens"',
         metavar="FILE",
     )
     output: str | None = _prompt(
-        None, "file for the answers to --prompts", metavar="FILE", unset="stdout"
+        None, "file for the answers to --prompts, a JSON line each", metavar="FILE", unset="stdout"
     )
-    prefill_response: str | None = _prompt(
-        None, "text with which the answer begins", metavar="TEXT"
-    )
+    prefill_response: str | None = _prompt(None, "text that begins the answer", metavar="TEXT")
     ignore_chat_template: bool = _prompt(False, "use the prompt as it is")
     verbose: bool = _prompt(True, "print more than the answer", takes_value=True)
 
     def __post_init__(self) -> None:
         super(GenerateConfig, self).__post_init__()
-        if self.prompt is not None and self.prompts is not None:
-            raise OptionError("prompt", f"and --prompts {self.prompts}", "give one of them")
-        if self.output is not None and self.prompts is None:
-            raise OptionError("output", f"is {self.output}", "it is for the answers to --prompts")
+        both, alone = f"and --prompts {self.prompts}", f"is {self.output}"
+        refuse("prompt", both, "give one of them", when=None not in (self.prompt, self.prompts))
+        refuse("output", alone, "it is for --prompts", when=self.output and self.prompts is None)
 
 
 GENERATE = CommandLine(
@@ -262,9 +211,7 @@ GENERATE = CommandLine(
 class ChatConfig(InferenceConfig):
     """The model to talk with, and how. Raises ``OptionError``, a ``UserError``."""
 
-    max_tokens: int = _sampling(
-        256, "tokens of an answer at most", metavar="TOKENS", minimum=1, short="-m"
-    )
+    max_tokens: int = most_tokens(256, "tokens of an answer at most")
     system_prompt: str | None = _chat(None, "system prompt of the chat template", metavar="TEXT")
     cache_tokens: int = _chat(
         8192, "tokens of a conversation at most, and of its KV cache", metavar="TOKENS", minimum=256
@@ -299,23 +246,18 @@ class EvaluateConfig(InferenceConfig):
 
     data: str | None = _evaluated(
         None,
-        "directory with test.jsonl, .csv or .parquet, in any format that train reads: its "
-        "perplexity is measured",
+        "directory with test.jsonl, .csv or .parquet, as for train, to measure perplexity",
         metavar="DIR",
     )
     tasks: Sequence[str] = _evaluated([], "tasks of lm-evaluation-harness, by name", metavar="TASK")
-    include_path: str | None = _evaluated(
-        None, "directory with tasks of your own, as YAML", metavar="DIR"
-    )
+    include_path: str | None = _evaluated(None, "directory of tasks in YAML", metavar="DIR")
     num_shots: int | None = _evaluated(
         None, "examples before each question", metavar="N", unset="as the task says", minimum=0
     )
     limit: int | None = _evaluated(
         None, "questions of each task, or texts", metavar="N", unset="all", minimum=1
     )
-    max_seq_length: int = _evaluated(
-        2048, "longest sequence; longer ones are cut", metavar="TOKENS", minimum=2
-    )
+    max_seq_length: int = common.max_seq_length(group=_EVALUATED)
     mask_prompt: bool = _evaluated(False, "leave prompts out of the perplexity")
     output: str | None = _evaluated(None, "JSON file for the results", metavar="FILE", unset="none")
 
@@ -324,10 +266,9 @@ class EvaluateConfig(InferenceConfig):
         if (self.data is None) == (not self.tasks):
             found = "are both given" if self.tasks else "are both missing"
             raise UserError(f"--data and --tasks {found}", "give one of them")
-        if self.data is not None:
-            for name in ("include_path", "num_shots"):
-                if getattr(self, name) is not None:
-                    raise UserError(f"{flag_of(name)} is for --tasks", "leave it out")
+        for flag, value in (("--include-path", self.include_path), ("--num-shots", self.num_shots)):
+            if self.data is not None and value is not None:
+                raise UserError(f"{flag} is for --tasks", "leave it out")
 
 
 _OF_SAMPLING = {

@@ -12,6 +12,7 @@ import math
 import os
 import types
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
@@ -33,6 +34,12 @@ class OptionError(UserError):
         super().__init__(f"{name} {complaint}", remedy)
         self.name = name
         self.complaint = complaint
+
+
+def refuse(name: str, complaint: str, remedy: str = "", *, when: object) -> None:
+    """Raise ``OptionError`` when so."""
+    if when:
+        raise OptionError(name, complaint, remedy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +116,11 @@ def option(default: Any, help: str, **rules: Any) -> Any:
     if isinstance(default, (Mapping, list)):
         return field(default_factory=lambda: default, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def same_as(cls: type[DataclassInstance], name: str) -> Any:
+    """Return a field that is an option of another dataclass, too."""
+    return copy(next(each for each in fields(cls) if each.name == name))
 
 
 def in_group(name: str) -> Callable[..., Any]:

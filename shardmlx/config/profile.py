@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
-from shardmlx.config.options import OptionError, in_group
+from shardmlx.config.options import in_group, refuse
 from shardmlx.config.train import PASSED_OVER, TrainConfig
 
 MEASURED_PARTS = (8, 2, 1)
 """The parts of --max-seq-length that are measured: an eighth of its tokens, a half, and all."""
 
 _MEASURED = "what is measured"
+_measured = in_group(_MEASURED)
 
 _SHOWN = (
     *("model", "revision", "rows", "lengths", "output", "timeout", "config"),
@@ -22,13 +23,9 @@ _SHOWN = (
 """The options that ``--help`` lists: of a training run, those that change what is measured."""
 
 
-_measured = in_group(_MEASURED)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileOptions(TrainConfig):
-    """The measurements to make of a model that is trained so. Raises ``OptionError``, a
-    ``UserError``."""
+    """The measurements of a model that is trained so. Raises ``OptionError``, a ``UserError``."""
 
     model: str = common.model_argument()
     rows: int = _measured(1, "sequences a micro-batch", minimum=1)
@@ -45,10 +42,8 @@ class ProfileOptions(TrainConfig):
 
     def __post_init__(self) -> None:
         super(ProfileOptions, self).__post_init__()
-        if not all(length >= 1 for length in self._lengths()):
-            raise OptionError(
-                "lengths", f"is {self.lengths!r}", "give numbers of tokens, like 128,512"
-            )
+        too_short, remedy = min(self._lengths()) < 1, "give numbers of tokens, like 128,512"
+        refuse("lengths", f"is {self.lengths!r}", remedy, when=too_short)
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:

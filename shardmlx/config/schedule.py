@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.common_options import SIMPLEST
-from shardmlx.config.options import REQUIRED, OptionError, check_options, in_group
+from shardmlx.config.options import REQUIRED, check_options, in_group, refuse
 from shardmlx.pipeline.report import PRINTED, show_schedule
 from shardmlx.pipeline.schedules import SCHEDULES
 
@@ -26,9 +26,7 @@ class ScheduleOptions:
     )
     virtual_stages: int | None = _schedule(None, "stages a rank", unset="the schedule's own")
     costs: str = _schedule(
-        "1,1,1",
-        "time of one micro-batch on one rank: forward, input gradient, weight gradient",
-        metavar="F,I,W",
+        "1,1,1", "time of forward, input gradient, weight gradient", metavar="F,I,W"
     )
 
     print: str = _output(
@@ -41,16 +39,14 @@ class ScheduleOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.json and self.print != PRINTED[0]:
-            raise OptionError("print", f"is {self.print} with --json", "leave one out")
+        both = self.json and self.print != PRINTED[0]
+        refuse("print", f"is {self.print} with --json", "leave one out", when=both)
 
 
 LINE = CommandLine(
     options=ScheduleOptions,
     command="schedule",
-    description=(
-        "Show what a pipeline schedule does: its actions, drawn in time, and what it costs."
-    ),
+    description="Show what a pipeline schedule does: its actions, drawn in time, and its costs.",
 )
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from shardmlx.config.command_line import CommandLine
-from shardmlx.config.inference import MODEL, REFUSED, SAMPLING, InferenceConfig
-from shardmlx.config.options import OptionError, in_group, option, split_names
+from shardmlx.config.inference import MODEL, REFUSED, InferenceConfig, most_tokens
+from shardmlx.config.options import in_group, refuse, split_names
 from shardmlx.errors import UserError
 from shardmlx.models.kv_cache import held
 
@@ -46,25 +46,16 @@ _server = in_group(_SERVER)
 class ServeConfig(InferenceConfig):
     """The model to serve, the address, and the limits. Raises ``OptionError``, a ``UserError``."""
 
-    max_tokens: int = option(
-        512,
-        "tokens of an answer at most, where a request says nothing",
-        metavar="TOKENS",
-        minimum=1,
-        short="-m",
-        group=SAMPLING,
-    )
+    max_tokens: int = most_tokens(512, "tokens of an answer at most, where a request says nothing")
     host: str = _server(
-        "127.0.0.1",
-        "address to listen at; others than this machine's own need it",
-        metavar="ADDRESS",
+        "127.0.0.1", "address to listen at; 0.0.0.0 lets other machines in", metavar="ADDRESS"
     )
     port: int = _server(
         8080, "port to listen at; 0 takes a free one", metavar="PORT", minimum=0, maximum=65535
     )
     served_model_name: Sequence[str] = _server(
         [],
-        "names by which requests may ask for the model; answers have the first",
+        "names of the model in requests; answers have the first",
         metavar="NAME",
         parse=str.split,
         unset="the repository's, or that of its directory",
@@ -72,42 +63,32 @@ class ServeConfig(InferenceConfig):
     any_model_name: bool = _server(False, "answer requests for a model of any name")
     api_key: str | None = _server(
         None,
-        f"what requests must bring as bearer token; other users of this machine do not see it in "
-        f"${KEY_VARIABLE}",
+        f"bearer token of requests; in ${KEY_VARIABLE} other users of this machine do not see it",
         metavar="KEY",
         unset=f"${KEY_VARIABLE}, if it is set",
     )
     allow_origin: str | None = _server(
         None,
-        "web sites whose pages may ask, like https://example.org, with commas between; * for all",
+        "web sites that may ask, like https://example.org, with commas between; * for all",
         metavar="ORIGIN",
         also=("--allowed-origins",),
     )
     allow_host: str | None = _server(
-        None,
-        "names by which requests may call this server beside localhost, with commas between: "
-        "those that a proxy passes on",
-        metavar="HOST",
+        None, "names of this server that a proxy passes on, with commas between", metavar="HOST"
     )
     cache_tokens: int = _server(
         16384,
-        "tokens that the KV caches of all requests hold together; prompt and answer of a request "
-        "may have as many",
+        "tokens in the KV caches of all requests together, and in one of them at most",
         metavar="TOKENS",
         minimum=256,
     )
     prefix_cache: bool = _server(
-        True, "keep the KV caches of answers that have ended, for prompts that begin like them"
+        True, "keep KV caches of answers, for prompts that begin like them"
     )
-    max_queue: int = _server(
-        64, "requests that may wait; further ones are refused", metavar="REQUESTS", minimum=0
-    )
+    max_queue: int = _server(64, "requests that may wait", metavar="REQUESTS", minimum=0)
     max_body: int = _server(4_000_000, "size of a request at most", metavar="BYTES", minimum=1000)
     grace: float = _server(
-        30.0,
-        "time that open requests are given when the server stops",
-        metavar="SECONDS",
-        minimum=0,
+        30.0, "time for open requests when the server stops", metavar="SECONDS", minimum=0
     )
     access_log: bool = _server(False, "print a line for each request")
 
@@ -116,8 +97,8 @@ class ServeConfig(InferenceConfig):
         names = [name for each in self.served_model_name for name in each.split()]
         object.__setattr__(self, "served_model_name", names)
         object.__setattr__(self, "cache_tokens", held(self.cache_tokens))
-        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
-            raise OptionError("api_key", "is empty or not ASCII", "give letters and digits")
+        is_key = self.api_key is None or (self.api_key.isascii() and self.api_key.strip())
+        refuse("api_key", "is empty or not ASCII", "give letters and digits", when=not is_key)
 
     @property
     def bytes_for_requests(self) -> int:
@@ -154,10 +135,7 @@ def check_packages(_: ServeConfig) -> None:
 LINE = CommandLine(
     options=ServeConfig,
     command="serve",
-    description=(
-        "Serve a model over HTTP, with the API of OpenAI and a chat page, through "
-        "pipeline stages, one MPI rank each."
-    ),
+    description="Serve a model with OpenAI's API and a chat page, through one MPI rank a stage.",
     groups=(MODEL, _SERVER),
     refused=_REFUSED,
     check=check_packages,

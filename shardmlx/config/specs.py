@@ -1,53 +1,74 @@
-"""Parts of the options: code takes the part that it needs, not all options of a command.
+"""The options of a training run, in the parts that code takes: not all options of a command.
 
 Each part is made of a command's options by name: ``FineTune.of(config)``. No MLX, no MPI.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Any, Self
 
+from shardmlx.config import common_options as common
+from shardmlx.config.checks import (
+    FINE_TUNE_TYPES,
+    OPTIMIZERS,
+    parse_lr_schedule,
+)
 from shardmlx.config.common_options import AUTO, OFF
-from shardmlx.config.options import split_names
+from shardmlx.config.options import in_group, option
 from shardmlx.errors import UserError
+from shardmlx.pipeline.schedules import SCHEDULES
+
+_model = in_group("model")
+_training = in_group("training, as in mlx_lm.lora")
+_rate = in_group("the learning rate")
+_pipeline = in_group("pipeline")
+_checkpoints = in_group("checkpoints and failures")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Spec:
-    """A part of the options. Its fields have the names and the meaning of the options."""
+    """A part of the options. Parts have no slots, so that a command can be made of several."""
 
     @classmethod
     def of(cls, options: object) -> Self:
-        """Take the part out of ``options``; what these lack must have a default here."""
+        """Take the part out of ``options``; what these lack has its default."""
         names = (each.name for each in fields(cls))
         return cls(**{name: getattr(options, name) for name in names if hasattr(options, name)})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelSource(Spec):
-    """The model, and who reads its weights."""
+    """The model, and the ranks that read its weights: each one that can, all, or rank 0 for all."""
 
-    model: str
-    revision: str | None
-    weights: str
-    weight_cache: str | None
+    model: str = common.model("Qwen/Qwen3-0.6b")
+    revision: str | None = _model(
+        None, "branch, tag or commit of a Hugging Face repository", metavar="NAME", unset="main"
+    )
+    weights: str = _model(
+        AUTO,
+        "who reads the weights: each rank that can, and rank 0 for the others; each; or rank 0",
+        choices=(AUTO, "local", "rank0"),
+    )
+    weight_cache: str | None = _model(
+        None, "directory for weights that a rank is sent", metavar="DIR", unset="they are not kept"
+    )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class MachineOptions(Spec):
     """The files that say what the machines have, and the bytes that a rank may use."""
 
-    hostfile: str | None
-    memory_limit: int | None
-    profile: str | None = None
+    hostfile: str | None = common.hostfile(None, group="pipeline")
+    memory_limit: int | None = common.memory_limit(group="pipeline")
+    profile: str | None = _pipeline(
+        None, "times that shardmlx profile measured; files with commas between", metavar="FILE"
+    )
 
 
 SUM_DTYPES = ("float32", "bfloat16", "int8")
 """Types in which replicas send gradients that are summed."""
-
 
 ZERO = (0, 1, 3)
 """Stages of ZeRO: of what replicas divide nothing, the optimizer's state, or the weights too."""
@@ -55,30 +76,56 @@ ZERO = (0, 1, 3)
 DIVIDED_WEIGHTS = ZERO[-1]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class FineTune(Spec):
-    """The part of a model that is trained, the optimizer, and where checkpoints go. Where ``train``
-    is False nothing is trained: the run only evaluates."""
+    """The part of a model that is trained, the optimizer, and where checkpoints go."""
 
-    train: bool
-    fine_tune_type: str
-    num_layers: int
-    lora_parameters: Mapping[str, Any]
-    unfreeze_all: bool
-    dtype: str | None
-    optimizer: str
-    optimizer_config: Mapping[str, Any]
-    learning_rate: float
-    lr_schedule: Mapping[str, Any] | None
-    zero: int | None = None
-    master_weights: bool = False
-    sum_dtype: str = SUM_DTYPES[0]
-    checkpoint_dir: str | None = None
+    train: bool = _training(False, "train; implied unless --test is given")
+    fine_tune_type: str = _training(
+        "lora", "train adapters, or the weights of decoder layers", choices=FINE_TUNE_TYPES
+    )
+    num_layers: int = _training(16, "how many of the last layers to train; -1 for all", minimum=-1)
+    lora_parameters: Mapping[str, Any] = option(
+        {"rank": 8, "dropout": 0.0, "scale": 20.0},
+        "rank, scale and dropout of the adapters, and keys: the modules that have them",
+        flag=False,
+    )
+    unfreeze_all: bool = _pipeline(
+        False, "in a full fine-tune: all else than layers is trained too"
+    )
+    dtype: str | None = common.dtype(group="pipeline")
+    optimizer: str = _training("adam", "optimizer", choices=tuple(OPTIMIZERS), parse=str.lower)
+    optimizer_config: Mapping[str, Any] = option(
+        {name: {} for name in ("adam", "adamw", "muon", "sgd", "adafactor")},
+        "settings of each optimizer",
+        flag=False,
+    )
+    learning_rate: float = _training(1e-5, "learning rate", metavar="RATE", above=0)
+    lr_schedule: Mapping[str, Any] | None = _rate(
+        None,
+        "cosine_decay or linear_schedule, from --learning-rate to 0 over the run; or with "
+        "arguments, like linear_schedule:1e-5,0,1000; in YAML name, arguments, warmup, warmup_init",
+        metavar="NAME[:X,X]",
+        unset="none: the rate stays",
+        parse=parse_lr_schedule,
+    )
+    zero: int | None = _pipeline(
+        None, "1 divides optimizer state, 3 weights too", choices=ZERO, unset="1 in full fine-tunes"
+    )
+    master_weights: bool = _pipeline(False, "update float32 copies of trained 16-bit weights")
+    sum_dtype: str = _pipeline(
+        SUM_DTYPES[0], "type of gradients between replicas", choices=SUM_DTYPES
+    )
+    checkpoint_dir: str | None = _checkpoints(
+        None,
+        "directory of checkpoints, to resume from",
+        metavar="DIR",
+        unset="none; ADAPTER-PATH/checkpoints under launch",
+    )
 
     @property
     def divides_optimizer(self) -> bool:
-        """True if replicas divide the optimizer's state among them: by default where it is large,
-        that of the weights themselves."""
+        """True if replicas divide the optimizer's state: by default where it is large."""
         return self.is_full if self.zero is None else self.zero > 0
 
     @property
@@ -93,8 +140,7 @@ class FineTune(Spec):
 
     @property
     def error_copies(self) -> int:
-        """Number of copies of what is rounded off that a replica holds: where checkpoints are
-        saved, that of the last update too."""
+        """Copies of what is rounded off that a replica holds: for checkpoints the last one too."""
         return self.keeps_errors * (1 + (self.checkpoint_dir is not None))
 
     @property
@@ -118,6 +164,8 @@ COUNTED = "counted"
 AUTO_CHUNKS = {"cpu": 128, "metal": 512}
 """Tokens of a chunk that is left to the run, by backend: on a CPU the fastest that was measured; a
 GPU does more at a time."""
+
+_AUTO_CHUNK = f"{AUTO_CHUNKS['metal']}, or {AUTO_CHUNKS['cpu']} on a CPU"
 
 AUTO_LOGITS = 2**20
 """Logits that are computed at once where the chunk is left to the run, even if they are of more
@@ -155,25 +203,53 @@ class Savings:
 
 
 NO_SAVINGS = Savings()
-"""The choice of those who hold all, as mlx-lm does."""
+"""The choice to hold all, as mlx-lm does."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class BatchOptions(Spec):
-    """The batch of a step, and how a stage takes it; None is left to the run.
+    """The batch of a step, and how a stage takes it; None is left to the run."""
 
-    ``attention_chunk`` and ``loss_chunk`` are ``auto`` or ``off``; the latter also ``counted``.
-    """
-
-    batch_size: int
-    micro_batch_size: int | None
-    max_seq_length: int
-    pack: bool | None
-    grad_accumulation_steps: int
-    recompute: str | None
-    attention_chunk: str = AUTO
-    loss_chunk: str = AUTO
-    replica_rows: str | None = None
+    batch_size: int = _training(4, "sequences a step, over all replicas together", minimum=1)
+    micro_batch_size: int | None = _pipeline(
+        None,
+        "sequences a micro-batch",
+        unset="chosen: four micro-batches a rank; fewer if short, more if memory lacks",
+        minimum=1,
+    )
+    max_seq_length: int = common.max_seq_length(group="data")
+    pack: bool | None = _pipeline(
+        None,
+        "sequences of a micro-batch in one row, none padded",
+        unset="chosen: where it is faster",
+    )
+    grad_accumulation_steps: int = _training(
+        1, "steps whose gradients make one optimizer update", metavar="STEPS", minimum=1
+    )
+    recompute: str | None = _pipeline(
+        None,
+        "what backward computes again: norms and activations, or all of a layer",
+        choices=RECOMPUTE,
+        unset="chosen: the least that fits",
+    )
+    attention_chunk: str = _pipeline(
+        AUTO,
+        f"queries whose attention is computed at a time; auto: {_AUTO_CHUNK}; off: all",
+        choices=(AUTO, OFF),
+        no=OFF,
+    )
+    loss_chunk: str = _pipeline(
+        AUTO,
+        "positions whose logits are computed at a time; auto: as above; counted: that count",
+        choices=(AUTO, COUNTED, OFF),
+        no=OFF,
+    )
+    replica_rows: str | None = _pipeline(
+        None,
+        "rows of each replica, like 5,3; auto: by the speed of its machines",
+        metavar="{auto,N,N}",
+        unset="equal",
+    )
 
     @property
     def given_rows(self) -> tuple[int, ...]:
@@ -204,15 +280,23 @@ class BatchOptions(Spec):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LayoutOptions(Spec):
     """The division of the layers into stages, and the order in which these compute."""
 
-    stage_map: str | None
-    pipeline_stages: int | None
-    data_parallel: int | None
-    partitioner: str
-    schedule: str
+    stage_map: str | None = common.stage_map(group="pipeline")
+    pipeline_stages: int | None = _pipeline(
+        None, "ranks in one pipeline; the others become replicas", unset="all ranks", minimum=1
+    )
+    data_parallel: int | None = _pipeline(
+        None, "replicas; instead of --pipeline-stages", unset="ranks / --pipeline-stages", minimum=1
+    )
+    partitioner: str = common.partitioner(group="pipeline")
+    schedule: str = _pipeline(
+        AUTO,
+        "order of forward and backward; auto: the fastest that fits, as predicted",
+        choices=(AUTO, *SCHEDULES),
+    )
 
     def for_ranks(self, ranks: int) -> Self:
         """Return the same with pipeline stages in the place of ``data_parallel``, for so many
@@ -221,10 +305,9 @@ class LayoutOptions(Spec):
         if replicas is None:
             return self
         if ranks % replicas:
-            fitting = [str(each) for each in range(1, ranks + 1) if ranks % each == 0]
+            fitting = ", ".join(str(each) for each in range(1, ranks + 1) if ranks % each == 0)
             raise UserError(
-                f"--data-parallel {replicas} does not divide {ranks} ranks",
-                f"use {', '.join(fitting[:-1])} or {fitting[-1]}" if ranks > 1 else "leave it out",
+                f"--data-parallel {replicas} does not divide {ranks} ranks", f"use one of {fitting}"
             )
         stages = ranks // replicas
         if self.pipeline_stages not in (None, stages):
@@ -234,84 +317,6 @@ class LayoutOptions(Spec):
                 "leave one out",
             )
         return replace(self, pipeline_stages=stages, data_parallel=None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FeatureKeys(Spec):
-    """The keys of rows that hold the text to learn."""
-
-    prompt_feature: str = "prompt"
-    completion_feature: str = "completion"
-    chat_feature: str = "messages"
-    text_feature: str = "text"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataOptions(FeatureKeys):
-    """The data sets that a run needs, and how their rows become sequences."""
-
-    train: bool
-    test: bool
-    data: str
-    hf_dataset: Mapping[str, Any] | Sequence[Any] | None
-    max_seq_length: int
-    long_sequences: str
-    mask_prompt: bool
-    trust_remote_code: bool
-    batch_size: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOptions(Spec):
-    """The steps of a run, what stands between them, and what each update does."""
-
-    iters: int
-    seed: int
-    grad_accumulation_steps: int
-    steps_per_report: int
-    steps_per_eval: int
-    val_batches: int
-    test_batches: int
-    save_every: int
-    on_nonfinite: str
-    max_grad_norm: float | None
-    loss_scale: float | str | None
-    clear_cache_threshold: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputOptions(Spec):
-    """The places to which a run writes its weights, its events and its trace."""
-
-    adapter_path: str
-    metrics_file: str | None
-    metrics_port: int | None
-    metrics_host: str
-    report_to: str | None
-    project_name: str | None
-    trace: str | None
-
-    @property
-    def services(self) -> tuple[str, ...]:
-        """The names in ``report_to``, in lower case."""
-        return tuple(name.lower() for name in split_names(self.report_to))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointOptions(Spec):
-    """The place of checkpoints, and the one from which a run of ``iters`` steps goes on."""
-
-    checkpoint_dir: str | None
-    checkpoint_every: int
-    keep_checkpoints: int
-    checkpoint_storage: str
-    resume: str
-    iters: int
-
-    @property
-    def named(self) -> Path | None:
-        """The directory of the checkpoint that the user names; None for auto and never."""
-        return None if self.resume in ("auto", "never") else Path(self.resume)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,13 +338,9 @@ class RunSpec:
         """Return what this says where ``asked`` leaves something open, by option."""
         return {
             name: value
-            for mine, theirs in (
-                (self.fine_tune, asked.fine_tune),
-                (self.batch, asked.batch),
-                (self.layout, asked.layout),
-            )
-            for name, value in asdict(mine).items()
-            if value != getattr(theirs, name)
+            for part in ("fine_tune", "batch", "layout")
+            for name, value in asdict(getattr(self, part)).items()
+            if value != getattr(getattr(asked, part), name)
         }
 
     @classmethod

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardmlx.config.data import DataOptions
 from shardmlx.config.inference import EvaluateConfig
-from shardmlx.config.specs import DataOptions
 from shardmlx.engine.batches import Sample
 from shardmlx.errors import UserError
 from shardmlx.evaluation.scoring import Scores

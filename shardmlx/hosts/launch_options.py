@@ -16,7 +16,8 @@ from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.commands import BY_NAME, OF_RANKS
 from shardmlx.config.options import check_options, flag_of, in_group
-from shardmlx.config.specs import CheckpointOptions, RunSpec
+from shardmlx.config.specs import RunSpec
+from shardmlx.config.train import CheckpointOptions
 from shardmlx.costmodel.hostfile import Machine, read_hostfile
 from shardmlx.errors import UserError
 from shardmlx.hosts.reachability import is_local

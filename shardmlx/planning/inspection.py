@@ -14,7 +14,8 @@ from shardmlx.common.reporter import Reporter
 from shardmlx.common.units import MEGABYTE
 from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
-from shardmlx.config.options import OptionError, check_options, in_group
+from shardmlx.config.options import OptionError, check_options, in_group, same_as
+from shardmlx.config.specs import ModelSource
 from shardmlx.costmodel.hostfile import Machine, machine_of_each_rank, read_hostfile
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import ModelFiles, find_source, read_model
@@ -47,7 +48,7 @@ class InspectOptions:
     """
 
     model: str = common.model_argument()
-    revision: str | None = common.revision()
+    revision: str | None = same_as(ModelSource, "revision")
 
     pipeline_stages: int | None = _split(
         None,

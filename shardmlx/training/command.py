@@ -10,8 +10,7 @@ from pathlib import Path
 from shardmlx.common.environment import Blas
 from shardmlx.common.http_listener import bind
 from shardmlx.common.reporter import Listener, Reporter
-from shardmlx.config.specs import OutputOptions
-from shardmlx.config.train import TrainConfig
+from shardmlx.config.train import OutputOptions, TrainConfig
 from shardmlx.costmodel.predict import predict
 from shardmlx.distributed.agreement import on_rank_0
 from shardmlx.distributed.transport import Transport

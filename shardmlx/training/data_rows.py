@@ -18,7 +18,7 @@ from typing import Any
 from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from shardmlx.config.specs import FeatureKeys
+from shardmlx.config.data import FeatureKeys
 from shardmlx.engine.batches import Sample
 from shardmlx.errors import UserError, one_line
 from shardmlx.training.chat_template import KNOWN_ROLES, ChatTemplate

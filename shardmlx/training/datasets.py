@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from shardmlx.config.specs import DataOptions, FeatureKeys
+from shardmlx.config.data import DataOptions, FeatureKeys
 from shardmlx.engine.batches import Samples, padded_width
 from shardmlx.errors import UserError, one_line, unknown_token
 from shardmlx.training.data_files import find_data_file, parse_rows, row_name, unread_files

@@ -17,17 +17,9 @@ from mlx.optimizers import Optimizer
 from shardmlx.checkpoint.run_identity import RunOptions
 from shardmlx.common.formatting import plural
 from shardmlx.common.reporter import Reporter, check_writable
-from shardmlx.config.specs import (
-    SUM_DTYPES,
-    CheckpointOptions,
-    DataOptions,
-    FineTune,
-    ModelSource,
-    OutputOptions,
-    RunSpec,
-    StepOptions,
-)
-from shardmlx.config.train import TrainConfig
+from shardmlx.config.data import DataOptions
+from shardmlx.config.specs import SUM_DTYPES, FineTune, ModelSource, RunSpec
+from shardmlx.config.train import CheckpointOptions, OutputOptions, StepOptions, TrainConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.memory_limits import (
     MemoryLimits,

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.helpers.sources import ROOT, nodes
 
 GOLDEN = ROOT / "tests/unit/house/messages.txt"
-ROOTS = {"UserError", "ApiError", "AgreedFailure", "Stopped", "refused"}
+ROOTS = {"UserError", "ApiError", "AgreedFailure", "Stopped", "refused", "refuse"}
 """Errors that say something to the user, beside their subclasses."""
 TOPS = ("shardmlx", "models", "partitioners")
 

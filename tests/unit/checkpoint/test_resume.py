@@ -14,8 +14,7 @@ from shardmlx.checkpoint.resume import prepare_resumption
 from shardmlx.checkpoint.run_identity import RunOptions, identity_of
 from shardmlx.checkpoint.store import MARKER, Store
 from shardmlx.common.reporter import Reporter
-from shardmlx.config.specs import CheckpointOptions
-from shardmlx.config.train import TrainConfig
+from shardmlx.config.train import CheckpointOptions, TrainConfig
 from shardmlx.distributed.agreement import AgreedError
 from tests.helpers.checkpoints import flip, hosts, on_ranks, save
 from tests.helpers.local_transport import LocalTransport

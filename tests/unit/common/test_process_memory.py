@@ -24,28 +24,14 @@ from tests.helpers.jobs import ROOT
 V1 = Path("/sys/fs/cgroup/memory")
 
 
-class Proc:
-    """A /proc/self and cgroup file systems of our own."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.mounts: list[str] = []
-
-    def mount(self, name: str, root: str, kind: str, options: str) -> Path:
-        place = self.path / name
-        place.mkdir()
-        self.mounts.append(f"30 24 0:26 {root} {place} rw,nosuid shared:9 - {kind} x {options}")
-        (self.path / "mountinfo").write_text("\n".join(self.mounts) + "\n")
-        return place
-
-    def bounds(self, cgroup: str) -> list[MemoryBound]:
-        (self.path / "cgroup").write_text(cgroup)
-        return list(cgroup_bounds(self.path))
-
-
 @pytest.fixture
-def proc(tmp_path: Path) -> Proc:
-    return Proc(tmp_path)
+def mounts(tmp_path: Path) -> Path:
+    return tmp_path / "mounts"
+
+
+def bounds_of(mounts: Path, cgroup: str) -> list[MemoryBound]:
+    (mounts.parent / "cgroup").write_text(cgroup)
+    return list(cgroup_bounds(mounts.parent, mounts))
 
 
 def limit(directory: Path, file: str, content: str) -> None:
@@ -57,30 +43,27 @@ def found(bounds: list[MemoryBound]) -> dict[str, int]:
     return {bound.name: bound.nbytes for bound in bounds}
 
 
-def test_version_1_counts_every_level_that_has_a_limit(proc: Proc) -> None:
-    place = proc.mount("memory", "/", "cgroup", "rw,memory")
-    proc.mount("cpu", "/", "cgroup", "rw,cpu")
+def test_version_1_counts_every_level_that_has_a_limit(mounts: Path) -> None:
+    place = mounts / "memory"
     limit(place, "memory.limit_in_bytes", "9223372036854771712")
     limit(place / "jobs", "memory.limit_in_bytes", str(2 * GIB))
     limit(place / "jobs" / "mine", "memory.limit_in_bytes", str(GIB))
-    bounds = proc.bounds("5:cpu,cpuacct:/jobs\n4:memory:/jobs/mine\n")
+    bounds = bounds_of(mounts, "5:cpu,cpuacct:/jobs\n4:memory:/jobs/mine\n")
     assert found(bounds) == {"cgroup jobs/mine": GIB, "cgroup jobs": 2 * GIB}
     assert {bound.what for bound in bounds} == {"the memory cgroup"}
 
 
-def test_version_2_writes_max_where_there_is_none(proc: Proc) -> None:
-    place = proc.mount("unified", "/", "cgroup2", "rw")
-    limit(place / "a", "memory.max", str(3 * GIB))
-    limit(place / "a" / "b", "memory.max", "max")
-    assert found(proc.bounds("0::/a/b\n")) == {"cgroup a": 3 * GIB}
+def test_version_2_writes_max_where_there_is_none(mounts: Path) -> None:
+    limit(mounts / "a", "memory.max", str(3 * GIB))
+    limit(mounts / "a" / "b", "memory.max", "max")
+    assert found(bounds_of(mounts, "0::/a/b\n")) == {"cgroup a": 3 * GIB}
 
 
-def test_a_container_sees_its_own_part_only(proc: Proc) -> None:
+@pytest.mark.parametrize("path", ["/docker/abc", "/"])
+def test_a_container_sees_its_own_part_only(mounts: Path, path: str) -> None:
     """Its paths are those of the host, or begin at its own root."""
-    place = proc.mount("memory", "/docker/abc", "cgroup", "rw,memory")
-    limit(place, "memory.limit_in_bytes", str(GIB))
-    assert found(proc.bounds("4:memory:/docker/abc\n")) == {"cgroup .": GIB}
-    assert found(proc.bounds("4:memory:/\n")) == {"cgroup .": GIB}
+    limit(mounts / "memory", "memory.limit_in_bytes", str(GIB))
+    assert found(bounds_of(mounts, f"4:memory:{path}\n")) == {"cgroup .": GIB}
 
 
 def test_a_system_without_cgroups_has_no_limits(tmp_path: Path) -> None:

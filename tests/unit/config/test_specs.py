@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -11,48 +10,22 @@ import pytest
 import shardmlx
 from shardmlx.checkpoint.run_identity import RunOptions
 from shardmlx.config.inference import InferenceConfig
-from shardmlx.config.specs import (
-    BatchOptions,
-    CheckpointOptions,
-    DataOptions,
-    FineTune,
-    LayoutOptions,
-    MachineOptions,
-    ModelSource,
-    OutputOptions,
-    Spec,
-    StepOptions,
-)
+from shardmlx.config.specs import BatchOptions, FineTune, MachineOptions, Spec
 from shardmlx.config.train import TrainConfig
 
-SPECS = [BatchOptions, CheckpointOptions, DataOptions, FineTune, LayoutOptions, MachineOptions]
-SPECS += [ModelSource, OutputOptions, RunOptions, StepOptions]
 
-
-@pytest.mark.parametrize("spec", SPECS)
-def test_fields_have_names_and_types_of_the_options_of_train(spec: type[Spec]) -> None:
-    options = get_type_hints(TrainConfig)
-    mine = get_type_hints(spec)
-    assert mine == {each.name: options[each.name] for each in fields(spec)}
-
-
-@pytest.mark.parametrize("spec", [MachineOptions, ModelSource])
-def test_some_are_parts_of_the_options_of_inference_too(spec: type[Spec]) -> None:
-    options = get_type_hints(InferenceConfig)
-    mine = get_type_hints(spec)
-    assert {name: options[name] for name in mine if name in options} | {
-        name: mine[name] for name in mine if name not in options
-    } == mine
+@pytest.mark.parametrize(
+    ("spec", "options"), [(RunOptions, TrainConfig), (MachineOptions, InferenceConfig)]
+)
+def test_fields_have_names_and_types_of_the_options(spec: type[Spec], options: type) -> None:
+    theirs, mine = get_type_hints(options), get_type_hints(spec)
+    assert mine == {name: theirs.get(name, mine[name]) for name in mine}
+    assert len(theirs.keys() & mine.keys()) > 1
 
 
 def test_what_the_options_lack_has_its_default() -> None:
     machines = MachineOptions.of(InferenceConfig(hostfile="hosts", memory_limit=7))
     assert machines == MachineOptions(hostfile="hosts", memory_limit=7, profile=None)
-
-
-def test_what_has_no_default_must_be_among_the_options() -> None:
-    with pytest.raises(TypeError, match="batch_size"):
-        BatchOptions.of(object())
 
 
 def test_the_settings_of_the_optimizer_are_those_of_the_one_that_is_used() -> None:

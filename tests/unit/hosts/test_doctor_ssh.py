@@ -165,7 +165,7 @@ def test_a_talk_ends_what_it_has_started(tmp_path: Path) -> None:
         (["--agent", "ssh"], "--agent is 'ssh': it is for --ssh"),
         (
             ["--ssh", "--hostfile", "F", "--write-hostfile", "G"],
-            "--write-hostfile is for what is measured under mpirun: leave out --ssh",
+            "--write-hostfile measures under mpirun: leave out --ssh",
         ),
         (["--ssh", "--hostfile", "/nowhere"], "cannot read hostfile /nowhere"),
         (["--write-hostfile", "-"], "--write-hostfile is '-': give the name of a file"),

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from mlx_lm.tuner.datasets import load_dataset as mlx_lm_load_dataset
 
-from shardmlx.config.specs import DataOptions
+from shardmlx.config.data import DataOptions
 from shardmlx.config.train import LINE, TrainConfig
 from shardmlx.errors import UserError
 from shardmlx.training.data_files import parse_rows

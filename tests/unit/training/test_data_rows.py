@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from mlx_lm.tuner.datasets import load_dataset as mlx_lm_load_dataset
 
+from shardmlx.config.data import DataOptions
 from shardmlx.config.inference import EvaluateConfig
-from shardmlx.config.specs import DataOptions
 from shardmlx.config.train import TrainConfig
 from shardmlx.errors import UserError
 from shardmlx.evaluation.perplexity import read_texts

@@ -12,7 +12,7 @@ from mlx_lm.tuner.datasets import CacheDataset
 from mlx_lm.tuner.datasets import load_dataset as mlx_lm_load_dataset
 from mlx_lm.tuner.trainer import iterate_batches as mlx_lm_iterate_batches
 
-from shardmlx.config.specs import DataOptions
+from shardmlx.config.data import DataOptions
 from shardmlx.config.train import TrainConfig
 from shardmlx.engine.batches import Batches
 from shardmlx.errors import UserError

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shardmlx.config.specs import FineTune, OutputOptions
-from shardmlx.config.train import TrainConfig
+from shardmlx.config.specs import FineTune
+from shardmlx.config.train import OutputOptions, TrainConfig
 from shardmlx.errors import UserError
 from shardmlx.training import planned_run
 
