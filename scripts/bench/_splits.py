@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardmlx.config.specs import NONE, RunSpec
+from shardmlx.config.specs import RunSpec
 from shardmlx.costmodel.cluster import Cluster, read_profiles
 from shardmlx.costmodel.hostfile import Machine
 from shardmlx.costmodel.predict import Prediction, predict
 from shardmlx.costmodel.workload import Workload
 from shardmlx.modelfiles.model_files import open_model
-from shardmlx.partitioners import get_partitioner
-from shardmlx.pipeline.mesh import Mesh
+from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.schedules import get_schedule
 from shardmlx.pipeline.stage_map import StageMap, write_stage_map
-from shardmlx.planning.layout import divide_batch
-from shardmlx.planning.partition_problem import Candidate, make_problem, plan_of
+from shardmlx.planning.layout import lay_out
 
 
 @dataclass(frozen=True)
 class Splits:
     """The divisions of one model among ``ranks`` ranks of the machine of ``profile``."""
 
+    run: RunSpec
     workload: Workload
     cluster: Cluster
     length: int
@@ -33,24 +32,27 @@ class Splits:
         measured = read_profiles(str(profile))
         machine = Machine(host=measured.machines[0].host)
         workload = Workload.of(open_model(run.model), run.fine_tune, run.batch)
-        return cls(workload, Cluster(machines=(machine,) * ranks, profile=measured), length)
+        return cls(run, workload, Cluster(machines=(machine,) * ranks, profile=measured), length)
 
-    def _way(self, schedule: str, virtual: int) -> Candidate:
-        mesh = Mesh(1, self.cluster.size)
-        rows, micro_batch_size = divide_batch(self.workload.batch, mesh)
-        return Candidate(mesh, schedule, virtual, rows, micro_batch_size, NONE)
+    def _plan(self, schedule: str, stage_map: StageMap | None = None) -> Plan:
+        layout = replace(
+            self.run.layout,
+            pipeline_stages=self.cluster.size,
+            partitioner="balanced",
+            schedule=schedule,
+        )
+        way, length = replace(self.run, layout=layout), self.length
+        return lay_out(way, self.workload, stage_map, self.cluster, length, length)
 
     def balanced(self, schedule: str) -> tuple[int, ...]:
         """Return the layers of each stage as ``--partitioner balanced`` divides them."""
-        way = self._way(schedule, get_schedule(schedule).default_virtual)
-        problem = make_problem(way, self.workload, self.cluster, self.length)
-        return get_partitioner("balanced")(problem).partition.sizes
+        return self._plan(schedule).stage_map.partition.sizes
 
     def predicted(self, schedule: str, sizes: Sequence[int]) -> Prediction:
         """Predict the seconds of a step with so many layers in each stage."""
-        way = self._way(schedule, len(sizes) // self.cluster.size)
-        stage_map = StageMap.from_sizes(sizes, way.placement)
-        plan = plan_of(way, stage_map, self.workload)
+        ranks = self.cluster.size
+        placement = get_schedule(schedule).placement(ranks, len(sizes) // ranks)
+        plan = self._plan(schedule, StageMap.from_sizes(sizes, placement))
         return predict(plan, self.workload, self.cluster, self.length)
 
 

@@ -268,12 +268,12 @@ class BatchOptions(Spec):
         """The amount that is recomputed; none where that is left to the run."""
         return self.recompute or NONE
 
-    def savings(self, recompute: str, backend: str, vocab_size: int) -> Savings:
+    def savings(self, backend: str, vocab_size: int) -> Savings:
         """Return what stages do to hold less, on machines of one backend."""
         usual = AUTO_CHUNKS[backend]
         positions = max(usual, AUTO_LOGITS // vocab_size)
         return Savings(
-            recompute=recompute,
+            recompute=self.recomputed,
             attention_chunk=None if self.attention_chunk == OFF else usual,
             loss_chunk=None if self.loss_chunk == OFF else positions,
             counted_only=self.loss_chunk == COUNTED,

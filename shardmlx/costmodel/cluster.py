@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardmlx.costmodel.hostfile import Machine
-from shardmlx.costmodel.profile_file import Profile, merge, read_profile
-from shardmlx.costmodel.timing import Measured, ModelSeconds, Speed
-from shardmlx.costmodel.training_setup import BACKENDS
+from shardmlx.costmodel.measured_memory import with_measurements
+from shardmlx.costmodel.profile_file import MachineProfile, Profile, merge, read_profile
+from shardmlx.costmodel.timing import ModelSeconds, Speed
+from shardmlx.costmodel.training_setup import BACKENDS, TrainingSetup
 from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
 from shardmlx.pipeline.mesh import Mesh
@@ -64,14 +65,31 @@ class Cluster:
             return wired
         return math.inf if memory is None else memory * self.memory_fraction
 
-    def clock(self, rank: int, workload: Workload, recompute: str) -> Speed | Measured:
-        """Return the timing model of the work on a rank, in ``unit``."""
+    def clock(self, rank: int, workload: Workload) -> Speed | MachineProfile:
+        """Return what times the work on a rank, in ``unit``; ``UserError`` if a profile has not
+        measured it."""
         machine = self.machines[rank]
         if self.profile is not None:
-            return workload.measured(self.profile, machine.host, machine.kind, recompute)
+            return self.profile.measured(workload, machine.host, machine.kind)
         if self.unit == "FLOPs" or machine.flops is None:
-            return workload.at_speed(1.0, recompute)
-        return workload.at_speed(machine.flops * self.efficiency, recompute)
+            return Speed(1.0)
+        return Speed(machine.flops * self.efficiency)
+
+    def setup(self, workload: Workload, rows: int, length: int, dp: int) -> TrainingSetup:
+        """Return the facts that decide the memory of micro-batches of ``rows`` x ``length`` on
+        ``dp`` replicas, among them what the profile measured."""
+        rows, length = workload.micro_batch(rows, length)
+        setup = TrainingSetup(
+            workload=workload,
+            rows=rows,
+            length=length,
+            dp=dp,
+            backend=self.backend,
+            savings=workload.savings(self.backend),
+        )
+        if self.profile is None:
+            return setup
+        return with_measurements(setup, [machine.memory for machine in self.profile.machines])
 
     @property
     def knows_messages(self) -> bool:
@@ -110,17 +128,14 @@ def pipeline_seconds(
     mesh: Mesh,
     rows: int,
     length: int,
-    *,
-    recompute: str,
     replica: int | None = None,
 ) -> list[ModelSeconds]:
     """Return the times of micro-batches of ``rows`` x ``length`` tokens on each pipeline rank.
 
     The slowest replica counts, since the others wait for it; or else the given ``replica``.
     """
-    clocks = [cluster.clock(rank, workload, recompute) for rank in range(mesh.size)]
-    shape = workload.micro_batch(rows, length)
-    seconds = {clock: workload.as_counted(clock.seconds(*shape)) for clock in dict.fromkeys(clocks)}
+    clocks = [cluster.clock(rank, workload) for rank in range(mesh.size)]
+    seconds = {clock: clock.seconds(workload, rows, length) for clock in dict.fromkeys(clocks)}
     return [
         max(
             (seconds[clocks[each]] for each in mesh.replicas_of(rank)[_only(replica)]),

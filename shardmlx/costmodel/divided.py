@@ -30,11 +30,12 @@ class Divided:
 def divided(setup: TrainingSetup, start: int, stop: int, ends: Sequence[float]) -> Divided:
     """Say how replicas divide layers ``start`` to ``stop`` and matrices of these bytes at their
     ``ends``, without adapters."""
-    lowest = stop if setup.has_adapters else max(start, setup.first_trained_layer)
+    first_trained = setup.workload.first_trained_layer
+    lowest = max(start, first_trained) if setup.tune.is_full else stop
     kinds = [setup.shape.layer(i) for i in range(start, stop)]
-    sizes = setup.weight_sizes.layers[start:stop]
+    sizes = setup.workload.weight_sizes.layers[start:stop]
     layers = tuple(zip(kinds, sizes, strict=True))
-    return _divided(layers, lowest - start, tuple(ends), setup.unfreeze_all, setup.dp)
+    return _divided(layers, lowest - start, tuple(ends), setup.tune.unfreeze_all, setup.dp)
 
 
 @lru_cache(maxsize=256)

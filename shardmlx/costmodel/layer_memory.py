@@ -136,7 +136,7 @@ def _norms(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]:
     elements = setup.tokens * sum(norm.elements for _, norm in layer.norms)
     widened = on_cpu and not setup.is_selective
     yield Array("inputs of norms", Alive.F_TO_I, elements, FLOAT32 if widened else size)
-    if on_cpu and not setup.has_adapters:
+    if on_cpu and setup.tune.is_full:
         alive, width = (Alive.I_TO_W, FLOAT32) if setup.is_selective else (Alive.F_TO_W, size)
         yield Array("normalised states", alive, elements, width)
         yield Array("gradients of the outputs of norms", Alive.I_TO_W, elements, size)
@@ -161,7 +161,7 @@ def _attention_and_mlp(setup: TrainingSetup, layer: LayerShape) -> Iterator[Arra
     arrays["what is kept besides"] = layer.kept
     for name, width in arrays.items():
         yield Array(name, Alive.F_TO_I, round(tokens * width), size)
-    if not setup.has_adapters:
+    if setup.tune.is_full:
         forward, backward = (tokens * count * widths.mlp for count in layer.activation.weights)
         yield Array("arrays for the activation's own weights", Alive.F_TO_W, forward, size)
         yield Array("gradients for the activation's own weights", Alive.I_TO_W, backward, size)
@@ -186,7 +186,7 @@ def _kept_by_activation(setup: TrainingSetup, layer: LayerShape) -> float:
 def _recomputes_product(setup: TrainingSetup, layer: LayerShape) -> bool:
     """Tell whether I or W recomputes the input of the MLP's last matrix, as ``models.recompute``
     does for a gated MLP."""
-    if setup.has_adapters or not setup.is_selective or not layer.activation.is_swiglu:
+    if not setup.tune.is_full or not setup.is_selective or not layer.activation.is_swiglu:
         return False
     gated = {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
     return gated <= {name for name, _ in layer.linears}
@@ -197,8 +197,8 @@ def _trained_linears(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]
     tokens, size, trained = setup.tokens, setup.dtype_bytes, _trained(setup, layer)
     each_input = tokens * sum(each.elements[0] for each in trained)
     outputs = tokens * sum(each.elements[1] for each in trained)
-    itemsize = FLOAT32 if setup.has_adapters else size
-    if layer.is_parallel and not setup.has_adapters:
+    itemsize = FLOAT32 if not setup.tune.is_full else size
+    if layer.is_parallel and setup.tune.is_full:
         outputs -= tokens * setup.shape.hidden_size  # attention and MLP have one gradient
 
     # Layers share an unchanged input. An adapter makes a float32 copy for dropout, or of an input
@@ -207,7 +207,7 @@ def _trained_linears(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]
     converts = size != FLOAT32 and not is_compiled
     sources = {each.source: each.elements[0] for each in trained}
     inputs = tokens * sum(sources.values())
-    if setup.has_adapters and (setup.dropout or converts):
+    if not setup.tune.is_full and (setup.dropout or converts):
         inputs, sources = each_input, {}
     if setup.is_selective:
         outputs_of_norms = tokens * setup.shape.hidden_size * len({"attention", "mlp"} - {*sources})
@@ -218,11 +218,11 @@ def _trained_linears(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]
     yield Array("gradients of their outputs", Alive.I_TO_W, outputs, itemsize)
     if setup.dropout:
         yield Array("dropout masks", Alive.F_TO_I, each_input, size)
-    if setup.has_adapters:
-        low_rank = tokens * sum(each.uses for each in trained) * setup.lora_rank
+    if not setup.tune.is_full:
+        low_rank = tokens * sum(each.uses for each in trained) * setup.lora.get("rank", 8)
         yield Array("low-rank states", Alive.F_TO_W, low_rank, FLOAT32)
         yield Array("gradients of low-rank states", Alive.I_TO_W, low_rank, FLOAT32)
-    if setup.fine_tune_type == "dora":
+    if setup.tune.fine_tune_type == "dora":
         # DoRA scales each output.
         yield Array("outputs before DoRA scales them", Alive.F_TO_W, outputs, size)
         yield Array("gradients of the scaled outputs", Alive.I_TO_W, outputs, size)
@@ -239,7 +239,7 @@ def _passing_arrays(setup: TrainingSetup, layer: LayerShape) -> tuple[float, flo
     both = size * outputs + of_norm * sum(norm.elements for _, norm in layer.norms)
     forward = both + size * layer.mlp * max(ACTIVATION_ARRAYS, layer.activation.kept)
     backward = both + size * layer.mlp * (ACTIVATION_ARRAYS + layer.activation.passing)
-    if setup.has_adapters:
+    if not setup.tune.is_full:
         # Adapters compute in float32, and convert inputs of another type.
         trained = _trained(setup, layer)
         backward += FLOAT32 * sum(each.elements[1] for each in trained)
@@ -256,17 +256,19 @@ def _passing_arrays(setup: TrainingSetup, layer: LayerShape) -> tuple[float, flo
 def _trained(setup: TrainingSetup, layer: LayerShape) -> list[Linear]:
     """Return the linear layers that are trained, or that have adapters."""
     linears = dict(layer.linears)
-    keys = linears if setup.lora_keys is None or not setup.has_adapters else setup.lora_keys
-    found = [linears[key] for key in dict.fromkeys(keys) if key in linears]
-    return [each for each in found if each.applied is None or not setup.has_adapters]
+    keys = setup.lora.get("keys")
+    found = [
+        linears[key] for key in dict.fromkeys(linears if keys is None else keys) if key in linears
+    ]
+    return [each for each in found if each.applied is None or setup.tune.is_full]
 
 
 def _trained_parameters(setup: TrainingSetup, layer: LayerShape) -> int:
-    if not setup.has_adapters:
+    if setup.tune.is_full:
         return layer.parameters
-    has_magnitudes = setup.fine_tune_type == "dora"
+    has_magnitudes = setup.tune.fine_tune_type == "dora"
     return sum(
         each.copies
-        * (setup.lora_rank * (each.inputs + each.outputs) + has_magnitudes * each.outputs)
+        * (setup.lora.get("rank", 8) * (each.inputs + each.outputs) + has_magnitudes * each.outputs)
         for each in _trained(setup, layer)
     )

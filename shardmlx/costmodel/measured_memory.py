@@ -95,16 +95,12 @@ def with_measurements(
 
 def _ratios(setup: TrainingSetup, sample: MemorySample) -> list[Ratios]:
     """Return the measured bytes over the rule's, for each of the ``sample_ranges``."""
-    measured = replace(
-        setup,
-        rows=sample.rows,
-        length=sample.length,
-        masks=0,
-        first_trained_layer=0,
-        dp=1,
-        divides_optimizer=False,
-        divides_weights=False,
+    workload = replace(
+        setup.workload,
+        fine_tune=replace(setup.tune, train=True, num_layers=-1, zero=0),
+        batch=replace(setup.workload.batch, pack=False),
     )
+    measured = replace(setup, workload=workload, rows=sample.rows, length=sample.length, dp=1)
     ratios = []
     stages = [sample.first, sample.last, *sample.kinds]
     for ends, each in zip(sample_ranges(setup.shape.pattern), stages, strict=True):

@@ -87,7 +87,7 @@ class _Stage:
     @property
     def ends(self) -> list[float]:
         """Bytes of embedding and lm_head; a stage that has both counts a tied matrix once."""
-        sizes, ends = self.setup.weight_sizes, []
+        sizes, ends = self.setup.workload.weight_sizes, []
         if self.start == 0 or (self.is_last and self.setup.shape.tied):
             ends.append(sizes.embedding)
         if self.is_last:
@@ -119,13 +119,13 @@ class _Stage:
     @property
     def trained_layers(self) -> list[int]:
         """Number of parameters of each trained layer."""
-        lowest = max(self.start, self.setup.first_trained_layer)
+        lowest = max(self.start, self.setup.workload.first_trained_layer)
         return [layer.parameters for layer in self.each_layer(lowest)]
 
     @property
     def trained_ends(self) -> list[int]:
         """Number of parameters of each trained matrix at an end."""
-        ends = self.ends if self.setup.unfreeze_all else []
+        ends = self.ends if self.setup.tune.unfreeze_all else []
         return [round(end / self.setup.dtype_bytes) for end in ends]
 
     @property
@@ -135,25 +135,22 @@ class _Stage:
 
     @property
     def has_input_gradient(self) -> bool:
-        lowest = 0 if self.setup.unfreeze_all else self.setup.first_trained_layer
-        return lowest < self.start
+        return self.setup.workload.first_trained < self.start
 
     @property
     def first_backward(self) -> int:
         """Lowest layer with a backward pass; all layers, for a gradient to stages below."""
-        passes_all = self.has_input_gradient or self.setup.unfreeze_all
-        lowest = self.start if passes_all else max(self.start, self.setup.first_trained_layer)
-        return min(lowest, self.stop)
+        return min(max(self.start, self.setup.workload.first_trained), self.stop)
 
     @property
     def tied(self) -> float:
         """Bytes of a tied matrix that another stage holds too, with its optimizer state."""
         if not self.setup.shape.tied or (self.start == 0) == self.is_last:
             return 0.0
-        embedding = self.setup.weight_sizes.embedding
+        embedding = self.setup.workload.weight_sizes.embedding
         if self.setup.divides_weights:
             return embedding / self.setup.dp
-        if not self.setup.unfreeze_all or self.setup.divides_optimizer:
+        if not self.setup.tune.unfreeze_all or self.setup.tune.divides_optimizer:
             return embedding
         return embedding * (1 + _state_bytes(self.setup) / self.setup.dtype_bytes)
 
@@ -192,7 +189,7 @@ def stage_memory(setup: TrainingSetup, start: int, stop: int) -> StageMemory:
         weights=round(weights),
         room=round(room),
         optimizer=_updated(stage, parameters) * _state_bytes(setup)
-        + FLOAT32 * setup.error_copies * _in_sums(stage, parameters),
+        + FLOAT32 * setup.tune.error_copies * _in_sums(stage, parameters),
         gradients=FLOAT32 * summed,
         after_forward=after_forward,
         after_input=after_input if stage.has_input_gradient else 0,
@@ -210,11 +207,11 @@ def stage_memory(setup: TrainingSetup, start: int, stop: int) -> StageMemory:
 def _weights(stage: _Stage, parameters: int) -> tuple[float, float]:
     """Return the bytes of a stage's weights, ``parameters`` of them trained, and how many of these
     are buffers for other replicas' weights."""
-    setup, layers = stage.setup, stage.setup.weight_sizes.layers[stage.start : stage.stop]
+    setup, layers = stage.setup, stage.setup.workload.weight_sizes.layers[stage.start : stage.stop]
     if not setup.divides_weights:
-        return sum(layers) + sum(stage.ends) + FLOAT32 * parameters * setup.has_adapters, 0.0
+        return sum(layers) + sum(stage.ends) + FLOAT32 * parameters * (not setup.tune.is_full), 0.0
     most = divided(setup, stage.start, stage.stop, stage.ends).most
-    if not setup.has_adapters:
+    if setup.tune.is_full:
         return most.weights, most.room
     # Two layers of other replicas' adapters have buffers, too.
     of_two = FLOAT32 * 2 * max(stage.trained_layers, default=0) * (setup.dp - 1) / setup.dp
@@ -231,8 +228,8 @@ def _in_sums(stage: _Stage, parameters: int) -> int:
     """Return how many of a stage's ``parameters`` have gradients that several ranks sum."""
     if stage.setup.dp > 1:
         return parameters
-    is_shared = stage.tied > 0 and stage.setup.unfreeze_all
-    return is_shared * round(stage.setup.weight_sizes.embedding / stage.setup.dtype_bytes)
+    is_shared = stage.tied > 0 and stage.setup.tune.unfreeze_all
+    return is_shared * round(stage.setup.workload.weight_sizes.embedding / stage.setup.dtype_bytes)
 
 
 def _updated(stage: _Stage, parameters: int) -> int:
@@ -241,9 +238,9 @@ def _updated(stage: _Stage, parameters: int) -> int:
     Each weight has one owner, so a large matrix may exceed a replica's share.
     """
     setup = stage.setup
-    if not setup.divides_optimizer or not parameters:
+    if not setup.tune.divides_optimizer or not parameters:
         return parameters
-    if setup.divides_weights and not setup.has_adapters:
+    if setup.divides_weights and setup.tune.is_full:
         most = divided(setup, stage.start, stage.stop, stage.ends).most
         return most.trained // setup.dtype_bytes
     return max([-(-parameters // setup.dp), *stage.trained_ends])
@@ -251,11 +248,12 @@ def _updated(stage: _Stage, parameters: int) -> int:
 
 def _state_bytes(setup: TrainingSetup) -> int:
     """Return the bytes of the optimizer's state for a parameter, with its float32 copy."""
-    has_moment = setup.optimizer == "adafactor" and setup.first_moment
-    states = OPTIMIZERS[setup.optimizer].states + has_moment
-    if setup.master_weights:
+    settings = setup.tune.optimizer_settings
+    has_moment = setup.tune.optimizer == "adafactor" and settings.get("beta_1") is not None
+    states = OPTIMIZERS[setup.tune.optimizer].states + has_moment
+    if setup.tune.master_weights:
         return FLOAT32 * (1 + states)
-    return states * (FLOAT32 if setup.has_adapters else setup.dtype_bytes)
+    return states * (FLOAT32 if not setup.tune.is_full else setup.dtype_bytes)
 
 
 def _logits(stage: _Stage) -> int:
@@ -296,7 +294,7 @@ def _held(stage: _Stage) -> tuple[int, int]:
     elif live:
         # Layers hold their inputs. The last stage's output is counted above, as the norm's input.
         after_forward += message * (len(live) + (not stage.is_last))
-    if stage.is_last and setup.unfreeze_all:
+    if stage.is_last and setup.tune.unfreeze_all:
         after_forward += 2 * message
         after_input += logits + 3 * message
     return after_forward, after_input
@@ -334,7 +332,7 @@ def _during_weight(stage: _Stage, during_input: float, parameters: int, largest:
     passing = 0.0 if setup.grad_checkpoint else float(largest)
     if not stage.has_input_gradient:
         passing = max(passing, during_input)  # I and W are one action
-    if setup.unfreeze_all and stage.is_last and setup.loss_piece is not None:
+    if setup.tune.unfreeze_all and stage.is_last and setup.loss_piece is not None:
         # A piece's gradient of the head, and the sum of the pieces before it.
         passing = max(passing, _loss_piece(stage) + 2 * largest)
     if setup.dp > 1:
@@ -351,7 +349,7 @@ def _during_update(stage: _Stage, summed: int) -> int:
     """
     layers, ends = stage.trained_layers, stage.trained_ends
     of_layer, of_end = max(layers, default=0), max(ends, default=0)
-    optimizer = OPTIMIZERS[stage.setup.optimizer]
+    optimizer = OPTIMIZERS[stage.setup.tune.optimizer]
     gone = max(0, summed - sum(ends))
     return max(
         max(FLOAT32 * of_end, min(BUCKET_BYTES, FLOAT32 * summed)),

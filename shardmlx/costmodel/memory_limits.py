@@ -57,10 +57,12 @@ class PlannedMemory:
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """The process of a rank: its bytes ``outside`` MLX's arrays, and its own limits."""
+    """The process of a rank: its bytes ``outside`` MLX's arrays, its own limits, and the bytes that
+    macOS lets the GPU wire of all processes; None if nothing is wired."""
 
     outside: int = 0
     bounds: tuple[MemoryBound, ...] = ()
+    working_set: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,22 +90,38 @@ class MemoryBudget:
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimits:
-    """Limits of MLX on a rank, in bytes, each with a reason; ``wired`` is None if nothing is wired.
+    """Limits of MLX on a rank whose plan fits its budget, in bytes."""
 
-    The process takes ``outside`` bytes beside MLX's.
-    """
-
+    budget: MemoryBudget
     planned: PlannedMemory
-    memory: int
-    cache: int
-    wired: int | None
-    reasons: tuple[str, str, str]
-    outside: int = 0
+    backend: str
+
+    @property
+    def memory(self) -> int:
+        return int(self.budget.nbytes)
+
+    @property
+    def cache(self) -> int:
+        """On a CPU MLX's cache never gives way to arrays, so cache and plan together stay within
+        the budget. On Metal it does, and it holds a step's freed bytes, so that no step allocates
+        anew. A larger one would fill with buffers of lengths that do not recur."""
+        planned = self.planned
+        if self.backend == "cpu":
+            return max(0, min(LEAST_CACHE, self.memory - planned.peak))
+        of_a_step = max(LEAST_CACHE, round(CACHE_MARGIN * (planned.peak - planned.resident)))
+        return max(0, min(of_a_step, self.memory - planned.resident))
+
+    @property
+    def wired(self) -> int | None:
+        """None on a CPU, and if macOS does not say how much may be wired."""
+        if self.backend == "cpu" or self.budget.wirable is None:
+            return None
+        return min(self.memory, self.planned.peak + self.cache, self.budget.wirable)
 
     @property
     def process(self) -> int:
         """Bytes that the whole process may take."""
-        return self.memory + self.outside
+        return self.memory + self.budget.outside
 
     @property
     def planned_process(self) -> int:
@@ -115,7 +133,7 @@ class MemoryLimits:
         passing = max(0, peak - self.planned.resident)
         # On a CPU, MLX's cache and the C library's fragments are lost to other arrays.
         kept = min(self.cache, passing) + FRAGMENTED * passing if self.wired is None else 0
-        return round(peak + self.outside + kept)
+        return round(peak + self.budget.outside + kept)
 
     def as_json(self) -> dict[str, Any]:
         """Return the limits for the metrics."""
@@ -126,24 +144,19 @@ class MemoryLimits:
             "process_limit_bytes": self.process,
             "cache_limit_bytes": self.cache,
             "wired_limit_bytes": self.wired,
-            "reasons": dict(zip(("memory", "cache", "wired"), self.reasons, strict=True)),
+            "reasons": {"memory": self.budget.reason},
         }
 
 
 def budgets_of(
-    cluster: Cluster,
-    limit: int | None = None,
-    working_sets: Sequence[int | None] = (),
-    processes: Sequence[ProcessMemory] = (),
+    cluster: Cluster, limit: int | None = None, processes: Sequence[ProcessMemory] = ()
 ) -> tuple[MemoryBudget, ...]:
     """Return the memory budget of each world rank.
 
     A process may use the least of ``limit`` (by default the usable share of its machine) and its
     own bounds, each shared with the other ranks of the host under the same bound. A known working
-    set of Metal bounds the arrays instead of that share.
-
-    ``working_sets`` are Metal's recommended ones, of whole machines; None where there is none.
-    Without ``processes`` only the machines are known.
+    set of Metal bounds the arrays instead of that share. Without ``processes`` only the machines
+    are known.
     """
     processes = processes or (ProcessMemory(),) * cluster.size
     hosts = [machine.host for machine in cluster.machines]
@@ -155,9 +168,8 @@ def budgets_of(
     )
     budgets = []
     for rank, (machine, process) in enumerate(zip(cluster.machines, processes, strict=True)):
-        count = ranks[machine.host]
-        working_set = working_sets[rank] if working_sets else None
-        wirable = None if working_set is None else working_set // count
+        count, outside = ranks[machine.host], process.outside
+        wirable = None if process.working_set is None else process.working_set // count
         memory = math.inf if machine.memory is None else float(machine.memory)
         bounds = [
             (bound.nbytes * BOUND_FRACTION / each, bound.what + _shared(each))
@@ -165,21 +177,19 @@ def budgets_of(
             for each in [sharing[machine.host, bound.name]]
         ]
         most, why = min([(memory, f"all that there is{_shared(count)}"), *bounds])
-        part = f"{100 * cluster.memory_fraction:.0f}% of the machine's memory"
-        if machine.wired is not None:
-            part = "what macOS wires for the GPU, by the hostfile"
-        part += _shared(count)
         if limit is not None:
             total, reason = float(limit), "--memory-limit"
             if limit > most:
                 total, reason = most, f"{why}; --memory-limit is more"
         elif wirable is None:
-            total, reason = min([(cluster.capacity(rank), part), *bounds])
+            part = f"{100 * cluster.memory_fraction:.0f}% of the machine's memory"
+            if machine.wired is not None:
+                part = "what macOS wires for the GPU, by the hostfile"
+            total, reason = min([(cluster.capacity(rank), part + _shared(count)), *bounds])
         else:
             metal = f"what macOS wires for the GPU{_shared(count)}"
-            total, reason = min([(float(wirable + process.outside), metal), (most, why)])
-        nbytes = total - process.outside
-        budgets.append(MemoryBudget(machine.host, nbytes, reason, most, wirable, process.outside))
+            total, reason = min([(float(wirable + outside), metal), (most, why)])
+        budgets.append(MemoryBudget(machine.host, total - outside, reason, most, wirable, outside))
     return tuple(budgets)
 
 
@@ -198,11 +208,6 @@ def within(cluster: Cluster, budgets: Sequence[MemoryBudget]) -> Cluster:
         for machine, budget in zip(cluster.machines, budgets, strict=True)
     )
     return replace(cluster, machines=tuple(machines), memory_fraction=1.0)
-
-
-def limited(cluster: Cluster, limit: int | None) -> Cluster:
-    """Return a plan's machines, with no more memory than the user's ``limit`` for a rank."""
-    return cluster if limit is None else within(cluster, budgets_of(cluster, limit))
 
 
 def would_take(rank: int, budget: MemoryBudget, nbytes: int) -> str:
@@ -229,37 +234,6 @@ def limit_for(nbytes: int) -> str:
     return f"{math.ceil(10 * nbytes / GIB) / 10:g}GiB"
 
 
-def memory_limits(budget: MemoryBudget, planned: PlannedMemory, backend: str) -> MemoryLimits:
-    """Return the limits of a rank whose plan fits.
-
-    On a CPU MLX's cache never gives way to arrays, so cache and plan together stay within the
-    budget. On Metal it does, and it holds a step's freed bytes, so that no step allocates anew. A
-    larger cache would fill with buffers of lengths that do not recur.
-    """
-    memory = int(budget.nbytes)
-    of_a_step = planned.peak - planned.resident
-    if backend == "cpu":
-        cache = max(0, min(LEAST_CACHE, memory - planned.peak))
-        why_cache = "MLX's own on a CPU" if cache == LEAST_CACHE else "what the plan leaves"
-        wired, why_wired = None, "nothing is wired on a CPU"
-    else:
-        cache = max(LEAST_CACHE, round(CACHE_MARGIN * of_a_step))
-        why_cache = "what a step frees, and a margin"
-        if cache > memory - planned.resident:
-            cache, why_cache = max(0, memory - planned.resident), "what the weights leave"
-        wired, why_wired = _wired(budget, min(memory, planned.peak + cache))
-    reasons = budget.reason, why_cache, why_wired
-    return MemoryLimits(planned, memory, cache, wired, reasons, budget.outside)
-
-
-def _wired(budget: MemoryBudget, wanted: int) -> tuple[int | None, str]:
-    if budget.wirable is None:
-        return None, "macOS does not say how much may be wired"
-    if wanted > budget.wirable:
-        return budget.wirable, "this rank's share of what macOS wires for the GPU"
-    return wanted, "plan and cache"
-
-
 def unwired(budgets: Sequence[MemoryBudget], planned: Sequence[PlannedMemory]) -> tuple[str, ...]:
     """Return a warning for each rank whose plan exceeds the memory that macOS wires for the GPU."""
     return tuple(
@@ -280,7 +254,7 @@ def exceeded(
     """
     return tuple(
         f"rank {rank} ({host}) held {gibibytes(peak)} in MLX's arrays at its peak, more than its "
-        f"limit of {gibibytes(each.memory)} ({each.reasons[0]}), and "
+        f"limit of {gibibytes(each.memory)} ({each.budget.reason}), and "
         f"{gibibytes(each.planned.peak)} were planned"
         for rank, (each, host, peak) in enumerate(zip(limits, hosts, peaks, strict=True))
         if peak > each.memory

@@ -61,17 +61,10 @@ class Prediction:
 
 
 def predict_memory(
-    plan: Plan, workload: Workload, cluster: Cluster, length: int, *, recompute: str
+    plan: Plan, workload: Workload, cluster: Cluster, length: int
 ) -> tuple[list[int], dict[int, StageMemory]]:
     """Return (peak bytes of each pipeline rank, memory of each stage) with ``length`` tokens."""
-    setup = workload.setup(
-        plan.micro_batch_size,
-        length,
-        recompute=recompute,
-        dp=plan.mesh.dp,
-        backend=cluster.backend,
-        profile=cluster.profile,
-    )
+    setup = cluster.setup(workload, plan.micro_batch_size, length, plan.mesh.dp)
     stages = {
         index: stage_memory(setup, *ends)
         for index, ends in enumerate(plan.stage_map.partition.ranges)
@@ -84,33 +77,31 @@ def predict_memory(
 
 
 def planned_memory(
-    plan: Plan,
-    workload: Workload,
-    cluster: Cluster,
-    lengths: tuple[int, int],
-    recompute: str,
+    plan: Plan, workload: Workload, cluster: Cluster, lengths: tuple[int, int]
 ) -> tuple[PlannedMemory, ...]:
     """Return the memory that the plan expects of each world rank.
 
     ``lengths`` are T of a step's longest micro-batch, and of the longest forward-only one, such as
     validation's; 0 if there are none.
     """
-    planned = _planned(plan, workload, cluster, lengths[0], recompute)
+    planned = _planned(plan, workload, cluster, lengths[0])
     if not lengths[1]:
         return planned
-    forward = replace(workload, fine_tune=replace(workload.fine_tune, train=False))
+    forward = replace(
+        workload,
+        fine_tune=replace(workload.fine_tune, train=False),
+        batch=replace(workload.batch, recompute=NONE),
+    )
     return tuple(
         replace(step, peak=max(step.peak, step.resident + passing.peak - passing.resident))
-        for step, passing in zip(
-            planned, _planned(plan, forward, cluster, lengths[1], NONE), strict=True
-        )
+        for step, passing in zip(planned, _planned(plan, forward, cluster, lengths[1]), strict=True)
     )
 
 
 def _planned(
-    plan: Plan, workload: Workload, cluster: Cluster, length: int, recompute: str
+    plan: Plan, workload: Workload, cluster: Cluster, length: int
 ) -> tuple[PlannedMemory, ...]:
-    peaks, stages = predict_memory(plan, workload, cluster, length, recompute=recompute)
+    peaks, stages = predict_memory(plan, workload, cluster, length)
     planned = []
     for rank, peak in enumerate(peaks):
         own = [stages[index] for index in plan.stage_map.stages_of(rank)]
@@ -125,8 +116,6 @@ def _pipeline(
     workload: Workload,
     cluster: Cluster,
     length: int,
-    *,
-    recompute: str,
     message: int,
     replica: int | None,
 ) -> tuple[Simulation, list[Seconds]]:
@@ -136,9 +125,7 @@ def _pipeline(
     ``message`` are the bytes of a micro-batch's hidden states.
     """
     mesh, stage_map, size = plan.mesh, plan.stage_map, plan.micro_batch_size
-    models = pipeline_seconds(
-        workload, cluster, mesh, size, length, recompute=recompute, replica=replica
-    )
+    models = pipeline_seconds(workload, cluster, mesh, size, length, replica)
     stages = [
         with_gathers(models[rank].stage(*ends), rank, ends, plan, workload, cluster)
         for rank, ends in zip(stage_map.placement, stage_map.partition.ranges, strict=True)
@@ -157,20 +144,13 @@ def _pipeline(
     return simulation, stages
 
 
-def predict(
-    plan: Plan, workload: Workload, cluster: Cluster, length: int, *, recompute: str = "none"
-) -> Prediction:
+def predict(plan: Plan, workload: Workload, cluster: Cluster, length: int) -> Prediction:
     """Predict a step with sequences of ``length`` tokens on ``cluster.machines[world rank]``."""
     mesh, stage_map = plan.mesh, plan.stage_map
-    peaks, memories = predict_memory(plan, workload, cluster, length, recompute=recompute)
+    peaks, memories = predict_memory(plan, workload, cluster, length)
     message = max(each.message for each in memories.values())
     replicas: list[int | None] = list(range(mesh.dp)) if plan.replica_rows else [None]
-    pipelines = [
-        _pipeline(
-            plan, workload, cluster, length, recompute=recompute, message=message, replica=each
-        )
-        for each in replicas
-    ]
+    pipelines = [_pipeline(plan, workload, cluster, length, message, each) for each in replicas]
     simulation, stages = max(pipelines, key=lambda each: each[0].makespan)
     of_rank = [
         sum((stages[index] for index in stage_map.stages_of(rank)), Seconds())

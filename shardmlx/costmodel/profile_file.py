@@ -9,16 +9,16 @@ import json
 import reprlib
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardmlx.config.specs import FineTune, Savings
+from shardmlx.config.specs import Savings
 from shardmlx.costmodel.hostfile import kind_key, same_host
 from shardmlx.costmodel.measured_memory import MemorySample, StageBytes
-from shardmlx.costmodel.timing import LayerTimes, Measured, Sample, Seconds
+from shardmlx.costmodel.timing import ModelSeconds, Seconds
+from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
-from shardmlx.models.shape import ModelShape
 from shardmlx.models.tensors import read_quantisation
 
 FORMAT = 1
@@ -28,6 +28,48 @@ _AGAIN = "measure again with shardmlx profile"
 _MOST_TOKENS = 1 << 30
 _MOST_SECONDS = 1e6
 """Longest plausible time of a micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTimes:
+    """Times of a layer that trains, with every gradient, and of one that runs only forward."""
+
+    trained: Seconds
+    frozen: Seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Times measured with micro-batches of ``rows`` x ``length`` tokens.
+
+    ``layer`` is a layer that trains, with every gradient; ``frozen`` one that runs only forward.
+    ``others`` are the other kinds of layers. Raises ``ValueError`` for impossible times; embedding
+    and lm_head are differences of times.
+    """
+
+    rows: int
+    length: int
+    layer: Seconds
+    frozen: Seconds
+    embedding: Seconds
+    head: Seconds
+    others: tuple[LayerTimes, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[LayerTimes, ...]:
+        """Times of each kind of layer."""
+        return (LayerTimes(self.layer, self.frozen), *self.others)
+
+    def __post_init__(self) -> None:
+        if min(self.rows, self.length) < 1 or self.rows * self.length > _MOST_TOKENS:
+            raise ValueError(f"a micro-batch of less than 1 or more than {_MOST_TOKENS} tokens")
+        layers = [part for kind in self.kinds for part in (kind.trained, kind.frozen)]
+        for part in (*layers, self.embedding, self.head):
+            if not all(abs(each) <= _MOST_SECONDS for each in astuple(part)):
+                raise ValueError(f"times of {astuple(part)} s")
+        for part in layers:
+            if part.forward <= 0 or min(astuple(part)) < 0:
+                raise ValueError(f"a layer with times of {astuple(part)} s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,29 +85,49 @@ class MachineProfile:
     memory: tuple[MemorySample, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.samples:
-            raise ValueError(f"no samples of {self.host}")
-        for sample in self.samples:
-            _check_sample(sample)
+        rows, lengths = {each.rows for each in self.samples}, [each.length for each in self.samples]
+        if len(rows) != 1 or lengths != sorted(set(lengths)):
+            raise ValueError(f"samples of {self.host} with rows {rows} of {lengths} tokens")
+
+    def seconds(self, workload: Workload, rows: int, length: int) -> ModelSeconds:
+        """Return times interpolated between the samples of the next shorter and longer sequences.
+
+        The outermost line goes on beyond the samples; times from one sample are proportional to
+        tokens. A row costs as much as in the samples.
+        """
+        rows, length = workload.micro_batch(rows, length)
+
+        def part(times: Sequence[Seconds]) -> Seconds:
+            return self._interpolated(times, rows, length)
+
+        kinds = list(zip(*(sample.kinds for sample in self.samples), strict=True))
+        trained = [part([times.trained for times in kind]) for kind in kinds]
+        frozen = [part([times.frozen for times in kind]) for kind in kinds]
+        first_trained = workload.first_trained
+        _, pattern = workload.shape.unlike_layers(self.samples[-1].length)
+        return ModelSeconds(
+            layers=tuple(
+                frozen[kind] if i < first_trained else trained[kind]
+                for i, kind in enumerate(pattern)
+            ),
+            embedding=part([sample.embedding for sample in self.samples]),
+            head=part([sample.head for sample in self.samples]).of_share(workload.head_share),
+            first_trained=first_trained,
+            recompute=workload.batch.recomputed,
+        )
+
+    def _interpolated(self, times: Sequence[Seconds], rows: int, length: int) -> Seconds:
+        """Return the time of a part by those in each sample."""
         lengths = [sample.length for sample in self.samples]
-        if lengths != sorted(set(lengths)):
-            raise ValueError(f"samples of {self.host} with {lengths} tokens a row: not ascending")
-        rows = {sample.rows for sample in self.samples}
-        if len(rows) > 1:
-            raise ValueError(f"samples of {self.host} with {sorted(rows)} rows: not as many each")
-
-
-def _check_sample(sample: Sample) -> None:
-    """Raise ``ValueError`` for impossible times; embedding and lm_head are differences of times."""
-    if sample.tokens > _MOST_TOKENS:
-        raise ValueError(f"a micro-batch of more than {_MOST_TOKENS} tokens")
-    layers = [part for kind in sample.kinds for part in (kind.trained, kind.frozen)]
-    for part in (*layers, sample.embedding, sample.head):
-        if max(map(abs, astuple(part))) > _MOST_SECONDS:
-            raise ValueError(f"a time over {_MOST_SECONDS:g} s")
-    for part in layers:
-        if part.forward <= 0 or min(astuple(part)) < 0:
-            raise ValueError(f"a layer with times of {astuple(part)} s")
+        if len(times) == 1:
+            mixed = times[0].scaled(length / lengths[0])
+        else:
+            upper = next((i for i, each in enumerate(lengths) if each >= length), len(times) - 1)
+            upper = max(1, upper)
+            low, high = lengths[upper - 1], lengths[upper]
+            weight = (length - low) / (high - low)
+            mixed = times[upper - 1].scaled(1 - weight) + times[upper].scaled(weight)
+        return replace(mixed.scaled(rows / self.samples[0].rows), update=times[0].update)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +160,11 @@ class Profile:
         name = socket.gethostname() if host == "localhost" else host
         found = [each for each in self.machines if same_host(each.host, name)]
         if not found and kind is not None:
-            found = [each for each in self.machines if _is_of_kind(each, kind)]
+            found = [
+                each
+                for each in self.machines
+                if kind_key(kind) == kind_key(each.chip) or same_host(kind, each.host)
+            ]
         if not found:
             known = ", ".join(dict.fromkeys(each.host for each in self.machines))
             kinds = dict.fromkeys(kind_key(each.chip or each.host) for each in self.machines)
@@ -110,41 +176,28 @@ class Profile:
             )
         return max(found, key=lambda each: each.samples[-1].layer.microbatch)
 
-    def measured(
-        self, host: str, kind: str | None, shape: ModelShape, first_trained: int, recompute: str
-    ) -> Measured:
-        """Return the times of a model on a host.
+    def measured(self, workload: Workload, host: str, kind: str | None) -> MachineProfile:
+        """Return the measurements of this work on a host, or on another machine of the same kind.
 
-        Raises ``UserError`` if some of its layers were not measured.
+        Raises ``UserError`` without measurements of the work, or of some of its layers.
         """
-        samples = self.machine(host, kind).samples
-        kinds, pattern = shape.unlike_layers(samples[-1].length)
-        measured = min(len(sample.kinds) for sample in samples)
-        if measured != len(kinds):
+        self.check(work_of(workload))
+        machine, shape = self.machine(host, kind), workload.shape
+        longest = machine.samples[-1].length
+        measured = min(len(sample.kinds) for sample in machine.samples)
+        there = len(shape.unlike_layers(longest)[0])
+        if measured != there:
             raise UserError(
                 f"{self.path} has times of {measured} kinds of layers, of which "
-                f"{shape.model_type} has {len(kinds)} at {samples[-1].length} tokens a row",
+                f"{shape.model_type} has {there} at {longest} tokens a row",
                 _AGAIN,
             )
-        return Measured(
-            pattern=pattern, samples=samples, first_trained=first_trained, recompute=recompute
-        )
+        return machine
 
 
-def _is_of_kind(machine: MachineProfile, kind: str) -> bool:
-    return kind_key(kind) == kind_key(machine.chip) or same_host(kind, machine.host)
-
-
-def work_of(
-    fine_tune: FineTune,
-    shape: ModelShape,
-    dtype: str,
-    quantization: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Return the facts that times depend on: sizes of a layer and the lm_head, and trained weights.
-
-    ``quantization`` is the entry of config.json.
-    """
+def work_of(workload: Workload) -> dict[str, Any]:
+    """Return the facts that times depend on: sizes of a layer and lm_head, and trained weights."""
+    fine_tune, shape = workload.fine_tune, workload.shape
     trained: dict[str, Any] = {"fine_tune_type": fine_tune.fine_tune_type}
     if fine_tune.is_full:
         trained["unfreeze_all"] = fine_tune.unfreeze_all
@@ -168,8 +221,8 @@ def work_of(
         "head_dim": layer.heads.key_dim,
         "num_experts": layer.experts,
         "experts_per_token": layer.experts_per_token,
-        "dtype": dtype,
-        "quantization": _quantisation(quantization),
+        "dtype": workload.dtype,
+        "quantization": _quantisation(workload.quantization),
         "optimizer": fine_tune.optimizer,
         **trained,
     }

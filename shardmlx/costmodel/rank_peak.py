@@ -34,7 +34,7 @@ class PeakOfActions:
         """Return the peak bytes of ``stages``, by index, in a step and its update."""
         own = tuple(stages.values())
         resident = sum(stage.resident for stage in own) - held_once(own)
-        if setup.dp > 1 or (any(stage.tied for stage in own) and setup.unfreeze_all):
+        if setup.dp > 1 or (any(stage.tied for stage in own) and setup.tune.unfreeze_all):
             resident += SUM_BUFFER_BYTES
         needs = tuple((i, each.has_input_gradient, each.is_trained) for i, each in stages.items())
         key = needs, setup.joins_weights

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardmlx.config.specs import NONE
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.divided import divided
 from shardmlx.costmodel.memory import StageMemory
 from shardmlx.costmodel.timing import Seconds
-from shardmlx.costmodel.training_setup import FLOAT32
+from shardmlx.costmodel.training_setup import FLOAT32, TrainingSetup
 from shardmlx.costmodel.workload import Workload
 from shardmlx.distributed.sum_parts import levels_of
 from shardmlx.pipeline.actions import Kind
@@ -110,7 +109,7 @@ def with_gathers(
         return sent_and_received * HANDLING_SECONDS[cluster.backend]
 
     moved = stage_gathers(ends, plan, workload)
-    setup = workload.setup(1, 1, recompute=NONE, dp=plan.mesh.dp, backend=cluster.backend)
+    setup = TrainingSetup(workload=workload, rows=1, length=1, dp=plan.mesh.dp)
     largest = divided(setup, *ends, ()).part
     # A matrix at an end has one owner, which sends all of it.
     gathering = seconds(moved.forward, largest) + seconds(moved.ends, 1.0)

@@ -1,4 +1,4 @@
-"""Tell how long parts of a model take on a machine, from its speed or a measurement.
+"""Tell how long parts of a model take, and a machine of known speed.
 
 No MLX, no MPI.
 
@@ -8,12 +8,10 @@ one micro-batch: forward (F), gradient for the input (I), gradient for the weigh
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 from shardmlx.config.specs import FULL, NONE, SELECTIVE
-from shardmlx.models.shape import ModelShape
+from shardmlx.costmodel.workload import Workload
 from shardmlx.partitioners import LayerCosts
 from shardmlx.pipeline.simulate import Costs
 
@@ -127,127 +125,33 @@ class ModelSeconds:
         return Seconds(forward, input_gradient, max(0.0, total.weight_gradient), update)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Speed:
     """A machine known by its FLOP/s alone, as reached in matrix products."""
 
-    shape: ModelShape
     flops: float
-    first_trained: int
-    trains_weights: bool
-    trains_ends: bool = False
-    recompute: str = NONE
 
-    def seconds(self, rows: int, length: int) -> ModelSeconds:
+    def seconds(self, workload: Workload, rows: int, length: int) -> ModelSeconds:
         """Return F, I and W of equal FLOPs, at the machine's speed (6N: Kaplan et al. 2020).
 
-        Layers below ``first_trained`` run F alone. Embedding, norms, update, and the few FLOPs of W
-        with adapters are left out.
+        Layers below the first trained one run F alone. Embedding, norms, update, and the few FLOPs
+        of W with adapters are left out.
         """
-        tokens = rows * length
-        layers = [
-            self._pass_of(self.shape.layer(layer).flops(length) * tokens, layer)
-            for layer in range(self.shape.num_layers)
-        ]
-        head = self._pass_of(self.shape.head_flops() * tokens, self.shape.num_layers - 1)
+        rows, length = workload.micro_batch(rows, length)
+        shape, tune, tokens = workload.shape, workload.fine_tune, rows * length
+
+        def part(flops: float, layer: int) -> Seconds:
+            once = flops * tokens / self.flops
+            backward = once if layer >= workload.first_trained else 0.0
+            return Seconds(once, backward, backward * tune.is_full)
+
+        count = shape.num_layers
+        layers = tuple(part(shape.layer(layer).flops(length), layer) for layer in range(count))
+        head = part(shape.head_flops(), count - 1)
+        head = replace(head, weight_gradient=head.weight_gradient * tune.unfreeze_all)
         return ModelSeconds(
-            layers=tuple(layers),
-            head=replace(head, weight_gradient=head.weight_gradient * self.trains_ends),
-            first_trained=self.first_trained,
-            recompute=self.recompute,
+            layers=layers,
+            head=head.of_share(workload.head_share),
+            first_trained=workload.first_trained,
+            recompute=workload.batch.recomputed,
         )
-
-    def _pass_of(self, flops: float, layer: int) -> Seconds:
-        once = flops / self.flops
-        backward = once if layer >= self.first_trained else 0.0
-        return Seconds(once, backward, backward * self.trains_weights)
-
-
-@dataclass(frozen=True, slots=True)
-class LayerTimes:
-    """Times of a layer that trains, with every gradient, and of one that runs only forward."""
-
-    trained: Seconds
-    frozen: Seconds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """Times measured with micro-batches of ``rows`` x ``length`` tokens.
-
-    ``layer`` is a layer that trains, with every gradient; ``frozen`` one that runs only forward.
-    ``others`` are the other kinds of layers.
-    """
-
-    rows: int
-    length: int
-    layer: Seconds
-    frozen: Seconds
-    embedding: Seconds
-    head: Seconds
-    others: tuple[LayerTimes, ...] = ()
-
-    @property
-    def kinds(self) -> tuple[LayerTimes, ...]:
-        """Times of each kind of layer."""
-        return (LayerTimes(self.layer, self.frozen), *self.others)
-
-    @property
-    def tokens(self) -> int:
-        return self.rows * self.length
-
-    def __post_init__(self) -> None:
-        if self.rows < 1 or self.length < 1:
-            raise ValueError(f"a micro-batch of {self.rows} x {self.length} tokens")
-        layers = [part for kind in self.kinds for part in (kind.trained, kind.frozen)]
-        for part in (*layers, self.embedding, self.head):
-            if not all(map(math.isfinite, astuple(part))):
-                raise ValueError(f"times of {astuple(part)} s")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """A machine on which samples were taken: equal rows in each, in ascending order of length."""
-
-    pattern: tuple[int, ...]
-    """Kind of each layer, as its number in the samples."""
-    samples: tuple[Sample, ...]
-    first_trained: int
-    recompute: str = NONE
-
-    def seconds(self, rows: int, length: int) -> ModelSeconds:
-        """Return times interpolated between the samples of the next shorter and longer sequences.
-
-        The outermost line goes on beyond the samples; times from one sample are proportional to
-        tokens. A row costs as much as in the samples.
-        """
-
-        def part(times: Sequence[Seconds]) -> Seconds:
-            return self._interpolated(times, rows, length)
-
-        kinds = list(zip(*(sample.kinds for sample in self.samples), strict=True))
-        trained = [part([times.trained for times in kind]) for kind in kinds]
-        frozen = [part([times.frozen for times in kind]) for kind in kinds]
-        return ModelSeconds(
-            layers=tuple(
-                frozen[kind] if i < self.first_trained else trained[kind]
-                for i, kind in enumerate(self.pattern)
-            ),
-            embedding=part([sample.embedding for sample in self.samples]),
-            head=part([sample.head for sample in self.samples]),
-            first_trained=self.first_trained,
-            recompute=self.recompute,
-        )
-
-    def _interpolated(self, times: Sequence[Seconds], rows: int, length: int) -> Seconds:
-        """Return the time of a part by those in each sample."""
-        lengths = [sample.length for sample in self.samples]
-        if len(times) == 1:
-            mixed = times[0].scaled(length / lengths[0])
-        else:
-            upper = next((i for i, each in enumerate(lengths) if each >= length), len(times) - 1)
-            upper = max(1, upper)
-            low, high = lengths[upper - 1], lengths[upper]
-            weight = (length - low) / (high - low)
-            mixed = times[upper - 1].scaled(1 - weight) + times[upper].scaled(weight)
-        return replace(mixed.scaled(rows / self.samples[0].rows), update=times[0].update)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from shardmlx.config.checks import FINE_TUNE_TYPES, OPTIMIZERS
-from shardmlx.config.specs import FULL, NO_SAVINGS, SELECTIVE, Savings
+from shardmlx.config.specs import FULL, NO_SAVINGS, SELECTIVE, FineTune, Savings
+from shardmlx.costmodel.workload import Workload
 from shardmlx.models.shape import ModelShape
-from shardmlx.partitioners import LayerCosts
 
 FLOAT32 = 4
 """Bytes of an element of the sums of gradients, of adapters, and of adapters' arrays."""
@@ -34,69 +34,55 @@ class MeasuredRatios(NamedTuple):
     kinds: tuple[Ratios, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingSetup:
-    """The facts that decide the memory of training. Raises ``ValueError`` for a contradiction."""
+    """The facts that decide the memory of training."""
 
-    shape: ModelShape
-    weight_sizes: LayerCosts
-    """Bytes of the parameters as held in memory; a tied matrix counts as the embedding."""
-    dtype_bytes: int
-    """Bytes of an element of an activation."""
+    workload: Workload
     rows: int
-    """Rows of a micro-batch."""
+    """Rows of a micro-batch, as they are computed."""
     length: int
     """Tokens of a row."""
-    fine_tune_type: str = "lora"
-    first_trained_layer: int = 0
-    """Lowest layer with trained weights; the number of layers if none has any."""
-    lora_rank: int = 8
-    lora_keys: tuple[str, ...] | None = None
-    """Linear layers that get adapters; None for all of them, as in mlx-lm."""
-    dropout: bool = False
-    """True if adapters drop some of their input."""
-    unfreeze_all: bool = False
-    """True if a full fine-tune trains embedding, norm and lm_head too."""
-    optimizer: str = "adam"
-    first_moment: bool = False
-    """True if Adafactor has a beta_1: then it keeps a moment as large as the weights."""
-    savings: Savings = NO_SAVINGS
-    masks: int = 0
-    """Number of masks of ``length`` x ``length`` bytes that all layers of packed rows share."""
     dp: int = 1
     """Number of replicas."""
-    divides_optimizer: bool = False
-    """True if each replica holds the optimizer's state only for its part of the weights."""
-    divides_weights: bool = False
-    """True if each replica holds a part of the weights, and gathers the others layer by layer."""
-    master_weights: bool = False
-    """True if weights of 16 bits are updated as float32 copies, with state in float32."""
-    error_copies: int = 0
-    """Number of copies of the sums' rounding errors that a replica holds."""
-    backend: str = "metal"
+    backend: str = BACKENDS[0]
+    savings: Savings = NO_SAVINGS
     measured: MeasuredRatios | None = None
     """Measurements of a profile, if there are any of such micro-batches."""
 
-    def __post_init__(self) -> None:
-        layers = self.shape.num_layers
-        if len(self.weight_sizes.layers) != layers:
-            raise ValueError(f"weights of {len(self.weight_sizes.layers)} layers for {layers}")
-        if not 0 <= self.first_trained_layer <= layers:
-            raise ValueError(f"first trained layer {self.first_trained_layer} of {layers}")
-        for what, value, known in (
-            ("fine-tune type", self.fine_tune_type, FINE_TUNE_TYPES),
-            ("backend", self.backend, BACKENDS),
-            ("optimizer", self.optimizer, OPTIMIZERS),
-        ):
-            if value not in known:
-                raise ValueError(f"{what} {value!r}: one of {', '.join(known)}")
-        sizes = (self.dtype_bytes, self.rows, self.length, self.lora_rank, self.dp)
-        if min(sizes) < 1:
-            raise ValueError(f"sizes {sizes}: from 1")
-        if self.divides_weights and not (self.divides_optimizer and self.dp > 1):
-            raise ValueError(f"divides_weights without the optimizer, or with dp {self.dp}")
-        if self.unfreeze_all and self.has_adapters:
-            raise ValueError(f"unfreeze_all with {self.fine_tune_type}: full only")
+    @property
+    def shape(self) -> ModelShape:
+        return self.workload.shape
+
+    @property
+    def tune(self) -> FineTune:
+        return self.workload.fine_tune
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes of an element of an activation."""
+        return self.workload.dtype_bytes
+
+    @property
+    def lora(self) -> Mapping[str, Any]:
+        """Parameters of adapters. A full fine-tune ignores them, even invalid ones."""
+        return {} if self.tune.is_full else self.tune.lora_parameters
+
+    @property
+    def dropout(self) -> bool:
+        """True if adapters drop some of their input."""
+        return bool(self.lora.get("dropout"))
+
+    @property
+    def divides_weights(self) -> bool:
+        """True if each replica holds a part of the weights, and gathers the others layer by
+        layer."""
+        return self.tune.divides_weights and self.dp > 1
+
+    @property
+    def masks(self) -> int:
+        """Number of masks of ``length`` x ``length`` bytes that all layers of packed rows share."""
+        return (1 + any(self.shape.windows)) * bool(self.workload.batch.pack)
 
     @property
     def grad_checkpoint(self) -> bool:
@@ -136,8 +122,3 @@ class TrainingSetup:
     def message(self) -> int:
         """Bytes of the hidden states of a micro-batch, which go from stage to stage."""
         return self.dtype_bytes * self.tokens * self.shape.hidden_size
-
-    @property
-    def has_adapters(self) -> bool:
-        """True if adapters are trained instead of the weights themselves."""
-        return self.fine_tune_type != "full"

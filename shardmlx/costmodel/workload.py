@@ -11,10 +11,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from shardmlx.config.specs import COUNTED, BatchOptions, FineTune, Savings
-from shardmlx.costmodel.measured_memory import with_measurements
-from shardmlx.costmodel.profile_file import Profile, work_of
-from shardmlx.costmodel.timing import Measured, ModelSeconds, Speed
-from shardmlx.costmodel.training_setup import TrainingSetup
 from shardmlx.distributed.wire_formats import WIRE_FORMATS
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import ModelFiles
@@ -114,6 +110,11 @@ class Workload(ModelSizes):
             return count
         return count - trained if trained > 0 else 0
 
+    @property
+    def head_share(self) -> float:
+        """Share of the tokens for which the lm_head computes logits."""
+        return self.counted if self.batch.loss_chunk == COUNTED else 1.0
+
     def micro_batch(self, rows: int, length: int) -> tuple[int, int]:
         """Return the (rows, tokens a row) in which ``rows`` sequences of ``length`` tokens are
         computed: with --pack one row of all."""
@@ -123,78 +124,9 @@ class Workload(ModelSizes):
         """Return the bytes sent once for gradients of these bytes in float32."""
         return WIRE_FORMATS[self.fine_tune.sum_dtype].nbytes(gradients // DTYPE_BYTES["float32"])
 
-    def savings(self, recompute: str, backend: str) -> Savings:
+    def savings(self, backend: str) -> Savings:
         """Return how stages save memory."""
-        return self.batch.savings(recompute, backend, self.shape.vocab_size)
-
-    def setup(
-        self,
-        rows: int,
-        length: int,
-        *,
-        recompute: str,
-        dp: int,
-        backend: str,
-        profile: Profile | None = None,
-    ) -> TrainingSetup:
-        """Return the facts that decide the run's memory with micro-batches of ``rows`` x
-        ``length``, among them what a ``profile`` of this work measured."""
-        tune = self.fine_tune
-        rows, length = self.micro_batch(rows, length)
-        # A full fine-tune ignores its LoRA parameters, even invalid ones.
-        lora = {} if tune.is_full else tune.lora_parameters
-        keys = lora.get("keys")
-        setup = TrainingSetup(
-            shape=self.shape,
-            weight_sizes=self.weight_sizes,
-            dtype_bytes=self.dtype_bytes,
-            rows=rows,
-            length=length,
-            fine_tune_type=tune.fine_tune_type,
-            first_trained_layer=self.first_trained_layer,
-            dropout=bool(lora.get("dropout")),
-            lora_rank=lora.get("rank", 8),
-            lora_keys=None if keys is None else tuple(keys),
-            unfreeze_all=tune.unfreeze_all,
-            optimizer=tune.optimizer,
-            first_moment=_has_first_moment(tune),
-            savings=self.savings(recompute, backend),
-            masks=(1 + any(self.shape.windows)) * bool(self.batch.pack),
-            dp=dp,
-            divides_optimizer=tune.divides_optimizer,
-            divides_weights=tune.divides_weights and dp > 1,
-            master_weights=tune.master_weights,
-            error_copies=tune.error_copies,
-            backend=backend,
-        )
-        if profile is None:
-            return setup
-        return with_measurements(setup, [machine.memory for machine in profile.machines])
-
-    def at_speed(self, flops: float, recompute: str) -> Speed:
-        """Return the work's times on a machine with a known speed only."""
-        return Speed(
-            shape=self.shape,
-            flops=flops,
-            first_trained=self.first_trained,
-            trains_weights=self.fine_tune.is_full,
-            trains_ends=self.fine_tune.unfreeze_all,
-            recompute=recompute,
-        )
-
-    def as_counted(self, times: ModelSeconds) -> ModelSeconds:
-        """Return the times with a head that computes only the tokens that the run computes."""
-        if self.batch.loss_chunk != COUNTED:
-            return times
-        return replace(times, head=times.head.of_share(self.counted))
-
-    def measured(self, profile: Profile, host: str, kind: str | None, recompute: str) -> Measured:
-        """Return the work's times on a machine that was measured.
-
-        Raises ``UserError`` without a measurement of this work.
-        """
-        profile.check(work_of(self.fine_tune, self.shape, self.dtype, self.quantization))
-        return profile.measured(host, kind, self.shape, self.first_trained, recompute)
+        return self.batch.savings(backend, self.shape.vocab_size)
 
 
 def model_sizes(files: ModelFiles, dtype: str | None) -> ModelSizes:
@@ -220,12 +152,6 @@ def model_sizes(files: ModelFiles, dtype: str | None) -> ModelSizes:
         dtype=dtype or activation_dtype(inspection),
         quantization=files.config.get("quantization"),
     )
-
-
-def _has_first_moment(fine_tune: FineTune) -> bool:
-    """Tell whether Adafactor keeps a mean of gradients; for other optimizers it is given."""
-    settings = fine_tune.optimizer_settings
-    return fine_tune.optimizer == "adafactor" and settings.get("beta_1") is not None
 
 
 def activation_dtype(inspection: Inspection) -> str:

@@ -24,7 +24,6 @@ from shardmlx.costmodel.memory_limits import (
     PlannedMemory,
     ProcessMemory,
     budgets_of,
-    memory_limits,
     unwired,
     within,
 )
@@ -162,7 +161,7 @@ def measure_again(
 
 def _check_profile(workload: Workload, cluster: Cluster) -> None:
     for rank in range(cluster.size):
-        cluster.clock(rank, workload, workload.batch.recomputed)
+        cluster.clock(rank, workload)
 
 
 def _find_cluster(transport: Transport, hosts_file: str | None, profiles: str | None) -> Cluster:
@@ -226,15 +225,14 @@ def find_budgets(
 
     All ranks must call it, when they have everything but their weights.
     """
-    mine = working_set(), process_memory(later)
-    sets, processes = zip(*transport.all_gather(mine, "comparing memory"), strict=True)
-    return budgets_of(cluster, limit, sets, processes)
+    processes = transport.all_gather(process_memory(later), "comparing memory")
+    return budgets_of(cluster, limit, processes)
 
 
 def process_memory(later: int = 0) -> ProcessMemory:
     """Return this process's limits, and its bytes beside MLX's arrays, with ``later`` ones."""
     outside = resident_bytes() - mx.get_active_memory() - mx.get_cache_memory()
-    return ProcessMemory(max(0, outside) + GROWTH + later, memory_bounds())
+    return ProcessMemory(max(0, outside) + GROWTH + later, memory_bounds(), working_set())
 
 
 def working_set() -> int | None:
@@ -258,7 +256,7 @@ def limit_memory(
     for warning in unwired(budgets, planned):
         reporter.warn(warning)
     limits = tuple(
-        memory_limits(budget, each, backend) for budget, each in zip(budgets, planned, strict=True)
+        MemoryLimits(budget, each, backend) for budget, each in zip(budgets, planned, strict=True)
     )
     set_limits(limits[rank])
     return limits

@@ -117,7 +117,7 @@ def assess(way: RunSpec, facts: Facts) -> Assessment:
     cannot be divided so.
     """
     plan, workload, cluster = facts.plan(way), facts.work(way), facts.cluster
-    memory = planned_memory(plan, workload, cluster, facts.lengths.longest, way.batch.recomputed)
+    memory = planned_memory(plan, workload, cluster, facts.lengths.longest)
     for rank, each in enumerate(memory):
         if each.peak > cluster.capacity(rank):
             raise _does_not_fit(cluster, rank, each.peak)
@@ -128,8 +128,7 @@ def assess(way: RunSpec, facts: Facts) -> Assessment:
 
 def _predicted(plan: Plan, workload: Workload, facts: Facts, set_up: int = 0) -> Prediction:
     length = facts.lengths.mean(plan.pack) + set_up
-    recompute = workload.batch.recomputed
-    return predict(plan, workload, facts.cluster, length, recompute=recompute)
+    return predict(plan, workload, facts.cluster, length)
 
 
 def _set_up(rows: int, facts: Facts) -> int:
@@ -332,9 +331,7 @@ class _Search:
         mesh = Mesh.for_world(facts.cluster.size, way.layout.pipeline_stages or 1)
         rows, size = divide_batch(batch, mesh)
         length = facts.lengths.mean(batch.pack) + _set_up(size, facts)
-        models = pipeline_seconds(
-            facts.work(way), facts.cluster, mesh, size, length, recompute=batch.recomputed
-        )
+        models = pipeline_seconds(facts.work(way), facts.cluster, mesh, size, length)
         wholes = [model.stage(0, len(model.layers)).microbatch for model in models]
         return rows / size / sum(1 / whole for whole in wholes)
 

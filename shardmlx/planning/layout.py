@@ -10,12 +10,12 @@ from shardmlx.costmodel.cluster import Cluster, pipeline_seconds
 from shardmlx.costmodel.hostfile import Machine, same_host
 from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
-from shardmlx.partitioners import LayerCosts, Problem, get_partitioner
+from shardmlx.partitioners import LayerCosts, Problem, get_partitioner, uniform
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.schedules import get_schedule
 from shardmlx.pipeline.stage_map import StageMap
-from shardmlx.planning.partition_problem import Candidate, make_problem, plan_of
+from shardmlx.planning.partition_problem import make_problem, trainable_stages
 
 MICROBATCHES_A_RANK = 4
 """Micro-batches for each rank, so that 1F1B's bubble is at most a fifth."""
@@ -38,14 +38,28 @@ def lay_out(
     layout = way.layout
     mesh = Mesh.for_world(cluster.size, layout.pipeline_stages or cluster.size)
     rows, size = divide_batch(way.batch, mesh)
-    virtual = get_schedule(layout.schedule).default_virtual if given is None else given.virtual
-    candidate = Candidate(mesh, layout.schedule, virtual, rows, size, way.batch.recomputed)
-    stage_map = given
-    if stage_map is None:
-        problem = make_problem(candidate, workload, cluster, length, longest=longest)
+    stage_map = given or _evenly(layout.schedule, mesh.pp, workload.shape.num_layers)
+    plan = Plan(
+        mesh=mesh,
+        stage_map=stage_map,
+        schedule=layout.schedule,
+        rows=rows,
+        micro_batch_size=size,
+        trainable=(True,) * stage_map.num_stages,
+        pack=bool(workload.batch.pack),
+    )
+    if given is None:
+        problem = make_problem(plan, workload, cluster, length, longest)
         stage_map = get_partitioner(layout.partitioner)(problem)
-    plan = plan_of(candidate, stage_map, workload)
+    plan = replace(plan, stage_map=stage_map, trainable=trainable_stages(workload, stage_map))
     return with_replica_rows(plan, workload, cluster, length)
+
+
+def _evenly(schedule: str, pp: int, num_layers: int) -> StageMap:
+    """Return the stages of a schedule with about equal numbers of layers."""
+    chosen = get_schedule(schedule)
+    placement = chosen.placement(pp, chosen.default_virtual)
+    return uniform(Problem.homogeneous(LayerCosts((1.0,) * num_layers), placement))
 
 
 def make_mesh(stage_map: StageMap, world_size: int, hosts: Sequence[str]) -> Mesh:
@@ -191,12 +205,10 @@ def _seconds_of_replicas(
 ) -> list[float]:
     """Return the seconds that a row takes on the busiest rank of each replica."""
     cluster.check_speeds()
-    recompute, size = workload.batch.recomputed, plan.micro_batch_size
+    size = plan.micro_batch_size
     found = []
     for replica in range(plan.mesh.dp):
-        models = pipeline_seconds(
-            workload, cluster, plan.mesh, size, length, recompute=recompute, replica=replica
-        )
+        models = pipeline_seconds(workload, cluster, plan.mesh, size, length, replica)
         busy = [0.0] * plan.mesh.pp
         ranges = plan.stage_map.partition.ranges
         for rank, ends in zip(plan.stage_map.placement, ranges, strict=True):

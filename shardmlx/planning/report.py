@@ -157,7 +157,7 @@ def shorter_sums(choice: Choice) -> list[str]:
     length = choice.facts.lengths.mean(batch.pack)
     for dtype in ROUNDING_SECONDS:
         other = replace(workload, fine_tune=replace(tune, sum_dtype=dtype))
-        then = predict(prediction.plan, other, cluster, length, recompute=batch.recomputed)
+        then = predict(prediction.plan, other, cluster, length)
         saved = 1 - then.step_seconds / prediction.step_seconds
         if saved >= CLOSE:
             lines.append(f"--sum-dtype {dtype} would make the step {100 * saved:.0f}% shorter")

@@ -135,9 +135,7 @@ class Watch:
         ]
 
 
-def compute_of_ranks(
-    plan: Plan, workload: Workload, cluster: Cluster, length: int, *, recompute: str
-) -> list[float]:
+def compute_of_ranks(plan: Plan, workload: Workload, cluster: Cluster, length: int) -> list[float]:
     """Return the compute of a step on each world rank with ``length`` tokens, in ``cluster.unit``.
 
     Includes its share of the update, as measurements do.
@@ -145,8 +143,7 @@ def compute_of_ranks(
     stage_map = plan.stage_map
     computed = []
     for rank in range(plan.mesh.size):
-        clock = cluster.clock(rank, workload, recompute)
-        model = clock.seconds(*workload.micro_batch(plan.micro_batch_size, length))
+        model = cluster.clock(rank, workload).seconds(workload, plan.micro_batch_size, length)
         replica, pipeline_rank = plan.mesh.coordinates(rank)
         ranges = [stage_map.partition.ranges[s] for s in stage_map.stages_of(pipeline_rank)]
         total = sum((model.stage(*ends) for ends in ranges), Seconds())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from shardmlx.config.specs import RunSpec
 from shardmlx.costmodel.cluster import Cluster, read_profiles
 from shardmlx.costmodel.hostfile import Machine, machine_of_each_rank
-from shardmlx.costmodel.memory_limits import limited
+from shardmlx.costmodel.memory_limits import budgets_of, within
 from shardmlx.costmodel.training_setup import BACKENDS
 from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
@@ -45,7 +45,9 @@ def plan_training(
         profile=None if profile is None else read_profiles(profile),
         backend=backend,
     )
-    cluster = limited(cluster, run.machines.memory_limit)
+    limit = run.machines.memory_limit
+    if limit is not None:
+        cluster = within(cluster, budgets_of(cluster, limit))
     cluster.check_speeds()
     facts = Facts(
         workload=Workload.of(open_model(run.model, run.revision), run.fine_tune, run.batch),

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from shardmlx.costmodel.generation_memory import GenerationSetup, inference_memory
-from shardmlx.costmodel.timing import TYPICAL_LENGTH, Speed
+from shardmlx.costmodel.timing import TYPICAL_LENGTH
 from shardmlx.costmodel.workload import DTYPE_BYTES, activation_dtype, model_sizes
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.parts import Inspection, Part
@@ -98,8 +98,8 @@ def _costs(inspection: Inspection) -> LayerCosts:
     shape = inspection.shape
     if shape is None:
         return _sizes(inspection)
-    forward = Speed(shape=shape, flops=1.0, first_trained=shape.num_layers, trains_weights=False)
-    return forward.seconds(1, TYPICAL_LENGTH).layer_costs
+    flops = (shape.layer(i).flops(TYPICAL_LENGTH) for i in range(shape.num_layers))
+    return LayerCosts(tuple(flops), head=float(shape.head_flops()))
 
 
 def _sizes(inspection: Inspection) -> LayerCosts:

@@ -107,8 +107,7 @@ def _time(planned: PlannedRun) -> str:
             "Time of a step: not known: measure it with shardmlx profile, and give --profile, or "
             "write flops= into the lines of --hostfile"
         )
-    length, recompute = planned.mean_length, work.batch.recomputed
-    step = predict(planned.plan, work, cluster, length, recompute=recompute).step_seconds
+    step = predict(planned.plan, work, cluster, planned.mean_length).step_seconds
     source = "measured times" if cluster.profile else "the FLOP/s of the hostfile, an estimate"
     return (
         f"Time of a step: {step:.3g} s, of {iters} steps {_words(step * iters)}, "

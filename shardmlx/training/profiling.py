@@ -20,8 +20,14 @@ from shardmlx.common.reporter import Reporter, check_writable
 from shardmlx.config.profile import ProfileOptions
 from shardmlx.config.specs import FULL, NONE, SELECTIVE, BatchOptions, FineTune
 from shardmlx.costmodel.measured_memory import MemorySample
-from shardmlx.costmodel.profile_file import MachineProfile, Profile, work_of, write_profile
-from shardmlx.costmodel.timing import Sample, Seconds
+from shardmlx.costmodel.profile_file import (
+    MachineProfile,
+    Profile,
+    Sample,
+    work_of,
+    write_profile,
+)
+from shardmlx.costmodel.timing import Seconds
 from shardmlx.costmodel.workload import Workload
 from shardmlx.distributed.agreement import from_rank_0, on_rank_0
 from shardmlx.distributed.transport import Transport
@@ -82,7 +88,7 @@ def run(options: ProfileOptions, transport: Transport, blas: Blas) -> None:
     shape = workload.shape
     _, pattern = shape.unlike_layers(max(length for _, length in shapes))
     built = build_sample_model(model_config, workload.dtype)
-    savings = workload.savings(NONE, this_backend())
+    savings = workload.savings(this_backend())
     model = SampleModel(built, pattern, shape.pattern, savings)
     with reporter.bar("measuring", 2 * len(shapes)) as bar:
         samples, memory = measure(model, fine_tune, shapes, transport, bar.advance)
@@ -90,8 +96,7 @@ def run(options: ProfileOptions, transport: Transport, blas: Blas) -> None:
     mine = MachineProfile(host, _chip(), tuple(samples), tuple(memory))
     machines = transport.gather(mine, what="measurements") or ()  # empty on other ranks
     _show(reporter, machines)
-    work = work_of(fine_tune, shape, workload.dtype, model_config.get("quantization"))
-    profile = Profile(work, tuple(machines))
+    profile = Profile(work_of(workload), tuple(machines))
     on_rank_0(transport, "writing the profile", lambda: write_profile(profile, output))
     reporter.say(f"Wrote {output}")
 

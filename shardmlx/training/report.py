@@ -199,7 +199,6 @@ class TrainingReport:
             planned.workload,
             planned.cluster,
             self._mean_length,
-            recompute=planned.workload.batch.recomputed,
         )
         seconds = [each.times.compute_seconds for each in ranks]
         for straggler in self._watch.observe(step, seconds, predicted):
@@ -222,16 +221,11 @@ class TrainingReport:
             return
         planned, mean_length = self._planned, self._mean_length
         work, cluster = planned.workload, planned.cluster
-        recompute = work.batch.recomputed
-        peaks, _ = predict_memory(
-            planned.plan, work, cluster, max(self._lengths), recompute=recompute
-        )
+        peaks, _ = predict_memory(planned.plan, work, cluster, max(self._lengths))
         self._show_ranks(ranks, peaks)
         expected = None
         if cluster.unit == "seconds":
-            expected = predict(
-                planned.plan, work, cluster, mean_length, recompute=recompute
-            ).step_seconds
+            expected = predict(planned.plan, work, cluster, mean_length).step_seconds
             measured = ranks[0].times.step_seconds
             self._reporter.say(
                 f"Step: {measured:.3f} s, predicted {expected:.3f} s "

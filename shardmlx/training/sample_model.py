@@ -23,7 +23,8 @@ from shardmlx.costmodel.measured_memory import (
     StageBytes,
     sample_ranges,
 )
-from shardmlx.costmodel.timing import LayerTimes, Sample, Seconds
+from shardmlx.costmodel.profile_file import LayerTimes, Sample
+from shardmlx.costmodel.timing import Seconds
 from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.optimizer import Updater
 from shardmlx.engine.stage import Stage

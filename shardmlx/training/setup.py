@@ -109,7 +109,7 @@ def _load(
     if work.fine_tune.divides_weights and plan.mesh.dp > 1:
         _, pipeline_rank = plan.mesh.coordinates(transport.rank)
         weights = DividedWeights(transport.rank, plan.mesh.replicas_of(pipeline_rank), parts)
-    savings = work.savings(work.batch.recomputed, planned.cluster.backend)
+    savings = work.savings(planned.cluster.backend)
     opened.weights.load(parts, opened.shape, reporter)
     stages = build_stages(planned.slices, own, savings=savings, weights=weights)
     nbytes = sum(part.nbytes for part in parts) if weights is None else weights.nbytes(parts)
@@ -136,7 +136,7 @@ def _load(
 
 def planned_columns(limits: MemoryLimits) -> tuple[str, ...]:
     """Return the planned bytes of a rank's process, its limit, and the reason for the limit."""
-    return gibibytes(limits.planned_process), gibibytes(limits.process), limits.reasons[0]
+    return gibibytes(limits.planned_process), gibibytes(limits.process), limits.budget.reason
 
 
 def layers_of(plan: Plan, rank: int) -> str:

@@ -42,9 +42,7 @@ def facts_of(planned: PlannedRun, hosts: Sequence[str], step: int) -> dict[str, 
 
 
 def _predict(planned: PlannedRun, length: int) -> Prediction:
-    work = planned.workload
-    recompute = work.batch.recomputed
-    return predict(planned.plan, work, planned.cluster, length, recompute=recompute)
+    return predict(planned.plan, planned.workload, planned.cluster, length)
 
 
 def _layout(plan: Plan, hosts: Sequence[str]) -> dict[str, Any]:

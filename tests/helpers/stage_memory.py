@@ -30,6 +30,7 @@ from shardmlx.partitioners import LayerCosts
 from shardmlx.pipeline.actions import parse_grid
 from tests.helpers.family_configs import CONFIGS, LAYERS
 from tests.helpers.models_and_batches import build
+from tests.helpers.workloads import workload
 
 ROWS, LENGTH = 2, 96
 MICRO_BATCHES = 2
@@ -120,19 +121,17 @@ class Case:
         return model
 
     def setup(self, sizes: LayerCosts) -> TrainingSetup:
-        keys = self.lora_parameters.get("keys")
-        return TrainingSetup(
-            shape=ModelShape.from_config(self.model_config),
-            weight_sizes=sizes,
-            dtype_bytes=self.dtype_bytes,
-            rows=1 if self.packed else ROWS,
-            length=ROWS * self.length if self.packed else self.length,
+        work = workload(
+            ModelShape.from_config(self.model_config),
+            {2: "bfloat16", 4: "float32"}[self.dtype_bytes],
+            sizes,
             fine_tune_type=self.mode,
-            lora_keys=None if keys is None else tuple(keys),
-            dropout=self.lora_parameters["dropout"] > 0,
-            savings=self.savings,
-            masks=int(self.packed),
-            backend=BACKEND,
+            lora_parameters=self.lora_parameters,
+            pack=self.packed,
+        )
+        rows, length = work.micro_batch(ROWS, self.length)
+        return TrainingSetup(
+            workload=work, rows=rows, length=length, savings=self.savings, backend=BACKEND
         )
 
     def predicted(self, setup: TrainingSetup) -> tuple[StageMemory, int]:

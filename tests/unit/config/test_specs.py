@@ -54,7 +54,7 @@ def test_few_modules_know_all_options_of_train() -> None:
 def test_chunks_that_are_left_to_the_run_go_by_the_backend_and_the_vocabulary() -> None:
     def chunks(backend: str, vocab_size: int, **options: Any) -> tuple[int | None, int | None]:
         batch = BatchOptions.of(TrainConfig(model="m", data="d", **options))
-        savings = batch.savings("none", backend, vocab_size)
+        savings = batch.savings(backend, vocab_size)
         return savings.attention_chunk, savings.loss_chunk
 
     assert (chunks("cpu", 49152), chunks("metal", 49152)) == ((128, 128), (512, 512))

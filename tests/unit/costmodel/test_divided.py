@@ -15,8 +15,10 @@ from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
 from tests.helpers.models_and_batches import build, tiny_config
 from tests.helpers.stage_memory import weight_sizes
+from tests.helpers.workloads import workload
 
 LORA_LAYERS = 5
+ADAPTERS = {"rank": 4, "scale": 20.0, "dropout": 0.0}
 
 
 def trained(model: nn.Module, what: str) -> int:
@@ -29,8 +31,7 @@ def trained(model: nn.Module, what: str) -> int:
         for layer in model.layers[layers // 2 :]:
             layer.unfreeze()
         return layers // 2
-    parameters = {"rank": 4, "scale": 20.0, "dropout": 0.0}
-    linear_to_lora_layers(model, LORA_LAYERS, parameters)
+    linear_to_lora_layers(model, LORA_LAYERS, ADAPTERS)
     return layers - LORA_LAYERS
 
 
@@ -38,20 +39,16 @@ def planned(model: nn.Module, members: int, what: str, ranges: Sequence[tuple[in
     """What the plan has for the weights of stages of one rank."""
     layers = len(model.layers)
     config = tiny_config(layers=layers, tied=not hasattr(model, "lm_head"))
-    setup = TrainingSetup(
-        shape=ModelShape.from_config(config),
-        weight_sizes=weight_sizes(model),
-        dtype_bytes=4,
-        rows=1,
-        length=8,
+    work = workload(
+        ModelShape.from_config(config),
+        sizes=weight_sizes(model),
         fine_tune_type="lora" if what == "adapters" else "full",
-        lora_rank=4,
-        first_trained_layer=trained(model, what),
+        lora_parameters=ADAPTERS,
+        num_layers=layers - trained(model, what),
         unfreeze_all=what == "all",
-        dp=members,
-        divides_optimizer=True,
-        divides_weights=True,
+        zero=3,
     )
+    setup = TrainingSetup(workload=work, rows=1, length=8, dp=members)
     stages = [stage_memory(setup, *ends) for ends in ranges]
     return sum(stage.weights for stage in stages) - held_once(stages)
 

@@ -8,22 +8,23 @@ from typing import Any
 
 import pytest
 
-from shardmlx.config.specs import FULL, FineTune, Savings
-from shardmlx.config.train import TrainConfig
+from shardmlx.config.specs import FULL, Savings
 from shardmlx.costmodel.hostfile import read_hostfile
 from shardmlx.costmodel.measured_memory import MemorySample, StageBytes
 from shardmlx.costmodel.profile_file import (
     MachineProfile,
     Profile,
+    Sample,
     merge,
     read_profile,
     work_of,
     write_profile,
 )
-from shardmlx.costmodel.timing import Sample, Seconds
+from shardmlx.costmodel.timing import Seconds
 from shardmlx.errors import UserError
 from shardmlx.models.shape import ModelShape
 from tests.helpers.models_and_batches import tiny_config
+from tests.helpers.workloads import workload
 
 SHAPE = ModelShape.from_config(tiny_config())
 STAGE = StageBytes(4, 3, 2, 1)
@@ -43,7 +44,7 @@ def machine(host: str, seconds: float = 1.0, chip: str = "M2") -> MachineProfile
 
 
 def work(quantization: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
-    return work_of(FineTune.of(TrainConfig(**options)), SHAPE, "float32", quantization)
+    return work_of(replace(workload(SHAPE, **options), quantization=quantization))
 
 
 def profile(*machines: MachineProfile, **options: Any) -> Profile:
@@ -133,8 +134,8 @@ def test_the_same_work_may_be_said_in_other_words_and_with_other_layers_and_step
     four_bits = Profile(json.loads(json.dumps(work({}))), (machine("a"),))
     four_bits.check(work({**FOUR_BITS, "mode": "affine"}))
     deeper = ModelShape.from_config(tiny_config(layers=12))
-    other = TrainConfig(num_layers=4, iters=7, batch_size=2, learning_rate=1.0)
-    profile(machine("a")).check(work_of(FineTune.of(other), deeper, "float32"))
+    other = workload(deeper, num_layers=4, iters=7, batch_size=2, learning_rate=1.0)
+    profile(machine("a")).check(work_of(other))
 
 
 def test_profiles_of_several_files_are_one() -> None:

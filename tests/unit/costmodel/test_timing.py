@@ -1,15 +1,21 @@
 """How long the parts of a model take: sums over stages, FLOPs at a speed, lines through samples."""
 
+from collections.abc import Callable
 from dataclasses import astuple, replace
+from functools import partial
 
 import pytest
 
-from shardmlx.config.specs import FULL
-from shardmlx.costmodel.timing import LEAST_SECONDS, Measured, ModelSeconds, Sample, Seconds, Speed
+from shardmlx.config.specs import COUNTED, FULL
+from shardmlx.costmodel.profile_file import MachineProfile, Sample
+from shardmlx.costmodel.timing import LEAST_SECONDS, ModelSeconds, Seconds, Speed
 from shardmlx.models.shape import ModelShape
 from shardmlx.partitioners import LayerCosts
 from shardmlx.pipeline.actions import Kind
 from tests.helpers.models_and_batches import tiny_config
+from tests.helpers.workloads import workload
+
+SHAPE = ModelShape.from_config(tiny_config(layers=4))
 
 LAYER = Seconds(1.0, 2.0, 4.0, 0.5)
 FOUR = ModelSeconds(
@@ -59,15 +65,17 @@ def test_the_stages_of_any_partition_take_as_long_together() -> None:
 
 
 def test_speed_counts_the_flops_of_every_pass_that_is_needed() -> None:
-    shape = ModelShape.from_config(tiny_config(layers=4))
-    speed = Speed(shape=shape, flops=1e6, first_trained=2, trains_weights=True)
-    seconds = speed.seconds(2, 10)
+    half = workload(SHAPE, fine_tune_type="full", num_layers=2)
+    shape, seconds = half.shape, Speed(1e6).seconds(half, 2, 10)
     once = 20 * shape.layer(0).flops(10) / 1e6
     assert seconds.layers[1] == Seconds(once)
     assert seconds.layers[2] == Seconds(once, once, once)
     head = 20 * shape.head_flops() / 1e6
     assert seconds.head == Seconds(head, head)
-    assert replace(speed, trains_ends=True).seconds(2, 10).head == Seconds(head, head, head)
+    whole = workload(SHAPE, fine_tune_type="full", unfreeze_all=True)
+    assert Speed(1e6).seconds(whole, 2, 10).head == Seconds(head, head, head)
+    counted = replace(half, counted=0.25, batch=replace(half.batch, loss_chunk=COUNTED))
+    assert Speed(1e6).seconds(counted, 2, 10).head == Seconds(head / 4, head / 4)
 
 
 def test_a_partitioner_weighs_all_passes_of_each_part() -> None:
@@ -77,9 +85,7 @@ def test_a_partitioner_weighs_all_passes_of_each_part() -> None:
 
 
 def test_adapters_have_no_weight_gradient_to_speak_of() -> None:
-    shape = ModelShape.from_config(tiny_config(layers=4))
-    speed = Speed(shape=shape, flops=1e6, first_trained=0, trains_weights=False)
-    assert speed.seconds(1, 8).layers[0].weight_gradient == 0.0
+    assert Speed(1e6).seconds(workload(SHAPE), 1, 8).layers[0].weight_gradient == 0.0
 
 
 def sample(length: int, seconds: float) -> Sample:
@@ -94,26 +100,27 @@ def sample(length: int, seconds: float) -> Sample:
     )
 
 
-def measured(*samples: Sample) -> Measured:
-    return Measured(pattern=(0, 0, 0), samples=samples, first_trained=1)
+def measured(*samples: Sample) -> Callable[[int, int], ModelSeconds]:
+    """The times of micro-batches of a model of which all layers but the first are trained."""
+    return partial(MachineProfile("mac", "M2", samples).seconds, workload(SHAPE, num_layers=3))
 
 
 def test_between_two_samples_times_are_on_their_line() -> None:
     machine = measured(sample(100, 1.0), sample(200, 3.0))
-    frozen, layer, _ = machine.seconds(1, 150).layers
+    frozen, layer, *_ = machine(1, 150).layers
     assert astuple(layer) == (2.0, 2.0, 2.0, 0.25)
     assert frozen == Seconds(2.0)
-    assert machine.seconds(3, 150).layers[1] == Seconds(6.0, 6.0, 6.0, 0.25)
+    assert machine(3, 150).layers[1] == Seconds(6.0, 6.0, 6.0, 0.25)
 
 
 def test_beyond_the_samples_the_line_goes_on() -> None:
     machine = measured(sample(100, 1.0), sample(200, 3.0), sample(400, 5.0))
-    assert machine.seconds(1, 800).layers[1].forward == 9.0
-    assert machine.seconds(1, 75).layers[1].forward == 0.5
+    assert machine(1, 800).layers[1].forward == 9.0
+    assert machine(1, 75).layers[1].forward == 0.5
 
 
 def test_one_sample_is_proportional_but_for_the_update() -> None:
-    layer = measured(sample(100, 1.0)).seconds(1, 200).layers[1]
+    layer = measured(sample(100, 1.0))(1, 200).layers[1]
     assert astuple(layer) == (2.0, 2.0, 2.0, 0.25)
 
 

@@ -19,19 +19,20 @@ from shardmlx.costmodel.cluster import EFFICIENCY, Cluster
 from shardmlx.costmodel.hostfile import Machine
 from shardmlx.costmodel.memory_limits import budgets_of
 from shardmlx.costmodel.predict import predict
-from shardmlx.costmodel.profile_file import MachineProfile, Profile, work_of
-from shardmlx.costmodel.timing import Sample, Seconds
+from shardmlx.costmodel.profile_file import MachineProfile, Profile, Sample, work_of
+from shardmlx.costmodel.timing import Seconds
 from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
 from shardmlx.loading.rank_setup import PlanInputs
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.mesh import Mesh
+from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.stage_map import Partition, StageMap
 from shardmlx.planning.choice import Choice, assess, choose
 from shardmlx.planning.facts import Facts, SequenceLengths
 from shardmlx.planning.layout import with_replica_rows
-from shardmlx.planning.partition_problem import Candidate, plan_of
+from shardmlx.planning.partition_problem import trainable_stages
 from shardmlx.planning.suggestions import quantised, remedies
 from shardmlx.planning.training_plan import plan_training
 from shardmlx.planning.ways import TooManyMachinesError, ways
@@ -121,6 +122,12 @@ def chosen(*question: Any, **options: Any) -> Choice:
 
 def tried_remedies(*question: Any, **options: Any) -> list[str]:
     return remedies(*asked(*question, **options))
+
+
+def a_plan(workload: Workload, mesh: Mesh, rows: int, size: int = 1) -> Plan:
+    """32 layers in equal stages, by 1F1B."""
+    stage_map = StageMap.from_sizes([32 // mesh.pp] * mesh.pp)
+    return Plan(mesh, stage_map, "1f1b", rows, size, trainable_stages(workload, stage_map))
 
 
 ONE_STAGE_EACH: dict[str, Any] = {"schedule": "1f1b", "data_parallel": 1}
@@ -270,8 +277,7 @@ def test_a_step_on_one_machine_is_its_flops_at_its_speed(model: Path) -> None:
 
 def test_a_slow_link_shows_as_exposed_communication(model: Path) -> None:
     workload = work(model)
-    stage_map = StageMap(Partition.from_sizes((16, 16)), (0, 1))
-    plan = plan_of(Candidate(Mesh(1, 2), "1f1b", 1, 8, 1, "none"), stage_map, workload)
+    plan = a_plan(workload, Mesh(1, 2), 8)
     fast, slow = (
         predict(plan, workload, macs((64, 10), (64, 10), link=link), 512) for link in (5e9, 1e6)
     )
@@ -283,7 +289,6 @@ def test_a_slow_link_shows_as_exposed_communication(model: Path) -> None:
 def test_replicas_sum_their_gradients_over_the_slowest_link(model: Path) -> None:
     """Those that divide the optimizer send updated weights back, of 16 bits, instead of sums. What
     is rounded takes time as well, there and back."""
-    stage_map = StageMap(Partition.from_sizes((32,)), (0,))
     ways = (
         ({"zero": 0}, 4, 0.0),
         ({"zero": 1}, (4 + 2) / 2, 0.0),
@@ -292,7 +297,7 @@ def test_replicas_sum_their_gradients_over_the_slowest_link(model: Path) -> None
     )
     for options, nbytes, rounding in ways:
         workload = work(model, fine_tune_type="full", **options)
-        plan = plan_of(Candidate(Mesh(2, 1), "1f1b", 1, 4, 4, "none"), stage_map, workload)
+        plan = a_plan(workload, Mesh(2, 1), 4, 4)
         prediction = predict(plan, workload, macs((999, 10), (999, 10), link=1e9), 512)
         parameters = 32 * workload.shape.layer(0).parameters
         assert prediction.reduce_seconds == pytest.approx(parameters * (nbytes / 1e9 + rounding))
@@ -301,16 +306,12 @@ def test_replicas_sum_their_gradients_over_the_slowest_link(model: Path) -> None
 def test_replicas_of_one_host_use_its_link_once(model: Path) -> None:
     """Four on two hosts send as much over a link as two: sums within a host come first."""
     workload = work(model, fine_tune_type="full", zero=0)
-    stage_map = StageMap(Partition.from_sizes((32,)), (0,))
     two = macs((999, 10), (999, 10), link=1e9)
     four = replace(two, machines=tuple(each for each in two.machines for _ in range(2)))
     seconds = [
-        predict(
-            plan_of(Candidate(Mesh(dp, 1), "1f1b", 1, 4, 4, "none"), stage_map, workload),
-            workload, cluster, 512,
-        ).reduce_seconds
+        predict(a_plan(workload, Mesh(dp, 1), 4, 4), workload, cluster, 512).reduce_seconds
         for dp, cluster in ((2, two), (4, four))
-    ]  # fmt: skip
+    ]
     assert seconds[0] == seconds[1] > 0
 
 
@@ -321,7 +322,7 @@ def test_measured_times_win_over_flops(model: Path) -> None:
         rows=1, length=512, layer=part, frozen=Seconds(1.0), embedding=Seconds(), head=Seconds()
     )
     profile = Profile(
-        work_of(workload.fine_tune, workload.shape, "bfloat16"),
+        work_of(workload),
         (MachineProfile("mac0", "M2", (sample,)),),
     )
     cluster = replace(macs((96, 10)), profile=profile)
@@ -457,8 +458,7 @@ def test_weights_are_gathered_down_to_the_lowest_layer_that_is_trained(
     model: Path, num_layers: int, lowest: int
 ) -> None:
     workload = work(model, zero=3, num_layers=num_layers)
-    way = Candidate(Mesh(2, 1), "1f1b", 1, 2, 2, "none")
-    plan = plan_of(way, StageMap(Partition.from_sizes([32]), (0,)), workload)
+    plan = a_plan(workload, Mesh(2, 1), 2, 2)
     sizes = workload.weight_sizes
     # The lowest layers are still there only where the backward pass came down to them.
     upwards, down = sizes.layers[0 if lowest else 2 :], sizes.layers[lowest:-2]
@@ -483,10 +483,8 @@ def test_where_links_are_not_known_weights_are_divided_only_if_nothing_else_fits
 
 def test_replicas_that_gather_together_have_as_many_micro_batches(model: Path) -> None:
     workload = work(model, zero=3, batch_size=4, replica_rows="3,1", micro_batch_size=1)
-    way = Candidate(Mesh(2, 1), "1f1b", 1, 3, 1, "none")
-    stage_map = StageMap(Partition.from_sizes([32]), (0,))
     with pytest.raises(UserError, match="3, 1 micro-batches of 1") as no:
-        with_replica_rows(plan_of(way, stage_map, workload), workload, macs(*TIGHT), 512)
+        with_replica_rows(a_plan(workload, Mesh(2, 1), 3), workload, macs(*TIGHT), 512)
     assert "--micro-batch-size 3" in no.value.remedy
 
 

@@ -12,15 +12,14 @@ from shardmlx.config.specs import BatchOptions, FineTune
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine
-from shardmlx.costmodel.profile_file import MachineProfile, Profile, work_of
-from shardmlx.costmodel.timing import Sample, Seconds
+from shardmlx.costmodel.profile_file import MachineProfile, Profile, Sample, work_of
+from shardmlx.costmodel.timing import Seconds
 from shardmlx.costmodel.workload import Workload
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
-from shardmlx.pipeline.schedules import get_schedule
-from shardmlx.pipeline.stage_map import Partition, StageMap
-from shardmlx.planning.partition_problem import Candidate, plan_of
+from shardmlx.pipeline.stage_map import StageMap
+from shardmlx.planning.partition_problem import trainable_stages
 from shardmlx.planning.stragglers import Straggler, Watch, compute_of_ranks
 from tests.helpers.models_and_batches import tiny_config
 
@@ -126,10 +125,9 @@ def cluster_of(ranks: int, **what: object) -> Cluster:
 def plan_for(
     workload: Workload, sizes: tuple[int, ...], schedule: str = "1f1b", dp: int = 1
 ) -> Plan:
-    virtual = get_schedule(schedule).default_virtual
-    way = Candidate(Mesh(dp, len(sizes) // virtual), schedule, virtual, 8, 1, "none")
-    hosts = tuple(HOSTS[rank] for rank in way.placement)
-    return plan_of(way, StageMap(Partition.from_sizes(sizes), way.placement, hosts), workload)
+    stage_map = StageMap.from_sizes(sizes)
+    trainable = trainable_stages(workload, stage_map)
+    return Plan(Mesh(dp, len(sizes)), stage_map, schedule, 8, 1, trainable)
 
 
 def test_replicas_are_alike_where_their_machines_are_known_to_be_as_fast(model: Path) -> None:
@@ -157,7 +155,7 @@ def test_any_common_factor_names_nobody(
 ) -> None:
     workload = work(model)
     plan, cluster = plan_for(workload, sizes, schedule), cluster_of(len(sizes), flops=flops)
-    costs = compute_of_ranks(plan, workload, cluster, 64, recompute="none")
+    costs = compute_of_ranks(plan, workload, cluster, 64)
     watch = replace(Watch.of(plan, cluster), is_measured=is_measured)
     for step in range(8):
         assert watch.observe(step, [factor * each for each in costs], costs) == []
@@ -170,7 +168,7 @@ def test_ranks_of_a_profile_are_measured(model: Path) -> None:
         rows=1, length=64, layer=part, frozen=Seconds(1.0), embedding=Seconds(), head=Seconds()
     )
     profile = Profile(
-        work_of(workload.fine_tune, workload.shape, workload.dtype),
+        work_of(workload),
         tuple(MachineProfile(host, "M2", (sample,)) for host in HOSTS[:2]),
     )
     cluster = replace(cluster_of(2), profile=profile)

@@ -13,7 +13,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
 
-from shardmlx.costmodel.memory_limits import MemoryLimits, PlannedMemory
+from shardmlx.costmodel.memory_limits import MemoryBudget, MemoryLimits, PlannedMemory
 from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.server import streaming
 from shardmlx.server.app import LONG_BODY_BYTES
@@ -542,7 +542,7 @@ def test_metrics_count_requests_texts_and_tokens() -> None:
 
 def test_metrics_have_the_memory_of_each_rank() -> None:
     limits = [
-        MemoryLimits(PlannedMemory(peak, 100), memory, 10, None, ("", "", ""))
+        MemoryLimits(MemoryBudget("", memory, "", memory), PlannedMemory(peak, 100), "cpu")
         for peak, memory in ((700, 900), (600, 800))
     ]
     memory = MemoryCollector(("mac1", "mac2"), limits, lambda: 650)

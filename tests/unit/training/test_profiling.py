@@ -19,8 +19,8 @@ from shardmlx.config.specs import Savings
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.hostfile import Machine
 from shardmlx.costmodel.measured_memory import MemorySample
-from shardmlx.costmodel.profile_file import read_profile
-from shardmlx.costmodel.timing import Sample, Seconds
+from shardmlx.costmodel.profile_file import Sample, read_profile
+from shardmlx.costmodel.timing import Seconds
 from shardmlx.distributed.agreement import AgreedError
 from shardmlx.distributed.messages import TransportTimeout
 from shardmlx.distributed.transport import Transport
