@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -67,19 +68,18 @@ def read_hostfile(path: str | Path) -> tuple[Machine, ...]:
             f"{path}, line {number}: byte {content[error.start]:#04x} is no UTF-8 text",
             "is it a hostfile?",
         ) from None
-    entries = []
+    of_host: dict[str, list[Machine]] = {}
     for number, line in enumerate(lines, start=1):
         where = f"{path}, line {number}"
-        entry = _entry(line, where)
-        if entry is None:
+        machine = _machine(line, where)
+        if machine is None:
             continue
-        entries.append(entry)
+        of_host.setdefault(host_key(machine.host), []).append(machine)
         if number == len(lines) and _COMMENT.search(line):
             raise UserError(f"{where}: mpirun reads no comment without a line end", "add one")
-    machines = _merged(entries)
-    if not machines:
+    if not of_host:
         raise UserError(f"{path}: no hosts", "write one 'name slots=1' a line")
-    return machines
+    return tuple(map(_merged, of_host.values()))
 
 
 def machine_of_each_rank(machines: Iterable[Machine]) -> tuple[Machine, ...]:
@@ -101,104 +101,76 @@ def machine_of_each_rank(machines: Iterable[Machine]) -> tuple[Machine, ...]:
 
 
 _COMMENT = re.compile("#|//")
+
 _SLOTS = ("slots", "count", "cpu")
-_MAX_SLOTS = tuple(
-    f"{a}{joint}{b}" for what in _SLOTS for a, b in (("max", what), (what, "max")) for joint in "-_"
-)
+_COUNTS = dict.fromkeys(_SLOTS, "slots") | {
+    name: "most"
+    for each in _SLOTS
+    for joint in "-_"
+    for name in (f"max{joint}{each}", f"{each}{joint}max")
+}
+"""The words of mpirun that count slots: those that there are, or the most, which count alone."""
+
 _PASSED_OVER = ("port", "username", "user-name", "user_name")
 
-UNITS: Mapping[str, Mapping[str, float]] = MappingProxyType(
+_FLOPS = {
+    f"{prefix}{unit}": size for unit in ("", "FLOPS", "FLOP/s") for prefix, size in DECIMAL.items()
+}
+_LINK = {f"{unit}/s": size for unit, size in BYTES.items()} | {
+    f"{prefix}{unit}": size / 8 for unit in ("bps", "bit/s") for prefix, size in DECIMAL.items()
+}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+
+_QUANTITIES: Mapping[str, tuple[Mapping[str, float], str, str, str]] = MappingProxyType(
     {
-        "memory": BYTES,
-        "wired": BYTES,
-        "flops": {
-            f"{prefix}{unit}": size
-            for unit in ("", "FLOPS", "FLOP/s")
-            for prefix, size in DECIMAL.items()
-        },
-        "link": {f"{unit}/s": size for unit, size in BYTES.items()}
-        | {
-            f"{prefix}{unit}": size / 8
-            for unit in ("bps", "bit/s")
-            for prefix, size in DECIMAL.items()
-        },
-        "latency": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9},
+        "memory": (BYTES, "1MiB", "64GiB", "1PB"),
+        "wired": (BYTES, "1MiB", "48GiB", "1PB"),
+        "flops": (_FLOPS, "1M", "27T", "1000P"),
+        "link": (_LINK, "1kB/s", "40Gbps", "1PB/s"),
+        "latency": (_SECONDS, "1ns", "30us", "1000s"),
     }
 )
-"""The units of each key of a comment, in bytes, FLOP/s, bytes a second and seconds."""
+"""The keys of a comment: the units of each, in bytes, FLOP/s, bytes a second and seconds, the least
+plausible value, an example, and the most; others are typing errors."""
 
-_KIND = "kind"
-
-KEYS = (*UNITS, _KIND)
+KEYS = (*_QUANTITIES, "kind")
 """The keys of a comment; a kind is any name."""
 
-_PLAUSIBLE = {
-    "memory": ("1MiB", "64GiB", "1PB"),
-    "wired": ("1MiB", "48GiB", "1PB"),
-    "flops": ("1M", "27T", "1000P"),
-    "link": ("1kB/s", "40Gbps", "1PB/s"),
-    "latency": ("1ns", "30us", "1000s"),
-}
-"""The least plausible value of each key, an example, and the most; others are typing errors."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """A line of the file; ``slots`` is None if it names none."""
-
-    where: str
-    login: str
-    host: str
-    slots: int | None
-    facts: Mapping[str, Any]
-
-
-def _entry(line: str, where: str) -> _Entry | None:
+def _machine(line: str, where: str) -> Machine | None:
+    """Return what a line says of a host; 0 slots if it names none."""
     if "\r" in line:
         raise UserError(
             f"{where}: mpirun reads no Windows line ends", "save the file with Unix ones"
         )
     text, *comment = _COMMENT.split(line, maxsplit=1)
-    if "/*" in text:
-        raise UserError(f"{where}: '/*'", "write comments with #")
     words = _words(text)
     if not words:
         return None
-    host = _host(words[0], where)
-    slots = maximum = None
+    host = words[0].rpartition("@")[2]
+    if not _address(host) and not re.fullmatch(r"(\w[\w-]*@)?\w[\w.-]*", words[0], re.ASCII):
+        raise UserError(
+            f"{where}: host {words[0]!r}", "write a name or an address, like mac-mini.local"
+        )
+    counts: dict[str, int] = {}
     for word in words[1:]:
         key, equals, value = word.partition("=")
-        if key in _SLOTS and equals and slots is None:
-            slots = _count(key, value, where)
-        elif key in _MAX_SLOTS and equals:
-            maximum = _count(key, value, where)
-        elif not (key in _PASSED_OVER and equals):
-            raise UserError(f"{where}: {word!r}", _what_to_write(key, equals))
-    if slots is None:
-        slots = maximum
-    elif maximum is not None and maximum < slots:
-        raise UserError(f"{where}: {slots} slots, but {maximum} at most", "give no more than that")
-    return _Entry(where, words[0], host, slots, _facts(comment, where))
+        if key in _PASSED_OVER and equals:
+            continue
+        counted = _COUNTS.get(key)
+        if counted is None or counted in counts or not equals:
+            raise UserError(f"{where}: {word!r}", "write 'name slots=1', and all else after a #")
+        if not re.fullmatch("0*[1-9][0-9]{0,5}", value):
+            raise UserError(f"{where}: {key} is {value!r}", "give a whole number from 1")
+        counts[counted] = int(value)
+    slots = counts.get("slots", counts.get("most", 0))
+    facts = _facts(comment, where)
+    return Machine(host=host, slots=slots, where=where, login=words[0], **facts)
 
 
 def _words(text: str) -> list[str]:
     """Return the words of a line, with spaces around = removed."""
     return re.sub(r"\s*=\s*", "=", text).split()
-
-
-def _host(word: str, where: str) -> str:
-    """Return the name without its user."""
-    host = word.rpartition("@")[2]
-    if _address(host):
-        return host
-    name, colon, count = host.partition(":")
-    if colon:
-        raise UserError(f"{where}: host {word!r}", f"write {name} slots={count or 1}")
-    if not re.fullmatch(r"(\w[\w-]*@)?\w[\w.-]*", word, re.ASCII):
-        raise UserError(
-            f"{where}: host {word!r}", "write a name or an address, like mac-mini.local"
-        )
-    return host
 
 
 def is_unnamed(host: str) -> bool:
@@ -211,12 +183,7 @@ def host_key(host: str) -> str:
 
     Addresses are kept whole.
     """
-    return _address(host) or _node(host).casefold()
-
-
-def _node(host: str) -> str:
-    """Return the name by which mpirun knows a host: without its domain, unless it is an address."""
-    return host if _address(host) else host.split(".")[0]
+    return _address(host) or host.split(".")[0].casefold()
 
 
 def same_host(a: str, b: str) -> bool:
@@ -237,20 +204,6 @@ def _address(host: str) -> str | None:
         return None
 
 
-def _count(key: str, value: str, where: str) -> int:
-    if not re.fullmatch("0*[1-9][0-9]{0,5}", value):
-        raise UserError(f"{where}: {key} is {value!r}", "give a whole number from 1")
-    return int(value)
-
-
-def _what_to_write(key: str, equals: str) -> str:
-    if key in UNITS and equals:
-        return f"mpirun does not know {key}: write it after a #"
-    if key in _SLOTS and equals:
-        return "slots are given already: give them once"
-    return did_you_mean(key, _SLOTS + _MAX_SLOTS) or "write 'name slots=1', and all else after a #"
-
-
 def _facts(comment: Iterable[str], where: str) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     for word in _words(" ".join(comment)):
@@ -263,78 +216,53 @@ def _facts(comment: Iterable[str], where: str) -> dict[str, Any]:
             raise UserError(f"{where}: unknown key {key!r}", did_you_mean(key, KEYS) or known)
         if key in facts:
             raise UserError(f"{where}: {key} is given twice", "give it once")
-        if key != _KIND:
+        if key in _QUANTITIES:
             facts[key] = _quantity(key, value, where)
         elif value:
             facts[key] = value
         else:
-            raise UserError(f"{where}: {_KIND} has no name", f"give one, like {_KIND}=m2-ultra")
+            raise UserError(f"{where}: {key} has no name", f"give one, like {key}=m2-ultra")
     return facts
 
 
 def _quantity(key: str, value: str, where: str) -> float:
-    least, example, most = _PLAUSIBLE[key]
-    try:
-        number, unit = split_quantity(value)
-    except ValueError:
-        raise UserError(f"{where}: {key} is {value!r}", f"give a number, like {example}") from None
-    if unit not in UNITS[key]:
-        said = f"has the unknown unit {unit!r}" if unit else "has no unit"
-        some = [each for each in UNITS[key] if each[:1] in ("M", "G", "T", "u", "m")]
-        raise UserError(f"{where}: {key}={value} {said}", f"use one of {', '.join(some)}")
-    size = number * UNITS[key][unit]
-    if not _plain(key, least) <= size <= _plain(key, most):
-        remedy = f"give {least} to {most}, like {example}"
-        raise UserError(f"{where}: {key} is {value!r}", remedy)
-    return size
+    units, least, example, most = _QUANTITIES[key]
+    with suppress(KeyError, ValueError):
+        size, low, high = (
+            number * units[unit] for number, unit in map(split_quantity, (value, least, most))
+        )
+        if low <= size <= high:
+            return round(size) if units is BYTES else size
+    raise UserError(f"{where}: {key} is {value!r}", f"give {least} to {most}, like {example}")
 
 
-def _plain(key: str, value: str) -> float:
-    """Return a quantity in bytes, FLOP/s, bytes a second or seconds."""
-    number, unit = split_quantity(value)
-    return number * UNITS[key][unit]
-
-
-def _merged(entries: Iterable[_Entry]) -> tuple[Machine, ...]:
-    """Return hosts in the order of their first lines; further lines of a host add a slot each."""
-    nodes: dict[str, list[_Entry]] = {}
-    for entry in entries:
-        nodes.setdefault(host_key(entry.host), []).append(entry)
-    return tuple(map(_machine, nodes.values()))
-
-
-def _machine(entries: list[_Entry]) -> Machine:
-    first, *others = entries
-    facts = dict(first.facts)
-    for entry in others:
-        if _node(entry.host) != _node(first.host):
+def _merged(lines: Sequence[Machine]) -> Machine:
+    """Return the host of these lines, of which each after the first adds a slot."""
+    first, *others = lines
+    facts = {key: getattr(first, key) for key in KEYS}
+    for other in others:
+        if other.slots:
             raise UserError(
-                f"{entry.where}: host {entry.host!r} is {first.host!r} of {first.where}, but for "
-                "mpirun another host",
-                "write both alike",
-            )
-        if entry.slots is not None:
-            raise UserError(
-                f"{entry.where}: host {entry.host!r} is the host of {first.where}",
+                f"{other.where}: host {other.host!r} is the host of {first.where}",
                 "mpirun takes either one line with slots, or one line for each slot without",
             )
-        for key, size in entry.facts.items():
-            if facts.setdefault(key, size) != size:
+        for key in KEYS:
+            value = getattr(other, key)
+            if value is not None and facts[key] not in (None, value):
                 raise UserError(
-                    f"{entry.where}: {key} of {entry.host!r} differs from that in {first.where}",
+                    f"{other.where}: {key} of {other.host!r} differs from that in {first.where}",
                     "give it once",
                 )
-    if first.slots is None and not others:
+            facts[key] = facts[key] if value is None else value
+    if not first.slots and not others:
         raise UserError(
             f"{first.where}: host {first.host!r} has no slots, and mpirun would start as many "
             "ranks there as it has cores",
             f"write {first.host} slots=1",
         )
-    memory, wired = facts.get("memory"), facts.get("wired")
+    memory, wired = facts["memory"], facts["wired"]
     if memory is not None and wired is not None and wired > memory:
         raise UserError(
             f"{first.where}: host {first.host!r} wires more memory than it has", "give wired less"
         )
-    facts |= {key: round(facts[key]) for key in ("memory", "wired") if key in facts}
-    slots = (first.slots or 1) + len(others)
-    return Machine(host=first.host, slots=slots, where=first.where, login=first.login, **facts)
+    return replace(first, slots=(first.slots or 1) + len(others), **facts)
