@@ -102,18 +102,18 @@ class MemoryLimits:
 
     @property
     def cache(self) -> int:
-        """On a CPU MLX's cache never gives way to arrays, so cache and plan together stay within
-        the budget. On Metal it does, and it holds a step's freed bytes, so that no step allocates
-        anew. A larger one would fill with buffers of lengths that do not recur."""
+        """Bytes of a step that are kept once freed, so that no step allocates anew: a larger cache
+        would fill with buffers of lengths that do not recur."""
         planned = self.planned
         if self.backend == "cpu":
+            # There the cache never gives way to arrays.
             return max(0, min(LEAST_CACHE, self.memory - planned.peak))
         of_a_step = max(LEAST_CACHE, round(CACHE_MARGIN * (planned.peak - planned.resident)))
         return max(0, min(of_a_step, self.memory - planned.resident))
 
     @property
     def wired(self) -> int | None:
-        """None on a CPU, and if macOS does not say how much may be wired."""
+        """Bytes of plan and cache that macOS keeps in memory; None if nothing is wired."""
         if self.backend == "cpu" or self.budget.wirable is None:
             return None
         return min(self.memory, self.planned.peak + self.cache, self.budget.wirable)
