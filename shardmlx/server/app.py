@@ -22,13 +22,7 @@ from shardmlx.inference.prompts import PromptReader
 from shardmlx.server.anthropic_requests import read_message
 from shardmlx.server.anthropic_responses import MessageReply
 from shardmlx.server.guard import Guard, error_response
-from shardmlx.server.metrics import (
-    CLIENT_GONE,
-    MemoryCollector,
-    Metrics,
-    RequestCounter,
-    RequestMeter,
-)
+from shardmlx.server.metrics import CLIENT_GONE, Metrics, RequestCounter, RequestMeter
 from shardmlx.server.openai_errors import ApiError, refused
 from shardmlx.server.openai_requests import (
     ApiRequest,
@@ -39,15 +33,10 @@ from shardmlx.server.openai_requests import (
 from shardmlx.server.openai_responses import ChatReply, CompletionReply
 from shardmlx.server.page_files import PAGE_PARTS, PageFiles
 from shardmlx.server.replies import Reply
-from shardmlx.server.request_queue import (
-    Answer,
-    QueueFull,
-    RequestQueue,
-    ServiceEnded,
-)
+from shardmlx.server.request_queue import QueueFull, RequestQueue
 from shardmlx.server.response_api_replies import ResponseReply
 from shardmlx.server.response_api_requests import read_response
-from shardmlx.server.streaming import AnswerResponse, ended
+from shardmlx.server.streaming import AnswerResponse
 from shardmlx.server.tokenizing import counted, detokenized, tokenized
 
 MOST_BODY_BYTES = 4 << 20
@@ -58,10 +47,6 @@ LONG_BODY_BYTES = 100_000
 
 SECONDS_FOR_BODY = 30.0
 """Seconds for the body of a request to come."""
-
-SECONDS_TO_RETRY = 2
-"""Seconds after which a client shall ask again when the queue is full (``Retry-After``)."""
-
 
 _T = TypeVar("_T")
 Read = Callable[[bytes, PromptReader, ServedModel], _T]
@@ -92,17 +77,15 @@ def make_app(
     hosts: Collection[str] | None = None,
     origins: Sequence[str] = (),
     max_body_bytes: int = MOST_BODY_BYTES,
-    memory: MemoryCollector | None = None,
-    unavailable_reason: Callable[[], str | None] = lambda: None,
+    metrics: Metrics | None = None,
 ) -> Starlette:
     """Return the application over a queue.
 
     With ``api_key`` all but the page and /health need it. ``hosts`` are the names that a request's
     ``Host`` may have, None for any; ``origins`` are other sites whose pages may use the API, "*"
-    for any. ``memory`` is shown at /metrics. While ``unavailable_reason`` returns one, no requests
-    are taken.
+    for any.
     """
-    api = Api(queue, reader, served, max_body_bytes, memory, unavailable_reason)
+    api = Api(queue, reader, served, max_body_bytes, metrics or Metrics(queue))
     endpoints = [route.path for route in api.routes if isinstance(route, Route)]
     middleware = [
         Middleware(RequestCounter, metrics=api.metrics, endpoints=endpoints),
@@ -144,12 +127,10 @@ class Api:
         reader: PromptReader,
         served: ServedModel,
         max_body_bytes: int,
-        memory: MemoryCollector | None,
-        unavailable_reason: Callable[[], str | None],
+        metrics: Metrics,
     ) -> None:
-        self.metrics = Metrics(queue, memory, unavailable_reason)
+        self.metrics = metrics
         self._page_files = PageFiles()
-        self._unavailable_reason = unavailable_reason
         self._queue = queue
         self._reader = reader
         self._served = served
@@ -197,7 +178,7 @@ class Api:
         """Return what ``read`` makes of the body, on a thread of its own."""
         body = await read_body(request, self._max_body_bytes)
         if self._held_bytes + len(body) > MOST_BODIES * self._max_body_bytes:
-            raise _not_taken(QueueFull("too many long requests wait to be read: try again later"))
+            raise QueueFull("too many long requests wait to be read: try again later")
         self._held_bytes += len(body)
         try:
             async with self._turns[len(body) > LONG_BODY_BYTES]:
@@ -209,32 +190,11 @@ class Api:
         self, read: Read[ApiRequest], kind: type[Reply], request: Request
     ) -> Response:
         """Answer a request with what is generated."""
-        self._check_ready()
         api_request = await self._read(request, read)
-        answers = self._submit(api_request)
+        answers = self._queue.submit(api_request.requests)
         meters = [RequestMeter(self.metrics, len(each.tokens)) for each in api_request.requests]
         reply = kind(api_request, self._served.names.first, self._token_text)
         return AnswerResponse(reply, answers, meters)
-
-    def _check_ready(self) -> None:
-        """Raise ``ApiError`` while no requests are taken."""
-        if (reason := self._queue.ended) is not None:
-            raise ended(reason)
-        if (reason := self._unavailable_reason()) is not None:
-            retry = {"retry-after": str(SECONDS_TO_RETRY)}
-            raise ApiError(503, f"no text is generated: {reason}", code="no_answer", headers=retry)
-
-    def _submit(self, api_request: ApiRequest) -> list[Answer]:
-        """Submit all requests for generation that it holds, or none. Raises ``ApiError``."""
-        answers: list[Answer] = []
-        try:
-            for each in api_request.requests:
-                answers.append(self._queue.submit(each))
-        except (QueueFull, ServiceEnded) as error:
-            for answer in answers:
-                answer.cancel()
-            raise _not_taken(error) from None
-        return answers
 
     async def _models(self, request: Request) -> Response:
         """List the one model, under each of its names."""
@@ -259,10 +219,9 @@ class Api:
 
     async def _health(self, request: Request) -> Response:
         """Tell whether requests are taken."""
-        if (reason := self._queue.ended) is not None:
-            return JSONResponse({"status": "ended", "reason": reason}, 503)
-        if (reason := self._unavailable_reason()) is not None:
-            return JSONResponse({"status": "waiting", "reason": reason}, 503)
+        if (trouble := self._queue.trouble) is not None:
+            status, reason = trouble
+            return JSONResponse({"status": status, "reason": reason}, 503)
         return JSONResponse({"status": "ok"})
 
     async def _exposition(self, request: Request) -> Response:
@@ -299,13 +258,6 @@ async def read_body(request: Request, most: int) -> bytes:
         message = f"the body did not come within {SECONDS_FOR_BODY:g} seconds"
         raise ApiError(408, message, headers={"connection": "close"}) from None
     return bytes(body)
-
-
-def _not_taken(error: QueueFull | ServiceEnded) -> ApiError:
-    if isinstance(error, QueueFull):
-        retry = {"retry-after": str(SECONDS_TO_RETRY)}
-        return ApiError(429, str(error), code="queue_full", headers=retry)
-    return ended(str(error))
 
 
 # Handlers of exceptions: each returns the response to a request that raised one.

@@ -23,7 +23,7 @@ from shardmlx.inference.sampling_params import BROKEN, SamplingParams
 from shardmlx.inference.setup import InferenceRun, xtc_special_tokens
 from shardmlx.server.answer_parser import stops_of
 from shardmlx.server.app import make_app
-from shardmlx.server.metrics import MemoryCollector
+from shardmlx.server.metrics import Metrics
 from shardmlx.server.model_names import names_of
 from shardmlx.server.openai_requests import Defaults, ServedModel
 from shardmlx.server.request_queue import GenerationRequest, Piece, RequestQueue
@@ -137,7 +137,7 @@ class RequestServer:
         self._reader = reader
         self._reporter = reporter
         self._transport = prepared.transport
-        self._queue = RequestQueue(config.batch_size + config.max_queue)
+        self._queue = RequestQueue(config.batch_size + config.max_queue, self._unavailable_reason)
         self._generator = PipelineGenerator(first_stage, reader.tokenizer, self._check_signals)
         self._http_error: BaseException | None = None
 
@@ -159,6 +159,8 @@ class RequestServer:
             ),
             complaint=self._complaint,
         )
+        metrics = Metrics(queue)
+        metrics.show_memory(self._transport.hosts, self._prepared.limits, mx.get_peak_memory)
         app = make_app(
             queue,
             self._reader,
@@ -167,10 +169,7 @@ class RequestServer:
             hosts=trusted_hosts(listeners[0], config.extra_hosts),
             origins=config.origins,
             max_body_bytes=config.max_body,
-            unavailable_reason=self._unavailable_reason,
-            memory=MemoryCollector(
-                self._transport.hosts, self._prepared.limits, mx.get_peak_memory
-            ),
+            metrics=metrics,
         )
         server = HttpServer(app, *listeners, access_log=config.access_log, on_end=self._http_ended)
         if config.is_open_to_others and key is None:

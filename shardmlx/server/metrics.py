@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shardmlx.costmodel.memory_limits import MemoryLimits
 from shardmlx.server.request_queue import Piece, RequestQueue
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 CLIENT_GONE = 499
 """nginx's status for a request whose client did not wait for the end."""
@@ -28,95 +23,68 @@ NEXT_TOKEN = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
 
 class Metrics:
-    """The counters and histograms of one server, in a registry of its own."""
+    """The counters, histograms and gauges of one server, in a registry of its own."""
 
-    def __init__(
-        self,
-        queue: RequestQueue,
-        memory: MemoryCollector | None = None,
-        unavailable_reason: Callable[[], str | None] = lambda: None,
-    ) -> None:
-        registry = CollectorRegistry(auto_describe=True)
-        registry.register(_QueueCollector(queue, unavailable_reason))
-        if memory is not None:
-            registry.register(memory)
-        self._registry = registry
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"shardmlx_{name}", text, labels, registry=registry)
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            full = f"shardmlx_{name}_seconds"
-            return Histogram(full, text, buckets=buckets, registry=registry)
-
-        self.requests = counter(
+    def __init__(self, queue: RequestQueue) -> None:
+        self._registry = CollectorRegistry(auto_describe=True)
+        self.requests = self._counter(
             "requests",
             "HTTP requests; status 499 where the client did not wait for the end",
             "endpoint",
             "status",
         )
-        self.answers = counter(
+        self.answers = self._counter(
             "texts", "Answers by how they ended: stop, length, cancelled, error", "end"
         )
-        self.prompt_tokens = counter("prompt_tokens", "Tokens of the prompts of all answers")
-        self.cached_tokens = counter(
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of the prompts of all answers")
+        self.cached_tokens = self._counter(
             "cached_tokens", "Tokens of prompts that came from the prefix cache"
         )
-        self.generated_tokens = counter("generated_tokens", "Tokens generated")
-        self.first_token = histogram(
+        self.generated_tokens = self._counter("generated_tokens", "Tokens generated")
+        self.first_token = self._histogram(
             "time_to_first_token", "From a request to the first token of its answer", FIRST_TOKEN
         )
-        self.next_token = histogram(
+        self.next_token = self._histogram(
             "time_between_tokens", "Between two tokens of an answer", NEXT_TOKEN
         )
+        for name, text, value in (
+            ("texts_under_way", "Answers being generated", lambda: queue.load().under_way),
+            ("texts_waiting", "Requests that wait for their turn", lambda: queue.load().waiting),
+            ("kept_tokens", "Tokens in the prefix cache", lambda: queue.load().kept_tokens),
+            ("up", "1 while requests are taken", lambda: queue.trouble is None),
+        ):
+            self._gauge(name, text).set_function(value)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"shardmlx_{name}", text, labels, registry=self._registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        full = f"shardmlx_{name}_seconds"
+        return Histogram(full, text, buckets=buckets, registry=self._registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"shardmlx_{name}", text, labels, registry=self._registry)
+
+    def show_memory(
+        self, hosts: Sequence[str], limits: Sequence[MemoryLimits], peak: Callable[[], int]
+    ) -> None:
+        """Show plan and limit of each rank in bytes, and the ``peak`` of this one, rank 0."""
+        planned, limit, taken = (
+            self._gauge(f"{name}_bytes", text, "rank", "host")
+            for name, text in (
+                ("planned_peak_memory", "Most memory that the plan expects of MLX's arrays"),
+                ("memory_limit", "Memory that MLX's arrays may take"),
+                ("peak_memory", "Most memory that MLX's arrays have taken, on rank 0"),
+            )
+        )
+        for rank, (host, each) in enumerate(zip(hosts, limits, strict=True)):
+            planned.labels(rank, host).set(each.planned.peak)
+            limit.labels(rank, host).set(each.memory)
+        taken.labels(0, hosts[0]).set_function(peak)
 
     def exposition(self) -> bytes:
         """Return all metrics in Prometheus's text format."""
         return generate_latest(self._registry)
-
-
-class MemoryCollector(Collector):
-    """The memory metrics: plan and limit of each rank, and the ``peak`` bytes of this one."""
-
-    def __init__(
-        self, hosts: Sequence[str], limits: Sequence[MemoryLimits], peak: Callable[[], int]
-    ) -> None:
-        self._hosts, self._limits, self._peak = hosts, limits, peak
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield one family for each metric, in bytes."""
-        planned = [each.planned.peak for each in self._limits]
-        limits = [each.memory for each in self._limits]
-        expected = "Most memory that the plan expects of MLX's arrays"
-        taken = "Most memory that MLX's arrays have taken, on the rank that is asked"
-        for name, text, values in (
-            ("planned_peak_memory_bytes", expected, planned),
-            ("memory_limit_bytes", "Memory that MLX's arrays may take", limits),
-            ("peak_memory_bytes", taken, [self._peak()]),
-        ):
-            family = GaugeMetricFamily(f"shardmlx_{name}", text, labels=["rank", "host"])
-            for rank, value in enumerate(values):
-                family.add_metric([str(rank), self._hosts[rank]], float(value))
-            yield family
-
-
-class _QueueCollector(Collector):
-    """The load of the queue at the moment when it is asked for."""
-
-    def __init__(self, queue: RequestQueue, unavailable_reason: Callable[[], str | None]) -> None:
-        self._queue, self._unavailable_reason = queue, unavailable_reason
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield one family for each metric."""
-        load = self._queue.load()
-        is_up = self._queue.ended is None and self._unavailable_reason() is None
-        for name, text, value in (
-            ("texts_under_way", "Answers being generated", load.under_way),
-            ("texts_waiting", "Requests that wait for their turn", load.waiting),
-            ("kept_tokens", "Tokens in the prefix cache", load.kept_tokens),
-            ("up", "1 while requests are taken", is_up),
-        ):
-            yield GaugeMetricFamily(f"shardmlx_{name}", text, value=float(value))
 
 
 @dataclass(slots=True)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,6 +17,10 @@ from shardmlx.errors import one_line
 from shardmlx.inference.detokenize import FinishReason as FinishReason
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 from shardmlx.server.answer_parts import AnswerSyntax
+from shardmlx.server.openai_errors import ApiError
+
+SOON: Mapping[str, str] = {"retry-after": "2"}
+"""Header that tells a client to ask again after two seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +57,19 @@ class Piece:
     stop: str | None = None
 
 
-class QueueFull(Exception):
-    """An error: so many requests wait that no further one is taken."""
+class QueueFull(ApiError):
+    """An error: so much waits that nothing further is taken."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(429, message, code="queue_full", headers=SOON)
 
 
-class ServiceEnded(Exception):
-    """An error: nothing is generated any more. The message says why."""
+class ServiceEnded(ApiError):
+    """An error: nothing is generated any more. ``launch`` restarts a server within 10 s."""
+
+    def __init__(self, reason: str) -> None:
+        message = f"no text is generated any more: {reason}"
+        super().__init__(503, message, code="service_ended", headers={"retry-after": "10"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,39 +107,50 @@ class Generator(Protocol):
         lost."""
 
 
-class Answer:
-    """The pieces of one answer, for the event loop that asked for it.
+class Answers:
+    """The answers to requests that were submitted together, for the event loop that did so."""
 
-    Iteration ends after the piece with a ``finish_reason``; it raises ``ServiceEnded`` if that will
-    never come.
-    """
-
-    def __init__(self, queue: RequestQueue, number: int) -> None:
+    def __init__(self, queue: RequestQueue, numbers: range) -> None:
         self._queue = queue
-        self._number = number
-        self.has_begun = False
+        self._numbers = numbers
         self._loop = asyncio.get_running_loop()
-        self._pieces: asyncio.Queue[Piece | ServiceEnded] = asyncio.Queue()
+        self._news: asyncio.Queue[tuple[int, Piece] | ServiceEnded] = asyncio.Queue()
 
     def cancel(self) -> None:
-        """Give up the answer: its client has gone. No effect on one that has ended."""
-        self._queue._cancel(self._number)
+        """Give up the answers that have not ended: their client has gone."""
+        self._queue._cancel(self._numbers)
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
-        while True:
-            piece = await self._pieces.get()
-            if isinstance(piece, ServiceEnded):
-                raise piece
-            yield piece
-            if piece.finish_reason is not None:
-                return
+    async def pieces(self, silence: float) -> AsyncIterator[tuple[int, Piece] | None]:
+        """Yield the pieces as they come, each with the index of its answer, until all have ended;
+        None after so many seconds of ``silence``. Raises ``ServiceEnded``."""
+        left = len(self._numbers)
+        while left:
+            if not self._news.empty():
+                # Pieces that are there already wait for nothing: without this, thousands would be
+                # written before anybody else has a turn, also to a client who has gone.
+                await asyncio.sleep(0)
+            try:
+                async with asyncio.timeout(silence):
+                    news = await self._news.get()
+            except TimeoutError:
+                yield None
+                continue
+            if isinstance(news, ServiceEnded):
+                raise news
+            left -= news[1].finish_reason is not None
+            yield news
 
-    def put(self, piece: Piece | ServiceEnded) -> None:
-        """Pass a piece to the event loop. Called on the thread that generates."""
-        try:
-            self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
-        except RuntimeError:
-            return  # the loop is closed: nobody reads it
+    def put(self, number: int, piece: Piece) -> None:
+        """Pass on a piece of the answer to request ``number``."""
+        self._put((number - self._numbers.start, piece))
+
+    def fail(self, reason: str) -> None:
+        """Tell why no more comes."""
+        self._put(ServiceEnded(reason))
+
+    def _put(self, news: tuple[int, Piece] | ServiceEnded) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody reads it
+            self._loop.call_soon_threadsafe(self._news.put_nowait, news)
 
 
 SECONDS_IDLE = 1.0
@@ -135,14 +158,19 @@ SECONDS_IDLE = 1.0
 
 
 class RequestQueue:
-    """The open requests: at most ``most_open`` at a time."""
+    """The open requests: at most ``most_open`` at a time, and no new ones while there is an
+    ``unavailable_reason``, which is asked for on any thread."""
 
-    def __init__(self, most_open: int) -> None:
+    def __init__(
+        self, most_open: int, unavailable_reason: Callable[[], str | None] = lambda: None
+    ) -> None:
         self.most_open = most_open
+        self._unavailable_reason = unavailable_reason
         self._changed = threading.Condition()
         # Requests, and None for one that is cancelled, since the generating thread last looked.
         self._news: list[tuple[int, GenerationRequest | None]] = []
-        self._open: dict[int, Answer] = {}
+        self._open: dict[int, Answers] = {}
+        self._waiting: set[int] = set()
         self._next = 0
         self._ended: str | None = None
         self._deadline: float | None = None
@@ -151,20 +179,31 @@ class RequestQueue:
 
     # On the event loop of the server.
 
-    def submit(self, request: GenerationRequest) -> Answer:
-        """Take in a request. Raises ``QueueFull`` or ``ServiceEnded``."""
+    def submit(self, requests: Sequence[GenerationRequest]) -> Answers:
+        """Take in all of these requests, or none. Raises ``ApiError``."""
+        if self._ended is None and (reason := self._unavailable_reason()) is not None:
+            raise ApiError(503, f"no text is generated: {reason}", code="no_answer", headers=SOON)
         with self._changed:
             if self._ended is not None:
                 raise ServiceEnded(self._ended)
-            if len(self._open) >= self.most_open:
+            if len(self._open) + len(requests) > self.most_open:
                 raise QueueFull(f"{len(self._open)} requests are open already: try again later")
-            number = self._next
-            self._next += 1
-            answer = Answer(self, number)
-            self._open[number] = answer
-            self._news.append((number, request))
+            numbers = range(self._next, self._next + len(requests))
+            self._next = numbers.stop
+            answers = Answers(self, numbers)
+            self._open |= dict.fromkeys(numbers, answers)
+            self._waiting.update(numbers)
+            self._news += zip(numbers, requests, strict=True)
             self._changed.notify()
-        return answer
+        return answers
+
+    @property
+    def trouble(self) -> tuple[str, str] | None:
+        """Whether it has "ended" or is "waiting", and why; None while requests are taken."""
+        if self._ended is not None:
+            return "ended", self._ended
+        reason = self._unavailable_reason()
+        return None if reason is None else ("waiting", reason)
 
     @property
     def ended(self) -> str | None:
@@ -179,8 +218,8 @@ class RequestQueue:
     def load(self) -> QueueLoad:
         """Return how much there is to do at this moment."""
         with self._changed:
-            under_way = sum(each.has_begun for each in self._open.values())
-            return QueueLoad(under_way, len(self._open) - under_way, self._kept_tokens)
+            waiting = len(self._waiting)
+            return QueueLoad(len(self._open) - waiting, waiting, self._kept_tokens)
 
     def close(self, seconds: float) -> None:
         """Take no more requests, and have ``run`` return once the open ones have ended, or after
@@ -198,15 +237,15 @@ class RequestQueue:
             self._ended = reason
             self._deadline = time.monotonic()
             left, self._open = self._open, {}
+            self._waiting.clear()
             self._changed.notify()
-        for answer in left.values():
-            answer.put(ServiceEnded(reason))
+        for answers in set(left.values()):
+            answers.fail(reason)
 
-    def _cancel(self, number: int) -> None:
+    def _cancel(self, numbers: range) -> None:
         with self._changed:
-            if number in self._open:
-                self._news.append((number, None))
-                self._changed.notify()
+            self._news += [(number, None) for number in numbers if number in self._open]
+            self._changed.notify()
 
     # On the thread that generates.
 
@@ -244,15 +283,15 @@ class RequestQueue:
     def _close(self, number: int) -> bool:
         """Close a request, and return whether it was still open."""
         with self._changed:
+            self._waiting.discard(number)
             return self._open.pop(number, None) is not None
 
     def _pass_on(self, pieces: Sequence[tuple[int, Piece]]) -> None:
         for number, piece in pieces:
             with self._changed:
-                answer = self._open.get(number)
-                if answer is None:
-                    continue
-                answer.has_begun = True
+                self._waiting.discard(number)
+                answers = self._open.get(number)
                 if piece.finish_reason is not None:
-                    del self._open[number]
-            answer.put(piece)
+                    self._open.pop(number, None)
+            if answers is not None:
+                answers.put(number, piece)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -196,11 +196,12 @@ def serving(
     most_open: int = 64,
     parrot: Parrot | None = None,
     reader: Letters | None = None,
+    unavailable_reason: Callable[[], str | None] = lambda: None,
     **options: Any,
 ) -> Iterator[Serving]:
     """Serve as the command does: the service on one thread, the server on another."""
     parrot = parrot or Parrot()
-    service = RequestQueue(most_open)
+    service = RequestQueue(most_open, unavailable_reason)
     listener = bind("127.0.0.1", 0)
     of_model = {name: options.pop(name) for name in ("defaults", "complaint") if name in options}
     served = ServedModel(

@@ -17,7 +17,7 @@ from shardmlx.costmodel.memory_limits import MemoryBudget, MemoryLimits, Planned
 from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.server import streaming
 from shardmlx.server.app import LONG_BODY_BYTES
-from shardmlx.server.metrics import MemoryCollector, Metrics
+from shardmlx.server.metrics import Metrics
 from shardmlx.server.openai_requests import Defaults
 from shardmlx.server.page_files import POLICY
 from shardmlx.server.request_queue import Piece, RequestQueue
@@ -196,7 +196,7 @@ def test_of_several_texts_all_are_taken_or_none() -> None:
             server.until(lambda: len(server.parrot.added) == 2)
             with pytest.raises(openai.RateLimitError):
                 client.completions.create(model=MODEL, prompt="hello", n=2)
-            server.until(lambda: server.parrot.cancelled == [2])
+            assert len(server.parrot.added) == 2
             with pytest.raises(openai.BadRequestError, match=r"for 4 texts: at most 3"):
                 client.completions.create(model=MODEL, prompt="hello", n=4)
 
@@ -385,7 +385,7 @@ def test_paths_and_methods_that_are_not(
 def test_a_fault_of_our_own_is_an_error_too(
     shared: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared.service, "submit", lambda request: 1 / 0)
+    monkeypatch.setattr(shared.service, "submit", lambda requests: 1 / 0)
     response = post(shared)
     assert response.status_code == 500
     assert error_of(response)["message"] == "a fault of the server: its log has more"
@@ -545,8 +545,9 @@ def test_metrics_have_the_memory_of_each_rank() -> None:
         MemoryLimits(MemoryBudget("", memory, "", memory), PlannedMemory(peak, 100), "cpu")
         for peak, memory in ((700, 900), (600, 800))
     ]
-    memory = MemoryCollector(("mac1", "mac2"), limits, lambda: 650)
-    text = Metrics(RequestQueue(1), memory).exposition().decode()
+    metrics = Metrics(RequestQueue(1))
+    metrics.show_memory(("mac1", "mac2"), limits, lambda: 650)
+    text = metrics.exposition().decode()
     for name, value in {
         'planned_peak_memory_bytes{host="mac1",rank="0"}': 700,
         'planned_peak_memory_bytes{host="mac2",rank="1"}': 600,

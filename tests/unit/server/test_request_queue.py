@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from shardmlx.server.request_queue import (
-    Answer,
+    Answers,
     GenerationRequest,
     Piece,
     QueueFull,
@@ -51,8 +51,12 @@ def request(prompt: str, max_tokens: int = 6, *, stop: tuple[str, ...] = ()) -> 
     return GenerationRequest(tokens=tuple(map(ord, prompt)), max_tokens=max_tokens, stop=stop)
 
 
-async def text_of(answer: Answer) -> str:
-    return "".join([piece.text async for piece in answer])
+async def pieces_of(answers: Answers) -> list[Piece]:
+    return [each[1] async for each in answers.pieces(60) if each is not None]
+
+
+async def text_of(answers: Answers) -> str:
+    return "".join([piece.text for piece in await pieces_of(answers)])
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -63,7 +67,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def test_an_answer_is_its_pieces_in_order_up_to_the_one_with_a_reason() -> None:
     async def session(service: RequestQueue, parrot: Parrot) -> None:
-        pieces = [piece async for piece in service.submit(request("ab", 3))]
+        pieces = await pieces_of(service.submit([request("ab", 3)]))
         assert [piece.text for piece in pieces] == ["a", "b", "a"]
         assert [piece.generated for piece in pieces] == [1, 2, 3]
         assert [piece.finish_reason for piece in pieces] == [None, None, "length"]
@@ -74,7 +78,7 @@ def test_an_answer_is_its_pieces_in_order_up_to_the_one_with_a_reason() -> None:
 def test_the_generator_is_called_on_one_thread_in_the_order_of_requests() -> None:
     async def session(service: RequestQueue, parrot: Parrot) -> None:
         prompts = [chr(ord("a") + place) for place in range(8)]
-        await asyncio.gather(*(text_of(service.submit(request(each))) for each in prompts))
+        await asyncio.gather(*(text_of(service.submit([request(each)])) for each in prompts))
         assert [chr(each.tokens[0]) for each in parrot.added] == prompts
         assert len(parrot.threads) == 1
         assert threading.get_ident() not in parrot.threads
@@ -85,12 +89,12 @@ def test_the_generator_is_called_on_one_thread_in_the_order_of_requests() -> Non
 def test_more_than_fits_is_refused_and_fits_again_when_a_text_has_ended() -> None:
     async def session(service: RequestQueue, parrot: Parrot) -> None:
         parrot.goes_on.clear()
-        answers = [service.submit(request("a")) for _ in range(2)]
+        answers = [service.submit([request("a")]) for _ in range(2)]
         with pytest.raises(QueueFull, match=r"^2 requests are open already: try again later$"):
-            service.submit(request("a"))
+            service.submit([request("a")])
         parrot.goes_on.set()
         await asyncio.gather(*map(text_of, answers))
-        assert await text_of(service.submit(request("a"))) == "aaaaaa"
+        assert await text_of(service.submit([request("a")])) == "aaaaaa"
 
     run(session, most_open=2)
 
@@ -98,7 +102,7 @@ def test_more_than_fits_is_refused_and_fits_again_when_a_text_has_ended() -> Non
 def test_load_counts_texts_from_their_first_piece() -> None:
     async def session(service: RequestQueue, parrot: Parrot) -> None:
         assert service.load() == QueueLoad(0, 0, 0)
-        answers = [service.submit(request("a")) for _ in range(3)]
+        answers = [service.submit([request("a")]) for _ in range(3)]
         await until(lambda: service.load() == QueueLoad(1, 2, 7))
         parrot.goes_on.set()
         await asyncio.gather(*map(text_of, answers))
@@ -112,11 +116,11 @@ def test_a_step_that_does_not_end_is_seen() -> None:
 
     async def session(service: RequestQueue, parrot: Parrot) -> None:
         await until(lambda: parrot.is_idle and service.stalled > 0)
-        answer = service.submit(request("aaa"))
+        answer = service.submit([request("aaa")])
         await text_of(answer)
         assert service.stalled < 5
         parrot.lasts = threading.Event()
-        answer = service.submit(request("aaa"))
+        answer = service.submit([request("aaa")])
         await until(lambda: service.stalled > 1.2)  # a rest lasts one second
         parrot.lasts.set()
         await text_of(answer)
@@ -128,7 +132,7 @@ def test_a_step_that_does_not_end_is_seen() -> None:
 
 def test_a_text_is_cancelled_while_it_waits_and_while_it_is_made() -> None:
     async def session(service: RequestQueue, parrot: Parrot) -> None:
-        first, second = (service.submit(request("a")) for _ in range(2))
+        first, second = (service.submit([request("a")]) for _ in range(2))
         await until(lambda: service.load() == QueueLoad(1, 1, 7))
         second.cancel()
         await until(lambda: parrot.cancelled == [1])
@@ -141,11 +145,11 @@ def test_a_text_is_cancelled_while_it_waits_and_while_it_is_made() -> None:
 
 def test_cancelling_a_text_that_has_ended_does_nothing() -> None:
     async def session(service: RequestQueue, parrot: Parrot) -> None:
-        answer = service.submit(request("a"))
+        answer = service.submit([request("a")])
         await text_of(answer)
         answer.cancel()
         answer.cancel()
-        assert await text_of(service.submit(request("b"))) == "bbbbbb"
+        assert await text_of(service.submit([request("b")])) == "bbbbbb"
         assert parrot.cancelled == []
 
     run(session)
@@ -154,14 +158,14 @@ def test_cancelling_a_text_that_has_ended_does_nothing() -> None:
 def test_an_error_of_the_generator_ends_all_texts_and_is_raised() -> None:
     async def session(service: RequestQueue, parrot: Parrot) -> None:
         parrot.goes_on.clear()
-        answers = [service.submit(request("a")) for _ in range(3)]
+        answers = [service.submit([request("a")]) for _ in range(3)]
         parrot.fails = "rank 1 on there:\n is gone"
         for answer in answers:
-            with pytest.raises(ServiceEnded, match=r"^rank 1 on there: is gone$"):
+            with pytest.raises(ServiceEnded, match=r": rank 1 on there: is gone$"):
                 await text_of(answer)
         assert service.ended == "rank 1 on there: is gone"
         with pytest.raises(ServiceEnded, match=r"rank 1"):
-            service.submit(request("a"))
+            service.submit([request("a")])
 
     assert str(run(session)) == "rank 1 on there:\n is gone"
 
@@ -170,8 +174,8 @@ def test_pieces_that_came_before_an_error_are_delivered_before_it() -> None:
     async def session(service: RequestQueue, parrot: Parrot) -> None:
         steps = iter([[(0, Piece("a", (), 1))]])
         parrot.step = lambda: next(steps, None) or fail()  # type: ignore[method-assign]
-        pieces = aiter(service.submit(request("a")))
-        assert (await anext(pieces)).text == "a"
+        pieces = service.submit([request("a")]).pieces(60)
+        assert await anext(pieces) == (0, Piece("a", (), 1))
         with pytest.raises(ServiceEnded, match=r"later"):
             await anext(pieces)
 
@@ -184,11 +188,11 @@ def test_pieces_that_came_before_an_error_are_delivered_before_it() -> None:
 def test_close_lets_open_texts_end_and_takes_no_more() -> None:
     async def session(service: RequestQueue, parrot: Parrot) -> None:
         parrot.goes_on.clear()
-        answer = service.submit(request("a"))
+        answer = service.submit([request("a")])
         service.close(60)
         assert service.ended == "the server is stopping"
-        with pytest.raises(ServiceEnded, match=r"^the server is stopping$"):
-            service.submit(request("a"))
+        with pytest.raises(ServiceEnded, match=r": the server is stopping$"):
+            service.submit([request("a")])
         parrot.goes_on.set()
         assert await text_of(answer) == "aaaaaa"
 
@@ -198,10 +202,10 @@ def test_close_lets_open_texts_end_and_takes_no_more() -> None:
 def test_close_with_a_deadline_ends_what_is_open_then() -> None:
     async def session(service: RequestQueue, parrot: Parrot) -> None:
         parrot.goes_on.clear()
-        answer = service.submit(request("a"))
+        answer = service.submit([request("a")])
         service.close(60)
         service.close(0.01)  # the shorter counts
-        with pytest.raises(ServiceEnded, match=r"^the server is stopping$"):
+        with pytest.raises(ServiceEnded, match=r": the server is stopping$"):
             await text_of(answer)
 
     assert run(session) is None
@@ -219,10 +223,10 @@ def test_fail_ends_what_is_open_at_once_and_says_why() -> None:
             return [(0, Piece("too late", (), 1))]
 
         parrot.step = step  # type: ignore[method-assign]
-        answer = service.submit(request("a"))
+        answer = service.submit([request("a")])
         await asyncio.to_thread(in_step.wait, 30)
         service.fail("rank 1 is lost")
-        with pytest.raises(ServiceEnded, match=r"^rank 1 is lost$"):
+        with pytest.raises(ServiceEnded, match=r": rank 1 is lost$"):
             await text_of(answer)
         goes_on.set()
         await until(lambda: service.load() == QueueLoad(0, 0, 7))
@@ -240,7 +244,7 @@ def test_nobody_need_listen_any_more() -> None:
     parrot.goes_on.clear()
 
     async def ask() -> None:
-        service.submit(request("a"))
+        service.submit([request("a")])
 
     asyncio.run(ask())
     thread = threading.Thread(target=service.run, args=(parrot,))
