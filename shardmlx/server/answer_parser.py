@@ -2,38 +2,214 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from shardmlx.inference.answer_format import AnswerFormat
-from shardmlx.inference.detokenize import Stops, StopStrings
-from shardmlx.server.answer_parts import AnswerSyntax, Call, Incoming, MoreArguments, Part, Said
-from shardmlx.server.harmony_answers import harmony_answer
-from shardmlx.server.json_answers import json_answer
-from shardmlx.server.marked_answers import marked_answer
+from shardmlx.inference.answer_format import Marks
+from shardmlx.inference.detokenize import Stops, StopStrings, overlap
+from shardmlx.server.answer_parts import (
+    AnswerSyntax,
+    Incoming,
+    Part,
+    Reading,
+    beginning,
+    begun_call,
+    json_call,
+    passed_on,
+    thoughts,
+)
+from shardmlx.server.argument_types import plainly_typed
 from shardmlx.server.request_queue import GenerationRequest
+
+# Calls between marks, as Qwen, Mistral, Kimi, GLM and most others write them. If ``CallFormat`` says
+# what stands around arguments that are JSON, these are passed on while they come; others are read
+# once they are whole, by mlx-lm's parsers.
+
+
+def marked_answer(incoming: Incoming, syntax: AnswerSyntax) -> Reading:
+    """Yield the parts of an answer. A call that cannot be read counts as said."""
+    yield from beginning(incoming, syntax)
+    call = syntax.format.call if syntax.tools else None
+    marks = [call.start] if call is not None else []
+    has_called = False
+    while (yield from passed_on(incoming, marks, "said", trims=has_called)):
+        assert call is not None, "it is looked for only if there is one"
+        yield from _calls(incoming, syntax, call)
+        yield from thoughts(incoming, syntax.format.thought)
+        has_called = True
+
+
+def _calls(incoming: Incoming, syntax: AnswerSyntax, marks: Marks) -> Reading:
+    """Yield the calls that stand between two marks."""
+    known, has_come = syntax.format.calls, False
+    while True:
+        opening = known.opening.match(incoming.text) if known and known.opening else None
+        if opening is not None:
+            incoming.cut(opening.end())
+            yield from json_call(incoming, opening["name"])
+            has_come = True
+            continue
+        is_marked = bool(marks.end) and marks.end in incoming.text
+        if is_marked or incoming.is_last:
+            break
+        yield None
+    text, end, incoming.text = (
+        incoming.text.partition(marks.end) if is_marked else (incoming.text, "", "")
+    )
+    if has_come:
+        after = known.closing.match(text) if known and known.closing else None
+        text = text[after.end() :] if after else text
+    else:
+        calls = _read(text, syntax) if is_marked or not marks.end else None
+        yield from calls or ()
+        text = f"{marks.start}{text}{end}" if calls is None else ""
+    if text:
+        yield Part("said", text)
+
+
+def _read(text: str, syntax: AnswerSyntax) -> list[Part] | None:
+    """Return the calls in a text; None if it cannot be read."""
+    assert syntax.format.parse is not None, "a model with marks has a parser"
+    try:
+        parsed = syntax.format.parse(text, plainly_typed(syntax.tools))
+        calls = parsed if isinstance(parsed, list) else [parsed]
+        return [part for each in calls for part in (begun_call(each["name"]), _arguments(each))]
+    except Exception:  # a parser may raise whatever it likes
+        return None
+
+
+def _arguments(parsed: Mapping[str, Any]) -> Part:
+    arguments = parsed.get("arguments", parsed.get("parameters", {}))
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    if not isinstance(json.loads(text), dict) or not isinstance(parsed["name"], str):
+        raise TypeError("a name is a text, and arguments are an object")
+    return Part("call", text)
+
+
+# Calls that are JSON within the text: those of Llama 3, and of models that know no tools.
+
+BEFORE = ("<|python_tag|>", "<tool_call>", "```json", "```", "[")
+"""Marks that models write before a call, though nobody asks for them."""
+
+LEAD = rf"(?<!\s)\s*(?:(?:{'|'.join(map(re.escape, BEFORE))})\s*){{0,2}}"
+"""Space and marks before a call; the search for it takes time that grows with the text alone."""
+
+OPENING = (
+    r'\{{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"(?P<name>{})"\s*,'
+    r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
+)
+"""A call up to its arguments; its name is one of those in the place of ``{}``."""
+
+MAY_OPEN = re.compile(LEAD + r'(?:\{\s*(?:"(?:t?y?p?e?|n?a?m?e?)(?:"[\s\w.:,"-]{0,300})?)?)?\Z')
+"""Text at the end that may be the beginning of a call."""
+
+END = "</tool_call>"
+
+AFTER = re.compile(rf"\A(?:[\s}}\]`;,]|{END})*")
+"""Text after the arguments of a call."""
+
+
+def json_answer(incoming: Incoming, syntax: AnswerSyntax) -> Reading:
+    """Yield the parts of an answer in which calls of known tools are JSON, with or without words
+    before them."""
+    yield from beginning(incoming, syntax)
+    names = (re.escape(tool["function"]["name"]) for tool in syntax.tools)
+    opening = re.compile(LEAD + OPENING.format("|".join(names)))
+    while incoming.text or not incoming.is_last:
+        found = opening.search(incoming.text)
+        length = found.start() if found else len(incoming.text) - _unclear(incoming)
+        if text := incoming.cut(length):
+            yield Part("said", text)
+        if found:
+            incoming.cut(len(found[0]))
+            yield from json_call(incoming, found["name"])
+            yield from _closing(incoming)
+        elif not incoming.is_last:
+            yield None
+
+
+def _unclear(incoming: Incoming) -> int:
+    """Return how many characters at the end may be of what comes before a call."""
+    if incoming.is_last:
+        return 0
+    marks = max(overlap(incoming.text, mark) for mark in BEFORE)
+    opening = MAY_OPEN.search(incoming.text)
+    return max(marks, len(opening[0]) if opening else 0)
+
+
+def _closing(incoming: Incoming) -> Reading:
+    """Pass over the text that closes a call."""
+    while True:
+        incoming.text = AFTER.sub("", incoming.text)
+        if incoming.is_last or not END.startswith(incoming.text):
+            return
+        yield None
+
+
+# OpenAI's Harmony format, as gpt-oss writes it: several messages, each in a channel.
+#
+#     <|channel|>analysis<|message|>what it thinks<|end|>
+#     <|start|>assistant<|channel|>final<|message|>what it says<|return|>
+#
+# A message to a function, in the channel "commentary", is a call; other text of that channel is
+# said. The format: https://cookbook.openai.com/articles/openai-harmony.
+
+BODY = "<|message|>"
+"""The mark between the head of a message and its text."""
+
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+
+HEADS = ("<|channel|>", "<|start|>", BODY, " to=")
+"""Beginnings of a head. An answer with another one, as by a grammar, has no messages."""
+
+THOUGHTS = re.compile(r"<\|channel\|>\s*analysis\b")
+
+FUNCTION = re.compile(r"\bto=functions\.(?P<name>[\w.:-]+)")
+
+
+def harmony_answer(incoming: Incoming, syntax: AnswerSyntax) -> Reading:
+    """Yield the parts of an answer that is messages in channels."""
+    while any(len(incoming.text) < len(head) and head.startswith(incoming.text) for head in HEADS):
+        if incoming.is_last:
+            return
+        yield None
+    if not incoming.text.startswith(HEADS):
+        yield from passed_on(incoming, (), "said")
+    while incoming.text or not incoming.is_last:
+        head, mark, text = incoming.text.partition(BODY)
+        if not mark and incoming.is_last:
+            return
+        if not mark:
+            yield None
+            continue
+        incoming.text = text
+        called = FUNCTION.search(head) if syntax.tools else None
+        if called is not None:
+            yield begun_call(called["name"])
+            yield from passed_on(incoming, ENDS, "call")
+        else:
+            is_thought = THOUGHTS.search(head) and syntax.format.thought is not None
+            yield from passed_on(incoming, ENDS, "thought" if is_thought else "said")
 
 
 class AnswerParser:
-    """The parts of one answer up to a stop string, which is looked for in what is said alone."""
+    """The parts of the answer to a request, up to a stop string, which is looked for in what is
+    said alone. Without a syntax all is said, and has ended before one."""
 
-    def __init__(self, syntax: AnswerSyntax, stop: tuple[str, ...] = ()) -> None:
+    def __init__(self, request: GenerationRequest) -> None:
+        syntax = request.syntax or AnswerSyntax(continues=True)
         is_json = syntax.tools and syntax.format.call is None
         read = json_answer if is_json else marked_answer
         self._incoming = Incoming()
         self._reading = (harmony_answer if syntax.format.has_channels else read)(
             self._incoming, syntax
         )
-        self._stops = StopStrings(stop)
+        self._stops = StopStrings(request.stop if request.syntax else ())
         self._calls = 0
         self._parallel = syntax.parallel
-
-    @classmethod
-    def of(cls, request: GenerationRequest) -> AnswerParser:
-        """Return one for the answer to this request. Without a syntax all of it is said."""
-        if request.syntax is None:
-            return cls(AnswerSyntax(format=AnswerFormat(), continues=True))
-        return cls(request.syntax, request.stop)
 
     @property
     def stop(self) -> str | None:
@@ -48,19 +224,19 @@ class AnswerParser:
         for part in self._reading:
             if part is None or self.stop is not None:
                 break
-            if isinstance(part, Said):
+            if part.kind == "said":
                 yield from self._said(part.text, is_last=False)
                 continue
             yield from self._said("", is_last=True)
-            self._calls += isinstance(part, Call)
-            if self._parallel or self._calls <= 1 or not isinstance(part, Call | MoreArguments):
+            self._calls += bool(part.id)
+            if self._parallel or self._calls <= 1 or part.kind != "call":
                 yield part
         if is_last and self.stop is None:
             yield from self._said("", is_last=True)
 
-    def _said(self, text: str, *, is_last: bool) -> Iterator[Said]:
+    def _said(self, text: str, *, is_last: bool) -> Iterator[Part]:
         if known := self._stops.take(text, is_last=is_last):
-            yield Said(known)
+            yield Part("said", known)
 
 
 @dataclass(slots=True)
@@ -83,4 +259,4 @@ def stops_of(request: GenerationRequest) -> Stops:
     """Return what finds the end of an answer to this request."""
     if request.syntax is None or not request.stop:
         return StopStrings(request.stop)
-    return _StopsInParts(AnswerParser.of(request))
+    return _StopsInParts(AnswerParser(request))

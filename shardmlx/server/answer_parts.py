@@ -1,15 +1,16 @@
 """The parts of an answer, and the steps of reading that all formats of answers share.
 
-No MLX, no MPI. A format is a generator, a file each: it takes the text of an answer away as it
-reads it, and yields parts; None where it needs more text.
+No MLX, no MPI. A format is a generator: it takes the text of an answer away as it reads it, and
+yields parts; None where it needs more text.
 """
 
 from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 from shardmlx.inference.answer_format import AnswerFormat, Marks, Tool
 from shardmlx.inference.detokenize import before_any
@@ -18,37 +19,21 @@ ID_LENGTH = 9
 """Characters of a call's id: Mistral's templates take no others."""
 
 
-@dataclass(frozen=True, slots=True)
-class Thought:
-    """A piece of what was thought."""
+Kind = Literal["thought", "said", "call"]
 
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of what an answer thinks or says, or of the arguments of a call, which are JSON.
+
+    A call begins with a part that has its ``name`` and ``id``.
+    """
+
+    kind: Kind
     text: str
+    name: str = ""
+    id: str = ""
 
-
-@dataclass(frozen=True, slots=True)
-class Said:
-    """A piece of what was said."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A call of a tool; ``arguments`` are JSON, empty if they follow."""
-
-    name: str
-    arguments: str
-    id: str
-
-
-@dataclass(frozen=True, slots=True)
-class MoreArguments:
-    """A piece of the arguments of the call before."""
-
-    text: str
-
-
-Part = Thought | Said | Call | MoreArguments
 
 Reading = Generator[Part | None, None, None]
 """Parts as they are read, and None where more text is needed."""
@@ -76,7 +61,7 @@ class AnswerSyntax:
     looked for if there are ``tools``; unless they may be ``parallel``, only the first counts.
     """
 
-    format: AnswerFormat
+    format: AnswerFormat = field(default_factory=AnswerFormat)
     tools: Sequence[Tool] = ()
     is_thinking: bool = False
     parallel: bool = True
@@ -84,7 +69,7 @@ class AnswerSyntax:
 
 
 def passed_on(
-    incoming: Incoming, marks: Sequence[str], kind: Callable[[str], Part], *, trims: bool = False
+    incoming: Incoming, marks: Sequence[str], kind: Kind, *, trims: bool = False
 ) -> Generator[Part | None, None, str]:
     """Yield the text before the first of ``marks``, in pieces of this ``kind``; return the mark,
     which is passed over, or "" at the end of the answer.
@@ -98,7 +83,7 @@ def passed_on(
         piece = incoming.text[:end].rstrip() if trims else incoming.text[:end]
         incoming.cut(end + len(mark) if is_over else len(piece))
         if piece:
-            yield kind(piece)
+            yield Part(kind, piece)
         if is_over:
             return mark
         yield None
@@ -136,11 +121,12 @@ def thoughts(incoming: Incoming, marks: Marks | None) -> Reading:
 
 def _thought(incoming: Incoming, marks: Marks) -> Reading:
     yield from begins(incoming, None)
-    yield from passed_on(incoming, [marks.end], Thought, trims=True)
+    yield from passed_on(incoming, [marks.end], "thought", trims=True)
 
 
-def json_arguments(incoming: Incoming) -> Reading:
-    """Yield the JSON object that begins here, in pieces as it comes."""
+def json_call(incoming: Incoming, name: str) -> Reading:
+    """Yield the call of this name whose JSON object begins here, in pieces as it comes."""
+    yield begun_call(name)
     depth, in_text, is_escaped, is_whole = 0, False, False, False
     while not is_whole and (incoming.text or not incoming.is_last):
         end = len(incoming.text)
@@ -156,11 +142,12 @@ def json_arguments(incoming: Incoming) -> Reading:
                     end, is_whole = place, True
                     break
         if end:
-            yield MoreArguments(incoming.cut(end))
+            yield Part("call", incoming.cut(end))
         else:
             yield None
 
 
-def new_id() -> str:
-    """Return an id for a call."""
-    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(ID_LENGTH))
+def begun_call(name: str) -> Part:
+    """Return the part with which a call begins, with an id of its own."""
+    letters = string.ascii_letters + string.digits
+    return Part("call", "", name, "".join(secrets.choice(letters) for _ in range(ID_LENGTH)))

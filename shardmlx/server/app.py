@@ -19,8 +19,7 @@ from starlette.routing import BaseRoute, Mount, Route
 
 from shardmlx.config.serve import MOST_BODIES
 from shardmlx.inference.prompts import PromptReader
-from shardmlx.server.anthropic_requests import read_message
-from shardmlx.server.anthropic_responses import MessageReply
+from shardmlx.server.anthropic_api import MessageReply, read_message
 from shardmlx.server.guard import Guard, error_response
 from shardmlx.server.metrics import CLIENT_GONE, Metrics, RequestCounter, RequestMeter
 from shardmlx.server.openai_errors import ApiError, refused
@@ -34,8 +33,7 @@ from shardmlx.server.openai_responses import ChatReply, CompletionReply
 from shardmlx.server.page_files import PAGE_PARTS, PageFiles
 from shardmlx.server.replies import Reply
 from shardmlx.server.request_queue import QueueFull, RequestQueue
-from shardmlx.server.response_api_replies import ResponseReply
-from shardmlx.server.response_api_requests import read_response
+from shardmlx.server.responses_api import ResponseReply, read_response
 from shardmlx.server.streaming import AnswerResponse
 from shardmlx.server.tokenizing import counted, detokenized, tokenized
 

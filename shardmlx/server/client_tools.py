@@ -84,17 +84,19 @@ class ClientTool:
         return f"{self.namespace.removesuffix('__')}__{self.name}"
 
     def called(self, arguments: str) -> Json | None:
-        """Return the fields of an item that calls it; None for arguments that were cut off."""
+        """Return the fields of an item that calls it; None for arguments that were cut off, if it
+        is no function."""
         try:
             given = json.loads(arguments)
         except ValueError:
-            return None
+            given = None
+        named = {"name": self.name} | ({"namespace": self.namespace} if self.namespace else {})
+        if self.kind == "function":
+            status = "completed" if isinstance(given, dict) else "incomplete"
+            return {**named, "arguments": arguments, "status": status}
         if not isinstance(given, dict):
             return None
-        named = {"name": self.name} | ({"namespace": self.namespace} if self.namespace else {})
         match self.kind:
-            case "function":
-                return {**named, "arguments": arguments}
             case "custom":
                 text = given.get("input")
                 return {**named, "input": text if isinstance(text, str) else arguments}

@@ -8,27 +8,13 @@ import time
 import uuid
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from shardmlx.inference.sampling_params import SampledToken
-from shardmlx.server.answer_parser import AnswerParser
-from shardmlx.server.answer_parts import Call, MoreArguments, Part, Said, Thought
-from shardmlx.server.openai_errors import ApiError
+from shardmlx.server.answer_parts import Kind, Part
 from shardmlx.server.openai_requests import ApiRequest
 from shardmlx.server.replies import Body, Reply, TokenText
 from shardmlx.server.request_queue import FinishReason, Piece
-
-
-@dataclass(slots=True)
-class GeneratedText:
-    """An answer as far as it has come; ``logprobs`` has what the API says of its tokens."""
-
-    text: str = ""
-    thought: str = ""
-    calls: list[Call] = field(default_factory=list)
-    logprobs: dict[str, list[Any]] = field(default_factory=dict)
-    finish_reason: FinishReason | None = None
 
 
 class ChoicesReply(Reply):
@@ -42,7 +28,8 @@ class ChoicesReply(Reply):
 
     def __init__(self, request: ApiRequest, model: str, token_text: TokenText) -> None:
         super().__init__(request, model, token_text)
-        self.texts = [GeneratedText() for _ in request.requests]
+        self.logprobs: list[dict[str, list[Any]]] = [{} for _ in request.requests]
+        self._reasons: list[FinishReason | None] = [None for _ in request.requests]
         self.head: Body = {
             "id": f"{self.PREFIX}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -53,27 +40,20 @@ class ChoicesReply(Reply):
         # ASCII only: some clients take U+2028 for the end of a line.
         return b"data: " + json.dumps(body).encode() + b"\n\n"
 
-    def failure(self, error: ApiError) -> Body:
-        return error.body
-
-    def _add(self, index: int, piece: Piece, parser: AnswerParser) -> Iterator[Body]:
-        text = self.texts[index]
+    def _add(self, index: int, piece: Piece, parts: list[Part]) -> Iterator[Body]:
         logprobs = None
         if self.request.logprobs is not None:
-            logprobs = self._logprobs(piece, len(text.text))
+            logprobs = self._logprobs(piece, len(self._text(index, "said")))
             for name, values in logprobs.items():
-                text.logprobs.setdefault(name, []).extend(values)
-        parts = list(parser.take(piece.text, is_last=piece.finish_reason is not None))
-        if logprobs is not None and piece.sampled and not parts:
-            parts = [Said("")]
-        for place, part in enumerate(parts):
-            yield self._chunk(self._part(index, part, logprobs if place == 0 else None))
-        text.finish_reason = piece.finish_reason
+                self.logprobs[index].setdefault(name, []).extend(values)
+            if piece.sampled and not parts:
+                parts = [Part("said", "")]
+        for part in parts:
+            yield self._chunk(self._part(index, part, logprobs))
+            logprobs = None
+        self._reasons[index] = piece.finish_reason
         if piece.finish_reason is not None:
             yield self._chunk(self._end(index, piece.finish_reason))
-
-    def opening(self) -> Iterator[Body]:
-        yield from ()
 
     def closing(self) -> Iterator[Body]:
         if self.request.include_usage:
@@ -81,7 +61,9 @@ class ChoicesReply(Reply):
 
     @property
     def whole(self) -> Body:
-        choices = [self._choice(index, text) for index, text in enumerate(self.texts)]
+        choices = [
+            self._choice(index, logprobs or None) for index, logprobs in enumerate(self.logprobs)
+        ]
         return {**self.head, "object": self.WHOLE, "choices": choices, "usage": self.usage}
 
     @property
@@ -101,8 +83,11 @@ class ChoicesReply(Reply):
         chunk = {**self.head, "object": self.CHUNK, "choices": list(choices)}
         return {**chunk, "usage": None} if self.request.include_usage else chunk
 
+    def _text(self, index: int, kind: Kind) -> str:
+        return "".join(block.text for block in self.blocks[index] if block.kind == kind)
+
     @abstractmethod
-    def _choice(self, index: int, text: GeneratedText) -> Body:
+    def _choice(self, index: int, logprobs: Body | None) -> Body:
         """Return a choice of the whole reply."""
 
     @abstractmethod
@@ -125,51 +110,43 @@ class ChatReply(ChoicesReply):
     WHOLE = "chat.completion"
     CHUNK = "chat.completion.chunk"
 
-    def _delta_of(self, text: GeneratedText, part: Part) -> Body:
-        """Take in a part of an answer, and return what a chunk says of it."""
-        if isinstance(part, Thought):
-            text.thought += part.text
-            return {"reasoning_content": part.text}
-        if isinstance(part, Said):
-            text.text += part.text
-            return {"content": part.text}
-        if isinstance(part, MoreArguments):
-            called = text.calls.pop()
-            text.calls.append(replace(called, arguments=called.arguments + part.text))
-            said: Body = {"function": {"arguments": part.text}}
-        else:
-            text.calls.append(part)
-            said = _call(part)
-        return {"tool_calls": [{"index": len(text.calls) - 1, **said}]}
-
-    def _finish(self, index: int, reason: FinishReason | None) -> str | None:
-        is_called = reason == "stop" and self.texts[index].calls
-        return "tool_calls" if is_called else reason
-
     def opening(self) -> Iterator[Body]:
-        for index in range(len(self.texts)):
+        for index in range(len(self.blocks)):
             yield self._chunk(self._delta(index, {"role": "assistant", "content": ""}))
 
-    def _choice(self, index: int, text: GeneratedText) -> Body:
-        message: Body = {"role": "assistant", "content": text.text, "refusal": None}
-        if text.thought:
-            message["reasoning_content"] = text.thought
-        if text.calls:
-            message["content"] = text.text or None
-            message["tool_calls"] = [_call(call) for call in text.calls]
+    def _choice(self, index: int, logprobs: Body | None) -> Body:
+        text = self._text(index, "said")
+        message: Body = {"role": "assistant", "content": text, "refusal": None}
+        if thought := self._text(index, "thought"):
+            message["reasoning_content"] = thought
+        if calls := self._calls(index):
+            message["content"] = text or None
+            message["tool_calls"] = [_call(call) for call in calls]
         return {
             "index": index,
             "message": message,
-            "logprobs": text.logprobs or None,
-            "finish_reason": self._finish(index, text.finish_reason),
+            "logprobs": logprobs,
+            "finish_reason": self._finish(index, self._reasons[index]),
         }
 
     def _part(self, index: int, part: Part, logprobs: Body | None) -> Body:
-        delta = self._delta_of(self.texts[index], part)
+        begins = self._begins(index, part)
+        self._take(index, part)
+        if part.kind == "call":
+            said = _call(part) if begins else {"function": {"arguments": part.text}}
+            delta: Body = {"tool_calls": [{"index": len(self._calls(index)) - 1, **said}]}
+        else:
+            delta = {"content" if part.kind == "said" else "reasoning_content": part.text}
         return {**self._delta(index, delta), "logprobs": logprobs}
 
     def _end(self, index: int, reason: FinishReason) -> Body:
         return {**self._delta(index, {}), "finish_reason": self._finish(index, reason)}
+
+    def _calls(self, index: int) -> list[Part]:
+        return [block for block in self.blocks[index] if block.kind == "call"]
+
+    def _finish(self, index: int, reason: FinishReason | None) -> str | None:
+        return "tool_calls" if reason == "stop" and self._calls(index) else reason
 
     def _delta(self, index: int, delta: Body) -> Body:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
@@ -198,21 +175,15 @@ class CompletionReply(ChoicesReply):
     WHOLE = "text_completion"
     CHUNK = "text_completion"
 
-    def _choice(self, index: int, text: GeneratedText) -> Body:
-        return self._text(index, text.text, text.logprobs or None, text.finish_reason)
+    def _choice(self, index: int, logprobs: Body | None) -> Body:
+        return _completion(index, self._text(index, "said"), logprobs, self._reasons[index])
 
     def _part(self, index: int, part: Part, logprobs: Body | None) -> Body:
-        assert isinstance(part, Said), "a completion has no other parts"
-        self.texts[index].text += part.text
-        return self._text(index, part.text, logprobs, None)
+        self._take(index, part)
+        return _completion(index, part.text, logprobs, None)
 
     def _end(self, index: int, reason: FinishReason) -> Body:
-        return self._text(index, "", None, reason)
-
-    def _text(
-        self, index: int, text: str, logprobs: Body | None, reason: FinishReason | None
-    ) -> Body:
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return _completion(index, "", None, reason)
 
     def _logprobs(self, piece: Piece, length: int) -> Body:
         texts = [self.token_text(sampled.token) for sampled in piece.sampled]
@@ -233,8 +204,12 @@ class CompletionReply(ChoicesReply):
         return likeliest
 
 
-def _call(call: Call) -> Body:
-    function = {"name": call.name, "arguments": call.arguments}
+def _completion(index: int, text: str, logprobs: Body | None, reason: FinishReason | None) -> Body:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _call(call: Part) -> Body:
+    function = {"name": call.name, "arguments": call.text}
     return {"id": call.id, "type": "function", "function": function}
 
 

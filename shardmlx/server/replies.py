@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from shardmlx.server.answer_parser import AnswerParser
+from shardmlx.server.answer_parts import Part
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.openai_requests import ApiRequest
 from shardmlx.server.request_queue import Piece
@@ -20,7 +22,8 @@ TokenText = Callable[[int], str]
 class Reply(ABC):
     """The reply to one request of an API, whole or as events of a stream.
 
-    ``generated`` and ``cached`` count the tokens of each answer, ``done`` ends a stream.
+    Each answer has its ``blocks``, which are what it thinks, says or calls without a break, and its
+    numbers of ``generated`` and ``cached`` tokens. ``done`` ends a stream.
     """
 
     done: ClassVar[bytes] = b""
@@ -31,12 +34,28 @@ class Reply(ABC):
         self.token_text = token_text
         self.generated = [0 for _ in request.requests]
         self.cached = [0 for _ in request.requests]
-        self._parsers = list(map(AnswerParser.of, request.requests))
+        self.blocks: list[list[Part]] = [[] for _ in request.requests]
+        self._parsers = list(map(AnswerParser, request.requests))
 
     def add(self, index: int, piece: Piece) -> Iterator[Body]:
         """Take in a piece of answer ``index``, and yield the events to send of it."""
         self.generated[index], self.cached[index] = piece.generated, piece.cached
-        yield from self._add(index, piece, self._parsers[index])
+        is_last = piece.finish_reason is not None
+        parts = self._parsers[index].take(piece.text, is_last=is_last)
+        yield from self._add(index, piece, list(parts))
+
+    def _begins(self, index: int, part: Part) -> bool:
+        """Return whether a part is the beginning of a block of answer ``index``."""
+        blocks = self.blocks[index]
+        return bool(part.id) or not blocks or blocks[-1].kind != part.kind
+
+    def _take(self, index: int, part: Part) -> None:
+        """Take a part into the blocks of answer ``index``."""
+        blocks = self.blocks[index]
+        if self._begins(index, part):
+            blocks.append(part)
+        else:
+            blocks[-1] = replace(blocks[-1], text=blocks[-1].text + part.text)
 
     @property
     def prompt_tokens(self) -> int:
@@ -48,13 +67,13 @@ class Reply(ABC):
     def sign_of_life(self) -> bytes:
         """The bytes that a stream sends in silence, which clients of the API count as life."""
 
-    @abstractmethod
     def opening(self) -> Iterator[Body]:
         """Yield the events that come before all others."""
+        yield from ()
 
     @abstractmethod
-    def _add(self, index: int, piece: Piece, parser: AnswerParser) -> Iterator[Body]:
-        """Yield the events to send of a piece."""
+    def _add(self, index: int, piece: Piece, parts: list[Part]) -> Iterator[Body]:
+        """Yield the events to send of a piece, of which these parts of the answer are known."""
 
     @abstractmethod
     def closing(self) -> Iterator[Body]:
@@ -69,6 +88,43 @@ class Reply(ABC):
     def event(self, body: Body) -> bytes:
         """Return an event as it is sent."""
 
-    @abstractmethod
     def failure(self, error: ApiError) -> Body:
         """Return the body of an error."""
+        return error.body
+
+
+class BlockReply(Reply):
+    """A reply that has one answer, and tells of its blocks one by one."""
+
+    def _add(self, index: int, piece: Piece, parts: list[Part]) -> Iterator[Body]:
+        for part in parts:
+            begins = self._begins(index, part)
+            if begins:
+                yield from self._last_ended()
+            self._take(index, part)
+            if begins:
+                yield from self._begun(part)
+            yield from self._more(part)
+        if piece.finish_reason is not None:
+            yield from self._last_ended()
+            yield from self._end(piece)
+
+    def _last_ended(self) -> Iterator[Body]:
+        for block in self.blocks[0][-1:]:
+            yield from self._ended(block)
+
+    @abstractmethod
+    def _begun(self, block: Part) -> Iterator[Body]:
+        """Yield the events with which a block begins."""
+
+    @abstractmethod
+    def _more(self, part: Part) -> Iterator[Body]:
+        """Yield the events of a further part of the last block."""
+
+    @abstractmethod
+    def _ended(self, block: Part) -> Iterator[Body]:
+        """Yield the events with which a block ends."""
+
+    @abstractmethod
+    def _end(self, piece: Piece) -> Iterator[Body]:
+        """Yield the events of the end of the answer, for which this is the last piece."""

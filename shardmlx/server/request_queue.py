@@ -199,7 +199,7 @@ class RequestQueue:
 
     @property
     def trouble(self) -> tuple[str, str] | None:
-        """Whether it has "ended" or is "waiting", and why; None while requests are taken."""
+        """The state in which requests are refused, "ended" or "waiting", and why; None if taken."""
         if self._ended is not None:
             return "ended", self._ended
         reason = self._unavailable_reason()

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardmlx.inference.prompts import PromptReader
 from shardmlx.server.accepted_fields import Body, Listed, refuse_unknown
-from shardmlx.server.anthropic_requests import read_message
+from shardmlx.server.anthropic_api import read_message
 from shardmlx.server.openai_bodies import validated
 from shardmlx.server.openai_errors import refused
 from shardmlx.server.openai_requests import (

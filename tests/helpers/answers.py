@@ -9,13 +9,28 @@ from typing import Any
 from shardmlx.inference.answer_format import HARMONY, AnswerFormat, Marks
 from shardmlx.inference.call_formats import GENERIC_CALLS, LLAMA3_CALLS, call_format
 from shardmlx.server.answer_parser import AnswerParser
-from shardmlx.server.answer_parts import AnswerSyntax, Call, MoreArguments, Part, Said, Thought
+from shardmlx.server.answer_parts import AnswerSyntax, Part
+from shardmlx.server.request_queue import GenerationRequest
 
 BARE_JSON = {"llama3": LLAMA3_CALLS, "generic": GENERIC_CALLS}
 
 
+def thought(text: str) -> Part:
+    return Part("thought", text)
+
+
+def said(text: str) -> Part:
+    return Part("said", text)
+
+
+def call(name: str, arguments: str) -> Part:
+    return Part("call", arguments, name)
+
+
 def parser_of(known: AnswerFormat, **syntax: Any) -> AnswerParser:
-    return AnswerParser(AnswerSyntax(format=known, **syntax))
+    return AnswerParser(
+        GenerationRequest(tokens=(), max_tokens=1, syntax=AnswerSyntax(format=known, **syntax))
+    )
 
 
 def parts_of(text: str, size: int, known: AnswerFormat, **syntax: Any) -> list[Part]:
@@ -25,13 +40,10 @@ def parts_of(text: str, size: int, known: AnswerFormat, **syntax: Any) -> list[P
     joined: list[Part] = []
     for at in range(0, len(text), size):
         for part in parser.take(text[at : at + size], is_last=at + size >= len(text)):
-            last = joined[-1] if joined else None
-            if isinstance(part, Said | Thought) and type(part) is type(last):
-                joined[-1] = replace(last, text=last.text + part.text)
-            elif isinstance(part, MoreArguments) and isinstance(last, Call):
-                joined[-1] = replace(last, arguments=last.arguments + part.text)
+            if joined and joined[-1].kind == part.kind and not part.id:
+                joined[-1] = replace(joined[-1], text=joined[-1].text + part.text)
             else:
-                joined.append(replace(part, id="") if isinstance(part, Call) else part)
+                joined.append(replace(part, id=""))
     return joined
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from shardmlx.inference.answer_format import HARMONY, AnswerFormat, Marks
 from shardmlx.inference.call_formats import GENERIC_CALLS, call_format
-from shardmlx.server.answer_parts import Call, MoreArguments, Part, Said, Thought
-from tests.helpers.answers import format_of, parser_of, parts_of
+from shardmlx.server.answer_parts import Part
+from tests.helpers.answers import call, format_of, parser_of, parts_of, said, thought
 from tests.helpers.http_serving import Agent, serving
 
 THINK = Marks("<think>", "</think>")
@@ -29,11 +29,8 @@ JSON = replace(WHOLE, calls=call_format("mlx_lm.tool_parsers.json_tools", ""))
 IN_TEXT = AnswerFormat(THINK, calls=GENERIC_CALLS)
 
 
-def call(name: str, **arguments: Any) -> Call:
-    return Call(name, json.dumps(arguments), "")
-
-
 LOOK = '<tool_call>\n{"name": "look", "arguments": {"at": "sea"}}\n</tool_call>'
+LOOKS, HEARS = call("look", '{"at": "sea"}'), call("hear", "{}")
 HEAR = '<tool_call>{"name": "hear", "arguments": {}}</tool_call>'
 
 
@@ -42,19 +39,19 @@ HEAR = '<tool_call>{"name": "hear", "arguments": {}}</tool_call>'
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("Aye!", [Said("Aye!")]),
-        ("<think>\nHm.\n\nYes.\n</think>\n\nAye!\n", [Thought("Hm.\n\nYes."), Said("Aye!\n")]),
-        ("\n<think></think>Aye", [Said("Aye")]),
-        ("I <think> so</think>", [Said("I <think> so</think>")]),
-        ("a < b, <thin, <tool", [Said("a < b, <thin, <tool")]),
-        (LOOK, [call("look", at="sea")]),
-        (f"I look.{LOOK}", [Said("I look."), call("look", at="sea")]),
-        (f"{LOOK}\n{HEAR}\n", [call("look", at="sea"), call("hear")]),
-        (f"<think>so</think>\n{HEAR} ok ", [Thought("so"), call("hear"), Said("ok")]),
-        (f"{HEAR}<think>so</think>{HEAR}", [call("hear"), Thought("so"), call("hear")]),
-        ("<tool_call>{oops</tool_call>!", [Said("<tool_call>{oops</tool_call>!")]),
-        ('<tool_call>{"name": "lo', [Said('<tool_call>{"name": "lo')]),
-        ("<think>for ever", [Thought("for ever")]),
+        ("Aye!", [said("Aye!")]),
+        ("<think>\nHm.\n\nYes.\n</think>\n\nAye!\n", [thought("Hm.\n\nYes."), said("Aye!\n")]),
+        ("\n<think></think>Aye", [said("Aye")]),
+        ("I <think> so</think>", [said("I <think> so</think>")]),
+        ("a < b, <thin, <tool", [said("a < b, <thin, <tool")]),
+        (LOOK, [LOOKS]),
+        (f"I look.{LOOK}", [said("I look."), LOOKS]),
+        (f"{LOOK}\n{HEAR}\n", [LOOKS, HEARS]),
+        (f"<think>so</think>\n{HEAR} ok ", [thought("so"), HEARS, said("ok")]),
+        (f"{HEAR}<think>so</think>{HEAR}", [HEARS, thought("so"), HEARS]),
+        ("<tool_call>{oops</tool_call>!", [said("<tool_call>{oops</tool_call>!")]),
+        ('<tool_call>{"name": "lo', [said('<tool_call>{"name": "lo')]),
+        ("<think>for ever", [thought("for ever")]),
     ],
 )
 def test_calls_between_marks(text: str, size: int, parts: list[Part], known: AnswerFormat) -> None:
@@ -63,28 +60,28 @@ def test_calls_between_marks(text: str, size: int, parts: list[Part], known: Ans
 
 BARE_LOOK = '{"name": "look", "arguments": {"at": "a }\\" sea"}}'
 BARE_HEAR = '{"type": "function", "name": "hear", "parameters": {"in": {}}}'
-SEEN, HEARD = Call("look", '{"at": "a }\\" sea"}', ""), Call("hear", '{"in": {}}', "")
+SEEN, HEARD = call("look", '{"at": "a }\\" sea"}'), call("hear", '{"in": {}}')
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("Aye!\n", [Said("Aye!\n")]),
+        ("Aye!\n", [said("Aye!\n")]),
         (BARE_LOOK, [SEEN]),
-        (f"I look.\n\n{BARE_LOOK}", [Said("I look."), SEEN]),
+        (f"I look.\n\n{BARE_LOOK}", [said("I look."), SEEN]),
         (f"{BARE_LOOK}\n{BARE_HEAR}\n", [SEEN, HEARD]),
         (f"[{BARE_LOOK}, {BARE_HEAR}]", [SEEN, HEARD]),
         (f"<|python_tag|>{BARE_LOOK}; {BARE_HEAR}", [SEEN, HEARD]),
-        (f"```json\n{BARE_LOOK}\n```\nSo.", [SEEN, Said("So.")]),
+        (f"```json\n{BARE_LOOK}\n```\nSo.", [SEEN, said("So.")]),
         (
             f"<tool_call>\n{BARE_LOOK}\n</tool_call>\n<tool_call>{BARE_HEAR}</tool_call>",
             [SEEN, HEARD],
         ),
-        (f"<think>so {{</think>\n{BARE_LOOK} ok", [Thought("so {"), SEEN, Said("ok")]),
-        (BARE_LOOK[:-7], [Call("look", '{"at": "a }\\"', "")]),
+        (f"<think>so {{</think>\n{BARE_LOOK} ok", [thought("so {"), SEEN, said("ok")]),
+        (BARE_LOOK[:-7], [call("look", '{"at": "a }\\"')]),
         *(
-            (text, [Said(text)])
+            (text, [said(text)])
             for text in (
                 '{"name": "look", "arg',
                 '{"name": "John", "arguments": {}}',
@@ -104,23 +101,23 @@ CHANNEL = (
     '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"at": "sea"}<|call|>'
 )
 OTHER_WAY = ' to=functions.look<|channel|>commentary json<|message|>{"at": "sea"}'
-HM = Thought("Hm < 3 <|e")
+HM = thought("Hm < 3 <|e")
 
 
 @pytest.mark.parametrize("size", [1, 5, 1000])
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        (SAYS, [Said("Aye!")]),
-        (THINKS + SAYS, [HM, Said("Aye!")]),
-        (THINKS + CHANNEL, [HM, call("look", at="sea")]),
-        (THINKS + OTHER_WAY, [HM, call("look", at="sea")]),
+        (SAYS, [said("Aye!")]),
+        (THINKS + SAYS, [HM, said("Aye!")]),
+        (THINKS + CHANNEL, [HM, LOOKS]),
+        (THINKS + OTHER_WAY, [HM, LOOKS]),
         (
             f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{CHANNEL}",
-            [Said("I look."), call("look", at="sea")],
+            [said("I look."), LOOKS],
         ),
-        (THINKS[: THINKS.index(" <|e")], [Thought("Hm < 3")]),
-        ('{"day": "mon"}', [Said('{"day": "mon"}')]),
+        (THINKS[: THINKS.index(" <|e")], [thought("Hm < 3")]),
+        ('{"day": "mon"}', [said('{"day": "mon"}')]),
         ("<", []),
     ],
 )
@@ -135,26 +132,26 @@ def test_arguments_come_while_they_are_written() -> None:
     begun = [
         *parser.take(f'<tool_call>{{"name": "look", "arguments": {arguments[:9]}', is_last=False)
     ]
-    assert begun[1:] == [MoreArguments(arguments[:9])]
+    assert begun[1:] == [call("", arguments[:9])]
     for character in arguments[9:]:
-        assert [*parser.take(character, is_last=False)] == [MoreArguments(character)]
-    assert [*parser.take("}</tool_call>\nSo", is_last=True)] == [Said("So")]
+        assert [*parser.take(character, is_last=False)] == [call("", character)]
+    assert [*parser.take("}</tool_call>\nSo", is_last=True)] == [said("So")]
 
 
 @pytest.mark.parametrize("size", [1, 1000])
 def test_a_call_that_is_cut_off_has_the_arguments_that_came(size: int) -> None:
-    assert parts_of(LOOK[:-17], size, JSON, tools=TOOLS) == [Call("look", '{"at": "se', "")]
+    assert parts_of(LOOK[:-17], size, JSON, tools=TOOLS) == [call("look", '{"at": "se')]
 
 
 @pytest.mark.parametrize("size", [1, 1000])
 @pytest.mark.parametrize(
     ("text", "syntax", "parts"),
     [
-        ("Hm.\n</think>\n\nAye!", {"tools": TOOLS}, [Thought("Hm."), Said("Aye!")]),
+        ("Hm.\n</think>\n\nAye!", {"tools": TOOLS}, [thought("Hm."), said("Aye!")]),
         (
             "Hm.</think> <think>\n</think>",
             {"continues": True},
-            [Thought("Hm."), Said(" <think>\n</think>")],
+            [thought("Hm."), said(" <think>\n</think>")],
         ),
     ],
     ids=["any", "to the letter"],
@@ -166,11 +163,11 @@ def test_a_template_may_have_begun_the_thought(
 
 
 @pytest.mark.parametrize(
-    ("known", "text", "said"),
+    ("known", "text", "told"),
     [(JSON, HEAR, HEAR), (IN_TEXT, BARE_HEAR, BARE_HEAR), (HARMONY, CHANNEL, '{"at": "sea"}')],
 )
-def test_without_tools_nothing_is_a_call(known: AnswerFormat, text: str, said: str) -> None:
-    assert parts_of(text, 3, known) == [Said(said)]
+def test_without_tools_nothing_is_a_call(known: AnswerFormat, text: str, told: str) -> None:
+    assert parts_of(text, 3, known) == [said(told)]
 
 
 @pytest.mark.parametrize(
@@ -183,12 +180,12 @@ def test_without_tools_nothing_is_a_call(known: AnswerFormat, text: str, said: s
     ],
 )
 def test_one_call_alone_where_they_may_not_be_parallel(known: AnswerFormat, text: str) -> None:
-    assert parts_of(text, 5, known, tools=TOOLS, parallel=False) == [call("look", at="sea")]
+    assert parts_of(text, 5, known, tools=TOOLS, parallel=False) == [LOOKS]
 
 
 def test_ids_are_such_as_mistrals_template_takes() -> None:
     came = parser_of(JSON, tools=TOOLS).take(LOOK + HEAR, is_last=True)
-    first, second = (each.id for each in came if isinstance(each, Call))
+    first, second = (each.id for each in came if each.id)
     assert first != second
     assert all(re.fullmatch(r"[a-zA-Z0-9]{9}", each) for each in (first, second))
 
@@ -198,7 +195,7 @@ def test_ids_are_such_as_mistrals_template_takes() -> None:
 )
 def test_what_a_parser_makes_of_nonsense_is_no_call(parsed: Any) -> None:
     known = AnswerFormat(None, CALLS, lambda text, tools: parsed)
-    assert parts_of(HEAR, 1000, known, tools=TOOLS) == [Said(HEAR)]
+    assert parts_of(HEAR, 1000, known, tools=TOOLS) == [said(HEAR)]
 
 
 FORMATS = {
@@ -225,26 +222,26 @@ FORMATS = {
 def test_formats_that_mlx_lm_reads(name: str, size: int) -> None:
     known = format_of(name.partition(" ")[0], FORMATS[name])
     assert parts_of("So.\n" + FORMATS[name], size, known, tools=TOOLS) == [
-        Said("So.\n"),
-        call("look", at="sea"),
+        said("So.\n"),
+        LOOKS,
     ]
 
 
 def test_words_are_not_held_back() -> None:
     parser = parser_of(IN_TEXT, tools=TOOLS)
-    said = "A set { 1, 2 } has two."
-    given = [[*parser.take(character, is_last=False)] for character in said]
-    assert given[said.index("1")] == [Said(" { 1")]
+    text = "A set { 1, 2 } has two."
+    given = [[*parser.take(character, is_last=False)] for character in text]
+    assert given[text.index("1")] == [said(" { 1")]
 
 
 @pytest.mark.parametrize("unit", ["\n", "[", " [", "```", "{", '{"name": "', ":", "{}"])
 def test_an_answer_that_repeats_itself_takes_time_that_grows_with_it_alone(unit: str) -> None:
     parser = parser_of(IN_TEXT, tools=TOOLS)
     began = time.process_time()
-    said = [part for _ in range(2000) for part in parser.take(unit, is_last=False)]
-    said += parser.take("", is_last=True)
+    parts = [part for _ in range(2000) for part in parser.take(unit, is_last=False)]
+    parts += parser.take("", is_last=True)
     assert time.process_time() - began < 3
-    assert "".join(part.text for part in said if isinstance(part, Said)) == (2000 * unit).lstrip()
+    assert "".join(part.text for part in parts if part.kind == "said") == (2000 * unit).lstrip()
 
 
 def test_a_server_tells_thoughts_in_channels_apart() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from shardmlx.server.anthropic_requests import MessagesBody, as_chat
+from shardmlx.server.anthropic_api import MessagesBody, as_chat
 from shardmlx.server.openai_errors import ApiError
 from tests.helpers.http_serving import KEY, MODEL, Agent, Serving
 

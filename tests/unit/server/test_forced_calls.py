@@ -11,7 +11,6 @@ import pytest
 
 from shardmlx.inference.answer_format import HARMONY
 from shardmlx.inference.call_formats import KNOWN
-from shardmlx.server.answer_parts import Call
 from shardmlx.server.forced_calls import call_rules
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.structure import Structure, grammar_of, json_term
@@ -85,9 +84,9 @@ def noise(grammar: str, seed: int) -> str:
 
 def calls_of(parser: str, text: str, tools: Sequence[Any]) -> list[tuple[str, Any]]:
     parts = parts_of(text, len(text), format_of(parser), tools=tools)
-    calls = [part for part in parts if isinstance(part, Call)]
+    calls = [part for part in parts if part.kind == "call"]
     assert calls == parts, text
-    return [(each.name, json.loads(each.arguments)) for each in calls]
+    return [(each.name, json.loads(each.text)) for each in calls]
 
 
 WITHOUT_THOUGHTS = [each for each in (*KNOWN, *BARE_JSON, "laguna") if each != "gpt-oss"]
@@ -125,7 +124,7 @@ def test_a_structure_or_a_call() -> None:
         for seed in range(12):
             text = noise(said, seed)
             parts = parts_of(text, len(text), format_of(parser), tools=[PLAIN])
-            if parts and isinstance(parts[0], Call):
+            if parts and parts[0].kind == "call":
                 calls.add(parser)
             else:
                 jsonschema.validate(json.loads(text), WITH_NAME)
@@ -152,8 +151,7 @@ def test_gpt_oss_may_think_before_it_calls() -> None:
         assert matcher.is_accepting()
         arguments = {"at": "", "deep": 1, "day": "mon"}
         *_, called = parts_of(text, len(text), HARMONY, tools=[PLAIN])
-        assert isinstance(called, Call)
-        assert (called.name, json.loads(called.arguments)) == ("look", arguments)
+        assert (called.name, json.loads(called.text)) == ("look", arguments)
 
 
 @pytest.mark.parametrize(

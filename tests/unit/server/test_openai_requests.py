@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from shardmlx.errors import PromptTooLong
 from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.server.answer_parser import AnswerParser
-from shardmlx.server.answer_parts import Said
+from shardmlx.server.answer_parts import Part
 from shardmlx.server.model_names import ModelNames
 from shardmlx.server.openai_bodies import ChatBody
 from shardmlx.server.openai_errors import ApiError
@@ -212,15 +212,17 @@ def test_an_answer_may_go_on_from_the_last_message(
     assert reader.goes_on
     assert reader.messages == BEGUN
     assert request.continues
-    assert list(AnswerParser.of(request).take(" yes", is_last=True)) == [Said(" yes")]
+    assert list(AnswerParser(request).take(" yes", is_last=True)) == [Part("said", " yes")]
 
 
 def test_an_answer_with_a_structure_is_said_to_the_letter() -> None:
     body = {"messages": BEGUN[:1], "guided_choice": [" <think>a</think>"]}
     served = terms(complaint=lambda grammar: "")
     (request,) = read_chat(json.dumps(body).encode(), Agent(), served).requests
-    parts = AnswerParser.of(request)
-    assert list(parts.take(" <think>a</think>", is_last=True)) == [Said(" <think>a</think>")]
+    parts = AnswerParser(request)
+    assert list(parts.take(" <think>a</think>", is_last=True)) == [
+        Part("said", " <think>a</think>")
+    ]
     assert request.continues
 
 

@@ -202,7 +202,7 @@ def test_logprobs_of_a_completion() -> None:
 def test_of_tokens_that_read_alike_the_likelier_is_shown() -> None:
     reply = completion(logprobs=2)
     list(reply.add(0, Piece("Hi", (SampledToken(5, -3.0, ((1, -0.5), (5, -3.0))),), 1)))
-    (top,) = reply.texts[0].logprobs["top_logprobs"]
+    (top,) = reply.logprobs[0]["top_logprobs"]
     assert top == {"Hi": -0.5}
 
 

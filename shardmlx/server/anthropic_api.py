@@ -1,19 +1,25 @@
-"""Requests of Anthropic's Messages API, said in OpenAI's words. No MLX, no MPI.
+"""Anthropic's Messages API: requests, said in OpenAI's words, and replies. No MLX, no MPI.
 
 ``openai_requests`` reads and checks all that the two APIs share.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from shardmlx.inference.prompts import PromptReader
 from shardmlx.server.accepted_fields import Body, Listed, refuse_unknown
+from shardmlx.server.answer_parts import Part
 from shardmlx.server.openai_bodies import SAMPLING, validated
-from shardmlx.server.openai_errors import refused, shown
+from shardmlx.server.openai_errors import ApiError, refused, shown
 from shardmlx.server.openai_requests import ApiRequest, ServedModel
+from shardmlx.server.replies import BlockReply, TokenText
+from shardmlx.server.request_queue import Piece
 from shardmlx.server.structure import SchemaBody
 from shardmlx.server.translated_chat import TranslatedChat
 
@@ -224,3 +230,93 @@ def _choice(choice: Mapping[str, Any]) -> Json:
     if choice.get("disable_parallel_tool_use"):
         chat["parallel_tool_calls"] = False
     return chat
+
+
+# Replies.
+
+KINDS = {"thought": "thinking", "said": "text", "call": "tool_use"}
+
+
+class MessageReply(BlockReply):
+    """The reply to one request to /v1/messages."""
+
+    sign_of_life = b'event: ping\ndata: {"type": "ping"}\n\n'
+
+    def __init__(self, request: ApiRequest, model: str, token_text: TokenText) -> None:
+        super().__init__(request, model, token_text)
+        self._id = f"msg_{uuid.uuid4().hex}"
+        self._reason: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
+
+    def event(self, body: Json) -> bytes:
+        return f"event: {body['type']}\ndata: {json.dumps(body)}\n\n".encode()
+
+    def failure(self, error: ApiError) -> Json:
+        return error.anthropics
+
+    def opening(self) -> Iterator[Json]:
+        yield {"type": "message_start", "message": self.whole}
+
+    def closing(self) -> Iterator[Json]:
+        yield {"type": "message_stop"}
+
+    @property
+    def whole(self) -> Json:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": list(map(_content, self.blocks[0])),
+            **self._reason,
+            "usage": self._usage,
+        }
+
+    @property
+    def _usage(self) -> Json:
+        (cached,), (generated,) = self.cached, self.generated
+        return {
+            "input_tokens": self.prompt_tokens - cached,
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": generated,
+        }
+
+    def _begun(self, block: Part) -> Iterator[Json]:
+        empty = _content(replace(block, text="{}" if block.kind == "call" else ""))
+        yield self._block("start", content_block=empty)
+
+    def _more(self, part: Part) -> Iterator[Json]:
+        if part.kind == "call":
+            delta = {"type": "input_json_delta", "partial_json": part.text}
+        else:
+            kind = KINDS[part.kind]
+            delta = {"type": f"{kind}_delta", kind: part.text}
+        yield self._block("delta", delta=delta)
+
+    def _ended(self, block: Part) -> Iterator[Json]:
+        yield self._block("stop")
+
+    def _block(self, what: str, **more: Any) -> Json:
+        return {"type": f"content_block_{what}", "index": len(self.blocks[0]) - 1, **more}
+
+    def _end(self, piece: Piece) -> Iterator[Json]:
+        reason, stop = ("end_turn" if piece.stop is None else "stop_sequence"), piece.stop
+        if piece.finish_reason == "length":
+            reason, stop = "max_tokens", None
+        elif any(_content(block)["type"] == "tool_use" for block in self.blocks[0]):
+            reason, stop = "tool_use", None
+        self._reason = {"stop_reason": reason, "stop_sequence": stop}
+        yield {"type": "message_delta", "delta": self._reason, "usage": self._usage}
+
+
+def _content(block: Part) -> Json:
+    if block.kind == "call":
+        try:
+            given = json.loads(block.text)
+        except ValueError:  # it was cut off: nobody shall take it for a call without arguments
+            return {"type": "text", "text": block.text}
+        return {"type": "tool_use", "id": block.id, "name": block.name, "input": given}
+    kind = KINDS[block.kind]
+    # Nobody signs the thoughts of a model of one's own.
+    signature = {"signature": ""} if block.kind == "thought" else {}
+    return {"type": kind, kind: block.text, **signature}

@@ -1,0 +1,353 @@
+"""OpenAI's Responses API: requests, said in the words of its chats, and replies. No MLX, no MPI.
+
+``openai_requests`` reads and checks all that the two APIs share.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from shardmlx.inference.prompts import PromptReader
+from shardmlx.server.accepted_fields import Body, Listed, refuse_unknown
+from shardmlx.server.answer_parts import Kind, Part
+from shardmlx.server.client_tools import (
+    FIELDS,
+    ClientTool,
+    call_of,
+    functions_of,
+    listed,
+    named_tool,
+)
+from shardmlx.server.openai_bodies import SAMPLING, validated
+from shardmlx.server.openai_errors import ApiError, refused, shown
+from shardmlx.server.openai_requests import ApiRequest, ServedModel
+from shardmlx.server.replies import BlockReply, TokenText
+from shardmlx.server.request_queue import Piece
+from shardmlx.server.translated_chat import TranslatedChat
+
+Json = dict[str, Any]
+
+SAME = frozenset({"model", "stream", "parallel_tool_calls", "chat_template_kwargs", *SAMPLING})
+"""Fields that mean the same in both."""
+
+NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+}
+"""The Responses API's names for other fields of a chat."""
+
+REPEATED = (
+    *("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "tool_choice"),
+    *("tools", "temperature", "top_p", "text", "reasoning"),
+)
+"""Fields that a response says again."""
+
+
+class ResponseBody(Body):
+    """The body of a request to /v1/responses, as far as it is not passed on as it is."""
+
+    input: str | Listed[Json]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    tools: Listed[Json] | None = None
+    tool_choice: Any = None
+    text: Json | None = None
+    reasoning: Json | None = None
+    stream_options: Json | None = None
+
+
+def read_response(body: bytes, reader: PromptReader, served: ServedModel) -> ApiRequest:
+    """Read the body of a request to /v1/responses. Raises ``ApiError``."""
+    asked = validated(ResponseBody, body)
+    chat, tools = as_chat(asked)
+    request = chat.read(reader, served)
+    return replace(request, repeated=_repeated(asked), client_tools=tools)
+
+
+def _repeated(asked: ResponseBody) -> Json:
+    """Return what a response says again of its request: what was given, and what holds without."""
+    given = asked.model_dump(exclude_none=True)
+    return {
+        "instructions": None,
+        "max_output_tokens": None,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+    } | {name: given[name] for name in REPEATED if name in given}
+
+
+def as_chat(asked: ResponseBody) -> tuple[TranslatedChat, dict[str, ClientTool]]:
+    """Return the chat that asks for the same, and its tools by their names there. Raises
+    ``ApiError``."""
+    extra = asked.model_extra or {}
+    refuse_unknown({name: value for name, value in extra.items() if name not in SAME})
+    chat = TranslatedChat({name: extra[name] for name in SAME & extra.keys()}, dict(NAMES))
+    chat.body |= {
+        "max_tokens": asked.max_output_tokens,
+        "reasoning_effort": (asked.reasoning or {}).get("effort"),
+        "tool_choice": _choice(asked.tool_choice),
+        "response_format": _format((asked.text or {}).get("format")),
+    }
+    tools: dict[str, ClientTool] = {}
+    _add_tools(chat, tools, asked.tools or [], "tools")
+    if asked.instructions:
+        chat.add("instructions", {"role": "system", "content": asked.instructions})
+    if isinstance(asked.input, str):
+        chat.add("input", {"role": "user", "content": asked.input})
+        return chat, tools
+    for at, item in enumerate(asked.input):
+        where = f"input.{at}"
+        _add_item(chat, where, item)
+        if item.get("type") in ("tool_search_output", "additional_tools"):
+            _add_tools(chat, tools, item.get("tools") or [], f"{where}.tools")
+    return chat, tools
+
+
+def _add_tools(chat: TranslatedChat, known: dict[str, ClientTool], tools: Any, where: str) -> None:
+    for at, given in listed(tools, where):
+        for place, tool, function in functions_of(given, at):
+            if tool.in_chat not in known:
+                known[tool.in_chat] = tool
+                chat.add_tool(place, "parameters", function)
+
+
+def _add_item(chat: TranslatedChat, where: str, item: Json) -> None:
+    given = item.get("type") or "message"
+    kind = str(given)
+    if kind in ("additional_tools", "web_search_call"):  # the text has what a search found
+        return
+    if kind == "message" and item.get("role") != "assistant":
+        chat.add(where, {"role": item.get("role"), "content": item.get("content")})
+    elif kind in OUTPUTS:
+        chat.names[f"messages.{len(chat.messages)}.content"] = f"{where}.output"
+        result = {"tool_call_id": item.get("call_id") or item.get("id"), "content": _output(item)}
+        chat.add(where, {"role": "tool", **result})
+    elif kind in ("message", "reasoning", *CALLS):
+        _add_answered(chat, where, kind, item)
+    else:
+        raise refused(f"{where}: an item of type {shown(given)} is not understood here", where)
+
+
+CALLS = frozenset(f"{kind}_call" for kind in FIELDS) - {"custom_call"} | {"custom_tool_call"}
+OUTPUTS = frozenset(f"{call}_output" for call in CALLS) - {"tool_search_call_output"} | {
+    "tool_search_output"
+}
+
+
+def _output(item: Json) -> Any:
+    """Return what a tool gave: a text, or parts of it, or JSON of what else it is."""
+    output = item.get("output")
+    if item["type"] == "tool_search_output":
+        found = listed(item.get("tools") or [], "tools")
+        output = {"tools": [tool.get("name") for _, tool in found]}
+    if item["type"] == "apply_patch_call_output" and not output:
+        output = item.get("status")
+    is_plain = output is None or isinstance(output, str)
+    if is_plain or item["type"] in ("function_call_output", "custom_tool_call_output"):
+        return output
+    return json.dumps(output, ensure_ascii=False)
+
+
+def _add_answered(chat: TranslatedChat, where: str, kind: str, item: Json) -> None:
+    """Add what an answer said: thought, text and calls of one answer are one message."""
+    last = chat.messages[-1] if chat.messages else {}
+    starts_anew = kind == "reasoning" or (kind == "message" and last.get("content"))
+    if last.get("role") != "assistant" or starts_anew:
+        last = {"role": "assistant", "content": ""}
+        chat.add(where, last)
+    if kind == "message":
+        last["content"] = item.get("content")
+    elif kind == "reasoning":
+        parts = item.get("content")
+        last["reasoning_content"] = "".join(
+            str(part.get("text") or "")
+            for part in (parts if isinstance(parts, list) else ())
+            if isinstance(part, dict)
+        )
+    else:
+        tool, arguments = call_of(item)
+        call_id = item.get("call_id") or item.get("id")
+        chat.add_call(where, FIELDS[tool.kind], call_id, tool.in_chat, arguments)
+
+
+def _choice(choice: Any) -> Any:
+    kind = str(choice.get("type")) if isinstance(choice, dict) else ""
+    if kind not in FIELDS:
+        return choice
+    return {"type": "function", "function": {"name": named_tool(kind, choice).in_chat}}
+
+
+def _format(form: Any) -> Any:
+    if not isinstance(form, dict) or form.get("type") != "json_schema":
+        return form
+    schema = {name: value for name, value in form.items() if name != "type"}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+# Replies.
+
+PREFIXES: Mapping[Kind, str] = {"thought": "rs", "said": "msg", "call": "fc"}
+
+ITEMS: Mapping[Kind, Json] = {
+    "thought": {"type": "reasoning", "summary": []},
+    "said": {"type": "message", "role": "assistant"},
+}
+
+CONTENTS: Mapping[Kind, Json] = {
+    "thought": {"type": "reasoning_text"},
+    "said": {"type": "output_text", "annotations": [], "logprobs": []},
+}
+"""Contents of items, beside their texts."""
+
+
+class ResponseReply(BlockReply):
+    """The reply to one request to /v1/responses: each block is an item of its output."""
+
+    def __init__(self, request: ApiRequest, model: str, token_text: TokenText) -> None:
+        super().__init__(request, model, token_text)
+        self._status = "in_progress"
+        self._events = 0
+        self._thought = 0
+        self._id = uuid.uuid4().hex
+        self._created = int(time.time())
+
+    def event(self, body: Json) -> bytes:
+        numbered = {"sequence_number": self._events, **body}
+        self._events += 1
+        return f"event: {body['type']}\ndata: {json.dumps(numbered)}\n\n".encode()
+
+    @property
+    def sign_of_life(self) -> bytes:
+        # An event that tells nothing new: Codex counts no comments, and some clients refuse events
+        # that they do not know.
+        return self.event(
+            {"type": "response.in_progress", "response": {**self.whole, "output": []}}
+        )
+
+    def failure(self, error: ApiError) -> Json:
+        if not self.request.stream:
+            return error.body
+        return {"type": "error", "code": error.code, "message": str(error), "param": error.param}
+
+    def opening(self) -> Iterator[Json]:
+        yield {"type": "response.created", "response": self.whole}
+        yield {"type": "response.in_progress", "response": self.whole}
+
+    def closing(self) -> Iterator[Json]:
+        yield {"type": f"response.{self._status}", "response": self.whole}
+
+    @property
+    def whole(self) -> Json:
+        is_cut = self._status == "incomplete"
+        return {
+            "id": f"resp_{self._id}",
+            "object": "response",
+            "created_at": self._created,
+            "model": self.model,
+            "status": self._status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": [self._item(block, at) for at, block in enumerate(self.blocks[0])],
+            **self.request.repeated,
+            "store": False,
+            "usage": None if self._status == "in_progress" else self._usage,
+        }
+
+    @property
+    def _usage(self) -> Json:
+        (cached,), (generated,) = self.cached, self.generated
+        return {
+            "input_tokens": self.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": cached},
+            "output_tokens": generated,
+            "output_tokens_details": {"reasoning_tokens": self._thought},
+            "total_tokens": self.prompt_tokens + generated,
+        }
+
+    def _add(self, index: int, piece: Piece, parts: list[Part]) -> Iterator[Json]:
+        if any(part.kind == "thought" for part in parts):
+            self._thought = piece.generated
+        yield from super()._add(index, piece, parts)
+
+    def _begun(self, block: Part) -> Iterator[Json]:
+        if block.kind == "call" and self._tool(block).kind != "function":
+            return  # it comes at once
+        item = {**self._item(replace(block, text="")), "status": "in_progress"}
+        if "content" not in item:
+            yield self._event("output_item.added", item=item)
+        else:
+            yield self._event("output_item.added", item={**item, "content": []})
+            yield self._of_content("content_part.added", part=item["content"][0])
+
+    def _more(self, part: Part) -> Iterator[Json]:
+        if part.kind != "call":
+            yield self._of_text("delta", part.kind, delta=part.text)
+        elif part.text and self._tool(self.blocks[0][-1]).kind == "function":
+            yield self._of_item("function_call_arguments.delta", delta=part.text)
+
+    def _ended(self, block: Part) -> Iterator[Json]:
+        if block.kind == "call" and self._tool(block).called(block.text) is None:
+            # It was cut off: nobody shall run it.
+            self.blocks[0][-1] = block = Part("said", block.text)
+            yield from self._begun(block)
+            yield from self._more(block)
+        item = self._item(block)
+        if block.kind != "call":
+            yield self._of_text("done", block.kind, text=block.text)
+            yield self._of_content("content_part.done", part=item["content"][0])
+        elif item["type"] == "function_call":
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            yield self._of_item("function_call_arguments.done", **done)
+        else:
+            yield self._event("output_item.added", item={**item, "status": "in_progress"})
+            if item["type"] == "custom_tool_call":
+                yield self._of_item("custom_tool_call_input.delta", delta=item["input"])
+                yield self._of_item("custom_tool_call_input.done", input=item["input"])
+        yield self._event("output_item.done", item=item)
+
+    def _end(self, piece: Piece) -> Iterator[Json]:
+        self._status = "incomplete" if piece.finish_reason == "length" else "completed"
+        yield from ()
+
+    def _tool(self, call: Part) -> ClientTool:
+        return self.request.client_tools.get(call.name) or ClientTool("function", call.name)
+
+    def _item(self, block: Part, at: int | None = None) -> Json:
+        """Return the item that block ``at`` is, or the last one."""
+        head = {"id": self._item_id(block.kind, at), "status": "completed"}
+        if block.kind != "call":
+            content = {**CONTENTS[block.kind], "text": block.text}
+            return {**head, **ITEMS[block.kind], "content": [content]}
+        tool = self._tool(block)
+        kind = "custom_tool_call" if tool.kind == "custom" else f"{tool.kind}_call"
+        return {**head, "type": kind, "call_id": block.id, **(tool.called(block.text) or {})}
+
+    def _item_id(self, kind: Kind, at: int | None = None) -> str:
+        return f"{PREFIXES[kind]}_{self._id}_{self._last if at is None else at}"
+
+    @property
+    def _last(self) -> int:
+        return len(self.blocks[0]) - 1
+
+    def _event(self, kind: str, **more: Any) -> Json:
+        return {"type": f"response.{kind}", "output_index": self._last, **more}
+
+    def _of_item(self, kind: str, **more: Any) -> Json:
+        return self._event(kind, item_id=self._item_id(self.blocks[0][-1].kind), **more)
+
+    def _of_content(self, kind: str, **more: Any) -> Json:
+        return self._of_item(kind, content_index=0, **more)
+
+    def _of_text(self, what: str, kind: Kind, **more: Any) -> Json:
+        content = CONTENTS[kind]
+        logprobs: Json = {"logprobs": []} if "logprobs" in content else {}
+        return self._of_content(f"{content['type']}.{what}", **more, **logprobs)
