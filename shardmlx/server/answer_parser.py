@@ -24,9 +24,9 @@ from shardmlx.server.answer_parts import (
 from shardmlx.server.argument_types import plainly_typed
 from shardmlx.server.request_queue import GenerationRequest
 
-# Calls between marks, as Qwen, Mistral, Kimi, GLM and most others write them. If ``CallFormat`` says
-# what stands around arguments that are JSON, these are passed on while they come; others are read
-# once they are whole, by mlx-lm's parsers.
+# Calls between marks, as Qwen, Mistral, Kimi, GLM and most others write them. Arguments are passed
+# on while they come, if ``CallFormat`` says what stands around such JSON; others are read once they
+# are whole, by mlx-lm's parsers.
 
 
 def marked_answer(incoming: Incoming, syntax: AnswerSyntax) -> Reading:

@@ -17,11 +17,10 @@ from shardmlx.server.accepted_fields import Body, Listed, refuse_unknown
 from shardmlx.server.answer_parts import Part
 from shardmlx.server.openai_bodies import SAMPLING, validated
 from shardmlx.server.openai_errors import ApiError, refused, shown
-from shardmlx.server.openai_requests import ApiRequest, ServedModel
+from shardmlx.server.openai_requests import ApiRequest, ServedModel, TranslatedChat
 from shardmlx.server.replies import BlockReply, TokenText
 from shardmlx.server.request_queue import Piece
 from shardmlx.server.structure import SchemaBody
-from shardmlx.server.translated_chat import TranslatedChat
 
 Json = dict[str, Any]
 

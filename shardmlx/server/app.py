@@ -90,30 +90,20 @@ def make_app(
         Middleware(Guard, api_key=api_key, hosts=hosts),
     ]
     if origins:  # outermost: preflights have no key, and errors are for such pages to read too
-        middleware.insert(0, _cross_origin(origins))
-    app = Starlette(
-        routes=api.routes,
-        middleware=middleware,
-        exception_handlers={
-            ApiError: _api_error,
-            HTTPException: _http_error,
-            ClientDisconnect: _client_gone,
-            Exception: _fault,
-        },
-    )
+        cross_origin = Middleware(
+            CORSMiddleware,
+            allow_origins=list(origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["Retry-After"],
+            allow_private_network=True,  # Chrome asks for it before a page may use this machine
+        )
+        middleware.insert(0, cross_origin)
+    errors = (ApiError, HTTPException, ClientDisconnect, Exception)
+    handlers = dict.fromkeys(errors, _answer_error)
+    app = Starlette(routes=api.routes, middleware=middleware, exception_handlers=handlers)
     app.router.redirect_slashes = False
     return app
-
-
-def _cross_origin(origins: Sequence[str]) -> Middleware:
-    return Middleware(
-        CORSMiddleware,
-        allow_origins=list(origins),
-        allow_methods=["GET", "POST"],
-        allow_headers=["*"],
-        expose_headers=["Retry-After"],
-        allow_private_network=True,  # Chrome asks for it before a page may use this machine
-    )
 
 
 class Api:
@@ -169,7 +159,6 @@ class Api:
         )
 
     async def _answer(self, answer: Read[dict[str, Any]], request: Request) -> Response:
-        """Answer a request for which nothing is generated."""
         return JSONResponse(await self._read(request, answer))
 
     async def _read(self, request: Request, read: Read[_T]) -> _T:
@@ -187,7 +176,6 @@ class Api:
     async def _generate(
         self, read: Read[ApiRequest], kind: type[Reply], request: Request
     ) -> Response:
-        """Answer a request with what is generated."""
         api_request = await self._read(request, read)
         answers = self._queue.submit(api_request.requests)
         meters = [RequestMeter(self.metrics, len(each.tokens)) for each in api_request.requests]
@@ -195,12 +183,10 @@ class Api:
         return AnswerResponse(reply, answers, meters)
 
     async def _models(self, request: Request) -> Response:
-        """List the one model, under each of its names."""
         listed = [self._model(name) for name in self._served.names.listed]
         return JSONResponse({"object": "list", "data": listed})
 
     async def _one_model(self, request: Request) -> Response:
-        """Describe the model, if it is asked for by one of its names."""
         name, names = request.path_params["name"], self._served.names
         names.check(name)
         return JSONResponse(self._model(name if name in names.listed else names.first))
@@ -216,14 +202,12 @@ class Api:
         }
 
     async def _health(self, request: Request) -> Response:
-        """Tell whether requests are taken."""
         if (trouble := self._queue.trouble) is not None:
             status, reason = trouble
             return JSONResponse({"status": status, "reason": reason}, 503)
         return JSONResponse({"status": "ok"})
 
     async def _exposition(self, request: Request) -> Response:
-        """Return the metrics for Prometheus."""
         return Response(
             self.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8"
         )
@@ -258,30 +242,17 @@ async def read_body(request: Request, most: int) -> bytes:
     return bytes(body)
 
 
-# Handlers of exceptions: each returns the response to a request that raised one.
-
-
-async def _api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error_response(error, request.url.path)
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+async def _answer_error(request: Request, error: Exception) -> Response:
     where = f"{request.method} {request.url.path}"
-    said = {
-        404: f"there is nothing at {where}: the API is under /v1",
-        405: f"{where} is not possible: the method is wrong",
-    }
-    message = said.get(error.status_code, error.detail)
-    refusal = ApiError(error.status_code, message, headers=error.headers)
-    return error_response(refusal, request.url.path)
-
-
-async def _client_gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=CLIENT_GONE)  # for the count: nobody reads it
-
-
-async def _fault(request: Request, error: Exception) -> Response:
-    fault = ApiError(500, "a fault of the server: its log has more")
-    return error_response(fault, request.url.path)
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=CLIENT_GONE)  # for the count: nobody reads it
+    if isinstance(error, HTTPException):
+        said = {
+            404: f"there is nothing at {where}: the API is under /v1",
+            405: f"{where} is not possible: the method is wrong",
+        }
+        message = said.get(error.status_code, error.detail)
+        error = ApiError(error.status_code, message, headers=error.headers)
+    elif not isinstance(error, ApiError):
+        error = ApiError(500, "a fault of the server: its log has more")
+    return error_response(error, request.url.path)

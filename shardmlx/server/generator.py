@@ -25,7 +25,7 @@ from shardmlx.server.answer_parser import stops_of
 from shardmlx.server.app import make_app
 from shardmlx.server.metrics import Metrics
 from shardmlx.server.model_names import names_of
-from shardmlx.server.openai_requests import Defaults, ServedModel
+from shardmlx.server.openai_requests import ServedModel
 from shardmlx.server.request_queue import GenerationRequest, Piece, RequestQueue
 from shardmlx.server.uvicorn_thread import HttpServer
 
@@ -151,11 +151,9 @@ class RequestServer:
             vocabulary=self._prepared.shape.vocab_size,
             most_tokens=self._prepared.plan.load.context,
             most_requests=queue.most_open,
-            defaults=Defaults(
-                max_tokens=config.max_tokens,
-                sampling=SamplingParams(
-                    temp=config.temp, top_p=config.top_p, min_p=config.min_p, top_k=config.top_k
-                ),
+            max_tokens=config.max_tokens,
+            sampling=SamplingParams(
+                temp=config.temp, top_p=config.top_p, min_p=config.min_p, top_k=config.top_k
             ),
             complaint=self._complaint,
         )

@@ -35,13 +35,8 @@ MOST = 2**31 - 1
 # Fields whose type pydantic does not know.
 
 
-def _stops(value: object) -> tuple[str, ...]:
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(each, str) for each in stops):
-        raise ValueError("give a text, or a list of texts")
-    if len(stops) > MOST_STOPS or any(len(each) > LONGEST_STOP for each in stops):
-        raise ValueError(f"at most {MOST_STOPS} texts of {LONGEST_STOP} characters are looked for")
-    return tuple(filter(None, stops))
+def _in_a_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
 
 
 def _is_integer(value: object) -> bool:
@@ -146,17 +141,32 @@ class RequestBody(SamplingBody, StructuredBody):
 
     model: str | None = None
     max_tokens: TokenLimit = None
+    max_completion_tokens: TokenLimit = None
     n: int | None = Field(None, ge=1, le=MOST)
-    stop: Annotated[tuple[str, ...], PlainValidator(_stops)] = ()
+    stop: Annotated[
+        Listed[Annotated[str, Field(max_length=LONGEST_STOP)]],
+        Field(max_length=MOST_STOPS),
+        BeforeValidator(_in_a_list),
+    ] = Field(default_factory=list)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+
+    @property
+    def most(self) -> int | None:
+        """The tokens that an answer may have, if the request says it. Raises ``ApiError``."""
+        first, second = self.max_tokens, self.max_completion_tokens
+        if None not in (first, second) and first != second:
+            raise refused(
+                f"max_tokens is {first} and max_completion_tokens {second}: give one of them",
+                "max_tokens",
+            )
+        return first or second
 
 
 class ChatBody(RequestBody):
     """The body of a request to /v1/chat/completions."""
 
     messages: Listed[MessageBody] = Field(min_length=1)
-    max_completion_tokens: TokenLimit = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LIKELIEST)
     tools: Listed[ToolBody] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,7 +15,7 @@ from shardmlx.inference.call_formats import KNOWN
 from shardmlx.inference.prompts import PromptReader
 from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.server.answer_parts import AnswerSyntax
-from shardmlx.server.client_tools import ClientTool
+from shardmlx.server.client_tools import ClientTool, Json
 from shardmlx.server.forced_calls import call_rules
 from shardmlx.server.model_names import ModelNames
 from shardmlx.server.openai_bodies import (
@@ -39,13 +40,7 @@ TOKENIZERS_OWN = """
 """Arguments of a tokenizer that are no variables of its chat template. They are refused: a template
 of the client's own could keep the server busy for ever."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Defaults:
-    """Values of the parameters that a request does not name."""
-
-    max_tokens: int = 512
-    sampling: SamplingParams = field(default_factory=SamplingParams)
+TOO_LONG = "context_length_exceeded"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,17 +49,44 @@ class ServedModel:
 
     ``names`` are its names, ``vocabulary`` how many token ids it knows. Prompt and answer together
     have at most ``most_tokens``; one request of the API makes at most ``most_requests`` for
-    generation. ``streams`` numbers the random streams of answers without a seed. ``complaint`` says
-    what is wrong with a grammar, empty if nothing is; it is None where answers cannot keep to one.
+    generation. ``max_tokens`` and ``sampling`` hold where a request names no others, and
+    ``streams`` numbers the random streams of answers without a seed. ``complaint`` says what is
+    wrong with a grammar, empty if nothing is; it is None where answers cannot keep to one.
     """
 
     names: ModelNames
     vocabulary: int
     most_tokens: int
     most_requests: int
-    defaults: Defaults = field(default_factory=Defaults)
+    max_tokens: int = 512
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     streams: Iterator[int] = field(default_factory=count)
     complaint: Callable[[str], str] | None = None
+
+    def check_tokens(self, tokens: Sequence[int], param: str) -> None:
+        """Raise ``ApiError`` for what is no token of the model: another would be read from memory
+        that is not the model's."""
+        for token in tokens:
+            if not 0 <= token < self.vocabulary:
+                most = self.vocabulary - 1
+                raise refused(f"{param}: token ids are from 0 to {most}, not {shown(token)}", param)
+
+    def check_number(self, requests: int) -> None:
+        """Raise ``ApiError`` for more texts than are served at a time."""
+        if requests > self.most_requests:
+            raise refused(
+                f"the request is for {requests} texts: "
+                f"at most {self.most_requests} are served at a time",
+                "n",
+            )
+
+    def left(self, prompt: int, param: str) -> int:
+        """Return the tokens that are left to the answer to a prompt of so many."""
+        most = self.most_tokens - 1
+        if prompt > most:
+            message = f"the prompt is too long: {prompt} tokens > {most} maximum"
+            raise refused(message, param, TOO_LONG)
+        return self.most_tokens - prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,34 +118,59 @@ def read_chat(body: bytes, reader: PromptReader, served: ServedModel) -> ApiRequ
             f"{name} is no variable of a chat template: leave it out",
             f"chat_template_kwargs.{name}",
         )
+    if chat.reasoning_effort == "none":
+        arguments = {"enable_thinking": False, **arguments}
+    elif chat.reasoning_effort is not None:
+        arguments = {"reasoning_effort": chat.reasoning_effort, **arguments}
+    if goes_on := chat.goes_on:
+        arguments["continue_final_message"] = True
     messages = [
         message.for_template(f"messages.{number}") for number, message in enumerate(chat.messages)
     ]
-    arguments = {**_effort(chat.reasoning_effort), **arguments}
-    if goes_on := chat.goes_on:
-        arguments["continue_final_message"] = True
     tools = [] if chat.tool_choice == "none" else [each.for_template for each in chat.tools or ()]
     tokens = tokens_of(partial(reader.chat, messages, tools=tools, **arguments), "messages")
+    known = reader.answer_format
+    thought_end = None
+    if known.thought is not None and reader.opens_thought(tokens):
+        thought_end = known.thought.end
+    structure = _structure(chat, tools, known)
+    grammar = structure.grammar(served.complaint, thought_end, known.special) if structure else None
+    if chat.reasoning_format == "none":
+        known = replace(known, thought=None)
+    is_thinking = thought_end is not None and known.thought is not None
+    # An answer with a structure is said to the letter.
+    continues = goes_on or (structure is not None and not tools)
+    has_parts = is_thinking or tools or (known.thought is not None and not continues)
+    syntax = AnswerSyntax(
+        format=known,
+        tools=tools,
+        is_thinking=is_thinking,
+        parallel=chat.parallel_tool_calls is not False,
+        continues=continues,
+    )
     logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
-    thought = reader.answer_format.thought
-    end = thought.end if thought is not None and reader.opens_thought(tokens) else None
-    structure = chat.structure()
-    is_exact = structure is not None and not tools
+    request = _api_request(chat, [tokens], logprobs, served, grammar, continues)
+    each = [replace(one, syntax=syntax if has_parts else None) for one in request.requests]
+    return replace(request, requests=tuple(each), structure=structure.param if structure else None)
+
+
+def _structure(chat: ChatBody, tools: Sequence[Tool], known: AnswerFormat) -> Structure | None:
+    """Return the structure that an answer must have; None if any will do. Raises ``ApiError``."""
     if forced := _forced(chat, tools):
-        structure = _call_structure(chat, forced, reader.answer_format)
-    elif structure is not None and tools:
-        structure = _structure_or_call(structure, chat, tools, reader.answer_format)
-    special = reader.answer_format.special
-    grammar = structure.grammar(served.complaint, end, special) if structure else None
-    request = _api_request(chat, [tokens], chat.max_completion_tokens, logprobs, served, grammar)
-    continues = goes_on or is_exact
-    syntax = _syntax(chat, tools, reader, is_thinking=end is not None, continues=continues)
-    each = [replace(one, syntax=syntax, continues=continues) for one in request.requests]
-    param = structure.param if structure else None
-    return replace(request, requests=tuple(each), structure=param)
+        return Structure("tool_choice", _call_rules(chat, forced, known))
+    structure = chat.structure()
+    if structure is None or not tools:
+        return structure
+    try:
+        return structure.or_body(_call_rules(chat, tools, known))
+    except ApiError as error:
+        why = str(error).partition(": give")[0]
+        raise refused(
+            f"{structure.param} and tools in one request: {why}: give one of the two", "tools"
+        ) from None
 
 
-def _forced(chat: ChatBody, tools: Sequence[Tool]) -> list[Tool]:
+def _forced(chat: ChatBody, tools: Sequence[Tool]) -> Sequence[Tool]:
     """Return the tools of which the answer must call one; none if it need not. Raises
     ``ApiError``."""
     param, choice = "tool_choice", chat.tool_choice
@@ -132,7 +179,7 @@ def _forced(chat: ChatBody, tools: Sequence[Tool]) -> list[Tool]:
     if choice == "required":
         if not tools:
             raise refused("tool_choice asks for a call, and there are no tools", param)
-        return list(tools)
+        return tools
     function = choice.get("function") if isinstance(choice, dict) else None
     if not isinstance(function, dict) or choice.get("type") != "function":
         raise refused(
@@ -147,8 +194,8 @@ def _forced(chat: ChatBody, tools: Sequence[Tool]) -> list[Tool]:
     return named[:1]
 
 
-def _call_structure(chat: ChatBody, tools: Sequence[Tool], known: AnswerFormat) -> Structure:
-    """Return the structure of an answer that calls one of these tools. Raises ``ApiError``."""
+def _call_rules(chat: ChatBody, tools: Sequence[Tool], known: AnswerFormat) -> list[str]:
+    """Return the rules of an answer that calls one of these tools. Raises ``ApiError``."""
     if known.calls is None:
         raise refused(
             f"tool_choice {shown(chat.tool_choice)}: this model writes calls in a format that "
@@ -157,129 +204,59 @@ def _call_structure(chat: ChatBody, tools: Sequence[Tool], known: AnswerFormat) 
             "unsupported_parameter",
         )
     parallel = chat.parallel_tool_calls is not False and not isinstance(chat.tool_choice, dict)
-    rules = call_rules(tools, known.calls, known.special, parallel=parallel)
-    return Structure("tool_choice", rules)
-
-
-def _structure_or_call(
-    structure: Structure, chat: ChatBody, tools: Sequence[Tool], known: AnswerFormat
-) -> Structure:
-    """Return the structure of an answer that has one, or calls tools. Raises ``ApiError``."""
-    try:
-        return structure.or_body(_call_structure(chat, tools, known).rules)
-    except ApiError as error:
-        why = str(error).partition(": give")[0]
-        raise refused(
-            f"{structure.param} and tools in one request: {why}: give one of the two", "tools"
-        ) from None
-
-
-def _syntax(
-    chat: ChatBody,
-    tools: Sequence[Tool],
-    reader: PromptReader,
-    *,
-    is_thinking: bool,
-    continues: bool,
-) -> AnswerSyntax | None:
-    """Return how to read the answer; None if all of it is said."""
-    known = reader.answer_format
-    if chat.reasoning_format == "none":
-        known = replace(known, thought=None)
-    is_thinking = is_thinking and known.thought is not None
-    if not (is_thinking or tools or (known.thought is not None and not continues)):
-        return None
-    return AnswerSyntax(
-        format=known,
-        tools=tools,
-        is_thinking=is_thinking,
-        parallel=chat.parallel_tool_calls is not False,
-        continues=continues,
-    )
+    return call_rules(tools, known.calls, known.special, parallel=parallel)
 
 
 def read_completion(body: bytes, reader: PromptReader, served: ServedModel) -> ApiRequest:
     """Read the body of a request to /v1/completions. Raises ``ApiError``."""
     completion = parse_body(CompletionBody, body, served.names)
     # Before work is done for them.
-    _check_number(len(completion.prompt) * (completion.n or 1), served)
+    served.check_number(len(completion.prompt) * (completion.n or 1))
     prompts = []
     for prompt in completion.prompt:
         if isinstance(prompt, str):
             tokens = tokens_of(partial(reader.text, prompt), "prompt")
         else:
             tokens = prompt
-            _left(len(tokens), "prompt", served)
-            check_vocabulary(tokens, "prompt", served)
+            served.left(len(tokens), "prompt")
+            served.check_tokens(tokens, "prompt")
         prompts.append(tokens)
     structure = completion.structure()
     grammar = structure.grammar(served.complaint, None, {}) if structure else None
-    request = _api_request(completion, prompts, None, completion.logprobs, served, grammar)
+    request = _api_request(completion, prompts, completion.logprobs, served, grammar, True)
     return replace(request, structure=structure.param if structure else None)
-
-
-def _effort(effort: str | None) -> dict[str, Any]:
-    """Return the arguments by which a chat template knows how long to think, if it does."""
-    if effort is None:
-        return {}
-    return {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
 
 
 def tokens_of(read: Callable[[], tuple[int, ...]], param: str) -> tuple[int, ...]:
     """Return what a reader reads, which the body calls ``param``. Raises ``ApiError``."""
     try:
         return read()
-    except PromptTooLong as error:
-        raise _too_long(str(error), param) from None
     except UserError as error:
-        raise refused(str(error), param) from None
-
-
-def check_vocabulary(tokens: Sequence[int], param: str, served: ServedModel) -> None:
-    """Raise ``ApiError`` for what is no token of the model: another would be read from memory that
-    is not the model's."""
-    for token in tokens:
-        if not 0 <= token < served.vocabulary:
-            most = served.vocabulary - 1
-            raise refused(f"{param}: token ids are from 0 to {most}, not {shown(token)}", param)
-
-
-def _check_number(requests: int, served: ServedModel) -> None:
-    if requests > served.most_requests:
-        raise refused(
-            f"the request is for {requests} texts: "
-            f"at most {served.most_requests} are served at a time",
-            "n",
-        )
+        code = TOO_LONG if isinstance(error, PromptTooLong) else None
+        raise refused(str(error), param, code) from None
 
 
 def _api_request(
     body: RequestBody,
     prompts: Sequence[tuple[int, ...]],
-    max_completion_tokens: int | None,
     logprobs: int | None,
     served: ServedModel,
     grammar: str | None,
+    continues: bool,
 ) -> ApiRequest:
     n = body.n or 1
-    _check_number(len(prompts) * n, served)
-    check_vocabulary([token for token, _ in body.logit_bias], "logit_bias", served)
-    given = {body.max_tokens, max_completion_tokens} - {None}
-    if len(given) > 1:
-        raise refused(
-            f"max_tokens is {body.max_tokens} and max_completion_tokens {max_completion_tokens}: "
-            "give one of them",
-            "max_tokens",
-        )
-    most = max_completion_tokens or body.max_tokens
+    served.check_number(len(prompts) * n)
+    served.check_tokens([token for token, _ in body.logit_bias], "logit_bias")
     param = "messages" if isinstance(body, ChatBody) else "prompt"
     requests = [
         GenerationRequest(
             tokens=tokens,
-            max_tokens=_answer_tokens(most, len(tokens), param, served),
-            sampling=replace(_sampling(body, number, tokens, logprobs, served), grammar=grammar),
-            stop=body.stop,
-            continues=isinstance(body, CompletionBody),
+            max_tokens=_answer_tokens(body.most, len(tokens), param, served),
+            sampling=replace(
+                _sampling(body, number, tokens, served), logprobs=logprobs, grammar=grammar
+            ),
+            stop=tuple(filter(None, body.stop)),
+            continues=continues,
         )
         for tokens in prompts
         for number in range(n)
@@ -300,44 +277,26 @@ def _answer_tokens(asked: int | None, prompt: int, param: str, served: ServedMod
     The default gives way to a long prompt, but what was asked for is kept, or refused: in the words
     by which agents know that they must ask for less, or shorten their history.
     """
-    left = _left(prompt, param, served)
+    left = served.left(prompt, param)
     if asked is None:
-        return min(served.defaults.max_tokens, left)
+        return min(served.max_tokens, left)
     if asked == ALL_THAT_FIT:
         return left
     if asked > left:
-        raise _too_long(
+        raise refused(
             f"input length and `max_tokens` exceed context limit: {prompt} + {asked} > "
             f"{served.most_tokens}: ask for {left}, or -1 for as many as fit",
             "max_tokens",
+            TOO_LONG,
         )
     return asked
 
 
-def _left(prompt: int, param: str, served: ServedModel) -> int:
-    """Return the tokens that are left to the answer to a prompt of so many."""
-    left = served.most_tokens - prompt
-    if left < 1:
-        raise _too_long(
-            f"the prompt is too long: {prompt} tokens > {served.most_tokens - 1} maximum",
-            param,
-        )
-    return left
-
-
-def _too_long(message: str, param: str) -> ApiError:
-    return refused(message, param, "context_length_exceeded")
-
-
 def _sampling(
-    body: RequestBody,
-    number: int,
-    prompt: tuple[int, ...],
-    logprobs: int | None,
-    served: ServedModel,
+    body: RequestBody, number: int, prompt: tuple[int, ...], served: ServedModel
 ) -> SamplingParams:
     """Return the sampling parameters of answer ``number`` to one prompt."""
-    params = replace(served.defaults.sampling, **body.sampling)
+    params = replace(served.sampling, **body.sampling)
     looked_back = params.looked_back
     return replace(
         params,
@@ -347,5 +306,48 @@ def _sampling(
         context=prompt[-looked_back:] if looked_back else (),
         seed=None if body.seed is None else body.seed % 2**64,
         stream=next(served.streams) if body.seed is None else number,
-        logprobs=logprobs,
     )
+
+
+@dataclass(slots=True)
+class TranslatedChat:
+    """A chat that asks for the same as a request of another API.
+
+    ``body`` are the chat's fields beside ``messages`` and ``tools``. ``names`` are what the other
+    API calls its fields, and what is within them.
+    """
+
+    body: Json
+    names: dict[str, str]
+    messages: list[Json] = field(default_factory=list)
+    tools: list[Json] = field(default_factory=list)
+
+    def add(self, place: str, message: Json) -> None:
+        """Add a message, which the request has at this ``place``."""
+        self.names[f"messages.{len(self.messages)}"] = place
+        self.messages.append(message)
+
+    def add_call(self, place: str, what: str, call_id: Any, name: Any, arguments: Any) -> None:
+        """Add a call to the last message; ``what`` is the field that has its arguments."""
+        calls = self.messages[-1].setdefault("tool_calls", [])
+        where = f"messages.{len(self.messages) - 1}.tool_calls.{len(calls)}"
+        self.names |= {where: place, f"{where}.function": place}
+        self.names[f"{where}.function.arguments"] = f"{place}.{what}"
+        function = {"name": name, "arguments": arguments}
+        calls.append({"id": call_id, "type": "function", "function": function})
+
+    def add_tool(self, place: str, what: str, function: Json) -> None:
+        """Add a function that may be called; ``what`` is the field that has its parameters."""
+        where = f"tools.{len(self.tools)}.function"
+        self.names |= {where: place, f"{where}.parameters": f"{place}.{what}"}
+        self.tools.append({"type": "function", "function": function})
+
+    def read(self, reader: PromptReader, served: ServedModel) -> ApiRequest:
+        """Read the chat. Raises ``ApiError``, in which fields have the other API's names."""
+        chat = {**self.body, "messages": self.messages, "tools": self.tools}
+        try:
+            request = read_chat(json.dumps(chat).encode(), reader, served)
+        except ApiError as error:
+            raise error.called(self.names) from None
+        asks = request.structure
+        return request if asks is None else replace(request, structure=self.names.get(asks, asks))

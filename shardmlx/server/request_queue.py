@@ -199,7 +199,7 @@ class RequestQueue:
 
     @property
     def trouble(self) -> tuple[str, str] | None:
-        """The state in which requests are refused, "ended" or "waiting", and why; None if taken."""
+        """The state in which requests are refused, "ended" or "waiting", and why; else None."""
         if self._ended is not None:
             return "ended", self._ended
         reason = self._unavailable_reason()

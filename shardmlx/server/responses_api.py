@@ -25,10 +25,9 @@ from shardmlx.server.client_tools import (
 )
 from shardmlx.server.openai_bodies import SAMPLING, validated
 from shardmlx.server.openai_errors import ApiError, refused, shown
-from shardmlx.server.openai_requests import ApiRequest, ServedModel
+from shardmlx.server.openai_requests import ApiRequest, ServedModel, TranslatedChat
 from shardmlx.server.replies import BlockReply, TokenText
 from shardmlx.server.request_queue import Piece
-from shardmlx.server.translated_chat import TranslatedChat
 
 Json = dict[str, Any]
 

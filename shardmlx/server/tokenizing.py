@@ -10,12 +10,7 @@ from shardmlx.server.accepted_fields import Body, Listed, refuse_unknown
 from shardmlx.server.anthropic_api import read_message
 from shardmlx.server.openai_bodies import validated
 from shardmlx.server.openai_errors import refused
-from shardmlx.server.openai_requests import (
-    ServedModel,
-    check_vocabulary,
-    read_chat,
-    tokens_of,
-)
+from shardmlx.server.openai_requests import ServedModel, read_chat, tokens_of
 
 
 class _Body(Body):
@@ -62,7 +57,7 @@ def detokenized(body: bytes, reader: PromptReader, served: ServedModel) -> dict[
     asked = validated(TokensBody, body)
     served.names.check(asked.model or None)
     refuse_unknown(asked.model_extra)
-    check_vocabulary(asked.tokens, "tokens", served)
+    served.check_tokens(asked.tokens, "tokens")
     return {"prompt": reader.untokenized(asked.tokens)}
 
 

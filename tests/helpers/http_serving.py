@@ -28,6 +28,7 @@ VOCABULARY = 128
 MODEL = "parrot"
 KEY = "sesame"
 MOST_TOKENS = 1000
+OF_MODEL = ("max_tokens", "sampling", "complaint")
 END = "."
 """The last token of a sequence."""
 
@@ -203,7 +204,7 @@ def serving(
     parrot = parrot or Parrot()
     service = RequestQueue(most_open, unavailable_reason)
     listener = bind("127.0.0.1", 0)
-    of_model = {name: options.pop(name) for name in ("defaults", "complaint") if name in options}
+    of_model = {name: options.pop(name) for name in OF_MODEL if name in options}
     served = ServedModel(
         names=ModelNames((MODEL,)),
         vocabulary=VOCABULARY,

@@ -175,7 +175,7 @@ def test_a_last_message_that_says_nothing_is_none(
         ({"mcp_servers": [{"url": "x"}]}, 400, "invalid_request_error", "mcp_servers is not"),
         ({"system": 3}, 400, "invalid_request_error", "system: "),
         ({"n": 2}, 400, "invalid_request_error", "n is not supported"),
-        ({"stop_sequences": 17 * ["a"]}, 400, "invalid_request_error", "stop_sequences: at most"),
+        ({"stop_sequences": 17 * ["a"]}, 400, "invalid_request_error", "stop_sequences: list"),
         ({"tools": [{"name": "?"}]}, 400, "invalid_request_error", "tools.0.name: "),
         ({"tools": [{**LOOK, "input_schema": 5}]}, 400,
          "invalid_request_error", "tools.0.input_schema: "),

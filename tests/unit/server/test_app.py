@@ -18,7 +18,6 @@ from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.server import streaming
 from shardmlx.server.app import LONG_BODY_BYTES
 from shardmlx.server.metrics import Metrics
-from shardmlx.server.openai_requests import Defaults
 from shardmlx.server.page_files import POLICY
 from shardmlx.server.request_queue import Piece, RequestQueue
 from tests.helpers.http_serving import MODEL, Agent, Letters, Parrot, Serving, Text, serving
@@ -130,7 +129,7 @@ def test_errors_are_the_packages_own(client: openai.OpenAI) -> None:
 
 def test_the_defaults_of_the_server() -> None:
     with (
-        serving(defaults=Defaults(max_tokens=2, sampling=SamplingParams(temp=0.5))) as server,
+        serving(max_tokens=2, sampling=SamplingParams(temp=0.5)) as server,
         client_of(server) as client,
     ):
         answer = client.completions.create(model=MODEL, prompt="hello")

@@ -17,7 +17,6 @@ from shardmlx.server.openai_bodies import ChatBody
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.openai_requests import (
     ApiRequest,
-    Defaults,
     ServedModel,
     read_chat,
     read_completion,
@@ -74,8 +73,7 @@ def only(order: ApiRequest) -> GenerationRequest:
 def test_a_request_that_says_nothing_gets_the_servers_defaults() -> None:
     body = b'{"messages": [{"role": "user", "content": "hello"}]}'
     sampling = SamplingParams(temp=0.7, top_p=0.9, min_p=0.1, top_k=40)
-    defaults = Defaults(max_tokens=99, sampling=sampling)
-    order = read_chat(body, Letters(), terms(defaults=defaults))
+    order = read_chat(body, Letters(), terms(max_tokens=99, sampling=sampling))
     assert order == ApiRequest(
         requests=(
             GenerationRequest(
@@ -324,8 +322,8 @@ def test_logprobs_of_chats_are_a_switch_and_a_number() -> None:
         ({"max_tokens": "5"}, "max_tokens", "(it is '5')"),
         ({"stream": "yes"}, "stream", "(it is 'yes')"),
         ({"stop": 5}, "stop", "(it is 5)"),
-        ({"stop": [5]}, "stop", "a list of texts"),
-        ({"stop": 17 * ["a"]}, "stop", "at most 16 texts"),
+        ({"stop": [5]}, "stop.0", "(it is 5)"),
+        ({"stop": 17 * ["a"]}, "stop", "at most 16 items"),
         ({"logit_bias": {"a": 1}}, "logit_bias", '{"42": -100}'),
         ({"logit_bias": {"5": 101}}, "logit_bias", "not 101"),
         ({"logit_bias": {"128": 1}}, "logit_bias", "not 128"),
