@@ -20,9 +20,6 @@ PAD_TO = 32
 Sample = tuple[Sequence[int] | np.ndarray, int]
 """Token ids, and the position at which the loss starts to count."""
 
-NO_TOKENS = np.dtype([])
-"""Type of ``tokens`` on a rank that reads none: a shape without bytes."""
-
 
 class Samples(Sequence[Sample]):
     """Samples in one array: 4 bytes a token, where Python's numbers take 36.
@@ -71,7 +68,7 @@ class Samples(Sequence[Sample]):
 class MicroBatch:
     """A micro-batch: some rows of the global batch, each a sequence.
 
-    ``tokens`` (rows, T + 1) int32 are padded on the right, or of the type ``NO_TOKENS``. ``spans``
+    ``tokens`` (rows, T + 1) int32 are padded on the right. ``spans``
     (rows, 2) are the first and the last target that count in the loss; targets are numbered from 1.
     ``first_row`` is the number of the first row in the global batch. With ``places`` the
     micro-batch is packed: one row, which holds only these positions, one after the other.

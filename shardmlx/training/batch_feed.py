@@ -1,10 +1,9 @@
-"""Send batches from rank 0 to the ranks that need them, one step ahead.
+"""Send batches from rank 0 to all ranks, one step ahead.
 
-The ranks of the first and the last stage get the tokens of their replica's rows. The others get an
-outline with the shapes of the micro-batches. Before each step, as late as possible, rank 0 also
+Each rank gets the tokens of its replica's rows. Before each step, as late as possible, rank 0 also
 says whether a signal asks the run to stop. Each rank gets, with one tag::
 
-    outline [tokens] ... stop | outline [tokens] ... stop | ...
+    outline tokens ... stop | outline tokens ... stop | ...
 
 Batches sent ahead are received before the word to stop: a run that stops leaves no message under
 way.
@@ -22,11 +21,9 @@ import numpy as np
 from shardmlx.distributed.agreement import AgreedError
 from shardmlx.distributed.messages import BATCH_TAG, Array, Handle
 from shardmlx.distributed.transport import Transport
-from shardmlx.engine.batches import NO_TOKENS, Batch, MicroBatch, pack, split
+from shardmlx.engine.batches import Batch, MicroBatch, pack, split
 from shardmlx.errors import AgreedFailure
 from shardmlx.pipeline.plan import Plan
-
-_WHAT = "next batch"
 
 
 class StopRequested(Exception):
@@ -59,8 +56,7 @@ class BatchFeed:
         self._batches = batches
         self._left = count
         self._ahead = 0
-        self._replica, pipeline_rank = plan.mesh.coordinates(transport.rank)
-        self._takes_tokens = self._needs_tokens(pipeline_rank)
+        self._replica, _ = plan.mesh.coordinates(transport.rank)
         self._own: list[Share] = []
         self._sent: list[tuple[Handle, int]] = []
 
@@ -107,13 +103,8 @@ class BatchFeed:
         if isinstance(error, (AgreedError, AgreedFailure)):
             self._receive()
 
-    def _needs_tokens(self, pipeline_rank: int) -> bool:
-        placement = self._plan.stage_map.placement
-        return pipeline_rank in (placement[0], placement[-1])
-
     def _send(self, batch: Batch) -> None:
-        """Send each rank its data of the replica's rows."""
-        mesh = self._plan.mesh
+        """Send each rank its replica's rows."""
         for replica, (start, stop) in enumerate(pairwise(self._plan.starts)):
             part = batch.rows(start, stop)
             if replica == self._replica:
@@ -121,11 +112,10 @@ class BatchFeed:
             width = part.tokens.shape[1]
             outline = np.array([batch.valid_tokens, width, *part.spans.flat], np.int64)
             tokens = np.ascontiguousarray(part.tokens)
-            for pipeline_rank, peer in enumerate(mesh.pipeline_of(replica)):
+            for peer in self._plan.mesh.pipeline_of(replica):
                 if peer != self._transport.rank:
                     self._post(outline, peer)
-                    if self._needs_tokens(pipeline_rank):
-                        self._post(tokens, peer)
+                    self._post(tokens, peer)
 
     def _receive(self) -> list[Share]:
         """Receive all messages under way, and return their shares."""
@@ -143,9 +133,7 @@ class BatchFeed:
         outline = self._come(np.empty(2 + 2 * rows, np.int64))
         valid_tokens, width = outline[:2].tolist()
         spans = outline[2:].reshape(rows, 2).astype(np.int32)
-        tokens = np.empty((rows, width), np.int32 if self._takes_tokens else NO_TOKENS)
-        if self._takes_tokens:
-            self._come(tokens)
+        tokens = self._come(np.empty((rows, width), np.int32))
         first_row = self._plan.starts[self._replica]
         return self._share(MicroBatch(tokens, spans, first_row), valid_tokens)
 
@@ -165,4 +153,4 @@ class BatchFeed:
 
     def _doing(self, how: str, peer: int) -> Callable[[], str]:
         me, other = (self._transport.name(rank) for rank in (self._transport.rank, peer))
-        return lambda: f"{me}, {_WHAT}, {how} {other}"
+        return lambda: f"{me}, next batch, {how} {other}"

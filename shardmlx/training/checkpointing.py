@@ -15,7 +15,6 @@ from shardmlx.checkpoint.store import Manifest
 from shardmlx.checkpoint.writer import SECONDS_TO_WRITE, CheckpointWriter, Saved, Snapshot
 from shardmlx.common.formatting import gibibytes
 from shardmlx.distributed.agreement import AgreedError
-from shardmlx.distributed.transport import Transport
 from shardmlx.distributed.version_check import package_versions
 from shardmlx.engine.optimizer import Updater
 from shardmlx.pipeline.plan import Plan
@@ -34,43 +33,6 @@ class Point:
     step: int
     state: Mapping[str, Any]
     mine: Any = None
-
-
-@dataclass(slots=True)
-class _Save:
-    """A checkpoint from its begin until it is complete. Methods are collective.
-
-    ``exposed_seconds`` is how long training has waited for it so far.
-    """
-
-    writer: CheckpointWriter
-    transport: Transport
-    exposed_seconds: float
-    is_released: bool = False
-    is_complete: bool = False
-
-    def release(self) -> None:
-        """Wait until its arrays are written everywhere, so that the weights may change."""
-        if not self.is_released:
-            self._wait(self.writer.release)
-            self.is_released = True
-
-    def complete(self) -> None:
-        """Wait until all of it is on the disks."""
-        self.release()
-        if not self.is_complete:
-            self._wait(self.writer.wait)
-            self.is_complete = True
-
-    def _wait(self, wait: Callable[[], None]) -> None:
-        """Wait on all ranks as long as on the slowest: a slow disk is no lost rank."""
-        start = time.monotonic()
-        with self.transport.longer_timeout(SECONDS_TO_WRITE):
-            wait()
-            seconds = time.monotonic() - start
-            self.exposed_seconds += max(
-                self.transport.all_gather(seconds, "waiting for the checkpoint")
-            )
 
 
 class Checkpoints:
@@ -99,7 +61,10 @@ class Checkpoints:
         self._point: Point | None = None
         self._errors: Mapping[str, mx.array] = {}
         self._saved_step = 0
-        self._saves: list[_Save] = []
+        self._waits: list[Callable[[], None]] = []
+        """Waits until the last save has written its arrays, and until all of it is on the disks."""
+        self._exposed: list[float] = []
+        """Seconds for which training has waited, by save."""
         self._saved: list[Saved] = []
 
     def restore(self, found: SoundCheckpoint) -> None:
@@ -137,8 +102,7 @@ class Checkpoints:
     @contextmanager
     def updating(self) -> Iterator[Updater]:
         """Give out the updater, once the weights being saved are written."""
-        if self._saves:
-            self._saves[-1].release()
+        self._wait(left=1)
         yield self._updater
 
     def mark(self, point: Point) -> None:
@@ -159,25 +123,40 @@ class Checkpoints:
         self.finish()
         start = time.monotonic()
         self._writer.start(self._manifest(point), point.step, self._parts())
-        self._saves.append(_Save(self._writer, self._transport, time.monotonic() - start))
+        self._waits = [self._writer.release, self._writer.wait]
+        self._exposed.append(time.monotonic() - start)
         self._saved_step = point.step
         return point.step
 
     def finish(self) -> None:
         """Wait until the current checkpoint is complete."""
-        if self._saves:
-            self._saves[-1].complete()
-            self.report()
+        self._wait(left=0)
+        self.report()
+
+    def _wait(self, left: int) -> None:
+        """Wait for the last save until only ``left`` of its waits are to come.
+
+        All ranks wait as long as the slowest: a slow disk is no lost rank.
+        """
+        while len(self._waits) > left:
+            start = time.monotonic()
+            with self._transport.longer_timeout(SECONDS_TO_WRITE):
+                self._waits[0]()
+                seconds = time.monotonic() - start
+                self._exposed[-1] += max(
+                    self._transport.all_gather(seconds, "waiting for the checkpoint")
+                )
+            del self._waits[0]
 
     def report(self) -> None:
         """Report a checkpoint that was completed since the last call. Not collective."""
-        if self._writer is None or not self._saves or not self._saves[-1].is_released:
+        if self._writer is None or len(self._waits) > 1:
             return
         saved = self._writer.take_saved()
         if saved is None:
             return
         self._saved.append(saved)
-        exposed = self._saves[-1].exposed_seconds
+        exposed = self._exposed[-1]
         self._job.reporter.say(
             f"step {saved.step}: checkpoint of {gibibytes(saved.nbytes)} written in "
             f"{saved.seconds:.1f} s, for which training waited {exposed:.2f} s"
@@ -197,7 +176,7 @@ class Checkpoints:
         return {
             "saved": len(self._saved),
             "seconds": round(sum(each.seconds for each in self._saved), 3),
-            "exposed_seconds": round(sum(each.exposed_seconds for each in self._saves), 3),
+            "exposed_seconds": round(sum(self._exposed), 3),
         }
 
     def _manifest(self, point: Point) -> Manifest | None:

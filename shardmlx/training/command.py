@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +11,6 @@ from shardmlx.common.environment import Blas
 from shardmlx.common.http_listener import bind
 from shardmlx.common.reporter import Listener, Reporter
 from shardmlx.config.train import OutputOptions, TrainConfig
-from shardmlx.costmodel.predict import predict
 from shardmlx.distributed.agreement import on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.runreport.live import LivePage
@@ -29,11 +28,6 @@ from shardmlx.training.trainer import Trainer
 _MINUTE, _HOUR = 60.0, 3600.0
 
 
-def run(config: TrainConfig, transport: Transport, blas: Blas) -> None:
-    """Train for the command, and print the computing device first. All ranks must call it."""
-    _train(config, transport, blas=blas)
-
-
 def train_model(
     config: TrainConfig, transport: Transport, *, on_event: Listener | None = None
 ) -> None:
@@ -45,17 +39,23 @@ def train_model(
     ``Stopped`` after a signal, when all is saved; ``AgreedFailure`` if the run itself cannot go on;
     ``TransportError`` and ``EngineError`` if a rank is lost or fails.
     """
-    _train(transport.broadcast(config, what="options"), transport, on_event=on_event)
+    run(transport.broadcast(config, what="options"), transport, on_event=on_event)
 
 
-def _train(
+def run(
     config: TrainConfig,
     transport: Transport,
+    blas: Blas | None = None,
     *,
     on_event: Listener | None = None,
-    blas: Blas | None = None,
 ) -> None:
-    with _open_reporter(OutputOptions.of(config), transport, on_event) as reporter:
+    """Train for the command, and print the computing device first. All ranks must call it."""
+    with ExitStack() as stack:
+        reporter = on_rank_0(
+            transport,
+            "opening the report",
+            partial(_open_viewers, OutputOptions.of(config), on_event, stack),
+        ) or Reporter(quiet=True)
         if blas is not None:
             reporter.say(str(blas))
         transport.activity.begin("loading")
@@ -101,14 +101,14 @@ def dry_run(config: TrainConfig, transport: Transport, reporter: Reporter) -> No
 
 def _time(planned: PlannedRun) -> str:
     """Return the predicted time of a step and of the run."""
-    cluster, work, iters = planned.cluster, planned.workload, planned.steps.iters
-    if cluster.unit != "seconds":
+    step, iters = planned.seconds(planned.mean_length), planned.steps.iters
+    if step is None:
         return (
             "Time of a step: not known: measure it with shardmlx profile, and give --profile, or "
             "write flops= into the lines of --hostfile"
         )
-    step = predict(planned.plan, work, cluster, planned.mean_length).step_seconds
-    source = "measured times" if cluster.profile else "the FLOP/s of the hostfile, an estimate"
+    is_measured = planned.cluster.profile is not None
+    source = "measured times" if is_measured else "the FLOP/s of the hostfile, an estimate"
     return (
         f"Time of a step: {step:.3g} s, of {iters} steps {_words(step * iters)}, "
         f"predicted from {source}; validation and saving come on top"
@@ -144,21 +144,6 @@ def _files(planned: PlannedRun) -> Iterator[str]:
 
 def _place(path: str) -> str:
     return f"{path}, which is there" if Path(path).exists() else path
-
-
-@contextmanager
-def _open_reporter(
-    outputs: OutputOptions, transport: Transport, on_event: Listener | None
-) -> Iterator[Reporter]:
-    """Open the reporter of a run, whose events go to all viewers, for the length of a block.
-
-    All ranks must call it. Raises ``AgreedError`` if a port or a file cannot be opened.
-    """
-    with ExitStack() as stack:
-        reporter = on_rank_0(
-            transport, "opening the report", partial(_open_viewers, outputs, on_event, stack)
-        )
-        yield reporter or Reporter(quiet=True)
 
 
 def _open_viewers(outputs: OutputOptions, on_event: Listener | None, stack: ExitStack) -> Reporter:

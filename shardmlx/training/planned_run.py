@@ -27,6 +27,7 @@ from shardmlx.costmodel.memory_limits import (
     how_to_allow,
     would_take,
 )
+from shardmlx.costmodel.predict import Prediction, predict
 from shardmlx.costmodel.workload import Workload
 from shardmlx.distributed.agreement import on_all_ranks, on_rank_0
 from shardmlx.distributed.transport import Transport
@@ -91,6 +92,14 @@ class PlannedRun:
         """Mean length of the rows of a step as they are computed, in tokens."""
         return self.lengths.mean(self.plan.pack)
 
+    def predict(self, length: int) -> Prediction:
+        """Predict a step with sequences of ``length`` tokens."""
+        return predict(self.plan, self.workload, self.cluster, length)
+
+    def seconds(self, length: int) -> float | None:
+        """Return the predicted seconds of such a step; None if no speed is known."""
+        return self.predict(length).step_seconds if self.cluster.unit == "seconds" else None
+
 
 def open_for_training(
     config: TrainConfig, transport: Transport, reporter: Reporter
@@ -110,11 +119,9 @@ def plan_run(
     asked, epochs = config, config.epochs
     if epochs is not None:  # until the data is read
         config = asked.with_iters(max(asked.iters, asked.grad_accumulation_steps))
-    run = on_all_ranks(
-        transport, "dividing the ranks", partial(RunSpec.of(config).for_ranks, transport.size)
-    )
-    model, stored = on_all_ranks(
-        transport,
+    agree = partial(on_all_ranks, transport)
+    run = agree("dividing the ranks", partial(RunSpec.of(config).for_ranks, transport.size))
+    model, stored = agree(
         "building the model",
         partial(build_model, opened.path, run.fine_tune, config.seed, opened.adapters),
     )
@@ -122,14 +129,11 @@ def plan_run(
         transport, partial(_read_workload, opened.path, run), run.machines, config.stage_map
     )
     # Wrong options are found before the data is read.
-    on_all_ranks(transport, "planning", partial(_check_layout, run, inputs, opened, model))
-    on_all_ranks(transport, "building the optimizer", partial(optimizer_of, run.fine_tune))
+    agree("planning", partial(_check_layout, run, inputs, opened, model))
+    agree("building the optimizer", partial(optimizer_of, run.fine_tune))
     outputs = OutputOptions.of(config)
-    on_rank_0(
-        transport,
-        "checking the output",
-        partial(check_output, outputs, run.fine_tune, opened.path),
-    )
+    check = partial(check_output, outputs, run.fine_tune, opened.path)
+    on_rank_0(transport, "checking the output", check)
     with transport.longer_timeout(SETUP_SECONDS):
         data = on_rank_0(
             transport, "reading the data", partial(_read_data, config, opened, reporter)
@@ -138,27 +142,28 @@ def plan_run(
             None if data is None else (data.sizes(), _lengths(config, data)), what="data"
         )
         if epochs is not None and config.train:
-            steps = steps_of_epochs(epochs, sizes["train"], config.batch_size)
-            config = on_all_ranks(transport, "counting the steps", partial(asked.with_iters, steps))
+            # A pass leaves out an incomplete last batch, as in mlx-lm.
+            steps = max(1, round(epochs * max(1, sizes["train"] // config.batch_size)))
+            config = agree("counting the steps", partial(asked.with_iters, steps))
             run = replace(run, fine_tune=FineTune.of(config))
             reporter.say(f"--epochs {epochs:g}: {config.iters} steps")
         inputs = measure_again(transport, inputs, run.machines)
-        choice: Choice = on_all_ranks(
-            transport, "choosing a plan", partial(choose_plan, run, inputs, opened, lengths)
-        )
-        plan, slices = on_all_ranks(
-            transport,
-            "planning",
-            partial(_of_model, choice.plan, choice.run, opened, model),
-        )
+        choice = agree("choosing a plan", partial(choose_plan, run, inputs, opened, lengths))
+        plan, slices = agree("planning", partial(_of_model, choice.plan, choice.run, opened, model))
         compare_plans(transport, plan.digest)
     for part in (slices[index] for index in plan.stages_of(transport.rank)):
         part.stored = {name: stored[name] for name in part.trainable if name in stored}
     reporter.say(_headline(choice.run, plan))
-    for line in _without_effect(run, plan):
-        reporter.warn(line)
+    if ignored := _without_effect(run, plan):
+        reporter.warn(f"{' '.join(ignored)}: no effect with one replica")
     if config.train:
-        reporter.say("\n".join([*([str(choice)] if choice.run != run else []), _trainable(model)]))
+        if choice.run != run:
+            reporter.say(str(choice))
+        count = count_parameters(model)
+        reporter.say(
+            f"Trainable parameters: {100 * count.trained / count.total:.3f}% "
+            f"({count.trained / 1e6:.3f}M/{count.total / 1e6:.3f}M)"
+        )
     way, share = choice.run, lengths.counted_share(plan.pack)
     memory, backend = choice.assessment.memory, inputs.cluster.backend
     return PlannedRun(
@@ -179,14 +184,6 @@ def plan_run(
         lengths=lengths,
         limits=limit_memory(transport.rank, inputs.budgets, memory, backend, reporter),
     )
-
-
-def steps_of_epochs(epochs: float, samples: int, batch_size: int) -> int:
-    """Return the steps of so many passes over a training set.
-
-    A pass leaves out an incomplete last batch, as in mlx-lm.
-    """
-    return max(1, round(epochs * max(1, samples // batch_size)))
 
 
 def _read_workload(path: Path, run: RunSpec) -> Workload:
@@ -229,14 +226,6 @@ def check_output(outputs: OutputOptions, tune: FineTune, model_path: Path) -> No
         )
 
 
-def _trainable(model: nn.Module) -> str:
-    count = count_parameters(model)
-    return (
-        f"Trainable parameters: {100 * count.trained / count.total:.3f}% "
-        f"({count.trained / 1e6:.3f}M/{count.total / 1e6:.3f}M)"
-    )
-
-
 def _read_data(config: TrainConfig, opened: OpenedModel, reporter: Reporter) -> DataSets:
     data = read_data(
         DataOptions.of(config),
@@ -269,7 +258,7 @@ def _facts_of(inputs: PlanInputs[Workload], opened: OpenedModel, lengths: Sequen
         cluster=inputs.cluster,
         lengths=lengths,
         stage_map=inputs.stage_map,
-        can_pack=packing_fault(opened.shape) is None,
+        can_pack=can_pack(opened.shape),
     )
 
 
@@ -277,9 +266,11 @@ def _check_layout(
     run: RunSpec, inputs: PlanInputs[Workload], opened: OpenedModel, model: nn.Module
 ) -> None:
     """Raise ``UserError`` for options that are wrong for any data, before these are read."""
-    fault = packing_fault(opened.shape)
-    if run.batch.pack and fault is not None:
-        raise UserError(f"--pack: {fault}", "train without --pack")
+    if run.batch.pack and not can_pack(opened.shape):
+        raise UserError(
+            "--pack: the model's layers depend on the place of a token in its row",
+            "train without --pack",
+        )
     facts = _facts_of(inputs, opened, SequenceLengths.unread(run.batch.max_seq_length))
     simplest = ways(run, facts)[0]
     try:
@@ -308,16 +299,10 @@ def _of_model(
     return replace(plan, trainable=trainable, model=opened.digest), slices
 
 
-def packing_fault(shape: ModelShape) -> str | None:
-    """Return why packed rows would change the loss, None if they do not."""
-    if shape.has_dynamic_rope:
-        return (
-            "the model's rotary embeddings are of type dynamic, and change with the length of the "
-            "row"
-        )
-    if not shape.family.takes_packed:
-        return "the model's layers take a position in the row for one in the sequence"
-    return None
+def can_pack(shape: ModelShape) -> bool:
+    """Return whether packed rows have the loss of single ones: layers of some families take a
+    position in the row for one in the sequence, and dynamic RoPE follows the row's length."""
+    return shape.family.takes_packed and not shape.has_dynamic_rope
 
 
 def choose_plan(
@@ -354,14 +339,12 @@ def _headline(run: RunSpec, plan: Plan) -> str:
 
 
 def _without_effect(run: RunSpec, plan: Plan) -> list[str]:
-    """Return a line for each option of replicas that has no effect with one of them."""
-    tune, mesh = run.fine_tune, plan.mesh
-    if not tune.train or mesh.dp > 1:
+    """Return the options of replicas that are given where there is one."""
+    tune = run.fine_tune
+    if not tune.train or plan.mesh.dp > 1:
         return []
-    options = [
+    return [
         *([f"--zero {tune.zero}"] if tune.zero else []),
         *([f"--sum-dtype {tune.sum_dtype}"] if tune.sum_dtype != SUM_DTYPES[0] else []),
         *([f"--replica-rows {rows}"] if (rows := run.batch.replica_rows) else []),
     ]
-    why = "there is one replica" + ": fewer --pipeline-stages make more" * (mesh.pp > 1)
-    return [f"{option} has no effect: {why}" for option in options]

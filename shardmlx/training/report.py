@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from mlx_lm.tuner.callbacks import get_reporting_callbacks
@@ -12,76 +11,11 @@ from mlx_lm.tuner.callbacks import get_reporting_callbacks
 from shardmlx.common.formatting import gibibytes, percent
 from shardmlx.common.reporter import Bar
 from shardmlx.costmodel.memory_limits import exceeded
-from shardmlx.costmodel.predict import predict, predict_memory
 from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.trace import Meter, RankReport
 from shardmlx.planning.stragglers import Watch, compute_of_ranks
 from shardmlx.training.setup import TrainingRun
 from shardmlx.training.start_event import facts_of
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Window:
-    """The steps since the last report.
-
-    ``tokens`` are the counted ones, by step; ``grad_norm`` is the global gradient norm of the last
-    update; ``skipped`` counts the updates that were left out in the whole run.
-    """
-
-    step: int
-    loss: float
-    tokens: Sequence[int]
-    learning_rate: float
-    grad_norm: float | None
-    skipped: int
-    ranks: Sequence[RankReport]
-
-    @property
-    def step_seconds(self) -> float:
-        return self.ranks[0].times.step_seconds
-
-    @property
-    def tokens_per_second(self) -> float:
-        return sum(self.tokens) / len(self.tokens) / self.step_seconds
-
-    def __str__(self) -> str:
-        skipped = f", {self.skipped} skipped" if self.skipped else ""
-        ranks = [
-            f"rank {each.rank} {gibibytes(each.peak_memory_bytes)}, "
-            f"{100 * each.times.bubble:.0f}% bubble"
-            for each in self.ranks
-        ]
-        return (
-            f"step {self.step}: loss {self.loss:.4f}, learning rate {self.learning_rate:.2e}, "
-            f"{self.tokens_per_second:.1f} tokens/s, {self.step_seconds:.2f} s a step{skipped} | "
-            + " | ".join(ranks)
-        )
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the window's part of the metrics."""
-        return {
-            "step": self.step,
-            "loss": self.loss,
-            "tokens": sum(self.tokens),
-            "tokens_per_second": self.tokens_per_second,
-            "learning_rate": self.learning_rate,
-            "grad_norm": self.grad_norm,
-            "skipped": self.skipped,
-            "step_seconds": self.step_seconds,
-            "bubble": sum(rank.times.bubble for rank in self.ranks) / len(self.ranks),
-        }
-
-    def for_services(self, trained_tokens: int) -> dict[str, Any]:
-        """Return mlx-lm's report to the services of ``--report-to``, in its words and units."""
-        return {
-            "iteration": self.step,
-            "train_loss": self.loss,
-            "learning_rate": self.learning_rate,
-            "iterations_per_second": 1 / self.step_seconds,
-            "tokens_per_second": self.tokens_per_second,
-            "trained_tokens": trained_tokens,
-            "peak_memory": max(rank.peak_memory_bytes for rank in self.ranks) / 1e9,
-        }
 
 
 class TrainingReport:
@@ -170,21 +104,34 @@ class TrainingReport:
             )
         if not any(tokens):
             return
-        window = _Window(
-            step=step,
-            loss=_mean_loss(losses, tokens),
-            tokens=tokens,
-            learning_rate=float(self._job.optimizer.learning_rate.item()),
-            grad_norm=grad_norm,
-            skipped=self._skipped,
-            ranks=ranks,
-        )
-        bar.note(f"loss {window.loss:.3f}  {window.tokens_per_second:.0f} tok/s")
-        self._reporter.say(str(window))
-        self._reporter.event("train", {**window.as_json(), "ranks": self._as_json(ranks)})
+        seconds = ranks[0].times.step_seconds
+        values: dict[str, Any] = {
+            "step": step,
+            "loss": _mean_loss(losses, tokens),
+            "tokens": sum(tokens),
+            "tokens_per_second": sum(tokens) / len(tokens) / seconds,
+            "learning_rate": float(self._job.optimizer.learning_rate.item()),
+            "grad_norm": grad_norm,
+            "skipped": self._skipped,
+            "step_seconds": seconds,
+            "bubble": sum(rank.times.bubble for rank in ranks) / len(ranks),
+        }
+        bar.note(f"loss {values['loss']:.3f}  {values['tokens_per_second']:.0f} tok/s")
+        self._reporter.say(_line(values, ranks))
+        self._reporter.event("train", {**values, "ranks": self._as_json(ranks)})
         self._look_for_stragglers(step, ranks)
         if self._callback is not None:
-            self._callback.on_train_loss_report(window.for_services(self._total_tokens))
+            self._callback.on_train_loss_report(
+                {
+                    "iteration": step,
+                    "train_loss": values["loss"],
+                    "learning_rate": values["learning_rate"],
+                    "iterations_per_second": 1 / seconds,
+                    "tokens_per_second": values["tokens_per_second"],
+                    "trained_tokens": self._total_tokens,
+                    "peak_memory": max(rank.peak_memory_bytes for rank in ranks) / 1e9,
+                }
+            )
 
     @property
     def _mean_length(self) -> int:
@@ -220,12 +167,10 @@ class TrainingReport:
         if not ranks:
             return
         planned, mean_length = self._planned, self._mean_length
-        work, cluster = planned.workload, planned.cluster
-        peaks, _ = predict_memory(planned.plan, work, cluster, max(self._lengths))
+        peaks = [int(rank.peak) for rank in planned.predict(max(self._lengths)).ranks]
         self._show_ranks(ranks, peaks)
-        expected = None
-        if cluster.unit == "seconds":
-            expected = predict(planned.plan, work, cluster, mean_length).step_seconds
+        expected = planned.seconds(mean_length)
+        if expected is not None:
             measured = ranks[0].times.step_seconds
             self._reporter.say(
                 f"Step: {measured:.3f} s, predicted {expected:.3f} s "
@@ -301,3 +246,19 @@ def _mean_loss(losses: Sequence[Sequence[Mapping[int, float]]], tokens: Sequence
         if count
     ]
     return sum(means) / len(means)
+
+
+def _line(values: Mapping[str, Any], ranks: Sequence[RankReport]) -> str:
+    """Return a report for the user."""
+    skipped = f", {values['skipped']} skipped" if values["skipped"] else ""
+    of_ranks = [
+        f"rank {each.rank} {gibibytes(each.peak_memory_bytes)}, "
+        f"{100 * each.times.bubble:.0f}% bubble"
+        for each in ranks
+    ]
+    line = (
+        f"step {values['step']}: loss {values['loss']:.4f}, learning rate "
+        f"{values['learning_rate']:.2e}, {values['tokens_per_second']:.1f} tokens/s, "
+        f"{values['step_seconds']:.2f} s a step{skipped}"
+    )
+    return " | ".join([line, *of_ranks])

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import shardmlx
-from shardmlx.costmodel.predict import Prediction, predict
 from shardmlx.pipeline.plan import Plan
 from shardmlx.training.planned_run import PlannedRun
 
@@ -18,8 +17,6 @@ def facts_of(planned: PlannedRun, hosts: Sequence[str], step: int) -> dict[str, 
     """Return the facts of a run that begins after ``step``, JSON-able."""
     # The data's mean length, and that of the longest input, which ``plan`` assumes.
     lengths = {"data": planned.mean_length, "full": planned.way.batch.max_seq_length - 1}
-    predictions = {name: _predict(planned, length) for name, length in lengths.items()}
-    knows_seconds = planned.cluster.unit == "seconds"
     return {
         "step": step,
         "iters": planned.steps.iters,
@@ -29,20 +26,13 @@ def facts_of(planned: PlannedRun, hosts: Sequence[str], step: int) -> dict[str, 
         "chosen": planned.way.answers(planned.asked),
         "sizes": planned.sizes,
         "layout": _layout(planned.plan, hosts),
-        "schedule": _schedule(planned.plan, predictions["data"], knows_seconds),
+        "schedule": _schedule(planned),
         "predicted": {
-            name: {
-                "sequence_length": lengths[name],
-                "step_seconds": predicted.step_seconds if knows_seconds else None,
-            }
-            for name, predicted in predictions.items()
+            name: {"sequence_length": length, "step_seconds": planned.seconds(length)}
+            for name, length in lengths.items()
         },
         "memory_limits": [each.as_json() for each in planned.limits],
     }
-
-
-def _predict(planned: PlannedRun, length: int) -> Prediction:
-    return predict(planned.plan, planned.workload, planned.cluster, length)
 
 
 def _layout(plan: Plan, hosts: Sequence[str]) -> dict[str, Any]:
@@ -69,12 +59,12 @@ def _layout(plan: Plan, hosts: Sequence[str]) -> dict[str, Any]:
     return {**sizes, "ranks": ranks, "stages": stages}
 
 
-def _schedule(plan: Plan, predicted: Prediction, knows_seconds: bool) -> dict[str, Any]:
+def _schedule(planned: PlannedRun) -> dict[str, Any]:
     """Return the predicted course of a step's forward and backward passes.
 
     ``spans[pipeline rank]`` has an action, its start and its end, as parts of the makespan.
     """
-    simulation = predicted.simulation
+    plan, simulation = planned.plan, planned.predict(planned.mean_length).simulation
     makespan = simulation.makespan or 1.0
     spans = None
     if sum(map(len, simulation.spans)) <= MOST_SPANS:
@@ -91,6 +81,6 @@ def _schedule(plan: Plan, predicted: Prediction, knows_seconds: bool) -> dict[st
         "micro_batch_size": plan.micro_batch_size,
         "packed": plan.pack,
         "bubble": simulation.bubble,
-        "makespan_seconds": makespan if knows_seconds else None,
+        "makespan_seconds": makespan if planned.cluster.unit == "seconds" else None,
         "spans": spans,
     }

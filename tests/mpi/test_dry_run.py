@@ -40,31 +40,10 @@ def test_without_mpirun_and_speeds_there_is_a_plan_too(small: Path, pirate: Path
     assert "Would write no checkpoints: give --checkpoint-dir to resume a run" in job.stdout
 
 
-def test_replicas_can_be_given_instead_of_stages(small: Path, pirate: Path) -> None:
-    job = train_well(
-        2,
-        "--model",
-        small,
-        "--data",
-        pirate,
-        "--num-layers",
-        "4",
-        "--dry-run",
-        "--data-parallel",
-        "2",
-    )
-    assert "2 ranks = 2 data parallel x 1 pipeline parallel" in job.stdout
-
-
 def test_an_option_that_has_no_effect_in_this_layout_is_said(small: Path, pirate: Path) -> None:
     """It is no error: a run that goes on with fewer machines may have it."""
-    common = ("--model", small, "--data", pirate, "--num-layers", "4", "--dry-run")
-    one_replica = (
-        *("--pipeline-stages", "2", "--zero", "3", "--sum-dtype", "int8"),
-        *("--replica-rows", "auto"),
-    )
-    said = train_well(2, *common, *one_replica).stdout
-    for option in ("--zero 3", "--sum-dtype int8", "--replica-rows auto"):
-        why = "there is one replica: fewer --pipeline-stages make more"
-        assert f"warning: {option} has no effect: {why}" in said
-    assert said.count("has no effect") == 3
+    options = ("--zero", "3", "--sum-dtype", "int8", "--replica-rows", "auto")
+    common = ("--model", small, "--data", pirate, "--num-layers", "4", "--dry-run", *options)
+    said = train_well(2, *common, "--data-parallel", "1").stdout
+    assert f"warning: {' '.join(options)}: no effect with one replica" in said
+    assert "2 ranks = 1 data parallel x 2 pipeline parallel" in said

@@ -11,7 +11,7 @@ import pytest
 from mlx.utils import tree_map
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from shardmlx.engine.batches import NO_TOKENS, Batch, MicroBatch, make_batch, pack, split
+from shardmlx.engine.batches import Batch, MicroBatch, make_batch, pack, split
 from shardmlx.models.packed_positions import PackedPositions
 from shardmlx.models.slice import Slice
 from shardmlx.pipeline.plan import Plan
@@ -87,12 +87,6 @@ def test_every_position_that_counts_is_there_once_and_none_gets_too_long(seed: i
     # Memory is planned for micro-batches of ``size`` rows as long as the longest.
     longest = int(np.minimum(batch.spans[:, 1], batch.shape[1]).max())
     assert all(0 < each.shape[1] <= size * longest for each in packed)
-
-
-def test_ranks_without_tokens_divide_alike() -> None:
-    batch = random_batch(9)
-    outline = MicroBatch(np.empty(batch.tokens.shape, NO_TOKENS), batch.spans, 0)
-    assert [p.shape for p in pack(outline, 4)] == [p.shape for p in pack(batch, 4)]
 
 
 # Who sees whom.

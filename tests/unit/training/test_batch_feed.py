@@ -1,4 +1,4 @@
-"""Batches travel from rank 0 to the first and the last stages, one step ahead."""
+"""Batches travel from rank 0 to all stages, one step ahead."""
 
 from __future__ import annotations
 
@@ -20,17 +20,13 @@ from tests.helpers.models_and_batches import Layout, random_batch
 ROWS = 6
 """Of each replica."""
 
-OUTLINE = 8 * (2 + 2 * ROWS)
-"""Bytes that every rank gets of a batch."""
-
 THREE = Layout("1f1b", 3)
-ENDS = {
-    Layout("1f1b", 1): {0},
-    THREE: {0, 2},
-    Layout("zb-v", 2, virtual=2): {0},
-    Layout("gpipe", 3, dp=2): {0, 2, 3, 5},
-}
-"""Which ranks run the first or the last stage."""
+LAYOUTS = (
+    Layout("1f1b", 1),
+    THREE,
+    Layout("zb-v", 2, virtual=2),
+    Layout("gpipe", 3, dp=2),
+)
 
 Work = Callable[[BatchFeed, LocalTransport], Any]
 
@@ -68,12 +64,8 @@ def describe(share: Share) -> list[Any]:
     return [share.valid_tokens, *parts]
 
 
-def expected(batch: Batch, layout: Layout, rank: int) -> Share:
-    return Share(split(batch, layout.dp, rank // layout.pp, 4), batch.valid_tokens)
-
-
-@pytest.mark.parametrize("layout", ENDS, ids=str)
-def test_every_rank_has_its_micro_batches_and_the_ends_their_tokens(layout: Layout) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_rank_has_its_micro_batches(layout: Layout) -> None:
     batches = batches_of(layout, 3)
 
     def work(feed: BatchFeed, transport: LocalTransport) -> list[Share]:
@@ -85,15 +77,12 @@ def test_every_rank_has_its_micro_batches_and_the_ends_their_tokens(layout: Layo
 
     for rank, shares in enumerate(feed(layout, batches, work)):
         for share, batch in zip(shares, batches, strict=True):
-            wanted = expected(batch, layout, rank)
+            wanted = Share(split(batch, layout.dp, rank // layout.pp, 4), batch.valid_tokens)
             assert describe(share) == describe(wanted)
             for ours, theirs in zip(share.microbatches, wanted.microbatches, strict=True):
-                if rank in ENDS[layout]:
-                    assert ours.tokens.dtype == np.int32
-                    assert ours.tokens.tolist() == theirs.tokens.tolist()
-                    assert ours.spans.dtype == theirs.spans.dtype
-                else:
-                    assert ours.tokens.nbytes == 0
+                assert ours.tokens.dtype == np.int32
+                assert ours.tokens.tolist() == theirs.tokens.tolist()
+                assert ours.spans.dtype == theirs.spans.dtype
 
 
 def test_packed_all_ranks_of_a_pipeline_put_the_same_texts_together() -> None:
@@ -127,22 +116,6 @@ def test_replicas_of_unequal_rows_get_theirs() -> None:
         batch.valid_tokens,
         *describe(Share(split(batch.rows(5, 8), 1, 0, 2), 0))[1:],
     ]
-
-
-def test_a_rank_in_the_middle_is_sent_an_outline(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: dict[int, list[int]] = {1: [], 2: []}
-    send = LocalTransport.send
-
-    def counted(self: LocalTransport, array: Any, peer: int, tag: int) -> Any:
-        sent[peer].append(array.nbytes)
-        return send(self, array, peer, tag)
-
-    monkeypatch.setattr(LocalTransport, "send", counted)
-    (batch,) = batches_of(THREE, 1)
-
-    feed(THREE, [batch], lambda feed, transport: feed.take())
-
-    assert sent == {1: [OUTLINE, 4], 2: [OUTLINE, batch.tokens.nbytes, 4]}
 
 
 def test_a_replica_is_sent_its_rows_without_the_padding_of_the_others() -> None:
