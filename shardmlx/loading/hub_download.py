@@ -15,7 +15,6 @@ from shardmlx.loading.partial_copy import PartialCopy
 from shardmlx.modelfiles.hub import (
     Repository,
     Unreachable,
-    check_owner,
     find_repository,
     hub_errors,
     no_directory,
@@ -101,7 +100,6 @@ def find_model(model: str, revision: str | None = None) -> Path:
         return path
     if path.exists():
         raise UserError(f"--model {model} is a file", "name the directory that holds config.json")
-    check_owner(model)
     from huggingface_hub import snapshot_download
 
     try:

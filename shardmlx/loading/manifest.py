@@ -14,13 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardmlx.common.digests import canonical_json
-from shardmlx.errors import UserError
 from shardmlx.modelfiles.parts import EMBEDDING, HEAD, place_of
 from shardmlx.modelfiles.safetensors_header import (
     INDEX_FILE,
     LENGTH_BYTES,
     PlacedTensor,
-    find_tensors,
     parse_header,
     read_header,
 )
@@ -56,19 +54,13 @@ class ModelManifest:
     places: Mapping[str, PlacedTensor] | None = None
 
     def tensors(self) -> dict[str, PlacedTensor]:
-        """Return the place of each tensor; raise ``UserError`` for one that two files have."""
+        """Return the place of each tensor."""
         if self.places is not None:
             return dict(self.places)
-        headers = {
-            file: parse_header(head[LENGTH_BYTES:], self.sizes[file], file)
-            for file, head in self.heads.items()
-        }
-        _, faults = find_tensors(headers, {}, "the model")
-        if faults:
-            raise UserError(faults[0])
-        return {
-            name: tensor for header in headers.values() for name, tensor in header.tensors.items()
-        }
+        tensors: dict[str, PlacedTensor] = {}
+        for file, head in self.heads.items():
+            tensors |= parse_header(head[LENGTH_BYTES:], self.sizes[file], file).tensors
+        return tensors
 
 
 def fingerprint(directory: Path, files: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib import import_module
@@ -54,31 +54,18 @@ class NoRanges(UserError):
     """A hub that gives whole files only."""
 
 
-def check_owner(name: str) -> None:
-    """Raise ``UserError`` for a name without an owner that is not here: no hub need be asked."""
-    if "/" not in name:
-        raise UserError(
-            f"there is no directory {name} here, and it is no Hugging Face repository (OWNER/NAME)",
-            "give the model's directory, or its repository, like "
-            "mistralai/Mistral-7B-Instruct-v0.3",
-        )
-
-
 def find_repository(name: str, revision: str | None) -> Directory | Repository:
     """Find a repository on the hub, or its snapshot in the cache if the hub cannot be asked."""
-    check_owner(name)
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+
     try:
-        import huggingface_hub  # noqa: F401
-    except ImportError:
-        raise UserError(
-            f"there is no directory {name} here, and huggingface-hub, which would look for it on "
-            "the hub, is not installed",
-            "pip install huggingface-hub",
-        ) from None
-    try:
-        return Repository(name, revision, _listing(name, revision))
+        with hub_errors(name, revision):
+            timeout = constants.HF_HUB_ETAG_TIMEOUT
+            info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=timeout)
+        return Repository(name, revision, info)
     except Unreachable as error:
-        snapshot = _cached_snapshot(name, revision)
+        cached = (try_to_load_from_cache(name, file, revision=revision) for file in _KEY_FILES)
+        snapshot = next((Path(path).parent for path in cached if isinstance(path, str)), None)
         if snapshot is None:
             raise no_directory(name, error) from None
         found = Directory(snapshot)
@@ -151,12 +138,11 @@ class Repository:
         data, size = self._range(file, 0, guess)
         try:
             end = LENGTH_BYTES + header_length(data[:LENGTH_BYTES], size, self.where(file))
-        except UserError as error:
-            return error
-        if len(data) < end:
-            data += self._range(file, len(data), end)[0]
-        try:
+            if len(data) < end:
+                data += self.part(file, len(data), end - len(data))
             return parse_header(data[LENGTH_BYTES:end], size, self.where(file))
+        except Unreachable:
+            raise
         except UserError as error:
             return error
 
@@ -164,51 +150,45 @@ class Repository:
         """Return so many bytes of a file, fewer if it ends before."""
         return self._range(file, start, start + count)[0]
 
-    def stream(self, file: str, start: int, stop: int) -> Iterator[bytes]:
-        """Yield the bytes ``start`` to ``stop`` of a file as they come.
+    def _range(self, file: str, start: int, stop: int) -> tuple[bytes, int]:
+        """Return bytes ``start`` to ``stop`` of a file, fewer if it ends before, and its size."""
+        sizes = [0]
+        data = b"".join(self.stream(file, start, stop, sizes.append))
+        return data, sizes[-1]
+
+    def stream(
+        self, file: str, start: int, stop: int, told: Callable[[int], None] = lambda size: None
+    ) -> Iterator[bytes]:
+        """Yield the bytes ``start`` to ``stop`` of a file as they come; ``told`` gets its size.
 
         If a connection breaks, the next one goes on. Raises ``Unreachable`` if none gets further,
         ``NoRanges`` if the hub gives whole files only.
         """
+        from huggingface_hub import constants
+
         attempt = 0
         while start < stop:
             try:
                 with (
                     hub_errors(self.name, self.revision),
-                    self._response(file, start, stop) as (_, chunks),
+                    self._response(file, start, stop) as (size, chunks),
                 ):
+                    told(size)
+                    stop = min(stop, size)
                     for chunk in chunks:
                         start, attempt = start + len(chunk), 0
                         yield chunk
                 if start < stop:
-                    raise self._too_short(file, stop - start)
-            except _Broken as error:
+                    raise _Broken(
+                        f"{constants.ENDPOINT} ended its answer {stop - start} bytes too soon in "
+                        f"{self.where(file)}",
+                        "try again",
+                    )
+            except _Broken:
                 attempt += 1
-                _pause(attempt, error)
-
-    def _range(self, file: str, start: int, stop: int) -> tuple[bytes, int]:
-        """Return bytes ``start`` to ``stop`` of a file, fewer if it ends before, and its size."""
-        for attempt in range(1, _ATTEMPTS + 1):
-            try:
-                with (
-                    hub_errors(self.name, self.revision),
-                    self._response(file, start, stop) as (size, chunks),
-                ):
-                    data = b"".join(chunks)
-                if (missing := min(stop, size) - start - len(data)) > 0:
-                    raise self._too_short(file, missing)
-                return data, size
-            except _Broken as error:
-                _pause(attempt, error)
-        raise AssertionError("the last attempt returns or raises")
-
-    def _too_short(self, file: str, missing: int) -> _Broken:
-        from huggingface_hub import constants
-
-        return _Broken(
-            f"{constants.ENDPOINT} ended its answer {missing} bytes too soon in {self.where(file)}",
-            "try again",
-        )
+                if attempt == _ATTEMPTS:
+                    raise
+                time.sleep(attempt * _PAUSE)
 
     @contextmanager
     def _response(self, file: str, start: int, stop: int) -> Iterator[tuple[int, Iterator[bytes]]]:
@@ -236,21 +216,15 @@ class Repository:
                 yield 0, iter(())  # an empty file has no first byte
                 return
             utils.hf_raise_for_status(response)
-            size = _file_size(response.headers.get("Content-Range", ""), start)
-            if response.status_code != 206 or size is None:
+            given = response.headers.get("Content-Range", "")
+            match = re.fullmatch(rf"bytes {start}-\d+/(\d+)", given.strip())
+            if response.status_code != 206 or match is None:
                 raise NoRanges(
                     f"{constants.ENDPOINT} sends all of {self.where(file)} when asked for its "
                     "header",
                     "use another HF_ENDPOINT, or download the model and inspect that",
                 )
-            yield size, _first(response.iter_bytes(), stop - start)
-
-
-def _pause(attempt: int, error: _Broken) -> None:
-    """Wait until the next attempt; raise ``error`` after the last."""
-    if attempt == _ATTEMPTS:
-        raise error
-    time.sleep(attempt * _PAUSE)
+            yield int(match[1]), _first(response.iter_bytes(), stop - start)
 
 
 def _first(chunks: Iterator[bytes], count: int) -> Iterator[bytes]:
@@ -262,30 +236,6 @@ def _first(chunks: Iterator[bytes], count: int) -> Iterator[bytes]:
             return
 
 
-def _file_size(content_range: str, start: int) -> int | None:
-    match = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", content_range.strip())
-    return int(match[2]) if match and int(match[1]) == start else None
-
-
-def _listing(name: str, revision: str | None) -> ModelInfo:
-    """Ask for commit, files, their sizes and checksums."""
-    from huggingface_hub import HfApi, constants
-
-    with hub_errors(name, revision):
-        timeout = constants.HF_HUB_ETAG_TIMEOUT
-        return HfApi().model_info(name, revision=revision, files_metadata=True, timeout=timeout)
-
-
-def _cached_snapshot(name: str, revision: str | None) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-
-    for file in _KEY_FILES:
-        path = try_to_load_from_cache(name, file, revision=revision)
-        if isinstance(path, str):
-            return Path(path).parent
-    return None
-
-
 def _hub_utils() -> Any:
     """Return a public module whose export a type checker does not see."""
     return import_module("huggingface_hub.utils")
@@ -293,19 +243,25 @@ def _hub_utils() -> Any:
 
 @contextmanager
 def hub_errors(name: str, revision: str | None) -> Iterator[None]:
-    """Turn errors of huggingface-hub into one line that names the remedy."""
+    """Turn errors of huggingface-hub into one line that names the remedy.
+
+    A name without an owner is refused before any hub is asked.
+    """
     from huggingface_hub import constants, errors
 
     endpoint = constants.ENDPOINT
     log_in = "log in with 'hf auth login', or set HF_TOKEN"
     try:
+        if "/" not in name:
+            raise errors.HFValidationError
         yield
     except UserError:
         raise
     except errors.HFValidationError:
         raise UserError(
             f"there is no directory {name} here, and it is no Hugging Face repository (OWNER/NAME)",
-            "check the name",
+            "give the model's directory, or its repository, like "
+            "mistralai/Mistral-7B-Instruct-v0.3",
         ) from None
     except errors.RevisionNotFoundError:
         raise UserError(f"{name} has no revision {revision!r}", "check --revision") from None
@@ -313,8 +269,6 @@ def hub_errors(name: str, revision: str | None) -> Iterator[None]:
         raise UserError(
             f"{name} is gated", f"accept its terms at {endpoint}/{name}, then {log_in}"
         ) from None
-    except errors.RepositoryNotFoundError:
-        raise _not_found(name, endpoint, log_in) from None
     except errors.OfflineModeIsEnabled:
         raise Unreachable("HF_HUB_OFFLINE is set", "unset it to ask the hub") from None
     except errors.EntryNotFoundError as error:
@@ -325,7 +279,10 @@ def hub_errors(name: str, revision: str | None) -> Iterator[None]:
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
         if status in (401, 404):
-            raise _not_found(name, endpoint, log_in) from None
+            raise UserError(
+                f"there is no directory {name} here, and no model {name} at {endpoint}",
+                f"check the name; if it is private, {log_in}",
+            ) from None
         if status == 403:
             raise UserError(f"{endpoint} does not let you read {name}", log_in) from None
         reason = f"{endpoint} answers with status {status} for {name}"
@@ -340,13 +297,6 @@ def hub_errors(name: str, revision: str | None) -> Iterator[None]:
         raise UserError(
             f"{endpoint} does not give {name}: {_first_line(error)}", "check HF_ENDPOINT"
         ) from None
-
-
-def _not_found(name: str, endpoint: str, log_in: str) -> UserError:
-    return UserError(
-        f"there is no directory {name} here, and no model {name} at {endpoint}",
-        f"check the name; if it is private, {log_in}",
-    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -7,7 +7,7 @@ directories of safetensors files without a config.json, such as checkpoints, are
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,13 @@ from typing import Any
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.hub import Repository, find_repository
 from shardmlx.modelfiles.safetensors_header import (
+    AGAIN,
     INDEX_FILE,
     MODEL_FILES,
     Header,
     Index,
     PlacedTensor,
     check_weights,
-    find_tensors,
     parse_index,
 )
 from shardmlx.modelfiles.sources import (
@@ -76,7 +76,12 @@ def open_model(name: str, revision: str | None = None) -> ModelFiles:
     ``name`` is a directory, a .safetensors file or a repository on the Hugging Face hub, whose
     ``revision`` is a branch, tag or commit.
     """
-    files = read_model(find_source(name, revision))
+    return sound(find_source(name, revision))
+
+
+def sound(source: Source) -> ModelFiles:
+    """Read the description of a model; ``UserError`` names its first fault."""
+    files = read_model(source)
     if files.faults:
         raise UserError(files.faults[0])
     return files
@@ -93,10 +98,7 @@ def check_model_files(model_dir: str | Path) -> dict[str, Path]:
         raise UserError(f"model directory {directory} does not exist: check --model")
     source = Directory(directory)
     check_weights(directory, source.files)
-    files = read_model(source)
-    if files.faults:
-        raise UserError(files.faults[0])
-    return {name: directory / place.file for name, place in files.tensors.items()}
+    return {name: directory / place.file for name, place in sound(source).tensors.items()}
 
 
 def find_source(name: str, revision: str | None = None) -> Source:
@@ -135,35 +137,8 @@ def read_model(source: Source) -> ModelFiles:
             f"{source.name} is no model: it has no {CONFIG_FILE} and no {SUFFIX} file: name the "
             "directory or repository that has them"
         )
-    named_files = {*index.files.values()} if index else set()
-    others = sorted({*fnmatch.filter(source.files, MODEL_FILES)} - named_files)
-    remedy = source.missing
-    if others and INDEX_FILE in source.paths:
-        remedy = f"remove {INDEX_FILE}: it is of other files than {', '.join(others)}"
-    faults = [
-        f"{source.where(file)} is missing, but the index names it: {remedy}"
-        for file in sorted(named_files - present)
-    ]
-    headers: dict[str, Header] = {}
-    for file, header in zip(files, source.headers(files, index), strict=True):
-        if isinstance(header, UserError):
-            faults.append(str(header))
-        else:
-            headers[file] = header
-    # Tensors of an unreadable file are not reported as missing, too.
-    named = (
-        {tensor: file for tensor, file in index.files.items() if file in headers} if index else {}
-    )
-    places, more = find_tensors(headers, named, source.name)
     is_loose = not config and index is None and adapter is None
-    if is_loose:
-        more = []  # weights and optimizer state of a checkpoint may share names
-    tensors = {}
-    for file, header in headers.items():
-        for name, tensor in header.tensors.items():
-            own = name if places[name] == file else f"{file}:{name}"
-            if own == name or is_loose:
-                tensors[own] = tensor
+    headers, tensors, faults = _read_tensors(source, files, index, is_loose)
     return ModelFiles(
         name=source.name,
         revision=source.revision,
@@ -175,7 +150,7 @@ def read_model(source: Source) -> ModelFiles:
         sizes=source.sizes,
         checksums=source.checksums,
         paths=source.paths,
-        faults=(*faults, *more),
+        faults=tuple(faults),
         is_part=source.is_part,
         note=source.note,
     )
@@ -192,3 +167,46 @@ def _weight_files(
     all_files = sorted(f for f in source.files if f.endswith(SUFFIX) and "/" not in f)
     files = fnmatch.filter(all_files, MODEL_FILES)
     return files if has_config or index is not None or files else all_files
+
+
+def _read_tensors(
+    source: Source, files: Sequence[str], index: Index | None, is_loose: bool
+) -> tuple[dict[str, Header], dict[str, PlacedTensor], list[str]]:
+    """Return the headers of ``files``, their tensors, and the faults of both.
+
+    Weights and optimizer state of a checkpoint, which ``is_loose``, may share names.
+    """
+    indexed = index.files if index else {}
+    named_files = {*indexed.values()}
+    others = sorted({*fnmatch.filter(source.files, MODEL_FILES)} - named_files)
+    remedy = source.missing
+    if others and INDEX_FILE in source.paths:
+        remedy = f"remove {INDEX_FILE}: it is of other files than {', '.join(others)}"
+    faults = [
+        f"{source.where(file)} is missing, but the index names it: {remedy}"
+        for file in sorted(named_files - {*source.files})
+    ]
+    headers: dict[str, Header] = {}
+    for file, header in zip(files, source.headers(files, index), strict=True):
+        if isinstance(header, UserError):
+            faults.append(str(header))
+        else:
+            headers[file] = header
+    tensors: dict[str, PlacedTensor] = {}
+    for file, header in headers.items():
+        for name, tensor in header.tensors.items():
+            first = tensors.setdefault(name, tensor)
+            if first is not tensor and is_loose:
+                tensors[f"{file}:{name}"] = tensor
+            elif first is not tensor:
+                faults.append(
+                    f"tensor {name!r} is in both {first.file} and {file} of {source.name}: "
+                    "take the file away that does not belong to the model"
+                )
+    # Tensors of an unreadable file are not reported as missing, too.
+    faults += [
+        f"tensor {name!r} is not in {source.where(file)}, where the index has it: {AGAIN}"
+        for name, file in indexed.items()
+        if file in headers and name not in tensors
+    ]
+    return headers, tensors, faults

@@ -34,7 +34,7 @@ LENGTH_BYTES = 8
 """Bytes at the beginning of a file that say how long its header is."""
 
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-_AGAIN = "copy or download it again"
+AGAIN = "copy or download it again"
 _OF_TORCH = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -89,20 +89,20 @@ def header_length(prefix: bytes, file_size: int, where: str | Path) -> int:
     Raises ``UserError`` if no safetensors file of ``file_size`` bytes begins like that.
     """
     if file_size < LENGTH_BYTES:
-        raise UserError(f"{where} is truncated: it has only {file_size} bytes: {_AGAIN}")
+        raise UserError(f"{where} is truncated: it has only {file_size} bytes: {AGAIN}")
     if prefix == b"version ":
         raise UserError(f"{where} is a git-lfs pointer, not the file: run git lfs pull")
     length = int.from_bytes(prefix, "little")
     if length > _MAX_HEADER_BYTES:
         raise UserError(
             f"{where} is no safetensors file: it claims a header of {length} bytes, over "
-            f"{_MAX_HEADER_BYTES}: {_AGAIN}"
+            f"{_MAX_HEADER_BYTES}: {AGAIN}"
         )
     missing = LENGTH_BYTES + length - file_size
     if missing > 0:
         raise UserError(
             f"{where} is truncated: {missing} bytes of its header and all of its data are "
-            f"missing: {_AGAIN}"
+            f"missing: {AGAIN}"
         )
     return length
 
@@ -110,20 +110,38 @@ def header_length(prefix: bytes, file_size: int, where: str | Path) -> int:
 def parse_header(text: bytes, file_size: int, where: str | Path) -> Header:
     """Check the JSON header of a file of ``file_size`` bytes; ``UserError`` names the tensor."""
     try:
-        content = json.loads(text, object_pairs_hook=_without_duplicates)
-    except _DuplicateKeyError as error:
-        raise UserError(f"{where}: its header has {error} twice: {_AGAIN}") from None
+        content = _parse(text, f"{where}: its header")
+    except UserError:
+        raise
     except (ValueError, RecursionError):
-        raise UserError(f"{where}: its header is not valid JSON: {_AGAIN}") from None
+        raise UserError(f"{where}: its header is not valid JSON: {AGAIN}") from None
     if not isinstance(content, dict):
-        raise UserError(f"{where}: its header is no JSON object: {_AGAIN}")
+        raise UserError(f"{where}: its header is no JSON object: {AGAIN}")
     content.pop("__metadata__", None)
     data_offset = LENGTH_BYTES + len(text)
     tensors = {
         name: _tensor(entry, Path(where).name, data_offset, f"{where}: tensor {name!r}")
         for name, entry in content.items()
     }
-    _check_layout(where, tensors, data_offset, file_size)
+    # They fill the data from end to end, without holes and overlaps.
+    in_order = sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end))
+    reached = data_offset
+    for name, tensor in in_order:
+        if tensor.start != reached:
+            fault = "overlaps the one before" if tensor.start < reached else "leaves a hole before"
+            raise UserError(
+                f"{where}: tensor {name!r} {fault}: it starts at byte {tensor.start - data_offset} "
+                f"of the data, not {reached - data_offset}: {AGAIN}"
+            )
+        reached = tensor.end
+    if reached > file_size:
+        name = next(name for name, tensor in in_order if tensor.end > file_size)
+        raise UserError(
+            f"{where} is truncated: {reached - file_size} bytes are missing, from tensor {name!r} "
+            f"on: {AGAIN}"
+        )
+    if reached < file_size:
+        raise UserError(f"{where} has {file_size - reached} bytes after its last tensor: {AGAIN}")
     return Header(tensors, data_offset, file_size)
 
 
@@ -131,41 +149,19 @@ def parse_index(text: bytes, where: str | Path) -> Index:
     """Read a ``model.safetensors.index.json``; ``UserError`` when it is none."""
     check_pointer(text, where)
     try:
-        content = json.loads(text, object_pairs_hook=_without_duplicates)
+        content = _parse(text, where)
         files = content["weight_map"]
         total_size = (content.get("metadata") or {}).get("total_size")
-    except _DuplicateKeyError as error:
-        raise UserError(f"{where} has {error} twice: {_AGAIN}") from None
+        if not all(isinstance(name, str) for name in files.values()):
+            raise TypeError("no file names")
+    except UserError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise UserError(f"{where} is no index with a weight_map: {_AGAIN}") from None
-    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
-        raise UserError(f"{where} is no index with a weight_map: {_AGAIN}")
+        raise UserError(f"{where} is no index with a weight_map: {AGAIN}") from None
     # Some tools write it as 1.2e10.
     if isinstance(total_size, float) and total_size.is_integer():
         total_size = int(total_size)
     return Index(files, total_size if _is_size(total_size) else None)
-
-
-def find_tensors(
-    headers: Mapping[str, Header], index: Mapping[str, str], where: str | Path
-) -> tuple[dict[str, str], list[str]]:
-    """Return (file of each tensor, faults) of the files of a model at ``where``."""
-    files: dict[str, str] = {}
-    faults = []
-    for file, header in headers.items():
-        for tensor in header.tensors:
-            if tensor in files:
-                faults.append(
-                    f"tensor {tensor!r} is in both {files[tensor]} and {file} of {where}: "
-                    "take the file away that does not belong to the model"
-                )
-            files.setdefault(tensor, file)
-    for tensor, file in index.items():
-        if tensor not in files:
-            faults.append(
-                f"tensor {tensor!r} is not in {where}/{file}, where the index has it: {_AGAIN}"
-            )
-    return files, faults
 
 
 def check_weights(where: str | Path, files: Sequence[str]) -> None:
@@ -185,18 +181,18 @@ def check_weights(where: str | Path, files: Sequence[str]) -> None:
     raise UserError(problem, remedy)
 
 
-class _DuplicateKeyError(Exception):
-    def __str__(self) -> str:
-        return repr(self.args[0])
+def _parse(text: bytes, where: str | Path) -> Any:
+    """Parse JSON; raise ``UserError`` if an object has a key twice."""
 
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in result:
+                raise UserError(f"{where} has {key!r} twice: {AGAIN}")
+            result[key] = value
+        return result
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise _DuplicateKeyError(key)
-        result[key] = value
-    return result
+    return json.loads(text, object_pairs_hook=without_duplicates)
 
 
 def _is_size(value: Any) -> bool:
@@ -205,46 +201,22 @@ def _is_size(value: Any) -> bool:
 
 def _tensor(entry: Any, file: str, data_offset: int, where: str) -> PlacedTensor:
     if not isinstance(entry, dict):
-        raise UserError(f"{where} has no description: {_AGAIN}")
+        raise UserError(f"{where} has no description: {AGAIN}")
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise UserError(
             f"{where} has dtype {dtype!r}: convert it to one of {', '.join(DTYPE_BITS)}"
         )
     if not isinstance(shape, list) or not all(map(_is_size, shape)):
-        raise UserError(f"{where} has shape {shape!r}: {_AGAIN}")
+        raise UserError(f"{where} has shape {shape!r}: {AGAIN}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
-        raise UserError(f"{where} has data_offsets {offsets!r}: {_AGAIN}")
+        raise UserError(f"{where} has data_offsets {offsets!r}: {AGAIN}")
     start, end = offsets
     bits = math.prod(shape) * DTYPE_BITS[dtype]
     if (end - start) * 8 != bits:
         size = f"{bits / 8:.16g}" if bits < 2**66 else "more than 2**63"
         raise UserError(
             f"{where} of {dtype} {shape} takes {size} bytes, but its data_offsets "
-            f"{offsets} hold {end - start}: {_AGAIN}"
+            f"{offsets} hold {end - start}: {AGAIN}"
         )
     return PlacedTensor(file, dtype, tuple(shape), data_offset + start, data_offset + end)
-
-
-def _check_layout(
-    path: str | Path, tensors: Mapping[str, PlacedTensor], data_offset: int, file_size: int
-) -> None:
-    """Check that the tensors fill the data from end to end, without holes and overlaps."""
-    in_order = sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end))
-    reached = data_offset
-    for name, tensor in in_order:
-        if tensor.start != reached:
-            fault = "overlaps the one before" if tensor.start < reached else "leaves a hole before"
-            raise UserError(
-                f"{path}: tensor {name!r} {fault}: it starts at byte {tensor.start - data_offset} "
-                f"of the data, not {reached - data_offset}: {_AGAIN}"
-            )
-        reached = tensor.end
-    if reached > file_size:
-        name = next(name for name, tensor in in_order if tensor.end > file_size)
-        raise UserError(
-            f"{path} is truncated: {reached - file_size} bytes are missing, from tensor {name!r} "
-            f"on: {_AGAIN}"
-        )
-    if reached < file_size:
-        raise UserError(f"{path} has {file_size - reached} bytes after its last tensor: {_AGAIN}")

@@ -20,7 +20,6 @@ from tests.helpers.fake_models import (
     TINY,
     adapters,
     model_files,
-    run_bare,
     write,
 )
 from tests.helpers.hub_server import COMMIT, File, Hub, closed_port, serve, text_file
@@ -313,7 +312,7 @@ def test_a_connection_that_breaks_is_tried_again_but_not_for_ever(
     assert inspect("me/tiny").returncode == 0
     hub.truncates = True
     assert f"{hub.endpoint} does not answer (peer closed connection" in line_of(inspect("me/tiny"))
-    assert hub.requests.count("GET /cdn/me/tiny/model.safetensors") == 3
+    assert 3 <= hub.requests.count("GET /cdn/me/tiny/model.safetensors") < 20
 
 
 def test_a_file_on_the_hub_that_is_no_safetensors_file_is_named(hub: Hub, inspect: Inspect) -> None:
@@ -328,11 +327,3 @@ def test_a_file_on_the_hub_that_is_no_safetensors_file_is_named(hub: Hub, inspec
         }
         assert f"me/bad/model.safetensors {message}" in line_of(inspect("me/bad"))
         assert hub.bytes_served < 40_000
-
-
-def test_without_huggingface_hub_local_models_are_inspected_all_the_same(tmp_path: Path) -> None:
-    write(tmp_path / "huggingface_hub", {"__init__.py": text_file(b"raise ImportError")})
-    model = write(tmp_path / "model", model_files(TINY))
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    assert run_bare(str(model), environment=environment).returncode == 0
-    assert "pip install huggingface-hub" in line_of(run_bare("me/tiny", environment=environment))
