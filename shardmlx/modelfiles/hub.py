@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib import import_module
@@ -124,7 +124,7 @@ class Repository:
             # Download by the requested name, from which the cache learns the commit.
             return Path(hf_hub_download(self.name, file, revision=self._asked))
 
-    def headers(self, files: Sequence[str], index: Index | None) -> list[Header | UserError]:
+    def headers(self, files: Sequence[str], index: Index | None) -> Iterable[Header | UserError]:
         guesses = dict.fromkeys(files, FIRST_BYTES)
         if index is not None:
             guesses = dict.fromkeys(files, BYTES_A_TENSOR)

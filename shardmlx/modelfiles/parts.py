@@ -160,10 +160,17 @@ def inspect_files(files: ModelFiles) -> Inspection:
         tensors = planned_tensors(files.config)
     else:
         tensors = dict(files.tensors)
-    described = _describe(tensors, files.config, shape)
+    packed = _packings(tensors, files.config, _columns(tensors, shape))
     parts: dict[str | int, list[Tensor]] = {}
-    for tensor in described:
-        parts.setdefault(part_of(tensor.name, shape), []).append(tensor)
+    for name, place in tensors.items():
+        path, _, leaf = name.rpartition(".")
+        how = packed.get(path) if leaf in ("weight", *QUANTISED_PARTS) else None
+        parameters = math.prod(place.shape)
+        if how is not None:
+            # Counted like mlx-lm: the weights that packed words encode, without scales.
+            parameters = parameters * 32 // how.bits if leaf == "weight" else 0
+        tensor = Tensor(name, place, parameters, how)
+        parts.setdefault(part_of(name, shape), []).append(tensor)
     present = [key for key in parts if isinstance(key, int)]
     count = shape.num_layers if shape is not None else max(present, default=-1) + 1
 
@@ -250,22 +257,6 @@ def place_of(name: str, shape: ModelShape | None) -> str | int:
     if _HEAD.search(name) or name.startswith(ends):
         return HEAD
     return OTHER
-
-
-def _describe(
-    tensors: Mapping[str, PlacedTensor], config: Mapping[str, Any], shape: ModelShape | None
-) -> list[Tensor]:
-    packed = _packings(tensors, config, _columns(tensors, shape))
-    result = []
-    for name, place in tensors.items():
-        path, _, leaf = name.rpartition(".")
-        how = packed.get(path) if leaf in ("weight", *QUANTISED_PARTS) else None
-        parameters = math.prod(place.shape)
-        if how is not None:
-            # Counted like mlx-lm: the weights that packed words encode, without scales.
-            parameters = parameters * 32 // how.bits if leaf == "weight" else 0
-        result.append(Tensor(name, place, parameters, how))
-    return result
 
 
 def _packings(

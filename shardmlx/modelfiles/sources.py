@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from shardmlx.errors import UserError
@@ -63,15 +63,13 @@ class Directory:
         except OSError as error:
             raise UserError(f"cannot read {self.where(file)}: {error.strerror or error}") from None
 
-    def headers(self, files: Sequence[str], index: Index | None) -> list[Header | UserError]:
-        """Return the header of each file, or its fault."""
-        return [self._header(file) for file in files]
-
-    def _header(self, file: str) -> Header | UserError:
-        try:
-            return read_header(self.path / file)
-        except UserError as error:
-            return error
+    def headers(self, files: Sequence[str], index: Index | None) -> Iterator[Header | UserError]:
+        """Yield the header of each file, or its fault."""
+        for file in files:
+            try:
+                yield read_header(self.path / file)
+            except UserError as error:
+                yield error
 
 
 class SingleFile(Directory):
@@ -83,7 +81,6 @@ class SingleFile(Directory):
                 f"{path} is no {SUFFIX} file: name such a file, or the directory of a model"
             )
         super().__init__(path.parent)
-        self.path = path.parent
         self.name = str(path)
         self.file = path.name
         self.is_part = path.name != "model.safetensors"

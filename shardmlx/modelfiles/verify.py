@@ -13,7 +13,7 @@ from shardmlx.common.formatting import plural
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import ModelFiles
 from shardmlx.modelfiles.parts import shape_of
-from shardmlx.modelfiles.safetensors_header import PlacedTensor
+from shardmlx.modelfiles.safetensors_header import Index, PlacedTensor
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.tensors import (
     Module,
@@ -47,9 +47,14 @@ def verify(files: ModelFiles, advance: Callable[[int], None] = lambda count: Non
     checked = [
         f"{plural(len(files.headers), 'header')}: offsets, sizes, overlaps, duplicate tensors",
     ]
-    faults += _sizes(files)
+    for file, header in files.headers.items():
+        listed = files.sizes.get(file, header.file_size)
+        if listed != header.file_size:
+            faults.append(
+                f"{file} has {header.file_size} bytes, but the hub lists it with {listed}"
+            )
     if files.index is not None:
-        faults += _index(files)
+        faults += _index(files, files.index)
         checked.append("index: files, tensors, total size")
     if files.adapter is not None:
         faults += _adapters(files)
@@ -76,17 +81,7 @@ def checksums_to_compare(files: ModelFiles) -> list[str]:
     return sorted(files.checksums.keys() & files.paths.keys())
 
 
-def _sizes(files: ModelFiles) -> Iterator[str]:
-    for file, header in files.headers.items():
-        listed = files.sizes.get(file, header.file_size)
-        if listed != header.file_size:
-            yield f"{file} has {header.file_size} bytes, but the hub lists it with {listed}"
-
-
-def _index(files: ModelFiles) -> Iterator[str]:
-    index = files.index
-    if index is None:
-        return
+def _index(files: ModelFiles, index: Index) -> Iterator[str]:
     for name, place in files.tensors.items():
         listed = index.files.get(name)
         if listed is None:
@@ -146,11 +141,12 @@ def _differences(files: ModelFiles, shape: ModelShape) -> Iterator[str]:
         return inferred or config.default
 
     expected = expected_tensors(family, quantised)
+    remedy = "copy or download the model again" if files.paths else "the repository is incomplete"
     for name, sides in expected.items():
         place = tensors.get(name)
         if place is None:
             if not files.is_part:
-                yield f"tensor {name!r} is missing: {_remedy(files)}"
+                yield f"tensor {name!r} is missing: {remedy}"
         elif place.shape != sides:
             yield (
                 f"tensor {name!r} of {place.file} has shape {list(place.shape)}, but "
@@ -163,10 +159,6 @@ def _differences(files: ModelFiles, shape: ModelShape) -> Iterator[str]:
             if name.endswith(".global_scale") and f"{name.rpartition('.')[0]}.scales" in expected:
                 continue
             yield f"tensor {name!r} of {place.file} is unexpected: {shape.model_type} has none"
-
-
-def _remedy(files: ModelFiles) -> str:
-    return "copy or download the model again" if files.paths else "the repository is incomplete"
 
 
 def _wrong_dtype(name: str, place: PlacedTensor, expected: Mapping[str, object]) -> str | None:
@@ -212,21 +204,17 @@ def _adapters(files: ModelFiles) -> Iterator[str]:
 
 
 def _checksum(path: Path, known: str, advance: Callable[[int], None]) -> Iterator[str]:
+    # Git's id of a file, its sha1 after a prefix, serves here only to find damage.
+    is_git = len(known) == _GITS_ID
+    digest = hashlib.sha1(usedforsecurity=False) if is_git else hashlib.sha256()
     try:
-        found = _digest(path, len(known) == _GITS_ID, advance)
+        if is_git:
+            digest.update(f"blob {path.stat().st_size}\0".encode())
+        for piece in pieces_of(path):
+            digest.update(piece)
+            advance(len(piece))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from None
-    if found != known:
-        kind = "git id" if len(known) == _GITS_ID else "sha256"
+    if (found := digest.hexdigest()) != known:
+        kind = "git id" if is_git else "sha256"
         yield f"{path} has the {kind} {found}, the hub's has {known}: download it again"
-
-
-def _digest(path: Path, is_git: bool, advance: Callable[[int], None]) -> str:
-    # Git's id of a file, its sha1 after a prefix, serves here only to find damage.
-    digest = hashlib.sha1(usedforsecurity=False) if is_git else hashlib.sha256()
-    if is_git:
-        digest.update(f"blob {path.stat().st_size}\0".encode())
-    for piece in pieces_of(path):
-        digest.update(piece)
-        advance(len(piece))
-    return digest.hexdigest()
