@@ -34,23 +34,13 @@ from shardmlx.pipeline.plan import Plan
 COPIED_SUFFIXES = (".json", ".jinja", ".model", ".txt")
 """Suffixes of a model directory's configuration and tokenizer files."""
 
-SAFETENSORS_NAMES: Mapping[mx.Dtype, str] = {
-    mx.float32: "F32",
-    mx.float16: "F16",
-    mx.bfloat16: "BF16",
-    mx.uint64: "U64",
-    mx.uint32: "U32",
-    mx.uint16: "U16",
-    mx.uint8: "U8",
-    mx.int64: "I64",
-    mx.int32: "I32",
-    mx.int16: "I16",
-    mx.int8: "I8",
-    mx.bool_: "BOOL",
-}
+DTYPES: Mapping[str, mx.Dtype] = {
+    "F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16, "BOOL": mx.bool_,
+    "U64": mx.uint64, "U32": mx.uint32, "U16": mx.uint16, "U8": mx.uint8,
+    "I64": mx.int64, "I32": mx.int32, "I16": mx.int16, "I8": mx.int8,
+}  # fmt: skip
 
-
-DTYPES: Mapping[str, mx.Dtype] = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class TensorSpec(NamedTuple):
@@ -96,13 +86,14 @@ class Collector:
         replica, _ = plan.mesh.coordinates(transport.rank)
         self._holds = holds or (lambda name: replica == 0)
         self._parts = parts
-
-        self.writes = transport.rank == 0
-        """True on the rank that gets the tensors."""
         self.name = transport.name(transport.rank)
 
-    def specs(self, trained_only: bool) -> list[tuple[int, list[TensorSpec]]]:
-        """Return (rank, its tensors) for each rank that has some, each tensor once."""
+    def gather(self, trained_only: bool) -> list[tuple[int, list[TensorSpec]]] | None:
+        """Return, on rank 0, (rank, its tensors) for each rank that has some, each tensor once.
+
+        Rank 0 must exhaust ``receive`` of each, in this order; the others return None once they
+        have sent theirs.
+        """
         mine = {
             name: part[name]
             for part in self._parts
@@ -110,40 +101,34 @@ class Collector:
             if self._holds(name)
         }
         seen: set[str] = set()
-        result = []
+        sources = []
         for rank, specs in enumerate(self._transport.all_gather(specs_of(mine))):
             new = [spec for spec in specs if spec.name not in seen]
             seen.update(spec.name for spec in new)
             if new:
-                result.append((rank, new))
-        return result
+                sources.append((rank, new))
+        if self._transport.rank == 0:
+            return sources
+        for spec in dict(sources).get(self._transport.rank, ()):
+            handle = self._transport.send(self._own(spec), 0, OBJECT_TAG)
+            self._wait(handle, f"saving {spec.name}, sending to", 0)
+        return None
 
-    def tensors(self, rank: int, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, mx.array]]:
-        """Yield, on rank 0, the tensors of ``rank`` one by one; nothing elsewhere.
-
-        All ranks must exhaust it, in the same order.
-        """
+    def receive(self, rank: int, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, mx.array]]:
+        """Yield, on rank 0, the tensors of ``rank`` one by one."""
         for spec in specs:
-            if rank == self._transport.rank:
-                array = mx.contiguous(next(p[spec.name] for p in self._parts if spec.name in p))
-                mx.eval(array)
-                if rank != 0:
-                    handle = self._transport.send(array, 0, OBJECT_TAG)
-                    self._wait(handle, f"saving {spec.name}, sending to", 0)
-            elif self.writes:
-                array = new_buffer(spec.shape, DTYPES[spec.dtype])
-                handle = self._transport.receive(array, rank, OBJECT_TAG)
-                self._wait(handle, f"saving {spec.name}, waiting for", rank)
-            else:
+            if rank == 0:
+                yield spec.name, self._own(spec)
                 continue
-            if self.writes:
-                yield spec.name, array
+            array = new_buffer(spec.shape, DTYPES[spec.dtype])
+            handle = self._transport.receive(array, rank, OBJECT_TAG)
+            self._wait(handle, f"saving {spec.name}, waiting for", rank)
+            yield spec.name, array
 
-    def send(self, sources: Sequence[tuple[int, Sequence[TensorSpec]]]) -> None:
-        """Take part in ``tensors`` of all ``sources``, on a rank that gets none."""
-        for source in sources:
-            for _ in self.tensors(*source):
-                pass
+    def _own(self, spec: TensorSpec) -> mx.array:
+        array = mx.contiguous(next(part[spec.name] for part in self._parts if spec.name in part))
+        mx.eval(array)
+        return array
 
     def _wait(self, handle: Handle, what: str, peer: int) -> None:
         transport = self._transport
@@ -157,12 +142,11 @@ def save_adapters(
 
     All ranks must call it. Raises ``SaveError`` on rank 0.
     """
-    sources = collector.specs(trained_only=True)
-    if not collector.writes:
-        collector.send(sources)
+    sources = collector.gather(trained_only=True)
+    if sources is None:
         return
     specs = [spec for _, of_rank in sources for spec in of_rank]
-    arrays = chain.from_iterable(collector.tensors(*source) for source in sources)
+    arrays = chain.from_iterable(collector.receive(*source) for source in sources)
     nbytes = sum(spec.nbytes for spec in specs)
     with _saving(collector, directory, nbytes) as files:
         files.write(ADAPTER_CONFIG_FILE, _json(config, 4))
@@ -180,16 +164,15 @@ def save_model(collector: Collector, source: Path, directory: Path) -> None:
     is touched. There is no config.json during the replacement, so that a mixture of two models
     cannot be loaded. All ranks must call it. Raises ``SaveError`` on rank 0.
     """
-    sources = collector.specs(trained_only=False)
-    if not collector.writes:
-        collector.send(sources)
+    sources = collector.gather(trained_only=False)
+    if sources is None:
         return
     index: dict[str, str] = {}
     total = sum(spec.nbytes for _, specs in sources for spec in specs)
     with _saving(collector, directory, total) as files:
         for number, (owner, specs) in enumerate(sources, 1):
             name = f"model-{number:05d}-of-{len(sources):05d}.safetensors"
-            files.write(name, safetensors_pieces(specs, collector.tensors(owner, specs)))
+            files.write(name, safetensors_pieces(specs, collector.receive(owner, specs)))
             index.update((spec.name, name) for spec in specs)
         for path in sorted(source.iterdir()):
             if path.suffix in COPIED_SUFFIXES and path.name not in (INDEX_FILE, CONFIG_FILE):
@@ -200,8 +183,11 @@ def save_model(collector: Collector, source: Path, directory: Path) -> None:
         own = source / CONFIG_FILE
         # Last, since a directory with a config.json is a model.
         files.write(CONFIG_FILE, _json(parse_config(own.read_bytes(), own), indent=2))
-        stale = _shards_of(directory) - set(index.values())
-        for name in (CONFIG_FILE, *stale):
+        try:
+            written = json.loads((directory / INDEX_FILE).read_text())["weight_map"].values()
+        except (OSError, ValueError, KeyError):
+            written = ()
+        for name in (CONFIG_FILE, *({*written} - {*index.values()})):
             (directory / name).unlink(missing_ok=True)
         flush_directory(directory)
 
@@ -235,14 +221,6 @@ def _saving(collector: Collector, directory: Path, nbytes: int) -> Iterator[NewF
 
 def _json(content: Mapping[str, Any], indent: int) -> list[bytes]:
     return [(json.dumps(content, indent=indent) + "\n").encode()]
-
-
-def _shards_of(directory: Path) -> set[str]:
-    """Return the shards that the index of a model directory names."""
-    try:
-        return set(json.loads((directory / INDEX_FILE).read_text())["weight_map"].values())
-    except (OSError, ValueError, KeyError):
-        return set()
 
 
 def safetensors_header(specs: Sequence[TensorSpec]) -> bytes:

@@ -70,7 +70,7 @@ def _manifests(
     """Return the manifest of each checkpoint, or its fault, by step and disk."""
     what = "looking for checkpoints"
     mine: dict[int, Manifest | str] = {}
-    if disks.leader(transport.rank) == transport.rank:
+    if disks.leads(transport.rank):
         for step in store.steps():
             try:
                 mine[step] = store.manifest(step)
@@ -118,23 +118,27 @@ class CheckpointReader:
         self._transport = transport
         self._found = found
         self._directory = found.store.path(found.manifest.step)
-        self._headers = self._read_headers()
+        mine = {
+            file.name: read_header(self._directory / file.name)
+            for file in found.manifest.files
+            if self._source(file.name) == transport.rank
+        }
+        headers: dict[str, Header] = {}
+        for theirs in transport.all_gather(mine, "reading the headers of the checkpoint"):
+            headers |= theirs
+        self._headers = dict(sorted(headers.items()))
 
     def names(self, kind: str) -> list[str]:
         """Return the names of all tensors in the files of a kind: ``weights``, for one."""
-        return [
-            name
-            for file, header in self._headers.items()
-            if file.startswith(f"{kind}-")
-            for name in header.tensors
-        ]
+        return [name for header in self._of(kind).values() for name in header.tensors]
+
+    def _of(self, kind: str) -> dict[str, Header]:
+        return {file: each for file, each in self._headers.items() if file.startswith(f"{kind}-")}
 
     def read(self, kind: str, wanted: Callable[[str], bool]) -> Iterator[tuple[str, mx.array]]:
         """Yield this rank's tensors from the files of one kind. All ranks must exhaust it."""
         transport, rank = self._transport, self._transport.rank
-        for file, header in self._headers.items():
-            if not file.startswith(f"{kind}-"):
-                continue
+        for file, header in self._of(kind).items():
             mine = [name for name in header.tensors if wanted(name)]
             sees_it = self._found.seen_by.of(rank) in self._found.disks[file]
             lacking = transport.all_gather([] if sees_it else mine, f"reading {file}")
@@ -153,17 +157,6 @@ class CheckpointReader:
     def _source(self, file: str) -> int:
         """Return the rank that sends a file to the ranks that do not see it."""
         return self._found.seen_by.groups[self._found.disks[file][0]][0]
-
-    def _read_headers(self) -> dict[str, Header]:
-        mine = {
-            file.name: read_header(self._directory / file.name)
-            for file in self._found.manifest.files
-            if self._source(file.name) == self._transport.rank
-        }
-        headers: dict[str, Header] = {}
-        for theirs in self._transport.all_gather(mine, "reading the headers of the checkpoint"):
-            headers.update(theirs)
-        return dict(sorted(headers.items()))
 
     def _send(self, path: Path, name: str, tensor: PlacedTensor, peer: int) -> None:
         stream = Outgoing(self._transport, tensor.nbytes, peer, OBJECT_TAG, f"reading {name}")

@@ -128,7 +128,13 @@ def prepare_resumption(
     names the file. All ranks must call it. Raises ``AgreedError``.
     """
     resume = options.named
-    step = None if resume is None else _named_step(resume)
+    step = None if resume is None else step_of(resume.name)
+    if resume is not None and step is None:
+        raise AgreedError(
+            f"--resume {resume}",
+            f"give auto, never, or the directory of a checkpoint, which is called like "
+            f"{name_of(100)}",
+        )
     directory = None if options.checkpoint_dir is None else Path(options.checkpoint_dir)
     place = None if directory is None else _open(options, transport, directory, owners)
     if place is None and resume is None:
@@ -175,9 +181,10 @@ def _warn_of_unfinished(
     transport: Transport, reporter: Reporter, store: Store, disks: Disks
 ) -> None:
     """Warn of incomplete checkpoints by name, on every disk."""
-    leads = disks.leader(transport.rank) == transport.rank
-    mine = [str(path) for path in (store.unfinished() if leads else ())]
-    for rank, theirs in enumerate(transport.all_gather(mine, "looking for unfinished checkpoints")):
+    mine = map(str, store.unfinished() if disks.leads(transport.rank) else ())
+    for rank, theirs in enumerate(
+        transport.all_gather([*mine], "looking for unfinished checkpoints")
+    ):
         for path in theirs:
             reporter.warn(
                 f"{path} on {transport.hosts[rank]} is passed over: it has no {MARKER}, so it is "
@@ -191,17 +198,6 @@ def _is_same(a: Path, b: Path) -> bool:
         return a.samefile(b)
     except OSError:
         return False
-
-
-def _named_step(path: Path) -> int:
-    step = step_of(path.name)
-    if step is None:
-        raise AgreedError(
-            f"--resume {path}",
-            f"give auto, never, or the directory of a checkpoint, which is called like "
-            f"{name_of(100)}",
-        )
-    return step
 
 
 def _open(options: CheckpointOptions, transport: Transport, directory: Path, owners: int) -> Place:
@@ -223,7 +219,7 @@ def _refuse_mixture(options: CheckpointOptions, transport: Transport, place: Pla
     """Refuse checkpoints of two runs in one directory: auto could not tell which is the newest."""
     if place is None:
         return
-    mine = place.store.steps() if _acts_for_disk(transport, place) else []
+    mine = place.store.steps() if place.storage.disks.leads(transport.rank) else []
     steps = sorted({s for theirs in transport.all_gather(mine, "looking around") for s in theirs})
     if steps:
         raise AgreedError(
@@ -251,20 +247,12 @@ def _set_aside(transport: Transport, place: Place, step: int, faults: Mapping[in
     """Rename the checkpoints after ``step``, from which the run takes another course."""
 
     def rename() -> None:
-        newer = [each for each in place.store.steps() if each > step]
+        leads = place.storage.disks.leads(transport.rank)
+        newer = [each for each in place.store.steps() if each > step and leads]
         try:
             for each in newer:
                 place.store.set_aside(each, "damaged" if each in faults else "superseded")
         except OSError as error:
             raise UserError(f"cannot rename {error.filename}: {error.strerror}") from None
 
-    on_all_ranks(
-        transport,
-        "setting newer checkpoints aside",
-        lambda: rename() if _acts_for_disk(transport, place) else None,
-    )
-
-
-def _acts_for_disk(transport: Transport, place: Place) -> bool:
-    """Tell whether this rank acts for its disk, whichever run saves there now."""
-    return place.storage.disks.leader(transport.rank) == transport.rank
+    on_all_ranks(transport, "setting newer checkpoints aside", rename)

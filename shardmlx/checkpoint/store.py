@@ -174,7 +174,13 @@ class Store:
     def begin(self, step: int) -> Path:
         """Make an empty directory for a new checkpoint; remove an unfinished one."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._finish_replacing()
+        # Finish the work of a run that died between the two renames of ``commit``.
+        for path in self.directory.glob(f"{_REPLACED}step-*"):
+            final = self.directory / path.name.removeprefix(_REPLACED)
+            if final.exists():
+                shutil.rmtree(path)
+            else:
+                os.rename(path, final)
         for path in self.directory.glob(f"{PARTIAL}step-*"):
             shutil.rmtree(path)
         for path in self.directory.glob(f"{PROBE}*"):
@@ -200,15 +206,6 @@ class Store:
         flush_directory(self.directory)
         if replaced.exists():
             shutil.rmtree(replaced)
-
-    def _finish_replacing(self) -> None:
-        """Finish the work of a run that died between the two renames of ``commit``."""
-        for path in self.directory.glob(f"{_REPLACED}step-*"):
-            final = self.directory / path.name.removeprefix(_REPLACED)
-            if final.exists():
-                shutil.rmtree(path)
-            else:
-                os.rename(path, final)
 
     def set_aside(self, step: int, why: str) -> Path:
         """Rename a complete checkpoint, so that it is none any more; delete nothing."""

@@ -24,7 +24,8 @@ from shardmlx.checkpoint.export import SaveError, safetensors_header, specs_of
 from shardmlx.checkpoint.resume import Storage
 from shardmlx.checkpoint.store import FileInfo, Manifest, Store
 from shardmlx.common.durable_files import flush_to_disk
-from shardmlx.distributed.byte_stream import PIECE_BYTES, Incoming, Outgoing
+from shardmlx.distributed import byte_stream
+from shardmlx.distributed.byte_stream import Incoming, Outgoing
 from shardmlx.distributed.messages import CHECKPOINT_TAG, buffer_of, in_a_row
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import one_line
@@ -60,10 +61,9 @@ class Snapshot:
     def pieces(self) -> Iterator[memoryview]:
         """Yield all bytes of the file, in order."""
         yield memoryview(self.header)
-        for array in self.arrays:
-            data = buffer_of(array)
-            for start in range(0, len(data), PIECE_BYTES):
-                yield data[start : start + PIECE_BYTES]
+        for data in map(buffer_of, self.arrays):
+            for start in range(0, len(data), byte_stream.PIECE_BYTES):
+                yield data[start : start + byte_stream.PIECE_BYTES]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +179,10 @@ class CheckpointWriter:
                 self._receive(0)
                 self._store.prune(self._keep)
             return tuple(mine)
+        for peer in self._taking_part[1:]:
+            mine += self._receive(peer)
         files: dict[str, FileInfo] = {}
-        for file in [
-            *mine,
-            *(f for peer in self._taking_part if peer for f in self._receive(peer)),
-        ]:
+        for file in mine:
             if files.setdefault(file.name, file) != file:
                 raise OSError(f"two copies of {file.name} differ")
         assert manifest is not None, "rank 0 has it"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -144,7 +144,7 @@ def export_on_ranks(options: ExportOptions, transport: Transport, reporter: Repo
         on_all_ranks(transport, _WHAT, output.check)
         with transport.longer_timeout(SETUP_SECONDS):
             _write_on_ranks(options, output, disks, transport, reporter)
-    if _leads(disks, transport) and output.work.is_dir():
+    if disks.leads(transport.rank) and output.work.is_dir():
         if output.is_complete:
             output.publish()
         else:
@@ -159,10 +159,6 @@ def export_on_ranks(options: ExportOptions, transport: Transport, reporter: Repo
     return options.gather or len(disks.groups) == 1
 
 
-def _leads(disks: Disks, transport: Transport) -> bool:
-    return disks.leader(transport.rank) == transport.rank
-
-
 def _write_on_ranks(
     options: ExportOptions,
     output: OutputDirectory,
@@ -171,6 +167,7 @@ def _write_on_ranks(
     reporter: Reporter,
 ) -> None:
     """Compute and write the tensors of all ranks, and the other files. All ranks must call it."""
+    leads = disks.leads(transport.rank)
     trained, adapters = _find_trained(options, transport)
     source = ModelSource.of(options)
     with open_on_all_ranks(transport, reporter, source, adapters) as opened:
@@ -184,11 +181,19 @@ def _write_on_ranks(
         ranges = divide_layers(model, opened.shape, transport.size)
         shards = _plan(model, opened.shape, ranges, options.max_shard)
         identity = _identity(options, opened, trained, shards, transport)
-        goes_on = on_all_ranks(transport, _WHAT, partial(output.check_same, identity))
-        _check_room(options, output, shards, disks, transport)
-        on_all_ranks(
-            transport, _WHAT, lambda: output.begin(identity) if _leads(disks, transport) else None
-        )
+
+        def check() -> bool:
+            """Refuse another export, and a disk that is too small."""
+            goes_on = output.check_same(identity)
+            if leads:
+                gathers = options.gather and transport.rank == 0
+                group = disks.groups[disks.of(transport.rank)]
+                ranks = range(transport.size) if gathers else group
+                output.check_room(shards, ranks, SMALL_FILES)
+            return goes_on
+
+        goes_on = on_all_ranks(transport, _WHAT, check)
+        on_all_ranks(transport, _WHAT, lambda: output.begin(identity) if leads else None)
         reporter.say(f"{options.model}: {model.describe(shards.nbytes)}")
         texts = on_rank_0(transport, _WHAT, lambda: texts_of(model, shards, opened.path, None))
         opened.weights.bring([ranges[transport.rank]], opened.shape, reporter)
@@ -203,7 +208,7 @@ def _write_on_ranks(
     if options.gather:
         _gather(output, shards, disks, transport, reporter)
     # Rank 0, which has the rest, writes the completion marker last.
-    is_kept = not options.gather and _leads(disks, transport) and transport.rank != 0
+    is_kept = not options.gather and leads and transport.rank != 0
     on_all_ranks(transport, _WHAT, lambda: output.complete({}) if is_kept else None)
     on_rank_0(transport, _WHAT, lambda: output.complete(texts or {}))
 
@@ -289,36 +294,15 @@ def _identity(
         return {**own, "ranks": str(transport.size)}
 
     identity = from_rank_0(transport, _WHAT, identify)
-    layouts = transport.all_gather(
-        identity_of(options, "", "", shards)["layout"] == identity["layout"], _WHAT
-    )
-    if not all(layouts):
-        other = transport.name(layouts.index(False))
-        raise AgreedError(
-            f"{other} would write other tensors than {transport.name(0)}",
-            "give all ranks the same model and adapters",
-        )
+    layout = identity_of(options, "", "", shards)["layout"]
+    layouts = transport.all_gather(layout, _WHAT)
+    for rank, theirs in enumerate(layouts):
+        if theirs != layouts[0]:
+            raise AgreedError(
+                f"{transport.name(rank)} would write other tensors than {transport.name(0)}",
+                "give all ranks the same model and adapters",
+            )
     return identity
-
-
-def _check_room(
-    options: ExportOptions,
-    output: OutputDirectory,
-    shards: Shards,
-    disks: Disks,
-    transport: Transport,
-) -> None:
-    """Refuse to begin if a disk is too small. All ranks must call it."""
-
-    def check() -> None:
-        if not _leads(disks, transport):
-            return
-        ranks: Sequence[int] = disks.groups[disks.of(transport.rank)]
-        if options.gather and transport.rank == 0:
-            ranks = range(transport.size)
-        output.check_room(shards, ranks, SMALL_FILES)
-
-    on_all_ranks(transport, _WHAT, check)
 
 
 def _gather(
@@ -332,40 +316,25 @@ def _gather(
     for file, writer in shards.writers.items():
         if disks.of(writer) == disks.of(0):
             continue
-        path = output.rank(writer) / file
-        is_there = transport.broadcast(path.exists(), what=f"gathering {file}")
-        if is_there:
+        path, size = output.rank(writer) / file, shards.manifest(writer, "").sizes[file]
+        what = f"gathering {file}"
+        if transport.broadcast(path.exists(), what=what):
             continue
-        size = shards.manifest(writer, "").sizes[file]
+        own = f"{transport.name(transport.rank)}, {what}"
         if transport.rank == writer:
-            _send(transport, path, size)
-        on_rank_0(
-            transport,
-            f"gathering {file}",
-            partial(_receive, output, transport, path, size, writer, reporter),
-        )
-
-
-def _send(transport: Transport, path: Path, size: int) -> None:
-    what = f"{transport.name(transport.rank)}, gathering {path.name}"
-    outgoing = Outgoing(transport, size, 0, OBJECT_TAG, what)
-    for piece in pieces_of(path):
-        outgoing.write(piece)
-    outgoing.close()
+            outgoing = Outgoing(transport, size, 0, OBJECT_TAG, own)
+            for piece in pieces_of(path):
+                outgoing.write(piece)
+            outgoing.close()
+        pieces = iter(Incoming(transport, size, writer, OBJECT_TAG, own))
+        on_rank_0(transport, what, partial(_receive, output, path, size, pieces, reporter))
 
 
 def _receive(
-    output: OutputDirectory,
-    transport: Transport,
-    path: Path,
-    size: int,
-    writer: int,
-    reporter: Reporter,
+    output: OutputDirectory, path: Path, size: int, pieces: Iterator[memoryview], reporter: Reporter
 ) -> None:
     """Write a file while it arrives; it takes its name once all of it has come unharmed."""
-    what = f"{transport.name(0)}, gathering {path.name}"
     partial_path = path.with_name(PARTIAL + path.name)
-    pieces = iter(Incoming(transport, size, writer, OBJECT_TAG, what))
     failure: OSError | None = None
     try:
         path.parent.mkdir(exist_ok=True)

@@ -18,9 +18,20 @@ PIECE_BYTES = 16 << 20
 
 
 class Outgoing:
-    """A stream of ``nbytes`` to ``peer``, which iterates over ``Incoming``. Must be closed."""
+    """A stream of ``nbytes`` to ``peer``, which iterates over ``Incoming``. Must be closed.
 
-    def __init__(self, transport: Transport, nbytes: int, peer: int, tag: int, what: str) -> None:
+    ``relayed`` is the stream that the bytes come from, with its digest.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        nbytes: int,
+        peer: int,
+        tag: int,
+        what: str,
+        relayed: Incoming | None = None,
+    ) -> None:
         self._transport = transport
         self._left = nbytes
         self._peer, self._tag = peer, tag
@@ -29,6 +40,7 @@ class Outgoing:
         self._piece = self._new_piece()
         self._filled = 0
         self._digest = new_digest()
+        self._relayed = relayed
 
     def write(self, data: bytes | memoryview) -> None:
         """Send the next bytes; they are copied, so that ``data`` may change afterwards."""
@@ -41,7 +53,8 @@ class Outgoing:
             self._filled += count
             data = data[count:]
             if self._filled == len(self._piece):
-                self._digest.update(buffer_of(self._piece))
+                if self._relayed is None:
+                    self._digest.update(buffer_of(self._piece))
                 self._send(self._piece)
                 self._left -= len(self._piece)
                 self._piece, self._filled = self._new_piece(), 0
@@ -51,7 +64,8 @@ class Outgoing:
         if self._left:
             missing = self._left - self._filled
             raise ValueError(f"{self._what}: {missing} bytes fewer than were announced")
-        self._send(np.frombuffer(self._digest.digest(), np.uint8))
+        digest = self._digest.digest() if self._relayed is None else self._relayed.digest
+        self._send(np.frombuffer(digest, np.uint8))
         while self._sent:
             self._transport.wait(self._sent.popleft(), lambda: self._what)
 

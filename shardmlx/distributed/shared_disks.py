@@ -41,6 +41,9 @@ class Disks:
         """Return the rank that acts for all ranks on its disk."""
         return self.groups[self.of(rank)][0]
 
+    def leads(self, rank: int) -> bool:
+        return self.leader(rank) == rank
+
 
 def find_disks(transport: Transport, directory: Path, make: bool = True) -> Disks:
     """Find out which ranks see the same ``directory``; ``make`` it if it is missing.

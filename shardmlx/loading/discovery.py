@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardmlx.common.environment import cache_directory
 from shardmlx.common.reporter import Reporter
+from shardmlx.config.specs import ModelSource
 from shardmlx.distributed.agreement import AgreedError, from_rank_0, on_all_ranks, on_rank_0
 from shardmlx.distributed.shared_disks import Disks, find_disks
 from shardmlx.distributed.transport import Transport
@@ -38,8 +39,8 @@ _LOOKING = "looking for the model"
 
 @dataclass(frozen=True, slots=True)
 class _LocalModel:
-    """A model as one rank has it. ``identity`` names the content; ``why`` says why it is
-    missing."""
+    """A model, or adapters, as one rank has them. ``identity`` names the content; ``why`` says why
+    it is missing."""
 
     holding: Holding
     identity: str = ""
@@ -52,51 +53,35 @@ class _LocalModel:
 
 
 def find_weights(
-    transport: Transport,
-    reporter: Reporter,
-    model: str,
-    *,
-    mode: str,
-    cache: str | None,
-    revision: str | None = None,
-    adapters: str | None = None,
+    transport: Transport, reporter: Reporter, source: ModelSource, adapters: str | None = None
 ) -> Weights:
-    """Find where each rank reads ``model`` and its ``adapters``, a directory or a safetensors file.
+    """Find where each rank reads the model and its ``adapters``, a directory or a safetensors file.
 
-    ``mode`` is --weights, ``cache`` the directory that keeps a rank's missing parts for later runs,
-    ``revision`` a branch, tag or commit of a repository. All ranks must call it. Raises
-    ``AgreedError``.
+    All ranks must call it. Raises ``AgreedError``.
     """
-    bundle = _find_model(transport, reporter, model, revision, mode, cache)
+    model, revision = source.model, source.revision
+    is_here = transport.broadcast(Path(model).exists(), what=_LOOKING)
+    if transport.size == 1 or (source.weights == "local" and not is_here):
+        # Every rank downloads the whole repository, as mlx-lm does.
+        path = on_all_ranks(transport, _LOOKING, lambda: _checked(model, revision))
+        bundle = Bundle(transport, path)
+    else:
+        bundle = _share(
+            transport,
+            reporter,
+            source,
+            Path(model),
+            lambda: _look_first(model, revision),
+            lambda identity, commit: _look(model, revision, is_here, identity, commit),
+        )
     if not adapters:
         return Weights(bundle, None)
     try:
-        return Weights(bundle, _find_adapters(transport, reporter, adapters, mode))
+        of_adapters = replace(source, model=adapters, weight_cache=None)
+        return Weights(bundle, _find_adapters(transport, reporter, of_adapters))
     except BaseException:
         bundle.close()
         raise
-
-
-def _find_model(
-    transport: Transport,
-    reporter: Reporter,
-    model: str,
-    revision: str | None,
-    mode: str,
-    cache: str | None,
-) -> Bundle:
-    is_here = transport.broadcast(Path(model).exists(), what=_LOOKING)
-    if transport.size == 1 or (mode == "local" and not is_here):
-        # Every rank downloads the whole repository, as mlx-lm does.
-        found_here = on_all_ranks(transport, _LOOKING, lambda: _checked(model, revision))
-        return Bundle(transport, found_here)
-    found = on_rank_0(transport, _LOOKING, lambda: _look_first(model, revision))
-    identity, commit = transport.broadcast(found and (found.identity, found.commit), what=_LOOKING)
-    if found is None:
-        found = _LocalModel(Holding.LACKS)
-        if mode != "rank0":
-            found = _look(model, revision, is_here, identity, commit)
-    return _agree_on_weights(transport, reporter, found, f"--model {model}", mode, cache)
 
 
 def _checked(model: str, revision: str | None) -> Path:
@@ -142,8 +127,10 @@ def _open(model: str, revision: str | None) -> Repository | None:
     return repository
 
 
-def _whole(path: Path) -> _LocalModel:
-    files = _weight_files(path)
+def _whole(path: Path, files: Sequence[str] | None = None) -> _LocalModel:
+    """Return what a directory has: its ``files``, or all weights of a model."""
+    if files is None:
+        files = sorted(file.name for file in path.glob(MODEL_FILES))
     return _LocalModel(Holding.WHOLE, fingerprint(path, files), path, files=files)
 
 
@@ -151,98 +138,105 @@ def _look(
     model: str, revision: str | None, is_directory: bool, identity: str, commit: str | None
 ) -> _LocalModel:
     """Look on another rank for rank 0's model, here or on the hub."""
-    try:
-        if is_directory:
-            return _look_here(Path(model), _weight_files(Path(model)), identity)
-        snapshot = whole_snapshot(model, commit or revision)
-        if commit is None and snapshot is not None:
-            return _look_here(snapshot, _weight_files(snapshot), identity)
-        if snapshot is not None:
-            return _LocalModel(Holding.WHOLE, identity, snapshot, commit)
-        repository = None if commit is None else open_repository(model, commit)
-    except (UserError, OSError) as error:
-        return _LocalModel(Holding.LACKS, why=one_line(error))
+    if is_directory:
+        return _same(_whole(Path(model)), identity)
+    snapshot = whole_snapshot(model, commit or revision)
+    if commit is None and snapshot is not None:
+        return _same(_whole(snapshot), identity)
+    if snapshot is not None:
+        return _LocalModel(Holding.WHOLE, identity, snapshot, commit)
+    repository = None if commit is None else open_repository(model, commit)
     if repository is None:
         return _LocalModel(Holding.LACKS)
     return _LocalModel(Holding.HUB, identity, None, commit, repository)
 
 
-def _look_here(directory: Path, files: Sequence[str], identity: str) -> _LocalModel:
-    if not files:
-        return _LocalModel(Holding.LACKS, why=f"{directory} is not there, or has no weights")
-    own = fingerprint(directory, files)
-    if own != identity:
-        return _LocalModel(Holding.LACKS, own, why=f"what is in {directory} differs from rank 0's")
-    return _LocalModel(Holding.WHOLE, own, directory)
+def _same(own: _LocalModel, identity: str) -> _LocalModel:
+    """Return a rank's ``own`` files if they are those of rank 0."""
+    if not own.files:
+        return _LocalModel(Holding.LACKS, why=f"{own.path} is not there, or has no weights")
+    if own.identity != identity:
+        why = f"what is in {own.path} differs from rank 0's"
+        return _LocalModel(Holding.LACKS, own.identity, why=why)
+    return own
 
 
-def _find_adapters(transport: Transport, reporter: Reporter, name: str, mode: str) -> Bundle:
-    path = Path(name)
+def _find_adapters(transport: Transport, reporter: Reporter, source: ModelSource) -> Bundle:
+    path = Path(source.model)
     is_file = path.suffix == SUFFIX
     directory = path.parent if is_file else path
-    files = [path.name if is_file else adapter_file(path)]
-    here = Bundle(transport, path)
-    if transport.size == 1:
-        return here
-    what = "looking for the adapters"
+    file = path.name if is_file else adapter_file(path)
 
     def look_first() -> _LocalModel | None:
-        try:
-            return _LocalModel(Holding.WHOLE, fingerprint(directory, files), directory, files=files)
-        except (UserError, OSError):
-            return None  # building the model reports their fault
+        with suppress(UserError, OSError):  # building the model reports their fault
+            return _whole(directory, [file])
+        return None
 
-    found = on_rank_0(transport, what, look_first)
-    identity = transport.broadcast(found and found.identity, what=what)
-    if identity is None:
-        return here
-    if found is None:
-        found = _LocalModel(Holding.LACKS)
-        try:
-            if mode != "rank0":
-                there = [file for file in files if (directory / file).is_file()]
-                found = _look_here(directory, there, identity)
-        except (UserError, OSError) as error:
-            found = _LocalModel(Holding.LACKS, why=one_line(error))
-    bundle = _agree_on_weights(transport, reporter, found, name, mode, None)
+    def look(identity: str, commit: str | None) -> _LocalModel:
+        there = [file] if (directory / file).is_file() else []
+        return _same(_whole(directory, there), identity)
+
+    bundle = _share(transport, reporter, source, directory, look_first, look)
     if is_file:
         bundle.path /= path.name
     return bundle
 
 
-def _agree_on_weights(
+def _share(
     transport: Transport,
     reporter: Reporter,
-    found: _LocalModel,
-    name: str,
-    mode: str,
-    cache: str | None,
+    source: ModelSource,
+    here: Path,
+    look_first: Callable[[], _LocalModel | None],
+    look: Callable[[str, str | None], _LocalModel],
 ) -> Bundle:
-    """Agree on the parts that each rank has, and make the copies. All ranks must call it."""
+    """Find files on all ranks, agree on the parts that each has, and make the copies.
+
+    ``look_first`` finds them on rank 0; it returns None if they are in ``here``, and building the
+    model reports their faults. ``look`` finds those of an identity and a commit elsewhere. All
+    ranks must call it.
+    """
+    found = on_rank_0(transport, _LOOKING, look_first)
+    known = transport.broadcast(found and (found.identity, found.commit), what=_LOOKING)
+    if known is None:
+        return Bundle(transport, here)
+    if found is None:
+        found = _LocalModel(Holding.LACKS)
+        if source.weights != "rank0":
+            try:
+                found = look(*known)
+            except (UserError, OSError) as error:
+                found = _LocalModel(Holding.LACKS, why=one_line(error))
     everyone = transport.all_gather((found.holding, found.identity, found.why), _LOOKING)
     holdings = tuple(holding for holding, _, _ in everyone)
     for rank, (holding, identity, why) in enumerate(everyone):
-        if holding is Holding.LACKS and mode == "local":
+        if holding is Holding.LACKS and source.weights == "local":
             raise AgreedError(
-                f"{transport.name(rank)} lacks {name}: {why}",
+                f"{transport.name(rank)} lacks the files of {source.model}: {why}",
                 "copy it there, or let the rank have it from rank 0 with --weights auto",
             )
         if holding is Holding.LACKS and identity:
-            reporter.warn(f"{transport.name(rank)} is sent {name} by rank 0: {why}")
+            reporter.warn(f"{transport.name(rank)} is sent {source.model} by rank 0: {why}")
     if found.path is not None and set(holdings) == {Holding.WHOLE}:
         return Bundle(transport, found.path)
     manifest = from_rank_0(transport, _LOOKING, lambda: _manifest(found))
-    base, kept = _base(found.holding, cache)
+    base, kept = _base(found.holding, source.weight_cache)
     disks = find_disks(transport, base, make=kept)
     weight_map = WeightMap(holdings, _keepers(holdings, disks), manifest)
     for rank in sorted(set(weight_map.keepers)):
         problem = disks.problems[rank]
         if problem is not None and holdings[rank] is not Holding.WHOLE:
             raise AgreedError(
-                f"{transport.name(rank)} cannot keep its part of {name}: {problem}",
+                f"{transport.name(rank)} cannot keep its part of {source.model}: {problem}",
                 "name a directory that it may write to with --weight-cache",
             )
     return _make_copies(transport, found, weight_map, base, kept)
+
+
+def _manifest(found: _LocalModel) -> ModelManifest:
+    if found.manifest is not None or found.path is None:
+        return found.manifest  # type: ignore[return-value]  # a repository has one
+    return read_model_manifest(found.path, found.files, found.identity)
 
 
 def _make_copies(
@@ -256,10 +250,11 @@ def _make_copies(
             if found.holding is Holding.WHOLE or keeper != transport.rank:
                 return None
             manifest = weight_map.manifest
-            directory = base / manifest.key if kept else _new_directory(base)
-            copy = PartialCopy(directory, manifest, kept=kept)
+            directory = base / manifest.key
             if not kept:
+                directory = Path(tempfile.mkdtemp(prefix="shardmlx-weights-", dir=base))
                 on_failure.callback(shutil.rmtree, directory, ignore_errors=True)
+            copy = PartialCopy(directory, manifest, kept=kept)
             on_failure.callback(copy.close)
             if transport.rank == 0 and found.repository is not None:
                 fetch_small_files(found.repository, directory)
@@ -267,16 +262,15 @@ def _make_copies(
 
         copy = on_all_ranks(transport, "making room for the weights", make)
         places = transport.all_gather(None if copy is None else str(copy.directory), _LOOKING)
-        bundle = Bundle(
-            transport,
-            found.path or Path(places[keeper]),
-            weight_map,
-            copy=copy,
-            repository=found.repository if found.holding is Holding.HUB else None,
-            temporary=not kept,
-        )
         on_failure.pop_all()
-    return bundle
+    return Bundle(
+        transport,
+        found.path or Path(places[keeper]),
+        weight_map,
+        copy=copy,
+        repository=found.repository if found.holding is Holding.HUB else None,
+        temporary=not kept,
+    )
 
 
 def _keepers(holdings: Sequence[Holding], disks: Disks) -> tuple[int, ...]:
@@ -300,23 +294,3 @@ def _base(holding: Holding, cache: str | None) -> tuple[Path, bool]:
         return Path(cache).absolute(), True
     # Keep downloads for later runs.
     return cache_directory("weights"), True
-
-
-def _new_directory(base: Path) -> Path:
-    try:
-        return Path(tempfile.mkdtemp(prefix="shardmlx-weights-", dir=base))
-    except OSError as error:
-        raise UserError(
-            f"cannot write to {base}: {error.strerror or error}",
-            "set TMPDIR, or name a directory with --weight-cache",
-        ) from None
-
-
-def _manifest(found: _LocalModel) -> ModelManifest:
-    if found.manifest is not None or found.path is None:
-        return found.manifest  # type: ignore[return-value]  # a repository has one
-    return read_model_manifest(found.path, found.files, found.identity)
-
-
-def _weight_files(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.glob(MODEL_FILES))

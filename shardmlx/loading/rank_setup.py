@@ -85,15 +85,7 @@ def open_on_all_ranks(
     All ranks must call it. Raises ``AgreedError``.
     """
     with transport.longer_timeout(SETUP_SECONDS):
-        weights = find_weights(
-            transport,
-            reporter,
-            source.model,
-            mode=source.weights,
-            cache=source.weight_cache,
-            revision=source.revision,
-            adapters=adapters,
-        )
+        weights = find_weights(transport, reporter, source, adapters)
     with weights:
         config = on_all_ranks(transport, "reading config.json", partial(read_config, weights.path))
         shape = on_all_ranks(
@@ -137,9 +129,14 @@ def gather_plan_inputs(
     sizes = on_all_ranks(transport, "reading the headers", read_sizes)
     cluster = _find_cluster(transport, machines.hostfile, machines.profile)
     budgets = find_budgets(transport, cluster, machines.memory_limit, later)
-    if isinstance(sizes, Workload):
-        # Find a profile of other work or other machines before anything is loaded.
-        on_all_ranks(transport, "checking the profile", partial(_check_profile, sizes, cluster))
+
+    def check_profile() -> None:
+        if isinstance(sizes, Workload):
+            for rank in range(cluster.size):
+                cluster.clock(rank, sizes)
+
+    # Find a profile of other work or other machines before anything is loaded.
+    on_all_ranks(transport, "checking the profile", check_profile)
     given = from_rank_0(
         transport,
         "reading the stage map",
@@ -157,11 +154,6 @@ def measure_again(
     """
     budgets = find_budgets(transport, inputs.machines, machines.memory_limit)
     return replace(inputs, cluster=within(inputs.machines, budgets), budgets=budgets)
-
-
-def _check_profile(workload: Workload, cluster: Cluster) -> None:
-    for rank in range(cluster.size):
-        cluster.clock(rank, workload)
 
 
 def _find_cluster(transport: Transport, hosts_file: str | None, profiles: str | None) -> Cluster:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -142,10 +142,8 @@ class Bundle:
             self._copy.close()
 
     def _unlink(self) -> None:
-        """Unlink temporary files, so that they vanish with this process, however it ends.
-
-        Open files stay: MLX reads them, and the copy is written.
-        """
+        """Unlink temporary files, so that they vanish with this process, however it ends; open
+        ones stay."""
         if self._temporary and self._copy is not None:
             shutil.rmtree(self._copy.directory, ignore_errors=True)
 
@@ -176,13 +174,15 @@ class Bundle:
         def download_missing() -> int:
             if self._repository is None or self._copy is None or not missing:
                 return 0
-            nbytes = _nbytes(missing, tensors)
-            with _progress(reporter, what, nbytes) as advance:
+            with _progress(reporter, what, nbytes_of(missing)) as advance:
                 download(self._repository, self._copy, missing, tensors, advance)
-            return nbytes
+            return nbytes_of(missing)
+
+        def nbytes_of(names: Iterable[str]) -> int:
+            return sum(tensors[name].nbytes for name in names)
 
         present, missing = on_all_ranks(transport, loading, compare)
-        kept = _nbytes(present, tensors)
+        kept = nbytes_of(present)
         downloaded = on_all_ranks(transport, loading, download_missing)
         if self._repository is not None:
             present, missing = present | missing, set()
@@ -194,13 +194,15 @@ class Bundle:
             {rank: lacks for rank, (_, lacks) in enumerate(everyone) if lacks},
         )
         through_me = [transfer for transfer in transfers if me in transfer.chain]
-        nbytes = _nbytes([transfer.name for transfer in through_me], tensors)
+        nbytes = nbytes_of(transfer.name for transfer in through_me)
         received = 0
         with ExitStack() as stack:
             read = self._reader(stack)
             advance = stack.enter_context(_progress(reporter, what, nbytes))
             for transfer in through_me:
-                received += _pass_on(transport, transfer, tensors, read, self._copy, advance)
+                received += _pass_on(
+                    transport, transfer, tensors[transfer.name], read, self._copy, advance
+                )
         if self._copy is not None:
             self._copy.flush()
         # A rank that reads another rank's copy waits for it.
@@ -222,10 +224,6 @@ class Bundle:
         return read
 
 
-def _nbytes(names: Collection[str], tensors: Mapping[str, PlacedTensor]) -> int:
-    return sum(tensors[name].nbytes for name in names)
-
-
 @contextmanager
 def _progress(reporter: Reporter, what: str, nbytes: int) -> Iterator[Advance]:
     """Show a progress bar in megabytes, unless this rank has nothing to do."""
@@ -239,7 +237,7 @@ def _progress(reporter: Reporter, what: str, nbytes: int) -> Iterator[Advance]:
 def _pass_on(
     transport: Transport,
     transfer: Transfer,
-    tensors: Mapping[str, PlacedTensor],
+    place: PlacedTensor,
     read: ReadBytes,
     copy: PartialCopy | None,
     advance: Advance,
@@ -249,30 +247,28 @@ def _pass_on(
     The first rank of the chain reads the tensor; each other one writes it to ``copy`` while it
     arrives. Raises ``RuntimeError`` if it comes damaged.
     """
-    place = tensors[transfer.name]
     what = f"{transport.name(transport.rank)}, loading {transfer.name}"
     position = transfer.chain.index(transport.rank)
-    pieces: Iterable[bytes | memoryview] = _pieces(place, read)
+    incoming, following = None, None
     if position:
         peer = transfer.chain[position - 1]
-        pieces = Incoming(transport, place.nbytes, peer, OBJECT_TAG, what)
-    following = [
-        Outgoing(transport, place.nbytes, peer, OBJECT_TAG, what)
-        for peer in transfer.chain[position + 1 : position + 2]
-    ]
+        incoming = Incoming(transport, place.nbytes, peer, OBJECT_TAG, what)
+    if position + 1 < len(transfer.chain):
+        peer = transfer.chain[position + 1]
+        following = Outgoing(transport, place.nbytes, peer, OBJECT_TAG, what, incoming)
     offset = place.start
-    for piece in pieces:
-        for stream in following:
-            stream.write(piece)
-        if position and copy is not None:
+    for piece in incoming or _pieces(place, read):
+        if following is not None:
+            following.write(piece)
+        if incoming is not None and copy is not None:
             copy.write(place.file, offset, piece)
         offset += len(piece)
         advance(len(piece))
-    for stream in following:
-        stream.close()
-    if isinstance(pieces, Incoming) and copy is not None:
-        copy.add(transfer.name, pieces.digest)
-    return place.nbytes if position else 0
+    if following is not None:
+        following.close()
+    if incoming is not None and copy is not None:
+        copy.add(transfer.name, incoming.digest)
+    return 0 if incoming is None else place.nbytes
 
 
 def _pieces(place: PlacedTensor, read: ReadBytes) -> Iterator[bytes]:

@@ -124,7 +124,7 @@ def test_what_is_refused_and_what_fails(small: Path, tmp_path: Path) -> None:
     assert job.returncode == 2, job.output
     assert len(job.error_lines) == 1
     assert re.fullmatch(
-        r"shardmlx: error: rank 1 on \S+ lacks --model model: model is not there, or has no "
+        r"shardmlx: error: rank 1 on \S+ lacks the files of model: model is not there, or has no "
         "weights: copy it there, or let the rank have it from rank 0 with --weights auto",
         job.error_lines[0],
     )

@@ -182,7 +182,7 @@ def test_a_rank_that_is_lost_leaves_no_partial_file(
     def lost(collector: Collector, *source: Any) -> Any:
         raise TransportError("rank 1 died")
 
-    monkeypatch.setattr(Collector, "tensors", lost)
+    monkeypatch.setattr(Collector, "receive", lost)
     with pytest.raises(TransportError):
         adapters(out)
     assert not out.exists() or content(out) == {}

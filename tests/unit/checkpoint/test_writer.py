@@ -36,8 +36,7 @@ from tests.helpers.local_transport import LocalTransport
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (byte_stream, writer):
-        monkeypatch.setattr(module, "PIECE_BYTES", 64)
+    monkeypatch.setattr(byte_stream, "PIECE_BYTES", 64)
     monkeypatch.setattr(writer, "POLL_SECONDS", 0.01)
 
 

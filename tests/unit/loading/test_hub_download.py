@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardmlx.common.reporter import Reporter
+from shardmlx.config.specs import ModelSource
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.loading import discovery
@@ -14,6 +15,10 @@ from shardmlx.loading.hub_download import find_model
 from tests.helpers.hub_server import File, Hub, serve, text_file
 from tests.helpers.local_transport import LocalNetwork
 from tests.helpers.undeclared_configs import UNDECLARED
+
+
+def source(name: str, revision: str | None = None) -> ModelSource:
+    return ModelSource(model=name, revision=revision, weights="auto", weight_cache=None)
 
 
 def test_a_directory_is_its_own_place_and_what_is_none_is_refused(
@@ -68,9 +73,7 @@ def test_the_revision_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def look(transport: Transport) -> None:
         quiet = Reporter(quiet=True)
-        discovery.find_weights(
-            transport, quiet, "me/tiny", mode="auto", cache=None, revision="v1.0"
-        )
+        discovery.find_weights(transport, quiet, source("me/tiny", "v1.0"))
 
     with pytest.raises(UserError, match=r"me/tiny at v1\.0 is not in the cache"):
         LocalNetwork(2).run(look)
@@ -104,7 +107,7 @@ def test_a_model_that_cannot_run_is_refused_before_its_weights_are_downloaded(
 
             def look(transport: Transport, name: str = name) -> None:
                 quiet = Reporter(quiet=True)
-                discovery.find_weights(transport, quiet, name, mode="auto", cache=None)
+                discovery.find_weights(transport, quiet, source(name))
 
             with pytest.raises(UserError, match=message):
                 LocalNetwork(ranks).run(look)

@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from shardmlx.common.reporter import Reporter
+from shardmlx.config.specs import ModelSource
 from shardmlx.distributed import byte_stream
 from shardmlx.distributed.agreement import AgreedError
 from shardmlx.distributed.byte_stream import Outgoing
@@ -69,17 +70,21 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
+def source(model: Path, weights: str, cache: Path | None = None) -> ModelSource:
+    where = None if cache is None else str(cache)
+    return ModelSource(model=str(model), revision=None, weights=weights, weight_cache=where)
+
+
 def load(
     transport: LocalTransport,
     model: Path,
     layers: tuple[int, int],
     mode: str = "rank0",
     cache: Path | None = None,
-    **options: Any,
+    adapters: str | None = None,
 ) -> Slice:
     """As the commands do."""
-    where = None if cache is None else str(cache)
-    with find_weights(transport, QUIET, str(model), mode=mode, cache=where, **options) as weights:
+    with find_weights(transport, QUIET, source(model, mode, cache), adapters) as weights:
         whole = build_to_generate(weights.path, dtype=None, adapter_path=weights.adapters, seed=0)
         part = Slice(whole, *layers)
         weights.load([part], ModelShape.from_config(read_config(model)), QUIET)
@@ -175,9 +180,8 @@ def test_who_has_the_same_model_reads_it_and_sends_it(
 
     def work(transport: LocalTransport) -> None:
         rank = transport.rank
-        with find_weights(
-            transport, QUIET, str(places[rank]), mode="auto", cache=str(tmp_path / str(rank))
-        ) as weights:
+        own = source(places[rank], "auto", tmp_path / str(rank))
+        with find_weights(transport, QUIET, own) as weights:
             whole = build_to_generate(weights.path, dtype=None, adapter_path=None, seed=0)
             shape = ModelShape.from_config(read_config(llama))
             part = Slice(whole, *ranges[rank])
@@ -199,13 +203,8 @@ def test_another_model_in_the_same_place_is_not_taken_for_it(
 
     def work(transport: LocalTransport, mode: str) -> bool:
         place = other if transport.rank else llama
-        with find_weights(
-            transport,
-            Reporter(quiet=transport.rank > 0),
-            str(place),
-            mode=mode,
-            cache=None,
-        ) as weights:
+        reporter = Reporter(quiet=transport.rank > 0)
+        with find_weights(transport, reporter, source(place, mode)) as weights:
             whole = build_to_generate(weights.path, dtype=None, adapter_path=None, seed=0)
             part = Slice(whole, 1, 3)
             weights.load([part], ModelShape.from_config(read_config(llama)), QUIET)
@@ -347,7 +346,7 @@ def test_a_cache_that_cannot_be_written_is_refused(llama: Path, tmp_path: Path) 
 
 def test_nothing_temporary_is_left_when_loading_fails(llama: Path, temporary: Path) -> None:
     def work(transport: LocalTransport) -> None:
-        with find_weights(transport, QUIET, str(llama), mode="rank0", cache=None):
+        with find_weights(transport, QUIET, source(llama, "rank0")):
             raise UserError("the data is bad")
 
     with pytest.raises(UserError, match="the data is bad"):
