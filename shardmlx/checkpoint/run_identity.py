@@ -46,9 +46,6 @@ class SameOptions(Spec):
 
 SAME_OPTIONS = tuple(each.name for each in fields(SameOptions))
 
-_OF_OLDER = {"master_weights": False, "sum_dtype": "float32"}
-"""Options that older checkpoints do not name, with the values of their runs."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions(SameOptions):
@@ -74,10 +71,7 @@ def identity_of(
     valid: Sequence[Sample],
     read: ReadBytes | None = None,
 ) -> dict[str, Any]:
-    """Return the identity of a run in a checkpoint, as JSON.
-
-    ``read`` reads the weights if ``model_path`` lacks some.
-    """
+    """Return a run's identity, as JSON; ``read`` reads weights that ``model_path`` lacks."""
     identity = {
         "model": {"name": options.model, "sha256": _model(model_path, read)},
         "data": {
@@ -130,10 +124,10 @@ def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator
     now, then = ours["optimizer"], theirs["optimizer"]
     if now != then:
         yield f"was made with the optimizer {_optimizer(then)}, not {_optimizer(now)}", "that"
-    options = _OF_OLDER | theirs["options"]
-    for name, value in ours["options"].items():
-        if options[name] != value:
-            yield f"was made with {name} {options[name]}, not {value}", "that"
+    now, then = ours["options"], theirs["options"]
+    for name, value in now.items():
+        if then[name] != value:
+            yield f"was made with {name} {then[name]}, not {value}", "that"
 
 
 def _optimizer(optimizer: Mapping[str, Any]) -> str:

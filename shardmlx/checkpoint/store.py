@@ -38,7 +38,7 @@ MARKER = "COMMITTED"
 LOCK = ".lock"
 
 FORMAT = 1
-"""Version of the manifest's format; newer ones are refused."""
+"""Version of the manifest's format."""
 
 _NAME = re.compile(r"step-(\d{7,})")
 _REPLACED = "replaced-"
@@ -100,12 +100,8 @@ class Manifest:
         """Read a text of ``to_json``. Raises ``UserError`` for anything else."""
         try:
             content = json.loads(text)
-            if content["format"] > FORMAT:
-                raise UserError(
-                    f"{where} is of format {content['format']}, and this shardmlx reads up to "
-                    f"{FORMAT}",
-                    "install the version that wrote it, or a newer one",
-                )
+            if content["format"] != FORMAT:
+                raise ValueError("another format")
             files = tuple(FileInfo(**file) for file in content["files"])
             parts = {key: content[key] for key in ("identity", "state", "plan", "versions")}
             if not files or not all(isinstance(part, dict) for part in parts.values()):
@@ -113,10 +109,10 @@ class Manifest:
             if not isinstance(content["step"], int):
                 raise TypeError("no step")
             return cls(step=content["step"], files=files, **parts)
-        except UserError:
-            raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise UserError(f"{where} is no checkpoint's manifest", "take another one") from None
+            raise UserError(
+                f"{where} is no checkpoint's manifest of format {FORMAT}", "take another one"
+            ) from None
 
 
 class Store:
@@ -153,10 +149,8 @@ class Store:
         )
 
     def lock(self) -> IO[bytes]:
-        """Keep other runs from writing here, until the file is closed or this process ends.
-
-        Raises ``UserError`` if another run writes here.
-        """
+        """Keep other runs from writing here, until the file is closed or this process ends. Raises
+        ``UserError`` if one does."""
         self.directory.mkdir(parents=True, exist_ok=True)
         file = (self.directory / LOCK).open("ab")
         try:

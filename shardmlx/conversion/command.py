@@ -25,9 +25,8 @@ from shardmlx.config.specs import ModelSource
 from shardmlx.conversion.gguf import as_gguf, check_gguf, plan_gguf
 from shardmlx.conversion.lazy_model import LazyModel, build_lazily
 from shardmlx.conversion.output import SMALL_FILES, OutputDirectory, identity_of
-from shardmlx.conversion.shards import Shards, plan_shards
+from shardmlx.conversion.shards import Shards, plan_shards, texts_of
 from shardmlx.conversion.sources import Source, open_source
-from shardmlx.conversion.texts import texts_of
 from shardmlx.conversion.trained import Trained, find_trained
 from shardmlx.conversion.writer import write_files
 from shardmlx.distributed.agreement import AgreedError, from_rank_0, on_all_ranks, on_rank_0

@@ -35,7 +35,6 @@ from shardmlx.loading.adapters import add_adapters, make_adapters, put
 from shardmlx.loading.build import load_lazily
 from shardmlx.modelfiles.model_files import check_model_files
 from shardmlx.modelfiles.safetensors_header import read_header
-from shardmlx.models.config_reader import read_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +70,7 @@ def build_lazily(
 
     Raises ``UserError`` if mlx-lm cannot build, fuse or quantise it.
     """
-    what = f"{path}: mlx-lm cannot build this model"
-    with _refusing(what, _other_layout(path)), watch_loads() as loaded:
+    with redirect_stdout(io.StringIO()), watch_loads() as loaded:
         model, config, passed_over = load_lazily(path)
     if passed_over:
         raise UserError(
@@ -136,16 +134,6 @@ def _finish(
         cast()
 
 
-def _other_layout(path: Path) -> str:
-    """Return the remedy for a model that other programs have quantised; else nothing."""
-    config = read_config(path)
-    how = config.get("quantization_config") or {}
-    method = how.get("quant_method") if isinstance(how, dict) else None
-    if method is None or "quantization" in config:
-        return ""
-    return f"its tensors are packed by {method}: take the model in 16 bits, or as mlx-lm packs it"
-
-
 def _check_floats(path: Path, read: Mapping[str, mx.array], model: nn.Module) -> None:
     """Refuse floats of 8 bits that mlx-lm takes for whole numbers: not every family unpacks
     them."""
@@ -163,7 +151,7 @@ def _check_floats(path: Path, read: Mapping[str, mx.array], model: nn.Module) ->
 
 
 @contextmanager
-def _refusing(what: str, remedy: str = "") -> Iterator[None]:
+def _refusing(what: str) -> Iterator[None]:
     """Turn errors of mlx-lm into one line, and drop its output."""
     try:
         with redirect_stdout(io.StringIO()):
@@ -171,7 +159,7 @@ def _refusing(what: str, remedy: str = "") -> Iterator[None]:
     except UserError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
-        raise UserError(f"{what}: {one_line(error)}", remedy) from None
+        raise UserError(f"{what}: {one_line(error)}") from None
 
 
 def _add(model: nn.Module, trained: Trained) -> None:

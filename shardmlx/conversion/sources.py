@@ -14,7 +14,6 @@ from shardmlx.conversion.lazy_model import LazyModel
 from shardmlx.errors import UserError
 from shardmlx.loading.hub_download import (
     download,
-    download_whole,
     fetch_small_files,
     find_model,
     manifest_of,
@@ -23,7 +22,7 @@ from shardmlx.loading.hub_download import (
 )
 from shardmlx.loading.manifest import ModelManifest, fingerprint
 from shardmlx.loading.partial_copy import PartialCopy
-from shardmlx.modelfiles.hub import NoRanges, Repository
+from shardmlx.modelfiles.hub import Repository
 from shardmlx.modelfiles.model_files import check_model_files
 
 
@@ -111,16 +110,11 @@ def open_source(model: str, revision: str | None, room: Path) -> Iterator[Source
         yield _in_directory(find_model(model, revision))
         return
     snapshot = whole_snapshot(model, repository.revision)
-    if snapshot is None:
-        try:
-            manifest = manifest_of(repository)
-        except NoRanges:
-            snapshot = download_whole(repository)
-        else:
-            with closing(OnHub(repository, manifest, room)) as source:
-                yield source
-            return
-    yield _in_directory(snapshot, repository.name)
+    if snapshot is not None:
+        yield _in_directory(snapshot, repository.name)
+        return
+    with closing(OnHub(repository, manifest_of(repository), room)) as source:
+        yield source
 
 
 def _in_directory(path: Path, repository: str | None = None) -> Source:

@@ -73,11 +73,13 @@ def build_random(config: Mapping[str, Any]) -> nn.Module:
 
 
 def load_lazily(path: Path) -> tuple[nn.Module, dict[str, Any], list[str]]:
-    """Load a model with mlx-lm, without reading its weights.
+    """Load a model with mlx-lm, without reading its weights. Raises ``UserError``.
 
     Returns also its config.json, with transformers' fields translated to mlx-lm's, and the fields
     that mlx-lm alone would ignore.
     """
+    own = read_config(path)
+    packing = published_packing(own)
     try:
         config = load_config(path)
     except (AttributeError, OSError, ValueError, RecursionError) as error:
@@ -86,9 +88,18 @@ def load_lazily(path: Path) -> tuple[nn.Module, dict[str, Any], list[str]]:
             f"{file} cannot be read: {one_line(error)}", "take it away, or copy it again"
         ) from None
     filled = with_rope(config)
-    model, config = load_model(
-        path, lazy=True, model_config=filled, get_model_classes=_without_spare_head
-    )
+    try:
+        model, config = load_model(
+            path, lazy=True, model_config=filled, get_model_classes=_without_spare_head
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
+        remedy = ""
+        if packing is not None:
+            remedy = f"it is {packing}: take the model in 16 bits"
+        elif own.get("model_type") not in FAMILIES:
+            remedy = f"use a model of type {', '.join(FAMILIES)}"
+        fault = f"{path}: mlx-lm cannot build this model: {one_line(error)}"
+        raise UserError(fault, remedy) from None
     return model, config, fit_ropes(model, filled)
 
 
@@ -165,19 +176,8 @@ def build_to_generate(
 
 def _build_whole(path: Path, dtype: str | None) -> tuple[nn.Module, dict[str, mx.array]]:
     """Build a model; return it and its parameters as they are stored."""
-    config = read_config(path)
-    model_type = config.get("model_type")
-    packing = published_packing(config)
     check_model_files(path)
-    try:
-        model, _, _ = load_lazily(path)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        fault = f"{path}: mlx-lm cannot build this model: {one_line(error)}"
-        if packing is not None:
-            raise UserError(fault, f"it is {packing}: take the model in 16 bits") from None
-        if model_type in FAMILIES:
-            raise UserError(fault) from None
-        raise UserError(fault, f"use a model of type {', '.join(FAMILIES)}") from None
+    model, _, _ = load_lazily(path)
     stored = dict(tree_flatten(model.parameters()))
     if dtype is not None:
         model.set_dtype(getattr(mx, dtype))

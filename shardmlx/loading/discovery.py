@@ -19,7 +19,6 @@ from shardmlx.errors import UserError, one_line
 from shardmlx.loading.adapters import adapter_file
 from shardmlx.loading.build import check_can_be_cut
 from shardmlx.loading.hub_download import (
-    download_whole,
     fetch_small_files,
     find_model,
     manifest_of,
@@ -29,7 +28,7 @@ from shardmlx.loading.hub_download import (
 from shardmlx.loading.manifest import ModelManifest, fingerprint, read_model_manifest
 from shardmlx.loading.partial_copy import PartialCopy
 from shardmlx.loading.transfer import Bundle, Holding, WeightMap, Weights
-from shardmlx.modelfiles.hub import NoRanges, Repository
+from shardmlx.modelfiles.hub import Repository
 from shardmlx.modelfiles.safetensors_header import MODEL_FILES, check_weights
 from shardmlx.modelfiles.sources import CONFIG_FILE, SUFFIX
 from shardmlx.models.config_reader import check_layout, read_config
@@ -97,10 +96,7 @@ def _look_first(model: str, revision: str | None) -> _LocalModel:
     if repository is None:
         return _whole(find_model(model, revision))
     snapshot = whole_snapshot(model, repository.revision)
-    try:
-        manifest = manifest_of(repository)
-    except NoRanges:
-        return _whole(snapshot or download_whole(repository))
+    manifest = manifest_of(repository)
     return _LocalModel(
         Holding.HUB if snapshot is None else Holding.WHOLE,
         manifest.key,

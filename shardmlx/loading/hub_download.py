@@ -19,7 +19,7 @@ from shardmlx.modelfiles.hub import (
     hub_errors,
     no_directory,
 )
-from shardmlx.modelfiles.model_files import read_model
+from shardmlx.modelfiles.model_files import read_model, sound
 from shardmlx.modelfiles.safetensors_header import PlacedTensor
 from shardmlx.modelfiles.sources import SUFFIX, Directory
 
@@ -88,10 +88,9 @@ def download(
 
 
 def find_model(model: str, revision: str | None = None) -> Path:
-    """Return the directory of a local model, or of a Hugging Face repository.
+    """Return the directory of a local model, or of a repository, which is downloaded if need be.
 
-    The ``revision`` of the repository, a branch, tag or commit, is downloaded if need be. Raises
-    ``UserError``.
+    ``revision`` is its branch, tag or commit. Raises ``UserError``.
     """
     path = Path(model)
     if path.is_dir():
@@ -111,10 +110,7 @@ def find_model(model: str, revision: str | None = None) -> Path:
 
 
 def open_repository(name: str, revision: str | None = None) -> Repository | None:
-    """Open a repository whose hub answers; None if only its cache can be asked.
-
-    Raises ``UserError``.
-    """
+    """Open a repository; None if only its cache can be asked. Raises ``UserError``."""
     source = find_repository(name, revision)
     return source if isinstance(source, Repository) else None
 
@@ -134,34 +130,17 @@ def whole_snapshot(name: str, commit: str | None) -> Path | None:
     return Path(path) if files.tensors and files.config and not files.faults else None
 
 
-def download_whole(repository: Repository) -> Path:
-    """Fetch a model from a hub that gives no ranges; return its directory."""
-    paths = [repository.fetch(file) for file in _wanted(repository)]
-    if not paths:
-        raise UserError(f"{repository.name} has no model", "name a repository with weights")
-    return paths[0].parent
-
-
 def fetch_small_files(repository: Repository, directory: Path) -> None:
     """Fetch the tokenizer, and all other files but weights."""
-    for file in _wanted(repository):
-        if not file.endswith(SUFFIX):
+    for file in repository.files:
+        is_wanted = any(fnmatchcase(file, pattern) for pattern in FILES_TO_DOWNLOAD)
+        if is_wanted and "/" not in file and not file.endswith(SUFFIX):
             (directory / file).write_bytes(repository.read(file))
 
 
-def _wanted(repository: Repository) -> list[str]:
-    return [
-        file
-        for file in repository.files
-        if "/" not in file and any(fnmatchcase(file, pattern) for pattern in FILES_TO_DOWNLOAD)
-    ]
-
-
 def manifest_of(repository: Repository) -> ModelManifest:
-    """Return the beginning of a copy of a repository. Raises ``UserError`` or ``NoRanges``."""
-    files = read_model(repository)
-    if files.faults:
-        raise UserError(files.faults[0])
+    """Return the beginning of a copy of a repository. Raises ``UserError``."""
+    files = sound(repository)
     heads = {
         file: repository.part(file, 0, header.data_offset) for file, header in files.headers.items()
     }

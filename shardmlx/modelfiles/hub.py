@@ -50,10 +50,6 @@ class _Broken(Unreachable):
     """A connection that broke or failed; the next one may hold."""
 
 
-class NoRanges(UserError):
-    """A hub that gives whole files only."""
-
-
 def find_repository(name: str, revision: str | None) -> Directory | Repository:
     """Find a repository on the hub, or its snapshot in the cache if the hub cannot be asked."""
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
@@ -161,8 +157,7 @@ class Repository:
     ) -> Iterator[bytes]:
         """Yield the bytes ``start`` to ``stop`` of a file as they come; ``told`` gets its size.
 
-        If a connection breaks, the next one goes on. Raises ``Unreachable`` if none gets further,
-        ``NoRanges`` if the hub gives whole files only.
+        If a connection breaks, the next one goes on. Raises ``Unreachable`` if none gets further.
         """
         from huggingface_hub import constants
 
@@ -219,10 +214,9 @@ class Repository:
             given = response.headers.get("Content-Range", "")
             match = re.fullmatch(rf"bytes {start}-\d+/(\d+)", given.strip())
             if response.status_code != 206 or match is None:
-                raise NoRanges(
-                    f"{constants.ENDPOINT} sends all of {self.where(file)} when asked for its "
-                    "header",
-                    "use another HF_ENDPOINT, or download the model and inspect that",
+                raise UserError(
+                    f"{constants.ENDPOINT} sends all of {self.where(file)} when asked for a part",
+                    "use another HF_ENDPOINT, or download the model and name its directory",
                 )
             yield int(match[1]), _first(response.iter_bytes(), stop - start)
 

@@ -170,8 +170,3 @@ def test_each_rank_downloads_its_part_from_the_hub(small: Path, hub: Hub, tmp_pa
     assert re.search(
         r"^weights: [\d.]+ [GMK]iB over MPI, [\d.]+ [GMK]iB from the hub in", job.stdout, re.M
     )
-    # A hub that gives whole files only.
-    hub.ignores_ranges = True
-    group = machines(tmp_path / "mac1", 2)
-    job = group.run("generate", *say)
-    assert text_of(job) == text_of(plain)

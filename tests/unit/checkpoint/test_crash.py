@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -133,20 +132,6 @@ def test_a_crash_leaves_nothing_that_stays_for_ever_or_is_in_the_way(
         store.prune(1)
         assert content(store, 2) == NEW
         assert names(store) == {"step-0000002"}
-
-
-def test_what_mends_after_a_crash_may_crash_itself(tmp_path: Path) -> None:
-    for i, dead in enumerate(crashes(tmp_path, two, save_2)):
-        for at in count():
-            again = Store(tmp_path / f"{i}-{at}")
-            shutil.copytree(dead.directory, again.directory)
-            try:
-                with calls(at):
-                    again.steps()
-            except _Crash:
-                assert old_and_new(again) in [{1: OLD, 2: OLD}, {1: OLD, 2: NEW}]
-            else:
-                break
 
 
 def test_a_name_becomes_final_when_all_is_on_the_disk(tmp_path: Path) -> None:

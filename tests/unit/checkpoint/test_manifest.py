@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardmlx.checkpoint.store import FORMAT, MANIFEST, MARKER, FileInfo, Manifest, Store
+from shardmlx.checkpoint.store import MANIFEST, MARKER, FileInfo, Manifest, Store
 from shardmlx.errors import UserError
 from tests.helpers.checkpoints import NEW, OLD, manifest_of, put
 
@@ -76,12 +76,6 @@ def test_a_manifest_survives_its_text() -> None:
     assert Manifest.from_json(manifest.to_json(), "here") == manifest
 
 
-def test_a_manifest_of_a_newer_format_asks_for_a_newer_program() -> None:
-    text = json.dumps({"format": FORMAT + 1, "what": "we cannot know"}).encode()
-    with pytest.raises(UserError, match=f"d/checkpoint.json is of format {FORMAT + 1}"):
-        Manifest.from_json(text, "d/checkpoint.json")
-
-
 @pytest.mark.parametrize(
     "name", ["../weights.safetensors", "/etc/a.safetensors", "COMMITTED", "a/b.safetensors", ""]
 )
@@ -100,28 +94,18 @@ JSON = st.recursive(
 GOOD = json.loads(manifest_of(7, OLD).to_json())
 
 
-def manifest_or_refusal(text: bytes) -> None:
-    try:
-        manifest = Manifest.from_json(text, "here")
-    except UserError as error:
-        refusal = str(error)
-    else:
-        assert Manifest.from_json(manifest.to_json(), "here").step == manifest.step
-        return
-    assert refusal.startswith("here is ")
-
-
 @settings(deadline=None, max_examples=50)
-@given(st.sampled_from(sorted(GOOD)), JSON)
-def test_a_manifest_with_one_part_wrong_is_refused_or_read(key: str, value: Any) -> None:
-    manifest_or_refusal(json.dumps({**GOOD, key: value}).encode())
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.sampled_from(["name", "nbytes", "sha256", "more"]), JSON)
-def test_a_manifest_with_a_strange_file_is_refused_or_read(key: str, value: Any) -> None:
-    files = [{**GOOD["files"][0], key: value}]
-    manifest_or_refusal(json.dumps({**GOOD, "files": files}).encode())
+@given(st.sampled_from(sorted(GOOD)), st.sampled_from(["name", "nbytes", "sha256", "more"]), JSON)
+def test_a_manifest_with_one_part_wrong_is_refused_or_read(key: str, part: str, value: Any) -> None:
+    for wrong in ({key: value}, {"files": [{**GOOD["files"][0], part: value}]}):
+        try:
+            manifest = Manifest.from_json(json.dumps({**GOOD, **wrong}).encode(), "here")
+        except UserError as error:
+            refusal = str(error)
+        else:
+            assert Manifest.from_json(manifest.to_json(), "here").step == manifest.step
+            continue
+        assert refusal.startswith("here is ")
 
 
 @pytest.mark.parametrize(
@@ -130,7 +114,7 @@ def test_a_manifest_with_a_strange_file_is_refused_or_read(key: str, value: Any)
         b"",
         b"\xff",
         b"[" * 100_000,
-        b'{"format": 1e999}',
+        json.dumps({**GOOD, "format": 2}).encode(),
         json.dumps({**GOOD, "step": float("inf")}).encode(),
         json.dumps({**GOOD, "step": 1.5}).encode(),
         json.dumps({**GOOD, "step": 0}).encode(),

@@ -162,13 +162,6 @@ def test_of_every_option_it_is_known_whether_it_may_change() -> None:
     assert {each.name for each in fields(TrainConfig)} - compared == set(MAY_CHANGE.split())
 
 
-def test_a_checkpoint_from_before_an_option_was_there_is_of_the_same_run(model: Path) -> None:
-    older = identity(model)
-    for name in ("master_weights", "sum_dtype"):
-        del older["options"][name]
-    check_identity(identity(model), older, WHERE)
-
-
 @pytest.mark.parametrize(
     "theirs", [{}, {"model": []}, {"model": {"sha256": 3}}, {"model": None, "data": 3}]
 )

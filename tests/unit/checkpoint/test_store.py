@@ -12,7 +12,7 @@ import pytest
 from shardmlx.checkpoint.store import MANIFEST, MARKER, Store, step_of
 from shardmlx.distributed.shared_disks import PROBE
 from shardmlx.errors import UserError
-from tests.helpers.checkpoints import NEW, OLD, content, is_sound, manifest_of, names, put
+from tests.helpers.checkpoints import OLD, names, put
 
 
 def test_a_checkpoint_is_a_directory_named_for_its_step(tmp_path: Path) -> None:
@@ -25,13 +25,6 @@ def test_a_checkpoint_is_a_directory_named_for_its_step(tmp_path: Path) -> None:
     assert (
         store.path(100) / MARKER
     ).read_text() == f"{digest}  {MANIFEST}\n"  # as sha256sum has it
-
-
-def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    assert store.manifest(put(store, 5, OLD).step) == manifest_of(5, OLD)
-    assert content(store, 5) == OLD
-    assert is_sound(store, 5)
 
 
 def test_steps_are_those_of_complete_checkpoints_from_the_oldest(tmp_path: Path) -> None:
@@ -69,17 +62,6 @@ def test_only_the_names_that_a_checkpoint_gets_are_names_of_one(
     assert step_of(name) == step
 
 
-def test_what_a_dead_run_had_begun_goes_when_the_next_is_begun(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    put(store, 1, OLD)
-    for step in (2, 3):
-        partial = store.partial(step)
-        partial.mkdir()
-        (partial / "weights-00.safetensors").write_bytes(b"half")
-    assert list(store.begin(3).iterdir()) == []
-    assert names(store) == {"step-0000001", "partial-step-0000003"}
-
-
 def test_a_rank_may_remove_its_probe_while_a_checkpoint_is_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,14 +73,6 @@ def test_a_rank_may_remove_its_probe_while_a_checkpoint_is_begun(
 
     monkeypatch.setattr(Path, "glob", glob_and_lose)
     assert Store(tmp_path).begin(3).is_dir()
-
-
-def test_saving_a_step_again_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    put(store, 1, OLD)
-    put(store, 1, NEW)
-    assert content(store, 1) == NEW
-    assert names(store) == {"step-0000001"}
 
 
 @pytest.mark.parametrize("keep", range(5))

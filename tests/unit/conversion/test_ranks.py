@@ -171,19 +171,13 @@ def test_layers_are_divided_by_what_is_to_be_written(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_full_only_when_a_file_is_closed_is_noticed_and_the_file_is_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     (tmp_path / "partial-a").symlink_to("/dev/full")
     pieces = iter([memoryview(b"con"), memoryview(b"tent")])
-    monkeypatch.setattr(command, "Incoming", lambda *args: pieces)
     open_files = {path.name for path in Path("/proc/self/fd").iterdir()}
-
-    def work(transport: LocalTransport) -> None:
-        output = OutputDirectory(tmp_path / "out")
-        command._receive(output, transport, tmp_path / "a", len(b"content"), 0, QUIET)
-
     with pytest.raises(UserError, match="the disk is full"):
-        LocalNetwork(1).run(work)
+        command._receive(OutputDirectory(tmp_path / "out"), tmp_path / "a", 7, pieces, QUIET)
     assert next(pieces, None) is None, "what is sent must be received"
     assert {path.name for path in Path("/proc/self/fd").iterdir()} <= open_files
     assert not (tmp_path / "a").exists()
