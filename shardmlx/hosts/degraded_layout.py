@@ -1,8 +1,4 @@
-"""A run's layout on the hosts that are left. No MLX, no MPI.
-
-The layout uses options alone, without a new stage map, so that the printed command can be typed
-again.
-"""
+"""A run's layout on the hosts that are left, in options alone. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -41,9 +37,8 @@ def plan_again(
     """Return the layout for ``machines``, one a rank: the user's if it suits them, else one
     pipeline through as many of them as there are layers.
 
-    ``run`` has the ``options`` and the YAML ``file``. The batch size stays. The run itself chooses
-    all that the options leave open. Raises ``UserError`` if the user's file prevents a necessary
-    change, or no layout suits.
+    ``run`` has the ``options`` and the YAML ``file``. The run chooses what they leave open. Raises
+    ``UserError`` if the user's file prevents a necessary change, or no layout suits.
     """
     layers = _layers(run)
     layout = run.layout
@@ -59,10 +54,9 @@ def plan_again(
             f"{file}: stage_map does not suit the {here} left",
             "give it by --stage-map, and launch can plan again without it",
         )
-    batch = replace(run.batch, replica_rows=None) if run.batch.given_rows else run.batch
     for ranks in range(len(machines), 0, -1):
         alone = replace(layout, stage_map=None, pipeline_stages=ranks, data_parallel=None)
-        if fits(alone, batch, None, machines[:ranks], layers):
+        if fits(alone, run.batch, None, machines[:ranks], layers):
             break
     else:
         raise UserError(
@@ -103,12 +97,9 @@ def fits(
             return layers is None or pp * virtual <= layers
     except UserError:
         return False
-    return all(_runs_on(stage_map.host_of(rank), machines[rank].host) for rank in range(pp))
-
-
-def _runs_on(wanted: str | None, host: str) -> bool:
-    """Compare hosts as ``train`` does, as far as the hostfile names its machines."""
-    return wanted is None or is_unnamed(host) or same_host(wanted, host)
+    # Hosts are compared as train does, as far as the hostfile names its machines.
+    pairs = ((stage_map.host_of(rank), machines[rank].host) for rank in range(pp))
+    return all(not wanted or is_unnamed(host) or same_host(wanted, host) for wanted, host in pairs)
 
 
 def _layers(run: RunSpec) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from shardmlx.common.units import GIB, MIB
+from shardmlx.common.units import GIB
 from shardmlx.costmodel.hostfile import Machine, host_key, is_unnamed, kind_key
 from shardmlx.hosts.findings import Examination, Host
 
@@ -19,9 +19,8 @@ _HEADER = """\
 def machines_of(examination: Examination, known: Sequence[Machine] = ()) -> tuple[Machine, ...]:
     """Return the measured machines, in the order of ``known`` ones, then of the ranks.
 
-    A known machine keeps its name, slots and unmeasured facts; one without ranks stays unchanged. A
-    host's link is its fastest: between two hosts, the planner takes the slower speed and the longer
-    latency.
+    A known machine keeps its name, slots and unmeasured facts. A host's link is its fastest: of two
+    hosts, the planner takes the slower speed and the longer latency.
     """
     left = list(examination.hosts)
     machines = []
@@ -54,51 +53,33 @@ def _measured(host: Host, examination: Examination, machine: Machine) -> Machine
         for link in examination.links
         if host.name in (link.first, link.second) and link.speed is not None
     ]
-    memory = host.facts.memory_limit or host.facts.memory
-    flops = host.flops.get("bf16") or host.flops.get("fp32")
-    kind = kind_key(host.facts.chip or "")
-    memory = memory or machine.memory
+    memory = host.facts.memory_limit or host.facts.memory or machine.memory
     wired = host.working_set or machine.wired
     return replace(
         machine,
         memory=memory,
         wired=min(wired, memory) if wired and memory else wired,
-        flops=flops or machine.flops,
+        flops=host.flops.get("bf16") or host.flops.get("fp32") or machine.flops,
         link=max((each.slower for each in speeds), default=machine.link),
         latency=min((each.latency for each in speeds), default=machine.latency),
-        kind=machine.kind or kind or None,
+        kind=machine.kind or kind_key(host.facts.chip or "") or None,
     )
 
 
 def hostfile_text(machines: Iterable[Machine], date: str = "") -> str:
     """Return a hostfile that ``read_hostfile`` reads as these machines, to five digits."""
-    lines = [f"{_line(machine)}\n" for machine in machines]
-    return _HEADER.format(date=date and f" on {date}") + "".join(lines)
+    return _HEADER.format(date=date and f" on {date}") + "".join(map(_line, machines))
 
 
 def _line(machine: Machine) -> str:
     facts = {
-        "memory": machine.memory and _memory(machine.memory),
-        "wired": machine.wired and _memory(machine.wired),
-        "flops": machine.flops and _scaled(machine.flops, _FLOPS),
-        "link": machine.link and _scaled(8 * machine.link, _BITS),
-        "latency": machine.latency and _scaled(machine.latency, _SECONDS),
+        "memory": machine.memory and f"{machine.memory / GIB:.6g}GiB",
+        "wired": machine.wired and f"{machine.wired / GIB:.6g}GiB",
+        "flops": machine.flops and f"{machine.flops / 1e12:.5g}T",
+        "link": machine.link and f"{8 * machine.link / 1e9:.5g}Gbps",
+        "latency": machine.latency and f"{1e6 * machine.latency:.5g}us",
         "kind": machine.kind,
     }
     words = [f"{key}={value}" for key, value in facts.items() if value]
     comment = f"  # {' '.join(words)}" if words else ""
-    return f"{machine.login or machine.host} slots={machine.slots}{comment}"
-
-
-_FLOPS = ((1e12, "T"), (1e9, "G"), (1e6, "M"))
-_BITS = ((1e9, "Gbps"), (1e6, "Mbps"), (1e3, "kbps"))
-_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
-
-
-def _memory(nbytes: int) -> str:
-    return f"{nbytes // GIB}GiB" if nbytes % GIB == 0 else f"{nbytes // MIB}MiB"
-
-
-def _scaled(number: float, units: Sequence[tuple[float, str]]) -> str:
-    size, unit = next((each for each in units if number >= each[0]), units[-1])
-    return f"{number / size:.5g}{unit}"
+    return f"{machine.login or machine.host} slots={machine.slots}{comment}\n"

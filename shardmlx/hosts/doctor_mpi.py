@@ -138,15 +138,9 @@ class Examiner:
         found: dict[str, tuple[Route, ...]] = dict.fromkeys(listeners, ())
         for (host, each, listener), error in zip(targets, errors, strict=True):
             through = own.get(source_address(each.address) or "")
-            route = Route(
-                interface=None if through is None else through.name,
-                medium=None if through is None else through.medium,
-                address=each.address,
-                network=each.network,
-                problem=error,
-                used=is_used(each, listener.include),
-            )
-            found[host] += (route,)
+            name, medium = (through.name, through.medium) if through else (None, None)
+            used = is_used(each, listener.include)
+            found[host] += (Route(name, medium, each.address, each.network, error, used),)
         return found
 
     def _links(self, routes: Mapping[str, Mapping[str, tuple[Route, ...]]]) -> list[Link]:
@@ -156,17 +150,14 @@ class Examiner:
         for number, (a, b) in enumerate(pairs, start=1):
             self._say(f"measuring {a} - {b} ({number} of {len(pairs)})")
             there, back = routes[a][b], routes[b][a]
-            speed = None
+            speed, problem = None, None
             if _may_talk(there) and _may_talk(back):
-                speed = self._measure(self._ranks[a][0], self._ranks[b][0])
-            measured = speed if isinstance(speed, LinkSpeed) else None
-            problem = speed if isinstance(speed, str) else None
-            links.append(
-                Link(first=a, second=b, there=there, back=back, speed=measured, problem=problem)
-            )
+                speed, problem = self._measure(self._ranks[a][0], self._ranks[b][0])
+            link = Link(first=a, second=b, there=there, back=back, speed=speed, problem=problem)
+            links.append(link)
         return links
 
-    def _measure(self, first: int, second: int) -> LinkSpeed | str | None:
+    def _measure(self, first: int, second: int) -> tuple[LinkSpeed | None, str | None]:
         transport = self._transport
         mine = None
         if transport.rank in (first, second):
@@ -175,7 +166,7 @@ class Examiner:
         with transport.longer_timeout(3 * transport.timeout + 10 * self._seconds):
             said = transport.all_gather(mine, "measuring links")
         found: LinkSpeed | str | None = said[first] or said[second]
-        return found
+        return (None, found) if isinstance(found, str) else (found, None)
 
 
 def _may_talk(routes: Sequence[Route]) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import shardmlx
 from shardmlx.common.formatting import columns, gibibytes
@@ -17,6 +18,8 @@ from shardmlx.config.doctor import STDOUT
 from shardmlx.errors import UserError
 from shardmlx.hosts.findings import Examination, Finding, Host, Link, open_routes
 from shardmlx.hosts.host_facts import HostFacts
+
+T = TypeVar("T")
 
 UNKNOWN = "unknown"
 
@@ -59,15 +62,13 @@ def write(path: str, content: str, json_target: str | None) -> None:
 def text(examination: Examination, findings: Sequence[Finding]) -> str:
     """Return a table of hosts, one of links, and a line for each finding."""
     hosts, links = examination.hosts, examination.links
-    parts = [columns(("host", *(host.name for host in hosts)), _rows(hosts))]
+    parts = [host_table((host.name for host in hosts), hosts, _cells(hosts))]
     if links:
         header = ("link", "over", "latency", "there", "back")
         parts.append(columns(header, [_link_line(link) for link in links]))
-    notes = [note for host in hosts for note in _notes(host)]
-    if notes:
-        parts.append("\n".join(notes))
+    parts.append("\n".join(filter(None, map(_advice, hosts))))
     parts.append(warnings(findings))
-    return "\n\n".join(parts)
+    return "\n\n".join(filter(None, parts))
 
 
 def warnings(findings: Sequence[Finding]) -> str:
@@ -76,10 +77,7 @@ def warnings(findings: Sequence[Finding]) -> str:
 
 
 def content(examination: Examination, findings: Sequence[Finding]) -> dict[str, Any]:
-    """Return all findings, for JSON; unknown values are null.
-
-    Units are as in ``examination``: bytes, seconds, FLOP/s, bytes a second.
-    """
+    """Return all findings, for JSON; unknown values are null."""
     return {
         "shardmlx": shardmlx.__version__,
         "hosts": [{**asdict(host), "versions": host.versions} for host in examination.hosts],
@@ -88,31 +86,35 @@ def content(examination: Examination, findings: Sequence[Finding]) -> dict[str, 
     }
 
 
-def _rows(hosts: Sequence[Host]) -> list[tuple[str, ...]]:
-    def row(label: str, cell: Callable[[Host], str | None]) -> tuple[str, ...]:
-        return label, *(cell(host) or UNKNOWN for host in hosts)
+def host_table(
+    names: Iterable[str], hosts: Sequence[T], cells: Iterable[tuple[str, Callable[[T], str | None]]]
+) -> str:
+    """Return a table with a column a host: the label of each line, and what its cells say."""
+    lines = [(label, *(cell(host) or UNKNOWN for host in hosts)) for label, cell in cells]
+    return columns(("host", *names), lines)
 
-    def version(package: str) -> tuple[str, ...]:
-        return row(package, lambda host: host.versions.get(package))
 
-    packages = dict.fromkeys(package for host in hosts for package in host.versions)
-    dtypes = dict.fromkeys(dtype for host in hosts for dtype in host.flops)
-    return [
-        row("ranks", lambda host: " ".join(map(str, host.ranks))),
-        *map(version, packages),
-        row("system", lambda host: host.facts.system),
-        row("chip", lambda host: host.facts.chip),
-        row("cores", lambda host: str(host.facts.cores or "")),
-        row("computes on", lambda host: host.device),
-        row("matrix library", lambda host: host.blas),
-        *(row(f"matmul {dtype}", _speed_of(dtype)) for dtype in dtypes),
-        row("memory", lambda host: _bytes(host.facts.memory)),
-        row("free memory", lambda host: _bytes(host.facts.memory_free)),
-        row("memory limit", lambda host: _limit(host.facts)),
-        row("wired limit", _wired_limit),
-        row("free disk", lambda host: _bytes(host.facts.disk_free)),
-        row("arrays to MPI", lambda host: "copied" if host.copies else "no copy"),
-    ]
+def _cells(hosts: Sequence[Host]) -> Iterator[tuple[str, Callable[[Host], str | None]]]:
+    yield "ranks", lambda host: " ".join(map(str, host.ranks))
+    for package in dict.fromkeys(package for host in hosts for package in host.versions):
+        yield package, partial(_version, package)
+    yield "system", lambda host: host.facts.system
+    yield "chip", lambda host: host.facts.chip
+    yield "cores", lambda host: str(host.facts.cores or "")
+    yield "computes on", lambda host: host.device
+    yield "matrix library", lambda host: host.blas
+    for dtype in dict.fromkeys(dtype for host in hosts for dtype in host.flops):
+        yield f"matmul {dtype}", partial(_speed, dtype)
+    yield "memory", lambda host: _bytes(host.facts.memory)
+    yield "free memory", lambda host: _bytes(host.facts.memory_free)
+    yield "memory limit", lambda host: _limit(host.facts)
+    yield "wired limit", _wired_limit
+    yield "free disk", lambda host: _bytes(host.facts.disk_free)
+    yield "arrays to MPI", lambda host: "copied" if host.copies else "no copy"
+
+
+def _version(package: str, host: Host) -> str | None:
+    return host.versions.get(package)
 
 
 def _bytes(count: int | None) -> str | None:
@@ -125,14 +127,11 @@ def _limit(facts: HostFacts) -> str:
     return f"{gibibytes(facts.memory_limit)}, {facts.memory_limit_reason}"
 
 
-def _speed_of(dtype: str) -> Callable[[Host], str | None]:
-    def cell(host: Host) -> str | None:
-        flops = host.flops.get(dtype)
-        if flops is None:
-            return None
-        return f"{flops / 1e12:.2f} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:.1f} GFLOP/s"
-
-    return cell
+def _speed(dtype: str, host: Host) -> str | None:
+    flops = host.flops.get(dtype)
+    if flops is None:
+        return None
+    return f"{flops / 1e12:.2f} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:.1f} GFLOP/s"
 
 
 def _wired_limit(host: Host) -> str | None:
@@ -144,29 +143,24 @@ def _wired_limit(host: Host) -> str | None:
     return _bytes(limit)
 
 
-def _notes(host: Host) -> Iterable[str]:
-    """Yield optional improvements."""
-    facts = host.facts
-    if facts.is_mac and facts.wired_limit == 0 and facts.memory:
-        left = facts.memory - max(SYSTEM_BYTES, facts.memory // SYSTEM_PART)
-        if left > facts.memory // 2:
-            yield (
-                f"{host.name}: if a model needs more memory on the GPU than the system allows: "
-                f"sudo sysctl iogpu.wired_limit_mb={left // MIB} (until the next start)"
-            )
+def _advice(host: Host) -> str | None:
+    """Return how the GPU of a Mac may wire more."""
+    memory = host.facts.memory or 0
+    left = memory - max(SYSTEM_BYTES, memory // SYSTEM_PART)
+    if not host.facts.is_mac or host.facts.wired_limit != 0 or left <= memory // 2:
+        return None
+    return (
+        f"{host.name}: if a model needs more memory on the GPU than the system allows: "
+        f"sudo sysctl iogpu.wired_limit_mb={left // MIB} (until the next start)"
+    )
 
 
 def _link_line(link: Link) -> tuple[str, ...]:
     routes = ", ".join(map(str, open_routes(link.there))) or UNKNOWN
     if link.speed is None:
         return (link.name, routes, UNKNOWN, UNKNOWN, UNKNOWN)
-    return (
-        link.name,
-        routes,
-        latency(link.speed.latency),
-        bandwidth(link.speed.there),
-        bandwidth(link.speed.back),
-    )
+    there, back = bandwidth(link.speed.there), bandwidth(link.speed.back)
+    return (link.name, routes, latency(link.speed.latency), there, back)
 
 
 def latency(seconds: float) -> str:

@@ -17,12 +17,11 @@ from typing import Any
 import shardmlx
 from shardmlx.common.cli import run_command
 from shardmlx.common.environment import launched_rank
-from shardmlx.common.formatting import columns
 from shardmlx.config.doctor import LINE
 from shardmlx.costmodel.hostfile import read_hostfile
 from shardmlx.errors import UserError
 from shardmlx.hosts import probe_script
-from shardmlx.hosts.doctor_report import UNKNOWN, check_json, progress, show, warnings
+from shardmlx.hosts.doctor_report import check_json, host_table, progress, show, warnings
 from shardmlx.hosts.findings import Finding, connection_remedy, version_skew
 from shardmlx.hosts.host_facts import source_address
 from shardmlx.hosts.mpirun import mpirun_path
@@ -84,8 +83,7 @@ class SshReport:
 
 
 def run(words: Sequence[str]) -> int | None:
-    """Ask the hosts with ssh and return the exit status: 0, 1 for warnings with ``--strict``, or 2
-    after bad input. Return None without ``--ssh``: then ranks look."""
+    """Ask the hosts with ssh; return the exit status, or None without ``--ssh``: ranks look."""
     if "--ssh" not in words:
         return None
     return run_command(lambda: _run(words)) if launched_rank() == 0 else 0  # one asks for all
@@ -101,10 +99,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 def probe_hosts(hostfile: str, agent: str | None, python: str) -> SshReport:
-    """Ask all hosts of the hostfile, and this machine if it is none of them.
-
-    ``agent`` replaces ssh.
-    """
+    """Ask all hosts of the hostfile, and this machine if it is none of them."""
     hosts = [
         ProbedHost(each.host, each.login, is_local(each.host)) for each in read_hostfile(hostfile)
     ]
@@ -156,11 +151,10 @@ def _connect(hosts: Sequence[ProbedHost], probes: Mapping[str, Probe]) -> None:
 
 def address_of(host: ProbedHost, seen_by: ProbedHost) -> str | None:
     """Return the IPv4 address at which ``seen_by`` finds a host; None if it is unknown."""
+    found = host.reached
     if host.is_local:
-        came = seen_by.ssh_connection[:1]
-        found = came[0] if came else seen_by.address and source_address(seen_by.address)
-    else:
-        found = host.reached
+        source = seen_by.address and source_address(seen_by.address)
+        found = next(iter(seen_by.ssh_connection), source)
     return found if found and ":" not in found else None
 
 
@@ -179,37 +173,35 @@ def find(hosts: Sequence[ProbedHost], remote: RemoteLogin) -> Iterator[Finding]:
 
 def report_text(report: SshReport) -> str:
     """Return a table of the hosts, and a line for each finding."""
-
-    def row(label: str, cell: Callable[[ProbedHost], str | None]) -> tuple[str, ...]:
-        return label, *(cell(host) or UNKNOWN for host in report.hosts)
-
-    def answers(host: ProbedHost) -> str:
-        if host.facts is None:
-            return "no"
-        return "here" if host.is_local else "without a password"
-
-    def version(package: str) -> Callable[[ProbedHost], str | None]:
-        return lambda host: (host.versions.get(package) or "none") if host.facts else None
-
-    def connects(host: ProbedHost) -> str | None:
-        found = [other for other, error in host.errors.items() if error is None]
-        return " ".join(found) or ("none" if host.errors else None)
-
-    packages = dict.fromkeys(package for host in report.hosts for package in host.versions)
-    rows = [
-        row("address", lambda host: "this machine" if host.is_local else host.reached),
-        row("answers", answers),
-        *(row(package, version(package)) for package in packages),
-        row("system", lambda host: str(host.facts["system"]) if host.facts else None),
-        row("connects to", connects),
-    ]
+    names = [host.name for host in report.hosts]
     return "\n\n".join(
         [
-            columns(("host", *(host.name for host in report.hosts)), rows),
+            host_table(names, report.hosts, _cells(report.hosts)),
             f"mpirun starts ranks with the same Python on all hosts: {report.python}",
             warnings(report.findings),
         ]
     )
+
+
+def _cells(
+    hosts: Sequence[ProbedHost],
+) -> Iterator[tuple[str, Callable[[ProbedHost], str | None]]]:
+    yield "address", lambda host: "this machine" if host.is_local else host.reached
+    answers = {True: "here", False: "without a password"}
+    yield "answers", lambda host: answers[host.is_local] if host.facts else "no"
+    for package in dict.fromkeys(package for host in hosts for package in host.versions):
+        yield package, partial(_version, package)
+    yield "system", lambda host: str(host.facts["system"]) if host.facts else None
+    yield "connects to", _connects
+
+
+def _version(package: str, host: ProbedHost) -> str | None:
+    return (host.versions.get(package) or "none") if host.facts else None
+
+
+def _connects(host: ProbedHost) -> str | None:
+    found = [other for other, error in host.errors.items() if error is None]
+    return " ".join(found) or ("none" if host.errors else None)
 
 
 def report_content(report: SshReport) -> dict[str, Any]:
@@ -224,7 +216,7 @@ def report_content(report: SshReport) -> dict[str, Any]:
                 "address": host.reached,
                 "answers": host.facts is not None,
                 "versions": host.versions,
-                "system": None if host.facts is None else host.facts["system"],
+                "system": host.facts and host.facts["system"],
                 "connection_errors": host.errors,
             }
             for host in report.hosts

@@ -6,6 +6,7 @@ import ipaddress
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 from shardmlx.common.formatting import gibibytes, plural
 from shardmlx.common.units import GIB
@@ -19,11 +20,7 @@ LITTLE_MEMORY = 1 / 3  # share of a machine's memory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSpeed:
-    """The speed of a link of two ranks.
-
-    ``latency`` is half a round trip; ``there`` and ``back`` are bytes a second from the first to
-    the second rank and from the second to the first.
-    """
+    """The speed of a link of two ranks: half a round trip, and bytes a second in each direction."""
 
     latency: float
     there: float
@@ -37,10 +34,9 @@ class LinkSpeed:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A route from one machine to an address of another.
+    """A route from one machine, by its ``interface``, to an address of another in a ``network``.
 
-    ``interface`` is the first one's, ``network`` that of the address; ``problem`` says why nobody
-    can connect, None if one can. Unless ``used``, Open MPI is told to ignore it.
+    ``problem`` says why nobody can connect. Unless ``used``, Open MPI is told to ignore it.
     """
 
     interface: str | None
@@ -57,8 +53,7 @@ class Route:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
     """A machine with its ``ranks``. ``flops`` are of all its ranks at once, by dtype; ``copies`` is
-    true if MPI gets copies of its arrays; ``working_set`` are the bytes that macOS lets the GPU
-    wire, None if nothing is wired."""
+    true if MPI gets copies of its arrays; ``working_set`` are the bytes that the GPU may wire."""
 
     name: str
     ranks: tuple[int, ...]
@@ -80,10 +75,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A link of two hosts by name, with the routes ``there`` and ``back``.
-
-    Without a speed, ``problem`` says why.
-    """
+    """A link of two hosts by name. Without a speed, ``problem`` says why."""
 
     first: str
     second: str
@@ -175,8 +167,8 @@ def version_skew(versions: Mapping[str, Mapping[str, str | None]]) -> Iterator[F
     packages = dict.fromkeys(package for each in versions.values() for package in each)
     for package in packages:
         has = {host: each.get(package) for host, each in versions.items()}
-        if package == "Python":
-            has = {host: _minor(version) for host, version in has.items()}
+        if package == "Python":  # its patch releases go together
+            has = {host: version and version.rpartition(".")[0] for host, version in has.items()}
         if len(set(has.values())) > 1:
             said = ", ".join(f"{version or 'none'} on {host}" for host, version in has.items())
             yield Finding(
@@ -184,56 +176,63 @@ def version_skew(versions: Mapping[str, Mapping[str, str | None]]) -> Iterator[F
             )
 
 
-def _minor(version: str | None) -> str | None:
-    return None if version is None else ".".join(version.split(".")[:2])
-
-
 def _of_host(host: Host) -> Iterator[Finding]:
     facts = host.facts
-    if host.copies:
-        problem = "MPI gets copies of arrays, and would lose messages"
-        yield Finding(host.name, problem, "report it with what --json writes")
-    if facts.memory and facts.memory_free and facts.memory_free < LITTLE_MEMORY * facts.memory:
-        yield Finding(
-            host.name,
-            f"only {gibibytes(facts.memory_free)} of {gibibytes(facts.memory)} memory are free",
+    memory, free = facts.memory or 0, facts.memory_free or facts.memory or 0
+    disk = LITTLE_DISK if facts.disk_free is None else facts.disk_free
+    cores = facts.cores or len(host.ranks)
+    checks = (
+        (
+            host.copies,
+            "MPI gets copies of arrays, and would lose messages",
+            "report it with what --json writes",
+        ),
+        (
+            free < LITTLE_MEMORY * memory,
+            f"only {gibibytes(free)} of {gibibytes(memory)} memory are free",
             "end other programs there",
-        )
-    if facts.disk_free is not None and facts.disk_free < LITTLE_DISK:
-        yield Finding(
-            host.name,
-            f"only {gibibytes(facts.disk_free)} of disk are free for {facts.directory}",
+        ),
+        (
+            disk < LITTLE_DISK,
+            f"only {gibibytes(disk)} of disk are free for {facts.directory}",
             "delete something, or work on another disk",
-        )
-    if facts.cores is not None and len(host.ranks) > facts.cores:
-        yield Finding(
-            host.name,
-            f"{len(host.ranks)} ranks on {plural(facts.cores, 'core')}",
+        ),
+        (
+            len(host.ranks) > cores,
+            f"{len(host.ranks)} ranks on {plural(cores, 'core')}",
             "give it fewer slots in the hostfile",
-        )
-    if host.blas_hint:
-        yield Finding(host.name, f"computes with {host.blas.partition(',')[0]}", host.blas_hint)
+        ),
+        (host.blas_hint, f"computes with {host.blas.partition(',')[0]}", host.blas_hint),
+    )
+    return (Finding(host.name, problem, remedy) for found, problem, remedy in checks if found)
+
+
+def _far_slower(
+    measured: Iterable[tuple[tuple[Any, ...], str, float]],
+) -> Iterator[tuple[tuple[Any, ...], str, str, float]]:
+    """Yield what is far slower than the best of its kind: the kind, both names, and the ratio."""
+    speeds = list(measured)
+    best = {kind: (speed, name) for kind, name, speed in sorted(speeds, key=lambda each: each[2])}
+    for kind, name, speed in speeds:
+        most, fastest = best[kind]
+        if speed < FAR_SLOWER * most:
+            yield kind, name, fastest, speed / most
 
 
 def _slow_machines(hosts: Sequence[Host]) -> Iterator[Finding]:
     """Compare hosts with the same chip and number of ranks."""
-    for host in hosts:
-        like = [
-            each
-            for each in hosts
-            if each.facts.chip == host.facts.chip
-            and each.facts.chip is not None
-            and len(each.ranks) == len(host.ranks)
-        ]
-        for dtype, flops in host.flops.items():
-            best = max(like or [host], key=lambda each: each.flops.get(dtype, 0.0))
-            if flops < FAR_SLOWER * best.flops.get(dtype, 0.0):
-                yield Finding(
-                    host.name,
-                    f"{flops / best.flops[dtype]:.0%} as fast in {dtype} as {best.name}, "
-                    f"which has {host.facts.chip} too",
-                    "see what else runs there, its power adapter, Low Power Mode, and heat",
-                )
+    measured = (
+        ((host.facts.chip, len(host.ranks), dtype), host.name, flops)
+        for host in hosts
+        for dtype, flops in host.flops.items()
+        if host.facts.chip is not None
+    )
+    for (chip, _, dtype), name, fastest, ratio in _far_slower(measured):
+        yield Finding(
+            name,
+            f"{ratio:.0%} as fast in {dtype} as {fastest}, which has {chip} too",
+            "see what else runs there, its power adapter, Low Power Mode, and heat",
+        )
 
 
 def _of_link(link: Link) -> Iterator[Finding]:
@@ -286,15 +285,9 @@ def _wireless(links: Sequence[Link]) -> Iterator[Finding]:
 
 
 def _slow_links(links: Sequence[Link]) -> Iterator[Finding]:
-    """Yield links far slower than the best over the same media."""
-    measured = [(link.speed.slower, link) for link in links if link.speed is not None]
-    best = {link.media: (speed, link) for speed, link in sorted(measured, key=lambda each: each[0])}
-    for speed, link in measured:
-        most, fastest = best[link.media]
-        if (ratio := speed / most) < FAR_SLOWER:
-            yield Finding(
-                None,
-                f"{link.name} is {ratio:.0%} as fast as {fastest.name}, over "
-                f"{' and '.join(link.media) or 'unknown media'} too",
-                "look at its cable and adapters",
-            )
+    """Compare links over the same media."""
+    measured = ((link.media, link.name, link.speed.slower) for link in links if link.speed)
+    for media, name, fastest, ratio in _far_slower(measured):
+        over = " and ".join(media) or "unknown media"
+        problem = f"{name} is {ratio:.0%} as fast as {fastest}, over {over} too"
+        yield Finding(None, problem, "look at its cable and adapters")

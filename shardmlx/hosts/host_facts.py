@@ -32,7 +32,6 @@ SECONDS_TO_SAY = 10.0
 _ADDED_PATH = "/usr/sbin:/sbin:/usr/bin:/bin"
 """Directories of the tools, which may be missing from PATH in a login without a terminal."""
 
-
 WIFI = "Wi-Fi"
 THUNDERBOLT = "Thunderbolt"
 ETHERNET = "Ethernet"
@@ -82,27 +81,33 @@ class HostFacts:
 def collect() -> HostFacts:
     """Ask this machine, and wait at most ``SECONDS_TO_SAY`` for each tool."""
     is_mac = sys.platform == "darwin"
+    system, release = platform.system(), platform.release()
+    if is_mac:
+        system, release = "macOS", platform.mac_ver()[0]
+    cores = os.cpu_count() if is_mac else len(os.sched_getaffinity(0))
     limit = _said("sysctl", "-n", "iogpu.wired_limit_mb") if is_mac else ""
     directory, disk_free = _disk()
     memory = psutil.virtual_memory()
-    bounds = [bound for bound in memory_bounds() if bound.nbytes < memory.total]
-    bound = min(bounds, key=lambda each: each.nbytes, default=None)
+    bounds = [(bound.nbytes, bound.what) for bound in memory_bounds()]
+    limit_bytes, reason = min(
+        (each for each in bounds if each[0] < memory.total), default=(None, None)
+    )
     return HostFacts(
         node=os.environ.get("PMIX_HOSTNAME"),
-        system=_system(),
+        system=f"{system} {release} {platform.machine()}",
         is_mac=is_mac,
         chip=_said("sysctl", "-n", "machdep.cpu.brand_string") if is_mac else _chip_on_linux(),
         python=sys.executable,
         versions=versions(),
-        cores=_cores(),
+        cores=cores,
         memory=memory.total,
         memory_free=memory.available,
         wired_limit=int(limit) * MIB if limit and limit.isdecimal() else None,
         directory=directory,
         disk_free=disk_free,
         interfaces=_interfaces(_media_of_mac() if is_mac else medium_on_linux),
-        memory_limit=None if bound is None else bound.nbytes,
-        memory_limit_reason=None if bound is None else bound.what,
+        memory_limit=limit_bytes,
+        memory_limit_reason=reason,
     )
 
 
@@ -112,12 +117,6 @@ def source_address(target: str) -> str | None:
         test.connect((target, 9))
         return str(test.getsockname()[0])
     return None
-
-
-def _system() -> str:
-    if sys.platform == "darwin":
-        return f"macOS {platform.mac_ver()[0]} {platform.machine()}"
-    return f"{platform.system()} {platform.release()} {platform.machine()}"
 
 
 def _said(*command: str) -> str | None:
@@ -146,13 +145,6 @@ def _chip_on_linux() -> str | None:
     return platform.processor() or None
 
 
-def _cores() -> int | None:
-    """Return how many cores this process may run on, if the system says so."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
-
-
 def _disk() -> tuple[str | None, int | None]:
     try:
         directory = os.getcwd()
@@ -174,10 +166,7 @@ def _interfaces(medium_of: Callable[[str], str | None]) -> tuple[Interface, ...]
 
 
 def hardware_ports(text: str) -> dict[str, str]:
-    """Return the port of each device in macOS's ``networksetup -listallhardwareports``.
-
-    An example: bridge0 -> Thunderbolt Bridge.
-    """
+    """Return the port of each device, from macOS's ``networksetup -listallhardwareports``."""
     found = re.findall(r"^Hardware Port: (.+)\nDevice: (\S+)$", text, re.MULTILINE)
     return {device: port.strip() for port, device in found}
 
@@ -199,10 +188,7 @@ def _media_of_mac() -> Callable[[str], str | None]:
 
 
 def medium_on_linux(name: str, root: Path = Path("/sys/class/net")) -> str | None:
-    """Return the medium of an interface, by the kernel's sysfs; None for a missing one.
-
-    Source: Documentation/ABI/testing/sysfs-class-net of Linux.
-    """
+    """Return the medium of an interface, by the kernel's sysfs; None for a missing one."""
     directory = root / name
     if not directory.exists():
         return None

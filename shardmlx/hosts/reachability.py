@@ -35,40 +35,18 @@ _SSH_FAILED = 255
 _NOT_FOUND = (126, 127)
 
 _SSH_SAYS = (
-    (
-        "Could not resolve hostname",
-        "its name does not resolve",
-        "write its address into the hostfile, or its name with .local, or add it to /etc/hosts",
-    ),
+    ("Could not resolve", "write its address, or NAME.local, into the hostfile or /etc/hosts"),
     (
         "Connection refused",
-        "refuses ssh",
-        "turn on Remote Login there (System Settings, General, Sharing; on Linux: install and "
-        "start openssh-server)",
+        "turn on Remote Login there (System Settings, General, Sharing), or install openssh-server",
     ),
-    (
-        "timed out",
-        "does not answer on ssh's port",
-        "see that it is on, awake, and in the same network, and see its firewall",
-    ),
-    (
-        "No route to host",
-        "there is no way to it",
-        "see that it is on and in the same network: cable, Wi-Fi, address",
-    ),
-    (
-        "REMOTE HOST IDENTIFICATION HAS CHANGED",
-        "its host key has changed",
-        "if it was set up anew: ssh-keygen -R {host}, then log in once by hand",
-    ),
-    ("Permission denied", "no login without a password", "ssh-copy-id {login}"),
-    (
-        "Host key verification failed",
-        "its host key is not known",
-        "log in once by hand: {agent} {login}",
-    ),
+    ("timed out", "see that it is on, awake, and in the same network, and see its firewall"),
+    ("No route to host", "see that it is on and in the same network: cable, Wi-Fi, address"),
+    ("IDENTIFICATION HAS CHANGED", "if it is new: ssh-keygen -R {host}, then log in once by hand"),
+    ("Permission denied", "ssh-copy-id {login}"),
+    ("Host key verification failed", "log in once by hand: {agent} {login}"),
 )
-"""Words of ssh's message, problem, remedy: the first match counts."""
+"""Words of ssh's message, and the remedy: the first match counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,21 +84,18 @@ def is_local(host: str) -> bool:
 def check_hosts(
     logins: Mapping[str, str], remote: RemoteLogin, seconds: float = SECONDS_TO_ANSWER
 ) -> dict[str, Finding]:
-    """Return, by host, the problem of each one that cannot run a rank.
-
-    ``logins`` has the login of each host. This machine is not asked.
-    """
+    """Return, by host, why it cannot run a rank. This machine is not asked."""
     others = {host: login for host, login in logins.items() if not is_local(host)}
     findings = {}
     with probing(others, remote, seconds) as (_, answers):
         for host, answer in answers.items():
-            found = list(problems(host, answer, remote))
+            found = next(problems(host, answer, remote), None)
             version = "" if isinstance(answer, Finding) else answer["versions"]["shardmlx"]
-            if not found and version != shardmlx.__version__:
+            if found is None and version != shardmlx.__version__:
                 problem = f"has shardmlx {version}, and this machine {shardmlx.__version__}"
-                found = [Finding(host, problem, "install the same version on all machines")]
-            if found:
-                findings[host] = found[0]
+                found = Finding(host, problem, "install the same version on all machines")
+            if found is not None:
+                findings[host] = found
     return findings
 
 
@@ -128,8 +103,7 @@ def check_hosts(
 def probing(
     logins: Mapping[str, str | None], remote: RemoteLogin, seconds: float
 ) -> Iterator[tuple[dict[str, Probe], dict[str, Answer | Finding]]]:
-    """Ask all hosts at once, by their logins; yield the probes, which end with the block, and each
-    host's answer or the reason why there is none."""
+    """Ask all hosts at once; yield the probes, which end with the block, and the answers."""
     probes: dict[str, Probe] = {}
     answers: dict[str, Answer | Finding] = {}
     with contextlib.ExitStack() as stack:
@@ -183,11 +157,9 @@ def login_problem(host: str, status: int, stderr: str, login: str, remote: Remot
     agent, python = remote.agent[0], remote.python
     last = next((line.strip() for line in reversed(stderr.splitlines()) if line.strip()), "")
     if status == _SSH_FAILED:
-        for words, problem, remedy in _SSH_SAYS:
-            if words in stderr:
-                return Finding(host, problem, remedy.format(host=host, login=login, agent=agent))
-        problem = f"cannot be reached ({last or 'no reason given'})"
-        return Finding(host, problem, f"try {agent} {login}")
+        known = (remedy for words, remedy in _SSH_SAYS if words in stderr)
+        remedy = next(known, "try {agent} {login}").format(host=host, login=login, agent=agent)
+        return Finding(host, f"no login ({last or 'no reason given'})", remedy)
     if status in _NOT_FOUND:
         remedy = "install it there, or name it with --python"
         return Finding(host, f"no Python at {python}", remedy)

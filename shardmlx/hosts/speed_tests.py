@@ -11,6 +11,7 @@ import numpy as np
 from shardmlx.distributed.messages import (
     FIRST_ENGINE_TAG,
     Array,
+    Handle,
     TransportTimeout,
     buffer_of,
     new_buffer,
@@ -36,20 +37,17 @@ class _LinkEnd:
         self._transport = transport
         self._rank = rank
         self._tag = tag
-        self._me = f"{transport.name(transport.rank)}, testing the link"
         self._number = np.zeros(1, np.float64)
 
     def send(self, array: Array) -> None:
-        handle = self._transport.send(array, self._rank, self._tag)
-        self._transport.wait(
-            handle, lambda: f"{self._me}, sending to {self._transport.name(self._rank)}"
-        )
+        self._wait(self._transport.send(array, self._rank, self._tag), "sending to")
 
     def receive(self, array: Array) -> None:
-        handle = self._transport.receive(array, self._rank, self._tag)
-        self._transport.wait(
-            handle, lambda: f"{self._me}, waiting for {self._transport.name(self._rank)}"
-        )
+        self._wait(self._transport.receive(array, self._rank, self._tag), "waiting for")
+
+    def _wait(self, handle: Handle, what: str) -> None:
+        me, other = map(self._transport.name, (self._transport.rank, self._rank))
+        self._transport.wait(handle, lambda: f"{me}, testing the link, {what} {other}")
 
     def say(self, number: float) -> None:
         self._number[0] = number

@@ -88,7 +88,7 @@ def test_a_host_that_ssh_cannot_reach_and_one_that_is_silent(
     found = probe_hosts(hostfile, agent_at(tmp_path / "agent", script), sys.executable)
     assert time.monotonic() - began < 30
     refused, silent = lines(found)
-    assert refused.startswith("gone.invalid: refuses ssh: turn on Remote Login there")
+    assert refused.startswith("gone.invalid: no login (ssh: connect to host gone.invalid port")
     assert silent.startswith("silent.invalid: no answer within 3 s: see whether it is on, and try")
     assert "unknown" in report_text(found)
 

@@ -54,7 +54,13 @@ exec sh -c "$*"
 WELL = 'printf 0 > "$SHARDMLX_LAUNCHED"'
 """All ranks come to their end."""
 
-NO_WAY = "there is no way to it: see that it is on and in the same network: cable, Wi-Fi, address"
+
+def gone(host: str) -> str:
+    """What is said of a host that is down."""
+    why = f"no login (ssh: connect to host {host} port 22: No route to host)"
+    remedy = "see that it is on and in the same network: cable, Wi-Fi, address"
+    return f"{host.rpartition('@')[2]}: {why}: {remedy}"
+
 
 HOSTS = """\
 localhost slots=1  # memory=64GiB flops=20T
@@ -264,7 +270,7 @@ def test_a_server_that_fails_starts_again_on_all_its_hosts(
     said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("launch: ")]
     assert said == [
         "launch: the job failed with status 137: restart 1 of 3 in 1 s",
-        f"launch: waits for book: {NO_WAY}",
+        f"launch: waits for {gone('book')}",
         "launch: the server starts again; its prefix cache is lost",
     ]
 
@@ -274,7 +280,7 @@ def test_a_server_whose_host_does_not_come_back_is_given_up(
 ) -> None:
     monkeypatch.setattr("shardmlx.hosts.launcher.SECONDS_FOR_HOSTS", 0.0)
     lab.ends("echo book > down; exit 137")
-    with pytest.raises(GaveUp, match=r"^book: there is no way to it"):
+    with pytest.raises(GaveUp, match=r"^book: no login"):
         server(lab).run()
 
 
@@ -313,9 +319,9 @@ def test_a_host_that_is_gone_is_dropped_and_taken_back(
     ]
     said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("launch: ")]
     assert [line for line in said if "restart" not in line] == [
-        f"launch: goes on without mini.lan: {NO_WAY}",
+        f"launch: goes on without {gone('anna@mini.lan')}",
         "launch: layout for 3 ranks: one pipeline of 3, instead of --pipeline-stages 4",
-        f"launch: goes on without book: {NO_WAY}",
+        f"launch: goes on without {gone('book')}",
         "launch: mini.lan is back",
         "launch: layout for 2 ranks: one pipeline of 2, instead of --pipeline-stages 4",
         "launch: book is back",
@@ -327,7 +333,7 @@ def test_a_host_that_is_gone_is_dropped_and_taken_back(
 def test_without_the_host_of_rank_0_there_is_nothing_to_go_on_from(lab: Lab) -> None:
     lab.write("hosts", "mini.lan slots=1\nlocalhost slots=1\n")
     lab.ends("echo mini.lan > down; exit 1")
-    with pytest.raises(GaveUp, match=r"^mini\.lan, the host of rank 0: there is no way to it: "):
+    with pytest.raises(GaveUp, match=r"^mini\.lan, the host of rank 0: no login"):
         lab.launcher().run()
 
 
@@ -338,7 +344,7 @@ def test_a_host_that_never_answered_is_bad_input(
     assert lab.launcher().run() == 2
     assert lab.starts == []
     lines = capfd.readouterr().err.splitlines()
-    assert lines == [f"shardmlx: error: {host}: {NO_WAY}" for host in ("mini.lan", "book")]
+    assert lines == [f"shardmlx: error: {gone(host)}" for host in ("anna@mini.lan", "book")]
 
 
 def test_a_run_that_must_not_resume_does_so_only_from_its_own_checkpoint(lab: Lab) -> None:
