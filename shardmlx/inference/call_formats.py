@@ -11,7 +11,7 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 _WORD = r"\w+"
@@ -19,7 +19,7 @@ _NO_MARKS = r"[^\s<>\"'=\[\]{},:]+"
 _PYTHON = rf"(?!(?:{'|'.join(keyword.kwlist)})$)[A-Za-z_]\w*"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ArgumentFormat:
     """The way to write arguments of a call that are no JSON object.
 
@@ -35,16 +35,17 @@ class ArgumentFormat:
 
     before: str
     after: str
+    ends: tuple[str, ...] = ()
+    _: KW_ONLY
     between: str = ""
     names: str = _NO_MARKS
     quote: str | None = ""
-    ends: tuple[str, ...] = ()
     strips: bool = False
     has_null: bool = False
     reads_json: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class CallFormat:
     """The texts around the arguments of calls.
 
@@ -63,13 +64,14 @@ class CallFormat:
 
     before: str
     after: str
-    between: str | None = "\n"
+    arguments: ArgumentFormat | None = None
+    _: KW_ONLY
+    between: str | None = ""
     first: str = ""
     last: str = ""
     empty: str | None = None
     names: str = r"[\w.-]+"
     thought: tuple[str, str] | None = None
-    arguments: ArgumentFormat | None = None
     opening: re.Pattern[str] | None = None
     closing: re.Pattern[str] | None = None
     way: Literal["own", "llama3", "generic"] = "own"
@@ -78,185 +80,167 @@ class CallFormat:
 _OBJECT = r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"arguments"\s*:\s*(?=\{)'
 
 _BY_PARSER: Mapping[str, CallFormat] = {
-    "mlx_lm.tool_parsers.json_tools": CallFormat(
+    "json_tools": CallFormat(
+        '<tool_call>\n{{"name": "{}", "arguments": ',
+        "}\n</tool_call>",
+        between="\n",
         opening=re.compile(rf"\s*{_OBJECT}"),
         closing=re.compile(r"\s*\}\s*"),
-        before='<tool_call>\n{{"name": "{}", "arguments": ',
-        after="}\n</tool_call>",
-        between="\n",
     ),
-    "mlx_lm.tool_parsers.mistral": CallFormat(
-        opening=re.compile(rf"[\s\[,}}]*{_OBJECT}"),
-        closing=re.compile(r"\s*\}\s*\]?\s*"),
-        before='{{"name": "{}", "arguments": ',
-        after="}",
+    "mistral": CallFormat(
+        '{{"name": "{}", "arguments": ',
+        "}",
         between=", ",
         first="[TOOL_CALLS][",
         last="]",
+        opening=re.compile(rf"[\s\[,}}]*{_OBJECT}"),
+        closing=re.compile(r"\s*\}\s*\]?\s*"),
     ),
-    "mlx_lm.tool_parsers.kimi_k2": CallFormat(
+    "kimi_k2": CallFormat(
+        "<|tool_call_begin|>functions.{}:0<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        first="<|tool_calls_section_begin|>",
+        last="<|tool_calls_section_end|>",
         opening=re.compile(
             r"\s*(?:<\|tool_call_end\|>)?\s*(?:<\|tool_call_begin\|>)?\s*(?:functions\.)?"
             r"(?P<name>[^\s:<]+):\d+\s*<\|tool_call_argument_begin\|>\s*(?=\{)"
         ),
         closing=re.compile(r"\s*(?:<\|tool_call_end\|>)?\s*"),
-        before="<|tool_call_begin|>functions.{}:0<|tool_call_argument_begin|>",
-        after="<|tool_call_end|>",
-        between="",
-        first="<|tool_calls_section_begin|>",
-        last="<|tool_calls_section_end|>",
     ),
-    "mlx_lm.tool_parsers.kimi_k3": CallFormat(
-        before='<|open|>call tool="{}" index="1"<|sep|><|open|>json type="object"<|sep|>',
-        after="<|close|>json<|sep|><|close|>call<|sep|>",
-        between="",
+    "kimi_k3": CallFormat(
+        '<|open|>call tool="{}" index="1"<|sep|><|open|>json type="object"<|sep|>',
+        "<|close|>json<|sep|><|close|>call<|sep|>",
         first="<|open|>tools<|sep|>",
         last="<|close|>tools<|sep|>",
     ),
-    "mlx_lm.tool_parsers.qwen3_coder": CallFormat(
-        before="<tool_call>\n<function={}>\n",
-        after="</function>\n</tool_call>",
-        arguments=ArgumentFormat(
-            before="<parameter={}>\n",
-            after="\n</parameter>\n",
-            ends=("</parameter>", "</tool_call>"),
+    "qwen3_coder": CallFormat(
+        "<tool_call>\n<function={}>\n",
+        "</function>\n</tool_call>",
+        ArgumentFormat(
+            "<parameter={}>\n", "\n</parameter>\n", ("</parameter>", "</tool_call>"), has_null=True
+        ),
+        between="\n",
+    ),
+    "glm47": CallFormat(
+        "<tool_call>{}",
+        "</tool_call>",
+        ArgumentFormat(
+            "<arg_key>{}</arg_key><arg_value>",
+            "</arg_value>",
+            ("</arg_value>", "</tool_call>"),
+            strips=True,
+            reads_json=True,
+        ),
+        between="\n",
+    ),
+    "longcat": CallFormat(
+        "<longcat_tool_call>{}",
+        "</longcat_tool_call>",
+        ArgumentFormat(
+            "<longcat_arg_key>{}</longcat_arg_key><longcat_arg_value>",
+            "</longcat_arg_value>",
+            ("</longcat_arg_value>", "</longcat_tool_call>"),
+            strips=True,
+            reads_json=True,
+        ),
+        between="\n",
+        empty='<longcat_tool_call>{{"name": "{}", "arguments": {{}}}}</longcat_tool_call>',
+    ),
+    "minimax_m2": CallFormat(
+        '<invoke name="{}">\n',
+        "</invoke>\n",
+        ArgumentFormat(
+            '<parameter name="{}">',
+            "</parameter>\n",
+            ("</parameter>", "</invoke>", "</minimax:tool_call>"),
+            strips=True,
             has_null=True,
         ),
-    ),
-    "mlx_lm.tool_parsers.glm47": CallFormat(
-        before="<tool_call>{}",
-        after="</tool_call>",
-        arguments=ArgumentFormat(
-            before="<arg_key>{}</arg_key><arg_value>",
-            after="</arg_value>",
-            ends=("</arg_value>", "</tool_call>"),
-            strips=True,
-            reads_json=True,
-        ),
-    ),
-    "mlx_lm.tool_parsers.longcat": CallFormat(
-        before="<longcat_tool_call>{}",
-        after="</longcat_tool_call>",
-        empty='<longcat_tool_call>{{"name": "{}", "arguments": {{}}}}</longcat_tool_call>',
-        arguments=ArgumentFormat(
-            before="<longcat_arg_key>{}</longcat_arg_key><longcat_arg_value>",
-            after="</longcat_arg_value>",
-            ends=("</longcat_arg_value>", "</longcat_tool_call>"),
-            strips=True,
-            reads_json=True,
-        ),
-    ),
-    "mlx_lm.tool_parsers.minimax_m2": CallFormat(
-        before='<invoke name="{}">\n',
-        after="</invoke>\n",
-        between="",
         first="<minimax:tool_call>\n",
         last="</minimax:tool_call>",
-        arguments=ArgumentFormat(
-            before='<parameter name="{}">',
-            after="</parameter>\n",
-            ends=("</parameter>", "</invoke>", "</minimax:tool_call>"),
-            strips=True,
-            has_null=True,
-        ),
     ),
-    "mlx_lm.tool_parsers.minicpm5": CallFormat(
-        before='<function name="{}">',
-        after="</function>",
-        arguments=ArgumentFormat(
-            before='<param name="{}">',
-            after="</param>",
-            ends=("</param>", "</function>"),
-            strips=True,
-            has_null=True,
+    "minicpm5": CallFormat(
+        '<function name="{}">',
+        "</function>",
+        ArgumentFormat(
+            '<param name="{}">', "</param>", ("</param>", "</function>"), strips=True, has_null=True
         ),
+        between="\n",
     ),
-    "mlx_lm.tool_parsers.muse_spark": CallFormat(
-        before='<atem:invoke name="{}">\n',
-        after="</atem:invoke>\n",
-        between="",
+    "muse_spark": CallFormat(
+        '<atem:invoke name="{}">\n',
+        "</atem:invoke>\n",
+        ArgumentFormat('<atem:parameter name="{}">', "</atem:parameter>\n", quote=None),
         first="<atem:function_calls>\n",
         last="</atem:function_calls>",
-        arguments=ArgumentFormat(
-            before='<atem:parameter name="{}">', after="</atem:parameter>\n", quote=None
-        ),
     ),
-    "mlx_lm.tool_parsers.pythonic": CallFormat(
-        before="{}(",
-        after=")",
+    "pythonic": CallFormat(
+        "{}(",
+        ")",
+        ArgumentFormat("{}=", "", between=", ", names=_PYTHON, quote=None),
         between=", ",
         first="<|tool_call_start|>[",
         last="]<|tool_call_end|>",
         names=_PYTHON,
-        arguments=ArgumentFormat(before="{}=", after="", between=", ", names=_PYTHON, quote=None),
     ),
-    "mlx_lm.tool_parsers.function_gemma": CallFormat(
-        before="<start_function_call>call:{}{{",
-        after="}<end_function_call>",
-        between="",
-        names=_WORD,
-        arguments=ArgumentFormat(
-            before="{}:",
-            after="",
+    "function_gemma": CallFormat(
+        "<start_function_call>call:{}{{",
+        "}<end_function_call>",
+        ArgumentFormat(
+            "{}:",
+            "",
+            ("<escape>", "}", "<end_function_call>"),
             between=",",
             names=_WORD,
             quote="<escape>",
-            ends=("<escape>", "}", "<end_function_call>"),
         ),
+        names=_WORD,
     ),
-    "mlx_lm.tool_parsers.gemma4": CallFormat(
-        before="<|tool_call>call:{}{{",
-        after="}<tool_call|>",
-        between="",
-        names=r"[\w-]+",
-        arguments=ArgumentFormat(
-            before="{}:",
-            after="",
-            between=",",
-            names=_WORD,
-            quote='<|"|>',
-            ends=('<|"|>', "<tool_call|>"),
+    "gemma4": CallFormat(
+        "<|tool_call>call:{}{{",
+        "}<tool_call|>",
+        ArgumentFormat(
+            "{}:", "", ('<|"|>', "<tool_call|>"), between=",", names=_WORD, quote='<|"|>'
         ),
+        names=r"[\w-]+",
     ),
 }
 """The formats of mlx-lm's tool parsers, by their modules. Laguna's parser is that of GLM."""
 
 _MISTRAL_WITH_MARKS = CallFormat(
+    "[TOOL_CALLS]{}[ARGS]",
+    "",
     opening=re.compile(r"\s*(?:\[TOOL_CALLS\])?\s*(?P<name>[\w-]+)\s*\[ARGS\]\s*(?=\{)"),
     closing=re.compile(r"\s*"),
-    before="[TOOL_CALLS]{}[ARGS]",
-    after="",
-    between="",
 )
 
 HARMONY_CALLS = CallFormat(
-    before="<|channel|>commentary to=functions.{} <|constrain|>json<|message|>",
-    after="",
+    "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>",
+    "",
     between=None,
     thought=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
 )
 """The format of gpt-oss, which mlx-lm does not read. The mark after a call ends the answer."""
 
-LLAMA3_CALLS = CallFormat(
-    before='{{"name": "{}", "parameters": ', after="}", between=None, way="llama3"
-)
+LLAMA3_CALLS = CallFormat('{{"name": "{}", "parameters": ', "}", between=None, way="llama3")
 """The format of Llama 3.1 to 3.3. Their templates take one call in a message.
 
 https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1/
 """
 
 GENERIC_CALLS = CallFormat(
-    before='{{"name": "{}", "arguments": ', after="}", names=r"[\w.:-]+", way="generic"
+    '{{"name": "{}", "arguments": ', "}", between="\n", names=r"[\w.:-]+", way="generic"
 )
 """The format for models whose template knows no tools: a message tells them of it."""
 
-KNOWN = (*(parser.rpartition(".")[2] for parser in _BY_PARSER), "gpt-oss")
+KNOWN = (*_BY_PARSER, "gpt-oss")
 """Names of the formats in which a call can be asked for."""
 
 
 def call_format(parser: str, template: str) -> CallFormat | None:
     """Return the format of a parser of mlx-lm, by its module, for a model with this
     chat template; None if it is not known."""
-    if parser == "mlx_lm.tool_parsers.mistral" and "[ARGS]" in template:
+    name = parser.removeprefix("mlx_lm.tool_parsers.")
+    if name == "mistral" and "[ARGS]" in template:
         return _MISTRAL_WITH_MARKS
-    return _BY_PARSER.get(parser)
+    return _BY_PARSER.get(name)
