@@ -16,17 +16,15 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import Sample
 from shardmlx.evaluation.perplexity import perplexity_of, read_texts
 from shardmlx.evaluation.scoring import Scorer, Scores, Sequences
-from shardmlx.evaluation.tasks import check_tasks, rows_of, run_tasks
-from shardmlx.inference.pipeline import FirstStage
+from shardmlx.evaluation.tasks import Question, check_tasks, rows_of, run_tasks
+from shardmlx.inference.detokenize import StopStrings
 from shardmlx.inference.plan import GenerationLoad
 from shardmlx.inference.prompts import PromptReader
 from shardmlx.inference.setup import InferenceRun, prepare, report_memory
 from shardmlx.loading.rank_setup import SETUP_SECONDS
 
-Request = Sequences | str | None
-"""A request of rank 0: sequences to score, ``GENERATE``, or None at the end."""
-
 GENERATE = "generate"
+"""A request of rank 0. Another is sequences to score; None is the end."""
 
 
 def run(config: EvaluateConfig, transport: Transport, blas: Blas) -> None:
@@ -53,24 +51,19 @@ def run(config: EvaluateConfig, transport: Transport, blas: Blas) -> None:
     scorer = Scorer(transport, prepared.part, config.batch_size, prepared.plan.setup.chunk)
     transport.activity.begin("evaluating")
     if prepared.reader is None:
-        _follow(prepared, scorer)
+        # Rank 0 may compute for long between two requests: its own metric, or a prompt.
+        with transport.longer_timeout(SETUP_SECONDS):
+            while (request := transport.broadcast(None, what="requests")) is not None:
+                if request == GENERATE:
+                    prepared.later_stage().run()
+                else:
+                    scorer.score(request)
     else:
         results = _lead(config, prepared, scorer, prepared.reader, texts)
         transport.broadcast(None, what="requests")
         if config.output is not None:
             Path(config.output).write_text(json.dumps(results, indent=2) + "\n")
     report_memory(prepared)
-
-
-def _follow(prepared: InferenceRun, scorer: Scorer) -> None:
-    """Serve rank 0's requests until the last."""
-    # Rank 0 may compute for long between two requests: its own metric, or a prompt.
-    with prepared.transport.longer_timeout(SETUP_SECONDS):
-        while (request := prepared.transport.broadcast(None, what="requests")) is not None:
-            if request == GENERATE:
-                prepared.later_stage().run()
-            else:
-                scorer.score(request)
 
 
 def _lead(
@@ -87,12 +80,20 @@ def _lead(
         transport.broadcast(sequences, what="requests")
         return scorer.score(sequences)
 
-    def begin_to_generate() -> FirstStage:
+    def answer(questions: Sequence[Question]) -> list[str]:
         transport.broadcast(GENERATE, what="requests")
-        return prepared.first_stage()
+        stage = prepared.first_stage()
+        answers = [
+            prepared.ask(stage, number, tokens, most, StopStrings(stops))
+            for number, (tokens, most, stops) in enumerate(questions)
+        ]
+        for _ in stage.stream(dict(enumerate(answers))):
+            pass
+        stage.stop()
+        return [each.text for each in answers]
 
     if config.data is None:
-        results = run_tasks(config, reader, score, begin_to_generate)
+        results = run_tasks(config, reader, score, answer)
         reporter.table(("task", "metric", "value", "standard error"), rows_of(results))
         return results
     found = perplexity_of(texts, score([[*map(int, tokens)] for tokens, _ in texts]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -46,6 +47,7 @@ class Scorer:
 
         All ranks must call it, with the same sequences.
         """
+        rank, name = self._transport.rank, self._transport.name
         batches = batches_of([len(each) for each in sequences], self._rows)
         shapes = [
             (len(batch), max(len(sequences[i]) for i in batch) - 1, self._part.hidden_size)
@@ -62,14 +64,14 @@ class Scorer:
             else:
                 x, handle = due
                 due = self._receive(shapes[number + 1]) if number + 1 < len(shapes) else None
-                self._transport.wait(handle, lambda n=number: self._what(n))  # type: ignore[misc]
+                what = f"{name(rank)}, scoring, batch {number}, waiting for {name(rank - 1)}"
+                self._transport.wait(handle, partial(str, what))
             hidden = mx.contiguous(self._part(x, attention_chunk=self._chunk))
             mx.eval(hidden)
             if self._part.is_last:
                 mine.append(self._scores(hidden, tokens[:, 1:]))
             else:
-                peer = self._transport.rank + 1
-                self._outbox.send(hidden, peer, HIDDEN_TAG, f"scoring, batch {number}")
+                self._outbox.send(hidden, rank + 1, HIDDEN_TAG, f"scoring, batch {number}")
                 self._outbox.drain(UNSENT)
         self._outbox.drain(0)
         everyone = self._transport.gather(mine, what="scores")
@@ -88,13 +90,6 @@ class Scorer:
             return None
         buffer = new_buffer(shape, self._part.dtype)
         return buffer, self._transport.receive(buffer, self._transport.rank - 1, HIDDEN_TAG)
-
-    def _what(self, batch: int) -> str:
-        own, peer = self._transport.rank, self._transport.rank - 1
-        return (
-            f"{self._transport.name(own)}, scoring, batch {batch}, waiting for "
-            f"{self._transport.name(peer)}"
-        )
 
     def _scores(self, hidden: mx.array, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return log-probabilities (rows, T) of ``targets``, and which are the likeliest."""

@@ -14,16 +14,16 @@ from typing import Any
 from shardmlx.config.inference import EvaluateConfig
 from shardmlx.errors import UserError
 from shardmlx.evaluation.scoring import Scores, Sequences
-from shardmlx.inference.detokenize import IncrementalDetokenizer, StopStrings
-from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.prompts import PromptReader
-from shardmlx.inference.sampling_params import SamplingParams
 
 Score = Callable[[Sequences], list[Scores]]
 """Scores sequences on all ranks."""
 
-Begin = Callable[[], FirstStage]
-"""Starts generation on all ranks, until the first stage stops."""
+Question = tuple[Sequence[int], int, tuple[str, ...]]
+"""Tokens of a prompt, those of its answer at most, and strings before which the answer ends."""
+
+Answer = Callable[[Sequence[Question]], list[str]]
+"""Generates greedy answers on all ranks."""
 
 SEED = 123
 """Seed of the choice of examples, as in mlx_lm.evaluate."""
@@ -61,16 +61,15 @@ def _manager(config: EvaluateConfig) -> Any:
 
 
 def run_tasks(
-    config: EvaluateConfig, reader: PromptReader, score: Score, begin: Begin
+    config: EvaluateConfig, reader: PromptReader, score: Score, answer: Answer
 ) -> Mapping[str, Any]:
     """Return the results of each task, in lm-evaluation-harness's form."""
     # Its child processes, which it ends by signals, would end this job: they inherit its handlers.
     os.environ["DISABLE_MULTIPROC"] = "1"
     import lm_eval
 
-    model = _model(config, reader, score, begin)
-    found = lm_eval.simple_evaluate(
-        model=model,
+    results: Mapping[str, Any] = lm_eval.simple_evaluate(
+        model=_model(config, reader, score, answer),
         tasks=list(config.tasks),
         task_manager=_manager(config),
         num_fewshot=config.num_shots,
@@ -81,8 +80,7 @@ def run_tasks(
         torch_random_seed=SEED,
         fewshot_random_seed=SEED,
         log_samples=False,
-    )
-    results: Mapping[str, Any] = found["results"]
+    )["results"]
     return results
 
 
@@ -92,12 +90,11 @@ def rows_of(results: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     for task, values in results.items():
         for name, value in values.items():
             metric, comma, filtered = name.partition(",")
-            if not comma or metric.endswith("_stderr"):
-                continue
-            error = values.get(f"{metric}_stderr,{filtered}")
-            shown = f"{error:.4f}" if isinstance(error, float) else ""
-            number = f"{value:.4f}" if isinstance(value, float) else str(value)
-            rows.append((task, metric, number, shown))
+            if comma and not metric.endswith("_stderr"):
+                error = values.get(f"{metric}_stderr,{filtered}")
+                shown = f"{error:.4f}" if isinstance(error, float) else ""
+                number = f"{value:.4f}" if isinstance(value, float) else str(value)
+                rows.append((task, metric, number, shown))
     return rows
 
 
@@ -114,7 +111,7 @@ def continuation(
     return None if count < 1 or len(kept) <= count else (kept, count)
 
 
-def _model(config: EvaluateConfig, reader: PromptReader, score: Score, begin: Begin) -> Any:
+def _model(config: EvaluateConfig, reader: PromptReader, score: Score, answer: Answer) -> Any:
     """Return the model in the interface of lm-evaluation-harness."""
     from lm_eval.api.model import LM
 
@@ -143,14 +140,12 @@ def _model(config: EvaluateConfig, reader: PromptReader, score: Score, begin: Be
                 for context, answer in (request.args for request in requests)
             ]
             found = iter(score([tokens for tokens, _ in filter(None, asked)]))
-            results = []
-            for each in asked:
-                if each is None:
-                    results.append((-float("inf"), False))
-                    continue
-                scores, (_, count) = next(found), each
-                likeliest = scores.is_likeliest[-count:].all()
-                results.append((float(scores.logprobs[-count:].sum()), bool(likeliest)))
+            results = [(-float("inf"), False)] * len(asked)
+            for i, each in enumerate(asked):
+                if each is not None:
+                    scores, (_, count) = next(found), each
+                    is_likeliest = bool(scores.is_likeliest[-count:].all())
+                    results[i] = float(scores.logprobs[-count:].sum()), is_likeliest
             return results
 
         def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
@@ -161,29 +156,12 @@ def _model(config: EvaluateConfig, reader: PromptReader, score: Score, begin: Be
             ]
 
         def generate_until(self, requests: Sequence[Any]) -> list[str]:
-            return _answers(reader, [request.args for request in requests], encode, begin)
+            questions = []
+            for context, how in (request.args for request in requests):
+                until = how.get("until") or ()
+                stops = (until,) if isinstance(until, str) else tuple(filter(None, until))
+                most = how.get("max_gen_toks", MOST_TOKENS)
+                questions.append((encode(context), most, stops))
+            return answer(questions)
 
     return Pipeline()
-
-
-def _answers(
-    reader: PromptReader,
-    asked: Sequence[tuple[str, Mapping[str, Any]]],
-    encode: Callable[[str], Sequence[int]],
-    begin: Begin,
-) -> list[str]:
-    """Return greedy answers, each up to its first stop string."""
-    stage = begin()
-    answers = []
-    for number, (context, how) in enumerate(asked):
-        until = how.get("until") or ()
-        stops = (until,) if isinstance(until, str) else tuple(until)
-        most = how.get("max_gen_toks", MOST_TOKENS)
-        answers.append(
-            IncrementalDetokenizer.of(reader.tokenizer, most, StopStrings([*filter(None, stops)]))
-        )
-        stage.add(number, encode(context), SamplingParams(stream=number))
-    for _ in stage.stream(dict(enumerate(answers))):
-        pass
-    stage.stop()
-    return [answer.text for answer in answers]

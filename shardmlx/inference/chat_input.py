@@ -19,7 +19,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,10 +52,8 @@ this process closes it, or has ended in whatever way."""
 
 
 class PipedLines:
-    """Lines of a file descriptor, whose silence may mean its end. ``prompt`` is printed for each.
-
-    Unless it is given, ``ends_in_silence`` is true where mpirun reads from a pipe or a file.
-    """
+    """Lines of a file descriptor, whose silence may mean its end: by default where mpirun reads
+    from a pipe or a file. ``prompt`` is printed for each."""
 
     help = """\
 - 'q' to leave, 'r' to begin anew, 'h' for this help
@@ -67,16 +64,18 @@ class PipedLines:
     ) -> None:
         self._fd = fd
         self._prompt = prompt
-        self._ends_in_silence = (
-            _launcher_reads_no_terminal() if ends_in_silence is None else ends_in_silence
-        )
+        if ends_in_silence is None:
+            source = _launcher_file(0)
+            is_terminal = str(source).startswith(("/dev/pts", "/dev/tty", "/dev/console"))
+            ends_in_silence = source is not None and not is_terminal
+        self._ends_in_silence = ends_in_silence
         self._incomplete = b""
         self._lines: deque[str] = deque()
         self._is_open = True
 
     def ask(self, meanwhile: Callable[[], None]) -> str | None:
-        """Return the next line, without its line end; None at the end. ``meanwhile`` is called
-        every second until it comes."""
+        """Return the next line; None at the end. ``meanwhile`` is called every second until it
+        comes."""
         print(self._prompt, end="", flush=True)
         heard = time.monotonic()
         while self._is_open and not self._lines:
@@ -115,7 +114,7 @@ class PipedLines:
             return False
         data = os.read(self._fd, 1 << 16)
         *whole, self._incomplete = (self._incomplete + data).split(b"\n")
-        self._lines.extend(map(_decoded, whole))
+        self._lines += [line.decode(errors="replace").rstrip("\r") for line in whole]
         if not data:
             self._end()
         return True
@@ -123,7 +122,7 @@ class PipedLines:
     def _end(self) -> None:
         self._is_open = False
         if self._incomplete:
-            self._lines.append(_decoded(self._incomplete))
+            self._lines.append(self._incomplete.decode(errors="replace"))
 
 
 class TerminalLines:
@@ -166,8 +165,6 @@ class TerminalLines:
         )
 
     def ask(self, meanwhile: Callable[[], None]) -> str | None:
-        """Return the next line; None at the end. ``meanwhile`` is called every second until it
-        comes."""
         # On the main thread prompt_toolkit would replace the job's handlers of signals.
         threading.Thread(target=self._prompt, daemon=True).start()
         while True:
@@ -186,11 +183,10 @@ class TerminalLines:
         return False
 
     def show(self, text: str) -> None:
-        """Print a part of an answer. Escape sequences are shown, not obeyed."""
+        # Escape sequences are shown, not obeyed.
         print(without_controls(text), end="", flush=True)
 
     def dimmed(self, text: str) -> str:
-        """Return a text that is no answer, as it is to be printed."""
         return f"\x1b[2m{text}\x1b[0m" if self._has_style else text
 
     def close(self) -> None:
@@ -252,29 +248,19 @@ def find_terminal() -> str | None:
         return None
     if not under_mpirun():
         return os.ttyname(0) if os.isatty(0) and os.isatty(1) else None
-    launcher = find_mpirun()
-    if launcher is None or not launcher.is_mpirun:
-        return None
-    read, written = (open_file(launcher.pid, fd) for fd in (0, 1))
-    if read is None or read != written or not read.startswith("/dev/"):
+    read = _launcher_file(0)
+    if read is None or read != _launcher_file(1) or not read.startswith("/dev/"):
         return None
     try:
         terminal = os.open(read, os.O_RDWR | os.O_NOCTTY)
     except OSError:
         return None
-    is_one = os.isatty(terminal)
+    is_terminal = os.isatty(terminal)
     os.close(terminal)
-    return read if is_one and Path(read).is_char_device() else None
+    return read if is_terminal else None
 
 
-def _decoded(line: bytes) -> str:
-    return line.decode(errors="replace").rstrip("\r")
-
-
-def _launcher_reads_no_terminal() -> bool:
-    """Return whether mpirun reads its stdin from a pipe or a file; False where that is unknown."""
+def _launcher_file(fd: int) -> str | None:
+    """Return what mpirun reads from or writes to; None where that is unknown."""
     launcher = find_mpirun()
-    target = None if launcher is None else open_file(launcher.pid, 0)
-    if target is None:
-        return False
-    return not target.startswith(("/dev/pts", "/dev/tty", "/dev/console"))
+    return None if launcher is None else open_file(launcher.pid, fd)

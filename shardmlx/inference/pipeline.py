@@ -56,11 +56,8 @@ AHEAD = 2
 
 @dataclass(slots=True)
 class _Sequence:
-    """A sequence as the first rank knows it.
-
-    Its ``tokens`` up to ``position`` have entered the pipeline; those up to ``cached`` came from
-    the prefix cache.
-    """
+    """A sequence whose ``tokens`` up to ``position`` have entered the pipeline, and those up to
+    ``cached`` came from the prefix cache."""
 
     tokens: list[int]
     params: SamplingParams
@@ -77,11 +74,7 @@ class FirstStage:
     """
 
     def __init__(
-        self,
-        worker: StageWorker,
-        scheduler: Scheduler,
-        *,
-        prefix_cache: PrefixCache | None = None,
+        self, worker: StageWorker, scheduler: Scheduler, prefix_cache: PrefixCache | None = None
     ) -> None:
         self._worker = worker
         self._last = worker.transport.size - 1
@@ -107,17 +100,14 @@ class FirstStage:
     def add(
         self, sequence: int, tokens: Sequence[int], params: SamplingParams, context: int = 0
     ) -> None:
-        """Take in a prompt; ``sequence`` is a number that no other has had.
-
-        ``context`` is the most tokens that the sequence may have; it is needed where the scheduler
-        has a capacity. Raises ``ValueError`` as ``Scheduler.add``.
-        """
+        """Take in a prompt. ``sequence`` is a number that no other has had, ``context`` the most
+        tokens that it may have, where the scheduler has a capacity. Raises as ``Scheduler.add``."""
         self._sequences[sequence] = _Sequence(list(tokens), params)
         self._scheduler.add(sequence, len(tokens), params, context)
 
     def cached(self, sequence: int) -> int:
-        """Return how many tokens of the prompt came from the prefix cache. It is known once the
-        sequence's first token has come."""
+        """Return how many tokens of the prompt came from the prefix cache, once a token has
+        come."""
         return self._sequences[sequence].cached
 
     def finish(self, sequence: int) -> None:
@@ -135,11 +125,8 @@ class FirstStage:
             self.finish(sequence)
 
     def keep_alive(self) -> None:
-        """Tell the other ranks that all is well, and take in that they are.
-
-        To be called every now and then while nothing is generated. Raises what transports raise if
-        a rank is lost.
-        """
+        """Tell the other ranks that all is well: to be called every now and then while nothing is
+        generated. Raises what transports raise if a rank is lost."""
         self._worker.begin(None)
         item = self._scheduler.idle_item()
         self._worker.announce(item)
@@ -162,17 +149,16 @@ class FirstStage:
                 return []
             if not self._returning:
                 return []
-            self._foresee()
+            if self._foreseen is None and (likely := self._scheduler.foreseen()) is not None:
+                inputs = self._worker.inputs(likely)
+                self._foreseen = self._worker.build(likely, inputs, may_fail=True)
             self._worker.item, _, handle = self._returning[0]
             self._worker.wait(handle, self._last)
             return self._take()
 
     def stream(self, answers: Mapping[int, IncrementalDetokenizer]) -> Iterator[tuple[int, str]]:
-        """Generate until all sequences have ended; yield pairs of (sequence, text) as text comes.
-
-        ``answers`` has the detokenizer of each sequence, which says where it ends. Raises as
-        ``step``.
-        """
+        """Generate until all sequences have ended, where their ``answers`` say; yield pairs of
+        (sequence, text) as text comes. Raises as ``step``."""
         while not self.is_idle:
             for number, sampled in self.step():
                 text = answers[number].take(sampled.token)
@@ -219,20 +205,12 @@ class FirstStage:
     def _graph_of(self, item: Item) -> ItemGraph:
         """Return the graph of the item: the foreseen one, or a new one."""
         graph = self._foreseen
-        if graph is not None and (graph.item.group, graph.item.sequences) == (
-            item.group,
-            item.sequences,
-        ):
+        if graph and (graph.item.group, graph.item.sequences) == (item.group, item.sequences):
             self._foreseen = None
             self._worker.update(item)
             return graph
         self._retract_foreseen()
         return self._worker.build(item, self._worker.inputs(item))
-
-    def _foresee(self) -> None:
-        """Build the graph of the likely next item while there is nothing else to do."""
-        if self._foreseen is None and (item := self._scheduler.foreseen()) is not None:
-            self._foreseen = self._worker.build(item, self._worker.inputs(item), may_fail=True)
 
     def _retract_foreseen(self) -> None:
         if self._foreseen is not None:
@@ -267,8 +245,8 @@ class FirstStage:
         """Forget what was kept, as far as the sequences under way need the room."""
         capacity = self._scheduler.capacity
         if self._prefix_cache is not None and capacity is not None:
-            gone = self._prefix_cache.shrink(capacity - self._scheduler.reserved)
-            self._scheduler.forget(gone)
+            room = capacity - self._scheduler.reserved
+            self._scheduler.forget(self._prefix_cache.shrink(room))
 
 
 class LaterStage:
@@ -277,75 +255,66 @@ class LaterStage:
     def __init__(self, worker: StageWorker) -> None:
         self._worker = worker
         self._peer = worker.transport.rank - 1
-        self._announced: deque[tuple[Item, mx.array, Handle | None]] = deque()
-        self._next = self._post_announcement()
+        # Items that have been announced, each with its inputs, and the receive of these.
+        self._heard: deque[tuple[Item, mx.array, Handle]] = deque()
+        self._next = self._receive(np.zeros(ANNOUNCEMENT_BYTES, np.uint8), ANNOUNCEMENT_TAG)
 
     def run(self) -> None:
         """Work until rank 0 calls ``FirstStage.stop``. Raises as ``FirstStage.step``."""
-        worker = self._worker
+        worker, kind = self._worker, ItemKind.IDLE
         with worker.named_errors():
-            while (graph := self._next_graph()) is not None:
-                worker.compute(graph)
-                worker.pass_on(graph)
+            while kind is not ItemKind.STOP:
+                if not self._heard:
+                    worker.begin(None)
+                    worker.wait(self._next, self._peer)
+                    self._hear()
+                item, inputs, handle = self._heard.popleft()
+                kind = item.kind
+                worker.begin(item)
+                if kind is ItemKind.IDLE:
+                    worker.update(item)
+                elif kind is not ItemKind.STOP:
+                    self._compute(item, inputs, handle)
                 worker.item = None
             worker.outbox.drain(0)
         worker.begin(None)
 
-    def _next_graph(self) -> ItemGraph | None:
-        """Return the graph of the next item, with its inputs received; None at the end."""
-        worker = self._worker
-        while True:
-            if not self._announced:
-                worker.begin(None)
-                worker.wait(self._next[0], self._peer)
-                self._hear()
-            item, inputs, handle = self._announced.popleft()
-            if item.kind is ItemKind.STOP:
-                worker.begin(item)
-                return None
-            if handle is not None:
-                break
-            worker.update(item)
-        worker.begin(item)
-        graph = worker.build(item, inputs)
+    def _compute(self, item: Item, inputs: mx.array, handle: Handle) -> None:
+        graph = self._worker.build(item, inputs)
         while self._may_hear():
             self._hear()
-        worker.wait(handle, self._peer)
-        return graph
+        self._worker.wait(handle, self._peer)
+        self._worker.compute(graph)
+        self._worker.pass_on(graph)
 
     def _may_hear(self) -> bool:
         """Return whether an announcement has come, and may be taken in ahead of its time."""
-        stops = bool(self._announced) and self._announced[-1][0].kind is ItemKind.STOP
-        if stops or len(self._announced) >= AHEAD:
+        stops = bool(self._heard) and self._heard[-1][0].kind is ItemKind.STOP
+        if stops or len(self._heard) >= AHEAD:
             return False
         with contextlib.suppress(PeerLost):  # who waits for it says where
-            return self._worker.has_come(self._next[0])
+            return self._worker.has_come(self._next)
         return False
 
     def _hear(self) -> None:
         """Take in an announcement that has come: pass it on, and post the receive of its inputs."""
-        _, buffer = self._next
-        length = int.from_bytes(buffer[:LENGTH_BYTES].tobytes())
-        packed = buffer[LENGTH_BYTES : LENGTH_BYTES + length].tobytes()
+        first = bytes(buffer_of(self._next.array))
+        length = int.from_bytes(first[:LENGTH_BYTES])
+        packed = first[LENGTH_BYTES : LENGTH_BYTES + length]
         if length > len(packed):
             rest = np.zeros(length - len(packed), np.uint8)
             self._worker.wait(self._receive(rest, ANNOUNCEMENT_TAG), self._peer)
             packed += rest.tobytes()
         item: Item = pickle.loads(packed)
         self._worker.announce(item)
-        if item.kind in (ItemKind.STOP, ItemKind.IDLE):
-            self._announced.append((item, mx.zeros(0), None))
-        else:
+        inputs = mx.zeros(0)
+        handle = Handle(inputs, done=True)
+        if item.kind not in (ItemKind.STOP, ItemKind.IDLE):
             inputs = self._worker.inputs(item)
-            self._announced.append((item, inputs, self._receive(inputs, HIDDEN_TAG)))
-        if item.kind is ItemKind.STOP:
-            self._next = (Handle(buffer), buffer)  # nothing will come any more
-        else:
-            self._next = self._post_announcement()
-
-    def _post_announcement(self) -> tuple[Handle, np.ndarray]:
-        buffer = np.zeros(ANNOUNCEMENT_BYTES, np.uint8)
-        return self._receive(buffer, ANNOUNCEMENT_TAG), buffer
+            handle = self._receive(inputs, HIDDEN_TAG)
+        self._heard.append((item, inputs, handle))
+        if item.kind is not ItemKind.STOP:  # after which nothing comes
+            self._next = self._receive(np.zeros(ANNOUNCEMENT_BYTES, np.uint8), ANNOUNCEMENT_TAG)
 
     def _receive(self, buffer: mx.array | np.ndarray, tag: int) -> Handle:
         return self._worker.transport.receive(buffer, self._peer, tag)

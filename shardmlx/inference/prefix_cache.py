@@ -21,10 +21,8 @@ SHORTEST = 16
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """A prefix of a prompt: its first ``length`` tokens are those of the kept ``sequence``.
-
-    ``is_whole`` says that they are all of that sequence: its caches go over to the new one.
-    """
+    """A prefix of a prompt: its first ``length`` tokens are those of the kept ``sequence``, all of
+    them if it ``is_whole``."""
 
     sequence: int
     length: int
@@ -32,13 +30,11 @@ class CachedPrefix:
 
 
 class PrefixCache:
-    """The kept sequences, by their numbers, the least recently used first.
+    """The kept sequences, the least recently used first. Only those of fewer tokens than
+    ``trimmable`` can be cut to a shorter prefix; one of fewer tokens than ``shortest`` is not worth
+    it."""
 
-    Where ``trimmable`` is given, only sequences of fewer tokens can be cut to a shorter prefix: the
-    sliding windows of longer ones have forgotten their beginning.
-    """
-
-    def __init__(self, trimmable: int | None = None, shortest: int = SHORTEST) -> None:
+    def __init__(self, trimmable: int = sys.maxsize, shortest: int = SHORTEST) -> None:
         self._trimmable = trimmable
         self._shortest = shortest
         self._kept: dict[int, np.ndarray] = {}
@@ -47,18 +43,14 @@ class PrefixCache:
     def of(
         cls, shape: ModelShape, max_kv_size: int | None = None, shortest: int = SHORTEST
     ) -> PrefixCache:
-        """Return an empty one that knows how long a sequence may be before a sliding window or a
-        limit makes its caches forget the beginning.
-
-        The caches of a model that is not declared may hold a state, of which nothing can be taken
-        away. With dynamic rotary embeddings a beginning differs with what follows.
-        """
-        limits = [window for window in shape.windows if window is not None]
-        if not shape.is_declared:
+        """Return an empty one for a model whose caches have at most ``max_kv_size`` tokens."""
+        # Longer sequences have forgotten their beginning in a sliding window, or by the limit.
+        limits = [each for each in (*shape.windows, max_kv_size) if each is not None]
+        if not shape.is_declared:  # its caches may hold a state, which cannot be cut
             limits.append(0)
-        if max_kv_size is not None:
-            limits.append(max_kv_size)
-        return cls(min(limits, default=None), sys.maxsize if shape.has_dynamic_rope else shortest)
+        if shape.has_dynamic_rope:  # a beginning differs with what follows
+            shortest = sys.maxsize
+        return cls(min(limits, default=sys.maxsize), shortest)
 
     @property
     def tokens(self) -> int:
@@ -70,23 +62,16 @@ class PrefixCache:
         self._kept[sequence] = np.array(tokens, np.int32)
 
     def take(self, prompt: Sequence[int]) -> CachedPrefix | None:
-        """Return the longest kept prefix of ``prompt``; None if it has fewer than ``shortest``
-        tokens.
-
-        The prompt's last token is never part of it, since its logits are wanted. A sequence that is
-        taken as a whole is kept no longer.
-        """
+        """Return the longest kept prefix of ``prompt``, without the prompt's last token, whose
+        logits are wanted; None if there is none. A sequence that is taken as a whole is kept no
+        longer."""
         wanted = np.array(prompt[:-1], np.int32)
         best: CachedPrefix | None = None
         for sequence, tokens in self._kept.items():
             length = _common(tokens, wanted)
             is_whole = length == len(tokens)
-            can_be_cut = self._trimmable is None or len(tokens) < self._trimmable
-            if (
-                length >= self._shortest
-                and (is_whole or can_be_cut)
-                and (best is None or length >= best.length)
-            ):
+            can_be_taken = is_whole or len(tokens) < self._trimmable
+            if can_be_taken and length >= (best.length if best else self._shortest):
                 best = CachedPrefix(sequence, length, is_whole)
         if best is not None:
             tokens = self._kept.pop(best.sequence)
@@ -97,11 +82,10 @@ class PrefixCache:
     def shrink(self, most: int) -> list[int]:
         """Forget the least recently used sequences until ``tokens`` is at most ``most``, and return
         their numbers."""
-        gone, tokens = [], self.tokens
-        while self._kept and tokens > most:
-            oldest = next(iter(self._kept))
-            tokens -= held(len(self._kept.pop(oldest)))
-            gone.append(oldest)
+        gone = []
+        while self._kept and self.tokens > most:
+            gone.append(next(iter(self._kept)))
+            del self._kept[gone[-1]]
         return gone
 
 

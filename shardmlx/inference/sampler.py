@@ -23,13 +23,10 @@ LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 """A function of mlx-lm: tokens so far and logits (1, V), to logits (1, V)."""
 
 
-def random_state() -> int:
-    """Return MLX's random state on this thread, as ``mx.random.seed`` takes it."""
-    return _as_seed(random_key())
-
-
-def _as_seed(key: mx.array) -> int:
-    high, low = np.array(key).tolist()
+def random_state(key: mx.array | None = None) -> int:
+    """Return MLX's random state on this thread, or the one of ``key``, as ``mx.random.seed`` takes
+    it."""
+    high, low = np.array(random_key() if key is None else key).tolist()
     return int(high) << 32 | int(low)
 
 
@@ -37,9 +34,8 @@ def _as_seed(key: mx.array) -> int:
 class _SequenceState:
     """The state from which a sequence's next token is sampled.
 
-    ``state`` is that of its random stream; ``after`` the lazy one after a sampled token.
-    ``history`` holds its tokens, where a processor looks back at them; ``matcher`` knows which may
-    come next, where there is a grammar.
+    ``state`` is that of its random stream, ``after`` the lazy one after a sampled token.
+    ``history`` are its tokens, where a processor looks back at them.
     """
 
     params: SamplingParams
@@ -122,14 +118,14 @@ class BatchSampler:
             print(f"shardmlx: an answer breaks off within its grammar: {error}", file=sys.stderr)
         if any(errors):
             tokens = mx.where(mx.array([error != "" for error in errors]), BROKEN, tokens)
-        return _pack(tokens, logprobs, [sequence.params for sequence in known])
+        return _pack(tokens, logprobs, packed_width([sequence.params for sequence in known]))
 
     def settle(self, sequences: Sequence[int], tokens: Sequence[int]) -> None:
         """Take in the tokens sampled last, which have been evaluated."""
         for sequence, token in zip(sequences, tokens, strict=True):
             known = self._sequences[sequence]
             if known.after is not None:
-                known.state = _as_seed(known.after)
+                known.state = random_state(known.after)
                 known.after = None
             if known.processors:
                 known.history.append(token)
@@ -160,22 +156,16 @@ def packed_width(params: Sequence[SamplingParams]) -> int:
     They are the token and, if any sequence wants log-probabilities, the token's own (as the bits of
     a float32), then the likeliest tokens, then theirs.
     """
-    wanted = _most_logprobs(params)
-    return 1 if wanted is None else 2 + 2 * wanted
+    return max(1 if each.logprobs is None else 2 + 2 * each.logprobs for each in params)
 
 
-def _most_logprobs(params: Sequence[SamplingParams]) -> int | None:
-    return max((c.logprobs for c in params if c.logprobs is not None), default=None)
-
-
-def _pack(tokens: mx.array, logprobs: mx.array, params: Sequence[SamplingParams]) -> mx.array:
+def _pack(tokens: mx.array, logprobs: mx.array, width: int) -> mx.array:
     tokens = tokens[:, None]
-    wanted = _most_logprobs(params)
-    if wanted is None:
+    if width == 1:
         return tokens
     logprobs = logprobs.astype(mx.float32)
     parts = [tokens, mx.take_along_axis(logprobs, tokens, axis=-1).view(mx.int32)]
-    if wanted:
+    if wanted := (width - 2) // 2:
         likeliest = mx.argpartition(-logprobs, wanted - 1, axis=-1)[:, :wanted]
         theirs = mx.take_along_axis(logprobs, likeliest, axis=-1)
         parts += [likeliest.astype(mx.int32), theirs.view(mx.int32)]

@@ -30,19 +30,13 @@ from shardmlx.models.kv_cache import STEP, held
 
 
 class ItemKind(Enum):
-    """The kinds of items."""
+    """A chunk of one prompt; a token of every sequence in a group; no work, but news of ended
+    sequences and a sign of life; the end of all items."""
 
     PREFILL = "prefill"
-    """A chunk of one prompt. The prompt's last token enters with the first decode step; only where
-    nothing else is to be computed does it make a chunk of its own, with which the sequence's first
-    token is sampled."""
     DECODE = "decode"
-    """A token of every sequence in a group; their next tokens are sampled."""
     IDLE = "idle"
-    """An item without work: it carries news of ended sequences, and shows that the first rank
-    is alive."""
     STOP = "stop"
-    """The end: no more items come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +44,11 @@ class Item:
     """A piece of work that every stage of the pipeline does in turn.
 
     ``sequences`` are those whose tokens enter, ``length`` of each, in the order of the rows; a
-    prefill has one. The first chunk of a prompt brings the sequence's sampling ``params``, and the
-    ``prefix`` with which its caches begin. Each stage first moves the ``kept``, sequences that have
-    ended, out of their group and drops the caches of those ``put_back``, then copies the prefix,
-    then forgets the ``dropped``, which have ended too.
+    prefill has one. If it ``samples``, their next tokens are sampled. The first chunk of a prompt
+    brings the sequence's sampling ``params``, and the ``prefix`` with which its caches begin. Each
+    stage first moves the ``kept``, sequences that have ended, out of their group and drops the
+    caches of those ``put_back``, then copies the prefix, then forgets the ``dropped``, which have
+    ended too.
     """
 
     kind: ItemKind
@@ -68,16 +63,11 @@ class Item:
     params: Any = None
 
     def __str__(self) -> str:
-        match self.kind:
-            case ItemKind.PREFILL:
-                return f"prefill of sequence {self.sequences[0]}, {self.length} tokens"
-            case ItemKind.DECODE:
-                shown = ", ".join(map(str, self.sequences[:4])) + ", ..." * (
-                    self.sequences[4:] != ()
-                )
-                return f"decode of sequence{'s' * (len(self.sequences) > 1)} {shown}"
-            case ItemKind.IDLE | ItemKind.STOP:
-                return str(self.kind.value)
+        if not self.sequences:
+            return self.kind.value
+        more = f" and {len(self.sequences) - 1} more" if len(self.sequences) > 1 else ""
+        tokens = f", {self.length} tokens" if self.kind is ItemKind.PREFILL else ""
+        return f"{self.kind.value} of sequence {self.sequences[0]}{more}{tokens}"
 
 
 @dataclass(slots=True)
@@ -114,13 +104,8 @@ class _DecodeGroup:
 
     @property
     def size(self) -> int:
-        """The number of sequences, those that join with the next step included."""
+        """The number of sequences with those that join with the next step."""
         return len(self.sequences) + len(self.joining)
-
-    @property
-    def is_ready(self) -> bool:
-        """True if the group may make a decode step."""
-        return self.size > 0 and not self.in_flight
 
 
 class Scheduler:
@@ -130,10 +115,8 @@ class Scheduler:
     as many as have room in it, each counted as long as the longest is. Others wait in order, those
     that were put back before all others. Prefill goes first, in chunks of ``chunk`` tokens, so that
     groups are full when they take their turns; with ``patience`` at most so many chunks come
-    between two decode steps.
-
-    ``find_prefix`` is called when a sequence's turn has come, and returns what the prefix cache
-    holds of its prompt. Raises ``ValueError`` for numbers below 1.
+    between two decode steps. ``find_prefix`` says what the prefix cache holds of the prompt of a
+    sequence whose turn has come.
     """
 
     def __init__(
@@ -144,8 +127,6 @@ class Scheduler:
         patience: int | None = None,
         capacity: int | None = None,
     ) -> None:
-        if min(groups, most, chunk) < 1 or (patience is not None and patience < 1):
-            raise ValueError(f"groups {groups}, most {most}, chunk {chunk}, patience {patience}")
         self.find_prefix: Callable[[int], CachedPrefix | None] = lambda sequence: None
         self.capacity = capacity
         self._most = most
@@ -192,7 +173,8 @@ class Scheduler:
         if not self._make_room():
             return None
         prompt = self._next_prompt()
-        ready = next((g for g in self._turns if self._groups[g].is_ready), None)
+        waiting = (g for g in self._turns if self._groups[g].size and not self._groups[g].in_flight)
+        ready = next(waiting, None)
         patient = self._patience is None or self._chunks_since < self._patience
         if prompt is not None and (ready is None or patient):
             self._chunks_since += 1
@@ -217,15 +199,10 @@ class Scheduler:
     def foreseen(self) -> Item | None:
         """Guess the next item where ``next`` has none: the decode step of the group that has been
         under way longest, which comes if no sequence joins or leaves it."""
-        if self._next_prompt() is not None:
-            return None
         longest = next((g for g in self._turns if self._groups[g].in_flight), None)
-        if longest is None:
+        if self._next_prompt() is not None or longest is None or self._groups[longest].joining:
             return None
-        group = self._groups[longest]
-        if group.joining:
-            return None
-        return Item(ItemKind.DECODE, tuple(group.sequences), group=longest)
+        return Item(ItemKind.DECODE, tuple(self._groups[longest].sequences), group=longest)
 
     def returned(self, item: Item) -> None:
         """Note that the tokens of an item have been sampled. Its sequences go on, unless ``finish``
@@ -233,9 +210,9 @@ class Scheduler:
         for sequence in item.sequences:
             self._open[sequence].tokens += 1
             self._open[sequence].awaits = False
-        if item.kind is ItemKind.DECODE and item.group is not None:
+        if item.group is not None:
             self._groups[item.group].in_flight = False
-        elif item.kind is ItemKind.PREFILL and item.samples:
+        else:
             self._join(item.sequences[0])
 
     def finish(self, sequence: int, *, keep: bool = False) -> bool:
@@ -248,10 +225,7 @@ class Scheduler:
                 self._dropped.append(sequence)
             return False
         self._take_out(sequence)
-        if keep:
-            self._kept.append(sequence)
-        else:
-            self._dropped.append(sequence)
+        (self._kept if keep else self._dropped).append(sequence)
         return keep
 
     def forget(self, sequences: Sequence[int]) -> None:

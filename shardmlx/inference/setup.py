@@ -18,7 +18,7 @@ from shardmlx.costmodel.workload import model_sizes
 from shardmlx.distributed.agreement import on_all_ranks, on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
-from shardmlx.inference.detokenize import IncrementalDetokenizer
+from shardmlx.inference.detokenize import IncrementalDetokenizer, Stops
 from shardmlx.inference.grammars import Grammars
 from shardmlx.inference.kv_caches import check_quantised
 from shardmlx.inference.pipeline import FirstStage, LaterStage
@@ -54,7 +54,7 @@ Read = Callable[[PromptReader], GenerationLoad]
 @dataclass(frozen=True, slots=True)
 class InferenceRun:
     """A run that is ready to start. ``reader`` is there on rank 0 only; ``limits`` are the memory
-    limits of each rank."""
+    limits of each rank; ``grammars`` those to which answers may keep."""
 
     config: InferenceConfig
     transport: Transport
@@ -65,41 +65,52 @@ class InferenceRun:
     reader: PromptReader | None
     random_state: int
     limits: tuple[MemoryLimits, ...]
+    grammars: Grammars | None = None
 
-    def hold(self, lead: Callable[[PromptReader], None], grammars: Grammars | None = None) -> None:
+    def hold(self, lead: Callable[[PromptReader], None]) -> None:
         """Let rank 0 ``lead`` until it stops its first stage, while the others follow; then show
         what each rank took. All ranks must call it."""
         if self.reader is None:
-            self.later_stage(grammars).run()
+            self.later_stage().run()
         else:
             lead(self.reader)
         report_memory(self)
 
-    def later_stage(self, grammars: Grammars | None = None) -> LaterStage:
+    def later_stage(self) -> LaterStage:
         """Return the stage of a rank other than 0."""
-        return LaterStage(self._worker(grammars))
+        return LaterStage(self._worker())
 
     def first_stage(
-        self,
-        patience: int | None = None,
-        *,
-        keeps_prefixes: bool = False,
-        grammars: Grammars | None = None,
+        self, patience: int | None = None, *, keeps_prefixes: bool = False
     ) -> FirstStage:
-        """Return the stage of rank 0. ``patience`` is that of the ``Scheduler``; with
-        ``keeps_prefixes`` it has a prefix cache."""
-        load, setup = self.plan.load, self.plan.setup
+        """Return the stage of rank 0, with a scheduler of this ``patience``, and with a prefix
+        cache if it ``keeps_prefixes``."""
+        setup, capacity = self.plan.setup, self.plan.load.capacity
         prefix_cache = PrefixCache.of(self.shape, setup.max_kv_size) if keeps_prefixes else None
-        scheduler = Scheduler(
-            self.plan.groups, setup.sequences, setup.chunk, patience, load.capacity
+        scheduler = Scheduler(self.plan.groups, setup.sequences, setup.chunk, patience, capacity)
+        return FirstStage(self._worker(), scheduler, prefix_cache)
+
+    def _worker(self) -> StageWorker:
+        setup = self.plan.setup
+        return StageWorker(
+            self.transport,
+            self.part,
+            max_kv_size=setup.max_kv_size,
+            quantisation=setup.quantisation,
+            random_state=self.random_state,
+            grammars=self.grammars,
         )
-        return FirstStage(self._worker(grammars), scheduler, prefix_cache=prefix_cache)
 
     def ask(
-        self, first_stage: FirstStage, number: int, tokens: Sequence[int], max_tokens: int
+        self,
+        first_stage: FirstStage,
+        number: int,
+        tokens: Sequence[int],
+        max_tokens: int,
+        stops: Stops | None = None,
     ) -> IncrementalDetokenizer:
-        """Begin the answer to a prompt on rank 0, with the options' sampling and with random
-        stream ``number``; return what reads it."""
+        """Begin the answer to a prompt on rank 0, sampled as the options say, from random stream
+        ``number``; return what reads it."""
         config = self.config
         assert self.reader is not None, "rank 0 has it"
         tokenizer = self.reader.tokenizer
@@ -114,19 +125,9 @@ class InferenceRun:
             xtc_special_tokens=xtc_special_tokens(tokenizer),
             stream=number,
         )
-        answer = IncrementalDetokenizer.of(tokenizer, max_tokens)
+        answer = IncrementalDetokenizer.of(tokenizer, max_tokens, stops)
         first_stage.add(number, tokens, params, len(tokens) + max_tokens)
         return answer
-
-    def _worker(self, grammars: Grammars | None) -> StageWorker:
-        return StageWorker(
-            self.transport,
-            self.part,
-            max_kv_size=self.plan.setup.max_kv_size,
-            quantisation=self.plan.setup.quantisation,
-            random_state=self.random_state,
-            grammars=grammars,
-        )
 
 
 def prepare(
@@ -139,60 +140,50 @@ def prepare(
     transport.activity.begin("loading")
     source = ModelSource.of(config)
     with open_on_all_ranks(transport, reporter, source, config.adapter_path) as opened:
-        return _prepare(config, transport, reporter, read, opened)
+        shape = opened.shape
 
+        def read_prompts() -> tuple[PromptReader, GenerationLoad]:
+            reader = PromptReader(
+                tokenizer=_tokenizer(config, opened),
+                template_arguments=config.template_arguments,
+                vocabulary=shape.vocab_size,
+                positions=opened.max_positions,
+            )
+            return reader, read(reader)
 
-def _prepare(
-    config: InferenceConfig,
-    transport: Transport,
-    reporter: Reporter,
-    read: Read,
-    opened: OpenedModel,
-) -> InferenceRun:
-    shape = opened.shape
-
-    def read_prompts() -> tuple[PromptReader, GenerationLoad]:
-        reader = PromptReader(
-            tokenizer=_tokenizer(config, opened),
-            template_arguments=config.template_arguments,
-            vocabulary=shape.vocab_size,
-            positions=opened.max_positions,
+        reader, mine = on_rank_0(transport, "reading the prompts", read_prompts) or (None, None)
+        load = transport.broadcast(mine, what="prompts")
+        inputs = gather_plan_inputs(
+            transport,
+            lambda: model_sizes(open_model(str(opened.path)), config.dtype),
+            MachineOptions.of(config),
+            config.stage_map,
+            config.bytes_for_requests if transport.rank == 0 else 0,
         )
-        return reader, read(reader)
+        planned = partial(plan_inference, config, inputs, load, opened.digest)
+        plan = on_all_ranks(transport, "planning", planned)
+        compare_plans(transport, plan.digest)
+        ranges = plan.stage_map.partition.ranges
 
-    reader, mine = on_rank_0(transport, "reading the prompts", read_prompts) or (None, None)
-    load = transport.broadcast(mine, what="prompts")
-    inputs = gather_plan_inputs(
-        transport,
-        lambda: model_sizes(open_model(str(opened.path)), config.dtype),
-        MachineOptions.of(config),
-        config.stage_map,
-        config.bytes_for_requests if transport.rank == 0 else 0,
-    )
-    planned = partial(plan_inference, config, inputs, load, opened.digest)
-    plan = on_all_ranks(transport, "planning", planned)
-    compare_plans(transport, plan.digest)
-    ranges = plan.stage_map.partition.ranges
+        def build() -> tuple[Slice, int]:
+            model = build_to_generate(
+                opened.path, dtype=config.dtype, adapter_path=opened.adapters, seed=config.seed
+            )
+            part = Slice(model, *ranges[transport.rank])
+            if config.cache_quantisation is not None:
+                check_quantised(part, config.cache_quantisation, shape.model_type)
+            return part, random_state()
 
-    def build() -> tuple[Slice, int]:
-        model = build_to_generate(
-            opened.path, dtype=config.dtype, adapter_path=opened.adapters, seed=config.seed
+        part, state = on_all_ranks(transport, "building the model", build)
+        _announce(config, plan, reporter)
+        limits = limit_memory(
+            transport.rank, inputs.budgets, plan.memory, inputs.cluster.backend, reporter
         )
-        part = Slice(model, *ranges[transport.rank])
-        if config.cache_quantisation is not None:
-            check_quantised(part, config.cache_quantisation, shape.model_type)
-        return part, random_state()
-
-    part, state = on_all_ranks(transport, "building the model", build)
-    _announce(config, plan, reporter)
-    limits = limit_memory(
-        transport.rank, inputs.budgets, plan.memory, inputs.cluster.backend, reporter
-    )
-    with transport.longer_timeout(SETUP_SECONDS):
-        opened.weights.load([part], shape, reporter)
-        transport.barrier("loading")
-    mx.reset_peak_memory()
-    return InferenceRun(config, transport, reporter, plan, shape, part, reader, state, limits)
+        with transport.longer_timeout(SETUP_SECONDS):
+            opened.weights.load([part], shape, reporter)
+            transport.barrier("loading")
+        mx.reset_peak_memory()
+        return InferenceRun(config, transport, reporter, plan, shape, part, reader, state, limits)
 
 
 def _tokenizer(config: InferenceConfig, opened: OpenedModel) -> TokenizerWrapper:

@@ -59,11 +59,8 @@ LENGTH_BYTES = 4
 
 @dataclass(slots=True)
 class ItemGraph:
-    """The lazy graph of an item on this stage, and the ``caches`` that its tokens enter.
-
-    ``inputs`` are a buffer to fill before ``evaluated`` is evaluated: outputs and caches.
-    ``backup`` is there while the graph may still be taken back.
-    """
+    """The lazy graph of an item on this stage: ``inputs`` are a buffer to fill before
+    ``evaluated`` is evaluated. While it may be taken back there is a ``backup`` of ``caches``."""
 
     item: Item
     inputs: mx.array
@@ -100,10 +97,9 @@ class Outbox:
 class StageWorker:
     """A rank's part in generation, held by the stage that says what is next: rank i has stage i.
 
-    ``part`` holds the stage's layers. ``random_state`` is that with which the last rank begins to
-    sample, ``grammars`` those that sequences may have. ``max_kv_size`` limits the tokens that a
-    sequence's cache holds, and ``quantisation`` packs them, as in mlx-lm. ``item`` is at work now:
-    errors name it.
+    ``part`` holds the stage's layers. ``random_state`` and ``grammars`` are those of the last
+    rank's ``BatchSampler``. ``max_kv_size`` limits the tokens that a sequence's cache holds, and
+    ``quantisation`` packs them, as in mlx-lm. ``item`` is at work now: errors name it.
     """
 
     def __init__(
@@ -194,11 +190,8 @@ class StageWorker:
             self.outbox.send(part, self.transport.rank + 1, ANNOUNCEMENT_TAG, self._who())
 
     def wait(self, handle: Handle, peer: int) -> None:
-        """Wait for a message from ``peer``.
-
-        Polls rarely until the message is due, judging by the last waits, and often from then on: a
-        decode step takes milliseconds only. Raises what ``Transport.wait`` raises.
-        """
+        """Wait for a message from ``peer``: poll rarely until it is due, judging by the last
+        waits, then often, as a decode step takes milliseconds. Raises as ``Transport.wait``."""
         begin = now = time.monotonic()
         due = begin + DUE * min(self._waits)
         while now < begin + SECONDS_AWAKE and self.transport.failure is None:
@@ -210,12 +203,11 @@ class StageWorker:
                 break  # the wait below says where
             time.sleep(NAP if now < due else PAUSE)
             now = time.monotonic()
-        self.transport.wait(
-            handle, lambda: f"{self._who()}, waiting for {self.transport.name(peer)}"
-        )
+        name = self.transport.name(peer)
+        self.transport.wait(handle, lambda: f"{self._who()}, waiting for {name}")
 
     def has_come(self, handle: Handle) -> bool:
-        """Return whether a message has come, without waiting for it."""
+        """Return whether a message has come."""
         return handle.done or self.transport.progress(handle, 0.0)
 
     @contextlib.contextmanager

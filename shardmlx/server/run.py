@@ -36,18 +36,17 @@ def run(config: ServeConfig, transport: Transport, blas: Blas) -> None:
 
     prepared = prepare(config, transport, reporter, read)
     grammars = share_grammars(transport, prepared.reader, prepared.shape.vocab_size)
+    prepared = replace(prepared, grammars=grammars)
     transport.limit_silence(SECONDS_OF_SILENCE)
 
     def lead(reader: PromptReader) -> None:
         from shardmlx.server.generator import RequestServer
 
-        first_stage = prepared.first_stage(
-            PATIENCE, keeps_prefixes=config.prefix_cache, grammars=grammars
-        )
+        first_stage = prepared.first_stage(PATIENCE, keeps_prefixes=config.prefix_cache)
         complaint = None if grammars is None else grammars.complaint
         reader = replace(reader, most_tokens=prepared.plan.load.context)
         server = RequestServer(config, prepared, reader, first_stage, reporter, complaint)
         server.run(listeners)
         first_stage.stop()
 
-    prepared.hold(lead, grammars)
+    prepared.hold(lead)

@@ -219,7 +219,7 @@ def serve(
     variant: str,
     cut: Sequence[int],
     work: Callable[[FirstStage], Any],
-    trimmable: int | None = None,
+    trimmable: int = 10**9,
     **how: Any,
 ) -> Any:
     """What ``work`` makes of a first stage that keeps sequences."""

@@ -106,8 +106,6 @@ def test_the_next_token_is_foreseen_while_nothing_else_can_come() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="groups 0"):
-        Scheduler(groups=0, most=1, chunk=1)
     with pytest.raises(ValueError, match="a prompt of 0 tokens"):
         Scheduler(groups=1, most=1, chunk=1).add(0, 0)
 
