@@ -80,14 +80,14 @@ class CallFormat:
 _OBJECT = r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"arguments"\s*:\s*(?=\{)'
 
 _BY_PARSER: Mapping[str, CallFormat] = {
-    "json_tools": CallFormat(
+    "mlx_lm.tool_parsers.json_tools": CallFormat(
         '<tool_call>\n{{"name": "{}", "arguments": ',
         "}\n</tool_call>",
         between="\n",
         opening=re.compile(rf"\s*{_OBJECT}"),
         closing=re.compile(r"\s*\}\s*"),
     ),
-    "mistral": CallFormat(
+    "mlx_lm.tool_parsers.mistral": CallFormat(
         '{{"name": "{}", "arguments": ',
         "}",
         between=", ",
@@ -96,7 +96,7 @@ _BY_PARSER: Mapping[str, CallFormat] = {
         opening=re.compile(rf"[\s\[,}}]*{_OBJECT}"),
         closing=re.compile(r"\s*\}\s*\]?\s*"),
     ),
-    "kimi_k2": CallFormat(
+    "mlx_lm.tool_parsers.kimi_k2": CallFormat(
         "<|tool_call_begin|>functions.{}:0<|tool_call_argument_begin|>",
         "<|tool_call_end|>",
         first="<|tool_calls_section_begin|>",
@@ -107,13 +107,13 @@ _BY_PARSER: Mapping[str, CallFormat] = {
         ),
         closing=re.compile(r"\s*(?:<\|tool_call_end\|>)?\s*"),
     ),
-    "kimi_k3": CallFormat(
+    "mlx_lm.tool_parsers.kimi_k3": CallFormat(
         '<|open|>call tool="{}" index="1"<|sep|><|open|>json type="object"<|sep|>',
         "<|close|>json<|sep|><|close|>call<|sep|>",
         first="<|open|>tools<|sep|>",
         last="<|close|>tools<|sep|>",
     ),
-    "qwen3_coder": CallFormat(
+    "mlx_lm.tool_parsers.qwen3_coder": CallFormat(
         "<tool_call>\n<function={}>\n",
         "</function>\n</tool_call>",
         ArgumentFormat(
@@ -121,7 +121,7 @@ _BY_PARSER: Mapping[str, CallFormat] = {
         ),
         between="\n",
     ),
-    "glm47": CallFormat(
+    "mlx_lm.tool_parsers.glm47": CallFormat(
         "<tool_call>{}",
         "</tool_call>",
         ArgumentFormat(
@@ -133,7 +133,7 @@ _BY_PARSER: Mapping[str, CallFormat] = {
         ),
         between="\n",
     ),
-    "longcat": CallFormat(
+    "mlx_lm.tool_parsers.longcat": CallFormat(
         "<longcat_tool_call>{}",
         "</longcat_tool_call>",
         ArgumentFormat(
@@ -146,7 +146,7 @@ _BY_PARSER: Mapping[str, CallFormat] = {
         between="\n",
         empty='<longcat_tool_call>{{"name": "{}", "arguments": {{}}}}</longcat_tool_call>',
     ),
-    "minimax_m2": CallFormat(
+    "mlx_lm.tool_parsers.minimax_m2": CallFormat(
         '<invoke name="{}">\n',
         "</invoke>\n",
         ArgumentFormat(
@@ -159,7 +159,7 @@ _BY_PARSER: Mapping[str, CallFormat] = {
         first="<minimax:tool_call>\n",
         last="</minimax:tool_call>",
     ),
-    "minicpm5": CallFormat(
+    "mlx_lm.tool_parsers.minicpm5": CallFormat(
         '<function name="{}">',
         "</function>",
         ArgumentFormat(
@@ -167,14 +167,14 @@ _BY_PARSER: Mapping[str, CallFormat] = {
         ),
         between="\n",
     ),
-    "muse_spark": CallFormat(
+    "mlx_lm.tool_parsers.muse_spark": CallFormat(
         '<atem:invoke name="{}">\n',
         "</atem:invoke>\n",
         ArgumentFormat('<atem:parameter name="{}">', "</atem:parameter>\n", quote=None),
         first="<atem:function_calls>\n",
         last="</atem:function_calls>",
     ),
-    "pythonic": CallFormat(
+    "mlx_lm.tool_parsers.pythonic": CallFormat(
         "{}(",
         ")",
         ArgumentFormat("{}=", "", between=", ", names=_PYTHON, quote=None),
@@ -183,7 +183,7 @@ _BY_PARSER: Mapping[str, CallFormat] = {
         last="]<|tool_call_end|>",
         names=_PYTHON,
     ),
-    "function_gemma": CallFormat(
+    "mlx_lm.tool_parsers.function_gemma": CallFormat(
         "<start_function_call>call:{}{{",
         "}<end_function_call>",
         ArgumentFormat(
@@ -196,7 +196,7 @@ _BY_PARSER: Mapping[str, CallFormat] = {
         ),
         names=_WORD,
     ),
-    "gemma4": CallFormat(
+    "mlx_lm.tool_parsers.gemma4": CallFormat(
         "<|tool_call>call:{}{{",
         "}<tool_call|>",
         ArgumentFormat(
@@ -233,14 +233,13 @@ GENERIC_CALLS = CallFormat(
 )
 """The format for models whose template knows no tools: a message tells them of it."""
 
-KNOWN = (*_BY_PARSER, "gpt-oss")
+KNOWN = (*(parser.rpartition(".")[2] for parser in _BY_PARSER), "gpt-oss")
 """Names of the formats in which a call can be asked for."""
 
 
 def call_format(parser: str, template: str) -> CallFormat | None:
     """Return the format of a parser of mlx-lm, by its module, for a model with this
     chat template; None if it is not known."""
-    name = parser.removeprefix("mlx_lm.tool_parsers.")
-    if name == "mistral" and "[ARGS]" in template:
+    if parser == "mlx_lm.tool_parsers.mistral" and "[ARGS]" in template:
         return _MISTRAL_WITH_MARKS
-    return _BY_PARSER.get(name)
+    return _BY_PARSER.get(parser)
