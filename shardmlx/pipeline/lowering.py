@@ -20,8 +20,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import count, pairwise
+from itertools import count, pairwise, product
 from types import MappingProxyType
 
 from shardmlx.pipeline.actions import COMPUTE, Action, Grid, Kind
@@ -31,6 +30,8 @@ SEND_F, RECV_F, SEND_B, RECV_B = Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.REC
 
 Kinds = Collection[Kind]
 """Kinds of actions of one stage after lowering."""
+
+_RECEIVES = (RECV_F, RECV_B)
 
 _EXPANSION: Mapping[Kind, tuple[Kind, ...]] = MappingProxyType(
     {
@@ -142,84 +143,6 @@ def _stage_kinds(
     return list(kinds)
 
 
-@dataclass(slots=True)
-class _Track:
-    """The actions of one kind at one stage: one for each micro-batch."""
-
-    stage: int
-    kind: Kind
-    done: bytearray  # for each micro-batch
-    needs: Sequence[_Track] = ()  # must be done for the same micro-batch on this rank
-    sender: _Track | None = None  # the SEND on another rank, for a RECV
-    receivers: dict[int, int] = field(default_factory=dict)  # rank waiting, by micro-batch (SEND)
-    in_order: bool = False  # gradients add up as in one process
-    due: int = 0  # the next micro-batch in that order
-
-    def name(self, microbatch: int) -> str:
-        """Return the action as it prints."""
-        return str(Action(self.stage, self.kind, microbatch))
-
-    def do(self, microbatch: int) -> str | None:
-        """Do the action of a micro-batch; return the reason if it cannot be done now."""
-        if self.done[microbatch]:
-            return f"{self.name(microbatch)} is done a second time"
-        for needed in self.needs:
-            if not needed.done[microbatch]:
-                return f"{self.name(microbatch)} comes without {needed.name(microbatch)} before it"
-        if self.in_order:
-            if self.due != microbatch:
-                return f"{self.name(microbatch)} comes where {self.name(self.due)} is due"
-            self.due += 1
-        self.done[microbatch] = 1
-        return None
-
-
-_Tracks = Mapping[Kind, _Track]
-"""The tracks of one stage."""
-
-
-def _make_tracks(kinds: Sequence[Kinds], microbatches: int) -> list[_Tracks]:
-    """Return the actions of each stage, each with its predecessors.
-
-    ::
-
-        F       RECV_F, or the F of the stage below on the same rank
-        SEND_F  F
-        I       F, and RECV_B or the I of the stage above on the same rank
-        W       the same, and the stage's own I
-        SEND_B  I
-        RECV_F  SEND_F of the stage below, on another rank
-        RECV_B  SEND_B of the stage above, on another rank
-    """
-    order = (RECV_F, F, SEND_F, RECV_B, I, W, SEND_B)
-    tracks = [
-        {
-            kind: _Track(stage, kind, bytearray(microbatches), in_order=kind in (F, W))
-            for kind in order
-            if kind in own
-        }
-        for stage, own in enumerate(kinds)
-    ]
-    nothing: _Tracks = {}
-    for below, own, above in zip([nothing, *tracks], tracks, [*tracks[1:], nothing], strict=False):
-        activation = own.get(RECV_F) or below.get(F)
-        gradient = own.get(RECV_B) or above.get(I)
-        needs = {
-            F: (activation,),
-            SEND_F: (own[F],),
-            I: (own[F], gradient),
-            W: (own[F], gradient, own.get(I)),
-            SEND_B: (own.get(I),),
-        }
-        for kind, track in own.items():
-            track.needs = [each for each in needs.get(kind, ()) if each is not None]
-        if RECV_F in own:
-            own[RECV_F].sender = below[SEND_F]
-        if RECV_B in own:
-            own[RECV_B].sender = above[SEND_B]
-    return list(tracks)
-
-
 def validate(grid: Grid, placement: Sequence[int], trainable: Sequence[bool] | None = None) -> None:
     """Prove that a lowered grid does every action once, in order, and never deadlocks.
 
@@ -229,34 +152,67 @@ def validate(grid: Grid, placement: Sequence[int], trainable: Sequence[bool] | N
     micro-batches are those that the grid names. Raises ``ScheduleError``.
     """
     kinds = _stage_kinds(len(grid), placement, trainable)
-    tracks = _make_tracks(kinds, _count_microbatches(grid))
-    of_rank: list[dict[tuple[int, Kind], _Track]] = [{} for _ in grid]
-    for rank, own in zip(placement, tracks, strict=True):
-        of_rank[rank].update({(track.stage, kind): track for kind, track in own.items()})
+    microbatches = _count_microbatches(grid)
+    needs = _needs(kinds)
+    done = {(stage, kind, -1) for stage in range(len(kinds)) for kind in (F, W)}
+    waiting: dict[tuple[int, Kind, int], int] = {}  # the rank that waits for a SEND
     reached = [0] * len(grid)
 
     def run(rank: int) -> Iterator[int]:
         """Go on with a rank until it waits or ends; yield ranks whose RECV it serves."""
         for index in range(reached[rank], len(grid[rank])):
             action = grid[rank][index]
-            microbatch = action.microbatch
-            track = of_rank[rank].get((action.stage, action.kind))
-            if track is None:
+            stage, kind, microbatch = action
+            needed = needs.get((stage, kind))
+            if needed is None or placement[stage] != rank:
                 raise _fault(grid, rank, index, _why_unexpected(action, placement, kinds))
-            if track.sender is not None and not track.sender.done[microbatch]:
-                track.sender.receivers[microbatch] = rank
-                return
-            if (fault := track.do(microbatch)) is not None:
-                raise _fault(grid, rank, index, fault)
+            for where, what, back in needed:
+                before = (where, what, microbatch - back)
+                if before not in done:
+                    if kind in _RECEIVES:
+                        waiting[before] = rank
+                        return
+                    reason = f"{action} comes without {Action(*before)} before it"
+                    raise _fault(grid, rank, index, reason)
+            if action in done:
+                raise _fault(grid, rank, index, f"{action} is done a second time")
+            done.add(action)
             reached[rank] = index + 1
-            if microbatch in track.receivers:
-                yield track.receivers.pop(microbatch)
+            if action in waiting:
+                yield waiting.pop(action)
 
     ready = deque(range(len(grid)))
     while ready:
         ready.extend(run(ready.popleft()))
     _check_all_ended(grid, placement, reached)
-    _check_nothing_missing(grid, placement, tracks)
+    for (stage, kind), microbatch in product(needs, range(microbatches)):
+        if (stage, kind, microbatch) not in done:
+            rank, missing = placement[stage], Action(stage, kind, microbatch)
+            raise _fault(grid, rank, len(grid[rank]), f"{missing} is missing")
+
+
+def _needs(
+    kinds: Sequence[Kinds],
+) -> Mapping[tuple[int, Kind], Sequence[tuple[int, Kind, int]]]:
+    """Return, for the actions of each stage and kind, those that come before: of which stage, of
+    which kind, and how many micro-batches earlier."""
+    needs: dict[tuple[int, Kind], list[tuple[int, Kind, int]]] = {}
+    for stage, own in enumerate(kinds):
+        output = (stage, F, 0)
+        # Between stages of one rank there is no message.
+        activation = (stage, RECV_F, 0) if RECV_F in own else (stage - 1, F, 0)
+        gradient = (stage, RECV_B, 0) if RECV_B in own else (stage + 1, I, 0)
+        of_kind = {
+            RECV_F: [(stage - 1, SEND_F, 0)],
+            F: [activation, (stage, F, 1)],
+            SEND_F: [output],
+            RECV_B: [(stage + 1, SEND_B, 0)],
+            I: [output, gradient],
+            W: [output, gradient, (stage, I, 0), (stage, W, 1)],
+            SEND_B: [(stage, I, 0)],
+        }
+        needs |= {(stage, kind): before for kind, before in of_kind.items() if kind in own}
+    return {key: [each for each in needs[key] if each[:2] in needs] for key in needs}
 
 
 def _count_microbatches(grid: Grid) -> int:
@@ -299,15 +255,6 @@ def _check_all_ended(grid: Grid, placement: Sequence[int], reached: Sequence[int
     if waits:
         rank = min(stuck)
         raise _fault(grid, rank, stuck[rank], f"deadlock: {', '.join(waits)}")
-
-
-def _check_nothing_missing(grid: Grid, placement: Sequence[int], tracks: Sequence[_Tracks]) -> None:
-    for rank, own in zip(placement, tracks, strict=True):
-        for track in own.values():
-            microbatch = track.done.find(0)
-            if microbatch >= 0:
-                reason = f"{track.name(microbatch)} is missing"
-                raise _fault(grid, rank, len(grid[rank]), reason)
 
 
 def _fault(grid: Grid, rank: int, index: int, reason: str) -> ScheduleError:
