@@ -144,11 +144,11 @@ class Sums:
             peer = self._awaited
             return what() if peer is None else f"{what()}, waiting for {transport.name(peer)}"
 
-        transport.check(whom)
+        transport.activity.check(whom)
         idle, moved = 0.0, self._moved
         with transport.activity.waiting_for(whom):
             while self._error is None and not exchange.done.wait(SLICE):
-                transport.check(whom)
+                transport.activity.check(whom)
                 # In slices, since a process that was stopped cannot blame its peers.
                 idle, moved = (idle + SLICE if moved == self._moved else 0.0), self._moved
                 if idle > transport.patience:

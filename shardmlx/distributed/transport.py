@@ -130,7 +130,7 @@ class Transport(ABC):
         Raises ``TransportTimeout`` after ``patience`` seconds; ``PeerLost`` if the link or the peer
         broke; ``failure`` if there is one.
         """
-        self.check(what)
+        self.activity.check(what)
         if handle.done:
             return
         seconds = self.patience
@@ -141,7 +141,7 @@ class Transport(ABC):
                 raise PeerLost(f"{what()}: {error}") from error
         if done:
             return
-        self.check(what)
+        self.activity.check(what)
         raise TransportTimeout(f"{what()}: nothing came for {seconds:g} s (see --timeout)")
 
     def set_timeout(self, seconds: float) -> None:
@@ -189,22 +189,13 @@ class Transport(ABC):
         if self.activity.failure is None:
             self.activity.failure = error
 
-    def check(self, what: Callable[[], str]) -> None:
-        """Raise ``failure`` if there is one; a lost peer names ``what`` this rank does."""
-        self.activity.check(what)
-
     def stop_requested(self) -> int | None:
-        """Return, on rank 0, the number of a signal that asked some rank to stop.
-
-        None without a signal, and on the other ranks.
-        """
+        """Return, on rank 0, the number of a signal that asked some rank to stop, if any did."""
         return None
 
     def stop_command(self) -> str | None:
-        """Return the shell command for this host that stops the run in order.
-
-        None if it is unknown, or if Ctrl-C does.
-        """
+        """Return the shell command for this host that stops the run in order, if it is known, and
+        Ctrl-C does not."""
         return None
 
     def name(self, rank: int) -> str:
@@ -227,28 +218,23 @@ class Transport(ABC):
         (size,) = come(np.empty(1, np.int64))
         return pickle.loads(buffer_of(come(np.empty(size, np.uint8))))
 
-    def broadcast(self, value: Any, root: int = 0, what: str = "broadcast") -> Any:
-        """Return the root's ``value``. All ranks must call it."""
-        if self.rank != root:
-            return self.receive_object(root, what)
+    def broadcast(self, value: Any, what: str = "broadcast") -> Any:
+        """Return rank 0's ``value``. All ranks must call it."""
+        if self.rank != 0:
+            return self.receive_object(0, what)
         payload = pickle.dumps(value)
-        peers = [peer for peer in range(self.size) if peer != root]
-        posted = [self._post(payload, peer, OBJECT_TAG) for peer in peers]
-        for peer, handles in zip(peers, posted, strict=True):
+        posted = [self._post(payload, peer, OBJECT_TAG) for peer in range(1, self.size)]
+        for peer, handles in enumerate(posted, 1):
             self._finish(handles, what, peer)
         return value
 
-    def gather(self, value: Any, root: int = 0, what: str = "gather") -> list[Any] | None:
-        """Return the values of all ranks, by rank, on the root; None elsewhere.
-
-        All ranks must call it.
-        """
-        if self.rank != root:
-            self.send_object(value, root, what)
+    def gather(self, value: Any, what: str = "gather") -> list[Any] | None:
+        """Return the values of all ranks, by rank, on rank 0; None elsewhere. All ranks must call
+        it."""
+        if self.rank != 0:
+            self.send_object(value, 0, what)
             return None
-        return [
-            value if peer == root else self.receive_object(peer, what) for peer in range(self.size)
-        ]
+        return [value, *(self.receive_object(peer, what) for peer in range(1, self.size))]
 
     def all_gather(self, value: Any, what: str = "all-gather") -> list[Any]:
         """Return the values of all ranks, by rank. All ranks must call it."""

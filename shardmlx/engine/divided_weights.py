@@ -63,17 +63,14 @@ class DividedWeights:
         for part in parts:
             for name in part.parameters():
                 if not self.is_mine(name):
-                    part[name] = self._in_room(self._places[name])
+                    _, shape, dtype, _ = place = self._places[name]
+                    if place not in self._room:
+                        # Its own buffer, since messages write into it behind MLX's back.
+                        self._room[place] = new_buffer(shape, dtype)
+                    part[name] = self._room[place]
         self._present: dict[Place, str] = {}
         self._under_way: tuple[str, Exchange] | None = None
         self._count = 0
-
-    def _in_room(self, place: Place) -> mx.array:
-        if place not in self._room:
-            _, shape, dtype, _ = place
-            # Its own buffer, since messages write into it behind MLX's back.
-            self._room[place] = new_buffer(shape, dtype)
-        return self._room[place]
 
     def is_mine(self, name: str) -> bool:
         """Tell whether this replica keeps a weight, and updates it if it is trained."""

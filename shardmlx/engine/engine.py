@@ -172,7 +172,7 @@ class Engine:
             for action in actions:
                 self._current = action
                 transport.activity.begin(f"{before}, {_in_words(action)}")
-                transport.check(self._who)
+                transport.activity.check(self._who)
                 self._act(action, run)
             for action, handle in run.outbox:
                 self._current = action
@@ -234,14 +234,13 @@ class Engine:
 
     def _backward_weight(self, action: Action, run: _Run) -> None:
         stage, j = self.stages[action.stage], action.microbatch
-        reduces = run.reduce and j == len(run.microbatches) - 1
+        reduces = stage.reduces_each or (run.reduce and j == len(run.microbatches) - 1)
+        parts = self.reducer.parts(stage) if reduces else [stage.names]
         with self.recorder.span(Span.COMPUTE, str(action)):
-            if not (reduces or stage.reduces_each):
-                stage.backward_weight(j)
-                return
             # Each bucket starts on its way while the next one computes.
-            for part in stage.backward_weight_in_parts(j, self.reducer.parts(stage)):
-                self.reducer.start(stage, part)
+            for part in stage.backward_weight_in_parts(j, parts):
+                if reduces:
+                    self.reducer.start(stage, part)
 
     def _send(self, action: Action, run: _Run) -> None:
         array = run.arrays.pop(action)

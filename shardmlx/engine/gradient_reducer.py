@@ -16,7 +16,7 @@ good, unless a gradient overflows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TypeVar
@@ -163,8 +163,13 @@ class GradientReducer:
         self._started.clear()
 
     def _keep(self, bucket: _Bucket) -> None:
-        """Add the sums of a bucket to those of the same weights."""
-        for name, part in self._mine_of(bucket):
+        """Add a bucket's sums to those of the same weights, if this replica updates them."""
+        offset = 0
+        for name, size in bucket.sizes.items():
+            start, offset = offset, offset + size
+            if not self._shards.is_mine(name):
+                continue
+            part = bucket.total[start:offset].reshape(bucket.stage.part[name].shape)
             key = bucket.stage, name
             if key in self._own:
                 part = self._own[key] + part
@@ -173,15 +178,6 @@ class GradientReducer:
                 # Copied, since a part would keep the whole bucket in memory.
                 part = mx.array(np.array(part))
             self._own[key] = part
-
-    def _mine_of(self, bucket: _Bucket) -> Iterator[tuple[str, mx.array]]:
-        """Yield the sums of a bucket whose weights this replica updates."""
-        offset = 0
-        for name, size in bucket.sizes.items():
-            if self._shards.is_mine(name):
-                shape = bucket.stage.part[name].shape
-                yield name, bucket.total[offset : offset + size].reshape(shape)
-            offset += size
 
     def _sum_shared(self, what: Callable[[], str]) -> None:
         """Sum each shared weight's gradient over all stages that hold it, this rank's first."""

@@ -140,7 +140,8 @@ class Updater:
     def _gradients_and_weights(
         self, scale: float
     ) -> tuple[dict[str, mx.array], dict[str, mx.array]]:
-        """Take the gradients of this rank's updates; return them and the arrays to update."""
+        """Take the gradients of this rank's updates; return them and the arrays to update: weights,
+        or their float32 copies."""
         gradients: dict[str, mx.array] = {}
         weights: dict[str, mx.array] = {}
         for stage in self._stages:
@@ -150,7 +151,8 @@ class Updater:
                 gradient = mx.contiguous(stage.gradients[name])
                 if scale != 1.0:
                     gradient = gradient * scale
-                weight = self._master(name, weight)
+                if self._has_masters and weight.dtype != mx.float32:
+                    weight = self._masters.setdefault(name, weight.astype(mx.float32))
                 weights[name], gradients[name] = weight, gradient.astype(weight.dtype)
             stage.gradients.clear()
         return gradients, weights
@@ -162,12 +164,6 @@ class Updater:
         layers = [(layer, list(names)) for layer, names in groupby(trained, layer_of)]
         layers.sort(key=lambda each: not each[0].rpartition(".")[2].isdigit())
         return [names for _, names in layers]
-
-    def _master(self, name: str, weight: mx.array) -> mx.array:
-        """Return the array to update: a weight's float32 copy, or the weight itself."""
-        if not self._has_masters or weight.dtype == mx.float32:
-            return weight
-        return self._masters.setdefault(name, weight.astype(mx.float32))
 
     def state(self) -> dict[str, mx.array]:
         """Return the optimizer's state: a weight's as ``WEIGHT.KEY``, the common one as ``KEY``,

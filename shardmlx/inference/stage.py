@@ -125,7 +125,7 @@ class StageWorker:
         self.item = item
         what = f"stage {self.transport.rank}, {item}" if item else "generating"
         self.transport.activity.begin(what)
-        self.transport.check(self._who)
+        self.transport.activity.check(self._who)
 
     def inputs(self, item: Item) -> mx.array:
         """Return a buffer for an item's token ids, or hidden states, to be filled."""

@@ -44,10 +44,6 @@ class Mesh:
 
     def rank(self, replica: int, pipeline_rank: int) -> int:
         """Return the world rank of (replica, pipeline rank)."""
-        if not (0 <= replica < self.dp and 0 <= pipeline_rank < self.pp):
-            raise ValueError(
-                f"({replica}, {pipeline_rank}) is outside a mesh of {self.dp} x {self.pp} ranks"
-            )
         return replica * self.pp + pipeline_rank
 
     def replicas_of(self, pipeline_rank: int) -> tuple[int, ...]:

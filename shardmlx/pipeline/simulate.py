@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from shardmlx.errors import UserError
 from shardmlx.pipeline.actions import COMPUTE, Action, Grid, Kind
@@ -136,14 +136,7 @@ def _costs_of_stages(costs: Costs | Sequence[Costs], placement: Sequence[int]) -
             raise ValueError(f"costs of {len(costs)} stages, the placement has {len(placement)}")
         return list(costs)
     stages_of = Counter(placement)
-    return [
-        Costs(
-            costs.forward / stages_of[rank],
-            costs.input_gradient / stages_of[rank],
-            costs.weight_gradient / stages_of[rank],
-        )
-        for rank in placement
-    ]
+    return [Costs(*(cost / stages_of[rank] for cost in astuple(costs))) for rank in placement]
 
 
 def _between(times: Seconds, ranks: int) -> Sequence[Sequence[float]]:
