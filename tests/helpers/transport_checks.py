@@ -270,15 +270,6 @@ def check_ranks_of_one_host_sum_among_themselves_first(transport: Transport) -> 
     assert leaving == 4 * (100_001 + of_the_other + half * 900)
 
 
-def check_a_scatter_leaves_each_its_part(transport: Transport) -> None:
-    world, sums = tuple(range(transport.size)), summing(transport)
-    bounds = [0, *range(50_000, 49_999 + transport.size), 100_001]
-    array = own(transport)
-    sums.wait(sums.reduce_scatter([array], world, [bounds]), lambda: "a scatter")
-    mine = slice(bounds[transport.rank], bounds[transport.rank + 1])
-    assert np.array(array)[mine].tobytes() == in_order(world)[mine].tobytes()
-
-
 def check_arrays_that_belong_to_one_rank_each_are_scattered_together(transport: Transport) -> None:
     world, sums = tuple(range(transport.size)), summing(transport)
     arrays = [own(transport) for _ in world]

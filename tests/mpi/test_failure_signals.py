@@ -76,20 +76,6 @@ def test_ranks_end_after_an_mpirun_that_is_killed(tmp_path: Path) -> None:
     assert job.returncode == -signal.SIGKILL
 
 
-def test_a_rank_that_is_continued_goes_on(tmp_path: Path) -> None:
-    """As a job of the shell does, stopped for less than the limit."""
-
-    def pause(mpirun: int, ranks: dict[int, int]) -> None:
-        os.kill(ranks[1], signal.SIGSTOP)
-        time.sleep(1.0)
-        os.kill(ranks[1], signal.SIGCONT)
-        time.sleep(1.5)
-        os.kill(mpirun, signal.SIGUSR1)
-
-    job = run("training", tmp_path, pause)
-    assert job.error_lines == ["shardmlx: stopped by SIGUSR1: saved"]
-
-
 def test_a_job_that_is_stopped_for_longer_than_the_timeout_goes_on(tmp_path: Path) -> None:
     """As by Ctrl-Z, or a laptop that is closed."""
 

@@ -61,31 +61,6 @@ def test_what_is_written_arrives_in_pieces(nbytes: int, chunk: int) -> None:
     ]
 
 
-def test_nothing_may_be_written_in_between() -> None:
-    data = data_of(40)
-    assert b"".join(stream(data, [0, 3, 0, 37, 0])) == data
-
-
-def test_streams_to_several_ranks_are_apart() -> None:
-    """As a part of a checkpoint goes to the disks of two others at once."""
-    first, second = data_of(50), data_of(33)
-
-    def work(transport: LocalTransport) -> bytes:
-        if transport.rank:
-            nbytes = (50, 33)[transport.rank - 1]
-            return b"".join(bytes(p) for p in Incoming(transport, nbytes, 0, TAG, "loading"))
-        one = Outgoing(transport, 50, 1, TAG, "saving")
-        two = Outgoing(transport, 33, 2, TAG, "saving")
-        for start in range(0, 50, 7):
-            one.write(memoryview(first)[start : start + 7])
-            two.write(memoryview(second)[start : start + 7])
-        one.close()
-        two.close()
-        return b""
-
-    assert LocalNetwork(3, timeout=10).run(work)[1:] == [first, second]
-
-
 def test_no_side_holds_more_than_three_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     held: dict[str, list[Any]] = defaultdict(list)
     most: dict[str, int] = defaultdict(int)

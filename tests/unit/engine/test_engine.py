@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -91,13 +92,18 @@ def check(
     layers = layers_of(layout)
     plan = layout.plan(layers, rows, size)
     expected = one_process(layers, layout.dp, rows, size, tied, savings).for_plan(plan)
-    outcomes = LocalNetwork(layout.ranks).run(
+    check_ranks(expected, models(tied, savings.recompute, layers))
+
+
+def check_ranks(expected: Expected, each: Sequence[nn.Module]) -> None:
+    """Check a step of ranks that have a model each."""
+    outcomes = LocalNetwork(expected.plan.mesh.size).run(
         lambda transport: run_engine(
             transport,
-            plan,
-            models(tied, savings.recompute, layers)[transport.rank],
+            expected.plan,
+            each[transport.rank],
             expected.batch,
-            savings=savings,
+            savings=expected.savings,
         )
     )
     for rank, outcome in enumerate(outcomes):
@@ -128,12 +134,7 @@ def test_replicas_may_have_unequal_rows(layout: Layout, rows: tuple[int, ...]) -
     """Of a batch that does not divide, too: loss and gradients are those of one process."""
     equal = layout.plan(LAYERS, max(rows), 2)
     plan = replace(equal, replica_rows=rows)
-    expected = Expected(plan, tiny_model(layers=LAYERS), random_batch(sum(rows)))
-    outcomes = LocalNetwork(layout.ranks).run(
-        lambda each: run_engine(each, plan, models(False)[each.rank], expected.batch)
-    )
-    for rank, outcome in enumerate(outcomes):
-        check_outcome(outcome, expected, rank)
+    check_ranks(Expected(plan, tiny_model(layers=LAYERS), random_batch(sum(rows))), models(False))
 
 
 @pytest.mark.parametrize("layout", [Layout("1f1b", 2), Layout("zb-h1", 4, 1, 2)], ids=str)
@@ -158,13 +159,7 @@ def test_nor_do_pieces_of_attention_and_loss(layout: Layout, recompute: str, tie
 def test_a_stage_map_may_number_the_ranks_freely() -> None:
     stage_map = StageMap(Partition.from_sizes([3, 2, 3]), placement=(2, 0, 1))
     plan = Plan(Mesh(1, 3), stage_map, "1f1b", 4, 1, (True,) * 3)
-    batch = random_batch(4)
-    expected = Expected(plan, tiny_model(layers=LAYERS), batch)
-    outcomes = LocalNetwork(3).run(
-        lambda transport: run_engine(transport, plan, models(False)[transport.rank], batch)
-    )
-    for rank, outcome in enumerate(outcomes):
-        check_outcome(outcome, expected, rank)
+    check_ranks(Expected(plan, tiny_model(layers=LAYERS), random_batch(4)), models(False))
 
 
 def with_lora(model: nn.Module, num_layers: int) -> nn.Module:
@@ -175,24 +170,13 @@ def with_lora(model: nn.Module, num_layers: int) -> nn.Module:
     return model
 
 
-def lora_plan(layout: Layout, num_layers: int, rows: int) -> Plan:
-    plan = layout.plan(LAYERS, rows)
-    first_trained = LAYERS - num_layers
-    trainable = tuple(stop > first_trained for _, stop in plan.stage_map.partition.ranges)
-    return Plan(plan.mesh, plan.stage_map, plan.schedule, rows, 1, trainable)
-
-
 @pytest.mark.parametrize("layout", [Layout("1f1b", 4), Layout("zb-v", 2, 2), Layout("zb-h1", 4)])
 def test_frozen_stages_compute_no_backward_and_receive_no_gradient(layout: Layout) -> None:
-    plan = lora_plan(layout, 3, rows=4)
-    batch = random_batch(4)
-    expected = Expected(plan, with_lora(tiny_model(layers=LAYERS), 3), batch)
-    each = [with_lora(tiny_model(layers=LAYERS), 3) for _ in range(layout.ranks)]
-    outcomes = LocalNetwork(layout.ranks).run(
-        lambda transport: run_engine(transport, plan, each[transport.rank], batch)
-    )
-    for rank, outcome in enumerate(outcomes):
-        check_outcome(outcome, expected, rank)
+    plan = layout.plan(LAYERS, 4)
+    trainable = (stop > LAYERS - 3 for _, stop in plan.stage_map.partition.ranges)
+    plan = replace(plan, trainable=tuple(trainable))
+    whole, *each = (with_lora(tiny_model(layers=LAYERS), 3) for _ in range(layout.ranks + 1))
+    check_ranks(Expected(plan, whole, random_batch(4)), each)
     lowest = plan.trainable.index(True)
     for actions in plan.actions:
         for action in actions:

@@ -73,7 +73,7 @@ def test_the_longest_first_each_to_the_shortest() -> None:
     assert [p.shape for p in packed] == [(1, 70), (1, 60), (1, 63)]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_every_position_that_counts_is_there_once_and_none_gets_too_long(seed: int) -> None:
     random = np.random.RandomState(seed)
     rows, size = random.randint(1, 14), random.randint(1, 5)
@@ -93,22 +93,15 @@ def test_every_position_that_counts_is_there_once_and_none_gets_too_long(seed: i
 
 
 def drawn(mask: np.ndarray) -> str:
-    return "\n".join("".join("x" if seen else "." for seen in row) for row in mask)
+    return " ".join("".join("x" if seen else "." for seen in row) for row in mask)
 
 
 PLACES = PackedPositions(np.array([5, 5, 5, 5, 2, 2]), np.array([0, 1, 2, 3, 0, 1]))
 
 
-def test_a_position_sees_what_comes_before_it_in_its_own_text() -> None:
-    assert drawn(PLACES.mask()) == "\n".join(
-        ["x.....", "xx....", "xxx...", "xxxx..", "....x.", "....xx"]
-    )
-
-
-def test_of_a_window_the_last() -> None:
-    assert drawn(PLACES.mask(window=2)) == "\n".join(
-        ["x.....", "xx....", ".xx...", "..xx..", "....x.", "....xx"]
-    )
+def test_a_position_sees_what_comes_before_it_in_its_own_text_or_its_window() -> None:
+    assert drawn(PLACES.mask()) == "x..... xx.... xxx... xxxx.. ....x. ....xx"
+    assert drawn(PLACES.mask(window=2)) == "x..... xx.... .xx... ..xx.. ....x. ....xx"
 
 
 # The same loss and the same gradients.

@@ -98,11 +98,6 @@ def test_zb_v_has_no_idle_time_between_the_first_and_last_action_of_a_rank() -> 
                 assert spans[-1][2] == rank + 6 * microbatches
 
 
-def test_zero_bubble_schedules_beat_1f1b_at_equal_costs() -> None:
-    bubbles = [simulated(name, 4, 8, EQUAL).bubble for name in ("1f1b", "zb-h1", "zb-v")]
-    assert bubbles == pytest.approx([3 / 11, 3 / 27, 3 / 51])
-
-
 # The parts of the model
 
 
@@ -184,21 +179,6 @@ def test_each_stage_has_its_own_costs() -> None:
         ),
     )
     assert simulation.busy == (4, 15)
-
-
-def test_a_frozen_stage_costs_a_forward_only() -> None:
-    lowered = lower(compute_actions("1f1b", 2, 3, 1), (0, 1), (False, True))
-    simulation = simulate(lowered, (0, 1), [Costs(2, 0, 0), Costs(1, 0, 1)])
-    assert simulation.busy == (6, 6)
-    assert simulation.makespan == 8
-
-
-def test_equal_costs_of_all_stages_are_those_of_a_rank_divided() -> None:
-    placement = (0, 1, 1, 0)
-    grid = lower(compute_actions("zb-v", 2, 5, 2), placement)
-    assert simulate(grid, placement, [Costs(1, 2, 3)] * 4) == simulate(
-        grid, placement, Costs(2, 4, 6)
-    )
 
 
 def test_every_stage_needs_its_costs() -> None:
