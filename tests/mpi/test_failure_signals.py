@@ -38,7 +38,7 @@ def test_sigusr1_to_mpirun_stops_the_run_in_order(tmp_path: Path) -> None:
     assert job.error_lines == ["shardmlx: stopped by SIGUSR1: saved"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_any_rank_stops_the_run_in_order(
     number: signal.Signals, tmp_path: Path
 ) -> None:
