@@ -41,31 +41,25 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-# "prediction" is a guess that saves time; "max_tool_calls" counts tools that run on the server.
-OF_OPENAI = """
+# OpenAI's: "prediction" is a guess that saves time; "max_tool_calls" counts tools of the server.
+# Anthropic's: "context_management" is what may be forgotten of a history: nothing is.
+# llama.cpp's: parameters of samplers change nothing, since NEUTRAL keeps the samplers off.
+# Others: Ollama's, Open WebUI's, vLLM's, OpenRouter's, mlx_lm.server's.
+_IGNORED = """
     user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention
     prompt_cache_options parallel_tool_calls verbosity prediction max_tool_calls client_metadata
-"""
 
-# "context_management" is what may be forgotten of a history: nothing is.
-OF_ANTHROPIC = """
     betas billing_policy cache_control container context_management diagnostics inference_geo speed
-"""
 
-# Parameters of samplers change nothing, since NEUTRAL keeps the samplers off.
-OF_LLAMA_CPP = """
     cache_prompt id_slot slot_id n_keep timings_per_token return_progress repeat_last_n dry_base
     dry_allowed_length dry_penalty_last_n dry_sequence_breakers dynatemp_exponent mirostat_tau
     mirostat_eta
-"""
 
-# Ollama, Open WebUI, vLLM, OpenRouter, mlx_lm.server.
-OF_OTHERS = """
     keep_alive chat_id session_id conversation_id id request_id priority cache_salt route
     num_draft_tokens
 """
 
-IGNORED = frozenset((OF_OPENAI + OF_ANTHROPIC + OF_LLAMA_CPP + OF_OTHERS).split())
+IGNORED = frozenset(_IGNORED.split())
 """Fields that change no answer, whatever they say."""
 
 EMPTY: tuple[Any, ...] = (False, 0, "", [], {})

@@ -46,9 +46,9 @@ class Rules:
         self.lines.append(f"{name}: {says}")
         return name
 
-    def terms(self, text: str) -> Iterator[str]:
-        """Yield a text in a grammar's words: control tokens by their numbers."""
-        return terms(text, self.special)
+    def terms(self, text: str) -> str:
+        """Return a text in a grammar's words: control tokens by their numbers."""
+        return " ".join(terms(text, self.special))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class ArgumentRules:
         items = [
             (self._argument(name, each), name in required) for name, each in properties.items()
         ]
-        comma = " ".join(self.rules.terms(self.form.between))
+        comma = self.rules.terms(self.form.between)
         found = []
         for at, (first, is_required) in enumerate(items):
             later = [
@@ -90,7 +90,7 @@ class ArgumentRules:
     def _argument(self, name: str, schema: Any) -> str:
         if not re.fullmatch(self.form.names, name):
             raise self._refused(name, "its name")
-        before = " ".join(self.rules.terms(self.form.before.format(name)))
+        before = self.rules.terms(self.form.before.format(name))
         values = self._values({} if schema is True else schema, name)
         return self.rules.add("argument", f"{before} ({' | '.join(values)})")
 
@@ -102,7 +102,7 @@ class ArgumentRules:
             schema = referred(schema, self.root)
         form, types = self.form, types_of(schema, self.root)
         is_text, others = "string" in types, types - {"string"}
-        end = " ".join(self.rules.terms(form.after))
+        end = self.rules.terms(form.after)
         if form.quote is None or (others and form.reads_json):
             return [f"{self._json(schema, types)} {end}"]
         if not others:
@@ -129,16 +129,18 @@ class ArgumentRules:
     def _text(self, schema: Schema, name: str) -> str:
         """Return the rule of a text, with what ends it."""
         form, rules = self.form, self.rules
-        end = [*rules.terms(form.quote or form.after)]
+        end = [*terms(form.quote or form.after, rules.special)]
         # The rule includes the end mark: else the mark's beginning would count as text.
         last = "" if end[0].startswith("<[") else end.pop(0)
-        branches = string_branches(schema, self.root)
         no_texts = list(self._no_texts(is_null="null" in types_of(schema, self.root)))
-        says = " | ".join(each for one in branches for each in self._texts(one, no_texts, name))
+        says = " | ".join(
+            each
+            for branch in string_branches(schema, self.root)
+            for each in self._texts(branch, no_texts, name)
+        )
         text = rules.add("TEXT", f"({says}) {last}")
-        if form.quote:
-            return " ".join([*rules.terms(form.quote), text, *end, *rules.terms(form.after)])
-        return " ".join([text, *end])
+        said = " ".join([text, *end])
+        return f"{rules.terms(form.quote)} {said} {rules.terms(form.after)}" if form.quote else said
 
     def _texts(self, schema: Schema, no_texts: Sequence[str], name: str) -> Iterator[str]:
         """Yield the terms of a grammar for texts of a schema, but those of these patterns."""
@@ -207,15 +209,14 @@ def call_rules(
     rules = Rules(special)
     calls = [_call(tool, written, rules) for tool in tools]
     call = rules.add("call", " | ".join(calls))
-    body = [*rules.terms(written.first), call]
+    thought, more = "", ""
     if parallel and written.between is not None:
-        body.append(f"({' '.join([*rules.terms(written.between), call])})*")
-    body += rules.terms(written.last)
+        more = f"({rules.terms(written.between)} {call})*"
     if written.thought is not None:
-        start, end = (" ".join(rules.terms(mark)) for mark in written.thought)
-        text = rules.add("TEXT", r"/(?s:.*)/")
-        body.insert(0, f"({start} {text} {end})?")
-    return [f"body: {' '.join(body)}", *rules.lines]
+        start, end = map(rules.terms, written.thought)
+        thought = f"({start} {rules.add('TEXT', '/(?s:.*)/')} {end})?"
+    body = [thought, rules.terms(written.first), call, more, rules.terms(written.last)]
+    return [f"body: {' '.join(filter(None, body))}", *rules.lines]
 
 
 def _call(tool: Tool, written: CallFormat, rules: Rules) -> str:
@@ -228,8 +229,8 @@ def _call(tool: Tool, written: CallFormat, rules: Rules) -> str:
             "tool_choice",
             "unsupported_parameter",
         )
-    before = " ".join(rules.terms(written.before.format(name)))
-    after = " ".join(rules.terms(written.after))
+    before = rules.terms(written.before.format(name))
+    after = rules.terms(written.after)
     schema = closed({"type": "object", **tool["function"]["parameters"]})
     if written.arguments is None:
         sequences = [rules.add("json", json_term(schema, LITTLE_SPACE))]
@@ -240,5 +241,5 @@ def _call(tool: Tool, written: CallFormat, rules: Rules) -> str:
             raise refused(f"the parameters of {shown(name)} are no JSON schema", "tools") from None
     calls = [f"{before} {each} {after}" for each in sequences if each or written.empty is None]
     if "" in sequences and written.empty is not None:
-        calls.append(" ".join(rules.terms(written.empty.format(name))))
+        calls.append(rules.terms(written.empty.format(name)))
     return rules.add("call", " | ".join(calls))

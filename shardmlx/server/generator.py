@@ -40,9 +40,9 @@ SECONDS_OF_A_STEP = 25.0
 
 
 class PipelineGenerator:
-    """The ``Generator`` of a ``RequestQueue``, over the pipeline.
+    """The generator of a ``RequestQueue``: a token of some answers a step, over the pipeline.
 
-    ``check_signals`` is called between any two steps.
+    Each answer has a number of its own. ``check_signals`` is called between any two steps.
     """
 
     def __init__(
@@ -59,12 +59,10 @@ class PipelineGenerator:
 
     @property
     def is_idle(self) -> bool:
-        """True while no sequence is under way or waits."""
         return self._first_stage.is_idle
 
     @property
     def kept_tokens(self) -> int:
-        """Tokens in the prefix cache."""
         return self._first_stage.kept_tokens
 
     def add(self, number: int, request: GenerationRequest) -> None:
@@ -88,7 +86,8 @@ class PipelineGenerator:
         self._first_stage.cancel(number)
 
     def step(self) -> Sequence[tuple[int, Piece]]:
-        """Do the pipeline's next step, and return the pieces that have come."""
+        """Do the pipeline's next step, and return the pieces that have come, by number. A piece
+        with a ``finish_reason`` is the last of its answer."""
         self._check_signals()
         pieces = []
         for number, sampled in self._first_stage.step():

@@ -13,7 +13,7 @@ from shardmlx.common.http_listener import ANSWERED, is_for
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.page_files import PAGE_PARTS
 
-OPEN = frozenset({"/", "/health"})
+OPEN = ("/", "/health")
 """Paths that need no key, beside the parts of the page."""
 
 
@@ -27,8 +27,6 @@ def error_response(error: ApiError, path: str) -> JSONResponse:
 class Guard:
     """ASGI middleware that refuses a request without the key, or for another host than ``hosts``.
 
-    The host is checked against DNS rebinding: a page on the internet can point a name of its own at
-    127.0.0.1 and have the browser send requests there, but their ``Host`` is then that name.
     ``hosts`` None takes any.
     """
 
@@ -38,10 +36,6 @@ class Guard:
         self._hosts = None if hosts is None else frozenset(host.lower() for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)

@@ -132,11 +132,7 @@ class RequestCounter:
         self._endpoints = frozenset(endpoints)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        status = CLIENT_GONE
-        complete = False
+        status, complete = CLIENT_GONE, False
 
         async def watch(message: Message) -> None:
             nonlocal status, complete

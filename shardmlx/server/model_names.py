@@ -26,7 +26,6 @@ class ModelNames:
 
     @property
     def first(self) -> str:
-        """The name in answers."""
         return self.listed[0]
 
     def check(self, name: str | None) -> None:

@@ -20,14 +20,8 @@ from shardmlx.server.openai_errors import ApiError, refused, shown
 from shardmlx.server.openai_messages import MessageBody, ToolBody
 from shardmlx.server.structure import StructuredBody
 
-MOST_LIKELIEST = 20
-"""Log-probabilities that may be asked for at each token."""
-
-MOST_STOPS = 16
-"""Stop strings that a request may have."""
-
-LONGEST_STOP = 500
-"""Characters that a stop string may have."""
+LIKELIEST = Field(None, ge=0, le=20)
+"""The number of log-probabilities at each token."""
 
 MOST = 2**31 - 1
 """Upper bound of any number of tokens or texts."""
@@ -95,14 +89,11 @@ TokenLimit = Annotated[int | None, Field(ge=ALL_THAT_FIT, le=MOST), AfterValidat
 
 
 def _another(seed: int | None) -> int | None:
-    """Return a seed; None for the -1 of llama.cpp's and vLLM's clients, who want another each
-    time."""
-    return None if seed == -1 else seed
+    return None if seed == -1 else seed  # llama.cpp's and vLLM's clients want another each time
 
 
 class StreamOptions(Body):
-    """The ``stream_options`` of a request. Obfuscation hides lengths from who reads the network; it
-    changes no answer."""
+    """The ``stream_options`` of a request. Obfuscation changes no answer."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -144,8 +135,8 @@ class RequestBody(SamplingBody, StructuredBody):
     max_completion_tokens: TokenLimit = None
     n: int | None = Field(None, ge=1, le=MOST)
     stop: Annotated[
-        Listed[Annotated[str, Field(max_length=LONGEST_STOP)]],
-        Field(max_length=MOST_STOPS),
+        Listed[Annotated[str, Field(max_length=500)]],
+        Field(max_length=16),
         BeforeValidator(_in_a_list),
     ] = Field(default_factory=list)
     stream: bool | None = None
@@ -168,7 +159,7 @@ class ChatBody(RequestBody):
 
     messages: Listed[MessageBody] = Field(min_length=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_LIKELIEST)
+    top_logprobs: int | None = LIKELIEST
     tools: Listed[ToolBody] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
@@ -199,9 +190,7 @@ class CompletionBody(RequestBody):
     """The body of a request to /v1/completions; each prompt is a text, or token ids."""
 
     prompt: Annotated[tuple[str | tuple[int, ...], ...], PlainValidator(_prompts)]
-    logprobs: Annotated[int | None, BeforeValidator(_number_or_no)] = Field(
-        None, ge=0, le=MOST_LIKELIEST
-    )
+    logprobs: Annotated[int | None, BeforeValidator(_number_or_no)] = LIKELIEST
 
 
 # From bytes to a model.

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from http import HTTPStatus
 from typing import Any
+
+INVALID = "invalid_request_error"
+
+TYPES = {
+    401: ("authentication_error", "authentication_error"),
+    404: (INVALID, "not_found_error"),
+    413: (INVALID, "request_too_large"),
+    429: ("rate_limit_error", "rate_limit_error"),
+    503: ("server_error", "overloaded_error"),
+}
+"""The types of errors in OpenAI's API and in Anthropic's, by their status."""
 
 
 class ApiError(Exception):
@@ -35,7 +45,7 @@ class ApiError(Exception):
         return {
             "error": {
                 "message": str(self),
-                "type": _type(self.status),
+                "type": self._types[0],
                 "param": self.param,
                 "code": self.code,
             }
@@ -44,9 +54,12 @@ class ApiError(Exception):
     @property
     def anthropics(self) -> dict[str, Any]:
         """The same as Anthropic's API has it."""
-        usual = "api_error" if self.status >= 500 else "invalid_request_error"
-        said = {"type": ANTHROPICS_TYPES.get(self.status, usual), "message": str(self)}
-        return {"type": "error", "error": said}
+        return {"type": "error", "error": {"type": self._types[1], "message": str(self)}}
+
+    @property
+    def _types(self) -> tuple[str, str]:
+        usual = ("server_error", "api_error") if self.status >= 500 else (INVALID, INVALID)
+        return TYPES.get(self.status, usual)
 
     def called(self, names: Mapping[str, str]) -> ApiError:
         """Return the error for an API that has other ``names`` for fields and what is within."""
@@ -62,26 +75,9 @@ class ApiError(Exception):
         return ApiError(self.status, message, param=param, code=self.code, headers=self.headers)
 
 
-ANTHROPICS_TYPES = {
-    401: "authentication_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
-
-
-def _type(status: int) -> str:
-    if status == HTTPStatus.UNAUTHORIZED:
-        return "authentication_error"
-    if status == HTTPStatus.TOO_MANY_REQUESTS:
-        return "rate_limit_error"
-    return "server_error" if status >= 500 else "invalid_request_error"
-
-
 def refused(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """Return the error for a request that asks for what cannot be done (status 400)."""
-    return ApiError(HTTPStatus.BAD_REQUEST, message, param=param, code=code)
+    return ApiError(400, message, param=param, code=code)
 
 
 def shown(value: object) -> str:

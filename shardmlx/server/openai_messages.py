@@ -50,9 +50,11 @@ class ToolBody(Body):
     @property
     def for_template(self) -> Tool:
         """The tool for a chat template."""
-        given = self.function
-        function: dict[str, Any] = {"name": given.name, "description": given.description or ""}
-        function["parameters"] = given.parameters or {"type": "object", "properties": {}}
+        function = {
+            "name": self.function.name,
+            "description": self.function.description or "",
+            "parameters": self.function.parameters or {"type": "object", "properties": {}},
+        }
         return {"type": "function", "function": function}
 
 
@@ -67,9 +69,8 @@ class CalledBody(Body):
     def _read(cls, value: object) -> dict[str, Any]:
         """Read arguments, of which "" and null are none.
 
-        A text that is no object, as of a call that was cut off, is what the model wrote, and
-        templates take objects alone: so it becomes one. To refuse it would end the conversation,
-        for clients send it with every request that follows.
+        A text that is no object, as of a call that was cut off, becomes one: to refuse it would end
+        the conversation, for clients send it with every request that follows.
         """
         if isinstance(value, str):
             try:
@@ -92,8 +93,9 @@ class CallBody(Body):
     @property
     def for_template(self) -> dict[str, Any]:
         """The call for a chat template."""
-        function = {"name": self.function.name, "arguments": self.function.arguments}
-        return {"id": self.id, "type": "function", "function": function}
+        return self.model_dump(
+            include={"id": True, "type": True, "function": {"name", "arguments"}}
+        )
 
 
 class MessageBody(Body):
@@ -144,19 +146,18 @@ class MessageBody(Body):
                     f"{where}.{name}",
                     "unsupported_parameter",
                 )
-        message: dict[str, Any] = {
+        thoughts = [extra[name] for name in THOUGHTS if isinstance(extra.get(name), str)]
+        more = {
+            "name": self.name,
+            "reasoning_content": thoughts[0] if thoughts and self.role == "assistant" else None,
+            "tool_calls": [call.for_template for call in self.tool_calls or ()],
+            "tool_call_id": self.tool_call_id,
+        }
+        return {
             "role": "system" if self.role == "developer" else self.role,
             "content": self._said(extra, where),
+            **{name: value for name, value in more.items() if value},
         }
-        if self.name is not None:
-            message["name"] = self.name
-        if self.role == "assistant" and (thought := _thought(extra)):
-            message["reasoning_content"] = thought
-        if self.tool_calls:
-            message["tool_calls"] = [call.for_template for call in self.tool_calls]
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
-        return message
 
     def _said(self, extra: Mapping[str, Any], where: str) -> str:
         if self.content is not None:
@@ -186,7 +187,3 @@ def _thought_part(part: Mapping[str, Any]) -> str:
     if isinstance(text, list):  # Mistral's
         return "".join(map(_part, text))
     return text if isinstance(text, str) else ""
-
-
-def _thought(extra: Mapping[str, Any]) -> str:
-    return next((extra[name] for name in THOUGHTS if isinstance(extra.get(name), str)), "")

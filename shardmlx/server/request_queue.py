@@ -82,29 +82,21 @@ class QueueLoad:
 
 
 class Generator(Protocol):
-    """A generator of answers, a token at a time."""
+    """A generator of answers, a token at a time: a ``PipelineGenerator``."""
 
-    def add(self, number: int, request: GenerationRequest) -> None:
-        """Begin to answer a request; ``number`` is one that no other has had."""
+    def add(self, number: int, request: GenerationRequest) -> None: ...
 
-    def cancel(self, number: int) -> None:
-        """Give up an answer that has not ended."""
+    def cancel(self, number: int) -> None: ...
 
-    def step(self) -> Sequence[tuple[int, Piece]]:
-        """Do what is to be done next, and return the pieces that have come, by number. A piece with
-        a ``finish_reason`` is the last of its answer."""
+    def step(self) -> Sequence[tuple[int, Piece]]: ...
+
+    def keep_alive(self) -> None: ...
 
     @property
-    def is_idle(self) -> bool:
-        """True while no answer is under way."""
+    def is_idle(self) -> bool: ...
 
     @property
-    def kept_tokens(self) -> int:
-        """Tokens in the prefix cache."""
-
-    def keep_alive(self) -> None:
-        """Tell other ranks, while nothing is generated, that this one lives. Raises if one is
-        lost."""
+    def kept_tokens(self) -> int: ...
 
 
 class Answers:
@@ -140,17 +132,12 @@ class Answers:
             left -= news[1].finish_reason is not None
             yield news
 
-    def put(self, number: int, piece: Piece) -> None:
-        """Pass on a piece of the answer to request ``number``."""
-        self._put((number - self._numbers.start, piece))
-
-    def fail(self, reason: str) -> None:
-        """Tell why no more comes."""
-        self._put(ServiceEnded(reason))
-
-    def _put(self, news: tuple[int, Piece] | ServiceEnded) -> None:
+    def put(self, number: int, news: Piece | ServiceEnded) -> None:
+        """Pass on a piece of the answer to request ``number``, or why no more comes. Called on any
+        thread."""
+        each = news if isinstance(news, ServiceEnded) else (number - self._numbers.start, news)
         with suppress(RuntimeError):  # the loop is closed: nobody reads it
-            self._loop.call_soon_threadsafe(self._news.put_nowait, news)
+            self._loop.call_soon_threadsafe(self._news.put_nowait, each)
 
 
 SECONDS_IDLE = 1.0
@@ -216,14 +203,13 @@ class RequestQueue:
         return 0.0 if self._looked is None else time.monotonic() - self._looked
 
     def load(self) -> QueueLoad:
-        """Return how much there is to do at this moment."""
         with self._changed:
             waiting = len(self._waiting)
             return QueueLoad(len(self._open) - waiting, waiting, self._kept_tokens)
 
     def close(self, seconds: float) -> None:
         """Take no more requests, and have ``run`` return once the open ones have ended, or after
-        ``seconds``. May be called on any thread."""
+        ``seconds``. Called on any thread."""
         with self._changed:
             if self._ended is None:
                 self._ended = "the server is stopping"
@@ -231,16 +217,15 @@ class RequestQueue:
             self._changed.notify()
 
     def fail(self, reason: str) -> None:
-        """End all open requests at once; ``run`` returns soon after. May be called on any
-        thread."""
+        """End all open requests at once; ``run`` returns soon after. Called on any thread."""
         with self._changed:
             self._ended = reason
             self._deadline = time.monotonic()
             left, self._open = self._open, {}
             self._waiting.clear()
             self._changed.notify()
-        for answers in set(left.values()):
-            answers.fail(reason)
+        for number, answers in left.items():
+            answers.put(number, ServiceEnded(reason))
 
     def _cancel(self, numbers: range) -> None:
         with self._changed:
@@ -281,7 +266,6 @@ class RequestQueue:
             return news
 
     def _close(self, number: int) -> bool:
-        """Close a request, and return whether it was still open."""
         with self._changed:
             self._waiting.discard(number)
             return self._open.pop(number, None) is not None

@@ -19,8 +19,8 @@ from shardmlx.server.accepted_fields import Body, Listed
 from shardmlx.server.openai_errors import refused
 
 LONGEST_GRAMMAR = 100_000
-"""Characters of a grammar. All answers wait while one is made ready, and the time grows with the
-square of the length: 1 s for 3600 properties that may be left out."""
+"""Characters of a grammar. All answers wait while one is made ready, for a time that grows with the
+square of the length."""
 
 SPACE = r"[ \n\t]{0,20}"
 """Space between the parts of JSON. Without a bound a model might write nothing else."""
@@ -63,36 +63,31 @@ class StructuredBody(Body):
     guided_grammar: str | None = None
 
     def structure(self) -> Structure | None:
-        """Return what structure is asked for; None if none is.
-
-        Raises ``ApiError`` where two fields ask, or one for what cannot be.
-        """
-        asked = self._asked()
-        if not asked:
-            return None
+        """Return what structure is asked for; None if none is. Raises ``ApiError``."""
+        asked = [each for each in self._fields() if each[2] is not None]
         if len(asked) > 1:
             first, second = (param for param, _, _ in asked[:2])
             raise refused(f"{first} and {second} both ask for a structure: give one of them", first)
+        if not asked:
+            return None
         ((param, kind, value),) = asked
         if kind == "grammar":
             return Structure(param, [value], is_whole=True)
         return Structure(param, [f"body: {_body(kind, value, param)}"])
 
-    def _asked(self) -> list[tuple[str, str, Any]]:
-        """Return field, kind and value of each structure that is asked for."""
-        named = self.response_format
+    def _fields(self) -> list[tuple[str, str, Any]]:
+        """Return field, kind and value of each structure that may be asked for."""
+        named = self.response_format or ResponseFormatBody(type="text")
         other = self.structured_outputs or StructureBody(json=None)
-        schema: Any = None
-        if named is not None and named.type == "json_object":
-            schema = {"type": "object"}
-        elif named is not None and named.type == "json_schema":
-            if named.json_schema is None:
-                raise refused("response_format.json_schema is missing", "response_format")
-            schema = named.json_schema.json_schema
-        is_object = {"type": "object"} if other.json_object else None
-        every = [
-            ("response_format", "json", schema),
-            ("structured_outputs", "json", other.json_ if other.json_ is not None else is_object),
+        if named.type == "json_schema" and named.json_schema is None:
+            raise refused("response_format.json_schema is missing", "response_format")
+        schema = named.json_schema.json_schema if named.json_schema is not None else None
+        any_object = {"type": "object"}
+        wanted = {"text": None, "json_object": any_object, "json_schema": schema}
+        return [
+            ("response_format", "json", wanted[named.type]),
+            ("structured_outputs", "json", other.json_),
+            ("structured_outputs", "json", any_object if other.json_object else None),
             ("structured_outputs", "regex", other.regex),
             ("structured_outputs", "choice", other.choice),
             ("structured_outputs", "grammar", other.grammar),
@@ -101,7 +96,6 @@ class StructuredBody(Body):
             ("guided_choice", "choice", self.guided_choice),
             ("guided_grammar", "grammar", self.guided_grammar),
         ]
-        return [each for each in every if each[2] is not None]
 
 
 def _body(kind: str, value: Any, param: str) -> str:
@@ -182,8 +176,7 @@ class Structure:
 def grammar_of(
     rules: Sequence[str], thought_end: str | None = None, special: Mapping[str, int] | None = None
 ) -> str:
-    """Return the grammar of an answer that is the ``body`` of ``rules``, after a thought that ends
-    with ``thought_end`` if that is given."""
+    """Return the grammar of the ``body`` of ``rules``, after a thought with such an end, if any."""
     if thought_end is None:
         return "\n".join(["start: body", *rules])
     end = list(terms(thought_end, special or {}))
@@ -196,8 +189,7 @@ def grammar_of(
 def terms(text: str, special: Mapping[str, int]) -> Iterator[str]:
     """Yield a text in a grammar's words: ``special`` tokens, which text cannot spell, by their
     numbers."""
-    marks = sorted(special, key=len, reverse=True)
-    pattern = "|".join(map(re.escape, marks)) or "(?!)"
+    pattern = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
     for part in re.split(f"({pattern})", text):
         if part in special:
             yield f"<[{special[part]}]>"

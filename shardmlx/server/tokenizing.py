@@ -13,21 +13,19 @@ from shardmlx.server.openai_errors import refused
 from shardmlx.server.openai_requests import ServedModel, read_chat, tokens_of
 
 
-class _Body(Body):
-    model: str | None = None
-
-
-class TextBody(_Body):
+class TextBody(Body):
     """The body of a request to /tokenize with a prompt; one with messages is that of a chat."""
 
+    model: str | None = None
     prompt: str | None = None
     messages: list[Any] | None = None
     add_special_tokens: bool = True
 
 
-class TokensBody(_Body):
+class TokensBody(Body):
     """The body of a request to /detokenize."""
 
+    model: str | None = None
     tokens: Listed[int]
 
 

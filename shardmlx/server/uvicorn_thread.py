@@ -73,11 +73,6 @@ class HttpServer:
         self._server.should_exit = True
         self._thread.join()
 
-    @property
-    def is_alive(self) -> bool:
-        """True while the server's thread runs."""
-        return self._thread.is_alive()
-
     def _run(self) -> None:
         ended_by: BaseException | None = None
         try:
@@ -111,11 +106,11 @@ class _Server(uvicorn.Server):
 
 def _log_access() -> None:
     """Have uvicorn write a line for each request to stderr."""
-    for name in ("uvicorn.access", "uvicorn.error"):
-        logger = logging.getLogger(name)
-        logger.setLevel(logging.INFO if name == "uvicorn.access" else logging.WARNING)
-        if name == "uvicorn.access" and not logger.handlers:
-            handler = logging.StreamHandler()
-            handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-            logger.addHandler(handler)
-            logger.propagate = False
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    logger = logging.getLogger("uvicorn.access")
+    logger.setLevel(logging.INFO)
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        logger.addHandler(handler)
+        logger.propagate = False
