@@ -7,23 +7,22 @@ one JSON line, and only a request costs more. No MLX, no MPI.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import secrets
 import socket
 import threading
 import time
-from bisect import bisect_right
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from shardmlx.common.http_listener import ANSWERED, address_of, is_for, trusted_hosts
-from shardmlx.common.reporter import metrics_line
+from shardmlx.common.reporter import finite
 from shardmlx.errors import UserError
-from shardmlx.runreport.metrics_file import MOST_REPORTS, current, halved, read_metrics
+from shardmlx.runreport.metrics_file import MOST_REPORTS, Event, current, read_metrics, thinned
 from shardmlx.runreport.page import render_page
 from shardmlx.runreport.prometheus import Gauges
 
@@ -39,35 +38,31 @@ SECONDS_OF_A_PAGE = 15.0
 SECONDS_TO_TELL = 1.0
 """Seconds that the end of a run waits for another request of a page."""
 
-SECONDS_BETWEEN_LOOKS = 1.0
-"""Seconds between the server's checks for its end."""
-
-
-class _Entry(NamedTuple):
-    """An event in the log: its number, from 1 on, whether it is a report, and its JSON."""
-
-    number: int
-    is_report: bool
-    line: str
-
 
 class EventLog:
-    """The events of a run, each with a number, after which a page asks for more."""
+    """The events of a run, numbered from 1 on. Its ``identity`` changes when earlier ones do."""
 
     def __init__(self) -> None:
         self._news = threading.Condition()
-        self._entries: list[_Entry] = []
-        self._last = 0
         self._has_ended = False
+        self.begin_anew([])
 
-    def add(self, event: str, line: str) -> None:
+    def begin_anew(self, events: Sequence[Event]) -> None:
+        """Put these events in the place of all before."""
+        with self._news:
+            self.events = list(events)
+            self.identity = secrets.token_hex(8)
+            self._reports = sum(each["event"] == "train" for each in events)
+            self._news.notify_all()
+
+    def add(self, event: Event) -> None:
         """Add an event; every second report is dropped once there are very many."""
         with self._news:
-            if len(self._entries) >= 2 * MOST_REPORTS:
-                self._entries = halved(self._entries, lambda each: each.is_report)
-            self._last += 1
-            self._entries.append(_Entry(self._last, event == "train", line))
+            self.events.append(event)
+            self._reports += event["event"] == "train"
             self._news.notify_all()
+        if self._reports > 2 * MOST_REPORTS:
+            self.begin_anew(thinned(self.events, MOST_REPORTS))
 
     def end(self) -> None:
         """Wake all waiting requests: no event will come."""
@@ -75,13 +70,21 @@ class EventLog:
             self._has_ended = True
             self._news.notify_all()
 
-    def after(self, number: int, patience: float = 0.0) -> tuple[int, list[str], bool]:
-        """Return the number of the last event, all events after ``number``, and whether the run has
-        ended; wait up to ``patience`` seconds for one."""
+    def after(self, number: int, run: str | None = None, patience: float = 0.0) -> dict[str, Any]:
+        """Return the events after ``number`` of the ``run``, all if that is another, and whether
+        the run has ended; wait up to ``patience`` seconds for one."""
         with self._news:
-            self._news.wait_for(lambda: self._last > number or self._has_ended, patience)
-            first = bisect_right(self._entries, number, key=lambda each: each.number)
-            return self._last, [each.line for each in self._entries[first:]], self._has_ended
+            run = run or self.identity
+            self._news.wait_for(
+                lambda: len(self.events) > number or self._has_ended or run != self.identity,
+                patience,
+            )
+            return {
+                "run": self.identity,
+                "last": len(self.events),
+                "ended": self._has_ended,
+                "events": self.events[number if run == self.identity else 0 :],
+            }
 
 
 class LivePage:
@@ -96,35 +99,24 @@ class LivePage:
         self._metrics_file = metrics_file
         self._log = EventLog()
         self._gauges = Gauges()
-        self._resuming: list[dict[str, Any]] = []
         self._server = _Server(listener, self._log, self._gauges)
-        self._thread = threading.Thread(
-            target=self._server.serve_forever,
-            args=(SECONDS_BETWEEN_LOOKS,),
-            name="metrics",
-            daemon=True,
-        )
-        self._thread.start()
+        # Once a second it looks whether it shall end.
+        serve = functools.partial(self._server.serve_forever, 1.0)
+        threading.Thread(target=serve, name="metrics", daemon=True).start()
 
     def take(self, event: str, values: Mapping[str, Any]) -> None:
         """Show an event: a listener of ``Reporter``."""
-        line = metrics_line(event, values)
         if event == "start" and values.get("step") and self._metrics_file is not None:
-            # Reports after the step from which the run resumes no longer hold.
             with contextlib.suppress(UserError):
-                self._resuming = list(read_metrics(self._metrics_file).events)
-            self._resuming.append(json.loads(line))
-            return
-        if event == "resume" and self._resuming:
-            for each in current([*self._resuming, json.loads(line)]):
-                self._add(each["event"], each, json.dumps(each))
-            self._resuming = []
-            return
-        self._add(event, values, line)
-
-    def _add(self, event: str, values: Mapping[str, Any], line: str) -> None:
-        self._gauges.take(event, values)
-        self._log.add(event, line)
+                self._log.begin_anew(read_metrics(self._metrics_file)[0])
+        told = {"event": event, **finite(values)}
+        self._log.add(told)
+        self._gauges.take([told])
+        if event == "resume":
+            # Reports after the step from which the run resumes no longer hold.
+            events = current(self._log.events)
+            self._log.begin_anew(events)
+            self._gauges.take(events, anew=True)
 
     def close(self) -> None:
         """Stop answering, once open pages know that the run has ended, or after a second. Hanging
@@ -151,7 +143,7 @@ class _Server(ThreadingHTTPServer):
         self.log = log
         self.gauges = gauges
         self.hosts = trusted_hosts(listener)
-        self.identity = secrets.token_hex(8)
+        self.page = render_page([], title="shardmlx: a run", is_live=True).encode()
         self.asked_at = -math.inf
         self.has_told_end = threading.Event()
 
@@ -174,7 +166,7 @@ class _Handler(BaseHTTPRequestHandler):
                 421, "text/plain", b"this page is for its own machine: ask for localhost\n"
             )
         elif url.path == "/":
-            self._answer(200, "text/html", _page())
+            self._answer(200, "text/html", self.server.page)
         elif url.path == "/events":
             self._events(url.query)
         elif url.path == "/metrics":
@@ -189,15 +181,11 @@ class _Handler(BaseHTTPRequestHandler):
         given = {name: values[0] for name, values in parse_qs(query).items()}
         number = given.get("after", "")
         after = int(number) if number.isascii() and number.isdigit() and len(number) < 16 else 0
-        if given.get("run", self.server.identity) != self.server.identity:
-            after = 0
         self.server.asked_at = time.monotonic()
-        last, lines, has_ended = self.server.log.after(after, SECONDS_TO_WAIT)
-        facts = {"run": self.server.identity, "last": last, "ended": has_ended}
-        body = f'{json.dumps(facts)[:-1]}, "events": [{", ".join(lines)}]}}'
-        self._answer(200, "application/json", body.encode())
+        answer = self.server.log.after(after, given.get("run"), SECONDS_TO_WAIT)
+        self._answer(200, "application/json", json.dumps(answer).encode())
         self.server.asked_at = time.monotonic()
-        if has_ended:
+        if answer["ended"]:
             self.server.has_told_end.set()
 
     def _answer(self, status: int, kind: str, body: bytes) -> None:
@@ -212,8 +200,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Print nothing: the terminal is the run's."""
-
-
-@cache
-def _page() -> bytes:
-    return render_page([], title="shardmlx: a run", is_live=True).encode()

@@ -25,7 +25,7 @@ from shardmlx.common.formatting import plural
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.options import REQUIRED, OptionError, check_options, option
 from shardmlx.errors import UserError
-from shardmlx.runreport.metrics_file import Event, Metrics, current, read_metrics
+from shardmlx.runreport.metrics_file import Event, current, read_metrics
 
 _STYLES = ("uPlot.min.css", "light.css", "dark.css", "base.css", "report.css")
 _SCRIPTS = (
@@ -92,15 +92,9 @@ def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-_PAGES = (".html", ".htm")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportOptions:
-    """The metrics to report, and the page to write.
-
-    Raises ``OptionError``, a ``UserError``.
-    """
+    """The metrics to report, and the page to write. Raises ``OptionError``."""
 
     metrics: str = option(
         REQUIRED,
@@ -118,7 +112,7 @@ class ReportOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.file.suffix.lower() not in _PAGES:
+        if self.file.suffix.lower() not in (".html", ".htm"):
             raise OptionError("output", f"is {self.file}", "give it the suffix .html")
         if self.file.resolve() == Path(self.metrics).resolve():
             raise OptionError("output", f"is the metrics file {self.file}", "name another file")
@@ -126,9 +120,7 @@ class ReportOptions:
     @property
     def file(self) -> Path:
         """The file to write: by default a page beside the metrics."""
-        if self.output is None:
-            return Path(self.metrics).with_suffix(".html")
-        return Path(self.output)
+        return Path(self.output or Path(self.metrics).with_suffix(".html"))
 
 
 LINE = CommandLine(
@@ -141,9 +133,9 @@ LINE = CommandLine(
 def run(words: Sequence[str]) -> int:
     """Write the page of ``shardmlx report``, and print where it is. Raises ``UserError``."""
     options = LINE.load(words)
-    metrics = read_metrics(options.metrics)
-    events = current(metrics.events)
-    page = render_page(events, title=options.metrics, unreadable=metrics.unreadable)
+    told, unreadable = read_metrics(options.metrics)
+    events = current(told)
+    page = render_page(events, title=options.metrics, unreadable=unreadable)
     try:
         options.file.write_text(page, encoding="utf-8")
     except OSError as error:
@@ -151,12 +143,8 @@ def run(words: Sequence[str]) -> int:
             f"--output {options.file} cannot be written: {error.strerror or error}",
             "name another file",
         ) from None
-    print(f"{options.file}: {_summary(metrics, events)}")
-    return 0
-
-
-def _summary(metrics: Metrics, events: Sequence[Event]) -> str:
     words = f"{plural(sum(event['event'] == 'train' for event in events), 'report')} of training"
-    if metrics.unreadable:
-        words += f"; {plural(metrics.unreadable, 'line')} of the file could not be read"
-    return words
+    if unreadable:
+        words += f"; {plural(unreadable, 'line')} of the file could not be read"
+    print(f"{options.file}: {words}")
+    return 0

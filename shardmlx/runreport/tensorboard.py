@@ -57,7 +57,10 @@ def _summaries(event: str, values: Mapping[str, Any]) -> Iterator[Any]:
     from tensorboardX.summary import scalar, text
 
     if event == "start":
-        yield text("options", _options(values["options"]))
+        options = values["options"].items()
+        # In code, no value is markup.
+        rows = (f"| {name} | `{str(value).replace('`', ' ')}` |" for name, value in options)
+        yield text("options", "\n".join(["| option | value |", "|---|---|", *rows]))
     elif event == "val":
         yield scalar("loss/validation", values["loss"])
     elif event == "test":
@@ -71,9 +74,3 @@ def _summaries(event: str, values: Mapping[str, Any]) -> Iterator[Any]:
             for name, field in _OF_A_RANK.items():
                 yield scalar(f"{rank}/{name}", each[field])
             yield scalar(f"{rank}/peak_memory_gib", each["peak_memory_bytes"] / GIB)
-
-
-def _options(options: Mapping[str, Any]) -> str:
-    """Return a table in Markdown, in which no value is markup."""
-    rows = (f"| {name} | `{str(value).replace('`', ' ')}` |" for name, value in options.items())
-    return "\n".join(["| option | value |", "|---|---|", *rows])

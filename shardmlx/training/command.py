@@ -13,7 +13,6 @@ from shardmlx.common.reporter import Listener, Reporter
 from shardmlx.config.train import OutputOptions, TrainConfig
 from shardmlx.distributed.agreement import on_rank_0
 from shardmlx.distributed.transport import Transport
-from shardmlx.runreport.live import LivePage
 from shardmlx.runreport.tensorboard import TensorBoardLog
 from shardmlx.training.planned_run import PlannedRun, open_for_training, plan_run
 from shardmlx.training.setup import (
@@ -151,6 +150,9 @@ def _open_viewers(outputs: OutputOptions, on_event: Listener | None, stack: Exit
     listeners = [] if on_event is None else [on_event]
     page = None
     if outputs.metrics_port is not None:
+        # Its servers and clients take a tenth of a second to import.
+        from shardmlx.runreport.live import LivePage
+
         listener = bind(outputs.metrics_host, outputs.metrics_port, "--metrics-")
         page = LivePage(listener, outputs.metrics_file)
         stack.callback(page.close)
