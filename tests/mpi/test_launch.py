@@ -137,21 +137,8 @@ def test_a_signal_saves_and_stops_in_order(lab: Lab) -> None:
 def test_a_prompt_is_piped_through(small: Path) -> None:
     """The line of mpirun is printed, and the answer is mlx_lm's; more ranks than cores may be."""
     words = ["--model", str(small), "--max-tokens", "8"]
-    command = shlex.join(
-        [
-            sys.executable,
-            "-m",
-            "shardmlx",
-            "launch",
-            "-n",
-            "2",
-            "generate",
-            *words,
-            "--no-verbose",
-            "-p",
-            "-",
-        ]
-    )
+    launch = [sys.executable, "-m", "shardmlx", "launch", "-n", "2"]
+    command = shlex.join([*launch, "generate", *words, "--no-verbose", "-p", "-"])
     job = mpirun(2, command=["sh", "-c", f"printf %s 'Tell me of ships' | {command}"])
     assert job.returncode == 0, job.output
     printed, _, answer = job.stdout.partition("\n")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 import pytest
 
 from shardmlx.config.command_line import CommandLine, words_of
 from shardmlx.config.options import REQUIRED, OptionError, check_options, option
-from shardmlx.config.train import LINE
 from shardmlx.errors import UserError
 from shardmlx.main import main
 
@@ -49,31 +47,9 @@ def error_of(*words: str) -> str:
     return str(error.value)
 
 
-# Old names
-
-
-@pytest.mark.parametrize(
-    ("words", "unknown"),
-    [
-        (["train", "--hosts", "macs"], "--hosts"),
-        (["inspect", "MODEL", "--stages", "2"], "--stages"),
-        (["launch", "--ssh", "login", "train"], "--ssh"),
-        (["plan", "MODEL", "--micro-batches", "2"], "--micro-batches"),
-    ],
-)
-def test_a_former_name_is_unknown(words: list[str], unknown: str, capsys: Capture) -> None:
-    assert main(words) == 2
-    assert f"unknown argument {unknown!r}" in capsys.readouterr().err
-
-
-def test_a_former_key_of_the_file_is_unknown(tmp_path: Path) -> None:
-    file = tmp_path / "lora.yaml"
-    file.write_text("hosts: macs\n")
-    with pytest.raises(UserError, match="hosts"):
-        LINE.load(["-c", str(file)])
-
-
-# What is given
+def test_an_unknown_flag_before_a_command_is_named(capsys: Capture) -> None:
+    assert main(["launch", "--ssh", "login", "train"]) == 2
+    assert "unknown argument '--ssh'" in capsys.readouterr().err
 
 
 def test_lists_are_given_by_repeating_the_flag_or_in_a_row() -> None:

@@ -17,7 +17,6 @@ from shardmlx.config.train import LINE, TrainConfig
 from shardmlx.errors import UserError
 
 MLX_LM_EXAMPLE = """\
-# The path to the local model directory or Hugging Face repo.
 model: "mlx-community/Llama-3.2-1B-Instruct"
 train: true
 fine_tune_type: lora
@@ -138,26 +137,6 @@ def test_learning_rate_schedules_are_those_of_mlx() -> None:
         assert list(parameters) == expected, name
 
 
-def test_no_layers_to_train_is_refused_where_mlx_lm_would_train_all(tmp_path: Path) -> None:
-    """``model.layers[-max(0, 0):]`` are all of them."""
-    for argv in (["--num-layers", "0"], ["-c", write(tmp_path, "num_layers: 0")]):
-        assert "-1" in error_of(*argv).remedy
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [("attention_chunk", ["auto", "off"]), ("loss_chunk", ["auto", "counted", "off"])],
-)
-def test_a_chunk_is_a_word(name: str, words: list[str], tmp_path: Path) -> None:
-    flag = "--" + name.replace("_", "-")
-    for word in words:
-        assert getattr(LINE.load([flag, word]), name) == word
-    for argv in ([flag, "64"], ["-c", write(tmp_path, f"{name}: 64")]):
-        error = error_of(*argv)
-        assert "64" in error.problem
-        assert ", ".join(words) in error.remedy
-
-
 @pytest.mark.parametrize("name", ["attention_chunk", "loss_chunk"])
 def test_off_needs_no_quotes_in_yaml(name: str, tmp_path: Path) -> None:
     """YAML reads the bare word as False."""
@@ -171,8 +150,6 @@ def test_gradient_checkpointing_is_full_recomputation() -> None:
     assert LINE.load(["--grad-checkpoint"]).recompute == "full"
     assert LINE.load(["--no-grad-checkpoint"]).recompute == "none"
     assert LINE.load(["--grad-checkpoint", "--recompute", "full"]).recompute == "full"
-    error = error_of("--grad-checkpoint", "--recompute", "selective")
-    assert "grad_checkpoint" in error.problem
 
 
 def test_the_adapter_config_is_what_mlx_lm_reads() -> None:
@@ -188,17 +165,12 @@ def test_the_adapter_config_is_what_mlx_lm_reads() -> None:
 
 
 def test_flags_beat_the_file_and_the_file_beats_the_defaults(tmp_path: Path) -> None:
-    path = write(tmp_path, "iters: 5\nbatch_size: 2\nmask_prompt: true\n")
+    path = write(tmp_path, "iters: 5\nbatch_size: 2\nmask_prompt: true\nlora_parameters: null\n")
     config = LINE.load(["-c", path, "--batch-size", "8", "--no-mask-prompt"])
     assert (config.iters, config.batch_size, config.seed) == (5, 8, 0)
     assert config.mask_prompt is False
     assert config.config == path
-
-
-def test_a_key_without_value_counts_as_not_given(tmp_path: Path) -> None:
-    config = LINE.load(["-c", write(tmp_path, "iters:\nlora_parameters: null\n")])
-    assert config.iters == 1000
-    assert config.lora_parameters["rank"] == 8
+    assert config.lora_parameters["rank"] == 8  # a key without a value counts as not given
 
 
 @pytest.mark.parametrize(
@@ -219,7 +191,7 @@ def test_train_is_implied_unless_test_alone_is_given(
 
 def test_numbers_with_exponents_are_numbers(tmp_path: Path) -> None:
     """Text that only looks like one stays text."""
-    for number in ("1e-5", "1.e-5", "1.0e-5", "0.00001", ".1e-4", "1E-5"):
+    for number in ("1e-5", "1.e-5", ".1e-4", "1E-5"):
         path = write(tmp_path, f"learning_rate: {number}")
         assert LINE.load(["-c", path]).learning_rate == 1e-5
     for text in ("1e5x", "e5", "-e-5", "."):
@@ -227,18 +199,11 @@ def test_numbers_with_exponents_are_numbers(tmp_path: Path) -> None:
         assert LINE.load(["-c", path]).project_name == text
 
 
-@pytest.mark.parametrize(
-    ("size", "count"),
-    [("2GB", 2 * 10**9), ("1.5 m", 1_500_000), ("7", 7), ("2 GiB", 2**31), ("3mi", 3 << 20)],
-)
-def test_sizes_may_have_units(tmp_path: Path, size: str, count: int) -> None:
-    assert LINE.load(["--clear-cache-threshold", size]).clear_cache_threshold == count
-    path = write(tmp_path, f"clear_cache_threshold: {size}")
-    assert LINE.load(["-c", path]).clear_cache_threshold == count
-
-
-def test_optimizer_names_may_be_capitalised_as_in_mlx_lm() -> None:
-    assert LINE.load(["--optimizer", "AdamW"]).optimizer == "adamw"
+def test_texts_of_flags_and_of_the_file_are_read_alike(tmp_path: Path) -> None:
+    path = write(tmp_path, "clear_cache_threshold: 2 GiB\noptimizer: AdamW\n")
+    flags = ["--clear-cache-threshold", "2 GiB", "--optimizer", "AdamW"]
+    for config in (LINE.load(["-c", path]), LINE.load(flags)):
+        assert (config.clear_cache_threshold, config.optimizer) == (2**31, "adamw")
 
 
 # What YAML has, by flags
@@ -289,9 +254,6 @@ def test_epochs_take_the_place_of_iters(tmp_path: Path) -> None:
     counted = config.with_iters(70)
     assert (counted.iters, counted.epochs) == (70, None)
     assert counted.lr_schedule == {"name": "cosine_decay", "arguments": [1e-5, 70]}
-    error = error_of("--epochs", "2", "--iters", "5")
-    assert "--epochs" in error.problem
-    assert "--iters" in error.problem
     path = write(tmp_path, "epochs: 3\n")
     config = LINE.load(["-c", path, "--iters", "7"])
     assert (config.iters, config.epochs) == (7, None)
@@ -334,6 +296,10 @@ def test_a_config_is_frozen_and_owns_its_mappings() -> None:
         ("--learning-rate -1", "more than 0"),
         ("--learning-rate nan", "a number"),
         ("--num-layers -2", "-1 or more"),
+        ("--num-layers 0", "-1 to train all"),
+        ("--attention-chunk 64", "auto, off"),
+        ("--recompute selective --grad-checkpoint", "leave one out"),
+        ("--epochs 2 --iters 5", "leave one out"),
         ("--optimizer adamm", "adam, adamw, muon, sgd, adafactor, lamb, lars"),
         ("--fine-tune-type qlora", "lora, dora, full"),
         ("--schedule 2f2b", "auto, gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-v"),
@@ -363,7 +329,7 @@ def test_a_bad_command_line_is_named_in_one_line(argv: str, remedy: str) -> None
     assert (
         not values
         or values[0] in error.problem
-        or argv.startswith(("--itres", "--batch ", "--lora"))
+        or argv.startswith(("--itres", "--batch ", "--lora", "--epochs"))
     )
     assert remedy in error.remedy
 
@@ -376,9 +342,7 @@ LORA = "lora_parameters: {rank: 8, scale: 2.0, dropout: 0"
     [
         ("iter: 5", "'iter'", "iters"),
         ("foo_bar: 1", "'foo_bar'", "take it out"),
-        ("iters: many", "iters is 'many'", "a whole number"),
         ("iters: true", "iters is True", "a whole number"),
-        ("iters: 10.5", "iters is 10.5", "a whole number"),
         ("train: 1", "train is 1", "true or false"),
         ("learning_rate: fast", "learning_rate is 'fast'", "a number"),
         ("model: 7", "model is 7", "text"),
@@ -395,7 +359,6 @@ LORA = "lora_parameters: {rank: 8, scale: 2.0, dropout: 0"
         ("hf_dataset: billsum", "'billsum'", "a mapping or a list"),
         ("hf_dataset: [{name: x}]", "{'name': 'x'}", "path"),
         ("hf_dataset: [{path: x}, {path: x, promt_feature: q}]", "'promt_f", "prompt_feature"),
-        ("hf_dataset: {path: x, config: main}", "config 'main'", "a mapping"),
         ("hf_dataset: {path: x, test_split: 5}", "test_split 5", "text"),
         ("hf_dataset: {path: x, day: 2024-01-01}", "give plain numbers", ""),
         ("optimizer_config: {adamx: {}}", "'adamx'", "adam"),
@@ -407,8 +370,6 @@ LORA = "lora_parameters: {rank: 8, scale: 2.0, dropout: 0"
         ("lr_schedule: {name: step_decay, arguments: [1, 1, 9], warmup: -1}", "-1", "steps"),
         ("lr_schedule: {name: step_decay, arguments: [1, 1, 9], warm_up: 5}", "'warm", "warmup"),
         ("loss_scale: 1000", "1000", "a power of two"),
-        ("loss_scale: often", "'often'", "a power of two"),
-        ("loss_scale: -2", "-2", "a power of two"),
         ("master_weights: true", "fine_tune_type lora", "leave it out"),
         ("master_weights: true\nfine_tune_type: full\ndtype: float32", "float32", "leave one"),
         ("iters: 5\nmodel: [a\n", "line 3", "mend"),
@@ -430,10 +391,6 @@ def test_a_bad_file_is_named_with_key_and_value(
     assert error.problem.startswith(str(path))
     assert problem in error.problem
     assert remedy in error.remedy
-
-
-def test_a_file_that_is_not_there_is_named() -> None:
-    assert "nowhere.yaml" in error_of("-c", "nowhere.yaml").problem
 
 
 def test_what_a_full_fine_tune_does_not_use_is_not_checked(tmp_path: Path) -> None:

@@ -28,33 +28,6 @@ def address(address: str, netmask: str | None, family: int = socket.AF_INET) -> 
     return SimpleNamespace(family=family, address=address, netmask=netmask)
 
 
-# superuser.com/questions/267660, an answer of 2013 from an iMac.
-HARDWARE_PORTS_OF_AN_IMAC = """
-Hardware Port: Bluetooth DUN
-Device: Bluetooth-Modem
-Ethernet Address: N/A
-
-Hardware Port: Ethernet
-Device: en0
-Ethernet Address: a8:20:66:31:95:57
-
-Hardware Port: MBBEthernet
-Device: en5
-Ethernet Address: 00:1e:10:1f:00:01
-
-Hardware Port: Wi-Fi
-Device: en1
-Ethernet Address: 8c:2d:aa:33:03:e9
-
-Hardware Port: Bluetooth PAN
-Device: en4
-Ethernet Address: 8c:2d:aa:33:03:ea
-
-Hardware Port: Thunderbolt 1
-Device: en2
-Ethernet Address: 32:00:1b:25:92:c0
-"""
-
 # networksetup as in a public post of 2015 on a MacBook, "List all networking hardware in OSX".
 HARDWARE_PORTS_OF_A_MACBOOK = """
 Hardware Port: Wi-Fi
@@ -99,7 +72,7 @@ def test_hardware_ports_by_device() -> None:
     ports = hardware_ports(HARDWARE_PORTS_OF_A_MACBOOK)
     assert ports["en0"] == "Wi-Fi"
     assert ports["bridge0"] == "Thunderbolt Bridge"
-    assert hardware_ports(HARDWARE_PORTS_OF_AN_IMAC)["Bluetooth-Modem"] == "Bluetooth DUN"
+    assert ports["en3"] == "Bluetooth PAN"
 
 
 @pytest.mark.parametrize(

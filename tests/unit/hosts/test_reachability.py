@@ -130,10 +130,3 @@ def test_all_are_asked_at_once_and_the_silent_are_named(tmp_path: Path) -> None:
     (silent,) = check_hosts({"silent": "silent"}, remote, seconds=0.2).values()
     assert "0.2 s" in silent.problem
     assert f"{agent} silent" in silent.remedy
-
-
-def test_an_agent_that_is_not_there(tmp_path: Path) -> None:
-    remote = RemoteLogin(agent=(str(tmp_path / "nothing"),), python="python", daemon="prted")
-    (found,) = check_hosts({"mini": "mini"}, remote).values()
-    assert f"{tmp_path}/nothing" in found.problem
-    assert "--agent" in found.remedy
