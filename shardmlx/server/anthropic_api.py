@@ -10,7 +10,9 @@ import re
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
 
 from shardmlx.inference.prompts import PromptReader
 from shardmlx.server.accepted_fields import Body, Listed, refuse_unknown
@@ -39,6 +41,42 @@ BILLING = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*\n?")
 every request: no prefix could be found again."""
 
 
+def _in_blocks(content: object) -> object:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+class Block(Body):
+    """A block of a message: what each type has is in other fields."""
+
+    type: str
+    text: str = ""
+    thinking: str | None = None
+    id: Any = None
+    name: Any = None
+    input: Any = None
+    tool_use_id: str | None = None
+    content: Annotated[Listed[Block], BeforeValidator(_in_blocks)] = Field(default_factory=list)
+    is_error: bool = False
+
+
+Blocks = Annotated[Listed[Block], BeforeValidator(_in_blocks)]
+
+KNOWN = {
+    "system": ("text",),
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+    "tool": ("text",),
+}
+"""The types of blocks in the messages of each role."""
+
+
+class MessageBody(Body):
+    """A message of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Blocks
+
+
 class FormatBody(SchemaBody):
     """The form of an answer: JSON of a schema."""
 
@@ -56,9 +94,9 @@ class OutputBody(Body):
 class MessagesBody(Body):
     """The body of a request to /v1/messages, as far as it is not passed on as it is."""
 
-    messages: Listed[Json]
+    messages: Listed[MessageBody]
     max_tokens: int | None = None
-    system: str | Listed[Json] | None = None
+    system: Blocks = Field(default_factory=list)
     stop_sequences: Listed[str] | None = None
     tools: Listed[Json] | None = None
     tool_choice: Json | None = None
@@ -95,9 +133,9 @@ def as_chat(asked: MessagesBody) -> TranslatedChat:
     if (form := output.format or asked.output_format) is not None:
         schema = {"schema": form.json_schema}
         chat.body["response_format"] = {"type": "json_schema", "json_schema": schema}
-    _add_system(chat, "system", asked.system or "")
+    _add_message(chat, "system", "system", asked.system)
     for at, message in enumerate(asked.messages):
-        _add_message(chat, f"messages.{at}", message)
+        _add_message(chat, f"messages.{at}.content", message.role, message.content)
     for at, tool in enumerate(asked.tools or ()):
         _add_tool(chat, f"tools.{at}", tool)
     _go_on(chat)
@@ -116,87 +154,38 @@ def _go_on(chat: TranslatedChat) -> None:
         chat.messages.pop()
 
 
-def _add_message(chat: TranslatedChat, where: str, message: Json) -> None:
-    role, content = message.get("role"), message.get("content")
-    if role not in ("user", "assistant", "system"):
-        raise refused(f"{where}.role is {shown(role)}: give user or assistant", f"{where}.role")
-    if not isinstance(content, str | list):
-        raise refused(f"{where}.content: give a text, or a list of blocks", f"{where}.content")
+def _add_message(chat: TranslatedChat, where: str, role: str, blocks: list[Block]) -> None:
+    """Add what blocks say: a message, and one for each result of a tool."""
+    message: Json = {"role": role, "content": ""}
+    place = where.removesuffix(".content")
+    if role == "assistant":
+        chat.add(place, message)
+    for at, block in _known(blocks, role, where):
+        if block.type == "thinking":
+            message["reasoning_content"] = block.thinking
+        elif block.type == "tool_use":
+            chat.add_call(at, "input", block.id, block.name, block.input)
+        elif block.type == "tool_result":
+            found = _known(block.content, "tool", f"{at}.content")
+            said = "Error: " * block.is_error + "\n".join(each.text for _, each in found)
+            chat.add(at, {"role": "tool", "tool_call_id": block.tool_use_id, "content": said})
+    texts = [block.text for block in blocks if block.type == "text"]
     if role == "system":
-        _add_system(chat, f"{where}.content", content)
-    elif isinstance(content, str):
-        chat.add(where, {"role": role, "content": content})
-    elif role == "assistant":
-        _add_answered(chat, where, content)
-    else:
-        _add_asked(chat, where, content)
+        texts = list(filter(None, (BILLING.sub("", text) for text in texts)))
+    message["content"] = ("" if role == "assistant" else "\n").join(texts)
+    if texts and role != "assistant":
+        chat.add(place, message)
 
 
-def _add_system(chat: TranslatedChat, where: str, content: str | list[Json]) -> None:
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    texts = [BILLING.sub("", _said(block, f"{where}.{at}")) for at, block in enumerate(blocks)]
-    if text := "\n".join(filter(None, texts)):
-        chat.add(where.removesuffix(".content"), {"role": "system", "content": text})
-
-
-def _add_asked(chat: TranslatedChat, where: str, blocks: list[Any]) -> None:
-    """Add what a user's blocks say: results of tools, each a message of its own, and text."""
-    texts = []
+def _known(blocks: list[Block], role: str, where: str) -> Iterator[tuple[str, Block]]:
+    """Yield blocks, each with its place. Raises ``ApiError`` for one that a role has not."""
     for at, block in enumerate(blocks):
-        place = f"{where}.content.{at}"
-        if _kind(block, ("text", "tool_result"), place) == "text":
-            texts.append(_said(block, place))
-            continue
-        result = _text(block.get("content") or "", f"{place}.content")
-        if block.get("is_error"):
-            result = f"Error: {result}"
-        message = {"tool_call_id": block.get("tool_use_id", ""), "content": result}
-        chat.add(place, {"role": "tool", **message})
-    if texts:
-        chat.add(where, {"role": "user", "content": "\n".join(texts)})
-
-
-def _add_answered(chat: TranslatedChat, where: str, blocks: list[Any]) -> None:
-    """Add the message that an assistant's blocks are."""
-    kinds = ("text", "thinking", "redacted_thinking", "tool_use")
-    message: Json = {"role": "assistant", "content": ""}
-    chat.add(where, message)
-    for at, block in enumerate(blocks):
-        place = f"{where}.content.{at}"
-        match _kind(block, kinds, place):
-            case "text":
-                message["content"] += _said(block, place)
-            case "thinking":
-                message["reasoning_content"] = block.get("thinking")
-            case "tool_use":
-                called = (block.get("id"), block.get("name"), block.get("input"))
-                chat.add_call(place, "input", *called)
-
-
-def _kind(block: Any, known: tuple[str, ...], where: str) -> str:
-    kind = block.get("type") if isinstance(block, dict) else None
-    if kind not in known:
-        raise refused(
-            f"{where}: a block of type {shown(kind)} is not understood here", f"{where}.type"
-        )
-    return str(kind)
-
-
-def _said(block: Any, where: str) -> str:
-    """Return what a block of text says."""
-    _kind(block, ("text",), where)
-    if not isinstance(block.get("text"), str):
-        raise refused(f"{where}.text: give a text", f"{where}.text")
-    return str(block["text"])
-
-
-def _text(content: Any, where: str) -> str:
-    """Return a text, or that of a list of blocks of text."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise refused(f"{where}: give a text, or a list of blocks", where)
-    return "\n".join(_said(block, f"{where}.{at}") for at, block in enumerate(content))
+        if block.type not in KNOWN[role]:
+            raise refused(
+                f"{where}.{at}: a block of type {shown(block.type)} is not understood here",
+                f"{where}.{at}.type",
+            )
+        yield f"{where}.{at}", block
 
 
 def _add_tool(chat: TranslatedChat, where: str, tool: Mapping[str, Any]) -> None:

@@ -179,20 +179,6 @@ def test_many_clients_at_once_get_the_texts_of_each_alone(served: Served) -> Non
     assert len(on_all_ranks) == MANY
 
 
-def test_a_conversation_that_grows_does_not_pay_for_its_beginning_again(served: Served) -> None:
-    said = "A long beginning, of ships and of the sea, of winds and of sails and of tides."
-    first = served.client.completions.create(model="default", prompt=said, max_tokens=8)
-    assert first.usage is not None
-    again = served.client.completions.create(
-        model="default", prompt=said + first.choices[0].text + " And then", max_tokens=8
-    )
-    assert again.usage is not None
-    assert again.usage.prompt_tokens_details is not None
-    cached = again.usage.prompt_tokens_details.cached_tokens
-    assert cached is not None
-    assert cached > first.usage.prompt_tokens - 4
-
-
 def test_clients_that_vanish_leave_room_for_others(served: Served) -> None:
     for _ in range(6):
         with served.client.chat.completions.create(

@@ -10,7 +10,6 @@ import httpx
 import pytest
 
 from shardmlx.server.anthropic_api import MessagesBody, as_chat
-from shardmlx.server.openai_errors import ApiError
 from tests.helpers.http_serving import KEY, MODEL, Agent, Serving
 
 LOOK = {
@@ -118,10 +117,6 @@ def test_a_round_trip(served: Serving, agent: Agent) -> None:
     ]
 
 
-def test_tokens_are_counted(served: Serving) -> None:
-    assert post(served, "hello", "/count_tokens", max_tokens=None).json() == {"input_tokens": 5}
-
-
 def test_stop_sequences(served: Serving) -> None:
     said = "<think>look</think>I look at it."
     message = post(served, said, stop_sequences=["again", "look"]).json()
@@ -162,7 +157,7 @@ def test_a_last_message_that_says_nothing_is_none(
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400,
          "invalid_request_error", "messages.0.content.0: a block of type 'image' is not underst"),
         ({"messages": [{"role": "tool", "content": "x"}]}, 400,
-         "invalid_request_error", "messages.0.role is 'tool': give user or assistant"),
+         "invalid_request_error", "messages.0.role: input should be 'user', 'assis"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400,
          "invalid_request_error", "tools.0: tools of type 'web_search_20250305' run on Anth"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, 400,
@@ -234,9 +229,6 @@ def test_a_call_that_is_cut_off_is_text(served: Serving) -> None:
 def test_thinking_can_be_turned_off() -> None:
     assert translated(thinking={"type": "disabled"})["reasoning_effort"] == "none"
     assert translated(thinking={"type": "adaptive"})["reasoning_effort"] is None
-    with pytest.raises(ApiError) as caught:
-        translated(system=[{"type": "text"}])
-    assert caught.value.param == "system.0.text"
 
 
 CLAUDE_CODE: dict[str, Any] = {

@@ -14,7 +14,6 @@ import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
 
 from shardmlx.costmodel.memory_limits import MemoryBudget, MemoryLimits, PlannedMemory
-from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.server import streaming
 from shardmlx.server.app import LONG_BODY_BYTES
 from shardmlx.server.metrics import Metrics
@@ -81,19 +80,13 @@ def test_a_chat(client: openai.OpenAI) -> None:
 
 
 def test_a_chat_streamed(client: openai.OpenAI) -> None:
-    stream = client.chat.completions.create(
-        model=MODEL,
-        messages=[USER],
-        max_tokens=7,
-        stream=True,
-        stream_options={"include_usage": True},
+    usage: Any = {"include_usage": True}
+    *chunks, last = client.chat.completions.create(
+        model=MODEL, messages=[USER], max_tokens=7, stream=True, stream_options=usage
     )
-    *chunks, last = stream
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "hellohe"
     assert chunks[-1].choices[0].finish_reason == "length"
-    assert last.choices == []
-    assert last.usage is not None
-    assert last.usage.total_tokens == 12
+    assert (last.choices, last.usage and last.usage.total_tokens) == ([], 12)
 
 
 def test_completions_of_several_prompts(client: openai.OpenAI) -> None:
@@ -125,53 +118,6 @@ def test_errors_are_the_packages_own(client: openai.OpenAI) -> None:
         client.completions.create(model=MODEL, prompt="hello", max_tokens=2000)
     assert caught.value.code == "context_length_exceeded"
     assert "5 + 2000 > 1000" in str(caught.value)
-
-
-def test_the_defaults_of_the_server() -> None:
-    with (
-        serving(max_tokens=2, sampling=SamplingParams(temp=0.5)) as server,
-        client_of(server) as client,
-    ):
-        answer = client.completions.create(model=MODEL, prompt="hello")
-        assert answer.choices[0].text == "he"
-        assert server.parrot.added[0].sampling.temp == 0.5
-
-
-def test_32_clients_stream_at_once() -> None:
-    async def ask(client: openai.AsyncOpenAI, number: int) -> str:
-        prompt = f"{number:02}:"
-        text = ""
-        stream = await client.completions.create(
-            model=MODEL, prompt=prompt, max_tokens=30, stream=True
-        )
-        async for chunk in stream:
-            text += chunk.choices[0].text
-        assert text == 10 * prompt
-        return text
-
-    async def ask_all(server: Serving) -> None:
-        async with openai.AsyncOpenAI(
-            base_url=f"{server.address}/v1", api_key="any", max_retries=0, timeout=60
-        ) as client:
-            texts = await asyncio.gather(*(ask(client, number) for number in range(32)))
-        assert len(set(texts)) == 32
-
-    # All wait until all have come, then eight at a time are under way.
-    with serving(parrot=Parrot(at_once=8)) as server:
-        server.parrot.goes_on.clear()
-        running = asyncio.Runner()
-        with running:
-            task = running.get_loop().create_task(ask_all(server))
-
-            async def release() -> None:
-                while server.service.load().waiting < 32:
-                    await asyncio.sleep(0.01)
-                server.parrot.goes_on.set()
-                await task
-
-            running.run(release())
-        assert metric(server, 'shardmlx_texts_total{end="length"}') == 32
-        assert metric(server, "shardmlx_generated_tokens_total") == 32 * 30
 
 
 # What does not go well.
@@ -345,13 +291,6 @@ def test_an_answer_that_breaks_its_structure_is_an_error_that_names_it(
         assert field in json.loads(last)["error"]["message"]
 
 
-def test_a_finished_stream_is_done(shared: Serving) -> None:
-    response = post(shared, {"prompt": "hello", "stream": True, "max_tokens": 1})
-    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
-    assert response.headers["cache-control"] == "no-store"
-    assert response.text.endswith("data: [DONE]\n\n")
-
-
 def test_what_clients_may_take_for_line_ends_is_escaped(shared: Serving) -> None:
     tokens = [10, 13, 28, 133 - 64, 104]
     response = post(shared, {"prompt": tokens, "stream": True, "max_tokens": 5})
@@ -363,13 +302,10 @@ def test_what_clients_may_take_for_line_ends_is_escaped(shared: Serving) -> None
     ("path", "method", "status"),
     [
         ("/v1/completions", "GET", 405),
-        ("/v1/chat/completions", "DELETE", 405),
         ("/v1/models", "POST", 405),
-        ("/health", "POST", 405),
         ("/v1/images", "POST", 404),
         ("/v1/models/", "GET", 404),
         ("/../etc/passwd", "GET", 404),
-        ("/favicon.ico", "GET", 404),
     ],
 )
 def test_paths_and_methods_that_are_not(
@@ -399,37 +335,26 @@ def locked() -> Iterator[Serving]:
         yield server
 
 
-def test_the_right_key_opens(locked: Serving) -> None:
+def test_the_right_key_opens_and_the_page_and_health_need_none(locked: Serving) -> None:
     with client_of(locked, KEY) as client:
         assert client.completions.create(model=MODEL, prompt="hello", max_tokens=1)
-        assert client.models.list().data
+    wrong = pytest.raises(openai.AuthenticationError, match=r"the API key is wrong")
+    with client_of(locked, "sesamo") as client, wrong:
+        client.completions.create(model=MODEL, prompt="hello")
     headers = {"authorization": f"bearer {KEY}"}
     assert httpx.get(f"{locked.address}/metrics", headers=headers).status_code == 200
+    for path in ("/", "/health", "/page/main.js"):
+        assert httpx.get(locked.address + path).status_code == 200
 
 
-def test_a_wrong_key_does_not(locked: Serving) -> None:
-    with client_of(locked, "sesamo") as client:
-        with pytest.raises(openai.AuthenticationError, match=r"the API key is wrong"):
-            client.completions.create(model=MODEL, prompt="hello")
-        with pytest.raises(openai.AuthenticationError):
-            client.models.list()
-
-
-@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/v1/nothing", "//", "/health/"])
-@pytest.mark.parametrize(
-    "given", [None, "", KEY, "Bearer", f"Basic {KEY}", f"Bearer {KEY}x", "Bearer \xe9"]
-)
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "//", "/health/"])
+@pytest.mark.parametrize("given", [None, KEY, f"Basic {KEY}", f"Bearer {KEY}x", "Bearer \xe9"])
 def test_no_key_opens_nothing(locked: Serving, path: str, given: str | None) -> None:
     headers = {} if given is None else {"authorization": given.encode("latin-1")}
     response = httpx.get(locked.address + path, headers=headers)  # type: ignore[arg-type]
     assert response.status_code == 401
     assert response.headers["www-authenticate"] == "Bearer"
     assert error_of(response)["code"] == "invalid_api_key"
-
-
-@pytest.mark.parametrize("path", ["/", "/health", "/page/main.js"])
-def test_the_page_and_health_need_no_key(locked: Serving, path: str) -> None:
-    assert httpx.get(locked.address + path).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -449,11 +374,6 @@ def test_a_name_that_somebody_pointed_at_this_machine_is_refused(
         response = httpx.get(shared.address + path, headers={"host": host})
         assert response.status_code == 421
         assert error_of(response)["code"] == "unknown_host"
-
-
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:8080", "[::1]:8080"])
-def test_names_of_this_machine_are_taken(shared: Serving, host: str) -> None:
-    assert httpx.get(f"{shared.address}/health", headers={"host": host}).status_code == 200
 
 
 def test_no_other_site_may_use_the_api(shared: Serving) -> None:

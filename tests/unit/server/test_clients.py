@@ -1,6 +1,6 @@
 """Requests as clients of several kinds send them.
 
-One is recorded; each of the others is put together from the fields that its kind of client sends.
+Each is put together from the fields that its kind of client sends.
 """
 
 from __future__ import annotations
@@ -126,23 +126,6 @@ LLAMA_CPP = {
     "timings_per_token": True,
 }  # fmt: skip
 
-LITELLM = {
-    "messages": [
-        ASKED,
-        {
-            "content": "Aye!",
-            "role": "assistant",
-            "reasoning_content": "They greet me.",
-            "provider_specific_fields": {"refusal": None},
-            "annotations": [],
-        },
-        AGAIN,
-    ],
-    "model": "mistral",
-    "max_tokens": 7,
-}
-"""As litellm 1.106.2 sent it."""
-
 LIBRECHAT = {
     "model": "mistral",
     "user": "65f0c1",
@@ -183,7 +166,6 @@ CLIENTS = {
     "openai": OPENAI,
     "ollama": OLLAMA,
     "llama.cpp": LLAMA_CPP,
-    "litellm": LITELLM,
     "librechat": LIBRECHAT,
     "open webui": OPEN_WEBUI,
 }
@@ -200,7 +182,7 @@ def test_a_history_reaches_the_template_as_it_was_said(client: str) -> None:
     assert said == PLAIN
 
 
-@pytest.mark.parametrize("client", ["ollama", "llama.cpp", "litellm"])
+@pytest.mark.parametrize("client", ["ollama", "llama.cpp"])
 def test_what_was_thought_goes_to_templates_that_know_it(client: str) -> None:
     (answer,) = (m for m in read(CLIENTS[client])[0].messages if m["role"] == "assistant")
     assert answer["reasoning_content"] == "They greet me."

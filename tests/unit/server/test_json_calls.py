@@ -18,8 +18,6 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": name, "parameters": SCHEMA}}
     for name in ("look", "hear")
 ]
-LOOK = '{"name": "look", "arguments": {"at": "a }\\" sea"}}'
-SEEN = ("look", '{"at": "a }\\" sea"}')
 
 
 class Told(Letters):
@@ -67,25 +65,3 @@ def test_every_api_and_the_list_of_models_know_the_way(calls: CallFormat) -> Non
         assert [(block.type, block.input) for block in message.content] == [
             ("tool_use", {"at": "sea"})
         ]
-
-
-def test_an_answer_has_a_structure_or_is_a_call() -> None:
-    shape: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
-    with (
-        serving(reader=Told(GENERIC_CALLS), complaint=lambda grammar: "") as server,
-        openai.OpenAI(base_url=f"{server.address}/v1", api_key="x", max_retries=0) as client,
-    ):
-        for said in ('{"name": "Paris"}', LOOK):
-            asked: Any = [{"role": "user", "content": f"{said}."}]
-            choice = client.chat.completions.create(
-                model=MODEL, messages=asked, tools=TOOLS, response_format=shape
-            ).choices[0]
-            called = [
-                (each.function.name, each.function.arguments)
-                for each in choice.message.tool_calls or []
-            ]
-            assert (choice.message.content, called) == (
-                (None, [SEEN]) if said is LOOK else (said, [])
-            )
-            grammar = str(server.parrot.added[-1].sampling.grammar)
-            assert {"body: said | calls", "start: body"} <= set(grammar.split("\n"))

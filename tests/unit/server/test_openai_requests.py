@@ -89,19 +89,6 @@ def test_a_request_that_says_nothing_gets_the_servers_defaults() -> None:
     )
 
 
-FIELDS = """
-    model max_tokens max_completion_tokens temperature top_p min_p top_k seed n stop stream
-    stream_options logit_bias repetition_penalty presence_penalty frequency_penalty logprobs
-    top_logprobs tools tool_choice response_format user reasoning_effort
-"""
-
-
-def test_null_is_as_good_as_nothing() -> None:
-    assert only(chat(dict.fromkeys(FIELDS.split()))) == GenerationRequest(
-        tokens=HELLO, max_tokens=512
-    )
-
-
 def test_all_that_is_understood() -> None:
     order = chat(
         model="ours",
@@ -154,6 +141,18 @@ def test_all_that_is_understood() -> None:
     assert order.logprobs == 5
 
 
+def test_what_is_said_in_other_words() -> None:
+    assert only(chat(max_completion_tokens=3, max_tokens=3)).max_tokens == 3
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    assert only(chat(messages=[{"role": "user", "content": parts}])).tokens == HELLO
+    assert only(chat(temperature=1e-9)).sampling.temp == 0
+    assert only(chat(chat_template_kwargs={"instead": "x"})).tokens == (ord("x"),)
+    assert only(chat(logprobs=True)).sampling.logprobs == 0
+    assert chat(seed=-1) == chat(logprobs=False, model="", stop=None, tools=None)
+    (one, other) = chat(seed=-1, n=2).requests
+    assert one.sampling.stream != other.sampling.stream
+
+
 def test_penalties_look_back_into_the_prompt_as_far_as_mlx_lm_does() -> None:
     prompt = "0123456789abcdefghijklmnop"
     sampling = only(completion(prompt=prompt, presence_penalty=1)).sampling
@@ -181,12 +180,6 @@ def test_requests_without_a_seed_share_no_random_stream() -> None:
 @pytest.mark.parametrize(("seed", "is_taken_as"), [(-2, 2**64 - 2), (2**64 - 1, 2**64 - 1)])
 def test_seeds_have_64_bits(seed: int, is_taken_as: int) -> None:
     assert only(chat(seed=seed)).sampling.seed == is_taken_as
-
-
-def test_a_seed_of_minus_1_is_another_each_time() -> None:
-    assert chat(seed=-1) == chat()
-    (one, other) = chat(seed=-1, n=2).requests
-    assert one.sampling.stream != other.sampling.stream
 
 
 BEGUN = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "The answer is"}]
@@ -224,29 +217,9 @@ def test_an_answer_with_a_structure_is_said_to_the_letter() -> None:
     assert request.continues
 
 
-def test_a_temperature_of_almost_nothing_takes_the_likeliest() -> None:
-    assert only(chat(temperature=1e-9)).sampling.temp == 0
-
-
 @pytest.mark.parametrize("top_k", [-1, 0, 128, 100_000])
 def test_top_k_of_all_tokens_leaves_none_out(top_k: int) -> None:
     assert only(chat(top_k=top_k)).sampling.top_k == 0
-
-
-@pytest.mark.parametrize("name", ["ours", "default", "default_model", "", None])
-def test_names_of_the_model(name: str | None) -> None:
-    assert only(chat(model=name)).tokens == HELLO
-
-
-def test_another_model_is_not_found() -> None:
-    with pytest.raises(ApiError, match=r"'gpt-5' .*'ours'") as e:
-        chat(model="gpt-5")
-    assert (e.value.status, e.value.code, e.value.param) == (404, "model_not_found", "model")
-
-
-def test_max_tokens_has_two_names() -> None:
-    assert only(chat(max_completion_tokens=3)).max_tokens == 3
-    assert only(chat(max_completion_tokens=3, max_tokens=3)).max_tokens == 3
 
 
 def test_the_default_gives_way_to_a_long_prompt_but_not_what_was_asked_for() -> None:
@@ -270,15 +243,6 @@ def test_what_can_never_be_served_is_refused_with_the_numbers(
     with pytest.raises(ApiError, match=re.escape(numbers)) as caught:
         kind(**parameters)
     assert (caught.value.param, caught.value.code) == (param, "context_length_exceeded")
-
-
-def test_content_in_parts() -> None:
-    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
-    assert only(chat(messages=[{"role": "user", "content": parts}])).tokens == HELLO
-
-
-def test_arguments_of_the_chat_template() -> None:
-    assert only(chat(chat_template_kwargs={"instead": "x"})).tokens == (ord("x"),)
 
 
 @pytest.mark.parametrize(
@@ -305,11 +269,6 @@ def test_logprobs_of_completions_are_a_number() -> None:
     assert only(completion(logprobs=0)).sampling.logprobs == 0
     assert only(completion()).sampling.logprobs is None
     assert only(completion(logprobs=False)).sampling.logprobs is None
-
-
-def test_logprobs_of_chats_are_a_switch_and_a_number() -> None:
-    assert only(chat(logprobs=True)).sampling.logprobs == 0
-    assert only(chat(logprobs=False)).sampling.logprobs is None
 
 
 @pytest.mark.parametrize(

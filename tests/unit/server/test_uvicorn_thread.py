@@ -104,6 +104,8 @@ def test_who_vanishes_in_the_middle_is_cancelled_at_the_next_token(stream: bool)
         generated = text.generated
         step_ends.set()
         server.until(lambda: server.parrot.cancelled == [0])
+        cancelled = 'shardmlx_texts_total{end="cancelled"} 1.0'
+        assert cancelled in httpx.get(f"{server.address}/metrics").text
         assert 3 <= generated <= text.generated <= generated + 1
 
 
@@ -113,21 +115,6 @@ def test_all_texts_of_who_vanishes_are_cancelled() -> None:
             connection.sendall(whole(True, n=3))
             until(connection, b"data:")
         server.until(lambda: sorted(server.parrot.cancelled) == [0, 1, 2])
-
-
-def test_who_vanishes_counts_as_gone() -> None:
-    with serving(parrot=Parrot(steps=1)) as server:
-        for stream in (True, False):
-            with connected(server) as connection:
-                connection.sendall(whole(stream))
-                server.until(lambda: len(server.parrot.texts) == 1)
-            server.until(lambda: server.parrot.is_idle)
-        gone = '\nshardmlx_requests_total{endpoint="/v1/completions",status="499"} 2.0\n'
-        server.until(lambda: gone in httpx.get(f"{server.address}/metrics").text)
-        assert (
-            'shardmlx_texts_total{end="cancelled"} 2.0'
-            in httpx.get(f"{server.address}/metrics").text
-        )
 
 
 def test_who_leaves_at_the_last_event_has_waited_for_the_end() -> None:
@@ -239,13 +226,6 @@ def test_a_head_that_does_not_come(monkeypatch: pytest.MonkeyPatch, given: bytes
         assert received(connection) == b""
 
 
-def test_a_head_that_drips_has_no_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uvicorn_thread, "SECONDS_FOR_HEAD", 0.05)
-    with serving() as server, connected(server) as connection:
-        connection.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n")
-        send_until_it_breaks(connection, b"X: y\r\n")
-
-
 def test_a_slow_answer_is_no_slow_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uvicorn_thread, "SECONDS_FOR_HEAD", 0.05)
     with serving() as server, connected(server) as connection:
@@ -280,13 +260,6 @@ def test_a_body_with_two_lengths_is_refused_and_its_connection_closed() -> None:
         assert server.parrot.added == []
 
 
-def test_requests_share_a_connection() -> None:
-    with serving() as server, connected(server) as connection:
-        for _ in range(3):
-            connection.sendall(whole(False, max_tokens=1))
-            assert until(connection, b"}}}").startswith(b"HTTP/1.1 200 ")
-
-
 # Starting and stopping.
 
 
@@ -304,17 +277,6 @@ def test_stopping_ends_open_streams_with_an_error_and_closes_the_port() -> None:
         assert said.endswith(b"0\r\n\r\n")
         with pytest.raises(OSError, match=r"refused"):
             socket.create_connection(("127.0.0.1", server.port))
-
-
-def test_stopping_gives_open_texts_their_time() -> None:
-    with serving(parrot=Parrot(steps=2)) as server, connected(server) as connection:
-        connection.sendall(whole(True, max_tokens=4))
-        until(connection, b'"e"')
-        server.service.close(30)
-        assert httpx.get(f"{server.address}/health").status_code == 503
-        server.parrot.goes_on.set()
-        said = until(connection, b"data: [DONE]\n\n")
-        assert b'"finish_reason": "length"' in said
 
 
 def test_who_does_not_read_cannot_keep_the_server_from_stopping(
@@ -389,16 +351,6 @@ def test_a_host_that_is_none(host: str) -> None:
     assert f"--host {host}" in caught.value.problem
 
 
-def test_ipv6() -> None:
-    try:
-        listener = bind("::1", 0)
-    except UserError:
-        pytest.skip("this machine has no IPv6")
-    with listener:
-        assert address_of(listener) == f"http://[::1]:{listener.getsockname()[1]}"
-        assert trusted_hosts(listener) == frozenset(LOOPBACK)
-
-
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_this_machine_is_reached_by_ipv4_and_ipv6(host: str) -> None:
     listeners = bind_both(host, 0)
@@ -460,7 +412,6 @@ def test_names_are_checked_where_only_this_machine_is_meant() -> None:
 
 
 def test_who_connects_before_the_server_has_started_waits() -> None:
-    """While the model is loaded."""
     listener = bind("127.0.0.1", 0)
     with socket.create_connection(listener.getsockname()[:2], timeout=30) as early:
         early.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
@@ -485,11 +436,3 @@ def test_uvicorn_leaves_signals_and_loops_of_others_alone() -> None:
         await asyncio.to_thread(server.stop, 1)
 
     asyncio.run(inside())
-
-
-def test_names_that_a_proxy_passes_on() -> None:
-    assert ServeConfig().extra_hosts == []
-    assert ServeConfig(allow_host="Mac.local, chat.example").extra_hosts == [
-        "mac.local",
-        "chat.example",
-    ]
