@@ -17,7 +17,6 @@ A directory gets its final name only when all of it is on the disk.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -29,7 +28,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from shardmlx.common.digests import bytes_digest
-from shardmlx.common.durable_files import PARTIAL, flush_directory, pieces_of, write_durably
+from shardmlx.common.durable_files import (
+    PARTIAL,
+    flush_directory,
+    lock_file,
+    pieces_of,
+    write_durably,
+)
 from shardmlx.distributed.shared_disks import PROBE
 from shardmlx.errors import UserError
 
@@ -152,18 +157,9 @@ class Store:
         """Keep other runs from writing here, until the file is closed or this process ends. Raises
         ``UserError`` if one does."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        file = (self.directory / LOCK).open("ab")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            raise UserError(
-                f"--checkpoint-dir {self.directory}: another run writes there",
-                "wait for its end, or name another directory",
-            ) from None
-        except OSError:
-            pass  # a file system without locks
-        return file
+        problem = f"--checkpoint-dir {self.directory}: another run writes there"
+        refusal = UserError(problem, "wait for its end, or name another directory")
+        return lock_file(self.directory / LOCK, refusal)
 
     def begin(self, step: int) -> Path:
         """Make an empty directory for a new checkpoint; remove an unfinished one."""

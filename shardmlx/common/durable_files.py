@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from shardmlx.common.formatting import gibibytes
+from shardmlx.errors import UserError
 
 PARTIAL = "partial-"
 """Prefix of files that are being written."""
@@ -50,8 +52,6 @@ def flush_descriptor(descriptor: int) -> None:
     """Wait until a descriptor's data is on the disk itself."""
     if sys.platform == "darwin":
         # fsync on macOS leaves the data in the drive's own cache.
-        import fcntl
-
         with contextlib.suppress(OSError):  # network disks know fsync only
             fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
             return
@@ -83,6 +83,19 @@ def replace_durably(partial: Path, path: Path) -> None:
         flush_to_disk(file)
     os.replace(partial, path)
     flush_directory(path.parent)
+
+
+def lock_file(path: Path, refusal: UserError) -> IO[bytes]:
+    """Lock a file until it is closed, or this process ends. Raises ``refusal`` if another has."""
+    file = path.open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise refusal from None
+    except OSError:
+        pass  # a network disk that knows no locks
+    return file
 
 
 class NewFiles:

@@ -151,22 +151,20 @@ class OutputDirectory:
         """Move files up, config.json last, which makes the directory a model; remove the rest."""
         marker = self.work / _FINISHED
         if marker.exists():
-            self._publish(marker)
+            texts = {self.work / name for name in json.loads(marker.read_text())}
+            config = self.work / CONFIG_FILE
+            shards = sorted(self.work.glob("rank-*/*.*"))
+            self._move(path for path in shards if path.suffix in (".safetensors", ".gguf"))
+            self._move(sorted(texts - {config}))
+            self._move([config])
+            for path in self.work.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path)
+                elif path != marker:
+                    path.unlink()
+            marker.unlink()
         self.work.rmdir()
         flush_directory(self.path)
-
-    def _publish(self, marker: Path) -> None:
-        texts = [self.work / name for name in json.loads(marker.read_text()) if name != CONFIG_FILE]
-        shards = sorted(self.work.glob("rank-*/*.*"))
-        self._move(path for path in shards if path.suffix in (".safetensors", ".gguf"))
-        self._move(texts)
-        self._move([self.work / CONFIG_FILE])
-        for path in self.work.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path != marker:
-                path.unlink()
-        marker.unlink()
 
     def _move(self, paths: Iterable[Path]) -> None:
         for path in paths:

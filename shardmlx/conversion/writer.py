@@ -6,7 +6,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, nullcontext
 
 import mlx.core as mx
 
@@ -75,7 +75,7 @@ def _write_tensors(
     most = max((_step_bytes(model, spec) for spec in specs), default=0)
     with (
         closing(Signals()) if may_stop else nullcontext() as signals,
-        _background_writer(copy) as background,
+        _BackgroundWriter(copy) as background,
         reporter.bar("export, MB", total, written // MEGABYTE) as bar,
     ):
 
@@ -164,7 +164,14 @@ class _BackgroundWriter:
         self._begun: dict[str, tuple[Crc32, int]] = {}
         """The digest and the size of what was put of a tensor."""
         self._recorded: deque[Future[None]] = deque()
-        self.writer, self.hasher, self.recorder = (ThreadPoolExecutor(1) for _ in range(3))
+        self._writer, self._hasher, self._recorder = (ThreadPoolExecutor(1) for _ in range(3))
+
+    def __enter__(self) -> _BackgroundWriter:
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        for thread in self._writer, self._hasher, self._recorder:
+            thread.shutdown(cancel_futures=kind is not None)
 
     def make_room(self, nbytes: int, room: int) -> None:
         """Wait until so many bytes fit into ``room`` with those that wait to be written, or none
@@ -176,8 +183,8 @@ class _BackgroundWriter:
         """Write the next bytes of a tensor soon; record it once all are written."""
         digest, start = self._begun.get(name) or (Crc32(), 0)
         self._begun[name] = digest, start + len(data)
-        hashed = self.hasher.submit(digest.update, data)
-        written = self.writer.submit(self._write, name, start, data, digest, hashed)
+        hashed = self._hasher.submit(digest.update, data)
+        written = self._writer.submit(self._write, name, start, data, digest, hashed)
         self._waiting.append((len(data), written))
         self._nbytes += len(data)
 
@@ -204,16 +211,4 @@ class _BackgroundWriter:
             self._copy.write(place.file, place.start + start + offset, piece)
         hashed.result()
         if start + len(data) >= place.nbytes:
-            self._recorded.append(self.recorder.submit(self._copy.add, name, digest.digest()))
-
-
-@contextmanager
-def _background_writer(copy: PartialCopy) -> Iterator[_BackgroundWriter]:
-    background = _BackgroundWriter(copy)
-    with background.recorder, background.hasher, background.writer:
-        try:
-            yield background
-        except BaseException:
-            background.writer.shutdown(cancel_futures=True)
-            background.recorder.shutdown(cancel_futures=True)
-            raise
+            self._recorded.append(self._recorder.submit(self._copy.add, name, digest.digest()))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +65,8 @@ def add_adapters(model: nn.Module, directory: Path) -> None:
     config, file = find_adapters(directory)
     weights = _read(file)
     if PEFT_TYPE in config:
-        made = _convert(config, weights, model)
-        weights = made.weights
-        config = {"num_layers": len(model.layers), "lora_parameters": made.parameters}
+        weights, parameters = convert(config, weights, dict(model.named_modules()))
+        config = {"num_layers": len(model.layers), "lora_parameters": parameters}
     kind = config.get("fine_tune_type", "lora")
     if kind != "full":
         make_adapters(model, config["num_layers"], config["lora_parameters"], kind)
@@ -104,10 +102,7 @@ def check_keys(model: nn.Module, keys: list[str] | None) -> None:
 
 
 def resume_from(model: nn.Module, file: Path, fine_tune: FineTune) -> None:
-    """Begin with the adapters or weights of a file: all of them must be trained.
-
-    Raises ``UserError``.
-    """
+    """Begin with a file's adapters or weights: all must be trained. Raises ``UserError``."""
     if not file.is_file():
         remedy = f"name its {adapter_file(file)}" if file.is_dir() else ""
         raise UserError(f"--resume-adapter-file {file}: there is no such file", remedy)
@@ -115,9 +110,18 @@ def resume_from(model: nn.Module, file: Path, fine_tune: FineTune) -> None:
         weights = _read(file)
         remedy = "use the model and lora_parameters that it was made with"
         if not fine_tune.is_full and any(map(_TENSOR.fullmatch, weights)):
-            made = _convert(read_adapter_config(file.parent), weights, model)
-            weights = _rescaled(made, fine_tune.lora_parameters["scale"])
-            remedy = f"give rank: {made.parameters['rank']} in lora_parameters, and its modules"
+            config = read_adapter_config(file.parent)
+            if PEFT_TYPE not in config:
+                fix = "put PEFT's adapter_config.json beside it"
+                raise UserError("its tensors are PEFT's", fix)
+            made, parameters = convert(config, weights, dict(model.named_modules()))
+            # Float32 adapters that have the effect of the converted ones with this run's scale.
+            factor = parameters["scale"] / fine_tune.lora_parameters["scale"]
+            weights = {
+                name: array.astype(mx.float32) * (factor if name.endswith(".lora_b") else 1.0)
+                for name, array in made.items()
+            }
+            remedy = f"give rank: {parameters['rank']} in lora_parameters, and its modules"
         known = dict(tree_flatten(model.parameters()))
         if not weights.keys() & known.keys():
             raise UserError("it holds no weight of this model")
@@ -150,51 +154,15 @@ def _read(file: Path) -> dict[str, mx.array]:
     return weights if isinstance(weights, dict) else {}
 
 
-def _convert(
-    config: Mapping[str, Any], weights: dict[str, mx.array], model: nn.Module
-) -> Converted:
-    """Convert adapters of PEFT for a model. Raises ``UserError``."""
-    if PEFT_TYPE not in config:
-        raise UserError("its tensors are PEFT's", "put PEFT's adapter_config.json beside it")
-    modules = dict(model.named_modules())
-    made = convert(config, weights, modules)
-    is_tied = not any(name.rpartition(".")[2] == "lm_head" for name in modules)
-    for name in made.parameters["keys"] if is_tied else ():
-        if "embed" in name:
-            raise UserError(
-                f"PEFT has trained {name} without the lm_head that is tied to it, which cannot be "
-                "converted",
-                MERGE,
-            )
-    return made
-
-
-def _rescaled(made: Converted, scale: float) -> dict[str, mx.array]:
-    """Return float32 adapters that have the effect of the converted ones with ``scale``."""
-    factor = made.parameters["scale"] / scale
-    return {
-        name: array.astype(mx.float32) * (factor if name.endswith(".lora_b") else 1.0)
-        for name, array in made.weights.items()
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class Converted:
-    """Adapters in mlx-lm's form. ``parameters`` are its ``lora_parameters``, with whole module
-    names as keys."""
-
-    weights: dict[str, mx.array]
-    parameters: dict[str, Any]
-
-
 def convert(
     config: Mapping[str, Any], tensors: Mapping[str, mx.array], modules: Collection[str]
-) -> Converted:
+) -> tuple[dict[str, mx.array], dict[str, Any]]:
     """Convert the ``tensors`` of PEFT's adapters for a model of such ``modules``, lazily.
 
-    ``config`` is a checked adapter_config.json. Modules of a smaller rank are padded with zeros,
-    and differing scales are multiplied into ``lora_b``. Raises ``UserError`` for any tensor but a
-    pair of a module of this model.
+    Returns mlx-lm's weights and ``lora_parameters``, with whole module names as keys. ``config`` is
+    a checked adapter_config.json. Modules of a smaller rank are padded with zeros, and differing
+    scales are multiplied into ``lora_b``. Raises ``UserError`` for any tensor but a pair of a
+    module of this model.
     """
     pairs: dict[str, dict[str, mx.array]] = {}
     scales: dict[str, float] = {}
@@ -211,6 +179,12 @@ def convert(
     for module, pair in pairs.items():
         if pair.keys() != {"A", "B"} or pair["A"].shape[1] != pair["B"].shape[0]:
             raise UserError(f"lora_A and lora_B of {paths[module]} are no pair")
+        if "embed" in module and not any(n.rpartition(".")[2] == "lm_head" for n in modules):
+            raise UserError(
+                f"PEFT has trained {module} without the lm_head that is tied to it, which cannot "
+                "be converted",
+                MERGE,
+            )
         scales[module] = _scale(config, paths[module], pair["A"].shape[1])
     rank = max((pair["A"].shape[1] for pair in pairs.values()), default=0)
     common = set(scales.values())
@@ -224,7 +198,7 @@ def convert(
         if missing:
             a, b = mx.pad(a, [(0, 0), (0, missing)]), mx.pad(b, [(0, missing), (0, 0)])
         weights |= {f"{module}.lora_a": mx.contiguous(a), f"{module}.lora_b": mx.contiguous(b)}
-    return Converted(weights, {"rank": rank, "scale": scale, "dropout": 0.0, "keys": list(pairs)})
+    return weights, {"rank": rank, "scale": scale, "dropout": 0.0, "keys": list(pairs)}
 
 
 def _module(path: str, modules: Collection[str]) -> str:
@@ -257,10 +231,7 @@ def _scale(config: Mapping[str, Any], path: str, rank: int) -> float:
 
 def read_adapter_config(directory: Path) -> dict[str, Any]:
     """Return the checked adapter_config.json of mlx-lm, or of a LoRA of PEFT, which has a
-    ``peft_type``.
-
-    Raises ``UserError`` that names the file.
-    """
+    ``peft_type``. Raises ``UserError`` that names the file."""
     file = directory / ADAPTER_CONFIG_FILE
     try:
         config = parse_config(file.read_bytes(), file)

@@ -46,11 +46,10 @@ def check_can_be_cut(config: Mapping[str, Any]) -> None:
     model_type = config.get("model_type")
     if model_type in FAMILIES:
         check_packing(config, ModelShape.from_config(config))
-    else:
-        published_packing(config)
-    # A model may come with its own code, beside its weights.
-    if model_type in FAMILIES or "model_file" in config:
         return
+    published_packing(config)
+    if "model_file" in config:
+        return  # a model may come with its own code, beside its weights
     remedy = f"use a model of type {', '.join(FAMILIES)}"
     try:
         model = build_random(config)
@@ -104,11 +103,8 @@ def load_lazily(path: Path) -> tuple[nn.Module, dict[str, Any], list[str]]:
 
 
 def _without_spare_head(config: dict[str, Any]) -> tuple[Any, Any]:
-    """Return mlx-lm's classes of a model, changed to ignore the lm_head of a model with tied
-    embeddings.
-
-    Some families ignore it by themselves, others refuse to load such a file.
-    """
+    """Return mlx-lm's classes of a model, which ignore its lm_head if the embeddings are tied: some
+    families refuse to load such a file."""
     kind, args = model_classes(config)
     text = config.get("text_config") or {}
     if config.get("tie_word_embeddings", text.get("tie_word_embeddings")) is False:
@@ -161,10 +157,8 @@ def build_model(
 def build_to_generate(
     path: Path, *, dtype: str | None, adapter_path: str | None, seed: int | None
 ) -> nn.Module:
-    """Build the whole model, lazily, with its adapters: nothing is read yet.
-
-    Leaves MLX's random state, begun by ``seed``, as mlx-lm does after building the same.
-    """
+    """Build the whole model, lazily, with its adapters: nothing is read yet. MLX's random state,
+    begun by ``seed``, is then as in mlx-lm."""
     if seed is not None:
         mx.random.seed(seed)
     model, _ = _build_whole(path, dtype)
@@ -181,21 +175,15 @@ def _build_whole(path: Path, dtype: str | None) -> tuple[nn.Module, dict[str, mx
     stored = dict(tree_flatten(model.parameters()))
     if dtype is not None:
         model.set_dtype(getattr(mx, dtype))
-    _check_experts(model)
-    return model, stored
-
-
-def _check_experts(model: nn.Module) -> None:
-    """Refuse experts that MLX cannot compute: on the CPU it gathers only in float32."""
-    if mx.default_device() != mx.Device(mx.cpu):
-        return
-    for module in model.modules():
+    # On the CPU, MLX gathers experts only in float32.
+    for module in model.modules() if mx.default_device() == mx.Device(mx.cpu) else ():
         if isinstance(module, SwitchLinear) and module.weight.dtype != mx.float32:
             name = str(module.weight.dtype).rpartition(".")[2]
             raise UserError(
                 f"the experts of this model are in {name}, with which MLX cannot compute on a CPU",
                 "use --dtype float32",
             )
+    return model, stored
 
 
 def unfreeze(model: nn.Module, fine_tune: FineTune) -> None:

@@ -7,19 +7,20 @@ recorded with its digest, so that half written or damaged ones are brought again
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO
 
 from shardmlx.common.digests import Digest, new_digest
 from shardmlx.common.durable_files import (
     flush_descriptor,
     flush_directory,
     flush_to_disk,
+    lock_file,
     read_exactly,
 )
 from shardmlx.common.formatting import gibibytes
@@ -62,11 +63,13 @@ class PartialCopy:
         self._pending: list[str] = []
         self._pending_bytes = 0
         self._files: dict[str, int] = {}
-        self._lock: int | None = None
+        self._lock: IO[bytes] | None = None
         try:
             directory.mkdir(parents=True, exist_ok=True)
             if kept:
-                self._take_lock()
+                problem = f"another run is filling {directory}"
+                remedy = f"wait for its end, or name another directory with {option}"
+                self._lock = lock_file(directory / LOCK, UserError(problem, remedy))
             for name, text in manifest.texts.items():
                 _write_anew(directory / name, text)
             for file, head in manifest.heads.items():
@@ -161,10 +164,11 @@ class PartialCopy:
 
     def close(self) -> None:
         """Close the files; ranks that have opened them may read on."""
-        for descriptor in (*self._files.values(), self._lock):
-            if descriptor is not None:
-                os.close(descriptor)
-        self._files, self._lock = {}, None
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files = {}
+        if self._lock is not None:
+            self._lock.close()
 
     def _recorded(self) -> dict[str, bytes]:
         """Return the record, without a line that a power cut has torn."""
@@ -188,18 +192,6 @@ class PartialCopy:
             count = min(_CHUNK, place.end - start)
             digest.update(read_exactly(self._files[place.file], start, count, place.file))
         return digest.digest()
-
-    def _take_lock(self) -> None:
-        self._lock = os.open(self.directory / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"another run is filling {self.directory}: wait for its end, or name another "
-                f"directory with {self._option}"
-            ) from None
-        except OSError:
-            pass  # a network disk that knows no locks
 
 
 def _write_anew(path: Path, content: bytes) -> None:

@@ -148,19 +148,14 @@ def gather_plan_inputs(
 def measure_again(
     transport: Transport, inputs: PlanInputs[Sizes], machines: MachineOptions
 ) -> PlanInputs[Sizes]:
-    """Measure the processes' bytes, now that rank 0 holds tokenizer and data.
-
-    All ranks must call it.
-    """
+    """Measure the processes' bytes, now that rank 0 holds the data. All ranks must call it."""
     budgets = find_budgets(transport, inputs.machines, machines.memory_limit)
     return replace(inputs, cluster=within(inputs.machines, budgets), budgets=budgets)
 
 
 def _find_cluster(transport: Transport, hosts_file: str | None, profiles: str | None) -> Cluster:
-    """Return the machines that the ranks run on: their memory, and the facts in rank 0's files.
-
-    All ranks must call it. Raises ``AgreedError``.
-    """
+    """Return the machines of the ranks: their memory, and the facts in rank 0's files. All ranks
+    must call it."""
 
     def read_files() -> tuple[tuple[Machine, ...], Profile | None]:
         machines = () if hosts_file is None else read_hostfile(hosts_file)
@@ -168,15 +163,19 @@ def _find_cluster(transport: Transport, hosts_file: str | None, profiles: str | 
 
     known, profile = from_rank_0(transport, "reading what the machines have", read_files)
     everyone = transport.all_gather(psutil.virtual_memory().total, "comparing machines")
-    hosts = transport.hosts
-    return Cluster(
-        machines=tuple(
-            _machine(host, has // hosts.count(host), known, hosts.count(host))
-            for host, has in zip(hosts, everyone, strict=True)
-        ),
-        profile=profile,
-        backend=this_backend(),
-    )
+
+    def share(host: str, memory: int) -> Machine:
+        """Return a rank's share of a host: less memory than there is, if the hostfile says so."""
+        ranks = transport.hosts.count(host)
+        entry = next((each for each in known if same_host(each.host, host)), None)
+        if entry is None:
+            return Machine(host=host, memory=memory // ranks)
+        flops = None if entry.flops is None else entry.flops / ranks
+        memory = memory if entry.memory is None else min(memory, entry.memory)
+        return replace(entry, host=host, slots=1, memory=memory // ranks, flops=flops)
+
+    machines = tuple(map(share, transport.hosts, everyone))
+    return Cluster(machines=machines, profile=profile, backend=this_backend())
 
 
 def this_backend() -> str:
@@ -184,22 +183,9 @@ def this_backend() -> str:
     return "cpu" if mx.default_device() == mx.Device(mx.cpu) else "metal"
 
 
-def _machine(host: str, memory: int, known: Sequence[Machine], ranks: int) -> Machine:
-    """Return a rank's share of a host, with the hostfile's facts: less memory than there is, if the
-    rank is to have no more."""
-    entry = next((each for each in known if same_host(each.host, host)), None)
-    if entry is None:
-        return Machine(host=host, memory=memory)
-    flops = None if entry.flops is None else entry.flops / ranks
-    memory = memory if entry.memory is None else min(memory, entry.memory // ranks)
-    return replace(entry, host=host, slots=1, memory=memory, flops=flops)
-
-
 def compare_plans(transport: Transport, digest: str) -> None:
-    """Check, before the first message of the engine, that all ranks have the same plan.
-
-    ``digest`` is that of this rank's plan. All ranks must call it. Raises ``AgreedError``.
-    """
+    """Raise ``AgreedError`` unless all ranks have a plan of the same digest. All ranks must call
+    it, before the first message of the engine."""
     everyone = transport.all_gather(digest, "comparing plans")
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
@@ -213,9 +199,9 @@ def find_budgets(
     transport: Transport, cluster: Cluster, limit: int | None, later: int = 0
 ) -> tuple[MemoryBudget, ...]:
     """Return the memory budget of each rank, within the user's ``limit``; the same on all ranks.
-    ``later`` are this rank's bytes for requests, outside MLX.
 
-    All ranks must call it, when they have everything but their weights.
+    ``later`` are this rank's bytes for requests, outside MLX. All ranks must call it, when they
+    have everything but their weights.
     """
     processes = transport.all_gather(process_memory(later), "comparing memory")
     return budgets_of(cluster, limit, processes)

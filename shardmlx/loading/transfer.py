@@ -71,36 +71,26 @@ class WeightMap:
         return wanted
 
 
+@dataclass(slots=True)
 class Bundle:
     """The files of a model, or of adapters, as this rank sees them.
 
-    ``path``, the ``directory`` or a file in it, is built from. ``weight_map`` is None if every rank
-    has the files. ``copy`` and ``repository`` are the keeper's. ``temporary`` files need no names
-    once they are open.
+    ``path``, a directory or a file in it, is built from. ``weight_map`` is None if every rank has
+    the files. ``copy`` and ``repository`` are the keeper's. ``temporary`` files need no names once
+    they are open.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        directory: Path,
-        weight_map: WeightMap | None = None,
-        *,
-        copy: PartialCopy | None = None,
-        repository: Repository | None = None,
-        temporary: bool = False,
-    ) -> None:
-        self.path = directory
-        self._directory = directory
-        self._transport = transport
-        self._map = weight_map
-        self._copy = copy
-        self._repository = repository
-        self._temporary = temporary
+    transport: Transport
+    path: Path
+    weight_map: WeightMap | None = None
+    copy: PartialCopy | None = None
+    repository: Repository | None = None
+    temporary: bool = False
 
     @property
     def read(self) -> ReadBytes | None:
         """Function that reads a partly present file; None if all are whole."""
-        return None if self._repository is None else self._repository.part
+        return None if self.repository is None else self.repository.part
 
     def fill(
         self, stages: Sequence[tuple[int, int]], shape: ModelShape, reporter: Reporter, what: str
@@ -109,26 +99,26 @@ class Bundle:
 
         Every rank has built its model before, so that its files are open.
         """
-        if self._map is None:
+        if self.weight_map is None:
             return
         started = time.monotonic()
-        tensors = self._map.manifest.tensors()
+        tensors = self.weight_map.manifest.tensors()
         mine: set[str] = set()
-        if self._map.holdings[self._transport.rank] is not Holding.WHOLE:
+        if self.weight_map.holdings[self.transport.rank] is not Holding.WHOLE:
             mine = {
                 name
                 for name in tensors
                 if any(is_needed(name, shape, start, stop) for start, stop in stages)
             }
-        moved = self._bring(self._map, tensors, mine, reporter, what)
-        everyone = self._transport.gather(moved, what=f"loading {what}")
+        moved = self._bring(self.weight_map, tensors, mine, reporter, what)
+        everyone = self.transport.gather(moved, what=f"loading {what}")
         if everyone is None or not any(map(sum, everyone)):
             return
         sums = map(sum, zip(*everyone, strict=True))
         ways = zip(("over MPI", "from the hub", "from caches"), sums, strict=True)
         parts = [f"{gibibytes(nbytes)} {way}" for way, nbytes in ways if nbytes]
         ranks = [
-            f"{self._transport.name(rank)} {gibibytes(sum(each))}"
+            f"{self.transport.name(rank)} {gibibytes(sum(each))}"
             for rank, each in enumerate(everyone)
             if any(each)
         ]
@@ -138,14 +128,14 @@ class Bundle:
     def close(self) -> None:
         """Remove temporary files, even after loading failed. May be called again."""
         self._unlink()
-        if self._copy is not None:
-            self._copy.close()
+        if self.copy is not None:
+            self.copy.close()
 
     def _unlink(self) -> None:
         """Unlink temporary files, so that they vanish with this process, however it ends; open
         ones stay."""
-        if self._temporary and self._copy is not None:
-            shutil.rmtree(self._copy.directory, ignore_errors=True)
+        if self.temporary and self.copy is not None:
+            shutil.rmtree(self.copy.directory, ignore_errors=True)
 
     def _bring(
         self,
@@ -159,23 +149,23 @@ class Bundle:
 
         Returns the bytes that came over MPI, from the hub, and from caches.
         """
-        transport, me, loading = self._transport, self._transport.rank, f"loading {what}"
+        transport, me, loading = self.transport, self.transport.rank, f"loading {what}"
         wanted = weight_map.to_bring(transport.all_gather(mine, loading)).get(me, set())
         self._unlink()  # all ranks have built their models
 
         def compare() -> tuple[set[str], set[str]]:
             """Return (present, missing) of this keeper; ``UserError`` without room for it."""
-            if self._copy is None:
+            if self.copy is None:
                 return set(), set()
-            sound = self._copy.sound(wanted)
-            self._copy.check_room(wanted - sound)
+            sound = self.copy.sound(wanted)
+            self.copy.check_room(wanted - sound)
             return sound, wanted - sound
 
         def download_missing() -> int:
-            if self._repository is None or self._copy is None or not missing:
+            if self.repository is None or self.copy is None or not missing:
                 return 0
             with _progress(reporter, what, nbytes_of(missing)) as advance:
-                download(self._repository, self._copy, missing, tensors, advance)
+                download(self.repository, self.copy, missing, tensors, advance)
             return nbytes_of(missing)
 
         def nbytes_of(names: Iterable[str]) -> int:
@@ -184,7 +174,7 @@ class Bundle:
         present, missing = on_all_ranks(transport, loading, compare)
         kept = nbytes_of(present)
         downloaded = on_all_ranks(transport, loading, download_missing)
-        if self._repository is not None:
+        if self.repository is not None:
             present, missing = present | missing, set()
         everyone = transport.all_gather((present, missing), loading)
         transfers = plan_transfers(
@@ -201,25 +191,26 @@ class Bundle:
             advance = stack.enter_context(_progress(reporter, what, nbytes))
             for transfer in through_me:
                 received += _pass_on(
-                    transport, transfer, tensors[transfer.name], read, self._copy, advance
+                    transport, transfer, tensors[transfer.name], read, self.copy, advance
                 )
-        if self._copy is not None:
-            self._copy.flush()
+        if self.copy is not None:
+            self.copy.flush()
         # A rank that reads another rank's copy waits for it.
         transport.barrier(loading)
         return received, downloaded, kept
 
     def _reader(self, stack: ExitStack) -> ReadBytes:
         """Return the reader of this rank's own files, which opens each once."""
-        if self._copy is not None:
-            return self._copy.read
+        if self.copy is not None:
+            return self.copy.read
+        directory = self.path.parent if self.path.is_file() else self.path
         opened: dict[str, int] = {}
 
         def read(file: str, offset: int, count: int) -> bytes:
             if file not in opened:
-                opened[file] = os.open(self._directory / file, os.O_RDONLY)
+                opened[file] = os.open(directory / file, os.O_RDONLY)
                 stack.callback(os.close, opened[file])
-            return read_exactly(opened[file], offset, count, str(self._directory / file))
+            return read_exactly(opened[file], offset, count, str(directory / file))
 
         return read
 

@@ -24,6 +24,7 @@ from shardmlx.engine.engine import Engine
 from shardmlx.engine.gathered_stage import build_stages
 from shardmlx.engine.loss import token_loss
 from shardmlx.engine.stage import Stage
+from shardmlx.modelfiles.model_files import open_model
 from shardmlx.models.activations import swiglu, use_swiglu
 from shardmlx.models.families import FAMILIES
 from shardmlx.models.shape import ModelShape
@@ -88,6 +89,14 @@ def tiny_model(
 ) -> nn.Module:
     """Return the same model for the same arguments; all its weights can be trained."""
     return build(tiny_config(family, layers=layers, tied=tied, **overrides), seed)
+
+
+def tensors(directory: Path) -> dict[str, bytes]:
+    """Return the bytes of a model's tensors, in whatever files they lie."""
+    return {
+        name: (directory / place.file).read_bytes()[place.start : place.end]
+        for name, place in open_model(str(directory)).tensors.items()
+    }
 
 
 def save_model_directory(path: Path, config: Mapping[str, Any], seed: int = 1) -> nn.Module:

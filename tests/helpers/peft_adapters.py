@@ -1,4 +1,4 @@
-"""Adapters in the form in which PEFT saves them, of random numbers."""
+"""Adapters in the forms in which PEFT and mlx-lm save them."""
 
 from __future__ import annotations
 
@@ -25,6 +25,21 @@ CONFIG: Mapping[str, Any] = {
     "loftq_config": {},
     "target_modules": ["q_proj", "down_proj"],
 }
+
+
+def save_lora(
+    directory: Path,
+    weights: Mapping[str, mx.array],
+    layers: int,
+    parameters: Any,
+    kind: str = "lora",
+) -> Path:
+    """Save adapters of the last ``layers`` as ``mlx_lm.lora`` does; return the directory."""
+    directory.mkdir()
+    mx.save_safetensors(str(directory / "adapters.safetensors"), dict(weights))
+    config = {"fine_tune_type": kind, "num_layers": layers, "lora_parameters": parameters}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return directory
 
 
 def save_peft(

@@ -8,16 +8,9 @@ from pathlib import Path
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.export import ExportOptions
 from shardmlx.conversion.command import export
-from shardmlx.modelfiles.model_files import open_model
 from tests.helpers.hosts import Lab
+from tests.helpers.models_and_batches import tensors
 from tests.helpers.mpirun import mpirun
-
-
-def tensors(directory: Path) -> dict[str, bytes]:
-    return {
-        name: (directory / place.file).read_bytes()[place.start : place.end]
-        for name, place in open_model(str(directory)).tensors.items()
-    }
 
 
 def test_two_hosts_export_what_one_does(lab: Lab, small: Path, tmp_path: Path) -> None:

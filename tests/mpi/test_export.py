@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardmlx.modelfiles.model_files import open_model
+from tests.helpers.models_and_batches import tensors
 from tests.helpers.mpirun import mlx_lm, train_well
 from tests.helpers.rank_pool import run_in_pool
 
@@ -15,13 +15,6 @@ TRAIN = (
     *("--num-layers", "-1", "--iters", "3", "--batch-size", "4", "--learning-rate", "0.01"),
     *("--val-batches", "0"),
 )
-
-
-def tensors(directory: Path) -> dict[str, bytes]:
-    return {
-        name: (directory / place.file).read_bytes()[place.start : place.end]
-        for name, place in open_model(str(directory)).tensors.items()
-    }
 
 
 @pytest.fixture(scope="module")

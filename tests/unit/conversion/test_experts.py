@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from shardmlx.models.shape import ModelShape
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.hugging_face_experts import save_experts_one_by_one
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
+from tests.helpers.peft_adapters import save_lora
 
 QUIET = Reporter(quiet=True)
 HIDDEN, WIDTH, EXPERTS = 128, 512, 16
@@ -44,17 +44,9 @@ def write_adapters(directory: Path) -> Path:
         f"{PATH}.up_proj.lora_a": mx.random.normal((EXPERTS, 2, HIDDEN)),
         f"{PATH}.up_proj.lora_b": mx.random.normal((EXPERTS, WIDTH, 2)),
     }
-    directory.mkdir()
-    mx.save_safetensors(str(directory / "adapters.safetensors"), weights)
-    lora = {
-        "rank": 2,
-        "scale": 2.0,
-        "dropout": 0.0,
-        "keys": ["block_sparse_moe.switch_mlp.up_proj"],
-    }
-    how = {"fine_tune_type": "lora", "num_layers": 1, "lora_parameters": lora}
-    (directory / "adapter_config.json").write_text(json.dumps(how))
-    return directory
+    keys = ["block_sparse_moe.switch_mlp.up_proj"]
+    lora = {"rank": 2, "scale": 2.0, "dropout": 0.0, "keys": keys}
+    return save_lora(directory, weights, 1, lora)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from tests.helpers.hub_server import File, Hub, serve
 from tests.helpers.hugging_face_experts import save_experts_one_by_one
 from tests.helpers.local_transport import LocalNetwork
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
-from tests.helpers.peft_adapters import save_peft
+from tests.helpers.peft_adapters import save_lora, save_peft
 
 pytestmark = pytest.mark.usefixtures("in_haste")
 
@@ -179,10 +179,7 @@ def test_a_checkpoint_is_fused_like_the_adapters_of_the_same_run(
         for part, sides in (("a", (32, 2)), ("b", (2, 64)))
     }
     how = {"fine_tune_type": "lora", "num_layers": 1, "lora_parameters": lora}
-    adapters = tmp_path / "adapters"
-    adapters.mkdir()
-    mx.save_safetensors(str(adapters / "adapters.safetensors"), weights)
-    (adapters / "adapter_config.json").write_text(json.dumps(how))
+    adapters = save_lora(tmp_path / "adapters", weights, 1, lora)
     store = Store(tmp_path / "checkpoints")
     partial = store.begin(7)
     file = "weights-00.safetensors"
@@ -342,10 +339,7 @@ def test_adapters_of_another_model_and_whole_models_are_refused(
 ) -> None:
     message = refusal(options(model, tmp_path / "out", adapter_path=str(model)))
     assert f"--adapter-path {model} is a whole model" in message
-    adapters = tmp_path / "adapters"
-    adapters.mkdir()
-    mx.save_safetensors(str(adapters / "adapters.safetensors"), {"lora_a": mx.ones(1)})
-    (adapters / "adapter_config.json").write_text('{"fine_tune_type": "full"}')
+    adapters = save_lora(tmp_path / "adapters", {"lora_a": mx.ones(1)}, 1, {}, "full")
     message = refusal(options(model, tmp_path / "out", adapter_path=str(adapters)))
     assert f"--adapter-path {adapters}" in message
     assert "lora_a" in message

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,8 @@ from shardmlx.modelfiles.verify import verify
 from shardmlx.models.shape import ModelShape
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
-from tests.helpers.models_and_batches import save_model_directory, tiny_config
+from tests.helpers.models_and_batches import save_model_directory, tensors, tiny_config
+from tests.helpers.peft_adapters import save_lora
 
 pytestmark = pytest.mark.usefixtures("in_haste")
 
@@ -40,26 +40,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("adapters") / "pirate"
-    path.mkdir()
     weights = {
         f"model.layers.{layer}.mlp.up_proj.lora_{part}": mx.random.normal(sides)
         for layer in range(3)
         for part, sides in (("a", (32, 2)), ("b", (2, 64)))
     }
-    mx.save_safetensors(str(path / "adapters.safetensors"), weights)
-    how = {"fine_tune_type": "lora", "num_layers": 3, "lora_parameters": LORA}
-    (path / "adapter_config.json").write_text(json.dumps(how))
-    return path
-
-
-def tensors(directory: Path) -> dict[str, bytes]:
-    files = open_model(str(directory))
-    assert verify(files).faults == ()
-    return {
-        name: (directory / place.file).read_bytes()[place.start : place.end]
-        for name, place in files.tensors.items()
-    }
+    return save_lora(tmp_path_factory.mktemp("adapters") / "pirate", weights, 3, LORA)
 
 
 def on_ranks(model: Path, outs: Sequence[Path], **how: Any) -> list[bool]:
@@ -74,12 +60,9 @@ def on_ranks(model: Path, outs: Sequence[Path], **how: Any) -> list[bool]:
 @pytest.fixture(scope="module")
 def alone(model: Path, adapters: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("alone") / "out"
-    export(
-        ExportOptions(
-            model=str(model), output_dir=str(path), quantize="4:32", adapter_path=str(adapters)
-        ),
-        QUIET,
-    )
+    how: Any = {"quantize": "4:32", "adapter_path": str(adapters)}
+    export(ExportOptions(model=str(model), output_dir=str(path), **how), QUIET)
+    assert verify(open_model(str(path))).faults == ()
     return path
 
 

@@ -27,6 +27,7 @@ from shardmlx.models.shape import ModelShape
 from tests.helpers.family_configs import CONFIGS, LAYERS
 from tests.helpers.hugging_face_experts import save_experts_one_by_one
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
+from tests.helpers.peft_adapters import save_lora
 
 pytestmark = pytest.mark.usefixtures("in_haste")
 
@@ -79,10 +80,7 @@ def write_adapters(model_dir: Path, directory: Path, kind: str) -> None:
         for name, array in tree_flatten(model.parameters())
         if name.endswith(("lora_a", "lora_b", ".m"))
     }
-    directory.mkdir()
-    mx.save_safetensors(str(directory / "adapters.safetensors"), weights)
-    config = {"fine_tune_type": kind, "num_layers": LAYERS, "lora_parameters": LORA}
-    (directory / "adapter_config.json").write_text(json.dumps(config))
+    save_lora(directory, weights, LAYERS, LORA, kind)
 
 
 def fuse(
@@ -201,11 +199,8 @@ def test_adapters_of_a_quantised_model_are_fused_as_by_fuse_and_then_convert(
 def test_a_fully_trained_file_beside_its_adapter_config_is_taken_in(
     wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    adapters = tmp_path / "adapters"
-    adapters.mkdir()
-    name = "model.layers.1.mlp.up_proj.weight"
-    mx.save_safetensors(str(adapters / "adapters.safetensors"), {name: mx.ones((256, 128))})
-    (adapters / "adapter_config.json").write_text(json.dumps({"fine_tune_type": "full"}))
+    weights = {"model.layers.1.mlp.up_proj.weight": mx.ones((256, 128))}
+    adapters = save_lora(tmp_path / "adapters", weights, 1, {}, "full")
     fuse(monkeypatch, wide, adapters, tmp_path / "theirs")
     assert_same(exported(wide, tmp_path / "ours", adapter_path=str(adapters)), tmp_path / "theirs")
 

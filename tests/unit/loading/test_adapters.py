@@ -183,10 +183,11 @@ def test_a_module_is_found_where_transformers_calls_it_otherwise(
 ) -> None:
     pair = {"A": mx.ones((2, 8)), "B": mx.ones((4, 2))}
     tensors = {f"base_model.model.{path}.lora_{part}.{suffix}": pair[part] for part in pair}
-    made = convert(CONFIG, tensors, [module, "vision_tower.layers.0.mlp.up_proj"])
-    assert made.parameters == {"rank": 2, "scale": 6.0, "dropout": 0.0, "keys": [module]}
-    assert made.weights[f"{module}.lora_a"].shape == (8, 2)
-    assert made.weights[f"{module}.lora_b"].shape == (2, 4)
+    modules = [module, "vision_tower.layers.0.mlp.up_proj"]
+    arrays, parameters = convert(CONFIG, tensors, modules)
+    assert parameters == {"rank": 2, "scale": 6.0, "dropout": 0.0, "keys": [module]}
+    assert arrays[f"{module}.lora_a"].shape == (8, 2)
+    assert arrays[f"{module}.lora_b"].shape == (2, 4)
 
 
 def test_a_tied_embedding_of_peft_is_refused(tmp_path: Path) -> None:

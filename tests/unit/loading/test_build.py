@@ -21,6 +21,7 @@ from shardmlx.errors import UserError
 from shardmlx.loading.build import build_model, count_parameters, cut
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
+from tests.helpers.peft_adapters import save_lora
 
 LAYERS = 4
 CUTS = [[(0, 4)], [(0, 1), (1, 4)], [(0, 2), (2, 3), (3, 4)]]
@@ -144,17 +145,6 @@ def test_float32_copies_begin_with_what_is_stored_of_trained_weights(model_dir: 
     assert not exact(dtype="bfloat16", master_weights=True, resume_adapter_file=file)
 
 
-def test_loaded_weights_are_those_of_the_files(model_dir: Path) -> None:
-    stored = mx.load(str(model_dir / "model.safetensors"))
-    assert isinstance(stored, dict)
-    loaded: dict[str, mx.array] = {}
-    for part in cut(build(model_dir, fine_tune_type="full"), CUTS[1]):
-        part.load()
-        loaded |= part.parameters()
-    assert loaded.keys() == stored.keys()
-    assert all(mx.array_equal(loaded[name], stored[name]) for name in stored)
-
-
 # What is trained, and where it starts from.
 
 
@@ -254,31 +244,13 @@ def test_training_goes_on_from_a_file(model_dir: Path, tmp_path: Path) -> None:
         assert all(mx.array_equal(part[name], weights[name]) for name in part.trainable)
 
 
-def test_weights_that_the_file_lacks_start_as_they_would_without(
-    model_dir: Path, tmp_path: Path
-) -> None:
-    name, other = (f"model.layers.3.self_attn.{p}_proj.lora_a" for p in "qk")
-    file = tmp_path / "adapters.safetensors"
-    mx.save_safetensors(str(file), {name: mx.ones((96, 4))})
-    (resumed,) = cut(build(model_dir, resume_adapter_file=str(file)), [(3, 4)])
-    (fresh,) = cut(build(model_dir), [(3, 4)])
-    assert mx.array_equal(resumed[name], mx.ones((96, 4)))
-    assert mx.array_equal(resumed[other], fresh[other])
-
-
 def adapters(path: Path, model_dir: Path, **lora: Any) -> str:
     """Write random adapters of 2 layers, as ``mlx_lm.lora`` does."""
-    path.mkdir()
     parameters = {**LORA, **lora}
     model = build(model_dir, num_layers=2, lora_parameters=parameters)
-    weights = {
-        name: mx.random.normal(array.shape)
-        for name, array in tree_flatten(model.trainable_parameters())
-    }
-    mx.save_safetensors(str(path / "adapters.safetensors"), weights)
-    config = {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": parameters}
-    (path / "adapter_config.json").write_text(json.dumps(config))
-    return str(path)
+    trained = tree_flatten(model.trainable_parameters())
+    weights = {name: mx.random.normal(array.shape) for name, array in trained}
+    return str(save_lora(path, weights, 2, parameters))
 
 
 def test_a_test_alone_takes_the_adapters_and_trains_nothing(
@@ -336,15 +308,6 @@ def test_a_broken_file_of_a_model_is_named(
     message = error_of(tmp_path)
     assert str(tmp_path) in message
     assert named in message
-
-
-def test_a_model_that_lacks_a_tensor(model_dir: Path, tmp_path: Path) -> None:
-    shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
-    weights: Any = mx.load(str(tmp_path / "model.safetensors"))
-    del weights["model.norm.weight"]
-    mx.eval(weights)
-    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
-    assert "model.norm.weight" in error_of(tmp_path)
 
 
 @pytest.mark.parametrize("fine_tune_type", ["lora", "dora", "full"])

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
-from shardmlx.errors import UserError
 from shardmlx.loading.manifest import ModelManifest, read_model_manifest
 from shardmlx.loading.partial_copy import PartialCopy
 from shardmlx.modelfiles.model_files import check_model_files
@@ -60,14 +58,6 @@ def test_what_was_added_is_there_and_nothing_else(tmp_path: Path, blueprint: Mod
     again.close()
 
 
-def test_a_copy_that_is_not_kept_has_no_record(tmp_path: Path, blueprint: ModelManifest) -> None:
-    copy = PartialCopy(tmp_path / "copy", blueprint, kept=False)
-    fill(copy, blueprint, NAME)
-    copy.flush()
-    copy.close()
-    assert not (tmp_path / "copy" / RECORD).exists()
-
-
 @pytest.mark.parametrize("spoil", [b"", b"12345"])
 def test_a_file_that_was_cut_off_is_begun_again(
     tmp_path: Path, blueprint: ModelManifest, spoil: bytes
@@ -81,27 +71,6 @@ def test_a_file_that_was_cut_off_is_begun_again(
     assert again.sound([NAME]) == set()
     assert (tmp_path / "copy" / FILE).stat().st_size == blueprint.sizes[FILE]
     again.close()
-
-
-def test_more_than_fits_is_refused_with_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = write(tmp_path / "model", model_files(MISTRAL_7B))
-    blueprint = read_model_manifest(source, [FILE], "")
-    copy = PartialCopy(tmp_path / "copy", blueprint, kept=False)
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=3_210_000_000))
-    with pytest.raises(UserError, match=r"copy has 2\.99 GiB .* 13\.50 GiB .*--weight-cache"):
-        copy.check_room(blueprint.tensors())
-    copy.close()
-
-
-def test_two_runs_do_not_fill_the_same_copy(tmp_path: Path, blueprint: ModelManifest) -> None:
-    copy = PartialCopy(tmp_path / "copy", blueprint, kept=True)
-    with pytest.raises(UserError, match=r"^another run is filling .*copy: wait for its end"):
-        PartialCopy(tmp_path / "copy", blueprint, kept=True)
-    copy.close()
-    PartialCopy(tmp_path / "copy", blueprint, kept=True).close()
 
 
 def test_on_a_mac_weights_and_record_are_flushed_out_of_the_drives_cache_too(

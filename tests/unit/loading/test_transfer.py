@@ -31,7 +31,7 @@ from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
-from tests.helpers.peft_adapters import save_peft
+from tests.helpers.peft_adapters import save_lora, save_peft
 
 LAYERS = 4
 QUIET = Reporter(quiet=True)
@@ -359,18 +359,13 @@ def test_nothing_temporary_is_left_when_loading_fails(llama: Path, temporary: Pa
 
 def write_adapters(path: Path, model: Path) -> None:
     """LoRA of rank 4 on the last three layers, with random numbers."""
-    path.mkdir()
     whole = build_to_generate(model, dtype=None, adapter_path=None, seed=0)
     whole.freeze()
     parameters = {"rank": 4, "scale": 2.0, "dropout": 0.0}
     linear_to_lora_layers(whole, 3, parameters)
-    arrays = {
-        name: mx.random.normal(array.shape)
-        for name, array in tree_flatten(whole.trainable_parameters())
-    }
-    mx.save_safetensors(str(path / "adapters.safetensors"), arrays)
-    config = {"num_layers": 3, "lora_parameters": parameters, "fine_tune_type": "lora"}
-    (path / "adapter_config.json").write_text(json.dumps(config))
+    trained = tree_flatten(whole.trainable_parameters())
+    arrays = {name: mx.random.normal(array.shape) for name, array in trained}
+    save_lora(path, arrays, 3, parameters)
 
 
 def write_peft(path: Path, model: Path) -> None:

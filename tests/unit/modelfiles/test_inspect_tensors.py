@@ -9,18 +9,14 @@ from mlx.utils import tree_flatten
 
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.parts import planned_tensors
-from shardmlx.models.shape import ModelShape
 from shardmlx.models.tensors import (
     Quantisation,
-    expected_tensors,
     infer_quantisation,
-    is_dropped,
-    modules,
     read_quantisation,
 )
 from tests.helpers.fake_models import MISTRAL_7B, MISTRAL_LARGE
 from tests.helpers.family_configs import CONFIGS
-from tests.helpers.models_and_batches import build, tiny_config
+from tests.helpers.models_and_batches import build
 
 QUANTISATIONS: list[dict[str, Any]] = [
     {"bits": 4, "group_size": 32},
@@ -104,22 +100,3 @@ def test_mlx_reads_back_what_is_said_of_packed_weights() -> None:
         arrays = mx.quantize(weight, group_size=group, bits=bits, mode=mode)
         shapes = Quantisation(bits, group, mode).shapes((10, 512))
         assert [tuple(array.shape) for array in arrays] == list(shapes.values())
-
-
-def test_experts_are_stacked_in_mlx_and_single_on_the_hub() -> None:
-    shape = ModelShape.from_config(tiny_config("mixtral", layers=1))
-    stacked = expected_tensors(modules(shape), lambda path, module: None)
-    single = expected_tensors(modules(shape, separate_experts=True), lambda path, module: None)
-    gate = "model.layers.0.block_sparse_moe.switch_mlp.gate_proj.weight"
-    first = single["model.layers.0.block_sparse_moe.experts.0.w1.weight"]
-    assert stacked[gate] == (shape.layer(0).experts, *first)
-    assert "model.layers.0.block_sparse_moe.experts.1.w3.weight" in single
-    assert gate not in single
-
-
-def test_what_mlx_lm_drops_when_it_loads_is_known() -> None:
-    tied = ModelShape.from_config(tiny_config("llama", layers=1, tied=True))
-    untied = ModelShape.from_config(tiny_config("llama", layers=1))
-    assert is_dropped("lm_head.weight", tied)
-    assert not is_dropped("lm_head.weight", untied)
-    assert is_dropped("model.layers.0.self_attn.rotary_emb.inv_freq", untied)
