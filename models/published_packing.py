@@ -7,7 +7,7 @@ Follows ``mlx_lm.utils.load_model``, which reads ``quantization_config`` if conf
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from shardmlx.errors import UserError
@@ -22,13 +22,19 @@ _FORMATS: Mapping[str, _Loaded] = {
     "mxfp4-pack-quantized": (4, 32, "mxfp4"),
     "pack-quantized": (4, 32, "affine"),
 }
-_NEEDED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
-    "compressed-tensors": {"format": tuple(_FORMATS)},
-    "modelopt": {"quant_algo": ("NVFP4",), "group_size": (16, None)},
-    "awq": {"bits": (4, None), "group_size": (32, 64, 128, None), "desc_act": (False, None)},
-    "gptq": {"bits": (4, None), "group_size": (32, 64, 128, None), "desc_act": (False, None)},
+_AWQ = {"bits": (4, None), "group_size": (32, 64, 128, None), "desc_act": (False, None)}
+_METHODS: Mapping[str, tuple[_Loaded, Mapping[str, tuple[Any, ...]]]] = {
+    "mxfp4": ((4, 32, "mxfp4"), {}),
+    "mxfp8": ((8, 32, "mxfp8"), {}),
+    "fp8": (None, {}),
+    "bitnet": (None, {}),
+    "compressed-tensors": (None, {"format": tuple(_FORMATS)}),
+    "modelopt": ((4, 16, "nvfp4"), {"quant_algo": ("NVFP4",), "group_size": (16, None)}),
+    "awq": ((4, 128, "affine"), _AWQ),
+    "gptq": ((4, 128, "affine"), _AWQ),
 }
-"""Values that mlx-lm reads of each method's fields; None for a missing field."""
+"""Loaded form of each method, unless its fields say otherwise, and the values that mlx-lm reads of
+these; None for a missing field."""
 
 
 class Packing(NamedTuple):
@@ -37,13 +43,12 @@ class Packing(NamedTuple):
 
     method: str
     loaded: _Loaded
-    kept: tuple[str, ...] = ()
+    kept: tuple[re.Pattern[str], ...] = ()
 
     def packs(self, module: str) -> bool:
         """Return whether a module of the model is packed: one of its layers, if not kept."""
-        if _IN_A_LAYER.search(f".{module}") is None:
-            return False
-        return not any(_names(each, module) for each in self.kept)
+        is_in_layer = _IN_A_LAYER.search(f".{module}") is not None
+        return is_in_layer and not any(each.search(module) for each in self.kept)
 
     def __str__(self) -> str:
         if self.loaded is None:
@@ -63,40 +68,32 @@ def published_packing(config: Mapping[str, Any]) -> Packing | None:
     if not said or config.get("quantization") is not None:
         return None
     method = said.get("quant_method") if isinstance(said, Mapping) else None
-    if method not in ("mxfp4", "mxfp8", "fp8", "bitnet", *_NEEDED):
+    if method not in _METHODS:
         raise UserError(f"config.json: quantization_config is of quant_method {method!r}", _16_BITS)
     settings = said.get("quantization", said)
     if not isinstance(settings, Mapping):
-        raise _refused(method, "quantization", settings, ("objects",))
-    for key, known in _NEEDED.get(method, {}).items():
+        raise _refused(method, "quantization", settings, "objects")
+    loaded, needed = _METHODS[method]
+    for key, known in needed.items():
         if settings.get(key) not in known:
-            raise _refused(
-                method, key, settings.get(key), [each for each in known if each is not None]
-            )
-    kept: list[str] = []
+            words = ", ".join(str(each) for each in known if each is not None)
+            raise _refused(method, key, settings.get(key), words)
+    kept = []
     for key in _EXCEPTIONS:
         found = settings.get(key) or []
         if not isinstance(found, list):
-            raise _refused(method, key, found, ("lists",))
-        kept += [each for each in found if isinstance(each, str)]
-        for each in kept:
-            try:
-                _names(each, "")
-            except re.error:
-                raise _refused(method, key, each, ("regular expressions after re:",)) from None
-    return Packing(method, _loaded(method, settings), tuple(kept))
-
-
-def _loaded(method: str, said: Mapping[str, Any]) -> _Loaded:
-    """Return bits, group and mode of a packing with these settings in mlx-lm."""
-    is_mx = said.get("scale_fmt") == "ue8m0" and said.get("weight_block_size") == [32, 32]
-    if method == "mxfp8" or (method == "fp8" and is_mx):
-        return 8, 32, "mxfp8"
-    if method in ("awq", "gptq"):
-        return 4, said.get("group_size", 128), "affine"
-    if method == "compressed-tensors":
-        return _FORMATS[said["format"]]
-    return {"mxfp4": (4, 32, "mxfp4"), "modelopt": (4, 16, "nvfp4")}.get(method)
+            raise _refused(method, key, found, "lists")
+        try:
+            kept += [_pattern(str(each)) for each in found]
+        except re.error:
+            raise _refused(method, key, found, "regular expressions after re:") from None
+    if method == "fp8" and settings.get("scale_fmt") == "ue8m0":
+        loaded = (8, 32, "mxfp8") if settings.get("weight_block_size") == [32, 32] else None
+    elif method == "compressed-tensors":
+        loaded = _FORMATS[settings["format"]]
+    elif method in ("awq", "gptq"):
+        loaded = (4, settings.get("group_size", 128), "affine")
+    return Packing(method, loaded, tuple(kept))
 
 
 def check_packing(
@@ -105,29 +102,29 @@ def check_packing(
     """Raise ``UserError`` for a packing that mlx-lm does not read, in this family or at all, or
     with ``tensors`` of such names."""
     packing = published_packing(config)
-    if packing is not None and packing.method == "gptq":
-        for name in tensors:
-            if name.endswith(".g_idx"):
-                raise UserError(f"{name}: mlx-lm reads no gptq with g_idx", _16_BITS)
-    if packing is None or packing.method != "fp8" or packing.loaded is not None:
+    if packing is None:
         return
+    index = next((name for name in tensors if name.endswith(".g_idx")), None)
+    if packing.method == "gptq" and index is not None:
+        raise UserError(f"{index}: mlx-lm reads no gptq with g_idx", _16_BITS)
+    is_unpacked = packing.method == "fp8" and packing.loaded is None
     # A family that multiplies the scales in ignores them then.
-    if shape.is_declared and not shape.family.drops("weight_scale_inv"):
+    if is_unpacked and shape.is_declared and not shape.family.drops("weight_scale_inv"):
         raise UserError(
             f"config.json: mlx-lm does not unpack fp8 of type {shape.text_type}", _16_BITS
         )
 
 
-def _names(exception: str, module: str) -> bool:
-    """Return whether an exception, a path with stars or an expression, matches a module."""
+def _pattern(exception: str) -> re.Pattern[str]:
+    """Return the expression for an exception: an expression itself, or a path with stars."""
     if exception.startswith("re:"):
-        return re.match(exception.removeprefix("re:"), module) is not None
-    pattern = re.escape(exception).replace(r"\*", ".*")
-    return re.search(rf"(?:^|\.){pattern}(?:\.|$)", module) is not None
+        return re.compile(rf"\A(?:{exception.removeprefix('re:')})")
+    path = re.escape(exception).replace(r"\*", ".*")
+    return re.compile(rf"(?:^|\.){path}(?:\.|$)")
 
 
-def _refused(method: Any, key: str, value: Any, known: Sequence[Any]) -> UserError:
+def _refused(method: Any, key: str, value: Any, known: str) -> UserError:
     return UserError(
         f"config.json: quantization_config of {method} has {key} {value!r}",
-        f"mlx-lm reads {', '.join(map(str, known))} alone: {_16_BITS}",
+        f"mlx-lm reads {known} alone: {_16_BITS}",
     )

@@ -81,24 +81,21 @@ def read_tensors(config: Mapping[str, Any], tensors: Mapping[str, Sides]) -> Mod
 def _end_names(layers: str, ends: Mapping[str, Sides], config: Mapping[str, Any]) -> Names | None:
     """Return the names of embedding, norm and head; None without an embedding."""
     root = f"{layers.split('.')[0]}." if layers.count(".") > 1 else ""
-    tables = {
+    weights = {
         name.removesuffix(".weight"): sides
         for name, sides in ends.items()
-        if name.endswith(".weight") and len(sides) == 2
+        if name.endswith(".weight")
     }
-    most = max((sides[0] for sides in tables.values()), default=0)
-    said = [name for name, sides in tables.items() if sides[0] == config.get("vocab_size")]
-    wide = said or [name for name, sides in tables.items() if sides[0] == most]
+    rows = {name: sides[0] for name, sides in weights.items() if len(sides) == 2}
+    said = config.get("vocab_size")
+    most = said if said in rows.values() else max(rows.values(), default=0)
+    wide = [name for name in rows if rows[name] == most]
     heads = [name for name in wide if re.search(r"head|out", name.rpartition(".")[2])]
     embeddings = [name for name in wide if name not in heads]
     if not embeddings:
         return None
-    hidden = tables[embeddings[0]][1]
-    norms = [
-        name.removesuffix(".weight")
-        for name, sides in ends.items()
-        if name.endswith(".weight") and sides == (hidden,) and name.startswith(root)
-    ]
+    width = weights[embeddings[0]][1:]
+    norms = [name for name, sides in weights.items() if sides == width and name.startswith(root)]
     return Names(layers, embeddings[0], (norms or [""])[-1], (heads or [""])[0])
 
 
@@ -117,7 +114,6 @@ def _layer(
     parts: Mapping[str, Sides], i: int, fields: Mapping[str, Any], hidden: int
 ) -> LayerShape:
     """Return the shape of layer ``i`` of these tensors by path."""
-    used = _first(fields, _USED, i, 1)
     heads = _heads(parts, i, fields, hidden)
     linears: dict[str, Linear] = {}
     norms: dict[str, Norm] = {}
@@ -127,27 +123,36 @@ def _layer(
         path, _, leaf = name.rpartition(".")
         if _IGNORED.search(name) or (leaf == "bias" and f"{path}.weight" in parts):
             continue
-        if expert := _EXPERT.match(name):
-            stored = f"{expert['before']}{{}}{expert['after']}".removesuffix(".weight")
-            experts[stored] = experts.get(stored, 0) + 1
-            path, sides = stored, (0, *sides)
         has_bias = f"{path}.bias" in parts
-        if leaf == "weight" and len(sides) == 2:
+        if expert := _EXPERT.match(name):
+            path = f"{expert['before']}{{}}{expert['after']}".removesuffix(".weight")
+            experts[path] = experts.get(path, 0) + 1
+            sides = (experts[path], *sides)
+        if leaf == "weight" and len(sides) == 1 and _NORM.search(path):
+            is_of_head = sides[0] == heads.key_dim != hidden
+            elements = sides[0] * (heads.queries if is_of_head else 1)
+            norms[path] = Norm(sides[0], elements, has_bias)
+        elif leaf == "weight" and (len(sides) == 2 or (len(sides) == 3 and "conv" not in path)):
             linears[path] = _linear(path, sides, hidden, has_bias)
-        elif leaf == "weight" and len(sides) == 3 and "conv" not in path:
-            linear = _linear(path, sides[1:], hidden, has_bias)
-            number = experts.get(path, sides[0])
-            linears[path] = linear._replace(
-                source="product" if linear.source.startswith("product") else "experts",
-                experts=number,
-                uses=min(used, number),
-                stored=path if path in experts else "",
-            )
-        elif leaf == "weight" and len(sides) == 1 and _NORM.search(path):
-            norms[path] = Norm(sides[0], _elements(path, sides[0], heads, hidden), has_bias)
         else:
             arrays |= {each: parts[each] for each in (name, f"{path}.bias") if each in parts}
-    return _with_mlp(linears, norms, arrays, heads)
+    used = _first(fields, _USED, i, 1)
+    for path, linear in linears.items():
+        stored = path if path in experts else ""
+        linears[path] = linear._replace(uses=min(used, linear.copies), stored=stored)
+    joined = [each.outputs for each in linears.values() if each.source == "attention"]
+    if len(joined) == 1 and joined[0] > heads.queries * heads.key_dim > 0:
+        heads = heads._replace(joined=(heads.queries + heads.keys) * heads.key_dim)
+    shape = LayerShape(
+        linears=tuple(linears.items()),
+        norms=tuple(norms.items()),
+        arrays=tuple(arrays.items()),
+        heads=heads,
+    )
+    # A gate and up are twice as wide as down.
+    ups = [each for each in linears.values() if each.source in ("mlp", "experts")]
+    has_gate = sum(each.uses * each.outputs for each in ups) >= 2 * shape.mlp > 0
+    return shape if has_gate else replace(shape, activation=Activation(2))
 
 
 def _heads(parts: Mapping[str, Sides], i: int, fields: Mapping[str, Any], hidden: int) -> Heads:
@@ -161,41 +166,15 @@ def _heads(parts: Mapping[str, Sides], i: int, fields: Mapping[str, Any], hidden
 
 
 def _linear(path: str, sides: Sides, hidden: int, has_bias: bool) -> Linear:
-    outputs, inputs = sides
-    source = "mlp"
+    *stacked, outputs, inputs = sides
+    if outputs == hidden != inputs:
+        source = f"product of {path}"
+    elif stacked:
+        source = "experts"
+    else:
+        source = "mlp"
     if _ATTENTION.search(path) or _STATE.search(path):
         source = "values" if _OUTPUT.search(path) else "attention"
         if "_b" in path:
             source = f"latent of {path}"
-    elif outputs == hidden != inputs:
-        source = f"product of {path}"
-    return Linear(source, inputs, outputs, has_bias)
-
-
-def _elements(path: str, size: int, heads: Heads, hidden: int) -> int:
-    """Return the elements of a token in a norm: of all heads, if it is of one."""
-    if size == hidden or size != heads.key_dim:
-        return size
-    return size * (heads.keys if re.search(r"\bk|key", path) else heads.queries)
-
-
-def _with_mlp(
-    linears: dict[str, Linear],
-    norms: dict[str, Norm],
-    arrays: dict[str, Sides],
-    heads: Heads,
-) -> LayerShape:
-    """Return the layer, with the arrays that its activation keeps."""
-    each = linears.values()
-    joined = [one.outputs for one in each if one.source == "attention"]
-    if len(joined) == 1 and joined[0] > heads.queries * heads.key_dim > 0:
-        heads = heads._replace(joined=(heads.queries + heads.keys) * heads.key_dim)
-    shape = LayerShape(
-        linears=tuple(linears.items()),
-        norms=tuple(norms.items()),
-        arrays=tuple(arrays.items()),
-        heads=heads,
-    )
-    # A gate and up are twice as wide as down.
-    up = sum(one.uses * one.outputs for one in each if one.source in ("mlp", "experts"))
-    return shape if up >= 2 * shape.mlp > 0 else replace(shape, activation=Activation(2))
+    return Linear(source, inputs, outputs, has_bias, *stacked)
