@@ -5,34 +5,15 @@ A ``Fact`` is true, false, or the field of config.json that says so, false if it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from shardmlx.errors import UserError
 from shardmlx.models.config_reader import AGAIN, Config, Fact
-from shardmlx.models.layer_shape import Heads, Linear, Norm
+from shardmlx.models.layer_shape import Heads, LayerShape, Linear, Norm
 
 GATED = ("gate_proj", "up_proj", "down_proj")
 GATED_W = ("w1", "w3", "w2")
 """Names of the matrices of a gated MLP, in the order gate, up, down."""
-
-
-class Attention(NamedTuple):
-    """Attention of a layer: fields of ``LayerShape``."""
-
-    linears: Mapping[str, Linear]
-    norms: Mapping[str, Norm]
-    heads: Heads
-    kept: int = 0
-
-
-class MLP(NamedTuple):
-    """An MLP of a layer, dense or of experts: fields of ``LayerShape``."""
-
-    linears: Mapping[str, Linear]
-    arrays: Mapping[str, tuple[int, ...]] = {}
-    kept: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +35,7 @@ class Grouped:
     joined: str = ""
     """Name of the one matrix of queries, keys and values, if they have one."""
 
-    def __call__(self, config: Config) -> Attention:
-        """Return the attention of a config.json."""
+    def __call__(self, config: Config) -> LayerShape:
         hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
         if self.head_dim and config.get(self.head_dim) is not None:
             dim = config.count(self.head_dim)
@@ -76,12 +56,16 @@ class Grouped:
         linears[f"{self.path}.{self.output}"] = Linear("values", queries, hidden, output_bias)
         norms: dict[str, Norm] = {}
         has_norms = self.norms and config.holds(self.has_norms)
-        if has_norms:
-            for name, count in zip(self.norm_names, (heads, groups), strict=True):
-                norms |= self._norms(f"{self.path}.{name}", count, dim)
+        for name, count in zip(self.norm_names, (heads, groups), strict=True) if has_norms else ():
+            norms |= self._norms(f"{self.path}.{name}", count, dim)
         kept = queries + keys if has_norms and self.norms == "weightless" else 0
         joined = queries + keys if self.joined else 0
-        return Attention(linears, norms, Heads(heads, groups, dim, dim, 2 * keys, joined), kept)
+        return LayerShape(
+            linears=tuple(linears.items()),
+            norms=tuple(norms.items()),
+            heads=Heads(heads, groups, dim, dim, 2 * keys, joined),
+            kept=kept,
+        )
 
     def _norms(self, path: str, heads: int, dim: int) -> dict[str, Norm]:
         size = heads * dim
@@ -106,8 +90,7 @@ class Latent:
 
     absorbed: bool = True
 
-    def __call__(self, config: Config) -> Attention:
-        """Return the attention of a config.json."""
+    def __call__(self, config: Config) -> LayerShape:
         hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
         latent, rotary = config.count("kv_lora_rank"), config.count("qk_rope_head_dim")
         plain, values = config.count("qk_nope_head_dim"), config.count("v_head_dim")
@@ -143,7 +126,11 @@ class Latent:
         cached = latent + rotary if self.absorbed else heads * (key + values)
         # Values cut from one layer's output keep all of it.
         joined = 0 if self.absorbed else heads * plain
-        return Attention(linears, norms, Heads(heads, heads, key, values, cached, joined))
+        return LayerShape(
+            linears=tuple(linears.items()),
+            norms=tuple(norms.items()),
+            heads=Heads(heads, heads, key, values, cached, joined),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,8 +145,7 @@ class Dense:
     """True if the first matrix is gate and up in one."""
     bias: Fact = False
 
-    def __call__(self, config: Config, source: str = "mlp", width: int = 0) -> MLP:
-        """Return the MLP of a config.json; ``source`` names its input."""
+    def __call__(self, config: Config, source: str = "mlp", width: int = 0) -> LayerShape:
         hidden, bias = config.count("hidden_size"), config.holds(self.bias)
         width = width or config.count(self.width)
         *ups, down = self.names
@@ -170,7 +156,7 @@ class Dense:
         has_gate = self.is_joined or len(ups) > 1
         product = f"{'product' if has_gate else 'activations'} of {self.path}"
         linears[f"{self.path}.{down}"] = Linear(product, width, hidden, bias)
-        return MLP(linears)
+        return LayerShape(linears=tuple(linears.items()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,10 +195,9 @@ class Experts:
     has_shared_gate: bool = False
     """True for one shared expert, whose answer a gate weights."""
 
-    def __call__(self, config: Config) -> MLP:
-        """Return the experts of a config.json."""
+    def __call__(self, config: Config) -> LayerShape:
         hidden, path, bias = config.count("hidden_size"), self.path, config.holds(self.bias)
-        width = config.number(self.width, 0) if self.other_width else 0
+        width = config.number(self.width) if self.other_width else 0
         width = width or config.count(self.other_width or self.width)
         number, active = config.count(self.count), config.count(self.used)
         if active > number:
@@ -240,11 +225,15 @@ class Experts:
             )
         shared_path, shared = f"{path}.{self.shared_path}", int(self.has_shared_gate)
         if self.shared and config.holds(self.has_shared):
-            shared = config.number(self.shared, 0)
+            shared = config.number(self.shared)
         if shared:
-            own = config.number(self.shared_width, 0) or width
-            linears |= Dense(path=shared_path, bias=bias)(config, width=shared * own).linears
+            own = config.number(self.shared_width) or width
+            linears |= dict(Dense(path=shared_path, bias=bias)(config, width=shared * own).linears)
         if self.has_shared_gate:
             linears[f"{shared_path}_gate"] = Linear("mlp", hidden, 1)
-        # The answer of a shared expert, before its gate.
-        return MLP(linears, arrays, kept=hidden * self.has_shared_gate)
+        return LayerShape(
+            linears=tuple(linears.items()),
+            arrays=tuple(arrays.items()),
+            # The answer of a shared expert, before its gate.
+            kept=hidden * self.has_shared_gate,
+        )

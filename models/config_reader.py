@@ -6,7 +6,7 @@ import codecs
 import json
 from collections.abc import Container, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from shardmlx.errors import UserError
 from shardmlx.models.rope_parameters import with_rope
@@ -20,10 +20,8 @@ AGAIN = "download the model's config.json again"
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _MOST = {"num_hidden_layers": MOST_LAYERS, **dict.fromkeys(_EXPERTS, 1024)}
 _MOST_OF_ANYTHING = 2**31 - 1
-_REQUIRED = object()
 _OWN_LAYOUT = "params.json"
 """File that Mistral publishes with consolidated*.safetensors, beside the others or alone."""
-
 
 Fact = bool | str
 """True or false, or the field that says so; a missing field means false."""
@@ -40,43 +38,34 @@ class Config(NamedTuple):
         value = self.fields.get(key)
         return default if value is None else value
 
-    def count(self, key: str, default: Any = _REQUIRED) -> int:
-        """Return a whole number above 0."""
-        value = self.fields.get(key)
-        if value is None and default is not _REQUIRED:
-            value = default
+    def refuse(self, key: str, remedy: str) -> NoReturn:
+        """Raise ``UserError`` for the value of a field."""
+        found = f"is {self.fields[key]!r}" if key in self.fields else "is missing"
+        raise UserError(f"config.json: {key} {found}", remedy)
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """Return a whole number above 0; without a ``default`` the field must be there."""
+        value = self.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            found = f"is {value!r}" if key in self.fields else "is missing"
-            raise UserError(f"config.json: {key} {found}", "it must be a whole number above 0")
-        most = _MOST.get(key, _MOST_OF_ANYTHING)
-        if value > most:
-            digits = str(value)
-            shown = digits if len(digits) < 30 else f"a number of {len(digits)} digits"
-            raise UserError(f"config.json: {key} is {shown}", f"give at most {most}")
+            self.refuse(key, "it must be a whole number above 0")
+        if value > (most := _MOST.get(key, _MOST_OF_ANYTHING)):
+            self.refuse(key, f"give at most {most}")
         return value
 
-    def number(self, key: str, default: int) -> int:
-        """Return a whole number from 0; ``default`` if it is missing or null."""
-        return self.count(key) if self.get(key, default) else 0
+    def number(self, key: str) -> int:
+        """Return a whole number from 0, the default."""
+        return self.count(key) if self.get(key) else 0
 
     def switch(self, key: str, default: bool | None = None) -> bool:
         """Return true or false; without a ``default`` the field must be there."""
         value = self.fields.get(key, default)
         if not isinstance(value, bool):
-            found = f"is {value!r}" if key in self.fields else "is missing"
-            raise UserError(f"config.json: {key} {found}", "it must be true or false")
+            self.refuse(key, "it must be true or false")
         return value
 
     def holds(self, fact: Fact) -> bool:
         """Return whether a fact is true here."""
         return fact if isinstance(fact, bool) else self.switch(fact, False)
-
-    def must_be_false(self, key: str) -> None:
-        """Raise ``UserError`` if a field is there and not false."""
-        if self.get(key, False) is not False:
-            raise UserError(
-                f"config.json: {key} is {self.fields[key]!r}", "only False is supported"
-            )
 
     def each_layer(self, key: str) -> list[Any] | None:
         """Return a list with an entry for each layer; None if it is missing or null."""
@@ -86,14 +75,6 @@ class Config(NamedTuple):
             found = f"{len(value)} entries" if isinstance(value, list) else repr(value)
             raise UserError(f"config.json: {key} has {found}", f"list one for each of {count}")
         return value
-
-    def inner(self, key: str) -> Config:
-        """Return the fields of an object in it."""
-        value = self.fields.get(key)
-        if not isinstance(value, Mapping):
-            found = f"is {value!r}" if key in self.fields else "is missing"
-            raise UserError(f"config.json: {key} {found}", AGAIN)
-        return Config(value)
 
     def share(self, total: str, parts: str) -> int:
         """Return one field divided by another one."""

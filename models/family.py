@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from shardmlx.models.blocks import Attention, Dense, Experts, Grouped
+from shardmlx.models.blocks import Dense, Experts, Grouped
 from shardmlx.models.config_reader import Config, Fact
 from shardmlx.models.layer_kinds import Windows, all_layers, no_windows
 from shardmlx.models.layer_shape import NORMS, SWIGLU, Activation, LayerShape, Norm
@@ -19,14 +19,12 @@ _GROUPED, _DENSE = Grouped(), Dense()
 class Family:
     """A family of models: the facts for planning and loading, that is, the columns of its row."""
 
-    attention: Callable[[Config], Attention] = _GROUPED
+    attention: Callable[[Config], LayerShape] = _GROUPED
     mlp: Dense = _DENSE
     experts: Experts | None = None
-    """Experts in place of the MLP, in some layers."""
     sparse: Callable[[Config], Sequence[bool]] = all_layers
-    """Rule that tells which layers have experts."""
+    """Rule that tells which layers have experts in place of the MLP."""
     windows: Callable[[Config], Windows] = no_windows
-    """Rule that tells which layers see a window."""
     is_parallel: Fact = False
     """True if the MLP takes the input of attention, from one norm."""
     norms: tuple[str, ...] = NORMS
@@ -86,7 +84,8 @@ class Family:
     def layers(self, config: Config) -> Sequence[LayerShape]:
         """Return the sizes of each layer of a config.json."""
         for key in self.only:
-            config.must_be_false(key)
+            if config.get(key, False) is not False:
+                config.refuse(key, "only False is supported")
         windows = self.windows(config)
         sparse = [False] * len(windows) if self.experts is None else self.sparse(config)
         kinds = {kind: self._layer(config, *kind) for kind in {*zip(sparse, windows, strict=True)}}
@@ -103,14 +102,12 @@ class Family:
             name: Norm(hidden, hidden, self.norm_bias)
             for name in (self.norms[:1] if is_parallel else self.norms)
         }
-        arrays = {
-            path: tuple(map(config.count, fields)) for path, fields in self.arrays.items()
-        } | dict(mlp.arrays)
-        return LayerShape(
-            linears=(*attention.linears.items(), *mlp.linears.items()),
-            norms=(*norms.items(), *attention.norms.items()),
-            arrays=tuple(arrays.items()),
-            heads=attention.heads,
+        arrays = {path: tuple(map(config.count, fields)) for path, fields in self.arrays.items()}
+        return replace(
+            attention,
+            linears=attention.linears + mlp.linears,
+            norms=(*norms.items(), *attention.norms),
+            arrays=(*arrays.items(), *mlp.arrays),
             window=window,
             activation=self.activation,
             scores=self.scores,

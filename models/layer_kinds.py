@@ -80,7 +80,7 @@ def all_layers(config: Config) -> Sequence[bool]:
 
 def layers_after_first(config: Config) -> Sequence[bool]:
     """Return true for layers from ``first_k_dense_replace`` on."""
-    first = config.number("first_k_dense_replace", 0)
+    first = config.number("first_k_dense_replace")
     return [i >= first for i in range(config.count("num_hidden_layers"))]
 
 
@@ -96,7 +96,7 @@ def stepped_layers(config: Config) -> Sequence[bool]:
     """Return true for every ``decoder_sparse_step``-th layer that ``mlp_only_layers`` does not
     name."""
     step, plain = config.count("decoder_sparse_step"), config.get("mlp_only_layers", ())
-    has_experts = config.number("num_experts", 0) > 0
+    has_experts = config.number("num_experts") > 0
     count = config.count("num_hidden_layers")
     return [has_experts and i not in plain and (i + 1) % step == 0 for i in range(count)]
 

@@ -62,7 +62,6 @@ class Linear(NamedTuple):
 
     @property
     def copies(self) -> int:
-        """Number of its matrices."""
         return max(1, self.experts)
 
     @property
@@ -71,8 +70,7 @@ class Linear(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """A norm of vectors of ``size``; ``elements`` are its elements of a token, in all heads. It may
-    have its own weights for each of ``heads``."""
+    """A norm of vectors of ``size``, or one for each of ``heads``, of a token's ``elements``."""
 
     size: int
     elements: int
@@ -81,7 +79,6 @@ class Norm(NamedTuple):
 
     @property
     def sides(self) -> tuple[int, ...]:
-        """Shape of its weight."""
         return (self.heads, self.size) if self.heads else (self.size,)
 
 
@@ -97,6 +94,9 @@ class Heads(NamedTuple):
     joined: int = 0
 
 
+NO_HEADS = Heads(0, 0, 0, 0, 0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
     """Sizes of a decoder layer.
@@ -106,8 +106,8 @@ class LayerShape:
     """
 
     linears: tuple[tuple[str, Linear], ...]
-    norms: tuple[tuple[str, Norm], ...]
-    heads: Heads
+    norms: tuple[tuple[str, Norm], ...] = ()
+    heads: Heads = NO_HEADS
     arrays: tuple[tuple[str, tuple[int, ...]], ...] = ()
     window: int | None = None
     activation: Activation = SWIGLU
@@ -136,12 +136,10 @@ class LayerShape:
 
     @property
     def experts(self) -> int:
-        """Number of experts."""
         return 0 if self._expert is None else self._expert.experts
 
     @property
     def experts_per_token(self) -> int:
-        """Number of experts that a token passes."""
         return 0 if self._expert is None else self._expert.uses
 
     @property
@@ -155,7 +153,6 @@ class LayerShape:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters."""
         linears = sum(each.parameters for _, each in self.linears)
         norms = sum(math.prod(norm.sides) * (1 + norm.bias) for _, norm in self.norms)
         return linears + norms + sum(math.prod(sides) for _, sides in self.arrays)

@@ -67,7 +67,7 @@ def published_packing(config: Mapping[str, Any]) -> Packing | None:
         said = (config.get("text_config") or {}).get("quantization_config")
     if not said or config.get("quantization") is not None:
         return None
-    method = said.get("quant_method") if isinstance(said, Mapping) else None
+    method: Any = said.get("quant_method") if isinstance(said, Mapping) else None
     if method not in _METHODS:
         raise UserError(f"config.json: quantization_config is of quant_method {method!r}", _16_BITS)
     settings = said.get("quantization", said)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shardmlx.errors import UserError
-from shardmlx.models.config_reader import Config
+from shardmlx.models.config_reader import AGAIN, Config
 from shardmlx.models.families import FAMILIES
 from shardmlx.models.family import UNDECLARED, Family
 from shardmlx.models.layer_shape import LayerShape
@@ -66,7 +66,9 @@ class ModelShape:
         family = outer = FAMILIES[model_type]
         fields, text_type = Config(config), str(model_type)
         if outer.text_default:
-            own = fields.inner("text_config").fields
+            own = fields.get("text_config")
+            if not isinstance(own, Mapping):
+                fields.refuse("text_config", AGAIN)
             inner_type = own.get("model_type")
             text_type = inner_type if inner_type in outer.text_types else outer.text_default
             family = FAMILIES[text_type]

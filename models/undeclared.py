@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardmlx.models.config_reader import MOST_LAYERS
-from shardmlx.models.layer_shape import Activation, Heads, LayerShape, Linear, Norm
+from shardmlx.models.layer_shape import NO_HEADS, Activation, Heads, LayerShape, Linear, Norm
 from shardmlx.models.shape import ModelShape, Names
 
 Sides = tuple[int, ...]
@@ -158,7 +158,7 @@ def _layer(
 def _heads(parts: Mapping[str, Sides], i: int, fields: Mapping[str, Any], hidden: int) -> Heads:
     """Return the heads of attention; none in a layer without it."""
     if not any(_ATTENTION.search(path) for path in parts):
-        return Heads(0, 0, 0, 0, 0)
+        return NO_HEADS
     queries = _first(fields, _HEADS, i, 1)
     groups = 1 if fields.get("multi_query") else _first(fields, _GROUPS, i, queries)
     width = _first(fields, _WIDTHS, i, max(1, hidden // queries))
@@ -177,4 +177,4 @@ def _linear(path: str, sides: Sides, hidden: int, has_bias: bool) -> Linear:
         source = "values" if _OUTPUT.search(path) else "attention"
         if "_b" in path:
             source = f"latent of {path}"
-    return Linear(source, inputs, outputs, has_bias, *stacked)
+    return Linear(source, inputs, outputs, has_bias, experts=stacked[0] if stacked else 0)
