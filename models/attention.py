@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -25,10 +25,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.base import scaled_dot_product_attention
 
-from shardmlx.models.activations import exponential
+from shardmlx.models.activations import Arrays, exponential, with_gradient
 from shardmlx.models.packed_positions import PackedPositions
-
-Arrays = Sequence[mx.array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,15 +109,7 @@ def attention_in_pieces(
     ``sinks`` (heads,) add a score to each head, for a key whose value is 0.
     """
     pieces = [*mask.pieces(queries.shape[2])]
-
-    def compute(q: mx.array, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
-        return _forward(q, k, v, pieces)
-
-    def gradients(primals: Arrays, cotangents: Arrays, outputs: Arrays) -> tuple[mx.array, ...]:
-        return _backward(primals, cotangents, outputs, pieces)
-
-    attention: Any = mx.custom_function(compute)
-    attention.vjp(gradients)
+    attention = with_gradient(partial(_forward, pieces), partial(_backward, pieces))
     rows, heads, length, _ = queries.shape
     groups = keys.shape[1]
     grouped = (queries * scale).reshape(rows, groups, heads // groups, length, -1)
@@ -134,7 +124,7 @@ def attention_in_pieces(
 
 
 def _forward(
-    q: mx.array, k: mx.array, v: mx.array, pieces: Sequence[QueryChunk]
+    pieces: Sequence[QueryChunk], q: mx.array, k: mx.array, v: mx.array
 ) -> tuple[mx.array, mx.array]:
     """Return the output, as ``q`` (rows, groups, heads of a group, T, D), and the log-sum-exp."""
     outs: list[mx.array] = []
@@ -154,7 +144,7 @@ def _forward(
 
 
 def _backward(
-    primals: Arrays, cotangents: Arrays, outputs: Arrays, pieces: Sequence[QueryChunk]
+    pieces: Sequence[QueryChunk], primals: Arrays, cotangents: Arrays, outputs: Arrays
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Return gradients of queries, keys and values, given those of output and log-sum-exp."""
     (q, k, v), (out, sums), (gradient, of_sums) = primals, outputs, cotangents
@@ -198,9 +188,7 @@ def _by_head(x: mx.array, like: mx.array) -> mx.array:
 
 def _added(total: mx.array, a: int, b: int, part: mx.array) -> mx.array:
     """Return ``total`` with ``part`` added at keys ``a`` to ``b``, some of which may be new."""
-    spans = [total[:, :, :a]]
     if a < total.shape[2]:
-        spans += [total[:, :, a:b] + part, total[:, :, b:]]
-    else:
-        spans += [part]
+        part = part + total[:, :, a:b]
+    spans = [total[:, :, :a], part, total[:, :, b:]]
     return mx.concatenate([span for span in spans if span.shape[2]], axis=2)

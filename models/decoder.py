@@ -44,11 +44,10 @@ Visit = Callable[[int, LayerCall, mx.array], mx.array]
 
 
 class _Run(NamedTuple):
-    """A call of the body, with the first layer's input, and a visit at each layer."""
+    """A call of the body, with the first layer's input, and a visit at each layer, or at none."""
 
     x: mx.array
     visit: Visit | None
-    """Function called at each layer; None to skip all layers."""
     outputs: list[mx.array]
     places: PackedPositions | None = None
     chunk: int | None = None
@@ -75,8 +74,8 @@ class Decoder:
         self._empty = make_prompt_cache(model)
         # The properties of each cache that masks depend on.
         self._kinds = [(type(cache), getattr(cache, "max_size", None)) for cache in self._empty]
+        # Numbers of these layers' caches among those of mlx-lm.
         self.caches = [i for i in parts.caches[start:stop] if i is not None]
-        """Numbers of these layers' caches among those of mlx-lm."""
 
     def _own_body(self, embed: Callable[[mx.array], mx.array]) -> nn.Module:
         parts = self.parts
@@ -98,11 +97,10 @@ class Decoder:
 
     def _head(self, *args: Any, **kwargs: Any) -> mx.array:
         """Return the output of the body, as far as the family's code sees it."""
-        parts, normed = self.parts, self._given
-        if not parts.body_has_head:
-            return normed
-        head: Any = next(iter(parts.heads.values()), self.embedding.as_linear)
-        out: mx.array = head(normed)
+        if not self.parts.body_has_head:
+            return self._given
+        head: Any = next(iter(self.parts.heads.values()), self.embedding.as_linear)
+        out: mx.array = head(self._given)
         return out
 
     @property

@@ -36,59 +36,54 @@ class Slice:
     """
 
     def __init__(self, model: nn.Module, start: int, stop: int, parts: Parts | None = None) -> None:
+        parts = parts or find_parts(model)
         self.start, self.stop = start, stop
         self.is_first, self.is_last = start == 0, stop == len(model.layers)
-        parts = parts or find_parts(model)
-        self._decoder = decoder = Decoder(model, start, stop, parts)
         self.tied = not parts.heads
-        self._embedding = decoder.embedding
-        self._layer_prefix, self._embedding_path = parts.layers_path, parts.embedding_path
-        self._head_paths = (*parts.heads,) or (parts.embedding_path,)
-        self._parts: dict[str, nn.Module] = {
-            f"{parts.layers_path}.{start + i}": layer for i, layer in enumerate(decoder.layers)
-        }
-        if self.is_first or (self.is_last and self.tied):
-            self._parts[parts.embedding_path] = self._embedding
-        if self.is_first:
-            self._parts |= parts.before
-        if self.is_last:
-            self._parts |= {**parts.norms, **parts.heads}
-        firsts = (parts.embedding_path, *parts.before) if self.is_first else ()
-        lasts = (*parts.norms, *self._head_paths) if self.is_last else ()
-        layers = [(f"{parts.layers_path}.{i}",) for i in range(start, stop)]
-        self._paths_of_groups = [firsts, *layers, lasts]
+        self._decoder = decoder = Decoder(model, start, stop, parts)
+        embedding = {parts.embedding_path: parts.embedding}
+        head = parts.heads or embedding
+        firsts = {**embedding, **parts.before} if self.is_first else {}
+        lasts = {**(embedding if self.tied else {}), **parts.norms, **parts.heads}
+        layers = [
+            {f"{parts.layers_path}.{i}": layer} for i, layer in enumerate(decoder.layers, start)
+        ]
+        lasts = lasts if self.is_last else {}
+        self._groups = [firsts, *layers, lasts]
+        self._parts = {name: e for group in (*layers, firsts, lasts) for name, e in group.items()}
+        self._layer_prefix = f"{parts.layers_path}."
+        self._embedding_prefix = f"{parts.embedding_path}."
+        self._head_prefixes = tuple(f"{path}." for path in head)
         self._dropouts = [key_every_dropout(layer) for layer in decoder.layers]
-        self._embedding_dropouts = key_every_dropout(self._embedding)
-        self._head_dropouts = self._embedding_dropouts
-        if parts.heads:
-            self._head_dropouts = [*chain(*map(key_every_dropout, parts.heads.values()))]
+        self._embedding_dropouts = key_every_dropout(parts.embedding)
+        self._head_dropouts = [*chain(*map(key_every_dropout, head.values()))]
         states = self._first_states(model)
         self.dtype: mx.Dtype = states.dtype
         self.hidden_size: int = states.shape[-1]
         caches = make_prompt_cache(model)
         self._empty_caches = [caches[i] for i in decoder.caches]
         self.chooses_caches = hasattr(model, "make_cache")
-        self.trainable: tuple[str, ...] = tuple(
-            self._in_backward_order(name for name, _ in self._named("trainable_parameters"))
+        # The module and the name in it of each parameter.
+        self._slots: Mapping[str, tuple[nn.Module, str]] = {
+            name: self._find(name) for name in self._named("parameters")
+        }
+        self.trainable = tuple(
+            sorted(self._named("trainable_parameters"), key=self._backward_place)
         )
         self.stored: dict[str, mx.array] = {}
         """Values of trained parameters in the files, if these are more exact."""
-        # The module and the name in it of each parameter.
-        self._slots: Mapping[str, tuple[nn.Module, str]] = {
-            name: self._find(name) for name, _ in self._named("parameters")
-        }
 
     @property
     def head_names(self) -> tuple[str, ...]:
         """Names of the trained parameters of the head, of the last slice."""
-        prefixes = tuple(f"{path}." for path in self._head_paths)
-        return tuple(name for name in self.trainable if self.is_last and name.startswith(prefixes))
+        prefixes = self._head_prefixes if self.is_last else ()
+        return tuple(name for name in self.trainable if name.startswith(prefixes))
 
     @cached_property
     def groups(self) -> list[tuple[str, ...]]:
         """Names of the parameters by the time of their use: before the first layer, in each layer,
         after the last. A tied matrix is in the first and in the last group."""
-        prefixes = [tuple(f"{path}." for path in paths) for paths in self._paths_of_groups]
+        prefixes = [tuple(f"{path}." for path in group) for group in self._groups]
         return [tuple(name for name in self._slots if name.startswith(each)) for each in prefixes]
 
     def name_of(self, group: int) -> str:
@@ -108,12 +103,12 @@ class Slice:
     def shares(self, name: str) -> bool:
         """Return whether the first and the last of several slices both hold this parameter."""
         is_one = self.is_first and self.is_last
-        return self.tied and not is_one and name.startswith(f"{self._embedding_path}.")
+        return self.tied and not is_one and name.startswith(self._embedding_prefix)
 
-    def _named(self, which: str) -> Iterator[tuple[str, mx.array]]:
+    def _named(self, which: str) -> Iterator[str]:
         for prefix, module in self._parts.items():
-            for name, array in tree_flatten(getattr(module, which)()):
-                yield f"{prefix}.{name}", array
+            for name, _ in tree_flatten(getattr(module, which)()):
+                yield f"{prefix}.{name}"
 
     def _find(self, name: str) -> tuple[nn.Module, str]:
         prefix = next(p for p in self._parts if name.startswith(p + "."))
@@ -195,10 +190,8 @@ class Slice:
         attention_chunk: int | None = None,
         visit: Visit | None = None,
     ) -> mx.array:
-        """Pass a micro-batch through the layers of the slice.
-
-        Token ids (rows, T) on the first slice, hidden states (rows, T, D) on the others, become
-        hidden states (rows, T, D).
+        """Return hidden states (rows, T, D) after the layers, of token ids (rows, T) on the first
+        slice, or of hidden states on the others.
 
         ``key`` seeds dropout, of rows from ``first_row`` of the global batch. ``places`` are the
         sequences of a packed row. ``checkpoint`` keeps only the inputs of layers for the backward
@@ -218,8 +211,7 @@ class Slice:
         return self._decoder.run(x, step, places=places, chunk=attention_chunk)
 
     def embed(self, tokens: mx.array, **how: Any) -> mx.array:
-        """Return the hidden states (rows, T, D) of the first slice before its first layer, from
-        token ids (rows, T). Dropout is as for the layers."""
+        """Return the hidden states (rows, T, D) before the first layer, of token ids (rows, T)."""
         return self(tokens, visit=lambda i, call, x: x, **how)
 
     def norm(self, x: mx.array) -> mx.array:
@@ -234,29 +226,20 @@ class Slice:
         first_row: int = 0,
         places: PackedPositions | None = None,
     ) -> mx.array:
-        """Return the last slice's logits (rows, T, V) of normed hidden states (rows, T, D).
-
-        Dropout is as for the layers.
-        """
+        """Return the last slice's logits (rows, T, V) of normed hidden states (rows, T, D)."""
         set_keys(self._head_dropouts, *key, self.stop, first_row=first_row, places=places)
         return self._decoder.logits(x)
 
     def new_caches(self, max_kv_size: int | None = None) -> list[Any]:
-        """Return mlx-lm's empty cache for each layer, for one sequence.
-
-        A family that ``chooses_caches`` by itself ignores ``max_kv_size``, as in mlx-lm.
-        """
+        """Return mlx-lm's empty cache for each layer, for one sequence. A family that
+        ``chooses_caches`` by itself ignores ``max_kv_size``, as in mlx-lm."""
         if max_kv_size is None or self.chooses_caches:
             return deepcopy(self._empty_caches)
         # mlx-lm keeps the first four tokens too.
         return [RotatingKVCache(max_kv_size, keep=4) for _ in self._empty_caches]
 
     def extend(self, x: mx.array, caches: Sequence[Any]) -> mx.array:
-        """Pass the next T tokens of each sequence through the layers; ``caches`` grow by T.
-
-        Token ids (rows, T) on the first slice, hidden states (rows, T, D) on the others, become
-        hidden states (rows, T, D).
-        """
+        """Do the same with the next T tokens of each sequence; ``caches`` grow by T."""
         return self._decoder.run(x, caches=caches)
 
     def last_logits(self, x: mx.array) -> mx.array:
@@ -264,7 +247,7 @@ class Slice:
         return self._decoder.logits(self._decoder.norm(x[:, -1:, :]))[:, -1, :]
 
     def _checkpointed(self, i: int, call: LayerCall, x: mx.array) -> mx.array:
-        prefix = f"{self._layer_prefix}.{i}."
+        prefix = f"{self._layer_prefix}{i}."
         names = [name for name in self.trainable if name.startswith(prefix)]
 
         def inner(x: mx.array, *arrays: mx.array) -> mx.array:
@@ -273,13 +256,8 @@ class Slice:
         out: mx.array = mx.checkpoint(inner)(x, *(self[name] for name in names))
         return out
 
-    def _in_backward_order(self, names: Iterator[str]) -> list[str]:
-        """Names in the order of their gradients: head and norm, layers from the last, embedding."""
-        layers, embedding = f"{self._layer_prefix}.", f"{self._embedding_path}."
-
-        def place(name: str) -> tuple[int, str]:
-            if name.startswith(layers):
-                return (-int(name[len(layers) :].partition(".")[0]), name)
-            return (1, name) if name.startswith(embedding) else (-1_000_000, name)
-
-        return sorted(names, key=place)
+    def _backward_place(self, name: str) -> tuple[int, str]:
+        """Return the place of a gradient: head and norm, layers from the last, embedding."""
+        if name.startswith(self._layer_prefix):
+            return -int(name.removeprefix(self._layer_prefix).partition(".")[0]), name
+        return (1 if name.startswith(self._embedding_prefix) else -1_000_000), name
