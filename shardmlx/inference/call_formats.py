@@ -1,9 +1,6 @@
-"""Formats in which models write calls of tools. No MLX, no MPI.
+"""Formats in which models write calls of tools, most of them those of mlx-lm's tool parsers.
 
-Most are those of mlx-lm's tool parsers.
-
-A grammar can ask for a call in any of them. Arguments that are JSON can be passed on while they
-come.
+No MLX, no MPI. A grammar can ask for a call in any of them.
 """
 
 from __future__ import annotations
@@ -29,8 +26,8 @@ class ArgumentFormat:
     is None, as JSON too.
 
     ``strips``: space around a text is lost. ``has_null``: the text "null" is no text.
-    ``reads_json``: a text may be written as JSON where it might as well be of another type.
-    Arrays and objects are JSON too; where texts have a ``quote``, they have no place.
+    ``reads_json``: a text may be written as JSON where it might as well be of another type. Where
+    texts have a ``quote``, arrays and objects have no place.
     """
 
     before: str
@@ -54,12 +51,10 @@ class CallFormat:
     arguments it is ``empty``, if that is not None. Names match ``names``. Where ``between`` is None
     there is but one call. A ``thought`` between these marks may come before all.
 
-    Arguments are a JSON object, or else as ``arguments`` say. A JSON object can be passed on while
-    it comes: ``opening`` matches what stands between the answer's mark of calls, or the arguments
-    of the call before, and the arguments of a call, with its ``name``; ``closing`` what may follow
-    the last.
-
-    ``way`` names how a model is told of tools, and how its calls are read.
+    Arguments are a JSON object, or as ``arguments`` say. A JSON object can be passed on while it
+    comes: ``opening`` matches what stands before it, after the answer's mark of calls or the call
+    before, with the call's ``name``; ``closing`` what may follow the last. ``way`` names how a
+    model is told of tools, and how its calls are read.
     """
 
     before: str

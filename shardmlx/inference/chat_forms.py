@@ -36,8 +36,8 @@ def template_text(
     The first form counts that the template takes and of which it leaves out no system message; else
     the first that it takes: it may write them otherwise. A template that refuses several system
     messages, or leaves one out, gets a single one at the beginning; if it refuses that too, within
-    the first message of the user. ``way`` is that in which the model is told of ``tools``, which
-    are never left out. Raises ``UserError``.
+    the first message of the user. Tools, of which the model is told in this ``way``, are never left
+    out. Raises ``UserError``.
     """
     forms, must_hold = [chat], ""
     if way == "generic":
@@ -87,9 +87,9 @@ def description(tools: Sequence[Tool]) -> str:
 def with_tools_as_text(chat: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> list[Message]:
     """Return a chat of which every message is text alone.
 
-    The system message describes ``tools``, if there are any. An earlier call is the text by which
-    the model would call, its result a message of the user; results of one answer, and what the user
-    says to them, are one message, since templates want the roles by turns.
+    The system message describes ``tools``. An earlier call is the text by which the model would
+    call, its result a message of the user, together with what follows it of the user: templates
+    want the roles by turns.
     """
     told: list[Message] = []
     names: dict[str, str] = {}

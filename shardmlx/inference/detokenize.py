@@ -45,7 +45,6 @@ class StopStrings:
     _held: str = ""
 
     def take(self, text: str, *, is_last: bool) -> str:
-        """Return the text that is known to come before any of the strings."""
         text = self._held + text
         end, stop = before_any(self.strings, text, is_last=is_last)
         self.found, self._held = stop or None, text[end:]
@@ -161,17 +160,15 @@ class IncrementalDetokenizer:
     def take(self, token: int) -> str:
         """Take in a token, and return the text that it adds."""
         self.last = time.perf_counter()
+        self.first = self.first or self.last
         self.count += 1
-        if self.count == 1:
-            self.first = self.last
         if token == BROKEN:
             self.finish_reason = "broken"
         elif token in self.eos:
             self.finish_reason = "stop"
         elif self.count == self.max_tokens:
             self.finish_reason = "length"
-        is_last = self.finish_reason is not None
-        is_part = self.finish_reason in (None, "length")
+        is_last, is_part = self.finish_reason is not None, self.finish_reason in (None, "length")
         text = self.words.take(token if is_part else None, is_last=is_last)
         segment = self.stops.take(text, is_last=is_last)
         if self.stops.found is not None:

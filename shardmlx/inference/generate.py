@@ -7,7 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -26,12 +26,8 @@ RULE = "=" * 10
 """Line above and below the text, as mlx-lm draws it."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizedPrompt:
-    """A prompt's tokens, and how many to generate at most."""
-
-    tokens: Sequence[int]
-    max_tokens: int
+Prompt = tuple[tuple[int, ...], int]
+"""A prompt's tokens, and how many to generate at most."""
 
 
 def run(config: GenerateConfig, transport: Transport, blas: Blas) -> None:
@@ -41,26 +37,23 @@ def run(config: GenerateConfig, transport: Transport, blas: Blas) -> None:
     is_for_programs = config.prompts is not None and config.output is None
     reporter = Reporter(quiet=transport.rank != 0 or not config.verbose or is_for_programs)
     reporter.say(str(blas))
-    prompts: list[TokenizedPrompt] = []
+    prompts: list[Prompt] = []
 
     def read(reader: PromptReader) -> GenerationLoad:
         prompts.extend(tokenised(config, reader))
         return GenerationLoad(
             sequences=len(prompts),
-            prompt=max(len(each.tokens) for each in prompts),
-            answer=max(each.max_tokens for each in prompts),
-            context=max(len(each.tokens) + each.max_tokens for each in prompts),
+            prompt=max(len(tokens) for tokens, _ in prompts),
+            answer=max(most for _, most in prompts),
+            context=max(len(tokens) + most for tokens, most in prompts),
         )
 
     prepared = prepare(config, transport, reporter, read)
     prepared.hold(partial(_lead, config, prepared, prompts))
 
 
-def tokenised(config: GenerateConfig, reader: PromptReader) -> list[TokenizedPrompt]:
-    """Read and tokenise the prompts that ``config`` names, as mlx-lm does.
-
-    Raises ``UserError`` for a prompt, a file or an ``--output`` that is not usable.
-    """
+def tokenised(config: GenerateConfig, reader: PromptReader) -> list[Prompt]:
+    """Read and tokenise the prompts that ``config`` names, as mlx-lm does. Raises ``UserError``."""
     if config.prompts is not None:
         requests = read_prompts(config.prompts, config.max_tokens)
     else:
@@ -86,24 +79,21 @@ def tokenised(config: GenerateConfig, reader: PromptReader) -> list[TokenizedPro
                 tokens = reader.chat(request.messages)
         except UserError as error:
             raise UserError(f"{request.where}: {error.problem}", error.remedy) from None
-        found.append(TokenizedPrompt(tokens, request.max_tokens))
+        found.append((tokens, request.max_tokens))
     return found
 
 
 def _lead(
-    config: GenerateConfig,
-    prepared: InferenceRun,
-    prompts: Sequence[TokenizedPrompt],
-    reader: PromptReader,
+    config: GenerateConfig, prepared: InferenceRun, prompts: Sequence[Prompt], _: PromptReader
 ) -> None:
     """Generate all answers on rank 0, and print or write them."""
     first_stage = prepared.first_stage()
     answers = [
-        prepared.ask(first_stage, number, prompt.tokens, prompt.max_tokens)
-        for number, prompt in enumerate(prompts)
+        prepared.ask(first_stage, number, tokens, most)
+        for number, (tokens, most) in enumerate(prompts)
     ]
     if config.prompts is None:
-        _stream(answers[0], len(prompts[0].tokens), first_stage, prepared.reporter)
+        _stream(answers[0], len(prompts[0][0]), first_stage, prepared.reporter)
     else:
         _write(config, prompts, answers, first_stage, prepared.reporter)
     first_stage.stop()
@@ -123,17 +113,17 @@ def _stream(
     if not answer.text:
         reporter.say("No text generated for this prompt")
         return
-    prompt_seconds = max(answer.first - answer.started, 1e-9)
-    seconds = max(answer.last - answer.first, 1e-9)
-    reporter.say(
-        f"Prompt: {prompt_tokens} tokens, {prompt_tokens / prompt_seconds:.3f} tokens-per-sec"
-    )
-    reporter.say(f"Generation: {answer.count} tokens, {answer.count / seconds:.3f} tokens-per-sec")
+    for what, tokens, seconds in (
+        ("Prompt", prompt_tokens, answer.first - answer.started),
+        ("Generation", answer.count, answer.last - answer.first),
+    ):
+        rate = tokens / max(seconds, 1e-9)
+        reporter.say(f"{what}: {tokens} tokens, {rate:.3f} tokens-per-sec")
 
 
 def _write(
     config: GenerateConfig,
-    prompts: Sequence[TokenizedPrompt],
+    prompts: Sequence[Prompt],
     answers: Sequence[IncrementalDetokenizer],
     first_stage: FirstStage,
     reporter: Reporter,
@@ -147,17 +137,17 @@ def _write(
         for number, _ in first_stage.stream(dict(enumerate(answers))):
             bar.advance(answers[number].finish_reason is not None)
             while waiting and waiting[0][1].finish_reason is not None:
-                prompt, answer = waiting.popleft()
+                (tokens, _), answer = waiting.popleft()
                 line = {
                     "text": answer.text,
-                    "prompt_tokens": len(prompt.tokens),
+                    "prompt_tokens": len(tokens),
                     "generation_tokens": answer.count,
                     "finish_reason": answer.finish_reason,
                 }
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
                 file.flush()
     seconds = max(max(each.last for each in answers) - answers[0].started, 1e-9)
-    read = sum(len(prompt.tokens) for prompt in prompts)
+    read = sum(len(tokens) for tokens, _ in prompts)
     generated = sum(answer.count for answer in answers)
     reporter.say(
         f"{len(answers)} answers in {seconds:.1f} s: {read} prompt tokens, {generated} generated, "

@@ -17,19 +17,14 @@ import numpy as np
 from shardmlx.distributed.transport import Transport
 from shardmlx.inference.prompts import PromptReader
 
-PACKAGE = "llguidance"
-
 BITS = 32
 """Tokens of a word of llguidance's masks."""
 
 
 @dataclass(frozen=True)
 class Grammars:
-    """Grammars over the tokens of a model, on any rank.
-
-    ``tokenizer`` is the JSON of a Hugging Face tokenizer, ``size`` the width of the logits, ``eos``
-    the tokens that end an answer.
-    """
+    """Grammars over the tokens of a model: ``tokenizer`` is the JSON of a Hugging Face tokenizer,
+    ``size`` the width of the logits, ``eos`` the tokens that end an answer."""
 
     tokenizer: str
     size: int
@@ -107,11 +102,9 @@ class Matcher:
         return said.partition("\n")[0]
 
     def allowed(self) -> mx.array:
-        """Return, for each token, whether it may come next: bool (1, V), lazy.
-
-        Where the grammar has come to its end, only the answer's end may come. Where the answer
-        cannot go on, there is an ``error`` from now on.
-        """
+        """Return, for each token, whether it may come next: bool (1, V), lazy. At the end of the
+        grammar only the answer's end may; where it cannot go on, there is an ``error`` from now
+        on."""
         if self._matcher.is_stopped():
             ends = np.zeros((1, self._size), np.bool_)
             ends[0, list(self._eos)] = True
@@ -127,11 +120,9 @@ class Matcher:
 
 def share_grammars(transport: Transport, reader: PromptReader | None, size: int) -> Grammars | None:
     """Return the grammars of the model that ``reader`` on rank 0 knows, with logits of this
-    ``size``; None where they cannot be had. All ranks must call it.
-
-    They need llguidance on the first and the last rank, and a tokenizer of Hugging Face's own.
-    """
-    have = transport.all_gather(find_spec(PACKAGE) is not None, "packages")
+    ``size``. All ranks must call it. None without llguidance on the first and the last rank, and
+    for a tokenizer that is not Hugging Face's own."""
+    have = transport.all_gather(find_spec("llguidance") is not None, "packages")
     if not (have[0] and have[-1]):
         return None
     mine = None

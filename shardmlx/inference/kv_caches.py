@@ -39,8 +39,14 @@ class _BatchedCaches:
         """Add a row for each of ``sequences``, which had ``caches`` of their own."""
         parts = [self.caches, *caches] if self.sequences else caches
         first_is_batch = len(self.sequences) > 1
-        layers = zip(*map(_taken, parts), strict=True)
-        self.caches = [_joined(layer, first_is_batch) for layer in layers]
+        joined = []
+        for first, *others in zip(*map(_taken, parts), strict=True):
+            if others and first_is_batch:
+                first.extend(others[0].merge(others))
+            elif others:
+                first = first.merge([first, *others])
+            joined.append(_evaluated(first) if others else first)
+        self.caches = joined
         self.sequences += sequences
 
     def remove(self, ended: Collection[int], kept: Collection[int]) -> dict[int, Caches]:
@@ -66,10 +72,8 @@ class _BatchedCaches:
 
 
 class KVCaches:
-    """The caches of all sequences on this stage; ``new`` makes those of one new sequence.
-
-    With a ``quantisation`` no group has more than one sequence.
-    """
+    """The caches of all sequences on this stage; ``new`` makes those of one new sequence. With a
+    ``quantisation`` no group has more than one sequence."""
 
     def __init__(
         self, new: Callable[[], Caches], quantisation: CacheQuantisation | None = None
@@ -128,12 +132,12 @@ class KVCaches:
                 )
 
 
-# A copy of all keys and values at once might not fit into memory. So the functions below work layer
-# by layer: each is evaluated, and its old caches dropped, before the next is begun.
-
-
 def _taken(caches: Caches) -> Iterator[Any]:
-    """Yield each layer's cache and drop it from ``caches``, which end empty."""
+    """Yield each layer's cache and drop it from ``caches``, which end empty.
+
+    A copy of all keys and values at once might not fit into memory: each layer is evaluated, and
+    its old caches dropped, before the next is begun.
+    """
     caches.reverse()
     while caches:
         yield caches.pop()
@@ -142,17 +146,6 @@ def _taken(caches: Caches) -> Iterator[Any]:
 def _row(cache: Any, row: int, count: int) -> Any:
     """Return one layer's cache of the sequence in ``row`` of ``count``."""
     return _evaluated(cache.extract(row)) if count > 1 else cache
-
-
-def _joined(parts: tuple[Any, ...], first_is_batch: bool) -> Any:
-    """Return one layer's cache of the sequences in ``parts``, of which the first may be a group."""
-    first, *others = parts
-    if not others:
-        return first
-    if not first_is_batch:
-        return _evaluated(first.merge(parts))
-    first.extend(others[0].merge(others))
-    return _evaluated(first)
 
 
 def _evaluated(cache: Any) -> Any:
@@ -171,7 +164,7 @@ def _packed(cache: Any, how: CacheQuantisation) -> Any:
 
 def check_quantised(part: Slice, how: CacheQuantisation, model_type: str) -> None:
     """Raise ``UserError`` if the layers of ``part`` do not take quantised caches, as mlx-lm has
-    written them. Nothing is computed, and no weight is read."""
+    written them, or not in such groups. Nothing is computed, and no weight is read."""
     ids, states = mx.zeros((1, 1), mx.int32), mx.zeros((1, 1, part.hidden_size), part.dtype)
     inputs = ids if part.is_first else states
     caches = part.new_caches()
@@ -185,5 +178,5 @@ def check_quantised(part: Slice, how: CacheQuantisation, model_type: str) -> Non
         raise UserError(
             f"--kv-bits {how.bits}: layers of {model_type} do not take a quantised KV cache "
             f"({one_line(error)})",
-            "leave it out",
+            "leave it out, or give another --kv-group-size",
         ) from None

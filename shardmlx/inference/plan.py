@@ -24,8 +24,6 @@ from shardmlx.costmodel.memory_limits import (
 )
 from shardmlx.costmodel.workload import ModelSizes
 from shardmlx.errors import UserError
-from shardmlx.models.kv_cache import CacheQuantisation
-from shardmlx.models.shape import ModelShape
 from shardmlx.partitioners import DoesNotFitError, LayerCosts
 from shardmlx.pipeline.stage_map import StageMap
 from shardmlx.planning.layout import divide_by_speed, make_mesh
@@ -40,12 +38,8 @@ measured on a CPU with OpenBLAS."""
 
 @dataclass(frozen=True, slots=True)
 class GenerationLoad:
-    """The sequences of a run: how many, and the most tokens that one of them may have.
-
-    ``prompt`` and ``answer`` are the tokens of the longest, ``context`` those of the longest
-    sequence, both together. With ``capacity`` the KV caches of all sequences together hold no more
-    tokens than that.
-    """
+    """The sequences of a run, and the most tokens of a ``prompt``, of an ``answer``, and of both
+    together. The KV caches of all sequences together hold at most ``capacity``."""
 
     sequences: int
     prompt: int
@@ -56,8 +50,7 @@ class GenerationLoad:
 
 @dataclass(frozen=True, slots=True)
 class InferencePlan:
-    """The plan of a run: stage i is on rank i. ``setup`` has the number of sequences that are under
-    way at a time, in ``groups``, and of the tokens of a prompt that are computed at a time."""
+    """The plan of a run: stage i is on rank i, and sequences are under way in ``groups``."""
 
     stage_map: StageMap
     load: GenerationLoad
@@ -72,8 +65,7 @@ class InferencePlan:
 
     @property
     def memory(self) -> tuple[PlannedMemory, ...]:
-        """The bytes that each rank holds at most, and those that stay between two steps: weights,
-        KV caches and logits."""
+        """The bytes that each rank holds at most, and between two steps."""
         between = replace(self.setup, chunk=0)
         return tuple(
             PlannedMemory(inference_memory(self.setup, *each), inference_memory(between, *each))
@@ -99,8 +91,6 @@ def plan_inference(
     limit = None if shape.chooses_caches else config.max_kv_size
     most = min(config.batch_size, load.sequences)
     quantisation = config.cache_quantisation
-    if quantisation is not None:
-        _check_quantisation(quantisation, shape)
     # mlx-lm merges neither rotating caches, which keep the first tokens of a sequence, nor
     # quantised ones.
     is_alone = limit is not None or quantisation is not None or not shape.takes_batches
@@ -134,32 +124,22 @@ def plan_inference(
         return InferencePlan(stage_map, load, groups, setup, model)
 
     is_open = given is None and size > 1
+    less = "lower --cache-tokens"
+    if load.capacity is None:
+        less = "lower --max-tokens" + " or --batch-size" * (most > 1)
     try:
         plan = plan_by(FASTEST if config.partitioner == AUTO else config.partitioner)
         if config.partitioner == AUTO and is_open and _overfull(plan, inputs.budgets):
             plan = plan_by(SMALLEST)
     except DoesNotFitError as error:
         more = "raise --memory-limit, " * (config.memory_limit is not None)
-        raise UserError(error.fact, more + _how_to_need_less(setup)) from None
+        raise UserError(error.fact, f"{more}{less}, or use more machines") from None
     if problem := _overfull(plan, inputs.budgets):
+        if is_open and config.partitioner not in (AUTO, SMALLEST):
+            less += ", try --partitioner memory"
         allowed = how_to_allow(inputs.budgets, plan.memory)
-        can_divide = is_open and config.partitioner not in (AUTO, SMALLEST)
-        other = "try --partitioner memory, " * can_divide
-        raise UserError(problem, allowed + other + _how_to_need_less(setup))
+        raise UserError(problem, f"{allowed}{less}, or use more machines")
     return plan
-
-
-def _check_quantisation(how: CacheQuantisation, shape: ModelShape) -> None:
-    """Raise ``UserError`` where keys or values are not divided by groups. Sliding windows are not
-    quantised."""
-    for kind in shape.kinds:
-        for size in (kind.heads.key_dim, kind.heads.value_dim):
-            if size % how.group_size and (kind.window is None or not shape.chooses_caches):
-                raise UserError(
-                    f"--kv-group-size {how.group_size} does not divide the heads of "
-                    f"{shape.model_type}, which have {size} elements",
-                    "give 32" if size % 32 == 0 else "leave --kv-bits out",
-                )
 
 
 def _check_map(
@@ -190,14 +170,10 @@ def _costs(sizes: ModelSizes, load: GenerationLoad, rows: int) -> LayerCosts:
     only its prompt counts. The lm_head computes the last position only.
     """
     shape = sizes.shape
-    answer = 0.0
-    if load.sequences > 1:
-        answer = load.answer * max(1.0, STEP_TOKENS / rows)
-    flops = (shape.layer(i).flops(load.context) for i in range(shape.num_layers))
+    answer = load.answer * max(1.0, STEP_TOKENS / rows) if load.sequences > 1 else 0.0
     tokens = load.prompt + answer
-    return LayerCosts(
-        tuple(each * tokens for each in flops), head=shape.head_flops() * (1 + answer)
-    )
+    flops = tuple(tokens * shape.layer(i).flops(load.context) for i in range(shape.num_layers))
+    return LayerCosts(flops, head=shape.head_flops() * (1 + answer))
 
 
 def _overfull(plan: InferencePlan, budgets: Sequence[MemoryBudget]) -> str:
@@ -213,11 +189,3 @@ def _overfull(plan: InferencePlan, budgets: Sequence[MemoryBudget]) -> str:
                 f"{gibibytes(plan.caches[rank])} for the KV cache of {tokens}"
             )
     return ""
-
-
-def _how_to_need_less(setup: GenerationSetup) -> str:
-    if setup.cache_tokens is not None:
-        fewer = "lower --cache-tokens"
-    else:
-        fewer = "lower --max-tokens" + " or --batch-size" * (setup.sequences > 1)
-    return f"{fewer}, or use more machines"

@@ -48,8 +48,7 @@ class _SequenceState:
 
 
 class BatchSampler:
-    """A sampler for all sequences under way. ``start`` is the run's own random state, ``grammars``
-    are there if a sequence may have one."""
+    """A sampler for all sequences under way. ``start`` is the run's own random state."""
 
     def __init__(self, start: int, grammars: Grammars | None = None) -> None:
         self._start = start
@@ -97,11 +96,8 @@ class BatchSampler:
             self._sequences.pop(sequence, None)
 
     def sample(self, sequences: Sequence[int], logits: mx.array) -> mx.array:
-        """Sample a token from each row of ``logits`` (rows, V), one row for each sequence.
-
-        Returns int32 (rows, width), for ``unpack``; ``packed_width`` has the width. The result is
-        lazy: evaluate it, then call ``settle``.
-        """
+        """Sample a token from each row of ``logits`` (rows, V), one row for each sequence. Returns
+        int32 (rows, ``packed_width``), for ``unpack``, lazy: evaluate it, then call ``settle``."""
         known = [self._sequences[sequence] for sequence in sequences]
         if any(sequence.processors or sequence.matcher for sequence in known):
             rows = [_processed(sequence, logits[i : i + 1]) for i, sequence in enumerate(known)]
@@ -151,11 +147,9 @@ def _sampled(sequence: _SequenceState, logprobs: mx.array) -> mx.array:
 
 
 def packed_width(params: Sequence[SamplingParams]) -> int:
-    """Return how many int32 numbers a sampled token takes in a batch of such sequences.
-
-    They are the token and, if any sequence wants log-probabilities, the token's own (as the bits of
-    a float32), then the likeliest tokens, then theirs.
-    """
+    """Return how many int32 numbers a sampled token takes in a batch of such sequences: itself and,
+    if any sequence wants log-probabilities, its own (as the bits of a float32), then the likeliest
+    tokens, then theirs."""
     return max(1 if each.logprobs is None else 2 + 2 * each.logprobs for each in params)
 
 
@@ -177,12 +171,10 @@ def unpack(row: np.ndarray, params: SamplingParams) -> SampledToken:
     token = int(row[0])
     if params.logprobs is None:
         return SampledToken(token)
-    numbers = row[1:].copy()
-    wanted = (len(numbers) - 1) // 2
-    ids = numbers[1 : 1 + wanted].tolist()
-    likeliest = zip(ids, numbers[1 + wanted :].view(np.float32).tolist(), strict=True)
+    ids, values = row[2 : 1 + len(row) // 2].tolist(), row.copy().view(np.float32).tolist()
+    likeliest = zip(ids, values[1 + len(row) // 2 :], strict=True)
     top = sorted(likeliest, key=lambda each: (-each[1], each[0]))[: params.logprobs]
-    return SampledToken(token, float(numbers[:1].view(np.float32)[0]), tuple(top))
+    return SampledToken(token, values[1], tuple(top))
 
 
 def _stream(start: int, number: int) -> int:

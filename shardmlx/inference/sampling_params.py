@@ -9,10 +9,10 @@ from dataclasses import dataclass
 class SamplingParams:
     """Sampling parameters of one sequence, in the words of ``mlx_lm.sample_utils``.
 
-    ``stream`` numbers the random streams of a run; they are derived from ``seed``, or from the
-    run's own if that is None. A penalty looks back ``*_context_size`` tokens; ``context`` holds
-    those of the prompt. With ``logprobs`` a number, a token comes with its log-probability and
-    those of so many of the likeliest. With a ``grammar`` only tokens that keep to it are sampled.
+    ``stream`` numbers the random streams, which are derived from ``seed``, or from the run's own.
+    A penalty looks back ``*_context_size`` tokens; ``context`` holds those of the prompt. A token
+    comes with its log-probability, and those of the ``logprobs`` likeliest, if that is not None.
+    With a ``grammar`` only tokens that keep to it are sampled.
     """
 
     temp: float = 0.0
@@ -53,11 +53,8 @@ BROKEN = -1
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A token that was sampled, or ``BROKEN``.
-
-    ``logprob`` and ``top``, pairs of (token, log-probability) with the likeliest first, are there
-    only where the ``SamplingParams`` ask for them.
-    """
+    """A token that was sampled, or ``BROKEN``; where ``SamplingParams`` ask for it, with its
+    ``logprob``, and ``top``: pairs of (token, log-probability), the likeliest first."""
 
     token: int
     logprob: float | None = None

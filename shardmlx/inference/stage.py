@@ -37,24 +37,21 @@ TOKENS_TAG = FIRST_ENGINE_TAG + 2
 ANNOUNCEMENT_BYTES = 1024
 """Size of an announcement's message. The rest of a longer one goes into a second message."""
 
+LENGTH_BYTES = 4
+
 UNSENT = 4
 """Messages that a rank may leave unsent when it begins the next item."""
 
 SECONDS_AWAKE = 0.2
-"""Seconds for which a rank polls for a message; after them it waits as the transport does.
-A decode step of one sequence takes a stage less."""
-
-NAP = 1e-3
-"""Seconds between two polls while a message is not due yet: where there are no more cores than
-ranks, polling takes time from the core that computes the message (measured)."""
-
-PAUSE = 5e-5
-"""Seconds between two polls once the message is due."""
+"""Seconds for which a rank polls for a message, more than a decode step of one sequence takes a
+stage; after them it waits as the transport does."""
 
 DUE = 0.9
 """A message is due after this fraction of the shortest of the last waits."""
 
-LENGTH_BYTES = 4
+NAP, PAUSE = 1e-3, 5e-5
+"""Seconds between two polls before a message is due, and from then on: where there are no more
+cores than ranks, polling takes time from the core that computes the message (measured)."""
 
 
 @dataclass(slots=True)

@@ -32,10 +32,9 @@ class TextPipeline:
         """Generate the answer to a prompt; yield it as it comes on rank 0, and nothing elsewhere.
 
         A text goes through the model's chat template, if there is one, as a user's message; a
-        sequence of messages is a chat. ``max_tokens`` are those of ``load_pipeline`` by default.
-        All ranks must call it and iterate over it; rank 0's prompt counts, and rank 0 may leave the
-        loop early. Raises ``AgreedError``, a ``UserError``, on all ranks where the prompt cannot be
-        used, and ``EngineError`` or ``TransportError`` where a rank fails.
+        sequence of messages is a chat. All ranks must call it and iterate over it; rank 0's prompt
+        counts, and rank 0 may leave the loop early. Raises ``AgreedError`` on all ranks where the
+        prompt cannot be used, and ``EngineError`` or ``TransportError`` where a rank fails.
         """
         prepared, self._number = self._prepared, self._number + 1
         most = prepared.plan.load.answer if max_tokens is None else max_tokens
@@ -50,10 +49,8 @@ class TextPipeline:
     def generate(
         self, prompt: str | Sequence[ChatMessage], *, max_tokens: int | None = None
     ) -> str:
-        """Return the whole answer on rank 0, and an empty text elsewhere.
-
-        All ranks must call it; arguments and errors are those of ``stream_generate``.
-        """
+        """Return the whole answer on rank 0, and an empty text elsewhere; as
+        ``stream_generate``."""
         return "".join(self.stream_generate(prompt, max_tokens=max_tokens))
 
     def _read(self, prompt: str | Sequence[ChatMessage], max_tokens: int) -> tuple[int, ...]:
@@ -97,12 +94,11 @@ def load_pipeline(
 ) -> TextPipeline:
     """Load each rank's stage of a model, to generate text. All ranks must call it.
 
-    ``model`` is a directory or a Hugging Face repository, which only rank 0 needs; the ranks of
-    ``transport`` hold a stage each. ``context_tokens`` bounds a prompt with its answer, whose KV
-    cache is planned for. ``options`` are those of ``shardmlx.generate``: ``adapter_path``,
-    ``max_tokens``, ``temp``, ``stage_map``, ``memory_limit`` ... Raises ``AgreedError``, a
-    ``UserError``, on all ranks before weights are read where the model does not fit or an option is
-    wrong.
+    ``model`` is a directory or a Hugging Face repository, which only rank 0 needs.
+    ``context_tokens`` bounds a prompt with its answer, whose KV cache is planned for. ``options``
+    are those of ``shardmlx.generate``: ``adapter_path``, ``max_tokens``, ``temp`` ... Raises
+    ``AgreedError`` on all ranks, before weights are read, where the model does not fit or an option
+    is wrong.
     """
     config = from_rank_0(transport, "options", lambda: InferenceConfig(model=model, **options))
     capacity = held(context_tokens)

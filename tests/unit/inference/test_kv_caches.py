@@ -127,10 +127,17 @@ def test_the_plan_counts_the_bytes_of_quantised_caches(bits: int, tokens: int) -
     assert (planned < kv_cache_memory(replace(setup, quantisation=None), 0, 2)) == (tokens == 600)
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("family", "head_dim", "fault"),
+    [
+        ("gpt_oss", 32, "does not support attention sinks"),
+        ("deepseek_v3", 32, ""),
+        ("llama", 16, "divisible by the quantization group size"),
+    ],
+)
 def test_layers_that_take_no_quantised_caches_are_found_out_before_weights_are_read(
-    family: str,
+    family: str, head_dim: int, fault: str
 ) -> None:
-    part = Slice(build(CONFIGS[family] | {"head_dim": 32}), 0, 4)
-    with pytest.raises(UserError, match=rf"^--kv-bits 4: layers of {family} do not take a quant"):
+    part = Slice(build(CONFIGS[family] | {"head_dim": head_dim}), 0, 4)
+    with pytest.raises(UserError, match=rf"^--kv-bits 4: layers of {family} do not take .*{fault}"):
         check_quantised(part, PACKED, family)

@@ -152,7 +152,7 @@ def test_prompts_in_chunks(variant: str, length: int) -> None:
 @pytest.mark.parametrize(("variant", "cut"), cuts([6]))
 @pytest.mark.parametrize("how", [{"most": 3}, {"most": 9, "patience": 1}], ids=str)
 def test_many_texts_at_once_are_those_of_each_alone(
-    variant: str, cut: list[int], how: dict[str, int]
+    variant: str, cut: list[int], how: dict[str, Any]
 ) -> None:
     """With patience, one chunk comes between two tokens: texts join groups on their way."""
     counts = [6, 3, 9, 1, 5]

@@ -118,12 +118,6 @@ def test_quantised_caches_take_less_and_are_not_merged() -> None:
     assert saved == elements * 4 - elements * (1 / 2 + 2 * 4 / 32)
 
 
-def test_heads_that_cannot_be_quantised_in_such_groups() -> None:
-    error = refused(ONE, ROOM, **PACKED)
-    assert "--kv-group-size 32" in error.problem
-    assert "--kv-bits" in error.remedy
-
-
 def test_a_context_that_does_not_fit_is_refused_with_numbers() -> None:
     """Capacity is three quarters of the memory. Where the machine has more than the limit allows,
     the limit is to be raised."""
