@@ -13,10 +13,7 @@ INTERRUPTED = 130
 
 
 def run_command(main: Callable[[], int]) -> int:
-    """Return the exit status of ``main()``: 2 for bad input, after one line, and 130 for Ctrl-C.
-
-    A reader that goes away, like ``head``, ends the command quietly.
-    """
+    """Return the exit status of ``main()``: 2 for bad input, after one line, and 130 for Ctrl-C."""
     try:
         status = main()
         if sys.stdout is not None:  # closed by the caller

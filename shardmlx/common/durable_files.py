@@ -99,10 +99,8 @@ def lock_file(path: Path, refusal: UserError) -> IO[bytes]:
 
 
 class NewFiles:
-    """New files of one directory, which take their names when all of them are on the disk.
-
-    Until then they are called ``partial-NAME``, and nothing else in the directory is touched.
-    """
+    """New files of one directory, which take their names when all are on the disk: until then they
+    are called ``partial-NAME``."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

@@ -103,8 +103,7 @@ def write_to_terminal() -> None:
 
 
 def cache_directory(name: str) -> Path:
-    """Return this user's directory for files that can be made anew. ``RuntimeError`` without a
-    home."""
+    """Return this user's directory for caches. ``RuntimeError`` without a home."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(home).expanduser() / "shardmlx" / name
 

@@ -65,8 +65,7 @@ def percent(measured: float, predicted: float) -> str:
 
 
 def without_controls(text: str) -> str:
-    """Return a text that steers no terminal: characters that would, but for tabs and line ends, are
-    written as escapes."""
+    """Return a text that steers no terminal: most control characters become escapes."""
     return "".join(
         each.encode("unicode_escape").decode()
         if unicodedata.category(each) == "Cc" and each not in "\t\n"

@@ -100,11 +100,8 @@ def address_of(listener: socket.socket) -> str:
 
 
 def trusted_hosts(listener: socket.socket, extra: Sequence[str] = ()) -> frozenset[str] | None:
-    """Return the names that a request's ``Host`` may have; None for any.
-
-    If only this machine reaches the server, they are its own and ``extra``. Otherwise any name will
-    do, unless there are ``extra``.
-    """
+    """Return the names that a request's ``Host`` may have; None for any: where others reach the
+    server, and there are no ``extra``."""
     host = listener.getsockname()[0]
     if ip_address(host.partition("%")[0]).is_loopback:
         return frozenset({*LOOPBACK, host, *extra})
@@ -114,8 +111,7 @@ def trusted_hosts(listener: socket.socket, extra: Sequence[str] = ()) -> frozens
 def is_for(host: str, hosts: Collection[str] | None) -> bool:
     """Tell whether the ``Host`` of a request is one of ``hosts``; None takes any.
 
-    The check prevents DNS rebinding: a page on the internet can point a name of its own at
-    127.0.0.1 and have the browser send requests there, but their ``Host`` is then that name.
+    This prevents DNS rebinding: a page on the internet can point a name of its own at 127.0.0.1.
     """
     if hosts is None:
         return True

@@ -21,8 +21,7 @@ _UNLIMITED = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class MemoryBound:
-    """Limit of bytes for all processes of a host under the same ``name``; ``what`` names the
-    limiting thing in words."""
+    """Limit of bytes for all processes of a host under the same ``name``, of the kind ``what``."""
 
     name: str
     nbytes: int

@@ -80,10 +80,7 @@ class Reporter:
         self.say(columns(header, lines))
 
     def event(self, event: str, values: Mapping[str, Any]) -> None:
-        """Tell the listeners, and write one line into the metrics file.
-
-        Events also get the ``time``, in seconds since 1970.
-        """
+        """Tell the listeners of an event with its ``time``; write its line of the metrics file."""
         values = {**values, "time": round(time.time(), 3)}
         for listener in self._listeners:
             listener(event, values)

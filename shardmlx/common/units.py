@@ -33,11 +33,7 @@ def split_quantity(text: str) -> tuple[float, str]:
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes of ``12GiB``, ``500 MB``, ``2G`` or ``1000``; ``ValueError`` for other
-    texts.
-
-    Letters may be small or capital, and the B may be left out.
-    """
+    """Return the bytes of ``12GiB``, ``500 mb``, ``2G`` or ``1000``; else ``ValueError``."""
     sizes = {unit.casefold().removesuffix("b"): size for unit, size in BYTES.items()}
     try:
         number, unit = split_quantity(text)

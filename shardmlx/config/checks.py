@@ -64,9 +64,8 @@ class OptimizerFacts:
     """An optimizer: its class in mlx.optimizers or ``engine.large_batch``, the settings that it
     takes, and the copies of trained weights that it needs in memory.
 
-    ``states`` are the copies that it keeps: Adafactor's rows and columns are few and count for
-    none, but with a beta_1 it keeps one copy too. ``passing`` are the copies of a layer's weights
-    that its update makes and drops, ``passing_alone`` those of a matrix that is updated alone:
+    ``states`` it keeps: Adafactor's rows and columns are few, but with a beta_1 it keeps one.
+    ``passing`` its update of a layer makes and drops, ``passing_alone`` that of a single matrix:
     measured (tests/unit/costmodel/test_memory_of_updates.py).
     """
 
@@ -234,11 +233,8 @@ def parse_lr_schedule(text: str) -> dict[str, Any]:
 def filled_lr_schedule(
     schedule: Mapping[str, Any] | None, warmup: int | None, rate: float, updates: int
 ) -> dict[str, Any]:
-    """Return a schedule with ``warmup``, and with the arguments that it lacks where these follow
-    from the learning rate and the number of optimizer updates.
-
-    Without a schedule the rate stays at ``rate`` after the warm-up.
-    """
+    """Return a schedule with ``warmup`` and the arguments that it lacks, as far as these follow
+    from rate and updates. Without a schedule the rate stays at ``rate``."""
     steady = {"name": "linear_schedule", "arguments": [rate, rate, 1]}
     filled: dict[str, Any] = dict(steady if schedule is None else schedule)
     if warmup is not None:
@@ -251,8 +247,7 @@ def filled_lr_schedule(
 
 
 def check_hf_dataset(dataset: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
-    """Return the Hugging Face data sets that are given, one or a list of them, once they are
-    checked: each has its ``path``."""
+    """Return the Hugging Face data sets that are given, one or a list, once they are checked."""
     given = [dataset] if isinstance(dataset, Mapping) else list(dataset)
     for each in given:
         if not (isinstance(each, Mapping) and isinstance(each.get("path"), str)):

@@ -157,8 +157,7 @@ class CommandLine(Generic[Options]):
     def load_before(
         self, argv: Sequence[str], commands: Sequence[str]
     ) -> tuple[Options, str, tuple[str, ...]]:
-        """Build the options before the first word that is none: one of ``commands``, whose own
-        words follow. Return options, command and its words."""
+        """Build the options before one of ``commands``, and return it and its own words too."""
         parser = self._parser_for(list(takewhile(lambda word: word not in commands, argv)))
         known = {flag for each in declared(self.options) for flag in each.flags}
         known |= {"--help", "--help-all", "--version"}

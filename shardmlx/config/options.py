@@ -72,10 +72,8 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declared:
-    """A field of an options dataclass, in the words of a command line.
-
-    ``kinds`` are the types of its values; ``default`` is None where the option must be given.
-    """
+    """A field of an options dataclass, in the words of a command line: ``kinds`` are the types of
+    its values, ``default`` is None where the option must be given."""
 
     name: str
     rules: Option
@@ -150,8 +148,7 @@ def flag_of(name: str) -> str:
 def check_options(options: DataclassInstance) -> None:
     """Convert and check every field of a frozen dataclass in place: call it when it is built.
 
-    Mappings and lists are copied, so that nobody else holds what the instance holds.
-    Raises ``OptionError``.
+    Mappings and lists are copied. Raises ``OptionError``.
     """
     for each in declared(type(options)):
         object.__setattr__(options, each.name, _checked(each, getattr(options, each.name)))
@@ -177,10 +174,7 @@ _PATHS = ("DIR", "FILE", "MODEL", "METRICS", "AGENT")
 
 
 def with_home(name: str, paths: str) -> str:
-    """Return paths, with commas between, with the home directory in the place of ``~``.
-
-    Raises ``OptionError`` where there is no such home.
-    """
+    """Return paths, with commas between, with the home directory for ``~``, or ``OptionError``."""
     expanded = ",".join(map(os.path.expanduser, paths.split(",")))
     if expanded.startswith("~"):
         raise OptionError(

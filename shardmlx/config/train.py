@@ -265,10 +265,7 @@ class TrainConfig(
         refuse("master_weights", "is set with dtype float32", "leave one out", when=is_float32)
 
     def _fill_lr_schedule(self) -> None:
-        """Check the schedule, and give it the arguments and the warm-up that it lacks.
-
-        With ``epochs`` these follow once the data is read.
-        """
+        """Fill and check the schedule; with ``epochs`` it follows once the data is read."""
         if self.lr_schedule is None and not self.warmup:
             return
         updates = max(1, self.iters // self.grad_accumulation_steps)
@@ -289,10 +286,7 @@ class TrainConfig(
         return [name for name in names if getattr(self, name) != getattr(defaults, name)]
 
     def to_adapter_config(self) -> dict[str, Any]:
-        """Return what ``adapter_config.json`` holds: every option, JSON-able, as mlx_lm writes it.
-
-        ``mlx_lm.tuner.utils.load_adapters`` reads fine_tune_type, num_layers, lora_parameters.
-        """
+        """Return what ``adapter_config.json`` holds: every option, as mlx_lm writes it."""
         values = asdict(self)
         if self.fine_tune_type == "full":
             values["lora_parameters"] = None

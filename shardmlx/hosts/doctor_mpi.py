@@ -45,10 +45,7 @@ class _Listener:
 
 
 def run(config: DoctorConfig, transport: Transport, blas: Blas) -> None:
-    """Examine, show and write; ``AgreedFailure`` for warnings with ``--strict``.
-
-    All ranks must call it.
-    """
+    """Examine, show and write; ``AgreedFailure`` for ``--strict``. All ranks must call it."""
     known = on_rank_0(transport, "reading the hostfile", lambda: _machines(config))
     say = progress if transport.rank == 0 else lambda line: None
     examination = Examiner(transport, config.seconds, say).examine(blas)
@@ -194,8 +191,7 @@ def _flops(device: mx.Device, seconds: float) -> dict[str, float]:
 
 
 def _machines(config: DoctorConfig) -> tuple[Machine, ...]:
-    """Return the machines of the hostfile; find files that cannot be read or written before
-    anything is measured."""
+    """Return the machines of the hostfile, once it is known that all files can be written."""
     check_json(config.json)
     if config.write_hostfile is not None:
         check_writable(Path(config.write_hostfile), "--write-hostfile")

@@ -56,9 +56,8 @@ class Interface:
 class HostFacts:
     """A machine, as one of its processes sees it.
 
-    ``node`` is its name as mpirun writes it. Memory and disk are in bytes; ``disk_free`` is where
-    the process works. ``memory_limit`` is the process's share of the memory, with the reason, if it
-    is limited. ``wired_limit`` is macOS's setting: 0 if the system decides.
+    ``node`` is its name as mpirun writes it. Sizes are in bytes; ``disk_free`` is where the process
+    works. ``wired_limit`` is macOS's setting: 0 if the system decides.
     """
 
     node: str | None

@@ -5,9 +5,7 @@ No MLX, no MPI.
 
 from __future__ import annotations
 
-import shlex
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,8 +31,7 @@ _mpirun = in_group(_MPIRUN)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchFlags:
-    """The hosts and ranks of a job, and how it is started. Raises ``OptionError``, a
-    ``UserError``."""
+    """The hosts and ranks of a job, and how it starts. Raises ``OptionError``, a ``UserError``."""
 
     ranks: int | None = _ranks(
         None, "ranks to start", unset="the slots of the hostfile", short="-n", minimum=1
@@ -75,28 +72,24 @@ LINE = CommandLine(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions:
-    """The options of the command. ``machines`` are in mpirun's order, rank 0's first.
+    """The flags of launch, and the options of the command. ``machines`` are in mpirun's order.
 
     ``run`` and ``checkpoints`` are of the options of ``train``, None of other commands;
     ``config_file`` is its YAML file. ``chose_directory`` is True if launch lets it save
-    checkpoints, and the user did not say where. The hostfile is as at the start: later edits
-    change the next job.
+    checkpoints, and the user did not say where.
     """
 
+    flags: LaunchFlags
     command: str
     options: tuple[str, ...]
     ranks: int
     machines: tuple[Machine, ...]
     control: JobControl
-    hostfile: Path | None = None
     run: RunSpec | None = None
     checkpoints: CheckpointOptions | None = None
     config_file: str | None = None
     chose_directory: bool = False
     max_restarts: int = 0
-    agent: str | None = None
-    python: str = sys.executable
-    extra: tuple[str, ...] = ()
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -105,8 +98,7 @@ class LaunchOptions:
 
 
 def read_options(argv: Sequence[str]) -> LaunchOptions:
-    """Read flags of this command, then a command and its own options, checked as far as they can
-    be. Raises ``UserError``."""
+    """Read the flags of launch, then a command and its own options. Raises ``UserError``."""
     flags, command, options = LINE.load_before(argv, OF_RANKS)
     if "-n" in options:
         raise UserError(
@@ -128,20 +120,17 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
         read = replace(read, checkpoint_dir=str(directory))
     machines, ranks = _machines(flags.hostfile, flags.ranks)
     return LaunchOptions(
+        flags=flags,
         command=command,
         options=options,
         ranks=ranks,
         machines=machines,
         control=_control(command, read, is_here=is_local(machines[0].host)),
-        hostfile=None if flags.hostfile is None else Path(flags.hostfile),
         run=RunSpec.of(read) if trains else None,
         checkpoints=CheckpointOptions.of(read) if trains else None,
         config_file=read.config if trains else None,
         chose_directory=chose_directory,
         max_restarts=restarts,
-        agent=flags.agent,
-        python=flags.python,
-        extra=tuple(shlex.split(flags.mpirun_options)),
     )
 
 
@@ -155,10 +144,7 @@ def _restarts(command: str, asked: int | None) -> int:
 
 
 def _control(command: str, options: Any, *, is_here: bool) -> JobControl:
-    """Return how a job of a command is stopped, and how it uses this terminal.
-
-    ``is_here`` means that rank 0 runs on this machine.
-    """
+    """Return how a job is stopped, and how it uses this terminal; rank 0 may run here."""
     if command == "train":
         return JobControl(in_order=True)
     if command == "serve":
@@ -183,19 +169,9 @@ def _machines(hostfile: str | None, ranks: int | None) -> tuple[tuple[Machine, .
 
 
 def replaced(options: Sequence[str], **new: str | int | None) -> tuple[str, ...]:
-    """Return options with other values, at the end; None removes one.
-
-    ``pipeline_stages=2`` is ``--pipeline-stages 2``.
-    """
+    """Return options with other values (pipeline_stages=2), at the end; None removes one."""
     flags = {flag_of(name): value for name, value in new.items()}
-    kept = _without(options, tuple(flags))
-    given = [
-        word for flag, value in flags.items() if value is not None for word in (flag, str(value))
-    ]
-    return (*kept, *given)
-
-
-def _without(options: Sequence[str], flags: Sequence[str]) -> Iterator[str]:
+    words: list[str] = []
     is_value = False
     for word in options:
         name, equals, _ = word.partition("=")
@@ -204,4 +180,7 @@ def _without(options: Sequence[str], flags: Sequence[str]) -> Iterator[str]:
         elif is_value:
             is_value = False
         else:
-            yield word
+            words.append(word)
+    for flag, value in flags.items():
+        words += [] if value is None else [flag, str(value)]
+    return tuple(words)

@@ -50,11 +50,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """The end of one start of a job.
-
-    ``gained`` says whether it left a newer checkpoint than it found; None if that cannot be seen
-    from here.
-    """
+    """The end of one start of a job: ``gained`` a newer checkpoint; None if that is unseen."""
 
     status: int
     hosts: tuple[str, ...] = ()
@@ -64,8 +60,7 @@ class Attempt:
 def final_status(
     attempts: Sequence[Attempt], max_restarts: int, stopped_by: int | None
 ) -> int | None:
-    """Return launch's exit status after the last of ``attempts``; None if the job is to start
-    again. Raises ``GaveUp``.
+    """Return launch's exit status; None if the job is to start again. Raises ``GaveUp``.
 
     ``stopped_by`` is a signal that was passed on to the job.
     """
@@ -85,18 +80,14 @@ def final_status(
     gained_nothing = last.gained is False and before is not None and before.gained is False
     if before is not None and before.hosts == last.hosts and gained_nothing:
         raise GaveUp(
-            "failed twice in a row on the same hosts without a new checkpoint: a third start would "
-            "most likely fail too; mend what is said above, or save more often "
-            "(--checkpoint-every)"
+            "failed twice in a row on the same hosts without a new checkpoint: mend what is said "
+            "above, or save more often (--checkpoint-every)"
         )
     return None
 
 
 def run(words: Sequence[str]) -> int:
-    """Start the job as often as it makes sense.
-
-    Return the exit status: 0 done; 1 given up; 2 bad input; 128 + n after signal n.
-    """
+    """Start the job as often as it makes sense; return the exit status."""
     options = read_options(words)
     supervisor = Supervisor(options.control)
     with supervisor.listening():
@@ -148,40 +139,37 @@ class Launcher:
 
     def _ask(self) -> dict[str, Finding]:
         """Return what keeps hosts from running ranks, by host."""
-        launch = self.launch
-        if launch.hostfile is None:
+        flags = self.launch.flags
+        if flags.hostfile is None:
             return {}
-        remote = RemoteLogin(
-            agent=tuple(shlex.split(launch.agent or "ssh")),
-            python=launch.python,
-            daemon=str(self.mpirun.with_name("prted")),
-        )
-        return check_hosts({each.host: each.login for each in launch.machines}, remote)
+        agent, daemon = shlex.split(flags.agent or "ssh"), str(self.mpirun.with_name("prted"))
+        logins = {each.host: each.login for each in self.launch.machines}
+        return check_hosts(logins, RemoteLogin(tuple(agent), flags.python, daemon))
 
     def _words(self, start: Start, hostfile: Path | None) -> list[str]:
         """Return the command line of mpirun."""
-        launch = self.launch
-        words = [str(self.mpirun)]
-        if hostfile is not None:
-            words += ["--hostfile", str(hostfile)]
-        words += ["-n", str(start.ranks)]
-        if launch.agent is not None:
-            words += ["--prtemca", "plm_ssh_agent", launch.agent]
-        hosts = () if launch.hostfile is None else launch.hosts
-        words += [*settings_for(hosts, launch.ranks, launch.extra), *launch.extra]
-        return [*words, launch.python, "-m", f"shardmlx.{launch.command}", *start.options]
+        launch, flags = self.launch, self.launch.flags
+        extra = shlex.split(flags.mpirun_options)
+        return [
+            str(self.mpirun),
+            *(() if hostfile is None else ("--hostfile", str(hostfile))),
+            *("-n", str(start.ranks)),
+            *(() if flags.agent is None else ("--prtemca", "plm_ssh_agent", flags.agent)),
+            *settings_for(() if hostfile is None else launch.hosts, launch.ranks, extra),
+            *extra,
+            *(flags.python, "-m", f"shardmlx.{launch.command}", *start.options),
+        ]
 
     def _run(self, start: Start) -> Attempt:
-        hostfile = self.launch.hostfile
+        given = self.launch.flags.hostfile
+        hostfile = None if given is None else Path(given)
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
             if hostfile is not None and start.hosts != self.launch.hosts:
                 hostfile = directory / hostfile.name
                 left = [each for each in self.launch.machines if each.host in start.hosts]
-                hostfile.write_text(
-                    "".join(f"{each.login} slots={each.slots}\n" for each in left),
-                    encoding="utf-8",
-                )
+                lines = [f"{each.login} slots={each.slots}\n" for each in left]
+                hostfile.write_text("".join(lines), encoding="utf-8")
             words = self._words(start, hostfile)
             print(f"$ {shlex.join(words)}", flush=True)
             before = self._checkpoints()
@@ -220,8 +208,7 @@ class Launcher:
             _say(f"{host} is back")
         first = launch.hosts[0]
         if first in findings:
-            finding = findings[first]
-            raise GaveUp(f"{first}, the host of rank 0: {finding.problem}: {finding.remedy}")
+            raise GaveUp(f"the host of rank 0, {findings[first]}")
         ranks, options = launch.ranks, launch.options
         if len(left) < len(launch.hosts):
             machines = [machine for machine in launch.machines if machine.host in left]

@@ -26,11 +26,8 @@ _INCLUDE = {
 
 
 def mpirun_path() -> Path:
-    """Return the mpirun that belongs to this Python, or else the one in ``PATH``.
-
-    Raise ``UserError`` without one. A whole path makes mpirun find its daemons in the same place on
-    the other hosts.
-    """
+    """Return the mpirun that belongs to this Python, or else the one in ``PATH``: a whole path
+    makes mpirun find its daemons there on other hosts too. ``UserError`` without one."""
     own = Path(sys.executable).with_name("mpirun")
     if own.exists():
         return own
@@ -49,10 +46,7 @@ def settings_for(
     given: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
 ) -> tuple[str, ...]:
-    """Return the options that mpirun needs beside those ``given``, by flag or environment.
-
-    ``hosts`` are a hostfile's; without any, this machine's cores are the slots.
-    """
+    """Return the options that mpirun needs beside those ``given``, by flag or environment."""
     environ = os.environ if environ is None else environ
     words: list[str] = []
     if os.geteuid() == 0 and not all(name in environ for name in _AS_ROOT):
@@ -67,11 +61,8 @@ def settings_for(
 
 
 def common_network(hosts: Sequence[str], own: Sequence[tuple[str, str]]) -> str | None:
-    """Return the network of this machine in which all ``hosts`` have their addresses; None if there
-    are names among them, or one host only.
-
-    ``own`` are this machine's IPv4 addresses with their netmasks.
-    """
+    """Return the network of this machine, one of its ``own`` addresses with netmasks, in which all
+    ``hosts`` have theirs; None if there are names among them, or one host only."""
     if len(hosts) < 2:
         return None
     try:

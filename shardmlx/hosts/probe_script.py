@@ -37,10 +37,7 @@ def versions() -> dict[str, str | None]:
 
 
 def listen() -> socket.socket:
-    """Return a socket on a free port of all IPv4 addresses, as Open MPI opens them.
-
-    The system accepts connections to it.
-    """
+    """Return a socket on a free port of all IPv4 addresses, as Open MPI opens them."""
     return socket.create_server(("", 0), backlog=64)
 
 
@@ -70,8 +67,7 @@ def _say(answer: dict[str, object]) -> None:
 
 
 def main() -> None:
-    """Print the facts of this host, try the targets in a line of stdin, and stay until stdin ends,
-    so that others can connect."""
+    """Print the facts of this host, try the targets of a line of stdin, and stay until it ends."""
     with listen() as listener:
         _say(
             {

@@ -58,8 +58,7 @@ class RemoteLogin:
     daemon: str
 
     def command(self, login: str | None) -> list[str]:
-        """Return the command line that starts the probe on a host, by its ``login`` in the
-        hostfile; on this machine without one."""
+        """Return the command line that starts the probe; on this machine without a ``login``."""
         words = [self.python, "-c", _BOOT, self.daemon]
         if login is None:
             return words

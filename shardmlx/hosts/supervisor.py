@@ -81,11 +81,8 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def run(self, command: Sequence[str], mark: Path, *, ranks_here: bool = False) -> int:
-        """Run a command, whose ranks get ``mark``; return its status as a shell counts.
-
-        An mpirun all of whose ``ranks_here`` were its children is ended once they are gone, if it
-        does not end by itself.
-        """
+        """Run a command, whose ranks get ``mark``; return its status as a shell counts. An mpirun
+        all of whose ranks were its children, ``ranks_here``, is ended once they are gone."""
         self._is_starting = True
         # In a session of its own, mostly: a terminal sends Ctrl-C to all processes of a group, but
         # only this one is to get it.
@@ -162,8 +159,7 @@ def _has_child(pid: int) -> bool:
 
 
 def _is_read() -> bool:
-    """Return whether this process's output, also mpirun's, accepts more: a closed pager's does not,
-    and mpirun then still holds the ranks' last lines."""
+    """Return whether this process's output accepts more: until then mpirun holds lines back."""
     with contextlib.suppress(OSError):  # one of them is closed
         return select.select([], [1, 2], [], 0)[1] == [1, 2]
     return True
