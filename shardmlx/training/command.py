@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -23,8 +23,6 @@ from shardmlx.training.setup import (
     planned_columns,
 )
 from shardmlx.training.trainer import Trainer
-
-_MINUTE, _HOUR = 60.0, 3600.0
 
 
 def train_model(
@@ -93,8 +91,16 @@ def dry_run(config: TrainConfig, transport: Transport, reporter: Reporter) -> No
     reporter.table(("rank", "host", "layers", *PLANNED), rows)
     if config.train:
         reporter.say(_time(planned))
-        for line in _files(planned):
-            reporter.say(line)
+        outputs = planned.outputs
+        for what, place in (
+            ("the model" if planned.way.fine_tune.is_full else "adapters", outputs.adapter_path),
+            ("checkpoints", planned.checkpoints.checkpoint_dir),
+            ("metrics", outputs.metrics_file),
+            ("a trace", outputs.trace),
+        ):
+            if place is not None:
+                is_there = ", which is there" if Path(place).exists() else ""
+                reporter.say(f"Would write {what} to {place}{is_there}")
     reporter.say("Dry run: nothing was loaded or written")
 
 
@@ -109,40 +115,9 @@ def _time(planned: PlannedRun) -> str:
     is_measured = planned.cluster.profile is not None
     source = "measured times" if is_measured else "the FLOP/s of the hostfile, an estimate"
     return (
-        f"Time of a step: {step:.3g} s, of {iters} steps {_words(step * iters)}, "
+        f"Time of a step: {step:.3g} s, of {iters} steps {timedelta(seconds=round(step * iters))}, "
         f"predicted from {source}; validation and saving come on top"
     )
-
-
-def _words(seconds: float) -> str:
-    if seconds < 2 * _MINUTE:
-        return f"{seconds:.0f} s"
-    if seconds < 2 * _HOUR:
-        return f"{seconds / _MINUTE:.0f} min"
-    return f"{seconds / _HOUR:.1f} h"
-
-
-def _files(planned: PlannedRun) -> Iterator[str]:
-    """Yield a line for each output of the run, on rank 0 unless it says more."""
-    outputs, checkpoints = planned.outputs, planned.checkpoints
-    what = "the model" if planned.workload.fine_tune.is_full else "adapters"
-    place, every = _place(outputs.adapter_path), planned.steps.save_every
-    yield f"Would write {what} to {place}, every {every} steps"
-    if checkpoints.checkpoint_dir is not None:
-        yield (
-            f"Would write checkpoints to {_place(checkpoints.checkpoint_dir)}, every "
-            f"{checkpoints.checkpoint_every} steps, and keep {checkpoints.keep_checkpoints} "
-            f"(--checkpoint-storage {checkpoints.checkpoint_storage})"
-        )
-    else:
-        yield "Would write no checkpoints: give --checkpoint-dir to resume a run"
-    for name, file in (("metrics", outputs.metrics_file), ("a trace", outputs.trace)):
-        if file is not None:
-            yield f"Would write {name} to {_place(file)}"
-
-
-def _place(path: str) -> str:
-    return f"{path}, which is there" if Path(path).exists() else path
 
 
 def _open_viewers(outputs: OutputOptions, on_event: Listener | None, stack: ExitStack) -> Reporter:

@@ -5,10 +5,10 @@ Only rank 0 reads data; the other ranks get their batches from it.
 
 from __future__ import annotations
 
-import functools
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,11 +125,16 @@ def _find_sets(options: DataOptions) -> tuple[dict[str, list[_RawSet]], list[str
     sources: list[Callable[[str], _RawSet]]
     if given is not None:
         entries = [given] if isinstance(given, Mapping) else given
-        sources = [functools.partial(_read_entry, each) for each in entries]
+        sources = [
+            partial(_read_entry, each, f"hf_dataset {each['path']}", None) for each in entries
+        ]
     elif not directory.exists():
-        sources = [functools.partial(_set_of_hub, options, _load_from_hub(options.data))]
+        splits = {f"{name}_split": name for name in _SPLITS}
+        entry = {"path": options.data, **splits, **asdict(FeatureKeys.of(options))}
+        where = f"--data {options.data}, which is no directory here,"
+        sources = [partial(_read_entry, entry, where, "valid")]
     elif directory.is_dir():
-        sources = [functools.partial(_read_file, directory, options)]
+        sources = [partial(_read_file, directory, options)]
     else:
         raise UserError(f"--data {directory} is a file", "name the directory with train.jsonl")
     sets, warnings = {}, []
@@ -167,51 +172,28 @@ def _read_file(directory: Path, options: DataOptions, name: str) -> _RawSet:
     return _RawSet(str(path), options, parse_rows(path, content), path.suffix == ".parquet")
 
 
-def _read_entry(entry: Mapping[str, Any], name: str) -> _RawSet:
-    """Read one data set of ``hf_dataset``, alone or in a mixture. Its keys are its own."""
+def _read_entry(entry: Mapping[str, Any], where: str, optional: str | None, name: str) -> _RawSet:
+    """Read a set of one data set of Hugging Face's package; the ``optional`` one may be missing."""
     keys = FeatureKeys(**{each: key for each, key in entry.items() if each.endswith("_feature")})
-    path, key = entry["path"], f"{name}_split"
-    split = entry.get(key, _SPLITS[name])
-    what = f"hf_dataset {path}" + ("" if split is None else f", {key} {split}")
-    how = entry.get("config") or {}
-    rows = _load(path, what, f"look at path, config and {key}", split=split, **how)
-    if split is None:
-        raise UserError(
-            f"{what} names no {key}, and has the splits {', '.join(sorted(rows))}",
-            f"name one as {key}",
-        )
-    weight = float(entry.get("weight", 1))
-    return _RawSet(f"{path}, {name} set", keys, rows, adds_nulls=True, weight=weight)
-
-
-def _load_from_hub(data: str) -> Any:
-    return _load(data, f"--data {data}, which is no directory here,", "name another")
-
-
-def _set_of_hub(options: DataOptions, found: Any, name: str) -> _RawSet:
-    """Return a set of the hub's data set in ``--data``."""
-    others = f", and has the splits {', '.join(sorted(found))}: name them in hf_dataset"
-    return _RawSet(
-        f"{options.data}, {name} set",
-        options,
-        found.get(name, ()),
-        adds_nulls=True,
-        others="" if name in found else others,
-    )
-
-
-def _load(path: str, what: str, remedy: str, **how: Any) -> Any:
-    """Load a data set with Hugging Face's package; a ``UserError`` names it by ``what``."""
+    path, split = entry["path"], entry.get(f"{name}_split", _SPLITS[name])
+    remedy = f"name another, or look at path, config and {name}_split of hf_dataset"
     try:
         from datasets import load_dataset
 
-        return load_dataset(path, **how)
+        if split is None:
+            raise ValueError(f"{name}_split has no default")
+        rows = load_dataset(path, split=split, **(entry.get("config") or {}))
     except ImportError:
         raise UserError(
-            f"{what} needs the datasets package", f"pip install datasets, or {remedy}"
+            f"{where} needs the datasets package", "pip install datasets, or name a directory"
         ) from None
     except Exception as error:
-        raise UserError(f"{what} cannot be loaded: {one_line(error)}", remedy) from None
+        problem = f"{where} gives no {name} set by split {split}: {one_line(error)}"
+        if name != optional:
+            raise UserError(problem, remedy) from None
+        return _RawSet(where, keys, others=f" ({problem})")
+    weight = float(entry.get("weight", 1))
+    return _RawSet(f"{path}, {name} set", keys, rows, adds_nulls=True, weight=weight)
 
 
 def _mixed(parts: Sequence[Samples], weights: Sequence[float]) -> Samples:

@@ -29,7 +29,7 @@ def test_a_dry_run_says_what_a_run_would_do_and_does_nothing(
     (time,) = (each for each in lines if each.startswith("Time of a step: "))
     assert "of 20 steps" in time
     assert "the FLOP/s of the hostfile, an estimate" in time
-    assert f"Would write adapters to {tmp_path / 'adapters'}, every 100 steps" in lines
+    assert f"Would write adapters to {tmp_path / 'adapters'}" in lines
     assert lines[-1] == "Dry run: nothing was loaded or written"
     assert set(tmp_path.iterdir()) == before
 
@@ -37,7 +37,6 @@ def test_a_dry_run_says_what_a_run_would_do_and_does_nothing(
 def test_without_mpirun_and_speeds_there_is_a_plan_too(small: Path, pirate: Path) -> None:
     job = train_well(1, "--model", small, "--data", pirate, "--num-layers", "4", "--dry-run")
     assert "Time of a step: not known: measure it with shardmlx profile" in job.stdout
-    assert "Would write no checkpoints: give --checkpoint-dir to resume a run" in job.stdout
 
 
 def test_an_option_that_has_no_effect_in_this_layout_is_said(small: Path, pirate: Path) -> None:

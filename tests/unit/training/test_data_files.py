@@ -161,7 +161,7 @@ def test_a_data_set_that_is_not_there_is_named(local_sets: Path) -> None:
     given = {"path": "csv", "config": {"data_files": "none.csv"}}
     with pytest.raises(
         UserError,
-        match=r"^hf_dataset csv, train_split .*none.csv.*: look at path, config and train_split",
+        match=r"^hf_dataset csv gives no train set .*none.csv.*config and train_split",
     ):
         read(local_sets, hf_dataset=given)
 

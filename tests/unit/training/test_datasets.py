@@ -244,8 +244,12 @@ def test_rows_of_which_nothing_is_learnt_are_counted_and_refused_if_all_are(
 
 
 def hub_gives(monkeypatch: pytest.MonkeyPatch, **sets: list[dict[str, str]]) -> None:
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets, "load_dataset", lambda name: sets)
+    def load(path: str, split: str) -> list[dict[str, str]]:
+        if split not in sets:
+            raise ValueError(f"Unknown split {split!r}.\nShould be one of {list(sets)}.")
+        return sets[split]
+
+    monkeypatch.setattr(pytest.importorskip("datasets"), "load_dataset", load)
 
 
 def test_a_hub_data_set_may_have_more_sets_than_the_run_needs(
@@ -260,8 +264,11 @@ def test_splits_of_other_names_are_said(monkeypatch: pytest.MonkeyPatch) -> None
     rows = [{"text": "abc"}]
     hub_gives(monkeypatch, train=rows, validation=rows)
     (warning,) = read("someone/something").warnings
-    assert "train, validation" in warning
-    assert "train, validation" in error_of("someone/something", test=True).problem
+    assert "has no validation set" in warning
+    assert "Should be one of ['train', 'validation']" in warning
+    error = error_of("someone/something", test=True)
+    assert "someone/something, which is no directory here, gives no test set" in error.problem
+    assert "test_split of hf_dataset" in error.remedy
 
 
 def test_a_row_of_a_hub_data_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,14 +276,6 @@ def test_a_row_of_a_hub_data_set_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     message = error_of("someone/something").problem
     assert message.startswith("someone/something, train set, row 2 has no key 'text'")
     assert "'words'" in message
-
-
-def test_a_hub_data_set_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(name: str) -> None:
-        raise ValueError("Not found\nHugging Face dataset")
-
-    monkeypatch.setattr(pytest.importorskip("datasets"), "load_dataset", fail)
-    assert "Not found Hugging Face dataset" in error_of("someone/something").problem
 
 
 def test_a_missing_directory_without_the_datasets_package(monkeypatch: pytest.MonkeyPatch) -> None:
