@@ -61,20 +61,6 @@ def test_the_loss_curve_is_that_without_pieces(
     assert found == pytest.approx(validated, rel=1e-5)
 
 
-def test_a_checkpoint_goes_on_in_pieces(small: Path, texts: Path, tmp_path: Path) -> None:
-    given: list[str | Path] = ["--model", small, "--data", texts, "--val-batches", "0"]
-    whole = run(tmp_path, "whole", *WHOLE, *given)
-    given += ["--checkpoint-dir", tmp_path / "checkpoints", "--checkpoint-every", "2"]
-    run(tmp_path, "first", *WHOLE, *given)
-    newest = max((tmp_path / "checkpoints").glob("step-*"))
-    first = min((tmp_path / "checkpoints").glob("step-*"))
-    assert first != newest
-    again = ("--resume", first, "--recompute", "selective")
-    ours = run(tmp_path, "second", *PIECES, *given, *again)
-    assert [report["step"] for report in ours] == [3, 4]
-    assert losses(ours) == pytest.approx(losses(whole)[2:], rel=1e-5)
-
-
 @pytest.fixture
 def long_run(small: Path, tmp_path: Path) -> list[str | Path]:
     """Options of a run with sequences of 2048 tokens."""

@@ -111,12 +111,12 @@ def test_a_loss_scale_that_was_too_large_is_halved_on_all_ranks(
     assert all(np.array_equal(resumed[name], weights[name]) for name in weights)
 
 
-@pytest.mark.parametrize("layout", [["--pipeline-stages", "2"], ["--zero", "3"]])
 def test_an_update_of_several_steps_that_overflows_is_that_of_a_run_in_which_none_does(
-    flags: list[str | Path], layout: list[str], tmp_path: Path
+    flags: list[str | Path], tmp_path: Path
 ) -> None:
     """To the bit: factors are powers of two. Dropout draws the same masks again."""
-    flags += ["--iters", "6", "--grad-accumulation-steps", "2", "--loss-scale", "auto", *layout]
+    flags += ["--iters", "6", "--grad-accumulation-steps", "2", "--loss-scale", "auto"]
+    flags += ["--zero", "3"]
     config = tmp_path / "config.yaml"
     config.write_text("lora_parameters: {rank: 4, scale: 2.0, dropout: 0.3}")
     flags += ["--config", config, "--checkpoint-every", "100"]
@@ -176,23 +176,17 @@ def earlier(adapters: Path, tmp_path: Path) -> dict[str, bytes]:
     return digest(Path(shutil.copytree(adapters, tmp_path / "out")))
 
 
-@pytest.mark.parametrize(("iters", "step", "of"), [("50", 7, 7), ("4", 4, 4)])
 def test_a_run_that_skips_most_of_its_updates_fails_and_saves_nothing(
-    flags: list[str | Path],
-    earlier: dict[str, bytes],
-    tmp_path: Path,
-    iters: str,
-    step: int,
-    of: int,
+    flags: list[str | Path], earlier: dict[str, bytes], tmp_path: Path
 ) -> None:
     """Its first update makes weights of 1e30, with which no other can be made."""
-    much = ["--learning-rate", "1e30", "--on-nonfinite", "skip", "--iters", iters]
+    much = ["--learning-rate", "1e30", "--on-nonfinite", "skip", "--iters", "50"]
     job = train(1, *flags, *much, "--save-every", "1", "--checkpoint-every", "1")
     assert job.returncode == 1, job.output
     (line,) = job.error_lines
-    assert f"failed: step {step}: " in line
+    assert "failed: step 7: " in line
     assert line.endswith(
-        f"{of - 1} of the last {of} updates were skipped: nothing more is saved, what was in "
+        f"6 of the last 7 updates were skipped: nothing more is saved, what was in "
         f"{tmp_path}/out stays; lower --learning-rate, or give --dtype float32"
     )
     assert "warning: step 1: with its weights the loss of the last batch is not" in job.stdout
@@ -214,16 +208,6 @@ def test_weights_that_are_not_finite_replace_nothing(
         r"give --dtype float32$",
         line,
     )
-    assert digest(tmp_path / "out") == earlier
-
-
-def test_a_run_that_stops_at_its_first_step_leaves_what_was_there(
-    flags: list[str | Path], earlier: dict[str, bytes], tmp_path: Path
-) -> None:
-    """Its own adapters are those that it began with."""
-    job = overflow(1, flags, step=1)
-    assert job.returncode == 1, job.output
-    assert f"no update was made yet: nothing more is saved, what was in {tmp_path}" in job.output
     assert digest(tmp_path / "out") == earlier
 
 
