@@ -1,8 +1,8 @@
 """The fate of a job, as one rank sees it: events go in, actions come out.
 
-Rank 0 hears every rank, and every rank hears rank 0. ``JobFate`` decides; the thread of
-``job_watch`` feeds it events and carries out its actions. No MLX, no MPI, no messages, no threads,
-no clocks.
+Rank 0 hears every rank, and every rank hears rank 0. ``JobFate`` decides: each event is a call, at
+a time in seconds of any clock. The thread of ``job_watch`` makes the calls, and carries out the
+actions. No MLX, no MPI, no messages, no threads, no clocks.
 """
 
 from __future__ import annotations
@@ -47,23 +47,8 @@ class Beat:
 
 
 @dataclass(frozen=True, slots=True)
-class Signalled:
-    """Event: this process was sent signals."""
-
-    numbers: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """Event: a sign of life has come."""
-
-    peer: int
-    beat: Beat
-
-
-@dataclass(frozen=True, slots=True)
-class Looked:
-    """Event: time has passed.
+class Look:
+    """The state of this host.
 
     ``processes`` has the peers' processes that are ``gone`` or ``stopped``; ``launched`` tells
     whether mpirun, or its daemon, still runs, and ``failed`` whether this rank cannot go on, which
@@ -74,9 +59,6 @@ class Looked:
     processes: Mapping[int, str | None] = field(default_factory=dict)
     launched: bool = True
     failed: bool = False
-
-
-Event = Signalled | Heard | Looked
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,19 +150,8 @@ class JobFate:
             (peer.last.signals[0] for peer in self._peers.values() if peer.last.signals), None
         )
 
-    def step(self, event: Event, now: float) -> list[Action]:
-        """Return the actions after an event at ``now``, in seconds of any clock."""
-        if self._over:
-            return []
-        match event:
-            case Signalled(numbers):
-                return self._signalled(numbers, now)
-            case Heard(peer, beat):
-                return self._heard(peer, beat, now)
-            case Looked():
-                return self._look(event, now)
-
-    def _signalled(self, numbers: tuple[int, ...], now: float) -> list[Action]:
+    def signalled(self, numbers: Iterable[int], now: float) -> list[Action]:
+        """Return the actions after this process was sent signals."""
         for number in numbers:
             if number == signal.SIGCONT:
                 self._continued = now
@@ -190,7 +161,8 @@ class JobFate:
                     self._killed = now
         return [self._send(now)]
 
-    def _heard(self, peer: int, beat: Beat, now: float) -> list[Action]:
+    def heard(self, peer: int, beat: Beat, now: float) -> list[Action]:
+        """Return the actions after a sign of life has come."""
         if peer in self._peers:
             self._peers[peer].heard = now
             self._peers[peer].last = beat
@@ -199,23 +171,26 @@ class JobFate:
         self._failure_reported_at = now
         return [Do.STAY_SILENT]
 
-    def _look(self, event: Looked, now: float) -> list[Action]:
-        self._activity = event.activity
-        if event.failed and self._failed is None:
+    def looked(self, look: Look, now: float) -> list[Action]:
+        """Return the actions after a look at this host, when time has passed."""
+        if self._over:
+            return []
+        self._activity = look.activity
+        if look.failed and self._failed is None:
             self._failed = now
         slept, self._looked = now - self._looked > OWN_SLEEP, now
         for rank, peer in self._peers.items():
             if slept:
                 peer.heard, peer.gone_since = now, None
-            if event.processes.get(rank) != "gone":
+            if look.processes.get(rank) != "gone":
                 peer.gone_since = None
             elif peer.gone_since is None:
                 peer.gone_since = now
-        self.quiet = self._silent_for(now, SECONDS_OF_QUIET, event)
+        self.quiet = self._silent_for(now, SECONDS_OF_QUIET, look)
         actions: list[Action] = []
         if self._sent is None or now - self._sent >= PERIOD / 2:
             actions.append(self._send(now))
-        verdict = self._verdict(event, now)
+        verdict = self._verdict(look, now)
         if verdict is not None:
             actions.append(verdict)
             self._over = not isinstance(verdict, Fail)
@@ -230,14 +205,14 @@ class JobFate:
         self._sent = now
         return Send(peers, Beat(self._activity, self._own))
 
-    def _verdict(self, event: Looked, now: float) -> Action | None:
-        if not event.launched:
+    def _verdict(self, look: Look, now: float) -> Action | None:
+        if not look.launched:
             return Do.EXIT
         if self._failed is not None and now - self._failed >= SECONDS_TO_RAISE:
             return Do.GIVE_UP
         if self._failure_reported_at is not None:
             return Do.EXIT if now - self._failure_reported_at > SECONDS_TO_BE_ENDED else None
-        return self._death(now) or self._interruption(now) or self._silence(event, now)
+        return self._death(now) or self._interruption(now) or self._silence(look, now)
 
     def _alive(self) -> Iterable[_Peer]:
         return (peer for peer in self._peers.values() if peer.last.state is State.ALIVE)
@@ -269,16 +244,16 @@ class JobFate:
             return End(128 + number, f"interrupted by {signal.Signals(number).name}")
         return None
 
-    def _silence(self, event: Looked, now: float) -> Action | None:
-        text = self._silent_for(now, self.limit, event)
-        return None if text is None or event.failed else Fail(text)
+    def _silence(self, look: Look, now: float) -> Action | None:
+        text = self._silent_for(now, self.limit, look)
+        return None if text is None or look.failed else Fail(text)
 
-    def _silent_for(self, now: float, seconds: float, event: Looked) -> str | None:
+    def _silent_for(self, now: float, seconds: float, look: Look) -> str | None:
         """Return in words which rank has been silent for so long."""
         for rank, peer in self._peers.items():
             if peer.last.state is not State.ALIVE or now - peer.heard < seconds:
                 continue
-            stopped = event.processes.get(rank) == "stopped"
+            stopped = look.processes.get(rank) == "stopped"
             return (
                 f"{peer.name} has given no sign of life for {seconds:g} s"
                 f"{': its process is stopped' if stopped else ''}; it was last in "

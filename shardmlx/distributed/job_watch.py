@@ -22,13 +22,10 @@ from shardmlx.distributed.fate import (
     Beat,
     Do,
     End,
-    Event,
     Fail,
-    Heard,
     JobFate,
-    Looked,
+    Look,
     Send,
-    Signalled,
     State,
 )
 from shardmlx.distributed.messages import PeerLost
@@ -127,38 +124,36 @@ class JobWatch:
     def _look(self) -> None:
         states = {peer: process_state(pid) for peer, pid in self._pids.items()}
         failed = self._activity.failure is not None
-        self._tell(Looked(str(self._activity), states, self._shutdown.launched(), failed))
+        look = Look(str(self._activity), states, self._shutdown.launched(), failed)
+        self._obey(self.fate.looked(look, time.monotonic()))
         numbers = self._signals.wait(HURRY if self._in_hurry else self.fate.pause)
         if numbers:
-            self._tell(Signalled(tuple(numbers)))
+            self._obey(self.fate.signalled(numbers, time.monotonic()))
         for peer, data in self._channel.fetch():
-            self._tell(Heard(peer, pickle.loads(data)))
+            self._obey(self.fate.heard(peer, pickle.loads(data), time.monotonic()))
 
-    def _tell(self, event: Event) -> None:
-        for action in self.fate.step(event, time.monotonic()):
-            self._obey(action)
-
-    def _obey(self, action: Action) -> None:
-        match action:
-            case Send(peers, beat):
-                self._send(peers, beat)
-            case Do.STAY_SILENT:
-                self._shutdown.reported.set()
-            case Fail(reason):
-                self.fail(PeerLost(reason))
-            case End(code, reason, died):
-                text = reason
-                if died:
-                    # mpirun leaves no time for the main thread to report it.
-                    self._activity.failure = PeerLost(reason)
-                    text = f"failed: {self._activity.where()}: {reason}"
-                self._shutdown.say(text)
-                self._end(code, reason)
-            case Do.GIVE_UP:
-                self._give_up()
-            case Do.EXIT:
-                self._shutdown.ensure_mpirun_ends()
-                os._exit(1)
+    def _obey(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send(peers, beat):
+                    self._send(peers, beat)
+                case Do.STAY_SILENT:
+                    self._shutdown.reported.set()
+                case Fail(reason):
+                    self.fail(PeerLost(reason))
+                case End(code, reason, died):
+                    text = reason
+                    if died:
+                        # mpirun leaves no time for the main thread to report it.
+                        self._activity.failure = PeerLost(reason)
+                        text = f"failed: {self._activity.where()}: {reason}"
+                    self._shutdown.say(text)
+                    self._end(code, reason)
+                case Do.GIVE_UP:
+                    self._give_up()
+                case Do.EXIT:
+                    self._shutdown.ensure_mpirun_ends()
+                    os._exit(1)
 
     def _send(self, peers: Iterable[int], beat: Beat) -> None:
         data = pickle.dumps(beat)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from shardmlx.distributed import fate, job_watch
-from shardmlx.distributed.fate import Action, Beat, Event, JobFate, State
+from shardmlx.distributed.fate import Action, Beat, JobFate, Look, State
 from shardmlx.distributed.job_watch import JobWatch
 from shardmlx.distributed.messages import PeerLost
 from shardmlx.distributed.shutdown import JobShutdown
@@ -115,10 +115,10 @@ def test_an_error_on_the_thread_is_this_rank_s_failure_and_ends_the_job(
     """The others would find it silent."""
     monkeypatch.setattr(job_watch, "SECONDS_TO_RAISE", 0.0)
 
-    def fail(fate: JobFate, event: Event, now: float) -> list[Action]:
+    def fail(fate: JobFate, look: Look, now: float) -> list[Action]:
         raise KeyError("stage 1")
 
-    monkeypatch.setattr(JobFate, "step", fail)
+    monkeypatch.setattr(JobFate, "looked", fail)
     job = Job()
     assert job.ended.wait(10)
     job.watch.close()
