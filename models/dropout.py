@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -57,19 +58,16 @@ class KeyedDropout(nn.Module):
 
     def _keys(self, rows: int, length: int) -> mx.array:
         """Return keys (rows x length, 2): one half with the row added, the other the position."""
-        row, position = (
-            mx.meshgrid(mx.arange(rows), mx.arange(length), indexing="ij")
-            if self._places is None
-            else map(mx.array, self._places)
-        )
-        halves = (
-            numbers.astype(mx.uint32) + mx.array(start % 2**32, mx.uint32)
-            for numbers, start in (
-                (row, self._key[0] + self._first_row),
-                (position, self._key[1]),
-            )
-        )
-        return mx.stack([*halves], axis=-1).reshape(-1, 2)
+        if self._places is None:
+            numbers = mx.meshgrid(mx.arange(rows), mx.arange(length), indexing="ij")
+        else:
+            numbers = tuple(map(mx.array, self._places))
+        starts = (self._key[0] + self._first_row, self._key[1])
+        halves = [
+            each.astype(mx.uint32) + mx.array(start % 2**32, mx.uint32)
+            for each, start in zip(numbers, starts, strict=True)
+        ]
+        return mx.stack(halves, axis=-1).reshape(-1, 2)
 
 
 class KeyedExperts(SwitchGLU):
@@ -111,22 +109,18 @@ def key_every_dropout(layer: nn.Module) -> list[KeyedDropout]:
     found = []
     for _, module in sorted(layer.named_modules(), key=lambda item: item[0]):
         for name, child in sorted(module.children().items()):
-            if isinstance(child, nn.Dropout) and keep_probability(child) < 1:
+            if _is_active(child):
                 module[name] = KeyedDropout(keep_probability(child))
                 module[name].train(child.training)
+            elif type(child) is SwitchGLU and any(map(_is_active, child.modules())):
+                module[name] = KeyedExperts(child)
             if isinstance(module[name], KeyedDropout):
                 found.append(module[name])
-            if type(child) is SwitchGLU and _has_dropout(child):
-                module[name] = KeyedExperts(child)
     return found
 
 
-def _has_dropout(module: nn.Module) -> bool:
-    return any(
-        isinstance(each, KeyedDropout)
-        or (isinstance(each, nn.Dropout) and keep_probability(each) < 1)
-        for each in module.modules()
-    )
+def _is_active(module: Any) -> bool:
+    return isinstance(module, nn.Dropout) and keep_probability(module) < 1
 
 
 def set_keys(

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from shardmlx.models.blocks import Dense, Experts, Grouped
 from shardmlx.models.config_reader import Config, Fact
-from shardmlx.models.layer_kinds import Windows, all_layers, no_windows
+from shardmlx.models.layer_kinds import Windows, all_layers, no_windows, windows_by_type
 from shardmlx.models.layer_shape import NORMS, SWIGLU, Activation, LayerShape, Norm
 
 _GROUPED, _DENSE = Grouped(), Dense()
@@ -25,6 +25,7 @@ class Family:
     sparse: Callable[[Config], Sequence[bool]] = all_layers
     """Rule that tells which layers have experts in place of the MLP."""
     windows: Callable[[Config], Windows] = no_windows
+    """Rule that tells which layers see a window."""
     is_parallel: Fact = False
     """True if the MLP takes the input of attention, from one norm."""
     norms: tuple[str, ...] = NORMS
@@ -58,8 +59,6 @@ class Family:
     """Prefixes that mlx-lm replaces as it loads, with replacements: the first match counts."""
     stored_otherwise: str | None = None
     """Pattern of names in Hugging Face's files whose tensors mlx-lm cuts or joins."""
-    chooses_caches: bool = False
-    """True if mlx-lm's model makes its KV caches itself, and ignores ``--max-kv-size``."""
     takes_pieces: bool = True
     """False if attention adds something to its scores that pieces do not support."""
     takes_packed: bool = True
@@ -76,6 +75,12 @@ class Family:
     """Types of text models that mlx-lm looks for beside it."""
     text_takes: tuple[str, ...] = ()
     """Fields that the text model takes from the outer config.json, over its own."""
+
+    @property
+    def chooses_caches(self) -> bool:
+        """True if mlx-lm's model makes its KV caches itself, for windows, and ignores
+        ``--max-kv-size``."""
+        return self.windows is not no_windows
 
     def drops(self, name: str) -> bool:
         """Return whether mlx-lm ignores a tensor of this name when it loads the model."""
@@ -118,7 +123,7 @@ class Family:
 
 UNDECLARED = Family(
     tied="as said",
-    chooses_caches=True,
+    windows=windows_by_type,
     takes_pieces=False,
     takes_packed=False,
     takes_batches=False,

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -26,24 +25,24 @@ from shardmlx.models.families import FAMILIES
 
 
 class Parts(NamedTuple):
-    """The parts of mlx-lm's model, and the modules that call them."""
+    """The parts of mlx-lm's model, by path or by name in the module that has them.
+
+    The ``body`` has the embedding, and calls layers and final norm; ``top`` calls it and the head.
+    """
 
     body: nn.Module
-    """The module that has the embedding, and calls layers and final norm."""
     top: nn.Module
-    """The module that calls the body and the head."""
     body_name: str
     layers_name: str
-    """Path of the layers in the body."""
     embedding_name: str
     layers_path: str
     embedding_path: str
     before: Mapping[str, nn.Module]
-    """Modules by path that the body calls before the layers, beside the embedding."""
+    """Modules that the body calls before the layers, beside the embedding."""
     norms: Mapping[str, nn.Module]
-    """Modules of the body by path that it calls after the layers: the final norm."""
+    """Modules that the body calls after the layers: the final norm."""
     heads: Mapping[str, nn.Module]
-    """The head by path; empty if the embedding is the lm_head too."""
+    """The head; empty if the embedding is the lm_head too."""
     body_has_head: bool
     """True if the body calls the head, and gives logits."""
     caches: tuple[int | None, ...]
@@ -51,13 +50,11 @@ class Parts(NamedTuple):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """List of all layers."""
         layers: list[nn.Module] = at(self.body, self.layers_name)
         return layers
 
     @property
     def embedding(self) -> nn.Module:
-        """The embedding, with its adapters."""
         embedding: nn.Module = self.body[self.embedding_name]
         return embedding
 
@@ -296,23 +293,21 @@ def _width(embedding: Any) -> int:
 def _check(traces: Sequence[_Trace], caches: Sequence[Any]) -> None:
     """Raise ``_CannotBeCutError`` unless layers and the modules after them take only hidden states
     from the layers before them."""
-    found = traces[0]
-    if not found.given:
+    one, other = traces
+    if not one.given:
         raise _CannotBeCutError("it does not call its layers one by one")
-    if not found.embedding:
+    if not one.embedding:
         raise _CannotBeCutError("its embedding does not take tokens")
-    own = [each for each in found.caches if each is not None]
+    own = [each for each in one.caches if each is not None]
     if len({*own}) < len(own):
         raise _CannotBeCutError("several of its layers have one cache")
-    for a, b in pairwise(traces):
-        if not all(_same(x, y) for x, y in zip(a.given, b.given, strict=True)):
-            raise _CannotBeCutError("its layers take more than one array of hidden states")
-        if not isinstance(a.result, mx.array) or not _same(a.result, b.result):
-            raise _CannotBeCutError("it takes more than what the last layer gives")
+    if not _same(one.given, other.given):
+        raise _CannotBeCutError("its layers take more than one array of hidden states")
+    if not isinstance(one.result, mx.array) or not _same(one.result, other.result):
+        raise _CannotBeCutError("it takes more than what the last layer gives")
     # A stage may have no layer whose cache knows the position.
-    has_states = any(isinstance(cache, ArraysCache) for cache in caches)
-    takes_position = any(type(each) is int for given in found.given for each in given)
-    if has_states and takes_position:
+    takes_position = any(type(each) is int for given in one.given for each in given)
+    if takes_position and any(isinstance(cache, ArraysCache) for cache in caches):
         raise _CannotBeCutError("its layers take positions that not all their caches know")
 
 

@@ -111,12 +111,12 @@ class ModelShape:
 
     @property
     def family(self) -> Family:
-        """The family of the text model."""
+        """Family of the text model."""
         return FAMILIES[self.text_type] if self.is_declared else UNDECLARED
 
     @property
     def outer_family(self) -> Family:
-        """The family of the model as a whole."""
+        """Family of the model as a whole."""
         return FAMILIES[self.model_type] if self.is_declared else UNDECLARED
 
     @property
@@ -131,7 +131,6 @@ class ModelShape:
 
     @property
     def num_layers(self) -> int:
-        """Number of decoder layers."""
         return len(self.pattern)
 
     @property
@@ -147,7 +146,6 @@ class ModelShape:
         return kinds, tuple(kinds.index(alike[kind]) for kind in self.pattern)
 
     def layer(self, index: int) -> LayerShape:
-        """Return the sizes of a layer."""
         return self.kinds[self.pattern[index]]
 
     def embedding_parameters(self) -> int:
@@ -161,7 +159,6 @@ class ModelShape:
         return norm + (0 if self.tied else head)
 
     def parameters(self) -> int:
-        """Return the number of parameters of the whole model."""
         layers = sum(self.kinds[kind].parameters for kind in self.pattern)
         return self.embedding_parameters() + layers + self.head_parameters()
 

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from shardmlx.errors import UserError
-from shardmlx.models.layer_shape import LayerShape, Norm
+from shardmlx.models.layer_shape import LayerShape
 from shardmlx.models.published_packing import Packing, published_packing
 from shardmlx.models.shape import ModelShape
 
@@ -98,23 +98,21 @@ def read_quantisation(config: Mapping[str, Any]) -> QuantisationConfig | None:
         return QuantisationConfig(Quantisation(*packing.loaded), {}, packing)
     if not isinstance(entry, dict):
         raise UserError(f"config.json: quantization is {entry!r}", _AGAIN)
-    default = _quantisation(entry, "config.json: quantization")
-    modules: dict[str, Quantisation | None] = {}
-    for key, value in entry.items():
-        if isinstance(value, dict):
-            modules[key] = _quantisation(value, f"config.json: quantization of {key}")
-        elif value is False:
-            modules[key] = None
-    return QuantisationConfig(default, modules)
+    modules = {
+        key: _quantisation(value, f" of {key}") if value is not False else None
+        for key, value in entry.items()
+        if isinstance(value, dict) or value is False
+    }
+    return QuantisationConfig(_quantisation(entry), modules)
 
 
-def _quantisation(entry: Mapping[str, Any], where: str) -> Quantisation:
+def _quantisation(entry: Mapping[str, Any], where: str = "") -> Quantisation:
     mode = entry.get("mode", "affine")
     bits, group_size = DEFAULTS.get(mode, (4, 64)) if isinstance(mode, str) else (4, 64)
     try:
         return Quantisation(entry.get("bits", bits), entry.get("group_size", group_size), mode)
     except (UserError, TypeError) as error:
-        raise UserError(f"{where}: {error}") from None
+        raise UserError(f"config.json: quantization{where}: {error}") from None
 
 
 def infer_quantisation(
@@ -138,7 +136,7 @@ def infer_quantisation(
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A module with a ``weight``. ``is_quantisable`` for a linear layer, or the embedding. A
+    """A module with a ``weight``, ``is_quantisable`` if it is a linear layer or the embedding. A
     ``bare`` one is a plain array."""
 
     weight: tuple[int, ...]
@@ -157,29 +155,25 @@ def modules(shape: ModelShape, *, separate_experts: bool = False) -> dict[str, M
     for index in range(shape.num_layers):
         for path, module in _layer(shape.layer(index), separate_experts):
             result[f"{shape.names.layers}{index}.{path}"] = module
-    result[shape.names.norm] = _norm(Norm(hidden, hidden, shape.family.norm_bias))
+    norm_bias, head_bias = shape.family.norm_bias, shape.family.head_has_bias
+    result[shape.names.norm] = Module((hidden,), (hidden,) if norm_bias else None, False)
     if not shape.tied:
-        bias = (vocabulary,) if shape.family.head_has_bias else None
-        result[shape.names.head] = Module((vocabulary, hidden), bias)
+        result[shape.names.head] = Module(
+            (vocabulary, hidden), (vocabulary,) if head_bias else None
+        )
     return result
-
-
-def _norm(norm: Norm) -> Module:
-    sides = norm.sides
-    return Module(sides, sides if norm.bias else None, is_quantisable=False)
 
 
 def _layer(layer: LayerShape, separate_experts: bool) -> Iterator[tuple[str, Module]]:
     for path, norm in layer.norms:
-        yield path, _norm(norm)
+        yield path, Module(norm.sides, norm.sides if norm.bias else None, is_quantisable=False)
     for path, linear in layer.linears:
-        sides, bias = (linear.outputs, linear.inputs), (linear.outputs,)
-        if separate_experts and linear.stored:
-            for expert in range(linear.experts):
-                yield linear.stored.format(expert), Module(sides, bias if linear.bias else None)
-            continue
-        stacked = (linear.experts,) if linear.experts else ()
-        yield path, Module((*stacked, *sides), (*stacked, *bias) if linear.bias else None)
+        is_separate = separate_experts and linear.stored != ""
+        stacked = (linear.experts,) if linear.experts and not is_separate else ()
+        bias = (*stacked, linear.outputs) if linear.bias else None
+        module = Module((*stacked, linear.outputs, linear.inputs), bias)
+        for expert in range(linear.experts if is_separate else 1):
+            yield (linear.stored.format(expert) if is_separate else path), module
     for path, array in layer.arrays:
         yield path, Module(array, is_quantisable=False, bare=True)
 
@@ -230,9 +224,9 @@ def is_dropped(name: str, shape: ModelShape) -> bool:
     is_tied_head = shape.is_declared and shape.tied and name == f"{shape.names.head}.weight"
     if is_tied_head or _COMPUTED.search(name):
         return True
-    families = (shape.outer_family, shape.family)
-    if any(family.drops_further_layers for family in families):
-        layer = re.match(rf"{re.escape(shape.names.layers)}(\d+)\.", name)
-        if layer is not None and int(layer[1]) >= shape.num_layers:
-            return True
-    return any(family.drops(name) for family in families)
+    layer = re.match(rf"{re.escape(shape.names.layers)}(\d+)\.", name)
+    is_further = layer is not None and int(layer[1]) >= shape.num_layers
+    return any(
+        family.drops(name) or (is_further and family.drops_further_layers)
+        for family in (shape.outer_family, shape.family)
+    )

@@ -33,21 +33,18 @@ GLM = Family(
 )
 BIASED_MLP = Dense(bias="mlp_bias")
 
-LLAMA = Family(
-    attention=BIASED, mlp=BIASED_MLP, windows=windows_by_type, chooses_caches=True, has_gguf=True
-)
+LLAMA = Family(attention=BIASED, mlp=BIASED_MLP, windows=windows_by_type, has_gguf=True)
 
 FAMILIES = {
     "llama": LLAMA,
     "mistral": LLAMA,
-    "smollm3": Family(attention=BIASED, mlp=BIASED_MLP, windows=windows_by_type),
+    "smollm3": Family(attention=BIASED, mlp=BIASED_MLP),
     "qwen2": Family(attention=QKV_BIASED),
     "qwen3": Family(attention=HEAD_NORMS, tied="as said"),
     "ministral3": Family(
         windows=windows_by_type,
         # Scales of weights in fp8, which mlx-lm multiplies in.
         dropped=r"activation_scale|weight_scale_inv",
-        chooses_caches=True,
     ),
     "apertus": Family(
         attention=Grouped(head_dim="", norms="head"),
@@ -78,17 +75,12 @@ FAMILIES = {
             "sliding_window_pattern": 4,
         },
         tied="always",
-        chooses_caches=True,
     ),
     "ernie4_5": Family(
         attention=Grouped(bias="use_bias"), mlp=Dense(bias="use_bias"), tied="as said"
     ),
     "exaone4": Family(
-        attention=HEAD_NORMS,
-        windows=windows_by_letter,
-        norms=BEHIND,
-        tied="as said",
-        chooses_caches=True,
+        attention=HEAD_NORMS, windows=windows_by_letter, norms=BEHIND, tied="as said"
     ),
     "gemma": Family(activation=GELU, tied="always"),
     # mlx-lm ignores the windows of every other layer.
@@ -113,7 +105,6 @@ FAMILIES = {
             "sliding_window": 512,
             "sliding_window_pattern": 6,
         },
-        chooses_caches=True,
     ),
     "glm": GLM,
     "glm4": replace(
@@ -184,11 +175,7 @@ FAMILIES = {
     ),
     "olmo2": Family(attention=ALL_NORMS, mlp=BIASED_MLP, norms=BEHIND),
     "olmo3": Family(
-        attention=ALL_NORMS,
-        windows=windows_by_type_or_fourth,
-        norms=BEHIND,
-        tied="if said",
-        chooses_caches=True,
+        attention=ALL_NORMS, windows=windows_by_type_or_fourth, norms=BEHIND, tied="if said"
     ),
     "phi": Family(
         attention=Grouped(head_dim="", bias=True, output="dense"),
@@ -229,7 +216,7 @@ FAMILIES = {
     "gemma3": Family(
         defaults={"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208},
         dropped=r"^vision_tower\.|^multi_modal_projector\.",
-        chooses_caches=True,
+        windows=windows_by_period,
         text_default="gemma3_text",
         text_takes=("vocab_size",),
     ),

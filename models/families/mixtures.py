@@ -125,7 +125,6 @@ FAMILIES = {
         windows=windows_by_type,
         tied="if said",
         dropped=r"^mtp\.",
-        chooses_caches=True,
         stored_otherwise=r"\.mlp\.e_score_correction_bias",
     ),
     **dict.fromkeys(("glm4_moe", "solar_open"), GLM4_MOE),
@@ -151,7 +150,6 @@ FAMILIES = {
         # The sink's share of the scores.
         score_weights=1,
         tied="never",
-        chooses_caches=True,
         rounds_yarn=True,
         stored_otherwise=r"\.experts\.gate_up_proj",
     ),

@@ -72,8 +72,8 @@ def assert_alike(ours: list[mx.array], theirs: list[mx.array]) -> None:
         assert float(np.array(mx.abs(mine - other).max())) < 1e-6 * size
 
 
-@pytest.mark.parametrize("chunk", [1, 16, 30, 66, 67, 500])
-@pytest.mark.parametrize("window", [None, 1, 5, 16, 40, 100])
+@pytest.mark.parametrize("chunk", [1, 16, 66, 500])
+@pytest.mark.parametrize("window", [None, 1, 16, 100])
 @pytest.mark.parametrize("lengths", [None, (1, 66), (20, 1, 30, 16)])
 def test_output_and_gradients_are_those_of_the_whole(
     lengths: tuple[int, ...] | None, window: int | None, chunk: int

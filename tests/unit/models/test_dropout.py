@@ -13,12 +13,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from shardmlx.engine.batches import split
 from shardmlx.engine.stage import Stage
-from shardmlx.models.dropout import (
-    KeyedDropout,
-    KeyedExperts,
-    key_every_dropout,
-    set_keys,
-)
+from shardmlx.models.dropout import KeyedDropout, KeyedExperts, key_every_dropout, set_keys
 from shardmlx.models.slice import Slice
 from tests.helpers.models_and_batches import (
     Gradients,
@@ -85,19 +80,6 @@ def test_a_row_draws_the_same_mask_in_whatever_micro_batch_it_is_and_however_wid
     for first_row, rows, width in ((0, 1, 32), (3, 2, 7), (5, 3, 1), (0, 8, 16)):
         part = mask(0, 7, first_row=first_row, shape=(rows, width, 5))
         assert mx.array_equal(part, whole[first_row : first_row + rows, :width])
-
-
-def test_nothing_is_dropped_in_evaluation() -> None:
-    dropout = KeyedDropout(keep=0.5)
-    dropout.eval()
-    assert mx.array_equal(dropout(mx.ones(100)), mx.ones(100))
-
-
-def test_dropouts_of_one_layer_get_keys_of_their_own() -> None:
-    dropouts = [KeyedDropout(keep=0.5), KeyedDropout(keep=0.5)]
-    set_keys(dropouts, 1, 2)
-    a, b = (dropout(mx.ones((64, 64))) for dropout in dropouts)
-    assert not mx.array_equal(a, b)
 
 
 def test_only_active_dropouts_are_replaced() -> None:
@@ -236,8 +218,3 @@ def test_evaluation_drops_nothing() -> None:
     assert mx.array_equal(logits, model(tokens))
     part.train()
     assert not mx.array_equal(part(tokens, key=(0, 1)), logits)
-
-
-def test_names_of_parameters_stay_those_of_mlx_lm() -> None:
-    names = {name for name, _ in tree_flatten(model_with_dropout().trainable_parameters())}
-    assert {*Slice(model_with_dropout(), 0, 4).trainable} == names

@@ -272,13 +272,3 @@ def test_a_step_is_read_out_of_a_trace() -> None:
     ]
     with pytest.raises(SystemExit, match="the trace has the steps 1"):
         load("draw_trace").read_step(events, 2)
-
-
-def test_everything_that_grows_is_measured_up_to_four_ranks() -> None:
-    growth = load("growth")
-    ranks = growth.GROWING["ranks"]
-    assert [case.ranks for case in ranks if case.is_measured] == [1, 2, 4]
-    assert max(case.ranks for case in ranks) == 64
-    assert growth.BASE.model == {
-        "num_hidden_layers": 8, "hidden_size": 512, "intermediate_size": 1408,
-    }  # fmt: skip
