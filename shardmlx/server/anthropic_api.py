@@ -105,15 +105,18 @@ class MessagesBody(Body):
     output_format: FormatBody | None = None  # its name before there was an output_config
 
 
-def read_message(
-    body: bytes, reader: PromptReader, served: ServedModel, *, counts: bool = False
-) -> ApiRequest:
-    """Read the body of a request to /v1/messages; one that only ``counts`` tokens names no
-    ``max_tokens``. Raises ``ApiError``."""
+def read_message(body: bytes, reader: PromptReader, served: ServedModel) -> ApiRequest:
+    """Read the body of a request to /v1/messages. Raises ``ApiError``."""
     asked = validated(MessagesBody, body)
-    if asked.max_tokens is None and not counts:
+    if asked.max_tokens is None:
         raise refused("max_tokens is missing", "max_tokens")
     return as_chat(asked).read(reader, served)
+
+
+def counted(body: bytes, reader: PromptReader, served: ServedModel) -> Json:
+    """Answer a request to /v1/messages/count_tokens. Raises ``ApiError``."""
+    (request,) = as_chat(validated(MessagesBody, body)).read(reader, served).requests
+    return {"input_tokens": len(request.tokens)}
 
 
 def as_chat(asked: MessagesBody) -> TranslatedChat:

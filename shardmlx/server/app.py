@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
@@ -19,9 +20,9 @@ from starlette.routing import BaseRoute, Mount, Route
 
 from shardmlx.config.serve import MOST_BODIES
 from shardmlx.inference.prompts import PromptReader
-from shardmlx.server.anthropic_api import MessageReply, read_message
+from shardmlx.server.anthropic_api import MessageReply, counted, read_message
 from shardmlx.server.guard import Guard, error_response
-from shardmlx.server.metrics import CLIENT_GONE, Metrics, RequestCounter, RequestMeter
+from shardmlx.server.metrics import CLIENT_GONE, Metrics, RequestCounter
 from shardmlx.server.openai_errors import ApiError, refused
 from shardmlx.server.openai_requests import (
     ApiRequest,
@@ -35,7 +36,7 @@ from shardmlx.server.replies import Reply
 from shardmlx.server.request_queue import QueueFull, RequestQueue
 from shardmlx.server.responses_api import ResponseReply, read_response
 from shardmlx.server.streaming import AnswerResponse
-from shardmlx.server.tokenizing import counted, detokenized, tokenized
+from shardmlx.server.tokenizing import detokenized, tokenized
 
 MOST_BODY_BYTES = 4 << 20
 """Bytes that the body of a request may have, where the caller says nothing else."""
@@ -106,25 +107,20 @@ def make_app(
     return app
 
 
+@dataclass
 class Api:
     """The answers to each path."""
 
-    def __init__(
-        self,
-        queue: RequestQueue,
-        reader: PromptReader,
-        served: ServedModel,
-        max_body_bytes: int,
-        metrics: Metrics,
-    ) -> None:
-        self.metrics = metrics
+    queue: RequestQueue
+    reader: PromptReader
+    served: ServedModel
+    max_body_bytes: int
+    metrics: Metrics
+
+    def __post_init__(self) -> None:
         self._page_files = PageFiles()
-        self._queue = queue
-        self._reader = reader
-        self._served = served
-        self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
-        self._token_text = lru_cache(maxsize=1 << 16)(reader.token_text)
+        self._token_text = lru_cache(maxsize=1 << 16)(self.reader.token_text)
         # One thread is enough for long requests, and another for those that do not wait for them.
         self._held_bytes = 0
         self._turns = {True: asyncio.Lock(), False: asyncio.Lock()}
@@ -163,13 +159,13 @@ class Api:
 
     async def _read(self, request: Request, read: Read[_T]) -> _T:
         """Return what ``read`` makes of the body, on a thread of its own."""
-        body = await read_body(request, self._max_body_bytes)
-        if self._held_bytes + len(body) > MOST_BODIES * self._max_body_bytes:
+        body = await read_body(request, self.max_body_bytes)
+        if self._held_bytes + len(body) > MOST_BODIES * self.max_body_bytes:
             raise QueueFull("too many long requests wait to be read: try again later")
         self._held_bytes += len(body)
         try:
             async with self._turns[len(body) > LONG_BODY_BYTES]:
-                return await asyncio.to_thread(read, body, self._reader, self._served)
+                return await asyncio.to_thread(read, body, self.reader, self.served)
         finally:
             self._held_bytes -= len(body)
 
@@ -177,17 +173,16 @@ class Api:
         self, read: Read[ApiRequest], kind: type[Reply], request: Request
     ) -> Response:
         api_request = await self._read(request, read)
-        answers = self._queue.submit(api_request.requests)
-        meters = [RequestMeter(self.metrics, len(each.tokens)) for each in api_request.requests]
-        reply = kind(api_request, self._served.names.first, self._token_text)
-        return AnswerResponse(reply, answers, meters)
+        answers = self.queue.submit(api_request.requests)
+        reply = kind(api_request, self.served.names.first, self._token_text)
+        return AnswerResponse(reply, answers, self.metrics)
 
     async def _models(self, request: Request) -> Response:
-        listed = [self._model(name) for name in self._served.names.listed]
+        listed = [self._model(name) for name in self.served.names.listed]
         return JSONResponse({"object": "list", "data": listed})
 
     async def _one_model(self, request: Request) -> Response:
-        name, names = request.path_params["name"], self._served.names
+        name, names = request.path_params["name"], self.served.names
         names.check(name)
         return JSONResponse(self._model(name if name in names.listed else names.first))
 
@@ -197,12 +192,12 @@ class Api:
             "object": "model",
             "created": self._created,
             "owned_by": "shardmlx",
-            "max_model_len": self._served.most_tokens,
-            "tools": self._reader.answer_format.way,
+            "max_model_len": self.served.most_tokens,
+            "tools": self.reader.answer_format.way,
         }
 
     async def _health(self, request: Request) -> Response:
-        if (trouble := self._queue.trouble) is not None:
+        if (trouble := self.queue.trouble) is not None:
             status, reason = trouble
             return JSONResponse({"status": status, "reason": reason}, 503)
         return JSONResponse({"status": "ok"})

@@ -15,11 +15,29 @@ from shardmlx.server.request_queue import Piece, RequestQueue
 CLIENT_GONE = 499
 """nginx's status for a request whose client did not wait for the end."""
 
-FIRST_TOKEN = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
-"""Upper bounds in seconds of the buckets for the time to the first token."""
+COUNTERS = (
+    (
+        ("requests", "HTTP requests; status 499 where the client did not wait for the end"),
+        ("endpoint", "status"),
+    ),
+    (("texts", "Answers by how they ended: stop, length, cancelled, error"), ("end",)),
+    (("prompt_tokens", "Tokens of the prompts of all answers"), ()),
+    (("cached_tokens", "Tokens of prompts that came from the prefix cache"), ()),
+    (("generated_tokens", "Tokens generated"), ()),
+)
+"""Name, help text and labels of the counters."""
 
-NEXT_TOKEN = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
-"""Upper bounds in seconds of the buckets for the time between two tokens."""
+HISTOGRAMS = (
+    (
+        ("time_to_first_token", "From a request to the first token of its answer"),
+        (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200),
+    ),
+    (
+        ("time_between_tokens", "Between two tokens of an answer"),
+        (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5),
+    ),
+)
+"""Name, help text and upper bounds of the buckets of the histograms, in seconds."""
 
 
 class Metrics:
@@ -27,26 +45,16 @@ class Metrics:
 
     def __init__(self, queue: RequestQueue) -> None:
         self._registry = CollectorRegistry(auto_describe=True)
-        self.requests = self._counter(
-            "requests",
-            "HTTP requests; status 499 where the client did not wait for the end",
-            "endpoint",
-            "status",
-        )
-        self.answers = self._counter(
-            "texts", "Answers by how they ended: stop, length, cancelled, error", "end"
-        )
-        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of the prompts of all answers")
-        self.cached_tokens = self._counter(
-            "cached_tokens", "Tokens of prompts that came from the prefix cache"
-        )
-        self.generated_tokens = self._counter("generated_tokens", "Tokens generated")
-        self.first_token = self._histogram(
-            "time_to_first_token", "From a request to the first token of its answer", FIRST_TOKEN
-        )
-        self.next_token = self._histogram(
-            "time_between_tokens", "Between two tokens of an answer", NEXT_TOKEN
-        )
+        self.counters = {
+            name: Counter(f"shardmlx_{name}", text, labels, registry=self._registry)
+            for (name, text), labels in COUNTERS
+        }
+        self.histograms = {
+            name: Histogram(
+                f"shardmlx_{name}_seconds", text, buckets=buckets, registry=self._registry
+            )
+            for (name, text), buckets in HISTOGRAMS
+        }
         for name, text, value in (
             ("texts_under_way", "Answers being generated", lambda: queue.load().under_way),
             ("texts_waiting", "Requests that wait for their turn", lambda: queue.load().waiting),
@@ -54,13 +62,6 @@ class Metrics:
             ("up", "1 while requests are taken", lambda: queue.trouble is None),
         ):
             self._gauge(name, text).set_function(value)
-
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"shardmlx_{name}", text, labels, registry=self._registry)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        full = f"shardmlx_{name}_seconds"
-        return Histogram(full, text, buckets=buckets, registry=self._registry)
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(f"shardmlx_{name}", text, labels, registry=self._registry)
@@ -98,19 +99,19 @@ class RequestMeter:
     last: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        self.metrics.prompt_tokens.inc(self.prompt_tokens)
+        self.metrics.counters["prompt_tokens"].inc(self.prompt_tokens)
 
     def add(self, piece: Piece) -> None:
         """Count the tokens of a piece, and the time since the last one."""
         now = time.monotonic()
         more = piece.generated - self.generated
         if more > 0 and self.generated == 0:
-            self.metrics.first_token.observe(now - self.last)
-            self.metrics.cached_tokens.inc(piece.cached)
+            self.metrics.histograms["time_to_first_token"].observe(now - self.last)
+            self.metrics.counters["cached_tokens"].inc(piece.cached)
         elif more > 0:
             for _ in range(more):
-                self.metrics.next_token.observe((now - self.last) / more)
-        self.metrics.generated_tokens.inc(more)
+                self.metrics.histograms["time_between_tokens"].observe((now - self.last) / more)
+        self.metrics.counters["generated_tokens"].inc(more)
         self.generated = piece.generated
         self.last = now
         if piece.finish_reason is not None:
@@ -120,7 +121,7 @@ class RequestMeter:
         """Count how the answer ended. Only the first call counts."""
         if not self.has_ended:
             self.has_ended = True
-            self.metrics.answers.labels(how).inc()
+            self.metrics.counters["texts"].labels(how).inc()
 
 
 class RequestCounter:
@@ -151,4 +152,4 @@ class RequestCounter:
             # A path is the client's to invent: it must not become a label of its own.
             endpoint = scope["path"] if scope["path"] in self._endpoints else "other"
             final = status if complete else CLIENT_GONE
-            self._metrics.requests.labels(endpoint, str(final)).inc()
+            self._metrics.counters["requests"].labels(endpoint, str(final)).inc()

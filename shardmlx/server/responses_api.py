@@ -10,7 +10,9 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
 
 from shardmlx.inference.prompts import PromptReader
 from shardmlx.server.accepted_fields import Body, Listed, refuse_unknown
@@ -43,17 +45,28 @@ NAMES = {
 }
 """The Responses API's names for other fields of a chat."""
 
-REPEATED = (
-    *("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "tool_choice"),
-    *("tools", "temperature", "top_p", "text", "reasoning"),
-)
-"""Fields that a response says again."""
+REPEATED: Json = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "tool_choice": "auto",
+    "tools": [],
+}
+"""Fields that a response says again, as they hold where they are not given."""
+
+IF_GIVEN = ("temperature", "top_p", "text", "reasoning")
+"""Other fields that a response says again."""
+
+
+def _in_items(given: object) -> object:
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
 class ResponseBody(Body):
     """The body of a request to /v1/responses, as far as it is not passed on as it is."""
 
-    input: str | Listed[Json]
+    input: Annotated[Listed[Json], BeforeValidator(_in_items)]
     instructions: str | None = None
     max_output_tokens: int | None = None
     tools: Listed[Json] | None = None
@@ -68,20 +81,9 @@ def read_response(body: bytes, reader: PromptReader, served: ServedModel) -> Api
     asked = validated(ResponseBody, body)
     chat, tools = as_chat(asked)
     request = chat.read(reader, served)
-    return replace(request, repeated=_repeated(asked), client_tools=tools)
-
-
-def _repeated(asked: ResponseBody) -> Json:
-    """Return what a response says again of its request: what was given, and what holds without."""
     given = asked.model_dump(exclude_none=True)
-    return {
-        "instructions": None,
-        "max_output_tokens": None,
-        "metadata": {},
-        "parallel_tool_calls": True,
-        "tool_choice": "auto",
-        "tools": [],
-    } | {name: given[name] for name in REPEATED if name in given}
+    repeated = REPEATED | {name: given[name] for name in (*REPEATED, *IF_GIVEN) if name in given}
+    return replace(request, repeated=repeated, client_tools=tools)
 
 
 def as_chat(asked: ResponseBody) -> tuple[TranslatedChat, dict[str, ClientTool]]:
@@ -90,19 +92,19 @@ def as_chat(asked: ResponseBody) -> tuple[TranslatedChat, dict[str, ClientTool]]
     extra = asked.model_extra or {}
     refuse_unknown({name: value for name, value in extra.items() if name not in SAME})
     chat = TranslatedChat({name: extra[name] for name in SAME & extra.keys()}, dict(NAMES))
+    form = (asked.text or {}).get("format")
+    if isinstance(form, dict) and form.get("type") == "json_schema":
+        form = {"type": "json_schema", "json_schema": {**form, "type": None}}
     chat.body |= {
         "max_tokens": asked.max_output_tokens,
         "reasoning_effort": (asked.reasoning or {}).get("effort"),
         "tool_choice": _choice(asked.tool_choice),
-        "response_format": _format((asked.text or {}).get("format")),
+        "response_format": form,
     }
     tools: dict[str, ClientTool] = {}
     _add_tools(chat, tools, asked.tools or [], "tools")
     if asked.instructions:
         chat.add("instructions", {"role": "system", "content": asked.instructions})
-    if isinstance(asked.input, str):
-        chat.add("input", {"role": "user", "content": asked.input})
-        return chat, tools
     for at, item in enumerate(asked.input):
         where = f"input.{at}"
         _add_item(chat, where, item)
@@ -183,13 +185,6 @@ def _choice(choice: Any) -> Any:
     if kind not in FIELDS:
         return choice
     return {"type": "function", "function": {"name": named_tool(kind, choice).in_chat}}
-
-
-def _format(form: Any) -> Any:
-    if not isinstance(form, dict) or form.get("type") != "json_schema":
-        return form
-    schema = {name: value for name, value in form.items() if name != "type"}
-    return {"type": "json_schema", "json_schema": schema}
 
 
 # Replies.

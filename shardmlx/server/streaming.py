@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from shardmlx.server.metrics import RequestMeter
+from shardmlx.server.metrics import Metrics, RequestMeter
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.replies import Body, Reply
 from shardmlx.server.request_queue import Answers, Piece
@@ -20,11 +20,11 @@ SECONDS_OF_SILENCE = 15.0
 class AnswerResponse(Response):
     """The HTTP response to one request of the API, made from its answers."""
 
-    def __init__(self, reply: Reply, answers: Answers, meters: Sequence[RequestMeter]) -> None:
+    def __init__(self, reply: Reply, answers: Answers, metrics: Metrics) -> None:
         super().__init__()
         self._reply = reply
         self._answers = answers
-        self._meters = meters
+        self._meters = [RequestMeter(metrics, len(each.tokens)) for each in reply.request.requests]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         make = (
@@ -37,16 +37,13 @@ class AnswerResponse(Response):
             if work.done():
                 work.result()
         finally:
-            self._give_up()
+            # What has not ended is given up.
+            self._answers.cancel()
+            for meter in self._meters:
+                meter.end("cancelled")
             work.cancel()
             gone.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
-
-    def _give_up(self) -> None:
-        """Cancel the answers that have not ended."""
-        self._answers.cancel()
-        for meter in self._meters:
-            meter.end("cancelled")
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

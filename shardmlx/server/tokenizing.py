@@ -7,7 +7,6 @@ from typing import Any
 
 from shardmlx.inference.prompts import PromptReader
 from shardmlx.server.accepted_fields import Body, Listed, refuse_unknown
-from shardmlx.server.anthropic_api import read_message
 from shardmlx.server.openai_bodies import validated
 from shardmlx.server.openai_errors import refused
 from shardmlx.server.openai_requests import ServedModel, read_chat, tokens_of
@@ -57,9 +56,3 @@ def detokenized(body: bytes, reader: PromptReader, served: ServedModel) -> dict[
     refuse_unknown(asked.model_extra)
     served.check_tokens(asked.tokens, "tokens")
     return {"prompt": reader.untokenized(asked.tokens)}
-
-
-def counted(body: bytes, reader: PromptReader, served: ServedModel) -> dict[str, Any]:
-    """Answer a request to /v1/messages/count_tokens. Raises ``ApiError``."""
-    (request,) = read_message(body, reader, served, counts=True).requests
-    return {"input_tokens": len(request.tokens)}
