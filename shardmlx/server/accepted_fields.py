@@ -22,10 +22,8 @@ no other thread runs while it does: for seconds."""
 
 
 class Body(BaseModel):
-    """An object in the body of a request, or all of it.
-
-    A field that is null counts as one that is not there, and a whole number may have a point (8.0).
-    """
+    """An object in the body of a request, or all of it. A field that is null counts as one that is
+    not there, and a whole number may have a point (8.0)."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 

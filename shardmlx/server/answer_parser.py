@@ -43,7 +43,6 @@ def marked_answer(incoming: Incoming, syntax: AnswerSyntax) -> Reading:
 
 
 def _calls(incoming: Incoming, syntax: AnswerSyntax, marks: Marks) -> Reading:
-    """Yield the calls that stand between two marks."""
     known, has_come = syntax.format.calls, False
     while True:
         opening = known.opening.match(incoming.text) if known and known.opening else None
@@ -141,7 +140,6 @@ def _unclear(incoming: Incoming) -> int:
 
 
 def _closing(incoming: Incoming) -> Reading:
-    """Pass over the text that closes a call."""
     while True:
         incoming.text = AFTER.sub("", incoming.text)
         if incoming.is_last or not END.startswith(incoming.text):

@@ -24,10 +24,8 @@ Kind = Literal["thought", "said", "call"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of what an answer thinks or says, or of the arguments of a call, which are JSON.
-
-    A call begins with a part that has its ``name`` and ``id``.
-    """
+    """A piece of what an answer thinks or says, or of the arguments of a call, which are JSON. A
+    call begins with a part that has its ``name`` and ``id``."""
 
     kind: Kind
     text: str

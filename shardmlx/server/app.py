@@ -209,10 +209,8 @@ class Api:
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """Read a JSON body of at most ``most`` bytes.
-
-    Raises ``ApiError`` if it is not declared as JSON, too large, or too slow.
-    """
+    """Read a JSON body of at most ``most`` bytes. Raises ``ApiError`` if it is not declared as
+    JSON, too large, or too slow."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # Any page can have a browser post a form or plain text anywhere, but no JSON.
     if kind != "application/json":

@@ -132,9 +132,7 @@ def call_of(item: Mapping[str, Any]) -> tuple[ClientTool, Any]:
 
 def functions_of(tool: Mapping[str, Any], where: str) -> Iterator[tuple[str, ClientTool, Json]]:
     """Yield the functions that stand for a tool: the place of each, what it is, and the function.
-
-    ``where`` is the place of the tool. Raises ``ApiError`` for one that no client runs.
-    """
+    ``where`` is the place of the tool. Raises ``ApiError`` for one that no client runs."""
     kind = tool.get("type")
     if kind == "namespace":
         for place, inner in listed(tool.get("tools"), f"{where}.tools"):

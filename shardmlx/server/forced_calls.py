@@ -53,10 +53,8 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentRules:
-    """Rules for the arguments of one tool, added to ``rules``.
-
-    ``root`` is the schema of them all, ``tool`` its name.
-    """
+    """Rules for the arguments of one tool, added to ``rules``. ``root`` is the schema of them all,
+    ``tool`` its name."""
 
     rules: Rules
     form: ArgumentFormat
@@ -65,9 +63,7 @@ class ArgumentRules:
 
     def sequences(self) -> list[str]:
         """Return what the arguments may be, in the order of their schema; "" for none at all.
-
-        Raises ``ApiError`` for one that cannot be written.
-        """
+        Raises ``ApiError`` for one that cannot be written."""
         required = self.root.get("required") or []
         properties = dict(properties_of(self.root))
         for name in required:
@@ -95,7 +91,6 @@ class ArgumentRules:
         return self.rules.add("argument", f"{before} ({' | '.join(values)})")
 
     def _values(self, schema: Any, name: str) -> list[str]:
-        """Return what a value may be, with what comes after it."""
         if not isinstance(schema, dict):
             raise self._refused(name, "its schema")
         if "$ref" in schema:
@@ -220,7 +215,6 @@ def call_rules(
 
 
 def _call(tool: Tool, written: CallFormat, rules: Rules) -> str:
-    """Add the rule of a call of one tool; return its name."""
     name = tool["function"]["name"]
     if not re.fullmatch(written.names, name):
         raise refused(

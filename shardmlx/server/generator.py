@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from socket import socket
 
 import mlx.core as mx
@@ -40,10 +40,8 @@ SECONDS_OF_A_STEP = 25.0
 
 
 class PipelineGenerator:
-    """The generator of a ``RequestQueue``: a token of some answers a step, over the pipeline.
-
-    Each answer has a number of its own. ``check_signals`` is called between any two steps.
-    """
+    """The generator of a ``RequestQueue``: a token of some answers a step, over the pipeline. Each
+    answer has a number of its own. ``check_signals`` is called between any two steps."""
 
     def __init__(
         self,
@@ -115,52 +113,45 @@ class PipelineGenerator:
         self._first_stage.keep_alive()
 
 
+@dataclass
 class RequestServer:
     """The server on the first rank: HTTP on a thread of its own, the pipeline on this one.
+    ``complaint`` says what is wrong with a grammar; None where answers cannot keep to any."""
 
-    ``complaint`` says what is wrong with a grammar; None where answers cannot keep to any.
-    """
+    config: ServeConfig
+    prepared: InferenceRun
+    reader: PromptReader
+    first_stage: FirstStage
+    reporter: Reporter
+    complaint: Callable[[str], str] | None = None
 
-    def __init__(
-        self,
-        config: ServeConfig,
-        prepared: InferenceRun,
-        reader: PromptReader,
-        first_stage: FirstStage,
-        reporter: Reporter,
-        complaint: Callable[[str], str] | None = None,
-    ) -> None:
-        self._complaint = complaint
-        self._config = config
-        self._prepared = prepared
-        self._reader = reader
-        self._reporter = reporter
-        self._transport = prepared.transport
-        self._queue = RequestQueue(config.batch_size + config.max_queue, self._unavailable_reason)
-        self._generator = PipelineGenerator(first_stage, reader.tokenizer, self._check_signals)
+    def __post_init__(self) -> None:
+        self._transport = self.prepared.transport
+        most_open = self.config.batch_size + self.config.max_queue
+        self._queue = RequestQueue(most_open, self._unavailable_reason)
         self._http_error: BaseException | None = None
 
     def run(self, listeners: Sequence[socket]) -> None:
         """Serve until a signal comes, or the pipeline or the HTTP server fails, which is raised."""
-        config, queue = self._config, self._queue
+        config, queue = self.config, self._queue
         key = config.api_key or os.environ.get(KEY_VARIABLE) or None
         names = names_of(config.model, config.served_model_name, any_name=config.any_model_name)
         served = ServedModel(
             names=names,
-            vocabulary=self._prepared.shape.vocab_size,
-            most_tokens=self._prepared.plan.load.context,
+            vocabulary=self.prepared.shape.vocab_size,
+            most_tokens=self.prepared.plan.load.context,
             most_requests=queue.most_open,
             max_tokens=config.max_tokens,
             sampling=SamplingParams(
                 temp=config.temp, top_p=config.top_p, min_p=config.min_p, top_k=config.top_k
             ),
-            complaint=self._complaint,
+            complaint=self.complaint,
         )
         metrics = Metrics(queue)
-        metrics.show_memory(self._transport.hosts, self._prepared.limits, mx.get_peak_memory)
+        metrics.show_memory(self._transport.hosts, self.prepared.limits, mx.get_peak_memory)
         app = make_app(
             queue,
-            self._reader,
+            self.reader,
             served,
             api_key=key,
             hosts=trusted_hosts(listeners[0], config.extra_hosts),
@@ -170,18 +161,19 @@ class RequestServer:
         )
         server = HttpServer(app, *listeners, access_log=config.access_log, on_end=self._http_ended)
         if config.is_open_to_others and key is None:
-            self._reporter.warn(
+            self.reporter.warn(
                 f"everyone who reaches {server.address} may use it: set --api-key or "
                 f"${KEY_VARIABLE}"
             )
+        generator = PipelineGenerator(self.first_stage, self.reader.tokenizer, self._check_signals)
         self._check_signals()  # from now on a signal lets open requests come to their end
         server.start()
         self._transport.on_abort = self._tell_clients
-        self._reporter.say(f"Serving {names.first} at {server.address}")
+        self.reporter.say(f"Serving {names.first} at {server.address}")
         if (command := self._transport.stop_command()) is not None:
-            self._reporter.say(f"To stop it in order: {command}")
+            self.reporter.say(f"To stop it in order: {command}")
         try:
-            queue.run(self._generator)
+            queue.run(generator)
         finally:
             self._transport.on_abort = lambda text: None
             server.stop(SECONDS_TO_SEND)
@@ -193,22 +185,21 @@ class RequestServer:
         number = self._transport.stop_requested()
         if number is None or self._queue.ended is not None:
             return
-        name, grace = signal.Signals(number).name, self._config.grace
+        name, grace = signal.Signals(number).name, self.config.grace
         if number != signal.SIGUSR1 and self._transport.stop_command() is not None:
             # mpirun kills at once after the others.
             self._queue.fail(f"interrupted by {name}")
             return
-        self._reporter.say(f"Stopping after {name}: open requests have {grace:g} s")
+        self.reporter.say(f"Stopping after {name}: open requests have {grace:g} s")
         self._queue.close(grace)
 
     def _unavailable_reason(self) -> str | None:
         """Return which rank does not answer, if one does not. Called on any thread."""
-        if (quiet := self._transport.quiet_rank()) is not None:
-            return quiet
         seconds, activity = self._queue.stalled, self._transport.activity
-        if seconds > SECONDS_OF_A_STEP and activity.is_waiting:
+        quiet = self._transport.quiet_rank()
+        if quiet is None and seconds > SECONDS_OF_A_STEP and activity.is_waiting:
             return f"{activity.where()}: nothing has come for {seconds:.0f} s"
-        return None
+        return quiet
 
     def _http_ended(self, error: BaseException | None) -> None:
         """Close the queue. Called on the thread of the HTTP server."""

@@ -26,9 +26,7 @@ def error_response(error: ApiError, path: str) -> JSONResponse:
 
 class Guard:
     """ASGI middleware that refuses a request without the key, or for another host than ``hosts``.
-
-    ``hosts`` None takes any.
-    """
+    ``hosts`` None takes any."""
 
     def __init__(self, app: ASGIApp, *, api_key: str | None, hosts: Collection[str] | None) -> None:
         self._app = app

@@ -42,10 +42,8 @@ class ModelNames:
 
 
 def names_of(model: str, given: Sequence[str], *, any_name: bool) -> ModelNames:
-    """Return the names of the model of ``--model``: those that were ``given``, or its own.
-
-    The value of ``--model`` is always understood, but a path is shown to nobody.
-    """
+    """Return the names of the model of ``--model``: those that were ``given``, or its own. The
+    value of ``--model`` is always understood, but a path is shown to nobody."""
     listed = tuple(dict.fromkeys(given)) or (own_name(model),)
     return ModelNames(listed, UNLISTED | {model}, any_name)
 

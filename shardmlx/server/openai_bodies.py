@@ -211,10 +211,8 @@ def validated(kind: type[_AnyModel], body: bytes) -> _AnyModel:
 
 
 def parse_body(kind: type[_AnyBody], body: bytes, names: ModelNames) -> _AnyBody:
-    """Read a body of this ``kind`` for a server of the model with these ``names``.
-
-    Raises ``ApiError`` for what is no such body, and for parameters that are not supported.
-    """
+    """Read a body of this ``kind`` for a server of the model with these ``names``. Raises
+    ``ApiError`` for what is no such body, and for parameters that are not supported."""
     parsed = validated(kind, body)
     names.check(parsed.model or None)
     refuse_unknown(parsed.model_extra)
@@ -226,7 +224,6 @@ def parse_body(kind: type[_AnyBody], body: bytes, names: ModelNames) -> _AnyBody
 
 
 def _explained(error: ValidationError) -> ApiError:
-    """Return the error for a body that pydantic refuses."""
     first = error.errors(include_url=False)[0]
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "json_invalid":

@@ -19,10 +19,8 @@ TYPES = {
 
 
 class ApiError(Exception):
-    """An error that is the answer to a request: one line, and the HTTP ``status``.
-
-    ``param`` names what in the body is wrong; ``code`` is for programs to read.
-    """
+    """An error that is the answer to a request: one line, and the HTTP ``status``. ``param`` names
+    what in the body is wrong; ``code`` is for programs to read."""
 
     def __init__(
         self,

@@ -295,7 +295,6 @@ def _answer_tokens(asked: int | None, prompt: int, param: str, served: ServedMod
 def _sampling(
     body: RequestBody, number: int, prompt: tuple[int, ...], served: ServedModel
 ) -> SamplingParams:
-    """Return the sampling parameters of answer ``number`` to one prompt."""
     params = replace(served.sampling, **body.sampling)
     looked_back = params.looked_back
     return replace(

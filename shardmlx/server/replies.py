@@ -94,7 +94,8 @@ class Reply(ABC):
 
 
 class BlockReply(Reply):
-    """A reply that has one answer, and tells of its blocks one by one."""
+    """A reply that has one answer, and tells how each of its blocks has ``_begun``, what ``_more``
+    it has, how it has ``_ended``, and how the answer's ``_end`` came."""
 
     def _add(self, index: int, piece: Piece, parts: list[Part]) -> Iterator[Body]:
         for part in parts:
@@ -114,17 +115,13 @@ class BlockReply(Reply):
             yield from self._ended(block)
 
     @abstractmethod
-    def _begun(self, block: Part) -> Iterator[Body]:
-        """Yield the events with which a block begins."""
+    def _begun(self, block: Part) -> Iterator[Body]: ...
 
     @abstractmethod
-    def _more(self, part: Part) -> Iterator[Body]:
-        """Yield the events of a further part of the last block."""
+    def _more(self, part: Part) -> Iterator[Body]: ...
 
     @abstractmethod
-    def _ended(self, block: Part) -> Iterator[Body]:
-        """Yield the events with which a block ends."""
+    def _ended(self, block: Part) -> Iterator[Body]: ...
 
     @abstractmethod
-    def _end(self, piece: Piece) -> Iterator[Body]:
-        """Yield the events of the end of the answer, for which this is the last piece."""
+    def _end(self, piece: Piece) -> Iterator[Body]: ...

@@ -56,7 +56,7 @@ REPEATED: Json = {
 """Fields that a response says again, as they hold where they are not given."""
 
 IF_GIVEN = ("temperature", "top_p", "text", "reasoning")
-"""Other fields that a response says again."""
+"""Fields that a response says again where they are given."""
 
 
 def _in_items(given: object) -> object:

@@ -27,9 +27,8 @@ class AnswerResponse(Response):
         self._meters = [RequestMeter(metrics, len(each.tokens)) for each in reply.request.requests]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        make = (
-            self._stream(send) if self._reply.request.stream else self._whole(scope, receive, send)
-        )
+        streams = self._reply.request.stream
+        make = self._stream(send) if streams else self._whole(scope, receive, send)
         work = asyncio.create_task(make)
         gone = asyncio.create_task(_wait_until_gone(receive))
         try:
@@ -37,7 +36,7 @@ class AnswerResponse(Response):
             if work.done():
                 work.result()
         finally:
-            # What has not ended is given up.
+            # Answers that have not ended are given up.
             self._answers.cancel()
             for meter in self._meters:
                 meter.end("cancelled")

@@ -198,10 +198,8 @@ def terms(text: str, special: Mapping[str, int]) -> Iterator[str]:
 
 
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema of objects that have no other properties than it names, unless it says so.
-
-    A small model would go on with others up to its limit. llama.cpp and vLLM do so too.
-    """
+    """Return a schema of objects that have no other properties than it names, unless it says so. A
+    small model would go on with others up to its limit. llama.cpp and vLLM do so too."""
     is_plain = "properties" in schema and not schema.keys() & {"allOf", "anyOf", "oneOf", "$ref"}
     return {**({"additionalProperties": False} if is_plain else {}), **schema}
 
