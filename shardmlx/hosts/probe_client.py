@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,21 +24,17 @@ class Probe:
     """A probe that was started with ``command``. Raises ``OSError`` if it cannot be run."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - see close
         self._reading = threading.Lock()
-        try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._stderr,
-                text=True,
-                errors="replace",
-                start_new_session=True,  # its children end with it
-            )
-        except OSError:
-            self._stderr.close()
-            raise
+        self._said: list[str] = []
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # its children end with it
+        )
         self.send(Path(probe_script.__file__).read_text(encoding="utf-8"))
 
     def send(self, value: object) -> None:
@@ -53,18 +48,18 @@ class Probe:
         """Return the next answer; None once there are no more."""
         with self._reading:
             for line in self._process.stdout or ():
-                # Login scripts may say other things before.
+                # Login scripts and ssh may say other things.
                 if line.startswith(probe_script.MARK):
                     with contextlib.suppress(ValueError):
                         return dict(json.loads(line.removeprefix(probe_script.MARK)))
+                self._said.append(line)
         return None
 
     def ended(self) -> tuple[int, str]:
-        """Return the exit status and the text on stderr, once no more answers come."""
+        """Return the exit status and all that was said, once no more answers come."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(SECONDS_TO_CLOSE)
-        self._stderr.seek(0)
-        return self._process.poll() or 0, self._stderr.read()
+        return self._process.poll() or 0, "".join(self._said)
 
     def close(self) -> None:
         """End the probe, with all its children."""
@@ -79,7 +74,6 @@ class Probe:
             if self._process.stdout is not None:
                 self._process.stdout.close()
             self._reading.release()
-        self._stderr.close()
 
 
 def at_once(work: Mapping[str, Callable[[], T]], seconds: float) -> dict[str, T]:

@@ -138,12 +138,11 @@ def test_mlx_draws_from_one_key_that_can_be_seen() -> None:
     with contract(compat.random_key, "mlx"):
         mx.random.seed((7 << 32) | 9)
         assert np.array(compat.random_key()).tolist() == [7, 9]
-        first = mx.random.uniform(shape=(4,))
+        mx.random.uniform(shape=(4,))
         after = np.array(compat.random_key()).tolist()
         second = mx.random.uniform(shape=(4,))
         mx.random.seed((after[0] << 32) | after[1])
         assert mx.array_equal(mx.random.uniform(shape=(4,)), second)
-        assert not mx.array_equal(first, second)
 
 
 def test_a_dropout_tells_how_much_it_keeps() -> None:
@@ -191,14 +190,6 @@ def test_a_module_may_call_another_attention() -> None:
         assert other(x, None).any()  # another module goes on as it was
         with pytest.raises(AttributeError, match="Linear does not call scaled_dot_product"):
             compat.rebind(ours.q_proj, name, attend)
-
-
-def test_mlps_of_all_families_call_swiglu_by_name() -> None:
-    from mlx_lm.models import llama, ministral3, qwen2, qwen3, switch_layers
-
-    with contract(compat.rebind, "mlx-lm"):
-        for module in (llama.MLP, ministral3.MLP, qwen2.MLP, qwen3.MLP, switch_layers.SwiGLU):
-            assert "swiglu" in module.__call__.__code__.co_names
 
 
 def test_mlx_lm_reads_a_model_with_load(tmp_path: Path) -> None:
@@ -286,10 +277,6 @@ def test_uvicorns_protocol_tells_when_a_request_is_answered() -> None:
     with contract(compat.abort_connections, "uvicorn"):
         server = uvicorn.Server(uvicorn.Config(lambda: None))
         assert server.server_state.connections == set()
-        for name in ("startup", "shutdown"):  # as uvicorn_thread extends them
-            function = getattr(uvicorn.Server, name)
-            assert inspect.iscoroutinefunction(function)
-            assert list(inspect.signature(function).parameters) == ["self", "sockets"]
 
 
 def test_tensorboardx_writes_events_without_a_queue(tmp_path: Path) -> None:

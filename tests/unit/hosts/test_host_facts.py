@@ -17,8 +17,7 @@ from shardmlx.hosts.host_facts import (
     VIRTUAL,
     WIFI,
     Interface,
-    hardware_ports,
-    medium_of_port,
+    media_of_ports,
     source_address,
 )
 
@@ -68,29 +67,15 @@ ADDRESSES = {
 }
 
 
-def test_hardware_ports_by_device() -> None:
-    ports = hardware_ports(HARDWARE_PORTS_OF_A_MACBOOK)
-    assert ports["en0"] == "Wi-Fi"
-    assert ports["bridge0"] == "Thunderbolt Bridge"
-    assert ports["en3"] == "Bluetooth PAN"
-
-
-@pytest.mark.parametrize(
-    ("port", "medium"),
-    [
-        ("Wi-Fi", WIFI),
-        ("AirPort", WIFI),
-        ("Thunderbolt Bridge", THUNDERBOLT),
-        ("Thunderbolt 1", THUNDERBOLT),
-        ("Thunderbolt Ethernet Slot 1", ETHERNET),
-        ("Ethernet", ETHERNET),
-        ("USB 10/100/1000 LAN", ETHERNET),
-        ("iPhone USB", None),
-        ("", None),
-    ],
-)
-def test_what_carries_a_hardware_port(port: str, medium: str | None) -> None:
-    assert medium_of_port(port) == medium
+def test_what_carries_a_device_of_a_mac() -> None:
+    media = media_of_ports(HARDWARE_PORTS_OF_A_MACBOOK)
+    assert media == {"en0": WIFI, "bridge0": THUNDERBOLT, "en3": None} | dict.fromkeys(
+        ("en1", "en2"), THUNDERBOLT
+    )
+    cables = {"AirPort": WIFI, "Thunderbolt Ethernet Slot 1": ETHERNET, "iPhone USB": None}
+    cables |= {"Ethernet": ETHERNET, "USB 10/100/1000 LAN": ETHERNET}
+    for port, medium in cables.items():
+        assert media_of_ports(f"Hardware Port: {port}\nDevice: en7\n") == {"en7": medium}
 
 
 def test_this_machine_has_memory_and_addresses() -> None:
