@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from shardmlx.costmodel.hostfile import Machine
 from shardmlx.costmodel.measured_memory import with_measurements
-from shardmlx.costmodel.profile_file import MachineProfile, Profile, merge, read_profile
+from shardmlx.costmodel.profile_file import MachineProfile, Profile
 from shardmlx.costmodel.timing import ModelSeconds, Speed
 from shardmlx.costmodel.training_setup import BACKENDS, TrainingSetup
 from shardmlx.costmodel.workload import Workload
@@ -138,30 +138,22 @@ def pipeline_seconds(
     seconds = {clock: clock.seconds(workload, rows, length) for clock in dict.fromkeys(clocks)}
     return [
         max(
-            (seconds[clocks[each]] for each in mesh.replicas_of(rank)[_only(replica)]),
+            (seconds[clocks[each]] for each in _counted(mesh, rank, replica)),
             key=lambda times: times.stage(0, len(times.layers)).microbatch,
         )
         for rank in range(mesh.pp)
     ]
 
 
-def _only(replica: int | None) -> slice:
-    """Return the slice of replicas that count: all, or one."""
-    return slice(None) if replica is None else slice(replica, replica + 1)
-
-
 def between_ranks(
     mesh: Mesh, time: Callable[[int, int], float], replica: int | None = None
 ) -> tuple[tuple[float, ...], ...]:
     """Return ``[a][b]``: the longest ``time`` from rank a to b over all replicas, or in one."""
-
-    def longest(a: int, b: int) -> float:
-        pairs = list(zip(mesh.replicas_of(a), mesh.replicas_of(b), strict=True))[_only(replica)]
-        return max(time(x, y) for x, y in pairs)
-
-    return tuple(tuple(longest(a, b) for b in range(mesh.pp)) for a in range(mesh.pp))
+    members = [_counted(mesh, rank, replica) for rank in range(mesh.pp)]
+    return tuple(tuple(max(map(time, a, b)) for b in members) for a in members)
 
 
-def read_profiles(names: str) -> Profile:
-    """Read the profiles of several comma-separated files as one."""
-    return merge([read_profile(name.strip()) for name in names.split(",")])
+def _counted(mesh: Mesh, rank: int, replica: int | None) -> tuple[int, ...]:
+    """Return the world ranks of a pipeline rank that count: all of them, or one replica's."""
+    members = mesh.replicas_of(rank)
+    return members if replica is None else (members[replica],)

@@ -60,30 +60,6 @@ class LayerMemory(NamedTuple):
     during_backward: float
 
 
-class _Widths(NamedTuple):
-    """Elements per token of the arrays in a layer."""
-
-    hidden: int
-    mlp: int
-    queries: int
-    keys: int
-    values: int
-    scores: int
-
-    @classmethod
-    def of(cls, setup: TrainingSetup, layer: LayerShape) -> _Widths:
-        """Return the widths of a layer, summed over all experts of a token."""
-        heads = layer.heads
-        return cls(
-            hidden=setup.shape.hidden_size,
-            mlp=layer.mlp,
-            queries=heads.queries * heads.key_dim,
-            keys=heads.keys * heads.key_dim,
-            values=heads.keys * heads.value_dim + heads.joined,
-            scores=heads.queries * setup.length,
-        )
-
-
 def layer_memory(setup: TrainingSetup, layer: LayerShape) -> LayerMemory:
     """Return the memory that a decoder layer of the model takes."""
     after_forward, after_input = _held(setup, layer)
@@ -144,31 +120,32 @@ def _norms(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]:
 
 def _attention_and_mlp(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]:
     """Yield the arrays that attention and MLP keep for the gradient of their inputs."""
-    tokens, size, widths = setup.tokens, setup.dtype_bytes, _Widths.of(setup, layer)
+    tokens, size, heads = setup.tokens, setup.dtype_bytes, layer.heads
+    queries, scores = heads.queries * heads.key_dim, heads.queries * setup.length
     arrays: dict[str, float] = {
-        "scaled queries": widths.queries,
-        "keys": widths.keys,
-        "values": widths.values,
-        "gate": widths.mlp,
-        "up": widths.mlp,
+        "scaled queries": queries,
+        "keys": heads.keys * heads.key_dim,
+        "values": heads.keys * heads.value_dim + heads.joined,
+        "gate": layer.mlp,
+        "up": layer.mlp,
     }
     if setup.attention_piece is None:
-        arrays["attention probabilities"] = layer.scores * widths.scores
+        arrays["attention probabilities"] = layer.scores * scores
     else:
-        arrays["attention's outputs"] = widths.queries
-        yield Array("log-sum-exp of scores", Alive.F_TO_I, tokens * layer.heads.queries, FLOAT32)
-    arrays["arrays of the activation"] = _kept_by_activation(setup, layer) * widths.mlp
+        arrays["attention's outputs"] = queries
+        yield Array("log-sum-exp of scores", Alive.F_TO_I, tokens * heads.queries, FLOAT32)
+    arrays["arrays of the activation"] = _kept_by_activation(setup, layer) * layer.mlp
     arrays["what is kept besides"] = layer.kept
     for name, width in arrays.items():
         yield Array(name, Alive.F_TO_I, round(tokens * width), size)
     if setup.tune.is_full:
-        forward, backward = (tokens * count * widths.mlp for count in layer.activation.weights)
+        forward, backward = (tokens * count * layer.mlp for count in layer.activation.weights)
         yield Array("arrays for the activation's own weights", Alive.F_TO_W, forward, size)
         yield Array("gradients for the activation's own weights", Alive.I_TO_W, backward, size)
-        scores = tokens * layer.score_weights * widths.scores
-        yield Array("gradients of scores with weights", Alive.I_TO_W, scores, size)
+        weighted = tokens * layer.score_weights * scores
+        yield Array("gradients of scores with weights", Alive.I_TO_W, weighted, size)
     if layer.experts:
-        answers = tokens * layer.experts_per_token * widths.hidden
+        answers = tokens * layer.experts_per_token * setup.shape.hidden_size
         yield Array("experts' answers before they are weighted", Alive.F_TO_I, answers, size)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from shardmlx.config.specs import NONE
 from shardmlx.costmodel.cluster import Cluster, between_ranks, pipeline_seconds
 from shardmlx.costmodel.memory import StageMemory, held_once, stage_memory
 from shardmlx.costmodel.memory_limits import PlannedMemory
 from shardmlx.costmodel.rank_peak import rank_peak
-from shardmlx.costmodel.replica_messages import bytes_between_hosts, sum_seconds, with_gathers
+from shardmlx.costmodel.replica_messages import Messages
 from shardmlx.costmodel.timing import Seconds
 from shardmlx.costmodel.workload import Workload
 from shardmlx.pipeline.plan import Plan
@@ -84,61 +85,54 @@ def planned_memory(
     ``lengths`` are T of a step's longest micro-batch, and of the longest forward-only one, such as
     validation's; 0 if there are none.
     """
-    planned = _planned(plan, workload, cluster, lengths[0])
-    if not lengths[1]:
-        return planned
-    forward = replace(
-        workload,
-        fine_tune=replace(workload.fine_tune, train=False),
-        batch=replace(workload.batch, recompute=NONE),
-    )
-    return tuple(
-        replace(step, peak=max(step.peak, step.resident + passing.peak - passing.resident))
-        for step, passing in zip(planned, _planned(plan, forward, cluster, lengths[1]), strict=True)
-    )
+    step = _planned(plan, workload, cluster, lengths[0])
+    if lengths[1]:
+        forward = replace(
+            workload,
+            fine_tune=replace(workload.fine_tune, train=False),
+            batch=replace(workload.batch, recompute=NONE),
+        )
+        passing = _planned(plan, forward, cluster, lengths[1])
+        step = [
+            replace(a, peak=max(a.peak, a.resident + b.peak - b.resident))
+            for a, b in zip(step, passing, strict=True)
+        ]
+    return tuple(step[plan.mesh.coordinates(rank)[1]] for rank in range(plan.mesh.size))
 
 
-def _planned(
-    plan: Plan, workload: Workload, cluster: Cluster, length: int
-) -> tuple[PlannedMemory, ...]:
+def _planned(plan: Plan, workload: Workload, cluster: Cluster, length: int) -> list[PlannedMemory]:
+    """Return the memory of each pipeline rank."""
     peaks, stages = predict_memory(plan, workload, cluster, length)
     planned = []
     for rank, peak in enumerate(peaks):
         own = [stages[index] for index in plan.stage_map.stages_of(rank)]
         resident = sum(stage.resident for stage in own) - held_once(own)
         planned.append(PlannedMemory(peak, resident))
-    mesh = plan.mesh
-    return tuple(planned[mesh.coordinates(rank)[1]] for rank in range(mesh.size))
+    return planned
 
 
 def _pipeline(
-    plan: Plan,
-    workload: Workload,
-    cluster: Cluster,
-    length: int,
-    message: int,
-    replica: int | None,
+    messages: Messages, length: int, replica: int | None
 ) -> tuple[Simulation, list[Seconds]]:
     """Return the step of one ``replica``, or of the slowest if all have equal rows, and the times
-    of a micro-batch in each stage.
-
-    ``message`` are the bytes of a micro-batch's hidden states.
-    """
+    of a micro-batch in each stage."""
+    plan, cluster = messages.plan, messages.cluster
     mesh, stage_map, size = plan.mesh, plan.stage_map, plan.micro_batch_size
-    models = pipeline_seconds(workload, cluster, mesh, size, length, replica)
+    models = pipeline_seconds(messages.workload, cluster, mesh, size, length, replica)
     stages = [
-        with_gathers(models[rank].stage(*ends), rank, ends, plan, workload, cluster)
+        messages.with_gathers(models[rank].stage(*ends), rank, ends)
         for rank, ends in zip(stage_map.placement, stage_map.partition.ranges, strict=True)
     ]
     if replica is not None:
         # The last micro-batch may have few rows.
         full = plan.shares[replica] / (plan.microbatches_of(replica) * size)
         stages = [each.of_share(full) for each in stages]
+    link = partial(cluster.link_seconds, nbytes=messages.message)
     simulation = simulate(
         plan.actions_of(replica or 0),
         stage_map.placement,
         [each.costs for each in stages],
-        link=between_ranks(mesh, lambda a, b: cluster.link_seconds(a, b, message), replica),
+        link=between_ranks(mesh, link, replica),
         latency=between_ranks(mesh, cluster.latency, replica),
     )
     return simulation, stages
@@ -148,9 +142,9 @@ def predict(plan: Plan, workload: Workload, cluster: Cluster, length: int) -> Pr
     """Predict a step with sequences of ``length`` tokens on ``cluster.machines[world rank]``."""
     mesh, stage_map = plan.mesh, plan.stage_map
     peaks, memories = predict_memory(plan, workload, cluster, length)
-    message = max(each.message for each in memories.values())
+    messages = Messages(plan, workload, cluster, memories)
     replicas: list[int | None] = list(range(mesh.dp)) if plan.replica_rows else [None]
-    pipelines = [_pipeline(plan, workload, cluster, length, message, each) for each in replicas]
+    pipelines = [_pipeline(messages, length, each) for each in replicas]
     simulation, stages = max(pipelines, key=lambda each: each[0].makespan)
     of_rank = [
         sum((stages[index] for index in stage_map.stages_of(rank)), Seconds())
@@ -177,9 +171,9 @@ def predict(plan: Plan, workload: Workload, cluster: Cluster, length: int) -> Pr
             for rank in range(mesh.pp)
         ),
         simulation=simulation,
-        reduce_seconds=sum_seconds(cluster, plan, workload, memories) / accumulated,
+        reduce_seconds=messages.sum_seconds() / accumulated,
         update_seconds=max(each.update for each in of_rank) / accumulated / updaters,
-        sent=max(bytes_between_hosts(cluster, plan, workload, memories).values()),
+        sent=max(messages.bytes_between_hosts().values()),
         tokens=sum(plan.shares) * length,
     )
 

@@ -9,13 +9,12 @@ import json
 import reprlib
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
-from shardmlx.config.specs import Savings
 from shardmlx.costmodel.hostfile import kind_key, same_host
-from shardmlx.costmodel.measured_memory import MemorySample, StageBytes
+from shardmlx.costmodel.measured_memory import MemorySample
 from shardmlx.costmodel.timing import ModelSeconds, Seconds
 from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
@@ -268,7 +267,7 @@ def read_profile(path: str | Path) -> Profile:
                 f"{path} has format {content['format']!r}, this shardmlx reads {FORMAT}",
                 _AGAIN,
             )
-        machines = tuple(_machine(each) for each in content["machines"])
+        machines = _read(tuple[MachineProfile, ...], content["machines"])
         if not machines:
             raise ValueError("no machines")
         return Profile(dict(content["work"]), machines, str(path))
@@ -278,48 +277,23 @@ def read_profile(path: str | Path) -> Profile:
         raise UserError(f"{path} is no profile ({error!r})", _AGAIN) from None
 
 
-def merge(profiles: Sequence[Profile]) -> Profile:
-    """Return one profile of the machines of several, measured for the same work.
+def read_profiles(names: str) -> Profile:
+    """Return one profile of the machines of several comma-separated files.
 
-    Raises ``UserError`` if the work differs.
+    Raises ``UserError`` if they were measured for different work.
     """
-    first = profiles[0]
-    for other in profiles[1:]:
+    first, *others = (read_profile(name.strip()) for name in names.split(","))
+    for other in others:
         other.check(first.work)
-    machines = tuple(machine for each in profiles for machine in each.machines)
-    return Profile(first.work, machines, first.path)
+    machines = tuple(machine for each in (first, *others) for machine in each.machines)
+    return replace(first, machines=machines)
 
 
-def _machine(entry: Any) -> MachineProfile:
-    samples = tuple(
-        Sample(
-            rows=int(sample["rows"]),
-            length=int(sample["length"]),
-            **{part: _seconds(sample[part]) for part in ("layer", "frozen", "embedding", "head")},
-            others=tuple(
-                LayerTimes(_seconds(each["trained"]), _seconds(each["frozen"]))
-                for each in sample.get("others", ())
-            ),
-        )
-        for sample in entry["samples"]
-    )
-    memory = tuple(
-        MemorySample(
-            rows=int(sample["rows"]),
-            length=int(sample["length"]),
-            savings=Savings(**sample["savings"]),
-            first=_bytes(sample["first"]),
-            last=_bytes(sample["last"]),
-            kinds=tuple(map(_bytes, sample["kinds"])),
-        )
-        for sample in entry.get("memory", ())
-    )
-    return MachineProfile(str(entry["host"]), str(entry["chip"]), samples, memory)
-
-
-def _bytes(entry: Mapping[str, Any]) -> StageBytes:
-    return StageBytes(**{key: int(value) for key, value in entry.items()})
-
-
-def _seconds(entry: Mapping[str, Any]) -> Seconds:
-    return Seconds(**{key: float(value) for key, value in entry.items()})
+def _read(kind: Any, value: Any) -> Any:
+    """Return a value of JSON as what ``asdict`` made it of."""
+    if isinstance(kind, type) and is_dataclass(kind):
+        types = get_type_hints(kind)
+        return kind(**{key: _read(types[key], each) for key, each in value.items()})
+    if get_origin(kind) is tuple:
+        return tuple(_read(get_args(kind)[0], each) for each in value)
+    return kind(value) if isinstance(kind, type) else value

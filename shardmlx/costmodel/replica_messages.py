@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.divided import divided
@@ -50,174 +51,157 @@ class StageGathers:
         return self.first + self.forward + self.backward + self.ends + self.gradients
 
 
-def stage_gathers(ends: tuple[int, int], plan: Plan, workload: Workload) -> StageGathers:
-    """Return the bytes that replicas with divided weights gather of layers ``ends``.
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """The messages of a step; ``stages`` are the bytes of each stage."""
 
-    The backward pass gathers layers down to the lowest that computes then; trained layers are
-    gathered anew after an update. A matrix at an end of the model stays until then, unless the
-    stage has another one.
-    """
-    tune, sizes, shape = workload.fine_tune, workload.weight_sizes, workload.shape
-    start, stop = ends
-    layers = sizes.layers[start:stop]
-    has_both = start == 0 and stop == shape.num_layers
-    at_ends = sizes.embedding * (start == 0)
-    if stop == shape.num_layers:
-        at_ends += (sizes if has_both else workload.held_sizes).head
-    gathered = at_ends
-    if shape.tied or not has_both:
-        gathered = at_ends / plan.microbatches if tune.unfreeze_all else 0.0
-    trained = 0.0
-    if tune.is_full:
-        trained = sum(sizes.layers[max(start, workload.first_trained_layer) : stop])
-        trained += at_ends * tune.unfreeze_all
-    lowest = max(start, workload.first_trained)
-    comes_down = tune.train and lowest == start
-    stays = (1 - tune.is_full / plan.microbatches) * comes_down
-    first = layers[0] * (1 - stays)
-    return StageGathers(
-        first=first,
-        forward=sum(layers) - stays * sum(layers[:ROOMS]) - first,
-        backward=sum(sizes.layers[lowest : max(lowest, stop - ROOMS)]),
-        ends=gathered,
-        gradients=workload.sum_bytes(round(trained) // workload.dtype_bytes * FLOAT32),
-    )
+    plan: Plan
+    workload: Workload
+    cluster: Cluster
+    stages: Mapping[int, StageMemory]
 
+    @property
+    def message(self) -> int:
+        """Bytes of the hidden states of a micro-batch."""
+        return max(each.message for each in self.stages.values())
 
-def with_gathers(
-    stage: Seconds,
-    rank: int,
-    ends: tuple[int, int],
-    plan: Plan,
-    workload: Workload,
-    cluster: Cluster,
-) -> Seconds:
-    """Return the times of a stage that gathers each layer, if replicas divide the weights.
+    def gathers(self, start: int, stop: int) -> StageGathers:
+        """Return the bytes that replicas with divided weights gather of layers.
 
-    A layer arrives while the one before computes. Gradients go to their owners on the same link.
-    """
-    if plan.mesh.dp == 1 or not workload.fine_tune.divides_weights:
-        return stage
+        The backward pass gathers layers down to the lowest that computes then; trained layers are
+        gathered anew after an update. A matrix at an end of the model stays until then, unless the
+        stage has another one.
+        """
+        workload, microbatches = self.workload, self.plan.microbatches
+        tune, sizes, shape = workload.fine_tune, workload.weight_sizes, workload.shape
+        layers = sizes.layers[start:stop]
+        has_both = start == 0 and stop == shape.num_layers
+        at_ends = (sizes if has_both else workload.held_sizes).total(start, stop) - sum(layers)
+        gathered = at_ends
+        if shape.tied or not has_both:
+            gathered = at_ends / microbatches if tune.unfreeze_all else 0.0
+        trained = 0.0
+        if tune.is_full:
+            trained = sum(sizes.layers[max(start, workload.first_trained_layer) : stop])
+            trained += at_ends * tune.unfreeze_all
+        lowest = max(start, workload.first_trained)
+        comes_down = tune.train and lowest == start
+        stays = (1 - tune.is_full / microbatches) * comes_down
+        first = layers[0] * (1 - stays)
+        return StageGathers(
+            first=first,
+            forward=sum(layers) - stays * sum(layers[:ROOMS]) - first,
+            backward=sum(sizes.layers[lowest : max(lowest, stop - ROOMS)]),
+            ends=gathered,
+            gradients=workload.sum_bytes(round(trained) // workload.dtype_bytes * FLOAT32),
+        )
 
-    def seconds(nbytes: float, largest: float) -> float:
-        return _exchange_seconds(cluster, plan, rank, nbytes, largest)
+    def with_gathers(self, stage: Seconds, rank: int, ends: tuple[int, int]) -> Seconds:
+        """Return the times of a stage that gathers each layer, if replicas divide the weights.
 
-    def handling(nbytes: float) -> float:
-        if not seconds(nbytes, 0.0):
-            return 0.0  # within a host
-        sent_and_received = 2 * nbytes * (plan.mesh.dp - 1) / plan.mesh.dp
-        return sent_and_received * HANDLING_SECONDS[cluster.backend]
+        A layer arrives while the one before computes. Gradients go to their owners on the same
+        link.
+        """
+        dp, seconds = self.plan.mesh.dp, partial(self._exchange_seconds, rank)
+        if dp == 1 or not self.workload.fine_tune.divides_weights:
+            return stage
 
-    moved = stage_gathers(ends, plan, workload)
-    setup = TrainingSetup(workload=workload, rows=1, length=1, dp=plan.mesh.dp)
-    largest = divided(setup, *ends, ()).part
-    # A matrix at an end has one owner, which sends all of it.
-    gathering = seconds(moved.forward, largest) + seconds(moved.ends, 1.0)
-    forward = max(stage.forward, gathering) + seconds(moved.first, largest)
-    forward += handling(moved.first + moved.forward + moved.ends)
-    backward = stage.input_gradient + stage.weight_gradient
-    if not backward:
-        return replace(stage, forward=forward)
-    received = moved.backward + moved.gradients
-    backward = max(backward, seconds(received, largest)) + handling(received)
-    if stage.input_gradient:
-        return Seconds(forward, backward, 0.0, stage.update)
-    return Seconds(forward, 0.0, backward, stage.update)
+        def handling(nbytes: float) -> float:
+            if not seconds(nbytes):
+                return 0.0  # within a host
+            sent_and_received = 2 * nbytes * (dp - 1) / dp
+            return sent_and_received * HANDLING_SECONDS[self.cluster.backend]
 
+        moved = self.gathers(*ends)
+        setup = TrainingSetup(workload=self.workload, rows=1, length=1, dp=dp)
+        largest = divided(setup, *ends, ()).part
+        # A matrix at an end has one owner, which sends all of it.
+        gathering = seconds(moved.forward, largest) + seconds(moved.ends, 1.0)
+        forward = max(stage.forward, gathering) + seconds(moved.first, largest)
+        forward += handling(moved.first + moved.forward + moved.ends)
+        backward = stage.input_gradient + stage.weight_gradient
+        if not backward:
+            return replace(stage, forward=forward)
+        received = moved.backward + moved.gradients
+        backward = max(backward, seconds(received, largest)) + handling(received)
+        if stage.input_gradient:
+            return Seconds(forward, backward, 0.0, stage.update)
+        return Seconds(forward, 0.0, backward, stage.update)
 
-def sum_seconds(
-    cluster: Cluster, plan: Plan, workload: Workload, stages: Mapping[int, StageMemory]
-) -> float:
-    """Return the seconds of summing the slowest stage's gradients over replicas.
+    def sum_seconds(self) -> float:
+        """Return the seconds of summing the slowest stage's gradients over replicas.
 
-    The sum is an upper bound, since buckets start during the backward pass. Divided weights count
-    in each micro-batch instead.
-    """
-    if plan.mesh.dp == 1 or workload.fine_tune.divides_weights:
-        return 0.0
-    members, times = plan.mesh.dp, []
-    seconds_of_one = ROUNDING_SECONDS.get(workload.fine_tune.sum_dtype, 0.0)
-    ways = 1 if _gathers_weights(workload) else 2
-    for rank in range(plan.mesh.pp):
-        numbers = _gradients(plan, rank, stages) // FLOAT32
-        rounding = ways * (numbers * seconds_of_one) * (members - 1) / members
-        moved = _summed(plan, rank, workload, stages)
-        times.append(_exchange_seconds(cluster, plan, rank, moved) + rounding)
-    return max(times)
+        The sum is an upper bound, since buckets start during the backward pass. Divided weights
+        count in each micro-batch instead.
+        """
+        mesh, tune, times = self.plan.mesh, self.workload.fine_tune, []
+        if mesh.dp == 1 or tune.divides_weights:
+            return 0.0
+        ways = 1 if self._gathers_weights else 2
+        for rank in range(mesh.pp):
+            numbers = self._gradients(rank) // FLOAT32
+            seconds = numbers * ROUNDING_SECONDS.get(tune.sum_dtype, 0.0)
+            rounding = ways * seconds * (mesh.dp - 1) / mesh.dp
+            times.append(self._exchange_seconds(rank, self._summed(rank)) + rounding)
+        return max(times)
 
+    def bytes_between_hosts(self) -> dict[str, float]:
+        """Return the bytes that each host sends to others in a step, beside headers.
 
-def bytes_between_hosts(
-    cluster: Cluster, plan: Plan, workload: Workload, stages: Mapping[int, StageMemory]
-) -> dict[str, float]:
-    """Return the bytes that each host sends to others in a step, beside headers.
+        If several steps make one update, each has its share of their sums.
+        """
+        plan, mesh, cluster = self.plan, self.plan.mesh, self.cluster
+        sent = dict.fromkeys((each.host for each in cluster.machines), 0.0)
+        for replica in range(mesh.dp):
+            for rank, actions in enumerate(plan.actions_of(replica)):
+                me = mesh.rank(replica, rank)
+                for action in actions:
+                    if action.kind not in (Kind.SEND_F, Kind.SEND_B):
+                        continue
+                    peer = mesh.rank(replica, plan.stage_map.placement[action.neighbour])
+                    if not cluster.is_same_host(me, peer):
+                        sent[cluster.machines[me].host] += self.message
+        for rank in range(mesh.pp if mesh.dp > 1 else 0):
+            moved = self._summed(rank) / self.workload.batch.grad_accumulation_steps
+            if self.workload.fine_tune.divides_weights:
+                own = (plan.stage_map.partition.ranges[i] for i in plan.stage_map.stages_of(rank))
+                moved = sum(self.gathers(*ends).total for ends in own) * plan.microbatches
+            for host, part in _parts_of_hosts(cluster, mesh.replicas_of(rank)).items():
+                sent[host] += part * moved
+        return sent
 
-    If several steps make one update, each has its share of their sums.
-    """
-    mesh, placement = plan.mesh, plan.stage_map.placement
-    message = max(each.message for each in stages.values())
-    sent = dict.fromkeys((each.host for each in cluster.machines), 0.0)
-    for replica in range(mesh.dp):
-        for rank, actions in enumerate(plan.actions_of(replica)):
-            me = mesh.rank(replica, rank)
-            for action in actions:
-                if action.kind not in (Kind.SEND_F, Kind.SEND_B):
-                    continue
-                peer = mesh.rank(replica, placement[action.neighbour])
-                if not cluster.is_same_host(me, peer):
-                    sent[cluster.machines[me].host] += message
-    for rank in range(mesh.pp if mesh.dp > 1 else 0):
-        moved = _moved(plan, rank, workload, stages)
-        for host, part in _parts_of_hosts(cluster, mesh.replicas_of(rank)).items():
-            sent[host] += part * moved
-    return sent
+    def _gradients(self, rank: int) -> int:
+        """Return the bytes of the sums of gradients of a pipeline rank's stages."""
+        return sum(self.stages[i].gradients for i in self.plan.stage_map.stages_of(rank))
 
+    @property
+    def _gathers_weights(self) -> bool:
+        """True if replicas gather updated weights instead of gradients."""
+        return self.workload.fine_tune.divides_optimizer and self.workload.fine_tune.is_full
 
-def _moved(plan: Plan, rank: int, workload: Workload, stages: Mapping[int, StageMemory]) -> float:
-    """Return the bytes that the replicas of a pipeline rank sum and gather in a step."""
-    if not workload.fine_tune.divides_weights:
-        accumulated = workload.batch.grad_accumulation_steps
-        return _summed(plan, rank, workload, stages) / accumulated
-    own = [plan.stage_map.partition.ranges[index] for index in plan.stage_map.stages_of(rank)]
-    once = sum(stage_gathers(ends, plan, workload).total for ends in own)
-    return once * plan.microbatches
+    def _summed(self, rank: int) -> float:
+        """Return the bytes of an update of a rank's stages: gradients there and back; with a
+        divided optimizer, updated weights back."""
+        gradients = self._gradients(rank)
+        there = back = self.workload.sum_bytes(gradients)
+        if self._gathers_weights:
+            back = gradients // FLOAT32 * self.workload.dtype_bytes
+        return there + back
 
-
-def _gradients(plan: Plan, rank: int, stages: Mapping[int, StageMemory]) -> int:
-    """Return the bytes of the sums of gradients of a pipeline rank's stages."""
-    return sum(stages[index].gradients for index in plan.stage_map.stages_of(rank))
-
-
-def _gathers_weights(workload: Workload) -> bool:
-    """Tell whether replicas gather updated weights instead of gradients."""
-    return workload.fine_tune.divides_optimizer and workload.fine_tune.is_full
-
-
-def _summed(plan: Plan, rank: int, workload: Workload, stages: Mapping[int, StageMemory]) -> float:
-    """Return the bytes of an update of a rank's stages: gradients there and back; with a divided
-    optimizer, updated weights back."""
-    gradients = _gradients(plan, rank, stages)
-    there = back = workload.sum_bytes(gradients)
-    if _gathers_weights(workload):
-        back = gradients // FLOAT32 * workload.dtype_bytes
-    return there + back
-
-
-def _exchange_seconds(
-    cluster: Cluster, plan: Plan, rank: int, nbytes: float, largest: float = 0.0
-) -> float:
-    """Return the seconds in which each replica of a pipeline rank sends the others its part of
-    these bytes, or receives theirs; ``largest`` is the largest owner's part."""
-    group = plan.mesh.replicas_of(rank)
-    slowest_link = max(
-        cluster.link_seconds(a, b, nbytes)
-        for a, b in zip(group, (*group[1:], group[0]), strict=True)
-    )
-    levels = levels_of(rank, group, [each.host for each in cluster.machines])
-    if levels is not None:
-        members = len(levels.between)
-        return (members - 1) / members * slowest_link
-    members = len(group)
-    return (members - 1) * max(largest, 1 / members) * slowest_link
+    def _exchange_seconds(self, rank: int, nbytes: float, largest: float = 0.0) -> float:
+        """Return the seconds in which each replica of a pipeline rank sends the others its part of
+        these bytes, or receives theirs; ``largest`` is the largest owner's part."""
+        group = self.plan.mesh.replicas_of(rank)
+        slowest_link = max(
+            self.cluster.link_seconds(a, b, nbytes)
+            for a, b in zip(group, (*group[1:], group[0]), strict=True)
+        )
+        levels = levels_of(rank, group, [each.host for each in self.cluster.machines])
+        if levels is not None:
+            members = len(levels.between)
+            return (members - 1) / members * slowest_link
+        members = len(group)
+        return (members - 1) * max(largest, 1 / members) * slowest_link
 
 
 def _parts_of_hosts(cluster: Cluster, group: Sequence[int]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from shardmlx.common.digests import json_digest
 from shardmlx.common.process_memory import memory_bounds, resident_bytes
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.specs import MachineOptions, ModelSource
-from shardmlx.costmodel.cluster import Cluster, read_profiles
+from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine, read_hostfile, same_host
 from shardmlx.costmodel.memory_limits import (
     MemoryBudget,
@@ -27,7 +27,7 @@ from shardmlx.costmodel.memory_limits import (
     unwired,
     within,
 )
-from shardmlx.costmodel.profile_file import Profile
+from shardmlx.costmodel.profile_file import Profile, read_profiles
 from shardmlx.costmodel.workload import ModelSizes, Workload
 from shardmlx.distributed.agreement import AgreedError, from_rank_0, on_all_ranks
 from shardmlx.distributed.transport import Transport

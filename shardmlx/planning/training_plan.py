@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from shardmlx.config.specs import RunSpec
-from shardmlx.costmodel.cluster import Cluster, read_profiles
+from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine, machine_of_each_rank
 from shardmlx.costmodel.memory_limits import budgets_of, within
+from shardmlx.costmodel.profile_file import read_profiles
 from shardmlx.costmodel.training_setup import BACKENDS
 from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError

@@ -15,8 +15,8 @@ from shardmlx.costmodel.profile_file import (
     MachineProfile,
     Profile,
     Sample,
-    merge,
     read_profile,
+    read_profiles,
     work_of,
     write_profile,
 )
@@ -138,11 +138,14 @@ def test_the_same_work_may_be_said_in_other_words_and_with_other_layers_and_step
     profile(machine("a")).check(work_of(other))
 
 
-def test_profiles_of_several_files_are_one() -> None:
-    one = merge([profile(machine("a")), profile(machine("b"))])
-    assert [each.host for each in one.machines] == ["a", "b"]
+def test_profiles_of_several_files_are_one(tmp_path: Path) -> None:
+    a, b, other = (str(tmp_path / name) for name in ("a", "b", "other"))
+    write_profile(profile(machine("a")), Path(a))
+    write_profile(profile(machine("b")), Path(b))
+    write_profile(profile(machine("b"), optimizer="sgd"), Path(other))
+    assert [each.host for each in read_profiles(f"{a}, {b}").machines] == ["a", "b"]
     with pytest.raises(UserError) as caught:
-        merge([profile(machine("a")), profile(machine("b"), optimizer="sgd")])
+        read_profiles(f"{a},{other}")
     assert "optimizer 'sgd'" in caught.value.problem
 
 
