@@ -31,7 +31,7 @@ from shardmlx.planning.model_report import (
     stage_table,
     summary,
 )
-from shardmlx.planning.weight_split import Generation, Split, divide
+from shardmlx.planning.weight_split import Split, divide, generation_of
 
 _DEFAULT_PARTITIONER = "balanced"
 
@@ -142,7 +142,7 @@ def _divide(options: InspectOptions, inspection: Inspection) -> Split | None:
         raise UserError(f"{inspection.files.name} has no layers to divide", "name a whole model")
     generation = None
     if options.context is not None:
-        generation = Generation(options.sequences, options.context)
+        generation = generation_of(inspection, options.sequences, options.context)
     if options.stage_map is not None:
         stage_map = read_stage_map(options.stage_map)
         stage_map.check_pipeline(options.pipeline_stages)

@@ -6,30 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardmlx.common.formatting import columns, count, gibibytes, numbers_of, plural
-from shardmlx.modelfiles.parts import Inspection, Part, Row, rows
+from shardmlx.modelfiles.parts import Inspection, Part, rows
 from shardmlx.modelfiles.sources import SUFFIX
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.undeclared import APPROXIMATE
 from shardmlx.planning.weight_split import Split, byte_ranges
 
 _FILES_SHOWN = 2
-
-
-def shown_files(files: Sequence[str]) -> str:
-    """Return file names without their common ending, or only their number if there are many."""
-    if len(files) > _FILES_SHOWN:
-        return f"{len(files)} files"
-    return ", ".join(file.removesuffix(SUFFIX) for file in files)
-
-
-def dtypes(part: Part) -> str:
-    """Return the types of the tensors, the most bytes first."""
-    return " + ".join(part.dtypes)
-
-
-def quantisation(part: Part) -> str:
-    """Return the packing of weights, the most bytes first; a dash for unpacked ones."""
-    return "; ".join(part.quantisations) or "-"
 
 
 def summary(inspection: Inspection) -> str:
@@ -46,11 +29,11 @@ def summary(inspection: Inspection) -> str:
         lines.append(f"family {files.config.get('model_type')!r}, which shardmlx cannot cut")
     if inspection.shape is not None and not inspection.shape.is_declared:
         lines.append(APPROXIMATE)
-    how = quantisation(whole)
-    packing = "" if how == "-" else f", {how}"
+    cells = _cells(whole, ())
+    packing = "" if cells["quantisation"] == "-" else f", {cells['quantisation']}"
     lines.append(
-        f"{len(whole.tensors)} tensors, {count(whole.parameters)} parameters, "
-        f"{gibibytes(whole.nbytes)} of {dtypes(whole)}{packing}"
+        f"{cells['tensors']} tensors, {cells['parameters']} parameters, {cells['bytes']} of "
+        f"{' + '.join(whole.dtypes)}{packing}"
     )
     if inspection.packing:
         lines.append(inspection.packing)
@@ -96,46 +79,45 @@ def _adapter(inspection: Inspection) -> str:
 
 def part_table(inspection: Inspection, fold: bool = True) -> str:
     """Return a table of parts; ``30 x 9`` says that each of 30 layers has 9."""
-    lines = [_part_line(row) for row in rows(inspection, fold)]
-    header = ("part", "tensors", "parameters", "dtype", "quantisation", "bytes", "files")
-    return columns(header, lines)
+    lines = []
+    for row in rows(inspection, fold):
+        each = f"{len(row.parts)} x " if len(row.parts) > 1 else ""
+        files = sorted({file for part in row.parts for file in part.files})
+        lines.append([row.name, *_cells(row.parts[0], files, each).values()])
+    return columns(["part", *_cells(Part(()), ())], lines)
 
 
-def _part_line(row: Row) -> tuple[str, ...]:
-    first, many = row.parts[0], len(row.parts)
-    each = f"{many} x " if many > 1 else ""
-    files = sorted({file for part in row.parts for file in part.files})
-    return (
-        row.name,
-        f"{each}{len(first.tensors)}",
-        f"{each}{count(first.parameters)}",
-        dtypes(first) or "-",
-        quantisation(first),
-        f"{each}{gibibytes(first.nbytes)}",
-        shown_files(files) or "-",
-    )
+def _cells(part: Part, files: Sequence[str], each: str = "") -> dict[str, str]:
+    """Return what a part consists of, by column; types and packings with the most bytes come
+    first, file names have no ending, and many are counted."""
+    names = [file.removesuffix(SUFFIX) for file in files]
+    return {
+        "tensors": f"{each}{len(part.tensors)}",
+        "parameters": f"{each}{count(part.parameters)}",
+        "dtype": " + ".join(part.dtypes) or "-",
+        "quantisation": "; ".join(part.quantisations) or "-",
+        "bytes": f"{each}{gibibytes(part.nbytes)}",
+        "files": f"{len(files)} files" if len(files) > _FILES_SHOWN else ", ".join(names) or "-",
+    }
 
 
 def stage_table(split: Split) -> str:
     """Return a table of stages: their places and contents."""
     lines = []
-    stages = zip(split.stage_map.partition.ranges, split.stage_map.placement, strict=True)
-    for stage, ((start, stop), rank) in enumerate(stages):
+    for stage, rank in enumerate(split.stage_map.placement):
         part, memory, nbytes = split.stage(stage), split.memory(rank), split.nbytes(stage)
+        cells = _cells(part, part.files)
+        files = cells.pop("files")
         lines.append(
             {
                 "stage": str(stage),
                 "rank": str(rank),
                 "host": split.host(rank) or "-",
-                "layers": numbers_of(start, stop),
-                "tensors": str(len(part.tensors)),
-                "parameters": count(part.parameters),
-                "dtype": dtypes(part),
-                "quantisation": quantisation(part),
-                "bytes": gibibytes(part.nbytes),
+                "layers": numbers_of(*split.stage_map.partition.ranges[stage]),
+                **cells,
                 "to generate": gibibytes(nbytes) if split.generation else "-",
                 "of memory": f"{nbytes / memory:.1%} of {gibibytes(memory)}" if memory else "-",
-                "files": shown_files(part.files) or "-",
+                "files": files,
             }
         )
     # A fact known of no stage gets no column.
@@ -145,10 +127,14 @@ def stage_table(split: Split) -> str:
 
 def rank_report(split: Split, rank: int) -> str:
     """Return every tensor that a rank needs, and the bytes of each file to be read for them."""
-    part = split.rank(rank)
+    part, stage_map = split.rank(rank), split.stage_map
     host, memory = split.host(rank), split.memory(rank)
+    stages = ", ".join(
+        f"stage {stage} (layers {numbers_of(*stage_map.partition.ranges[stage])})"
+        for stage in stage_map.stages_of(rank)
+    )
     lines = [
-        f"rank {rank}{f' on {host}' if host else ''}: {_stages(split, rank)}, "
+        f"rank {rank}{f' on {host}' if host else ''}: {stages}, "
         f"{len(part.tensors)} tensors, {gibibytes(part.nbytes)}"
         + ("" if memory is None else f", {part.nbytes / memory:.1%} of its memory"),
         "",
@@ -178,14 +164,6 @@ def rank_report(split: Split, rank: int) -> str:
         count_of_ranges = sum(map(len, files.values()))
         lines += ["", f"in all {part.nbytes} bytes; ranges: {count_of_ranges}; files: {len(files)}"]
     return "\n".join(lines)
-
-
-def _stages(split: Split, rank: int) -> str:
-    names = []
-    for stage in split.stage_map.stages_of(rank):
-        layers = numbers_of(*split.stage_map.partition.ranges[stage])
-        names.append(f"stage {stage} (layers {layers})")
-    return ", ".join(names)
 
 
 def as_json(inspection: Inspection, split: Split | None, rank: int | None) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from shardmlx.costmodel.generation_memory import GenerationSetup, inference_memory
@@ -21,14 +20,6 @@ if TYPE_CHECKING:
     from shardmlx.costmodel.hostfile import Machine
 
 
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """Number of sequences to generate at once, and tokens of each, prompt included."""
-
-    sequences: int
-    context: int
-
-
 @dataclass(frozen=True)
 class Split:
     """A model in stages, and the machine of each pipeline rank, if machines are known."""
@@ -36,7 +27,7 @@ class Split:
     inspection: Inspection
     stage_map: StageMap
     machines: tuple[Machine, ...] = ()
-    generation: Generation | None = None
+    generation: GenerationSetup | None = None
 
     def __post_init__(self) -> None:
         self.stage_map.check_layers(len(self.inspection.layers))
@@ -71,7 +62,7 @@ def divide(
     partitioner: str,
     num_stages: int,
     machines: tuple[Machine, ...] = (),
-    generation: Generation | None = None,
+    generation: GenerationSetup | None = None,
 ) -> StageMap:
     """Divide a model among ranks with one stage each; ``machines`` has one for each, or none.
 
@@ -79,12 +70,16 @@ def divide(
     the FLOPs of a forward pass, or its seconds if all machines have a known speed; bytes if the
     family is unknown.
     """
-    sizes = _sizes(inspection)
+    shape, sizes = inspection.shape, _sizes(inspection)
     sizes.check_stages(num_stages)
+    costs = sizes
+    if shape is not None:
+        flops = (shape.layer(i).flops(TYPICAL_LENGTH) for i in range(shape.num_layers))
+        costs = LayerCosts(tuple(flops), head=float(shape.head_flops()))
     return divide_by_speed(
         partitioner,
-        machines if inspection.shape is not None else (),
-        costs=_costs(inspection),
+        machines if shape is not None else (),
+        costs=costs,
         sizes=sizes,
         peak=_peak(inspection, generation),
         capacity=[
@@ -92,14 +87,6 @@ def divide(
         ],
         num_stages=num_stages,
     )
-
-
-def _costs(inspection: Inspection) -> LayerCosts:
-    shape = inspection.shape
-    if shape is None:
-        return _sizes(inspection)
-    flops = (shape.layer(i).flops(TYPICAL_LENGTH) for i in range(shape.num_layers))
-    return LayerCosts(tuple(flops), head=float(shape.head_flops()))
 
 
 def _sizes(inspection: Inspection) -> LayerCosts:
@@ -110,37 +97,37 @@ def _sizes(inspection: Inspection) -> LayerCosts:
 
 
 def _peak(
-    inspection: Inspection, generation: Generation | None
+    inspection: Inspection, generation: GenerationSetup | None
 ) -> Callable[[int, int, int], float]:
     """Return the bytes of a stage; one that is first and last holds a tied matrix once."""
-    if generation is not None:
-        return _generating(inspection, generation)
-    upto = list(accumulate((layer.nbytes for layer in inspection.layers), initial=0))
-    embedding, head = inspection.embedding.nbytes, inspection.head.nbytes
+    sizes, layers = _sizes(inspection), len(inspection.layers)
 
     def peak(stage: int, start: int, stop: int) -> float:
-        is_last = stop == len(inspection.layers)
-        holds_embedding = start == 0 or (is_last and inspection.tied)
-        return upto[stop] - upto[start] + embedding * holds_embedding + head * is_last
+        if generation is not None:
+            return inference_memory(generation, start, stop)
+        twice = inspection.tied and start == 0 and stop == layers
+        return sizes.total(start, stop) - twice * sizes.embedding
 
     return peak
 
 
-def _generating(inspection: Inspection, generation: Generation) -> Callable[[int, int, int], float]:
-    shape = inspection.shape
-    if shape is None:
+def generation_of(inspection: Inspection, sequences: int, context: int) -> GenerationSetup:
+    """Return the setup of generating so many ``sequences`` at once, of ``context`` tokens each.
+
+    Raises ``UserError`` for a model without keys and values.
+    """
+    if inspection.shape is None:
         raise UserError(
             f"--context: {inspection.files.name} is no decoder with keys and values",
             "leave --context out",
         )
-    setup = GenerationSetup(
-        shape=shape,
+    return GenerationSetup(
+        shape=inspection.shape,
         weight_sizes=model_sizes(inspection.files, None).weight_sizes,
         dtype_bytes=DTYPE_BYTES[activation_dtype(inspection)],
-        sequences=generation.sequences,
-        context=generation.context,
+        sequences=sequences,
+        context=context,
     )
-    return lambda stage, start, stop: inference_memory(setup, start, stop)
 
 
 def byte_ranges(part: Part) -> dict[str, list[tuple[int, int]]]:

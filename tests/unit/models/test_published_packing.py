@@ -12,7 +12,7 @@ from shardmlx.modelfiles.parts import inspect_files, planned_tensors
 from shardmlx.modelfiles.safetensors_header import PlacedTensor
 from shardmlx.models.published_packing import published_packing
 from shardmlx.models.tensors import Quantisation, read_quantisation
-from shardmlx.planning.weight_split import Generation, Split, divide
+from shardmlx.planning.weight_split import Split, divide, generation_of
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.models_and_batches import tiny_config
 
@@ -132,7 +132,7 @@ def test_fp8_is_shown_as_stored_and_planned_as_it_is_loaded() -> None:
         each.nbytes for name, each in plain.items() if ".layers." in name
     )
     assert sum(layer.nbytes for layer in inspection.layers) < sum(sizes.layers)
-    generation = Generation(sequences=1, context=1)
+    generation = generation_of(inspection, sequences=1, context=1)
     stage_map = divide(inspection, "uniform", 1, generation=generation)
     assert Split(inspection, stage_map, (), generation).nbytes(0) > sum(sizes.layers)
 
