@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from shardmlx.common.formatting import gibibytes, plural
 from shardmlx.config.common_options import SIMPLEST, SMALLEST
 from shardmlx.config.specs import COUNTED, NONE, RECOMPUTE, RunSpec
-from shardmlx.costmodel.cluster import Cluster, pipeline_seconds
+from shardmlx.costmodel.cluster import pipeline_seconds
 from shardmlx.costmodel.memory_limits import PlannedMemory
 from shardmlx.costmodel.predict import Prediction, planned_memory, predict
 from shardmlx.costmodel.workload import Workload
@@ -24,7 +24,7 @@ from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
 from shardmlx.planning.facts import CLOSE, Facts
-from shardmlx.planning.layout import divide_batch
+from shardmlx.planning.layout import divide_batch, lay_out
 from shardmlx.planning.ways import complexity, ways
 
 SET_UP_TOKENS = 24
@@ -116,11 +116,19 @@ def assess(way: RunSpec, facts: Facts) -> Assessment:
     Raises ``DoesNotFitError`` if a rank would hold too much, another ``UserError`` if the layers
     cannot be divided so.
     """
-    plan, workload, cluster = facts.plan(way), facts.work(way), facts.cluster
+    plan, workload, cluster = lay_out(way, facts), facts.work(way), facts.cluster
     memory = planned_memory(plan, workload, cluster, facts.lengths.longest)
     for rank, each in enumerate(memory):
-        if each.peak > cluster.capacity(rank):
-            raise _does_not_fit(cluster, rank, each.peak)
+        too_much = each.peak - cluster.capacity(rank)
+        if too_much > 0:
+            raise DoesNotFitError(
+                f"the model does not fit: rank {rank} ({cluster.machines[rank].host}) would hold "
+                f"{gibibytes(each.peak)} of its {gibibytes(cluster.capacity(rank))}, "
+                f"{gibibytes(too_much)} too much",
+                rank,
+                too_much,
+                "divide the layers otherwise, or use more machines",
+            )
     set_up = _set_up(plan.micro_batch_size, facts)
     seconds = _predicted(plan, workload, facts, set_up).step_seconds
     return Assessment(way=way, plan=plan, seconds=seconds, memory=memory)
@@ -135,17 +143,6 @@ def _set_up(rows: int, facts: Facts) -> int:
     """Return the tokens a row that setting up a micro-batch of ``rows`` costs, unless a profile has
     measured them."""
     return 0 if facts.cluster.profile is not None else -(-SET_UP_TOKENS // rows)
-
-
-def _does_not_fit(cluster: Cluster, rank: int, peak: float) -> DoesNotFitError:
-    has = cluster.capacity(rank)
-    return DoesNotFitError(
-        f"the model does not fit: rank {rank} ({cluster.machines[rank].host}) would hold "
-        f"{gibibytes(peak)} of its {gibibytes(has)}, {gibibytes(peak - has)} too much",
-        rank,
-        peak - has,
-        "divide the layers otherwise, or use more machines",
-    )
 
 
 def choose(
@@ -168,8 +165,12 @@ def choose(
     if not search.found:
         raise search.nearest_failure()
     limit = search.shortest * (1 + CLOSE)
-    close = (each for each in search.found.values() if each.seconds <= limit)
-    best = min(close, key=lambda each: _preference(each, facts))
+
+    def preference(each: Assessment) -> tuple[object, ...]:
+        fullness = max(of.peak / facts.cluster.capacity(i) for i, of in enumerate(each.memory))
+        return complexity(each.way), each.way.layout.schedule != SIMPLEST, fullness
+
+    best = min((each for each in search.found.values() if each.seconds <= limit), key=preference)
     first, lacking = search.found.get(0), None
     if first is None:
         first, lacking = _simplest(search.ways[0], facts)
@@ -183,14 +184,6 @@ def choose(
         lacking=lacking,
         is_limited=search.is_limited,
     )
-
-
-def _preference(found: Assessment, facts: Facts) -> tuple[object, ...]:
-    """Return a sort key for ways about as fast: simple ones first, then those with much room."""
-    fullness = max(
-        each.peak / facts.cluster.capacity(rank) for rank, each in enumerate(found.memory)
-    )
-    return complexity(found.way), found.way.layout.schedule != SIMPLEST, fullness
 
 
 def _simplest(way: RunSpec, facts: Facts) -> tuple[Assessment | None, str | None]:
@@ -299,7 +292,7 @@ class _Search:
         """Return the error of the way that lacks least."""
         if not self.failures:
             self._assessed(min(self.tightest.values(), key=self._weights_lack))
-        return min(self.failures, key=_shortage)
+        return min(self.failures, key=lambda error: getattr(error, "shortage", math.inf))
 
     def _weights_lack(self, way: RunSpec) -> float:
         """Return the bytes that the machines of a replica lack for the weights alone, or of all
@@ -354,8 +347,3 @@ def _thrift(way: RunSpec) -> tuple[int, bool, bool]:
     """Return a way's costs of holding less: recomputing, gathering, division by memory."""
     again = RECOMPUTE.index(way.batch.recomputed)
     return again, way.fine_tune.divides_weights, way.layout.partitioner == SMALLEST
-
-
-def _shortage(error: UserError) -> float:
-    """Return the lacking bytes, as a sort key; other faults come last."""
-    return error.shortage if isinstance(error, DoesNotFitError) else math.inf

@@ -8,9 +8,7 @@ from shardmlx.config.specs import RunSpec
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.timing import TYPICAL_LENGTH
 from shardmlx.costmodel.workload import Workload
-from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.stage_map import StageMap
-from shardmlx.planning.layout import lay_out
 
 CLOSE = 0.01
 """Share of a step, or of a row, below which a difference does not count."""
@@ -69,21 +67,10 @@ class Facts:
     stage_map: StageMap | None = None
     can_pack: bool = True
 
-    @property
-    def knows_times(self) -> bool:
-        """True if layouts with different messages can be compared: by seconds."""
-        return self.cluster.unit == "seconds" and self.cluster.knows_messages
-
     def work(self, way: RunSpec) -> Workload:
         """Return the work done in this way."""
         share = self.lengths.counted_share(way.batch.pack)
         return replace(self.workload, batch=way.batch, fine_tune=way.fine_tune, counted=share)
-
-    def plan(self, way: RunSpec) -> Plan:
-        """Return the plan of a way. Raises ``UserError`` if it cannot be laid out."""
-        length = self.lengths.mean(way.batch.pack)
-        work, longest = self.work(way), self.lengths.longest[0]
-        return lay_out(way, work, self.stage_map, self.cluster, length, longest)
 
     @property
     def with_all_memory(self) -> Facts:

@@ -21,7 +21,6 @@ from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import ModelFiles, find_source, read_model
 from shardmlx.modelfiles.parts import Inspection, inspect_files
 from shardmlx.modelfiles.verify import checksums_to_compare, verify
-from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.stage_map import read_stage_map
 from shardmlx.planning.layout import make_mesh
 from shardmlx.planning.model_report import (
@@ -143,37 +142,25 @@ def _divide(options: InspectOptions, inspection: Inspection) -> Split | None:
     generation = None
     if options.context is not None:
         generation = generation_of(inspection, options.sequences, options.context)
+    ranks, stage_map = options.pipeline_stages or len(machines), None
     if options.stage_map is not None:
         stage_map = read_stage_map(options.stage_map)
         stage_map.check_pipeline(options.pipeline_stages)
         # Before machines are assigned, since a map of another model matters most.
         stage_map.check_layers(layers)
-        machines = _first(machines, stage_map.pp, options.hostfile)
-        if machines:
-            make_mesh(stage_map, len(machines), [machine.host for machine in machines])
-        return Split(inspection, stage_map, machines, generation)
-    num_stages = options.pipeline_stages or len(machines)
-    machines = _first(machines, num_stages, options.hostfile)
-    if machines and num_stages > layers:
-        raise UserError(
-            f"{machines[layers].where}: {num_stages} machines, but the model has {layers} layers",
-            f"use at most {layers}",
-        )
-    name = options.partitioner or _DEFAULT_PARTITIONER
-    try:
-        stage_map = divide(inspection, name, num_stages, machines, generation)
-    except DoesNotFitError as error:
-        raise UserError(f"{machines[error.rank].where}: {error}") from None
-    return Split(inspection, stage_map, machines, generation)
-
-
-def _first(machines: tuple[Machine, ...], ranks: int, hostfile: str | None) -> tuple[Machine, ...]:
+        ranks = stage_map.pp
     if machines and ranks > len(machines):
         raise UserError(
-            f"{ranks} ranks, but {hostfile} has {len(machines)} slots",
+            f"{ranks} ranks, but {options.hostfile} has {len(machines)} slots",
             "use as many stages, or add machines",
         )
-    return machines[:ranks]
+    machines = machines[:ranks]
+    if stage_map is None:
+        name = options.partitioner or _DEFAULT_PARTITIONER
+        stage_map = divide(inspection, name, ranks, machines, generation)
+    elif machines:
+        make_mesh(stage_map, len(machines), [machine.host for machine in machines])
+    return Split(inspection, stage_map, machines, generation)
 
 
 def _verify(files: ModelFiles, in_json: bool) -> int:

@@ -1,13 +1,22 @@
-"""A run's stage map, micro-batches and rows of replicas, from its options. No MLX, no MPI."""
+"""A run's stage map, micro-batches and rows of replicas, from its options. No MLX, no MPI.
+
+A partitioner divides the layers; the problem that it solves is posed here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import cache
+from itertools import accumulate
 
 from shardmlx.config.specs import BatchOptions, RunSpec
-from shardmlx.costmodel.cluster import Cluster, pipeline_seconds
+from shardmlx.costmodel.cluster import Cluster, between_ranks, pipeline_seconds
 from shardmlx.costmodel.hostfile import Machine, same_host
+from shardmlx.costmodel.memory import StageMemory, stage_memory
+from shardmlx.costmodel.rank_peak import PeakOfActions
+from shardmlx.costmodel.training_setup import TrainingSetup
 from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
 from shardmlx.partitioners import LayerCosts, Problem, get_partitioner, uniform
@@ -15,27 +24,21 @@ from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.schedules import get_schedule
 from shardmlx.pipeline.stage_map import StageMap
-from shardmlx.planning.partition_problem import make_problem, trainable_stages
+from shardmlx.planning.facts import Facts
 
 MICROBATCHES_A_RANK = 4
 """Micro-batches for each rank, so that 1F1B's bubble is at most a fifth."""
 
 
-def lay_out(
-    way: RunSpec,
-    workload: Workload,
-    given: StageMap | None,
-    cluster: Cluster,
-    length: int,
-    longest: int,
-) -> Plan:
-    """Return the plan of a run without open options; ``given`` is the user's stage map.
+def lay_out(way: RunSpec, facts: Facts) -> Plan:
+    """Return the plan of a run without open options.
 
-    Layers are divided for rows of ``length`` tokens, with room for the ``longest``. Raises
+    Layers are divided for rows of mean length, with room for the longest. Raises
     ``DoesNotFitError`` if the partitioner finds no room, another ``UserError`` if the run cannot be
     laid out.
     """
-    layout = way.layout
+    layout, given, cluster = way.layout, facts.stage_map, facts.cluster
+    workload, length = facts.work(way), facts.lengths.mean(way.batch.pack)
     mesh = Mesh.for_world(cluster.size, layout.pipeline_stages or cluster.size)
     rows, size = divide_batch(way.batch, mesh)
     stage_map = given or _evenly(layout.schedule, mesh.pp, workload.shape.num_layers)
@@ -49,7 +52,7 @@ def lay_out(
         pack=bool(workload.batch.pack),
     )
     if given is None:
-        problem = make_problem(plan, workload, cluster, length, longest)
+        problem = _problem(plan, workload, cluster, length, facts.lengths.longest[0])
         stage_map = get_partitioner(layout.partitioner)(problem)
     plan = replace(plan, stage_map=stage_map, trainable=trainable_stages(workload, stage_map))
     return with_replica_rows(plan, workload, cluster, length)
@@ -60,6 +63,96 @@ def _evenly(schedule: str, pp: int, num_layers: int) -> StageMap:
     chosen = get_schedule(schedule)
     placement = chosen.placement(pp, chosen.default_virtual)
     return uniform(Problem.homogeneous(LayerCosts((1.0,) * num_layers), placement))
+
+
+def trainable_stages(workload: Workload, stage_map: StageMap) -> tuple[bool, ...]:
+    """Return for each stage whether it has trained weights."""
+    ends = workload.fine_tune.unfreeze_all
+    layers = workload.shape.num_layers
+    return tuple(
+        stop > workload.first_trained_layer or (ends and (start == 0 or stop == layers))
+        for start, stop in stage_map.partition.ranges
+    )
+
+
+def _problem(
+    draft: Plan, workload: Workload, cluster: Cluster, length: int, longest: int
+) -> Problem:
+    """Return a partitioner's problem, for sequences of ``length`` tokens.
+
+    In the ``draft`` every stage is trained, and its layers do not count. Memory is for sequences of
+    ``longest`` tokens. Costs are seconds, or FLOPs if the speed of the machines is unknown; links
+    then do not count.
+    """
+    mesh, size = draft.mesh, draft.micro_batch_size
+    setup = cluster.setup(workload, size, longest, mesh.dp)
+    models = pipeline_seconds(workload, cluster, mesh, size, length)
+    costs = {id(model): model.layer_costs for model in models}
+    capacity = tuple(
+        min(cluster.capacity(each) for each in mesh.replicas_of(rank)) for rank in range(mesh.pp)
+    )
+
+    def transfer(a: int, b: int) -> float:
+        if cluster.unit == "FLOPs":
+            return 0.0
+        return cluster.link_seconds(a, b, setup.message) + cluster.latency(a, b)
+
+    return Problem(
+        placement=draft.stage_map.placement,
+        costs=tuple(costs[id(model)] for model in models),
+        sizes=workload.held_sizes,
+        peak=None if all(map(math.isinf, capacity)) else _peaks(draft, setup),
+        capacity=capacity,
+        transfer=between_ranks(mesh, transfer),
+        microbatches=draft.microbatches,
+        hosts=tuple(cluster.machines[mesh.rank(0, rank)].host for rank in range(mesh.pp)),
+    )
+
+
+def _peaks(draft: Plan, setup: TrainingSetup) -> Callable[[int, int, int], float]:
+    """Return the peak bytes of a stage alone on its rank, by its number and its layers.
+
+    The stages of a rank may have peaks that add up to more than its own.
+    """
+    # Every stage has all kinds of actions here; its layers decide which of them it needs.
+    of_stage = [
+        PeakOfActions([action for action in draft.actions[rank] if action.stage == stage])
+        for stage, rank in enumerate(draft.stage_map.placement)
+    ]
+
+    shape, first = setup.shape, setup.workload.first_trained_layer
+    layers = shape.num_layers
+    upto = list(accumulate(setup.workload.weight_sizes.layers, initial=0.0))
+    # Number of layers of each kind below a layer.
+    below = [
+        list(accumulate((each == kind for each in shape.pattern), initial=0))
+        for kind in range(len(shape.kinds))
+    ]
+    numbers: dict[tuple[Hashable, ...], int] = {}
+    memories: list[StageMemory] = []
+    known: dict[tuple[int, int], int] = {}
+
+    @cache
+    def look(start: int, stop: int) -> int:
+        """Return the number of a range of layers, equal for ranges with equal memory."""
+        lowest = min(max(start, first), stop)
+        frozen = tuple(each[lowest] - each[start] for each in below)
+        trained = tuple(each[stop] - each[lowest] for each in below)
+        ends = (start == 0, stop == layers, start > first)
+        number = numbers.setdefault(
+            (frozen, trained, upto[stop] - upto[start], *ends), len(numbers)
+        )
+        if number == len(memories):
+            memories.append(stage_memory(setup, start, stop))
+        return number
+
+    def peak(stage: int, start: int, stop: int) -> float:
+        number = look(start, stop)
+        if (stage, number) not in known:
+            known[stage, number] = of_stage[stage].of({stage: memories[number]}, setup)
+        return known[stage, number]
+
+    return peak
 
 
 def make_mesh(stage_map: StageMap, world_size: int, hosts: Sequence[str]) -> Mesh:
@@ -121,9 +214,15 @@ def divide_batch(batch: BatchOptions, mesh: Mesh) -> tuple[int, int]:
     If replicas have unequal rows, the rows are the most that one is given, or the mean.
     """
     rows = -(-batch.batch_size // mesh.dp)
-    if mesh.dp > 1 and batch.given_rows:
-        _check_given(batch, mesh.dp)
-        rows = max(batch.given_rows)
+    given = batch.given_rows
+    if mesh.dp > 1 and given:
+        if len(given) != mesh.dp or sum(given) != batch.batch_size:
+            raise UserError(
+                f"--replica-rows {batch.replica_rows} are {sum(given)} rows of {len(given)} "
+                f"replicas, and there are {mesh.dp} for --batch-size {batch.batch_size}",
+                "give the rows of each replica, or auto",
+            )
+        rows = max(given)
     elif batch.batch_size % mesh.dp and batch.replica_rows is None:
         raise UserError(
             f"--batch-size {batch.batch_size} cannot be divided among {mesh.dp} replicas",
@@ -135,7 +234,8 @@ def divide_batch(batch: BatchOptions, mesh: Mesh) -> tuple[int, int]:
             f"use {mesh.dp} or more",
         )
     if batch.micro_batch_size is None:
-        return rows, usual_size(rows, mesh.pp)
+        usual = rows if mesh.pp == 1 else max(1, rows // (MICROBATCHES_A_RANK * mesh.pp))
+        return rows, usual
     if batch.micro_batch_size > rows:
         raise UserError(
             f"--micro-batch-size {batch.micro_batch_size} is more than the {rows} rows that each "
@@ -143,21 +243,6 @@ def divide_batch(batch: BatchOptions, mesh: Mesh) -> tuple[int, int]:
             f"use at most {rows}",
         )
     return rows, batch.micro_batch_size
-
-
-def usual_size(rows: int, pp: int) -> int:
-    """Return the default rows of a micro-batch, for a replica's rows."""
-    return rows if pp == 1 else max(1, rows // (MICROBATCHES_A_RANK * pp))
-
-
-def _check_given(batch: BatchOptions, replicas: int) -> None:
-    rows = batch.given_rows
-    if len(rows) != replicas or sum(rows) != batch.batch_size:
-        raise UserError(
-            f"--replica-rows {batch.replica_rows} are {sum(rows)} rows of {len(rows)} replicas, "
-            f"and there are {replicas} for --batch-size {batch.batch_size}",
-            "give the rows of each replica, or auto",
-        )
 
 
 def with_replica_rows(plan: Plan, workload: Workload, cluster: Cluster, length: int) -> Plan:

@@ -21,7 +21,7 @@ from shardmlx.costmodel.hostfile import is_unnamed, read_hostfile
 from shardmlx.costmodel.training_setup import BACKENDS
 from shardmlx.errors import UserError
 from shardmlx.pipeline.figure import check_picture, draw_schedule
-from shardmlx.pipeline.stage_map import StageMap, write_stage_map
+from shardmlx.pipeline.stage_map import write_stage_map
 from shardmlx.pipeline.text_timeline import timeline
 from shardmlx.planning.report import as_json, report
 from shardmlx.planning.training_plan import plan_training
@@ -116,7 +116,11 @@ def run(words: Sequence[str]) -> int:
         planned = plan_training(run, machines, backend=options.backend, advance=bar.show)
     prediction = planned.prediction
     if options.output:
-        write_stage_map(_to_write(prediction.plan.stage_map, run.model), options.output)
+        stage_map = prediction.plan.stage_map
+        # Ranks know hosts by name, not by address.
+        hosts = (None if host is None or is_unnamed(host) else host for host in stage_map.hosts)
+        named = replace(stage_map, model=run.model, hosts=tuple(hosts))
+        write_stage_map(named, options.output)
     names = [rank.hosts[0] for rank in prediction.ranks]
     for picture in options.draw:
         title = f"{Path(run.model).name}: {prediction.plan.schedule}, one step"
@@ -128,9 +132,3 @@ def run(words: Sequence[str]) -> int:
     if options.timeline:
         print("\n" + timeline(prediction.simulation, shutil.get_terminal_size((160, 24)).columns))
     return 0
-
-
-def _to_write(stage_map: StageMap, model: str) -> StageMap:
-    """Name the model of the map. Hosts given by address are left out: ranks know names."""
-    hosts = tuple(None if host is None or is_unnamed(host) else host for host in stage_map.hosts)
-    return replace(stage_map, model=model, hosts=hosts)

@@ -54,10 +54,10 @@ def report(choice: Choice, hostfile: str, stage_map: str | None, options: Sequen
 def _line(rank: int, each: RankPrediction) -> tuple[str, ...]:
     ranges = ", ".join(numbers_of(*layers) for layers in each.ranges)
     has = "?" if math.isinf(each.capacity) else gibibytes(each.capacity)
-    seconds = each.seconds
+    seconds, others = each.seconds, len(each.hosts) - 1
     return (
         str(rank),
-        _hosts(each.hosts),
+        f"{each.hosts[0]} +{others}" if others else each.hosts[0],
         ranges,
         gibibytes(each.weights),
         gibibytes(each.peak),
@@ -68,11 +68,6 @@ def _line(rank: int, each: RankPrediction) -> tuple[str, ...]:
         f"{100 * each.bubble:.1f}%",
         _seconds(each.exposed),
     )
-
-
-def _hosts(hosts: Sequence[str]) -> str:
-    """Return the first replica's host, and how many more there are."""
-    return hosts[0] if len(hosts) == 1 else f"{hosts[0]} +{len(hosts) - 1}"
 
 
 def _seconds(seconds: float) -> str:
@@ -102,47 +97,35 @@ def _speed(prediction: Prediction, cluster: Cluster) -> str:
 
 def binding(choice: Choice) -> str:
     """Return the change that would make a step faster."""
-    prediction = choice.prediction
-    step = prediction.step_seconds
-    ranks = prediction.ranks
-    gain = step / _unlimited_seconds(choice)
+    prediction, best = choice.prediction, choice
+    step, ranks = prediction.step_seconds, prediction.ranks
+    if choice.is_limited:
+        with suppress(UserError):  # a partitioner may need to know the memory
+            best = choose(choice.asked, choice.facts.with_all_memory)
+    gain = step / best.prediction.step_seconds
     if gain > 1 + CLOSE:
         fullest = max(ranks, key=lambda each: each.peak / each.capacity)
         return (
             f"memory, of {fullest.hosts[0]} first of all: with enough of it everywhere the step "
             f"would be {gain:.2f} times as fast"
         )
-    shares = {
-        "links": max(each.exposed for each in ranks) / step,
-        "sums": prediction.reduce_seconds / step,
-        "update": prediction.update_seconds / step,
-        "bubble": max(each.bubble for each in ranks) * prediction.simulation.makespan / step,
+    compute = f"compute, of {max(ranks, key=lambda each: each.busy).hosts[0]} first of all"
+    parts = {
+        "links: {} waits for messages: a faster cable, or larger --batch-size": (
+            max(each.exposed for each in ranks)
+        ),
+        "sums over replicas: up to {}: a faster cable, or fewer replicas": (
+            prediction.reduce_seconds
+        ),
+        "the optimizer: {}: larger --batch-size, or --grad-accumulation-steps": (
+            prediction.update_seconds
+        ),
+        f"{compute}, and a bubble of up to {{}}: more micro-batches (larger --batch-size) make it "
+        "smaller": max(each.bubble for each in ranks) * prediction.simulation.makespan,
     }
-    most = max(shares, key=lambda name: shares[name])
-    busiest = max(range(len(ranks)), key=lambda rank: ranks[rank].busy)
-    compute = f"compute, of {ranks[busiest].hosts[0]} first of all"
-    share = f"{100 * shares[most]:.0f}% of the step"
-    if shares[most] < _NOTABLE:
-        return compute
-    if most == "links":
-        return f"links: {share} waits for messages: a faster cable, or larger --batch-size"
-    if most == "sums":
-        return f"sums over replicas: up to {share}: a faster cable, or fewer replicas"
-    if most == "update":
-        return f"the optimizer: {share}: larger --batch-size, or --grad-accumulation-steps"
-    return (
-        f"{compute}, and a bubble of up to {share}: more micro-batches (larger --batch-size) "
-        "make it smaller"
-    )
-
-
-def _unlimited_seconds(choice: Choice) -> float:
-    """Return the seconds of the best step on machines with unlimited memory."""
-    best = choice
-    if choice.is_limited:
-        with suppress(UserError):  # a partitioner may need to know the memory
-            best = choose(choice.asked, choice.facts.with_all_memory)
-    return best.prediction.step_seconds
+    longest = max(parts, key=lambda part: parts[part])
+    share = parts[longest] / step
+    return longest.format(f"{100 * share:.0f}% of the step") if share >= _NOTABLE else compute
 
 
 def shorter_sums(choice: Choice) -> list[str]:

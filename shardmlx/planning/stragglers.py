@@ -33,23 +33,18 @@ REPORTS_TO_KNOW = 3
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A rank that computes ``seconds`` a step where ``expected`` would keep up with the others.
-
-    ``usual`` means expected by its own first reports, not by a profile.
-    """
+    """A rank that computes ``seconds`` a step where ``expected`` would keep up with the others."""
 
     step: int
     rank: int
     host: str
     seconds: float
     expected: float
-    usual: bool
 
     def __str__(self) -> str:
-        why = "were usual" if self.usual else "were predicted"
         return (
-            f"rank {self.rank} on {self.host} computes {_seconds(self.seconds)} a step where "
-            f"{_seconds(self.expected)} {why} beside the others: something slows it down"
+            f"rank {self.rank} on {self.host} computes {self.seconds:.3g} s a step where "
+            f"{self.expected:.3g} s would keep up with the others: something slows it down"
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -107,7 +102,15 @@ class Watch:
         if not self.is_measured and len(self._first) < REPORTS_TO_KNOW:
             self._first.append(ratios)
             return []
-        usual = self._usual(len(ratios))
+        usual = [1.0] * len(ratios)
+        if not self.is_measured:
+            own = [median(of_rank) for of_rank in zip(*self._first, strict=True)]
+            # The faster of two replicas sets the usual time of both.
+            alike = self.alike or [()] * len(own)
+            usual = [
+                median_low([mine, *(own[each] for each in others)])
+                for mine, others in zip(own, alike, strict=True)
+            ]
         slowdowns = [ratio / each for ratio, each in zip(ratios, usual, strict=True)]
         self._slow_reports = self._slow_reports or [0] * len(ratios)
         found = []
@@ -118,21 +121,11 @@ class Watch:
             if self._slow_reports[rank] < REPORTS_IN_A_ROW or rank in self._named:
                 continue
             self._named.add(rank)
-            seconds, is_usual = measured[rank], not self.is_measured
-            expected = seconds / slowdown * others
-            found.append(Straggler(step, rank, self.hosts[rank], seconds, expected, is_usual))
+            seconds = measured[rank]
+            found.append(
+                Straggler(step, rank, self.hosts[rank], seconds, seconds / slowdown * others)
+            )
         return found
-
-    def _usual(self, count: int) -> list[float]:
-        """Return measured over predicted seconds of each rank when nothing slows it down."""
-        if self.is_measured:
-            return [1.0] * count
-        own = [median(ratios) for ratios in zip(*self._first, strict=True)]
-        alike = self.alike or [()] * count
-        # The faster of two replicas sets the usual time of both.
-        return [
-            median_low([own[rank], *(own[each] for each in alike[rank])]) for rank in range(count)
-        ]
 
 
 def compute_of_ranks(plan: Plan, workload: Workload, cluster: Cluster, length: int) -> list[float]:
@@ -154,7 +147,3 @@ def compute_of_ranks(plan: Plan, workload: Workload, cluster: Cluster, length: i
         update = total.update / workload.batch.grad_accumulation_steps
         computed.append(count * total.microbatch + update)
     return computed
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import islice
 
 from shardmlx.config.common_options import AUTO, OFF, SIMPLEST
 from shardmlx.config.specs import DIVIDED_WEIGHTS, RECOMPUTE, RunSpec
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.workload import DTYPE_BYTES, Workload
-from shardmlx.partitioners import LayerCosts
 from shardmlx.planning.choice import fits
 from shardmlx.planning.facts import Facts, SequenceLengths
 
@@ -26,34 +26,39 @@ MOST_MACHINES = 8
 
 def remedies(run: RunSpec, facts: Facts) -> list[str]:
     """Return short descriptions of changes after which the run fits, each by itself."""
-    batch, tune, workload = run.batch, run.fine_tune, facts.workload
-    found = []
+    found: list[str] = []
+    for changes in _changes(run, facts):
+        found += islice((name for name, other, of in changes if fits(other, of)), 1)
+    return found
+
+
+def _changes(run: RunSpec, facts: Facts) -> Iterator[Iterable[tuple[str, RunSpec, Facts]]]:
+    """Yield changes of one kind, the least first, with the run and the facts that they make."""
+    batch, tune, cluster = run.batch, run.fine_tune, facts.cluster
     for name, tighter in _tighter(run, facts):
-        if fits(tighter, facts):
-            found.append(name)
+        yield [(name, tighter, facts)]
     lora = replace(run, fine_tune=replace(tune, fine_tune_type="lora", unfreeze_all=False))
-    if tune.is_full and fits(lora, facts):
-        found.append("--fine-tune-type lora")
-    packed = quantised(workload)
-    if packed is not None and fits(lora, replace(facts, workload=packed)):
+    if tune.is_full:
+        yield [("--fine-tune-type lora", lora, facts)]
+    packed = quantised(facts.workload)
+    if packed is not None:
         adapters = " and --fine-tune-type lora" if tune.is_full else ""
-        found.append(f"the model quantised to 4 bits{adapters}")
-    for length in _halved_lengths(facts.lengths.longest[0]):
-        short = replace(run, batch=replace(batch, max_seq_length=length))
-        if fits(short, replace(facts, lengths=SequenceLengths.full(length))):
-            found.append(f"--max-seq-length {length}")
-            break
+        name = f"the model quantised to 4 bits{adapters}"
+        yield [(name, lora, replace(facts, workload=packed))]
+    longest = facts.lengths.longest[0]
+    yield (
+        (
+            f"--max-seq-length {length}",
+            replace(run, batch=replace(batch, max_seq_length=length)),
+            replace(facts, lengths=SequenceLengths.full(length)),
+        )
+        for length in (longest >> halvings for halvings in range(1, longest.bit_length()))
+        if length >= SHORTEST
+    )
     free = replace(run.layout, stage_map=None, pipeline_stages=None, data_parallel=None)
     run, facts = replace(run, layout=free), replace(facts, stage_map=None)
-    for name, fewer in _one_machine_less(facts.cluster):
-        if fits(run, replace(facts, cluster=fewer)):
-            found.append(f"{name} left out")
-            break
-    for name, larger in _more_machines(facts.cluster, workload.shape.num_layers):
-        if fits(run, replace(facts, cluster=larger)):
-            found.append(name)
-            break
-    return found
+    for clusters in (_one_machine_less(cluster), _more_machines(cluster, facts)):
+        yield ((name, run, replace(facts, cluster=other)) for name, other in clusters)
 
 
 def _tighter(run: RunSpec, facts: Facts) -> Iterator[tuple[str, RunSpec]]:
@@ -82,16 +87,7 @@ def quantised(workload: Workload) -> Workload | None:
     if sizes.layers[0] < width * shape.layer(0).parameters:
         return None
     factor = QUANTISED_BITS / (8 * width)
-    packed = LayerCosts(
-        tuple(factor * each for each in sizes.layers), factor * sizes.embedding, factor * sizes.head
-    )
-    return replace(workload, weight_sizes=packed)
-
-
-def _halved_lengths(length: int) -> Iterator[int]:
-    while length // 2 >= SHORTEST:
-        length //= 2
-        yield length
+    return replace(workload, weight_sizes=sizes.scaled(factor))
 
 
 def _one_machine_less(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
@@ -103,10 +99,11 @@ def _one_machine_less(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
             yield host, replace(cluster, machines=others)
 
 
-def _more_machines(cluster: Cluster, num_layers: int) -> Iterator[tuple[str, Cluster]]:
+def _more_machines(cluster: Cluster, facts: Facts) -> Iterator[tuple[str, Cluster]]:
     """Yield the cluster with 1, 2 ... copies of the largest machine."""
     largest = max(cluster.machines, key=lambda machine: machine.memory or 0)
-    for count in range(1, min(MOST_MACHINES, num_layers - cluster.size) + 1):
+    most = min(MOST_MACHINES, facts.workload.shape.num_layers - cluster.size)
+    for count in range(1, most + 1):
         copies = tuple(
             replace(largest, host=f"{largest.host}-copy-{i}", kind=largest.kind or largest.host)
             for i in range(count)

@@ -19,7 +19,6 @@ from shardmlx.pipeline.stage_map import read_stage_map
 from shardmlx.planning.choice import Choice, choose
 from shardmlx.planning.facts import Facts, SequenceLengths
 from shardmlx.planning.suggestions import remedies
-from shardmlx.planning.ways import TooManyMachinesError
 
 if TYPE_CHECKING:
     from shardmlx.config.train import TrainConfig
@@ -58,9 +57,6 @@ def plan_training(
     )
     try:
         return choose(run, facts, advance)
-    except TooManyMachinesError as error:
-        first = cluster.machines[min(facts.workload.shape.num_layers, cluster.size - 1)]
-        raise UserError(f"{first.where}: {error.problem}", error.remedy) from None
     except DoesNotFitError as error:
         remedy = "; ".join(remedies(run, facts)) or "more machines, or machines with more memory"
         where = cluster.machines[error.rank].where

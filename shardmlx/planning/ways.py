@@ -23,21 +23,19 @@ from shardmlx.planning.facts import Facts
 from shardmlx.planning.layout import divide_batch, make_mesh
 
 
-class TooManyMachinesError(UserError):
-    """Error of more machines, or stages, than layers."""
-
-
 def ways(run: RunSpec, facts: Facts) -> list[RunSpec]:
     """Return all answers to the open options, from the simplest on.
 
-    Raises ``UserError`` if there is none, ``TooManyMachinesError`` for more stages than layers.
+    Raises ``UserError`` if there is none.
     """
     run = run.for_ranks(facts.cluster.size)
     meshes = _meshes(run, facts)
     found = [way for mesh in meshes for way in _of_mesh(run, facts, mesh)]
     if not found:
         raise _nothing_left(run, facts, meshes)
-    if not facts.knows_times or not run.fine_tune.train:
+    cluster = facts.cluster
+    is_timed = cluster.unit == "seconds" and cluster.knows_messages
+    if not is_timed or not run.fine_tune.train:
         # The longest pipeline, with the smallest ranks and the fewest messages.
         longest = max(each.layout.pipeline_stages or 1 for each in found)
         found = [each for each in found if each.layout.pipeline_stages == longest]
@@ -80,14 +78,16 @@ def _of_mesh(run: RunSpec, facts: Facts, mesh: Mesh) -> Iterator[RunSpec]:
     packs = ((False, True) if can_pack else (False,)) if batch.pack is None else (batch.pack,)
     amounts = RECOMPUTE if batch.recompute is None else (batch.recompute,)
     for schedule, pack in product(_schedules(run, facts, mesh.pp), packs):
-        virtual = _virtual(schedule, facts)
+        virtual, chunks = _virtual(schedule, facts), [batch.loss_chunk]
+        if batch.loss_chunk == AUTO and facts.lengths.counted_share(pack) < 1:
+            chunks = [AUTO, COUNTED]
         for size in _sizes(batch, facts, rows, usual, mesh.pp, pack):
             if not _runs(schedule, mesh.pp, -(-rows // (size or usual)), virtual, facts):
                 continue
             answers = product(
                 tunes,
                 amounts,
-                _loss_chunks(batch, facts, pack),
+                chunks,
                 _partitioners(run, facts, virtual),
             )
             for each, amount, chunk, partitioner in answers:
@@ -156,12 +156,6 @@ def _sizes(
     return [first, *(size for size in larger if rows // size >= pp), *smaller]
 
 
-def _loss_chunks(batch: BatchOptions, facts: Facts, pack: bool) -> tuple[str, ...]:
-    if batch.loss_chunk == AUTO and facts.lengths.counted_share(pack) < 1:
-        return AUTO, COUNTED
-    return (batch.loss_chunk,)
-
-
 def _partitioners(run: RunSpec, facts: Facts, virtual: int) -> tuple[str, ...]:
     """Return the partitioners to try, the fastest division first: ``hetero`` knows memory too, and
     puts one stage on each rank."""
@@ -194,7 +188,7 @@ def _nothing_left(run: RunSpec, facts: Facts, meshes: list[Mesh]) -> UserError:
             continue
         stages = mesh.pp * virtual
         what = f"{ranks} machines" if stages == ranks else f"{stages} stages"
-        return TooManyMachinesError(
+        return UserError(
             f"{what}, but the model has {layers} layers",
             f"use at most {layers}, or replicas: --data-parallel",
         )

@@ -52,6 +52,7 @@ from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.plan import Plan
 from shardmlx.planning.choice import Choice, choose
 from shardmlx.planning.facts import Facts, SequenceLengths
+from shardmlx.planning.layout import lay_out
 from shardmlx.planning.suggestions import remedies
 from shardmlx.planning.ways import ways
 from shardmlx.training.datasets import DataSets, longest_input, mean_lengths, read_data
@@ -274,7 +275,7 @@ def _check_layout(
     facts = _facts_of(inputs, opened, SequenceLengths.unread(run.batch.max_seq_length))
     simplest = ways(run, facts)[0]
     try:
-        plan = facts.plan(simplest)
+        plan = lay_out(simplest, facts)
     except DoesNotFitError:
         return  # another way may, once the lengths are known
     _of_model(plan, simplest, opened, model)

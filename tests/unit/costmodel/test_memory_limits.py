@@ -41,7 +41,7 @@ from shardmlx.models.shape import ModelShape
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.stage_map import Partition, StageMap
-from shardmlx.planning.partition_problem import trainable_stages
+from shardmlx.planning.layout import trainable_stages
 from shardmlx.training.datasets import longest_input
 from tests.helpers.local_transport import LocalNetwork
 from tests.helpers.models_and_batches import tiny_config

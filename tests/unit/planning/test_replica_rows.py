@@ -23,7 +23,7 @@ from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.schedules import SCHEDULES
 from shardmlx.pipeline.stage_map import StageMap
 from shardmlx.planning.facts import Facts, SequenceLengths
-from shardmlx.planning.layout import rows_by_speed
+from shardmlx.planning.layout import lay_out, rows_by_speed
 from shardmlx.planning.ways import ways
 from tests.helpers.fake_models import MISTRAL_7B
 
@@ -59,7 +59,7 @@ def laid_out(model: Path, cluster: Cluster, **options: object) -> tuple[Plan, Wo
     files = open_model(str(model))
     workload = Workload.of(files, FineTune.of(config), BatchOptions.of(config))
     facts = Facts(workload=workload, cluster=cluster, lengths=SequenceLengths.full(512))
-    return facts.plan(ways(RunSpec.of(config), facts)[0]), workload
+    return lay_out(ways(RunSpec.of(config), facts)[0], facts), workload
 
 
 def test_a_replica_that_is_twice_as_fast_gets_twice_the_rows(model: Path) -> None:

@@ -19,7 +19,7 @@ from shardmlx.modelfiles.model_files import open_model
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.stage_map import StageMap
-from shardmlx.planning.partition_problem import trainable_stages
+from shardmlx.planning.layout import trainable_stages
 from shardmlx.planning.stragglers import Straggler, Watch, compute_of_ranks
 from tests.helpers.models_and_batches import tiny_config
 
@@ -43,7 +43,7 @@ def profiled(ranks: int) -> Watch:
 
 def test_a_rank_slower_than_predicted_beside_the_others_is_named_once() -> None:
     (straggler,) = reports(profiled(2), *[(1.2, 1.9)] * 8)
-    assert straggler == Straggler(30, 1, "mac-mini", 1.9, 1.2, usual=False)
+    assert straggler == Straggler(30, 1, "mac-mini", 1.9, 1.2)
     assert straggler.as_json() == {
         "step": 30,
         "rank": 1,
