@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from functools import wraps
 from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
-from typing import Any
 
 from shardmlx.errors import UserError, one_line
 from shardmlx.partitioners.evenest import balanced, uniform
@@ -59,29 +58,23 @@ def get_partitioner(name: str) -> Partitioner:
     except Exception as error:  # another package may raise anything at its import
         reason = f"{type(error).__name__}: {one_line(error)}"
         raise UserError(f"{where} cannot be imported: {reason}", "mend or uninstall it") from error
-    if not callable(partitioner):
-        raise UserError(f"{where} is {partitioner!r}, no function", "mend or uninstall it")
 
     @wraps(partitioner)
     def checked(problem: Problem) -> StageMap:
-        return _checked(partitioner(problem), problem, where)
+        answer = partitioner(problem)
+        if not isinstance(answer, StageMap):
+            raise UserError(f"{where} returned {answer!r}, no StageMap", "mend or uninstall it")
+        layers, stages, ranks = answer.partition.num_layers, answer.num_stages, answer.pp
+        wanted = problem.num_layers, problem.num_stages, problem.pp
+        if (layers, stages, ranks) != wanted:
+            raise UserError(
+                f"{where} divided {layers} layers into {stages} stages on {ranks} ranks, not "
+                f"{wanted[0]} into {wanted[1]} on {wanted[2]}",
+                "mend or uninstall it",
+            )
+        return answer
 
     return checked
-
-
-def _checked(answer: Any, problem: Problem, where: str) -> StageMap:
-    if not isinstance(answer, StageMap):
-        raise UserError(f"{where} returned {answer!r}, no StageMap", "mend or uninstall it")
-    ours = (problem.num_layers, problem.num_stages, problem.pp)
-    theirs = (answer.partition.num_layers, answer.num_stages, answer.pp)
-    if theirs != ours:
-        layers, stages, ranks = theirs
-        raise UserError(
-            f"{where} divided {layers} layers into {stages} stages on {ranks} ranks, not "
-            f"{ours[0]} into {ours[1]} on {ours[2]}",
-            "mend or uninstall it",
-        )
-    return answer
 
 
 def _package(entry: EntryPoint) -> str:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 from itertools import accumulate, pairwise
+from typing import Any
 
-from shardmlx.partitioners.problem import LayerCosts, Problem
+from shardmlx.partitioners.problem import Problem
 from shardmlx.pipeline.stage_map import Partition, StageMap
+
+_Squares = tuple[float, tuple[int, ...]]
+"""The sum of the squared loads of stages, and their bounds, the last first and negated, so that the
+least one starts late."""
 
 StageLoad = Callable[[int, int, int], float]
 """Load of a stage with layers start to stop, by (stage, start, stop); it grows with the layers."""
@@ -26,7 +31,21 @@ def balanced(problem: Problem) -> StageMap:
     Embedding and lm_head count. Stages stay in their places. The stages of a rank are balanced one
     by one, not by their sum, since a schedule alternates between them.
     """
-    load = exact_load([problem.costs[rank] for rank in problem.placement])
+    # Floats are fractions of powers of two: scaled to integers, their exact sums make equal stages
+    # compare equal on every machine.
+    weights = []
+    for costs in problem.costs:
+        exact = [Fraction(cost) for cost in costs.layers]
+        exact[0] += Fraction(costs.embedding)
+        exact[-1] += Fraction(costs.head)
+        weights.append(exact)
+    scale = max(weight.denominator for exact in weights for weight in exact)
+    upto = [list(accumulate((int(each * scale) for each in exact), initial=0)) for exact in weights]
+    of_stage = [upto[rank] for rank in problem.placement]
+
+    def load(stage: int, start: int, stop: int) -> int:
+        return of_stage[stage][stop] - of_stage[stage][start]
+
     return problem.stage_map(evenest(problem.num_layers, problem.num_stages, load))
 
 
@@ -37,71 +56,33 @@ def evenest(num_layers: int, num_stages: int, load: StageLoad) -> Partition:
     stages are even too; then the one whose last stage, then the one before it, and so on, has the
     fewest layers. Dynamic programming, O(stages x layers^2) at worst.
     """
-    bottleneck = _bottleneck(num_layers, num_stages, load)
-    # best[stop]: the least sum for layers < stop, and the bounds of the stages that give it, last
-    # first and negated, so that min prefers a late start.
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0, (0,))}
-    for stage in range(num_stages):
-        longer = {}
-        for stop in _stops(num_layers, num_stages, stage):
-            candidates = []
-            for start in range(stop - 1, stage - 1, -1):
-                weight = load(stage, start, stop)
-                if weight > bottleneck:
-                    break
-                if start in best:
-                    squares, bounds = best[start]
-                    candidates.append((squares + weight * weight, bounds))
-            if candidates:
-                squares, bounds = min(candidates)
-                longer[stop] = squares, (-stop, *bounds)
-        best = longer
-    _, bounds = best[num_layers]
+
+    def least(limit: float, value: Any, extended: Callable[[Any, float, int], Any]) -> Any:
+        """Return the least value of all stages whose loads are within the limit."""
+        best = {0: value}  # for layers < stop in the stages so far
+        for stage in range(num_stages):
+            longer = {}
+            last = num_layers - (num_stages - 1 - stage)  # no stage is empty
+            for stop in range(stage + 1 if last < num_layers else num_layers, last + 1):
+                candidates = []
+                for start in range(stop - 1, stage - 1, -1):
+                    weight = load(stage, start, stop)
+                    if weight > limit:
+                        break
+                    if start in best:
+                        candidates.append(extended(best[start], weight, stop))
+                if candidates:
+                    longer[stop] = min(candidates)
+            best = longer
+        return best[num_layers]
+
+    def heaviest(value: float, weight: float, stop: int) -> float:
+        return max(value, weight)
+
+    def squares(value: _Squares, weight: float, stop: int) -> _Squares:
+        total, bounds = value
+        return total + weight * weight, (-stop, *bounds)
+
+    bottleneck = least(math.inf, -math.inf, heaviest)
+    _, bounds = least(bottleneck, (0, (0,)), squares)
     return Partition(tuple(pairwise(-bound for bound in reversed(bounds))))
-
-
-def _bottleneck(num_layers: int, num_stages: int, load: StageLoad) -> float:
-    """Return the least possible load of the heaviest stage."""
-    best: dict[int, float] = {0: -math.inf}  # for layers < stop in the stages so far
-    for stage in range(num_stages):
-        longer = {}
-        for stop in _stops(num_layers, num_stages, stage):
-            least = math.inf
-            for start in range(stop - 1, stage - 1, -1):
-                weight = load(stage, start, stop)
-                if weight >= least:
-                    break
-                if start in best:
-                    least = min(least, max(best[start], weight))
-            longer[stop] = least
-        best = longer
-    return best[num_layers]
-
-
-def _stops(num_layers: int, num_stages: int, stage: int) -> range:
-    """Return where a stage may end so that no stage is empty."""
-    last = stage == num_stages - 1
-    return range(num_layers if last else stage + 1, num_layers - (num_stages - 1 - stage) + 1)
-
-
-def exact_load(costs: Sequence[LayerCosts]) -> StageLoad:
-    """Return the load of stages whose layers add up; ``costs[stage]`` are those on its rank.
-
-    Floats are fractions of powers of two: scaled to integers, their exact sums make equal stages
-    compare equal on every machine.
-    """
-    weights = {each: _weights(each) for each in set(costs)}
-    scale = max(weight.denominator for each in weights.values() for weight in each)
-    upto = {
-        each: list(accumulate((int(weight * scale) for weight in weights[each]), initial=0))
-        for each in weights
-    }
-    sums = [upto[each] for each in costs]
-    return lambda stage, start, stop: sums[stage][stop] - sums[stage][start]
-
-
-def _weights(costs: LayerCosts) -> list[Fraction]:
-    weights = [Fraction(cost) for cost in costs.layers]
-    weights[0] += Fraction(costs.embedding)
-    weights[-1] += Fraction(costs.head)
-    return weights

@@ -96,11 +96,12 @@ def _search(
 
 def orders_to_try(problem: Problem, kinds: Kinds) -> tuple[Orders, ...]:
     """Return the given order, then all orders unless there are too many."""
-    given = Orders.fixed(problem.placement, kinds)
+    kind_of = {rank: kind for kind, ranks in enumerate(kinds) for rank in ranks}
+    given = Orders.of([[kind_of[rank]] for rank in problem.placement], kinds)
     nodes = math.prod(len(ranks) + 1 for ranks in kinds)
     if len(kinds) == 1 or len(kinds) * nodes > MAX_PLACINGS:
         return (given,)
-    return given, Orders.every(kinds)
+    return given, Orders.of([range(len(kinds))] * problem.pp, kinds)
 
 
 def kinds_of(problem: Problem) -> Kinds:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import cache
 
 from shardmlx.common.formatting import gibibytes, numbers_of
@@ -41,30 +40,21 @@ def evenly_full(problem: Problem) -> Partition:
     which keeps gradients from I to W. It counts as much as that one, since more layers must not be
     lighter.
     """
-    peak = peak_of(problem)
     budgets = [problem.capacity[rank] / len(problem.stages_of(rank)) for rank in problem.placement]
 
     @cache
     def load(stage: int, start: int, stop: int) -> float:
-        own = peak(stage, start, stop) / budgets[stage]
+        own = problem.held(stage, start, stop) / budgets[stage]
         return own if start + 1 == stop else max(own, load(stage, start + 1, stop))
 
     return evenest(problem.num_layers, problem.num_stages, load)
 
 
-def peak_of(problem: Problem) -> Callable[[int, int, int], float]:
-    """Return ``problem.peak``, or the bytes of parameters if it is unknown."""
-    return problem.peak or (lambda stage, start, stop: problem.sizes.total(start, stop))
-
-
 def fullest(problem: Problem, partition: Partition) -> tuple[int, float]:
     """Return the rank with least room left by its stages, and the bytes that they hold."""
-    peak = peak_of(problem)
     held = [0.0] * problem.pp
-    for stage, (rank, (start, stop)) in enumerate(
-        zip(problem.placement, partition.ranges, strict=True)
-    ):
-        held[rank] += peak(stage, start, stop)
+    for stage, rank in enumerate(problem.placement):
+        held[rank] += problem.held(stage, *partition.ranges[stage])
     has = problem.capacity
     rank = max(range(problem.pp), key=lambda each: (held[each] / has[each], held[each] - has[each]))
     return rank, held[rank]

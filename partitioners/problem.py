@@ -112,6 +112,12 @@ class Problem:
         """Return the stages that a pipeline rank runs, ascending."""
         return tuple(stage for stage, its_rank in enumerate(self.placement) if its_rank == rank)
 
+    def held(self, stage: int, start: int, stop: int) -> float:
+        """Return the ``peak`` of a stage, or the bytes of its parameters if that is unknown."""
+        if self.peak is None:
+            return self.sizes.total(start, stop)
+        return self.peak(stage, start, stop)
+
     def round_trip(self, a: int, b: int) -> float:
         """Return the seconds of a micro-batch's messages from rank a to b and back."""
         return self.transfer[a][b] + self.transfer[b][a]

@@ -14,14 +14,14 @@ of layers that it may hold, to a state before the next stage.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Self
+from functools import partial
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardmlx.partitioners.memory import peak_of
 from shardmlx.partitioners.problem import Problem
 
 Array = NDArray[np.float64]
@@ -30,8 +30,7 @@ Kinds = tuple[tuple[int, ...], ...]
 """The ranks of each kind of machine, in the order in which they are taken."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Placing:
+class Placing(NamedTuple):
     """A stage on a machine of one kind, which leads from nodes ``sources`` to nodes ``targets``."""
 
     kind: int
@@ -52,19 +51,9 @@ class Orders:
     placings: tuple[tuple[Placing, ...], ...]
 
     @classmethod
-    def fixed(cls, placement: Sequence[int], kinds: Kinds) -> Self:
-        """Return one order alone: a machine of the kind of ``placement[s]`` runs stage s."""
-        kind_of = {rank: kind for kind, ranks in enumerate(kinds) for rank in ranks}
-        return cls._of([[kind_of[rank]] for rank in placement], kinds)
-
-    @classmethod
-    def every(cls, kinds: Kinds) -> Self:
-        """Return all orders of all machines; machines of one kind are interchangeable."""
-        return cls._of([range(len(kinds))] * sum(map(len, kinds)), kinds)
-
-    @classmethod
-    def _of(cls, allowed: Sequence[Collection[int]], kinds: Kinds) -> Self:
-        """Return the orders in which stage s is on a machine of a kind in ``allowed[s]``."""
+    def of(cls, allowed: Sequence[Collection[int]], kinds: Kinds) -> Self:
+        """Return the orders in which stage s is on a machine of a kind in ``allowed[s]``; machines
+        of one kind are interchangeable."""
         nodes = [tuple(0 for _ in kinds)]
         counts, placings = [], []
         for kinds_here in allowed:
@@ -111,15 +100,14 @@ class Tables:
     def of(cls, problem: Problem, kinds: Kinds) -> Self:
         ranks = [members[0] for members in kinds]
         others = [members[-1] for members in kinds]  # within a kind, between two machines of it
-        layers, widest = problem.num_layers, problem.num_layers - problem.num_stages + 1
-        time = np.full((len(ranks), layers + 1, layers + 1), math.inf)
-        for kind, rank in enumerate(ranks):
-            for stop in range(1, layers + 1):
-                for start in range(max(0, stop - widest), stop):
-                    time[kind, stop - start, stop] = problem.costs[rank].total(start, stop)
+        times = [_table(problem, problem.costs[rank].total) for rank in ranks]
+        peaks = None
+        if not all(map(math.isinf, problem.capacity)):
+            stages = range(problem.num_stages)
+            peaks = np.stack([_table(problem, partial(problem.held, stage)) for stage in stages])
         transfer = np.array(problem.transfer)
         links = (transfer + transfer.T)[np.ix_(ranks, others)]
-        return cls(time, links, _peaks(problem), np.array(problem.capacity)[ranks])
+        return cls(np.stack(times), links, peaks, np.array(problem.capacity)[ranks])
 
     def stage_time(self, stage: int, kind: int, limit: float) -> Array:
         """Return times [width, stop]; inf where a stage takes over ``limit``, or does not fit."""
@@ -133,22 +121,18 @@ class Tables:
         return least + self.links[:, kind, None] if stage > 0 else least
 
 
-def _peaks(problem: Problem) -> Array | None:
-    """Return bytes by [stage, width, stop], inf for stages that leave others no layers; None if
-    memory is unknown."""
-    if all(map(math.isinf, problem.capacity)):
-        return None
-    peak, layers, stages = peak_of(problem), problem.num_layers, problem.num_stages
-    table = np.full((stages, layers + 1, layers + 1), math.inf)
-    for stage in range(stages):
-        for stop in range(stage + 1, layers - (stages - 1 - stage) + 1):
-            for start in range(stop - 1, stage - 1, -1):
-                table[stage, stop - start, stop] = peak(stage, start, stop)
+def _table(problem: Problem, value: Callable[[int, int], float]) -> Array:
+    """Return the value of layers start to stop by [width, stop]; inf for stages that leave others
+    no layers."""
+    layers, widest = problem.num_layers, problem.num_layers - problem.num_stages + 1
+    table = np.full((layers + 1, layers + 1), math.inf)
+    for stop in range(1, layers + 1):
+        for start in range(max(0, stop - widest), stop):
+            table[stop - start, stop] = value(start, stop)
     return table
 
 
-@dataclass(frozen=True, slots=True)
-class Path:
+class Path(NamedTuple):
     """Stages in order: the sum and the maximum of their times, their ranks, their bounds."""
 
     total: float

@@ -96,7 +96,7 @@ def _one_machine_less(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
     for host in dict.fromkeys(machine.host for machine in by_size):
         others = tuple(machine for machine in cluster.machines if machine.host != host)
         if others:
-            yield host, replace(cluster, machines=others)
+            yield f"{host} left out", replace(cluster, machines=others)
 
 
 def _more_machines(cluster: Cluster, facts: Facts) -> Iterator[tuple[str, Cluster]]:

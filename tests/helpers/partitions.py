@@ -51,12 +51,9 @@ def stage_costs(problem: Problem, answer: StageMap) -> list[Fraction]:
 
 def shares(problem: Problem, answer: StageMap) -> list[float]:
     """Return the part of its rank's memory that each stage holds."""
-    peak = problem.peak or (lambda stage, start, stop: problem.sizes.total(start, stop))
     return [
-        peak(stage, start, stop) / problem.capacity[rank]
-        for stage, (rank, (start, stop)) in enumerate(
-            zip(answer.placement, answer.partition.ranges, strict=True)
-        )
+        problem.held(stage, *answer.partition.ranges[stage]) / problem.capacity[rank]
+        for stage, rank in enumerate(answer.placement)
     ]
 
 

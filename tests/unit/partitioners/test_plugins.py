@@ -24,8 +24,6 @@ def nothing(problem):
 def few(problem):
     from shardmlx.partitioners import Partition, StageMap
     return StageMap(Partition.from_sizes([problem.num_layers - 1]), (0,))
-
-number = 3
 """
 PROBLEM = Problem.homogeneous(LayerCosts((1.0,) * 8), (0, 1, 2))
 
@@ -69,7 +67,6 @@ def test_ours_keep_their_names(site: Path) -> None:
     [
         ("broken_one:mine", "OSError: no licence"),
         ("no_such_module:mine", "No module named 'no_such_module'"),
-        ("lean_on_last:number", "is 3"),
         ("lean_on_last:nothing", "returned None"),
         ("lean_on_last:few", "7 layers into 1 stages on 1 ranks, not 8 into 3 on 3"),
     ],
