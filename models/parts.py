@@ -8,7 +8,7 @@ layers before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
@@ -164,21 +164,12 @@ def _find(model: nn.Module) -> Parts:
 
 
 def _path_of_layers(model: nn.Module) -> str:
-    layers = getattr(model, "layers", None)
-    for path, found in _lists(model, ""):
-        if layers is not None and [*map(id, found)] == [*map(id, layers)] and "." in path:
-            return path
+    layers = [*map(id, getattr(model, "layers", None) or ())]
+    for path, module in model.named_modules():
+        for name, child in module.items() if layers and path else ():
+            if isinstance(child, list) and [*map(id, child)] == layers:
+                return f"{path}.{name}"
     raise _CannotBeCutError("its layers are not one list")
-
-
-def _lists(module: nn.Module, path: str) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the lists of layers that modules without lists around them hold."""
-    for name, child in module.items():
-        here = f"{path}.{name}".lstrip(".")
-        if isinstance(child, list) and child and isinstance(child[0], nn.Module):
-            yield here, child
-        elif isinstance(child, nn.Module):
-            yield from _lists(child, here)
 
 
 def _embeddings(part: Any) -> list[str]:

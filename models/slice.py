@@ -17,12 +17,11 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
-from shardmlx.models.activations import swiglu, use_swiglu
+from shardmlx.models.activations import recompute_selectively, swiglu, use_swiglu
 from shardmlx.models.decoder import Decoder, LayerCall, Visit
 from shardmlx.models.dropout import key_every_dropout, set_keys
 from shardmlx.models.packed_positions import PackedPositions
 from shardmlx.models.parts import Parts, find_parts
-from shardmlx.models.recompute import recompute_selectively
 
 
 class Slice:

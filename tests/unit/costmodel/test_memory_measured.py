@@ -9,7 +9,7 @@ from shardmlx.config.specs import FULL, RECOMPUTE, SELECTIVE
 from shardmlx.costmodel.generation_memory import GenerationSetup, inference_memory
 from shardmlx.costmodel.layer_memory import layer_arrays
 from shardmlx.engine.stage import Stage
-from shardmlx.models.recompute import RecomputedMLP
+from shardmlx.models.activations import RecomputedMLP
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
 from tests.helpers.family_configs import CONFIGS, LAYERS

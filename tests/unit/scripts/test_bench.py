@@ -111,22 +111,6 @@ def test_ratios_are_of_rounds() -> None:
     assert f"{spread:.1f}" == "2.0 (2.0-2.2)"
 
 
-def test_a_table_prints_as_columns_and_as_markdown() -> None:
-    table = load("_compare").Table("Speed", ("what", "tokens/s"), [("ours", "12"), ("torch", "9")])
-    assert str(table) == "Speed\nwhat   tokens/s\nours         12\ntorch         9"
-    assert table.markdown == (
-        "**Speed**\n\n| what | tokens/s |\n| --- | --- |\n| ours | 12 |\n| torch | 9 |"
-    )
-
-
-def test_a_goal_says_whether_it_was_reached() -> None:
-    verdict = load("_compare").verdict
-    assert verdict(0.951, 0.95) == ">= 0.95: yes"
-    assert verdict(0.949, 0.95) == ">= 0.95: no"
-    assert verdict(1.02, 1.03, at_most=True) == "<= 1.03: yes"
-    assert verdict(1.04, 1.03, at_most=True) == "<= 1.03: no"
-
-
 def test_numbers_are_written_with_the_machine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -174,10 +158,6 @@ def test_what_is_timed_of_a_start_is_there() -> None:
         assert callable(pkgutil.resolve_name(f"shardmlx.{path}"))
 
 
-def test_layers_are_divided_evenly() -> None:
-    assert load("_splits").even(8, 3) == (3, 3, 2)
-
-
 def test_efficiency_is_against_one_rank_of_the_same_kind() -> None:
     pipeline = load("pipeline")
     seconds = {
@@ -197,22 +177,6 @@ def test_efficiency_is_against_one_rank_of_the_same_kind() -> None:
     best = pipeline.best_table(seconds).lines
     assert [line[0] for line in best[:2]] == ["zb-v 3/2/2/1", "torch zb-v 3/2/2/1"]
     assert best[2] == ("ours ahead of torch's by", "+0.181", ">= 0: yes")
-
-
-def test_memory_is_against_one_rank_and_the_plan() -> None:
-    def summary(peaks: list[int], planned: list[int]) -> dict[str, Any]:
-        ranks = [{"peak_memory_bytes": peak} for peak in peaks]
-        return {"ranks": ranks, "predicted": {"peak_memory_bytes": planned}}
-
-    table = load("pipeline").memory_table(
-        {
-            "one rank": summary([1000_000_000], [1000_000_000]),
-            "1f1b 5/3": summary([540_000_000, 330_000_000], [600_000_000, 300_000_000]),
-        }
-    )
-    assert table.lines[1] == (
-        "1f1b 5/3", "515 / 315", "572 / 286", "0.540", "<= 0.55: yes", "1.100", "<= 1.1: yes",
-    )  # fmt: skip
 
 
 def test_links_are_compared_size_by_size() -> None:

@@ -52,17 +52,6 @@ def smollm2(
 
 
 @pytest.fixture(scope="session")
-def smollm2_quantized(
-    scripts: dict[str, ModuleType], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Path]:
-    output = tmp_path_factory.mktemp("smollm2") / "quantized"
-    arguments = ["--output", str(output), "--dtype", "float32", "--quantized"]
-    assert scripts["smollm2"].main(arguments) == 0
-    yield output
-    shutil.rmtree(output)
-
-
-@pytest.fixture(scope="session")
 def pirate(scripts: dict[str, ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("pirate") / "data"
     assert scripts["pirate_data"].main(["--output", str(output)]) == 0
@@ -165,30 +154,6 @@ def test_smollm2_tokenizer_writes_chatml(smollm2: Path) -> None:
     assert tokens == ["in", "Ġ", "2", "0", "2", "4"]
 
 
-def test_quantized_smollm2_has_the_same_weights(smollm2: Path, smollm2_quantized: Path) -> None:
-    config = json.loads((smollm2_quantized / "config.json").read_text())["quantization"]
-    packed = tensors(smollm2_quantized)
-    for name, dense in tensors(smollm2).items():
-        module = name.removesuffix(".weight")
-        tensor = packed.pop(name)
-        if f"{module}.scales" in packed:
-            scales, biases = packed.pop(f"{module}.scales"), packed.pop(f"{module}.biases")
-            how = config.get(module, config)
-            tensor = mx.dequantize(
-                tensor, scales, biases, group_size=how["group_size"], bits=how["bits"]
-            )
-        assert mx.array_equal(tensor, dense), name
-    assert not packed
-
-
-def test_quantized_smollm2_loads_in_mlx_lm(smollm2: Path, smollm2_quantized: Path) -> None:
-    tokens = mx.array([[504, 3575]])  # The capital
-    dense, packed = (mlx_lm.load(str(path))[0] for path in (smollm2, smollm2_quantized))
-    assert packed.layers[29].self_attn.q_proj.bits == 4
-    assert packed.model.embed_tokens.bits == 8
-    assert mx.allclose(dense(tokens), packed(tokens), atol=1e-2)
-
-
 # The data
 
 
@@ -265,9 +230,7 @@ TEXTS = [
     "Hello, how are you?",
     " one space before",
     "   three before, three after   ",
-    "no  single   spaces    here     at      all",
     "",
-    " ",
     "a" + " " * 61 + "b",
     "\n\nnewlines\r\nand\ttabs\n",
     "def f(x: int) -> int:\n    return {**x, 'k': [1, 2]}  # café\n",
@@ -335,11 +298,6 @@ def test_the_prompt_is_the_beginning_of_the_whole_chat(mistral: TokenizerWrapper
     messages = say("Who are you?", "A pirate.", system="Be brief.")
     prompt = mistral.apply_chat_template(messages[:-1], add_generation_prompt=True)
     assert mistral.apply_chat_template(messages)[: len(prompt)] == prompt
-
-
-def test_chats_out_of_turn_are_refused(mistral: TokenizerWrapper) -> None:
-    with pytest.raises(Exception, match="user and assistant alternate"):
-        mistral.apply_chat_template([{"role": "assistant", "content": "I begin."}])
 
 
 def test_mlx_lm_streams_mistrals_tokens(mistral: TokenizerWrapper) -> None:
