@@ -36,17 +36,6 @@ SLIDING: dict[str, Any] = {
     "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
     "sliding_window": 8,
 }
-MISTRAL_7B: dict[str, Any] = {
-    "model_type": "mistral",
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 32768,
-    "tie_word_embeddings": False,
-    "sliding_window": None,
-}
 
 
 def configuration(model_type: str, **changes: Any) -> dict[str, Any]:
