@@ -35,13 +35,6 @@ def flushed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def test_a_new_file_is_flushed_after_all_of_it_is_written(
-    tmp_path: Path, flushed: list[str]
-) -> None:
-    write_durably(tmp_path / "a", b"12345")
-    assert flushed == ["a: 5"]
-
-
 def test_a_replaced_name_is_flushed_with_its_directory(tmp_path: Path, flushed: list[str]) -> None:
     (tmp_path / "a").write_bytes(b"old")
     write_durably(tmp_path / "b", b"new")
@@ -92,14 +85,15 @@ def content(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-def test_new_files_get_their_names_together_and_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_new_files_get_their_names_together_and_in_order_once_they_are_flushed(
+    tmp_path: Path, flushed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a").write_bytes(b"old")
     files = NewFiles(tmp_path)
     files.write("b", [b"12", memoryview(b"34")])
     files.write("a", iter([b"new"]))
     assert content(tmp_path) == {"a": b"old", "partial-b": b"1234", "partial-a": b"new"}
+    assert flushed == ["partial-b: 4", "partial-a: 3"]
     renamed = []
     replace = os.replace
 
@@ -110,15 +104,8 @@ def test_new_files_get_their_names_together_and_in_order(
     monkeypatch.setattr(os, "replace", spy)
     files.publish()
     assert renamed == ["b", "a"]
+    assert flushed[2:] == 2 * [tmp_path.name]
     assert content(tmp_path) == {"a": b"new", "b": b"1234"}
-
-
-def test_new_files_are_flushed_before_they_get_a_name(tmp_path: Path, flushed: list[str]) -> None:
-    files = NewFiles(tmp_path)
-    files.write("a", [b"12345"])
-    assert flushed == ["partial-a: 5"]
-    files.publish()
-    assert flushed == ["partial-a: 5", tmp_path.name]
 
 
 def test_discarded_files_leave_what_was_there(tmp_path: Path) -> None:

@@ -51,8 +51,8 @@ def lines(found: SshReport) -> list[str]:
 
 def test_hosts_with_which_all_is_well(tmp_path: Path) -> None:
     """Both are this machine; the second goes by an agent, and by a name that only it knows."""
-    agent = agent_at(tmp_path / "agent", "SSH_CONNECTION='127.0.0.1 4000 127.0.0.1 22'\n"
-                     "export SSH_CONNECTION; echo Welcome!")  # fmt: skip
+    connection = "export SSH_CONNECTION='127.0.0.1 4000 127.0.0.1 22'; echo Welcome!"
+    agent = agent_at(tmp_path / "agent", connection)
     hostfile = hosts_at(tmp_path / "hosts", ME, "mini.invalid")
     found = probe_hosts(hostfile, agent, sys.executable)
     here, mini = found.hosts
@@ -64,14 +64,6 @@ def test_hosts_with_which_all_is_well(tmp_path: Path) -> None:
     assert "without a password" in text
     assert "nothing to warn of" in text
     assert report_content(found)["hosts"][1]["address"] == "127.0.0.1"
-
-
-def test_the_machine_where_mpirun_is_called_is_asked_though_it_runs_no_rank(
-    tmp_path: Path,
-) -> None:
-    found = probe_hosts(hosts_at(tmp_path / "hosts", "mini.invalid"), agent_at(tmp_path / "agent"),
-                  sys.executable)  # fmt: skip
-    assert [each.name for each in found.hosts] == [ME, "mini.invalid"]
 
 
 def test_a_host_that_ssh_cannot_reach_and_one_that_is_silent(
@@ -94,7 +86,8 @@ def test_a_host_that_ssh_cannot_reach_and_one_that_is_silent(
 
 
 def test_an_agent_and_a_python_that_are_not_there(tmp_path: Path) -> None:
-    hostfile = hosts_at(tmp_path / "hosts", ME, "mini.invalid")
+    # The machine where mpirun is called is asked, though it runs no rank.
+    hostfile = hosts_at(tmp_path / "hosts", "mini.invalid")
     found = probe_hosts(hostfile, str(tmp_path / "nothing"), "/nowhere/python")
     assert f"{ME}: cannot run /nowhere/python (No such file or directory): see --python" in lines(
         found
@@ -180,23 +173,17 @@ def test_bad_flags_are_refused_in_one_line(
     assert message in line
 
 
-def test_json_on_stdout_and_nothing_else(
+def test_json_goes_to_stdout_or_a_file_and_warnings_fail_only_where_that_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hostfile = hosts_at(tmp_path / "hosts", ME)
-    assert main(["doctor", "--ssh", "--hostfile", hostfile, "--json", "-", "--strict"]) == 0
+    doctor = ["doctor", "--ssh", "--hostfile", hosts_at(tmp_path / "hosts", ME)]
+    assert main([*doctor, "--json", "-", "--strict"]) == 0
     content = json.loads(capsys.readouterr().out)
     assert content["hosts"][0]["versions"]["shardmlx"] == shardmlx.__version__
     assert content["warnings"] == []
-
-
-def test_warnings_are_a_failure_only_where_that_is_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    hostfile = hosts_at(tmp_path / "hosts", ME)
     file = tmp_path / "found.json"
-    flags = ["--ssh", "--hostfile", hostfile, "--python", "/nowhere/python", "--json", str(file)]
-    assert main(["doctor", *flags]) == 0
+    doctor += ["--python", "/nowhere/python", "--json", str(file)]
+    assert main(doctor) == 0
     assert "warning: " in capsys.readouterr().out
     assert json.loads(file.read_text())["warnings"][0]["remedy"] == "see --python"
-    assert main(["doctor", *flags, "--strict"]) == 1
+    assert main([*doctor, "--strict"]) == 1
