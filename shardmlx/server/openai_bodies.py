@@ -26,6 +26,14 @@ LIKELIEST = Field(None, ge=0, le=20)
 MOST = 2**31 - 1
 """Upper bound of any number of tokens or texts."""
 
+TOKENIZERS_OWN = """
+    chat_template conversation messages tools documents tokenize add_generation_prompt
+    continue_final_message padding truncation max_length return_tensors return_dict
+    return_assistant_tokens_mask tokenizer_kwargs
+"""
+"""Arguments of a tokenizer that are no variables of its chat template. They are refused: a template
+of the client's own could keep the server busy for ever."""
+
 # Fields whose type pydantic does not know.
 
 
@@ -69,6 +77,8 @@ def _plain(arguments: dict[str, Any] | None) -> dict[str, Any] | None:
     for name, value in (arguments or {}).items():
         if isinstance(value, dict | list):
             raise ValueError(f"{shown(name)}: give a text, a number, true, false or null")
+        if name in TOKENIZERS_OWN.split():
+            raise ValueError(f"{name} is no variable of a chat template: leave it out")
     return arguments
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from shardmlx.inference.answer_format import Tool
-from shardmlx.server.accepted_fields import Body, Listed
+from shardmlx.server.accepted_fields import Body, Listed, refuse_unknown
 from shardmlx.server.openai_errors import refused, shown
 
 TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -29,8 +29,7 @@ MEANINGFUL = ("function_call", "audio", "images")
 """Fields that ask for what is not supported, unless they are empty."""
 
 BEGUN = ("prefix", "partial")
-"""Fields that are true of a last message from which the answer goes on: Mistral's and DeepSeek's,
-and Moonshot's."""
+"""Fields of a last message from which the answer goes on: Mistral's and DeepSeek's, Moonshot's."""
 
 
 class FunctionBody(Body):
@@ -139,13 +138,7 @@ class MessageBody(Body):
         Templates know no role "developer", OpenAI's newer name of "system".
         """
         extra = self.model_extra or {}
-        for name in MEANINGFUL:
-            if extra.get(name):
-                raise refused(
-                    f"{where}.{name} is not supported by this server: leave it out",
-                    f"{where}.{name}",
-                    "unsupported_parameter",
-                )
+        refuse_unknown({name: extra[name] for name in MEANINGFUL if name in extra}, f"{where}.")
         thoughts = [extra[name] for name in THOUGHTS if isinstance(extra.get(name), str)]
         more = {
             "name": self.name,

@@ -32,14 +32,6 @@ from shardmlx.server.structure import Structure
 COLDEST = 1e-3
 """Lower temperatures count as 0: logits divided by them would leave float16's range."""
 
-TOKENIZERS_OWN = """
-    chat_template conversation messages tools documents tokenize add_generation_prompt
-    continue_final_message padding truncation max_length return_tensors return_dict
-    return_assistant_tokens_mask tokenizer_kwargs
-"""
-"""Arguments of a tokenizer that are no variables of its chat template. They are refused: a template
-of the client's own could keep the server busy for ever."""
-
 TOO_LONG = "context_length_exceeded"
 
 
@@ -113,11 +105,6 @@ def read_chat(body: bytes, reader: PromptReader, served: ServedModel) -> ApiRequ
     if chat.top_logprobs and not chat.logprobs:
         raise refused("top_logprobs is for requests with logprobs: true", "top_logprobs")
     arguments = chat.chat_template_kwargs or {}
-    for name in sorted(arguments.keys() & set(TOKENIZERS_OWN.split())):
-        raise refused(
-            f"{name} is no variable of a chat template: leave it out",
-            f"chat_template_kwargs.{name}",
-        )
     if chat.reasoning_effort == "none":
         arguments = {"enable_thinking": False, **arguments}
     elif chat.reasoning_effort is not None:

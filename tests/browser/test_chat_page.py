@@ -209,12 +209,6 @@ def test_a_reload_in_the_middle_of_an_answer_keeps_what_came(page: Page, stage: 
     assert "stopped" in page.one(".answer .about").text
 
 
-def test_another_tab_changes_what_is_open_here(page: Page) -> None:
-    page.ask("Ahoy!")
-    page.run("localStorage.clear(); dispatchEvent(new StorageEvent('storage', { key: null }));")
-    assert (page.texts(), page.titles()) == ([], [])
-
-
 def test_a_full_store_is_said_and_the_conversation_goes_on(page: Page) -> None:
     page.run(
         "for (let size = 1 << 22; size > 0; size >>= 1) {"
@@ -254,26 +248,6 @@ def test_what_is_damaged_in_the_store_takes_nothing_else_with_it(page: Page) -> 
     page.press("Delete Empty conversation")
     page.one("#delete .main").send_keys(Keys.ENTER)
     page.wait("document.querySelectorAll('#list li').length === 4")
-
-
-def test_without_a_store_all_goes_on_in_this_tab(page: Page) -> None:
-    source = (
-        "for (const name of ['localStorage', 'sessionStorage'])"
-        "  Object.defineProperty(window, name, { get() { throw new DOMException('no'); } });"
-    )
-    added = page.chrome.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": source})
-    try:
-        page.chrome.refresh()
-        page.wait("document.getElementById('key').open")
-        page.one("#key input").send_keys(KEY, Keys.ENTER)
-        page.wait("document.title.startsWith('parrot')")
-        page.ask("Ahoy")
-        assert "in this tab only" in page.one("#notice").text
-        page.one("#new").click()
-        page.one("#list .title").click()
-        assert page.texts()[0] == "Ahoy"
-    finally:
-        page.chrome.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
 
 
 HOSTILE = [

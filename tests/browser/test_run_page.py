@@ -111,16 +111,6 @@ def test_the_table_of_numbers_is_the_file(page: webdriver.Chrome) -> None:
     assert len(rows(page, "#numbers table:last-child")) == 2 * len(TRAIN)
 
 
-def test_the_tiles_say_where_the_run_is(page: webdriver.Chrome) -> None:
-    tiles = text(page, "#tiles")
-    for words in ("60 / 60", f"{TRAIN[-1]['loss']:.4f}", f"{VAL[-1]['loss']:.4f}"):
-        assert words in tiles
-    assert text(page, "#status").startswith("finished in ")
-    assert text(page, "#model") == "model"
-    assert "2 ranks: 1 data parallel × 2 pipeline parallel" in text(page, "#summary")
-    assert "1 line of the file could not be read" in text(page, "footer")
-
-
 def test_each_rank_has_its_time_and_its_memory(page: webdriver.Chrome) -> None:
     limits = [event for event in RUN if event["event"] == "start"][-1]["memory_limits"]
     for rank, row in enumerate(rows(page, "#ranks")):
@@ -162,6 +152,9 @@ def test_layout_schedule_and_options_are_there(page: webdriver.Chrome) -> None:
     timed = [span for spans in start["schedule"]["spans"] for span in spans if span[2] > span[1]]
     assert page.execute_script("return document.querySelectorAll('.action').length") == len(timed)
     assert "0F0 0F1" in text(page, ".actions")
+    assert "2 ranks: 1 data parallel × 2 pipeline parallel" in text(page, "#summary")
+    assert "1 line of the file could not be read" in text(page, "footer")
+    assert page.execute_script("return performance.getEntriesByType('resource').length") == 0
     said = dict(
         page.execute_script(
             "return [...document.querySelectorAll('.options div')]"
@@ -184,10 +177,6 @@ def test_a_picture_has_its_words(page: webdriver.Chrome) -> None:
         "return [...document.querySelectorAll('main table:not(.u-legend)')].every((e) => e.caption)"
     )
     assert page.execute_script(tables)
-
-
-def test_nothing_is_asked_of_the_network(page: webdriver.Chrome) -> None:
-    assert page.execute_script("return performance.getEntriesByType('resource').length") == 0
 
 
 def test_a_drag_looks_closer_at_all_curves_and_a_double_click_back(page: webdriver.Chrome) -> None:

@@ -102,17 +102,6 @@ def test_the_text_of_mlx_lm(served: Served, small: Path) -> None:
     assert served.ask(said) + "\n" == wanted
 
 
-def test_every_api_gives_the_same_text(served: Served) -> None:
-    said = "What is the colour of the sea?"
-    response = served.client.responses.create(model="default", input=said, max_output_tokens=12)
-    assert response.output_text == served.ask(said)
-    anthropic: Any = pytest.importorskip("anthropic", reason="needs anthropic")
-    with anthropic.Anthropic(base_url=served.url, api_key=KEY, max_retries=0) as client:
-        asked = [{"role": "user", "content": said}]
-        message = client.messages.create(model="default", max_tokens=12, messages=asked)
-    assert message.content[0].text == response.output_text
-
-
 def test_what_each_rank_may_hold_and_the_first_has_held(served: Served) -> None:
     served.ask("Ahoy!")
     held = served.metric(r'peak_memory_bytes\{.*rank="0"\}')

@@ -8,14 +8,12 @@ import time
 from dataclasses import replace
 from typing import Any
 
-import httpx
 import pytest
 
 from shardmlx.inference.answer_format import HARMONY, AnswerFormat, Marks
 from shardmlx.inference.call_formats import GENERIC_CALLS, call_format
 from shardmlx.server.answer_parts import Part
-from tests.helpers.answers import call, format_of, parser_of, parts_of, said, thought
-from tests.helpers.http_serving import Agent, serving
+from tests.helpers.answers import call, parser_of, parts_of, said, thought
 
 THINK = Marks("<think>", "</think>")
 CALLS = Marks("<tool_call>", "</tool_call>")
@@ -198,35 +196,6 @@ def test_what_a_parser_makes_of_nonsense_is_no_call(parsed: Any) -> None:
     assert parts_of(HEAR, 1000, known, tools=TOOLS) == [said(HEAR)]
 
 
-FORMATS = {
-    "json_tools": HEAR.replace("hear", "look").replace("{}", '{"at": "sea"}'),
-    "mistral": '[TOOL_CALLS][{"name": "look", "arguments": {"at": "sea"}}]',
-    "qwen3_coder": "<tool_call>\n<function=look>\n<parameter=at>\nsea\n</parameter>\n</function>\n"
-    "</tool_call>",
-    "glm47": "<tool_call>look<arg_key>at</arg_key><arg_value>sea</arg_value></tool_call>",
-    "pythonic": '<|tool_call_start|>[look(at="sea")]<|tool_call_end|>',
-    "function_gemma": "<start_function_call>call:look{at:<escape>sea<escape>}<end_function_call>",
-    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0"
-    '<|tool_call_argument_begin|>{"at": "sea"}<|tool_call_end|><|tool_calls_section_end|>',
-    "longcat": "<longcat_tool_call>look<longcat_arg_key>at</longcat_arg_key>"
-    "<longcat_arg_value>sea</longcat_arg_value></longcat_tool_call>",
-    "minimax_m2": '<minimax:tool_call>\n<invoke name="look">\n<parameter name="at">sea</parameter>'
-    "\n</invoke>\n</minimax:tool_call>",
-    "mistral with marks": '[TOOL_CALLS]look[ARGS]{"at": "sea"}',
-    "gemma4": '<|tool_call>call:look{at:<|"|>sea<|"|>}<tool_call|>',
-}
-
-
-@pytest.mark.parametrize("size", [1, 1000])
-@pytest.mark.parametrize("name", FORMATS)
-def test_formats_that_mlx_lm_reads(name: str, size: int) -> None:
-    known = format_of(name.partition(" ")[0], FORMATS[name])
-    assert parts_of("So.\n" + FORMATS[name], size, known, tools=TOOLS) == [
-        said("So.\n"),
-        LOOKS,
-    ]
-
-
 def test_words_are_not_held_back() -> None:
     parser = parser_of(IN_TEXT, tools=TOOLS)
     text = "A set { 1, 2 } has two."
@@ -242,15 +211,3 @@ def test_an_answer_that_repeats_itself_takes_time_that_grows_with_it_alone(unit:
     parts += parser.take("", is_last=True)
     assert time.process_time() - began < 3
     assert "".join(part.text for part in parts if part.kind == "said") == (2000 * unit).lstrip()
-
-
-def test_a_server_tells_thoughts_in_channels_apart() -> None:
-    reader = Agent()
-    reader.answer_format = HARMONY
-    asked = [{"role": "user", "content": f"{THINKS}{SAYS}."}]
-    with serving(reader=reader) as server:
-        answer = httpx.post(
-            f"{server.address}/v1/chat/completions", json={"messages": asked}
-        ).json()
-    message = answer["choices"][0]["message"]
-    assert (message["reasoning_content"], message["content"]) == ("Hm < 3 <|e", "Aye!")

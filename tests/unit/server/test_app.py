@@ -103,7 +103,8 @@ def test_completions_of_several_prompts(client: openai.OpenAI) -> None:
 
 
 def test_models(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == [MODEL]
+    (model,) = client.models.list()
+    assert (model.id, model.model_extra) == (MODEL, {"max_model_len": 1000, "tools": None})
     assert client.models.retrieve(MODEL).owned_by == "shardmlx"
     assert client.models.retrieve("default").id == MODEL
     with pytest.raises(openai.NotFoundError, match=r"'some/model' .* 'parrot'"):

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from shardmlx.errors import PromptTooLong
 from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.server.answer_parser import AnswerParser
 from shardmlx.server.answer_parts import Part
@@ -177,11 +176,6 @@ def test_requests_without_a_seed_share_no_random_stream() -> None:
     assert [each.stream for each in params] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(("seed", "is_taken_as"), [(-2, 2**64 - 2), (2**64 - 1, 2**64 - 1)])
-def test_seeds_have_64_bits(seed: int, is_taken_as: int) -> None:
-    assert only(chat(seed=seed)).sampling.seed == is_taken_as
-
-
 BEGUN = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "The answer is"}]
 
 
@@ -299,12 +293,17 @@ def test_logprobs_of_completions_are_a_number() -> None:
         ({"max_completion_tokens": 3, "max_tokens": 4}, "max_tokens", "4"),
         ({"continue_final_message": True}, "messages", "'user'"),
         ({"add_generation_prompt": False}, "add_generation_prompt", "not supported"),
-        ({"chat_template_kwargs": {"tokenize": 1}}, "chat_template_kwargs.tokenize", "tokenize"),
-        ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs.tools", "tools"),
+        ({"chat_template_kwargs": {"tokenize": 1}}, "chat_template_kwargs", "tokenize is no"),
+        ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs", "tools is no"),
+        ({"prompt": [5, 128]}, "prompt", "not 128"),
+        ({"prompt": [-1]}, "prompt", "not -1"),
+        ({"prompt": ["a", "b", "c"], "n": 3}, "n", "9 texts: at most 8"),
+        ({"prompt": "a", "logprobs": True}, "logprobs", "logprobs"),
+        ({"prompt": "a", "echo": True}, "echo", "echo"),
     ],
 )
 def test_one_line_says_what_is_wrong(parameters: dict[str, Any], param: str, named: str) -> None:
-    where, said = refusal(chat, **parameters)
+    where, said = refusal(completion if "prompt" in parameters else chat, **parameters)
     assert where == param
     assert named in said
 
@@ -360,23 +359,6 @@ def test_whole_numbers_may_have_a_point() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parameters", "param", "named"),
-    [
-        ({"prompt": [5, 128]}, "prompt", "not 128"),
-        ({"prompt": [-1]}, "prompt", "not -1"),
-        ({"prompt": ["a", "b", "c"], "n": 3}, "n", "9 texts: at most 8"),
-        ({"logprobs": True}, "logprobs", "logprobs"),
-        ({"echo": True}, "echo", "echo"),
-        ({"suffix": "end"}, "suffix", "suffix"),
-    ],
-)
-def test_completions_that_are_refused(parameters: dict[str, Any], param: str, named: str) -> None:
-    where, said = refusal(completion, **parameters)
-    assert where == param
-    assert named in said
-
-
-@pytest.mark.parametrize(
     "body",
     [
         b"",
@@ -398,16 +380,6 @@ def test_completions_that_are_refused(parameters: dict[str, Any], param: str, na
 )
 def test_bodies_that_mean_no_good_are_refused_in_a_line(body: bytes) -> None:
     refusal(lambda: read_completion(body, Letters(), terms()))
-
-
-def test_a_reader_may_say_that_a_prompt_is_too_long() -> None:
-    class Short(Letters):
-        def text(self, prompt: str) -> tuple[int, ...]:
-            raise PromptTooLong("it has more than 10 tokens", "give 10")
-
-    with pytest.raises(ApiError) as caught:
-        read_chat(b'{"messages": [{"role": "user", "content": "hi"}]}', Short(), terms())
-    assert (caught.value.param, caught.value.code) == ("messages", "context_length_exceeded")
 
 
 @pytest.mark.parametrize(

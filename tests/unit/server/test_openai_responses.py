@@ -66,15 +66,6 @@ def test_a_completion_in_chunks() -> None:
     ]
 
 
-def test_chunks_have_one_head() -> None:
-    reply = chat()
-    sent = [*reply.opening(), *reply.add(0, Piece("Hi", (), 1, 0, "stop"))]
-    heads = [{name: chunk[name] for name in ("id", "created", "model")} for chunk in sent]
-    assert heads == [reply.head] * 3
-    assert reply.head["id"].startswith("chatcmpl-")
-    assert completion().head["id"].startswith("cmpl-")
-
-
 def test_several_texts_are_told_apart_by_their_index() -> None:
     pieces = [
         (1, Piece("b", (), 1)),

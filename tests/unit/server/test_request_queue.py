@@ -143,18 +143,6 @@ def test_a_text_is_cancelled_while_it_waits_and_while_it_is_made() -> None:
     run(session, Parrot(at_once=1, steps=1))
 
 
-def test_cancelling_a_text_that_has_ended_does_nothing() -> None:
-    async def session(service: RequestQueue, parrot: Parrot) -> None:
-        answer = service.submit([request("a")])
-        await text_of(answer)
-        answer.cancel()
-        answer.cancel()
-        assert await text_of(service.submit([request("b")])) == "bbbbbb"
-        assert parrot.cancelled == []
-
-    run(session)
-
-
 def test_an_error_of_the_generator_ends_all_texts_and_is_raised() -> None:
     async def session(service: RequestQueue, parrot: Parrot) -> None:
         parrot.goes_on.clear()

@@ -192,14 +192,6 @@ def test_tools_that_the_client_runs(
     assert names == [function["name"], *(["look"] if kind == "tool_search_call" else [])]
 
 
-def test_text_before_and_after_such_a_call(client: openai.OpenAI) -> None:
-    call = function_in("apply_patch", '{"input": "x"}').removesuffix(".")
-    answer = client.responses.create(model=MODEL, input=f"A{call}B{call}.", tools=[PATCH])
-    kinds = [item.type for item in answer.output]
-    assert kinds == ["message", "custom_tool_call", "message", "custom_tool_call"]
-    assert answer.output_text == "AB"
-
-
 def test_a_call_of_such_a_tool_that_is_cut_off_is_text(client: openai.OpenAI) -> None:
     """Nobody shall run it."""
     said = function_in("local_shell", '{"command": ["rm"]}')

@@ -1,6 +1,5 @@
 """The server's connections: clients that vanish, dawdle, flood, and a server that stops."""
 
-import asyncio
 import errno
 import json
 import logging
@@ -136,23 +135,6 @@ def test_who_vanishes_in_the_middle_of_a_body_leaves_no_trace(
         server.until(lambda: gone in httpx.get(f"{server.address}/metrics").text)
         assert server.parrot.added == []
     assert caplog.messages == []
-
-
-def test_who_does_not_read_holds_up_nobody() -> None:
-    """What it was to get is kept until its text has ended."""
-    with serving() as server, socket.socket() as slow:
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        slow.connect(("127.0.0.1", server.port))
-        slow.sendall(whole(True, n=6, max_tokens=900, logprobs=20))
-        server.until(lambda: len(server.parrot.added) == 6)
-        answer = httpx.post(
-            f"{server.address}/v1/completions",
-            json={"prompt": "hello", "max_tokens": 900},
-            timeout=60.0,  # 7 answers share a core
-        )
-        assert answer.json()["choices"][0]["text"] == 180 * "hello"
-        server.until(lambda: server.parrot.is_idle)
-    assert server.parrot.cancelled == []
 
 
 # Bodies and heads that are too large, or too slow.
@@ -427,12 +409,3 @@ def test_missing_packages_are_named_with_the_remedy(monkeypatch: pytest.MonkeyPa
     with pytest.raises(UserError) as caught:
         check_packages(ServeConfig())
     assert caught.value.remedy == "pip install starlette uvicorn"
-
-
-def test_uvicorn_leaves_signals_and_loops_of_others_alone() -> None:
-    async def inside() -> None:
-        server = HttpServer(no_content, bind("127.0.0.1", 0))
-        server.start()
-        await asyncio.to_thread(server.stop, 1)
-
-    asyncio.run(inside())
