@@ -71,10 +71,7 @@ class ChatTemplate:
 
     def text(self, messages: Sequence[Message], tools: Tools = None, **how: Any) -> str:
         """Return the text of a conversation. Raises the template's errors."""
-        text: str = self._tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, **how
-        )
-        return text
+        return str(self.tokens(messages, tools, tokenize=False, **how))
 
     # Accepted messages.
 

@@ -15,13 +15,7 @@ from shardmlx.distributed.agreement import on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.runreport.tensorboard import TensorBoardLog
 from shardmlx.training.planned_run import PlannedRun, open_for_training, plan_run
-from shardmlx.training.setup import (
-    PLANNED,
-    TrainingRun,
-    layers_of,
-    load_run,
-    planned_columns,
-)
+from shardmlx.training.setup import TrainingRun, load_run, show_ranks
 from shardmlx.training.trainer import Trainer
 
 
@@ -84,11 +78,7 @@ def dry_run(config: TrainConfig, transport: Transport, reporter: Reporter) -> No
     """
     with open_for_training(config, transport, reporter) as opened:
         planned = plan_run(config, transport, reporter, opened)
-    rows = [
-        (str(rank), host, layers_of(planned.plan, rank), *planned_columns(planned.limits[rank]))
-        for rank, host in enumerate(transport.hosts)
-    ]
-    reporter.table(("rank", "host", "layers", *PLANNED), rows)
+    show_ranks(planned, transport.hosts, reporter, {})
     if config.train:
         reporter.say(_time(planned))
         outputs = planned.outputs

@@ -90,18 +90,16 @@ def _decoded(content: bytes, where: str) -> str:
 def _read_csv(path: Path, content: bytes) -> list[Row]:
     text = _decoded(content, str(path))
     csv.field_size_limit(sys.maxsize)  # a cell may be a whole document
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     rows: list[Row] = []
     try:
-        columns = next(reader, [])
-        for cells in filter(None, reader):  # an empty line is no row
-            if len(cells) != len(columns):
+        for row in csv.DictReader(io.StringIO(text, newline=""), strict=True):
+            if None in row or None in row.values():
                 raise UserError(
-                    f"{row_name(path, len(rows))} has {len(cells)} cells, and the first line names "
-                    f"{len(columns)} columns",
+                    f"{row_name(path, len(rows))} has more cells, or fewer, than the first line "
+                    "names columns",
                     "put cells with commas or line ends in double quotes",
                 )
-            rows.append(dict(zip(columns, cells, strict=True)))
+            rows.append(row)
     except csv.Error as error:
         raise UserError(
             f"{row_name(path, len(rows))} is not CSV: {one_line(error)}", "mend it"

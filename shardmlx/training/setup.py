@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from shardmlx.checkpoint.resume import Resumption, prepare_resumption
 from shardmlx.checkpoint.run_identity import identity_of
 from shardmlx.common.formatting import gibibytes, numbers_of
 from shardmlx.common.reporter import Reporter
-from shardmlx.costmodel.memory_limits import MemoryLimits
 from shardmlx.distributed.agreement import on_all_ranks
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.divided_weights import DividedWeights
@@ -25,9 +23,6 @@ from shardmlx.engine.stage import Stage
 from shardmlx.loading.rank_setup import SETUP_SECONDS, OpenedModel
 from shardmlx.pipeline.plan import Plan
 from shardmlx.training.planned_run import PlannedRun, optimizer_of
-
-PLANNED = ("planned peak", "limit", "which is")
-"""The heads of ``planned_columns``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +52,16 @@ def load_run(
 ) -> TrainingRun:
     """Find the checkpoint to go on from, and load this rank's stages. All ranks must call it."""
     plan, tune = planned.plan, planned.way.fine_tune
+
+    def identify() -> dict[str, Any] | None:
+        data, checkpoints = planned.data, planned.checkpoints
+        if data is None or not (checkpoints.checkpoint_dir or checkpoints.named):
+            return None
+        read = opened.weights.read
+        return identity_of(planned.identity, opened.path, data.train, data.valid, read)
+
     with transport.longer_timeout(SETUP_SECONDS):
-        identity = on_all_ranks(
-            transport, "reading which model it is", partial(_identity, planned, opened)
-        )
+        identity = on_all_ranks(transport, "reading which model it is", identify)
         resumption = Resumption()
         if tune.train:
             divides = tune.divides_optimizer or tune.keeps_errors
@@ -90,13 +91,6 @@ def load_run(
     )
 
 
-def _identity(planned: PlannedRun, opened: OpenedModel) -> dict[str, Any] | None:
-    data, checkpoints = planned.data, planned.checkpoints
-    if data is None or not (checkpoints.checkpoint_dir or checkpoints.named):
-        return None
-    return identity_of(planned.identity, opened.path, data.train, data.valid, opened.weights.read)
-
-
 def _load(
     planned: PlannedRun, transport: Transport, reporter: Reporter, opened: OpenedModel
 ) -> tuple[DividedWeights | None, list[Stage]]:
@@ -116,31 +110,38 @@ def _load(
     trained = sum(stage.part[name].size for stage in stages for name in stage.names)
     gathered = transport.gather((nbytes, trained, time.monotonic() - start), what="loading")
     if gathered is not None:
-        reporter.table(
-            ("rank", "host", "stages", "weights", "trained", "loaded in", *PLANNED),
-            [
-                (
-                    str(rank),
-                    transport.hosts[rank],
-                    layers_of(plan, rank),
-                    gibibytes(nbytes),
-                    f"{trained / 1e6:.3f}M",
-                    f"{seconds:.1f} s",
-                    *planned_columns(planned.limits[rank]),
-                )
-                for rank, (nbytes, trained, seconds) in enumerate(gathered)
-            ],
-        )
+        of_ranks, trained_of, seconds_of = zip(*gathered, strict=True)
+        columns = {
+            "weights": [gibibytes(each) for each in of_ranks],
+            "trained": [f"{each / 1e6:.3f}M" for each in trained_of],
+            "loaded in": [f"{each:.1f} s" for each in seconds_of],
+        }
+        show_ranks(planned, transport.hosts, reporter, columns)
     return weights, stages
 
 
-def planned_columns(limits: MemoryLimits) -> tuple[str, ...]:
-    """Return the planned bytes of a rank's process, its limit, and the reason for the limit."""
-    return gibibytes(limits.planned_process), gibibytes(limits.process), limits.budget.reason
+def show_ranks(
+    planned: PlannedRun,
+    hosts: Sequence[str],
+    reporter: Reporter,
+    others: Mapping[str, Sequence[str]],
+) -> None:
+    """Print the layers of each rank, other columns by their heads, and its planned memory."""
+    limits = planned.limits
+    columns = {
+        "rank": [str(rank) for rank in range(len(hosts))],
+        "host": hosts,
+        "layers": [_layers_of(planned.plan, rank) for rank in range(len(hosts))],
+        **others,
+        "planned peak": [gibibytes(each.planned_process) for each in limits],
+        "limit": [gibibytes(each.process) for each in limits],
+        "which is": [each.budget.reason for each in limits],
+    }
+    reporter.table(list(columns), list(zip(*columns.values(), strict=True)))
 
 
-def layers_of(plan: Plan, rank: int) -> str:
-    """Return the layers of a rank's stages: ``layers 0-11 + embedding``."""
+def _layers_of(plan: Plan, rank: int) -> str:
+    """Return a text such as ``layers 0-11 + embedding``."""
     ranges = [plan.stage_map.partition.ranges[stage] for stage in plan.stages_of(rank)]
     text = ", ".join(numbers_of(*layers) for layers in ranges)
     ends = []

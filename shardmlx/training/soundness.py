@@ -59,15 +59,17 @@ class Soundness:
         return self._made.count(False) > WINDOW // 2
 
     def fault(self) -> Fault | None:
-        """Return why the weights should replace nothing; None if they may. All ranks must call it.
-
-        The reason is that more than half of the last updates were skipped, or that a weight is not
-        finite.
-        """
+        """Return why the weights should replace nothing, or None. All ranks must call it."""
         skipped, total = self._made.count(False), len(self._made)
         if 2 * skipped > total:
             return Fault(f"{skipped} of the last {total} updates were skipped", TAMER)
-        found = self._transport.all_gather(self._nonfinite_weight(), "looking at the weights")
+        weights = (
+            (stage, name, stage.part[name])
+            for stage in self._stages
+            for name in filter(self._holds, stage.names)
+        )
+        mine = _first_nonfinite("weight", weights, self._transport)
+        found = self._transport.all_gather(mine, "looking at the weights")
         weight = next(filter(None, found), None)
         return None if weight is None else Fault(weight, TAMER)
 
@@ -78,14 +80,6 @@ class Soundness:
         if True not in self._made:
             return Fault("no update was made yet", "train for more steps")
         return Fault("no update of this run has moved a weight", _IMPEL)
-
-    def _nonfinite_weight(self) -> str | None:
-        weights = (
-            (stage, name, stage.part[name])
-            for stage in self._stages
-            for name in filter(self._holds, stage.names)
-        )
-        return _first_nonfinite("weight", weights, self._transport)
 
 
 def nonfinite_loss(losses: Mapping[int, float], transport: Transport) -> str | None:

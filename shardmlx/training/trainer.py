@@ -88,7 +88,11 @@ class Trainer:
                 for step in range(self._start + 1, options.iters + 1):
                     self._iterate(step, feed, bar)
         except StopRequested as request:
-            self._leave(request.number)
+            name = signal.Signals(request.number).name
+            self._reporter.say(f"{name}: saving, then leaving")
+            kept = self._keep()
+            self._meter.write_trace()
+            raise Stopped(request.number, f"stopped by {name}: {kept}") from None
         is_saved = self._save_last()
         self._meter.write_trace()
         self._report.summary(time.monotonic() - start, self._checkpoints.summary())
@@ -129,8 +133,7 @@ class Trainer:
         self._start = manifest.step
         self._meter.start_after(manifest.step)
         self._report.restore(state["report"], state["ranks"])
-        if "loss_scale" in state:
-            self._gradients.restore(state["loss_scale"])
+        self._gradients.restore(state["loss_scale"])
         if self._batches is not None:
             set_random_state(self._random, state["random"])
             self._batches.go_to(state["batches"])
@@ -163,14 +166,7 @@ class Trainer:
             self._report.step(step, self._grad_norm, bar)
         if step % options.grad_accumulation_steps == 0:
             self._checkpoints.mark(self._point(step, position))
-        saves, checkpoints = (
-            step % every == 0 for every in (options.save_every, self._checkpoint_every)
-        )
-        if (saves or checkpoints) and self._is_worth_keeping(step):
-            if saves:
-                self._save(f"{step:07d}_adapters.safetensors")
-            if checkpoints:
-                self._checkpoints.save()
+        self._save_if_due(step)
         self._checkpoints.report()
 
     def _step(self, step: int, share: Share) -> None:
@@ -246,13 +242,20 @@ class Trainer:
             return None
         return Fault("with its weights the loss of the last batch is not finite", TAMER)
 
-    def _is_worth_keeping(self, step: int) -> bool:
-        """Return whether the trained weights may replace the saved ones; if not, print why."""
-        fault = self._fault()
-        if fault is not None:
+    def _save_if_due(self, step: int) -> None:
+        saves, checkpoints = (
+            step % every == 0 for every in (self._options.save_every, self._checkpoint_every)
+        )
+        if not (saves or checkpoints):
+            return
+        if (fault := self._fault()) is not None:
             what = f"step {step}: {fault.problem}"
             self._reporter.warn(f"{what}: nothing is saved, what was before stays")
-        return fault is None
+            return
+        if saves:
+            self._save(f"{step:07d}_adapters.safetensors")
+        if checkpoints:
+            self._checkpoints.save()
 
     def _save_last(self) -> bool:
         """Save the run at its last step, unless its weights should replace nothing.
@@ -283,13 +286,6 @@ class Trainer:
         place = self._job.resumption.place
         assert place is not None, "it was saved there"
         return f"the run up to step {step} is in {place.store.path(step)}"
-
-    def _leave(self, number: int) -> None:
-        """Save everything, then end in order."""
-        self._reporter.say(f"{signal.Signals(number).name}: saving, then leaving")
-        kept = self._keep()
-        self._meter.write_trace()
-        raise Stopped(number, f"stopped by {signal.Signals(number).name}: {kept}")
 
     def _validate(self, step: int) -> None:
         start = time.monotonic()

@@ -178,7 +178,7 @@ def test_a_weight_is_a_number_above_0(weight: Any) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"text\na,b\n", "train.csv, row 1 has 2 cells, and the first line names 1 columns"),
+        (b"text\na,b\n", "train.csv, row 1 has more cells, or fewer, than the first line names"),
         (b'text\n"a\n', "train.csv, row 1 is not CSV: unexpected end of data: mend it"),
         (b"text\n\xff\n", "train.csv is not UTF-8 text: invalid start byte at byte 5"),
     ],
