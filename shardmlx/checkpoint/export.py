@@ -138,10 +138,8 @@ class Collector:
 def save_adapters(
     collector: Collector, directory: Path, config: Mapping[str, Any], copy_as: str | None
 ) -> None:
-    """Write the trained weights, and ``config``, as ``mlx_lm`` does; ``copy_as`` names a copy.
-
-    All ranks must call it. Raises ``SaveError`` on rank 0.
-    """
+    """Write the trained weights, and ``config``, as ``mlx_lm`` does; ``copy_as`` names a copy. All
+    ranks must call it. Raises ``SaveError`` on rank 0."""
     sources = collector.gather(trained_only=True)
     if sources is None:
         return
@@ -194,10 +192,8 @@ def save_model(collector: Collector, source: Path, directory: Path) -> None:
 
 @contextmanager
 def _saving(collector: Collector, directory: Path, nbytes: int) -> Iterator[NewFiles]:
-    """Give out the files to write on rank 0; they take their names at the end of the block.
-
-    If one cannot be written, no partial file stays, and earlier files do.
-    """
+    """Give out the files to write on rank 0; they take their names at the end of the block. If one
+    cannot be written, no partial file stays, and earlier files do."""
     files = NewFiles(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -180,10 +180,8 @@ class Store:
         return partial
 
     def commit(self, manifest: Manifest) -> None:
-        """Make the begun checkpoint complete, once all its files are on the disk.
-
-        It replaces a complete checkpoint of the same step, which stays until the new one is there.
-        """
+        """Make the begun checkpoint complete, once all its files are on the disk. It replaces a
+        complete checkpoint of the same step, which stays until the new one is there."""
         text = manifest.to_json()
         partial, final = self.partial(manifest.step), self.directory / name_of(manifest.step)
         write_durably(partial / MANIFEST, text)

@@ -93,9 +93,7 @@ class CheckpointWriter:
 
     def start(self, manifest: Manifest | None, step: int, parts: Sequence[Snapshot]) -> None:
         """Begin to write ``parts`` of this rank; ``manifest``, on rank 0, lacks only its ``files``.
-
-        Waits until the previous checkpoint is complete.
-        """
+        Waits until the previous checkpoint is complete."""
         self.wait()
         if self._transport.rank not in self._taking_part:
             return

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -36,7 +37,7 @@ from shardmlx.distributed.shared_disks import Disks, find_disks
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import AgreedFailure
 from shardmlx.loading.manifest import fingerprint
-from shardmlx.loading.rank_setup import SETUP_SECONDS, OpenedModel, open_on_all_ranks
+from shardmlx.loading.rank_setup import SETUP_SECONDS, open_on_all_ranks
 from shardmlx.modelfiles.model_files import read_model
 from shardmlx.modelfiles.parts import EMBEDDING, part_of
 from shardmlx.modelfiles.safetensors_header import MODEL_FILES
@@ -51,11 +52,8 @@ Range = tuple[int, int]
 
 
 def run(options: ExportOptions, transport: Transport, blas: Blas) -> None:
-    """Export as ``options`` say. All ranks must call it.
-
-    Raises ``AgreedError`` for the user's mistakes, ``AgreedFailure`` if ``--verify`` finds a fault,
-    ``Stopped`` after Ctrl-C.
-    """
+    """Export as ``options`` say. All ranks must call it. Raises ``AgreedError`` for the user's
+    mistakes, ``AgreedFailure`` if ``--verify`` finds a fault, ``Stopped`` after Ctrl-C."""
     reporter = Reporter(quiet=transport.rank != 0)
     started = time.monotonic()
     if options.gguf and transport.size > 1:
@@ -128,12 +126,11 @@ def _report(options: ExportOptions, seconds: float, is_whole: bool, reporter: Re
 
 
 def export_on_ranks(options: ExportOptions, transport: Transport, reporter: Reporter) -> bool:
-    """Export on several ranks; return whether the whole model is on the disk of rank 0.
-
-    All ranks must call it. Raises ``AgreedError`` for the user's mistakes.
-    """
+    """Export on several ranks; return whether the whole model is on the disk of rank 0. All ranks
+    must call it. Raises ``AgreedError`` for the user's mistakes."""
     output = OutputDirectory(Path(options.output_dir))
     disks = find_disks(transport, output.path.absolute().parent)
+    together = _Together(options, output, disks, transport, reporter)
     everywhere = transport.all_gather(output.state, _WHAT)
     is_written = "complete" in everywhere and (
         (options.gather and everywhere[0] == "complete")
@@ -142,7 +139,7 @@ def export_on_ranks(options: ExportOptions, transport: Transport, reporter: Repo
     if not is_written:
         on_all_ranks(transport, _WHAT, output.check)
         with transport.longer_timeout(SETUP_SECONDS):
-            _write_on_ranks(options, output, disks, transport, reporter)
+            together.write()
     if disks.leads(transport.rank) and output.work.is_dir():
         if output.is_complete:
             output.publish()
@@ -158,83 +155,120 @@ def export_on_ranks(options: ExportOptions, transport: Transport, reporter: Repo
     return options.gather or len(disks.groups) == 1
 
 
-def _write_on_ranks(
-    options: ExportOptions,
-    output: OutputDirectory,
-    disks: Disks,
-    transport: Transport,
-    reporter: Reporter,
-) -> None:
-    """Compute and write the tensors of all ranks, and the other files. All ranks must call it."""
-    leads = disks.leads(transport.rank)
-    trained, adapters = _find_trained(options, transport)
-    source = ModelSource.of(options)
-    with open_on_all_ranks(transport, reporter, source, adapters) as opened:
-        if adapters is not None and trained is not None:
-            trained = Trained(trained.name, trained.identity, Path(str(opened.adapters)))
-        model = on_all_ranks(
-            transport, "building the model", partial(build_lazily, opened.path, trained, options)
-        )
-        model.read.clear()
-        gc.collect()  # modules hold unused weights, in cycles
-        ranges = divide_layers(model, opened.shape, transport.size)
-        shards = _plan(model, opened.shape, ranges, options.max_shard)
-        identity = _identity(options, opened, trained, shards, transport)
+@dataclass(frozen=True, slots=True)
+class _Together:
+    """An export on several ranks. All ranks must call its methods, which raise ``AgreedError``."""
 
-        def check() -> bool:
-            """Refuse another export, and a disk that is too small."""
-            goes_on = output.check_same(identity)
-            if leads:
-                gathers = options.gather and transport.rank == 0
-                group = disks.groups[disks.of(transport.rank)]
-                ranks = range(transport.size) if gathers else group
-                output.check_room(shards, ranks, SMALL_FILES)
-            return goes_on
+    options: ExportOptions
+    output: OutputDirectory
+    disks: Disks
+    transport: Transport
+    reporter: Reporter
 
-        goes_on = on_all_ranks(transport, _WHAT, check)
-        on_all_ranks(transport, _WHAT, lambda: output.begin(identity) if leads else None)
-        reporter.say(f"{options.model}: {model.describe(shards.nbytes)}")
-        texts = on_rank_0(transport, _WHAT, lambda: texts_of(model, shards, opened.path, None))
-        opened.weights.bring([ranges[transport.rank]], opened.shape, reporter)
-        on_all_ranks(
-            transport,
-            "writing tensors",
+    def write(self) -> None:
+        """Compute and write the tensors of all ranks, and the other files."""
+        options, output, transport = self.options, self.output, self.transport
+        leads = self.disks.leads(transport.rank)
+        trained, adapters = self._find_trained()
+        source = ModelSource.of(options)
+        with open_on_all_ranks(transport, self.reporter, source, adapters) as opened:
+            if adapters is not None and trained is not None:
+                trained = Trained(trained.name, trained.identity, Path(str(opened.adapters)))
+            build = partial(build_lazily, opened.path, trained, options)
+            model = on_all_ranks(transport, "building the model", build)
+            model.read.clear()
+            gc.collect()  # modules hold unused weights, in cycles
+            ranges = divide_layers(model, opened.shape, transport.size)
+            shards = _plan(model, opened.shape, ranges, options.max_shard)
+            identity = self._identity(opened.path, trained, shards)
+            goes_on = on_all_ranks(transport, _WHAT, partial(self._check, identity, shards))
+            on_all_ranks(transport, _WHAT, lambda: output.begin(identity) if leads else None)
+            self.reporter.say(f"{options.model}: {model.describe(shards.nbytes)}")
+            texts = on_rank_0(transport, _WHAT, lambda: texts_of(model, shards, opened.path, None))
+            opened.weights.bring([ranges[transport.rank]], opened.shape, self.reporter)
             # mpirun ends all ranks at once, so that none may stop.
-            lambda: write_files(
-                output, model, shards, transport.rank, reporter, goes_on=goes_on, may_stop=False
-            ),
-        )
-    if options.gather:
-        _gather(output, shards, disks, transport, reporter)
-    # Rank 0, which has the rest, writes the completion marker last.
-    is_kept = not options.gather and leads and transport.rank != 0
-    on_all_ranks(transport, _WHAT, lambda: output.complete({}) if is_kept else None)
-    on_rank_0(transport, _WHAT, lambda: output.complete(texts or {}))
+            write = partial(write_files, goes_on=goes_on, may_stop=False)
+            on_all_ranks(
+                transport,
+                "writing tensors",
+                lambda: write(output, model, shards, transport.rank, self.reporter),
+            )
+        if options.gather:
+            self._gather(shards)
+        # Rank 0, which has the rest, writes the completion marker last.
+        is_kept = not options.gather and leads and transport.rank != 0
+        on_all_ranks(transport, _WHAT, lambda: output.complete({}) if is_kept else None)
+        on_rank_0(transport, _WHAT, lambda: output.complete(texts or {}))
 
+    def _find_trained(self) -> tuple[Trained | None, str | None]:
+        """Return the trained weights, and the directory of adapters that rank 0 gives to others."""
+        path = self.options.adapter_path
 
-def _find_trained(
-    options: ExportOptions, transport: Transport
-) -> tuple[Trained | None, str | None]:
-    """Return the trained weights, and the directory of adapters that rank 0 gives to others.
+        def find() -> Trained | None:
+            return None if path is None else find_trained(path)
 
-    All ranks must call it. Raises ``AgreedError``.
-    """
+        trained = from_rank_0(self.transport, _WHAT, find)
+        if trained is None or trained.directory is not None:
+            return trained, path
+        # Each rank looks for a checkpoint itself.
+        return on_all_ranks(self.transport, _WHAT, find), None
 
-    def find() -> Trained | None:
-        return None if options.adapter_path is None else find_trained(options.adapter_path)
+    def _identity(self, model: Path, trained: Trained | None, shards: Shards) -> dict[str, str]:
+        """Return the identity of the export, before weights are brought."""
 
-    trained = from_rank_0(transport, _WHAT, find)
-    if trained is None or trained.directory is not None:
-        return trained, options.adapter_path
-    # Each rank looks for a checkpoint itself.
-    return on_all_ranks(transport, _WHAT, find), None
+        def identify() -> dict[str, str]:
+            files = [path.name for path in model.glob(MODEL_FILES)]
+            adapters = "none" if trained is None else trained.identity
+            own = identity_of(self.options, fingerprint(model, files), adapters, shards)
+            return {**own, "ranks": str(self.transport.size)}
+
+        identity = from_rank_0(self.transport, _WHAT, identify)
+        layout = identity_of(self.options, "", "", shards)["layout"]
+        layouts = self.transport.all_gather(layout, _WHAT)
+        name = self.transport.name
+        for rank, theirs in enumerate(layouts):
+            if theirs != layouts[0]:
+                raise AgreedError(
+                    f"{name(rank)} would write other tensors than {name(0)}",
+                    "give all ranks the same model and adapters",
+                )
+        return identity
+
+    def _check(self, identity: Mapping[str, str], shards: Shards) -> bool:
+        """Refuse another export, and a disk that is too small; return whether this one goes on.
+        Not collective."""
+        goes_on = self.output.check_same(identity)
+        rank, disks = self.transport.rank, self.disks
+        if disks.leads(rank):
+            gathers = self.options.gather and rank == 0
+            ranks = range(self.transport.size) if gathers else disks.groups[disks.of(rank)]
+            self.output.check_room(shards, ranks, SMALL_FILES)
+        return goes_on
+
+    def _gather(self, shards: Shards) -> None:
+        """Bring all files to the disk of rank 0."""
+        transport, disks = self.transport, self.disks
+        for file, writer in shards.writers.items():
+            if disks.of(writer) == disks.of(0):
+                continue
+            path = self.output.rank(writer) / file
+            size, what = shards.manifest(writer, "").sizes[file], f"gathering {file}"
+            if transport.broadcast(path.exists(), what=what):
+                continue
+            own = f"{transport.name(transport.rank)}, {what}"
+            if transport.rank == writer:
+                outgoing = Outgoing(transport, size, 0, OBJECT_TAG, own)
+                for piece in pieces_of(path):
+                    outgoing.write(piece)
+                outgoing.close()
+            pieces = iter(Incoming(transport, size, writer, OBJECT_TAG, own))
+            receive = partial(_receive, self.output, path, size, pieces, self.reporter)
+            on_rank_0(transport, what, receive)
 
 
 def divide_layers(model: LazyModel, shape: ModelShape, ranks: int) -> list[Range]:
-    """Return the layers of each rank, so that all have about as many bytes to write.
-
-    Raises ``AgreedError`` if there are fewer layers than ranks.
-    """
+    """Return the layers of each rank, so that all have about as many bytes to write. Raises
+    ``AgreedError`` if there are fewer layers than ranks."""
     count = shape.num_layers
     if ranks > count:
         raise AgreedError(f"{ranks} ranks, but the model has {count} layers", "use fewer ranks")
@@ -272,61 +306,6 @@ def _plan(model: LazyModel, shape: ModelShape, ranges: Sequence[Range], most: in
         rank = next(r for r, (start, stop) in enumerate(ranges) if start <= layer < stop)
         of_ranks[rank].append(spec)
     return plan_shards(of_ranks, most)
-
-
-def _identity(
-    options: ExportOptions,
-    opened: OpenedModel,
-    trained: Trained | None,
-    shards: Shards,
-    transport: Transport,
-) -> dict[str, str]:
-    """Return the identity of an export.
-
-    All ranks must call it, before weights are brought. Raises ``AgreedError``.
-    """
-
-    def identify() -> dict[str, str]:
-        files = [path.name for path in opened.path.glob(MODEL_FILES)]
-        adapters = "none" if trained is None else trained.identity
-        own = identity_of(options, fingerprint(opened.path, files), adapters, shards)
-        return {**own, "ranks": str(transport.size)}
-
-    identity = from_rank_0(transport, _WHAT, identify)
-    layout = identity_of(options, "", "", shards)["layout"]
-    layouts = transport.all_gather(layout, _WHAT)
-    for rank, theirs in enumerate(layouts):
-        if theirs != layouts[0]:
-            raise AgreedError(
-                f"{transport.name(rank)} would write other tensors than {transport.name(0)}",
-                "give all ranks the same model and adapters",
-            )
-    return identity
-
-
-def _gather(
-    output: OutputDirectory,
-    shards: Shards,
-    disks: Disks,
-    transport: Transport,
-    reporter: Reporter,
-) -> None:
-    """Bring all files to the disk of rank 0. All ranks must call it."""
-    for file, writer in shards.writers.items():
-        if disks.of(writer) == disks.of(0):
-            continue
-        path, size = output.rank(writer) / file, shards.manifest(writer, "").sizes[file]
-        what = f"gathering {file}"
-        if transport.broadcast(path.exists(), what=what):
-            continue
-        own = f"{transport.name(transport.rank)}, {what}"
-        if transport.rank == writer:
-            outgoing = Outgoing(transport, size, 0, OBJECT_TAG, own)
-            for piece in pieces_of(path):
-                outgoing.write(piece)
-            outgoing.close()
-        pieces = iter(Incoming(transport, size, writer, OBJECT_TAG, own))
-        on_rank_0(transport, what, partial(_receive, output, path, size, pieces, reporter))
 
 
 def _receive(

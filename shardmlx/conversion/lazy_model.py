@@ -66,10 +66,7 @@ def build_lazily(
     path: Path, trained: Trained | None, options: ExportOptions, *, has_files: bool = True
 ) -> LazyModel:
     """Build a model as after ``mlx_lm.fuse`` and ``mlx_lm.convert``; its tensors are in ``path`` if
-    it ``has_files``.
-
-    Raises ``UserError`` if mlx-lm cannot build, fuse or quantise it.
-    """
+    it ``has_files``. Raises ``UserError`` if mlx-lm cannot build, fuse or quantise it."""
     with redirect_stdout(io.StringIO()), watch_loads() as loaded:
         model, config, passed_over = load_lazily(path)
     if passed_over:
@@ -167,21 +164,19 @@ def _add(model: nn.Module, trained: Trained) -> None:
     try:
         if trained.directory is not None:
             add_adapters(model, trained.directory)
-        else:
-            _add_checkpoint(model, trained)
+            return
+        kind = trained.fine_tune_type
+        if kind != "full":
+            make_adapters(model, trained.num_layers, trained.lora_parameters, kind)
+        weights: dict[str, Any] = {}
+        for file in trained.files:
+            loaded: Any = mx.load(str(file))
+            weights |= loaded
+        known = dict(tree_flatten(model.parameters()))
+        put(model, weights, known, "name the model that was trained")
     except UserError as error:
         what = f"--adapter-path {trained.name} holds nothing for this model"
         raise UserError(f"{what}: {error.problem}", error.remedy) from None
-
-
-def _add_checkpoint(model: nn.Module, trained: Trained) -> None:
-    if trained.fine_tune_type != "full":
-        make_adapters(model, trained.num_layers, trained.lora_parameters, trained.fine_tune_type)
-    weights: dict[str, mx.array] = {}
-    for file in trained.files:
-        loaded = mx.load(str(file))
-        weights |= loaded if isinstance(loaded, dict) else {}
-    put(model, weights, dict(tree_flatten(model.parameters())), "name the model that was trained")
 
 
 def _fuse(model: nn.Module, dequantize: bool) -> None:

@@ -39,10 +39,8 @@ class ParameterCount:
 
 
 def check_can_be_cut(config: Mapping[str, Any]) -> None:
-    """Check by config.json alone that a model of no declared family can be cut into stages.
-
-    Raises ``UserError`` if mlx-lm lacks it, or if its layers are not separate.
-    """
+    """Check by config.json alone that a model of no declared family can be cut into stages. Raises
+    ``UserError`` if mlx-lm lacks it, or if its layers are not separate."""
     model_type = config.get("model_type")
     if model_type in FAMILIES:
         check_packing(config, ModelShape.from_config(config))

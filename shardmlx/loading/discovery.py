@@ -55,9 +55,7 @@ def find_weights(
     transport: Transport, reporter: Reporter, source: ModelSource, adapters: str | None = None
 ) -> Weights:
     """Find where each rank reads the model and its ``adapters``, a directory or a safetensors file.
-
-    All ranks must call it. Raises ``AgreedError``.
-    """
+    All ranks must call it. Raises ``AgreedError``."""
     model, revision = source.model, source.revision
     is_here = transport.broadcast(Path(model).exists(), what=_LOOKING)
     if transport.size == 1 or (source.weights == "local" and not is_here):

@@ -111,10 +111,8 @@ def read_model_manifest(directory: Path, files: Sequence[str], identity: str) ->
 
 
 def is_needed(name: str, shape: ModelShape, start: int, stop: int) -> bool:
-    """Return whether the stage with layers ``start`` to ``stop`` reads the tensor ``name``.
-
-    It also reads scales that mlx-lm multiplies into a layer, then drops.
-    """
+    """Return whether the stage with layers ``start`` to ``stop`` reads the tensor ``name``. It also
+    reads scales that mlx-lm multiplies into a layer, then drops."""
     if shape.outer_family is not shape.family and shape.outer_family.drops(name):
         return False  # vision and audio
     part = place_of(name, shape)

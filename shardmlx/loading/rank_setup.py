@@ -50,10 +50,8 @@ Measured."""
 
 @dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """A model that every rank can read, of which it knows config.json.
-
-    ``adapters`` is this rank's path to the adapters that the model starts with.
-    """
+    """A model that every rank can read, of which it knows config.json. ``adapters`` is this rank's
+    path to the adapters that the model starts with."""
 
     weights: Weights
     adapters: str | None
@@ -81,9 +79,7 @@ def open_on_all_ranks(
     transport: Transport, reporter: Reporter, source: ModelSource, adapters: str | None
 ) -> Iterator[OpenedModel]:
     """Find the model and its ``adapters`` on all ranks, and read config.json. Nothing is loaded.
-
-    All ranks must call it. Raises ``AgreedError``.
-    """
+    All ranks must call it. Raises ``AgreedError``."""
     with transport.longer_timeout(SETUP_SECONDS):
         weights = find_weights(transport, reporter, source, adapters)
     with weights:
@@ -122,10 +118,8 @@ def gather_plan_inputs(
     stage_map: str | None,
     later: int = 0,
 ) -> PlanInputs[Sizes]:
-    """Read the model's headers on every rank, and the user's files on rank 0.
-
-    ``later`` is as in ``find_budgets``. All ranks must call it. Raises ``AgreedError``.
-    """
+    """Read the model's headers on every rank, and the user's files on rank 0. ``later`` is as in
+    ``find_budgets``. All ranks must call it. Raises ``AgreedError``."""
     sizes = on_all_ranks(transport, "reading the headers", read_sizes)
     cluster = _find_cluster(transport, machines.hostfile, machines.profile)
     budgets = find_budgets(transport, cluster, machines.memory_limit, later)

@@ -48,10 +48,8 @@ class Holding(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WeightMap:
-    """The state of all ranks, and the rank that brings and writes the tensors of each.
-
-    That rank is its ``keeper``: itself, or another rank that sees the same disk.
-    """
+    """The state of all ranks, and the rank that brings and writes the tensors of each. That rank is
+    its ``keeper``: itself, or another rank that sees the same disk."""
 
     holdings: tuple[Holding, ...]
     keepers: tuple[int, ...]
@@ -96,9 +94,7 @@ class Bundle:
         self, stages: Sequence[tuple[int, int]], shape: ModelShape, reporter: Reporter, what: str
     ) -> None:
         """Bring the tensors of this rank's stages, each a range of layers. All ranks must call it.
-
-        Every rank has built its model before, so that its files are open.
-        """
+        Every rank has built its model before, so that its files are open."""
         if self.weight_map is None:
             return
         started = time.monotonic()
@@ -145,10 +141,8 @@ class Bundle:
         reporter: Reporter,
         what: str,
     ) -> tuple[int, int, int]:
-        """Get the tensors ``mine`` from caches, from the hub and over MPI, in this order.
-
-        Returns the bytes that came over MPI, from the hub, and from caches.
-        """
+        """Get the tensors ``mine`` from caches, from the hub and over MPI, in this order. Returns
+        the bytes that came over MPI, from the hub, and from caches."""
         transport, me, loading = self.transport, self.transport.rank, f"loading {what}"
         wanted = weight_map.to_bring(transport.all_gather(mine, loading)).get(me, set())
         self._unlink()  # all ranks have built their models

@@ -21,7 +21,6 @@ from shardmlx.modelfiles.safetensors_header import (
     INDEX_FILE,
     LENGTH_BYTES,
     Header,
-    Index,
     header_length,
     parse_header,
 )
@@ -30,11 +29,8 @@ from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, CONFIG_FILE, Direct
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
 
-FIRST_BYTES = 16 * 1024
-"""Bytes asked for first of a file whose tensors are not known from an index."""
-
-BYTES_A_TENSOR = 120
-"""Bytes of a header per tensor, beside its name, that are asked for first."""
+_FIRST_BYTES = 8 * 1024
+"""Bytes of a file that are asked for first: most headers are no longer."""
 
 _CONNECTIONS = 8
 _ATTEMPTS = 3  # a connection that breaks is tried again
@@ -120,18 +116,12 @@ class Repository:
             # Download by the requested name, from which the cache learns the commit.
             return Path(hf_hub_download(self.name, file, revision=self._asked))
 
-    def headers(self, files: Sequence[str], index: Index | None) -> Iterable[Header | UserError]:
-        guesses = dict.fromkeys(files, FIRST_BYTES)
-        if index is not None:
-            guesses = dict.fromkeys(files, BYTES_A_TENSOR)
-            for tensor, file in index.files.items():
-                if file in guesses:
-                    guesses[file] += len(tensor) + BYTES_A_TENSOR
+    def headers(self, files: Sequence[str]) -> Iterable[Header | UserError]:
         with ThreadPoolExecutor(_CONNECTIONS) as pool:
-            return list(pool.map(self._header, files, (guesses[file] for file in files)))
+            return list(pool.map(self._header, files))
 
-    def _header(self, file: str, guess: int) -> Header | UserError:
-        data, size = self._range(file, 0, guess)
+    def _header(self, file: str) -> Header | UserError:
+        data, size = self._range(file, 0, _FIRST_BYTES)
         try:
             end = LENGTH_BYTES + header_length(data[:LENGTH_BYTES], size, self.where(file))
             if len(data) < end:
@@ -155,10 +145,8 @@ class Repository:
     def stream(
         self, file: str, start: int, stop: int, told: Callable[[int], None] = lambda size: None
     ) -> Iterator[bytes]:
-        """Yield the bytes ``start`` to ``stop`` of a file as they come; ``told`` gets its size.
-
-        If a connection breaks, the next one goes on. Raises ``Unreachable`` if none gets further.
-        """
+        """Yield the bytes ``start`` to ``stop`` of a file as they come; ``told`` gets its size. If
+        a connection breaks, the next one goes on. Raises ``Unreachable`` if none gets further."""
         from huggingface_hub import constants
 
         attempt = 0
@@ -237,10 +225,8 @@ def _hub_utils() -> Any:
 
 @contextmanager
 def hub_errors(name: str, revision: str | None) -> Iterator[None]:
-    """Turn errors of huggingface-hub into one line that names the remedy.
-
-    A name without an owner is refused before any hub is asked.
-    """
+    """Turn errors of huggingface-hub into one line that names the remedy. A name without an owner
+    is refused before any hub is asked."""
     from huggingface_hub import constants, errors
 
     endpoint = constants.ENDPOINT

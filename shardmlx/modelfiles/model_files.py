@@ -172,10 +172,8 @@ def _weight_files(
 def _read_tensors(
     source: Source, files: Sequence[str], index: Index | None, is_loose: bool
 ) -> tuple[dict[str, Header], dict[str, PlacedTensor], list[str]]:
-    """Return the headers of ``files``, their tensors, and the faults of both.
-
-    Weights and optimizer state of a checkpoint, which ``is_loose``, may share names.
-    """
+    """Return the headers of ``files``, their tensors, and the faults of both. Weights and optimizer
+    state of a checkpoint, which ``is_loose``, may share names."""
     indexed = index.files if index else {}
     named_files = {*indexed.values()}
     others = sorted({*fnmatch.filter(source.files, MODEL_FILES)} - named_files)
@@ -187,7 +185,7 @@ def _read_tensors(
         for file in sorted(named_files - {*source.files})
     ]
     headers: dict[str, Header] = {}
-    for file, header in zip(files, source.headers(files, index), strict=True):
+    for file, header in zip(files, source.headers(files), strict=True):
         if isinstance(header, UserError):
             faults.append(str(header))
         else:

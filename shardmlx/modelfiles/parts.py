@@ -160,7 +160,11 @@ def inspect_files(files: ModelFiles) -> Inspection:
         tensors = planned_tensors(files.config)
     else:
         tensors = dict(files.tensors)
-    packed = _packings(tensors, files.config, _columns(tensors, shape))
+    columns = {}
+    if shape is not None and shape.is_declared:
+        family = modules(shape, separate_experts=has_separate_experts(tensors, shape))
+        columns = {path: each.weight[-1] for path, each in family.items() if each.is_quantisable}
+    packed = _packings(tensors, files.config, columns)
     parts: dict[str | int, list[Tensor]] = {}
     for name, place in tensors.items():
         path, _, leaf = name.rpartition(".")
@@ -277,14 +281,6 @@ def _packings(
                 quantisation.of(path) if quantisation is not None else None,
             )
     return packed
-
-
-def _columns(tensors: Mapping[str, Any], shape: ModelShape | None) -> dict[str, int]:
-    """Return the last axis of each module's weight before it is packed, in a known family."""
-    if shape is None or not shape.is_declared:
-        return {}
-    family = modules(shape, separate_experts=has_separate_experts(tensors, shape))
-    return {path: module.weight[-1] for path, module in family.items() if module.is_quantisable}
 
 
 def planned_tensors(config: Mapping[str, Any]) -> dict[str, PlacedTensor]:

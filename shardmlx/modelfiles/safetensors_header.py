@@ -84,10 +84,8 @@ def read_header(path: str | Path) -> Header:
 
 
 def header_length(prefix: bytes, file_size: int, where: str | Path) -> int:
-    """Bytes of the JSON header, from the first ``LENGTH_BYTES`` bytes of a file.
-
-    Raises ``UserError`` if no safetensors file of ``file_size`` bytes begins like that.
-    """
+    """Bytes of the JSON header, from the first ``LENGTH_BYTES`` bytes of a file. Raises
+    ``UserError`` if no safetensors file of ``file_size`` bytes begins like that."""
     if file_size < LENGTH_BYTES:
         raise UserError(f"{where} is truncated: it has only {file_size} bytes: {AGAIN}")
     if prefix == b"version ":

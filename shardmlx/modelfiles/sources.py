@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from shardmlx.errors import UserError
-from shardmlx.modelfiles.safetensors_header import Header, Index, read_header
+from shardmlx.modelfiles.safetensors_header import Header, read_header
 
 CONFIG_FILE = "config.json"
 PACKING_FILE = "hf_quant_config.json"
@@ -63,7 +63,7 @@ class Directory:
         except OSError as error:
             raise UserError(f"cannot read {self.where(file)}: {error.strerror or error}") from None
 
-    def headers(self, files: Sequence[str], index: Index | None) -> Iterator[Header | UserError]:
+    def headers(self, files: Sequence[str]) -> Iterator[Header | UserError]:
         """Yield the header of each file, or its fault."""
         for file in files:
             try:

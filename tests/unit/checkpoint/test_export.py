@@ -142,16 +142,6 @@ def test_where_only_the_copy_does_not_fit_the_new_adapters_are_there(
     assert sorted(content(out)) == ["adapter_config.json", "adapters.safetensors"]
 
 
-def test_any_other_error_is_told_as_the_system_has_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out"
-    fail(monkeypatch, "adapters.safetensors", errno.EROFS)
-    with pytest.raises(SaveError, match=f"adapters.safetensors: {os.strerror(errno.EROFS)}"):
-        adapters(out)
-    assert content(out) == {}
-
-
 def test_a_model_that_cannot_take_its_names_is_none_and_its_files_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

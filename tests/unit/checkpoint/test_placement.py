@@ -108,8 +108,3 @@ def test_whoever_cannot_write_what_he_must_is_named(
         choose_storage(wanted, disks, 2, NAMES)
     assert NAMES[named] in refused.value.problem
     assert remedy in str(refused.value)
-
-
-@pytest.mark.parametrize("wanted", ["auto", "rank0"])
-def test_who_writes_nothing_need_not_be_able_to(wanted: str) -> None:
-    assert choose_storage(wanted, disks_of([0], [1], unwritable=[1]), 2, NAMES).kind == "rank0"

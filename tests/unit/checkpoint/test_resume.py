@@ -85,12 +85,6 @@ def test_a_run_without_checkpoints_starts_anew(tmp_path: Path) -> None:
         assert resume(hosts(tmp_path, "aa"), choice) == (0, [])
 
 
-def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
-    directories = hosts(tmp_path, "aa")
-    save(directories, "shared", 2, [100, 200])
-    assert resume(directories) == (200, [])
-
-
 def test_a_damaged_one_is_passed_over_named_and_set_aside(tmp_path: Path) -> None:
     directories = hosts(tmp_path, "aa")
     save(directories, "shared", 2, [100, 200])

@@ -45,18 +45,6 @@ def refusal(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
     return refused.value.problem
 
 
-def test_an_identity_survives_its_text(model: Path) -> None:
-    config = replace(
-        CONFIG,
-        learning_rate=1.1e-5,
-        lr_schedule={"name": "cosine_decay", "arguments": (1e-5, 100)},
-        optimizer="adamw",
-        optimizer_config={"adamw": {"betas": (0.9, 0.98)}},
-    )
-    ours = identity(model, config)
-    check_identity(ours, json.loads(json.dumps(ours)), WHERE)
-
-
 def test_another_model_is_refused_and_the_same_may_be_called_otherwise(
     model: Path, tmp_path: Path
 ) -> None:

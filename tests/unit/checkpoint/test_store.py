@@ -39,11 +39,6 @@ def test_steps_are_those_of_complete_checkpoints_from_the_oldest(tmp_path: Path)
     assert store.steps() == [3, 20, 100, 12345678]
 
 
-def test_where_there_is_no_directory_there_are_no_checkpoints(tmp_path: Path) -> None:
-    assert Store(tmp_path / "none").steps() == []
-    assert not (tmp_path / "none").exists()
-
-
 @pytest.mark.parametrize(
     ("name", "step"),
     [

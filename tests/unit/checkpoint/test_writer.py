@@ -89,46 +89,12 @@ def test_what_is_written_is_read_by_any_other_ranks_on_any_disks(
         assert left_over(read) == set(), number
 
 
-def test_the_parts_lie_where_they_belong(tmp_path: Path) -> None:
-    def files(base: str, kind: str, seen: str, owners: int) -> dict[str, str]:
-        """By disk, the ranks whose weights it has."""
-        directories = hosts(tmp_path / base, seen)
-        save(directories, kind, owners)
-        found = {}
-        for directory in sorted(set(directories)):
-            path = Store(directory).path(1)
-            parts = sorted(each.name for each in path.glob("weights-*")) if path.exists() else []
-            found[directory.parent.name] = "".join(name[9] for name in parts)
-        return found
-
-    assert files("1", "shared", "aaa", 2) == {"a": "01"}
-    assert files("2", "rank0", "abc", 3) == {"a": "012", "b": "", "c": ""}
-    assert files("3", "neighbour", "abcd", 4) == {"a": "03", "b": "01", "c": "12", "d": "23"}
-    assert files("4", "neighbour", "aabb", 4) == {"a": "0123", "b": "0123"}
-    assert files("5", "neighbour", "abcd", 2) == {"a": "0", "b": "01", "c": "1", "d": ""}
-
-
 def test_two_saves_need_no_pause_and_only_so_many_stay(tmp_path: Path) -> None:
     directories = hosts(tmp_path, "abc")
     save(directories, "neighbour", 3, {1: 1, 2: 2, 3: 3, 4: 4}, keep=2)
     assert complete(directories) == {"a": [3, 4], "b": [3, 4], "c": [3, 4]}
     assert load(directories, 3) == whole(3, seed=3)
     assert load(directories) == whole(3, seed=4)
-
-
-@pytest.mark.parametrize(("kind", "seen"), [("shared", "aa"), ("rank0", "ab"), ("neighbour", "ab")])
-def test_saving_over_what_is_there_whole_or_half_replaces_it(
-    tmp_path: Path, kind: str, seen: str
-) -> None:
-    directories = hosts(tmp_path, seen)
-    save(directories, kind, 2, {1: 1})
-    for directory in set(directories):
-        directory.mkdir(parents=True, exist_ok=True)
-        half = Store(directory).begin(7)
-        (half / "weights-09.safetensors").write_bytes(b"of a run with more ranks")
-    save(directories, kind, 2, {1: 2})
-    assert load(directories) == whole(2, seed=2)
-    assert not list(tmp_path.glob("*/checkpoints/*/weights-09.safetensors")) or kind == "rank0"
 
 
 def test_rank_0_tells_what_was_completed_once(tmp_path: Path) -> None:

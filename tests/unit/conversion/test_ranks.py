@@ -117,7 +117,8 @@ def test_ranks_go_on_after_any_end(
         def fail(*args: Any, **kwargs: Any) -> None:
             raise UserError("killed")
 
-        patch.setattr(OutputDirectory if place == "complete" else command, place, fail)
+        owners = {"_gather": command._Together, "complete": OutputDirectory}
+        patch.setattr(owners.get(place, command), place, fail)
         if place != "_gather" or gather:
             with pytest.raises(UserError, match="killed"):
                 on_ranks(model, outs, gather=gather)

@@ -153,14 +153,6 @@ def test_a_family_that_is_not_declared_is_read_from_its_tensors(
 # The split
 
 
-def test_stages_hold_their_layers_and_the_ends(tiny: str, capsys: Capture) -> None:
-    stages = report(capsys, tiny, "--pipeline-stages", "2", "--partitioner", "uniform")["stages"]
-    assert [(s["layers"], s["tensors"], s["rank"]) for s in stages] == [
-        ([0, 2], 1 + 18, 0),
-        ([2, 4], 18 + 2, 1),
-    ]
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_stages_together_hold_every_tensor_once(tmp_path: Path, tied: bool) -> None:
     """But for a tied matrix, which the first stage and the last hold."""
