@@ -132,8 +132,7 @@ def prepare_resumption(
     if resume is not None and step is None:
         raise AgreedError(
             f"--resume {resume}",
-            f"give auto, never, or the directory of a checkpoint, which is called like "
-            f"{name_of(100)}",
+            f"give auto, never, or the directory of a checkpoint, like {name_of(100)}",
         )
     directory = None if options.checkpoint_dir is None else Path(options.checkpoint_dir)
     place = None if directory is None else _open(options, transport, directory, owners)

@@ -46,7 +46,6 @@ FORMAT = 1
 """Version of the manifest's format."""
 
 _NAME = re.compile(r"step-(\d{7,})")
-_REPLACED = "replaced-"
 
 
 def name_of(step: int) -> str:
@@ -127,10 +126,8 @@ class Store:
         self.directory = directory
 
     def path(self, step: int) -> Path:
-        """Return a complete checkpoint's directory, even if a run died while replacing it."""
-        path = self.directory / name_of(step)
-        replaced = self.directory / (_REPLACED + path.name)
-        return replaced if replaced.exists() and not path.exists() else path
+        """Return a complete checkpoint's directory."""
+        return self.directory / name_of(step)
 
     def partial(self, step: int) -> Path:
         """Return the directory of a checkpoint that is being written."""
@@ -140,7 +137,7 @@ class Store:
         """Return the steps of the complete checkpoints, oldest first; they may be damaged."""
         if not self.directory.is_dir():
             return []
-        found = {step_of(path.name.removeprefix(_REPLACED)) for path in self.directory.iterdir()}
+        found = {step_of(path.name) for path in self.directory.iterdir()}
         return sorted(s for s in found if s is not None and (self.path(s) / MARKER).exists())
 
     def unfinished(self) -> list[Path]:
@@ -164,13 +161,6 @@ class Store:
     def begin(self, step: int) -> Path:
         """Make an empty directory for a new checkpoint; remove an unfinished one."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        # Finish the work of a run that died between the two renames of ``commit``.
-        for path in self.directory.glob(f"{_REPLACED}step-*"):
-            final = self.directory / path.name.removeprefix(_REPLACED)
-            if final.exists():
-                shutil.rmtree(path)
-            else:
-                os.rename(path, final)
         for path in self.directory.glob(f"{PARTIAL}step-*"):
             shutil.rmtree(path)
         for path in self.directory.glob(f"{PROBE}*"):
@@ -180,20 +170,16 @@ class Store:
         return partial
 
     def commit(self, manifest: Manifest) -> None:
-        """Make the begun checkpoint complete, once all its files are on the disk. It replaces a
-        complete checkpoint of the same step, which stays until the new one is there."""
+        """Make the begun checkpoint complete, once all its files are on the disk."""
         text = manifest.to_json()
-        partial, final = self.partial(manifest.step), self.directory / name_of(manifest.step)
+        partial, final = self.partial(manifest.step), self.path(manifest.step)
         write_durably(partial / MANIFEST, text)
         write_durably(partial / MARKER, _marker(text))
         flush_directory(partial)
-        replaced = self.directory / (_REPLACED + final.name)
-        if final.exists():
-            os.rename(final, replaced)
+        if final.exists():  # what a user put there: a run sets newer ones aside before it begins
+            self.set_aside(manifest.step, "superseded")
         os.rename(partial, final)
         flush_directory(self.directory)
-        if replaced.exists():
-            shutil.rmtree(replaced)
 
     def set_aside(self, step: int, why: str) -> Path:
         """Rename a complete checkpoint, so that it is none any more; delete nothing."""

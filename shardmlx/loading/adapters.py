@@ -249,17 +249,14 @@ def read_adapter_config(directory: Path) -> dict[str, Any]:
 
 def adapter_file(directory: Path) -> str:
     """Return the name of the file with the tensors, whether or not it is there."""
-    try:
-        return _file_name(parse_config((directory / ADAPTER_CONFIG_FILE).read_bytes(), ""))
-    except (UserError, OSError):
-        return ADAPTER_FILE
+    return PEFT_FILE if (directory / PEFT_FILE).is_file() else ADAPTER_FILE
 
 
 def find_adapters(directory: Path) -> tuple[dict[str, Any], Path]:
     """Return the checked adapter_config.json, and the file with the tensors. Raises
     ``UserError``."""
     config = read_adapter_config(directory)
-    file = directory / _file_name(config)
+    file = directory / (PEFT_FILE if PEFT_TYPE in config else ADAPTER_FILE)
     if file.is_file():
         return config, file
     if file.name == PEFT_FILE and file.with_name(PICKLED).is_file():
@@ -267,10 +264,6 @@ def find_adapters(directory: Path) -> tuple[dict[str, Any], Path]:
             f"{file.with_name(PICKLED)} is pickled", f"save it with PEFT as {PEFT_FILE}"
         )
     raise UserError(f"there is no {file}")
-
-
-def _file_name(config: Mapping[str, Any]) -> str:
-    return PEFT_FILE if PEFT_TYPE in config else ADAPTER_FILE
 
 
 def _check_own(config: Mapping[str, Any]) -> None:

@@ -214,7 +214,12 @@ def _share(
     if found.path is not None and set(holdings) == {Holding.WHOLE}:
         return Bundle(transport, found.path)
     manifest = from_rank_0(transport, _LOOKING, lambda: _manifest(found))
-    base, kept = _base(found.holding, source.weight_cache)
+    # A rank's copy stays for later runs if that is asked for, or if it was downloaded.
+    cache, base = source.weight_cache, Path(tempfile.gettempdir())
+    asked = cache is not None and found.holding is Holding.LACKS
+    kept = asked or found.holding is Holding.HUB
+    if kept:
+        base = cache_directory("weights") if cache is None else Path(cache).absolute()
     disks = find_disks(transport, base, make=kept)
     weight_map = WeightMap(holdings, _keepers(holdings, disks), manifest)
     for rank in sorted(set(weight_map.keepers)):
@@ -278,13 +283,3 @@ def _keepers(holdings: Sequence[Holding], disks: Disks) -> tuple[int, ...]:
         for rank in writing:
             keepers[rank] = writing[0]
     return tuple(keepers)
-
-
-def _base(holding: Holding, cache: str | None) -> tuple[Path, bool]:
-    """Return where a rank keeps its copy, and whether it stays for later runs."""
-    if holding is Holding.WHOLE or (cache is None and holding is Holding.LACKS):
-        return Path(tempfile.gettempdir()), False
-    if cache is not None:
-        return Path(cache).absolute(), True
-    # Keep downloads for later runs.
-    return cache_directory("weights"), True

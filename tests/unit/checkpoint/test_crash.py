@@ -106,7 +106,6 @@ def save_2_and_prune(store: Store) -> None:
         (nothing, save_2, [{}, {2: NEW}]),
         (one, save_2, [{1: OLD}, {1: OLD, 2: NEW}]),
         (half, save_2, [{1: OLD}, {1: OLD, 2: NEW}]),
-        (two, save_2, [{1: OLD, 2: OLD}, {1: OLD, 2: NEW}]),
         (one, save_2_and_prune, [{1: OLD}, {1: OLD, 2: NEW}, {2: NEW}]),
         (two, lambda store: store.prune(1), [{1: OLD, 2: OLD}, {2: OLD}]),
         (two, lambda store: store.set_aside(2, "damaged"), [{1: OLD, 2: OLD}, {1: OLD}]),
@@ -123,15 +122,12 @@ def test_after_a_crash_at_any_moment_there_is_the_old_or_the_new(
     assert seen[-1] == allowed[-1]
 
 
-@pytest.mark.parametrize("prepare", [one, two])
-def test_a_crash_leaves_nothing_that_stays_for_ever_or_is_in_the_way(
-    tmp_path: Path, prepare: Any
-) -> None:
-    for store in crashes(tmp_path, prepare, save_2_and_prune):
-        put(store, 2, NEW)
+def test_a_crash_leaves_nothing_that_stays_for_ever_or_is_in_the_way(tmp_path: Path) -> None:
+    for store in crashes(tmp_path, one, save_2_and_prune):
+        put(store, 3, NEW)
         store.prune(1)
-        assert content(store, 2) == NEW
-        assert names(store) == {"step-0000002"}
+        assert content(store, 3) == NEW
+        assert names(store) == {"step-0000003"}
 
 
 def test_a_name_becomes_final_when_all_is_on_the_disk(tmp_path: Path) -> None:

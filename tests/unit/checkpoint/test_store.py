@@ -12,7 +12,7 @@ import pytest
 from shardmlx.checkpoint.store import MANIFEST, MARKER, Store, step_of
 from shardmlx.distributed.shared_disks import PROBE
 from shardmlx.errors import UserError
-from tests.helpers.checkpoints import OLD, names, put
+from tests.helpers.checkpoints import NEW, OLD, content, names, put
 
 
 def test_a_checkpoint_is_a_directory_named_for_its_step(tmp_path: Path) -> None:
@@ -81,6 +81,14 @@ def test_pruning_keeps_the_newest_and_never_deletes_the_only_one(
     kept = list(range(1, present + 1))[-max(1, keep) :]
     assert store.prune(keep) == list(range(1, present + 1 - len(kept)))
     assert store.steps() == kept
+
+
+def test_a_checkpoint_of_the_same_step_is_set_aside_by_a_new_one(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    put(store, 1, OLD)
+    put(store, 1, NEW)
+    assert content(store, 1) == NEW
+    assert names(store) == {"step-0000001", "superseded-step-0000001"}
 
 
 def test_pruning_counts_complete_checkpoints_only(tmp_path: Path) -> None:
