@@ -176,7 +176,7 @@ class Store:
         write_durably(partial / MANIFEST, text)
         write_durably(partial / MARKER, _marker(text))
         flush_directory(partial)
-        if final.exists():  # what a user put there: a run sets newer ones aside before it begins
+        if final.exists():  # a user put it there: a run sets newer ones aside before it begins
             self.set_aside(manifest.step, "superseded")
         os.rename(partial, final)
         flush_directory(self.directory)
