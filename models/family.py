@@ -122,6 +122,6 @@ class Family:
 
 
 UNDECLARED = Family(
-    windows=windows_by_type, takes_pieces=False, takes_packed=False, takes_batches=False
+    windows=windows_by_type(), takes_pieces=False, takes_packed=False, takes_batches=False
 )
 """The family of undeclared models, which assumes nothing."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import cycle, islice
 from typing import Any
 
@@ -21,19 +21,14 @@ def no_windows(config: Config) -> Windows:
     return _windows(config, [FULL])
 
 
-def windows_by_type(config: Config) -> Windows:
-    """Return the windows as ``layer_types`` says; mlx-lm ignores a bare ``sliding_window``."""
-    return _windows(config, config.each_layer("layer_types") or [FULL])
+def windows_by_type(*otherwise: str) -> Callable[[Config], Windows]:
+    """Return the rule that takes windows from ``layer_types``, or else repeats these types; mlx-lm
+    ignores a bare ``sliding_window``."""
 
+    def windows(config: Config) -> Windows:
+        return _windows(config, config.each_layer("layer_types") or otherwise or [FULL])
 
-def windows_by_type_in_turn(config: Config) -> Windows:
-    """Return the windows as ``layer_types`` says, or else of every other layer."""
-    return _windows(config, config.each_layer("layer_types") or [WINDOWED, FULL])
-
-
-def windows_by_type_or_fourth(config: Config) -> Windows:
-    """Return the windows as ``layer_types`` says, or else of all but each fourth layer."""
-    return _windows(config, config.each_layer("layer_types") or [*[WINDOWED] * 3, FULL])
+    return windows
 
 
 def windows_by_period(config: Config) -> Windows:

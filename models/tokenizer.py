@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
@@ -44,9 +44,6 @@ def ends_of(model_path: Path, config: Mapping[str, Any]) -> list[int]:
     ends: set[int] = set()
     for each in (config, generation):
         said = each.get("eos_token_id") if isinstance(each, Mapping) else None
-        ends.update(end for end in (said if isinstance(said, list) else [said]) if _is_token(end))
+        said = said if isinstance(said, list) else [said]
+        ends.update(end for end in said if type(end) is int and end >= 0)
     return sorted(ends)
-
-
-def _is_token(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

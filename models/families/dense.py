@@ -9,13 +9,9 @@ from dataclasses import replace
 
 from shardmlx.models.blocks import GATED_W, Dense, Grouped
 from shardmlx.models.family import Family
-from shardmlx.models.layer_kinds import (
-    windows_by_letter,
-    windows_by_period,
-    windows_by_type,
-    windows_by_type_or_fourth,
-)
+from shardmlx.models.layer_kinds import windows_by_letter, windows_by_period, windows_by_type
 from shardmlx.models.layer_shape import GELU, GELU_APPROX, JOINED_SWIGLU, Activation
+from shardmlx.models.rope_parameters import FULL, WINDOWED
 
 # Places of norms beside those of Llama.
 BEHIND = ("post_attention_layernorm", "post_feedforward_layernorm")
@@ -33,7 +29,7 @@ GLM = Family(
 )
 BIASED_MLP = Dense(bias="mlp_bias")
 
-LLAMA = Family(attention=BIASED, mlp=BIASED_MLP, windows=windows_by_type, has_gguf=True)
+LLAMA = Family(attention=BIASED, mlp=BIASED_MLP, windows=windows_by_type(), has_gguf=True)
 
 FAMILIES = {
     "llama": LLAMA,
@@ -42,7 +38,7 @@ FAMILIES = {
     "qwen2": Family(attention=QKV_BIASED),
     "qwen3": Family(attention=HEAD_NORMS, tied="as said"),
     "ministral3": Family(
-        windows=windows_by_type,
+        windows=windows_by_type(),
         # Scales of weights in fp8, which mlx-lm multiplies in.
         dropped=r"activation_scale|weight_scale_inv",
     ),
@@ -175,7 +171,10 @@ FAMILIES = {
     ),
     "olmo2": Family(attention=ALL_NORMS, mlp=BIASED_MLP, norms=BEHIND),
     "olmo3": Family(
-        attention=ALL_NORMS, windows=windows_by_type_or_fourth, norms=BEHIND, tied="if said"
+        attention=ALL_NORMS,
+        windows=windows_by_type(*[WINDOWED] * 3, FULL),
+        norms=BEHIND,
+        tied="if said",
     ),
     "phi": Family(
         attention=Grouped(head_dim="", bias=True, output="dense"),

@@ -13,9 +13,9 @@ from shardmlx.models.layer_kinds import (
     routed_layers,
     stepped_layers,
     windows_by_type,
-    windows_by_type_in_turn,
 )
 from shardmlx.models.layer_shape import Activation
+from shardmlx.models.rope_parameters import FULL, WINDOWED
 
 EXPERTS = Experts(count="num_experts")
 LOCAL = Experts(
@@ -122,7 +122,7 @@ FAMILIES = {
             shared="num_shared_experts",
         ),
         sparse=named_layers,
-        windows=windows_by_type,
+        windows=windows_by_type(),
         tied="if said",
         dropped=r"^mtp\.",
         stored_otherwise=r"\.mlp\.e_score_correction_bias",
@@ -143,7 +143,7 @@ FAMILIES = {
             router="router",
             router_bias=True,
         ),
-        windows=windows_by_type_in_turn,
+        windows=windows_by_type(WINDOWED, FULL),
         arrays={"self_attn.sinks": ("num_attention_heads",)},
         # Clipped gate and up, up again plus one, and the arrays of swiglu.
         activation=Activation(5, passing=3),
