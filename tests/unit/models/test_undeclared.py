@@ -90,8 +90,10 @@ def test_with_caches_stages_continue_a_text_as_the_whole_model(kind: str) -> Non
 
 
 @pytest.mark.parametrize("kind", ATTENTIVE)
-def test_gradients_of_stages_are_those_of_the_whole_model(kind: str) -> None:
+def test_adapters_are_counted_and_have_the_gradients_of_the_whole_model(kind: str) -> None:
     model = build(UNDECLARED[kind], seed=3)
+    shape = shape_of(model, kind)
+    linears = [each for i in range(LAYERS) for _, each in shape.layer(i).linears]
     model.freeze()
     linear_to_lora_layers(model, LAYERS, {"rank": 4, "scale": 2.0, "dropout": 0.0})
     expected_loss, gradients = nn.value_and_grad(model, mean_loss)(model, BATCH)
@@ -100,6 +102,8 @@ def test_gradients_of_stages_are_those_of_the_whole_model(kind: str) -> None:
     assert loss / BATCH.valid_tokens == pytest.approx(expected_loss.item(), rel=1e-6)
     assert set(found) == set(expected)
     assert largest_difference(found, expected)[0] <= 1e-6
+    counted = sum(each.copies * 4 * (each.inputs + each.outputs) for each in linears)
+    assert counted == pytest.approx(sum(array.size for array in expected.values()), rel=0.05)
 
 
 @kinds_that_run
@@ -119,24 +123,6 @@ def test_sizes_are_those_of_the_tensors(kind: str) -> None:
     ]
     for (start, stop), names in zip(CUTS, needed, strict=True):
         assert set(Slice(model, start, stop).parameters()) <= names
-
-
-@pytest.mark.parametrize("kind", ATTENTIVE)
-def test_linear_layers_are_those_that_get_adapters(kind: str) -> None:
-    model = build(UNDECLARED[kind], seed=3)
-    shape = shape_of(model, kind)
-    model.freeze()
-    linear_to_lora_layers(model, LAYERS, {"rank": 4, "scale": 2.0, "dropout": 0.0})
-    layers = find_parts(model).layers
-    trained = sum(
-        array.size for layer in layers for _, array in tree_flatten(layer.trainable_parameters())
-    )
-    counted = sum(
-        each.copies * 4 * (each.inputs + each.outputs)
-        for i in range(LAYERS)
-        for _, each in shape.layer(i).linears
-    )
-    assert counted == pytest.approx(trained, rel=0.05)
 
 
 @pytest.mark.parametrize(
