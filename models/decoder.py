@@ -120,9 +120,8 @@ class Decoder:
         """Return the hidden states (rows, T, D) after the layers.
 
         ``x`` are token ids (rows, T) for the first layer, else hidden states (rows, T, D).
-        ``visit`` is called for each layer, and ``caches`` are those of these layers. ``places`` are
-        the sequences of a packed row. ``chunk`` is the most queries of a piece of attention; None,
-        or all of T, makes no pieces.
+        ``caches`` are those of these layers, ``places`` the sequences of a packed row. ``chunk`` is
+        the most queries of a piece of attention; None, or all of T, makes no pieces.
         """
         run = _Run(x, visit, [], places, chunk)
         every = None if caches is None else self._with_stand_ins(caches)

@@ -178,13 +178,9 @@ def _embeddings(part: Any) -> list[str]:
 
 
 def _with_weights(module: nn.Module) -> list[str]:
-    """Return the names of the modules in a module that have parameters."""
     children = module.items()
-    return [
-        name
-        for name, child in children
-        if isinstance(child, nn.Module) and tree_flatten(child.parameters())
-    ]
+    modules = [(name, child) for name, child in children if isinstance(child, nn.Module)]
+    return [name for name, child in modules if tree_flatten(child.parameters())]
 
 
 @dataclass
@@ -235,7 +231,8 @@ def _trace(body: nn.Module, layers_name: str, caches: Sequence[Any], seed: int) 
             raise _CannotBeCutError("its layers are not called once each, in order")
         if not isinstance(x, mx.array) or x.shape != shape:
             raise _CannotBeCutError("its layers take more than one array of hidden states")
-        if i and (x is not trace.states or not _is(x, _drawn(numbers[i - 1], shape))):
+        is_own = x is trace.states and x.dtype == mx.float32
+        if i and not (is_own and np.array_equal(np.array(x), _drawn(numbers[i - 1], shape))):
             raise _CannotBeCutError("it computes with hidden states between its layers")
         own = [k for k, cache in enumerate(caches) if any(each is cache for each in others)]
         trace.caches.append(own[0] if own else None)
@@ -264,13 +261,7 @@ def _drawn(number: int, shape: tuple[int, ...]) -> np.ndarray:
     return np.random.default_rng(number).standard_normal(shape, np.float32)
 
 
-def _is(array: mx.array, expected: np.ndarray) -> bool:
-    """Return whether an array has the expected numbers, and was not changed."""
-    return array.dtype == mx.float32 and np.array_equal(np.array(array), expected)
-
-
 def _without_adapters(embedding: Any) -> Any:
-    """Return the embedding inside mlx-lm's LoRA or DoRA, or the embedding itself."""
     return getattr(embedding, "embedding", embedding)
 
 

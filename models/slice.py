@@ -30,8 +30,7 @@ class Slice:
 
     Parameters go by their global names (``model.layers.12.self_attn.q_proj.lora_a``). With tied
     embeddings the first and the last slice both hold the matrix. Slices of one model may share its
-    ``parts``, which take long to find. Hidden states between slices have the width ``hidden_size``
-    and the type ``dtype``.
+    ``parts``, which take long to find. ``hidden_size`` and ``dtype`` are those of hidden states.
     """
 
     def __init__(self, model: nn.Module, start: int, stop: int, parts: Parts | None = None) -> None:
@@ -86,7 +85,6 @@ class Slice:
         return [tuple(name for name in self._slots if name.startswith(each)) for each in prefixes]
 
     def name_of(self, group: int) -> str:
-        """Return a name for one of the ``groups``."""
         if group == 0:
             return "the embedding"
         return f"layer {self.start + group - 1}" if group <= self.stop - self.start else "lm_head"
@@ -118,7 +116,6 @@ class Slice:
         return module, leaf
 
     def parameters(self) -> dict[str, mx.array]:
-        """Return all parameters, frozen and trained, by global name."""
         return {name: self[name] for name in self._slots}
 
     def __contains__(self, name: str) -> bool:
@@ -134,12 +131,11 @@ class Slice:
         module[leaf] = array
 
     def train(self, mode: bool = True) -> None:
-        """Turn dropout on or off."""
         for module in self._parts.values():
             module.train(mode)
 
     def use_fast_activations(self) -> None:
-        """Replace mlx-lm's SwiGLU by a faster one, if MLX is slow at it, from now on."""
+        """Replace mlx-lm's SwiGLU by a faster one from now on, if MLX is slow at it."""
         for layer in self._decoder.layers:
             use_swiglu(layer, swiglu)
 
@@ -150,13 +146,11 @@ class Slice:
 
     @property
     def drops(self) -> bool:
-        """True if dropout is on anywhere."""
         dropouts = [*chain(*self._dropouts), *self._embedding_dropouts, *self._head_dropouts]
         return any(dropout.training for dropout in dropouts)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parameters in memory."""
         return sum(array.nbytes for array in self.parameters().values())
 
     def load(self) -> None:
