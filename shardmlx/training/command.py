@@ -61,21 +61,14 @@ def run(
 
 
 def prepare_training(config: TrainConfig, transport: Transport, reporter: Reporter) -> TrainingRun:
-    """Check everything, then load. All ranks must call it.
-
-    No weight is read before model, plan and data are known to be good on all ranks. Raises the
-    same ``AgreedError`` on all of them.
-    """
+    """Check everything on all ranks, then load. Collective; raises ``AgreedError``."""
     with open_for_training(config, transport, reporter) as opened:
         planned = plan_run(config, transport, reporter, opened)
         return load_run(planned, transport, reporter, opened)
 
 
 def dry_run(config: TrainConfig, transport: Transport, reporter: Reporter) -> None:
-    """Make the plan of a run as a run does, and print it. No weight is read, nothing is written.
-
-    All ranks must call it. Raises ``AgreedError`` where a run would.
-    """
+    """Print the plan of a run, with the errors of one, and read no weight. Collective."""
     with open_for_training(config, transport, reporter) as opened:
         planned = plan_run(config, transport, reporter, opened)
     show_ranks(planned, transport.hosts, reporter, {})

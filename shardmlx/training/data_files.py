@@ -25,10 +25,7 @@ _POINTER = b"version https://git-lfs.github.com/"
 
 
 def find_data_file(directory: Path, name: str) -> Path:
-    """Return the file of the set ``name``: NAME.jsonl, unless NAME.csv or NAME.parquet is there.
-
-    Raises `UserError` if several are there.
-    """
+    """Return the file of a set: NAME.jsonl, unless NAME.csv or NAME.parquet is there alone."""
     found = [path for ending in READERS if (path := directory / f"{name}{ending}").exists()]
     if len(found) > 1:
         names = " and ".join(path.name for path in found)

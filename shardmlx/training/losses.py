@@ -47,8 +47,7 @@ class Gradients:
         return 1 / max(1, self.counted_steps) / self._loss_scale.factor
 
     def add(self, step: int, share: Share) -> dict[int, float]:
-        """Compute the gradients of one step, and return its losses as ``Engine.train_step``
-        does."""
+        """Compute the gradients of one step; return its losses like ``Engine.train_step``."""
         self._steps.append((step, share))
         losses = self._compute(step, share)
         self._nonfinite_loss = self._nonfinite_loss or nonfinite_loss(losses, self._transport)

@@ -113,10 +113,7 @@ def open_for_training(
 def plan_run(
     config: TrainConfig, transport: Transport, reporter: Reporter, opened: OpenedModel
 ) -> PlannedRun:
-    """Check the options, read the data and choose the plan. All ranks must call it.
-
-    Raises the same ``AgreedError`` on all of them.
-    """
+    """Check the options, read the data, choose the plan. Collective; raises ``AgreedError``."""
     asked, epochs = config, config.epochs
     if epochs is not None:  # until the data is read
         config = asked.with_iters(max(asked.iters, asked.grad_accumulation_steps))
@@ -127,7 +124,10 @@ def plan_run(
         partial(build_model, opened.path, run.fine_tune, config.seed, opened.adapters),
     )
     inputs = gather_plan_inputs(
-        transport, partial(_read_workload, opened.path, run), run.machines, config.stage_map
+        transport,
+        lambda: Workload.of(open_model(str(opened.path)), run.fine_tune, run.batch),
+        run.machines,
+        config.stage_map,
     )
     # Wrong options are found before the data is read.
     agree("planning", partial(_check_layout, run, inputs, opened, model))
@@ -185,10 +185,6 @@ def plan_run(
         lengths=lengths,
         limits=limit_memory(transport.rank, inputs.budgets, memory, backend, reporter),
     )
-
-
-def _read_workload(path: Path, run: RunSpec) -> Workload:
-    return Workload.of(open_model(str(path)), run.fine_tune, run.batch)
 
 
 def optimizer_of(fine_tune: FineTune) -> Optimizer:
@@ -253,7 +249,6 @@ def _lengths(config: TrainConfig, data: DataSets) -> SequenceLengths:
 
 
 def _facts_of(inputs: PlanInputs[Workload], opened: OpenedModel, lengths: SequenceLengths) -> Facts:
-    """Return the facts behind a choice, for data whose rows have these lengths."""
     return Facts(
         workload=inputs.sizes,
         cluster=inputs.cluster,
@@ -284,10 +279,7 @@ def _check_layout(
 def _of_model(
     plan: Plan, run: RunSpec, opened: OpenedModel, model: nn.Module
 ) -> tuple[Plan, list[Slice]]:
-    """Return the plan for this very model, and all stages' slices of it.
-
-    Raises ``UserError`` if no weight is left to train.
-    """
+    """Return the plan for this very model, and all stages' slices; ``UserError`` if none trains."""
     slices = cut(model, plan.stage_map.partition.ranges)
     tune = run.fine_tune
     if tune.train and not any(part.trainable for part in slices):
@@ -309,10 +301,7 @@ def can_pack(shape: ModelShape) -> bool:
 def choose_plan(
     run: RunSpec, inputs: PlanInputs[Workload], opened: OpenedModel, lengths: SequenceLengths
 ) -> Choice:
-    """Return the chosen way to train.
-
-    Raises ``UserError`` if no way that the options leave open fits in the memory of all ranks.
-    """
+    """Return the chosen way to train. Raises ``UserError`` if none fits in memory."""
     facts = _facts_of(inputs, opened, lengths)
     try:
         return choose(run, facts)

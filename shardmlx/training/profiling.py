@@ -76,10 +76,7 @@ def measure(
 
 
 def run(options: ProfileOptions, transport: Transport, blas: Blas) -> None:
-    """Measure the micro-batches of ``options`` on every rank; rank 0 writes the profile.
-
-    All ranks must call it. Raises ``AgreedError``.
-    """
+    """Measure on every rank; rank 0 writes the profile. Collective; raises ``AgreedError``."""
     fine_tune, shapes, output = FineTune.of(options), options.shapes, Path(options.output)
     reporter = Reporter(quiet=transport.rank != 0)
     with transport.longer_timeout(SETUP_SECONDS):

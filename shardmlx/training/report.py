@@ -104,10 +104,16 @@ class TrainingReport:
             )
         if not any(tokens):
             return
+        # ``losses[rank][i]`` are the summed losses of step i by micro-batch.
+        means = [
+            sum(sum(of_rank[i].values()) for of_rank in losses) / count
+            for i, count in enumerate(tokens)
+            if count
+        ]
         seconds = ranks[0].times.step_seconds
         values: dict[str, Any] = {
             "step": step,
-            "loss": _mean_loss(losses, tokens),
+            "loss": sum(means) / len(means),
             "tokens": sum(tokens),
             "tokens_per_second": sum(tokens) / len(tokens) / seconds,
             "learning_rate": float(self._job.optimizer.learning_rate.item()),
@@ -233,19 +239,6 @@ class TrainingReport:
             {**each.as_json(), "planned_peak_bytes": limits[each.rank].planned.peak}
             for each in ranks
         ]
-
-
-def _mean_loss(losses: Sequence[Sequence[Mapping[int, float]]], tokens: Sequence[int]) -> float:
-    """Return the mean over steps of a token's loss, over those steps that have one.
-
-    ``losses[rank][i]`` are the summed losses of step i by micro-batch, ``tokens[i]`` its tokens.
-    """
-    means = [
-        sum(sum(of_rank[i].values()) for of_rank in losses) / count
-        for i, count in enumerate(tokens)
-        if count
-    ]
-    return sum(means) / len(means)
 
 
 def _line(values: Mapping[str, Any], ranks: Sequence[RankReport]) -> str:

@@ -220,10 +220,7 @@ class Trainer:
 
     def _point(self, step: int, position: Mapping[str, Any]) -> Point:
         """Return the run after the update of ``step``; batches from ``position`` are to come."""
-        state: dict[str, Any] = {}
-        if self._batches is not None:
-            mine = {"report": self._report.state(), "loss_scale": self._gradients.state()}
-            state = {**mine, **position}
+        state = {"report": self._report.state(), "loss_scale": self._gradients.state(), **position}
         return Point(step, state, self._report.mine())
 
     def _fault(self) -> Fault | None:

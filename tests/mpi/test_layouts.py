@@ -70,7 +70,6 @@ VARIANTS: dict[str, Variant] = {
     ),
     "quantised": Variant({}, "small_quantised", exact=True),
     "bfloat16": Variant({"dtype": "bfloat16"}, exact=True),
-    "everything": Variant(EVERYTHING, exact=True),
     "everything, tied": Variant(EVERYTHING, "small_tied"),
     "one clipped step": Variant(CLIPPED | {"iters": 1}, "small_tied"),
     "accumulated": Variant(FULL | {"grad_accumulation_steps": 3}, exact=True),

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from shardmlx.costmodel.profile_file import read_profile
-from shardmlx.main import main
 from tests.helpers.jobs import Job
 from tests.helpers.mpirun import events, mpirun, train
 from tests.helpers.rank_pool import run_in_pool
@@ -74,31 +72,6 @@ def test_a_run_says_what_was_predicted_and_what_was_measured(planned: Job, direc
     (start,) = events(directory / "metrics.jsonl", "start")
     assert start["predicted"]["full"]["step_seconds"] > 0
     assert 0 < start["schedule"]["makespan_seconds"] <= start["predicted"]["data"]["step_seconds"]
-
-
-def test_the_planner_takes_the_measured_times(
-    measured: Job, small: Path, directory: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    host = read_profile(directory / "profile.json").machines[0].host
-    hostfile = directory / "hosts"
-    hostfile.write_text(f"{host} slots=2  # memory=8GiB\n")
-    stage_map = directory / "map.yaml"
-    assert (
-        main(
-            [
-                "plan",
-                str(small), "--hostfile", str(hostfile),
-                "--profile", str(directory / "profile.json"),
-                "--num-layers", "-1", "--backend", "cpu", "--data-parallel", "1",
-                "--max-seq-length", "64", "-o", str(stage_map), "--json",
-            ]
-        )
-        == 0
-    )  # fmt: skip
-    chosen = json.loads(capsys.readouterr().out)
-    assert sum(chosen["num_layers"]) == LAYERS
-    assert chosen["step_seconds"] > 0
-    assert str(small) in stage_map.read_text()
 
 
 @pytest.mark.parametrize(

@@ -267,16 +267,6 @@ def test_a_report_over_the_interruption_is_that_of_the_whole_run(
     assert last[0] == last[1]
 
 
-def test_a_finished_run_has_nothing_left_but_its_adapters(results: Results) -> None:
-    """As after a failure at the very end."""
-    whole = results["lora", WHOLE]
-    (whole.output / "adapters.safetensors").unlink()
-    job = train(2, "-c", whole.metrics.parent / "config.yaml")
-    assert job.returncode == 0, job.output
-    assert "0 of 12 steps are left" in job.stdout
-    assert (whole.output / "adapters.safetensors").exists()
-
-
 # Without a shared disk: each rank works in a directory of its own.
 
 
