@@ -85,11 +85,11 @@ def use_swiglu(layer: nn.Module, function: Gated) -> None:
     """Make the MLPs of a layer call ``function`` in place of mlx-lm's SwiGLU, from now on."""
     for module in layer.modules():
         for name, child in module.children().items():
-            if isinstance(child, nn.Module) and not child.children() and calls(child, "swiglu"):
+            if isinstance(child, nn.Module) and not child.parameters() and calls(child, "swiglu"):
                 # mlx-lm's activation of experts is one object for all models.
                 module[name] = copy(child)
                 rebind(module[name], "swiglu", function)
-        if module.children() and calls(module, "swiglu"):
+        if module.parameters() and calls(module, "swiglu"):
             rebind(module, "swiglu", function)
 
 

@@ -30,6 +30,7 @@ from shardmlx.compat import calls, follow_positions, rebind
 from shardmlx.models.attention import ChunkedMask, attend
 from shardmlx.models.packed_positions import PackedPositions
 from shardmlx.models.parts import InPlaceOf, Parts, at, first_argument, with_part
+from shardmlx.models.recurrence import use_pieces
 
 ATTENTION, MASK = "scaled_dot_product_attention", "create_attention_mask"
 
@@ -64,6 +65,7 @@ class Decoder:
             for module in layer.modules():
                 if calls(module, ATTENTION):
                     rebind(module, ATTENTION, attend)
+            use_pieces(layer)
         self.embedding = parts.embedding
         self._now: _Run | None = None
         self._from_tokens = self._own_body(self.embedding)

@@ -28,8 +28,7 @@ class ModelShape:
 
     ``kinds`` are the different layers, ``pattern`` has the number of each layer's kind.
     ``text_type`` is the ``model_type`` of a separate text model inside, empty if no family is
-    declared and the sizes were read from tensors. ``keeps_state`` means that layers keep a state
-    from token to token.
+    declared and the sizes were read from tensors.
     """
 
     model_type: str
@@ -40,7 +39,8 @@ class ModelShape:
     kinds: tuple[LayerShape, ...]
     pattern: tuple[int, ...]
     names: Names
-    keeps_state: bool = False
+    token_by_token: bool = False
+    """True if mlx-lm computes layers in a loop over tokens, whose gradient holds many states."""
     has_dynamic_rope: bool = False
     """True if rotary embeddings change with the length of the text."""
 

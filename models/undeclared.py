@@ -24,6 +24,7 @@ _EXPERT = re.compile(r"(?P<before>.*experts\.)\d+(?P<after>\..+)")
 _ATTENTION = re.compile(r"attn|attention|\bq_proj|\bk_proj|\bv_proj|qkv|norm_attn")
 _OUTPUT = re.compile(r"(?:o_proj|out_proj|c_proj|dense|\bwo|attn_out|output)$")
 _STATE = re.compile(r"A_log|dt_bias|\bdt_proj|ssm|conv1d|\bconv\.|rg_lru|mamba|x_x$")
+_PER_HEAD = re.compile(r"conv|embed_q|unembed_out")
 _NORM = re.compile(r"norm|\bln|_ln", re.IGNORECASE)
 _IGNORED = re.compile(r"inv_freq|masked_bias")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "num_query_heads")
@@ -74,8 +75,13 @@ def read_tensors(config: Mapping[str, Any], tensors: Mapping[str, Sides]) -> Mod
         vocab_size=vocabulary,
         tied=not names.head,
         names=names,
-        keeps_state=any(_STATE.search(path) for layer in parts.values() for path in layer),
+        token_by_token=any(_loops(*part) for layer in parts.values() for part in layer.items()),
     )
+
+
+def _loops(path: str, sides: Sides) -> bool:
+    """Return whether a tensor is of a first Mamba, or of a gated linear recurrence."""
+    return "rg_lru" in path or (path.endswith("A_log") and len(sides) == 2)
 
 
 def _end_names(layers: str, ends: Mapping[str, Sides], config: Mapping[str, Any]) -> Names | None:
@@ -132,7 +138,9 @@ def _layer(
             is_of_head = sides[0] == heads.key_dim != hidden
             elements = sides[0] * (heads.queries if is_of_head else 1)
             norms[path] = Norm(sides[0], elements, has_bias)
-        elif leaf == "weight" and (len(sides) == 2 or (len(sides) == 3 and "conv" not in path)):
+        elif leaf == "weight" and (
+            len(sides) == 2 or (len(sides) == 3 and not _PER_HEAD.search(path))
+        ):
             linears[path] = _linear(path, sides, hidden, has_bias)
         else:
             arrays |= {each: parts[each] for each in (name, f"{path}.bias") if each in parts}

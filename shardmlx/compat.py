@@ -80,9 +80,9 @@ def keep_probability(dropout: Any) -> float:
     return float(dropout._p_1)
 
 
-def calls(module: Any, name: str) -> bool:
-    """Tell whether a module's ``__call__`` is a function that uses the global ``name``."""
-    code = getattr(type(module).__call__, "__code__", None)
+def calls(module: Any, name: str, method: str = "__call__") -> bool:
+    """Tell whether a method of a module is a function that uses the global ``name``."""
+    code = getattr(getattr(type(module), method, None), "__code__", None)
     return code is not None and name in code.co_names
 
 
@@ -93,24 +93,27 @@ def uses_only(module: Any, names: Collection[str]) -> bool:
     return code is not None and {*code.co_names} == {*names} and {*code.co_consts} <= {None}
 
 
-def rebind(module: Any, name: str, function: Callable[..., mx.array]) -> None:
-    """Let a module of mlx-lm call ``function`` for the global ``name`` of its file.
+def rebind(module: Any, name: str, function: Callable[..., Any], method: str = "__call__") -> None:
+    """Let a method of a module of mlx-lm call ``function`` for the global ``name`` of its file.
 
     mlx-lm 0.32.2: attention calls ``scaled_dot_product_attention`` by keyword, an MLP ``swiglu``.
-    The module gets a class of its own, whose ``__call__`` has that one name bound otherwise.
-    ``AttributeError`` where the code does not use the name. When it breaks: write the module's
-    ``__call__`` here.
+    The module gets a class of its own, whose method has that one name bound otherwise.
+    ``AttributeError`` where the code does not use the name. When it breaks: write the method here.
     """
     kind = type(module)
-    if not calls(module, name):
+    if not calls(module, name, method):
         raise AttributeError(f"{kind.__module__}.{kind.__name__} does not call {name}")
-    call = kind.__call__
-    if call.__globals__.get(name) is function:
-        return
+    code = getattr(kind, method)
+    if code.__globals__.get(name) is not function:
+        module.__class__ = type(kind.__name__, (kind,), {method: with_global(code, name, function)})
+
+
+def with_global(call: Any, name: str, function: Callable[..., Any]) -> Any:
+    """Return a copy of a Python function that finds ``function`` for the global ``name``."""
     names = {**call.__globals__, name: function}
     own = FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
     own.__kwdefaults__ = call.__kwdefaults__
-    module.__class__ = type(kind.__name__, (kind,), {"__call__": own})
+    return own
 
 
 def follow_positions(body: Any, positions: Callable[[], mx.array | None]) -> None:

@@ -75,10 +75,10 @@ class Workload(ModelSizes):
                 f"--num-layers {self.fine_tune.num_layers}: the model has {self.shape.num_layers} "
                 "layers; -1 trains all of them"
             )
-        if self.shape.keeps_state and self.fine_tune.train:
+        if self.shape.token_by_token and self.fine_tune.train:
             raise UserError(
-                f"the layers of {self.shape.model_type} models keep a state from token to token, "
-                "which shardmlx does not train",
+                f"mlx-lm computes {self.shape.model_type} models token by token: training would "
+                "hold many states of each token",
                 "generate with it, or train another model",
             )
         if self.fine_tune.train and self.fine_tune.master_weights and self.dtype_bytes > 2:

@@ -186,6 +186,8 @@ def _build_whole(path: Path, dtype: str | None) -> tuple[nn.Module, dict[str, mx
 
 def unfreeze(model: nn.Module, fine_tune: FineTune) -> None:
     """Freeze all but the trained weights, and add the adapters. Raises ``UserError``."""
+    # Recurrent layers then take functions that have gradients.
+    model.train()
     model.freeze()
     layers = model.layers
     if fine_tune.num_layers > len(layers):

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests.helpers.jobs import ROOT
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
+from tests.helpers.undeclared_configs import UNDECLARED
 
 ROWS = {"train": 32, "valid": 16, "test": 14}
 """Rows of each data set: ten steps of four begin a second epoch."""
@@ -134,6 +135,19 @@ def tokenizer_directory(path: Path, data: Path) -> Path:
 def small_directory(path: Path, tokenizer: Path, **overrides: Any) -> Path:
     """Write a model of five layers, or as ``overrides`` say."""
     config = tiny_config(layers=5, vocab_size=SMALL_VOCABULARY, eos_token_id=1, **overrides)
+    return _with_tokenizer(path, config, tokenizer)
+
+
+def recurrent_directory(path: Path, tokenizer: Path, kind: str) -> Path:
+    """Write a model of no declared family, with layers that keep a state."""
+    config = UNDECLARED[kind]
+    inner = "text_config" if "text_config" in config else None
+    sizes = {"vocab_size": SMALL_VOCABULARY, "eos_token_id": 1}
+    config = {**config, inner: {**config[inner], **sizes}} if inner else {**config, **sizes}
+    return _with_tokenizer(path, config, tokenizer)
+
+
+def _with_tokenizer(path: Path, config: dict[str, Any], tokenizer: Path) -> Path:
     save_model_directory(path, config)
     for file in tokenizer.iterdir():
         (path / file.name).write_bytes(file.read_bytes())

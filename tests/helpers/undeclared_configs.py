@@ -31,6 +31,13 @@ _MAMBA: dict[str, Any] = {
     "layer_norm_epsilon": 1e-5,
 }
 _HEADS = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_d_conv": 4}
+_DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
 
 ATTENTIVE: dict[str, dict[str, Any]] = {
     "gpt2": _GPT,
@@ -92,35 +99,83 @@ ATTENTIVE: dict[str, dict[str, Any]] = {
 """Models of attention."""
 
 RECURRENT: dict[str, dict[str, Any]] = {
-    "mamba": {**BASE, **_MAMBA},
     "mamba2": {**BASE, **_MAMBA, "intermediate_size": 64},
-    "jamba": {
-        **BASE,
-        "attn_layer_offset": 1,
-        "attn_layer_period": 2,
-        "expert_layer_offset": 1,
-        "expert_layer_period": 2,
-        "mamba_d_conv": 4,
-        "mamba_d_state": 8,
-        "mamba_expand": 2,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-    },
     "falcon_h1": {**BASE, **_HEADS, "head_dim": 16, "mamba_d_ssm": 64},
     "qwen3_next": {
         **BASE,
         **EXPERTS,
-        "linear_num_value_heads": 4,
-        "linear_num_key_heads": 2,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 16,
-        "linear_conv_kernel_dim": 4,
+        **_DELTA,
         "decoder_sparse_step": 1,
         "shared_expert_intermediate_size": 32,
         "mlp_only_layers": [],
         "partial_rotary_factor": 0.5,
         "head_dim": 16,
         "full_attention_interval": 2,
+    },
+    "qwen3_5": {
+        "text_config": {
+            **BASE,
+            **_DELTA,
+            "model_type": "qwen3_5_text",
+            "head_dim": 16,
+            "full_attention_interval": 2,
+        }
+    },
+    "qwen3_5_moe": {
+        "text_config": {
+            **BASE,
+            **EXPERTS,
+            **_DELTA,
+            "model_type": "qwen3_5_moe_text",
+            "head_dim": 16,
+            "full_attention_interval": 2,
+            "shared_expert_intermediate_size": 32,
+        }
+    },
+    "olmo_hybrid": {
+        **BASE,
+        **_DELTA,
+        "linear_allow_neg_eigval": True,
+        "attention_bias": False,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
+    "kimi_linear": {
+        **BASE,
+        "head_dim": 16,
+        "linear_attn_config": {
+            "full_attn_layers": [2, 4],
+            "kda_layers": [1, 3],
+            "num_heads": 2,
+            "head_dim": 16,
+            "short_conv_kernel_size": 4,
+        },
+        "model_max_length": 512,
+        "num_experts": 4,
+        "num_experts_per_token": 2,
+        "moe_intermediate_size": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "first_k_dense_replace": 1,
+    },
+    "lfm2_moe": {
+        **BASE,
+        **EXPERTS,
+        "use_expert_bias": True,
+        "num_dense_layers": 1,
+        "norm_eps": 1e-5,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "full_attn_idxs": [1, 3],
+    },
+    "plamo2": {
+        **BASE,
+        "hidden_size_per_head": 8,
+        "attention_window_size": 8,
+        "full_attention_idx": [3],
+        "mamba_d_state": 8,
+        "mamba_num_heads": 4,
     },
     "lfm2": {
         **BASE,
@@ -150,14 +205,6 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "time_step_limit": [0.001, 100.0],
     },
-    "recurrent_gemma": {
-        **BASE,
-        "attention_bias": False,
-        "conv1d_width": 4,
-        "logits_soft_cap": 30.0,
-        "attention_window_size": 8,
-        "block_types": ["recurrent", "attention"],
-    },
     "granitemoehybrid": {
         **BASE,
         **_HEADS,
@@ -173,6 +220,31 @@ RECURRENT: dict[str, dict[str, Any]] = {
     },
 }
 """Models whose layers keep a state of fixed size, alone or beside attention."""
+
+LOOPING: dict[str, dict[str, Any]] = {
+    "mamba": {**BASE, **_MAMBA},
+    "jamba": {
+        **BASE,
+        "attn_layer_offset": 1,
+        "attn_layer_period": 2,
+        "expert_layer_offset": 1,
+        "expert_layer_period": 2,
+        "mamba_d_conv": 4,
+        "mamba_d_state": 8,
+        "mamba_expand": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "recurrent_gemma": {
+        **BASE,
+        "attention_bias": False,
+        "conv1d_width": 4,
+        "logits_soft_cap": 30.0,
+        "attention_window_size": 8,
+        "block_types": ["recurrent", "attention"],
+    },
+}
+"""The same, where mlx-lm computes these layers in a loop over tokens: they are not trained."""
 
 REFUSED: dict[str, dict[str, Any]] = {
     "rwkv7": {
@@ -204,5 +276,5 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 UNDECLARED: dict[str, dict[str, Any]] = {
     name: {"model_type": name, **config}
-    for name, config in {**ATTENTIVE, **RECURRENT, **REFUSED}.items()
+    for name, config in {**ATTENTIVE, **RECURRENT, **LOOPING, **REFUSED}.items()
 }

@@ -19,7 +19,7 @@ import yaml
 from tests.helpers.jobs import PROGRAMS, PYTHONPATH
 from tests.helpers.models_and_batches import load_weights
 from tests.helpers.mpirun import events, train_well
-from tests.helpers.small_models import small_directory
+from tests.helpers.small_models import recurrent_directory, small_directory
 
 TOLERANCE = 1e-5
 """Relative, for sums in float32 in another order. Large learning rates would not do: mlx-lm itself
@@ -120,6 +120,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 
+HYBRID: dict[str, Any] = {
+    "fine_tune_type": "lora",
+    "lora_parameters": LORA,
+    "num_layers": -1,
+    "learning_rate": 1e-3,
+    "max_seq_length": 128,
+}
+RECURRENT = {"qwen3_5": HYBRID, "granitemoehybrid": {**HYBRID, "fine_tune_type": "full"}}
+"""Models of no declared family, whose layers keep a state; a sequence is longer than a piece."""
+
+CONFIGS |= RECURRENT
+
 RUNS = [
     ("lora, Mistral's tokenizer", "two ranks, as it chooses"),
     ("lora", "two stages"),
@@ -131,6 +143,8 @@ RUNS = [
     ("lora of the last layers", "four stages"),
     ("full with muon", "two ranks, interleaved"),
     ("new adapters", "two replicas"),
+    ("qwen3_5", "two stages"),
+    ("granitemoehybrid", "two by two"),
 ]
 
 
@@ -197,7 +211,10 @@ def models(
     settings = eight_layers / "tokenizer_config.json"
     settings.write_text(settings.read_text().replace("'a: '", "'a:'"))
     paths = {"mistral": mistral, "small": small, "eight_layers": eight_layers}
-    return {name: paths[MODELS.get(name, "small")] for name in CONFIGS}
+    for name in RECURRENT:
+        paths[name] = eight_layers.parent / name
+        recurrent_directory(paths[name], small_tokenizer, name)
+    return {name: paths[MODELS.get(name, name if name in paths else "small")] for name in CONFIGS}
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,7 @@ from tests.helpers.family_configs import CONFIGS, LAYERS
 from tests.helpers.hugging_face_experts import save_experts_one_by_one
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
 from tests.helpers.peft_adapters import save_lora
+from tests.helpers.undeclared_configs import UNDECLARED
 
 pytestmark = pytest.mark.usefixtures("in_haste")
 
@@ -102,14 +103,17 @@ GROUPS_OF_64 = (
 """Families of which mlx-lm quantises some layers in groups of 64, whatever is asked for."""
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", [*CONFIGS, "qwen3_5", "lfm2"])
 def test_every_family_is_fused_and_quantised_as_by_fuse_and_then_convert(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    has_experts = any(each.experts for each in ModelShape.from_config(CONFIGS[family]).kinds)
+    config = CONFIGS.get(family) or UNDECLARED[family]
+    has_experts = family in CONFIGS and any(
+        each.experts for each in ModelShape.from_config(config).kinds
+    )
     wide = {"hidden_size": 64} if family in GROUPS_OF_64 else {}
     model, adapters, theirs = (tmp_path / name for name in ("model", "adapters", "theirs"))
-    save_model_directory(model, {**CONFIGS[family], **wide, "torch_dtype": "bfloat16"})
+    save_model_directory(model, {**config, **wide, "torch_dtype": "bfloat16"})
     write_adapters(model, adapters, "lora" if has_experts else "dora")
     fuse(monkeypatch, model, adapters, theirs)
     packed = convert_to(tmp_path / "packed", theirs, quantize=True, q_bits=4, q_group_size=32)

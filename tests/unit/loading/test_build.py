@@ -194,6 +194,13 @@ def test_the_last_layers_are_trained(
     assert all(name[:2] == ["model", "layers"] for name in names)
 
 
+@pytest.mark.parametrize("train", [True, False])
+def test_modules_know_whether_they_are_trained(model_dir: Path, train: bool) -> None:
+    """Layers of mlx-lm choose by it between functions with gradients and faster ones."""
+    model = build(model_dir, train=train, test=not train, adapter_path="")
+    assert {module.training for module in model.modules()} == {train}
+
+
 @pytest.mark.parametrize("num_layers", [1, -1])
 def test_unfreezing_all_trains_embedding_norm_and_head_too(
     model_dir: Path, num_layers: int

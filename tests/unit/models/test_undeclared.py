@@ -40,12 +40,19 @@ from tests.helpers.models_and_batches import (
     tiny_config,
     tiny_model,
 )
-from tests.helpers.undeclared_configs import ATTENTIVE, RECURRENT, REFUSED, UNDECLARED
+from tests.helpers.undeclared_configs import (
+    ATTENTIVE,
+    LOOPING,
+    RECURRENT,
+    REFUSED,
+    UNDECLARED,
+)
 
 BATCH = random_batch(3, longest=20)
 TOKENS = mx.array(BATCH.tokens[:, :-1])
 CUTS = [(0, 1), (1, 3), (3, LAYERS)]
-kinds_that_run = pytest.mark.parametrize("kind", [*ATTENTIVE, *RECURRENT])
+kinds_that_run = pytest.mark.parametrize("kind", [*ATTENTIVE, *RECURRENT, *LOOPING])
+kinds_that_train = pytest.mark.parametrize("kind", [*ATTENTIVE, *RECURRENT])
 
 
 @cache
@@ -89,7 +96,7 @@ def test_with_caches_stages_continue_a_text_as_the_whole_model(kind: str) -> Non
         assert mx.array_equal(slices[-1].last_logits(x), expected), (start, stop)
 
 
-@pytest.mark.parametrize("kind", ATTENTIVE)
+@kinds_that_train
 def test_adapters_are_counted_and_have_the_gradients_of_the_whole_model(kind: str) -> None:
     model = build(UNDECLARED[kind], seed=3)
     shape = shape_of(model, kind)
@@ -116,7 +123,7 @@ def test_sizes_are_those_of_the_tensors(kind: str) -> None:
     assert sum(shape.layer(i).parameters for i in range(shape.num_layers)) == of_layers
     assert shape.num_layers == LAYERS
     assert (shape.hidden_size, shape.vocab_size) == (32, 97)
-    assert shape.keeps_state == (kind in RECURRENT)
+    assert shape.token_by_token == (kind in LOOPING)
     assert shape.tied == (not find_parts(model).heads)
     needed = [
         {name for name in arrays if is_needed(name, shape, start, stop)} for start, stop in CUTS
@@ -157,10 +164,11 @@ def test_a_plan_says_that_it_is_approximate(
     assert APPROXIMATE in capsys.readouterr().out
 
 
-def test_layers_with_a_state_are_not_trained(tmp_path: Path) -> None:
-    save_model_directory(tmp_path, UNDECLARED["lfm2"])
+@pytest.mark.parametrize("kind", LOOPING)
+def test_a_loop_over_tokens_is_not_trained(tmp_path: Path, kind: str) -> None:
+    save_model_directory(tmp_path, UNDECLARED[kind])
     config = TrainConfig(model=str(tmp_path), num_layers=2, pipeline_stages=1)
-    with pytest.raises(UserError, match="layers of lfm2 models keep a state from token to token"):
+    with pytest.raises(UserError, match=f"mlx-lm computes {kind} models token by token"):
         plan_training(config, [Machine(host="mac", memory=2**34, flops=1e12)])
 
 
