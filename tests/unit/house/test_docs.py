@@ -8,8 +8,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from shardmlx.config.commands import BY_NAME
 from shardmlx.errors import UserError
 from tests.helpers.markdown import anchors, blocks, links
@@ -83,11 +81,6 @@ def names_of(node: ast.stmt) -> set[str]:
     return {target.id for target in targets if isinstance(target, ast.Name)}
 
 
-def test_some_pages_name_files() -> None:
-    assert "scripts/demo.sh" in files(ROOT / "README.md")
-    assert "tests/unit/*/test_*.py" in files(ROOT / "docs/developers/contributing.md")
-
-
 # Of a size that is read.
 
 
@@ -113,13 +106,6 @@ def test_the_index_reaches_every_page_in_two_clicks() -> None:
     first = linked(INDEX)
     second = {page for each in first for page in linked(each)}
     assert set(DOCS.rglob("*.md")) - {INDEX} <= first | second
-
-
-def test_the_readme_names_what_to_run() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "./scripts/demo.sh" in text
-    assert "./scripts/test.sh" in text
-    assert "No Mac has run it yet" in text
 
 
 # Commands.
@@ -159,11 +145,6 @@ def test_the_commands_that_are_shown_can_be_typed() -> None:
         except UserError as error:
             refused[line] = str(error)
     assert refused == {}
-
-
-def test_a_command_with_an_unknown_option_is_found() -> None:
-    with pytest.raises(UserError, match="--stage-mop"):
-        parse(["launch", "-n", "2", "train", "--stage-mop", "x"])
 
 
 def test_the_site_is_built_without_a_warning() -> None:

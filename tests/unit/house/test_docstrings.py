@@ -103,18 +103,3 @@ def test_sentences_name_their_subject() -> None:
         if first_word(sentence) in SUBJECTLESS
     ]
     assert found == []
-
-
-def test_sentences_of_comments_and_docstrings_are_told_apart(tmp_path: Path) -> None:
-    file = tmp_path / "a.py"
-    file.write_text(
-        '"""Do it.\n\nThe rest. As (x) is."""\n# Two\n# lines. Of one.\nx = 1  # by y\n'
-    )
-    assert [text for _, text in sentences(file)] == [
-        "Do it.",
-        "The rest.",
-        "As (x) is.",
-        "Two lines.",
-        "Of one.",
-        "by y",
-    ]
