@@ -45,11 +45,9 @@ class DoctorConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        written, agent = self.write_hostfile, self.agent
+        written, agent, both = self.write_hostfile, self.agent, self.ssh and self.write_hostfile
         refuse("ssh", "has no hosts", "give --hostfile F", when=self.ssh and self.hostfile is None)
-        refuse(
-            "write_hostfile", "measures under mpirun", "leave out --ssh", when=self.ssh and written
-        )
+        refuse("write_hostfile", "measures under mpirun", "leave out --ssh", when=both)
         refuse("write_hostfile", "is '-'", "give the name of a file", when=written == STDOUT)
         refuse("agent", f"is {agent!r}", "it is for --ssh", when=agent is not None and not self.ssh)
 

@@ -113,12 +113,7 @@ class ExportOptions(ModelSource):
         False, "write one float16 file for llama.cpp and Ollama: of llama, mistral and mixtral"
     )
     max_shard: int = _files(
-        5 * GIB,
-        "most bytes of a file of several tensors",
-        metavar="SIZE",
-        unset="5GiB",
-        above=0,
-        parse=parse_bytes,
+        5 * GIB, "size of a file at most", metavar="SIZE", unset="5GiB", above=0, parse=parse_bytes
     )
     verify: bool = _files(False, "look for what is wrong with the files; status 1 if something is")
 

@@ -79,9 +79,7 @@ class InferenceConfig(ModelSource):
     top_p: float = _share(1.0, "sample from the likeliest tokens of this probability together")
     min_p: float = _share(0.0, "leave out tokens less likely than this times the likeliest")
     top_k: int = _sampling(0, "sample from so many tokens; 0 for all", metavar="TOKENS", minimum=0)
-    min_tokens_to_keep: int = _sampling(
-        1, "tokens that --min-p leaves", metavar="TOKENS", minimum=1
-    )
+    min_tokens_to_keep: int = _sampling(1, "tokens --min-p leaves", metavar="TOKENS", minimum=1)
     xtc_probability: float = _share(0.0, "probability with which XTC leaves out likely tokens")
     xtc_threshold: float = _share(0.1, "probability from which tokens are likely", maximum=0.5)
     seed: int | None = _sampling(
@@ -105,9 +103,7 @@ class InferenceConfig(ModelSource):
     kv_bits: int | None = _pipeline(
         None, "bits of the quantised KV cache", choices=(2, 3, 4, 5, 6, 8), unset="not quantised"
     )
-    kv_group_size: int = _pipeline(
-        64, "elements in the KV cache that share a scale", choices=(32, 64, 128)
-    )
+    kv_group_size: int = _pipeline(64, "KV elements that share a scale", choices=(32, 64, 128))
     quantized_kv_start: int = _pipeline(
         5000, "tokens from which on a KV cache is quantised", metavar="TOKENS", minimum=0
     )

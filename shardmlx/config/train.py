@@ -100,11 +100,7 @@ class StepOptions(Spec):
         no=NO_SCALE,
     )
     clear_cache_threshold: int = _training(
-        0,
-        "size above which MLX's buffer cache is emptied between steps",
-        metavar="SIZE",
-        minimum=0,
-        parse=parse_bytes,
+        0, "size above which MLX's cache is emptied", metavar="SIZE", minimum=0, parse=parse_bytes
     )
 
 

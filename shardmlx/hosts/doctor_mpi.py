@@ -22,7 +22,7 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.errors import AgreedFailure
 from shardmlx.hosts.doctor_hostfile import hostfile_text, machines_of
 from shardmlx.hosts.doctor_report import check_json, content, progress, show, text, write
-from shardmlx.hosts.findings import Examination, Host, Link, LinkSpeed, Route, is_used
+from shardmlx.hosts.findings import Examination, Host, Link, LinkSpeed, Route, is_used, open_routes
 from shardmlx.hosts.host_facts import HostFacts, collect, source_address
 from shardmlx.hosts.probe_script import connect_errors, listen
 from shardmlx.hosts.speed_tests import matmul_flops, measure_link, shares_memory
@@ -168,8 +168,7 @@ class Examiner:
 
 def _may_talk(routes: Sequence[Route]) -> bool:
     """Return whether messages may pass: MPI may know an address that is unknown here."""
-    used = [route for route in routes if route.used]
-    return not used or any(route.problem is None for route in used)
+    return bool(open_routes(routes)) or not any(route.used for route in routes)
 
 
 def _as_one(ranks: Sequence[Host]) -> Host:
@@ -203,7 +202,6 @@ def _report(config: DoctorConfig, examination: Examination, known: Sequence[Mach
     findings = examination.findings()
     show(text(examination, findings), content(examination, findings), config.json)
     if config.write_hostfile is not None:
-        today = datetime.date.today().isoformat()
-        hostfile = hostfile_text(machines_of(examination, known), today)
+        hostfile = hostfile_text(machines_of(examination, known), datetime.date.today().isoformat())
         write(config.write_hostfile, hostfile, config.json)
     return len(findings)

