@@ -63,22 +63,17 @@ def open_file(pid: int, fd: int) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class MpirunProcess:
-    """The mpirun of this job, or its daemon on this host. A ``direct`` one is this process's
-    parent."""
+    """The mpirun of this job, to which signals go on to all ranks, or else its daemon on this host.
+    A ``direct`` one is this process's parent."""
 
     process: psutil.Process
-    name: str
+    is_mpirun: bool
     direct: bool
 
     @property
     def pid(self) -> int:
         """Process number."""
         return self.process.pid
-
-    @property
-    def is_mpirun(self) -> bool:
-        """True for mpirun itself, not a daemon: signals to it go to all ranks."""
-        return self.name != _DAEMON
 
     def runs(self) -> bool:
         """Return whether it still runs. Called very often."""
@@ -141,7 +136,7 @@ def find_mpirun() -> MpirunProcess | None:
         for process in (first, *first.parents()):
             name = process.name()
             if name == _DAEMON or (name in _MPIRUN and str(process.pid) == number):
-                return MpirunProcess(process, name, direct=process.pid == parent)
+                return MpirunProcess(process, name != _DAEMON, direct=process.pid == parent)
     return None
 
 

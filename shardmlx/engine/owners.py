@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 
 def owners(sizes: Mapping[str, int], members: int) -> dict[str, int]:
@@ -73,16 +72,15 @@ def owners_of_gathered(weights: Mapping[str, Gathered], members: int) -> dict[st
     one that holds the most holds little.
 
     One owner for all weights of a kind is best, since it needs no places for them. If a replica
-    then holds much more, because matrices at the ends are trained too, owners of these get less of
-    the layers; or each weight has an owner of its own. Trained weights are divided apart: a large
-    frozen matrix does not make up for gradients and optimizer state.
+    then holds much more, because matrices at the ends are trained too, each weight has an owner of
+    its own. Trained weights are divided apart: a large frozen matrix does not make up for gradients
+    and optimizer state.
     """
-    hows = (partial(_by_kind, evenly=True), partial(_by_kind, evenly=False), _one_by_one)
-    ways = [_divided(weights, members, how) for how in hows]
-    most = [max(each.with_update for each in held_by(weights, way, members)) for way in ways]
-    return next(
-        way for way, nbytes in zip(ways, most, strict=True) if WORTH_IT * nbytes <= min(most)
-    )
+    by_kind, one_by_one = ways = [
+        _divided(weights, members, how) for how in (_by_kind, _one_by_one)
+    ]
+    most, other = (max(each.with_update for each in held_by(weights, way, members)) for way in ways)
+    return by_kind if WORTH_IT * most <= other else one_by_one
 
 
 def held_by(weights: Mapping[str, Gathered], owned: Mapping[str, int], members: int) -> list[Held]:
@@ -112,9 +110,8 @@ def _divided(
     return found
 
 
-def _by_kind(weights: Mapping[str, Gathered], members: int, *, evenly: bool) -> dict[str, int]:
-    """Give the largest remaining kind to the member with the least, or ``evenly`` in its room
-    first."""
+def _by_kind(weights: Mapping[str, Gathered], members: int) -> dict[str, int]:
+    """Give the largest remaining kind to the member with the least in its room, and then in all."""
     sizes: Counter[Hashable] = Counter()
     room: dict[Hashable, Hashable] = {}
     for _, each in sorted(weights.items()):  # kinds of one size by name
@@ -125,7 +122,7 @@ def _by_kind(weights: Mapping[str, Gathered], members: int, *, evenly: bool) -> 
     owner: dict[Hashable, int] = {}
     for kind, size in sizes.most_common():
         of_room = in_room[room[kind]]
-        had = [(of_room[m] if evenly else 0, taken[m]) for m in range(members)]
+        had = list(zip(of_room, taken, strict=True))
         owner[kind] = had.index(min(had))
         of_room[owner[kind]] += size
         taken[owner[kind]] += size

@@ -31,7 +31,7 @@ def mpirun(monkeypatch: pytest.MonkeyPatch) -> MpirunProcess:
     process = psutil.Process()
     monkeypatch.setattr(processes, "_MPIRUN", (process.name(),))
     monkeypatch.setenv("PMIX_NAMESPACE", f"prterun-mac-1-{os.getpid()}@1")
-    return MpirunProcess(process, process.name(), direct=True)
+    return MpirunProcess(process, is_mpirun=True, direct=True)
 
 
 def be_child_of(pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
