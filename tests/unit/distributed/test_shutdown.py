@@ -28,13 +28,6 @@ def test_a_signal_ends_the_wait_of_a_thread_and_the_old_handler_comes_back() -> 
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
-def test_a_job_s_end_is_explained_once(capsys: pytest.CaptureFixture[str]) -> None:
-    ending = JobShutdown(1)
-    assert ending.report(RuntimeError(f"{ending.name}, stage 1, 1F3: no memory"))
-    assert not ending.report(RuntimeError("and then this"))
-    assert capsys.readouterr().err == f"shardmlx: failed: {ending.name}, stage 1, 1F3: no memory\n"
-
-
 def test_who_echoes_a_failure_lets_lower_ranks_speak(capsys: pytest.CaptureFixture[str]) -> None:
     ending = JobShutdown(50)
     threading.Timer(0.05, ending.reported.set).start()

@@ -160,29 +160,16 @@ def test_the_state_of_a_generator_survives_its_text() -> None:
     assert random.permutation(99).tolist() == again.permutation(99).tolist()
 
 
-class _Uniform:
-    """A model to which all tokens are alike: only the mask shows in the loss."""
-
-    def __call__(self, inputs: mx.array) -> mx.array:
-        return mx.zeros((*inputs.shape, VOCABULARY))
-
-
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("max_seq_length", [2048, 64, 33, 20])
-def test_valid_tokens_are_those_that_the_loss_of_mlx_lm_counts(
+def test_the_summed_loss_is_the_mean_of_mlx_lm_times_its_tokens(
     seed: int, max_seq_length: int
 ) -> None:
-    batch = make_batch(samples_of(5, seed), max_seq_length)
-    _, tokens = default_loss(_Uniform(), mx.array(batch.tokens), mx.array(batch.spans))
-    assert batch.valid_tokens == tokens.item()
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_the_summed_loss_is_the_mean_of_mlx_lm_times_its_tokens(seed: int) -> None:
     model = tiny_model(layers=2)
-    batch = make_batch(samples_of(4, seed), 2048)
+    batch = make_batch(samples_of(5, seed), max_seq_length)
     mean, tokens = default_loss(model, mx.array(batch.tokens), mx.array(batch.spans))
     loss = token_loss(model(mx.array(batch.tokens[:, :-1])), *all_answers(batch))
+    assert batch.valid_tokens == tokens.item()
     assert (loss / tokens).item() == pytest.approx(mean.item(), rel=1e-6)
 
 

@@ -45,15 +45,6 @@ def test_1f1b() -> None:
     """)
 
 
-def test_1f1b_with_fewer_microbatches_than_ranks() -> None:
-    assert compute_actions("1f1b", pp=4, microbatches=2, virtual=1) == parse_grid("""
-        0F0 0F1 0B0 0B1
-        1F0 1F1 1B0 1B1
-        2F0 2F1 2B0 2B1
-        3F0 3B0 3F1 3B1
-    """)
-
-
 def test_interleaved_1f1b_is_the_order_of_megatron_lm() -> None:
     assert compute_actions("interleaved-1f1b", pp=2, microbatches=4, virtual=2) == parse_grid("""
         0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3
@@ -92,14 +83,6 @@ def test_zb_v() -> None:
         0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3
         1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 2W2 1I2 2I3 1I3 1W2 2W3 1W3
     """)  # noqa: E501
-
-
-def test_zb_v_with_one_microbatch() -> None:
-    assert compute_actions("zb-v", pp=3, microbatches=1, virtual=2) == parse_grid("""
-        0F0 5F0 5I0 5W0 0I0 0W0
-        1F0 4F0 4I0 4W0 1I0 1W0
-        2F0 3F0 3I0 3W0 2I0 2W0
-    """)
 
 
 def test_placements_go_round_or_down_and_up_again() -> None:
