@@ -194,19 +194,13 @@ def _known(blocks: list[Block], role: str, where: str) -> Iterator[tuple[str, Bl
 def _add_tool(chat: TranslatedChat, where: str, tool: Mapping[str, Any]) -> None:
     kind = tool.get("type")
     if kind not in (None, "custom"):
-        runs_there = str(kind).startswith(ON_THE_SERVER)
-        which = "run on Anthropic's own servers" if runs_there else "are known to its models alone"
-        remedy = "leave it out" if runs_there else "give its name and an input_schema, and no type"
         raise refused(
-            f"{where}: tools of type {shown(kind)} {which}: {remedy}",
+            f"{where}: tools of type {shown(kind)} are Anthropic's own: leave it out, or give its "
+            "name and an input_schema, and no type",
             f"{where}.type",
         )
     function = {name: tool.get(name) for name in ("name", "description")}
     chat.add_tool(where, "input_schema", {**function, "parameters": tool.get("input_schema")})
-
-
-ON_THE_SERVER = ("web_", "code_execution", "tool_search", "mcp", "advisor")
-"""Beginnings of the types of tools that run on Anthropic's servers; the client runs the others."""
 
 
 def _choice(choice: Mapping[str, Any]) -> Json:
@@ -237,9 +231,6 @@ class MessageReply(BlockReply):
         super().__init__(request, model, token_text)
         self._id = f"msg_{uuid.uuid4().hex}"
         self._reason: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
-
-    def event(self, body: Json) -> bytes:
-        return f"event: {body['type']}\ndata: {json.dumps(body)}\n\n".encode()
 
     def failure(self, error: ApiError) -> Json:
         return error.anthropics

@@ -15,12 +15,6 @@ from shardmlx.server.openai_errors import refused, shown
 
 Json = dict[str, Any]
 
-ON_THE_SERVER = (
-    *("web_search", "file_search", "code_interpreter", "image_generation", "mcp"),
-    "programmatic_tool_calling",
-)
-"""Beginnings of the types of tools that run on OpenAI's servers."""
-
 _TEXT = {"type": "string"}
 _NUMBER = {"type": "integer"}
 _TEXTS = {"type": "array", "items": _TEXT}
@@ -140,11 +134,10 @@ def functions_of(tool: Mapping[str, Any], where: str) -> Iterator[tuple[str, Cli
                 own = ClientTool(named.kind, named.name, str(tool.get("name")))
                 yield at, own, {**function, "name": own.in_chat}
         return
-    runs_there = str(kind).startswith(ON_THE_SERVER) or _runs_there(tool)
-    if str(kind) not in FIELDS or runs_there:
-        which = "run on OpenAI's own servers" if runs_there else "are not understood here"
+    if str(kind) not in FIELDS or _runs_there(tool):
         raise refused(
-            f"{where}: tools of type {shown(kind)} {which}: leave it out", f"{where}.type"
+            f"{where}: no client runs this tool of type {shown(kind)}: leave it out",
+            f"{where}.type",
         )
     named = ClientTool(str(kind), str(tool.get("name") or kind))
     given = {name: tool[name] for name in ("description", "parameters") if tool.get(name)}

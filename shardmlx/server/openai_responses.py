@@ -53,7 +53,7 @@ class ChoicesReply(Reply):
             logprobs = None
         self._reasons[index] = piece.finish_reason
         if piece.finish_reason is not None:
-            yield self._chunk(self._end(index, piece.finish_reason))
+            yield self._chunk(self._part(index, None, None))
 
     def closing(self) -> Iterator[Body]:
         if self.request.include_usage:
@@ -91,12 +91,8 @@ class ChoicesReply(Reply):
         """Return a choice of the whole reply."""
 
     @abstractmethod
-    def _part(self, index: int, part: Part, logprobs: Body | None) -> Body:
-        """Take in a part of an answer, and return the choice of a chunk with it."""
-
-    @abstractmethod
-    def _end(self, index: int, reason: FinishReason) -> Body:
-        """Return the choice of an answer's last chunk."""
+    def _part(self, index: int, part: Part | None, logprobs: Body | None) -> Body:
+        """Take in a part of an answer, and return the choice of a chunk with it, or of the last."""
 
     @abstractmethod
     def _logprobs(self, piece: Piece, length: int) -> Body:
@@ -112,7 +108,8 @@ class ChatReply(ChoicesReply):
 
     def opening(self) -> Iterator[Body]:
         for index in range(len(self.blocks)):
-            yield self._chunk(self._delta(index, {"role": "assistant", "content": ""}))
+            begun = {"role": "assistant", "content": ""}
+            yield self._chunk(self._told(index, "delta", begun, None))
 
     def _choice(self, index: int, logprobs: Body | None) -> Body:
         text = self._text(index, "said")
@@ -122,34 +119,28 @@ class ChatReply(ChoicesReply):
         if calls := self._calls(index):
             message["content"] = text or None
             message["tool_calls"] = [_call(call) for call in calls]
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": logprobs,
-            "finish_reason": self._finish(index, self._reasons[index]),
-        }
+        return self._told(index, "message", message, logprobs)
 
-    def _part(self, index: int, part: Part, logprobs: Body | None) -> Body:
-        begins = self._begins(index, part)
-        self._take(index, part)
-        if part.kind == "call":
-            said = _call(part) if begins else {"function": {"arguments": part.text}}
-            delta: Body = {"tool_calls": [{"index": len(self._calls(index)) - 1, **said}]}
-        else:
-            delta = {"content" if part.kind == "said" else "reasoning_content": part.text}
-        return {**self._delta(index, delta), "logprobs": logprobs}
-
-    def _end(self, index: int, reason: FinishReason) -> Body:
-        return {**self._delta(index, {}), "finish_reason": self._finish(index, reason)}
+    def _part(self, index: int, part: Part | None, logprobs: Body | None) -> Body:
+        delta: Body = {}
+        if part is not None:
+            begins = self._begins(index, part)
+            self._take(index, part)
+            if part.kind == "call":
+                said = _call(part) if begins else {"function": {"arguments": part.text}}
+                delta = {"tool_calls": [{"index": len(self._calls(index)) - 1, **said}]}
+            else:
+                delta = {"content" if part.kind == "said" else "reasoning_content": part.text}
+        return self._told(index, "delta", delta, logprobs)
 
     def _calls(self, index: int) -> list[Part]:
         return [block for block in self.blocks[index] if block.kind == "call"]
 
-    def _finish(self, index: int, reason: FinishReason | None) -> str | None:
-        return "tool_calls" if reason == "stop" and self._calls(index) else reason
-
-    def _delta(self, index: int, delta: Body) -> Body:
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+    def _told(self, index: int, name: str, what: Body, logprobs: Body | None) -> Body:
+        reason: str | None = self._reasons[index]
+        if reason == "stop" and self._calls(index):
+            reason = "tool_calls"
+        return {"index": index, name: what, "logprobs": logprobs, "finish_reason": reason}
 
     def _logprobs(self, piece: Piece, length: int) -> Body:
         content = [
@@ -176,14 +167,17 @@ class CompletionReply(ChoicesReply):
     CHUNK = "text_completion"
 
     def _choice(self, index: int, logprobs: Body | None) -> Body:
-        return _completion(index, self._text(index, "said"), logprobs, self._reasons[index])
+        return self._told(index, self._text(index, "said"), logprobs)
 
-    def _part(self, index: int, part: Part, logprobs: Body | None) -> Body:
+    def _part(self, index: int, part: Part | None, logprobs: Body | None) -> Body:
+        if part is None:
+            return self._told(index, "", None)
         self._take(index, part)
-        return _completion(index, part.text, logprobs, None)
+        return self._told(index, part.text, logprobs)
 
-    def _end(self, index: int, reason: FinishReason) -> Body:
-        return _completion(index, "", None, reason)
+    def _told(self, index: int, text: str, logprobs: Body | None) -> Body:
+        reason = self._reasons[index]
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _logprobs(self, piece: Piece, length: int) -> Body:
         texts = [self.token_text(sampled.token) for sampled in piece.sampled]
@@ -202,10 +196,6 @@ class CompletionReply(ChoicesReply):
         for token, logprob in (*sampled.top, (sampled.token, sampled.logprob)):
             likeliest.setdefault(self.token_text(token), _finite(logprob))
         return likeliest
-
-
-def _completion(index: int, text: str, logprobs: Body | None, reason: FinishReason | None) -> Body:
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
 def _call(call: Part) -> Body:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -109,6 +110,9 @@ class BlockReply(Reply):
         if piece.finish_reason is not None:
             yield from self._last_ended()
             yield from self._end(piece)
+
+    def event(self, body: Body) -> bytes:
+        return f"event: {body['type']}\ndata: {json.dumps(body)}\n\n".encode()
 
     def _last_ended(self) -> Iterator[Body]:
         for block in self.blocks[0][-1:]:

@@ -79,16 +79,6 @@ class ResponseBody(Body):
 def read_response(body: bytes, reader: PromptReader, served: ServedModel) -> ApiRequest:
     """Read the body of a request to /v1/responses. Raises ``ApiError``."""
     asked = validated(ResponseBody, body)
-    chat, tools = as_chat(asked)
-    request = chat.read(reader, served)
-    given = asked.model_dump(exclude_none=True)
-    repeated = REPEATED | {name: given[name] for name in (*REPEATED, *IF_GIVEN) if name in given}
-    return replace(request, repeated=repeated, client_tools=tools)
-
-
-def as_chat(asked: ResponseBody) -> tuple[TranslatedChat, dict[str, ClientTool]]:
-    """Return the chat that asks for the same, and its tools by their names there. Raises
-    ``ApiError``."""
     extra = asked.model_extra or {}
     refuse_unknown({name: value for name, value in extra.items() if name not in SAME})
     chat = TranslatedChat({name: extra[name] for name in SAME & extra.keys()}, dict(NAMES))
@@ -110,7 +100,9 @@ def as_chat(asked: ResponseBody) -> tuple[TranslatedChat, dict[str, ClientTool]]
         _add_item(chat, where, item)
         if item.get("type") in ("tool_search_output", "additional_tools"):
             _add_tools(chat, tools, item.get("tools") or [], f"{where}.tools")
-    return chat, tools
+    given = asked.model_dump(exclude_none=True)
+    repeated = REPEATED | {name: given[name] for name in (*REPEATED, *IF_GIVEN) if name in given}
+    return replace(chat.read(reader, served), repeated=repeated, client_tools=tools)
 
 
 def _add_tools(chat: TranslatedChat, known: dict[str, ClientTool], tools: Any, where: str) -> None:
@@ -217,7 +209,7 @@ class ResponseReply(BlockReply):
     def event(self, body: Json) -> bytes:
         numbered = {"sequence_number": self._events, **body}
         self._events += 1
-        return f"event: {body['type']}\ndata: {json.dumps(numbered)}\n\n".encode()
+        return super().event(numbered)
 
     @property
     def sign_of_life(self) -> bytes:

@@ -121,13 +121,6 @@ def test_what_is_no_table(page: webdriver.Chrome, text: str) -> None:
     assert shown(page, text, "node.querySelectorAll('table').length") == 0
 
 
-def test_a_table_grows_as_it_comes(page: webdriver.Chrome) -> None:
-    text = "| a | b |\n|---|---|\n| 1 | 2 |"
-    for end in range(1, len(text)):
-        assert shown(page, text[:end], "node.textContent.length") > 0
-    assert shown(page, text, "node.querySelectorAll('td').length") == 2
-
-
 def test_code_is_shown_as_it_is_even_before_its_end(page: webdriver.Chrome) -> None:
     code = "```python\nif a:\n    *b* = 1\n"
     read = "node.querySelector('pre').textContent"

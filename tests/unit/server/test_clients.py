@@ -137,6 +137,9 @@ LIBRECHAT = {
     "stream_options": {"include_usage": True},
     "plugins": [],
     "stop_token_ids": [],
+    "features": {},
+    "params": None,
+    "session_id": "wJ5P",
     "messages": [
         {"role": "user", "content": [{"type": "text", "text": "Ahoy!"}], "name": None},
         {
@@ -148,26 +151,11 @@ LIBRECHAT = {
     ],
 }
 
-OPEN_WEBUI = {
-    "stream": True,
-    "model": "ours",
-    "messages": [ASKED, {"role": "assistant", "content": "Aye!", "done": True}, AGAIN],
-    "params": None,
-    "tool_servers": [],
-    "features": {},
-    "variables": {},
-    "session_id": "wJ5P",
-    "chat_id": "3b1e",
-    "id": "f00d",
-    "add_generation_prompt": True,
-}
-
 CLIENTS = {
     "openai": OPENAI,
     "ollama": OLLAMA,
     "llama.cpp": LLAMA_CPP,
     "librechat": LIBRECHAT,
-    "open webui": OPEN_WEBUI,
 }
 
 

@@ -108,12 +108,6 @@ def test_every_call_is_of_a_tool_and_keeps_to_its_schema(parser: str) -> None:
     assert len(seen) > 1
 
 
-def test_calls_are_single_where_they_may_not_be_parallel() -> None:
-    for parser in ("qwen3_coder", "minimax_m2", "pythonic"):
-        said = grammar(parser, TOOLS, parallel=False)
-        assert len(calls_of(parser, noise(said, 0), TOOLS)) == 1
-
-
 def test_a_structure_or_a_call() -> None:
     answer = Structure("response_format", [f"body: {json_term(WITH_NAME)}"])
     shapes, calls = set(), set()

@@ -56,11 +56,8 @@ def told(response: Any) -> list[Any]:
 PARTS = [("reasoning", "Hm"), ("message", "I look"), ("function_call", "look", {"at": "sea"})]
 
 
-def test_thought_text_and_calls_are_items(client: openai.OpenAI) -> None:
+def test_items_and_the_same_as_events_which_the_package_collects(client: openai.OpenAI) -> None:
     assert told(client.responses.create(model=MODEL, input=CALL, tools=[LOOK])) == PARTS
-
-
-def test_the_same_as_events_which_the_package_collects(client: openai.OpenAI) -> None:
     with client.responses.stream(model=MODEL, input=CALL, tools=[LOOK]) as stream:
         events = list(stream)
         assert told(stream.get_final_response()) == PARTS
@@ -284,12 +281,12 @@ def tool(**says: Any) -> dict[str, Any]:
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id", ""),
         ({"extra_body": {"n": 2}}, "n", ""),
-        (tool(type="web_search"), "tools.0.type", "OpenAI's own servers"),
-        (tool(type="tool_search"), "tools.0.type", "OpenAI's own servers"),
+        (tool(type="web_search"), "tools.0.type", "no client runs"),
+        (tool(type="tool_search"), "tools.0.type", "no client runs"),
         (
             tool(type="shell", environment={"type": "container_auto"}),
             "tools.0.type",
-            "OpenAI's own servers",
+            "no client runs",
         ),
         (tool(type="teleport"), "tools.0.type", "'teleport'"),
         (tool(**{**LOOK, "name": "?"}), "tools.0.name", ""),

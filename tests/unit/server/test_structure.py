@@ -103,11 +103,6 @@ def test_any_object_and_a_grammar_as_it_is() -> None:
     assert grammar(guided_grammar='start: "a"') == 'start: "a"'
 
 
-def test_no_structure() -> None:
-    assert grammar() is None
-    assert grammar(response_format={"type": "text"}, guided_json=None) is None
-
-
 def test_of_a_model_that_thinks_only_the_answer_has_a_structure() -> None:
     assert grammar(Thinker(), guided_choice=["a"]) == (
         'start: thought body\nbody: "a"\nthought[suffix="</think>"]: /(?s:.*)/'
