@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import mlx.core as mx
 import pytest
 
 from shardmlx.checkpoint.store import Store
-from tests.helpers.jobs import PROGRAMS, Running
+from tests.helpers.jobs import PROGRAMS
 from tests.helpers.models_and_batches import load_weights
 from tests.helpers.mpirun import mpirun, train, train_well
 
@@ -89,20 +88,6 @@ def test_a_full_disk(
     assert f"step-{steps[-1]:07d}: 1 of {last} steps are left" in job.stdout
 
 
-def test_two_runs_do_not_write_to_one_directory(flags: list[str | Path], tmp_path: Path) -> None:
-    store = Store(tmp_path / "checkpoints")
-    flags += ["--checkpoint-dir", store.directory]
-    with Running.ranks(2, "-m", "shardmlx.train", *flags, "--iters", "100000") as running:
-        end = time.monotonic() + 60
-        while not store.steps() and time.monotonic() < end:
-            time.sleep(0.05)
-        job = train(1, *flags)
-        assert running.wait(0) is None, "the first goes on"
-    assert job.returncode == 2
-    (line,) = job.error_lines
-    assert "another run writes there: wait for its end, or name another directory" in line
-
-
 def test_saving_at_every_step_waits_for_itself(flags: list[str | Path], tmp_path: Path) -> None:
     store = Store(tmp_path / "checkpoints")
     flags += ["--checkpoint-dir", store.directory, "--keep-checkpoints", "100"]
@@ -137,42 +122,3 @@ def test_adapters_that_find_the_disk_full(flags: list[str | Path], small_disk: P
     # With room the next run saves there.
     copies[0].unlink()
     train_well(2, *flags, "--iters", "1", "--adapter-path", out)
-
-
-def test_a_model_that_finds_the_disk_full(flags: list[str | Path], small_disk: Path) -> None:
-    """There is room for one and a half: the second is written beside the first."""
-    out = small_disk / "out"
-    flags += ["--fine-tune-type", "full", "--adapter-path", out]
-    train_well(2, *flags, "--iters", "1")
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
-    assert "config.json" in before
-    nbytes = sum(map(len, before.values()))
-    room = shutil.disk_usage(small_disk).free
-    (small_disk / "other").write_bytes(bytes(room - nbytes // 2))
-    job = train(2, *flags, "--iters", "1", "--seed", "1")
-    assert job.returncode == 1
-    (line,) = job.error_lines
-    assert re.fullmatch(FULL.format(path=rf"{out}/\S+"), line)
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-
-
-def test_adapters_on_a_disk_that_becomes_read_only(
-    flags: list[str | Path], small_disk: Path
-) -> None:
-    """As Linux does to one that fails."""
-    out = small_disk / "out"
-    flags += ["--iters", "100000", "--save-every", "5", "--adapter-path", out]
-    with Running.ranks(2, "-m", "shardmlx.train", *flags) as running:
-        first = out / "0000005_adapters.safetensors"
-        end = time.monotonic() + 60
-        while not first.exists() and time.monotonic() < end:
-            time.sleep(0.01)
-        subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-        assert running.wait(60) == 1
-        (line,) = running.job().error_lines
-    assert re.fullmatch(
-        rf"shardmlx: failed: rank 0 on \S+, saving {out}/adapter_config.json: Read-only file "
-        "system: make it writable, or name another --adapter-path; what was there before is "
-        "unchanged",
-        line,
-    )
