@@ -38,10 +38,8 @@ def partitioner_names() -> tuple[str, ...]:
 
 
 def get_partitioner(name: str) -> Partitioner:
-    """Return the partitioner of that name; the answers of another package's are checked.
-
-    Raises ``UserError`` if no package or more than one provides it, or if it cannot be imported.
-    """
+    """Return a partitioner by name; answers of another package's are checked. ``UserError`` if it
+    is in no package, in several, or cannot be imported."""
     if name in PARTITIONERS:
         return PARTITIONERS[name]
     found = tuple(entry_points(group=_GROUP, name=name))

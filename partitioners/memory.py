@@ -27,9 +27,9 @@ def memory(problem: Problem) -> StageMap:
                 "shardmlx plan --hostfile HOSTFILE",
             )
     partition = evenly_full(problem)
-    rank, held = fullest(problem, partition)
-    if held > problem.capacity[rank]:
-        raise does_not_fit(problem, partition)
+    error = does_not_fit(problem, partition)
+    if error.shortage > 0:
+        raise error
     return problem.stage_map(partition)
 
 
@@ -50,16 +50,6 @@ def evenly_full(problem: Problem) -> Partition:
     return evenest(problem.num_layers, problem.num_stages, load)
 
 
-def fullest(problem: Problem, partition: Partition) -> tuple[int, float]:
-    """Return the rank with least room left by its stages, and the bytes that they hold."""
-    held = [0.0] * problem.pp
-    for stage, rank in enumerate(problem.placement):
-        held[rank] += problem.held(stage, *partition.ranges[stage])
-    has = problem.capacity
-    rank = max(range(problem.pp), key=lambda each: (held[each] / has[each], held[each] - has[each]))
-    return rank, held[rank]
-
-
 class DoesNotFitError(UserError):
     """Error whose ``fact`` is the message without remedy; ``rank`` lacks ``shortage`` bytes."""
 
@@ -71,9 +61,16 @@ class DoesNotFitError(UserError):
 
 
 def does_not_fit(problem: Problem, partition: Partition) -> DoesNotFitError:
-    """Return the error for the fullest machine of the best partition."""
-    rank, held = fullest(problem, partition)
-    has = problem.capacity[rank]
+    """Return the error for the rank with least room left by its stages of the best partition."""
+    of_rank = [0.0] * problem.pp
+    for stage, rank in enumerate(problem.placement):
+        of_rank[rank] += problem.held(stage, *partition.ranges[stage])
+
+    def fullness(rank: int) -> tuple[float, float]:
+        return of_rank[rank] / problem.capacity[rank], of_rank[rank] - problem.capacity[rank]
+
+    rank = max(range(problem.pp), key=fullness)
+    held, has = of_rank[rank], problem.capacity[rank]
     where = " and ".join(
         f"stage {stage} (layers {numbers_of(*partition.ranges[stage])})"
         for stage in problem.stages_of(rank)

@@ -37,9 +37,7 @@ class LayerCosts:
         return math.fsum((*self.layers[start:stop], *ends))
 
     def check_stages(self, num_stages: int) -> None:
-        """Raise ``UserError`` unless the layers make that many stages, none of them empty."""
-        if num_stages < 1:
-            raise UserError(f"{num_stages} pipeline stages", "give 1 or more")
+        """Raise ``UserError`` if there are fewer layers than stages."""
         if num_stages > len(self.layers):
             raise UserError(
                 f"{num_stages} stages, but the model has {len(self.layers)} layers",

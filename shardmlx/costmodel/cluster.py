@@ -56,10 +56,8 @@ class Cluster:
                 )
 
     def capacity(self, rank: int) -> float:
-        """Return the bytes that a rank may use; ``inf`` if the machine's memory is unknown.
-
-        The limit of macOS on wired memory counts if it is known, otherwise a share of the memory.
-        """
+        """Return the bytes that a rank may use: what macOS wires if that is known, else a share of
+        the memory; ``inf`` if the machine is unknown."""
         memory, wired = self.machines[rank].memory, self.machines[rank].wired
         if wired is not None:
             return wired

@@ -44,10 +44,8 @@ class GenerationSetup:
 
 
 def inference_memory(setup: GenerationSetup, start: int, stop: int) -> int:
-    """Return the bytes of the stage with layers ``start`` to ``stop``.
-
-    Counts parameters, KV caches, logits, and a few arrays of one layer for a chunk of one prompt.
-    """
+    """Return the bytes of layers ``start`` to ``stop`` as a stage: parameters, KV caches, logits,
+    and a few arrays of one layer for a chunk of one prompt."""
     shape, sizes = setup.shape, setup.weight_sizes
     is_first, is_last = start == 0, stop == shape.num_layers
     weights: float = sum(sizes.layers[start:stop])

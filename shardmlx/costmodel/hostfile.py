@@ -52,22 +52,12 @@ class Machine:
 
 
 def read_hostfile(path: str | Path) -> tuple[Machine, ...]:
-    """Return the machines of a hostfile in mpirun's order; raise ``UserError`` for a bad line.
-
-    The error names file, line and value. A host listed n times without slots has n of them.
-    """
+    """Return the machines of a hostfile in mpirun's order; a host listed n times without slots has
+    n. ``UserError`` names file, line and value."""
     try:
-        content = Path(path).read_bytes()
+        lines = Path(path).read_bytes().decode(errors="replace").split("\n")
     except OSError as error:
         raise UserError(f"cannot read hostfile {path}: {error.strerror or error}") from None
-    try:
-        lines = content.decode().split("\n")
-    except UnicodeDecodeError as error:
-        number = content.count(b"\n", 0, error.start) + 1
-        raise UserError(
-            f"{path}, line {number}: byte {content[error.start]:#04x} is no UTF-8 text",
-            "is it a hostfile?",
-        ) from None
     of_host: dict[str, list[Machine]] = {}
     for number, line in enumerate(lines, start=1):
         where = f"{path}, line {number}"
@@ -83,10 +73,8 @@ def read_hostfile(path: str | Path) -> tuple[Machine, ...]:
 
 
 def machine_of_each_rank(machines: Iterable[Machine]) -> tuple[Machine, ...]:
-    """Return one entry a slot, in the order in which mpirun gives out ranks.
-
-    Memory and FLOP/s are divided among the slots of a machine; its link is shared.
-    """
+    """Return one entry a slot, in the order in which mpirun gives out ranks, each with its part of
+    memory and FLOP/s; the link is shared."""
     return tuple(
         replace(
             machine,
@@ -179,10 +167,8 @@ def is_unnamed(host: str) -> bool:
 
 
 def host_key(host: str) -> str:
-    """Return the key under which two names of a host are equal: without domain, in lower case.
-
-    Addresses are kept whole.
-    """
+    """Return the key under which two names of a host are equal: without domain, in lower case;
+    addresses are kept whole."""
     return _address(host) or host.split(".")[0].casefold()
 
 

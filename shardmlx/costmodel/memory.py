@@ -157,7 +157,7 @@ class _Stage:
 
 @lru_cache(maxsize=64)
 def _kinds(setup: TrainingSetup) -> tuple[LayerMemory, ...]:
-    """Return the memory of a layer of each kind; planning asks for many stages of one setup."""
+    """Return the memory of a layer of each kind, of which planning asks for many stages."""
     kinds = tuple(layer_memory(setup, kind) for kind in setup.shape.kinds)
     if setup.measured is None:
         return kinds
@@ -171,10 +171,8 @@ def _kinds(setup: TrainingSetup) -> tuple[LayerMemory, ...]:
 
 
 def stage_memory(setup: TrainingSetup, start: int, stop: int) -> StageMemory:
-    """Return the bytes of the stage with layers ``start`` to ``stop``.
-
-    It has the embedding if ``start`` is 0, norm and lm_head if ``stop`` is the number of layers.
-    """
+    """Return the bytes of layers ``start`` to ``stop`` as a stage, with the embedding before the
+    first and norm and lm_head after the last."""
     stage = _Stage(setup, start, stop, _kinds(setup))
     trained = stage.trained
     parameters, largest = sum(trained), FLOAT32 * max(trained, default=0)
@@ -233,10 +231,8 @@ def _in_sums(stage: _Stage, parameters: int) -> int:
 
 
 def _updated(stage: _Stage, parameters: int) -> int:
-    """Return how many of a stage's ``parameters`` the busiest replica updates.
-
-    Each weight has one owner, so a large matrix may exceed a replica's share.
-    """
+    """Return how many ``parameters`` the busiest replica updates: each weight has one owner, so a
+    large matrix may exceed a share."""
     setup = stage.setup
     if not setup.tune.divides_optimizer or not parameters:
         return parameters
@@ -320,10 +316,7 @@ def _passing(stage: _Stage) -> tuple[float, float]:
 
 
 def _during_weight(stage: _Stage, during_input: float, parameters: int, largest: int) -> float:
-    """Return the temporary bytes of W: gradients on their way to the sums.
-
-    ``largest`` is the size of the gradients of the largest layer or matrix.
-    """
+    """Return the bytes of gradients on their way to the sums; ``largest`` of a layer or matrix."""
     setup = stage.setup
     if setup.divides_weights:
         # The buffer for the gradient between two layers, one layer's gradients, and the previous

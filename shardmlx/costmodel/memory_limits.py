@@ -248,10 +248,7 @@ def unwired(budgets: Sequence[MemoryBudget], planned: Sequence[PlannedMemory]) -
 def exceeded(
     limits: Sequence[MemoryLimits], hosts: Sequence[str], peaks: Sequence[int]
 ) -> tuple[str, ...]:
-    """Return a warning for each rank whose arrays took more than its limit.
-
-    MLX does not enforce the limit.
-    """
+    """Return a warning for each rank that took more than its limit, which MLX does not enforce."""
     return tuple(
         f"rank {rank} ({host}) held {gibibytes(peak)} in MLX's arrays at its peak, more than its "
         f"limit of {gibibytes(each.memory)} ({each.budget.reason}), and "

@@ -151,11 +151,9 @@ class Profile:
                 )
 
     def machine(self, host: str, kind: str | None = None) -> MachineProfile:
-        """Return the measurements on a host, or on another machine of the same kind.
-
-        A kind is a measured chip or host. If ranks share a host, the slowest counts for all. Raises
-        ``UserError`` without measurements.
-        """
+        """Return the measurements on a host, or on another of the same kind, a measured chip or
+        host. If ranks share a host, the slowest counts for all. Raises ``UserError`` without
+        measurements."""
         name = socket.gethostname() if host == "localhost" else host
         found = [each for each in self.machines if same_host(each.host, name)]
         if not found and kind is not None:
@@ -176,10 +174,8 @@ class Profile:
         return max(found, key=lambda each: each.samples[-1].layer.microbatch)
 
     def measured(self, workload: Workload, host: str, kind: str | None) -> MachineProfile:
-        """Return the measurements of this work on a host, or on another machine of the same kind.
-
-        Raises ``UserError`` without measurements of the work, or of some of its layers.
-        """
+        """Return the machine's measurements of this work; ``UserError`` without any, of some layers
+        too."""
         self.check(work_of(workload))
         machine, shape = self.machine(host, kind), workload.shape
         longest = machine.samples[-1].length
@@ -257,31 +253,27 @@ def read_profile(path: str | Path) -> Profile:
     """Read a profile; ``UserError`` names the file and its fault."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON ({error})", _AGAIN) from None
-    try:
         if content["format"] != FORMAT:
-            raise UserError(
-                f"{path} has format {content['format']!r}, this shardmlx reads {FORMAT}",
-                _AGAIN,
-            )
+            raise ValueError(f"format {content['format']!r}: this shardmlx reads {FORMAT}")
         machines = _read(tuple[MachineProfile, ...], content["machines"])
         if not machines:
             raise ValueError("no machines")
         return Profile(dict(content["work"]), machines, str(path))
-    except UserError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         raise UserError(f"{path} is no profile ({error!r})", _AGAIN) from None
 
 
 def read_profiles(names: str) -> Profile:
-    """Return one profile of the machines of several comma-separated files.
-
-    Raises ``UserError`` if they were measured for different work.
-    """
+    """Read several comma-separated files as one; ``UserError`` if they are of different work."""
     first, *others = (read_profile(name.strip()) for name in names.split(","))
     for other in others:
         other.check(first.work)

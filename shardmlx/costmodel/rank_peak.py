@@ -48,10 +48,8 @@ class PeakOfActions:
         return resident + max(most, gradients + updating)
 
     def _count(self, stages: Mapping[int, StageMemory], sums_at_input: bool) -> np.ndarray:
-        """Return how many of each of the stages' numbers are in memory at each action.
-
-        Receives posted ahead count, and the last message sent, which stays until the next.
-        """
+        """Return how many of each number are in memory at each action. Receives posted ahead count,
+        and the last message sent, which stays until the next."""
         names = [(index, name) for index in stages for name in _NUMBERS]
         *units, message = np.eye(len(names) + 1, dtype=np.int64)
         unit = dict(zip(names, units, strict=True))

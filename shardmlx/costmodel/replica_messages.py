@@ -97,11 +97,8 @@ class Messages:
         )
 
     def with_gathers(self, stage: Seconds, rank: int, ends: tuple[int, int]) -> Seconds:
-        """Return the times of a stage that gathers each layer, if replicas divide the weights.
-
-        A layer arrives while the one before computes. Gradients go to their owners on the same
-        link.
-        """
+        """Return the times of a stage that gathers each layer while the one before computes, if
+        replicas divide the weights. Gradients go to their owners on the same link."""
         dp, seconds = self.plan.mesh.dp, partial(self._exchange_seconds, rank)
         if dp == 1 or not self.workload.fine_tune.divides_weights:
             return stage
@@ -129,11 +126,9 @@ class Messages:
         return Seconds(forward, 0.0, backward, stage.update)
 
     def sum_seconds(self) -> float:
-        """Return the seconds of summing the slowest stage's gradients over replicas.
-
-        The sum is an upper bound, since buckets start during the backward pass. Divided weights
-        count in each micro-batch instead.
-        """
+        """Return the seconds of summing the slowest stage's gradients, an upper bound, since
+        buckets start during the backward pass. Divided weights count in each micro-batch
+        instead."""
         mesh, tune, times = self.plan.mesh, self.workload.fine_tune, []
         if mesh.dp == 1 or tune.divides_weights:
             return 0.0
@@ -146,10 +141,8 @@ class Messages:
         return max(times)
 
     def bytes_between_hosts(self) -> dict[str, float]:
-        """Return the bytes that each host sends to others in a step, beside headers.
-
-        If several steps make one update, each has its share of their sums.
-        """
+        """Return the bytes that each host sends to others in a step, beside headers, with its share
+        of sums if several steps make one update."""
         plan, mesh, cluster = self.plan, self.plan.mesh, self.cluster
         sent = dict.fromkeys((each.host for each in cluster.machines), 0.0)
         for replica in range(mesh.dp):

@@ -96,10 +96,8 @@ class Workload(ModelSizes):
 
     @property
     def first_trained(self) -> int:
-        """Layer at which the backward pass ends: the lowest one with trained weights.
-
-        A trained embedding counts as layer 0: its gradient comes down through all layers.
-        """
+        """Lowest layer with a backward pass: a trained embedding's gradient comes down through
+        all."""
         return 0 if self.fine_tune.unfreeze_all else self.first_trained_layer
 
     @property
@@ -130,11 +128,8 @@ class Workload(ModelSizes):
 
 
 def model_sizes(files: ModelFiles, dtype: str | None) -> ModelSizes:
-    """Return the sizes of a model with known headers.
-
-    ``dtype`` is the type to which floating weights are cast; None leaves them as stored. Raises
-    ``UserError`` if the files hold no model.
-    """
+    """Return the sizes of a model with known headers, cast to ``dtype``, or as stored if it is
+    None. Raises ``UserError`` if the files hold no model."""
     inspection = inspect_files(files)
     if inspection.shape is None:
         needed_shape(files)

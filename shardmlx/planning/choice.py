@@ -111,11 +111,8 @@ class Choice:
 
 
 def assess(way: RunSpec, facts: Facts) -> Assessment:
-    """Return the time and memory of a way.
-
-    Raises ``DoesNotFitError`` if a rank would hold too much, another ``UserError`` if the layers
-    cannot be divided so.
-    """
+    """Return the time and memory of a way. Raises ``DoesNotFitError`` if a rank would hold too
+    much, another ``UserError`` if the layers cannot be divided so."""
     plan, workload, cluster = lay_out(way, facts), facts.work(way), facts.cluster
     memory = planned_memory(plan, workload, cluster, facts.lengths.longest)
     for rank, each in enumerate(memory):
@@ -209,11 +206,8 @@ def fits(run: RunSpec, facts: Facts) -> bool:
     return any(map(search.has_room, search.tightest))
 
 
-_Group = tuple[int | None, bool]
-"""Ways of one length of pipeline, with or without divided weights."""
-
-
-def _group(way: RunSpec) -> _Group:
+def _group(way: RunSpec) -> tuple[int | None, bool]:
+    """Return what ways of one length of pipeline have, with or without divided weights."""
     return way.layout.pipeline_stages, way.fine_tune.divides_weights
 
 
@@ -227,8 +221,7 @@ class _Search:
         self.ways, self._facts = ways, facts
         self.found: dict[int, Assessment] = {}
         self.failures: list[UserError] = []
-        self._fitting: dict[tuple[object, ...], list[tuple[int, bool, bool]]] = {}
-        self.tightest: dict[_Group, RunSpec] = {}
+        self.tightest: dict[tuple[int | None, bool], RunSpec] = {}
         for way in ways:
             best = self.tightest.setdefault(_group(way), way)
             if _tightness(way) > _tightness(best):
@@ -248,10 +241,8 @@ class _Search:
         return bool(self.failures) or not all(self._room.values())
 
     def most_promising_first(self) -> list[tuple[float, int]]:
-        """Return (lower bound of the seconds of a step, place) of each way.
-
-        Ways that divide weights come last if the time to gather them is unknown.
-        """
+        """Return (lower bound of a step's seconds, place) of each way; those that divide weights
+        come last if the time to gather them is unknown."""
         bounds: dict[tuple[object, ...], float] = {}
         pairs = []
         for place, way in enumerate(self.ways):
@@ -259,9 +250,7 @@ class _Search:
             if key not in bounds:
                 bounds[key] = self._least_seconds(way)
             pairs.append((bounds[key], place))
-        if self._facts.cluster.knows_messages:
-            return sorted(pairs)
-        return sorted(pairs, key=lambda pair: (self._divides(pair[1]), *pair))
+        return sorted(pairs, key=lambda pair: (self._is_last_resort(self.ways[pair[1]]), *pair))
 
     def look(self, place: int) -> None:
         """Assess a way, unless a faster one like it already fits, or its mesh has no room."""
@@ -271,11 +260,10 @@ class _Search:
         found = self._assessed(way)
         if found is not None:
             self.found[place] = found
-            self._fitting.setdefault(_alike(way), []).append(_thrift(way))
         elif isinstance(self.failures[-1], DoesNotFitError):
             self.has_room(_group(way))
 
-    def has_room(self, group: _Group) -> bool:
+    def has_room(self, group: tuple[int | None, bool]) -> bool:
         """Return whether the tightest way of a group fits."""
         if group not in self._room:
             self._room[group] = self._assessed(self.tightest[group]) is not None
@@ -304,18 +292,18 @@ class _Search:
         copies = mesh.dp if way.fine_tune.divides_weights else 1
         return sizes.total(0, len(sizes.layers)) - copies * sum(rooms)
 
-    def _divides(self, place: int) -> bool:
-        return self.ways[place].fine_tune.divides_weights
+    def _is_last_resort(self, way: RunSpec) -> bool:
+        return way.fine_tune.divides_weights and not self._facts.cluster.knows_messages
 
     def _is_in_vain(self, way: RunSpec) -> bool:
         """Skip slower low-memory variants once a faster variant fits."""
-        is_last_resort = way.fine_tune.divides_weights and not self._facts.cluster.knows_messages
-        if is_last_resort and not all(map(self._divides, self.found)):
+        fitting = [each.way for each in self.found.values()]
+        if self._is_last_resort(way) and not all(map(self._is_last_resort, fitting)):
             return True
-        thrift = _thrift(way)
         return any(
-            all(theirs <= ours for theirs, ours in zip(other, thrift, strict=True))
-            for other in self._fitting.get(_alike(way), ())
+            all(theirs <= ours for theirs, ours in zip(_thrift(other), _thrift(way), strict=True))
+            for other in fitting
+            if _alike(other) == _alike(way)
         )
 
     def _least_seconds(self, way: RunSpec) -> float:

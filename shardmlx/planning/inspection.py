@@ -105,10 +105,7 @@ LINE = CommandLine(
 
 
 def run(words: Sequence[str]) -> int:
-    """Print the parts of a model; return 1 if ``--verify`` finds a fault.
-
-    Raises ``UserError`` if the model cannot be read, or divided as asked.
-    """
+    """Print the parts of a model; return 1 if ``--verify`` finds a fault. Raises ``UserError``."""
     options = LINE.load(words)
     files = read_model(find_source(options.model, options.revision))
     if options.verify:

@@ -110,10 +110,8 @@ def _problem(
 
 
 def _peaks(draft: Plan, setup: TrainingSetup) -> Callable[[int, int, int], float]:
-    """Return the peak bytes of a stage alone on its rank, by its number and its layers.
-
-    The stages of a rank may have peaks that add up to more than its own.
-    """
+    """Return the peak bytes of a stage alone on its rank, by its number and its layers; those of a
+    rank may add up to more than its own."""
     # Every stage has all kinds of actions here; its layers decide which of them it needs.
     of_stage = [
         PeakOfActions([action for action in draft.actions[rank] if action.stage == stage])
@@ -156,10 +154,8 @@ def _peaks(draft: Plan, setup: TrainingSetup) -> Callable[[int, int, int], float
 
 
 def make_mesh(stage_map: StageMap, world_size: int, hosts: Sequence[str]) -> Mesh:
-    """Return the mesh of the world's ranks.
-
-    Raises ``UserError`` unless they are on the hosts that the map names.
-    """
+    """Return the mesh of the world's ranks; ``UserError`` unless they are on the hosts of the
+    map."""
     if world_size % stage_map.pp:
         raise UserError(
             f"{stage_map} needs {stage_map.pp} ranks, or a multiple of it for data parallelism, "
@@ -189,10 +185,8 @@ def divide_by_speed(
     capacity: Sequence[float],
     num_stages: int,
 ) -> StageMap:
-    """Divide a forward pass, one stage a rank; ``costs`` are FLOPs.
-
-    Speeds of machines count if all are known. Raises ``DoesNotFitError`` if nothing fits.
-    """
+    """Divide a forward pass of ``costs`` FLOPs, one stage a rank, by the speeds of machines if all
+    are known. Raises ``DoesNotFitError`` if nothing fits."""
     speeds = [machine.flops for machine in machines if machine.flops is not None]
     is_timed = len(speeds) == num_stages
     problem = Problem(
@@ -209,10 +203,8 @@ def divide_by_speed(
 
 
 def divide_batch(batch: BatchOptions, mesh: Mesh) -> tuple[int, int]:
-    """Return (rows of a replica, rows of a micro-batch); ``UserError`` if they do not divide.
-
-    If replicas have unequal rows, the rows are the most that one is given, or the mean.
-    """
+    """Return (rows of a replica, the most or the mean if they are unequal, rows of a micro-batch);
+    ``UserError`` if they do not divide."""
     rows = -(-batch.batch_size // mesh.dp)
     given = batch.given_rows
     if mesh.dp > 1 and given:

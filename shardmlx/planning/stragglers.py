@@ -129,10 +129,8 @@ class Watch:
 
 
 def compute_of_ranks(plan: Plan, workload: Workload, cluster: Cluster, length: int) -> list[float]:
-    """Return the compute of a step on each world rank with ``length`` tokens, in ``cluster.unit``.
-
-    Includes its share of the update, as measurements do.
-    """
+    """Return the compute of a step on each world rank, with its share of the update, in
+    ``cluster.unit``."""
     stage_map = plan.stage_map
     computed = []
     for rank in range(plan.mesh.size):

@@ -24,10 +24,7 @@ from shardmlx.planning.layout import divide_batch, make_mesh
 
 
 def ways(run: RunSpec, facts: Facts) -> list[RunSpec]:
-    """Return all answers to the open options, from the simplest on.
-
-    Raises ``UserError`` if there is none.
-    """
+    """Return all answers to the open options, the simplest first; ``UserError`` without any."""
     run = run.for_ranks(facts.cluster.size)
     meshes = _meshes(run, facts)
     found = [way for mesh in meshes for way in _of_mesh(run, facts, mesh)]
@@ -168,7 +165,7 @@ def _partitioners(run: RunSpec, facts: Facts, virtual: int) -> tuple[str, ...]:
 
 
 def _nothing_left(run: RunSpec, facts: Facts, meshes: list[Mesh]) -> UserError:
-    """Return the error that says why no way is left."""
+    """Return why no way is left."""
     layers, ranks = facts.workload.shape.num_layers, facts.cluster.size
     names = _schedules(run, facts, meshes[0].pp)
     if not names:

@@ -112,10 +112,8 @@ def _peak(
 
 
 def generation_of(inspection: Inspection, sequences: int, context: int) -> GenerationSetup:
-    """Return the setup of generating so many ``sequences`` at once, of ``context`` tokens each.
-
-    Raises ``UserError`` for a model without keys and values.
-    """
+    """Return the setup of generating ``sequences`` of ``context`` tokens at once; ``UserError`` for
+    a model without keys and values."""
     if inspection.shape is None:
         raise UserError(
             f"--context: {inspection.files.name} is no decoder with keys and values",

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations, permutations
 from random import Random
 
-from shardmlx.partitioners import LayerCosts, Problem, step_cost
+from shardmlx.partitioners import LayerCosts, Problem
 from shardmlx.pipeline.stage_map import Partition, StageMap
 
 
@@ -59,15 +58,6 @@ def shares(problem: Problem, answer: StageMap) -> list[float]:
 
 def fits(problem: Problem, answer: StageMap) -> bool:
     return max(shares(problem, answer)) <= 1
-
-
-OBJECTIVES: dict[str, Callable[[Problem, StageMap], float | Fraction]] = {
-    "uniform": lambda _, answer: max(answer.partition.sizes) - min(answer.partition.sizes),
-    "balanced": lambda problem, answer: max(stage_costs(problem, answer)),
-    "memory": lambda problem, answer: max(shares(problem, answer)),
-    "hetero": step_cost,
-}
-"""Costs that each partitioner makes as small as can be, by its name."""
 
 
 def random_problem(random: Random, layers: int, machines: int) -> Problem:

@@ -98,7 +98,6 @@ def test_every_form_of_line_gives_out_ranks_as_the_planner_supposes(tmp_path: Pa
         "here slots=2 # no line end",
         "here slots=1\nhere slots=1\n",
         "here.lan slots=1\nhere.office slots=1\n",
-        "here slots=3 max_slots=2\n",
         "here slots=0\n",
         "# nobody\n",
     ],

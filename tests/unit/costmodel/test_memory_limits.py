@@ -57,6 +57,9 @@ ONE_MAC = cluster(("studio", 32 * GIB), ("studio", 32 * GIB))
 """Two ranks, each with its share."""
 
 
+PLAN = PlannedMemory(peak=10 * GIB, resident=6 * GIB)
+
+
 def metal(*gib: int, outside: int = 0) -> list[ProcessMemory]:
     """Processes on machines whose GPUs may wire so much."""
     return [ProcessMemory(outside, working_set=each * GIB) for each in gib]
@@ -81,6 +84,8 @@ def test_ranks_on_one_machine_share_its_memory_and_what_it_wires() -> None:
     budget, same = budgets_of(ONE_MAC, None, metal(40, 40))
     assert (budget.nbytes, budget.most, budget.wirable) == (20 * GIB, 32 * GIB, 20 * GIB)
     assert budget.reason == "what macOS wires for the GPU, shared by 2 ranks"
+    (budget, _) = budgets_of(ONE_MAC, 16 * GIB, metal(24, 24))
+    assert MemoryLimits(budget, PLAN, "metal").wired == 12 * GIB
 
 
 def test_what_macos_wires_counts_instead_of_a_part_of_the_machine() -> None:
@@ -192,9 +197,6 @@ def test_the_limit_in_a_remedy_is_enough_when_it_is_typed(nbytes: int) -> None:
 # The limits
 
 
-PLAN = PlannedMemory(peak=10 * GIB, resident=6 * GIB)
-
-
 def limits(
     budget: MemoryBudget, backend: str = "metal", plan: PlannedMemory = PLAN
 ) -> MemoryLimits:
@@ -221,12 +223,6 @@ def test_the_cache_holds_what_a_step_frees_within_the_limit(
     """On Metal the GPU keeps plan and cache in memory; on a CPU nothing is wired."""
     of_rank = limits(budget(nbytes), backend, plan)
     assert (of_rank.memory, of_rank.cache, of_rank.wired) == (nbytes, *expected)
-
-
-def test_together_the_ranks_of_a_machine_wire_no_more_than_it_can() -> None:
-    budgets = budgets_of(ONE_MAC, 16 * GIB, metal(24, 24))
-    wired = [limits(each).wired for each in budgets]
-    assert wired == [12 * GIB, 12 * GIB]
 
 
 def test_metrics_have_the_limits_with_their_reasons() -> None:

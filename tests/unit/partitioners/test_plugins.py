@@ -52,14 +52,10 @@ def test_a_package_brings_a_partitioner(site: Path) -> None:
     assert get_partitioner("last")(PROBLEM).partition.sizes == (1, 1, 6)
     assert get_partitioner("last").__doc__ == "The last machine takes all that it can."
     assert partitioner_names()[-1] == "last"
+    install(site, "ours", balanced="lean_on_last:mine")
+    assert get_partitioner("balanced") is balanced
     with pytest.raises(UserError, match=r"first.*last"):
         get_partitioner("first")
-
-
-def test_ours_keep_their_names(site: Path) -> None:
-    install(site, "lean", balanced="lean_on_last:mine")
-    assert get_partitioner("balanced") is balanced
-    assert partitioner_names().count("balanced") == 1
 
 
 @pytest.mark.parametrize(

@@ -125,15 +125,6 @@ def test_a_given_stage_map_is_predicted_as_it_is(
     assert "suits no schedule zb-v" in message
 
 
-def test_pipeline_stages_leave_the_rest_to_replicas(
-    model: Path, hosts: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    chosen = json.loads(
-        output(capsys, model, "--hostfile", hosts, "--pipeline-stages", 1, "--json")
-    )
-    assert (chosen["pp"], chosen["dp"]) == (1, 2)
-
-
 def test_the_step_is_drawn_in_the_terminal_and_as_pictures(
     model: Path, hosts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

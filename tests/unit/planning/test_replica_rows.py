@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardmlx.config.options import OptionError
-from shardmlx.config.specs import BatchOptions, FineTune, RunSpec
+from shardmlx.config.specs import RunSpec
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine
 from shardmlx.costmodel.predict import predict
 from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
-from shardmlx.modelfiles.model_files import open_model
+from shardmlx.models.shape import ModelShape
 from shardmlx.pipeline.actions import Action, Kind
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
@@ -26,6 +25,7 @@ from shardmlx.planning.facts import Facts, SequenceLengths
 from shardmlx.planning.layout import lay_out, rows_by_speed
 from shardmlx.planning.ways import ways
 from tests.helpers.fake_models import MISTRAL_7B
+from tests.helpers.workloads import workload
 
 BALANCED = {
     "partitioner": "balanced",
@@ -42,60 +42,53 @@ def test_rows_go_to_whom_they_make_last_the_shortest() -> None:
     assert rows_by_speed(4, [1.0, 100.0]) == (3, 1), "each has one"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("mistral")
-    (path / "config.json").write_text(json.dumps(MISTRAL_7B))
-    return path
-
-
 def macs(*tera: float) -> Cluster:
     machines = (Machine(host=f"mac{i}", flops=each * 1e12) for i, each in enumerate(tera))
     return Cluster(machines=tuple(machines))
 
 
-def laid_out(model: Path, cluster: Cluster, **options: object) -> tuple[Plan, Workload]:
-    config = TrainConfig(model=str(model), **{**BALANCED, **options})  # type: ignore[arg-type]
-    files = open_model(str(model))
-    workload = Workload.of(files, FineTune.of(config), BatchOptions.of(config))
-    facts = Facts(workload=workload, cluster=cluster, lengths=SequenceLengths.full(512))
-    return lay_out(ways(RunSpec.of(config), facts)[0], facts), workload
+def laid_out(cluster: Cluster, **options: Any) -> tuple[Plan, Workload]:
+    settings: dict[str, Any] = {**BALANCED, **options}
+    work = workload(ModelShape.from_config(MISTRAL_7B), "bfloat16", **settings)
+    facts = Facts(workload=work, cluster=cluster, lengths=SequenceLengths.full(512))
+    run = RunSpec.of(TrainConfig(model="mistral", **settings))
+    return lay_out(ways(run, facts)[0], facts), work
 
 
-def test_a_replica_that_is_twice_as_fast_gets_twice_the_rows(model: Path) -> None:
+def test_a_replica_that_is_twice_as_fast_gets_twice_the_rows() -> None:
     cluster = macs(20, 10)
-    auto, workload = laid_out(model, cluster, batch_size=12, pipeline_stages=1, replica_rows="auto")
+    auto, work = laid_out(cluster, batch_size=12, pipeline_stages=1, replica_rows="auto")
     assert (auto.replica_rows, auto.micro_batch_size) == ((8, 4), 8)
-    equal, _ = laid_out(model, cluster, batch_size=12, pipeline_stages=1)
-    seconds = [predict(plan, workload, cluster, 512).step_seconds for plan in (auto, equal)]
+    equal, _ = laid_out(cluster, batch_size=12, pipeline_stages=1)
+    seconds = [predict(plan, work, cluster, 512).step_seconds for plan in (auto, equal)]
     assert seconds[1] / seconds[0] == pytest.approx(1.5, rel=1e-3)  # (s1 + s2) / (2 s2)
 
 
-def test_of_a_pipeline_its_busiest_rank_counts_and_micro_batches_stay(model: Path) -> None:
+def test_of_a_pipeline_its_busiest_rank_counts_and_micro_batches_stay() -> None:
     slow_at_its_end = macs(20, 20, 20, 2)
     plan, _ = laid_out(
-        model, slow_at_its_end, batch_size=11, pipeline_stages=2, replica_rows="auto",
+        slow_at_its_end, batch_size=11, pipeline_stages=2, replica_rows="auto",
         partitioner="uniform",
     )  # fmt: skip
     assert plan.replica_rows == (10, 1)
     assert [plan.microbatches_of(replica) for replica in (0, 1)] == [10, 1]
 
 
-def test_replicas_alike_have_equal_rows(model: Path) -> None:
-    plan, _ = laid_out(model, macs(10, 10), batch_size=8, pipeline_stages=1, replica_rows="auto")
+def test_replicas_alike_have_equal_rows() -> None:
+    plan, _ = laid_out(macs(10, 10), batch_size=8, pipeline_stages=1, replica_rows="auto")
     assert (plan.replica_rows, plan.shares) == ((), (4, 4))
 
 
-def test_rows_may_be_given(model: Path) -> None:
+def test_rows_may_be_given() -> None:
     cluster = Cluster(machines=(Machine(host="a"), Machine(host="b")))
-    plan, _ = laid_out(model, cluster, batch_size=7, pipeline_stages=1, replica_rows="5,2")
+    plan, _ = laid_out(cluster, batch_size=7, pipeline_stages=1, replica_rows="5,2")
     assert plan.starts == (0, 5, 7)
     with pytest.raises(UserError, match="--replica-rows 5,3 are 8 rows"):
-        laid_out(model, cluster, batch_size=7, pipeline_stages=1, replica_rows="5,3")
+        laid_out(cluster, batch_size=7, pipeline_stages=1, replica_rows="5,3")
     with pytest.raises(UserError, match="how fast a is"):
-        laid_out(model, cluster, batch_size=7, pipeline_stages=1, replica_rows="auto")
+        laid_out(cluster, batch_size=7, pipeline_stages=1, replica_rows="auto")
     with pytest.raises(OptionError, match="5,x"):
-        laid_out(model, cluster, replica_rows="5,x")
+        laid_out(cluster, replica_rows="5,x")
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

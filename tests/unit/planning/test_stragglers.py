@@ -1,27 +1,21 @@
 """Who slows the others down."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from shardmlx.config.specs import BatchOptions, FineTune
-from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine
 from shardmlx.costmodel.profile_file import MachineProfile, Profile, Sample, work_of
 from shardmlx.costmodel.timing import Seconds
-from shardmlx.costmodel.workload import Workload
-from shardmlx.modelfiles.model_files import open_model
+from shardmlx.models.shape import ModelShape
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.stage_map import StageMap
-from shardmlx.planning.layout import trainable_stages
 from shardmlx.planning.stragglers import Straggler, Watch, compute_of_ranks
 from tests.helpers.models_and_batches import tiny_config
+from tests.helpers.workloads import workload
 
 HOSTS = ("mac-studio", "mac-mini", "macbook", "old-mac")
 
@@ -100,76 +94,32 @@ def test_of_two_replicas_on_machines_alike_the_slow_one_is_named_from_its_first_
 # Of a plan
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    (path / "config.json").write_text(json.dumps(tiny_config(layers=12, hidden_size=256)))
-    return path
+WORK = workload(ModelShape.from_config(tiny_config(layers=12)))
 
 
-def work(model: Path, **options: object) -> Workload:
-    settings = {"num_layers": -1, "max_seq_length": 128, **options}
-    config = TrainConfig(model=str(model), **settings)  # type: ignore[arg-type]
-    return Workload.of(open_model(str(model)), FineTune.of(config), BatchOptions.of(config))
+def cluster_of(ranks: int, **what: Any) -> Cluster:
+    return Cluster(machines=tuple(Machine(host=host, **what) for host in HOSTS[:ranks]))
 
 
-def cluster_of(ranks: int, **what: object) -> Cluster:
-    return Cluster(
-        machines=tuple(
-            Machine(host=host, **what)  # type: ignore[arg-type]
-            for host in HOSTS[:ranks]
-        )
-    )
-
-
-def plan_for(
-    workload: Workload, sizes: tuple[int, ...], schedule: str = "1f1b", dp: int = 1
-) -> Plan:
+def plan_for(sizes: tuple[int, ...], dp: int = 1) -> Plan:
     stage_map = StageMap.from_sizes(sizes)
-    trainable = trainable_stages(workload, stage_map)
-    return Plan(Mesh(dp, len(sizes)), stage_map, schedule, 8, 1, trainable)
+    return Plan(Mesh(dp, len(sizes)), stage_map, "1f1b", 8, 1, (True,) * len(sizes))
 
 
-def test_replicas_are_alike_where_their_machines_are_known_to_be_as_fast(model: Path) -> None:
-    plan = plan_for(work(model), (6, 6), dp=2)
+def test_replicas_are_alike_where_their_machines_are_known_to_be_as_fast() -> None:
+    plan = plan_for((6, 6), dp=2)
     assert Watch.of(plan, cluster_of(4, flops=1e12)).alike == [[2], [3], [0], [1]]
     assert Watch.of(plan, cluster_of(4)).alike == [[], [], [], []]
     assert Watch.of(plan, cluster_of(4)).hosts == list(HOSTS)
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    factor=st.floats(1e-12, 1e3),
-    sizes=st.sampled_from([(6, 6), (1, 11), (11, 1), (9, 3), (4, 4, 4), (2, 1, 3, 6)]),
-    schedule=st.sampled_from(["gpipe", "1f1b", "zb-h1"]),
-    flops=st.sampled_from([None, 1e12]),
-    is_measured=st.booleans(),
-)
-def test_any_common_factor_names_nobody(
-    model: Path,
-    factor: float,
-    sizes: tuple[int, ...],
-    schedule: str,
-    flops: float | None,
-    is_measured: bool,
-) -> None:
-    workload = work(model)
-    plan, cluster = plan_for(workload, sizes, schedule), cluster_of(len(sizes), flops=flops)
-    costs = compute_of_ranks(plan, workload, cluster, 64)
-    watch = replace(Watch.of(plan, cluster), is_measured=is_measured)
-    for step in range(8):
-        assert watch.observe(step, [factor * each for each in costs], costs) == []
-
-
-def test_ranks_of_a_profile_are_measured(model: Path) -> None:
-    workload = work(model)
-    part = Seconds(1.0, 1.0, 0.1, 0.01)
-    sample = Sample(
-        rows=1, length=64, layer=part, frozen=Seconds(1.0), embedding=Seconds(), head=Seconds()
-    )
-    profile = Profile(
-        work_of(workload),
-        tuple(MachineProfile(host, "M2", (sample,)) for host in HOSTS[:2]),
-    )
-    cluster = replace(cluster_of(2), profile=profile)
-    assert Watch.of(plan_for(workload, (6, 6)), cluster).is_measured
+def test_of_a_profile_ranks_are_measured_and_compute_all_micro_batches_and_an_update() -> None:
+    part = Seconds(1.0, 1.0, 0.5, 0.25)
+    nothing = Seconds()
+    sample = Sample(rows=1, length=64, layer=part, frozen=part, embedding=nothing, head=nothing)
+    machines = tuple(MachineProfile(host, "M2", (sample,)) for host in HOSTS[:2])
+    cluster = replace(cluster_of(2), profile=Profile(work_of(WORK), machines))
+    plan = plan_for((4, 8))
+    assert Watch.of(plan, cluster).is_measured
+    computed = compute_of_ranks(plan, WORK, cluster, 64)
+    assert computed == [pytest.approx(8 * layers * 2.5 + layers * 0.25) for layers in (4, 8)]
