@@ -63,18 +63,19 @@ class Prediction:
 
 def predict_memory(
     plan: Plan, workload: Workload, cluster: Cluster, length: int
-) -> tuple[list[int], dict[int, StageMemory]]:
-    """Return (peak bytes of each pipeline rank, memory of each stage) with ``length`` tokens."""
+) -> tuple[list[PlannedMemory], dict[int, StageMemory]]:
+    """Return (memory of each pipeline rank, of each stage) with ``length`` tokens."""
     setup = cluster.setup(workload, plan.micro_batch_size, length, plan.mesh.dp)
     stages = {
         index: stage_memory(setup, *ends)
         for index, ends in enumerate(plan.stage_map.partition.ranges)
     }
-    peaks = []
+    of_ranks = []
     for rank, actions in enumerate(plan.actions):
         own = {index: stages[index] for index in plan.stage_map.stages_of(rank)}
-        peaks.append(rank_peak(actions, own, setup))
-    return peaks, stages
+        resident = sum(stage.resident for stage in own.values()) - held_once(own.values())
+        of_ranks.append(PlannedMemory(rank_peak(actions, own, setup), resident))
+    return of_ranks, stages
 
 
 def planned_memory(
@@ -85,30 +86,19 @@ def planned_memory(
     ``lengths`` are T of a step's longest micro-batch, and of the longest forward-only one, such as
     validation's; 0 if there are none.
     """
-    step = _planned(plan, workload, cluster, lengths[0])
+    step, _ = predict_memory(plan, workload, cluster, lengths[0])
     if lengths[1]:
         forward = replace(
             workload,
             fine_tune=replace(workload.fine_tune, train=False),
             batch=replace(workload.batch, recompute=NONE),
         )
-        passing = _planned(plan, forward, cluster, lengths[1])
+        passing, _ = predict_memory(plan, forward, cluster, lengths[1])
         step = [
             replace(a, peak=max(a.peak, a.resident + b.peak - b.resident))
             for a, b in zip(step, passing, strict=True)
         ]
     return tuple(step[plan.mesh.coordinates(rank)[1]] for rank in range(plan.mesh.size))
-
-
-def _planned(plan: Plan, workload: Workload, cluster: Cluster, length: int) -> list[PlannedMemory]:
-    """Return the memory of each pipeline rank."""
-    peaks, stages = predict_memory(plan, workload, cluster, length)
-    planned = []
-    for rank, peak in enumerate(peaks):
-        own = [stages[index] for index in plan.stage_map.stages_of(rank)]
-        resident = sum(stage.resident for stage in own) - held_once(own)
-        planned.append(PlannedMemory(peak, resident))
-    return planned
 
 
 def _pipeline(
@@ -141,12 +131,12 @@ def _pipeline(
 def predict(plan: Plan, workload: Workload, cluster: Cluster, length: int) -> Prediction:
     """Predict a step with sequences of ``length`` tokens on ``cluster.machines[world rank]``."""
     mesh, stage_map = plan.mesh, plan.stage_map
-    peaks, memories = predict_memory(plan, workload, cluster, length)
+    of_ranks, memories = predict_memory(plan, workload, cluster, length)
     messages = Messages(plan, workload, cluster, memories)
     replicas: list[int | None] = list(range(mesh.dp)) if plan.replica_rows else [None]
     pipelines = [_pipeline(messages, length, each) for each in replicas]
     simulation, stages = max(pipelines, key=lambda each: each[0].makespan)
-    of_rank = [
+    seconds = [
         sum((stages[index] for index in stage_map.stages_of(rank)), Seconds())
         for rank in range(mesh.pp)
     ]
@@ -161,9 +151,9 @@ def predict(plan: Plan, workload: Workload, cluster: Cluster, length: int) -> Pr
                     stage_map.partition.ranges[index] for index in stage_map.stages_of(rank)
                 ),
                 weights=_weights(workload, [memories[i] for i in stage_map.stages_of(rank)]),
-                peak=peaks[rank],
+                peak=of_ranks[rank].peak,
                 capacity=min(cluster.capacity(each) for each in mesh.replicas_of(rank)),
-                seconds=of_rank[rank],
+                seconds=seconds[rank],
                 busy=simulation.busy[rank],
                 exposed=simulation.exposed[rank],
                 bubble=simulation.bubbles[rank],
@@ -172,7 +162,7 @@ def predict(plan: Plan, workload: Workload, cluster: Cluster, length: int) -> Pr
         ),
         simulation=simulation,
         reduce_seconds=messages.sum_seconds() / accumulated,
-        update_seconds=max(each.update for each in of_rank) / accumulated / updaters,
+        update_seconds=max(each.update for each in seconds) / accumulated / updaters,
         sent=max(messages.bytes_between_hosts().values()),
         tokens=sum(plan.shares) * length,
     )

@@ -48,10 +48,9 @@ class Assessment:
 class Choice:
     """The chosen way, of ``tried`` ways, to do as ``asked``, by these ``facts``.
 
-    ``relative_seconds`` are a step's beside the simplest way's, and ``lacking`` says why that does
-    not fit, if so. ``prediction`` is of a step with rows of mean length: its plan with the stage
-    map, seconds, and hosts, layers, peak bytes and capacity of each rank. ``is_limited`` says
-    whether some way did not fit.
+    ``relative_seconds`` are a step's beside the simplest way's, 1 if that does not fit, and
+    ``lacking`` says why. ``prediction`` is of a step with rows of mean length, and ``is_limited``
+    says whether some way did not fit.
     """
 
     asked: RunSpec
@@ -170,7 +169,12 @@ def choose(
     best = min((each for each in search.found.values() if each.seconds <= limit), key=preference)
     first, lacking = search.found.get(0), None
     if first is None:
-        first, lacking = _simplest(search.ways[0], facts)
+        try:
+            first = assess(search.ways[0], facts)
+        except DoesNotFitError as error:
+            lacking = error.fact
+        except UserError:  # it cannot be laid out
+            pass
     return Choice(
         asked=run,
         facts=facts,
@@ -181,20 +185,6 @@ def choose(
         lacking=lacking,
         is_limited=search.is_limited,
     )
-
-
-def _simplest(way: RunSpec, facts: Facts) -> tuple[Assessment | None, str | None]:
-    """Return the assessment of the simplest way, None if there is none, and why it does not fit."""
-    try:
-        return assess(way, facts), None
-    except DoesNotFitError as error:
-        lacking = error.fact
-    except UserError:
-        return None, None
-    try:
-        return assess(way, facts.with_all_memory), lacking
-    except UserError:
-        return None, lacking  # its partitioner goes by memory
 
 
 def fits(run: RunSpec, facts: Facts) -> bool:

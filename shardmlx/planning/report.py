@@ -30,16 +30,11 @@ def report(choice: Choice, hostfile: str, stage_map: str | None, options: Sequen
     """
     prediction, facts = choice.prediction, choice.facts
     rows = f"batches of {choice.run.batch.batch_size} x {facts.lengths.longest[0]} tokens"
+    ranks = [_cells(rank, each) for rank, each in enumerate(prediction.ranks)]
     lines = [
         f"best of {choice.tried} plans for {rows}: {choice.way}",
         "",
-        columns(
-            (
-                "rank", "host", "layers", "weights", "peak memory", "of", "F", "I", "W",
-                "bubble", "exposed communication",
-            ),
-            [_line(rank, each) for rank, each in enumerate(prediction.ranks)],
-        ),
+        columns(list(ranks[0]), [list(each.values()) for each in ranks]),
         "",
         _speed(prediction, facts.cluster),
         f"what binds it: {binding(choice)}",
@@ -47,27 +42,25 @@ def report(choice: Choice, hostfile: str, stage_map: str | None, options: Sequen
         *shorter_sums(choice),
         "",
         *_how_to_run(choice, options, hostfile, stage_map),
-    ]  # fmt: skip
+    ]
     return "\n".join(lines)
 
 
-def _line(rank: int, each: RankPrediction) -> tuple[str, ...]:
-    ranges = ", ".join(numbers_of(*layers) for layers in each.ranges)
-    has = "?" if math.isinf(each.capacity) else gibibytes(each.capacity)
+def _cells(rank: int, each: RankPrediction) -> dict[str, str]:
     seconds, others = each.seconds, len(each.hosts) - 1
-    return (
-        str(rank),
-        f"{each.hosts[0]} +{others}" if others else each.hosts[0],
-        ranges,
-        gibibytes(each.weights),
-        gibibytes(each.peak),
-        has,
-        _seconds(seconds.forward),
-        _seconds(seconds.input_gradient),
-        _seconds(seconds.weight_gradient),
-        f"{100 * each.bubble:.1f}%",
-        _seconds(each.exposed),
-    )
+    return {
+        "rank": str(rank),
+        "host": f"{each.hosts[0]} +{others}" if others else each.hosts[0],
+        "layers": ", ".join(numbers_of(*layers) for layers in each.ranges),
+        "weights": gibibytes(each.weights),
+        "peak memory": gibibytes(each.peak),
+        "of": "?" if math.isinf(each.capacity) else gibibytes(each.capacity),
+        "F": _seconds(seconds.forward),
+        "I": _seconds(seconds.input_gradient),
+        "W": _seconds(seconds.weight_gradient),
+        "bubble": f"{100 * each.bubble:.1f}%",
+        "exposed communication": _seconds(each.exposed),
+    }
 
 
 def _seconds(seconds: float) -> str:

@@ -83,16 +83,3 @@ def test_stages_of_one_rank_share_their_room(ranges: list[tuple[int, int]], memb
     model = build(tiny_config(layers=12))
     expected = planned(model, members, "all", ranges)
     assert held(model, members, ranges) == pytest.approx(expected, rel=0.07)
-
-
-def test_two_replicas_need_room_for_one_layer_in_all() -> None:
-    """Each owns about a half of the matrices of even layers, and the other half of odd ones."""
-    model = build(tiny_config(layers=16))
-    model.freeze()
-    part = Slice(model, 0, 16)
-    weights = DividedWeights(0, (0, 1), [part])
-    layer, end = Slice(model, 1, 2).nbytes, model.lm_head.weight.nbytes
-    room = weights.nbytes([part]) - sum(
-        part[name].nbytes for name in part.parameters() if weights.is_mine(name)
-    )
-    assert room == pytest.approx(layer + end, rel=0.05)

@@ -277,8 +277,8 @@ def planned_run(dp: int) -> tuple[Plan, Workload]:
 def test_each_rank_of_a_replica_has_the_peak_that_is_predicted() -> None:
     plan, work = planned_run(2)
     of_ranks = planned_memory(plan, work, MACHINES, (64, 0))
-    peaks, stages = predict_memory(plan, work, MACHINES, 64)
-    assert [each.peak for each in of_ranks] == [*peaks, *peaks]
+    of_pipeline, stages = predict_memory(plan, work, MACHINES, 64)
+    assert list(of_ranks) == [*of_pipeline, *of_pipeline]
     assert [each.resident for each in of_ranks[:2]] == [stages[i].resident for i in range(2)]
 
 

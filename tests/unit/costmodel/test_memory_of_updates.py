@@ -71,11 +71,3 @@ def test_a_layer_takes_the_copies_that_the_plan_counts(optimizer: str) -> None:
 def test_a_matrix_at_an_end_takes_the_copies_that_the_plan_counts(optimizer: str) -> None:
     copies = bytes_above_gradients(optimizer, layers=0, ends=1) / MATRIX
     assert copies == pytest.approx(OPTIMIZERS[optimizer].passing_alone, abs=0.2)
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_matrix_at_an_end_finds_no_gradients_of_layers(optimizer: str) -> None:
-    layers = 2
-    above = bytes_above_gradients(optimizer, layers=layers, ends=1)
-    copies = (above + layers * LAYER) / MATRIX
-    assert copies == pytest.approx(OPTIMIZERS[optimizer].passing_alone, abs=0.2)

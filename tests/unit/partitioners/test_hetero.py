@@ -45,15 +45,6 @@ def test_one_micro_batch_wants_little_on_the_slow_machine_many_want_all_busy_ali
     assert hetero(machines(1.0, 2.0, microbatches=100)).partition.sizes == (4, 2)
 
 
-def test_slow_links_decide_the_order() -> None:
-    near, far = 0.1, 5.0
-    links = ((0.0, far, near), (far, 0.0, near), (near, near, 0.0))  # only 2 is near both
-    problem = machines(1.0, 1.0, 1.0, transfer=links, hosts=("a", "b", "c"))
-    answer = hetero(problem)
-    assert answer.placement == (0, 2, 1)
-    assert answer.hosts == ("a", "c", "b")
-
-
 def test_a_small_machine_goes_where_little_is_held() -> None:
     def peak(stage: int, start: int, stop: int) -> float:
         return (stop - start) * (2 - stage)

@@ -28,13 +28,6 @@ def test_memory_fills_machines_evenly(gib: tuple[float, ...], sizes: tuple[int, 
     assert memory(machines(*gib)).partition.sizes == sizes
 
 
-def test_what_is_in_flight_counts_where_it_is_held() -> None:
-    def peak(stage: int, start: int, stop: int) -> float:
-        return (stop - start) * GIB * (2 - stage)  # the first stage holds two micro-batches
-
-    assert memory(machines(6.0, 6.0, peak=peak)).partition.sizes == (2, 6)
-
-
 def test_a_stage_that_begins_lower_may_hold_less() -> None:
     """From its lowest trained layer on a stage keeps nothing from I to W."""
 
