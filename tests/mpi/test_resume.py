@@ -14,7 +14,7 @@ import yaml
 
 from tests.helpers.jobs import PROGRAMS, Job
 from tests.helpers.models_and_batches import load_weights
-from tests.helpers.mpirun import events, train, train_well
+from tests.helpers.mpirun import events, train_well
 from tests.helpers.rank_pool import run_in_pool
 
 COMMON: dict[str, Any] = {
@@ -296,41 +296,3 @@ def test_without_a_shared_disk(
     job = apart([homes[0], homes[2]], flags)
     assert job.returncode == 0, job.output
     agree_with_adam(results[ADAM, WHOLE], result)
-
-
-# What is refused.
-
-
-@pytest.fixture
-def saved(results: Results, small: Path, pirate: Path, tmp_path: Path) -> tuple[list[str], Result]:
-    """A run that was interrupted after its checkpoints of steps 5 and 10."""
-    flags, result = arguments("lora", tmp_path, {"small": small}, pirate)
-    for step in (5, 10):
-        interrupt(results["lora", WHOLE], result, step)
-    return flags, result
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-100] ^= 1
-    path.write_bytes(content)
-
-
-def test_a_damaged_checkpoint_is_named_and_passed_over(saved: tuple[list[str], Result]) -> None:
-    flags, result = saved
-    flip(result.checkpoints / "step-0000010" / "weights-01.safetensors")
-    job = train(1, *flags)
-    assert job.returncode == 0, job.output
-    assert "damaged checkpoint passed over" in job.stdout
-    assert "step-0000010/weights-01.safetensors: its sha256 is" in job.stdout
-    assert "step-0000005: 7 of 12 steps are left" in job.stdout
-    assert (result.checkpoints / "damaged-step-0000010").exists()
-    assert (result.checkpoints / "step-0000010" / "COMMITTED").exists(), "saved anew"
-
-
-def test_another_run_is_refused_by_name(saved: tuple[list[str], Result]) -> None:
-    flags, _ = saved
-    job = train(1, *flags, "--optimizer", "sgd")
-    assert job.returncode == 2
-    (line,) = job.error_lines
-    assert "was made with the optimizer adamw" in line

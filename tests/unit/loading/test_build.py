@@ -353,24 +353,6 @@ def test_a_file_to_go_on_from_that_does_not_fit_is_named(
     assert named in message
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [("adapter_config.json", None), ("adapter_config.json", "{"), ("adapters.safetensors", "{}")],
-)
-def test_adapters_to_test_that_cannot_be_read(
-    model_dir: Path, tmp_path: Path, name: str, content: str | None
-) -> None:
-    path = adapters(tmp_path / "adapters", model_dir)
-    file = tmp_path / "adapters" / name
-    if content is None:
-        file.unlink()
-    else:
-        file.write_text(content)
-    message = error_of(model_dir, test=True, adapter_path=path)
-    assert f"--adapter-path {path}" in message
-    assert '--adapter-path ""' in message
-
-
 def test_adapters_to_test_of_another_model_or_a_file_are_refused(
     model_dir: Path, quantised_dir: Path, tmp_path: Path
 ) -> None:

@@ -44,20 +44,6 @@ def test_a_directory_is_its_own_place_and_what_is_none_is_refused(
         assert named in error.value.problem
 
 
-def test_a_revision_is_what_is_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import huggingface_hub
-
-    asked = []
-
-    def download(name: str, **options: object) -> str:
-        asked.append((name, options["revision"]))
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert find_model("me/tiny", "v1.0") == tmp_path
-    assert asked == [("me/tiny", "v1.0")]
-
-
 def test_the_revision_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 asks the hub for it, and the cache where the hub does not answer."""
     asked = []
