@@ -141,20 +141,14 @@ def as_chat(asked: MessagesBody) -> TranslatedChat:
         _add_message(chat, f"messages.{at}.content", message.role, message.content)
     for at, tool in enumerate(asked.tools or ()):
         _add_tool(chat, f"tools.{at}", tool)
-    _go_on(chat)
-    return chat
-
-
-def _go_on(chat: TranslatedChat) -> None:
-    """Have the answer go on from the last message, if it is the assistant's; take out one that says
-    nothing."""
     last = chat.messages[-1] if chat.messages else {}
-    if last.get("role") != "assistant" or last.get("tool_calls"):
-        return
-    if last["content"].strip() or last.get("reasoning_content"):
-        chat.body["continue_final_message"] = True
-    else:
-        chat.messages.pop()
+    if last.get("role") == "assistant" and not last.get("tool_calls"):
+        # The answer goes on from this message, unless it says nothing.
+        if last["content"].strip() or last.get("reasoning_content"):
+            chat.body["continue_final_message"] = True
+        else:
+            chat.messages.pop()
+    return chat
 
 
 def _add_message(chat: TranslatedChat, where: str, role: str, blocks: list[Block]) -> None:

@@ -132,11 +132,7 @@ class MessageBody(Body):
         return any((self.model_extra or {}).get(name) is True for name in BEGUN)
 
     def for_template(self, where: str) -> dict[str, Any]:
-        """Return the message for a chat template. Raises ``ApiError``, in which the message is
-        called ``where``.
-
-        Templates know no role "developer", OpenAI's newer name of "system".
-        """
+        """Return the message for a chat template. Raises ``ApiError``, which calls it ``where``."""
         extra = self.model_extra or {}
         refuse_unknown({name: extra[name] for name in MEANINGFUL if name in extra}, f"{where}.")
         thoughts = [extra[name] for name in THOUGHTS if isinstance(extra.get(name), str)]
@@ -147,6 +143,7 @@ class MessageBody(Body):
             "tool_call_id": self.tool_call_id,
         }
         return {
+            # Templates know no role "developer", OpenAI's newer name of "system".
             "role": "system" if self.role == "developer" else self.role,
             "content": self._said(extra, where),
             **{name: value for name, value in more.items() if value},

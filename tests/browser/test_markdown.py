@@ -116,11 +116,6 @@ def test_a_table(page: webdriver.Chrome) -> None:
     )
 
 
-@pytest.mark.parametrize("text", ["a | b\n--- | ---|---", "a\n---", "| a |\nb | c", "|\n-"])
-def test_what_is_no_table(page: webdriver.Chrome, text: str) -> None:
-    assert shown(page, text, "node.querySelectorAll('table').length") == 0
-
-
 def test_code_is_shown_as_it_is_even_before_its_end(page: webdriver.Chrome) -> None:
     code = "```python\nif a:\n    *b* = 1\n"
     read = "node.querySelector('pre').textContent"

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from openai.types.chat import ChatCompletionMessage
 
 from shardmlx.inference.answer_format import Tool
 from shardmlx.server.model_names import ModelNames
@@ -188,18 +187,6 @@ def test_the_effort_of_thinking_is_the_templates() -> None:
     assert read(none)[0].arguments == {"enable_thinking": False}
     own = {**OPENAI, "chat_template_kwargs": {"reasoning_effort": "high"}}
     assert read(own)[0].arguments == {"reasoning_effort": "high"}
-
-
-def test_no_limit_but_what_fits() -> None:
-    assert read(LLAMA_CPP)[1].max_tokens == 89
-    assert read({**OPENAI, "max_completion_tokens": None})[1].max_tokens == 89
-
-
-@pytest.mark.parametrize("omits_null", [True, False])
-def test_an_answer_of_openais_package_can_be_sent_back(omits_null: bool) -> None:
-    answer = ChatCompletionMessage(role="assistant", content="Aye!", annotations=[], tool_calls=[])
-    history = [ASKED, answer.model_dump(exclude_none=omits_null), AGAIN]
-    assert read({"messages": history})[0].messages == PLAIN
 
 
 @pytest.mark.parametrize(
