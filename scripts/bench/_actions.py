@@ -57,9 +57,6 @@ class Idle:
     def backward_input(self, j: int) -> mx.array:
         return self._gradient
 
-    def backward_weight(self, j: int) -> None:
-        pass
-
     def backward_weight_in_parts(self, j: int, parts: Sequence[Any]) -> Iterator[Any]:
         return iter(())
 
