@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardmlx.errors import UserError
-from shardmlx.runreport.metrics_file import current, read_metrics, thinned
+from shardmlx.runreport.metrics_file import current, read_metrics
 from tests.helpers.stories import STORY, story, write_metrics
 
 
@@ -77,10 +77,3 @@ def test_a_resumed_run_has_not_ended_yet() -> None:
 def test_of_files_put_together_the_last_run_is_shown() -> None:
     other = [{"event": "start", "step": 0}, train(1)]
     assert current([*story(), *other]) == other
-
-
-def test_too_many_reports_become_fewer_and_the_last_stays() -> None:
-    events = [{"event": "start", "step": 0}, *map(train, range(1, 100)), {"event": "val"}]
-    left = thinned(events, most=30)
-    assert steps(left, "train") == list(range(3, 100, 4))
-    assert (left[0], left[-1]) == (events[0], events[-1])
