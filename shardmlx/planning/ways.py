@@ -166,12 +166,12 @@ def _partitioners(run: RunSpec, facts: Facts, virtual: int) -> tuple[str, ...]:
 
 def _nothing_left(run: RunSpec, facts: Facts, meshes: list[Mesh]) -> UserError:
     """Return why no way is left."""
-    layers, ranks = facts.workload.shape.num_layers, facts.cluster.size
+    layers = facts.workload.shape.num_layers
     names = _schedules(run, facts, meshes[0].pp)
     if not names:
         asked = "" if run.layout.schedule == AUTO else f" {run.layout.schedule}"
         return UserError(
-            f"{facts.stage_map} suits no schedule{asked} on {ranks} ranks",
+            f"{facts.stage_map} suits no schedule{asked} on {facts.cluster.size} ranks",
             "number its ranks as the schedule does, or leave the map out",
         )
     errors = []
@@ -183,10 +183,8 @@ def _nothing_left(run: RunSpec, facts: Facts, meshes: list[Mesh]) -> UserError:
         except UserError as error:
             errors.append(error)
             continue
-        stages = mesh.pp * virtual
-        what = f"{ranks} machines" if stages == ranks else f"{stages} stages"
         return UserError(
-            f"{what}, but the model has {layers} layers",
+            f"{mesh.pp * virtual} stages, but the model has {layers} layers",
             f"use at most {layers}, or replicas: --data-parallel",
         )
     return errors[0]

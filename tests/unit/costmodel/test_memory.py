@@ -181,18 +181,6 @@ def test_layers_below_the_first_trained_one_hold_nothing() -> None:
     assert above.gradients == 2 * across.gradients
 
 
-def test_the_last_stage_holds_the_logits() -> None:
-    middle, last = stage_memory(setup(), 2, 3), stage_memory(setup(), 3, 4)
-    assert last.after_forward - middle.after_forward == 4 * 10 * 100
-
-
-def test_checkpointing_holds_the_inputs_of_layers() -> None:
-    stage = stage_memory(setup(savings=CHECKPOINT), 1, 3)
-    inputs, output, gradient_to_come = 2, 1, 1
-    assert stage.after_forward == (inputs + output + gradient_to_come) * stage.message
-    assert stage.after_input == gradient_to_come * stage.message
-
-
 # What a rank holds at a time.
 
 

@@ -177,7 +177,7 @@ def test_a_way_leaves_nothing_open(model: Path) -> None:
     [
         ({"data_parallel": 3}, 4, "--data-parallel 3"),
         ({"batch_size": 3, "data_parallel": 2}, 4, "--batch-size 3"),
-        ({"data_parallel": 1}, 33, "33 machines, but the model has 32 layers"),
+        ({"data_parallel": 1}, 33, "33 stages, but the model has 32 layers"),
     ],
 )
 def test_what_leaves_nothing_to_choose_is_named(
@@ -234,6 +234,7 @@ def test_replicas_are_taken_where_they_beat_the_longest_pipeline(model: Path) ->
     room = ((64, 10), (64, 10))
     fast = chosen(model, macs(*room))
     assert fast.plan.mesh == Mesh(2, 1)
+    assert not divides(fast), "each machine holds all weights"
     assert fast.relative_seconds < 1
     assert str(fast).startswith("chosen: 2 replicas x 1 rank, 1f1b, ")
     assert chosen(model, macs(*room, link=None)).plan.mesh == Mesh(1, 2)
@@ -433,12 +434,6 @@ def test_weights_are_gathered_down_to_the_lowest_layer_that_is_trained(
     sent = (sum(upwards) + sum(down)) * HALF + sizes.embedding + sizes.head
     seconds = predict(plan, workload, macs(*TIGHT, link=0.1e9), 1024).step_seconds
     assert seconds == pytest.approx(sent / 0.1e9, rel=0.01)
-
-
-def test_nobody_divides_weights_of_which_each_machine_holds_all(model: Path) -> None:
-    choice = chosen(model, macs((64, 10), (64, 10)), **LONG)
-    assert choice.plan.mesh == Mesh(2, 1)
-    assert not divides(choice)
 
 
 def test_where_links_are_not_known_weights_are_divided_only_if_nothing_else_fits(

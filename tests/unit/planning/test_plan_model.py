@@ -148,7 +148,7 @@ def test_the_step_is_drawn_in_the_terminal_and_as_pictures(
         (HOSTS, ["--partitioner", "even"], "'even'"),
         (HOSTS, ["--batch-sise", "3"], "--batch-size"),
         ("a slots=1 # flops=1T\nb slots=1\n", [], "how fast b is"),
-        ("a slots=17 # flops=1T\n", [], "17 machines, but the model has 16 layers"),
+        ("a slots=17 # flops=1T\n", [], "17 stages, but the model has 16 layers"),
         (
             "a slots=1 # flops=1T memory=64GiB\nb slots=1 # memory=1MiB flops=1T\n",
             ["--data-parallel", "1"],
