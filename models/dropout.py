@@ -28,12 +28,10 @@ class KeyedDropout(nn.Module):
         self._keep = keep
         self._order: tuple[tuple[int, ...], mx.array] | None = None
 
-    def set_key(
-        self, key: tuple[int, int], first_row: int = 0, places: PackedPositions | None = None
-    ) -> None:
-        """Draw the next mask from ``key``, for rows from ``first_row`` of the global batch, or for
-        a packed row, whose ``places`` count from there."""
-        self._key, self._first_row, self._places = key, first_row, places
+    def set_key(self, row: int, position: int, places: PackedPositions | None = None) -> None:
+        """Draw the next mask from these two numbers, to which each row and position adds its own,
+        those of ``places`` in a packed row."""
+        self._starts, self._places = (row, position), places
 
     def set_order(self, shape: tuple[int, ...], order: mx.array) -> None:
         """Expect (rows, T, experts, ...) = ``shape`` next, flattened and permuted to ``order``."""
@@ -62,10 +60,9 @@ class KeyedDropout(nn.Module):
             numbers = mx.meshgrid(mx.arange(rows), mx.arange(length), indexing="ij")
         else:
             numbers = tuple(map(mx.array, self._places))
-        starts = (self._key[0] + self._first_row, self._key[1])
         halves = [
             each.astype(mx.uint32) + mx.array(start % 2**32, mx.uint32)
-            for each, start in zip(numbers, starts, strict=True)
+            for each, start in zip(numbers, self._starts, strict=True)
         ]
         return mx.stack(halves, axis=-1).reshape(-1, 2)
 
@@ -129,12 +126,9 @@ def set_keys(
     first_row: int = 0,
     places: PackedPositions | None = None,
 ) -> None:
-    """Give each of ``dropouts`` its own key, made of ``parts``: seed, step and layer."""
+    """Give each of ``dropouts`` its own key, of ``parts``: seed, step and layer. Rows count from
+    ``first_row`` of the global batch."""
     for index, dropout in enumerate(dropouts):
-        dropout.set_key(dropout_key(*parts, index), first_row, places)
-
-
-def dropout_key(*parts: int) -> tuple[int, int]:
-    """Return a random key of two 32-bit halves that depends on all of ``parts``."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest[:4]), int.from_bytes(digest[4:])
+        digest = hashlib.blake2b(repr((*parts, index)).encode(), digest_size=8).digest()
+        row, position = int.from_bytes(digest[:4]), int.from_bytes(digest[4:])
+        dropout.set_key(row + first_row, position, places)
