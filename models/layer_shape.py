@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 
@@ -97,7 +98,7 @@ class Heads(NamedTuple):
 NO_HEADS = Heads(0, 0, 0, 0, 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LayerShape:
     """Sizes of a decoder layer.
 
@@ -119,7 +120,7 @@ class LayerShape:
     """Elements of a token kept by the forward for parts not listed: norms without a weight, or
     sums."""
 
-    @property
+    @cached_property
     def mlp(self) -> int:
         """The width between up and down, summed over a token's experts."""
         return sum(
@@ -142,7 +143,7 @@ class LayerShape:
     def experts_per_token(self) -> int:
         return 0 if self._expert is None else self._expert.uses
 
-    @property
+    @cached_property
     def _expert(self) -> Linear | None:
         return next((each for _, each in self.linears if each.source == "experts"), None)
 
@@ -151,13 +152,13 @@ class LayerShape:
         """True if the MLP takes the input of attention, and both are added up at once."""
         return not any(each.source in ("mlp", "experts") for _, each in self.linears)
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         linears = sum(each.parameters for _, each in self.linears)
         norms = sum(math.prod(norm.sides) * (1 + norm.bias) for _, norm in self.norms)
         return linears + norms + sum(math.prod(sides) for _, sides in self.arrays)
 
-    @property
+    @cached_property
     def active_parameters(self) -> int:
         """Number of parameters that one token passes through."""
         idle = sum(
