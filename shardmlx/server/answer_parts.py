@@ -22,7 +22,7 @@ ID_LENGTH = 9
 Kind = Literal["thought", "said", "call"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Part:
     """A piece of what an answer thinks or says, or of the arguments of a call, which are JSON. A
     call begins with a part that has its ``name`` and ``id``."""

@@ -52,11 +52,10 @@ class Reply(ABC):
 
     def _take(self, index: int, part: Part) -> None:
         """Take a part into the blocks of answer ``index``."""
-        blocks = self.blocks[index]
         if self._begins(index, part):
-            blocks.append(part)
+            self.blocks[index].append(replace(part))
         else:
-            blocks[-1] = replace(blocks[-1], text=blocks[-1].text + part.text)
+            self.blocks[index][-1].text += part.text
 
     @property
     def prompt_tokens(self) -> int:
