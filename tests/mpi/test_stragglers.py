@@ -25,4 +25,4 @@ def test_a_rank_that_becomes_slow_is_named_once(small: Path, pirate: Path, tmp_p
     assert event["compute_seconds"] > 1.25 * event["expected_seconds"]
     (line,) = [line for line in job.stdout.splitlines() if "something slows it down" in line]
     assert line.startswith("warning: rank 1 on ")
-    assert "were usual beside the others" in line
+    assert "would keep up with the others" in line
