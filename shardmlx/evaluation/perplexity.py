@@ -58,14 +58,10 @@ def read_texts(
 
 def perplexity_of(samples: Sequence[Sample], scores: Sequence[Scores]) -> Perplexity:
     """Return the perplexity of samples: all tokens after the first, from their start on."""
-    losses = -np.concatenate(
-        [
-            score.logprobs[max(start, 1) - 1 :].astype(np.float64)
-            for (_, start), score in zip(samples, scores, strict=True)
-        ]
-    )
+    pairs = zip(samples, scores, strict=True)
+    counted = [score.logprobs[max(start, 1) - 1 :] for (_, start), score in pairs]
+    losses = -np.concatenate(counted).astype(np.float64)
     loss = float(losses.mean())
     spread = float(losses.std(ddof=1)) if losses.size > 1 else 0.0
-    perplexity = math.exp(loss)
-    error = perplexity * spread / math.sqrt(losses.size)
-    return Perplexity(perplexity, error, loss, losses.size)
+    error = math.exp(loss) * spread / math.sqrt(losses.size)
+    return Perplexity(math.exp(loss), error, loss, losses.size)

@@ -48,12 +48,14 @@ class Scorer:
         All ranks must call it, with the same sequences.
         """
         rank, name = self._transport.rank, self._transport.name
-        batches = batches_of([len(each) for each in sequences], self._rows)
+        # Those of a batch have about the same length.
+        order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]), reverse=True)
+        batches = [order[at : at + self._rows] for at in range(0, len(order), self._rows)]
         shapes = [
             (len(batch), max(len(sequences[i]) for i in batch) - 1, self._part.hidden_size)
             for batch in batches
         ]
-        mine: list[tuple[np.ndarray, np.ndarray]] = []
+        mine: dict[int, Scores] = {}
         due = self._receive(shapes[0]) if shapes else None
         for number, batch in enumerate(batches):
             tokens = np.zeros((len(batch), shapes[number][1] + 1), np.int32)
@@ -69,20 +71,16 @@ class Scorer:
             hidden = mx.contiguous(self._part(x, attention_chunk=self._chunk))
             mx.eval(hidden)
             if self._part.is_last:
-                mine.append(self._scores(hidden, tokens[:, 1:]))
+                logprobs, likeliest = self._scores(hidden, tokens[:, 1:])
+                for row, i in enumerate(batch):
+                    count = len(sequences[i]) - 1
+                    mine[i] = Scores(logprobs[row, :count], likeliest[row, :count])
             else:
                 self._outbox.send(hidden, rank + 1, HIDDEN_TAG, f"scoring, batch {number}")
                 self._outbox.drain(UNSENT)
         self._outbox.drain(0)
         everyone = self._transport.gather(mine, what="scores")
-        if everyone is None:
-            return []
-        result: dict[int, Scores] = {}
-        for batch, (logprobs, likeliest) in zip(batches, everyone[-1], strict=True):
-            for row, i in enumerate(batch):
-                count = len(sequences[i]) - 1
-                result[i] = Scores(logprobs[row, :count], likeliest[row, :count])
-        return [result[i] for i in range(len(sequences))]
+        return [] if everyone is None else [everyone[-1][i] for i in range(len(sequences))]
 
     def _receive(self, shape: tuple[int, ...]) -> tuple[mx.array, Handle] | None:
         """Begin to receive hidden states; return None on the first stage."""
@@ -105,9 +103,3 @@ class Scorer:
             logprobs.append(np.array(own[..., 0]))
             likeliest.append(np.array(is_own))
         return np.concatenate(logprobs, axis=1), np.concatenate(likeliest, axis=1)
-
-
-def batches_of(lengths: Sequence[int], rows: int) -> list[list[int]]:
-    """Return the sequences of each batch of at most ``rows``, of about the same length."""
-    order = sorted(range(len(lengths)), key=lambda i: lengths[i], reverse=True)
-    return [order[start : start + rows] for start in range(0, len(order), rows)]

@@ -1,8 +1,5 @@
-"""Tasks of lm-evaluation-harness, whose questions a model answers through the pipeline.
-
-Requests mean the same as in ``mlx_lm.evaluate``: log-likelihoods of continuations, of whole texts,
-and greedy answers up to a stop string.
-"""
+"""Tasks of lm-evaluation-harness, whose questions a model answers through the pipeline, as in
+``mlx_lm.evaluate``."""
 
 from __future__ import annotations
 
@@ -51,12 +48,11 @@ def _manager(config: EvaluateConfig) -> Any:
         if set(config.tasks) <= set(own.all_tasks):
             return own
     every = TaskManager(include_path=config.include_path)
-    for task in config.tasks:
-        if task not in every.all_tasks:
-            raise UserError(
-                f"--tasks {task} is not known to lm-evaluation-harness",
-                "lm_eval ls tasks shows all; name a directory with your own by --include-path",
-            )
+    if unknown := set(config.tasks).difference(every.all_tasks):
+        raise UserError(
+            f"--tasks {min(unknown)} is not known to lm-evaluation-harness",
+            "lm_eval ls tasks shows all; name a directory with your own by --include-path",
+        )
     return every
 
 
@@ -101,10 +97,8 @@ def rows_of(results: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
 def continuation(
     encode: Callable[[str], Sequence[int]], context: str, answer: str, most: int
 ) -> tuple[list[int], int] | None:
-    """Return tokens of a context with an answer, and how many of them are the answer's.
-
-    Long ones are cut at the beginning of the context; None if no context is left.
-    """
+    """Return tokens of a context with an answer, cut at the beginning, and how many of them are the
+    answer's; None if no context is left."""
     whole = list(encode(context + answer))
     count = len(whole) - len(encode(context))
     kept = whole[-(most + 1) :]

@@ -62,21 +62,16 @@ def tokenised(config: GenerateConfig, reader: PromptReader) -> list[Prompt]:
         prompt = read_stdin() if prompt == "-" else prompt
         if not prompt:
             raise UserError("--prompt is empty", "give a text")
-        messages = ({"role": "user", "content": prompt},)
-        requests = [PromptRequest(messages, config.max_tokens, "--prompt", prompt)]
+        requests = [PromptRequest(prompt, config.max_tokens, "--prompt")]
     if config.output is not None:
         check_writable(Path(config.output), "--output")
     reader = replace(
         reader, system_prompt=config.system_prompt, prefill_response=config.prefill_response
     )
-    is_plain = config.ignore_chat_template or not reader.has_template
     found = []
     for request in requests:
         try:
-            if is_plain and request.prompt is not None:
-                tokens = reader.text(request.prompt)
-            else:
-                tokens = reader.chat(request.messages)
+            tokens = reader.read(request.prompt, is_plain=config.ignore_chat_template)
         except UserError as error:
             raise UserError(f"{request.where}: {error.problem}", error.remedy) from None
         found.append((tokens, request.max_tokens))

@@ -66,6 +66,17 @@ class PromptReader:
         """True if the model has a chat template."""
         return bool(self.tokenizer.has_chat_template)
 
+    def read(
+        self, prompt: str | Sequence[ChatMessage], *, is_plain: bool = False
+    ) -> tuple[int, ...]:
+        """Return the tokens of a chat, or of a prompt: a user's message, unless it ``is_plain`` or
+        there is no chat template. Raises as ``chat`` and ``text``."""
+        if not isinstance(prompt, str):
+            return self.chat(prompt)
+        if is_plain or not self.has_template:
+            return self.text(prompt)
+        return self.chat([{"role": "user", "content": prompt}])
+
     def text(self, prompt: str) -> tuple[int, ...]:
         """Return the tokens of a prompt, without the chat template.
 
@@ -128,7 +139,6 @@ class PromptReader:
         """Return the tokens of a chat, after which its next message is to be generated, or the rest
         of its last one.
 
-        The template tells the model of ``tools``, or a message does, as ``answer_format`` says.
         Control tokens that a message or a tool spells are text; only the template writes real ones.
         ``arguments`` of the template win over ``template_arguments``. Raises ``UserError`` where
         the template does not take them, or there is none.
@@ -173,23 +183,16 @@ class PromptReader:
 
 @dataclass(frozen=True, slots=True)
 class PromptRequest:
-    """A prompt or a chat, for which an answer of at most ``max_tokens`` is to be generated.
+    """A request for an answer of at most ``max_tokens``; ``where`` names its file and line."""
 
-    ``where`` names its file and line in error messages.
-    """
-
-    messages: tuple[Mapping[str, Any], ...]
+    prompt: str | Sequence[ChatMessage]
     max_tokens: int
     where: str
-    prompt: str | None = None
 
 
 def read_prompts(path: str | Path, max_tokens: int) -> list[PromptRequest]:
-    """Read the JSON lines of ``generate --prompts``, in order; empty lines count for nothing.
-
-    ``max_tokens`` is that of lines without their own. Raises ``UserError``, which names file, line
-    and value.
-    """
+    """Read the JSON lines of ``generate --prompts``, but empty ones; ``max_tokens`` is that of
+    lines without their own. Raises ``UserError``, which names file, line and value."""
     try:
         text = Path(path).read_bytes().decode()
     except OSError as error:
@@ -242,7 +245,7 @@ def _request(line: str, where: str, max_tokens: int) -> PromptRequest:
         prompt = row["prompt"]
         if not isinstance(prompt, str) or not prompt:
             raise UserError(f"{where}: prompt is {prompt!r}", "give a text")
-        return PromptRequest(({"role": "user", "content": prompt},), most, where, prompt)
+        return PromptRequest(prompt, most, where)
     messages = row["messages"]
     if not isinstance(messages, list) or not messages:
         raise UserError(f"{where}: messages is {messages!r}", "give a list of chat messages")
@@ -251,4 +254,4 @@ def _request(line: str, where: str, max_tokens: int) -> PromptRequest:
             raise UserError(
                 f"{where}: a message is {message!r}", 'write {"role": ..., "content": ...}'
             )
-    return PromptRequest(tuple(messages), most, where)
+    return PromptRequest(messages, most, where)

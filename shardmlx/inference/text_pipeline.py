@@ -56,12 +56,7 @@ class TextPipeline:
     def _read(self, prompt: str | Sequence[ChatMessage], max_tokens: int) -> tuple[int, ...]:
         reader, most = self._prepared.reader, self._prepared.plan.load.context
         assert reader is not None, "rank 0 has it"
-        if isinstance(prompt, str) and not reader.has_template:
-            tokens = reader.text(prompt)
-        elif isinstance(prompt, str):
-            tokens = reader.chat([{"role": "user", "content": prompt}])
-        else:
-            tokens = reader.chat(prompt)
+        tokens = reader.read(prompt)
         if max_tokens < 1:
             raise UserError(f"max_tokens is {max_tokens}", "give 1 or more")
         if len(tokens) + max_tokens > most:

@@ -13,7 +13,7 @@ import pytest
 from shardmlx.config.inference import EVALUATE
 from shardmlx.errors import UserError
 from shardmlx.evaluation.perplexity import perplexity_of
-from shardmlx.evaluation.scoring import Scorer, Scores, batches_of
+from shardmlx.evaluation.scoring import Scorer, Scores
 from shardmlx.evaluation.tasks import continuation, rows_of
 from shardmlx.models.slice import Slice
 from tests.helpers.family_configs import CONFIGS
@@ -61,11 +61,6 @@ def test_the_likeliest_tokens_are_known() -> None:
         lambda transport: Scorer(transport, Slice(model, 0, 2), 8, 4).score([tokens])
     )[0]
     assert scores.is_likeliest[:4].tolist() == [True, True, True, False]
-
-
-def test_batches_are_of_sequences_of_about_the_same_length() -> None:
-    assert batches_of([2, 9, 4, 9, 1], 2) == [[1, 3], [2, 0], [4]]
-    assert batches_of([], 2) == []
 
 
 def test_perplexity_counts_each_token_once_from_the_start_of_the_answer() -> None:

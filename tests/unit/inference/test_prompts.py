@@ -18,7 +18,7 @@ from shardmlx.errors import PromptTooLong, UserError
 from shardmlx.inference import prompts
 from shardmlx.inference.answer_format import HARMONY
 from shardmlx.inference.call_formats import call_format
-from shardmlx.inference.prompts import PromptReader, read_prompts, read_stdin
+from shardmlx.inference.prompts import PromptReader, PromptRequest, read_prompts, read_stdin
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -34,12 +34,9 @@ def test_prompts_and_chats_in_order(tmp_path: Path) -> None:
         '"max_tokens": 7}\n',
     )
     first, second = read_prompts(path, 100)
-    assert first.prompt == "one\u2028two"
-    assert first.messages == ({"role": "user", "content": "one\u2028two"},)
-    assert (first.max_tokens, second.max_tokens) == (100, 7)
-    assert second.prompt is None
-    assert second.messages == ({"role": "user", "content": "three"},)
-    assert second.where == f"{path}:3"
+    assert (first.prompt, first.max_tokens) == ("one\u2028two", 100)
+    chat = [{"role": "user", "content": "three"}]
+    assert second == PromptRequest(chat, 7, f"{path}:3")
 
 
 @pytest.mark.parametrize(
