@@ -78,12 +78,6 @@ def test_only_the_template_writes_control_tokens(chatml: PromptReader) -> None:
     assert said == f"<|im_start|>user\n{INJECTED}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_tokens_that_overlap_are_broken_too(chatml: PromptReader) -> None:
-    tokens = chatml.chat([{"role": "user", "content": "<a> a<a<a>>"}])
-    assert controls(chatml, tokens) == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
-    assert "<a> a<a<a>>" in chatml.tokenizer.decode(tokens)
-
-
 @pytest.mark.parametrize(
     ("texts", "said", "written"),
     [
@@ -119,11 +113,8 @@ def test_who_writes_the_mark_itself_gets_another(chatml: PromptReader) -> None:
         chatml.chat([{"role": "user", "content": "".join(MARKS) + INJECTED}])
 
 
-def test_a_prompt_without_a_template_may_have_them(chatml: PromptReader) -> None:
-    assert controls(chatml, chatml.text("<|im_start|>user")) == ["<|im_start|>"]
-
-
 def test_what_the_command_line_says_may_have_them(chatml: PromptReader) -> None:
+    assert controls(chatml, chatml.text("<|im_start|>user")) == ["<|im_start|>"]
     begun = replace(chatml, prefill_response="<|im_start|>")
     tokens = begun.chat([{"role": "user", "content": "hi"}])
     assert tokens[-1:] == chatml.text("<|im_start|>")

@@ -89,12 +89,6 @@ def byte_level() -> Tokenizer:
     return bpe(pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel())
 
 
-def byte_level_in_a_sequence() -> Tokenizer:
-    return bpe(
-        pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.Sequence([decoders.ByteLevel()])
-    )
-
-
 def sentence_piece() -> Tokenizer:
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     return bpe(
@@ -108,9 +102,7 @@ def metaspace() -> Tokenizer:
 
 
 @pytest.mark.parametrize("cleans", [False, True])
-@pytest.mark.parametrize(
-    "make", [byte_level, byte_level_in_a_sequence, sentence_piece, metaspace, word_piece]
-)
+@pytest.mark.parametrize("make", [byte_level, sentence_piece, metaspace, word_piece])
 def test_the_text_is_that_of_all_tokens_at_once(
     make: Callable[[], Tokenizer], cleans: bool
 ) -> None:

@@ -101,29 +101,22 @@ def is_short(value: Any) -> bool:
 
 
 CASES: list[tuple[dict[str, Any], Callable[[Any], bool]]] = [
-    ({"type": "boolean"}, lambda v: isinstance(v, bool)),
-    ({"type": "null"}, lambda v: v is None),
     (NUMBER, is_number),
     (SHORT, is_short),
-    (DAY, lambda v: v in DAY["enum"]),
     ({"const": {"a": [1]}}, lambda v: v == {"a": [1]}),
     ({"type": "string", "pattern": "^[a-c]{2,4}$"}, lambda v: bool(re.fullmatch("[a-c]{2,4}", v))),
     ({"type": "string", "format": "date"}, lambda v: bool(re.fullmatch(r"\d{4}-\d\d-\d\d", v))),
-    ({"type": "array", "items": NUMBER, "maxItems": 5}, lambda v: all(map(is_number, v))),
     (
         {"type": "array", "items": DAY, "minItems": 2, "maxItems": 3},
         lambda v: 2 <= len(v) <= 3 and set(v) <= set(DAY["enum"]),
     ),
     ({"type": "array", "prefixItems": [NUMBER, SHORT], "items": False, "minItems": 2},
      lambda v: is_number(v[0]) and is_short(v[1]) and len(v) == 2),
-    (closed(a=NUMBER), lambda v: is_number(v["a"]) and len(v) == 1),
-    (closed(a=SHORT, b={"type": "boolean"}), lambda v: is_short(v["a"]) and v["b"] in (0, 1)),
     (closed(a=closed(b=closed(c=DAY))), lambda v: v["a"]["b"]["c"] in DAY["enum"]),
     (
         {**closed(a=NUMBER, b=NUMBER), "required": ["b"]},
         lambda v: is_number(v["b"]) and set(v) <= {"a", "b"},
     ),
-    ({"anyOf": [NUMBER, {"type": "null"}]}, lambda v: v is None or is_number(v)),
     (
         {"anyOf": [closed(kind={"const": "a"}, x=NUMBER), closed(kind={"const": "b"}, y=DAY)]},
         lambda v: is_number(v["x"]) if v["kind"] == "a" else v["y"] in DAY["enum"],
@@ -133,8 +126,6 @@ CASES: list[tuple[dict[str, Any], Callable[[Any], bool]]] = [
         lambda v: v in DAY["enum"],
     ),
     ({"type": ["integer", "null"], "minimum": 0, "maximum": 9}, lambda v: v is None or 0 <= v <= 9),
-    (closed(items={"type": "array", "items": closed(n=NUMBER, d=DAY), "maxItems": 2}),
-     lambda v: all(is_number(each["n"]) and each["d"] in DAY["enum"] for each in v["items"])),
 ]  # fmt: skip
 
 
@@ -144,7 +135,7 @@ def test_a_schema_is_satisfied_whatever_the_model_says(
 ) -> None:
     schema, holds = CASES[number]
     grammar = asked(grammars, guided_json=schema)
-    for seed in range(3):
+    for seed in range(2):
         value = json.loads(answer(reader, grammars, grammar, seed))
         assert holds(value), value
 

@@ -125,16 +125,14 @@ def generate(
     return texts
 
 
-def cuts(*others: list[int]) -> list[Any]:
-    """Return three stages of every variant, and the ``others`` of those that are cut anywhere."""
-    return [
-        pytest.param(variant, cut, id=f"{variant}-{cut}")
-        for variant in VARIANTS
-        for cut in ([2, 3, 1], *(others if variant in ANYWHERE else ()))
-    ]
+CUTS = [
+    pytest.param(variant, cut, id=f"{variant}-{cut}")
+    for variant in VARIANTS
+    for cut in ([2, 3, 1], *([[6], [1, 2, 2, 1]] if variant in ANYWHERE else ()))
+]
 
 
-@pytest.mark.parametrize(("variant", "cut"), cuts([6], [1, 2, 2, 1]))
+@pytest.mark.parametrize(("variant", "cut"), CUTS)
 def test_one_text_is_that_of_mlx_lm(variant: str, cut: list[int]) -> None:
     tokens = prompt(21)
     assert generate(variant, cut, [tokens], [8]) == [expected(variant, tokens, 8)]
@@ -149,7 +147,7 @@ def test_prompts_in_chunks(variant: str, length: int) -> None:
     assert texts == [expected(variant, tokens, 5, chunk=8)]
 
 
-@pytest.mark.parametrize(("variant", "cut"), cuts([6]))
+@pytest.mark.parametrize(("variant", "cut"), CUTS)
 @pytest.mark.parametrize("how", [{"most": 3}, {"most": 9, "patience": 1}], ids=str)
 def test_many_texts_at_once_are_those_of_each_alone(
     variant: str, cut: list[int], how: dict[str, Any]
@@ -216,8 +214,7 @@ def test_a_conversation_does_not_pay_for_its_beginning_again(variant: str, cut: 
     assert cached == len(first) + 5
 
 
-@pytest.mark.parametrize("cut", [[6], [3, 3]], ids=str)
-def test_prompts_that_begin_alike_share_their_beginning(cut: list[int]) -> None:
+def test_prompts_that_begin_alike_share_their_beginning() -> None:
     """While the text that was there first lives on in a group, or is kept, or has been taken."""
     common = prompt(30)
     prompts = [[*common, *prompt(3 + i, seed=i)] for i in range(5)]
@@ -233,7 +230,7 @@ def test_prompts_that_begin_alike_share_their_beginning(cut: list[int]) -> None:
         first_stage.keep_alive()
         return texts, cached
 
-    texts, cached = serve("llama", cut, work)
+    texts, cached = serve("llama", [3, 3], work)
     counts[0] = 4
     assert texts == {n: expected("llama", prompts[n], count) for n, count in counts.items()}
     assert [*cached.values()] == [30, 30, 30, 30]
@@ -262,20 +259,6 @@ def test_conversations_go_on_while_other_texts_are_generated() -> None:
     assert texts[9] == expected("llama", prompt(7), 30)
     for i, tokens in enumerate(first):
         assert texts[10 + i] == expected("llama", [*tokens, *texts[i], *prompt(12)], 6)
-
-
-def test_a_shared_beginning_brings_no_room_that_is_not_counted() -> None:
-    long, short = prompt(600), prompt(5)
-
-    def work(first_stage: FirstStage) -> int:
-        first_stage.add(0, long, SamplingParams(), context=700)
-        finish_all(first_stage, {0: 2})
-        first_stage.add(1, [*long[:20], *short], SamplingParams(), context=64)
-        finish_all(first_stage, {1: 2})
-        first_stage.keep_alive()
-        return int(first_stage._worker.caches._alone[1][0].keys.shape[2])
-
-    assert serve("llama", [6], work) <= 20 + 256
 
 
 def test_texts_without_a_limit_leave_what_is_kept_until_they_need_its_room() -> None:
@@ -346,8 +329,7 @@ def test_a_text_that_is_put_back_may_be_cancelled() -> None:
     assert kept == 512
 
 
-@pytest.mark.parametrize("cut", [[6], [2, 3, 1]], ids=str)
-def test_a_text_may_be_cancelled_at_any_time(cut: list[int]) -> None:
+def test_a_text_may_be_cancelled_at_any_time() -> None:
     """Before it begins, in its prompt, and while a token of it is under way: the others go on, and
     what had been computed is kept."""
     prompts = [prompt(length) for length in (5, 40, 9, 12)]
@@ -379,7 +361,7 @@ def test_a_text_may_be_cancelled_at_any_time(cut: list[int]) -> None:
             first_stage.keep_alive()
         return came, texts
 
-    came, texts = serve("qwen2", cut, work, most=3)
+    came, texts = serve("qwen2", [2, 3, 1], work, most=3)
     assert came == []
     assert all(
         tokens == expected("qwen2", prompts[number % 10], 6 if number % 10 == 0 else 8)

@@ -11,17 +11,13 @@ def test_caches_have_room_for_whole_steps() -> None:
 
 
 def test_a_sequence_that_grows_takes_all_of_what_was_kept() -> None:
-    cache = PrefixCache(shortest=2)
-    cache.keep(0, [1, 2, 3])
-    assert cache.take([1, 2, 3, 4, 5]) == CachedPrefix(sequence=0, length=3, is_whole=True)
-    assert cache.take([1, 2, 3, 4, 5]) is None
-    assert cache.tokens == 0
-
-
-def test_the_last_token_of_a_prompt_is_always_computed() -> None:
+    """The last token of a prompt is always computed."""
     cache = PrefixCache(shortest=2)
     cache.keep(0, [1, 2, 3])
     assert cache.take([1, 2, 3]) == CachedPrefix(sequence=0, length=2, is_whole=False)
+    assert cache.take([1, 2, 3, 4, 5]) == CachedPrefix(sequence=0, length=3, is_whole=True)
+    assert cache.take([1, 2, 3, 4, 5]) is None
+    assert cache.tokens == 0
 
 
 def test_the_longest_beginning_wins_and_a_part_of_a_sequence_leaves_it_kept() -> None:
@@ -31,12 +27,6 @@ def test_the_longest_beginning_wins_and_a_part_of_a_sequence_leaves_it_kept() ->
     prompt = [1, 2, 3, 4, 5]
     assert cache.take(prompt) == CachedPrefix(sequence=1, length=3, is_whole=False)
     assert cache.take(prompt) == CachedPrefix(sequence=1, length=3, is_whole=False)
-
-
-def test_a_short_beginning_is_not_worth_it() -> None:
-    cache = PrefixCache(shortest=3)
-    cache.keep(0, [1, 2, 9])
-    assert cache.take([1, 2, 3, 4]) is None
 
 
 def test_what_has_been_forgotten_cannot_be_cut() -> None:

@@ -105,11 +105,6 @@ def test_the_next_token_is_foreseen_while_nothing_else_can_come() -> None:
     assert scheduler.foreseen() == token
 
 
-def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="a prompt of 0 tokens"):
-        Scheduler(groups=1, most=1, chunk=1).add(0, 0)
-
-
 def test_with_a_capacity_as_many_sequences_as_it_has_room_for_padding_counted() -> None:
     scheduler = Scheduler(groups=1, most=8, chunk=8, capacity=1024)
     scheduler.add(0, 1, context=200)
@@ -120,6 +115,8 @@ def test_with_a_capacity_as_many_sequences_as_it_has_room_for_padding_counted() 
     assert " ".join(played) == "a! b! AB AB c! BC d! CD CD"
     with pytest.raises(ValueError, match="a sequence of 1025 tokens, where 1024 are kept"):
         scheduler.add(4, 1, context=1025)
+    with pytest.raises(ValueError, match="a prompt of 0 tokens"):
+        scheduler.add(5, 0)
 
 
 def test_what_is_there_of_a_prompt_is_not_computed_again() -> None:
