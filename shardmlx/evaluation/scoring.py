@@ -48,7 +48,7 @@ class Scorer:
         All ranks must call it, with the same sequences.
         """
         rank, name = self._transport.rank, self._transport.name
-        # Those of a batch have about the same length.
+        # Sequences of a batch have about the same length.
         order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]), reverse=True)
         batches = [order[at : at + self._rows] for at in range(0, len(order), self._rows)]
         shapes = [

@@ -9,8 +9,7 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from shardmlx.errors import UserError, one_line
-from shardmlx.inference.answer_format import Tool
-from shardmlx.inference.call_formats import GENERIC_CALLS
+from shardmlx.inference.answer_format import GENERIC_CALLS, Tool
 
 Message = dict[str, Any]
 

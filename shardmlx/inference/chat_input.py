@@ -127,10 +127,7 @@ class PipedLines:
 
 class TerminalLines:
     """Lines that prompt_toolkit edits at the terminal of ``path``; all that this process prints
-    goes there too.
-
-    The terminal is as it was before after ``close``, or when this process ends.
-    """
+    goes there too. After ``close``, or when this process ends, it is as it was before."""
 
     help = """\
 - 'q' or Ctrl-D to leave, 'r' to begin anew, 'h' for this help
@@ -190,7 +187,6 @@ class TerminalLines:
         return f"\x1b[2m{text}\x1b[0m" if self._has_style else text
 
     def close(self) -> None:
-        """Put the terminal back."""
         self._session.output.disable_bracketed_paste()
         with contextlib.suppress(OSError):  # the terminal's window was closed
             self._session.output.flush()

@@ -70,10 +70,8 @@ def any_of(texts: Collection[str]) -> str:
 
 
 def encode_without(mark: str, text: str, tokenizer: TokenizerWrapper) -> list[int]:
-    """Return the tokens of a text without those of its marks.
-
-    Raises ``UserError`` where a token cannot be told from those of a mark.
-    """
+    """Return the tokens of a text without those of its marks. Raises ``UserError`` where a token
+    cannot be told from them."""
     if getattr(tokenizer, "is_fast", False):
         encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
         spans = [text[start:end] for start, end in encoding.offsets]

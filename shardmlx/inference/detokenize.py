@@ -68,9 +68,9 @@ def overlap(text: str, mark: str) -> int:
 
 
 class TokenText:
-    """The text of tokens as they come, which is that of all of them decoded at once.
+    """The text of tokens as they come, which is that of all of them decoded at once, though only a
+    few of the last are decoded each time.
 
-    Each time a few of the last tokens are decoded: the time grows with the number of tokens alone.
     The text goes on from the tokens ``before`` it; without any, it may lose the space with which it
     begins (``trims``). A tokenizer that ``cleans`` takes away the space before short words.
     """

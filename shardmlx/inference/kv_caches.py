@@ -124,11 +124,9 @@ class KVCaches:
         self._alone[sequence] = caches = copy.deepcopy(self._alone[prefix.sequence])
         for cache in () if prefix.is_whole else caches:
             if cache.trim(cache.offset - prefix.length):
-                # Without room for more: an array that is shared is copied at the next write, with
-                # all the room that it has.
-                arrays = cache.keys, cache.values
+                # Without room for more: a shared array is copied at the next write, room and all.
                 cache.keys, cache.values = tree_map(
-                    lambda array: array[..., : prefix.length, :], arrays
+                    lambda array: array[..., : prefix.length, :], (cache.keys, cache.values)
                 )
 
 

@@ -25,7 +25,6 @@ the same way, but no token ids come back.
 from __future__ import annotations
 
 import contextlib
-import pickle
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,16 +38,7 @@ from shardmlx.inference.prefix_cache import CachedPrefix, PrefixCache
 from shardmlx.inference.sampler import packed_width, unpack
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 from shardmlx.inference.scheduler import Item, ItemKind, Scheduler
-from shardmlx.inference.stage import (
-    ANNOUNCEMENT_BYTES,
-    ANNOUNCEMENT_TAG,
-    HIDDEN_TAG,
-    LENGTH_BYTES,
-    TOKENS_TAG,
-    UNSENT,
-    ItemGraph,
-    StageWorker,
-)
+from shardmlx.inference.stage import HIDDEN_TAG, TOKENS_TAG, UNSENT, ItemGraph, StageWorker
 
 AHEAD = 2
 """Announcements that a rank may take in, and pass on, ahead of the item that it computes."""
@@ -257,7 +247,7 @@ class LaterStage:
         self._peer = worker.transport.rank - 1
         # Items that have been announced, each with its inputs, and the receive of these.
         self._heard: deque[tuple[Item, mx.array, Handle]] = deque()
-        self._next = self._receive(np.zeros(ANNOUNCEMENT_BYTES, np.uint8), ANNOUNCEMENT_TAG)
+        self._next = worker.await_announcement()
 
     def run(self) -> None:
         """Work until rank 0 calls ``FirstStage.stop``. Raises as ``FirstStage.step``."""
@@ -298,23 +288,13 @@ class LaterStage:
 
     def _hear(self) -> None:
         """Take in an announcement that has come: pass it on, and post the receive of its inputs."""
-        first = bytes(buffer_of(self._next.array))
-        length = int.from_bytes(first[:LENGTH_BYTES])
-        packed = first[LENGTH_BYTES : LENGTH_BYTES + length]
-        if length > len(packed):
-            rest = np.zeros(length - len(packed), np.uint8)
-            self._worker.wait(self._receive(rest, ANNOUNCEMENT_TAG), self._peer)
-            packed += rest.tobytes()
-        item: Item = pickle.loads(packed)
-        self._worker.announce(item)
+        worker = self._worker
+        item = worker.heard(self._next)
         inputs = mx.zeros(0)
         handle = Handle(inputs, done=True)
         if item.kind not in (ItemKind.STOP, ItemKind.IDLE):
-            inputs = self._worker.inputs(item)
-            handle = self._receive(inputs, HIDDEN_TAG)
+            inputs = worker.inputs(item)
+            handle = worker.transport.receive(inputs, self._peer, HIDDEN_TAG)
         self._heard.append((item, inputs, handle))
         if item.kind is not ItemKind.STOP:  # after which nothing comes
-            self._next = self._receive(np.zeros(ANNOUNCEMENT_BYTES, np.uint8), ANNOUNCEMENT_TAG)
-
-    def _receive(self, buffer: mx.array | np.ndarray, tag: int) -> Handle:
-        return self._worker.transport.receive(buffer, self._peer, tag)
+            self._next = worker.await_announcement()

@@ -81,11 +81,8 @@ class InferencePlan:
 def plan_inference(
     config: InferenceConfig, inputs: PlanInputs[ModelSizes], load: GenerationLoad, model: str
 ) -> InferencePlan:
-    """Plan a run on the ranks of ``inputs``; ``model`` is the model's digest.
-
-    Raises ``UserError`` where the stage map does not fit the ranks, or the sequences not the
-    memory.
-    """
+    """Plan a run on the ranks of ``inputs``; ``model`` is the model's digest. Raises ``UserError``
+    where the stage map does not fit the ranks, or the sequences not the memory."""
     sizes, cluster, given = inputs.sizes, inputs.cluster, inputs.stage_map
     size, shape = cluster.size, sizes.shape
     limit = None if shape.chooses_caches else config.max_kv_size
@@ -148,10 +145,9 @@ def _check_map(
     stage_map.check_model(config.model, sizes.shape.num_layers)
     for rank in range(stage_map.pp):
         if stage_map.stages_of(rank) != (rank,):
-            stages = " and ".join(map(str, stage_map.stages_of(rank)))
             raise UserError(
-                f"{stage_map} has stage {stages} on rank {rank}: text is generated with one stage "
-                "a rank, in order",
+                f"{stage_map} does not have stage {rank} alone on rank {rank}: text is generated "
+                "with one stage a rank, in order",
                 "use another map, or none",
             )
     if stage_map.pp != cluster.size:

@@ -1,7 +1,5 @@
-"""The prefix cache: which ended sequences keep their KV caches for prompts that begin like them.
-
-A conversation that grows does not compute its beginning again, and sequences that begin with the
-same instructions compute them once. Only the bookkeeping is here: no MLX, no MPI.
+"""The prefix cache: which ended sequences keep their KV caches for prompts that begin like them,
+like a conversation that grows. Only the bookkeeping is here: no MLX, no MPI.
 """
 
 from __future__ import annotations

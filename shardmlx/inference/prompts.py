@@ -78,10 +78,8 @@ class PromptReader:
         return self.chat([{"role": "user", "content": prompt}])
 
     def text(self, prompt: str) -> tuple[int, ...]:
-        """Return the tokens of a prompt, without the chat template.
-
-        Raises ``UserError`` if there are none, or one that the model does not know.
-        """
+        """Return the tokens of a prompt, without the chat template. Raises ``UserError`` if there
+        are none, or one that the model does not know."""
         return self._tokens(prompt, self.tokenizer.encode)
 
     def checked(self, tokens: Sequence[int]) -> Sequence[int]:
@@ -144,9 +142,7 @@ class PromptReader:
         the template does not take them, or there is none.
         """
         if not self.has_template:
-            raise UserError(
-                "messages need a chat template, and the model has none", "give a prompt"
-            )
+            raise UserError("messages need a chat template: the model has none", "give a prompt")
         if self.most_tokens is not None and len(messages) > self.most_tokens:
             raise PromptTooLong(
                 f"the prompt is too long: {len(messages)} messages",

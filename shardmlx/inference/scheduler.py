@@ -154,10 +154,8 @@ class Scheduler:
         return len(self._open) * max((each.room for each in self._open.values()), default=0)
 
     def add(self, sequence: int, tokens: int, params: Any = None, context: int = 0) -> None:
-        """Queue a prompt of so many tokens, which may become a sequence of ``context`` tokens.
-
-        Raises ``ValueError`` if it has no tokens, or would never have room in ``capacity``.
-        """
+        """Queue a prompt of so many tokens, which may become ``context``. Raises ``ValueError`` if
+        it has none, or would never have room in ``capacity``."""
         if tokens < 1:
             raise ValueError(f"a prompt of {tokens} tokens")
         if self.capacity is not None and held(context) > self.capacity:
@@ -193,7 +191,7 @@ class Scheduler:
         return Item(ItemKind.DECODE, tuple(group.sequences), group=ready, **self._take_ended())
 
     def idle_item(self) -> Item:
-        """Return an item without work, to be issued while there is none."""
+        """Return an item without work."""
         return Item(ItemKind.IDLE, **self._take_ended())
 
     def foreseen(self) -> Item | None:
@@ -205,8 +203,7 @@ class Scheduler:
         return Item(ItemKind.DECODE, tuple(self._groups[longest].sequences), group=longest)
 
     def returned(self, item: Item) -> None:
-        """Note that the tokens of an item have been sampled. Its sequences go on, unless ``finish``
-        is called."""
+        """Note that the tokens of an item have been sampled."""
         for sequence in item.sequences:
             self._open[sequence].tokens += 1
             self._open[sequence].awaits = False
@@ -233,8 +230,8 @@ class Scheduler:
         self._dropped += sequences
 
     def _make_room(self) -> bool:
-        """Put back the sequences for which there is no more room. Return False where the token of
-        one is to be awaited first."""
+        """Put back the sequences for which there is no room. Return False where the token of one is
+        to be awaited first."""
         while self.capacity is not None and self.reserved > self.capacity:
             # Never the first: it has room for all that it may become.
             last = next(reversed(self._open))

@@ -19,6 +19,7 @@ from shardmlx.distributed.messages import (
     Handle,
     PeerLost,
     TransportError,
+    buffer_of,
     new_buffer,
 )
 from shardmlx.distributed.transport import Transport
@@ -185,6 +186,23 @@ class StageWorker:
         rest = whole[ANNOUNCEMENT_BYTES:].copy()
         for part in [first, rest] if rest.size else [first]:
             self.outbox.send(part, self.transport.rank + 1, ANNOUNCEMENT_TAG, self._who())
+
+    def await_announcement(self) -> Handle:
+        """Post the receive of the next announcement."""
+        buffer = np.zeros(ANNOUNCEMENT_BYTES, np.uint8)
+        return self.transport.receive(buffer, self.transport.rank - 1, ANNOUNCEMENT_TAG)
+
+    def heard(self, announcement: Handle) -> Item:
+        """Return what an announcement that has come says, and pass it on."""
+        whole = bytes(buffer_of(announcement.array))
+        length, packed = int.from_bytes(whole[:LENGTH_BYTES]), whole[LENGTH_BYTES:]
+        if length > len(packed):
+            rest, peer = np.zeros(length - len(packed), np.uint8), self.transport.rank - 1
+            self.wait(self.transport.receive(rest, peer, ANNOUNCEMENT_TAG), peer)
+            packed += rest.tobytes()
+        item: Item = pickle.loads(packed[:length])
+        self.announce(item)
+        return item
 
     def wait(self, handle: Handle, peer: int) -> None:
         """Wait for a message from ``peer``: poll rarely until it is due, judging by the last

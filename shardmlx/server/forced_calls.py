@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardmlx.inference.answer_format import Tool
-from shardmlx.inference.call_formats import ArgumentFormat, CallFormat
+from shardmlx.inference.answer_format import ArgumentFormat, CallFormat, Tool
 from shardmlx.server.argument_types import (
     Schema,
     properties_of,

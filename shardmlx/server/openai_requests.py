@@ -10,8 +10,7 @@ from itertools import count
 from typing import Any
 
 from shardmlx.errors import PromptTooLong, UserError
-from shardmlx.inference.answer_format import AnswerFormat, Tool
-from shardmlx.inference.call_formats import KNOWN
+from shardmlx.inference.answer_format import KNOWN, AnswerFormat, Tool
 from shardmlx.inference.prompts import PromptReader
 from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.server.answer_parts import AnswerSyntax

@@ -6,8 +6,14 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
-from shardmlx.inference.answer_format import HARMONY, AnswerFormat, Marks
-from shardmlx.inference.call_formats import GENERIC_CALLS, LLAMA3_CALLS, call_format
+from shardmlx.inference.answer_format import (
+    GENERIC_CALLS,
+    HARMONY,
+    LLAMA3_CALLS,
+    AnswerFormat,
+    Marks,
+    call_format,
+)
 from shardmlx.server.answer_parser import AnswerParser
 from shardmlx.server.answer_parts import AnswerSyntax, Part
 from shardmlx.server.request_queue import GenerationRequest

@@ -12,8 +12,7 @@ from typing import Any
 
 from shardmlx.common.http_listener import bind, trusted_hosts
 from shardmlx.errors import UserError
-from shardmlx.inference.answer_format import AnswerFormat, Marks, Tool
-from shardmlx.inference.call_formats import call_format
+from shardmlx.inference.answer_format import AnswerFormat, Marks, Tool, call_format
 from shardmlx.inference.detokenize import Stops
 from shardmlx.inference.prompts import PromptReader
 from shardmlx.inference.sampling_params import SampledToken

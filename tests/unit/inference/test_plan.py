@@ -158,7 +158,10 @@ def test_of_what_is_planned_weights_and_caches_are_always_there() -> None:
     [
         ("- num_layers: 8", "needs 1 ranks"),
         ("- num_layers: 4\n- num_layers: 3", "7 layers"),
-        ("- {num_layers: 4, rank: 1}\n- {num_layers: 4, rank: 0}", "stage 1 on rank 0"),
+        (
+            "- {num_layers: 4, rank: 1}\n- {num_layers: 4, rank: 0}",
+            "not have stage 0 alone on rank 0",
+        ),
     ],
 )
 def test_maps_that_cannot_generate(stages: str, complaint: str, tmp_path: Path) -> None:

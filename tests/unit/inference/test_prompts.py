@@ -16,8 +16,7 @@ from tokenizers import AddedToken
 
 from shardmlx.errors import PromptTooLong, UserError
 from shardmlx.inference import prompts
-from shardmlx.inference.answer_format import HARMONY
-from shardmlx.inference.call_formats import call_format
+from shardmlx.inference.answer_format import HARMONY, call_format
 from shardmlx.inference.prompts import PromptReader, PromptRequest, read_prompts, read_stdin
 
 

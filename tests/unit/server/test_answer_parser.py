@@ -10,8 +10,13 @@ from typing import Any
 
 import pytest
 
-from shardmlx.inference.answer_format import HARMONY, AnswerFormat, Marks
-from shardmlx.inference.call_formats import GENERIC_CALLS, call_format
+from shardmlx.inference.answer_format import (
+    GENERIC_CALLS,
+    HARMONY,
+    AnswerFormat,
+    Marks,
+    call_format,
+)
 from shardmlx.server.answer_parts import Part
 from tests.helpers.answers import call, parser_of, parts_of, said, thought
 

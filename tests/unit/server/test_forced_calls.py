@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardmlx.inference.answer_format import HARMONY
-from shardmlx.inference.call_formats import KNOWN
+from shardmlx.inference.answer_format import HARMONY, KNOWN
 from shardmlx.server.forced_calls import call_rules
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.structure import Structure, grammar_of, json_term
