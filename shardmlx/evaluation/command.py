@@ -28,10 +28,8 @@ GENERATE = "generate"
 
 
 def run(config: EvaluateConfig, transport: Transport, blas: Blas) -> None:
-    """Evaluate with the same ``config`` on all ranks. All ranks must call it.
-
-    Raises ``AgreedError`` on all ranks for the user's mistakes, before weights are read.
-    """
+    """Evaluate with the same ``config`` on all ranks. All ranks must call it; raises as
+    ``prepare``."""
     reporter = Reporter(quiet=transport.rank != 0)
     reporter.say(str(blas))
     texts: list[Sample] = []

@@ -50,9 +50,8 @@ def read_texts(
     cut = [(tokens[: config.max_seq_length], start) for tokens, start in samples]
     scored = [(tokens, start) for tokens, start in cut if len(tokens) > max(start, 1)]
     if not scored:
-        raise UserError(
-            f"--data {config.data} has no token to predict", "name a set of longer texts"
-        )
+        problem = f"--data {config.data} has no token to predict"
+        raise UserError(problem, "name a set of longer texts")
     return scored
 
 

@@ -1,7 +1,5 @@
-"""Log-probabilities of given tokens, through the stages of all ranks.
-
-Rank 0 gives sequences to all; each batch goes through the stages, the next one right behind it, and
-the last rank sends back the scores of every token.
+"""Log-probabilities of given tokens: each batch goes through the stages of all ranks, the next one
+right behind it, and the last rank sends back the scores of every token.
 """
 
 from __future__ import annotations
@@ -43,10 +41,8 @@ class Scorer:
         self._outbox = Outbox(transport)
 
     def score(self, sequences: Sequences) -> list[Scores]:
-        """Return the scores of sequences, in their order, on rank 0; nothing elsewhere.
-
-        All ranks must call it, with the same sequences.
-        """
+        """Return the scores of sequences, in their order, on rank 0; nothing elsewhere. All ranks
+        must call it, with the same ones."""
         rank, name = self._transport.rank, self._transport.name
         # Sequences of a batch have about the same length.
         order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]), reverse=True)

@@ -54,11 +54,9 @@ class Grammars:
 
 
 class _Tokens:
-    """The tokens of a model, in the way in which llguidance asks for them.
-
-    llguidance takes all added tokens that look like ``<think>`` for control tokens, which no text
-    of a grammar matches. Here they are text, unless the tokenizer says that they are special.
-    """
+    """The tokens of a model, in the way in which llguidance asks for them. It takes all added ones
+    that look like ``<think>`` for control tokens, which no text of a grammar matches; here they are
+    text, unless the tokenizer says that they are special."""
 
     bos_token_id = None
 

@@ -57,11 +57,8 @@ class _Sequence:
 
 
 class FirstStage:
-    """Rank 0: prompts come in here, and tokens come out.
-
-    With a ``prefix_cache`` the KV caches of ended sequences are kept for prompts that begin like
-    them, within the scheduler's capacity.
-    """
+    """Rank 0: prompts come in here, and tokens come out. With a ``prefix_cache`` the KV caches of
+    ended sequences are kept for prompts that begin like them, within the scheduler's capacity."""
 
     def __init__(
         self, worker: StageWorker, scheduler: Scheduler, prefix_cache: PrefixCache | None = None
@@ -125,10 +122,8 @@ class FirstStage:
         self._worker.update(item)
 
     def step(self) -> list[tuple[int, SampledToken]]:
-        """Do what is to be done next, and return pairs of (sequence, token) that have come.
-
-        Raises ``EngineError`` and what transports raise, with rank, stage and item.
-        """
+        """Do what is to be done next, and return pairs of (sequence, token) that have come. Raises
+        ``EngineError`` and what transports raise, with rank, stage and item."""
         with self._worker.named_errors():
             if came := self._take():
                 return came

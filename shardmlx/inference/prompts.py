@@ -168,7 +168,7 @@ class PromptReader:
         return self._tokens(text, partial(self.tokenizer.encode, add_special_tokens=False))
 
     def token_text(self, token: int) -> str:
-        """Return the text of a single token; that of a part of a character is U+FFFD."""
+        """Return the text of a token; that of a part of a character is U+FFFD."""
         return self.untokenized([token])
 
     def untokenized(self, tokens: Sequence[int]) -> str:
@@ -206,8 +206,7 @@ def read_prompts(path: str | Path, max_tokens: int) -> list[PromptRequest]:
 
 
 def read_stdin(fd: int = 0) -> str:
-    """Read all text from stdin, without the end of its last line. Raises ``UserError`` if none
-    comes."""
+    """Read all text from stdin, but its last line end. Raises ``UserError`` if none comes."""
     read = b""
     while select.select([fd], [], [], SECONDS_TO_END if read else SECONDS_TO_BEGIN)[0]:
         part = os.read(fd, 1 << 16)

@@ -133,10 +133,8 @@ class InferenceRun:
 def prepare(
     config: InferenceConfig, transport: Transport, reporter: Reporter, read: Read
 ) -> InferenceRun:
-    """Check everything, then load this rank's layers. All ranks must call it.
-
-    Raises ``AgreedError`` on all ranks alike for what the user can mend, before weights are read.
-    """
+    """Check everything, then load this rank's layers. All ranks must call it. Raises
+    ``AgreedError`` for what the user can mend, before weights are read."""
     transport.activity.begin("loading")
     source = ModelSource.of(config)
     with open_on_all_ranks(transport, reporter, source, config.adapter_path) as opened:
@@ -228,11 +226,8 @@ def xtc_special_tokens(tokenizer: TokenizerWrapper) -> tuple[int, ...]:
 def typical_load(
     config: InferenceConfig, sequences: int, capacity: int, reader: PromptReader
 ) -> GenerationLoad:
-    """Return the load to plan for where no prompt is known yet.
-
-    ``sequences`` are under way at a time, and the KV caches hold ``capacity`` tokens. A sequence
-    may have as many, or what the model knows.
-    """
+    """Return the load to plan for where no prompt is known yet: so many ``sequences`` at a time,
+    and KV caches of ``capacity`` tokens. A sequence may have as many, or what the model knows."""
     context = min(capacity, reader.positions or capacity)
     answer = min(config.max_tokens, context // 2)
     return GenerationLoad(sequences, min(TYPICAL_PROMPT, context), answer, context, capacity)

@@ -173,10 +173,8 @@ class StageWorker:
         self.outbox.drain(UNSENT)
 
     def announce(self, item: Item) -> None:
-        """Tell the next stage, if there is one, what it computes next.
-
-        The item is pickled, since the ranks of one job trust each other; its length comes first.
-        """
+        """Tell the next stage, if there is one, what it computes next: a length, and the item
+        pickled, since the ranks of one job trust each other."""
         if self.part.is_last:
             return
         payload = pickle.dumps(item)
