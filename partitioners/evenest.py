@@ -83,6 +83,9 @@ def evenest(num_layers: int, num_stages: int, load: StageLoad) -> Partition:
         total, bounds = value
         return total + weight * weight, (-stop, *bounds)
 
-    bottleneck = least(math.inf, -math.inf, heaviest)
+    # No stage of the best division is heavier than the heaviest one of equal numbers of layers.
+    equal = pairwise(stage * num_layers // num_stages for stage in range(num_stages + 1))
+    limit = max(load(stage, *bounds) for stage, bounds in enumerate(equal))
+    bottleneck = least(limit, -math.inf, heaviest)
     _, bounds = least(bottleneck, (0, (0,)), squares)
     return Partition(tuple(pairwise(-bound for bound in reversed(bounds))))
