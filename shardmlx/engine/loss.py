@@ -54,7 +54,7 @@ def token_loss(logits: mx.array, targets: mx.array, counts: mx.array) -> mx.arra
     return loss(logits)[0]  # type: ignore[no-any-return]
 
 
-class _Piece(NamedTuple):
+class _Chunk(NamedTuple):
     """Positions that count: their states (n, D), their target tokens (n,), and weights (n,) of 1,
     or 0 for padding."""
 
@@ -138,7 +138,7 @@ class Head:
     def _weights(self) -> list[mx.array]:
         return [self._part[name] for name in self.names]
 
-    def _pieces(self, given: HeadInput) -> Iterator[tuple[_Piece, dict[str, Any]]]:
+    def _pieces(self, given: HeadInput) -> Iterator[tuple[_Chunk, dict[str, Any]]]:
         """Yield pieces, each with the arguments of its dropout if there is any."""
         microbatch, counted = given.microbatch, _numbers(given.microbatch)
         numbers = np.pad(counted, (0, -len(counted) % self._multiple_of))
@@ -148,7 +148,7 @@ class Head:
         size = positions_of_piece(self._savings.loss_chunk or len(numbers), self._multiple_of)
         for start in range(0, len(numbers), size):
             mine = slice(start, start + size)
-            piece = _Piece(
+            piece = _Chunk(
                 states[mx.array(numbers[mine])],
                 mx.array(targets[mine]),
                 mx.array(counts[mine].astype(np.float32)),
@@ -169,7 +169,7 @@ class Head:
         return self._part.logits(states[None], **how)[0]
 
     def _loss_graph(
-        self, piece: _Piece, scale: mx.array, weights: Sequence[mx.array], **how: Any
+        self, piece: _Chunk, scale: mx.array, weights: Sequence[mx.array], **how: Any
     ) -> tuple[mx.array, mx.array]:
         """Return a piece's loss, and the gradient for its states: lazy."""
         run = partial(self._with, weights, how)
@@ -179,7 +179,7 @@ class Head:
         return loss, gradient
 
     def _gradients_graph(
-        self, piece: _Piece, scale: mx.array, weights: list[mx.array], **how: Any
+        self, piece: _Chunk, scale: mx.array, weights: list[mx.array], **how: Any
     ) -> list[mx.array]:
         """Return the gradients for ``weights``, the head's trained ones, in float32: lazy."""
 

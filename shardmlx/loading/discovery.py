@@ -27,7 +27,7 @@ from shardmlx.loading.hub_download import (
 )
 from shardmlx.loading.manifest import ModelManifest, fingerprint, read_model_manifest
 from shardmlx.loading.partial_copy import PartialCopy
-from shardmlx.loading.transfer import Bundle, Holding, WeightMap, Weights
+from shardmlx.loading.transfer import Holding, LocalFiles, WeightMap, Weights
 from shardmlx.modelfiles.hub import Repository
 from shardmlx.modelfiles.safetensors_header import MODEL_FILES, check_weights
 from shardmlx.modelfiles.sources import CONFIG_FILE, SUFFIX
@@ -61,9 +61,9 @@ def find_weights(
     if transport.size == 1 or (source.weights == "local" and not is_here):
         # Every rank downloads the whole repository, as mlx-lm does.
         path = on_all_ranks(transport, _LOOKING, lambda: _checked(model, revision))
-        bundle = Bundle(transport, path)
+        files = LocalFiles(transport, path)
     else:
-        bundle = _share(
+        files = _share(
             transport,
             reporter,
             source,
@@ -72,12 +72,12 @@ def find_weights(
             lambda identity, commit: _look(model, revision, is_here, identity, commit),
         )
     if not adapters:
-        return Weights(bundle, None)
+        return Weights(files, None)
     try:
         of_adapters = replace(source, model=adapters, weight_cache=None)
-        return Weights(bundle, _find_adapters(transport, reporter, of_adapters))
+        return Weights(files, _find_adapters(transport, reporter, of_adapters))
     except BaseException:
-        bundle.close()
+        files.close()
         raise
 
 
@@ -155,7 +155,7 @@ def _same(own: _LocalModel, identity: str) -> _LocalModel:
     return own
 
 
-def _find_adapters(transport: Transport, reporter: Reporter, source: ModelSource) -> Bundle:
+def _find_adapters(transport: Transport, reporter: Reporter, source: ModelSource) -> LocalFiles:
     path = Path(source.model)
     is_file = path.suffix == SUFFIX
     directory = path.parent if is_file else path
@@ -170,10 +170,10 @@ def _find_adapters(transport: Transport, reporter: Reporter, source: ModelSource
         there = [file] if (directory / file).is_file() else []
         return _same(_whole(directory, there), identity)
 
-    bundle = _share(transport, reporter, source, directory, look_first, look)
+    files = _share(transport, reporter, source, directory, look_first, look)
     if is_file:
-        bundle.path /= path.name
-    return bundle
+        files.path /= path.name
+    return files
 
 
 def _share(
@@ -183,7 +183,7 @@ def _share(
     here: Path,
     look_first: Callable[[], _LocalModel | None],
     look: Callable[[str, str | None], _LocalModel],
-) -> Bundle:
+) -> LocalFiles:
     """Find files on all ranks, agree on the parts that each has, and make the copies.
 
     ``look_first`` finds them on rank 0; it returns None if they are in ``here``, and building the
@@ -193,7 +193,7 @@ def _share(
     found = on_rank_0(transport, _LOOKING, look_first)
     known = transport.broadcast(found and (found.identity, found.commit), what=_LOOKING)
     if known is None:
-        return Bundle(transport, here)
+        return LocalFiles(transport, here)
     if found is None:
         found = _LocalModel(Holding.LACKS)
         if source.weights != "rank0":
@@ -212,7 +212,7 @@ def _share(
         if holding is Holding.LACKS and identity:
             reporter.warn(f"{transport.name(rank)} is sent {source.model} by rank 0: {why}")
     if found.path is not None and set(holdings) == {Holding.WHOLE}:
-        return Bundle(transport, found.path)
+        return LocalFiles(transport, found.path)
     manifest = from_rank_0(transport, _LOOKING, lambda: _manifest(found))
     # A rank's copy stays for later runs if that is asked for, or if it was downloaded.
     cache, base = source.weight_cache, Path(tempfile.gettempdir())
@@ -240,7 +240,7 @@ def _manifest(found: _LocalModel) -> ModelManifest:
 
 def _make_copies(
     transport: Transport, found: _LocalModel, weight_map: WeightMap, base: Path, kept: bool
-) -> Bundle:
+) -> LocalFiles:
     """Make this rank's copy, if it keeps one, and find its keeper's. All ranks must call it."""
     keeper = weight_map.keepers[transport.rank]
     with ExitStack() as on_failure:
@@ -262,7 +262,7 @@ def _make_copies(
         copy = on_all_ranks(transport, "making room for the weights", make)
         places = transport.all_gather(None if copy is None else str(copy.directory), _LOOKING)
         on_failure.pop_all()
-    return Bundle(
+    return LocalFiles(
         transport,
         found.path or Path(places[keeper]),
         weight_map,

@@ -151,15 +151,15 @@ def plan_transfers(
         for name in missing[rank]:
             wanting.setdefault(name, []).append(rank)
     # Tensors with the same missing ranks and the same sources come from one of these sources.
-    bundles: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
+    groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
     for name in sorted(wanting, key=lambda n: (wanting[n], tensors[n].file, tensors[n].start)):
         sources = {*whole, *(rank for rank, there in present.items() if name in there)}
         if not sources:
             raise ValueError(f"no rank has the tensor {name}")
-        bundles.setdefault((tuple(wanting[name]), tuple(sorted(sources))), []).append(name)
+        groups.setdefault((tuple(wanting[name]), tuple(sorted(sources))), []).append(name)
     sent = dict.fromkeys((*whole, *present), 0)
     transfers = []
-    for (chain, of), names in bundles.items():
+    for (chain, of), names in groups.items():
         source = min(of, key=lambda rank: (sent[rank], rank))
         sent[source] += sum(tensors[name].nbytes for name in names)
         transfers += [Transfer(name, (source, *chain)) for name in names]

@@ -70,7 +70,7 @@ class WeightMap:
 
 
 @dataclass(slots=True)
-class Bundle:
+class LocalFiles:
     """The files of a model, or of adapters, as this rank sees them.
 
     ``path``, a directory or a file in it, is built from. ``weight_map`` is None if every rank has
@@ -265,8 +265,8 @@ def _pieces(place: PlacedTensor, read: ReadBytes) -> Iterator[bytes]:
 class Weights:
     """A model and its additions, on every rank. Must be closed, even after loading failed."""
 
-    def __init__(self, model: Bundle, adapters: Bundle | None) -> None:
-        self._bundles = {"weights": model} | ({"adapters": adapters} if adapters else {})
+    def __init__(self, model: LocalFiles, adapters: LocalFiles | None) -> None:
+        self._files = {"weights": model} | ({"adapters": adapters} if adapters else {})
         self.path = model.path
         self.read = model.read
         self.adapters = None if adapters is None else str(adapters.path)
@@ -279,8 +279,8 @@ class Weights:
         All ranks have built the model, lazily, from ``path`` and ``adapters``, which may be gone
         afterwards.
         """
-        for what, bundle in self._bundles.items():
-            bundle.fill(stages, shape, reporter, what)
+        for what, files in self._files.items():
+            files.fill(stages, shape, reporter, what)
 
     def load(self, parts: Sequence[Slice], shape: ModelShape, reporter: Reporter) -> None:
         """Bring and read this rank's slices, as ``bring``. All ranks must call it."""
@@ -291,8 +291,8 @@ class Weights:
 
     def close(self) -> None:
         """Close model and adapters. May be called again."""
-        for bundle in self._bundles.values():
-            bundle.close()
+        for files in self._files.values():
+            files.close()
 
     def __enter__(self) -> Weights:
         return self

@@ -21,7 +21,7 @@ from shardmlx.server.openai_bodies import SAMPLING, validated
 from shardmlx.server.openai_errors import ApiError, refused, shown
 from shardmlx.server.openai_requests import ApiRequest, ServedModel, TranslatedChat
 from shardmlx.server.replies import BlockReply, TokenText
-from shardmlx.server.request_queue import Piece
+from shardmlx.server.request_queue import Delta
 from shardmlx.server.structure import SchemaBody
 
 Json = dict[str, Any]
@@ -275,9 +275,9 @@ class MessageReply(BlockReply):
     def _block(self, what: str, **more: Any) -> Json:
         return {"type": f"content_block_{what}", "index": len(self.blocks[0]) - 1, **more}
 
-    def _end(self, piece: Piece) -> Iterator[Json]:
-        reason, stop = ("end_turn" if piece.stop is None else "stop_sequence"), piece.stop
-        if piece.finish_reason == "length":
+    def _end(self, delta: Delta) -> Iterator[Json]:
+        reason, stop = ("end_turn" if delta.stop is None else "stop_sequence"), delta.stop
+        if delta.finish_reason == "length":
             reason, stop = "max_tokens", None
         elif any(_content(block)["type"] == "tool_use" for block in self.blocks[0]):
             reason, stop = "tool_use", None

@@ -26,7 +26,7 @@ from shardmlx.server.app import make_app
 from shardmlx.server.metrics import Metrics
 from shardmlx.server.model_names import names_of
 from shardmlx.server.openai_requests import ServedModel
-from shardmlx.server.request_queue import GenerationRequest, Piece, RequestQueue
+from shardmlx.server.request_queue import Delta, GenerationRequest, RequestQueue
 from shardmlx.server.uvicorn_thread import HttpServer
 
 SECONDS_TO_TELL = 0.15
@@ -83,11 +83,11 @@ class PipelineGenerator:
         del self._detokenizers[number]
         self._first_stage.cancel(number)
 
-    def step(self) -> Sequence[tuple[int, Piece]]:
-        """Do the pipeline's next step, and return the pieces that have come, by number. A piece
+    def step(self) -> Sequence[tuple[int, Delta]]:
+        """Do the pipeline's next step, and return the deltas that have come, by number. A delta
         with a ``finish_reason`` is the last of its answer."""
         self._check_signals()
-        pieces = []
+        deltas = []
         for number, sampled in self._first_stage.step():
             answer = self._detokenizers[number]
             segment = answer.take(sampled.token)
@@ -96,7 +96,7 @@ class PipelineGenerator:
             if answer.finish_reason is not None:
                 del self._detokenizers[number]
                 self._first_stage.finish(number)
-            piece = Piece(
+            delta = Delta(
                 segment,
                 (sampled,) if is_part else (),
                 answer.count,
@@ -104,8 +104,8 @@ class PipelineGenerator:
                 answer.finish_reason,
                 answer.stops.found,
             )
-            pieces.append((number, piece))
-        return pieces
+            deltas.append((number, delta))
+        return deltas
 
     def keep_alive(self) -> None:
         """Tell the other ranks that this one lives. Raises if one is lost."""

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shardmlx.costmodel.memory_limits import MemoryLimits
-from shardmlx.server.request_queue import Piece, RequestQueue
+from shardmlx.server.request_queue import Delta, RequestQueue
 
 CLIENT_GONE = 499
 """nginx's status for a request whose client did not wait for the end."""
@@ -101,21 +101,21 @@ class RequestMeter:
     def __post_init__(self) -> None:
         self.metrics.counters["prompt_tokens"].inc(self.prompt_tokens)
 
-    def add(self, piece: Piece) -> None:
-        """Count the tokens of a piece, and the time since the last one."""
+    def add(self, delta: Delta) -> None:
+        """Count the tokens of a delta, and the time since the last one."""
         now = time.monotonic()
-        more = piece.generated - self.generated
+        more = delta.generated - self.generated
         if more > 0 and self.generated == 0:
             self.metrics.histograms["time_to_first_token"].observe(now - self.last)
-            self.metrics.counters["cached_tokens"].inc(piece.cached)
+            self.metrics.counters["cached_tokens"].inc(delta.cached)
         elif more > 0:
             for _ in range(more):
                 self.metrics.histograms["time_between_tokens"].observe((now - self.last) / more)
         self.metrics.counters["generated_tokens"].inc(more)
-        self.generated = piece.generated
+        self.generated = delta.generated
         self.last = now
-        if piece.finish_reason is not None:
-            self.end(piece.finish_reason)
+        if delta.finish_reason is not None:
+            self.end(delta.finish_reason)
 
     def end(self, how: str) -> None:
         """Count how the answer ended. Only the first call counts."""

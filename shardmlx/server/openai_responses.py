@@ -1,4 +1,4 @@
-"""Pieces of answers to the bodies and events of OpenAI's API. No MLX, no MPI."""
+"""Deltas of answers to the bodies and events of OpenAI's API. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardmlx.inference.sampling_params import SampledToken
 from shardmlx.server.answer_parts import Kind, Part
 from shardmlx.server.openai_requests import ApiRequest
 from shardmlx.server.replies import Body, Reply, TokenText
-from shardmlx.server.request_queue import FinishReason, Piece
+from shardmlx.server.request_queue import Delta, FinishReason
 
 
 class ChoicesReply(Reply):
@@ -40,19 +40,19 @@ class ChoicesReply(Reply):
         # ASCII only: some clients take U+2028 for the end of a line.
         return b"data: " + json.dumps(body).encode() + b"\n\n"
 
-    def _add(self, index: int, piece: Piece, parts: list[Part]) -> Iterator[Body]:
+    def _add(self, index: int, delta: Delta, parts: list[Part]) -> Iterator[Body]:
         logprobs = None
         if self.request.logprobs is not None:
-            logprobs = self._logprobs(piece, len(self._text(index, "said")))
+            logprobs = self._logprobs(delta, len(self._text(index, "said")))
             for name, values in logprobs.items():
                 self.logprobs[index].setdefault(name, []).extend(values)
-            if piece.sampled and not parts:
+            if delta.sampled and not parts:
                 parts = [Part("said", "")]
         for part in parts:
             yield self._chunk(self._part(index, part, logprobs))
             logprobs = None
-        self._reasons[index] = piece.finish_reason
-        if piece.finish_reason is not None:
+        self._reasons[index] = delta.finish_reason
+        if delta.finish_reason is not None:
             yield self._chunk(self._part(index, None, None))
 
     def closing(self) -> Iterator[Body]:
@@ -95,8 +95,8 @@ class ChoicesReply(Reply):
         """Take in a part of an answer, and return the choice of a chunk with it, or of the last."""
 
     @abstractmethod
-    def _logprobs(self, piece: Piece, length: int) -> Body:
-        """Return the log-probabilities of a piece, before which ``length`` characters came."""
+    def _logprobs(self, delta: Delta, length: int) -> Body:
+        """Return the log-probabilities of a delta, before which ``length`` characters came."""
 
 
 class ChatReply(ChoicesReply):
@@ -142,13 +142,13 @@ class ChatReply(ChoicesReply):
             reason = "tool_calls"
         return {"index": index, name: what, "logprobs": logprobs, "finish_reason": reason}
 
-    def _logprobs(self, piece: Piece, length: int) -> Body:
+    def _logprobs(self, delta: Delta, length: int) -> Body:
         content = [
             {
                 **self._token(sampled.token, sampled.logprob),
                 "top_logprobs": [self._token(token, logprob) for token, logprob in sampled.top],
             }
-            for sampled in piece.sampled
+            for sampled in delta.sampled
         ]
         return {"content": content}
 
@@ -179,13 +179,13 @@ class CompletionReply(ChoicesReply):
         reason = self._reasons[index]
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
-    def _logprobs(self, piece: Piece, length: int) -> Body:
-        texts = [self.token_text(sampled.token) for sampled in piece.sampled]
+    def _logprobs(self, delta: Delta, length: int) -> Body:
+        texts = [self.token_text(sampled.token) for sampled in delta.sampled]
         offsets = [length + sum(map(len, texts[:place])) for place in range(len(texts))]
         return {
             "tokens": texts,
-            "token_logprobs": [_finite(sampled.logprob) for sampled in piece.sampled],
-            "top_logprobs": [self._likeliest(sampled) for sampled in piece.sampled],
+            "token_logprobs": [_finite(sampled.logprob) for sampled in delta.sampled],
+            "top_logprobs": [self._likeliest(sampled) for sampled in delta.sampled],
             "text_offset": offsets,
         }
 

@@ -12,7 +12,7 @@ from shardmlx.server.answer_parser import AnswerParser
 from shardmlx.server.answer_parts import Part
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.openai_requests import ApiRequest
-from shardmlx.server.request_queue import Piece
+from shardmlx.server.request_queue import Delta
 
 Body = dict[str, Any]
 """A JSON object."""
@@ -38,12 +38,12 @@ class Reply(ABC):
         self.blocks: list[list[Part]] = [[] for _ in request.requests]
         self._parsers = list(map(AnswerParser, request.requests))
 
-    def add(self, index: int, piece: Piece) -> Iterator[Body]:
-        """Take in a piece of answer ``index``, and yield the events to send of it."""
-        self.generated[index], self.cached[index] = piece.generated, piece.cached
-        is_last = piece.finish_reason is not None
-        parts = self._parsers[index].take(piece.text, is_last=is_last)
-        yield from self._add(index, piece, list(parts))
+    def add(self, index: int, delta: Delta) -> Iterator[Body]:
+        """Take in a delta of answer ``index``, and yield the events to send of it."""
+        self.generated[index], self.cached[index] = delta.generated, delta.cached
+        is_last = delta.finish_reason is not None
+        parts = self._parsers[index].take(delta.text, is_last=is_last)
+        yield from self._add(index, delta, list(parts))
 
     def _begins(self, index: int, part: Part) -> bool:
         """Return whether a part is the beginning of a block of answer ``index``."""
@@ -72,8 +72,8 @@ class Reply(ABC):
         yield from ()
 
     @abstractmethod
-    def _add(self, index: int, piece: Piece, parts: list[Part]) -> Iterator[Body]:
-        """Yield the events to send of a piece, of which these parts of the answer are known."""
+    def _add(self, index: int, delta: Delta, parts: list[Part]) -> Iterator[Body]:
+        """Yield the events to send of a delta, of which these parts of the answer are known."""
 
     @abstractmethod
     def closing(self) -> Iterator[Body]:
@@ -97,7 +97,7 @@ class BlockReply(Reply):
     """A reply that has one answer, and tells how each of its blocks has ``_begun``, what ``_more``
     it has, how it has ``_ended``, and how the answer's ``_end`` came."""
 
-    def _add(self, index: int, piece: Piece, parts: list[Part]) -> Iterator[Body]:
+    def _add(self, index: int, delta: Delta, parts: list[Part]) -> Iterator[Body]:
         for part in parts:
             begins = self._begins(index, part)
             if begins:
@@ -106,9 +106,9 @@ class BlockReply(Reply):
             if begins:
                 yield from self._begun(part)
             yield from self._more(part)
-        if piece.finish_reason is not None:
+        if delta.finish_reason is not None:
             yield from self._last_ended()
-            yield from self._end(piece)
+            yield from self._end(delta)
 
     def event(self, body: Body) -> bytes:
         return f"event: {body['type']}\ndata: {json.dumps(body)}\n\n".encode()
@@ -127,4 +127,4 @@ class BlockReply(Reply):
     def _ended(self, block: Part) -> Iterator[Body]: ...
 
     @abstractmethod
-    def _end(self, piece: Piece) -> Iterator[Body]: ...
+    def _end(self, delta: Delta) -> Iterator[Body]: ...

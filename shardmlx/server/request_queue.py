@@ -40,7 +40,7 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Delta:
     """A part of an answer: what one or more further tokens have added to it.
 
     ``text`` is empty while a character, or what may become a stop string, is incomplete.
@@ -88,7 +88,7 @@ class Generator(Protocol):
 
     def cancel(self, number: int) -> None: ...
 
-    def step(self) -> Sequence[tuple[int, Piece]]: ...
+    def step(self) -> Sequence[tuple[int, Delta]]: ...
 
     def keep_alive(self) -> None: ...
 
@@ -106,19 +106,19 @@ class Answers:
         self._queue = queue
         self._numbers = numbers
         self._loop = asyncio.get_running_loop()
-        self._news: asyncio.Queue[tuple[int, Piece] | ServiceEnded] = asyncio.Queue()
+        self._news: asyncio.Queue[tuple[int, Delta] | ServiceEnded] = asyncio.Queue()
 
     def cancel(self) -> None:
         """Give up the answers that have not ended: their client has gone."""
         self._queue._cancel(self._numbers)
 
-    async def pieces(self, silence: float) -> AsyncIterator[tuple[int, Piece] | None]:
-        """Yield the pieces as they come, each with the index of its answer, until all have ended;
+    async def deltas(self, silence: float) -> AsyncIterator[tuple[int, Delta] | None]:
+        """Yield the deltas as they come, each with the index of its answer, until all have ended;
         None after so many seconds of ``silence``. Raises ``ServiceEnded``."""
         left = len(self._numbers)
         while left:
             if not self._news.empty():
-                # Pieces that are there already wait for nothing: without this, thousands would be
+                # Deltas that are there already wait for nothing: without this, thousands would be
                 # written before anybody else has a turn, also to a client who has gone.
                 await asyncio.sleep(0)
             try:
@@ -132,8 +132,8 @@ class Answers:
             left -= news[1].finish_reason is not None
             yield news
 
-    def put(self, number: int, news: Piece | ServiceEnded) -> None:
-        """Pass on a piece of the answer to request ``number``, or why no more comes. Called on any
+    def put(self, number: int, news: Delta | ServiceEnded) -> None:
+        """Pass on a delta of the answer to request ``number``, or why no more comes. Called on any
         thread."""
         each = news if isinstance(news, ServiceEnded) else (number - self._numbers.start, news)
         with suppress(RuntimeError):  # the loop is closed: nobody reads it
@@ -270,12 +270,12 @@ class RequestQueue:
             self._waiting.discard(number)
             return self._open.pop(number, None) is not None
 
-    def _pass_on(self, pieces: Sequence[tuple[int, Piece]]) -> None:
-        for number, piece in pieces:
+    def _pass_on(self, deltas: Sequence[tuple[int, Delta]]) -> None:
+        for number, delta in deltas:
             with self._changed:
                 self._waiting.discard(number)
                 answers = self._open.get(number)
-                if piece.finish_reason is not None:
+                if delta.finish_reason is not None:
                     self._open.pop(number, None)
             if answers is not None:
-                answers.put(number, piece)
+                answers.put(number, delta)

@@ -29,7 +29,7 @@ from shardmlx.server.openai_bodies import SAMPLING, validated
 from shardmlx.server.openai_errors import ApiError, refused, shown
 from shardmlx.server.openai_requests import ApiRequest, ServedModel, TranslatedChat
 from shardmlx.server.replies import BlockReply, TokenText
-from shardmlx.server.request_queue import Piece
+from shardmlx.server.request_queue import Delta
 
 Json = dict[str, Any]
 
@@ -259,10 +259,10 @@ class ResponseReply(BlockReply):
             "total_tokens": self.prompt_tokens + generated,
         }
 
-    def _add(self, index: int, piece: Piece, parts: list[Part]) -> Iterator[Json]:
+    def _add(self, index: int, delta: Delta, parts: list[Part]) -> Iterator[Json]:
         if any(part.kind == "thought" for part in parts):
-            self._thought = piece.generated
-        yield from super()._add(index, piece, parts)
+            self._thought = delta.generated
+        yield from super()._add(index, delta, parts)
 
     def _begun(self, block: Part) -> Iterator[Json]:
         if block.kind == "call" and self._tool(block).kind != "function":
@@ -300,8 +300,8 @@ class ResponseReply(BlockReply):
                 yield self._of_item("custom_tool_call_input.done", input=item["input"])
         yield self._event("output_item.done", item=item)
 
-    def _end(self, piece: Piece) -> Iterator[Json]:
-        self._status = "incomplete" if piece.finish_reason == "length" else "completed"
+    def _end(self, delta: Delta) -> Iterator[Json]:
+        self._status = "incomplete" if delta.finish_reason == "length" else "completed"
         yield from ()
 
     def _tool(self, call: Part) -> ClientTool:

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from shardmlx.server.metrics import Metrics, RequestMeter
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.replies import Body, Reply
-from shardmlx.server.request_queue import Answers, Piece
+from shardmlx.server.request_queue import Answers, Delta
 
 SECONDS_OF_SILENCE = 15.0
 """Seconds after which a silent stream gives a sign of life, so that nobody closes it."""
@@ -46,7 +46,7 @@ class AnswerResponse(Response):
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async for each in self._answers.pieces(SECONDS_OF_SILENCE):
+            async for each in self._answers.deltas(SECONDS_OF_SILENCE):
                 if each is not None:
                     self._take(*each)
         except ApiError as error:
@@ -63,7 +63,7 @@ class AnswerResponse(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await _send(send, self._events(self._reply.opening()))
         try:
-            async for each in self._answers.pieces(SECONDS_OF_SILENCE):
+            async for each in self._answers.deltas(SECONDS_OF_SILENCE):
                 if each is None:
                     await _send(send, self._reply.sign_of_life)
                 else:
@@ -78,9 +78,9 @@ class AnswerResponse(Response):
     def _events(self, bodies: Iterable[Body]) -> bytes:
         return b"".join(map(self._reply.event, bodies))
 
-    def _take(self, index: int, piece: Piece) -> Iterable[Body]:
-        self._meters[index].add(piece)
-        if piece.finish_reason == "broken":
+    def _take(self, index: int, delta: Delta) -> Iterable[Body]:
+        self._meters[index].add(delta)
+        if delta.finish_reason == "broken":
             param = self._reply.request.structure
             raise ApiError(
                 500,
@@ -88,7 +88,7 @@ class AnswerResponse(Response):
                 param=param,
                 code="broken_structure",
             )
-        return list(self._reply.add(index, piece))
+        return list(self._reply.add(index, delta))
 
     def _failure(self, error: ApiError) -> Body:
         for meter in self._meters:

@@ -14,7 +14,7 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import WebDriverWait
 
 from shardmlx.inference.answer_format import AnswerFormat, Marks
-from shardmlx.server.request_queue import Piece
+from shardmlx.server.request_queue import Delta
 from tests.helpers.http_serving import Agent, Parrot, Text
 
 PATIENCE = 60.0
@@ -32,18 +32,18 @@ class Thinker(Agent):
 
 @dataclass
 class Speaker(Parrot):
-    """A generator that says the pieces of ``says`` as the answer to each prompt; without any it
+    """A generator that says the deltas of ``says`` as the answer to each prompt; without any it
     repeats the prompt."""
 
     says: Sequence[str] = field(default_factory=tuple)
 
-    def _next(self, text: Text) -> Piece:
+    def _next(self, text: Text) -> Delta:
         if not self.says:
             return super()._next(text)
         text.generated += 1
         has_ended = text.generated == len(self.says)
         said = self.says[text.generated - 1]
-        return Piece(said, (), text.generated, 0, "stop" if has_ended else None)
+        return Delta(said, (), text.generated, 0, "stop" if has_ended else None)
 
 
 class Page:

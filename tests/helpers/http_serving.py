@@ -20,7 +20,7 @@ from shardmlx.server.answer_parser import stops_of
 from shardmlx.server.app import make_app
 from shardmlx.server.model_names import ModelNames
 from shardmlx.server.openai_requests import ServedModel
-from shardmlx.server.request_queue import FinishReason, GenerationRequest, Piece, RequestQueue
+from shardmlx.server.request_queue import Delta, FinishReason, GenerationRequest, RequestQueue
 from shardmlx.server.uvicorn_thread import HttpServer
 
 VOCABULARY = 128
@@ -125,7 +125,7 @@ class Parrot:
         del self.texts[number]
         self.cancelled.append(number)
 
-    def step(self) -> Sequence[tuple[int, Piece]]:
+    def step(self) -> Sequence[tuple[int, Delta]]:
         if self.fails is not None:
             raise RuntimeError(self.fails)
         if self.lasts is not None:
@@ -138,11 +138,11 @@ class Parrot:
             if self.steps == 0:
                 self.goes_on.clear()
         under_way = list(self.texts)[: self.at_once]
-        pieces = [(number, self._next(self.texts[number])) for number in under_way]
-        for number, piece in pieces:
-            if piece.finish_reason is not None:
+        deltas = [(number, self._next(self.texts[number])) for number in under_way]
+        for number, delta in deltas:
+            if delta.finish_reason is not None:
                 del self.texts[number]
-        return pieces
+        return deltas
 
     @property
     def is_idle(self) -> bool:
@@ -152,13 +152,13 @@ class Parrot:
         if self.fails is not None:
             raise RuntimeError(self.fails)
 
-    def _next(self, text: Text) -> Piece:
+    def _next(self, text: Text) -> Delta:
         request = text.request
         token = request.tokens[text.generated % len(request.tokens)]
         text.generated += 1
         cached = len(request.tokens) // 2
         if chr(token) == END:
-            return Piece("", (), text.generated, cached, "stop")
+            return Delta("", (), text.generated, cached, "stop")
         most = request.sampling.logprobs
         sampled = SampledToken(token)
         if most is not None:
@@ -168,7 +168,7 @@ class Parrot:
         said = text.stops.take(chr(token), is_last=reason is not None)
         if (stop := text.stops.found) is not None:
             reason = "stop"
-        return Piece(said, (sampled,), text.generated, cached, reason, stop)
+        return Delta(said, (sampled,), text.generated, cached, reason, stop)
 
 
 @dataclass

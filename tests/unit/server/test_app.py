@@ -18,7 +18,7 @@ from shardmlx.server import streaming
 from shardmlx.server.app import LONG_BODY_BYTES
 from shardmlx.server.metrics import Metrics
 from shardmlx.server.page_files import POLICY
-from shardmlx.server.request_queue import Piece, RequestQueue
+from shardmlx.server.request_queue import Delta, RequestQueue
 from tests.helpers.http_serving import MODEL, Agent, Letters, Parrot, Serving, Text, serving
 
 USER: ChatCompletionUserMessageParam = {"role": "user", "content": "hello"}
@@ -260,10 +260,10 @@ def test_a_stream_that_fails_ends_with_an_error(path: str) -> None:
 class Broken(Parrot):
     """A generator whose answers break off within their structure."""
 
-    def _next(self, text: Text) -> Piece:
+    def _next(self, text: Text) -> Delta:
         text.generated += 1
         whole = text.generated < 3
-        return Piece("{" if whole else "", (), text.generated, 0, None if whole else "broken")
+        return Delta("{" if whole else "", (), text.generated, 0, None if whole else "broken")
 
 
 FORCED = {

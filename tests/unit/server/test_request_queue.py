@@ -1,4 +1,4 @@
-"""Requests from an event loop, pieces from the thread that generates."""
+"""Requests from an event loop, deltas from the thread that generates."""
 
 import asyncio
 import threading
@@ -8,8 +8,8 @@ import pytest
 
 from shardmlx.server.request_queue import (
     Answers,
+    Delta,
     GenerationRequest,
-    Piece,
     QueueFull,
     QueueLoad,
     RequestQueue,
@@ -51,12 +51,12 @@ def request(prompt: str, max_tokens: int = 6, *, stop: tuple[str, ...] = ()) -> 
     return GenerationRequest(tokens=tuple(map(ord, prompt)), max_tokens=max_tokens, stop=stop)
 
 
-async def pieces_of(answers: Answers) -> list[Piece]:
-    return [each[1] async for each in answers.pieces(60) if each is not None]
+async def deltas_of(answers: Answers) -> list[Delta]:
+    return [each[1] async for each in answers.deltas(60) if each is not None]
 
 
 async def text_of(answers: Answers) -> str:
-    return "".join([piece.text for piece in await pieces_of(answers)])
+    return "".join([delta.text for delta in await deltas_of(answers)])
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -67,10 +67,10 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def test_an_answer_is_its_pieces_in_order_up_to_the_one_with_a_reason() -> None:
     async def session(service: RequestQueue, parrot: Parrot) -> None:
-        pieces = await pieces_of(service.submit([request("ab", 3)]))
-        assert [piece.text for piece in pieces] == ["a", "b", "a"]
-        assert [piece.generated for piece in pieces] == [1, 2, 3]
-        assert [piece.finish_reason for piece in pieces] == [None, None, "length"]
+        deltas = await deltas_of(service.submit([request("ab", 3)]))
+        assert [delta.text for delta in deltas] == ["a", "b", "a"]
+        assert [delta.generated for delta in deltas] == [1, 2, 3]
+        assert [delta.finish_reason for delta in deltas] == [None, None, "length"]
 
     assert run(session) is None
 
@@ -160,14 +160,14 @@ def test_an_error_of_the_generator_ends_all_texts_and_is_raised() -> None:
 
 def test_pieces_that_came_before_an_error_are_delivered_before_it() -> None:
     async def session(service: RequestQueue, parrot: Parrot) -> None:
-        steps = iter([[(0, Piece("a", (), 1))]])
+        steps = iter([[(0, Delta("a", (), 1))]])
         parrot.step = lambda: next(steps, None) or fail()  # type: ignore[method-assign]
-        pieces = service.submit([request("a")]).pieces(60)
-        assert await anext(pieces) == (0, Piece("a", (), 1))
+        deltas = service.submit([request("a")]).deltas(60)
+        assert await anext(deltas) == (0, Delta("a", (), 1))
         with pytest.raises(ServiceEnded, match=r"later"):
-            await anext(pieces)
+            await anext(deltas)
 
-    def fail() -> list[tuple[int, Piece]]:
+    def fail() -> list[tuple[int, Delta]]:
         raise RuntimeError("later")
 
     run(session)
@@ -205,10 +205,10 @@ def test_fail_ends_what_is_open_at_once_and_says_why() -> None:
     async def session(service: RequestQueue, parrot: Parrot) -> None:
         in_step, goes_on = threading.Event(), threading.Event()
 
-        def step() -> list[tuple[int, Piece]]:
+        def step() -> list[tuple[int, Delta]]:
             in_step.set()
             goes_on.wait(30)
-            return [(0, Piece("too late", (), 1))]
+            return [(0, Delta("too late", (), 1))]
 
         parrot.step = step  # type: ignore[method-assign]
         answer = service.submit([request("a")])
