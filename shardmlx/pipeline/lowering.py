@@ -45,7 +45,7 @@ _EXPANSION: Mapping[Kind, tuple[Kind, ...]] = MappingProxyType(
 
 
 class ScheduleError(ValueError):
-    """A grid that cannot run: one line that says why, then the actions around the faulty one."""
+    """A grid that cannot run, with the faulty action."""
 
 
 def gradient_kinds(trainable: Sequence[bool]) -> tuple[frozenset[Kind], ...]:
@@ -70,27 +70,22 @@ def lower(grid: Grid, placement: Sequence[int], trainable: Sequence[bool] | None
 
     ``placement[s]`` is the rank of stage s, ``trainable[s]`` whether it has trained weights (by
     default all have). A SEND stands right after the action that makes its content, a RECV right
-    before the first that needs it. Raises ``ValueError`` for a grid that has messages already.
+    before the first that needs it.
     """
     expansions = [
         {kind: _expand(kind, kinds) for kind in _EXPANSION}
-        for kinds in _stage_kinds(len(grid), placement, trainable)
+        for kinds in _stage_kinds(placement, trainable)
     ]
 
     def rank_actions(actions: Sequence[Action]) -> Iterator[Action]:
         received: set[tuple[int, int]] = set()
-        for action in actions:
-            stage, kind, microbatch = action.stage, action.kind, action.microbatch
-            if stage >= len(expansions):
-                raise ValueError(f"{action} is of no stage: the placement has {len(expansions)}")
-            if kind not in expansions[stage]:
-                raise ValueError(f"{action} is a message: the grid is lowered already")
+        for stage, kind, microbatch in actions:
             for part in expansions[stage][kind]:
                 if part is RECV_B:
                     if (stage, microbatch) in received:  # I has received it before W
                         continue
                     received.add((stage, microbatch))
-                yield action if part is kind else Action(stage, part, microbatch)
+                yield Action(stage, part, microbatch)
 
     return tuple(tuple(rank_actions(actions)) for actions in grid)
 
@@ -120,17 +115,10 @@ def _expand(kind: Kind, kinds: Kinds) -> tuple[Kind, ...]:
     return parts if any(part in COMPUTE for part in parts) else ()
 
 
-def _stage_kinds(
-    ranks: int, placement: Sequence[int], trainable: Sequence[bool] | None
-) -> list[Kinds]:
+def _stage_kinds(placement: Sequence[int], trainable: Sequence[bool] | None) -> list[Kinds]:
     """Return the kinds of actions of each stage: forward, gradients, and messages between ranks."""
     if trainable is None:
         trainable = [True] * len(placement)
-    if len(trainable) != len(placement):
-        raise ValueError(f"trainable has {len(trainable)} stages, the placement {len(placement)}")
-    for stage, rank in enumerate(placement):
-        if not 0 <= rank < ranks:
-            raise ValueError(f"stage {stage} is placed on rank {rank} of {ranks} ranks")
     gradients = gradient_kinds(trainable)
     kinds = [{F, *own} for own in gradients]
     for below, above in pairwise(range(len(placement))):
@@ -151,10 +139,8 @@ def validate(grid: Grid, placement: Sequence[int], trainable: Sequence[bool] | N
     SEND; the grid runs to its end with sends that never block. Linear in the number of actions. The
     micro-batches are those that the grid names. Raises ``ScheduleError``.
     """
-    kinds = _stage_kinds(len(grid), placement, trainable)
-    microbatches = _count_microbatches(grid)
-    needs = _needs(kinds)
-    done = {(stage, kind, -1) for stage in range(len(kinds)) for kind in (F, W)}
+    needs = _needs(_stage_kinds(placement, trainable))
+    done = {(stage, kind, -1) for stage in range(len(placement)) for kind in (F, W)}
     waiting: dict[tuple[int, Kind, int], int] = {}  # the rank that waits for a SEND
     reached = [0] * len(grid)
 
@@ -164,18 +150,18 @@ def validate(grid: Grid, placement: Sequence[int], trainable: Sequence[bool] | N
             action = grid[rank][index]
             stage, kind, microbatch = action
             needed = needs.get((stage, kind))
+            where = f"rank {rank}, action {index}: {action}"
             if needed is None or placement[stage] != rank:
-                raise _fault(grid, rank, index, _why_unexpected(action, placement, kinds))
-            for where, what, back in needed:
-                before = (where, what, microbatch - back)
+                raise ScheduleError(f"{where} is not wanted here")
+            for other, what, back in needed:
+                before = (other, what, microbatch - back)
                 if before not in done:
                     if kind in _RECEIVES:
                         waiting[before] = rank
                         return
-                    reason = f"{action} comes without {Action(*before)} before it"
-                    raise _fault(grid, rank, index, reason)
+                    raise ScheduleError(f"{where} comes without {Action(*before)} before it")
             if action in done:
-                raise _fault(grid, rank, index, f"{action} is done a second time")
+                raise ScheduleError(f"{where} is done a second time")
             done.add(action)
             reached[rank] = index + 1
             if action in waiting:
@@ -184,11 +170,14 @@ def validate(grid: Grid, placement: Sequence[int], trainable: Sequence[bool] | N
     ready = deque(range(len(grid)))
     while ready:
         ready.extend(run(ready.popleft()))
-    _check_all_ended(grid, placement, reached)
-    for (stage, kind), microbatch in product(needs, range(microbatches)):
+    if waiting:
+        stuck = [f"rank {rank} waits for {Action(*send)}" for send, rank in waiting.items()]
+        raise ScheduleError(f"deadlock: {', '.join(sorted(stuck))}")
+    last = max((action.microbatch for actions in grid for action in actions), default=0)
+    for (stage, kind), microbatch in product(needs, range(last + 1)):
         if (stage, kind, microbatch) not in done:
-            rank, missing = placement[stage], Action(stage, kind, microbatch)
-            raise _fault(grid, rank, len(grid[rank]), f"{missing} is missing")
+            missing = Action(stage, kind, microbatch)
+            raise ScheduleError(f"rank {placement[stage]}: {missing} is missing")
 
 
 def _needs(
@@ -213,51 +202,3 @@ def _needs(
         }
         needs |= {(stage, kind): before for kind, before in of_kind.items() if kind in own}
     return {key: [each for each in needs[key] if each[:2] in needs] for key in needs}
-
-
-def _count_microbatches(grid: Grid) -> int:
-    size = sum(map(len, grid))
-    if not size:
-        raise ScheduleError("the grid has no actions")
-    most = 0
-    for rank, actions in enumerate(grid):
-        for index, action in enumerate(actions):
-            if not 0 <= action.microbatch < size:
-                reason = f"{action} is no micro-batch of a grid of {size} actions"
-                raise _fault(grid, rank, index, reason)
-            most = max(most, action.microbatch + 1)
-    return most
-
-
-def _why_unexpected(action: Action, placement: Sequence[int], kinds: Sequence[Kinds]) -> str:
-    if not 0 <= action.stage < len(kinds):
-        return f"{action} is of no stage: there are {len(kinds)}"
-    computes = ", ".join(sorted(kind for kind in kinds[action.stage] if kind in COMPUTE))
-    return (
-        f"{action} is not wanted here: stage {action.stage} runs on rank "
-        f"{placement[action.stage]} and computes {computes}"
-    )
-
-
-def _check_all_ended(grid: Grid, placement: Sequence[int], reached: Sequence[int]) -> None:
-    """Raise ``ScheduleError`` if a rank waits, in a RECV, for a SEND that never comes."""
-    stuck = {rank: index for rank, index in enumerate(reached) if index < len(grid[rank])}
-    waits = []
-    for rank, index in stuck.items():
-        action = grid[rank][index]
-        kind = SEND_F if action.kind is RECV_F else SEND_B
-        awaited = Action(action.neighbour, kind, action.microbatch)
-        sender = placement[awaited.stage]
-        if awaited not in grid[sender]:
-            reason = f"{action} waits for {awaited}, which rank {sender} never sends"
-            raise _fault(grid, rank, index, reason)
-        waits.append(f"rank {rank} in {action} waits for rank {sender}")
-    if waits:
-        rank = min(stuck)
-        raise _fault(grid, rank, stuck[rank], f"deadlock: {', '.join(waits)}")
-
-
-def _fault(grid: Grid, rank: int, index: int, reason: str) -> ScheduleError:
-    before, after = grid[rank][max(0, index - 8) : index], grid[rank][index : index + 8]
-    around = " ".join([*map(str, before), ">", *map(str, after)])
-    return ScheduleError(f"rank {rank}, action {index}: {reason}\n{around}")
