@@ -6,8 +6,10 @@ starts neither.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import shardmlx
 from shardmlx.common.cli import BAD_INPUT, INTERRUPTED, run_command
@@ -50,18 +52,39 @@ def _on_ranks(command: Command, words: Sequence[str]) -> int:
         if status is not None:
             return int(status)
 
+    from shardmlx.distributed.processes import under_mpirun
     from shardmlx.distributed.run_ranks import run_ranks
 
     line = command.line
+
+    def read_options(rank: int) -> Any:
+        options = line.load(words, rank)
+        if not under_mpirun() and command.name not in ("doctor", "profile"):
+            _refuse_alone(command.name, options)
+        return options
+
     try:
         return run_ranks(
-            lambda rank: line.load(words, rank),
+            read_options,
             lambda options: float(options.timeout),
             lambda: imported(command.run),
             alike=command.alike,
         )
     except KeyboardInterrupt:  # before anything is begun
         return INTERRUPTED
+
+
+def _refuse_alone(name: str, options: Any) -> None:
+    """Raise ``UserError`` if options are for several ranks: this process would do all alone."""
+    hostfile = getattr(options, "hostfile", None)
+    layout = ("pipeline_stages", "data_parallel")
+    ranks = math.prod(getattr(options, each, None) or 1 for each in layout)
+    if hostfile is not None:
+        problem = f"--hostfile {hostfile} alone starts nothing on other machines"
+        raise UserError(problem, f"use shardmlx launch --hostfile {hostfile} {name} ...")
+    if ranks > 1:
+        problem = f"the layout needs {ranks} ranks, and this is one process"
+        raise UserError(problem, f"use shardmlx launch -n {ranks} {name} ...")
 
 
 def _without_a_command(name: str) -> int:

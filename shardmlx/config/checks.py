@@ -124,9 +124,10 @@ def check_lora(parameters: Mapping[str, Any]) -> None:
     """Check that rank, scale and dropout are there, and nothing but ``keys`` beside them."""
     name = "lora_parameters"
     if "alpha" in parameters:
-        raise OptionError(
-            name, "has 'alpha'", "mlx-lm scales by 'scale', which is alpha / rank elsewhere"
-        )
+        alpha, rank = parameters["alpha"], parameters.get("rank")
+        is_known = is_number(alpha) and is_number(rank) and rank
+        scale = f"{alpha / rank:g}" if is_known else "alpha / rank"
+        raise OptionError(name, f"has alpha {alpha!r}", f"give 'scale: {scale}' in its place")
     _check_known(name, "key", parameters, (*_LORA, "keys"))
     check_lora_values(parameters)
 

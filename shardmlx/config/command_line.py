@@ -78,8 +78,9 @@ class CommandLine(Generic[Options]):
     """The command line of a command, made from the dataclass of its options.
 
     Help lists ``groups`` first, and only the options in ``shown``. Flags that are ``refused`` have
-    a reason; keys of a YAML file that are ``passed_over`` have a hint what to write instead. Rank
-    0 calls ``check`` with the options of a run.
+    a reason; keys of a YAML file that are ``passed_over`` have a hint what to write instead.
+    ``needs_words`` says what to give to a command that would do much without a word. Rank 0 calls
+    ``check`` with the options of a run.
     """
 
     options: type[Options]
@@ -90,6 +91,7 @@ class CommandLine(Generic[Options]):
     refused: Mapping[str, str] = field(default_factory=dict)
     passed_over: Mapping[str, str] = field(default_factory=dict)
     epilog: str = ""
+    needs_words: str = ""
     check: Callable[[Options], None] | None = None
 
     def parser(self, rank: int = 0, *, shows_all: bool = False) -> CommandParser:
@@ -148,6 +150,8 @@ class CommandLine(Generic[Options]):
 
     def load_given(self, argv: Sequence[str]) -> tuple[Options, Given]:
         """Build the options as ``load``, and return those that flags and file gave."""
+        if self.needs_words and not argv:
+            raise UserError(f"{self.command} has no options", self.needs_words)
         parser = self._parser_for(argv)
         namespace, unknown = parser.parse_known_args(argv)
         if unknown:
@@ -185,7 +189,7 @@ class CommandLine(Generic[Options]):
         word = next((word for word in words if word.startswith("-")), words[0])
         flag = word.partition("=")[0]
         if flag in self.refused:
-            return UserError(f"{flag} of mlx_lm is not here", self.refused[flag])
+            return UserError(f"{flag} is not here", self.refused[flag])
         key = flag.lstrip("-").replace("-", "_")
         flags = [each.flag[2:] for each in known if each.rules.flag and not each.rules.positional]
         remedy = did_you_mean(flag.lstrip("-"), flags, "--")

@@ -77,6 +77,24 @@ def test_doctor_with_ssh_is_asked_by_one_rank(monkeypatch: pytest.MonkeyPatch) -
     assert main(["doctor", "--ssh", "--hostfile", "/nowhere"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        ("train --hostfile hosts", "launch --hostfile hosts train ..."),
+        ("generate --hostfile hosts", "launch --hostfile hosts generate ..."),
+        ("train --model m --pipeline-stages 2", "launch -n 2 train ..."),
+        ("train --pipeline-stages 2 --data-parallel 2", "launch -n 4 train ..."),
+        ("train", "give --model and --data"),
+        ("launch -n 2 train", "give --model and --data"),
+    ],
+)
+def test_a_job_that_is_not_meant_does_not_start(words: str, remedy: str, capsys: Capture) -> None:
+    assert main(words.split()) == 2
+    said = capsys.readouterr().err
+    assert remedy in said
+    assert said.count("\n") == 1
+
+
 def test_only_the_module_of_the_command_is_imported() -> None:
     program = (
         "import sys; from shardmlx.main import main\n"

@@ -55,7 +55,7 @@ def test_every_flag_of_mlx_lm_is_taken_or_refused_by_name(monkeypatch: pytest.Mo
 def test_a_flag_that_is_not_here_says_why(line: CommandLine[Any], words: str, reason: str) -> None:
     with pytest.raises(UserError) as error:
         line.load(words.split())
-    assert str(error.value).startswith(f"{words.split()[0]} of mlx_lm is not here: {reason}")
+    assert str(error.value).startswith(f"{words.split()[0]} is not here: {reason}")
 
 
 @pytest.mark.parametrize(

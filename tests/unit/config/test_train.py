@@ -146,7 +146,7 @@ def test_off_needs_no_quotes_in_yaml(name: str, tmp_path: Path) -> None:
 
 
 def test_gradient_checkpointing_is_full_recomputation() -> None:
-    assert LINE.load([]).recompute is None
+    assert TrainConfig().recompute is None
     assert LINE.load(["--grad-checkpoint"]).recompute == "full"
     assert LINE.load(["--no-grad-checkpoint"]).recompute == "none"
     assert LINE.load(["--grad-checkpoint", "--recompute", "full"]).recompute == "full"
@@ -176,7 +176,7 @@ def test_flags_beat_the_file_and_the_file_beats_the_defaults(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("argv", "train", "test"),
     [
-        ([], True, False),
+        (["--seed", "1"], True, False),
         (["--train"], True, False),
         (["--test"], False, True),
         (["--train", "--test"], True, True),
@@ -320,6 +320,7 @@ def test_a_config_is_frozen_and_owns_its_mappings() -> None:
         ("--fast", "shardmlx train --help"),
         ("fast", "shardmlx train --help"),
         ("--lora-parameters 8", "lora_parameters into the YAML file"),
+        ("--lora-alpha 32", "scale: ALPHA / 8"),
     ],
 )
 def test_a_bad_command_line_is_named_in_one_line(argv: str, remedy: str) -> None:
@@ -351,7 +352,8 @@ LORA = "lora_parameters: {rank: 8, scale: 2.0, dropout: 0"
         ("batch_size: 2\nmicro_batch_size: 4", "micro_batch_size is 4", "2"),
         ("lora_parameters: 8", "lora_parameters is 8", "a mapping"),
         ("lora_parameters: {scale: 2.0, dropout: 0.0}", "'rank'", "a whole number above 0"),
-        (f"{LORA}, alpha: 16}}", "'alpha'", "'scale'"),
+        (f"{LORA}, alpha: 20}}", "alpha 20", "'scale: 2.5'"),
+        ("lora_parameters: {alpha: 20}", "alpha 20", "'scale: alpha / rank'"),
         (f"{LORA}, kyes: [mlp.up_proj]}}", "'kyes'", "keys"),
         (f"{LORA}, keys: q_proj}}", "keys 'q_proj'", "['self_attn.q_proj']"),
         (LORA.replace("8", "8.0") + "}", "rank 8.0", "a whole number above 0"),

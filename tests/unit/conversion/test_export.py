@@ -352,7 +352,7 @@ def test_ways_of_quantising_that_there_are_not(text: str) -> None:
 
 
 def test_flags_of_mlx_lm_say_what_to_use_here() -> None:
-    with pytest.raises(UserError, match="--upload-repo of mlx_lm is not here: upload what is fin"):
+    with pytest.raises(UserError, match="--upload-repo is not here: upload what is fin"):
         LINE.load(["model", "-o", "out", "--upload-repo", "me/it"])
     with pytest.raises(OptionError, match="output_dir is empty"):
         ExportOptions(model="model", output_dir="")

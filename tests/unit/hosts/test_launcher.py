@@ -340,14 +340,15 @@ def test_a_run_that_must_not_resume_does_so_only_from_its_own_checkpoint(lab: La
 @pytest.mark.parametrize(
     ("arguments", "problem", "remedy"),
     [
-        (["train"], "no hosts", "--hostfile"),
+        (["train", "--test"], "no hosts", "--hostfile"),
+        (["-n", "2", "train"], "train has no options", "--model and --data"),
         (["-n", "0", "train"], "--ranks is 0", ""),
         (["-n", "2", "--max-restarts", "1", "profile", "M"], "--max-restarts 1", ""),
         (["-n", "2", "train", "--itres", "3"], "'--itres'", "--iters"),
         (["train", "-n", "2"], "-n stands after train", "launch -n N train"),
         (["-n", "2", "doctor", "--ssh", "--hostfile", "F"], "doctor --ssh", "without launch"),
         (["-n", "2", "generate", "--temp", "-1"], "--temp is -1.0", ""),
-        (["--hostfile", "/nowhere", "train"], "hostfile /nowhere", ""),
+        (["--hostfile", "/nowhere", "train", "--test"], "hostfile /nowhere", ""),
     ],
 )
 def test_bad_input_is_named(arguments: list[str], problem: str, remedy: str) -> None:
@@ -365,7 +366,8 @@ def test_more_ranks_than_slots_are_refused(lab: Lab) -> None:
 def test_without_a_directory_for_checkpoints_there_is_one(tmp_path: Path) -> None:
     launch = read_options(["-n", "2", "train", "--adapter-path", "out"])
     assert launch.options == ("--adapter-path", "out", "--checkpoint-dir", "out/checkpoints")
-    assert read_options(["-n", "2", "--max-restarts", "0", "train"]).options == ()
+    fragile = read_options(["-n", "2", "--max-restarts", "0", "train", "--train"])
+    assert fragile.options == ("--train",)
     assert read_options(["-n", "2", "train", "--test"]).options == ("--test",)
     file = tmp_path / "run.yaml"
     file.write_text("checkpoint_dir: kept\n")
@@ -405,7 +407,9 @@ WITHOUT_HOSTFILE = ("export", "profile")
 def test_the_command_is_told_what_the_machines_have(command: str, lab: Lab) -> None:
     """By the hostfile of mpirun, unless it is given another one."""
     hosts = str(lab.path / "hosts")
-    assert read_options(["--hostfile", hosts, command]).options[:2] == ("--hostfile", hosts)
+    waits = ("--timeout", "9")
+    told = read_options(["--hostfile", hosts, command, *waits]).options
+    assert told[:4] == (*waits, "--hostfile", hosts)
     other = ("--hostfile", "measured")
     assert read_options(["--hostfile", hosts, command, *other]).options[:2] == other
 
@@ -431,7 +435,7 @@ def test_what_stops_launch_stops_the_ranks_in_order(
 ) -> None:
     lab.ends(f". {lab.write('job', job)}")
     process = subprocess.Popen(
-        lab.command("-n", "2", "train"),
+        lab.command("-n", "2", "train", "--train"),
         cwd=lab.path,
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,

@@ -148,7 +148,7 @@ COMMANDS = [
     ("schedule", SCHEDULE, 0),
     ("plan", ["MODEL", "--hostfile", "hostfiles/two-macs", "--num-layers", "-1"], 0),
     ("inspect", ["MODEL"], 0),
-    ("launch", ["--hostfile", "/nowhere", "train"], 2),
+    ("launch", ["--hostfile", "/nowhere", "train", "--test"], 2),
     ("doctor", ["--ssh", "--hostfile", "HOSTS"], 0),
 ]
 
