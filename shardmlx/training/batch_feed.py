@@ -43,10 +43,8 @@ class Share:
 
 
 class BatchFeed:
-    """The next ``count`` of the ``batches`` that rank 0 has, for all ranks. Methods are collective.
-
-    Used as a context, it receives all messages under way if all ranks raise an error together.
-    """
+    """The next ``count`` of rank 0's ``batches``, for all ranks. Methods are collective. With an
+    error that all ranks raise together, the context receives all messages under way."""
 
     def __init__(
         self, plan: Plan, transport: Transport, batches: Iterator[Batch] | None, count: int
@@ -70,10 +68,7 @@ class BatchFeed:
                 self._send(next(self._batches))
 
     def take(self, count: int = 1) -> list[Share]:
-        """Return the replica's shares of the batches sent ahead, or of the next ``count``.
-
-        Returns fewer, or none, at the end. Raises ``StopRequested``.
-        """
+        """Return the shares sent ahead, else the next ``count``, or fewer; or ``StopRequested``."""
         if not self._ahead:
             self.send_ahead(count)
         if not self._ahead:
@@ -104,7 +99,6 @@ class BatchFeed:
             self._receive()
 
     def _send(self, batch: Batch) -> None:
-        """Send each rank its replica's rows."""
         for replica, (start, stop) in enumerate(pairwise(self._plan.starts)):
             part = batch.rows(start, stop)
             if replica == self._replica:

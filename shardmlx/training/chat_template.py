@@ -62,8 +62,7 @@ class ChatTemplate:
             pass  # it may require other conversations
 
     def tokens(self, messages: Sequence[Message], tools: Tools = None, **how: Any) -> list[int]:
-        """Return the tokens of a conversation, as mlx-lm makes them. Raises the template's
-        errors."""
+        """Return a conversation's tokens as mlx-lm makes them. Raises the template's errors."""
         tokens: list[int] = self._tokenizer.apply_chat_template(
             messages, tools=tools, return_dict=False, **how
         )
@@ -85,13 +84,11 @@ class ChatTemplate:
 
     @functools.cached_property
     def writes_calls(self) -> bool:
-        """True if the template writes tool calls."""
         return self.writes({"role": "assistant", "tool_calls": _call_of(_WORD, {})})
 
     @functools.cached_property
     def arguments(self) -> type | None:
-        """The form of calls' arguments that the template wants: ``dict``, or ``str`` for JSON text;
-        None if it does not matter."""
+        """Form of calls' arguments that the template wants: dict, or str for JSON; None for any."""
         value = {_KEY: _WORD}
         as_text, as_object = (
             self._try({"role": "assistant", "tool_calls": _call_of("f", form)})
@@ -115,8 +112,7 @@ class ChatTemplate:
         return bool(marks) and all(each in text for each in marks) and f"'{_WORD}" not in text
 
     def _try(self, message: Message) -> str:
-        """Return the text of a conversation with a message, if need be with an empty content; "" if
-        it is refused."""
+        """Return a conversation with a message, if need be of empty content; "" if refused."""
         role = message["role"]
         for each in (message, {"content": "", **message}):
             orders = {"user": [each], "system": [each, _USER]}
@@ -136,12 +132,11 @@ class ChatTemplate:
     def answer_start(
         self, messages: Sequence[Message], tools: Tools, tokens: Sequence[int], where: str
     ) -> int:
-        """Return the number of the first of ``tokens`` that belongs to the last message.
+        """Return the number of the first token of the last message; ``UserError`` names ``where``.
 
-        Like in mlx-lm, an assistant's message begins after the template's generation prompt. Some
-        templates add to that prompt, such as the mark of a thought, or write earlier messages
-        differently when another follows: the answer is then searched in the text. Raises
-        ``UserError``, which names the row by ``where``, if it is not found.
+        It begins after the generation prompt, as in mlx-lm. Some templates add to that prompt, such
+        as the mark of a thought, or write earlier messages differently when another follows: the
+        answer is then searched in the text.
         """
         opens = messages[-1]["role"] == "assistant"
         try:
@@ -207,13 +202,11 @@ def _call_of(name: str, arguments: Any) -> list[dict[str, Any]]:
 
 
 def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return the length of the common beginning of two sequences."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _words(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a message with its words and numbers changed."""
     if isinstance(value, str) or is_number(value):
         return change(str(value))
     if isinstance(value, Mapping):

@@ -25,10 +25,8 @@ WEIGHTS, OPTIMIZER, ERRORS = "weights", "optimizer", "errors"
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The run right after an optimizer update, but for its weights and optimizer state.
-
-    ``state`` is rank 0's; ``mine`` is this rank's own, gathered when it is saved.
-    """
+    """The run right after an optimizer update, but for its weights and optimizer state: ``state``
+    is rank 0's, ``mine`` is this rank's own."""
 
     step: int
     state: Mapping[str, Any]
@@ -113,10 +111,8 @@ class Checkpoints:
             self._errors = self._job.engine.reducer.errors.state()
 
     def save(self) -> int | None:
-        """Begin to save the last update unless it is saved; return its step.
-
-        Returns None without an update or a place to save it.
-        """
+        """Begin to save the last update unless it is saved; return its step, or None without
+        one."""
         point = self._point
         if self._writer is None or point is None or point.step == self._saved_step:
             return self._saved_step or None
@@ -129,15 +125,12 @@ class Checkpoints:
         return point.step
 
     def finish(self) -> None:
-        """Wait until the current checkpoint is complete."""
         self._wait(left=0)
         self.report()
 
     def _wait(self, left: int) -> None:
-        """Wait for the last save until only ``left`` of its waits are to come.
-
-        All ranks wait as long as the slowest: a slow disk is no lost rank.
-        """
+        """Wait until only ``left`` waits of a save are to come, all ranks as long as the
+        slowest."""
         while len(self._waits) > left:
             start = time.monotonic()
             with self._transport.longer_timeout(SECONDS_TO_WRITE):
@@ -195,8 +188,7 @@ class Checkpoints:
         )
 
     def _parts(self) -> list[Snapshot]:
-        """Return this rank's weights and optimizer state, each once in the whole job, and its
-        rounding errors of sums."""
+        """Return this rank's weights, optimizer state and rounding errors, each once in the job."""
         replica, pipeline_rank = self._job.planned.plan.mesh.coordinates(self._transport.rank)
         whole = f"{pipeline_rank:02d}"
         part = f"{whole}-{replica:02d}"

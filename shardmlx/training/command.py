@@ -88,7 +88,6 @@ def dry_run(config: TrainConfig, transport: Transport, reporter: Reporter) -> No
 
 
 def _time(planned: PlannedRun) -> str:
-    """Return the predicted time of a step and of the run."""
     step, iters = planned.seconds(planned.mean_length), planned.steps.iters
     if step is None:
         return (

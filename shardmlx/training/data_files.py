@@ -1,7 +1,4 @@
-"""Read the rows of a data file: JSON lines, CSV or Parquet, with errors that name file and row.
-
-No MLX, no MPI.
-"""
+"""Read the rows of JSON lines, CSV or Parquet; errors name file and row. No MLX, no MPI."""
 
 from __future__ import annotations
 

@@ -52,11 +52,8 @@ def find_format(
     mask_prompt: bool,
     adds_nulls: bool,
 ) -> Tokenise:
-    """Return the function that tokenises the rows of which this is the first, in the format that
-    mlx-lm chooses for them.
-
-    ``adds_nulls`` says that their source gives each row the keys of all rows, with nulls.
-    """
+    """Return the function that tokenises rows like the ``first``, in mlx-lm's format for them.
+    ``adds_nulls`` says that each row has the keys of all rows, with nulls."""
     asked = (keys.prompt_feature, keys.completion_feature)
     has_completions = all(key in first for key in asked)
     if has_completions or keys.chat_feature in first:
@@ -108,7 +105,6 @@ class _Conversations:
     adds_nulls: bool
 
     def tokenise_completion(self, keys: tuple[str, str], row: Row, where: str) -> Sample:
-        """Tokenise a prompt and a completion: a conversation of two messages."""
         messages = []
         for role, key in zip(("user", "assistant"), keys, strict=True):
             value = _value(row, key, where)
@@ -118,7 +114,6 @@ class _Conversations:
         return self._tokenise(messages, row, where)
 
     def tokenise_chat(self, key: str, row: Row, where: str) -> Sample:
-        """Tokenise a list of messages."""
         name, value = f"{where}: {key}", _value(row, key, where)
         if not isinstance(value, list) or not value:
             raise UserError(f"{name} is {_shown(value)}, no list of messages", _MESSAGES)
@@ -168,8 +163,7 @@ class _Conversations:
         return message
 
     def _check_written(self, message: Row, given: Row, name: str) -> None:
-        """Raise ``UserError`` unless the template writes the calls of a message, and the other
-        keys of one without content."""
+        """Raise ``UserError`` for calls, or keys of a message without content, left unwritten."""
         what = f"content {_shown(given['content'])}" if "content" in given else "no content"
         old = {key: message[key] for key in ("role", "function_call") if key in message}
         for key, is_written in (
@@ -240,7 +234,6 @@ class _Conversations:
 
 
 def _has_name(call: Any) -> bool:
-    """Return whether a value is a call: its function has a name."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     return isinstance(name, str) and name != ""

@@ -1,7 +1,4 @@
-"""Data sets, read and tokenised as mlx-lm does, with errors that name file and line.
-
-Only rank 0 reads data; the other ranks get their batches from it.
-"""
+"""Data sets, read on rank 0 and tokenised as mlx-lm does, with errors that name file and line."""
 
 from __future__ import annotations
 
@@ -38,7 +35,6 @@ class DataSets:
     warnings: tuple[str, ...] = ()
 
     def sizes(self) -> dict[str, int]:
-        """Number of samples in each set."""
         return {"train": len(self.train), "valid": len(self.valid), "test": len(self.test)}
 
 
@@ -50,11 +46,8 @@ def read_data(
     *,
     vocabulary: int | None = None,
 ) -> DataSets:
-    """Read and tokenise the sets that the run needs. ``max_positions`` is the model's own limit,
-    and ``vocabulary`` the number of tokens that it knows.
-
-    Raises ``UserError``, also for a set without a token that counts in the loss.
-    """
+    """Read and tokenise the run's sets, for a model's ``max_positions`` and ``vocabulary``. Raises
+    ``UserError``, also for a set without a token that counts in the loss."""
     sets: dict[str, Samples] = {}
     found, warnings = _find_sets(options)
     for name, parts in found.items():
@@ -86,8 +79,7 @@ def longest_input(samples: Samples, max_seq_length: int) -> int:
 
 
 def mean_lengths(samples: Samples, batch_size: int, max_seq_length: int) -> tuple[int, int, float]:
-    """Return the mean lengths of rows, with the padding of a micro-batch of one row and without,
-    and the share of the latter that counts in the loss."""
+    """Return mean lengths, padded as single rows and not, and the latter's share in the loss."""
     samples = samples[: max(1, len(samples) // batch_size) * batch_size]
     lengths = np.maximum(samples.lengths, 2)
     padded, exact = (
@@ -103,12 +95,9 @@ _SPLITS = {"train": "train[:80%]", "valid": "train[-10%:]", "test": None}
 
 @dataclass(frozen=True, slots=True)
 class _RawSet:
-    """A set of the data, or a part of it, as rows with the text to learn under ``keys``.
-
-    ``name`` is its file, or its place on the hub; ``weight`` is how often each row comes in
-    training; ``adds_nulls`` is for ``find_format``. ``others`` names other files if there are no
-    rows.
-    """
+    """A set of the data, or a part of it: rows with the text to learn under ``keys``. ``name`` is
+    its file, or its place on the hub; each row comes ``weight`` times in training. ``others`` names
+    other files if there are no rows."""
 
     name: str
     keys: FeatureKeys
@@ -119,8 +108,7 @@ class _RawSet:
 
 
 def _find_sets(options: DataOptions) -> tuple[dict[str, list[_RawSet]], list[str]]:
-    """Find the data sets that the run needs and that exist; a mixture has several parts. Also
-    return messages about missing ones."""
+    """Find the sets that the run needs, mixtures in parts; return messages of missing ones too."""
     directory, given = Path(options.data), options.hf_dataset
     sources: list[Callable[[str], _RawSet]]
     if given is not None:
@@ -197,10 +185,7 @@ def _read_entry(entry: Mapping[str, Any], where: str, optional: str | None, name
 
 
 def _mixed(parts: Sequence[Samples], weights: Sequence[float]) -> Samples:
-    """Return the samples of all parts, one part after the other.
-
-    A part of n samples is there with ``weight`` times n of them, evenly repeated or left out.
-    """
+    """Join the parts; one of n samples gives ``weight`` times n, evenly repeated or left out."""
     begins = np.cumsum([0, *(len(part.tokens) for part in parts)])
     bounds = []
     for part, weight, begin in zip(parts, weights, begins[:-1], strict=True):
@@ -238,8 +223,7 @@ def _tokenise(
 
 
 def _look_for_losses(samples: Samples, where: str, most: int) -> Iterator[str]:
-    """Yield messages about sequences that are cut at ``most`` tokens, and about those without a
-    token that counts in the loss. Raises ``UserError`` if all lack one."""
+    """Yield warnings of cuts at ``most`` tokens and of no loss; ``UserError`` if all have none."""
     count, longest = len(samples), samples.lengths.max()
     if longest > most:
         yield (
@@ -264,8 +248,7 @@ def _check(
     max_positions: int | None,
     vocabulary: int | None,
 ) -> None:
-    """Raise ``UserError`` for a row that is too long, or has a token that the model does not
-    know."""
+    """Raise ``UserError`` for a row that is too long, or has a token unknown to the model."""
     lengths, most = samples.lengths, options.max_seq_length
     for limit, what, remedy in (
         (

@@ -15,13 +15,12 @@ from shardmlx.training.soundness import nonfinite_gradient, nonfinite_loss
 
 
 class Gradients:
-    """The gradients of one update: the mean over the steps since the one before. Methods are
-    collective.
+    """The mean gradients of the steps since the last update. Methods are collective.
 
-    The loss is scaled as ``--loss-scale`` says. If a gradient overflows, the whole update is
-    computed again with half the factor, so that no batch is lost. Factors are powers of two: the
-    gradients equal those of a run that began with the lower one, except for float16's smallest
-    numbers, and for the int8 rounding errors of earlier sums, which are lost.
+    If a gradient overflows, the whole update is computed again with half the factor of the loss, so
+    that no batch is lost. Factors are powers of two: the gradients equal those of a run that began
+    with the lower one, except for float16's smallest numbers, and for the int8 rounding errors of
+    earlier sums, which are lost.
     """
 
     def __init__(self, job: TrainingRun) -> None:
@@ -88,7 +87,6 @@ class Gradients:
         return self._loss_scale.state()
 
     def restore(self, state: list[float]) -> None:
-        """Restore ``state``."""
         self._loss_scale.restore(state)
         self._rescale_from(state[0])
 
@@ -126,10 +124,8 @@ class Gradients:
 
 
 class Evaluation:
-    """Losses of data sets, with the weights trained so far. Methods are collective.
-
-    ``random`` draws the batches, also those of training: as in mlx-lm.
-    """
+    """Losses of data sets. ``random`` draws all batches, also of training, as in mlx-lm.
+    Collective."""
 
     def __init__(self, job: TrainingRun, random: np.random.RandomState) -> None:
         self._job = job

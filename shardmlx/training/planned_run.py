@@ -66,9 +66,8 @@ class PlannedRun:
     """A run with a plan that fits, before any weight is read.
 
     ``asked`` is the run as the user wants it, ``way`` the same with nothing left open. ``options``
-    are all options by name, JSON-able, and ``changed`` the names of those that are not at their
-    defaults: for the files that describe the run. ``data`` is on rank 0 only, the ``sizes`` of its
-    sets on all; ``slices`` are those of all stages, ``limits`` those of the memory of each rank.
+    are all options by name, JSON-able, and ``changed`` those that are not at their defaults.
+    ``data`` is on rank 0 only, the ``sizes`` of its sets on all; ``slices`` are of all stages.
     """
 
     asked: RunSpec
@@ -94,11 +93,9 @@ class PlannedRun:
         return self.lengths.mean(self.plan.pack)
 
     def predict(self, length: int) -> Prediction:
-        """Predict a step with sequences of ``length`` tokens."""
         return predict(self.plan, self.workload, self.cluster, length)
 
     def seconds(self, length: int) -> float | None:
-        """Return the predicted seconds of such a step; None if no speed is known."""
         return self.predict(length).step_seconds if self.cluster.unit == "seconds" else None
 
 
@@ -317,7 +314,6 @@ def choose_plan(
 
 
 def _headline(run: RunSpec, plan: Plan) -> str:
-    """Return the layout of the run in one line."""
     mesh, stages, rows = plan.mesh, plural(plan.stage_map.num_stages, "stage"), ""
     if plan.replica_rows:
         rows = f" at most, rows {' + '.join(map(str, plan.replica_rows))}"

@@ -45,8 +45,7 @@ def measure(
     transport: Transport,
     advance: Callable[[], None],
 ) -> tuple[list[Sample], list[MemorySample]]:
-    """Measure times and bytes for each (rows, tokens a row); call ``advance`` twice for each.
-    Collective."""
+    """Measure each (rows, tokens a row), with two calls of ``advance``. Collective."""
     frozen = []
     for shape in shapes:
         transport.barrier("measuring")
@@ -105,7 +104,6 @@ def _read(options: ProfileOptions) -> tuple[dict[str, Any], Workload]:
 
 
 def _chip() -> str:
-    """Return the name of this machine's chip."""
     name = mx.device_info().get("device_name")
     return str(name) if name else platform.processor() or platform.machine()
 

@@ -46,8 +46,7 @@ class TrainingReport:
         )
 
     def start(self, step: int) -> None:
-        """Write the facts of the run to the metrics, before the step after ``step``. Not
-        collective."""
+        """Write the facts of the run to the metrics, before the next step. Not collective."""
         if self._job.transport.rank == 0:
             self._reporter.event("start", facts_of(self._planned, self._hosts, step))
 
@@ -242,7 +241,6 @@ class TrainingReport:
 
 
 def _line(values: Mapping[str, Any], ranks: Sequence[RankReport]) -> str:
-    """Return a report for the user."""
     skipped = f", {values['skipped']} skipped" if values["skipped"] else ""
     of_ranks = [
         f"rank {each.rank} {gibibytes(each.peak_memory_bytes)}, "

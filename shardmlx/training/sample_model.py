@@ -67,8 +67,7 @@ class _Laps:
 
 @dataclass(slots=True)
 class _Peaks:
-    """The bytes that the work under ``lap`` adds to those before it, by name: at most, and to the
-    end, as the largest of all laps but the first."""
+    """The bytes that work under ``lap`` adds, at most and to its end; without first laps."""
 
     passing: dict[str, list[int]] = field(default_factory=dict)
     kept: dict[str, list[int]] = field(default_factory=dict)
@@ -85,8 +84,7 @@ class _Peaks:
         self.kept.setdefault(name, []).append(mx.get_active_memory() - before)
 
     def stage(self, message: int) -> StageBytes:
-        """Return the bytes of the measured stage. A run frees its input, of ``message`` bytes,
-        which was there from the start, with I."""
+        """Return the stage's bytes. A run frees its input, of ``message`` bytes, with I."""
         kept, passing = (
             {name: max(laps[1:]) for name, laps in found.items()}
             for found in (self.kept, self.passing)
@@ -107,11 +105,8 @@ class _Peaks:
 
 @dataclass(frozen=True)
 class SampleModel:
-    """A model whose layers are measured as stages: the first, the last, some of each kind between.
-
-    It is built as a whole, lazily; only those stages are computed. ``pattern`` has the kind of each
-    layer as to its times, ``memory_pattern`` as to its bytes.
-    """
+    """A lazily built model whose layers are measured as stages: the first, the last, some of each
+    kind between, by ``pattern`` as to times and by ``memory_pattern`` as to bytes."""
 
     model: nn.Module
     pattern: Sequence[int]
@@ -120,8 +115,7 @@ class SampleModel:
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
-        """Layers of each kind, one after the other, without the model's first and last if there are
-        others: these count with the ends."""
+        """Layers of each kind, one after the other; the model's first and last only if alone."""
         return [self._run_of(kind) for kind in range(max(self.pattern) + 1)]
 
     def _run_of(self, kind: int) -> tuple[int, int]:
@@ -182,8 +176,7 @@ class SampleModel:
         repeats: int,
         lap: Callable[[str], AbstractContextManager[None]],
     ) -> int:
-        """Run micro-batches through a stage, each action in a ``lap``; return the bytes of the
-        stage's input."""
+        """Run micro-batches through a stage, each action in a ``lap``; return the input's bytes."""
         random = np.random.RandomState(0)
         tokens = random.randint(0, find_parts(self.model).vocabulary, (rows, length + 1))
         spans = np.array([[0, length]] * rows, np.int32)

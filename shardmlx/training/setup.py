@@ -27,10 +27,8 @@ from shardmlx.training.planned_run import PlannedRun, optimizer_of
 
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
-    """A run that is ready to start, and the plan that it carries out.
-
-    ``identity``, on rank 0 of a run that saves checkpoints, says in them which run it is.
-    """
+    """A run that is ready to start. ``identity``, on rank 0, says in checkpoints which run it
+    is."""
 
     planned: PlannedRun
     transport: Transport
@@ -43,7 +41,6 @@ class TrainingRun:
 
     @property
     def stages(self) -> list[Stage]:
-        """The stages of this rank."""
         return list(self.engine.stages.values())
 
 

@@ -13,8 +13,7 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.engine.stage import Stage
 
 WINDOW = 10
-"""Updates among which skipped ones are counted. A few rows may be bad, but a run that skips more
-than half of its updates learns nothing."""
+"""Updates among which skips are counted: a run that skips more than half learns nothing."""
 
 TAMER = "lower --learning-rate, or give --dtype float32"
 
@@ -29,11 +28,8 @@ class Fault(NamedTuple):
 
 
 class Soundness:
-    """The updates of a run, made or skipped on all ranks together, and the weights that it trains.
-
-    A rank looks at the weights that it ``holds``; ``has_moved`` says whether an update of this run
-    has changed one of those that it updates.
-    """
+    """The updates of a run, made or skipped on all ranks together, and the weights that this rank
+    ``holds``; ``has_moved`` says whether an update has changed one that it updates."""
 
     def __init__(
         self,
@@ -49,13 +45,11 @@ class Soundness:
         self._made: deque[bool] = deque(maxlen=WINDOW)
 
     def count(self, *, made: bool) -> None:
-        """Note that an update was made, or skipped."""
         self._made.append(made)
 
     @property
     def is_lost(self) -> bool:
-        """True if more than half of the last ``WINDOW`` updates were skipped, even if better ones
-        follow."""
+        """True once more than half of ``WINDOW`` updates were skipped, whatever follows."""
         return self._made.count(False) > WINDOW // 2
 
     def fault(self) -> Fault | None:

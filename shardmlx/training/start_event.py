@@ -60,10 +60,7 @@ def _layout(plan: Plan, hosts: Sequence[str]) -> dict[str, Any]:
 
 
 def _schedule(planned: PlannedRun) -> dict[str, Any]:
-    """Return the predicted course of a step's forward and backward passes.
-
-    ``spans[pipeline rank]`` has an action, its start and its end, as parts of the makespan.
-    """
+    """Return the predicted (action, start, end) of each pipeline rank, as parts of the makespan."""
     plan, simulation = planned.plan, planned.predict(planned.mean_length).simulation
     makespan = simulation.makespan or 1.0
     spans = None

@@ -100,7 +100,6 @@ class Trainer:
             self._reporter.say(f"Saved to {self._output}")
 
     def test(self) -> None:
-        """Report the loss on the test set."""
         try:
             loss = self._evaluation.loss("test", self._options.test_batches, "testing")
         except StopRequested as request:
@@ -255,10 +254,7 @@ class Trainer:
             self._checkpoints.save()
 
     def _save_last(self) -> bool:
-        """Save the run at its last step, unless its weights should replace nothing.
-
-        Returns whether they are in the output.
-        """
+        """Save the last step unless it should replace nothing; tell whether the output has it."""
         options = self._options
         fault = self._fault()
         if fault is not None:
@@ -292,11 +288,8 @@ class Trainer:
             self._report.validation(step, loss, time.monotonic() - start)
 
     def _save(self, copy_as: str | None) -> bool:
-        """Write the weights trained so far, under their final name and, for adapters, as a copy.
-
-        Until a resumed run has changed a weight, it keeps outputs later than its checkpoint.
-        Returns whether it has written.
-        """
+        """Write the trained weights, with a copy of adapters; return whether it has. Until a
+        resumed run has changed a weight, it keeps outputs later than its checkpoint."""
         directory, tune = self._output, self._job.planned.way.fine_tune
         if self._soundness.unmoved() is not None and from_rank_0(
             self._transport, "looking at the output", self._later_output
@@ -315,7 +308,6 @@ class Trainer:
         return True
 
     def _later_output(self) -> bool:
-        """Tell whether the output has weights that are later than the checkpoint."""
         found = self._job.resumption.found
         assert found is not None, "nothing is saved of a run that begins and changes nothing"
         marker = found.store.path(found.manifest.step) / MARKER
