@@ -48,7 +48,6 @@ class EventLog:
         self.begin_anew([])
 
     def begin_anew(self, events: Sequence[Event]) -> None:
-        """Put these events in the place of all before."""
         with self._news:
             self.events = list(events)
             self.identity = secrets.token_hex(8)
@@ -65,14 +64,12 @@ class EventLog:
             self.begin_anew(thinned(self.events, MOST_REPORTS))
 
     def end(self) -> None:
-        """Wake all waiting requests: no event will come."""
         with self._news:
             self._has_ended = True
             self._news.notify_all()
 
     def after(self, number: int, run: str | None = None, patience: float = 0.0) -> dict[str, Any]:
-        """Return the events after ``number`` of the ``run``, all if that is another, and whether
-        the run has ended; wait up to ``patience`` seconds for one."""
+        """Return events after ``number``, all if of another ``run``; wait ``patience`` for one."""
         with self._news:
             run = run or self.identity
             self._news.wait_for(
@@ -88,11 +85,8 @@ class EventLog:
 
 
 class LivePage:
-    """A server of a run on ``listener``, which it closes at its end.
-
-    If the run resumes, earlier events in ``metrics_file`` are shown too. A listener of this machine
-    alone answers only requests for this machine.
-    """
+    """A server of a run on ``listener``, which it closes; one for this machine alone answers no
+    other. If the run resumes, earlier events in ``metrics_file`` are shown too."""
 
     def __init__(self, listener: socket.socket, metrics_file: str | None = None) -> None:
         self.address = address_of(listener)
@@ -119,8 +113,7 @@ class LivePage:
             self._gauges.take(events, anew=True)
 
     def close(self) -> None:
-        """Stop answering, once open pages know that the run has ended, or after a second. Hanging
-        connections end with the process."""
+        """Stop once open pages know the end, or after a second. Hanging connections stay."""
         self._log.end()
         if time.monotonic() - self._server.asked_at < SECONDS_OF_A_PAGE:
             self._server.has_told_end.wait(SECONDS_TO_TELL)
@@ -132,8 +125,6 @@ class LivePage:
 
 
 class _Server(ThreadingHTTPServer):
-    """A server with a thread for each connection."""
-
     block_on_close = False
 
     def __init__(self, listener: socket.socket, log: EventLog, gauges: Gauges) -> None:
@@ -152,8 +143,6 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """A request: for the page, for events, or for metrics."""
-
     server: _Server
     server_version = "shardmlx"
     sys_version = ""

@@ -20,13 +20,9 @@ MOST_REPORTS = 5000
 
 
 def read_metrics(path: str | Path) -> tuple[list[Event], int]:
-    """Return the events that ``train --metrics-file`` wrote, or is still writing, and the number of
-    unreadable lines.
-
-    Lines that are not JSON objects with an event, and with a number for its step if it has one, are
-    counted and left out, such as the last one of a killed run. Raises ``UserError`` if the file
-    cannot be read or has no event.
-    """
+    """Return the events that ``train --metrics-file`` wrote, and the number of unreadable lines: no
+    JSON objects with an event, and a number for a step, like the last one of a killed run. Raises
+    ``UserError`` if the file cannot be read or has no event."""
     path = Path(path)
     try:
         lines = path.read_bytes().splitlines()
@@ -60,12 +56,8 @@ def _parse(line: bytes) -> Event | None:
 
 
 def current(events: Iterable[Event]) -> list[Event]:
-    """Return the valid events: those of the last run, without undone ones.
-
-    A resumed run continues in the file, and repeats the reports after the step from which it
-    resumes. Its ``resume`` event gets the number of ``repeated_steps``. A ``start`` at step 0
-    begins another run, as in concatenated files.
-    """
+    """Return the valid events: of the last run, which a ``start`` at step 0 begins, without those
+    that a resumed run repeats. A ``resume`` event gets the number of ``repeated_steps``."""
     kept: list[Event] = []
     for event in events:
         if event["event"] == "start" and not event.get("step"):
@@ -84,8 +76,7 @@ def current(events: Iterable[Event]) -> list[Event]:
 
 
 def thinned(events: Sequence[Event], most: int = MOST_REPORTS) -> list[Event]:
-    """Return the events with every second report left out, counted from the last, again and again,
-    until at most ``most`` are left."""
+    """Leave out every second report, counted from the last, until at most ``most`` are left."""
     kept = list(events)
     while sum(each["event"] == "train" for each in kept) > most:
         reports = [i for i, each in enumerate(kept) if each["event"] == "train"]

@@ -44,10 +44,7 @@ _SCRIPTS = (
 def render_page(
     events: Sequence[Event], *, title: str, unreadable: int = 0, is_live: bool = False
 ) -> str:
-    """Return the page of a run as HTML.
-
-    ``unreadable`` lines of its file are mentioned. A live page asks its server for further events.
-    """
+    """Return a run's page as HTML, which names ``unreadable`` lines; a live one asks its server."""
     data: dict[str, Any] = {"events": events, "unreadable": unreadable, "live": is_live}
     style, script = (Markup("\n".join(map(_part, names))) for names in (_STYLES, _SCRIPTS))
     return _template().render(

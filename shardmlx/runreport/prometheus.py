@@ -76,11 +76,9 @@ class Gauges(Collector):
                     self._counts["tokens"] += event["tokens"]
 
     def exposition(self) -> bytes:
-        """Return all metrics, in Prometheus's format."""
         return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield one family for each metric."""
         with self._lock:
             newest, counts = dict(self._newest), Counter(self._counts)
         yield _gauge("up", "1 while the run goes on", [((), 1 - ("summary" in newest))])

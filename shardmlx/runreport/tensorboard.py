@@ -27,10 +27,7 @@ _OF_A_RANK = {
 
 
 class TensorBoardLog:
-    """The event files of a run, in the directory ``tensorboard`` of its adapters.
-
-    Nothing is written before the run begins.
-    """
+    """A run's event files in ``tensorboard`` beside its adapters, written once it begins."""
 
     def __init__(self, adapter_path: str) -> None:
         self._directory = Path(adapter_path) / "tensorboard"
