@@ -71,7 +71,6 @@ def _lead(
     reader: PromptReader,
     texts: Sequence[Sample],
 ) -> Mapping[str, Any]:
-    """Measure on rank 0, and show the results."""
     transport, reporter = prepared.transport, prepared.reporter
 
     def score(sequences: Sequences) -> list[Scores]:

@@ -19,8 +19,7 @@ from shardmlx.training.datasets import read_data
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """The perplexity of some texts: e to the ``loss``, the mean of the negative log-probabilities
-    of their ``tokens``."""
+    """The perplexity of texts of ``tokens``: e to ``loss``, their mean negative log-probability."""
 
     perplexity: float
     standard_error: float

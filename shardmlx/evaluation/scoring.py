@@ -23,16 +23,14 @@ Sequences = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The natural logarithm of the probability of each token after the first of a sequence, given
-    those before it; and whether it is the likeliest. Shape (T - 1,)."""
+    """Log-probabilities of tokens after a sequence's first, and which are likeliest: (T - 1,)."""
 
     logprobs: np.ndarray
     is_likeliest: np.ndarray
 
 
 class Scorer:
-    """A rank's part in scoring: rank i has stage i. ``rows`` sequences are computed at a time, and
-    ``chunk`` positions of their attention and logits."""
+    """A rank's part in scoring: stage i on rank i, ``rows`` and ``chunk`` positions at a time."""
 
     def __init__(self, transport: Transport, part: Slice, rows: int, chunk: int) -> None:
         self._transport = transport
@@ -79,7 +77,6 @@ class Scorer:
         return [] if everyone is None else [everyone[-1][i] for i in range(len(sequences))]
 
     def _receive(self, shape: tuple[int, ...]) -> tuple[mx.array, Handle] | None:
-        """Begin to receive hidden states; return None on the first stage."""
         if self._part.is_first:
             return None
         buffer = new_buffer(shape, self._part.dtype)

@@ -106,7 +106,6 @@ def continuation(
 
 
 def _model(config: EvaluateConfig, reader: PromptReader, score: Score, answer: Answer) -> Any:
-    """Return the model in the interface of lm-evaluation-harness."""
     from lm_eval.api.model import LM
 
     def encode(text: str) -> list[int]:
