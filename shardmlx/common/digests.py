@@ -43,7 +43,6 @@ def json_digest(value: Any) -> str:
 
 
 def bytes_digest(content: bytes) -> str:
-    """Return the SHA-256 of some bytes."""
     return hashlib.sha256(content).hexdigest()
 
 

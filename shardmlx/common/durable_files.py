@@ -99,8 +99,7 @@ def lock_file(path: Path, refusal: UserError) -> IO[bytes]:
 
 
 class NewFiles:
-    """New files of one directory, which take their names when all are on the disk: until then they
-    are called ``partial-NAME``."""
+    """New files of one directory, called ``partial-NAME`` until all are on the disk."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

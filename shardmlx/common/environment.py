@@ -64,8 +64,7 @@ def prepare() -> Blas:
 
 
 def _keep_freed_memory() -> None:
-    """Make glibc keep memory that MLX, without a cache on the CPU, frees between two steps: to map
-    it again, page by page, costs a few per cent of a step."""
+    """Make glibc keep freed memory: to map it again costs a few per cent of a step on a CPU."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # other C libraries have none
         for option, value in _MALLOC_OPTIONS.items():

@@ -29,11 +29,8 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def bind(host: str, port: int, prefix: str = "--") -> socket.socket:
-    """Return a socket that listens at this address; port 0 takes any free one.
-
-    It listens at once, so that no other server can take the port. Raises ``UserError``, which names
-    the options ``prefix`` and ``host`` and ``port``.
-    """
+    """Return a listening socket; port 0 takes any. ``UserError`` names ``prefix``, host and
+    port."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
@@ -47,8 +44,7 @@ def bind(host: str, port: int, prefix: str = "--") -> socket.socket:
 
 
 def bind_both(host: str, port: int, prefix: str = "--") -> list[socket.socket]:
-    """Return the socket of ``bind``, and with 127.0.0.1 one at ::1, if there is IPv6: Node and
-    others take localhost for ::1 alone. Raises as ``bind``."""
+    """Return the socket of ``bind``, for 127.0.0.1 one at ::1 too: Node takes localhost for it."""
     first = bind("127.0.0.1" if host == "localhost" else host, port, prefix)
     address, taken = first.getsockname()[:2]
     if address != "127.0.0.1":
@@ -100,8 +96,7 @@ def address_of(listener: socket.socket) -> str:
 
 
 def trusted_hosts(listener: socket.socket, extra: Sequence[str] = ()) -> frozenset[str] | None:
-    """Return the names that a request's ``Host`` may have; None for any: where others reach the
-    server, and there are no ``extra``."""
+    """Return the names that a request's ``Host`` may have; None for any, where others may ask."""
     host = listener.getsockname()[0]
     if ip_address(host.partition("%")[0]).is_loopback:
         return frozenset({*LOOPBACK, host, *extra})
@@ -109,10 +104,7 @@ def trusted_hosts(listener: socket.socket, extra: Sequence[str] = ()) -> frozens
 
 
 def is_for(host: str, hosts: Collection[str] | None) -> bool:
-    """Tell whether the ``Host`` of a request is one of ``hosts``; None takes any.
-
-    This prevents DNS rebinding: a page on the internet can point a name of its own at 127.0.0.1.
-    """
+    """Tell whether ``hosts``, None for any, has a request's ``Host``: prevents DNS rebinding."""
     if hosts is None:
         return True
     try:

@@ -68,7 +68,6 @@ class Reporter:
         )
 
     def say(self, text: str) -> None:
-        """Print a line for the user."""
         self._console.print(text, markup=False)
 
     def warn(self, text: str) -> None:
@@ -127,8 +126,6 @@ class Reporter:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A line of the progress display."""
-
     progress: Progress
     task: TaskID
 
@@ -136,7 +133,6 @@ class Bar:
         self.progress.update(self.task, advance=count)
 
     def show(self, done: int, total: int) -> None:
-        """Show the done part of the total."""
         self.progress.update(self.task, completed=done, total=total)
 
     def note(self, text: str) -> None:
@@ -160,8 +156,7 @@ def finite(value: Any) -> Any:
 
 
 def _shown_in_terminal() -> bool:
-    """Return whether a person watches: mpirun gives rank 0 a terminal even if the output goes
-    elsewhere, so look at mpirun's own, if it can be seen."""
+    """Return whether a person watches; mpirun's own terminal tells more than rank 0's."""
     if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
         return False
     try:
