@@ -56,7 +56,6 @@ class TensorSpec(NamedTuple):
 
 
 def specs_of(arrays: Mapping[str, mx.array]) -> list[TensorSpec]:
-    """Return names, shapes and types of arrays, which may be lazy."""
     return [
         TensorSpec(name, tuple(array.shape), SAFETENSORS_NAMES[array.dtype])
         for name, array in arrays.items()
@@ -64,16 +63,12 @@ def specs_of(arrays: Mapping[str, mx.array]) -> list[TensorSpec]:
 
 
 class SaveError(RuntimeError):
-    """Trained weights or a checkpoint could not be written; the message names rank, host, file and
-    reason."""
+    """Weights or a checkpoint could not be written; the message names rank, host, file, reason."""
 
 
 class Collector:
-    """The tensors of one replica's slices, brought to rank 0. All methods are collective.
-
-    If replicas divide the weights, all of them send: ``holds`` tells whether this rank has a
-    tensor.
-    """
+    """The tensors of one replica's slices, or of all replicas where each ``holds`` a part, brought
+    to rank 0. All methods are collective."""
 
     def __init__(
         self,
@@ -89,11 +84,8 @@ class Collector:
         self.name = transport.name(transport.rank)
 
     def gather(self, trained_only: bool) -> list[tuple[int, list[TensorSpec]]] | None:
-        """Return, on rank 0, (rank, its tensors) for each rank that has some, each tensor once.
-
-        Rank 0 must exhaust ``receive`` of each, in this order; the others return None once they
-        have sent theirs.
-        """
+        """Return, on rank 0, (rank, its tensors) for each rank that has some, each tensor once: it
+        must exhaust ``receive`` of each, in this order. Others return None once theirs are sent."""
         mine = {
             name: part[name]
             for part in self._parts
@@ -192,8 +184,7 @@ def save_model(collector: Collector, source: Path, directory: Path) -> None:
 
 @contextmanager
 def _saving(collector: Collector, directory: Path, nbytes: int) -> Iterator[NewFiles]:
-    """Give out the files to write on rank 0; they take their names at the end of the block. If one
-    cannot be written, no partial file stays, and earlier files do."""
+    """Give out files that take their names after the block. If one fails, earlier files stay."""
     files = NewFiles(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -38,11 +38,8 @@ class SoundCheckpoint:
 def find_checkpoint(
     transport: Transport, store: Store, disks: Disks, step: int | None = None
 ) -> tuple[SoundCheckpoint | None, dict[int, str]]:
-    """Find the newest sound checkpoint on any disk, or that of ``step``. Collective.
-
-    Returns also, by step, the faults of those that were passed over. Every file is read once on
-    each disk that has it; the ranks that see a disk share the work.
-    """
+    """Find the newest sound checkpoint on any disk, or that of ``step``, and the faults, by step,
+    of those that were passed over. Collective: the ranks that see a disk share the reading."""
     newest_first = _manifests(transport, store, disks)
     faults: dict[int, str] = {}
     for candidate in sorted(newest_first, reverse=True):

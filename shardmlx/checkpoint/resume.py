@@ -21,11 +21,9 @@ from shardmlx.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """The disks for the parts of ranks 0 to ``owners`` - 1.
-
-    ``kind`` is ``shared`` (each rank writes its part to the disk that all see), ``rank0`` (rank 0
-    writes all) or ``neighbour`` (each rank writes its part, and a rank of another disk a copy).
-    """
+    """The disks for the parts of ranks 0 to ``owners`` - 1: ``shared`` (each rank writes its part
+    to the disk that all see), ``rank0`` (rank 0 writes all) or ``neighbour`` (each rank writes its
+    part, and a rank of another disk a copy)."""
 
     kind: str
     disks: Disks
@@ -42,7 +40,6 @@ class Storage:
 
     @property
     def writers(self) -> frozenset[int]:
-        """Ranks that write any part."""
         return frozenset(home for owner in range(self.owners) for home in self.homes(owner))
 
     @property
@@ -54,11 +51,8 @@ class Storage:
 
 
 def choose_storage(wanted: str, disks: Disks, owners: int, names: Sequence[str]) -> Storage:
-    """Choose the storage for the parts of ranks 0 to ``owners`` - 1; ``wanted`` may be auto.
-
-    ``names`` are the ranks'. Raises ``AgreedError`` on all ranks if one of them cannot write its
-    part.
-    """
+    """Choose the storage for ranks 0 to ``owners`` - 1, called ``names``; ``wanted`` may be auto.
+    Raises ``AgreedError`` on all ranks if one of them cannot write its part."""
     shared = len(disks.groups) == 1
     kind = wanted
     if wanted == "auto":
@@ -101,7 +95,6 @@ class Resumption:
 
     @property
     def step(self) -> int:
-        """Number of the last step done before."""
         return 0 if self.found is None else self.found.manifest.step
 
     @property
@@ -121,12 +114,9 @@ def prepare_resumption(
     identity: Mapping[str, Any] | None,
     owners: int,
 ) -> Resumption:
-    """Find where the run saves its checkpoints, and the one that it goes on from.
-
-    ``identity``, on rank 0, says which run this is; ``owners`` are the ranks of a pipeline. Never
-    takes a damaged checkpoint, or one of another run; auto skips damaged ones, with a warning that
-    names the file. All ranks must call it. Raises ``AgreedError``.
-    """
+    """Find where the run saves its checkpoints, and the one that it goes on from: never a damaged
+    one, or one of another ``identity`` than rank 0's; auto skips damaged ones, with a warning. All
+    ranks must call it. Raises ``AgreedError``."""
     resume = options.named
     step = None if resume is None else step_of(resume.name)
     if resume is not None and step is None:

@@ -136,8 +136,7 @@ def _optimizer(optimizer: Mapping[str, Any]) -> str:
 
 
 def _model(path: Path, read: ReadBytes | None) -> str:
-    """Return a digest of the configuration, and of the weights' headers and samples, since a model
-    may be large."""
+    """Return a digest of the configuration, and of the weights' headers and samples."""
 
     def read_file(file: str, offset: int, count: int) -> bytes:
         with (path / file).open("rb") as content:

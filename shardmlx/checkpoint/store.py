@@ -78,11 +78,8 @@ class FileInfo:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The contents of a checkpoint beside its tensors.
-
-    ``identity`` identifies the run, ``state`` is its progress, ``plan`` its layout, ``versions``
-    are its packages. Only the first two are needed to go on.
-    """
+    """A checkpoint without its tensors. ``identity`` and the progress, ``state``, are needed to go
+    on; layout (``plan``) and ``versions`` of packages inform."""
 
     step: int
     files: tuple[FileInfo, ...]
@@ -126,7 +123,6 @@ class Store:
         self.directory = directory
 
     def path(self, step: int) -> Path:
-        """Return a complete checkpoint's directory."""
         return self.directory / name_of(step)
 
     def partial(self, step: int) -> Path:
@@ -151,8 +147,7 @@ class Store:
         )
 
     def lock(self) -> IO[bytes]:
-        """Keep other runs from writing here, until the file is closed or this process ends. Raises
-        ``UserError`` if one does."""
+        """Keep other runs out until the file is closed. Raises ``UserError`` if one writes."""
         self.directory.mkdir(parents=True, exist_ok=True)
         problem = f"--checkpoint-dir {self.directory}: another run writes there"
         refusal = UserError(problem, "wait for its end, or name another directory")

@@ -31,8 +31,7 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.errors import one_line
 
 SECONDS_TO_WRITE = 12 * 3600.0
-"""Limit of a wait: a large part may take hours over a slow network. Missing signs of life reveal a
-dead rank."""
+"""Limit of a wait: a slow network may need hours, and signs of life reveal a dead rank."""
 
 POLL_SECONDS = 0.1
 """Seconds between checks for a failure of another rank."""
@@ -59,7 +58,6 @@ class Snapshot:
         return len(self.header) + sum(array.nbytes for array in self.arrays)
 
     def pieces(self) -> Iterator[memoryview]:
-        """Yield all bytes of the file, in order."""
         yield memoryview(self.header)
         for data in map(buffer_of, self.arrays):
             for start in range(0, len(data), byte_stream.PIECE_BYTES):
@@ -225,7 +223,6 @@ class CheckpointWriter:
             yield self._write_file(part.name, part.nbytes, part.pieces(), path, streams)
 
     def _write_for(self, step: int, owner: int) -> Iterator[FileInfo]:
-        """Write the part of another rank, as it comes."""
         for name, nbytes in self._receive(owner):
             pieces = Incoming(self._transport, nbytes, owner, CHECKPOINT_TAG, f"saving {name}")
             yield self._write_file(name, nbytes, pieces, self._store.partial(step) / name)
