@@ -79,8 +79,7 @@ def add_adapters(model: nn.Module, directory: Path) -> None:
 def make_adapters(
     model: nn.Module, num_layers: int, parameters: Mapping[str, Any], kind: str
 ) -> None:
-    """Add new adapters to the last layers, or to the modules that are named in whole. Raises
-    ``UserError``."""
+    """Add new adapters to the last layers, or to modules named in whole. Raises ``UserError``."""
     try:
         linear_to_lora_layers(model, num_layers, dict(parameters), use_dora=kind == "dora")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -157,12 +156,10 @@ def _read(file: Path) -> dict[str, mx.array]:
 def convert(
     config: Mapping[str, Any], tensors: Mapping[str, mx.array], modules: Collection[str]
 ) -> tuple[dict[str, mx.array], dict[str, Any]]:
-    """Convert the ``tensors`` of PEFT's adapters for a model of such ``modules``, lazily.
+    """Return PEFT's ``tensors`` as mlx-lm's weights and ``lora_parameters``, lazily.
 
-    Returns mlx-lm's weights and ``lora_parameters``, with whole module names as keys. ``config`` is
-    a checked adapter_config.json. Modules of a smaller rank are padded with zeros, and differing
-    scales are multiplied into ``lora_b``. Raises ``UserError`` for any tensor but a pair of a
-    module of this model.
+    Modules of a smaller rank are padded with zeros, and differing scales are multiplied into
+    ``lora_b``. Raises ``UserError`` for any tensor but a pair of one of the ``modules``.
     """
     pairs: dict[str, dict[str, mx.array]] = {}
     scales: dict[str, float] = {}
@@ -214,7 +211,6 @@ def _module(path: str, modules: Collection[str]) -> str:
 
 
 def _scale(config: Mapping[str, Any], path: str, rank: int) -> float:
-    """Return the factor of a module's B A."""
     alpha = config["lora_alpha"]
     for pattern, value in (config.get("alpha_pattern") or {}).items():
         try:
@@ -230,8 +226,7 @@ def _scale(config: Mapping[str, Any], path: str, rank: int) -> float:
 
 
 def read_adapter_config(directory: Path) -> dict[str, Any]:
-    """Return the checked adapter_config.json of mlx-lm, or of a LoRA of PEFT, which has a
-    ``peft_type``. Raises ``UserError`` that names the file."""
+    """Return the checked adapter_config.json, mlx-lm's or PEFT's. ``UserError`` names the file."""
     file = directory / ADAPTER_CONFIG_FILE
     try:
         config = parse_config(file.read_bytes(), file)
@@ -253,8 +248,7 @@ def adapter_file(directory: Path) -> str:
 
 
 def find_adapters(directory: Path) -> tuple[dict[str, Any], Path]:
-    """Return the checked adapter_config.json, and the file with the tensors. Raises
-    ``UserError``."""
+    """Return the checked adapter_config.json and the file of the tensors. Raises ``UserError``."""
     config = read_adapter_config(directory)
     file = directory / (PEFT_FILE if PEFT_TYPE in config else ADAPTER_FILE)
     if file.is_file():

@@ -39,8 +39,7 @@ class ParameterCount:
 
 
 def check_can_be_cut(config: Mapping[str, Any]) -> None:
-    """Check by config.json alone that a model of no declared family can be cut into stages. Raises
-    ``UserError`` if mlx-lm lacks it, or if its layers are not separate."""
+    """Raise ``UserError`` if mlx-lm lacks an undeclared family, or its layers are not separate."""
     model_type = config.get("model_type")
     if model_type in FAMILIES:
         check_packing(config, ModelShape.from_config(config))
@@ -70,11 +69,9 @@ def build_random(config: Mapping[str, Any]) -> nn.Module:
 
 
 def load_lazily(path: Path) -> tuple[nn.Module, dict[str, Any], list[str]]:
-    """Load a model with mlx-lm, without reading its weights. Raises ``UserError``.
-
-    Returns also its config.json, with transformers' fields translated to mlx-lm's, and the fields
-    that mlx-lm alone would ignore.
-    """
+    """Load a model with mlx-lm, without its weights; return also its config.json, with mlx-lm's
+    names for transformers' fields, and the fields that mlx-lm would ignore. Raises
+    ``UserError``."""
     own = read_config(path)
     packing = published_packing(own)
     try:
@@ -101,8 +98,7 @@ def load_lazily(path: Path) -> tuple[nn.Module, dict[str, Any], list[str]]:
 
 
 def _without_spare_head(config: dict[str, Any]) -> tuple[Any, Any]:
-    """Return mlx-lm's classes of a model, which ignore its lm_head if the embeddings are tied: some
-    families refuse to load such a file."""
+    """Return mlx-lm's classes, but no lm_head of tied embeddings, which some families refuse."""
     kind, args = model_classes(config)
     text = config.get("text_config") or {}
     if config.get("tie_word_embeddings", text.get("tie_word_embeddings")) is False:
@@ -122,14 +118,11 @@ def _without_spare_head(config: dict[str, Any]) -> tuple[Any, Any]:
 def build_model(
     path: Path, fine_tune: FineTune, seed: int, adapters: str | None
 ) -> tuple[nn.Module, dict[str, mx.array]]:
-    """Build the whole model, lazily, with the trained weights unfrozen: nothing is read yet.
+    """Build the whole model, lazily, with the trained weights unfrozen. Raises ``UserError``.
 
-    If the optimizer keeps float32 copies of 16-bit weights, returns their stored float32 values
-    too, where the copies begin.
-
-    Names and initial LoRA weights for a ``seed`` are mlx-lm's on one machine. ``adapters`` are a
-    file to start from or, without training, a directory. Raises ``UserError`` if the model cannot
-    be built or trained so.
+    Returns also the stored float32 values where the optimizer keeps float32 copies of 16-bit
+    weights. Names and initial LoRA weights for a ``seed`` are mlx-lm's on one machine. ``adapters``
+    are a file to start from or, without training, a directory.
     """
     model, stored = _build_whole(path, fine_tune.dtype)
     if not fine_tune.train:
@@ -155,8 +148,7 @@ def build_model(
 def build_to_generate(
     path: Path, *, dtype: str | None, adapter_path: str | None, seed: int | None
 ) -> nn.Module:
-    """Build the whole model, lazily, with its adapters: nothing is read yet. MLX's random state,
-    begun by ``seed``, is then as in mlx-lm."""
+    """Build the whole model lazily, with its adapters; ``seed`` begins MLX's state as in mlx-lm."""
     if seed is not None:
         mx.random.seed(seed)
     model, _ = _build_whole(path, dtype)

@@ -38,8 +38,7 @@ _LOOKING = "looking for the model"
 
 @dataclass(frozen=True, slots=True)
 class _LocalModel:
-    """A model, or adapters, as one rank has them. ``identity`` names the content; ``why`` says why
-    it is missing."""
+    """A rank's model or adapters. ``identity`` names the content; ``why`` is why it is missing."""
 
     holding: Holding
     identity: str = ""
@@ -106,8 +105,7 @@ def _look_first(model: str, revision: str | None) -> _LocalModel:
 
 
 def _open(model: str, revision: str | None) -> Repository | None:
-    """Open a repository, and check its config.json; None if ``find_model`` is to report why not, or
-    to find a cached one. Raises ``UserError`` for a model that cannot run."""
+    """Open a repository that can run, or ``UserError``; None if ``find_model`` shall see to it."""
     try:
         repository = open_repository(model, revision)
     except UserError:
@@ -122,7 +120,6 @@ def _open(model: str, revision: str | None) -> Repository | None:
 
 
 def _whole(path: Path, files: Sequence[str] | None = None) -> _LocalModel:
-    """Return what a directory has: its ``files``, or all weights of a model."""
     if files is None:
         files = sorted(file.name for file in path.glob(MODEL_FILES))
     return _LocalModel(Holding.WHOLE, fingerprint(path, files), path, files=files)
@@ -187,9 +184,7 @@ def _share(
     """Find files on all ranks, agree on the parts that each has, and make the copies.
 
     ``look_first`` finds them on rank 0; it returns None if they are in ``here``, and building the
-    model reports their faults. ``look`` finds those of an identity and a commit elsewhere. All
-    ranks must call it.
-    """
+    model reports their faults. ``look`` finds those of an identity and a commit elsewhere."""
     found = on_rank_0(transport, _LOOKING, look_first)
     known = transport.broadcast(found and (found.identity, found.commit), what=_LOOKING)
     if known is None:

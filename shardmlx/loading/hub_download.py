@@ -88,8 +88,7 @@ def download(
 
 
 def find_model(model: str, revision: str | None = None) -> Path:
-    """Return the directory of a local model, or of a repository, which is downloaded if need be.
-    ``revision`` is its branch, tag or commit. Raises ``UserError``."""
+    """Return a model's directory, downloaded at ``revision`` if need be. Raises ``UserError``."""
     path = Path(model)
     if path.is_dir():
         if revision is not None:

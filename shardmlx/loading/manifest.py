@@ -41,11 +41,8 @@ SAMPLE_BYTES = 512
 
 @dataclass(frozen=True, slots=True)
 class ModelManifest:
-    """The beginning of a copy: small files, and the head and size in bytes of each weight file.
-
-    ``key`` names the content: it differs for other weights. ``places`` are those of the tensors, if
-    the heads are no safetensors headers.
-    """
+    """The beginning of a copy: small files, and head and size in bytes of each weight file. ``key``
+    differs for other weights; ``places`` are the tensors', if heads are no safetensors headers."""
 
     key: str
     texts: Mapping[str, bytes]
@@ -54,7 +51,6 @@ class ModelManifest:
     places: Mapping[str, PlacedTensor] | None = None
 
     def tensors(self) -> dict[str, PlacedTensor]:
-        """Return the place of each tensor."""
         if self.places is not None:
             return dict(self.places)
         tensors: dict[str, PlacedTensor] = {}
@@ -64,11 +60,8 @@ class ModelManifest:
 
 
 def fingerprint(directory: Path, files: Sequence[str]) -> str:
-    """Return a digest that names the model, or the adapters, in ``files`` of a directory.
-
-    It is made of config.json, the headers, and both ends of every tensor: a large model is not read
-    whole. It does not depend on the directory.
-    """
+    """Return a digest of ``files`` in any directory: of config.json, the headers, and both ends of
+    every tensor, since a large model is not read whole."""
     digest = hashlib.sha256()
     for name in (CONFIG_FILE, ADAPTER_CONFIG_FILE):
         if (directory / name).is_file():
@@ -90,12 +83,8 @@ def fingerprint(directory: Path, files: Sequence[str]) -> str:
 
 
 def read_model_manifest(directory: Path, files: Sequence[str], identity: str) -> ModelManifest:
-    """Return the manifest of a directory with all its weight ``files``, whose fingerprint is
-    ``identity``.
-
-    The key also changes when a file is rewritten, so that copies of other content are not reused,
-    even if they differ only in the middle of a tensor.
-    """
+    """Return the manifest of a directory with all weight ``files`` and this fingerprint. Its key
+    also changes when a file is rewritten, perhaps only in the middle of a tensor."""
     digest = hashlib.sha256(identity.encode())
     heads, sizes = {}, {}
     for file in sorted(files):
@@ -111,8 +100,7 @@ def read_model_manifest(directory: Path, files: Sequence[str], identity: str) ->
 
 
 def is_needed(name: str, shape: ModelShape, start: int, stop: int) -> bool:
-    """Return whether the stage with layers ``start`` to ``stop`` reads the tensor ``name``. It also
-    reads scales that mlx-lm multiplies into a layer, then drops."""
+    """Return whether layers ``start`` to ``stop`` read a tensor, or scales that go into theirs."""
     if shape.outer_family is not shape.family and shape.outer_family.drops(name):
         return False  # vision and audio
     part = place_of(name, shape)
@@ -140,12 +128,9 @@ def plan_transfers(
     present: Mapping[int, Collection[str]],
     missing: Mapping[int, Collection[str]],
 ) -> list[Transfer]:
-    """Return the transfers, in an order in which no two ranks wait for each other.
-
-    ``whole`` are the ranks with the whole model; ``present`` and ``missing`` are the tensors that
-    the others have and need. All ranks that miss a tensor form one chain, so that none sends it
-    twice; it begins at the rank that has sent the least so far.
-    """
+    """Return the transfers, in an order in which no two ranks wait for each other. ``whole`` are
+    the ranks with the whole model. All that miss a tensor form one chain, so that none sends it
+    twice; it begins at the rank that has sent the least so far."""
     wanting: dict[str, list[int]] = {}
     for rank in sorted(missing):
         for name in missing[rank]:

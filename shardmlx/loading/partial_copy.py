@@ -37,12 +37,9 @@ _THREADS = 4
 
 
 class PartialCopy:
-    """The copy in ``directory``, which is made if it is not there; ``option`` names another.
-
-    ``kept``: for a later run, with a record on disk, and for one run at a time. One process writes;
-    any other may read what is complete. ``new_digest`` makes the digests of the record. Raises
-    ``UserError`` if the disk refuses it.
-    """
+    """The copy in ``directory``, made if it is not there; ``option`` names another. One process
+    writes; any other may read what is complete. ``kept``: for later runs, with a record on disk,
+    and for one run at a time. Raises ``UserError`` if the disk refuses it."""
 
     def __init__(
         self,
@@ -100,11 +97,9 @@ class PartialCopy:
         return self._complete.keys() & set(present)
 
     def place(self, name: str) -> PlacedTensor:
-        """Return the place of a tensor."""
         return self._tensors[name]
 
     def nbytes(self, names: Iterable[str]) -> int:
-        """Return the bytes of some tensors."""
         return sum(self._tensors[name].nbytes for name in names)
 
     def check_room(self, names: Iterable[str]) -> None:
@@ -131,7 +126,6 @@ class PartialCopy:
             raise named from None
 
     def read(self, file: str, offset: int, count: int) -> bytes:
-        """Return bytes of a weight file."""
         return read_exactly(self._files[file], offset, count, file)
 
     def add(self, name: str, digest: bytes | None = None) -> None:

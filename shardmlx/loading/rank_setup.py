@@ -44,14 +44,12 @@ SETUP_SECONDS = 12 * 3600.0
 """Seconds that ranks wait for one that downloads a large model, or tokenises much data."""
 
 GROWTH = 8 << 20
-"""Bytes that a process takes outside MLX after its setup: buffers of MPI and BLAS, late imports.
-Measured."""
+"""Measured bytes that a process takes after setup: buffers of MPI and BLAS, late imports."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """A model that every rank can read, of which it knows config.json. ``adapters`` is this rank's
-    path to the adapters that the model starts with."""
+    """A model that every rank can read, its config.json, and this rank's path of adapters."""
 
     weights: Weights
     adapters: str | None
@@ -60,7 +58,6 @@ class OpenedModel:
 
     @property
     def path(self) -> Path:
-        """The directory of the model on this rank."""
         return self.weights.path
 
     @property
@@ -78,8 +75,7 @@ class OpenedModel:
 def open_on_all_ranks(
     transport: Transport, reporter: Reporter, source: ModelSource, adapters: str | None
 ) -> Iterator[OpenedModel]:
-    """Find the model and its ``adapters`` on all ranks, and read config.json. Nothing is loaded.
-    All ranks must call it. Raises ``AgreedError``."""
+    """Find the model and ``adapters``, and read config.json. Collective. Raises ``AgreedError``."""
     with transport.longer_timeout(SETUP_SECONDS):
         weights = find_weights(transport, reporter, source, adapters)
     with weights:
@@ -98,11 +94,9 @@ Sizes = TypeVar("Sizes", bound=ModelSizes)
 
 @dataclass(frozen=True, slots=True)
 class PlanInputs(Generic[Sizes]):
-    """The facts that a run is planned from; the same on all ranks.
-
-    ``sizes`` are the model's, ``machines`` the actual ones, ``cluster`` the same with no more
-    memory than their ``budgets``, and ``stage_map`` is the user's, if there is one.
-    """
+    """The facts that a run is planned from; the same on all ranks. ``machines`` are the actual
+    ones, ``cluster`` the same with no more memory than their ``budgets``; ``stage_map`` is the
+    user's."""
 
     sizes: Sizes
     cluster: Cluster
@@ -118,8 +112,7 @@ def gather_plan_inputs(
     stage_map: str | None,
     later: int = 0,
 ) -> PlanInputs[Sizes]:
-    """Read the model's headers on every rank, and the user's files on rank 0. ``later`` is as in
-    ``find_budgets``. All ranks must call it. Raises ``AgreedError``."""
+    """Read headers on all ranks, the user's files on rank 0. Collective. Raises ``AgreedError``."""
     sizes = on_all_ranks(transport, "reading the headers", read_sizes)
     cluster = _find_cluster(transport, machines.hostfile, machines.profile)
     budgets = find_budgets(transport, cluster, machines.memory_limit, later)
@@ -148,8 +141,7 @@ def measure_again(
 
 
 def _find_cluster(transport: Transport, hosts_file: str | None, profiles: str | None) -> Cluster:
-    """Return the machines of the ranks: their memory, and the facts in rank 0's files. All ranks
-    must call it."""
+    """Return the ranks' machines: their memory, and the facts in rank 0's files. Collective."""
 
     def read_files() -> tuple[tuple[Machine, ...], Profile | None]:
         machines = () if hosts_file is None else read_hostfile(hosts_file)
@@ -173,13 +165,11 @@ def _find_cluster(transport: Transport, hosts_file: str | None, profiles: str | 
 
 
 def this_backend() -> str:
-    """Return the name of MLX's backend here."""
     return "cpu" if mx.default_device() == mx.Device(mx.cpu) else "metal"
 
 
 def compare_plans(transport: Transport, digest: str) -> None:
-    """Raise ``AgreedError`` unless all ranks have a plan of the same digest. All ranks must call
-    it, before the first message of the engine."""
+    """Raise ``AgreedError`` unless all digests are equal. Collective, before the engine sends."""
     everyone = transport.all_gather(digest, "comparing plans")
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
@@ -192,11 +182,8 @@ def compare_plans(transport: Transport, digest: str) -> None:
 def find_budgets(
     transport: Transport, cluster: Cluster, limit: int | None, later: int = 0
 ) -> tuple[MemoryBudget, ...]:
-    """Return the memory budget of each rank, within the user's ``limit``; the same on all ranks.
-
-    ``later`` are this rank's bytes for requests, outside MLX. All ranks must call it, when they
-    have everything but their weights.
-    """
+    """Return each rank's memory budget, within the user's ``limit``. ``later`` are this rank's
+    bytes for requests, outside MLX. Collective, when all have everything but their weights."""
     processes = transport.all_gather(process_memory(later), "comparing memory")
     return budgets_of(cluster, limit, processes)
 
@@ -220,11 +207,8 @@ def limit_memory(
     backend: str,
     reporter: Reporter,
 ) -> tuple[MemoryLimits, ...]:
-    """Limit this process to the plan of its ``rank``; return the limits of all ranks.
-
-    Must be called before weights are loaded, so that they are wired first. Warns if macOS would not
-    keep the whole plan in memory.
-    """
+    """Limit this process to the plan of its ``rank``, before weights are loaded, so that they are
+    wired first; return all ranks' limits. Warns if macOS would not keep the plan in memory."""
     for warning in unwired(budgets, planned):
         reporter.warn(warning)
     limits = tuple(
@@ -235,7 +219,6 @@ def limit_memory(
 
 
 def set_limits(limits: MemoryLimits) -> None:
-    """Set the limits of this process, from now on."""
     mx.set_memory_limit(limits.memory)
     mx.set_cache_limit(limits.cache)
     if limits.wired is not None:

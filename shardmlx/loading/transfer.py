@@ -48,8 +48,7 @@ class Holding(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WeightMap:
-    """The state of all ranks, and the rank that brings and writes the tensors of each. That rank is
-    its ``keeper``: itself, or another rank that sees the same disk."""
+    """The state of all ranks, and each one's ``keeper`` of tensors: itself, or one at its disk."""
 
     holdings: tuple[Holding, ...]
     keepers: tuple[int, ...]
@@ -93,8 +92,7 @@ class LocalFiles:
     def fill(
         self, stages: Sequence[tuple[int, int]], shape: ModelShape, reporter: Reporter, what: str
     ) -> None:
-        """Bring the tensors of this rank's stages, each a range of layers. All ranks must call it.
-        Every rank has built its model before, so that its files are open."""
+        """Bring the tensors of this rank's ``stages``. Collective, once all models are built."""
         if self.weight_map is None:
             return
         started = time.monotonic()
@@ -128,8 +126,7 @@ class LocalFiles:
             self.copy.close()
 
     def _unlink(self) -> None:
-        """Unlink temporary files, so that they vanish with this process, however it ends; open
-        ones stay."""
+        """Unlink temporary files, so that they vanish with this process; open ones stay."""
         if self.temporary and self.copy is not None:
             shutil.rmtree(self.copy.directory, ignore_errors=True)
 
@@ -141,8 +138,7 @@ class LocalFiles:
         reporter: Reporter,
         what: str,
     ) -> tuple[int, int, int]:
-        """Get the tensors ``mine`` from caches, from the hub and over MPI, in this order. Returns
-        the bytes that came over MPI, from the hub, and from caches."""
+        """Get the tensors ``mine``; return bytes that came by MPI, from the hub, from caches."""
         transport, me, loading = self.transport, self.transport.rank, f"loading {what}"
         wanted = weight_map.to_bring(transport.all_gather(mine, loading)).get(me, set())
         self._unlink()  # all ranks have built their models
@@ -227,11 +223,8 @@ def _pass_on(
     copy: PartialCopy | None,
     advance: Advance,
 ) -> int:
-    """Play this rank's part in a transfer; return the bytes that it has received.
-
-    The first rank of the chain reads the tensor; each other one writes it to ``copy`` while it
-    arrives. Raises ``RuntimeError`` if it comes damaged.
-    """
+    """Play this rank's part in a transfer, which writes to ``copy``; return the bytes that it has
+    received. Raises ``RuntimeError`` if the tensor comes damaged."""
     what = f"{transport.name(transport.rank)}, loading {transfer.name}"
     position = transfer.chain.index(transport.rank)
     incoming, following = None, None
