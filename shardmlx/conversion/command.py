@@ -126,8 +126,7 @@ def _report(options: ExportOptions, seconds: float, is_whole: bool, reporter: Re
 
 
 def export_on_ranks(options: ExportOptions, transport: Transport, reporter: Reporter) -> bool:
-    """Export on several ranks; return whether the whole model is on the disk of rank 0. All ranks
-    must call it. Raises ``AgreedError`` for the user's mistakes."""
+    """Export; return whether rank 0's disk has all of it. Collective. Raises ``AgreedError``."""
     output = OutputDirectory(Path(options.output_dir))
     disks = find_disks(transport, output.path.absolute().parent)
     together = _Together(options, output, disks, transport, reporter)
@@ -235,8 +234,7 @@ class _Together:
         return identity
 
     def _check(self, identity: Mapping[str, str], shards: Shards) -> bool:
-        """Refuse another export, and a disk that is too small; return whether this one goes on.
-        Not collective."""
+        """Refuse another export, or a small disk; tell if this one goes on. Not collective."""
         goes_on = self.output.check_same(identity)
         rank, disks = self.transport.rank, self.disks
         if disks.leads(rank):
@@ -246,7 +244,6 @@ class _Together:
         return goes_on
 
     def _gather(self, shards: Shards) -> None:
-        """Bring all files to the disk of rank 0."""
         transport, disks = self.transport, self.disks
         for file, writer in shards.writers.items():
             if disks.of(writer) == disks.of(0):
@@ -267,8 +264,7 @@ class _Together:
 
 
 def divide_layers(model: LazyModel, shape: ModelShape, ranks: int) -> list[Range]:
-    """Return the layers of each rank, so that all have about as many bytes to write. Raises
-    ``AgreedError`` if there are fewer layers than ranks."""
+    """Return each rank's layers, of about equal bytes. ``AgreedError`` if there are too few."""
     count = shape.num_layers
     if ranks > count:
         raise AgreedError(f"{ranks} ranks, but the model has {count} layers", "use fewer ranks")

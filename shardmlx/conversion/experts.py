@@ -64,8 +64,7 @@ class Stored:
 
 
 def stored_arrays(path: Path, read: Mapping[str, mx.array]) -> dict[int, Stored]:
-    """Return the places of the arrays ``read`` from a model's files, by ``id`` of the array, if
-    their bytes are the tensor's. Raises ``UserError``."""
+    """Return, by ``id``, the places of arrays whose bytes lie in files. Raises ``UserError``."""
     files = check_model_files(path)
     opened = {file: (read_header(file), OpenFile(file)) for file in set(files.values())}
     found = {}
@@ -80,8 +79,7 @@ def stored_arrays(path: Path, read: Mapping[str, mx.array]) -> dict[int, Stored]
 
 
 class _Stack:
-    """An array with parts along the first axis that are read one by one: from the stacked arrays,
-    or from the bytes in its file."""
+    """An array whose first axis is read part by part, from stacked arrays or a file's bytes."""
 
     def __init__(self, array: mx.array, parts: Sequence[mx.array] | Stored) -> None:
         self._sides, self._dtype = (1, *array.shape[1:]), array.dtype
@@ -144,7 +142,6 @@ class Experts:
 
 
 def part_name(path: str, number: int) -> str:
-    """Return the name of an expert of a layer."""
     return f"{path}[{number}]"
 
 
@@ -154,8 +151,7 @@ def find_experts(
     stored: Mapping[int, Stored],
     finish: Finish,
 ) -> list[Experts]:
-    """Find the layers of experts of a model, before it is finished. ``stacks`` are stacked arrays
-    with their parts, ``stored`` those in files."""
+    """Find an unfinished model's layers of experts, in ``stacks`` with their parts, or in files."""
     parts: dict[int, Sequence[mx.array] | Stored] = {
         **stored,
         **{id(array): parts for array, parts in stacks},
@@ -211,7 +207,6 @@ def _stacks(layer: nn.Module) -> Iterator[_Stack]:
 
 
 def _part(layer: nn.Module, get: Callable[[_Stack], mx.array], number: int) -> nn.Module:
-    """Return a layer of one expert."""
     part = copy.copy(layer)
     for key, value in layer.items():
         if isinstance(value, nn.Module):

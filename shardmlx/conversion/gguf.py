@@ -72,8 +72,7 @@ def _why_not(config: Mapping[str, Any], source: Path) -> str | None:
 
 
 def as_gguf(model: LazyModel) -> LazyModel:
-    """Return the model with names, order of rows and types of GGUF: norms in float32, the rest in
-    float16."""
+    """Return the model with GGUF's names, order of rows and types: norms float32, else float16."""
     heads = model.config["num_attention_heads"]
     kv_heads = model.config.get("num_key_value_heads") or heads
     weights: dict[str, mx.array] = {}

@@ -39,11 +39,8 @@ from shardmlx.modelfiles.safetensors_header import read_header
 
 @dataclass(frozen=True, slots=True)
 class LazyModel:
-    """A model that is not computed yet. ``weights`` are in mlx-lm's order, ``read`` are the
-    unchanged arrays of the model's files.
-
-    ``stored`` are weights that a file has in their final form, ``experts`` those that can be
-    computed by expert, both by name."""
+    """A model that is not computed yet. ``weights`` are in mlx-lm's order, ``read`` are the arrays
+    of its files. Names lead to ``stored`` weights, final in a file, and to ``experts``."""
 
     weights: dict[str, mx.array]
     read: dict[str, mx.array]
@@ -65,8 +62,7 @@ class LazyModel:
 def build_lazily(
     path: Path, trained: Trained | None, options: ExportOptions, *, has_files: bool = True
 ) -> LazyModel:
-    """Build a model as after ``mlx_lm.fuse`` and ``mlx_lm.convert``; its tensors are in ``path`` if
-    it ``has_files``. Raises ``UserError`` if mlx-lm cannot build, fuse or quantise it."""
+    """Build a model as ``mlx_lm.fuse`` and ``mlx_lm.convert`` do, or raise ``UserError``."""
     with redirect_stdout(io.StringIO()), watch_loads() as loaded:
         model, config, passed_over = load_lazily(path)
     if passed_over:
@@ -132,8 +128,7 @@ def _finish(
 
 
 def _check_floats(path: Path, read: Mapping[str, mx.array], model: nn.Module) -> None:
-    """Refuse floats of 8 bits that mlx-lm takes for whole numbers: not every family unpacks
-    them."""
+    """Refuse 8-bit floats that mlx-lm takes for whole numbers: not every family unpacks them."""
     names = {id(array): name for name, array in read.items() if array.dtype == mx.uint8}
     for weight, array in tree_flatten(model.parameters()):
         if id(array) in names and weight.endswith(".weight"):
@@ -160,7 +155,6 @@ def _refusing(what: str) -> Iterator[None]:
 
 
 def _add(model: nn.Module, trained: Trained) -> None:
-    """Put trained weights into the model. Raises ``UserError``."""
     try:
         if trained.directory is not None:
             add_adapters(model, trained.directory)

@@ -48,7 +48,6 @@ class OutputDirectory:
         self.source = self.work / _SOURCE
 
     def rank(self, rank: int) -> Path:
-        """Return where a rank writes its files."""
         return self.work / f"rank-{rank}"
 
     def check(self) -> None:
@@ -126,7 +125,6 @@ class OutputDirectory:
             raise self.not_written(error, sum(map(len, texts.values()))) from None
 
     def not_written(self, error: OSError, nbytes: int) -> UserError:
-        """Return the error for a disk that refuses ``nbytes``."""
         return UserError(
             f"-o {self.path}: {why_not_written(error, self.path, nbytes)}, and give the same "
             "command again: it goes on where it was"
@@ -187,8 +185,7 @@ class OutputDirectory:
 def identity_of(
     options: ExportOptions, model: str, adapters: str, shards: Shards
 ) -> dict[str, str]:
-    """Return an export's identity, equal for equal bytes; ``model`` and ``adapters`` name
-    content."""
+    """Return an export's identity, equal for equal bytes: ``model``, ``adapters`` name contents."""
     heads = b"".join(
         head
         for rank in sorted(set(shards.writers.values()))
@@ -213,7 +210,6 @@ _SHOWN = ("model", "quantize", "dtype", "dequantize", "gguf", "ranks", "mlx", "m
 
 
 def _allocated(path: Path) -> int:
-    """Return the bytes that a file with holes takes on the disk."""
     try:
         return path.stat().st_blocks * 512
     except OSError:

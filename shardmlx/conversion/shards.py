@@ -55,17 +55,14 @@ class Shards:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all tensors."""
         return sum(spec.nbytes for specs in self.files.values() for spec in specs)
 
     @property
     def weight_map(self) -> dict[str, str]:
-        """The file of each tensor, sorted by name."""
         places = {spec.name: file for file, specs in self.files.items() for spec in specs}
         return dict(sorted(places.items()))
 
     def of(self, rank: int) -> dict[str, Sequence[TensorSpec]]:
-        """Return the files that a rank writes."""
         return {file: each for file, each in self.files.items() if self.writers[file] == rank}
 
     def manifest(self, rank: int, key: str) -> ModelManifest:
@@ -94,11 +91,8 @@ def plan_shards(of_ranks: Sequence[Sequence[TensorSpec]], most: int) -> Shards:
 def texts_of(
     model: LazyModel, shards: Shards, source: Path, repository: str | None
 ) -> dict[str, bytes]:
-    """Return the content of each file but tensors: config.json and index as mlx-lm writes them, the
-    tokenizer as it is in ``source``, and a README.md that tells the hub the base of the model.
-
-    Raises ``UserError``.
-    """
+    """Return the content of each file but tensors, as mlx-lm writes it; the tokenizer is
+    ``source``'s, and README.md tells the hub the base of the model. Raises ``UserError``."""
     index = {
         "metadata": {"total_size": shards.nbytes, "total_parameters": model.parameters},
         "weight_map": shards.weight_map,

@@ -27,8 +27,7 @@ from shardmlx.modelfiles.model_files import check_model_files
 
 
 class Source:
-    """A model to build from the directory ``path``. ``identity`` names its content, ``repository``
-    its name on the hub."""
+    """A model in ``path``; ``identity`` names its content, ``repository`` its name on the hub."""
 
     has_files = True
     """False if only those tensors are in ``path`` that were brought so far."""
@@ -83,7 +82,6 @@ class OnHub(Source):
             self._copy.empty()
 
     def close(self) -> None:
-        """Close the files."""
         self._copy.close()
 
 

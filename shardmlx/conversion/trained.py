@@ -19,8 +19,7 @@ _WEIGHTS = "weights-"
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """The result of a fine-tuning run: the ``directory`` of mlx-lm's adapters, or the ``files`` of
-    a checkpoint and its options. ``identity`` names the content."""
+    """A run's result: a ``directory`` of adapters, or a checkpoint's ``files`` and its options."""
 
     name: str
     identity: str

@@ -40,11 +40,8 @@ def write_files(
     goes_on: bool,
     may_stop: bool,
 ) -> None:
-    """Write the files of a rank; ``model`` is used up.
-
-    ``bring`` is called before a tensor, or an expert, is computed; it ``goes_on`` with existing
-    files. Raises ``UserError``, or ``Stopped`` after Ctrl-C if it ``may_stop``.
-    """
+    """Write a rank's files, using up ``model``; ``bring`` is called before a tensor, or an expert,
+    is computed. Raises ``UserError``, or ``Stopped`` after Ctrl-C if it ``may_stop``."""
     specs = [spec for each in shards.of(rank).values() for spec in each]
     manifest = shards.manifest(rank, "")
     copy = PartialCopy(output.rank(rank), manifest, kept=True, option="-o", new_digest=Crc32)
@@ -154,8 +151,7 @@ def _step_bytes(model: LazyModel, spec: TensorSpec) -> int:
 
 
 class _BackgroundWriter:
-    """Three threads beside the computation: one computes tensors' digests, one writes tensors, and
-    one records written ones, and waits for the disk now and then."""
+    """Threads beside the computation: one digests tensors, one writes, one records and syncs."""
 
     def __init__(self, copy: PartialCopy) -> None:
         self._copy = copy
@@ -174,8 +170,7 @@ class _BackgroundWriter:
             thread.shutdown(cancel_futures=kind is not None)
 
     def make_room(self, nbytes: int, room: int) -> None:
-        """Wait until so many bytes fit into ``room`` with those that wait to be written, or none
-        wait. Raises a write's error."""
+        """Wait until so many bytes fit into ``room``, or none wait. Raises a write's error."""
         while self._waiting and self._nbytes + nbytes > room:
             self._wait()
 
