@@ -145,8 +145,7 @@ class Repository:
     def stream(
         self, file: str, start: int, stop: int, told: Callable[[int], None] = lambda size: None
     ) -> Iterator[bytes]:
-        """Yield the bytes ``start`` to ``stop`` of a file as they come; ``told`` gets its size. If
-        a connection breaks, the next one goes on. Raises ``Unreachable`` if none gets further."""
+        """Yield a file's bytes; ``told`` gets its size. Reconnects, or raises ``Unreachable``."""
         from huggingface_hub import constants
 
         attempt = 0
@@ -210,7 +209,6 @@ class Repository:
 
 
 def _first(chunks: Iterator[bytes], count: int) -> Iterator[bytes]:
-    """Yield the first ``count`` bytes of ``chunks``."""
     for chunk in chunks:
         yield chunk[:count]
         count -= len(chunk)
@@ -225,8 +223,7 @@ def _hub_utils() -> Any:
 
 @contextmanager
 def hub_errors(name: str, revision: str | None) -> Iterator[None]:
-    """Turn errors of huggingface-hub into one line that names the remedy. A name without an owner
-    is refused before any hub is asked."""
+    """Turn huggingface-hub's errors into one line with a remedy, also names without an owner."""
     from huggingface_hub import constants, errors
 
     endpoint = constants.ENDPOINT

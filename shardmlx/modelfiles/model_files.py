@@ -42,12 +42,10 @@ Source = Directory | Repository
 class ModelFiles:
     """Facts about a model that are known without reading its weights.
 
-    ``config`` is empty without a config.json, ``tensors`` without weights. ``adapter`` is the
-    adapter_config.json of adapters. ``sizes`` (bytes) and ``checksums`` (sha256, or the git blob id
-    of small files) come from the hub, ``paths`` are of local files only. ``faults`` has a line for
-    each reason why the files are not one model; a name in two files then comes as ``FILE:NAME``
-    too. ``is_part`` marks a single file of a larger model. ``note`` tells the user more about the
-    source.
+    ``config`` is empty without a config.json, ``tensors`` without weights. ``sizes`` (bytes) and
+    ``checksums`` (sha256, or the git blob id of small files) come from the hub, ``paths`` are of
+    local files only. ``faults`` say why the files are not one model; a name in two files then comes
+    as ``FILE:NAME`` too. ``is_part`` marks a single file of a larger model.
     """
 
     name: str
@@ -71,11 +69,8 @@ class ModelFiles:
 
 
 def open_model(name: str, revision: str | None = None) -> ModelFiles:
-    """Read a model's config.json, index and headers; ``UserError`` names the first fault.
-
-    ``name`` is a directory, a .safetensors file or a repository on the Hugging Face hub, whose
-    ``revision`` is a branch, tag or commit.
-    """
+    """Read a model's config.json, index and headers, from a directory, a .safetensors file, or a
+    hub repository at a ``revision``. ``UserError`` names the first fault."""
     return sound(find_source(name, revision))
 
 
@@ -88,11 +83,8 @@ def sound(source: Source) -> ModelFiles:
 
 
 def check_model_files(model_dir: str | Path) -> dict[str, Path]:
-    """Return the file of each tensor in a directory's ``model*.safetensors``; check the headers.
-
-    These are the files mlx-lm loads. ``UserError`` when there are none, when the index names a
-    file or tensor that is not there, or when two files hold the same tensor.
-    """
+    """Return the file of each tensor in ``model*.safetensors``, which mlx-lm loads. ``UserError``
+    if there are none, if the index names an absent one, or if two files hold the same tensor."""
     directory = Path(model_dir)
     if not directory.is_dir():
         raise UserError(f"model directory {directory} does not exist: check --model")
@@ -172,8 +164,7 @@ def _weight_files(
 def _read_tensors(
     source: Source, files: Sequence[str], index: Index | None, is_loose: bool
 ) -> tuple[dict[str, Header], dict[str, PlacedTensor], list[str]]:
-    """Return the headers of ``files``, their tensors, and the faults of both. Weights and optimizer
-    state of a checkpoint, which ``is_loose``, may share names."""
+    """Return headers, tensors, faults of ``files``; a checkpoint's, ``is_loose``, share names."""
     indexed = index.files if index else {}
     named_files = {*indexed.values()}
     others = sorted({*fnmatch.filter(source.files, MODEL_FILES)} - named_files)

@@ -93,11 +93,8 @@ def _sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The parts of a model.
-
-    ``shape`` is None for adapters, loose tensors, and other models than decoders. ``is_computed``
-    means that there are no weights yet, and the tensors follow from the shape.
-    """
+    """The parts of a model. ``shape`` is None unless it is a decoder. ``is_computed`` means that
+    there are no weights yet, and the tensors follow from the shape."""
 
     files: ModelFiles
     shape: ModelShape | None
@@ -119,7 +116,6 @@ class Inspection:
 
     @cached_property
     def whole(self) -> Part:
-        """Sum of all loaded tensors, each once."""
         return Part((*self.stage(0, len(self.layers)).tensors, *self.other.tensors))
 
     @cached_property

@@ -40,8 +40,7 @@ _OF_TORCH = (".bin", ".pt", ".pth", ".ckpt")
 
 @dataclass(frozen=True, slots=True)
 class PlacedTensor:
-    """A tensor, at the bytes ``start`` to ``end`` of ``file``; without ``file`` until one
-    exists."""
+    """A tensor at the bytes ``start`` to ``end`` of ``file``, which is empty until one exists."""
 
     file: str
     dtype: str
@@ -84,8 +83,7 @@ def read_header(path: str | Path) -> Header:
 
 
 def header_length(prefix: bytes, file_size: int, where: str | Path) -> int:
-    """Bytes of the JSON header, from the first ``LENGTH_BYTES`` bytes of a file. Raises
-    ``UserError`` if no safetensors file of ``file_size`` bytes begins like that."""
+    """Return the JSON header's length from a file's first bytes, or raise ``UserError``."""
     if file_size < LENGTH_BYTES:
         raise UserError(f"{where} is truncated: it has only {file_size} bytes: {AGAIN}")
     if prefix == b"version ":

@@ -25,11 +25,8 @@ ReadBytes = Callable[[str, int, int], bytes]
 
 
 class Directory:
-    """A model in a directory, which may be a snapshot in the cache of huggingface-hub.
-
-    Methods raise ``UserError`` for unreadable files. ``checksums`` are those of the hub, ``sizes``
-    too, ``missing`` is the remedy for a file that is not there.
-    """
+    """A model in a directory, perhaps a snapshot in the hub's cache, with the hub's ``checksums``
+    and ``sizes``. ``missing`` is the remedy for an absent file. Methods raise ``UserError``."""
 
     revision: str | None = None
     is_part = False
@@ -57,7 +54,6 @@ class Directory:
         return str(self.path / file)
 
     def read(self, file: str) -> bytes:
-        """Return all of a small file."""
         try:
             return (self.path / file).read_bytes()
         except OSError as error:
