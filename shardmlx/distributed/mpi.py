@@ -33,6 +33,7 @@ from shardmlx.distributed.fate import (
 )
 from shardmlx.distributed.job_watch import JobWatch
 from shardmlx.distributed.messages import Array, Handle, PeerLost, parts_of
+from shardmlx.distributed.processes import under_mpirun
 from shardmlx.distributed.shutdown import Deadline, JobShutdown, on_several_hosts
 from shardmlx.distributed.transport import Transport
 
@@ -326,7 +327,7 @@ def abort(code: int, shutdown: JobShutdown) -> None:
     ending.start()
     _keep_in_touch(seconds)
     shutdown.ensure_mpirun_ends()
-    if is_up:
+    if is_up and under_mpirun():  # otherwise Open MPI prints a block about a missing help file
         world = ctypes.c_void_p(mpi_handle(MPI, MPI.COMM_WORLD))
         _library().MPI_Abort(world, code)
     os._exit(code)

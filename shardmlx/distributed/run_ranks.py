@@ -124,11 +124,13 @@ def run_ranks(
         status, text = 1, f"failed: {one_line(error)}"
     except Stopped as stop:
         status, text = 128 + stop.signal, one_line(stop)
-    return _end_job(status, text, shutdown) if rank == 0 else 0
+    return _end_job(status, text, shutdown, all_leave=True) if rank == 0 else 0
 
 
-def _end_job(status: int, text: str, shutdown: JobShutdown) -> int:
-    """Return the status, and tell it to ``launch``: mpirun's own says little after a lost host."""
+def _end_job(status: int, text: str, shutdown: JobShutdown, *, all_leave: bool = False) -> int:
+    """Return this process's status, and tell ``launch`` the job's: mpirun's own says little after a
+    lost host. Where launch knows it and ``all_leave``, this process's is 0: after another, mpirun
+    prints a block of alarm."""
     if status != 0:
         shutdown.say(text)
         ensure_end = JobShutdown.ensure_mpirun_ends
@@ -137,4 +139,5 @@ def _end_job(status: int, text: str, shutdown: JobShutdown) -> int:
     if LAUNCHED in os.environ:
         with contextlib.suppress(OSError):  # if it fails, launch takes a good end for a bad one
             Path(os.environ[LAUNCHED]).write_text(str(status), encoding="utf-8")
+            return 0 if all_leave else status
     return status

@@ -7,7 +7,6 @@ from the newest checkpoint. No MLX, no MPI.
 from __future__ import annotations
 
 import shlex
-import signal
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ from shardmlx.hosts.findings import Finding
 from shardmlx.hosts.launch_options import LaunchOptions, read_options, replaced
 from shardmlx.hosts.mpirun import mpirun_path, settings_for
 from shardmlx.hosts.reachability import RemoteLogin, check_hosts, is_local
-from shardmlx.hosts.supervisor import Supervisor
+from shardmlx.hosts.supervisor import ASK_TO_STOP, Supervisor
 
 FAILED = 1
 
@@ -70,7 +69,7 @@ def final_status(
     if stopped_by is not None:
         return 128 + stopped_by
     # Beside bad input: mpirun itself was asked to stop in order.
-    if last.status in (BAD_INPUT, 128 + signal.SIGUSR1):
+    if last.status in (BAD_INPUT, 128 + ASK_TO_STOP):
         return last.status
     if max_restarts == 0:
         return FAILED
@@ -126,6 +125,9 @@ class Launcher:
                 del self.attempts[:-1]
             status = final_status(self.attempts, launch.max_restarts, self.supervisor.stopped_by)
             if status is not None:
+                in_order = self.attempts[-1].status == 128 + ASK_TO_STOP
+                if in_order and launch.checkpoints and launch.checkpoints.resume == "auto":
+                    _say("run the same command to go on")
                 return status
             failed = len(self.attempts)
             pause = min(2.0 ** (failed - 1), LONGEST_PAUSE)

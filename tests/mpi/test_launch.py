@@ -129,6 +129,8 @@ def test_a_signal_saves_and_stops_in_order(lab: Lab) -> None:
         output = finished(running, 143)
     assert output.count("$ ") == 1
     assert "launch: asked all ranks to save and stop" in output
+    assert "launch: run the same command to go on" in output
+    assert "-----" not in output  # mpirun's block of alarm
     newest = max(lab.checkpoints.glob("step-*/COMMITTED"))
     last = max(event["step"] for event in events(lab.path / "metrics", "train"))
     assert newest.parent.name == f"step-{last:07d}"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 import threading
 
 import pytest
 
 from shardmlx.distributed.messages import PeerLost
 from tests.helpers import transport_checks
-from tests.helpers.jobs import PROGRAMS, SECONDS_TO_END
+from tests.helpers.jobs import PROGRAMS, ROOT, SECONDS_TO_END
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.mpirun import mpirun, run_checks, verdict
 from tests.helpers.transport_checks import CHECKS
@@ -44,6 +47,15 @@ def test_a_rank_that_aborts_ends_those_that_wait_for_it() -> None:
     job = mpirun(3, PROGRAMS / "abort.py", timeout=3 * SECONDS_TO_END)
     assert job.returncode == 7
     assert "rank 1 gives up" in job.stderr
+
+
+def test_a_process_without_mpirun_fails_in_one_line() -> None:
+    program = (
+        "from shardmlx.distributed.run_ranks import connect\nwith connect(): raise KeyError(1)"
+    )
+    job = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert job.returncode == 1
+    assert re.fullmatch(r"shardmlx: failed: rank 0 on \S+: KeyError: 1\n", job.stderr)
 
 
 def test_a_rank_that_dies_ends_those_that_wait_for_it() -> None:
