@@ -38,7 +38,7 @@ need.
 # Options of the other commands
 
 The options of `export`, `evaluate`, `generate`, `chat`, `serve`, `inspect`, `schedule` and
-`doctor`, with their units and defaults. Those of training: [options](options.md). {_MADE}
+`doctor`, with their units and defaults. Options of training: [options](options.md). {_MADE}
 
 `generate`, `chat` and `serve` read options from a YAML file too, with `-c FILE`, as `train` does.
 """,

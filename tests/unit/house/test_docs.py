@@ -96,6 +96,23 @@ def test_all_pages_have_at_most_37000_words() -> None:
     assert sum(words(page) for page in DOCS.rglob("*.md")) <= 37_000
 
 
+def sentences(page: Path) -> Iterator[str]:
+    """Yield what stands between full stops, colons and semicolons, but in blocks and tables."""
+    text = re.sub(r"^```.*?^```$|<[^>]*>", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    for part in re.split(r"\n\s*\n|\n(?=\s*(?:- |\d+\. |\||#))", text):
+        if not re.match(r"\s*[|#]", part):
+            words = " ".join(re.sub(r"^\s*(?:- |\d+\. )", "", part).split())
+            yield from re.split(r"(?<=[.!?:;])[*_)\"]*\s+", words)
+
+
+def test_sentences_are_short_and_name_their_subject() -> None:
+    every = [sentence for page in DOCS.rglob("*.md") for sentence in sentences(page)]
+    assert len(every) > 1500
+    assert [each for each in every if len(each.split()) > 30] == []
+    subjectless = re.compile(r"(As|By|Else|Nor|Of|Those|What|Whoever) .*[^?]$")
+    assert [each for each in every if subjectless.match(each)] == []
+
+
 def linked(page: Path) -> set[Path]:
     """Return the pages of docs to which a page links."""
     found = {(page.parent / link.partition("#")[0]).resolve() for link in links(page)}
