@@ -57,6 +57,17 @@ def received_meanwhile(connection: socket.socket) -> Callable[[], bytes]:
     return wait
 
 
+@contextmanager
+def reads_nothing(server: Serving) -> Iterator[None]:
+    """A client of six streams that are more than its buffers hold."""
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        slow.connect(("127.0.0.1", server.port))
+        slow.sendall(whole(True, n=6, max_tokens=900, logprobs=20))
+        server.until(lambda: len(server.parrot.added) == 6)
+        yield
+
+
 def until(connection: socket.socket, what: bytes) -> bytes:
     got = b""
     while what not in got:
@@ -135,6 +146,17 @@ def test_who_vanishes_in_the_middle_of_a_body_leaves_no_trace(
         server.until(lambda: gone in httpx.get(f"{server.address}/metrics").text)
         assert server.parrot.added == []
     assert caplog.messages == []
+
+
+def test_who_reads_slowly_holds_up_nobody() -> None:
+    with serving() as server, reads_nothing(server):
+        asked = {"prompt": "hello", "max_tokens": 200}
+        answer = httpx.post(f"{server.address}/v1/completions", json=asked, timeout=60.0)
+        assert answer.json()["choices"][0]["text"] == 40 * "hello"
+        server.until(lambda: server.parrot.is_idle)
+        only_one = '\nshardmlx_requests_total{endpoint="/v1/completions",status="200"} 1.0\n'
+        assert only_one in httpx.get(f"{server.address}/metrics").text
+    assert server.parrot.cancelled == []
 
 
 # Bodies and heads that are too large, or too slow.
@@ -261,19 +283,32 @@ def test_stopping_ends_open_streams_with_an_error_and_closes_the_port() -> None:
             socket.create_connection(("127.0.0.1", server.port))
 
 
+def test_stopping_lets_open_texts_end_and_refuses_new_ones() -> None:
+    with serving(parrot=Parrot(steps=2)) as server, connected(server) as connection:
+        connection.sendall(whole(True, max_tokens=4))
+        until(connection, b'"e"')
+        server.service.close(30)
+        refused = httpx.post(f"{server.address}/v1/completions", json={"prompt": "hello"})
+        assert refused.status_code == 503
+        assert "the server is stopping" in refused.json()["error"]["message"]
+        server.parrot.goes_on.set()
+        assert b'"finish_reason": "length"' in until(connection, b"data: [DONE]\n\n")
+
+
 def test_who_does_not_read_cannot_keep_the_server_from_stopping(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with serving() as server, socket.socket() as slow:
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        slow.connect(("127.0.0.1", server.port))
-        slow.sendall(whole(True, n=6, max_tokens=900, logprobs=20))
-        with connected(server) as idle, connected(server) as half:
-            half.sendall(b"POST /v1/comp")
-            server.until(lambda: len(server.parrot.added) == 6 and server.parrot.is_idle)
-            server.service.close(0)
-            server.server.stop(0.2)
-            assert idle.recv(1) == b""
+    with (
+        serving() as server,
+        reads_nothing(server),
+        connected(server) as idle,
+        connected(server) as half,
+    ):
+        half.sendall(b"POST /v1/comp")
+        server.until(lambda: server.parrot.is_idle)
+        server.service.close(0)
+        server.server.stop(0.2)
+        assert idle.recv(1) == b""
     assert caplog.messages == []
 
 
