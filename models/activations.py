@@ -45,7 +45,6 @@ def exponential(x: mx.array) -> mx.array:
 
 
 def sigmoid(x: mx.array) -> mx.array:
-    """Return the logistic function of ``x``."""
     return 1 / (1 + exponential(-x))
 
 
@@ -75,8 +74,7 @@ _with_sigmoid = with_gradient(_compute, _gradients)
 def swiglu_gradients(
     gate: mx.array, up: mx.array, weights: mx.array, cotangent: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Return the gradients of SwiGLU for ``gate`` and ``up``; ``cotangent`` is its output's,
-    ``weights`` are the gate's sigmoid."""
+    """Return gradients for ``gate`` and ``up``; ``weights`` are the gate's sigmoid."""
     silu = gate * weights
     return cotangent * up * (weights + silu * (1 - weights)), cotangent * silu
 

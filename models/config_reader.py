@@ -28,8 +28,7 @@ Fact = bool | str
 
 
 class Config(NamedTuple):
-    """The fields of a config.json. Each method raises ``UserError``, which names the field and its
-    value, for an impossible one."""
+    """The fields of a config.json. Methods raise ``UserError`` for an impossible value."""
 
     fields: Mapping[str, Any]
 
@@ -122,8 +121,7 @@ def check_pointer(text: bytes, where: str | Path) -> None:
 
 
 def parse_config(text: bytes, where: str | Path) -> dict[str, Any]:
-    """Return the content of a config.json, with the fields of rotary embeddings that mlx-lm reads;
-    ``UserError`` when it is broken."""
+    """Return a config.json with mlx-lm's fields of ropes; ``UserError`` when it is broken."""
     check_pointer(text, where)
     if text.startswith(codecs.BOM_UTF8):
         raise UserError(f"{where} begins with a byte order mark", "save it as UTF-8 without one")

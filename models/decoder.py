@@ -45,8 +45,6 @@ Visit = Callable[[int, LayerCall, mx.array], mx.array]
 
 
 class _Run(NamedTuple):
-    """A call of the body, with the first layer's input, and a visit at each layer, or at none."""
-
     x: mx.array
     visit: Visit | None
     outputs: list[mx.array]

@@ -29,8 +29,7 @@ class KeyedDropout(nn.Module):
         self._order: tuple[tuple[int, ...], mx.array] | None = None
 
     def set_key(self, row: int, position: int, places: PackedPositions | None = None) -> None:
-        """Draw the next mask from these two numbers, to which each row and position adds its own,
-        those of ``places`` in a packed row."""
+        """Draw the next mask from these numbers, each with a row's and a position's added."""
         self._starts, self._places = (row, position), places
 
     def set_order(self, shape: tuple[int, ...], order: mx.array) -> None:
@@ -49,7 +48,6 @@ class KeyedDropout(nn.Module):
         return mask * x * (1 / self._keep)
 
     def _mask(self, shape: Sequence[int]) -> mx.array:
-        """Return a mask, drawn from one key for each row and position."""
         draw = mx.vmap(partial(mx.random.bernoulli, self._keep, tuple(shape[2:])))
         mask: mx.array = draw(self._keys(*shape[:2]))
         return mask.reshape(shape)
@@ -126,8 +124,7 @@ def set_keys(
     first_row: int = 0,
     places: PackedPositions | None = None,
 ) -> None:
-    """Give each of ``dropouts`` its own key, of ``parts``: seed, step and layer. Rows count from
-    ``first_row`` of the global batch."""
+    """Give each dropout its key, of ``parts``: seed, step and layer; rows count globally."""
     for index, dropout in enumerate(dropouts):
         digest = hashlib.blake2b(repr((*parts, index)).encode(), digest_size=8).digest()
         row, position = int.from_bytes(digest[:4]), int.from_bytes(digest[4:])

@@ -29,7 +29,6 @@ class Family:
     is_parallel: Fact = False
     """True if the MLP takes the input of attention, from one norm."""
     norms: tuple[str, ...] = NORMS
-    """Names of the norms of hidden states."""
     norm_bias: bool = False
     """True if these, and the final norm, have a bias."""
     arrays: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -42,14 +41,11 @@ class Family:
     only: tuple[str, ...] = ()
     """Fields that must be false."""
     tied: Literal["always", "never", "by default", "if said", "as said"] = "by default"
-    """Condition for the embedding to be the lm_head; config.json must have the field if it is
-    ``as said``."""
+    """Condition for the embedding to be the lm_head; ``as said`` needs the field."""
     embedding: str = "embed_tokens"
-    """Name of the embedding, in ``model``."""
+    """Name in ``model``, as that of ``final_norm``; the ``head`` is a path."""
     final_norm: str = "norm"
-    """Name of the final norm, in ``model``."""
     head: str = "lm_head"
-    """Path of a separate lm_head."""
     head_has_bias: bool = False
     dropped: str | None = None
     """Pattern of the names of tensors that mlx-lm ignores."""
@@ -68,7 +64,6 @@ class Family:
     rounds_yarn: bool = False
     """True if mlx-lm rounds yarn's limits although config.json has ``truncate`` false."""
     has_gguf: bool = False
-    """True if mlx-lm can write it as GGUF."""
     text_default: str = ""
     """The ``model_type`` of the ``text_config`` with its own family; empty if there is none."""
     text_types: tuple[str, ...] = ()
@@ -78,8 +73,7 @@ class Family:
 
     @property
     def chooses_caches(self) -> bool:
-        """True if mlx-lm's model makes its KV caches itself, for windows, and ignores
-        ``--max-kv-size``."""
+        """True if mlx-lm's model makes its KV caches itself, and ignores ``--max-kv-size``."""
         return self.windows is not no_windows
 
     def drops(self, name: str) -> bool:
@@ -87,7 +81,6 @@ class Family:
         return self.dropped is not None and re.search(self.dropped, name) is not None
 
     def layers(self, config: Config) -> Sequence[LayerShape]:
-        """Return the sizes of each layer of a config.json."""
         for key in self.only:
             if config.get(key, False) is not False:
                 config.refuse(key, "only False is supported")

@@ -17,13 +17,11 @@ Windows = Sequence[int | None]
 
 
 def no_windows(config: Config) -> Windows:
-    """Return no window for each layer."""
     return _windows(config, [FULL])
 
 
 def windows_by_type(*otherwise: str) -> Callable[[Config], Windows]:
-    """Return the rule that takes windows from ``layer_types``, or else repeats these types; mlx-lm
-    ignores a bare ``sliding_window``."""
+    """Return the rule of ``layer_types``, or of repeated types; mlx-lm ignores a bare window."""
 
     def windows(config: Config) -> Windows:
         return _windows(config, config.each_layer("layer_types") or otherwise or [FULL])
@@ -69,7 +67,6 @@ def _windows(config: Config, kinds: Sequence[Any]) -> Windows:
 
 
 def all_layers(config: Config) -> Sequence[bool]:
-    """Return true for each layer."""
     return [True] * config.count("num_hidden_layers")
 
 
@@ -88,8 +85,7 @@ def routed_layers(config: Config) -> Sequence[bool]:
 
 
 def stepped_layers(config: Config) -> Sequence[bool]:
-    """Return true for every ``decoder_sparse_step``-th layer that ``mlp_only_layers`` does not
-    name."""
+    """Return true for every ``decoder_sparse_step``-th layer that is not ``mlp_only``."""
     step, plain = config.count("decoder_sparse_step"), config.get("mlp_only_layers", ())
     has_experts = config.number("num_experts") > 0
     count = config.count("num_hidden_layers")
@@ -97,13 +93,11 @@ def stepped_layers(config: Config) -> Sequence[bool]:
 
 
 def named_layers(config: Config) -> Sequence[bool]:
-    """Return ``is_moe_layer``."""
     return config.each_layer("is_moe_layer") or []
 
 
 def layers_between(config: Config) -> Sequence[bool]:
-    """Return true for every ``moe_layer_interval``-th layer between two; given one of each for
-    texts and one for images, between the outer ones."""
+    """Return true for every ``moe_layer_interval``-th layer between the outer two."""
     count, step = config.count("num_hidden_layers"), config.count("moe_layer_interval", 1)
     first, last = config.get("moe_layer_start_index", 0), config.get("moe_layer_end_index", count)
     first = min(first) if isinstance(first, list) else first

@@ -30,8 +30,7 @@ class Activation(NamedTuple):
 SWIGLU, GELU, GELU_APPROX = Activation(2, is_swiglu=True), Activation(3), Activation(4)
 """Common activations; ``silu(gate) * up`` keeps the sigmoid, and silu."""
 JOINED_SWIGLU = SWIGLU._replace(passing=4.0)
-"""SwiGLU of one matrix's output: the gradients of both halves, and the whole gradient, which
-adapters scale."""
+"""SwiGLU of one matrix's output, with gradients of both halves and of the whole."""
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
 """Norms of the hidden states in most families, before attention and before the MLP."""
@@ -117,8 +116,7 @@ class LayerShape:
     score_weights: int = 0
     """Arrays of scores that wait for gradients of weights that attention adds to them."""
     kept: int = 0
-    """Elements of a token kept by the forward for parts not listed: norms without a weight, or
-    sums."""
+    """Elements of a token kept for parts not listed: norms without a weight, or sums."""
 
     @cached_property
     def mlp(self) -> int:
@@ -171,10 +169,7 @@ class LayerShape:
         return replace(self, window=None) if (self.window or 0) >= length else self
 
     def flops(self, sequence_length: int) -> float:
-        """Return FLOPs of one token's forward, averaged over the sequence.
-
-        Causal attention sees (length + 1) / 2 tokens in the mean, fewer through a window.
-        """
+        """Return FLOPs of one token's forward, averaged over the sequence."""
         products = sum(each.uses * each.inputs * each.outputs for _, each in self.linears)
         seen = mean_context(sequence_length, self.window)
         heads = self.heads

@@ -60,7 +60,6 @@ class Parts(NamedTuple):
 
     @property
     def vocabulary(self) -> int:
-        """Number of tokens that the embedding knows."""
         return int(_without_adapters(self.embedding).weight.shape[0])
 
     @property
@@ -70,8 +69,7 @@ class Parts(NamedTuple):
 
 
 class InPlaceOf:
-    """A function that the family's code calls in place of a module; it has the module's attributes,
-    except those given."""
+    """A function called in place of a module, with its attributes except those given."""
 
     def __init__(self, module: Any, call: Callable[..., Any], **attributes: Any) -> None:
         self._module, self._call, self._attributes = module, call, attributes
@@ -90,7 +88,6 @@ class InPlaceOf:
 
 
 def at(model: Any, path: str) -> Any:
-    """Return the module at a path of names."""
     for name in path.split(".") if path else ():
         model = model[name]
     return model
@@ -105,7 +102,6 @@ def with_part(module: nn.Module, path: str, part: Any) -> nn.Module:
 
 
 def first_argument(*args: Any, **kwargs: Any) -> Any:
-    """Return the first argument of a call."""
     return args[0] if args else next(iter(kwargs.values()))
 
 
@@ -185,8 +181,6 @@ def _with_weights(module: nn.Module) -> list[str]:
 
 @dataclass
 class _Trace:
-    """A record of a body's calls of stand-ins."""
-
     caches: list[int | None] = field(default_factory=list)
     given: list[list[Any]] = field(default_factory=list)
     """Arguments of each layer beside hidden states and its cache."""
@@ -257,7 +251,6 @@ def _trace(body: nn.Module, layers_name: str, caches: Sequence[Any], seed: int) 
 
 
 def _drawn(number: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Return random numbers in float32 for a seed."""
     return np.random.default_rng(number).standard_normal(shape, np.float32)
 
 
@@ -266,15 +259,13 @@ def _without_adapters(embedding: Any) -> Any:
 
 
 def _width(embedding: Any) -> int:
-    """Return the width of an embedding's output, packed or not, with adapters or without."""
     embedding = _without_adapters(embedding)
     dims = getattr(embedding, "dims", None)
     return int(embedding.weight.shape[-1] if dims is None else dims)
 
 
 def _check(traces: Sequence[_Trace], caches: Sequence[Any]) -> None:
-    """Raise ``_CannotBeCutError`` unless layers and the modules after them take only hidden states
-    from the layers before them."""
+    """Raise ``_CannotBeCutError`` unless only hidden states pass from layer to layer."""
     one, other = traces
     if not one.given:
         raise _CannotBeCutError("it does not call its layers one by one")
@@ -294,7 +285,6 @@ def _check(traces: Sequence[_Trace], caches: Sequence[Any]) -> None:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Return whether two values are equal, with the arrays in them."""
     if isinstance(a, mx.array) and isinstance(b, mx.array):
         return a.shape == b.shape and bool(mx.array_equal(a, b))
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):

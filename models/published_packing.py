@@ -33,8 +33,7 @@ _METHODS: Mapping[str, tuple[_Loaded, Mapping[str, tuple[Any, ...]]]] = {
     "awq": ((4, 128, "affine"), _AWQ),
     "gptq": ((4, 128, "affine"), _AWQ),
 }
-"""Loaded form of each method, unless its fields say otherwise, and the values that mlx-lm reads of
-these; None for a missing field."""
+"""Loaded form of each method, and the values that mlx-lm reads; None is a missing field."""
 
 
 class Packing(NamedTuple):
@@ -58,10 +57,7 @@ class Packing(NamedTuple):
 
 
 def published_packing(config: Mapping[str, Any]) -> Packing | None:
-    """Return how another program packed the model of a config.json; None if none did.
-
-    Raises ``UserError``, which names the method, if mlx-lm does not read it.
-    """
+    """Return how another program packed a model, if one did; ``UserError`` if unreadable."""
     said = config.get("quantization_config")
     if said is None:
         said = (config.get("text_config") or {}).get("quantization_config")
@@ -99,8 +95,7 @@ def published_packing(config: Mapping[str, Any]) -> Packing | None:
 def check_packing(
     config: Mapping[str, Any], shape: ModelShape, tensors: Iterable[str] = ()
 ) -> None:
-    """Raise ``UserError`` for a packing that mlx-lm does not read, in this family or at all, or
-    with ``tensors`` of such names."""
+    """Raise ``UserError`` for a packing that mlx-lm does not read here, or at all."""
     packing = published_packing(config)
     if packing is None:
         return

@@ -97,7 +97,6 @@ def _in_pieces(
     constants: Sequence[mx.array],
     state: mx.array,
 ) -> tuple[mx.array, mx.array]:
-    """Return output and last state of a rule, over pieces of ``TOKENS``."""
     count = len(rows)
 
     def forward(*arrays: mx.array) -> tuple[mx.array, mx.array, mx.array]:

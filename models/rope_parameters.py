@@ -41,11 +41,7 @@ _OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
 
 
 def with_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json with the fields for ``rope_parameters``, in its text model too.
-
-    If both are there, the one that transformers takes counts. Raises ``UserError`` for a type that
-    mlx-lm does not know, or without a needed number.
-    """
+    """Return a config.json with mlx-lm's fields of ropes; ``UserError`` for an unknown type."""
     fields = _with_older(config)
     if isinstance(fields.get("text_config"), Mapping):
         fields["text_config"] = with_rope(fields["text_config"])
@@ -105,7 +101,6 @@ def tells_layers_apart(fields: Mapping[str, Any]) -> bool:
 
 
 def type_of(rope: Mapping[str, Any]) -> str:
-    """Return the type of scaling."""
     return str(rope.get("rope_type") or rope.get("type") or "default")
 
 
@@ -151,8 +146,7 @@ def scaling_of(fields: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, 
 
 
 def _with_older(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields with ``rope_scaling`` in ``rope_parameters``, which it overrides in
-    transformers."""
+    """Return the fields with ``rope_scaling`` merged in, which overrides in transformers."""
     said, old = fields.get(SAID), fields.get("rope_scaling")
     if not isinstance(said, Mapping) or not isinstance(old, Mapping) or not old:
         return dict(fields)

@@ -52,10 +52,7 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
-        """Read the fields of a config.json; ``UserError`` names the field and its value.
-
-        Also raised for an undeclared family, whose sizes only tensors tell.
-        """
+        """Read a config.json; ``UserError`` names its field, or the undeclared family."""
         model_type = config.get("model_type")
         if not isinstance(model_type, str) or model_type not in FAMILIES:
             raise UserError(
@@ -111,12 +108,10 @@ class ModelShape:
 
     @property
     def family(self) -> Family:
-        """Family of the text model."""
         return FAMILIES[self.text_type] if self.is_declared else UNDECLARED
 
     @property
     def outer_family(self) -> Family:
-        """Family of the model as a whole."""
         return FAMILIES[self.model_type] if self.is_declared else UNDECLARED
 
     @property
@@ -139,8 +134,7 @@ class ModelShape:
         return tuple(self.kinds[kind].window for kind in self.pattern)
 
     def unlike_layers(self, length: int) -> tuple[tuple[LayerShape, ...], tuple[int, ...]]:
-        """Return the different layers for texts of ``length`` tokens, and each layer's number among
-        them; a window as long as the text does not count."""
+        """Return the layers that differ at ``length`` tokens, and each layer's number there."""
         alike = [kind.seeing(length) for kind in self.kinds]
         kinds = tuple(dict.fromkeys(alike))
         return kinds, tuple(kinds.index(alike[kind]) for kind in self.pattern)

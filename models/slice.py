@@ -79,8 +79,7 @@ class Slice:
 
     @cached_property
     def groups(self) -> list[tuple[str, ...]]:
-        """Names of the parameters by the time of their use: before the first layer, in each layer,
-        after the last. A tied matrix is in the first and in the last group."""
+        """Names of parameters by use: before the layers, in each, after (a tied one twice)."""
         prefixes = [tuple(f"{path}." for path in group) for group in self._groups]
         return [tuple(name for name in self._slots if name.startswith(each)) for each in prefixes]
 
@@ -90,8 +89,7 @@ class Slice:
         return f"layer {self.start + group - 1}" if group <= self.stop - self.start else "lm_head"
 
     def _first_states(self, model: nn.Module) -> mx.array:
-        """Return hidden states (1, 1, D) of the first layer, which may widen the embedding's
-        output: norms in float32. Lazy: nothing is read."""
+        """Return the first layer's lazy hidden states (1, 1, D), perhaps wider than embeddings."""
         first = Decoder(model, 0, 1, self._decoder.parts)
         set_keys(self._embedding_dropouts, 0)
         set_keys(key_every_dropout(first.layers[0]), 0)
@@ -208,7 +206,6 @@ class Slice:
         return self(tokens, visit=lambda i, call, x: x, **how)
 
     def norm(self, x: mx.array) -> mx.array:
-        """Return the last slice's final norm of hidden states (..., D)."""
         return self._decoder.norm(x)
 
     def logits(
@@ -224,8 +221,7 @@ class Slice:
         return self._decoder.logits(x)
 
     def new_caches(self, max_kv_size: int | None = None) -> list[Any]:
-        """Return mlx-lm's empty cache for each layer, for one sequence. A family that
-        ``chooses_caches`` by itself ignores ``max_kv_size``, as in mlx-lm."""
+        """Return an empty cache a layer for one sequence, limited unless a family chooses."""
         if max_kv_size is None or self.chooses_caches:
             return deepcopy(self._empty_caches)
         # mlx-lm keeps the first four tokens too.

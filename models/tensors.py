@@ -53,8 +53,7 @@ class Quantisation:
         return f"{mode}{self.bits}-bit, group {self.group_size}"
 
     def shapes(self, weight: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the tensors that replace a weight of this shape; the last axis is
-        grouped."""
+        """Return the shapes of tensors that replace a weight, grouped on its last axis."""
         *rows, columns = weight
         scales = (*rows, columns // self.group_size)
         packed = (*rows, columns * self.bits // _WORD_BITS)
@@ -118,11 +117,7 @@ def _quantisation(entry: Mapping[str, Any], where: str = "") -> Quantisation:
 def infer_quantisation(
     packed: int, scales: int, scales_dtype: str, columns: int | None, hint: Quantisation | None
 ) -> Quantisation | None:
-    """Return how a weight was packed, from its last axis, in words, and that of its scales.
-
-    ``columns`` is the last axis before packing, if known, ``hint`` a likely packing otherwise. None
-    if nothing fits.
-    """
+    """Return a weight's packing by its last axis, in words, and its scales'; None if none fits."""
     is_affine = scales_dtype != "U8"
     found = [
         each
@@ -136,8 +131,7 @@ def infer_quantisation(
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A module with a ``weight``, ``is_quantisable`` if it is a linear layer or the embedding. A
-    ``bare`` one is a plain array."""
+    """A module with a ``weight``; a ``bare`` one is a plain array."""
 
     weight: tuple[int, ...]
     bias: tuple[int, ...] | None = None
@@ -146,10 +140,7 @@ class Module:
 
 
 def modules(shape: ModelShape, *, separate_experts: bool = False) -> dict[str, Module]:
-    """Return the modules that have weights, by path, in the order of the model.
-
-    With ``separate_experts``, they are as Hugging Face stores them; mlx-lm stacks them.
-    """
+    """Return the modules with weights by path, in order, as mlx-lm or Hugging Face has experts."""
     hidden, vocabulary = shape.hidden_size, shape.vocab_size
     result = {shape.names.embedding: Module((vocabulary, hidden))}
     for index in range(shape.num_layers):

@@ -16,10 +16,7 @@ from shardmlx.errors import UserError, one_line
 def read_tokenizer(
     model_path: Path, trust_remote_code: bool, config: Mapping[str, Any]
 ) -> TokenizerWrapper:
-    """Read the model's tokenizer, as mlx-lm sets it up, with ``ends_of`` beside its own end.
-
-    ``config`` is the content of config.json. Raises ``UserError``.
-    """
+    """Read the model's tokenizer, with ``ends_of`` beside its own end. Raises ``UserError``."""
     try:
         return load_tokenizer(
             model_path,
@@ -33,10 +30,7 @@ def read_tokenizer(
 
 
 def ends_of(model_path: Path, config: Mapping[str, Any]) -> list[int]:
-    """Return the tokens that end a text, as config.json and generation_config.json say.
-
-    An unreadable file is ignored, as in mlx-lm.
-    """
+    """Return the tokens that end a text; an unreadable file is ignored, as in mlx-lm."""
     try:
         generation = json.loads((model_path / "generation_config.json").read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -38,12 +38,10 @@ APPROXIMATE = (
     "no row of models/families declares this model: layers and their bytes are exact, times and "
     "the memory of activations approximate, and texts are generated one by one"
 )
-"""The words for such a model."""
 
 
 def read_tensors(config: Mapping[str, Any], tensors: Mapping[str, Sides]) -> ModelShape | None:
-    """Return the shape of an undeclared model from those of all tensors, unpacked; None if it is no
-    decoder."""
+    """Return the shape of an undeclared model from all its tensors; None if it is no decoder."""
     by_list: dict[str, dict[int, dict[str, Sides]]] = {}
     for name, sides in tensors.items():
         if (match := _LAYER.match(name)) and int(match["number"]) < MOST_LAYERS:
@@ -119,7 +117,6 @@ def _first(fields: Mapping[str, Any], keys: Sequence[str], layer: int, default: 
 def _layer(
     parts: Mapping[str, Sides], i: int, fields: Mapping[str, Any], hidden: int
 ) -> LayerShape:
-    """Return the shape of layer ``i`` of these tensors by path."""
     heads = _heads(parts, i, fields, hidden)
     linears: dict[str, Linear] = {}
     norms: dict[str, Norm] = {}
@@ -164,7 +161,6 @@ def _layer(
 
 
 def _heads(parts: Mapping[str, Sides], i: int, fields: Mapping[str, Any], hidden: int) -> Heads:
-    """Return the heads of attention; none in a layer without it."""
     if not any(_ATTENTION.search(path) for path in parts):
         return NO_HEADS
     queries = _first(fields, _HEADS, i, 1)

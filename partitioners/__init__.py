@@ -38,8 +38,7 @@ def partitioner_names() -> tuple[str, ...]:
 
 
 def get_partitioner(name: str) -> Partitioner:
-    """Return a partitioner by name; answers of another package's are checked. ``UserError`` if it
-    is in no package, in several, or cannot be imported."""
+    """Return a partitioner by name; ``UserError`` unless one package has it, and it imports."""
     if name in PARTITIONERS:
         return PARTITIONERS[name]
     found = tuple(entry_points(group=_GROUP, name=name))

@@ -12,8 +12,7 @@ from shardmlx.partitioners.problem import Problem
 from shardmlx.pipeline.stage_map import Partition, StageMap
 
 _Squares = tuple[float, tuple[int, ...]]
-"""The sum of the squared loads of stages, and their bounds, the last first and negated, so that the
-least one starts late."""
+"""Sum of squared loads, and bounds, last first and negated: the least starts late."""
 
 StageLoad = Callable[[int, int, int], float]
 """Load of a stage with layers start to stop, by (stage, start, stop); it grows with the layers."""

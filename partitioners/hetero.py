@@ -124,7 +124,6 @@ def _are_alike(problem: Problem, a: int, b: int) -> bool:
 
 
 def _does_not_fit(problem: Problem) -> DoesNotFitError:
-    """Return the error for the order, given or by memory, that lacks the least."""
     largest_first = tuple(sorted(problem.placement, key=lambda rank: -problem.capacity[rank]))
     placed = [replace(problem, placement=order) for order in (problem.placement, largest_first)]
     errors = [does_not_fit(each, evenly_full(each)) for each in placed]

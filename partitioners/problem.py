@@ -27,7 +27,6 @@ class LayerCosts:
                 raise ValueError(f"a cost of {cost}")
 
     def scaled(self, factor: float) -> LayerCosts:
-        """Return all costs times ``factor``."""
         layers = tuple(cost * factor for cost in self.layers)
         return LayerCosts(layers, self.embedding * factor, self.head * factor)
 
@@ -65,8 +64,7 @@ class Problem:
     capacity: tuple[float, ...] = ()
     """Bytes that each pipeline rank has; ``inf`` if unknown."""
     transfer: tuple[tuple[float, ...], ...] = ()
-    """Seconds ``transfer[a][b]`` that rank a takes to send rank b the message of a micro-batch; 0
-    if unknown."""
+    """Seconds ``transfer[a][b]`` of a micro-batch's message from rank a to b; 0 if unknown."""
     microbatches: int = 1
     """Number of micro-batches of one step and one pipeline."""
     hosts: tuple[str, ...] = ()
@@ -103,7 +101,6 @@ class Problem:
 
     @property
     def pp(self) -> int:
-        """Number of pipeline ranks."""
         return max(self.placement, default=-1) + 1
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -132,5 +129,4 @@ class Problem:
 
 
 Partitioner = Callable[[Problem], StageMap]
-"""A function that divides all layers among the stages; raises ``UserError`` if that is
-impossible."""
+"""Divides all layers among the stages; raises ``UserError`` if that is impossible."""

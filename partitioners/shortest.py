@@ -52,8 +52,7 @@ class Orders:
 
     @classmethod
     def of(cls, allowed: Sequence[Collection[int]], kinds: Kinds) -> Self:
-        """Return the orders in which stage s is on a machine of a kind in ``allowed[s]``; machines
-        of one kind are interchangeable."""
+        """Return the orders in which stage s is on a machine of a kind in ``allowed[s]``."""
         nodes = [tuple(0 for _ in kinds)]
         counts, placings = [], []
         for kinds_here in allowed:
@@ -122,8 +121,7 @@ class Tables:
 
 
 def _table(problem: Problem, value: Callable[[int, int], float]) -> Array:
-    """Return the value of layers start to stop by [width, stop]; inf for stages that leave others
-    no layers."""
+    """Return values by [width, stop]; inf for stages that leave others no layers."""
     layers, widest = problem.num_layers, problem.num_layers - problem.num_stages + 1
     table = np.full((layers + 1, layers + 1), math.inf)
     for stop in range(1, layers + 1):

@@ -56,16 +56,14 @@ class Cluster:
                 )
 
     def capacity(self, rank: int) -> float:
-        """Return the bytes that a rank may use: what macOS wires if that is known, else a share of
-        the memory; ``inf`` if the machine is unknown."""
+        """Return the bytes that a rank may use, wired or a share of memory; ``inf`` if unknown."""
         memory, wired = self.machines[rank].memory, self.machines[rank].wired
         if wired is not None:
             return wired
         return math.inf if memory is None else memory * self.memory_fraction
 
     def clock(self, rank: int, workload: Workload) -> Speed | MachineProfile:
-        """Return what times the work on a rank, in ``unit``; ``UserError`` if a profile has not
-        measured it."""
+        """Return what times a rank, in ``unit``; ``UserError`` if a profile has not measured it."""
         machine = self.machines[rank]
         if self.profile is not None:
             return self.profile.measured(workload, machine.host, machine.kind)
@@ -74,8 +72,7 @@ class Cluster:
         return Speed(machine.flops * self.efficiency)
 
     def setup(self, workload: Workload, rows: int, length: int, dp: int) -> TrainingSetup:
-        """Return the facts that decide the memory of micro-batches of ``rows`` x ``length`` on
-        ``dp`` replicas, among them what the profile measured."""
+        """Return what decides the memory of ``rows`` x ``length``, with measurements if any."""
         rows, length = workload.micro_batch(rows, length)
         setup = TrainingSetup(
             workload=workload,
@@ -128,10 +125,7 @@ def pipeline_seconds(
     length: int,
     replica: int | None = None,
 ) -> list[ModelSeconds]:
-    """Return the times of micro-batches of ``rows`` x ``length`` tokens on each pipeline rank.
-
-    The slowest replica counts, since the others wait for it; or else the given ``replica``.
-    """
+    """Return a micro-batch's times on each pipeline rank, of its slowest or the given replica."""
     clocks = [cluster.clock(rank, workload) for rank in range(mesh.size)]
     seconds = {clock: clock.seconds(workload, rows, length) for clock in dict.fromkeys(clocks)}
     return [
@@ -152,6 +146,5 @@ def between_ranks(
 
 
 def _counted(mesh: Mesh, rank: int, replica: int | None) -> tuple[int, ...]:
-    """Return the world ranks of a pipeline rank that count: all of them, or one replica's."""
     members = mesh.replicas_of(rank)
     return members if replica is None else (members[replica],)

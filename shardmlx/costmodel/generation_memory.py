@@ -39,13 +39,11 @@ class GenerationSetup:
     cache_tokens: int | None = None
     """Tokens that the KV caches of all sequences together keep at most."""
     quantisation: CacheQuantisation | None = None
-    """The way in which KV caches are quantised, if they are."""
     backend: str = BACKENDS[0]
 
 
 def inference_memory(setup: GenerationSetup, start: int, stop: int) -> int:
-    """Return the bytes of layers ``start`` to ``stop`` as a stage: parameters, KV caches, logits,
-    and a few arrays of one layer for a chunk of one prompt."""
+    """Return the bytes of layers ``start`` to ``stop`` as a stage, with KV caches and one chunk."""
     shape, sizes = setup.shape, setup.weight_sizes
     is_first, is_last = start == 0, stop == shape.num_layers
     weights: float = sum(sizes.layers[start:stop])
@@ -60,11 +58,7 @@ def inference_memory(setup: GenerationSetup, start: int, stop: int) -> int:
 
 
 def kv_cache_memory(setup: GenerationSetup, start: int, stop: int) -> int:
-    """Return the bytes of all keys and values in layers ``start`` to ``stop``.
-
-    A sliding-window layer keeps its window, unquantised, if the model chooses its caches. If all
-    sequences share ``cache_tokens``, it is assumed to keep all of them: an upper bound.
-    """
+    """Return the bytes of all keys and values; an upper bound if sequences share tokens."""
     shape = setup.shape
     most = setup.context + kv_cache.STEP
     limit = min(most, setup.max_kv_size or most)

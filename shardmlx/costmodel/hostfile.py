@@ -52,8 +52,7 @@ class Machine:
 
 
 def read_hostfile(path: str | Path) -> tuple[Machine, ...]:
-    """Return the machines of a hostfile in mpirun's order; a host listed n times without slots has
-    n. ``UserError`` names file, line and value."""
+    """Return the machines in mpirun's order; ``UserError`` names file, line and value."""
     try:
         lines = Path(path).read_bytes().decode(errors="replace").split("\n")
     except OSError as error:
@@ -73,8 +72,7 @@ def read_hostfile(path: str | Path) -> tuple[Machine, ...]:
 
 
 def machine_of_each_rank(machines: Iterable[Machine]) -> tuple[Machine, ...]:
-    """Return one entry a slot, in the order in which mpirun gives out ranks, each with its part of
-    memory and FLOP/s; the link is shared."""
+    """Return an entry a slot, in mpirun's order, each with its part of all but the link."""
     return tuple(
         replace(
             machine,
@@ -118,8 +116,7 @@ _QUANTITIES: Mapping[str, tuple[Mapping[str, float], str, str, str]] = MappingPr
         "latency": (_SECONDS, "1ns", "30us", "1000s"),
     }
 )
-"""The keys of a comment: the units of each, in bytes, FLOP/s, bytes a second and seconds, the least
-plausible value, an example, and the most; others are typing errors."""
+"""The keys of a comment: units, the least plausible value, an example, the most plausible one."""
 
 KEYS = (*_QUANTITIES, "kind")
 """The keys of a comment; a kind is any name."""
@@ -167,8 +164,7 @@ def is_unnamed(host: str) -> bool:
 
 
 def host_key(host: str) -> str:
-    """Return the key under which two names of a host are equal: without domain, in lower case;
-    addresses are kept whole."""
+    """Return the key of a host's names: without domain, in lower case; addresses stay whole."""
     return _address(host) or host.split(".")[0].casefold()
 
 
@@ -183,7 +179,6 @@ def kind_key(kind: str) -> str:
 
 
 def _address(host: str) -> str | None:
-    """Return an IP address as it is usually written; None for a name."""
     try:
         return str(ipaddress.ip_address(host))
     except ValueError:

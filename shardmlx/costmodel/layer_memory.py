@@ -18,9 +18,7 @@ from shardmlx.costmodel.training_setup import FLOAT32, TrainingSetup
 from shardmlx.models.layer_shape import LayerShape, Linear
 
 PASSING_MARGIN = 1.1
-"""The bound on passing arrays, as a multiple of the larger of a layer's forward and backward arrays
-with those that the backward recomputes. MLX allocates an array when it schedules it, up to about a
-layer ahead of what it computes."""
+"""Bound on passing arrays, as a multiple of a layer's: MLX allocates about a layer ahead."""
 
 ACTIVATION_ARRAYS = 3
 """Arrays of an MLP's width that its activation computes: SwiGLU's sigmoid, SiLU and product."""
@@ -44,7 +42,6 @@ class Array(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
         return self.elements * self.itemsize
 
 
@@ -79,7 +76,6 @@ def layer_memory(setup: TrainingSetup, layer: LayerShape) -> LayerMemory:
 
 
 def _held(setup: TrainingSetup, layer: LayerShape) -> tuple[int, int]:
-    """Return the bytes of a layer's arrays after F, and after I."""
     nbytes = dict.fromkeys(Alive, 0)
     for array in layer_arrays(setup, layer):
         nbytes[array.alive] += array.nbytes
@@ -102,12 +98,7 @@ def layer_arrays(setup: TrainingSetup, layer: LayerShape) -> list[Array]:
 
 
 def _norms(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]:
-    """Yield the arrays that RMSNorm keeps.
-
-    On Metal it is one kernel, which keeps only its input. On a CPU it computes in float32; a
-    trained weight keeps the normalised states too, and W also needs the gradients of the norm's
-    outputs.
-    """
+    """Yield RMSNorm's arrays: on Metal one kernel keeps its input, a CPU computes in float32."""
     size, on_cpu = setup.dtype_bytes, setup.backend == "cpu"
     elements = setup.tokens * sum(norm.elements for _, norm in layer.norms)
     widened = on_cpu and not setup.is_selective
@@ -161,8 +152,7 @@ def _kept_by_activation(setup: TrainingSetup, layer: LayerShape) -> float:
 
 
 def _recomputes_product(setup: TrainingSetup, layer: LayerShape) -> bool:
-    """Tell whether I or W recomputes the input of the MLP's last matrix, as ``models.activations``
-    does for a gated MLP."""
+    """Tell whether I or W recomputes the input of a gated MLP's last matrix."""
     if not setup.tune.is_full or not setup.is_selective or not layer.activation.is_swiglu:
         return False
     gated = {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
@@ -170,7 +160,6 @@ def _recomputes_product(setup: TrainingSetup, layer: LayerShape) -> bool:
 
 
 def _trained_linears(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]:
-    """Yield the arrays that trained linear layers keep for gradients of weights or adapters."""
     tokens, size, trained = setup.tokens, setup.dtype_bytes, _trained(setup, layer)
     each_input = tokens * sum(each.elements[0] for each in trained)
     outputs = tokens * sum(each.elements[1] for each in trained)
@@ -206,8 +195,7 @@ def _trained_linears(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]
 
 
 def _passing_arrays(setup: TrainingSetup, layer: LayerShape) -> tuple[float, float]:
-    """Return the bytes of all arrays that a layer's forward computes, and its backward: outputs of
-    linear layers, norms, activation and sums, or their gradients, and what adapters add."""
+    """Return the bytes of all arrays that a layer's forward computes, and its backward."""
     tokens, size = setup.tokens, setup.dtype_bytes
     outputs = sum(each.elements[1] for _, each in layer.linears)
     outputs += (2 + layer.experts_per_token) * setup.shape.hidden_size
@@ -231,7 +219,6 @@ def _passing_arrays(setup: TrainingSetup, layer: LayerShape) -> tuple[float, flo
 
 
 def _trained(setup: TrainingSetup, layer: LayerShape) -> list[Linear]:
-    """Return the linear layers that are trained, or that have adapters."""
     linears = dict(layer.linears)
     keys = setup.lora.get("keys")
     found = [

@@ -22,8 +22,7 @@ _MOST_BYTES = 1 << 50
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """Bytes of a stage: held after F and after I; passing in F, and in I, or in W without an I.
-    Raises ``ValueError`` for impossible ones."""
+    """Bytes held after F and I, passing in F and I (or W); ``ValueError`` for impossible ones."""
 
     after_forward: int
     after_input: int
@@ -54,8 +53,7 @@ class MemorySample:
 
 
 def sample_ranges(pattern: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the layers that are measured as stages, two each: the scheduler gets from one into the
-    next. ``pattern`` has the kind of each layer."""
+    """Return the measured stages for the kind of each layer: two layers each, as in training."""
     count = len(pattern)
     kinds = []
     for kind in range(max(pattern) + 1):
@@ -69,10 +67,8 @@ def sample_ranges(pattern: Sequence[int]) -> list[tuple[int, int]]:
 def with_measurements(
     setup: TrainingSetup, machines: Iterable[Sequence[MemorySample]]
 ) -> TrainingSetup:
-    """Return the setup with what was measured of such stages, as the largest of all machines.
-
-    Samples of the nearest length count. Without samples that save memory alike, the rule stays.
-    """
+    """Return the setup with the largest of all machines' measurements at the nearest length; the
+    rule stays without samples that save memory alike."""
     if setup.shape.num_layers < LEAST_LAYERS:
         return setup
     found = []

@@ -33,15 +33,13 @@ class StageMemory:
     """Bytes of one stage: held arrays of each micro-batch, temporary ones of one action."""
 
     weights: int
-    """Parameters, frozen and trained. With divided weights, the replica's own, and buffers for up
-    to two layers and an end matrix of others."""
+    """Parameters; with divided weights, the replica's own and buffers for others."""
     room: int
     """Part of ``weights`` in buffers for others' weights, which all stages of a rank share."""
     optimizer: int
     """Optimizer state from the first update on, of the fullest replica, and rounding errors."""
     gradients: int
-    """Float32 sums of gradients, from the first W to the update; with divided weights, the
-    replica's own."""
+    """Float32 sums of the replica's gradients, from the first W to the update."""
     after_forward: int
     """Arrays held from F to I, or to W where there is no I."""
     after_input: int
@@ -69,8 +67,6 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class _Stage:
-    """A stage of a setup, with its layers and trained weights."""
-
     setup: TrainingSetup
     start: int
     stop: int
@@ -95,7 +91,6 @@ class _Stage:
         return ends
 
     def each_layer(self, start: int) -> list[LayerMemory]:
-        """Return the memory of each layer from ``start``."""
         return [self.kinds[kind] for kind in self.setup.shape.pattern[start : self.stop]]
 
     def each_kind(self, start: int, stop: int) -> list[LayerMemory]:
@@ -157,7 +152,6 @@ class _Stage:
 
 @lru_cache(maxsize=64)
 def _kinds(setup: TrainingSetup) -> tuple[LayerMemory, ...]:
-    """Return the memory of a layer of each kind, of which planning asks for many stages."""
     kinds = tuple(layer_memory(setup, kind) for kind in setup.shape.kinds)
     if setup.measured is None:
         return kinds
@@ -171,8 +165,7 @@ def _kinds(setup: TrainingSetup) -> tuple[LayerMemory, ...]:
 
 
 def stage_memory(setup: TrainingSetup, start: int, stop: int) -> StageMemory:
-    """Return the bytes of layers ``start`` to ``stop`` as a stage, with the embedding before the
-    first and norm and lm_head after the last."""
+    """Return the bytes of layers ``start`` to ``stop`` as a stage, with the model's ends there."""
     stage = _Stage(setup, start, stop, _kinds(setup))
     trained = stage.trained
     parameters, largest = sum(trained), FLOAT32 * max(trained, default=0)
@@ -203,8 +196,7 @@ def stage_memory(setup: TrainingSetup, start: int, stop: int) -> StageMemory:
 
 
 def _weights(stage: _Stage, parameters: int) -> tuple[float, float]:
-    """Return the bytes of a stage's weights, ``parameters`` of them trained, and how many of these
-    are buffers for other replicas' weights."""
+    """Return the bytes of a stage's weights, and how many of these are buffers for others'."""
     setup, layers = stage.setup, stage.setup.workload.weight_sizes.layers[stage.start : stage.stop]
     if not setup.divides_weights:
         return sum(layers) + sum(stage.ends) + FLOAT32 * parameters * (not setup.tune.is_full), 0.0
@@ -231,8 +223,7 @@ def _in_sums(stage: _Stage, parameters: int) -> int:
 
 
 def _updated(stage: _Stage, parameters: int) -> int:
-    """Return how many ``parameters`` the busiest replica updates: each weight has one owner, so a
-    large matrix may exceed a share."""
+    """Return how many ``parameters`` the busiest replica updates: each weight has one owner."""
     setup = stage.setup
     if not setup.tune.divides_optimizer or not parameters:
         return parameters
@@ -261,8 +252,7 @@ def _logits(stage: _Stage) -> int:
 
 
 def _loss_piece(stage: _Stage) -> int:
-    """Return the temporary bytes of a piece of the loss: five float32 arrays of its logits, or as
-    many bytes in 16 bits and in float32."""
+    """Return the temporary bytes of a piece of the loss: five float32 arrays of its logits."""
     setup = stage.setup
     if not stage.is_last or setup.loss_piece is None:
         return 0

@@ -29,12 +29,10 @@ from shardmlx.common.units import GIB, MIB
 from shardmlx.costmodel.cluster import Cluster
 
 LEAST_CACHE = 32 << 20
-"""Bytes that MLX caches on a CPU by default. A cache of all that a step frees made no step faster
-(measured): glibc keeps freed memory too, and can divide it."""
+"""Bytes that MLX caches on a CPU by default: a larger cache made no step faster (measured)."""
 
 BOUND_FRACTION = 0.97
-"""Share of a memory cgroup, or of RLIMIT_AS, that plans may use: the rest is for mpirun and page
-tables. A process beyond the limit is killed, or refused memory."""
+"""Share of a memory cgroup or RLIMIT_AS for plans: the rest is for mpirun and page tables."""
 
 FRAGMENTED = 0.06
 """Share of a step's freed bytes kept in fragments by the C library: 0.03 to 0.08 on Linux."""
@@ -57,8 +55,7 @@ class PlannedMemory:
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """The process of a rank: its bytes ``outside`` MLX's arrays, its own limits, and the bytes that
-    macOS lets the GPU wire of all processes; None if nothing is wired."""
+    """The process of a rank: bytes ``outside`` MLX, own limits, and what macOS wires of all."""
 
     outside: int = 0
     bounds: tuple[MemoryBound, ...] = ()
@@ -102,8 +99,7 @@ class MemoryLimits:
 
     @property
     def cache(self) -> int:
-        """Bytes of a step that are kept once freed, so that no step allocates anew: a larger cache
-        would fill with buffers of lengths that do not recur."""
+        """Bytes kept once freed: those of one step, so that no step allocates anew."""
         planned = self.planned
         if self.backend == "cpu":
             # There the cache never gives way to arrays.
@@ -125,7 +121,6 @@ class MemoryLimits:
 
     @property
     def planned_process(self) -> int:
-        """Bytes that the whole process is planned to take at its peak."""
         return self.process_peak(self.planned.peak)
 
     def process_peak(self, peak: int) -> int:
@@ -136,7 +131,6 @@ class MemoryLimits:
         return round(peak + self.budget.outside + kept)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the limits for the metrics."""
         return {
             "planned_peak_bytes": self.planned.peak,
             "planned_process_bytes": self.planned_process,

@@ -81,11 +81,8 @@ def predict_memory(
 def planned_memory(
     plan: Plan, workload: Workload, cluster: Cluster, lengths: tuple[int, int]
 ) -> tuple[PlannedMemory, ...]:
-    """Return the memory that the plan expects of each world rank.
-
-    ``lengths`` are T of a step's longest micro-batch, and of the longest forward-only one, such as
-    validation's; 0 if there are none.
-    """
+    """Return the memory of each world rank; ``lengths`` are T of a step's longest micro-batch, and
+    of the longest forward-only one, 0 if there is none."""
     step, _ = predict_memory(plan, workload, cluster, lengths[0])
     if lengths[1]:
         forward = replace(
@@ -104,8 +101,7 @@ def planned_memory(
 def _pipeline(
     messages: Messages, length: int, replica: int | None
 ) -> tuple[Simulation, list[Seconds]]:
-    """Return the step of one ``replica``, or of the slowest if all have equal rows, and the times
-    of a micro-batch in each stage."""
+    """Return the step of a ``replica``, or of the slowest, and a micro-batch's times by stage."""
     plan, cluster = messages.plan, messages.cluster
     mesh, stage_map, size = plan.mesh, plan.stage_map, plan.micro_batch_size
     models = pipeline_seconds(messages.workload, cluster, mesh, size, length, replica)

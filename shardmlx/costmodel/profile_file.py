@@ -56,7 +56,6 @@ class Sample:
 
     @property
     def kinds(self) -> tuple[LayerTimes, ...]:
-        """Times of each kind of layer."""
         return (LayerTimes(self.layer, self.frozen), *self.others)
 
     def __post_init__(self) -> None:
@@ -73,10 +72,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class MachineProfile:
-    """The samples of one rank: equal rows in each, in ascending order of length.
-
-    ``chip`` names the kind of machine. Older files have no ``memory``.
-    """
+    """The samples of one rank on a kind of ``chip``: equal rows, in ascending order of length."""
 
     host: str
     chip: str
@@ -89,11 +85,7 @@ class MachineProfile:
             raise ValueError(f"samples of {self.host} with rows {rows} of {lengths} tokens")
 
     def seconds(self, workload: Workload, rows: int, length: int) -> ModelSeconds:
-        """Return times interpolated between the samples of the next shorter and longer sequences.
-
-        The outermost line goes on beyond the samples; times from one sample are proportional to
-        tokens. A row costs as much as in the samples.
-        """
+        """Return times interpolated between samples; the outermost line goes on beyond them."""
         rows, length = workload.micro_batch(rows, length)
 
         def part(times: Sequence[Seconds]) -> Seconds:
@@ -116,7 +108,6 @@ class MachineProfile:
         )
 
     def _interpolated(self, times: Sequence[Seconds], rows: int, length: int) -> Seconds:
-        """Return the time of a part by those in each sample."""
         lengths = [sample.length for sample in self.samples]
         if len(times) == 1:
             mixed = times[0].scaled(length / lengths[0])
@@ -131,10 +122,7 @@ class MachineProfile:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Measured times of one model, trained in one way, on one or more machines.
-
-    ``work`` is the measured work: see ``work_of``.
-    """
+    """Measured times of one model, trained in one way; ``work`` is what ``work_of`` returns."""
 
     work: Mapping[str, Any]
     machines: tuple[MachineProfile, ...]
@@ -151,9 +139,7 @@ class Profile:
                 )
 
     def machine(self, host: str, kind: str | None = None) -> MachineProfile:
-        """Return the measurements on a host, or on another of the same kind, a measured chip or
-        host. If ranks share a host, the slowest counts for all. Raises ``UserError`` without
-        measurements."""
+        """Return the slowest rank measured on a host, or its kind; ``UserError`` if none is."""
         name = socket.gethostname() if host == "localhost" else host
         found = [each for each in self.machines if same_host(each.host, name)]
         if not found and kind is not None:
@@ -174,8 +160,7 @@ class Profile:
         return max(found, key=lambda each: each.samples[-1].layer.microbatch)
 
     def measured(self, workload: Workload, host: str, kind: str | None) -> MachineProfile:
-        """Return the machine's measurements of this work; ``UserError`` without any, of some layers
-        too."""
+        """Return the machine's measurements of this work; ``UserError`` if any are missing."""
         self.check(work_of(workload))
         machine, shape = self.machine(host, kind), workload.shape
         longest = machine.samples[-1].length
@@ -237,7 +222,6 @@ def _quantisation(entry: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """Write it as JSON."""
     content = {
         "format": FORMAT,
         "work": dict(profile.work),

@@ -20,11 +20,7 @@ _NUMBERS = (
 
 
 class PeakOfActions:
-    """The peak of a rank that runs ``actions`` over and over, for any memory of its stages.
-
-    ``actions`` are lowered ones (``pipeline.lowering``): their order decides how many micro-batches
-    are held at a time. An I or a W that a stage does not need counts for nothing.
-    """
+    """The peak of a rank that runs lowered ``actions`` over and over, for any stages' memory."""
 
     def __init__(self, actions: Sequence[Action]) -> None:
         self._actions = actions
@@ -48,8 +44,7 @@ class PeakOfActions:
         return resident + max(most, gradients + updating)
 
     def _count(self, stages: Mapping[int, StageMemory], sums_at_input: bool) -> np.ndarray:
-        """Return how many of each number are in memory at each action. Receives posted ahead count,
-        and the last message sent, which stays until the next."""
+        """Return how many of each number, and of messages, are in memory at each action."""
         names = [(index, name) for index in stages for name in _NUMBERS]
         *units, message = np.eye(len(names) + 1, dtype=np.int64)
         unit = dict(zip(names, units, strict=True))

@@ -22,16 +22,14 @@ from shardmlx.pipeline.actions import Kind
 from shardmlx.pipeline.plan import Plan
 
 ROOMS = 2
-"""Number of layers that a replica buffers by turns: the last ones are still there when the next
-pass, in the other direction, begins with them."""
+"""Layers that a replica buffers: the next pass, in the other direction, begins with them."""
 
 HANDLING_SECONDS = {"cpu": 1e-9, "metal": 0.0}
 """Seconds of computing that a byte gathered between hosts costs at each end, since a sending core
 does not compute. Measured on an x86 server; a GPU is assumed to compute meanwhile."""
 
 ROUNDING_SECONDS = {"bfloat16": 4.2e-9, "int8": 5e-9}
-"""Seconds in which one core rounds and widens a gradient for its transfer, by --sum-dtype: measured
-on an x86 server."""
+"""Seconds to round and widen a gradient, by --sum-dtype: measured on an x86 core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +95,7 @@ class Messages:
         )
 
     def with_gathers(self, stage: Seconds, rank: int, ends: tuple[int, int]) -> Seconds:
-        """Return the times of a stage that gathers each layer while the one before computes, if
-        replicas divide the weights. Gradients go to their owners on the same link."""
+        """Return the times of a stage, with gathers of divided weights and sends of gradients."""
         dp, seconds = self.plan.mesh.dp, partial(self._exchange_seconds, rank)
         if dp == 1 or not self.workload.fine_tune.divides_weights:
             return stage
@@ -126,9 +123,7 @@ class Messages:
         return Seconds(forward, 0.0, backward, stage.update)
 
     def sum_seconds(self) -> float:
-        """Return the seconds of summing the slowest stage's gradients, an upper bound, since
-        buckets start during the backward pass. Divided weights count in each micro-batch
-        instead."""
+        """Return an upper bound of summing the slowest stage's gradients; 0 for divided weights."""
         mesh, tune, times = self.plan.mesh, self.workload.fine_tune, []
         if mesh.dp == 1 or tune.divides_weights:
             return 0.0
@@ -141,8 +136,7 @@ class Messages:
         return max(times)
 
     def bytes_between_hosts(self) -> dict[str, float]:
-        """Return the bytes that each host sends to others in a step, beside headers, with its share
-        of sums if several steps make one update."""
+        """Return the bytes that each host sends to others in a step, with its share of sums."""
         plan, mesh, cluster = self.plan, self.plan.mesh, self.cluster
         sent = dict.fromkeys((each.host for each in cluster.machines), 0.0)
         for replica in range(mesh.dp):
@@ -164,17 +158,14 @@ class Messages:
         return sent
 
     def _gradients(self, rank: int) -> int:
-        """Return the bytes of the sums of gradients of a pipeline rank's stages."""
         return sum(self.stages[i].gradients for i in self.plan.stage_map.stages_of(rank))
 
     @property
     def _gathers_weights(self) -> bool:
-        """True if replicas gather updated weights instead of gradients."""
         return self.workload.fine_tune.divides_optimizer and self.workload.fine_tune.is_full
 
     def _summed(self, rank: int) -> float:
-        """Return the bytes of an update of a rank's stages: gradients there and back; with a
-        divided optimizer, updated weights back."""
+        """Return the bytes of an update: gradients there, and these or updated weights back."""
         gradients = self._gradients(rank)
         there = back = self.workload.sum_bytes(gradients)
         if self._gathers_weights:

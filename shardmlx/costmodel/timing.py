@@ -132,11 +132,7 @@ class Speed:
     flops: float
 
     def seconds(self, workload: Workload, rows: int, length: int) -> ModelSeconds:
-        """Return F, I and W of equal FLOPs, at the machine's speed (6N: Kaplan et al. 2020).
-
-        Layers below the first trained one run F alone. Embedding, norms, update, and the few FLOPs
-        of W with adapters are left out.
-        """
+        """Return F, I and W of equal FLOPs, of matrix products alone (6N: Kaplan et al. 2020)."""
         rows, length = workload.micro_batch(rows, length)
         shape, tune, tokens = workload.shape, workload.fine_tune, rows * length
 

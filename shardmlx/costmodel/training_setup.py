@@ -14,7 +14,6 @@ FLOAT32 = 4
 """Bytes of an element of the sums of gradients, of adapters, and of adapters' arrays."""
 
 BACKENDS = ("metal", "cpu")
-"""Backends of MLX."""
 
 
 class Ratios(NamedTuple):
@@ -36,19 +35,15 @@ class MeasuredRatios(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingSetup:
-    """The facts that decide the memory of training."""
+    """Facts that decide training's memory: ``dp`` replicas, micro-batches ``rows`` x ``length``."""
 
     workload: Workload
     rows: int
-    """Rows of a micro-batch, as they are computed."""
     length: int
-    """Tokens of a row."""
     dp: int = 1
-    """Number of replicas."""
     backend: str = BACKENDS[0]
     savings: Savings = NO_SAVINGS
     measured: MeasuredRatios | None = None
-    """Measurements of a profile, if there are any of such micro-batches."""
 
     @property
     def shape(self) -> ModelShape:
@@ -60,7 +55,6 @@ class TrainingSetup:
 
     @property
     def dtype_bytes(self) -> int:
-        """Bytes of an element of an activation."""
         return self.workload.dtype_bytes
 
     @property
@@ -70,13 +64,11 @@ class TrainingSetup:
 
     @property
     def dropout(self) -> bool:
-        """True if adapters drop some of their input."""
         return bool(self.lora.get("dropout"))
 
     @property
     def divides_weights(self) -> bool:
-        """True if each replica holds a part of the weights, and gathers the others layer by
-        layer."""
+        """True if each replica holds a part of the weights, and gathers the others."""
         return self.tune.divides_weights and self.dp > 1
 
     @property
@@ -115,7 +107,6 @@ class TrainingSetup:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch."""
         return self.rows * self.length
 
     @property

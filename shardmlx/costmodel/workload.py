@@ -30,11 +30,7 @@ DTYPE_BYTES = {name: DTYPE_BITS[stored] // 8 for stored, name in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSizes:
-    """A model as ranks hold it in memory.
-
-    ``dtype`` is the type of activations, ``weight_sizes`` are bytes in memory, ``quantization`` is
-    as in config.json.
-    """
+    """A model as ranks hold it: ``dtype`` of activations, bytes of weights in memory."""
 
     shape: ModelShape
     weight_sizes: LayerCosts
@@ -96,8 +92,7 @@ class Workload(ModelSizes):
 
     @property
     def first_trained(self) -> int:
-        """Lowest layer with a backward pass: a trained embedding's gradient comes down through
-        all."""
+        """Lowest layer with a backward pass; a trained embedding's comes down through all."""
         return 0 if self.fine_tune.unfreeze_all else self.first_trained_layer
 
     @property
@@ -114,8 +109,7 @@ class Workload(ModelSizes):
         return self.counted if self.batch.loss_chunk == COUNTED else 1.0
 
     def micro_batch(self, rows: int, length: int) -> tuple[int, int]:
-        """Return the (rows, tokens a row) in which ``rows`` sequences of ``length`` tokens are
-        computed: with --pack one row of all."""
+        """Return (rows, tokens a row) as they are computed: with --pack one row of all."""
         return (1, rows * length) if self.batch.pack else (rows, length)
 
     def sum_bytes(self, gradients: int) -> int:
@@ -123,13 +117,11 @@ class Workload(ModelSizes):
         return WIRE_FORMATS[self.fine_tune.sum_dtype].nbytes(gradients // DTYPE_BYTES["float32"])
 
     def savings(self, backend: str) -> Savings:
-        """Return how stages save memory."""
         return self.batch.savings(backend, self.shape.vocab_size)
 
 
 def model_sizes(files: ModelFiles, dtype: str | None) -> ModelSizes:
-    """Return the sizes of a model with known headers, cast to ``dtype``, or as stored if it is
-    None. Raises ``UserError`` if the files hold no model."""
+    """Return the sizes of a model cast to ``dtype``, if any; ``UserError`` if it is no model."""
     inspection = inspect_files(files)
     if inspection.shape is None:
         needed_shape(files)

@@ -69,12 +69,10 @@ class Choice:
 
     @property
     def plan(self) -> Plan:
-        """The plan that every rank follows."""
         return self.assessment.plan
 
     @property
     def workload(self) -> Workload:
-        """The work in the chosen way."""
         return self.facts.work(self.run)
 
     @property
@@ -110,8 +108,7 @@ class Choice:
 
 
 def assess(way: RunSpec, facts: Facts) -> Assessment:
-    """Return the time and memory of a way. Raises ``DoesNotFitError`` if a rank would hold too
-    much, another ``UserError`` if the layers cannot be divided so."""
+    """Return a way's time and memory; ``DoesNotFitError`` without room, or ``UserError``."""
     plan, workload, cluster = lay_out(way, facts), facts.work(way), facts.cluster
     memory = planned_memory(plan, workload, cluster, facts.lengths.longest)
     for rank, each in enumerate(memory):
@@ -136,8 +133,7 @@ def _predicted(plan: Plan, workload: Workload, facts: Facts, set_up: int = 0) ->
 
 
 def _set_up(rows: int, facts: Facts) -> int:
-    """Return the tokens a row that setting up a micro-batch of ``rows`` costs, unless a profile has
-    measured them."""
+    """Return the tokens a row that set-up of ``rows`` costs; measured times have it in them."""
     return 0 if facts.cluster.profile is not None else -(-SET_UP_TOKENS // rows)
 
 
@@ -197,7 +193,6 @@ def fits(run: RunSpec, facts: Facts) -> bool:
 
 
 def _group(way: RunSpec) -> tuple[int | None, bool]:
-    """Return what ways of one length of pipeline have, with or without divided weights."""
     return way.layout.pipeline_stages, way.fine_tune.divides_weights
 
 
@@ -231,8 +226,7 @@ class _Search:
         return bool(self.failures) or not all(self._room.values())
 
     def most_promising_first(self) -> list[tuple[float, int]]:
-        """Return (lower bound of a step's seconds, place) of each way; those that divide weights
-        come last if the time to gather them is unknown."""
+        """Return (lower bound of a step's seconds, place) of each way, last resorts last."""
         bounds: dict[tuple[object, ...], float] = {}
         pairs = []
         for place, way in enumerate(self.ways):
@@ -273,8 +267,7 @@ class _Search:
         return min(self.failures, key=lambda error: getattr(error, "shortage", math.inf))
 
     def _weights_lack(self, way: RunSpec) -> float:
-        """Return the bytes that the machines of a replica lack for the weights alone, or of all
-        replicas that divide these; 0 or less if they have room."""
+        """Return the bytes that machines lack for the weights alone; 0 or less with room."""
         cluster = self._facts.cluster
         mesh = Mesh.for_world(cluster.size, way.layout.pipeline_stages or 1)
         rooms = [min(map(cluster.capacity, mesh.replicas_of(rank))) for rank in range(mesh.pp)]

@@ -55,11 +55,8 @@ class SequenceLengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Facts on which a choice depends beside the options: model, machines, data.
-
-    ``cluster`` has only the memory that a rank may use. ``stage_map`` is the user's, if there is
-    one; ``can_pack`` says whether packed rows have the same loss.
-    """
+    """Facts on which a choice depends beside the options; ``cluster`` has only usable memory,
+    ``can_pack`` says whether packed rows have the same loss."""
 
     workload: Workload
     cluster: Cluster
@@ -68,7 +65,6 @@ class Facts:
     can_pack: bool = True
 
     def work(self, way: RunSpec) -> Workload:
-        """Return the work done in this way."""
         share = self.lengths.counted_share(way.batch.pack)
         return replace(self.workload, batch=way.batch, fine_tune=way.fine_tune, counted=share)
 

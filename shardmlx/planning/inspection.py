@@ -41,10 +41,7 @@ _output = in_group("output")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectOptions:
-    """The model to look at, how it is to be divided, and what is to be shown of it.
-
-    Raises ``OptionError``, a ``UserError``.
-    """
+    """The model to look at, its division, and what to show of it. Raises ``OptionError``."""
 
     model: str = common.model_argument()
     revision: str | None = same_as(ModelSource, "revision")
@@ -127,7 +124,6 @@ def run(words: Sequence[str]) -> int:
 
 
 def _divide(options: InspectOptions, inspection: Inspection) -> Split | None:
-    """Divide the model as the options say; None if they do not."""
     if not options.divides:
         return None
     machines: tuple[Machine, ...] = ()

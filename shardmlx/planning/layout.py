@@ -31,12 +31,8 @@ MICROBATCHES_A_RANK = 4
 
 
 def lay_out(way: RunSpec, facts: Facts) -> Plan:
-    """Return the plan of a run without open options.
-
-    Layers are divided for rows of mean length, with room for the longest. Raises
-    ``DoesNotFitError`` if the partitioner finds no room, another ``UserError`` if the run cannot be
-    laid out.
-    """
+    """Return the plan of a run without open options; ``DoesNotFitError`` if the partitioner finds
+    no room, another ``UserError`` if the run cannot be laid out."""
     layout, given, cluster = way.layout, facts.stage_map, facts.cluster
     workload, length = facts.work(way), facts.lengths.mean(way.batch.pack)
     mesh = Mesh.for_world(cluster.size, layout.pipeline_stages or cluster.size)
@@ -59,7 +55,6 @@ def lay_out(way: RunSpec, facts: Facts) -> Plan:
 
 
 def _evenly(schedule: str, pp: int, num_layers: int) -> StageMap:
-    """Return the stages of a schedule with about equal numbers of layers."""
     chosen = get_schedule(schedule)
     placement = chosen.placement(pp, chosen.default_virtual)
     return uniform(Problem.homogeneous(LayerCosts((1.0,) * num_layers), placement))
@@ -78,12 +73,8 @@ def trainable_stages(workload: Workload, stage_map: StageMap) -> tuple[bool, ...
 def _problem(
     draft: Plan, workload: Workload, cluster: Cluster, length: int, longest: int
 ) -> Problem:
-    """Return a partitioner's problem, for sequences of ``length`` tokens.
-
-    In the ``draft`` every stage is trained, and its layers do not count. Memory is for sequences of
-    ``longest`` tokens. Costs are seconds, or FLOPs if the speed of the machines is unknown; links
-    then do not count.
-    """
+    """Return a partitioner's problem, with costs for ``length`` tokens and memory for ``longest``;
+    in the ``draft`` every stage is trained, and its layers do not count."""
     mesh, size = draft.mesh, draft.micro_batch_size
     setup = cluster.setup(workload, size, longest, mesh.dp)
     models = pipeline_seconds(workload, cluster, mesh, size, length)
@@ -110,8 +101,7 @@ def _problem(
 
 
 def _peaks(draft: Plan, setup: TrainingSetup) -> Callable[[int, int, int], float]:
-    """Return the peak bytes of a stage alone on its rank, by its number and its layers; those of a
-    rank may add up to more than its own."""
+    """Return the peak bytes of a stage alone on its rank, by its number and its layers."""
     # Every stage has all kinds of actions here; its layers decide which of them it needs.
     of_stage = [
         PeakOfActions([action for action in draft.actions[rank] if action.stage == stage])
@@ -154,8 +144,7 @@ def _peaks(draft: Plan, setup: TrainingSetup) -> Callable[[int, int, int], float
 
 
 def make_mesh(stage_map: StageMap, world_size: int, hosts: Sequence[str]) -> Mesh:
-    """Return the mesh of the world's ranks; ``UserError`` unless they are on the hosts of the
-    map."""
+    """Return the mesh of the world's ranks; ``UserError`` unless they are on the map's hosts."""
     if world_size % stage_map.pp:
         raise UserError(
             f"{stage_map} needs {stage_map.pp} ranks, or a multiple of it for data parallelism, "
@@ -185,8 +174,7 @@ def divide_by_speed(
     capacity: Sequence[float],
     num_stages: int,
 ) -> StageMap:
-    """Divide a forward pass of ``costs`` FLOPs, one stage a rank, by the speeds of machines if all
-    are known. Raises ``DoesNotFitError`` if nothing fits."""
+    """Divide a forward pass by known speeds, one stage a rank; ``DoesNotFitError`` without room."""
     speeds = [machine.flops for machine in machines if machine.flops is not None]
     is_timed = len(speeds) == num_stages
     problem = Problem(
@@ -203,8 +191,7 @@ def divide_by_speed(
 
 
 def divide_batch(batch: BatchOptions, mesh: Mesh) -> tuple[int, int]:
-    """Return (rows of a replica, the most or the mean if they are unequal, rows of a micro-batch);
-    ``UserError`` if they do not divide."""
+    """Return (most rows of a replica, rows of a micro-batch); ``UserError`` if that fails."""
     rows = -(-batch.batch_size // mesh.dp)
     given = batch.given_rows
     if mesh.dp > 1 and given:
@@ -240,10 +227,8 @@ def divide_batch(batch: BatchOptions, mesh: Mesh) -> tuple[int, int]:
 def with_replica_rows(plan: Plan, workload: Workload, cluster: Cluster, length: int) -> Plan:
     """Return the plan with the rows of each replica that ``--replica-rows`` asks for.
 
-    Division by speed lets the last replica finish as early as possible, with rows of ``length``
-    tokens. The loss is the sum over all tokens of the batch, divided by their number: the division
-    of rows changes only the order of sums. Raises ``UserError`` if a machine's speed is unknown, or
-    if replicas that gather weights together would do so unequal numbers of times.
+    The loss is a mean over all tokens of the batch: their division changes only the order of sums.
+    ``UserError`` for an unknown speed, or if replicas would gather weights unequally often.
     """
     batch, dp = workload.batch, plan.mesh.dp
     if batch.replica_rows is None or dp == 1:
@@ -268,8 +253,7 @@ def with_replica_rows(plan: Plan, workload: Workload, cluster: Cluster, length: 
 
 
 def rows_by_speed(total: int, seconds: Sequence[float]) -> tuple[int, ...]:
-    """Divide ``total`` rows among replicas with so many seconds a row: each gets at least one, and
-    each next row goes to the replica that finishes it first."""
+    """Divide ``total`` rows by seconds a row: each next goes where it is finished first."""
     rows = [1] * len(seconds)
     for _ in range(total - len(seconds)):
         first = min(range(len(rows)), key=lambda each: (rows[each] + 1) * seconds[each])
@@ -280,7 +264,6 @@ def rows_by_speed(total: int, seconds: Sequence[float]) -> tuple[int, ...]:
 def _seconds_of_replicas(
     plan: Plan, workload: Workload, cluster: Cluster, length: int
 ) -> list[float]:
-    """Return the seconds that a row takes on the busiest rank of each replica."""
     cluster.check_speeds()
     size = plan.micro_batch_size
     found = []

@@ -16,7 +16,6 @@ _FILES_SHOWN = 2
 
 
 def summary(inspection: Inspection) -> str:
-    """Return name, family and size of the model, in a few lines."""
     files, whole = inspection.files, inspection.whole
     lines = [files.name + (f" at {files.revision[:12]}" if files.revision else "")]
     if files.note:
@@ -88,8 +87,7 @@ def part_table(inspection: Inspection, fold: bool = True) -> str:
 
 
 def _cells(part: Part, files: Sequence[str], each: str = "") -> dict[str, str]:
-    """Return what a part consists of, by column; types and packings with the most bytes come
-    first, file names have no ending, and many are counted."""
+    """Return a part by column; types with the most bytes come first, and many files are counted."""
     names = [file.removesuffix(SUFFIX) for file in files]
     return {
         "tensors": f"{each}{len(part.tensors)}",

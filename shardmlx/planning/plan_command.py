@@ -53,8 +53,7 @@ _output = in_group(_OUTPUT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions(TrainConfig):
-    """The run to plan, the machines, and the file of the plan. Raises ``OptionError``, a
-    ``UserError``."""
+    """The run to plan, the machines, and the plan's file. Raises ``OptionError``."""
 
     model: str = common.model_argument()
     hostfile: str = common.hostfile(REQUIRED, group=_MACHINES)
@@ -91,8 +90,7 @@ LINE = CommandLine(
 
 
 def _read_options(argv: Sequence[str]) -> tuple[PlanOptions, list[str]]:
-    """Return the options, and the words of those that the planner does not change, for the command
-    that runs the plan. Raises ``UserError``."""
+    """Return the options, and the words of those that the planner leaves as they are."""
     options, given = LINE.load_given(argv)
     of_train = {each.name for each in declared(TrainConfig)} - {"model", *_DECIDED}
     left = {name: value for name, value in given.flags.items() if name in of_train}
@@ -102,8 +100,7 @@ def _read_options(argv: Sequence[str]) -> tuple[PlanOptions, list[str]]:
 
 
 def run(words: Sequence[str]) -> int:
-    """Plan as the words say, and print or write the plan; return 0. Raises ``UserError`` if no
-    plan fits."""
+    """Plan as the words say, and print or write it; ``UserError`` if no plan fits."""
     options, train_options = _read_options(words)
     run = RunSpec.of(options)
     for picture in options.draw:

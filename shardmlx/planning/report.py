@@ -24,10 +24,7 @@ _NOTABLE = 0.1
 
 
 def report(choice: Choice, hostfile: str, stage_map: str | None, options: Sequence[str]) -> str:
-    """Return the plan, a line for each rank, its limits, and the command that runs it.
-
-    ``options`` are those of ``train`` that the user gave, the model among them.
-    """
+    """Return the plan, ranks, limits, and the command that runs it with train's ``options``."""
     prediction, facts = choice.prediction, choice.facts
     rows = f"batches of {choice.run.batch.batch_size} x {facts.lengths.longest[0]} tokens"
     ranks = [_cells(rank, each) for rank, each in enumerate(prediction.ranks)]

@@ -48,7 +48,6 @@ class Straggler:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return the facts for the metrics, with ``"event": "straggler"``."""
         return {
             "step": self.step,
             "rank": self.rank,
@@ -88,11 +87,8 @@ class Watch:
     def observe(
         self, step: int, measured: Sequence[float], predicted: Sequence[float]
     ) -> list[Straggler]:
-        """Return the stragglers that are new at this report.
-
-        ``measured`` and ``predicted`` are the compute of a step on each world rank, the one in
-        seconds, the other in any unit. A report without a measurement of some rank is ignored.
-        """
+        """Return the new stragglers, by the compute of a step on each world rank: ``measured`` in
+        seconds, ``predicted`` in any unit. A report without some rank is ignored."""
         ratios = [
             seconds / cost if cost > 0 else math.nan
             for seconds, cost in zip(measured, predicted, strict=True)
@@ -129,8 +125,7 @@ class Watch:
 
 
 def compute_of_ranks(plan: Plan, workload: Workload, cluster: Cluster, length: int) -> list[float]:
-    """Return the compute of a step on each world rank, with its share of the update, in
-    ``cluster.unit``."""
+    """Return each world rank's compute of a step, with its share of the update, in the unit."""
     stage_map = plan.stage_map
     computed = []
     for rank in range(plan.mesh.size):

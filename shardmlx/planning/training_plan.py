@@ -31,12 +31,9 @@ def plan_training(
     backend: str = BACKENDS[0],
     advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> Choice:
-    """Choose replicas, stages, schedule, micro-batches and recomputation for ``machines``.
+    """Choose the fastest way that fits of those that ``config`` leaves open, for full rows.
 
-    Chooses the fastest way that fits, from the model's headers alone, among those that ``config``
-    leaves open with "auto" and None. All rows are assumed to have ``max_seq_length`` tokens.
-    ``advance`` gets the number of ways examined, and of all. Raises ``UserError``, whose remedy
-    names a way that would fit.
+    ``advance`` gets the number of ways examined, and of all. ``UserError`` names a way that fits.
     """
     run = config if isinstance(config, RunSpec) else RunSpec.of(config)
     profile, stage_map = run.machines.profile, run.layout.stage_map

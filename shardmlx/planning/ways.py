@@ -138,11 +138,8 @@ def _runs(schedule: str, pp: int, microbatches: int, virtual: int, facts: Facts)
 def _sizes(
     batch: BatchOptions, facts: Facts, rows: int, usual: int, pp: int, pack: bool
 ) -> Sequence[int | None]:
-    """Return the usual size of micro-batches, larger ones that leave each rank one at a time, then
-    smaller ones, which hold less.
-
-    None stands for all rows of a replica while their number is unknown.
-    """
+    """Return sizes of micro-batches: the usual one, larger ones that leave each rank one, smaller
+    ones; None stands for all rows of a replica while their number is unknown."""
     if batch.micro_batch_size is not None:
         return [batch.micro_batch_size]
     # Without packing, larger ones may be padded by an unknown amount.
@@ -154,8 +151,7 @@ def _sizes(
 
 
 def _partitioners(run: RunSpec, facts: Facts, virtual: int) -> tuple[str, ...]:
-    """Return the partitioners to try, the fastest division first: ``hetero`` knows memory too, and
-    puts one stage on each rank."""
+    """Return the partitioners to try, the fastest division first; ``hetero`` knows memory too."""
     if run.layout.partitioner != AUTO:
         return (run.layout.partitioner,)
     if virtual == 1 and facts.stage_map is None:
@@ -165,7 +161,6 @@ def _partitioners(run: RunSpec, facts: Facts, virtual: int) -> tuple[str, ...]:
 
 
 def _nothing_left(run: RunSpec, facts: Facts, meshes: list[Mesh]) -> UserError:
-    """Return why no way is left."""
     layers = facts.workload.shape.num_layers
     names = _schedules(run, facts, meshes[0].pp)
     if not names:

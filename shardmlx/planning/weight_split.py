@@ -33,7 +33,6 @@ class Split:
         self.stage_map.check_layers(len(self.inspection.layers))
 
     def stage(self, stage: int) -> Part:
-        """Return the tensors of a stage."""
         return self.inspection.stage(*self.stage_map.partition.ranges[stage])
 
     def rank(self, rank: int) -> Part:
@@ -64,12 +63,8 @@ def divide(
     machines: tuple[Machine, ...] = (),
     generation: GenerationSetup | None = None,
 ) -> StageMap:
-    """Divide a model among ranks with one stage each; ``machines`` has one for each, or none.
-
-    A stage takes its weights, and the memory of ``generation``, mainly keys and values. Layers cost
-    the FLOPs of a forward pass, or its seconds if all machines have a known speed; bytes if the
-    family is unknown.
-    """
+    """Divide a model among ranks with one stage each, by the cost of a forward pass, or by bytes if
+    the family is unknown; ``machines`` has one for each, or none."""
     shape, sizes = inspection.shape, _sizes(inspection)
     sizes.check_stages(num_stages)
     costs = sizes
@@ -112,8 +107,7 @@ def _peak(
 
 
 def generation_of(inspection: Inspection, sequences: int, context: int) -> GenerationSetup:
-    """Return the setup of generating ``sequences`` of ``context`` tokens at once; ``UserError`` for
-    a model without keys and values."""
+    """Return the setup of generating; ``UserError`` for a model without keys and values."""
     if inspection.shape is None:
         raise UserError(
             f"--context: {inspection.files.name} is no decoder with keys and values",
@@ -129,8 +123,7 @@ def generation_of(inspection: Inspection, sequences: int, context: int) -> Gener
 
 
 def byte_ranges(part: Part) -> dict[str, list[tuple[int, int]]]:
-    """Return half-open ranges of each file in which the tensors of a part lie, ascending; adjacent
-    ones are one range."""
+    """Return the half-open ranges of each file that hold the part, ascending and joined."""
     merged: dict[str, list[tuple[int, int]]] = {file: [] for file in part.files}
     for tensor in sorted(part.tensors, key=lambda tensor: (tensor.place.start, tensor.place.end)):
         start, end = tensor.place.start, tensor.place.end
