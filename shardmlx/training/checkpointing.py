@@ -17,7 +17,6 @@ from shardmlx.common.formatting import gibibytes
 from shardmlx.distributed.agreement import AgreedError
 from shardmlx.distributed.version_check import package_versions
 from shardmlx.engine.optimizer import Updater
-from shardmlx.pipeline.plan import Plan
 from shardmlx.training.setup import TrainingRun
 
 WEIGHTS, OPTIMIZER, ERRORS = "weights", "optimizer", "errors"
@@ -25,8 +24,7 @@ WEIGHTS, OPTIMIZER, ERRORS = "weights", "optimizer", "errors"
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The run right after an optimizer update, but for its weights and optimizer state: ``state``
-    is rank 0's, ``mine`` is this rank's own."""
+    """The run right after an optimizer update, but for weights; ``state`` is only rank 0's."""
 
     step: int
     state: Mapping[str, Any]
@@ -66,7 +64,6 @@ class Checkpoints:
         self._saved: list[Saved] = []
 
     def restore(self, found: SoundCheckpoint) -> None:
-        """Give the stages and the optimizer their part of a checkpoint."""
         stages, engine = self._job.stages, self._job.engine
         reader = CheckpointReader(self._transport, found)
         missing = sorted(
@@ -111,8 +108,7 @@ class Checkpoints:
             self._errors = self._job.engine.reducer.errors.state()
 
     def save(self) -> int | None:
-        """Begin to save the last update unless it is saved; return its step, or None without
-        one."""
+        """Begin to save the last update unless it is saved; return its step, if there is one."""
         point = self._point
         if self._writer is None or point is None or point.step == self._saved_step:
             return self._saved_step or None
@@ -129,8 +125,7 @@ class Checkpoints:
         self.report()
 
     def _wait(self, left: int) -> None:
-        """Wait until only ``left`` waits of a save are to come, all ranks as long as the
-        slowest."""
+        """Wait until ``left`` waits of a save are to come, all ranks as long as the slowest."""
         while len(self._waits) > left:
             start = time.monotonic()
             with self._transport.longer_timeout(SECONDS_TO_WRITE):
@@ -178,12 +173,21 @@ class Checkpoints:
         if everyone is None:
             return None
         assert self._job.identity is not None, "rank 0 has it"
+        plan = self._job.planned.plan
         return Manifest(
             step=point.step,
             files=(),
             identity=self._job.identity,
             state={**point.state, "ranks": everyone},
-            plan=_layout(self._job.planned.plan),
+            plan={  # for people to read: any layout can resume it
+                **asdict(plan.mesh),
+                "schedule": plan.schedule,
+                "num_layers": list(plan.stage_map.partition.sizes),
+                "placement": list(plan.stage_map.placement),
+                "rows": list(plan.shares),
+                "micro_batch_size": plan.micro_batch_size,
+                "digest": plan.digest,
+            },
             versions=package_versions(),
         )
 
@@ -218,16 +222,3 @@ class Checkpoints:
         number = part if shards.divides else whole
         snapshots.append(Snapshot.of(f"{OPTIMIZER}-{number}.safetensors", kept))
         return snapshots
-
-
-def _layout(plan: Plan) -> dict[str, Any]:
-    """Return the layout of the run, for people to read: any layout can resume it."""
-    return {
-        **asdict(plan.mesh),
-        "schedule": plan.schedule,
-        "num_layers": list(plan.stage_map.partition.sizes),
-        "placement": list(plan.stage_map.placement),
-        "rows": list(plan.shares),
-        "micro_batch_size": plan.micro_batch_size,
-        "digest": plan.digest,
-    }

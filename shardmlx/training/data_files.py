@@ -121,4 +121,3 @@ READERS: Mapping[str, Callable[[Path, bytes], list[Row]]] = {
     ".csv": _read_csv,
     ".parquet": _read_parquet,
 }
-"""Readers of data files, by the ending of the name."""

@@ -1,8 +1,5 @@
-"""Rows of data as tokens, as in mlx-lm's data sets, but with checks.
-
-A tokenizer fails obscurely on malformed rows, or misreads them: a chat template writes a null as
-"None", a list like Python, and nothing for a misnamed key. Such rows are refused, with the place in
-the row. No MPI.
+"""Rows of data as tokens, as in mlx-lm's data sets, but checked: a chat template writes a null as
+"None", a list like Python, and nothing for a misnamed key. No MPI.
 """
 
 from __future__ import annotations
@@ -295,6 +292,5 @@ def _not_tokenised(error: Exception, row: Row, where: str) -> UserError:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as in the file, or its beginning."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

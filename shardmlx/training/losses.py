@@ -124,8 +124,7 @@ class Gradients:
 
 
 class Evaluation:
-    """Losses of data sets. ``random`` draws all batches, also of training, as in mlx-lm.
-    Collective."""
+    """Losses of data sets; all methods are collective. ``random`` draws batches, as in mlx-lm."""
 
     def __init__(self, job: TrainingRun, random: np.random.RandomState) -> None:
         self._job = job

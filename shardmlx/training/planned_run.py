@@ -157,10 +157,10 @@ def plan_run(
     if config.train:
         if choice.run != run:
             reporter.say(str(choice))
-        count = count_parameters(model)
+        total, trained = count_parameters(model)
         reporter.say(
-            f"Trainable parameters: {100 * count.trained / count.total:.3f}% "
-            f"({count.trained / 1e6:.3f}M/{count.total / 1e6:.3f}M)"
+            f"Trainable parameters: {100 * trained / total:.3f}% "
+            f"({trained / 1e6:.3f}M/{total / 1e6:.3f}M)"
         )
     way, share = choice.run, lengths.counted_share(plan.pack)
     memory, backend = choice.assessment.memory, inputs.cluster.backend

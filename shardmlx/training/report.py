@@ -205,7 +205,6 @@ class TrainingReport:
         )
 
     def _show_ranks(self, ranks: Sequence[RankReport], peaks: Sequence[int]) -> None:
-        """Print the ranks' times and memory, beside the predicted ``peaks`` of a pipeline."""
         rows = []
         for each in ranks:
             _, pipeline_rank = self._planned.plan.mesh.coordinates(each.rank)

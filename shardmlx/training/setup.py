@@ -27,8 +27,7 @@ from shardmlx.training.planned_run import PlannedRun, optimizer_of
 
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
-    """A run that is ready to start. ``identity``, on rank 0, says in checkpoints which run it
-    is."""
+    """A run that is ready to start; ``identity``, on rank 0, tells it from others."""
 
     planned: PlannedRun
     transport: Transport

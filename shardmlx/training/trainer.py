@@ -1,7 +1,5 @@
-"""Train like ``mlx_lm.lora``, on every rank of the mesh.
-
-Everything that shows in the loss curve is as in mlx-lm: the order of batches, their padding, the
-draws of validation, the mean of gradients over several steps.
+"""Train on every rank with the loss curve of ``mlx_lm.lora``: the same order of batches, padding,
+draws of validation, and mean of gradients over several steps.
 """
 
 from __future__ import annotations
@@ -179,7 +177,6 @@ class Trainer:
             mx.clear_cache()
 
     def _update(self, step: int) -> None:
-        """Make one optimizer update with the mean of the gradients since the last."""
         fault = self._gradients.finish(step)
         self._grad_norm = norm = self._gradients.norm
         if fault is not None:
