@@ -28,8 +28,7 @@ GENERATE = "generate"
 
 
 def run(config: EvaluateConfig, transport: Transport, blas: Blas) -> None:
-    """Evaluate with the same ``config`` on all ranks. All ranks must call it; raises as
-    ``prepare``."""
+    """Evaluate with the same ``config`` on all ranks; all must call it. Raises as ``prepare``."""
     reporter = Reporter(quiet=transport.rank != 0)
     reporter.say(str(blas))
     texts: list[Sample] = []

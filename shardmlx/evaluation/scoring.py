@@ -39,8 +39,7 @@ class Scorer:
         self._outbox = Outbox(transport)
 
     def score(self, sequences: Sequences) -> list[Scores]:
-        """Return the scores of sequences, in their order, on rank 0; nothing elsewhere. All ranks
-        must call it, with the same ones."""
+        """Return, on rank 0, the sequences' scores. All ranks must call it, with the same ones."""
         rank, name = self._transport.rank, self._transport.name
         # Sequences of a batch have about the same length.
         order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]), reverse=True)

@@ -1,5 +1,4 @@
-"""Tasks of lm-evaluation-harness, whose questions a model answers through the pipeline, as in
-``mlx_lm.evaluate``."""
+"""Tasks of lm-evaluation-harness, answered through the pipeline as in ``mlx_lm.evaluate``."""
 
 from __future__ import annotations
 
@@ -97,8 +96,7 @@ def rows_of(results: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
 def continuation(
     encode: Callable[[str], Sequence[int]], context: str, answer: str, most: int
 ) -> tuple[list[int], int] | None:
-    """Return tokens of a context with an answer, cut at the beginning, and how many of them are the
-    answer's; None if no context is left."""
+    """Return a context and answer, cut in front, and the answer's length; None without context."""
     whole = list(encode(context + answer))
     count = len(whole) - len(encode(context))
     kept = whole[-(most + 1) :]
