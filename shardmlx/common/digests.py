@@ -12,7 +12,6 @@ import zlib
 from typing import Any
 
 DIGEST_BYTES = 16
-"""Length of a digest of tensors."""
 
 
 def new_digest() -> hashlib.blake2b:
@@ -34,7 +33,6 @@ class Crc32:
 
 
 Digest = hashlib.blake2b | Crc32
-"""A digest of bytes that come in pieces."""
 
 
 def json_digest(value: Any) -> str:

@@ -16,7 +16,6 @@ from shardmlx.common.formatting import gibibytes
 from shardmlx.errors import UserError
 
 PARTIAL = "partial-"
-"""Prefix of files that are being written."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -71,7 +70,6 @@ def flush_directory(directory: Path) -> None:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write a new file, down to the disk."""
     with path.open("wb") as file:
         file.write(content)
         flush_to_disk(file)

@@ -24,7 +24,7 @@ _MALLOC_OPTIONS = {
     -3: 32 << 20,  # M_MMAP_THRESHOLD: from here on memory is mapped by itself; the highest allowed
     -8: 1,  # M_ARENA_MAX: one heap; those of threads are small, and given back
 }
-"""glibc's ``malloc.h``."""
+"""Settings by which glibc keeps freed memory, as numbered in its ``malloc.h``."""
 
 LAUNCHED = "SHARDMLX_LAUNCHED"
 """Variable that ``shardmlx.launch`` sets for its jobs, which need not say how to stop them. It
@@ -59,16 +59,12 @@ def prepare() -> Blas:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # rank 0 reports for all
     if sys.platform == "darwin":
         return Blas("Metal and Accelerate", None)
-    _keep_freed_memory()
-    return _put_openblas_first()
-
-
-def _keep_freed_memory() -> None:
-    """Make glibc keep freed memory: to map it again costs a few per cent of a step on a CPU."""
+    # MLX has no cache on the CPU: to map memory again costs a few per cent of a step.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # other C libraries have none
         for option, value in _MALLOC_OPTIONS.items():
             mallopt(option, value)
+    return _put_openblas_first()
 
 
 def _put_openblas_first() -> Blas:

@@ -22,15 +22,12 @@ ANSWERED = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
-"""Default headers of answers."""
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-"""Names by which a machine calls itself."""
 
 
 def bind(host: str, port: int, prefix: str = "--") -> socket.socket:
-    """Return a listening socket; port 0 takes any. ``UserError`` names ``prefix``, host and
-    port."""
+    """Return a listening socket; port 0 takes any. ``UserError`` names options by ``prefix``."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:

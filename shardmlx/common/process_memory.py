@@ -45,7 +45,14 @@ def peak_resident_bytes() -> int:
 
 def memory_bounds() -> tuple[MemoryBound, ...]:
     """Return the limits of this process's memory, beside the size of the machine."""
-    return (*cgroup_bounds(), *_address_space())
+    bounds = [*cgroup_bounds()]
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    # Memory that is only mapped counts there too; macOS does not enforce it.
+    if sys.platform != "darwin" and limit != resource.RLIM_INFINITY:
+        memory = psutil.Process().memory_info()
+        nbytes = max(1, limit - memory.vms + memory.rss)
+        bounds.append(MemoryBound(f"process {os.getpid()}", nbytes, "RLIMIT_AS (ulimit -v)"))
+    return tuple(bounds)
 
 
 def cgroup_bounds(
@@ -68,17 +75,6 @@ def cgroup_bounds(
             if limit.isdecimal() and int(limit) < _UNLIMITED:
                 name = str(each.relative_to(mount))
                 yield MemoryBound(f"cgroup {name}", int(limit), "the memory cgroup")
-
-
-def _address_space() -> Iterator[MemoryBound]:
-    """Yield the limit of ``ulimit -v``. Memory that is only mapped counts there too."""
-    if sys.platform == "darwin":
-        return  # macOS does not enforce it
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit != resource.RLIM_INFINITY:
-        memory = psutil.Process().memory_info()
-        nbytes = max(1, limit - memory.vms + memory.rss)
-        yield MemoryBound(f"process {os.getpid()}", nbytes, "RLIMIT_AS (ulimit -v)")
 
 
 def _text(path: Path) -> str:

@@ -71,7 +71,6 @@ class Reporter:
         self._console.print(text, markup=False)
 
     def warn(self, text: str) -> None:
-        """Print a line that asks for attention."""
         self._console.print(f"warning: {text}", markup=False, style="yellow")
 
     def table(self, header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
@@ -88,7 +87,7 @@ class Reporter:
         if self._metrics is None:
             # Opened late: a refused run leaves the metrics of the last one.
             self._metrics = self._metrics_file.open(self._mode, encoding="utf-8")
-        self._metrics.write(metrics_line(event, values) + "\n")
+        self._metrics.write(json.dumps({"event": event, **finite(values)}) + "\n")
         self._metrics.flush()
 
     def go_on(self) -> None:
@@ -137,11 +136,6 @@ class Bar:
 
     def note(self, text: str) -> None:
         self.progress.update(self.task, note=text)
-
-
-def metrics_line(event: str, values: Mapping[str, Any]) -> str:
-    """Return an event's line of a metrics file; numbers that are not finite become null."""
-    return json.dumps({"event": event, **finite(values)})
 
 
 def finite(value: Any) -> Any:

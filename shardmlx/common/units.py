@@ -14,7 +14,6 @@ MEGABYTE = 10**6
 DECIMAL: Mapping[str, float] = MappingProxyType(
     {"": 1e0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 )
-"""Factor of each decimal prefix."""
 
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 
