@@ -169,7 +169,6 @@ def prepare_resumption(
 def _warn_of_unfinished(
     transport: Transport, reporter: Reporter, store: Store, disks: Disks
 ) -> None:
-    """Warn of incomplete checkpoints by name, on every disk."""
     mine = map(str, store.unfinished() if disks.leads(transport.rank) else ())
     for rank, theirs in enumerate(
         transport.all_gather([*mine], "looking for unfinished checkpoints")

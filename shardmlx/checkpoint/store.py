@@ -43,7 +43,6 @@ MARKER = "COMMITTED"
 LOCK = ".lock"
 
 FORMAT = 1
-"""Version of the manifest's format."""
 
 _NAME = re.compile(r"step-(\d{7,})")
 
@@ -126,7 +125,6 @@ class Store:
         return self.directory / name_of(step)
 
     def partial(self, step: int) -> Path:
-        """Return the directory of a checkpoint that is being written."""
         return self.directory / (PARTIAL + name_of(step))
 
     def steps(self) -> list[int]:

@@ -90,8 +90,7 @@ class CheckpointWriter:
         self._error: Exception | None = None
 
     def start(self, manifest: Manifest | None, step: int, parts: Sequence[Snapshot]) -> None:
-        """Begin to write ``parts`` of this rank; ``manifest``, on rank 0, lacks only its ``files``.
-        Waits until the previous checkpoint is complete."""
+        """Begin to write, after the previous checkpoint; ``manifest`` lacks only its ``files``."""
         self.wait()
         if self._transport.rank not in self._taking_part:
             return
