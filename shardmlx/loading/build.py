@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,14 +27,6 @@ from shardmlx.models.rope_parameters import with_rope
 from shardmlx.models.ropes import fit_ropes
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterCount:
-    """Parameters of the whole model, and of these the trained ones."""
-
-    total: int
-    trained: int
 
 
 def check_can_be_cut(config: Mapping[str, Any]) -> None:
@@ -211,10 +202,10 @@ def _load_adapters(model: nn.Module, adapter_path: str, remedy: str) -> None:
         ) from None
 
 
-def count_parameters(model: nn.Module) -> ParameterCount:
-    """Count parameters as mlx-lm does: quantised weights by the weights they encode."""
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """Return the parameters, and the trained ones; quantised weights count as in mlx-lm."""
     trained = sum(array.size for _, array in tree_flatten(model.trainable_parameters()))
-    return ParameterCount(get_total_parameters(model), trained)
+    return get_total_parameters(model), trained
 
 
 def cut(model: nn.Module, ranges: Sequence[tuple[int, int]]) -> list[Slice]:

@@ -24,7 +24,6 @@ from shardmlx.modelfiles.safetensors_header import PlacedTensor
 from shardmlx.modelfiles.sources import SUFFIX, Directory
 
 FILES_TO_DOWNLOAD = ("*.json", "model*.safetensors", "tokenizer.model", "*.jinja", "*.txt")
-"""Patterns of the files of a repository that a model needs."""
 
 _CONNECTIONS = 8
 _RUN_BYTES = 1 << 26

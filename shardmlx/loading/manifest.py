@@ -60,8 +60,7 @@ class ModelManifest:
 
 
 def fingerprint(directory: Path, files: Sequence[str]) -> str:
-    """Return a digest of ``files`` in any directory: of config.json, the headers, and both ends of
-    every tensor, since a large model is not read whole."""
+    """Return a digest of config.json, headers, and both ends of every tensor: not all is read."""
     digest = hashlib.sha256()
     for name in (CONFIG_FILE, ADAPTER_CONFIG_FILE):
         if (directory / name).is_file():
@@ -83,8 +82,7 @@ def fingerprint(directory: Path, files: Sequence[str]) -> str:
 
 
 def read_model_manifest(directory: Path, files: Sequence[str], identity: str) -> ModelManifest:
-    """Return the manifest of a directory with all weight ``files`` and this fingerprint. Its key
-    also changes when a file is rewritten, perhaps only in the middle of a tensor."""
+    """Return the manifest of a directory; its key also changes when a file is rewritten."""
     digest = hashlib.sha256(identity.encode())
     heads, sizes = {}, {}
     for file in sorted(files):

@@ -223,8 +223,7 @@ def _pass_on(
     copy: PartialCopy | None,
     advance: Advance,
 ) -> int:
-    """Play this rank's part in a transfer, which writes to ``copy``; return the bytes that it has
-    received. Raises ``RuntimeError`` if the tensor comes damaged."""
+    """Play this rank's part in a transfer; return bytes received. ``RuntimeError`` on damage."""
     what = f"{transport.name(transport.rank)}, loading {transfer.name}"
     position = transfer.chain.index(transport.rank)
     incoming, following = None, None
