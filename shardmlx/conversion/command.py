@@ -109,7 +109,6 @@ def _write_alone(
 
 
 def _report(options: ExportOptions, seconds: float, is_whole: bool, reporter: Reporter) -> None:
-    """Print the result; check it after ``--verify``."""
     path = Path(options.output_dir)
     weights = [file for file in path.iterdir() if file.suffix in (".safetensors", ".gguf")]
     nbytes = sum(file.stat().st_size for file in weights)

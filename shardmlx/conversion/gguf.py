@@ -26,7 +26,6 @@ from shardmlx.modelfiles.safetensors_header import PlacedTensor
 from shardmlx.models.families import FAMILIES
 
 GGUF_FILE = "ggml-model-f16.gguf"
-"""Name of the file, as in mlx-lm."""
 
 _ALIGNMENT = 32
 _VERSION = 3

@@ -98,8 +98,7 @@ def _computed(model: LazyModel) -> Iterator[tuple[str, mx.array]]:
 
 @contextmanager
 def open_source(model: str, revision: str | None, room: Path) -> Iterator[Source]:
-    """Find a model here, in the cache of huggingface-hub, or on the hub; ``room`` is a directory
-    for tensors under way. Raises ``UserError``."""
+    """Open a model here, cached or on the hub, with tensors in ``room``. Raises ``UserError``."""
     path = Path(model)
     if path.is_file():
         raise UserError(f"{model} is a file", "name the directory that holds config.json")
