@@ -69,8 +69,7 @@ class ModelFiles:
 
 
 def open_model(name: str, revision: str | None = None) -> ModelFiles:
-    """Read a model's config.json, index and headers, from a directory, a .safetensors file, or a
-    hub repository at a ``revision``. ``UserError`` names the first fault."""
+    """Read a directory, .safetensors file or repository; ``UserError`` names the first fault."""
     return sound(find_source(name, revision))
 
 

@@ -93,8 +93,7 @@ def _sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Inspection:
-    """The parts of a model. ``shape`` is None unless it is a decoder. ``is_computed`` means that
-    there are no weights yet, and the tensors follow from the shape."""
+    """The parts of a model; ``shape`` is a decoder's. ``is_computed``: from it, without weights."""
 
     files: ModelFiles
     shape: ModelShape | None

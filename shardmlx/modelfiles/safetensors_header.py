@@ -24,7 +24,6 @@ DTYPE_BITS: Mapping[str, int] = {
     "I32": 32, "U32": 32, "F32": 32,
     "I64": 64, "U64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
-"""Bits of one element of each dtype of the format."""
 
 INDEX_FILE = "model.safetensors.index.json"
 MODEL_FILES = "model*.safetensors"
