@@ -231,13 +231,13 @@ def test_a_type_that_is_asked_for_is_that_of_weights_but_not_of_adapters(
 
 def test_parameters_are_counted_as_mlx_lm_counts_them(quantised_dir: Path) -> None:
     """Quantised weights by what they stand for; the total is that without adapters."""
-    count = count_parameters(
+    total, trained = count_parameters(
         build(quantised_dir, lora_parameters={**LORA, "keys": ["mlp.up_proj"]})
     )
-    assert count.trained == 3 * 4 * (64 + 64)
+    assert trained == 3 * 4 * (64 + 64)
     projections = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 64
     biases = 64 + 2 * 32
-    assert count.total == 97 * 64 + 4 * (projections + biases + 2 * 64) + 64
+    assert total == 97 * 64 + 4 * (projections + biases + 2 * 64) + 64
 
 
 def test_training_goes_on_from_a_file(model_dir: Path, tmp_path: Path) -> None:
