@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,89 +15,13 @@ from shardmlx.config.specs import FULL, NO_SAVINGS, NONE, SELECTIVE, Savings
 from shardmlx.distributed.messages import TransportTimeout
 from shardmlx.engine.batches import split
 from shardmlx.engine.divided_weights import DividedWeights
-from shardmlx.engine.engine import Engine
-from shardmlx.engine.gathered_stage import build_stages
-from shardmlx.engine.optimizer import Updater, build_optimizer
-from shardmlx.engine.stage import Stage
 from shardmlx.models.slice import Slice
-from shardmlx.pipeline.plan import Plan
-from tests.helpers.checkpoints import Bytes, as_bytes
+from tests.helpers.checkpoints import Bytes
+from tests.helpers.divided_training import OPTIMIZER, WEIGHTS, engine_of, tiny_models, train
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
-from tests.helpers.models_and_batches import (
-    Layout,
-    build,
-    random_batch,
-    tiny_config,
-    tiny_model,
-)
+from tests.helpers.models_and_batches import Layout, build, random_batch, tiny_config, tiny_model
 
-STEPS = 2
 TWO, THREE = Layout("1f1b", 1, 1, 2), Layout("1f1b", 1, 1, 3)
-
-
-class Trained(NamedTuple):
-    """What one rank has after a few steps; ``held`` are the bytes of its weights."""
-
-    weights: Bytes
-    losses: list[dict[int, float]]
-    norms: list[float]
-    held: int
-
-
-def stages_and_weights(
-    transport: LocalTransport, plan: Plan, model: nn.Module, savings: Savings, *, divides: bool
-) -> tuple[list[Stage], DividedWeights | None]:
-    slices = [Slice(model, start, stop) for start, stop in plan.stage_map.partition.ranges]
-    own = plan.stages_of(transport.rank)
-    parts = [slices[index] for index in own]
-    weights = None
-    if divides:
-        _, pipeline_rank = plan.mesh.coordinates(transport.rank)
-        weights = DividedWeights(transport.rank, plan.mesh.replicas_of(pipeline_rank), parts)
-    return build_stages(slices, own, savings=savings, weights=weights), weights
-
-
-def train(
-    layout: Layout,
-    models: Sequence[nn.Module],
-    *,
-    divides: bool,
-    savings: Savings = NO_SAVINGS,
-    accumulated: int = 1,
-    hosts: Sequence[str] = (),
-) -> list[Trained]:
-    """Train with two rows in each of a replica's micro-batches, as many as the pipeline is deep, on
-    threads that believe to be on ``hosts``."""
-    plan = layout.plan(len(models[0].layers), layout.pp)
-
-    def work(transport: LocalTransport) -> Trained:
-        transport.hosts = tuple(hosts) or transport.hosts
-        model = models[transport.rank]
-        stages, weights = stages_and_weights(transport, plan, model, savings, divides=divides)
-        engine = Engine(plan, transport, stages, divides_optimizer=True, weights=weights)
-        updater = Updater(build_optimizer("adamw", 1e-2, None, {}), stages, engine.shards)
-        losses, norms = [], []
-        for step in range(STEPS):
-            for part in range(accumulated):
-                batch = random_batch(2 * layout.pp * layout.dp, 7 * step + part, longest=30)
-                mine = split(batch, layout.dp, engine.replica, 2)
-                scale = 1 / batch.valid_tokens
-                last = part == accumulated - 1
-                losses.append(engine.train_step(mine, scale=scale, key=(step, part), reduce=last))
-            norms.append(engine.gradient_norm())
-            updater.apply(1 / norms[-1])
-            losses.append(engine.evaluate(mine))
-        parts = [stage.part for stage in stages]
-        trained = {name: stage.part[name] for stage in stages for name in stage.names}
-        own = {name: array for name, array in trained.items() if engine.shards.holds(name)}
-        held = sum(part.nbytes for part in parts) if weights is None else weights.nbytes(parts)
-        return Trained(as_bytes(own), losses, norms, held)
-
-    return LocalNetwork(layout.ranks).run(work)
-
-
-def tiny_models(layout: Layout, *, tied: bool = False, layers: int = 4) -> list[nn.Module]:
-    return [tiny_model(tied=tied, layers=layers) for _ in range(layout.ranks)]
 
 
 @pytest.mark.parametrize(
@@ -112,8 +35,10 @@ def tiny_models(layout: Layout, *, tied: bool = False, layers: int = 4) -> list[
 def test_with_one_micro_batch_losses_and_weights_are_equal_to_the_bit(
     layout: Layout, tied: bool, savings: Savings
 ) -> None:
-    whole = train(layout, tiny_models(layout, tied=tied), divides=False, savings=savings)
-    parts = train(layout, tiny_models(layout, tied=tied), divides=True, savings=savings)
+    whole, parts = (
+        train(layout, tiny_models(layout, tied=tied), divided, savings=savings)
+        for divided in (OPTIMIZER, WEIGHTS)
+    )
     every: Bytes = {}
     for one, other in zip(whole, parts, strict=True):
         assert (other.losses, other.norms) == (one.losses, one.norms)
@@ -137,8 +62,8 @@ def test_in_every_schedule_sums_of_several_micro_batches_differ_by_rounding(
 ) -> None:
     """They are added up over replicas first: no replica holds those of all weights."""
     whole, parts = (
-        train(layout, tiny_models(layout, tied=tied), divides=divides, accumulated=accumulated)
-        for divides in (False, True)
+        train(layout, tiny_models(layout, tied=tied), divided, accumulated=accumulated)
+        for divided in (OPTIMIZER, WEIGHTS)
     )
     for one, other in zip(whole, parts, strict=True):
         assert other.norms == pytest.approx(one.norms, rel=2e-6)
@@ -160,8 +85,8 @@ def test_adapters_and_frozen_weights_are_divided_and_dropout_is_the_same() -> No
             made.append(model)
         return made
 
-    whole = train(TWO, models(), divides=False, accumulated=2)
-    parts = train(TWO, models(), divides=True, accumulated=2)
+    whole = train(TWO, models(), OPTIMIZER, accumulated=2)
+    parts = train(TWO, models(), WEIGHTS, accumulated=2)
     for one, other in zip(whole, parts, strict=True):
         assert other.losses[:2] == one.losses[:2]
         assert other.norms == pytest.approx(one.norms, rel=2e-6)
@@ -195,7 +120,7 @@ def test_each_replica_updates_and_sends_about_as_much_as_the_others(
 @pytest.mark.parametrize("layout", [TWO, THREE])
 def test_a_replica_holds_its_part_two_layers_and_an_end(layout: Layout) -> None:
     whole, parts = (
-        train(layout, tiny_models(layout, layers=12), divides=divides) for divides in (False, True)
+        train(layout, tiny_models(layout, layers=12), divided) for divided in (OPTIMIZER, WEIGHTS)
     )
     model = tiny_model(layers=12)
     layer = Slice(model, 1, 2).nbytes
@@ -220,10 +145,8 @@ def test_the_next_layer_is_on_its_way_while_one_computes(
 
     def step(transport: LocalTransport) -> None:
         plan = TWO.plan(3, 1)
-        stages, weights = stages_and_weights(
-            transport, plan, models[transport.rank], Savings(recompute=recompute), divides=True
-        )
-        engine = Engine(plan, transport, stages, divides_optimizer=True, weights=weights)
+        savings = Savings(recompute=recompute)
+        engine = engine_of(transport, plan, models[transport.rank], WEIGHTS, savings=savings)
         batch = random_batch(2, 0)
         engine.train_step(split(batch, 2, engine.replica, 1), scale=1 / batch.valid_tokens)
 
@@ -244,10 +167,7 @@ def test_a_replica_that_stays_away_is_named_with_what_is_gathered() -> None:
     plan = TWO.plan(4, 1)
 
     def work(transport: LocalTransport) -> str:
-        stages, weights = stages_and_weights(
-            transport, plan, models[transport.rank], NO_SAVINGS, divides=True
-        )
-        engine = Engine(plan, transport, stages, weights=weights)
+        engine = engine_of(transport, plan, models[transport.rank], WEIGHTS)
         if engine.replica == 1:
             return ""
         batch = random_batch(4, 0)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -16,86 +16,52 @@ from shardmlx.distributed.exchanges import Exchange
 from shardmlx.distributed.sums import Sums
 from shardmlx.engine import gradient_reducer
 from shardmlx.engine.batches import split
-from shardmlx.engine.engine import Engine
 from shardmlx.engine.optimizer import Updater, build_optimizer
 from shardmlx.engine.owners import owners
-from tests.helpers.checkpoints import Bytes, as_bytes
+from tests.helpers.checkpoints import Bytes
+from tests.helpers.divided_training import (
+    NOTHING,
+    OPTIMIZER,
+    Trained,
+    engine_of,
+    tiny_models,
+    train,
+)
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
-from tests.helpers.models_and_batches import Layout, random_batch, stages_of, tiny_model
+from tests.helpers.models_and_batches import Layout, random_batch
 
-STEPS = 2
-
-
-class Trained(NamedTuple):
-    """What one rank has after a few steps."""
-
-    weights: Bytes
-    state: Bytes
-    norms: list[float]
+TWO, THREE = Layout("1f1b", 1, 1, 2), Layout("1f1b", 1, 1, 3)
 
 
-def train(
-    layout: Layout,
-    optimizer: str,
-    *,
-    tied: bool = False,
-    divides: bool,
-    sum_dtype: str = "float32",
-    loss_scale: float = 1.0,
-    hosts: Sequence[str] = (),
-    links: Sequence[float] | None = None,
-    **settings: Any,
+def trained(
+    layout: Layout, optimizer: str, divided: int, *, tied: bool = False, **how: Any
 ) -> list[Trained]:
-    """Train on threads; ``hosts`` are those on which the ranks believe to be, ``links`` what they
-    take for the speeds of theirs."""
-    layers = layout.pp * layout.virtual
-    plan = layout.plan(layers, 2)
-    models = [tiny_model(tied=tied, layers=layers) for _ in range(layout.ranks)]
-
-    def work(transport: LocalTransport) -> Trained:
-        transport.hosts = tuple(hosts) or transport.hosts
-        stages = stages_of(transport, plan, models[transport.rank])
-        engine = Engine(
-            plan, transport, stages, divides_optimizer=divides, sum_dtype=sum_dtype, links=links
-        )
-        made = build_optimizer(optimizer, 1e-2, None, settings)
-        updater = Updater(made, stages, engine.shards)
-        norms = []
-        for step in range(STEPS):
-            batch = random_batch(2 * layout.dp, step, longest=30)
-            microbatches = split(batch, layout.dp, engine.replica, 1)
-            engine.train_step(microbatches, scale=loss_scale / batch.valid_tokens)
-            norms.append(engine.gradient_norm() / loss_scale)
-            updater.apply(1 / norms[-1] / loss_scale)
-        weights = {name: stage.part[name] for stage in stages for name in stage.names}
-        return Trained(as_bytes(weights), as_bytes(updater.state()), norms)
-
-    return LocalNetwork(layout.ranks).run(work)
+    models = tiny_models(layout, tied=tied, layers=layout.pp * layout.virtual)
+    return train(layout, models, divided, optimizer=optimizer, **how)
 
 
-TWO = Layout("1f1b", 1, 1, 2)
+def of_weights(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {name: value for name, value in state.items() if "." in name}
 
 
-def check_same(layout: Layout, optimizer: str, *, tied: bool = False, **settings: Any) -> None:
-    whole = train(layout, optimizer, tied=tied, divides=False, **settings)
-    parts = train(layout, optimizer, tied=tied, divides=True, **settings)
+def check_same(layout: Layout, optimizer: str, **how: Any) -> None:
+    whole, parts = (trained(layout, optimizer, each, **how) for each in (NOTHING, OPTIMIZER))
     for one, other in zip(whole, parts, strict=True):
         assert other.weights == one.weights
-        assert other.norms == one.norms
+        assert (other.losses, other.norms) == (one.losses, one.norms)
     for pipeline_rank in range(layout.pp):
         state: Bytes = {}
         for part in parts[pipeline_rank :: layout.pp]:
-            kept = {name: value for name, value in part.state.items() if "." in name}
+            kept = of_weights(part.state)
             assert not state.keys() & kept.keys(), "each weight has its state once"
             state |= kept
-        expected = whole[pipeline_rank].state
-        assert state == {name: value for name, value in expected.items() if "." in name}
+        assert state == of_weights(whole[pipeline_rank].state)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer(optimizer: str) -> None:
     settings = {"relative_step": False} if optimizer == "adafactor" else {}
-    check_same(TWO, optimizer, **settings)
+    check_same(TWO, optimizer, settings=settings)
 
 
 def test_large_weights_of_several_owners_are_summed_together(
@@ -113,39 +79,37 @@ def test_large_weights_of_several_owners_are_summed_together(
 
     monkeypatch.setattr(Sums, "reduce_scatter", recorded)
     monkeypatch.setattr(gradient_reducer, "BUCKET_BYTES", 1)
-    check_same(Layout("1f1b", 1, 1, 2), "sgd")
+    check_same(TWO, "sgd")
     assert max(shares) < 1
     assert median(shares) < 0.72
 
 
 def test_gradients_that_travel_in_bfloat16() -> None:
-    check_same(Layout("1f1b", 1, 1, 3), "adam", sum_dtype="bfloat16")
-    short = train(TWO, "sgd", divides=True, sum_dtype="bfloat16")[0].norms
-    whole = train(TWO, "sgd", divides=True)[0].norms
+    check_same(THREE, "adam", sum_dtype="bfloat16")
+    short = trained(TWO, "sgd", OPTIMIZER, sum_dtype="bfloat16")[0].norms
+    whole = trained(TWO, "sgd", OPTIMIZER)[0].norms
     assert short != whole
     assert short == pytest.approx(whole, rel=1e-2)
 
 
 def test_gradients_that_travel_in_int8() -> None:
     """Blocks begin with the parts, so that who owns what changes bits; replicas stay equal."""
-    short = train(Layout("1f1b", 1, 1, 3), "sgd", divides=True, sum_dtype="int8")
-    whole = train(Layout("1f1b", 1, 1, 3), "sgd", divides=True)
+    short = trained(THREE, "sgd", OPTIMIZER, sum_dtype="int8")
+    whole = trained(THREE, "sgd", OPTIMIZER)
     assert all(each.weights == short[0].weights for each in short)
     assert short[0].norms != whole[0].norms
     assert short[0].norms == pytest.approx(whole[0].norms, rel=1e-2)
 
 
 def test_a_loss_that_is_scaled_by_a_power_of_two_changes_no_bit() -> None:
-    usual = train(TWO, "adam", divides=True)
-    for one, other in zip(usual, train(TWO, "adam", divides=True, loss_scale=4096.0), strict=True):
-        assert other == one
+    usual = trained(TWO, "adam", OPTIMIZER)
+    assert trained(TWO, "adam", OPTIMIZER, loss_scale=4096.0) == usual
 
 
 @pytest.mark.parametrize(
     ("layout", "tied"),
     [
-        (Layout("1f1b", 1, 1, 3), True),
-        (Layout("1f1b", 2, 1, 2), True),
+        (THREE, True),
         (Layout("zb-v", 2, 2, 2), True),
         (Layout("interleaved-1f1b", 2, 2, 2), False),
     ],
@@ -170,10 +134,9 @@ def test_a_replica_with_a_slow_link_owns_less_of_a_sum_and_no_bit_changes(
         parts.append([stop - start for start, stop in pairwise(bounds)])
         return reduce(sums, array, group, bounds, errors)
 
-    three = Layout("1f1b", 1, 1, 3)
-    alike = train(three, "adam", divides=False)
+    alike = trained(THREE, "adam", NOTHING)
     monkeypatch.setattr(Sums, "all_reduce", recorded)
-    unequal = train(three, "adam", divides=False, links=(1e9, 0.8e9, 1e9))
+    unequal = trained(THREE, "adam", NOTHING, links=(1e9, 0.8e9, 1e9))
     assert unequal == alike
     assert all(slow < 0.7 * min(first, last) for first, slow, last in parts)
 
@@ -195,9 +158,9 @@ def test_updated_weights_go_layer_by_layer_while_the_next_layer_is_updated(
 
     def updates(transport: LocalTransport) -> None:
         plan = TWO.plan(layers, 2)
-        stages = stages_of(transport, plan, models[transport.rank])
-        engine = Engine(plan, transport, stages, divides_optimizer=True)
-        updater = Updater(build_optimizer("adam", 1e-2, None, {}), stages, engine.shards)
+        engine = engine_of(transport, plan, models[transport.rank], OPTIMIZER)
+        adam = build_optimizer("adam", 1e-2, None, {})
+        updater = Updater(adam, list(engine.stages.values()), engine.shards)
         batch = random_batch(4, 0)
         engine.train_step(split(batch, 2, engine.replica, 1), scale=1 / batch.valid_tokens)
         transport.barrier("updating")
@@ -206,7 +169,7 @@ def test_updated_weights_go_layer_by_layer_while_the_next_layer_is_updated(
         updater.apply()
 
     layers = 4
-    models = [tiny_model(layers=layers) for _ in range(2)]
+    models = tiny_models(TWO, layers=layers)
     noted("all_gather")
     noted("wait")
     LocalNetwork(2).run(updates)

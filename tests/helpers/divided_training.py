@@ -1,0 +1,97 @@
+"""Training on threads whose replicas divide nothing, the optimizer, or all weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import mlx.nn as nn
+
+from shardmlx.config.specs import NO_SAVINGS, Savings
+from shardmlx.engine.batches import split
+from shardmlx.engine.divided_weights import DividedWeights
+from shardmlx.engine.engine import Engine
+from shardmlx.engine.gathered_stage import build_stages
+from shardmlx.engine.optimizer import Updater, build_optimizer
+from shardmlx.models.slice import Slice
+from shardmlx.pipeline.plan import Plan
+from tests.helpers.checkpoints import Bytes, as_bytes
+from tests.helpers.local_transport import LocalNetwork, LocalTransport
+from tests.helpers.models_and_batches import Layout, random_batch, tiny_model
+
+STEPS = 2
+NOTHING, OPTIMIZER, WEIGHTS = range(3)
+"""What replicas divide."""
+
+
+class Trained(NamedTuple):
+    """What one rank has after a few steps: ``weights`` that it keeps; ``held``, bytes of all."""
+
+    weights: Bytes
+    state: Bytes
+    losses: list[dict[int, float]]
+    norms: list[float]
+    held: int
+
+
+def engine_of(
+    transport: LocalTransport,
+    plan: Plan,
+    model: nn.Module,
+    divided: int,
+    *,
+    savings: Savings = NO_SAVINGS,
+    **how: Any,
+) -> Engine:
+    slices = [Slice(model, start, stop) for start, stop in plan.stage_map.partition.ranges]
+    own, weights = plan.stages_of(transport.rank), None
+    if divided == WEIGHTS:
+        replicas = plan.mesh.replicas_of(transport.rank % plan.mesh.pp)
+        weights = DividedWeights(transport.rank, replicas, [slices[index] for index in own])
+    stages = build_stages(slices, own, savings=savings, weights=weights)
+    divides = divided != NOTHING
+    return Engine(plan, transport, stages, divides_optimizer=divides, weights=weights, **how)
+
+
+def tiny_models(layout: Layout, *, tied: bool = False, layers: int = 4) -> list[nn.Module]:
+    return [tiny_model(tied=tied, layers=layers) for _ in range(layout.ranks)]
+
+
+def train(
+    layout: Layout,
+    models: Sequence[nn.Module],
+    divided: int,
+    *,
+    optimizer: str = "adamw",
+    settings: Mapping[str, Any] | None = None,
+    accumulated: int = 1,
+    loss_scale: float = 1.0,
+    hosts: Sequence[str] = (),
+    **how: Any,
+) -> list[Trained]:
+    """Train with two rows in each of a replica's micro-batches, as many as the pipeline is deep, on
+    threads that believe to be on ``hosts``; ``how`` the engine works."""
+    plan = layout.plan(len(models[0].layers), layout.pp)
+
+    def work(transport: LocalTransport) -> Trained:
+        transport.hosts = tuple(hosts) or transport.hosts
+        engine = engine_of(transport, plan, models[transport.rank], divided, **how)
+        stages, shards = list(engine.stages.values()), engine.shards
+        updater = Updater(build_optimizer(optimizer, 1e-2, None, settings or {}), stages, shards)
+        losses, norms = [], []
+        for step in range(STEPS):
+            for part in range(accumulated):
+                batch = random_batch(2 * layout.pp * layout.dp, 7 * step + part, longest=30)
+                mine = split(batch, layout.dp, engine.replica, 2)
+                scale, last = loss_scale / batch.valid_tokens, part == accumulated - 1
+                losses.append(engine.train_step(mine, scale=scale, key=(step, part), reduce=last))
+            norms.append(engine.gradient_norm() / loss_scale)
+            updater.apply(1 / norms[-1] / loss_scale)
+            losses.append(engine.evaluate(mine))
+        parts, weights = [stage.part for stage in stages], shards.weights
+        trained = {name: stage.part[name] for stage in stages for name in stage.names}
+        kept = {name: array for name, array in trained.items() if shards.holds(name)}
+        held = sum(part.nbytes for part in parts) if weights is None else weights.nbytes(parts)
+        return Trained(as_bytes(kept), as_bytes(updater.state()), losses, norms, held)
+
+    return LocalNetwork(layout.ranks).run(work)
