@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -168,33 +167,31 @@ class Head:
     def _logits(self, states: mx.array, **how: Any) -> mx.array:
         return self._part.logits(states[None], **how)[0]
 
-    def _loss_graph(
-        self, piece: _Chunk, scale: mx.array, weights: Sequence[mx.array], **how: Any
-    ) -> tuple[mx.array, mx.array]:
-        """Return a piece's loss, and the gradient for its states: lazy."""
-        run = partial(self._with, weights, how)
-        scores = run(piece.states)
-        loss, slopes = loss_and_slopes(scores, piece.targets, piece.counts, scale)
-        _, (gradient,) = mx.vjp(run, [piece.states], [slopes.astype(scores.dtype)])
+    def _graph(
+        self, how: Mapping[str, Any], chunk: _Chunk, scale: mx.array, weights: Sequence[mx.array]
+    ) -> tuple[mx.array, list[mx.array]]:
+        """Return a chunk's loss, and the gradients for its states and ``weights``: lazy."""
+
+        def run(states: mx.array, *weights: mx.array) -> mx.array:
+            return self._part.with_parameters(
+                self.names, weights, lambda: self._logits(states, **how)
+            )
+
+        primals = [chunk.states, *weights]
+        scores = run(*primals)
+        loss, slopes = loss_and_slopes(scores, chunk.targets, chunk.counts, scale)
+        _, gradients = mx.vjp(run, primals, [slopes.astype(scores.dtype)])
+        return loss, gradients
+
+    def _loss_graph(self, *given: Any, **how: Any) -> tuple[mx.array, mx.array]:
+        """Return a chunk's loss, and the gradient for its states."""
+        loss, (gradient, *_) = self._graph(how, *given)
         return loss, gradient
 
-    def _gradients_graph(
-        self, piece: _Chunk, scale: mx.array, weights: list[mx.array], **how: Any
-    ) -> list[mx.array]:
-        """Return the gradients for ``weights``, the head's trained ones, in float32: lazy."""
-
-        def run(*weights: mx.array) -> mx.array:
-            return self._with(weights, how, piece.states)
-
-        scores = run(*weights)
-        _, slopes = loss_and_slopes(scores, piece.targets, piece.counts, scale)
-        _, gradients = mx.vjp(run, weights, [slopes.astype(scores.dtype)])
+    def _gradients_graph(self, *given: Any, **how: Any) -> list[mx.array]:
+        """Return the gradients for the head's trained weights, in float32."""
+        _, (_, *gradients) = self._graph(how, *given)
         return [gradient.astype(mx.float32) for gradient in gradients]
-
-    def _with(
-        self, weights: Sequence[mx.array], how: Mapping[str, Any], states: mx.array
-    ) -> mx.array:
-        return self._part.with_parameters(self.names, weights, lambda: self._logits(states, **how))
 
 
 def _numbers(microbatch: MicroBatch) -> np.ndarray:

@@ -136,7 +136,7 @@ class Stage:
             )
         source, answers = self._given(microbatch, x)
         names = self._names_in_graph(answers)
-        cotangent = self._new_cotangent(microbatch, scale if answers else None)
+        cotangent = mx.array(scale, mx.float32) if answers else self._new_buffer(microbatch)
         weights = [self.part[name] for name in names]
         out, *gradients = graph(source, answers, weights, cotangent)
         input_gradient = gradients.pop(0) if self.needs_input_gradient else None
@@ -223,14 +223,6 @@ class Stage:
         if not answers:
             return normed
         return token_loss(self.part.logits(normed, key=key, **places), *answers)
-
-    def _new_cotangent(self, microbatch: MicroBatch, scale: float | None) -> mx.array:
-        """Return the cotangent: a loss's scale, or a buffer for the gradient of hidden states."""
-        if scale is not None:
-            cotangent = mx.array(scale, mx.float32)
-            mx.eval(cotangent)
-            return cotangent
-        return self._new_buffer(microbatch)
 
     def _new_buffer(self, microbatch: MicroBatch) -> mx.array:
         """Return a new buffer for the gradient of hidden states, written behind MLX's back."""

@@ -4,8 +4,6 @@ import re
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from shardmlx.errors import UserError
 from shardmlx.pipeline.actions import Kind, parse_grid
@@ -88,29 +86,6 @@ def test_zb_v() -> None:
 def test_placements_go_round_or_down_and_up_again() -> None:
     assert loop_placement(3, 2) == (0, 1, 2, 0, 1, 2)
     assert v_placement(3, 2) == (0, 1, 2, 2, 1, 0)
-
-
-@settings(deadline=None)
-@given(
-    name=st.sampled_from(sorted(SCHEDULES)),
-    pp=st.integers(1, 8),
-    microbatches=st.integers(1, 20),
-    virtual=st.integers(1, 4),
-)
-def test_every_stage_sees_its_microbatches_in_ascending_order_on_its_rank(
-    name: str, pp: int, microbatches: int, virtual: int
-) -> None:
-    schedule = get_schedule(name)
-    if schedule.virtual_choices is not None:
-        virtual = schedule.default_virtual
-    placement = schedule.placement(pp, virtual)
-    grid = compute_actions(name, pp, microbatches, virtual)
-    kinds = {F, I, W} if name.startswith("zb") else {F, B}
-    for stage, rank in enumerate(placement):
-        for kind in kinds:
-            order = [a.microbatch for a in grid[rank] if (a.stage, a.kind) == (stage, kind)]
-            assert order == list(range(microbatches))
-    assert sum(map(len, grid)) == len(placement) * len(kinds) * microbatches
 
 
 @pytest.mark.parametrize("microbatches", range(1, 20))

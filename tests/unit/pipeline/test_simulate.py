@@ -9,22 +9,18 @@ from hypothesis import strategies as st
 from shardmlx.errors import UserError
 from shardmlx.pipeline.actions import Action, Kind, parse_grid
 from shardmlx.pipeline.lowering import lower
-from shardmlx.pipeline.schedules import SCHEDULES, compute_actions, get_schedule
+from shardmlx.pipeline.schedules import SCHEDULES, compute_actions
 from shardmlx.pipeline.simulate import Costs, Seconds, Simulation, simulate, simulate_schedule
 from shardmlx.pipeline.text_timeline import timeline
 
 EQUAL = Costs(1, 1, 1)
-SIZES = [
-    (pp, microbatches) for pp, microbatches in product((1, 2, 3, 4, 8), (1, 2, 3, 4, 7, 8, 16))
-]
+SIZES = [*product((1, 2, 3, 4, 8), (1, 2, 3, 4, 7, 8, 16))]
 
 
 def simulated(
     name: str, pp: int, microbatches: int, costs: Costs, virtual: int | None = None
 ) -> Simulation:
-    schedule = get_schedule(name)
-    grid = compute_actions(name, pp, microbatches, virtual)
-    return simulate(grid, schedule.placement(pp, virtual or schedule.default_virtual), costs)
+    return simulate_schedule(name, pp, microbatches, virtual=virtual, costs=costs)
 
 
 def bubble_times(simulation: Simulation) -> list[float]:
@@ -252,11 +248,8 @@ def test_a_message_that_arrives_while_its_rank_computes_is_not_exposed() -> None
 def test_the_parts_of_a_rank_add_up_to_the_makespan(
     name: str, pp: int, microbatches: int, link: float, latency: float
 ) -> None:
-    schedule = get_schedule(name)
-    placement = schedule.placement(pp, schedule.default_virtual)
-    grid = lower(compute_actions(name, pp, microbatches), placement)
-    simulation = simulate(grid, placement, EQUAL, link, latency)
-    assert simulation.makespan >= simulate(grid, placement, EQUAL).makespan - 1e-9
+    simulation = simulate_schedule(name, pp, microbatches, link=link, latency=latency)
+    assert simulation.makespan >= simulated(name, pp, microbatches, EQUAL).makespan - 1e-9
     for busy, exposed, bubble in zip(
         simulation.busy, simulation.exposed, bubble_times(simulation), strict=True
     ):
@@ -297,12 +290,3 @@ def test_a_timeline_too_wide_for_labels_shows_the_kind_at_each_moment() -> None:
         lines = timeline(simulated("zb-v", 12, 64, EQUAL), width).splitlines()
         assert len(lines) == 12
         assert max(map(len, lines)) <= width
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_a_schedule_by_its_name_is_simulated_as_its_grid_is(name: str) -> None:
-    schedule = get_schedule(name)
-    virtual = schedule.default_virtual
-    grid = compute_actions(name, 2, 4, virtual)
-    expected = simulate(grid, schedule.placement(2, virtual), Costs(2.0, 1.0, 1.0))
-    assert simulate_schedule(name, 2, 4, costs=Costs(2.0, 1.0, 1.0)) == expected
