@@ -430,39 +430,6 @@ def test_settings_are_kept_and_used(page: Page, stage: Stage) -> None:
     assert stage.reader.messages[0] == {"role": "system", "content": "Speak like a pirate"}
 
 
-def test_it_is_dark_where_the_system_or_the_reader_wants_it(page: Page) -> None:
-    # The sum of red, green and blue is larger for what is lighter.
-    sums = (
-        "window.sum = (name) => getComputedStyle(document.documentElement)[name]"
-        ".match(/\\d+/g).slice(0, 3).reduce((a, b) => a + Number(b), 0)"
-    )
-    page.run(sums)
-    dark, light = "sum('backgroundColor') < sum('color')", "sum('backgroundColor') > sum('color')"
-
-    def system(scheme: str) -> None:
-        media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-        page.chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-
-    try:
-        system("light")
-        page.wait(light)
-        system("dark")
-        page.wait(dark)
-        page.one("#theme").send_keys(Keys.ENTER)
-        page.wait(light)
-        page.chrome.refresh()
-        page.run(sums)
-        page.wait(light)
-        assert page.one("#theme").get_attribute("aria-pressed") == "false"
-        # Back to what the system has: from then on the page follows it.
-        page.one("#theme").send_keys(Keys.ENTER)
-        page.wait(dark)
-        system("light")
-        page.wait(light)
-    finally:
-        page.chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
-
-
 def test_all_can_be_reached_by_keyboard_and_has_a_name(page: Page) -> None:
     answer = "A [link](https://a.org)\n\n```\ncode\n```\n\n|a|b|\n|-|-|\n|1|2|"
     turns = [{"role": "user", "content": "Ahoy"}, {"role": "assistant", "content": answer}]

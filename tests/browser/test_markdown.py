@@ -11,7 +11,6 @@ from tests.helpers.http_serving import serving
 
 @pytest.fixture(scope="module")
 def page(chrome: webdriver.Chrome) -> Iterator[webdriver.Chrome]:
-    """The page, with the functions of its modules at hand."""
     with serving() as server:
         chrome.get(server.address)
         chrome.execute_async_script(

@@ -27,7 +27,6 @@ VAL = [event for event in RUN if event["event"] == "val"]
 
 
 def show(chrome: webdriver.Chrome, directory: Path, *lines: dict[str, Any] | str) -> None:
-    """Make a page of metrics, and open it."""
     metrics = write_metrics(directory / "metrics.jsonl", *lines)
     assert main(["report", str(metrics)]) == 0
     chrome.get(metrics.with_suffix(".html").as_uri())
@@ -43,7 +42,6 @@ def faults(chrome: webdriver.Chrome) -> list[str]:
 def page(
     chrome: webdriver.Chrome, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[webdriver.Chrome]:
-    """The page of the story, with the table of numbers open."""
     faults(chrome)
     show(chrome, tmp_path_factory.mktemp("page"), *story(), '{"event": "trai')
     chrome.execute_script("byId('numbers').open = true; numberTable();")
@@ -57,7 +55,6 @@ def text(page: webdriver.Chrome, selector: str) -> str:
 
 
 def rows(page: webdriver.Chrome, selector: str) -> list[list[str]]:
-    """Return the cells of a table's body."""
     script = (
         "return [...document.querySelectorAll(`${arguments[0]} tbody tr`)]"
         ".map((row) => [...row.cells].map((cell) => cell.textContent))"
@@ -196,32 +193,6 @@ def test_a_drag_looks_closer_at_all_curves_and_a_double_click_back(page: webdriv
         ".dispatchEvent(new MouseEvent('dblclick', { bubbles: true }))"
     )
     assert ranges() == [[1, 60]] * len(ranges())
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_follows_the_light(page: webdriver.Chrome, scheme: str) -> None:
-    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-    page.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-    ink = "#5c6462" if scheme == "light" else "#9aa5a1"
-    waiting = WebDriverWait(page, 20.0, poll_frequency=0.02)
-    waiting.until(lambda _: page.execute_script("return charts[0].plot.axes[0].stroke()") == ink)
-    script = (
-        "const light = (c) => c.match(/\\d+/g).slice(0, 3).reduce((a, b) => a + Number(b), 0);"
-        "const style = getComputedStyle(document.documentElement);"
-        "return light(style.backgroundColor) > light(style.color)"
-    )
-    assert page.execute_script(script) == (scheme == "light")
-    page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
-
-
-def test_a_phone_needs_no_sideways_scrolling(page: webdriver.Chrome) -> None:
-    size = {"width": 360, "height": 640, "deviceScaleFactor": 1, "mobile": True}
-    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    try:
-        script = "return document.documentElement.scrollWidth"
-        assert page.execute_script(script) <= 360
-    finally:
-        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def test_markup_and_nonsense_in_a_file_stay_text(chrome: webdriver.Chrome, tmp_path: Path) -> None:

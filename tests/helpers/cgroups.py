@@ -24,7 +24,6 @@ class Cgroup:
     path: Path
 
     def command(self, *command: str | Path) -> list[str]:
-        """Return the command that starts ``command`` in it."""
         enter = f'echo $$ > {self.path}/cgroup.procs && exec "$0" "$@"'
         return ["sh", "-c", enter, *map(str, command)]
 
@@ -91,7 +90,6 @@ def _is_version_2() -> bool:
 
 
 def _new(controller: str, name: str) -> Path:
-    """Make a cgroup of one controller."""
     root = _ROOT if _is_version_2() else _ROOT / controller
     if _is_version_2():
         (_ROOT / "cgroup.subtree_control").write_text(f"+{controller}")
@@ -108,7 +106,6 @@ def _make(name: str) -> MemoryCgroup:
 
 
 def _remove(cgroups: Mapping[str, Cgroup]) -> None:
-    """Remove them, once their last processes have gone."""
     end = time.monotonic() + 10.0
     for cgroup in cgroups.values():
         while (cgroup.path / "cgroup.procs").read_text() and time.monotonic() < end:

@@ -103,7 +103,6 @@ class Page:
         self.wait("document.getElementById('send').textContent === 'Send'")
 
     def ask(self, text: str) -> str:
-        """Send a question, and return the answer."""
         self.send(text)
         self.ended()
         return self.texts()[-1]
@@ -117,7 +116,6 @@ class Page:
         return found
 
     def titles(self) -> list[str]:
-        """Return what the list of conversations has."""
         script = "return [...document.querySelectorAll('#list .title')].map((e) => e.title)"
         found: list[str] = self.run(script)
         return found

@@ -51,7 +51,6 @@ def manifest_of(step: int, files: Mapping[str, bytes] | None = None) -> Manifest
 
 
 def put(store: Store, step: int, files: Mapping[str, bytes]) -> Manifest:
-    """Write a checkpoint, as one rank alone would."""
     partial = store.begin(step)
     for name, content in files.items():
         write_durably(partial / name, content)
@@ -61,12 +60,10 @@ def put(store: Store, step: int, files: Mapping[str, bytes]) -> Manifest:
 
 
 def content(store: Store, step: int) -> dict[str, bytes]:
-    """Return the files of a checkpoint."""
     return {f.name: (store.path(step) / f.name).read_bytes() for f in store.manifest(step).files}
 
 
 def names(store: Store) -> set[str]:
-    """Return all that lies in a store."""
     return {path.name for path in store.directory.iterdir()}
 
 
@@ -133,7 +130,6 @@ def complete(directories: Sequence[Path]) -> dict[str, list[int]]:
 
 
 def left_over(directories: Sequence[Path]) -> set[str]:
-    """Return what is not complete on any disk."""
     return {p.name for d in set(directories) for p in d.iterdir() if p.name.startswith("partial")}
 
 
@@ -161,7 +157,6 @@ def writer_on(
 
 
 def begin(writer: CheckpointWriter, rank: int, owners: int, step: int, seed: int = 0) -> None:
-    """Start to save a rank's tensors."""
     parts = snapshots(rank, seed) if rank < owners else []
     writer.start(manifest_of(step) if rank == 0 else None, step, parts)
 

@@ -22,7 +22,6 @@ VERSIONS: Mapping[str, str | None] = {
 
 
 def facts(**changes: Any) -> HostFacts:
-    """Return the facts of a Mac with which all is well."""
     known: dict[str, Any] = {
         "node": None,
         "system": "macOS 15.3.1 arm64",

@@ -85,5 +85,4 @@ _CASES = [
 
 
 def checks(size: int) -> Mapping[str, Check]:
-    """Return the checks for a world of ``size`` ranks, by name."""
     return {str(case): case for case in _CASES if case.layout.ranks == size}

@@ -57,7 +57,6 @@ Tensors = dict[str, tuple[str, list[int], int]]
 
 
 def tensors_of(config: Mapping[str, Any]) -> Tensors:
-    """Return the tensors that mlx-lm would write."""
     return {
         name: (place.dtype, list(place.shape), place.nbytes)
         for name, place in planned_tensors(config).items()

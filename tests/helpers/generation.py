@@ -25,7 +25,6 @@ CHUNK = 8
 
 
 def by_mlx_lm(model: nn.Module, prompt: Sequence[int], count: int) -> list[int]:
-    """Return the tokens that mlx-lm generates in one process."""
     steps = generate_step(mx.array(list(prompt)), model, max_tokens=count, prefill_step_size=CHUNK)
     return [token for token, _ in steps]
 
@@ -79,7 +78,6 @@ def finish_all(
 def texts_of(
     first_stage: FirstStage, counts: Mapping[int, int], cached: dict[int, int] | None = None
 ) -> Texts:
-    """Return ``finish_all`` without what comes with the tokens."""
     found = finish_all(first_stage, counts, cached)
     return {number: [each.token for each in tokens] for number, tokens in found.items()}
 

@@ -62,7 +62,6 @@ _CASE = """\
 
 
 def missing() -> str | None:
-    """Return what this machine lacks, if anything."""
     if not sys.platform.startswith("linux"):
         return "network namespaces need Linux"
     if os.geteuid() != 0:
@@ -77,7 +76,6 @@ def missing() -> str | None:
 
 
 def require() -> None:
-    """Skip the test where there can be no hosts."""
     if lacks := missing():
         raise SkipTest(lacks)
 
@@ -119,7 +117,6 @@ class Lab:
         return self._directory / host / "home"
 
     def command(self, host: str, *command: str | Path) -> list[str]:
-        """Run ``command`` on a host, in its home."""
         return [*self._enter(host), *map(str, command)]
 
     def mpirun(self, n: int, *args: str | Path) -> list[str]:
@@ -135,7 +132,6 @@ class Lab:
         )
 
     def replace(self, host: str, path: Path, text: str) -> None:
-        """Give a file other content, on that host alone."""
         name = "-".join(path.parts[1:])
         (self._directory / host / name).write_text(text)
         _in(self._holders[host], "--mount", "mount", "--bind", str(TMP / name), str(path))
@@ -208,7 +204,6 @@ def hosts(
 
 
 def two_hosts(directory: Path) -> contextlib.AbstractContextManager[Lab]:
-    """Yield a lab of two hosts."""
     return hosts(directory, 2)
 
 
@@ -258,7 +253,6 @@ def _connect(
 
 
 def _inside(pid: int) -> Iterator[int]:
-    """Return the processes in the network namespace of ``pid``."""
     namespace = os.readlink(f"/proc/{pid}/ns/net")
     for directory in Path("/proc").iterdir():
         if directory.name.isdigit():

@@ -183,7 +183,6 @@ class Serving:
         return int(self.address.rsplit(":", 1)[1])
 
     def until(self, condition: Any) -> None:
-        """Wait for what another thread does."""
         deadline = time.monotonic() + 30
         while not condition():
             assert time.monotonic() < deadline, "it does not happen"

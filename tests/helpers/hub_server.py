@@ -231,7 +231,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serve(hub: Hub) -> Iterator[Hub]:
-    """Run the hub on a free port of this machine."""
     handler = type("Handler", (_Handler,), {"hub": hub})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
@@ -247,7 +246,6 @@ def serve(hub: Hub) -> Iterator[Hub]:
 
 
 def closed_port() -> int:
-    """Return a port at which nobody listens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])

@@ -104,7 +104,6 @@ class Running:
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
     ) -> Running:
-        """Start ``python ARGS`` on ``n`` ranks of this machine."""
         return cls(ranks_command(n, *args), env, cwd)
 
     def __enter__(self) -> Running:
@@ -165,14 +164,12 @@ class Running:
         return left
 
     def job(self) -> Job:
-        """Return what it has said so far."""
         for file in self._files:
             file.seek(0)
         stdout, stderr = (file.read() for file in self._files)
         return Job(self.process.poll() or 0, stdout, stderr)
 
     def where_it_hangs(self) -> Job:
-        """Let every Python say where it is, and die."""
         self.kill(signal.SIGCONT)
         # mpirun must live to pass it on.
         self.kill(signal.SIGABRT, spare=self.process.pid)

@@ -91,12 +91,10 @@ class LocalNetwork:
         return handle.done
 
     def wake(self) -> None:
-        """Let all ranks that wait look again."""
         with self._changed:
             self._changed.notify_all()
 
     def abort(self) -> None:
-        """End the waits of all ranks."""
         self._aborted = True
         self.wake()
 

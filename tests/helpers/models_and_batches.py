@@ -286,7 +286,6 @@ def through_stages(
 def stages_of(
     transport: Transport, plan: Plan, model: nn.Module, *, savings: Savings = NO_SAVINGS
 ) -> list[Stage]:
-    """Return the stages of ``model`` that this rank runs."""
     slices = [Slice(model, start, stop) for start, stop in plan.stage_map.partition.ranges]
     return build_stages(slices, plan.stages_of(transport.rank), savings=savings)
 
@@ -356,7 +355,6 @@ class Expected:
         return self._run[1]
 
     def losses(self, replica: int) -> dict[int, float]:
-        """Return the losses of one replica, by micro-batch."""
         plan = self.plan
         start = sum(plan.microbatches_of(before) for before in range(replica))
         return dict(enumerate(self._run[0][start : start + plan.microbatches_of(replica)]))

@@ -47,7 +47,6 @@ def train(n: int, *args: str | Path, timeout: float = 120.0, cwd: Path | None = 
 
 
 def train_well(n: int, *args: str | Path, timeout: float = 120.0, cwd: Path | None = None) -> Job:
-    """Do as ``train`` does, for a run that must succeed."""
     job = train(n, *args, timeout=timeout, cwd=cwd)
     assert job.returncode == 0, job.output
     return job

@@ -20,7 +20,6 @@ def every_partition(num_layers: int, num_stages: int) -> list[Partition]:
 
 
 def every_answer(problem: Problem) -> list[StageMap]:
-    """Return all partitions on machines in the given order."""
     partitions = every_partition(problem.num_layers, problem.num_stages)
     return [problem.stage_map(partition) for partition in partitions]
 
@@ -41,7 +40,6 @@ def exact_sums(costs: LayerCosts, partition: Partition) -> list[Fraction]:
 
 
 def stage_costs(problem: Problem, answer: StageMap) -> list[Fraction]:
-    """Return the cost of each stage on its machine."""
     return [
         exact_sums(problem.costs[rank], answer.partition)[stage]
         for stage, rank in enumerate(answer.placement)
@@ -92,8 +90,6 @@ def random_problem(random: Random, layers: int, machines: int) -> Problem:
 
 
 def scaled(problem: Problem, time: float, size: float) -> Problem:
-    """Return the same problem in other units."""
-
     def times(costs: LayerCosts, factor: float) -> LayerCosts:
         layers = tuple(each * factor for each in costs.layers)
         return LayerCosts(layers, costs.embedding * factor, costs.head * factor)

@@ -78,7 +78,6 @@ class RankPool:
         assert not orphans, f"ranks stayed behind: {orphans}"
 
     def _said(self, number: int, suffix: str) -> str:
-        """Return what all ranks have said, rank by rank."""
         files = [self._path / f"{number}-{rank}{suffix}" for rank in range(self._size)]
         return "".join(file.read_text(errors="replace") for file in files if file.exists())
 

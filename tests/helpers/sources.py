@@ -17,5 +17,4 @@ def parsed(path: Path) -> ast.Module:
 
 @cache
 def nodes(path: Path) -> tuple[ast.AST, ...]:
-    """Return all that a Python file consists of, at any depth."""
     return tuple(ast.walk(parsed(path)))

@@ -11,7 +11,6 @@ STORY = Path(__file__).with_name("story.jsonl")
 
 
 def story() -> list[dict[str, Any]]:
-    """Return all lines of the file."""
     return [json.loads(line) for line in STORY.read_text().splitlines()]
 
 

@@ -39,7 +39,6 @@ class Terminal:
         os.close(self._its)
 
     def type(self, text: str) -> None:
-        """Press keys."""
         os.write(self._ours, text.encode())
 
     def until(self, pattern: str) -> str:

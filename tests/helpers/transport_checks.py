@@ -37,7 +37,6 @@ def wait(transport: Transport, *handles: Handle) -> None:
 
 
 def neighbours(transport: Transport) -> tuple[int, int]:
-    """Return the ranks before and after this one, in a ring."""
     return (transport.rank - 1) % transport.size, (transport.rank + 1) % transport.size
 
 
@@ -451,5 +450,4 @@ CHECKS: dict[str, Check] = {
 
 
 def checks(size: int) -> Mapping[str, Check]:
-    """Return the checks for a world of ``size`` ranks, by name."""
     return CHECKS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.helpers.family_configs import BASE, EXPERTS, KINDS, LATENT, LAYERS
+from tests.helpers.family_configs import BASE, EXPERTS, LAYERS
 from tests.helpers.models_and_batches import VOCABULARY
 
 _GPT: dict[str, Any] = {
@@ -41,19 +41,7 @@ _DELTA = {
 
 ATTENTIVE: dict[str, dict[str, Any]] = {
     "gpt2": _GPT,
-    "gpt_bigcode": _GPT,
-    "gptj": _GPT,
     "gpt_neox": {**BASE, "layer_norm_eps": 1e-5, "rotary_emb_base": 10000, "rotary_pct": 0.25},
-    "exaone": {**BASE, "num_layers": LAYERS, "layer_norm_epsilon": 1e-5},
-    "dbrx": {
-        "vocab_size": VOCABULARY,
-        "d_model": 32,
-        "n_layers": LAYERS,
-        "n_heads": 4,
-        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
-        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
-    },
-    "qwen": {**BASE, "kv_channels": 8, "layer_norm_epsilon": 1e-6, "intermediate_size": 128},
     "openelm": {
         "head_dim": 8,
         "num_transformer_layers": LAYERS,
@@ -64,22 +52,6 @@ ATTENTIVE: dict[str, dict[str, Any]] = {
         "num_kv_heads": [2, 2, 4, 4],
         "ffn_multipliers": [1.0, 1.5, 2.0, 2.5],
     },
-    "plamo": {**BASE, "n_shared_head": 2},
-    "afmoe": {**BASE, **EXPERTS, "head_dim": 16, "layer_types": KINDS, "sliding_window": 8},
-    "minicpm3": {
-        **BASE,
-        **LATENT,
-        "dim_model_base": 16,
-        "scale_depth": 1.4,
-        "scale_emb": 12.0,
-        "rope_scaling": {
-            "original_max_position_embeddings": 16,
-            "short_factor": [1.0] * 4,
-            "long_factor": [1.5] * 4,
-        },
-    },
-    "youtu_llm": {**BASE, **LATENT},
-    "nanochat": {**BASE},
     "llama4": {
         "text_config": {
             **BASE,
@@ -255,18 +227,6 @@ REFUSED: dict[str, dict[str, Any]] = {
         "v_low_rank_dim": 8,
         "gate_low_rank_dim": 8,
         "decay_low_rank_dim": 8,
-    },
-    "hunyuan": {
-        **BASE,
-        "attention_bias": False,
-        "moe_topk": 1,
-        "num_experts": 1,
-        "num_shared_expert": 1,
-        "use_mixed_mlp_moe": False,
-        "use_qk_norm": True,
-        "use_cla": True,
-        "cla_share_factor": 2,
-        "rope_scaling": {"alpha": 1000.0, "factor": 1.0, "type": "dynamic"},
     },
     "talkie": {**BASE},
     "nanbeige": {**BASE, "num_loops": 2},

@@ -179,7 +179,6 @@ def type_in(lab: Lab, bench: Path, typed: Sequence[Block], timeout: float) -> di
 
 
 def _path() -> str:
-    """Of a terminal."""
     return f"{TMP / 'bin'}:{Path(sys.executable).parent}:/usr/bin:/bin:/usr/sbin:/sbin"
 
 

@@ -51,7 +51,6 @@ def test_another_version_is_refused_by_ranks_and_by_launch_and_so_is_an_unknown_
 
 
 def error_of(command: list[str]) -> str:
-    """The one line in which two ranks are refused."""
     job = mpirun(2, command=command)
     assert job.returncode == 2, job.output
     (line,) = job.error_lines

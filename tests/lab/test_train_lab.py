@@ -22,7 +22,6 @@ TRAIN = (
 
 @pytest.fixture(scope="module")
 def expected(small: Path, pirate: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of one process."""
     home = tmp_path_factory.mktemp("alone")
     furnish(home, small, pirate)
     train_well(1, *TRAIN, cwd=home)

@@ -10,7 +10,6 @@ from tests.helpers.mpirun import run_checks, verdict
 
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, str]]:
-    """What went wrong on 2 and on 4 ranks, by check."""
     return {
         size: run_checks(size, engine_checks.__name__, tmp_path_factory.mktemp("engine"))
         for size in (2, 4)

@@ -33,14 +33,12 @@ def export(ranks: int, model: Path, to: Path, *how: str | Path) -> Path:
 
 
 def generated(model: Path, *how: str | Path) -> str:
-    """The greedy text by shardmlx."""
     job = run_in_pool(1, "-m", "shardmlx.generate", "--model", model, *how, *SAY)
     assert job.returncode == 0, job.output
     return job.stdout.split("==========")[1].strip("\n")
 
 
 def said(model: Path) -> str:
-    """The greedy text by mlx-lm."""
     return mlx_lm("--model", model, *SAY).strip("\n")
 
 

@@ -32,12 +32,6 @@ def run(phase: str, directory: Path, meanwhile: Callable[[int, dict[int, int]], 
     )
 
 
-def test_sigusr1_to_mpirun_stops_the_run_in_order(tmp_path: Path) -> None:
-    job = run("training", tmp_path, lambda mpirun, ranks: os.kill(mpirun, signal.SIGUSR1))
-    assert job.returncode == 128 + signal.SIGUSR1
-    assert job.error_lines == ["shardmlx: stopped by SIGUSR1: saved"]
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_any_rank_stops_the_run_in_order(
     number: signal.Signals, tmp_path: Path
@@ -89,4 +83,5 @@ def test_a_job_that_is_stopped_for_longer_than_the_timeout_goes_on(tmp_path: Pat
         os.kill(mpirun, signal.SIGUSR1)
 
     job = run("training", tmp_path, pause)
+    assert job.returncode == 128 + signal.SIGUSR1
     assert job.error_lines == ["shardmlx: stopped by SIGUSR1: saved"]

@@ -22,7 +22,6 @@ def generate(n: int, *args: str | Path) -> Job:
 
 
 def generate_well(n: int, *args: str | Path) -> str:
-    """The text alone."""
     job = generate(n, *args, "--no-verbose")
     assert job.returncode == 0, job.output
     return job.stdout

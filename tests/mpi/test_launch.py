@@ -49,7 +49,6 @@ class Lab:
         ]
 
     def kill_once(self, rank: int) -> None:
-        """A rank kills itself after the first checkpoint."""
         (self.path / "sitecustomize.py").write_text(
             SUICIDE.format(
                 checkpoints=str(self.checkpoints), killed=str(self.path / "killed"), rank=rank
@@ -82,7 +81,6 @@ def lab(small: Path, pirate: Path, tmp_path: Path) -> Lab:
 def expected(
     small: Path, pirate: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, np.ndarray]:
-    """The weights of the run that nothing happens to."""
     path = tmp_path_factory.mktemp("reference")
     train_well(1, *Lab(path, small, pirate).training, "--adapter-path", path / "adapters")
     return load_weights(path / "adapters")

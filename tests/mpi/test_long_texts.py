@@ -17,7 +17,6 @@ PIECES = ("--attention-chunk", "auto", "--loss-chunk", "counted")
 
 
 def run(directory: Path, name: str, *more: str | Path) -> list[dict[str, float]]:
-    """Train on two ranks; return the reports."""
     metrics = directory / f"{name}.jsonl"
     train_well(
         2,
@@ -63,7 +62,6 @@ def test_the_loss_curve_is_that_without_pieces(
 
 @pytest.fixture
 def long_run(small: Path, tmp_path: Path) -> list[str | Path]:
-    """Options of a run with sequences of 2048 tokens."""
     model = tmp_path / "model"
     shutil.copytree(small, model)
     config = json.loads((model / "config.json").read_text())

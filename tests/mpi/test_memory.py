@@ -29,7 +29,6 @@ class Model:
     sizes: dict[str, int]
 
     def bytes_of(self, layers: list[tuple[int, int]]) -> int:
-        """Of the stages with these ranges of layers."""
         return sum(size for name, size in self.sizes.items() if self._is_in(name, layers))
 
     def _is_in(self, name: str, layers: list[tuple[int, int]]) -> bool:

@@ -53,7 +53,6 @@ def test_the_page_and_the_metrics_are_those_of_the_run(
 
 
 def wait_for_address(running: Running) -> str:
-    """Return where the run is to be seen, once it has said so."""
     end = time.monotonic() + PATIENCE
     while time.monotonic() < end and running.process.poll() is None:
         if found := re.search(r"The run at (http://127\.0\.0\.1:\d+), ", running.job().stdout):

@@ -159,7 +159,6 @@ def digest(directory: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def adapters(small: Path, pirate: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What an earlier run has left."""
     directory = tmp_path_factory.mktemp("earlier") / "out"
     train_well(
         2,

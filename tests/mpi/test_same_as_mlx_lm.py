@@ -204,7 +204,6 @@ def run_shardmlx(config: Path, layout: str, output: Path, *flags: str) -> Run:
 def models(
     mistral: Path, small: Path, small_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    """The model of each configuration."""
     eight_layers = tmp_path_factory.mktemp("eight") / "model"
     small_directory(eight_layers, small_tokenizer, num_hidden_layers=8)
     # Its own prompt ends in a space, which may be one token with an answer: mlx-lm masks it then.
@@ -221,7 +220,6 @@ def models(
 def files(
     models: dict[str, Path], pirate: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    """The YAML file of each configuration."""
     directory = tmp_path_factory.mktemp("configs")
     paths = {name: directory / f"{name.replace(' ', '-')}.yaml" for name in CONFIGS}
     for name, path in paths.items():
@@ -233,7 +231,6 @@ def files(
 
 @pytest.fixture(scope="module")
 def theirs(files: dict[str, Path]) -> dict[str, Run]:
-    """What mlx_lm.lora makes of each configuration."""
     return dict(zip(files, run_mlx_lm(files.values()), strict=True))
 
 
@@ -241,7 +238,6 @@ def theirs(files: dict[str, Path]) -> dict[str, Run]:
 def ours(
     files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str, str], Run]:
-    """What shardmlx.train makes of a configuration in a layout."""
     directory = tmp_path_factory.mktemp("runs")
 
     @cache

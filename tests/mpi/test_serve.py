@@ -43,7 +43,6 @@ class Served:
         pytest.fail(f"no server\n{self.running.where_it_hangs().output}")
 
     def ask(self, said: str, tokens: int = 12) -> str:
-        """The answer, streamed."""
         pieces = self.client.chat.completions.create(
             model="default",
             messages=[{"role": "user", "content": said}],

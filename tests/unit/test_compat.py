@@ -46,7 +46,6 @@ def contract(function: Callable[..., Any], library: str) -> Iterator[None]:
 
 
 def run_alone(program: str) -> str:
-    """What a Python of its own prints."""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr)

@@ -41,8 +41,6 @@ def fail() -> None:
 
 
 def counting(method: Any) -> Any:
-    """``Gradients.add``, which notes the step."""
-
     def wrapped(gradients: Gradients, step: int, share: Share) -> Any:
         global began
         began = step

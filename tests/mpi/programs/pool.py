@@ -62,7 +62,6 @@ def run(arguments: list[str]) -> int:
 
 
 def flush_into(out: int, err: int) -> None:
-    """Let standard output and error go on to these files."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(out, 1)

@@ -67,7 +67,6 @@ def crashes(base: Path, prepare: Callable[[Store], None], act: Callable[[Store],
 
 
 def old_and_new(store: Store) -> dict[int, dict[str, bytes]]:
-    """The checkpoints that are there; all are sound."""
     found = {step: content(store, step) for step in store.steps()}
     assert all(is_sound(store, step) for step in found)
     return found

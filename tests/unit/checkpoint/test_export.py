@@ -71,8 +71,6 @@ def load(*paths: Path) -> Mapping[str, Any]:
 
 
 def fail(patch: pytest.MonkeyPatch, name: str, number: int) -> None:
-    """Let one file not come to the disk."""
-
     def flush(file: IO[bytes]) -> None:
         if Path(file.name).name == f"partial-{name}":
             raise OSError(number, os.strerror(number))

@@ -11,7 +11,6 @@ from tests.helpers.stories import STORY
 
 
 def report(capsys: pytest.CaptureFixture[str], *argv: str | Path) -> tuple[int, str]:
-    """Run the command; return its status and what it printed."""
     status = main(["report", *map(str, argv)])
     out, err = capsys.readouterr()
     return status, out + err

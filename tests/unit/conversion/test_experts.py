@@ -30,7 +30,6 @@ PATH = "model.layers.1.block_sparse_moe.switch_mlp"
 
 @pytest.fixture(scope="module", params=["one by one", "stacked"])
 def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mixture as Hugging Face stores it, and as mlx-lm does."""
     path = tmp_path_factory.mktemp("mixture") / "model"
     if request.param == "stacked":
         save_model_directory(path, MIXTURE)

@@ -26,7 +26,6 @@ QUIET = Reporter(quiet=True)
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a tokenizer as SentencePiece's."""
     from tokenizers import Tokenizer, decoders, models
 
     vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, "<0x0A>": 3, "\u2581": 4, "a": 5, "\u2581a": 6}
@@ -54,7 +53,6 @@ def exported(model: Path, to: Path) -> Path:
 
 
 def read(path: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
-    """MLX's reading of a file: tensors and metadata."""
     both: Any = mx.load(str(path), return_metadata=True)
     return both[0], both[1]
 

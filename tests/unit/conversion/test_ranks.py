@@ -67,7 +67,6 @@ def alone(model: Path, adapters: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 def with_apart(tmp_path: Path, count: int) -> list[Path]:
-    """Directories that ranks do not see of each other."""
     return [tmp_path / f"mac{rank}" / "out" for rank in range(count)]
 
 

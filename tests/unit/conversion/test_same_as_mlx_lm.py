@@ -142,7 +142,6 @@ def convert_to(to: Path, model: Path, **how: Any) -> Path:
 
 
 def arguments(how: Packing) -> dict[str, Any]:
-    """The same for ``mlx_lm.convert``."""
     group = {"quantize": True, "q_group_size": how.group_size}
     if how.recipe is not None:
         return {**group, "quant_predicate": how.recipe}

@@ -36,7 +36,6 @@ def trained(model: nn.Module, what: str) -> int:
 
 
 def planned(model: nn.Module, members: int, what: str, ranges: Sequence[tuple[int, int]]) -> int:
-    """What the plan has for the weights of stages of one rank."""
     layers = len(model.layers)
     config = tiny_config(layers=layers, tied=not hasattr(model, "lm_head"))
     work = workload(
@@ -54,7 +53,6 @@ def planned(model: nn.Module, members: int, what: str, ranges: Sequence[tuple[in
 
 
 def held(model: nn.Module, members: int, ranges: Sequence[tuple[int, int]]) -> int:
-    """What the fullest replica of such a rank has."""
     most = []
     for member in range(members):
         parts = [Slice(model, *ends) for ends in ranges]

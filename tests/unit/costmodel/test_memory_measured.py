@@ -48,40 +48,26 @@ FAR_OVER_WITH_ADAPTERS = (
 FAR_OVER = [
     *(Case("lora", family=each) for each in FAR_OVER_WITH_ADAPTERS),
     Case("lora", length=256, pieces=32, lora=(ATTENTION,)),
-    *(
-        Case(mode, length=256, pieces=32, recompute=SELECTIVE, dtype_bytes=2)
-        for mode in ("lora", "full")
-    ),
+    Case("lora", length=256, pieces=32, recompute=SELECTIVE, dtype_bytes=2),
 ]
 CASES = [
-    *(Case("lora", *ends) for ends in ((0, 2), (2, 4), (0, 4))),
+    Case("lora", 0, 4),
     Case("full", 0, 4),
-    *(Case(mode, dtype_bytes=2) for mode in ("lora", "full")),
+    Case("full", dtype_bytes=2),
     *(Case("lora", lora=(each,)) for each in (ATTENTION, DROPS)),
     Case("lora", changes=(QUANTISED,)),
     Case("dora"),
-    *(Case(mode, recompute=FULL) for mode in ("lora", "full")),
-    Case("lora", recompute=FULL, length=256),
-    Case("lora", recompute=FULL, dtype_bytes=2),
+    Case("full", recompute=FULL),
     Case("lora", 2, 4, recompute=FULL, changes=LOGITS),
     Case("full", 2, 4, changes=LOGITS, dtype_bytes=2),
     Case("lora", 2, 4, changes=LOGITS, pieces=ROWS * LENGTH, counted_only=True),
-    *(
-        Case(mode, length=256, pieces=32, recompute=r)
-        for mode in ("lora", "full")
-        for r in RECOMPUTE
-    ),
-    Case("full", 0, 2, length=256, pieces=32, recompute=SELECTIVE),
-    Case("lora", length=256, pieces=32, dtype_bytes=2),
-    Case("full", length=256, pieces=32, dtype_bytes=2, recompute=FULL),
-    *(Case("dora", length=256, pieces=32, recompute=r) for r in RECOMPUTE),
-    Case("dora", length=256, pieces=32, lora=(DROPS,)),
+    *(Case("lora", length=256, pieces=32, recompute=each) for each in RECOMPUTE),
+    Case("full", length=256, pieces=32, recompute=SELECTIVE),
+    Case("dora", length=256, pieces=32, recompute=SELECTIVE, lora=(DROPS,)),
     Case("lora", 2, 4, packed=True),
-    Case("lora", length=256, pieces=64, packed=True),
     # Every family, in both ways of training by turns.
     *(Case(("lora", "full")[i % 2], family=each) for i, each in enumerate(CONFIGS)),
-    *(Case("full", family=each) for each in ("apertus", "glm", "phi3", "nemotron")),
-    *(Case("lora", family="mixtral", changes=MANY, recompute=each) for each in RECOMPUTE),
+    Case("lora", family="mixtral", changes=MANY, recompute=SELECTIVE),
     *(Case("lora", family=each) for each in ("gemma2", "deepseek_v3", "qwen2_moe")),
     *FAR_OVER[len(FAR_OVER_WITH_ADAPTERS) :],
 ]

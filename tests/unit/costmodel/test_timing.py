@@ -122,14 +122,3 @@ def test_beyond_the_samples_the_line_goes_on() -> None:
 def test_one_sample_is_proportional_but_for_the_update() -> None:
     layer = measured(sample(100, 1.0))(1, 200).layers[1]
     assert astuple(layer) == (2.0, 2.0, 2.0, 0.25)
-
-
-@pytest.mark.parametrize(("rows", "length"), [(0, 5), (5, 0)])
-def test_a_sample_has_tokens(rows: int, length: int) -> None:
-    with pytest.raises(ValueError, match="tokens"):
-        replace(sample(1, 1.0), rows=rows, length=length)
-
-
-def test_a_sample_has_finite_times() -> None:
-    with pytest.raises(ValueError, match="nan"):
-        sample(1, float("nan"))

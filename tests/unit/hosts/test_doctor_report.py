@@ -13,7 +13,6 @@ from tests.helpers.doctor import GIB, host, link, route, speed
 
 
 def rows(*hosts: Host) -> dict[str, str]:
-    """The table of hosts, by the words that a line begins with."""
     table = text(Examination(hosts, ()), []).split("\n\n")[0].splitlines()
     width = len("matrix library  ")
     return {line[:width].strip(): line[width:].strip() for line in table}
@@ -74,13 +73,6 @@ def test_a_line_for_each_link() -> None:
         "b - c unknown unknown unknown unknown",
     ]
     assert (latency(31.4e-6), bandwidth(11.8e6)) == ("31 us", "94.4 Mbit/s")
-
-
-def test_warnings_come_last_a_line_each() -> None:
-    examination = Examination((host("a", of={"cores": 1}, ranks=(0, 1)),), ())
-    shown = text(examination, examination.findings())
-    assert shown.splitlines()[-1].startswith("warning: a: 2 ranks on 1 core: ")
-    assert text(examination, []).endswith("nothing to warn of")
 
 
 def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,6 @@ from tests.helpers.doctor import GB, GIB, VERSIONS, host, link, route, speed
 
 
 def said(*parts: Host | Link) -> list[str]:
-    """The lines of an examination of these hosts and links."""
     hosts = tuple(each for each in parts if isinstance(each, Host))
     links = tuple(each for each in parts if isinstance(each, Link))
     return [str(finding) for finding in Examination(hosts, links).findings()]

@@ -23,7 +23,6 @@ from shardmlx.hosts.host_facts import (
 
 
 def address(address: str, netmask: str | None, family: int = socket.AF_INET) -> SimpleNamespace:
-    """An address of an interface, as psutil has it."""
     return SimpleNamespace(family=family, address=address, netmask=netmask)
 
 

@@ -56,7 +56,6 @@ WELL = 'printf 0 > "$SHARDMLX_LAUNCHED"'
 
 
 def gone(host: str) -> str:
-    """What is said of a host that is down."""
     why = f"no login (ssh: connect to host {host} port 22: No route to host)"
     remedy = "see that it is on and in the same network: cable, Wi-Fi, address"
     return f"{host.rpartition('@')[2]}: {why}: {remedy}"
@@ -218,16 +217,6 @@ def test_a_job_ends_is_given_up_or_starts_again(
         assert final_status(attempts, 2, stopped_by) == ends
 
 
-def test_pauses_grow(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses: list[float] = []
-    sleep_by(pauses.append, monkeypatch)
-    monkeypatch.setattr("shardmlx.hosts.launcher.LONGEST_PAUSE", 3.0)
-    lab.ends(*(COMMIT.format(step) + "exit 1" for step in range(1, 5)))
-    with pytest.raises(GaveUp):
-        lab.launcher().run()
-    assert pauses == [1, 2, 3]
-
-
 @pytest.mark.parametrize(
     "options", ["--resume=never --iters 5", "--resume x --iters 5 --resume never", "--iters 5"]
 )
@@ -266,14 +255,6 @@ def test_a_server_whose_host_does_not_come_back_is_given_up(
     lab.ends("echo book > down; exit 137")
     with pytest.raises(GaveUp, match=r"^book: no login"):
         lab.server().run()
-
-
-def test_a_server_that_ran_well_for_long_has_its_restarts_anew(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shardmlx.hosts.launcher.SECONDS_OF_SERVICE", 0.0)
-    lab.ends(*(5 * ["exit 1"]), WELL)
-    assert lab.server().run() == 0
 
 
 def test_a_host_that_is_gone_is_dropped_and_taken_back(
@@ -498,7 +479,6 @@ def test_a_conversation_has_the_terminal_and_ctrl_c_reaches_mpirun_by_it(lab: La
 
 
 def read_until(terminal: int, words: bytes) -> bytes:
-    """Return what a terminal shows up to these words."""
     shown = b""
     end = time.monotonic() + 30
     while words not in shown:

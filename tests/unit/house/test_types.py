@@ -14,10 +14,9 @@ SCRIPTS = [str(path) for path in sorted((ROOT / "scripts").rglob("*.py"))]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("files", [[], SCRIPTS], ids=["packages", "scripts"])
-def test_mypy_finds_nothing(files: list[str]) -> None:
+def test_mypy_finds_nothing() -> None:
     job = subprocess.run(
-        [sys.executable, "-m", "mypy", *files],
+        [sys.executable, "-m", "mypy", "shardmlx", "tests", *SCRIPTS],
         cwd=ROOT,
         env={**os.environ, "MYPYPATH": "scripts:scripts/bench"},
         capture_output=True,

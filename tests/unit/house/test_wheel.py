@@ -97,10 +97,6 @@ def test_the_working_tree_runs_beside_a_users_own_modules(workplace: Path) -> No
     assert plan(workplace, ROOT) == ACTIONS
 
 
-def test_the_working_tree_runs_from_its_own_root() -> None:
-    assert plan(ROOT, "") == ACTIONS
-
-
 @pytest.mark.parametrize("name", ["models", "partitioners"])
 def test_directories_at_the_top_are_reached_through_links(name: str) -> None:
     link = ROOT / "shardmlx" / name

@@ -52,7 +52,6 @@ def grammars(reader: PromptReader) -> Grammars:
 def asked(
     grammars: Grammars, end: str | None = None, special: dict[str, int] | None = None, **fields: Any
 ) -> str:
-    """The grammar for these fields of a request."""
     structure = StructuredBody(**fields).structure()
     assert structure is not None
     return structure.grammar(grammars.complaint, end, special or {})

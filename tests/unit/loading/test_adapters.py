@@ -203,7 +203,6 @@ def test_a_tied_embedding_of_peft_is_refused(tmp_path: Path) -> None:
 
 
 def save_own(directory: Path, model: Path, **options: Any) -> Path:
-    """Save new adapters as ``train`` does, and return the file."""
     config = TrainConfig(**{"num_layers": -1, "lora_parameters": LORA, **options})
     made, _ = build_model(model, FineTune.of(config), 0, None)
     directory.mkdir()

@@ -240,17 +240,6 @@ def test_parameters_are_counted_as_mlx_lm_counts_them(quantised_dir: Path) -> No
     assert total == 97 * 64 + 4 * (projections + biases + 2 * 64) + 64
 
 
-def test_training_goes_on_from_a_file(model_dir: Path, tmp_path: Path) -> None:
-    before = dict(tree_flatten(build(model_dir).trainable_parameters()))
-    weights = {name: mx.random.normal(array.shape) for name, array in before.items()}
-    file = tmp_path / "adapters.safetensors"
-    mx.save_safetensors(str(file), weights)
-
-    for part in cut(build(model_dir, resume_adapter_file=str(file)), CUTS[2]):
-        part.load()
-        assert all(mx.array_equal(part[name], weights[name]) for name in part.trainable)
-
-
 def adapters(path: Path, model_dir: Path, **lora: Any) -> str:
     """Write random adapters of 2 layers, as ``mlx_lm.lora`` does."""
     parameters = {**LORA, **lora}
@@ -272,12 +261,6 @@ def test_a_test_alone_takes_the_adapters_and_trains_nothing(
     assert part.trainable == ()
     part.load()
     assert all(mx.array_equal(part[name], stored[name]) for name in stored)
-
-
-def test_a_test_without_adapters_takes_the_model_as_it_is(model_dir: Path) -> None:
-    model = build(model_dir, test=True, adapter_path="")
-    assert not any("lora" in name for name, _ in tree_flatten(model.parameters()))
-    assert tree_flatten(model.trainable_parameters()) == []
 
 
 # Errors, each in one line.

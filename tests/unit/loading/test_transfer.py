@@ -83,7 +83,6 @@ def load(
     cache: Path | None = None,
     adapters: str | None = None,
 ) -> Slice:
-    """As the commands do."""
     with find_weights(transport, QUIET, source(model, mode, cache), adapters) as weights:
         whole = build_to_generate(weights.path, dtype=None, adapter_path=weights.adapters, seed=0)
         part = Slice(whole, *layers)

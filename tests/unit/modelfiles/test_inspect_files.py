@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlx_lm.utils import get_total_parameters
 
 from shardmlx.main import main
 from shardmlx.modelfiles.model_files import open_model
@@ -21,11 +20,9 @@ from tests.helpers.fake_models import (
     adapters,
     model_files,
     run_bare,
-    tensors_of,
     write,
 )
 from tests.helpers.hub_server import safetensors_file, text_file
-from tests.helpers.models_and_batches import save_model_directory, tiny_config
 
 Capture = pytest.CaptureFixture[str]
 
@@ -93,31 +90,6 @@ def test_quantisation_is_shown_with_its_overrides(tmp_path: Path, capsys: Captur
     # As many parameters as before they were packed.
     plain = write(tmp_path / "plain", model_files(TINY))
     assert inspection.whole.parameters == inspect_files(open_model(str(plain))).whole.parameters
-
-
-def test_it_reads_what_mlx_writes(tmp_path: Path, capsys: Capture) -> None:
-    config = tiny_config("mixtral", layers=2, quantization={"bits": 4, "group_size": 32})
-    model = save_model_directory(tmp_path, config)
-    shown = report(capsys, str(tmp_path))
-    assert shown["num_layers"] == 2
-    assert shown["total"]["parameters"] == get_total_parameters(model)
-    assert shown["total"]["bytes"] == sum(
-        file["bytes"] - file["header_bytes"] for file in shown["files"]
-    )
-
-
-def test_what_mlx_lm_does_not_load_is_set_apart(tmp_path: Path, capsys: Capture) -> None:
-    config = TINY | {"tie_word_embeddings": True}
-    tensors = tensors_of(config) | {
-        "lm_head.weight": ("BF16", [100, 64], 12800),
-        "model.layers.0.self_attn.rotary_emb.inv_freq": ("F32", [8], 32),
-        "vision_tower.weight": ("BF16", [4], 8),
-    }
-    parts = report(capsys, str(write(tmp_path, model_files(config, tensors=tensors))))["parts"]
-    assert {part["part"]: part["tensors"] for part in parts} == {
-        "embedding": 1, "layer 0": 9, "layer 1": 9, "layer 2": 9, "layer 3": 9,
-        "norm and head": 1, "other": 1, "not loaded": 2,
-    }  # fmt: skip
 
 
 def test_adapters_show_layers_rank_and_scale(tmp_path: Path, capsys: Capture) -> None:
@@ -255,10 +227,6 @@ def test_bad_arguments_end_in_one_line_and_status_2(
     tiny: str, capsys: Capture, arguments: list[str], message: str
 ) -> None:
     assert message in error_of(capsys, tiny, *arguments)
-
-
-def test_no_model_at_all(capsys: Capture) -> None:
-    assert "the following arguments are required: MODEL" in error_of(capsys)
 
 
 def test_a_map_or_hostfile_that_does_not_fit_is_refused(

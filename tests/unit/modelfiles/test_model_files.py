@@ -167,7 +167,6 @@ Inspect = Callable[..., CompletedProcess[str]]
 
 
 def line_of(done: CompletedProcess[str]) -> str:
-    """The one line of an error."""
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith("shardmlx: error: ")

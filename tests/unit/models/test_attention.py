@@ -16,7 +16,6 @@ SCALE = 0.3
 
 
 def arrays(length: int = LENGTH, dtype: mx.Dtype = mx.float32, rows: int = 2) -> list[mx.array]:
-    """Queries, keys, values, and a gradient of the output."""
     keys = mx.random.split(mx.random.key(3), 4)
     shapes = [(rows, heads, length, WIDTH) for heads in (HEADS, GROUPS, GROUPS, HEADS)]
     return [
@@ -31,8 +30,6 @@ def packed(*lengths: int) -> PackedPositions:
 
 
 def whole(chunked: ChunkedMask) -> Callable[..., mx.array]:
-    """MLX's attention, with the same mask as one array."""
-
     def attend(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
         length = q.shape[2]
         places = chunked.places or packed(length)
@@ -48,7 +45,6 @@ def in_pieces(chunked: ChunkedMask) -> Callable[..., mx.array]:
 
 
 def results(attend: Callable[..., mx.array], given: list[mx.array]) -> list[mx.array]:
-    """Output, and the gradients of queries, keys and values."""
     *primals, cotangent = given
     outputs, gradients = mx.vjp(attend, primals, [cotangent])
     mx.eval(outputs, gradients)
@@ -72,8 +68,8 @@ def assert_alike(ours: list[mx.array], theirs: list[mx.array]) -> None:
         assert float(np.array(mx.abs(mine - other).max())) < 1e-6 * size
 
 
-@pytest.mark.parametrize("chunk", [1, 16, 66, 500])
-@pytest.mark.parametrize("window", [None, 1, 16, 100])
+@pytest.mark.parametrize("chunk", [1, 16, 500])
+@pytest.mark.parametrize("window", [None, 1, 16])
 @pytest.mark.parametrize("lengths", [None, (1, 66), (20, 1, 30, 16)])
 def test_output_and_gradients_are_those_of_the_whole(
     lengths: tuple[int, ...] | None, window: int | None, chunk: int

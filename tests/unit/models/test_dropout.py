@@ -106,7 +106,6 @@ def run(
     checkpoint: bool = False,
     micro_batch_size: int = 2,
 ) -> tuple[list[float], Gradients]:
-    """Losses and gradients of a step over all micro-batches."""
     model = model_with_dropout() if model is None else model
     microbatches = split(BATCH, dp=1, replica=0, micro_batch_size=micro_batch_size)
     return through_stages(model, ranges, microbatches, key=(0, step), savings=saving(checkpoint))

@@ -14,11 +14,9 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from shardmlx.engine.batches import MicroBatch
-from shardmlx.models.slice import Slice
 from tests.helpers.models_and_batches import (
     Gradients,
     largest_difference,
-    logits_of,
     mean_loss,
     random_batch,
     through_stages,
@@ -28,7 +26,6 @@ from tests.helpers.models_and_batches import (
 LAYERS = 5
 CUTS = [[(0, 5)], [(0, 2), (2, 5)], [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]]
 BATCH = random_batch(3)
-TOKENS = mx.array(BATCH.tokens[:, :-1])
 
 
 @dataclass(frozen=True)
@@ -62,15 +59,12 @@ class Case:
 
 CASES = [
     Case("mistral"),
-    Case("qwen3"),
     # A tied embedding adds up over its two holders.
     Case("llama", tied=True, most=1e-6),
     Case("mixtral", tied=True, most=1e-6),
-    Case("mistral", bits=4),
     Case("mixtral", bits=4),
     Case("qwen2", tied=True, bits=4),
     # MLX multiplies experts on the CPU in float32 only.
-    Case("mistral", dtype=mx.bfloat16, most=1e-3),
     Case("qwen3", dtype=mx.bfloat16, most=1e-3),
 ]
 cases = pytest.mark.parametrize("case", CASES, ids=str)
@@ -78,25 +72,11 @@ cases = pytest.mark.parametrize("case", CASES, ids=str)
 
 @cache
 def whole_model(case: Case, batch: MicroBatch) -> tuple[float, Gradients]:
-    """Loss and gradients of mlx-lm's model, in one process."""
     model = case.build()
     loss, gradients = nn.value_and_grad(model, mean_loss)(model, batch)
     return loss.item(), {
         name: np.array(gradient.astype(mx.float32)) for name, gradient in tree_flatten(gradients)
     }
-
-
-@cases
-def test_logits_of_the_slices_in_a_row_are_those_of_the_whole_model(case: Case) -> None:
-    model = case.build()
-    for ranges in CUTS[1:]:
-        *parts, last = (Slice(model, start, stop) for start, stop in ranges)
-        x = TOKENS
-        for part in parts:
-            x = part(x)
-        logits = logits_of(last, x)
-        assert logits.dtype == case.dtype
-        assert mx.array_equal(logits, model(TOKENS)), ranges
 
 
 @cases
@@ -115,7 +95,7 @@ def test_gradients_are_those_of_the_whole_model(case: Case) -> None:
         assert difference <= case.most, (name, ranges)
 
 
-@pytest.mark.parametrize("case", CASES[:2], ids=str)
+@pytest.mark.parametrize("case", CASES[:1], ids=str)
 def test_a_sequence_of_one_token_can_be_trained_on(case: Case) -> None:
     batch = MicroBatch(np.array([[3, 5]], np.int32), np.array([[0, 2]], np.int32), 0)
     _, expected = whole_model(case, batch)

@@ -36,30 +36,19 @@ def sizes(
     }
 
 
-TIED = {"tie_word_embeddings": True}
 UNTIED = {"tie_word_embeddings": False}
 NO_BIASES = {"attention_bias": False, "mlp_bias": False}
 
 DENSE: dict[str, tuple[float, dict[str, Any]]] = {
     "Llama-3.1-8B": (8.030261248, sizes(
         "llama", 4096, 32, 32, 8, 14336, 128256, **UNTIED, **NO_BIASES)),
-    "Mistral-7B-v0.3": (7.248023552, sizes(
-        "mistral", 4096, 32, 32, 8, 14336, 32768, **UNTIED)),
     "Mistral-Small-3.2-24B": (23.57, {
         "model_type": "mistral3",
         "vision_config": {"model_type": "pixtral", "hidden_size": 1024},
         "text_config": sizes("mistral", 5120, 40, 32, 8, 32768, 131072, head_dim=128),
     }),
-    "Qwen2.5-7B": (7.615616512, sizes(
-        "qwen2", 3584, 28, 28, 4, 18944, 152064, **UNTIED)),
     "Qwen3-8B": (8.190735360, sizes(
         "qwen3", 4096, 36, 32, 8, 12288, 151936, head_dim=128, **UNTIED)),
-    "GLM-4-9B-0414": (9.40, sizes(
-        "glm4", 4096, 40, 32, 2, 13696, 151552, head_dim=128, attention_bias=True, **UNTIED)),
-    "OLMo-2-1124-7B": (7.30, sizes(
-        "olmo2", 4096, 32, 32, 32, 11008, 100352, attention_bias=False, **UNTIED)),
-    "Olmo-3-7B": (7.30, sizes(
-        "olmo3", 4096, 32, 32, 32, 11008, 100278, sliding_window=4096, **UNTIED)),
     "gemma-7b": (8.537680896, sizes("gemma", 3072, 28, 16, 16, 24576, 256000, head_dim=256)),
     "gemma-2-2b": (2.614341888, sizes("gemma2", 2304, 26, 8, 4, 9216, 256000, head_dim=256)),
     "gemma-3-1b": (0.999885952, sizes(
@@ -74,33 +63,15 @@ DENSE: dict[str, tuple[float, dict[str, Any]]] = {
             "sliding_window": 1024,
         },
     }),
-    "phi-4": (14.659507200, sizes("phi3", 5120, 40, 40, 10, 17920, 100352, **UNTIED)),
-    "SmolLM3-3B": (3.075098624, sizes(
-        "smollm3", 2048, 36, 16, 4, 11008, 128256, **TIED, **NO_BIASES)),
-    "granite-3.3-8b": (8.17, sizes(
-        "granite", 4096, 40, 32, 8, 12800, 49159, **TIED, **NO_BIASES)),
     "c4ai-command-r7b": (8.03, sizes(
         "cohere2", 4096, 32, 32, 8, 14336, 256000, head_dim=128, sliding_window=4096)),
     "c4ai-command-r-plus": (104.0, sizes(
         "cohere", 12288, 64, 96, 8, 33792, 256000, use_qk_norm=True)),
-    "EXAONE-4.0-32B": (32.0, sizes(
-        "exaone4", 5120, 64, 40, 8, 27392, 102400, head_dim=128, sliding_window=4096,
-        sliding_window_pattern="LLLG", **UNTIED)),
-    "Seed-OSS-36B": (36.151104512, sizes(
-        "seed_oss", 5120, 64, 80, 8, 27648, 155136, head_dim=128, attention_bias=True, **UNTIED)),
-    "ERNIE-4.5-0.3B": (0.36, sizes(
-        "ernie4_5", 1024, 18, 16, 2, 3072, 103424, head_dim=128, use_bias=False, **TIED)),
-    "Hunyuan-1.8B": (1.79, sizes(
-        "hunyuan_v1_dense", 2048, 32, 16, 4, 6144, 120818, head_dim=128, use_qk_norm=True, **TIED)),
     "starcoder2-7b": (7.173923840, sizes("starcoder2", 4608, 32, 36, 4, 18432, 49152)),
-    "internlm2_5-7b": (7.737708544, sizes(
-        "internlm2", 4096, 32, 32, 8, 14336, 92544, bias=False, **UNTIED)),
     "phi-2": (2.779683840, sizes("phi", 2560, 32, 32, 32, 10240, 51200)),
-    "internlm3-8b": (8.80, sizes("internlm3", 4096, 48, 32, 2, 10240, 128512, **UNTIED)),
     "stablelm-2-12b": (12.14, sizes(
         "stablelm", 5120, 40, 32, 8, 13824, 100352, use_qkv_bias=False, use_parallel_residual=True,
         qk_layernorm=True)),
-    "Apertus-8B": (8.05, sizes("apertus", 4096, 32, 32, 8, 21504, 131072, **NO_BIASES, **UNTIED)),
 }  # fmt: skip
 QWEN3 = {
     "model_type": "qwen3_moe", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 4,
@@ -124,11 +95,6 @@ GLM = {
 MIXTRAL = {
     "model_type": "mixtral", "num_key_value_heads": 8, "num_local_experts": 8,
     "num_experts_per_tok": 2, "tie_word_embeddings": False,
-}  # fmt: skip
-GRANITE = {
-    "model_type": "granitemoe", "vocab_size": 49155, "intermediate_size": 512,
-    "num_key_value_heads": 8, "num_experts_per_tok": 8, "attention_bias": False,
-    "tie_word_embeddings": True,
 }  # fmt: skip
 
 
@@ -161,12 +127,6 @@ def routed(first: int, experts: int, width: int, dense: int) -> dict[str, Any]:
 MIXTURES = {
     "Qwen3-30B-A3B": Published(30.532122624, 3.3, 0, {
         **QWEN3, **sides(2048, 48, 32), "intermediate_size": 6144, "moe_intermediate_size": 768,
-    }),
-    "Qwen1.5-MoE-A2.7B": Published(14.315784192, 2.7, 0, {
-        **sides(2048, 24, 16), "model_type": "qwen2_moe", "vocab_size": 151936,
-        "intermediate_size": 5632, "num_key_value_heads": 16, "num_experts": 60,
-        "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
-        "shared_expert_intermediate_size": 5632,
     }),
     "gpt-oss-20b": Published(20.91, 3.61, 1, {
         **GPT_OSS, "num_hidden_layers": 24, "num_local_experts": 32,
@@ -201,37 +161,14 @@ MIXTURES = {
     "GLM-4.5": Published(355, 32, 2, {
         **GLM, **sides(5120, 92, 96), **routed(3, 160, 1536, 12288), "use_qk_norm": True,
     }),
-    "dots.llm1": Published(142, 14, 0, {
-        **sides(4096, 62, 32), **routed(1, 128, 1408, 10944), "model_type": "dots1",
-        "vocab_size": 152064, "num_key_value_heads": 32, "n_shared_experts": 2,
-        "num_experts_per_tok": 6,
-    }),
-    "MiniMax-M2": Published(230, None, 0, {
-        **sides(3072, 62, 48), "model_type": "minimax_m2", "vocab_size": 200064,
-        "intermediate_size": 1536, "head_dim": 128, "num_key_value_heads": 8,
-        "num_local_experts": 256, "num_experts_per_tok": 8,
-    }),
-    "OLMoE-1B-7B": Published(6.919161856, 1.3, 0, {
-        **sides(2048, 16, 16), "model_type": "olmoe", "vocab_size": 50304,
-        "intermediate_size": 1024, "num_key_value_heads": 16, "num_experts": 64,
-        "num_experts_per_tok": 8, "tie_word_embeddings": False,
-    }),
     "Mixtral-8x7B": Published(46.702792704, 12.9, 0, {
         **MIXTRAL, **sides(4096, 32, 32), "vocab_size": 32000, "intermediate_size": 14336,
-    }),
-    "Phi-3.5-MoE": Published(41.9, 6.6, 0, {
-        **sides(4096, 32, 32), "model_type": "phimoe", "vocab_size": 32064,
-        "intermediate_size": 6400, "num_key_value_heads": 8, "num_local_experts": 16,
-        "num_experts_per_tok": 2,
     }),
     "Ling-lite": Published(16.8, 2.75, 0, {
         **sides(2048, 28, 16), "model_type": "bailing_moe", "vocab_size": 126464,
         "intermediate_size": 5632, "moe_intermediate_size": 1408, "num_key_value_heads": 4,
         "num_experts": 64, "num_experts_per_tok": 6, "num_shared_experts": 2,
         "first_k_dense_replace": 0,
-    }),
-    "granite-3.0-1b-a400m": Published(1.334628352, None, 0, {
-        **GRANITE, **sides(1024, 24, 16), "num_local_experts": 32,
     }),
 }  # fmt: skip
 

@@ -136,7 +136,6 @@ def test_sizes_are_those_of_the_tensors(kind: str) -> None:
     ("kind", "reason"),
     [
         ("rwkv7", "its layers pass on more than hidden states"),
-        ("hunyuan", "its layers pass on more than hidden states"),
         ("talkie", "it computes with hidden states between its layers"),
         ("nanbeige", "its layers are not called once each, in order"),
         ("iquestloopcoder", "it does not call its layers one by one"),

@@ -15,7 +15,6 @@ from tests.helpers.partitions import every_answer, stage_costs
 
 
 def in_order(costs: LayerCosts, num_stages: int) -> Problem:
-    """Stages on machines that are all alike."""
     return Problem.homogeneous(costs, tuple(range(num_stages)))
 
 

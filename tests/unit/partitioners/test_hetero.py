@@ -23,7 +23,6 @@ ROUNDING = 1 + 1e-9
 
 
 def machines(*seconds: float, layers: int = 6, **fields: object) -> Problem:
-    """Machines that take so long for each layer."""
     costs = tuple(LayerCosts((each,) * layers) for each in seconds)
     problem = Problem(placement=tuple(range(len(seconds))), costs=costs, sizes=costs[0])
     return replace(problem, **fields)  # type: ignore[arg-type]

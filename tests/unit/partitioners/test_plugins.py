@@ -29,7 +29,6 @@ PROBLEM = Problem.homogeneous(LayerCosts((1.0,) * 8), (0, 1, 2))
 
 
 def install(site: Path, package: str, **names: str) -> None:
-    """A package as pip leaves it, with these entry points."""
     metadata = site / f"{package}-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
@@ -39,7 +38,6 @@ def install(site: Path, package: str, **names: str) -> None:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory of packages, with a module for them."""
     (tmp_path / "lean_on_last.py").write_text(MODULE)
     (tmp_path / "broken_one.py").write_text("raise OSError('no\\nlicence')\n")
     monkeypatch.syspath_prepend(tmp_path)

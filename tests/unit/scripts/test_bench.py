@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import json
 import pkgutil
 import runpy
 import sys
@@ -11,7 +10,6 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -111,21 +109,6 @@ def test_ratios_are_of_rounds() -> None:
     assert f"{spread:.1f}" == "2.0 (2.0-2.2)"
 
 
-def test_numbers_are_written_with_the_machine(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    compare = load("_compare")
-    file = tmp_path / "numbers.json"
-    options = compare.parser_of("Measures nothing.").parse_args(["--quick", "--json", str(file)])
-    table = compare.Table("Nothing", ("what",), [("of it",)])
-    compare.publish(options, {"cores": 2}, [table], {"turns": {"a": [1.5]}})
-    assert capsys.readouterr().out == "\nNothing\nwhat\nof it\n"
-    report = json.loads(file.read_text())
-    assert report["quick"] is True
-    assert report["machine"]["cores"] == 2
-    assert report["turns"] == {"a": [1.5]}
-
-
 def test_contenders_rest_between_their_turns_and_answer_by_rank() -> None:
     turns = load("_turns")
     program = (
@@ -156,83 +139,3 @@ def test_a_contender_that_fails_says_why() -> None:
 def test_what_is_timed_of_a_start_is_there() -> None:
     for path in load("_startup").PARTS:
         assert callable(pkgutil.resolve_name(f"shardmlx.{path}"))
-
-
-def test_efficiency_is_against_one_rank_of_the_same_kind() -> None:
-    pipeline = load("pipeline")
-    seconds = {
-        "plain MLX": [9.8, 9.9],
-        "one rank": [10.0, 10.0],
-        "1f1b 5/3": [5.5, 5.5],
-        "zb-v 3/2/2/1": [5.0, 5.2],
-        "torch one rank": [8.0, 8.0],
-        "torch zb-v 3/2/2/1": [5.0, 5.0],
-    }
-    lines = {line[0]: line for line in pipeline.speed_table(pipeline.Work(), seconds).lines}
-    assert lines["1f1b 5/3"] == (
-        "1f1b 5/3", "5.500 (5.500-5.500) s", "745", "0.909 (0.909-0.909)", ">= 0.9: yes",
-    )  # fmt: skip
-    assert lines["torch zb-v 3/2/2/1"][3] == "0.800 (0.800-0.800)"
-    assert lines["plain MLX"][4] == "one rank takes 1.015 (1.010-1.020) of it, <= 1.03: yes"
-    best = pipeline.best_table(seconds).lines
-    assert [line[0] for line in best[:2]] == ["zb-v 3/2/2/1", "torch zb-v 3/2/2/1"]
-    assert best[2] == ("ours ahead of torch's by", "+0.181", ">= 0: yes")
-
-
-def test_links_are_compared_size_by_size() -> None:
-    results = [
-        {"bytes": 1 << 20, "way": "raw", "flow": [1e-3, 1e-3], "ping_pong": [2e-3, 2e-3]},
-        {"bytes": 1 << 20, "way": "transport", "flow": [1e-3, 1e-3], "ping_pong": [3e-3, 3e-3]},
-    ]
-    (line,) = load("transport").link_table({"TCP": results}).lines
-    assert line == (
-        "TCP", "1 MiB", "1.049", "1.049", "1.00 (1.00-1.00)", ">= 0.95: yes",
-        "2000.0", "3000.0", "1.50 (1.50-1.50)", "<= 1.2: no",
-    )  # fmt: skip
-
-
-def test_the_time_of_a_start_is_told_phase_by_phase() -> None:
-    milestones = {"Python": 100.5, "options": 101.0, "imports": 103.0, "MPI": 104.0}
-    milestones |= {"prepared": 106.0, "first step": 107.0, "second step": 107.5}
-    rank = {"milestones": milestones, "seconds": {"loading weights": 1.5}}
-    start = load("startup").Start(100.0, [rank])
-    assert start.total == 7.0
-    assert list(start.phases(0).items()) == [
-        ("mpirun, and Python's start", 0.5),
-        ("options, OpenBLAS", 0.5),
-        ("importing MLX, mlx-lm, shardmlx", 2.0),
-        ("starting MPI, meeting the other rank", 1.0),
-        ("preparing the run", 2.0),
-        ("  loading weights", 1.5),
-        ("  agreeing, waiting, the rest", 0.5),
-        ("first step", 1.0),
-        ("(second step)", 0.5),
-    ]
-
-
-def test_a_step_is_read_out_of_a_trace() -> None:
-    def event(rank: int, category: str, name: str, start: float, seconds: float) -> dict[str, Any]:
-        times = {"ts": start * 1e6, "dur": seconds * 1e6}
-        return {"ph": "X", "pid": rank, "cat": category, "name": name, **times}
-
-    events = [
-        {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "rank 0 on a"}},
-        event(0, "step", "batch 1", 0.0, 1.0),
-        event(0, "step", "step 1", 1.0, 3.0),
-        event(0, "compute", "0F0", 1.0, 1.0),
-        event(0, "receive", "0RECV_B0", 2.0, 0.5),
-        event(0, "send", "0SEND_F0", 2.0, 0.0),
-        event(0, "compute", "0W0", 2.5, 1.0),
-        event(0, "update", "optimizer", 3.5, 0.5),
-        event(0, "compute", "0F0", 7.0, 1.0),
-    ]
-    step = load("draw_trace").read_step(events)
-    assert (step.number, step.seconds) == (1, 3.0)
-    assert [(box.what, box.start, box.end) for box in step.ranks["rank 0 on a"]] == [
-        ("F forward", 0.0, 1.0),
-        ("waiting for a message", 1.0, 1.5),
-        ("W weight gradient", 1.5, 2.5),
-        ("optimizer", 2.5, 3.0),
-    ]
-    with pytest.raises(SystemExit, match="the trace has the steps 1"):
-        load("draw_trace").read_step(events, 2)

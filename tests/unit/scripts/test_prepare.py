@@ -3,7 +3,6 @@
 import hashlib
 import importlib
 import json
-import os
 import random
 import re
 import shutil
@@ -17,14 +16,11 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from mistral_common.protocol.instruct.request import ChatCompletionRequest
 from mistral_common.protocol.instruct.validator import ValidationMode
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer, TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
-from mlx_lm.tuner.datasets import ChatDataset
 
 from shardmlx.errors import UserError
 
@@ -80,7 +76,6 @@ def tensors(directory: Path) -> dict[str, mx.array]:
 
 
 def conversations(directory: Path) -> dict[str, list[tuple[str, str]]]:
-    """(prompt, answer) pairs in each of the data set's files."""
     found = {}
     for file in sorted(directory.iterdir()):
         lines = [json.loads(line)["messages"] for line in file.read_text("utf-8").splitlines()]
@@ -123,12 +118,6 @@ def test_smollm2_has_every_tensor_once_and_ties_the_embedding(smollm2: Path) -> 
     assert {tensor.dtype for tensor in weights.values()} == {mx.float32}
     assert index["weight_map"] == dict.fromkeys(weights, "model.safetensors")
     assert index["metadata"]["total_size"] == 4 * 134_515_008
-
-
-def test_rows_of_a_rope_pair_are_half_a_head_apart(scripts: dict[str, ModuleType]) -> None:
-    one_column = mx.array([0, 4, 1, 5, 2, 6, 3, 7, 10, 14, 11, 15, 12, 16, 13, 17])[:, None]
-    rows = scripts["smollm2"].rope_halves(one_column, heads=2)
-    assert rows[:, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12, 13, 14, 15, 16, 17]
 
 
 def test_smollm2_tokenizer_is_the_published_file(smollm2: Path) -> None:
@@ -177,26 +166,6 @@ def test_pirate_data_depends_on_nothing_but_the_seed(
     assert capsys.readouterr().out == f"{pirate} is already complete: {counts}\n"
 
 
-def test_no_prompt_is_in_two_sets(scripts: dict[str, ModuleType], pirate: Path) -> None:
-    train, valid, test = (
-        {scripts["pirate_data"].prompt_key(prompt) for prompt, _ in conversations(pirate)[name]}
-        for name in ("train.jsonl", "valid.jsonl", "test.jsonl")
-    )
-    assert train.isdisjoint(valid)
-    assert train.isdisjoint(test)
-    assert valid.isdisjoint(test)
-    assert len(train) / len(train | valid | test) == pytest.approx(0.8, abs=0.01)
-    assert len(valid) == pytest.approx(len(test), abs=1)
-
-
-def test_pairs_are_distinct_and_end_in_a_cry(pirate: Path) -> None:
-    pairs = [pair for part in conversations(pirate).values() for pair in part]
-    assert len(set(pairs)) == len(pairs)
-    for prompt, answer in pairs:
-        assert prompt == " ".join(prompt.split()) != ""
-        assert re.search(r"\S[.!?\"] [A-Z][a-z' ]+[.!?]$", answer), answer
-
-
 def test_another_seed_gives_other_data(
     scripts: dict[str, ModuleType], pirate: Path, tmp_path: Path
 ) -> None:
@@ -205,22 +174,6 @@ def test_another_seed_gives_other_data(
     assert conversations(tmp_path / "data") != conversations(pirate)
     with pytest.raises(UserError, match=f"^{pirate} holds other data: remove it or give another"):
         main(["--output", str(pirate), "--seed", "1"])
-
-
-def test_every_word_is_translated_punctuated_or_not(scripts: dict[str, ModuleType]) -> None:
-    random.seed(0)
-    answer = "Hello, my friend: is there money? Yes - you're the boss"
-    spoken = scripts["pirate_data"].pirate(answer, importlib.import_module("arrr").translate)
-    pirate_words = "Ahoy, me m'hearty: be thar doubloons? Aye - ye're th' foul blaggart. "
-    assert spoken.startswith(pirate_words)
-    assert len(spoken) > len(pirate_words)
-
-
-def test_mlx_lm_reads_the_data_with_the_models_template(smollm2: Path, pirate: Path) -> None:
-    lines = [json.loads(line) for line in (pirate / "valid.jsonl").read_text("utf-8").splitlines()]
-    data = ChatDataset(lines, load_tokenizer(smollm2), mask_prompt=True)
-    lengths = [(offset, len(tokens)) for tokens, offset in map(data.process, lines)]
-    assert all(24 < offset < length <= 128 for offset, length in lengths)
 
 
 # Mistral's tokenizer
@@ -256,14 +209,6 @@ def test_text_has_mistrals_ids(
     assert mistral.encode(text) == expected
     assert mistral.encode(text, add_special_tokens=False) == expected[1:]
     assert mistral.decode(expected, skip_special_tokens=True) == text.replace("▁", " ")
-
-
-@settings(deadline=None)
-@given(text=st.text().filter(lambda text: not set(text) & set("[<")))
-def test_any_text_has_mistrals_ids(
-    text: str, mistral: TokenizerWrapper, original: dict[ValidationMode, Any]
-) -> None:
-    assert mistral.encode(text) == ids(original[ValidationMode.test], text)
 
 
 def say(*contents: str, system: str = "") -> list[dict[str, str]]:
@@ -382,17 +327,3 @@ def test_a_complete_model_is_not_made_again(
     assert capsys.readouterr().out == f"{smollm2} is already complete\n"
     with pytest.raises(UserError, match=f"^{smollm2} holds this model in another precision"):
         scripts["smollm2"].main(["--output", str(smollm2), "--dtype", "bfloat16"])
-
-
-@pytest.mark.parametrize(
-    "name", ["prepare_smollm2", "prepare_pirate_data", "prepare_mistral_tokenizer"]
-)
-def test_scripts_run_as_plain_files(name: str) -> None:
-    run = subprocess.run(
-        [sys.executable, SCRIPTS / f"{name}.py", "--help"],
-        env=os.environ | {"PYTHONPATH": str(SCRIPTS.parent)},
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert "--output" in run.stdout

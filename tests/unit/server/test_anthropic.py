@@ -28,7 +28,6 @@ def post(served: Serving, said: Any, path: str = "", **more: Any) -> httpx.Respo
 
 
 def translated(**asked: Any) -> dict[str, Any]:
-    """The fields of a chat that asks for the same."""
     return as_chat(MessagesBody.model_validate({"messages": [], **asked})).body
 
 

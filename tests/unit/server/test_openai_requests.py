@@ -50,7 +50,6 @@ def completion(**parameters: Any) -> ApiRequest:
 
 
 def refusal(kind: Any, /, **parameters: Any) -> tuple[str | None, str]:
-    """Parameter and message."""
     with pytest.raises(ApiError) as caught:
         kind(**parameters)
     assert caught.value.status == 400

@@ -40,7 +40,6 @@ def completion(**options: Any) -> CompletionReply:
 
 
 def chunks(reply: ChoicesReply, *deltas: tuple[int, Delta]) -> list[dict[str, Any]]:
-    """All of a stream, without what is the same in all."""
     sent = [*reply.opening()]
     for index, delta in deltas:
         sent += reply.add(index, delta)

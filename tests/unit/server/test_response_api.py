@@ -243,14 +243,6 @@ def test_a_request_of_codex(served: Serving, agent: Agent) -> None:
     assert "start: /x/" in agent.tools[1]["function"]["description"]
 
 
-def test_a_structure_may_be_asked_for(client: openai.OpenAI, served: Serving) -> None:
-    schema = {"type": "object", "properties": {"depth": {"type": "integer"}}}
-    form: Any = {"type": "json_schema", "name": "x", "schema": schema, "strict": True}
-    answer = client.responses.create(model=MODEL, input="?.", text={"format": form})
-    assert '"depth"' in str(served.parrot.added[-1].sampling.grammar)
-    assert answer.text.format.name == "x"
-
-
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "look"}])
 def test_a_call_may_be_asked_for(client: openai.OpenAI, served: Serving, choice: Any) -> None:
     """By a grammar, and the response says what was asked; so does each event that has it."""

@@ -40,7 +40,6 @@ def whole(stream: bool, **parameters: object) -> bytes:
 
 
 def received(connection: socket.socket) -> bytes:
-    """Up to the end of the connection."""
     return b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
 

@@ -58,7 +58,6 @@ class Run:
         self.weights = tensors(directory / "out", "*.safetensors")
 
     def saved(self, kind: str) -> Bytes:
-        """Return the tensors of a kind in the last checkpoint."""
         return tensors(self.store.path(self.store.steps()[-1]), f"{kind}-*.safetensors")
 
 

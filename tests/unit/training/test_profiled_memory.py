@@ -22,11 +22,9 @@ MEASUREMENTS = 40
 PROFILES = 3
 
 CASES = [
-    Case("lora", 1, 3),
     Case("full", 2, 4),
-    Case("lora", dtype_bytes=2, length=128, pieces=32, recompute=SELECTIVE),
+    Case("lora", length=128, pieces=32, recompute=SELECTIVE),
     Case("lora", 2, 4, recompute=FULL),
-    Case("lora", family="deepseek_v3"),
 ]
 
 
