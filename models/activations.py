@@ -91,8 +91,6 @@ def use_swiglu(layer: nn.Module, function: Gated) -> None:
             rebind(module, "swiglu", function)
 
 
-# Selective recomputation
-
 _MLP_NAMES = ("gate_proj", "up_proj", "swiglu", "down_proj")
 """Names that mlx-lm's gated MLP uses: ``down_proj(swiglu(gate_proj(x), up_proj(x)))``."""
 

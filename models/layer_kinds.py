@@ -13,8 +13,6 @@ from shardmlx.models.rope_parameters import FULL, WINDOWED
 Windows = Sequence[int | None]
 """The number of tokens that attention sees, for each layer; None for all before."""
 
-# Windows
-
 
 def no_windows(config: Config) -> Windows:
     return _windows(config, [FULL])
@@ -61,9 +59,6 @@ def _windows(config: Config, kinds: Sequence[Any]) -> Windows:
         raise UserError(f"config.json: no layer is of type {FULL}", "mlx-lm needs one")
     window = config.count("sliding_window") if WINDOWED in every else None
     return [window if kind == WINDOWED else None for kind in every]
-
-
-# Layers of experts
 
 
 def all_layers(config: Config) -> Sequence[bool]:

@@ -7,7 +7,7 @@ left out.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -163,10 +163,6 @@ class LayerShape:
             each.parameters // each.copies * (each.copies - each.uses) for _, each in self.linears
         )
         return self.parameters - idle
-
-    def seeing(self, length: int) -> LayerShape:
-        """Return the layer without its window if texts of ``length`` tokens fit in it."""
-        return replace(self, window=None) if (self.window or 0) >= length else self
 
     def flops(self, sequence_length: int) -> float:
         """Return FLOPs of one token's forward, averaged over the sequence."""

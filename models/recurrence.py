@@ -92,10 +92,7 @@ def _ssm(limit: tuple[float, float], *arrays: mx.array) -> tuple[mx.array, mx.ar
 
 
 def _in_pieces(
-    rule: Rule,
-    rows: Sequence[mx.array],
-    constants: Sequence[mx.array],
-    state: mx.array,
+    rule: Rule, rows: Sequence[mx.array], constants: Sequence[mx.array], state: mx.array
 ) -> tuple[mx.array, mx.array]:
     count = len(rows)
 

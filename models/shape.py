@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from shardmlx.errors import UserError
@@ -24,11 +24,9 @@ class Names(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Sizes of a decoder-only transformer.
+    """Sizes of a decoder-only transformer: ``kinds`` of layers, and each layer's in ``pattern``.
 
-    ``kinds`` are the different layers, ``pattern`` has the number of each layer's kind.
-    ``text_type`` is the ``model_type`` of a separate text model inside, empty if no family is
-    declared and the sizes were read from tensors.
+    ``text_type`` is the ``model_type`` of the text model inside, empty for an undeclared family.
     """
 
     model_type: str
@@ -135,7 +133,10 @@ class ModelShape:
 
     def unlike_layers(self, length: int) -> tuple[tuple[LayerShape, ...], tuple[int, ...]]:
         """Return the layers that differ at ``length`` tokens, and each layer's number there."""
-        alike = [kind.seeing(length) for kind in self.kinds]
+        alike = [
+            replace(kind, window=None) if (kind.window or 0) >= length else kind
+            for kind in self.kinds
+        ]
         kinds = tuple(dict.fromkeys(alike))
         return kinds, tuple(kinds.index(alike[kind]) for kind in self.pattern)
 

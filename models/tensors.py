@@ -1,6 +1,4 @@
-"""List the tensors of a model: names, as mlx-lm and Hugging Face have them, and shapes.
-
-No MLX, no MPI.
+"""List the tensors of a model, as mlx-lm and Hugging Face name them. No MLX, no MPI.
 
 Follows mlx-lm's model files and ``mlx_lm.utils.load_model``, which decide the loaded tensors.
 """

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from shardmlx.errors import UserError
-from shardmlx.partitioners.memory import DoesNotFitError, does_not_fit, evenly_full
+from shardmlx.partitioners.memory import does_not_fit, evenly_full
 from shardmlx.partitioners.problem import Problem
 from shardmlx.partitioners.shortest import Kinds, Orders, Path, Tables, shortest
 from shardmlx.pipeline.stage_map import Partition, StageMap
@@ -59,7 +59,11 @@ def hetero(problem: Problem) -> StageMap:
     for orders in orders_to_try(problem, kinds):
         answer = _search(tables, orders, problem.microbatches, answer)
     if answer is None:
-        raise _does_not_fit(problem)
+        # The order, given or by memory, that lacks the least.
+        by_memory = tuple(sorted(problem.placement, key=lambda rank: -problem.capacity[rank]))
+        placed = [replace(problem, placement=order) for order in (problem.placement, by_memory)]
+        errors = [does_not_fit(each, evenly_full(each)) for each in placed]
+        raise min(errors, key=lambda error: error.shortage)
     _, path = answer
     return problem.stage_map(Partition(tuple(pairwise(path.bounds))), path.placement)
 
@@ -121,10 +125,3 @@ def _are_alike(problem: Problem, a: int, b: int) -> bool:
         return False
     others = set(range(problem.pp)) - {a, b}
     return all(problem.round_trip(a, each) == problem.round_trip(b, each) for each in others)
-
-
-def _does_not_fit(problem: Problem) -> DoesNotFitError:
-    largest_first = tuple(sorted(problem.placement, key=lambda rank: -problem.capacity[rank]))
-    placed = [replace(problem, placement=order) for order in (problem.placement, largest_first)]
-    errors = [does_not_fit(each, evenly_full(each)) for each in placed]
-    return min(errors, key=lambda error: error.shortage)

@@ -24,10 +24,8 @@ EFFICIENCY = 0.6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """A machine for each world rank; ranks that share one have their share of it.
-
-    Times of ``profile`` take precedence over ``flops``. Raises ``UserError`` for a missing number.
-    """
+    """A machine, or its share of one, for each world rank; times of ``profile`` come before
+    ``flops``."""
 
     machines: tuple[Machine, ...]
     profile: Profile | None = None

@@ -19,10 +19,7 @@ from shardmlx.config.checks import OPTIMIZERS
 from shardmlx.costmodel.divided import divided
 from shardmlx.costmodel.layer_memory import LayerMemory, layer_memory
 from shardmlx.costmodel.training_setup import FLOAT32, Ratios, TrainingSetup
-from shardmlx.engine.buffers import (
-    BUCKET_BYTES,
-    positions_of_piece,
-)
+from shardmlx.engine.buffers import BUCKET_BYTES, positions_of_piece
 
 HEAD_ARRAYS = 8
 """Arrays of hidden states that pass in the norm and the loss beside the logits."""

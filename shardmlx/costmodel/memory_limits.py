@@ -65,12 +65,8 @@ class ProcessMemory:
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
     """Bytes of MLX's arrays that a rank may have; ``inf`` if the machine is unknown, negative if
-    the rest of the process has no room.
-
-    The process takes ``outside`` bytes more; ``reason`` names the limit on both, and ``most`` caps
-    any limit that the user sets. ``wirable`` are the bytes that macOS lets the GPU wire, None if
-    nothing is wired.
-    """
+    the ``outside`` bytes of its process have no room. ``reason`` names the limit on both, ``most``
+    caps the user's; ``wirable`` is what macOS lets the GPU wire, None if nothing is wired."""
 
     host: str
     nbytes: float
@@ -145,13 +141,9 @@ class MemoryLimits:
 def budgets_of(
     cluster: Cluster, limit: int | None = None, processes: Sequence[ProcessMemory] = ()
 ) -> tuple[MemoryBudget, ...]:
-    """Return the memory budget of each world rank.
-
-    A process may use the least of ``limit`` (by default the usable share of its machine) and its
-    own bounds, each shared with the other ranks of the host under the same bound. A known working
-    set of Metal bounds the arrays instead of that share. Without ``processes`` only the machines
-    are known.
-    """
+    """Return the memory budget of each world rank: the least of ``limit`` (else the usable share of
+    its machine, or Metal's working set for the arrays) and of the process's own bounds, each shared
+    with the ranks of the host under the same bound."""
     processes = processes or (ProcessMemory(),) * cluster.size
     hosts = [machine.host for machine in cluster.machines]
     ranks = Counter(hosts)

@@ -19,11 +19,8 @@ from shardmlx.pipeline.simulate import Simulation, simulate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPrediction:
-    """A pipeline rank, with the slowest and smallest of its replicas.
-
-    ``seconds`` are of one micro-batch through all its stages, but ``update`` is once a step;
-    ``capacity`` is ``inf`` if unknown.
-    """
+    """A pipeline rank, with the slowest and smallest of its replicas; ``seconds`` are of one
+    micro-batch through all its stages, ``capacity`` is ``inf`` if unknown."""
 
     hosts: tuple[str, ...]
     ranges: tuple[tuple[int, int], ...]
@@ -38,11 +35,8 @@ class RankPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Prediction of a step: F and B of all micro-batches, sums over replicas, update.
-
-    If several steps make one update, each takes its share of sums and update. ``sent`` are the
-    bytes that the busiest host sends to others in a step.
-    """
+    """Prediction of a step, with its share of sums over replicas and of the update; ``sent`` are
+    the bytes that the busiest host sends to others."""
 
     plan: Plan
     ranks: tuple[RankPrediction, ...]

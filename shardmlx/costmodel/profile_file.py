@@ -1,7 +1,4 @@
-"""The file of measured times and bytes that ``shardmlx profile`` writes and the planner reads.
-
-No MLX, no MPI.
-"""
+"""The file of times and bytes that ``shardmlx profile`` measures. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import reprlib
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -39,12 +37,9 @@ class LayerTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Times measured with micro-batches of ``rows`` x ``length`` tokens.
-
-    ``layer`` is a layer that trains, with every gradient; ``frozen`` one that runs only forward.
-    ``others`` are the other kinds of layers. Raises ``ValueError`` for impossible times; embedding
-    and lm_head are differences of times.
-    """
+    """Times measured with micro-batches of ``rows`` x ``length`` tokens, of a ``layer`` that trains
+    and a ``frozen`` one, of ``others`` of other kinds, and of embedding and lm_head, which are
+    differences of times. Raises ``ValueError`` for impossible ones."""
 
     rows: int
     length: int
@@ -87,10 +82,7 @@ class MachineProfile:
     def seconds(self, workload: Workload, rows: int, length: int) -> ModelSeconds:
         """Return times interpolated between samples; the outermost line goes on beyond them."""
         rows, length = workload.micro_batch(rows, length)
-
-        def part(times: Sequence[Seconds]) -> Seconds:
-            return self._interpolated(times, rows, length)
-
+        part = partial(self._interpolated, rows, length)
         kinds = list(zip(*(sample.kinds for sample in self.samples), strict=True))
         trained = [part([times.trained for times in kind]) for kind in kinds]
         frozen = [part([times.frozen for times in kind]) for kind in kinds]
@@ -107,7 +99,7 @@ class MachineProfile:
             recompute=workload.batch.recomputed,
         )
 
-    def _interpolated(self, times: Sequence[Seconds], rows: int, length: int) -> Seconds:
+    def _interpolated(self, rows: int, length: int, times: Sequence[Seconds]) -> Seconds:
         lengths = [sample.length for sample in self.samples]
         if len(times) == 1:
             mixed = times[0].scaled(length / lengths[0])

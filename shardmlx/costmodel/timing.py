@@ -1,6 +1,4 @@
-"""Tell how long parts of a model take, and a machine of known speed.
-
-No MLX, no MPI.
+"""Tell how long parts of a model take, and a machine of known speed. No MLX, no MPI.
 
 A part is a decoder layer, the embedding, or the head with the final norm. Its times are those of
 one micro-batch: forward (F), gradient for the input (I), gradient for the weights (W).
@@ -70,11 +68,8 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSeconds:
-    """Times of each part of a model, on one machine, for micro-batches of one size.
-
-    ``first_trained`` is the lowest layer with trained weights, ``len(layers)`` if there is none;
-    layers below run only forward.
-    """
+    """Times of each part of a model, on one machine, for micro-batches of one size; layers below
+    ``first_trained`` run only forward."""
 
     layers: tuple[Seconds, ...]
     embedding: Seconds = Seconds()

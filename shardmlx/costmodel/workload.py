@@ -1,7 +1,4 @@
-"""A model and what a run trains of it: the facts behind times and memory, beside the layout.
-
-No MLX, no MPI.
-"""
+"""A model and what a run trains of it: facts behind times and memory. No MLX, no MPI."""
 
 from __future__ import annotations
 

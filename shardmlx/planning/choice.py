@@ -46,12 +46,9 @@ class Assessment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The chosen way, of ``tried`` ways, to do as ``asked``, by these ``facts``.
-
-    ``relative_seconds`` are a step's beside the simplest way's, 1 if that does not fit, and
-    ``lacking`` says why. ``prediction`` is of a step with rows of mean length, and ``is_limited``
-    says whether some way did not fit.
-    """
+    """The chosen way, of ``tried`` ways, to do as ``asked``, by these ``facts``, with a
+    ``prediction`` for rows of mean length. ``relative_seconds`` are a step's beside the simplest
+    way's, 1 if that does not fit for what is ``lacking``; ``is_limited`` if any did not fit."""
 
     asked: RunSpec
     facts: Facts
@@ -70,10 +67,6 @@ class Choice:
     @property
     def plan(self) -> Plan:
         return self.assessment.plan
-
-    @property
-    def workload(self) -> Workload:
-        return self.facts.work(self.run)
 
     @property
     def way(self) -> str:
@@ -138,12 +131,9 @@ def _set_up(rows: int, facts: Facts) -> int:
 
 
 def choose(
-    run: RunSpec,
-    facts: Facts,
-    advance: Callable[[int, int], None] = lambda done, total: None,
+    run: RunSpec, facts: Facts, advance: Callable[[int, int], None] = lambda done, total: None
 ) -> Choice:
-    """Return the fastest way that fits; among those about as fast, the simplest, then the one that
-    leaves most memory free.
+    """Return the simplest of the fastest ways that fit, then the one with most memory free.
 
     ``advance`` gets the number of ways examined, and of all. ``DoesNotFitError`` says how far the
     best way fails, another ``UserError`` why none can be divided.

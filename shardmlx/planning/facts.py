@@ -16,12 +16,8 @@ CLOSE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class SequenceLengths:
-    """The lengths of a run's sequences, in tokens of their inputs.
-
-    ``longest`` are a step's, and those of forward-only sequences; ``padded`` and ``exact`` the
-    means of a row with and without padding; ``counted`` the share of ``exact`` that counts in the
-    loss.
-    """
+    """Tokens of a run's sequences: ``longest`` of a step and forward-only, ``padded`` and ``exact``
+    means of a row; ``counted`` is the share of ``exact`` that counts in the loss."""
 
     longest: tuple[int, int]
     padded: int

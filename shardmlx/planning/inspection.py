@@ -23,13 +23,7 @@ from shardmlx.modelfiles.parts import Inspection, inspect_files
 from shardmlx.modelfiles.verify import checksums_to_compare, verify
 from shardmlx.pipeline.stage_map import read_stage_map
 from shardmlx.planning.layout import make_mesh
-from shardmlx.planning.model_report import (
-    as_json,
-    part_table,
-    rank_report,
-    stage_table,
-    summary,
-)
+from shardmlx.planning.model_report import as_json, part_table, rank_report, stage_table, summary
 from shardmlx.planning.weight_split import Split, divide, generation_of
 
 _DEFAULT_PARTITIONER = "balanced"
@@ -53,10 +47,7 @@ class InspectOptions:
         minimum=1,
     )
     partitioner: str | None = _split(
-        None,
-        "how --pipeline-stages divides",
-        metavar="NAME",
-        unset=_DEFAULT_PARTITIONER,
+        None, "how --pipeline-stages divides", metavar="NAME", unset=_DEFAULT_PARTITIONER
     )
     stage_map: str | None = common.stage_map(group=_SPLIT)
     hostfile: str | None = common.hostfile(None, group=_SPLIT)

@@ -120,8 +120,8 @@ def binding(choice: Choice) -> str:
 
 def shorter_sums(choice: Choice) -> list[str]:
     """Return a line for each ``--sum-dtype`` that would save a hundredth of a step."""
-    workload, prediction, cluster = choice.workload, choice.prediction, choice.facts.cluster
-    tune, batch = workload.fine_tune, workload.batch
+    prediction, cluster = choice.prediction, choice.facts.cluster
+    tune, batch = choice.run.fine_tune, choice.run.batch
     links = [each.link for each in cluster.machines if each.link is not None]
     is_summed = prediction.plan.mesh.dp > 1 and tune.sum_dtype == "float32"
     if cluster.unit != "seconds" or not links or not is_summed:
@@ -129,8 +129,8 @@ def shorter_sums(choice: Choice) -> list[str]:
     lines = []
     length = choice.facts.lengths.mean(batch.pack)
     for dtype in ROUNDING_SECONDS:
-        other = replace(workload, fine_tune=replace(tune, sum_dtype=dtype))
-        then = predict(prediction.plan, other, cluster, length)
+        other = replace(choice.run, fine_tune=replace(tune, sum_dtype=dtype))
+        then = predict(prediction.plan, choice.facts.work(other), cluster, length)
         saved = 1 - then.step_seconds / prediction.step_seconds
         if saved >= CLOSE:
             lines.append(f"--sum-dtype {dtype} would make the step {100 * saved:.0f}% shorter")

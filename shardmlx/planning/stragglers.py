@@ -59,11 +59,8 @@ class Straggler:
 
 @dataclass(slots=True)
 class Watch:
-    """Compares the ranks of a run at each report and names a straggler once.
-
-    ``hosts`` has one for each world rank. ``is_measured`` means that a profile predicts.
-    ``alike[r]`` are the ranks with the same work as r, on equal machines.
-    """
+    """Compares the world ranks of a run at each report and names a straggler once; ``alike[r]`` are
+    the ranks with the same work as r, on equal machines. ``is_measured``: a profile predicts."""
 
     hosts: Sequence[str]
     is_measured: bool = False

@@ -8,13 +8,7 @@ from dataclasses import replace
 from itertools import product
 
 from shardmlx.config.common_options import AUTO, FASTEST, SIMPLEST, SMALLEST
-from shardmlx.config.specs import (
-    COUNTED,
-    DIVIDED_WEIGHTS,
-    RECOMPUTE,
-    BatchOptions,
-    RunSpec,
-)
+from shardmlx.config.specs import COUNTED, DIVIDED_WEIGHTS, RECOMPUTE, BatchOptions, RunSpec
 from shardmlx.errors import UserError
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import suits
@@ -81,28 +75,16 @@ def _of_mesh(run: RunSpec, facts: Facts, mesh: Mesh) -> Iterator[RunSpec]:
         for size in _sizes(batch, facts, rows, usual, mesh.pp, pack):
             if not _runs(schedule, mesh.pp, -(-rows // (size or usual)), virtual, facts):
                 continue
-            answers = product(
-                tunes,
-                amounts,
-                chunks,
-                _partitioners(run, facts, virtual),
-            )
+            answers = product(tunes, amounts, chunks, _partitioners(run, facts, virtual))
             for each, amount, chunk, partitioner in answers:
                 yield replace(
                     run,
                     fine_tune=each,
                     layout=replace(
-                        layout,
-                        pipeline_stages=mesh.pp,
-                        partitioner=partitioner,
-                        schedule=schedule,
+                        layout, pipeline_stages=mesh.pp, partitioner=partitioner, schedule=schedule
                     ),
                     batch=replace(
-                        batch,
-                        micro_batch_size=size,
-                        pack=pack,
-                        recompute=amount,
-                        loss_chunk=chunk,
+                        batch, micro_batch_size=size, pack=pack, recompute=amount, loss_chunk=chunk
                     ),
                 )
 
