@@ -20,7 +20,6 @@ from tests.helpers.http_serving import Agent, Parrot, Text
 PATIENCE = 60.0
 EVIL = "<img src=x onerror=\"document.title = 'attacked'\"><script>alert(1)</script>"
 
-CONVERSATION = "shardmlx.conversation."
 SETTINGS = "shardmlx.settings"
 
 

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from shardmlx.modelfiles.parts import planned_tensors
-from tests.helpers.bare_python import REFUSE
 from tests.helpers.hub_server import File, safetensors_file, text_file
-
-ROOT = Path(__file__).parents[2]
 
 TINY: dict[str, Any] = {
     "model_type": "llama",
@@ -115,28 +110,6 @@ def adapters(layers: range, rank: int = 8, **config: Any) -> dict[str, File]:
         "adapters.safetensors": safetensors_file(tensors),
         "adapter_config.json": text_file(content),
     }
-
-
-_BARE_PYTHON = f"""{REFUSE}
-import runpy
-
-sys.argv[0] = "inspect"
-runpy.run_module("shardmlx.inspect", run_name="__main__")
-"""
-
-
-def run_bare(
-    *arguments: str, environment: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run the command in a Python that has neither MLX nor MPI."""
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", _BARE_PYTHON, *arguments],
-        cwd=ROOT,
-        env=None if environment is None else dict(environment),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 def dump(path: Path, content: Any) -> None:

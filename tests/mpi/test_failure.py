@@ -73,19 +73,6 @@ def test_a_rank_that_is_killed(
     ), line
 
 
-@pytest.mark.parametrize(("rank", "when", "zero"), [(0, "scatter", "1"), (2, "gather", "3")])
-def test_a_replica_that_is_killed_in_the_middle_of_a_sum(
-    rank: int, when: str, zero: str, arguments: list[str | Path]
-) -> None:
-    """Or of gathering weights. Also where another still computes: it is named all the same."""
-    full = ["--fine-tune-type", "full", "--pipeline-stages", "1", "--batch-size", "6"]
-    full += ["--zero", zero]
-    job, line = fail(3, rank, when, "kill", [*arguments, *full])
-    assert job.returncode in AFTER_A_KILL, job.output
-    where = rf"rank \d on {HOST}, .+: rank {rank} on {HOST} {DIED}"
-    assert re.fullmatch(f"shardmlx: failed: {where}", line), line
-
-
 def test_a_rank_that_is_stopped(arguments: list[str | Path]) -> None:
     """It is named a second before others may give up, where that is more than three seconds."""
     job, line = fail(3, 0, "step", "stop", [*arguments, "--timeout", "5"])

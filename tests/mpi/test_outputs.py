@@ -67,7 +67,6 @@ def others(lora: Job, small: Path, small_tied: Path, pirate: Path, directory: Pa
 
 
 def final_loss(directory: Path, name: str) -> float:
-    """The loss on the test set at the end of a run."""
     (event,) = events(directory / f"{name}.jsonl", "test")
     loss: float = event["loss"]
     return loss
@@ -147,12 +146,6 @@ def test_training_starts_from_a_full_fine_tune(others: None, directory: Path) ->
     assert final_loss(directory, "continued") == pytest.approx(
         final_loss(directory, "full"), rel=1e-5
     )
-
-
-def test_nothing_stays_beside_the_outputs(others: None, directory: Path) -> None:
-    names = ["full", "tied", "resumed", "continued"]
-    expected = {"lora", "new", *names, *(f"{name}.jsonl" for name in names)}
-    assert {path.name for path in directory.iterdir()} == expected
 
 
 def test_metrics_have_a_line_for_every_event(lora: Job, directory: Path) -> None:

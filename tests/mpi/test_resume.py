@@ -71,16 +71,15 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one rank": (1, ["--micro-batch-size", "4"]),
     "three stages": (3, ["--schedule", "gpipe"]),
     "two by two": (4, ["--pipeline-stages", "2", "--schedule", "zb-h1"]),
-    "two replicas, each with all state": (2, ["--pipeline-stages", "1", "--zero", "0"]),
     "four replicas": (4, ["--pipeline-stages", "1"]),
 }
 BEGUN = {ADAM: "two stages", SGD: "two by two"}
 """Layouts in which runs begin. Two replicas of a full fine-tune divide the optimizer's state."""
 
 OTHERS = {
-    ADAM: ["three stages", "two by two"],
+    ADAM: ["three stages"],
     # Of a tied matrix it matters whether one rank has both ends, and whether there are replicas.
-    SGD: ["zb-v", "one rank", "two replicas, each with all state", "four replicas"],
+    SGD: ["zb-v", "one rank", "four replicas"],
 }
 """Layouts in which runs go on, beside that in which they began."""
 

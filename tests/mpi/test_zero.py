@@ -102,7 +102,7 @@ def test_divided_weights_train_as_whole_ones(small: Path, pirate: Path, tmp_path
         assert resumed.steps == {step: whole.steps[step] for step in (4, 5, 6)}
         assert resumed.weights == whole.weights
     # In other layouts gradients are added in another order.
-    for stages, ranks in (("2", 2), ("2", 4), ("1", 4)):
+    for stages, ranks in (("2", 4), ("1", 4)):
         own = tmp_path / f"{stages}-{ranks}"
         place = own / "checkpoints" / "step-0000003"
         shutil.copytree(parts.checkpoints / place.name, place)
@@ -112,11 +112,10 @@ def test_divided_weights_train_as_whole_ones(small: Path, pirate: Path, tmp_path
             assert resumed.steps[step] == pytest.approx(whole.steps[step], rel=1e-2)
 
 
-@pytest.mark.parametrize("zero", ["1", "3"])
 def test_float32_copies_begin_with_what_the_model_has_in_float32(
-    zero: str, small: Path, pirate: Path, tmp_path: Path
+    small: Path, pirate: Path, tmp_path: Path
 ) -> None:
-    slow = Run(tmp_path, small, pirate, "--zero", zero, "--learning-rate", "1e-7", "--iters", "3")
+    slow = Run(tmp_path, small, pirate, "--zero", "3", "--learning-rate", "1e-7", "--iters", "3")
     copies = {
         name.removesuffix(".master"): np.frombuffer(content, np.float32)
         for name, (_, _, content) in slow.saved("optimizer", 3).items()
@@ -133,7 +132,6 @@ def test_float32_copies_begin_with_what_the_model_has_in_float32(
 SHORT = ("--pipeline-stages", "2", "--sum-dtype", "int8")
 KILLS = [
     ("scatter:5", 4, ("--zero", "1", *SHORT, "--replica-rows", "3,1")),
-    ("gathering:5", 2, ("--zero", "1")),
     ("gathering:5", 2, ("--zero", "3", "--recompute", "full")),
 ]
 

@@ -1,9 +1,6 @@
 """``shardmlx schedule``: what it prints, and how it ends on bad input."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +8,6 @@ from shardmlx.main import main
 from shardmlx.pipeline.actions import parse_grid
 from shardmlx.pipeline.schedules import SCHEDULES, compute_actions
 
-ROOT = Path(__file__).parents[3]
 SIZE = ["--pipeline-stages", "4", "--micro-batches", "8"]
 
 
@@ -70,14 +66,6 @@ def test_json_gives_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-def test_virtual_stages_default_to_the_schedules_own(capsys: pytest.CaptureFixture[str]) -> None:
-    report = json.loads(output(capsys, "--schedule", "interleaved-1f1b", *SIZE, "--json"))
-    assert report["virtual"] == 2
-    three = ["--virtual-stages", "3", "--json"]
-    report = json.loads(output(capsys, "--schedule", "interleaved-1f1b", *SIZE, *three))
-    assert report["bubble_fraction"] * report["makespan"] == pytest.approx(3 * 3 / 3)
-
-
 def test_without_print_there_is_a_summary_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     text = output(capsys, "--schedule", "1f1b", *SIZE)
     assert text.startswith(
@@ -108,24 +96,3 @@ def test_bad_input_ends_in_one_line_and_status_2(
     assert captured.out == ""
     assert value in captured.err
     assert captured.err.count("\n") == 1
-
-
-BARE_PYTHON = """
-import runpy, sys
-
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"mlx", "mlx_lm", "mpi4py"}:
-            raise ModuleNotFoundError(f"refused: {name}")
-
-sys.meta_path.insert(0, Refuse())
-sys.argv[0] = "schedule"
-runpy.run_module("shardmlx.schedule", run_name="__main__")
-"""
-
-
-def test_runs_in_a_python_without_mlx_and_mpi() -> None:
-    command = [sys.executable, "-c", BARE_PYTHON, "--schedule", "zb-v", *SIZE, "--print", "actions"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("r0 0F0 0F1 0F2 0F3 0F4 0F5 0F6 7F0 7I0 7W0 ")

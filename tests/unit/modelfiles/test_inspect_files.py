@@ -19,7 +19,6 @@ from tests.helpers.fake_models import (
     TINY,
     adapters,
     model_files,
-    run_bare,
     write,
 )
 from tests.helpers.hub_server import safetensors_file, text_file
@@ -272,17 +271,6 @@ def test_a_damaged_model_ends_in_one_line_that_names_it(
 ) -> None:
     files = model_files(TINY) | {name: text_file(content)}
     assert named in error_of(capsys, str(write(tmp_path, files)))
-
-
-def test_without_mlx_and_mpi_as_a_process(tiny: str) -> None:
-    done = run_bare(tiny, "--pipeline-stages", "2")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "39 tensors" in done.stdout
-    done = run_bare(tiny, "--pipeline-stages", "9")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "shardmlx: error: 9 stages, but the model has 4 layers: use at most 4 stages\n"
-    )
 
 
 def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch, tiny: str) -> None:

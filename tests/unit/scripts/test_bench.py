@@ -109,33 +109,6 @@ def test_ratios_are_of_rounds() -> None:
     assert f"{spread:.1f}" == "2.0 (2.0-2.2)"
 
 
-def test_contenders_rest_between_their_turns_and_answer_by_rank() -> None:
-    turns = load("_turns")
-    program = (
-        "import os; from _turns import Turns; rank = int(os.environ['RANK']); turns = Turns(rank)\n"
-        "turns.answer('warm')\n"
-        "while True: turns.answer([rank, turns.rest()])"
-    )
-    path = {"PYTHONPATH": str(BENCH)}
-    command = [sys.executable, "-c", program]
-    contender = turns.Contender(
-        "two processes",
-        [command, command],
-        ranks=2,
-        environments=[{**path, "RANK": "1"}, {**path, "RANK": "0"}],
-    )
-    with turns.warmed_up([contender]):
-        assert contender.warm_up == ["warm", "warm"]
-        assert contender.turn(5) == [[0, 5], [1, 5]]
-        assert contender.turn(6) == [[0, 6], [1, 6]]
-
-
-def test_a_contender_that_fails_says_why() -> None:
-    turns = load("_turns")
-    with pytest.raises(SystemExit, match="broken failed:\nno such model"):
-        turns.Contender("broken", [[sys.executable, "-c", "raise SystemExit('no such model')"]])
-
-
 def test_what_is_timed_of_a_start_is_there() -> None:
     for path in load("_startup").PARTS:
         assert callable(pkgutil.resolve_name(f"shardmlx.{path}"))

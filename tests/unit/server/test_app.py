@@ -87,15 +87,6 @@ def test_a_chat_streamed(client: openai.OpenAI) -> None:
     assert (last.choices, last.usage and last.usage.total_tokens) == ([], 12)
 
 
-def test_models(client: openai.OpenAI) -> None:
-    (model,) = client.models.list()
-    assert (model.id, model.model_extra) == (MODEL, {"max_model_len": 1000, "tools": None})
-    assert client.models.retrieve(MODEL).owned_by == "shardmlx"
-    assert client.models.retrieve("default").id == MODEL
-    with pytest.raises(openai.NotFoundError, match=r"'some/model' .* 'parrot'"):
-        client.models.retrieve("some/model")
-
-
 # What does not go well.
 
 
