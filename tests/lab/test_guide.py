@@ -85,7 +85,7 @@ PROVOKED = {
         "$again 'mpirun -n 1 bash -c \"kill -9 \\$PPID\" & wait $!'; "
         "$again 'mpirun -n 1 hostname & wait $!'"
     ),
-    "here, and it is no Hugging Face repository (OWNER/NAME): check the name": (
+    "here, and it is no Hugging Face repository (OWNER/NAME): give the model's directory": (
         "shardmlx generate --model .cache/smollm"
     ),
 }
