@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 import sys
@@ -24,6 +25,8 @@ ANSWERED = {
 }
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+_ELSEWHERE = "192.0.2.1"  # in no own network, by RFC 5737
 
 
 def bind(host: str, port: int, prefix: str = "--") -> socket.socket:
@@ -86,9 +89,20 @@ def _explained(host: str, port: int, prefix: str, error: OSError) -> UserError:
     return UserError(problem.format(prefix, host, port), remedy)
 
 
+def source_address(target: str) -> str | None:
+    """Return the address from which this machine reaches another. Nothing is sent."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as test:
+        test.connect((target, 9))
+        return str(test.getsockname()[0])
+    return None
+
+
 def address_of(listener: socket.socket) -> str:
-    """Return the URL of the server at a socket, as one types it into a browser."""
+    """Return the URL of the server at a socket, as one types it into a browser: where others reach
+    it at all addresses, with the one by which this machine reaches them."""
     host, port = listener.getsockname()[:2]
+    if ip_address(host.partition("%")[0]).is_unspecified:
+        host = source_address(_ELSEWHERE) or host
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

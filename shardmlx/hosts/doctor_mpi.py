@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from shardmlx.common.environment import INSTALL_OPENBLAS, Blas
 from shardmlx.common.formatting import plural
+from shardmlx.common.http_listener import source_address
 from shardmlx.common.reporter import check_writable
 from shardmlx.config.doctor import DoctorConfig
 from shardmlx.costmodel.hostfile import Machine, read_hostfile
@@ -23,7 +24,7 @@ from shardmlx.errors import AgreedFailure
 from shardmlx.hosts.doctor_hostfile import hostfile_text, machines_of
 from shardmlx.hosts.doctor_report import check_json, content, progress, show, text, write
 from shardmlx.hosts.findings import Examination, Host, Link, LinkSpeed, Route, is_used, open_routes
-from shardmlx.hosts.host_facts import HostFacts, collect, source_address
+from shardmlx.hosts.host_facts import HostFacts, collect
 from shardmlx.hosts.probe_script import connect_errors, listen
 from shardmlx.hosts.speed_tests import matmul_flops, measure_link, shares_memory
 from shardmlx.loading.rank_setup import working_set

@@ -17,13 +17,13 @@ from typing import Any
 import shardmlx
 from shardmlx.common.cli import run_command
 from shardmlx.common.environment import launched_rank
+from shardmlx.common.http_listener import source_address
 from shardmlx.config.doctor import LINE
 from shardmlx.costmodel.hostfile import read_hostfile
 from shardmlx.errors import UserError
 from shardmlx.hosts import probe_script
 from shardmlx.hosts.doctor_report import check_json, host_table, progress, show, warnings
 from shardmlx.hosts.findings import Finding, connection_remedy, version_skew
-from shardmlx.hosts.host_facts import source_address
 from shardmlx.hosts.mpirun import mpirun_path
 from shardmlx.hosts.probe_client import Probe, at_once
 from shardmlx.hosts.reachability import (

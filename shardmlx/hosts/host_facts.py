@@ -111,14 +111,6 @@ def collect() -> HostFacts:
     )
 
 
-def source_address(target: str) -> str | None:
-    """Return the address from which this machine reaches another. Nothing is sent."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as test:
-        test.connect((target, 9))
-        return str(test.getsockname()[0])
-    return None
-
-
 def _said(*command: str) -> str | None:
     """Return the output of a tool; None without the tool, or if it fails in any way."""
     path = os.pathsep.join(filter(None, [os.environ.get("PATH"), _ADDED_PATH]))

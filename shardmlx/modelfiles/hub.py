@@ -35,6 +35,7 @@ _FIRST_BYTES = 8 * 1024
 _CONNECTIONS = 8
 _ATTEMPTS = 3  # a connection that breaks is tried again
 _PAUSE = 0.3  # seconds, once after the first attempt and twice after the second
+_OFFLINE = "no internet? give a local directory"
 _KEY_FILES = (CONFIG_FILE, ADAPTER_CONFIG_FILE, INDEX_FILE, "model.safetensors")
 
 
@@ -247,11 +248,11 @@ def hub_errors(name: str, revision: str | None) -> Iterator[None]:
             f"{name} is gated", f"accept its terms at {endpoint}/{name}, then {log_in}"
         ) from None
     except errors.OfflineModeIsEnabled:
-        raise Unreachable("HF_HUB_OFFLINE is set", "unset it to ask the hub") from None
+        raise Unreachable("HF_HUB_OFFLINE is set", f"unset it to ask the hub; {_OFFLINE}") from None
     except errors.EntryNotFoundError as error:
         # Also raised for a hub that cannot be reached, if the cache does not have the file.
         raise Unreachable(
-            f"the hub does not give {name}: {_first_line(error)}", "try again"
+            f"the hub does not give {name}: {_first_line(error)}", f"try again; {_OFFLINE}"
         ) from None
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
@@ -268,7 +269,7 @@ def hub_errors(name: str, revision: str | None) -> Iterator[None]:
     except hub_transport_error() as error:
         raise _Broken(
             f"{endpoint} does not answer ({_first_line(error)})",
-            "check the network, or HF_ENDPOINT",
+            f"check the network, or HF_ENDPOINT; {_OFFLINE}",
         ) from None
     except (OSError, ValueError) as error:
         raise UserError(

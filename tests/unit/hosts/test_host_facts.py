@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from shardmlx.common.http_listener import source_address
 from shardmlx.hosts import host_facts
 from shardmlx.hosts.host_facts import (
     ETHERNET,
@@ -18,7 +19,6 @@ from shardmlx.hosts.host_facts import (
     WIFI,
     Interface,
     media_of_ports,
-    source_address,
 )
 
 

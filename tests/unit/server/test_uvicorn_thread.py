@@ -14,6 +14,7 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from shardmlx.common import http_listener
 from shardmlx.common.http_listener import LOOPBACK, address_of, bind, bind_both, trusted_hosts
 from shardmlx.config import serve
 from shardmlx.config.serve import ServeConfig, check_packages
@@ -414,6 +415,14 @@ def test_where_there_is_no_ipv6(missing: int, monkeypatch: pytest.MonkeyPatch) -
     (listener,) = bind_both("127.0.0.1", 0)
     with listener:
         assert listener.family == socket.AF_INET
+
+
+def test_an_address_for_everyone_can_be_typed_on_a_phone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found, host in (("10.1.2.3", "10.1.2.3"), (None, "0.0.0.0")):
+        monkeypatch.setattr(http_listener, "source_address", {"192.0.2.1": found}.get)
+        with bind("0.0.0.0", 0) as listener:
+            port = listener.getsockname()[1]
+            assert address_of(listener) == f"http://{host}:{port}"
 
 
 def test_names_are_checked_where_only_this_machine_is_meant() -> None:
