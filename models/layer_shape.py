@@ -30,7 +30,7 @@ class Activation(NamedTuple):
 SWIGLU, GELU, GELU_APPROX = Activation(2, is_swiglu=True), Activation(3), Activation(4)
 """Common activations; ``silu(gate) * up`` keeps the sigmoid, and silu."""
 JOINED_SWIGLU = SWIGLU._replace(passing=4.0)
-"""SwiGLU of one matrix's output, with gradients of both halves and of the whole."""
+"""SwiGLU of one matrix's output: gradients of both halves, and the whole, which adapters scale."""
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
 """Norms of the hidden states in most families, before attention and before the MLP."""

@@ -38,7 +38,8 @@ def partitioner_names() -> tuple[str, ...]:
 
 
 def get_partitioner(name: str) -> Partitioner:
-    """Return a partitioner by name; ``UserError`` unless one package has it, and it imports."""
+    """Return a partitioner by name; ``UserError`` unless one package has it, and it imports.
+    Answers of another package's are checked."""
     if name in PARTITIONERS:
         return PARTITIONERS[name]
     found = tuple(entry_points(group=_GROUP, name=name))

@@ -25,7 +25,7 @@ EFFICIENCY = 0.6
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """A machine, or its share of one, for each world rank; times of ``profile`` come before
-    ``flops``."""
+    ``flops``. Raises ``UserError`` for a missing number."""
 
     machines: tuple[Machine, ...]
     profile: Profile | None = None

@@ -28,7 +28,7 @@ class Divided:
 
 
 def divided(setup: TrainingSetup, start: int, stop: int, ends: Sequence[float]) -> Divided:
-    """Say how replicas divide these layers, and matrices of the bytes of ``ends``."""
+    """Say how replicas divide layers and matrices of the bytes of ``ends``, without adapters."""
     first_trained = setup.workload.first_trained_layer
     lowest = max(start, first_trained) if setup.tune.is_full else stop
     kinds = [setup.shape.layer(i) for i in range(start, stop)]

@@ -58,7 +58,8 @@ def inference_memory(setup: GenerationSetup, start: int, stop: int) -> int:
 
 
 def kv_cache_memory(setup: GenerationSetup, start: int, stop: int) -> int:
-    """Return the bytes of all keys and values; an upper bound if sequences share tokens."""
+    """Return the bytes of all keys and values; an upper bound if sequences share tokens. Sliding
+    windows stay unquantised."""
     shape = setup.shape
     most = setup.context + kv_cache.STEP
     limit = min(most, setup.max_kv_size or most)

@@ -98,7 +98,8 @@ def layer_arrays(setup: TrainingSetup, layer: LayerShape) -> list[Array]:
 
 
 def _norms(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]:
-    """Yield RMSNorm's arrays: on Metal one kernel keeps its input, a CPU computes in float32."""
+    """Yield RMSNorm's arrays: on Metal one kernel keeps its input. A CPU computes in float32; there
+    a trained weight keeps the normalised states, and in W the gradients of the norm's outputs."""
     size, on_cpu = setup.dtype_bytes, setup.backend == "cpu"
     elements = setup.tokens * sum(norm.elements for _, norm in layer.norms)
     widened = on_cpu and not setup.is_selective

@@ -53,7 +53,8 @@ class MemorySample:
 
 
 def sample_ranges(pattern: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the measured stages for the kind of each layer: two layers each, as in training."""
+    """Return the layers that are measured as stages, two each: the scheduler gets from one into the
+    next. ``pattern`` has the kind of each layer."""
     count = len(pattern)
     kinds = []
     for kind in range(max(pattern) + 1):

@@ -29,10 +29,12 @@ from shardmlx.common.units import GIB, MIB
 from shardmlx.costmodel.cluster import Cluster
 
 LEAST_CACHE = 32 << 20
-"""Bytes that MLX caches on a CPU by default: a larger cache made no step faster (measured)."""
+"""Bytes that MLX caches on a CPU by default. A larger cache made no step faster (measured): glibc
+keeps freed memory too."""
 
 BOUND_FRACTION = 0.97
-"""Share of a memory cgroup or RLIMIT_AS for plans: the rest is for mpirun and page tables."""
+"""Share of a memory cgroup or RLIMIT_AS for plans: the rest is for mpirun and page tables. A
+process beyond the limit is killed."""
 
 FRAGMENTED = 0.06
 """Share of a step's freed bytes kept in fragments by the C library: 0.03 to 0.08 on Linux."""

@@ -69,7 +69,7 @@ class Seconds:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSeconds:
     """Times of each part of a model, on one machine, for micro-batches of one size; layers below
-    ``first_trained`` run only forward."""
+    ``first_trained`` (their number, if none is trained) run only forward."""
 
     layers: tuple[Seconds, ...]
     embedding: Seconds = Seconds()

@@ -73,8 +73,11 @@ def trainable_stages(workload: Workload, stage_map: StageMap) -> tuple[bool, ...
 def _problem(
     draft: Plan, workload: Workload, cluster: Cluster, length: int, longest: int
 ) -> Problem:
-    """Return a partitioner's problem, with costs for ``length`` tokens and memory for ``longest``;
-    in the ``draft`` every stage is trained, and its layers do not count."""
+    """Return a partitioner's problem, with costs for ``length`` tokens and memory for ``longest``.
+
+    In the ``draft`` every stage is trained, and its layers do not count. Costs are seconds, or
+    FLOPs if speeds are unknown; links then do not count.
+    """
     mesh, size = draft.mesh, draft.micro_batch_size
     setup = cluster.setup(workload, size, longest, mesh.dp)
     models = pipeline_seconds(workload, cluster, mesh, size, length)
