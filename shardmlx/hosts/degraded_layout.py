@@ -34,12 +34,9 @@ def plan_again(
     machines: Sequence[Machine],
     file: str | None = None,
 ) -> DegradedLayout:
-    """Return the layout for ``machines``, one a rank: the user's if it suits them, else one
-    pipeline through as many of them as there are layers.
-
-    ``run`` has the ``options`` and the YAML ``file``. The run chooses what they leave open. Raises
-    ``UserError`` if the user's file prevents a necessary change, or no layout suits.
-    """
+    """Return the layout for ``machines``, one a rank: as given if that suits them, else one
+    pipeline through as many as there are layers. Raises ``UserError`` if the user's file
+    prevents a necessary change, or no layout suits."""
     layers = _layers(run)
     layout = run.layout
     stage_map = None if layout.stage_map is None else read_stage_map(layout.stage_map)
@@ -102,7 +99,6 @@ def fits(
 
 
 def _layers(run: RunSpec) -> int | None:
-    """Return the number of the model's layers; None if it cannot be read from here."""
     try:
         files = open_model(run.model, run.revision)
         return Workload.of(files, run.fine_tune, run.batch).shape.num_layers

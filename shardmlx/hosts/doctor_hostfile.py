@@ -17,11 +17,8 @@ _HEADER = """\
 
 
 def machines_of(examination: Examination, known: Sequence[Machine] = ()) -> tuple[Machine, ...]:
-    """Return the measured machines, in the order of ``known`` ones, then of the ranks.
-
-    A known machine keeps its name, slots and unmeasured facts. A host's link is its fastest: of two
-    hosts, the planner takes the slower speed and the longer latency.
-    """
+    """Return the measured machines: ``known`` ones, which keep their unmeasured facts, come first.
+    A host's link is its fastest: of two hosts, the planner takes the slower speed."""
     left = list(examination.hosts)
     machines = []
     for machine in known:

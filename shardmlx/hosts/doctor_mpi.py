@@ -29,11 +29,8 @@ from shardmlx.hosts.probe_script import connect_errors, listen
 from shardmlx.hosts.speed_tests import matmul_flops, measure_link, shares_memory
 from shardmlx.loading.rank_setup import working_set
 
-SECONDS_FOR_FACTS = 120.0
-"""Seconds for all tools that ask a machine for its facts."""
-
-INCLUDE = "OMPI_MCA_btl_tcp_if_include"
-"""Open MPI's list of networks or interfaces to use; set by ``mpirun --mca``."""
+SECONDS_FOR_FACTS = 120.0  # for all tools that ask a machine for its facts
+INCLUDE = "OMPI_MCA_btl_tcp_if_include"  # networks or interfaces, set by mpirun --mca
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +49,12 @@ def run(config: DoctorConfig, transport: Transport, blas: Blas) -> None:
     examination = Examiner(transport, config.seconds, say).examine(blas)
     count = from_rank_0(transport, "reporting", lambda: _report(config, examination, known or ()))
     if any(link.speed is None for link in examination.links):
-        _leave_without_mpi(transport, 1 if config.strict else 0)
+        # In MPI_Finalize all ranks would connect, and crash if two cannot.
+        transport.barrier("leaving")
+        say("not all hosts can connect, so that the job ends with MPI_ABORT")
+        transport.abort(1 if config.strict else 0)
     if config.strict and count:
         raise AgreedFailure(f"{plural(count, 'warning')} (--strict)")
-
-
-def _leave_without_mpi(transport: Transport, status: int) -> None:
-    """End the job if MPI cannot: in MPI_Finalize all ranks connect, and crash if two cannot."""
-    transport.barrier("leaving")
-    if transport.rank == 0:
-        progress("not all hosts can connect, so that the job ends with MPI_ABORT")
-    transport.abort(status)
 
 
 class Examiner:
@@ -173,7 +165,6 @@ def _may_talk(routes: Sequence[Route]) -> bool:
 
 
 def _as_one(ranks: Sequence[Host]) -> Host:
-    """Return a host as all its ranks see it."""
     dtypes = dict.fromkeys(dtype for rank in ranks for dtype in rank.flops)
     return replace(
         ranks[0],
@@ -199,7 +190,6 @@ def _machines(config: DoctorConfig) -> tuple[Machine, ...]:
 
 
 def _report(config: DoctorConfig, examination: Examination, known: Sequence[Machine]) -> int:
-    """Show and write the findings; return the number of warnings."""
     findings = examination.findings()
     show(text(examination, findings), content(examination, findings), config.json)
     if config.write_hostfile is not None:

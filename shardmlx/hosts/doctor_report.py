@@ -23,8 +23,7 @@ T = TypeVar("T")
 
 UNKNOWN = "unknown"
 
-SYSTEM_BYTES = 4 * GIB
-SYSTEM_PART = 8
+SYSTEM_BYTES, SYSTEM_PART = 4 * GIB, 8
 """Memory left to macOS by the wired limit that we suggest: the larger of these bytes and a part."""
 
 
@@ -164,7 +163,6 @@ def _link_line(link: Link) -> tuple[str, ...]:
 
 
 def latency(seconds: float) -> str:
-    """Return seconds for people."""
     return f"{1e6 * seconds:.0f} us" if seconds < 1e-3 else f"{1e3 * seconds:.1f} ms"
 
 

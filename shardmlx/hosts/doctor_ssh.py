@@ -1,7 +1,4 @@
-"""Asks the hosts of a hostfile whether they can run a job, before mpirun does: ``doctor --ssh``.
-
-Every host is asked at once, through ssh, with ``probe_script``. It needs neither MLX nor MPI.
-"""
+"""Asks all hosts of a hostfile through ssh whether they can run a job. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -53,12 +50,10 @@ class ProbedHost:
 
     @property
     def facts(self) -> Answer | None:
-        """Answer of the host, if it gave one."""
         return None if isinstance(self.answer, Finding) else self.answer
 
     @property
     def versions(self) -> dict[str, str | None]:
-        """Versions of its packages."""
         return dict(self.facts["versions"]) if self.facts else {}
 
     @property

@@ -28,16 +28,13 @@ class LinkSpeed:
 
     @property
     def slower(self) -> float:
-        """Bytes a second of the slower direction."""
         return min(self.there, self.back)
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A route from one machine, by its ``interface``, to an address of another in a ``network``.
-
-    ``problem`` says why nobody can connect. Unless ``used``, Open MPI is told to ignore it.
-    """
+    """A route from one machine to an address of another. ``problem`` says why nobody can connect.
+    Unless ``used``, Open MPI is told to ignore it."""
 
     interface: str | None
     medium: str | None
@@ -86,7 +83,6 @@ class Link:
 
     @property
     def media(self) -> tuple[str, ...]:
-        """The media that may carry its messages."""
         return tuple(sorted({route.medium or "unknown" for route in open_routes(self.there)}))
 
     @property
@@ -95,7 +91,6 @@ class Link:
 
     @property
     def directions(self) -> tuple[tuple[str, str, tuple[Route, ...]], ...]:
-        """Source, target and routes of both directions."""
         return (self.first, self.second, self.there), (self.second, self.first, self.back)
 
 
@@ -119,7 +114,6 @@ class Examination:
     links: tuple[Link, ...]
 
     def findings(self) -> tuple[Finding, ...]:
-        """Return the problems to look into."""
         return (
             *version_skew({host.name: host.versions for host in self.hosts}),
             *(finding for host in self.hosts for finding in _of_host(host)),
@@ -209,7 +203,6 @@ def _far_slower(
 
 
 def _slow_machines(hosts: Sequence[Host]) -> Iterator[Finding]:
-    """Compare hosts with the same chip and number of ranks."""
     measured = (
         ((host.facts.chip, len(host.ranks), dtype), host.name, flops)
         for host in hosts
@@ -263,7 +256,6 @@ def _wireless(links: Sequence[Link]) -> Iterator[Finding]:
 
 
 def _slow_links(links: Sequence[Link]) -> Iterator[Finding]:
-    """Compare links over the same media."""
     measured = ((link.media, link.name, link.speed.slower) for link in links if link.speed)
     for media, name, fastest, ratio in _far_slower(measured):
         over = " and ".join(media) or "unknown media"

@@ -1,8 +1,7 @@
 """Facts of this machine for ``shardmlx.doctor``; unknown ones are None.
 
-psutil gives memory and addresses. Other facts come from the system: on macOS from ``sysctl`` and
-``networksetup``, whose formats are from documentation and recorded outputs (see the tests), on
-Linux from /proc and /sys.
+psutil gives memory and addresses, the system's own tools and files the rest. The formats of macOS's
+tools are from documentation and recorded outputs (see the tests).
 """
 
 from __future__ import annotations
@@ -26,11 +25,9 @@ from shardmlx.common.process_memory import memory_bounds
 from shardmlx.common.units import MIB
 from shardmlx.hosts.probe_script import versions
 
-SECONDS_TO_SAY = 10.0
-"""Seconds for each tool to answer."""
+SECONDS_TO_SAY = 10.0  # for each tool
 
-_ADDED_PATH = "/usr/sbin:/sbin:/usr/bin:/bin"
-"""Directories of the tools, which may be missing from PATH in a login without a terminal."""
+_ADDED_PATH = "/usr/sbin:/sbin:/usr/bin:/bin"  # may be missing in a login without a terminal
 
 WIFI = "Wi-Fi"
 THUNDERBOLT = "Thunderbolt"
@@ -54,11 +51,8 @@ class Interface:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """A machine, as one of its processes sees it.
-
-    ``node`` is its name as mpirun writes it. Sizes are in bytes; ``disk_free`` is where the process
-    works. ``wired_limit`` is macOS's setting: 0 if the system decides.
-    """
+    """A machine, ``node`` for mpirun, as one of its processes sees it. Sizes are in bytes;
+    ``wired_limit`` is macOS's setting: 0 if the system decides."""
 
     node: str | None
     system: str
@@ -112,7 +106,6 @@ def collect() -> HostFacts:
 
 
 def _said(*command: str) -> str | None:
-    """Return the output of a tool; None without the tool, or if it fails in any way."""
     path = os.pathsep.join(filter(None, [os.environ.get("PATH"), _ADDED_PATH]))
     try:
         done = subprocess.run(
@@ -146,7 +139,6 @@ def _disk() -> tuple[str | None, int | None]:
 
 
 def _interfaces(medium_of: Callable[[str], str | None]) -> tuple[Interface, ...]:
-    """Return the IPv4 addresses of this machine, by the names of their interfaces."""
     found = []
     for label, addresses in psutil.net_if_addrs().items():
         name = label.partition(":")[0]  # eth0:1 is a second address of eth0

@@ -1,7 +1,4 @@
-"""The options of ``shardmlx launch``: its own, and those of the launched command.
-
-No MLX, no MPI.
-"""
+"""Options of ``shardmlx launch``, and of the launched command. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -66,9 +63,8 @@ LINE = CommandLine(
 class LaunchOptions:
     """The flags of launch, and the options of the command. ``machines`` are in mpirun's order.
 
-    ``run`` and ``checkpoints`` are of the options of ``train``, None of other commands;
-    ``config_file`` is its YAML file. ``chose_directory`` is True if launch lets it save
-    checkpoints, and the user did not say where.
+    ``run``, ``checkpoints`` and ``config_file`` are those of ``train``; ``chose_directory`` is True
+    if launch lets it save checkpoints, and the user did not say where.
     """
 
     flags: LaunchFlags
@@ -85,7 +81,6 @@ class LaunchOptions:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The names of the machines."""
         return tuple(machine.host for machine in self.machines)
 
 

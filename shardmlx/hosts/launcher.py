@@ -1,7 +1,5 @@
-"""Starts a job under mpirun, and starts it again when it fails, on the hosts that are left.
-
-It looks whether the hosts answer, prints the mpirun command and runs it; after a failure it goes on
-from the newest checkpoint. No MLX, no MPI.
+"""Starts a job under mpirun on the hosts that answer; after a failure again, from the newest
+checkpoint. No MLX, no MPI.
 """
 
 from __future__ import annotations
@@ -59,10 +57,7 @@ class Attempt:
 def final_status(
     attempts: Sequence[Attempt], max_restarts: int, stopped_by: int | None
 ) -> int | None:
-    """Return launch's exit status; None if the job is to start again. Raises ``GaveUp``.
-
-    ``stopped_by`` is a signal that was passed on to the job.
-    """
+    """Return launch's exit status; None if the job is to start again. Raises ``GaveUp``."""
     last = attempts[-1]
     if last.status == 0:
         return 0
@@ -108,7 +103,6 @@ class Launcher:
     attempts: list[Attempt] = field(default_factory=list)
 
     def run(self) -> int:
-        """Start the job as often as it makes sense; return the exit status."""
         launch = self.launch
         findings = self._ask()
         for finding in findings.values():
@@ -148,7 +142,6 @@ class Launcher:
         return check_hosts(logins, RemoteLogin(tuple(agent), flags.python, daemon))
 
     def _words(self, start: Start, hostfile: Path | None) -> list[str]:
-        """Return the command line of mpirun."""
         launch, flags = self.launch, self.launch.flags
         extra = shlex.split(flags.mpirun_options)
         return [

@@ -1,7 +1,4 @@
-"""The mpirun that starts a job, and the settings that Open MPI needs on this machine.
-
-No MLX, no MPI.
-"""
+"""The mpirun that starts a job, and the settings that it needs here. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -49,7 +46,9 @@ def settings_for(
     words: list[str] = []
     if os.geteuid() == 0 and not all(name in environ for name in _AS_ROOT):
         words.append("--allow-run-as-root")
-    if not hosts and ranks > _cores() and not _maps(given, environ):
+    mapping = {"--oversubscribe", "--map-by", "--host", "-H", "--use-hwthread-cpus"} & {*given}
+    user_maps = mapping or "PRTE_MCA_rmaps_default_mapping_policy" in environ
+    if not hosts and ranks > _cores() and not user_maps:
         words += ["--oversubscribe", *([] if "--bind-to" in given else ["--bind-to", "none"])]
     network = common_network(hosts, list(_own_addresses()))
     for variable, option in _INCLUDE.items():
@@ -59,8 +58,8 @@ def settings_for(
 
 
 def common_network(hosts: Sequence[str], own: Sequence[tuple[str, str]]) -> str | None:
-    """Return the network of this machine, one of its ``own`` addresses with netmasks, in which all
-    ``hosts`` have theirs; None if there are names among them, or one host only."""
+    """Return the network of one of the ``own`` (address, netmask) in which all ``hosts`` have
+    theirs; None if there are names among them, or one host only."""
     if len(hosts) < 2:
         return None
     try:
@@ -87,9 +86,3 @@ def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         cores = min(cores, len(os.sched_getaffinity(0)))
     return cores
-
-
-def _maps(given: Sequence[str], environ: Mapping[str, str]) -> bool:
-    """Return whether the user maps ranks to cores."""
-    flags = {"--oversubscribe", "--map-by", "--host", "-H", "--use-hwthread-cpus"}
-    return bool(flags & {*given}) or "PRTE_MCA_rmaps_default_mapping_policy" in environ

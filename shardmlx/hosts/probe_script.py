@@ -1,7 +1,6 @@
-"""Tells ``shardmlx.doctor`` of a host with its Python alone: versions, and who can connect.
+"""Tells ``shardmlx.doctor`` of a host: its text is sent there and run, with no shardmlx.
 
-The text of this file is sent to each host and run there, so that it needs only the standard
-library, even without shardmlx; Python 3.8 is enough to be told that it is too old.
+Python 3.8 is enough to be told that it is too old.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Asks hosts at once whether they can run ranks, before mpirun starts there.
+"""Asks hosts at once whether they can run ranks. No MLX, no MPI.
 
-It needs neither MLX nor MPI, and on other machines only a login without a password, and a Python.
+On other machines it needs only a login without a password, and a Python.
 """
 
 from __future__ import annotations

@@ -64,11 +64,8 @@ def measure_link(
     second: int,
     seconds: float,
 ) -> LinkSpeed | str | None:
-    """Measure the link of two ranks; return the speed on ``first``, and None on ``second``.
-
-    Each direction takes about ``seconds``. A message that misses the transport's timeout ends it
-    with a text that names the wait. Both ranks must call it.
-    """
+    """Measure the link of two ranks, ``seconds`` in each direction; return the speed on ``first``,
+    and None on ``second``, or the wait that timed out. Both ranks must call it."""
     is_first = transport.rank == first
     # One tag per link, so that leftovers of a failed link are not taken for another's messages.
     tag = FIRST_ENGINE_TAG + first * transport.size + second

@@ -25,11 +25,8 @@ from shardmlx.distributed.processes import (
 from shardmlx.errors import Stopped
 
 ASK_TO_STOP = signal.SIGUSR1
-"""Signal that mpirun forwards to all ranks, on all hosts, while it runs on.
-
-SIGTERM and SIGINT would kill them: PRRTE 3 sends SIGTERM, and SIGKILL half a second later, a time
-that no option sets.
-"""
+"""Signal that mpirun forwards to all ranks while it runs on. SIGTERM and SIGINT would kill them:
+PRRTE 3 sends SIGTERM, and SIGKILL half a second later, a time that no option sets."""
 
 SECONDS_TO_SAVE = 120  # for the ranks to save and leave in order, before they are killed
 SECONDS_ALONE = 20.0  # that mpirun may have no rank on its host: not yet, or no more
@@ -39,11 +36,8 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobControl:
-    """The way a job is stopped: ``in_order``, within ``seconds``, or in mpirun's way.
-
-    A job that ``reads_stdin`` has this process's stdin; others have none. If it ``streams``, rank 0
-    writes to this process's terminal itself, since mpirun holds each line to its end.
-    """
+    """The way a job is stopped: ``in_order``, within ``seconds``, or in mpirun's way. If it
+    ``streams``, rank 0 writes to the terminal itself: mpirun holds each line to its end."""
 
     in_order: bool = True
     seconds: float = SECONDS_TO_SAVE

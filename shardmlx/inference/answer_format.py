@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 LLAMA3_WORDS = ("ipython", '"parameters": ')
-"""Texts in the chat templates of Llama 3.1 and newer: the role of results, and how calls are
-written."""
+"""Words in the templates of Llama 3.1 and newer: the role of results, and a call's arguments."""
 
 _WORD = r"\w+"
 _NO_MARKS = r"[^\s<>\"'=\[\]{},:]+"
@@ -241,8 +240,7 @@ KNOWN = (*(parser.rpartition(".")[2] for parser in _BY_PARSER), "gpt-oss")
 
 
 def call_format(parser: str, template: str) -> CallFormat | None:
-    """Return the format of a parser of mlx-lm, by its module, for a model with this
-    chat template; None if it is not known."""
+    """Return the format of a parser of mlx-lm, by its module and the chat template, if known."""
     if parser == "mlx_lm.tool_parsers.mistral" and "[ARGS]" in template:
         return _MISTRAL_WITH_MARKS
     return _BY_PARSER.get(parser)
@@ -266,12 +264,9 @@ class Marks:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """The marks of a model for ``thought`` and for ``call``, as far as it has them.
-
-    ``calls`` say what stands between the marks, where that is known; without marks they are JSON
-    within what is said. ``special`` are the texts of control tokens, with their numbers. An answer
-    that ``has_channels`` is messages in OpenAI's Harmony format.
-    """
+    """The marks of a model for ``thought`` and ``call``; calls without marks are JSON in what is
+    said. ``special`` are the texts of control tokens, with their numbers. An answer that
+    ``has_channels`` is messages in OpenAI's Harmony format."""
 
     thought: Marks | None = None
     call: Marks | None = None

@@ -19,8 +19,7 @@ PROMPT = ">> "
 
 
 def run(config: ChatConfig, transport: Transport, blas: Blas) -> None:
-    """Hold the conversation that ``config`` describes. All ranks must call it; raises as
-    ``prepare``."""
+    """Hold the conversation. All ranks must call it; raises as ``prepare``."""
     reporter = Reporter(quiet=transport.rank != 0 or not config.verbose)
     reporter.say(str(blas))
 
@@ -48,7 +47,6 @@ class _Chat:
         self._turns = 0
 
     def hold(self) -> None:
-        """Talk until the user leaves, or stdin ends."""
         try:
             self._talk()
         finally:
@@ -98,8 +96,7 @@ class _Chat:
         )
 
     def _answer(self, tokens: tuple[int, ...]) -> tuple[IncrementalDetokenizer, int]:
-        """Print the answer to a prompt as it comes; return it, and how many tokens of the prompt
-        came from the prefix cache."""
+        """Print the answer as it comes; return it, and how many prompt tokens were cached."""
         number, self._turns = self._turns, self._turns + 1
         first_stage, cached, is_stopped = self._first_stage, 0, False
         answer = self._prepared.ask(first_stage, number, tokens, self._load.answer)
@@ -121,7 +118,6 @@ class _Chat:
 
 
 def _lines(config: ChatConfig) -> TerminalLines | PipedLines:
-    """Return what is typed: at a terminal where that is possible, and else line by line."""
     if not config.verbose:
         return PipedLines()
     terminal = find_terminal()

@@ -35,8 +35,8 @@ def template_text(
     The first form counts that the template takes and of which it leaves out no system message; else
     the first that it takes: it may write them otherwise. A template that refuses several system
     messages, or leaves one out, gets a single one at the beginning; if it refuses that too, within
-    the first message of the user. Tools, of which the model is told in this ``way``, are never left
-    out. Raises ``UserError``.
+    the first message of the user. Tools, of which the model is told in this
+    ``way``, are never left out. Raises ``UserError``.
     """
     forms, must_hold = [chat], ""
     if way == "generic":
@@ -84,12 +84,9 @@ def description(tools: Sequence[Tool]) -> str:
 
 
 def with_tools_as_text(chat: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> list[Message]:
-    """Return a chat of which every message is text alone.
-
-    The system message describes ``tools``. An earlier call is the text by which the model would
-    call, its result a message of the user, together with what follows it of the user: templates
-    want the roles by turns.
-    """
+    """Return a chat of texts alone: the system message describes ``tools``, an earlier call is the
+    text by which the model would call. Its result and what the user then says are one message, for
+    templates want the roles by turns."""
     told: list[Message] = []
     names: dict[str, str] = {}
     follows_result = False
@@ -151,6 +148,5 @@ def with_single_calls(chat: Sequence[Mapping[str, Any]]) -> list[Message]:
 
 
 def _call(name: str, arguments: Any) -> str:
-    """Return the text by which a model calls a tool."""
     written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return GENERIC_CALLS.before.format(name) + written + GENERIC_CALLS.after

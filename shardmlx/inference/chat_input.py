@@ -34,11 +34,8 @@ from prompt_toolkit.utils import DummyContext
 from shardmlx.common.formatting import without_controls
 from shardmlx.distributed.processes import find_mpirun, open_file, under_mpirun
 
-SECONDS_OF_SILENCE = 2.0
-"""Seconds after which silence is taken for the end of a pipe or a file."""
-
-SECONDS_BETWEEN_CALLS = 1.0
-"""Seconds between two calls of ``meanwhile`` while nobody types."""
+SECONDS_OF_SILENCE = 2.0  # after which silence is taken for the end of a pipe or a file
+SECONDS_BETWEEN_CALLS = 1.0  # between two calls of ``meanwhile`` while nobody types
 
 _TAKE_KEYS = """
 saved=$(stty -g <&2)
@@ -47,8 +44,7 @@ echo
 cat
 exec stty "$saved" <&2
 """
-"""Shell script that has the terminal, its stderr, pass on each key, until its own stdin ends: when
-this process closes it, or has ended in whatever way."""
+"""Shell script that has the terminal, its stderr, pass on each key until this process ends."""
 
 
 class PipedLines:
@@ -74,8 +70,7 @@ class PipedLines:
         self._is_open = True
 
     def ask(self, meanwhile: Callable[[], None]) -> str | None:
-        """Return the next line; None at the end. ``meanwhile`` is called every second until it
-        comes."""
+        """Return the next line; None at the end. ``meanwhile`` is called every second."""
         print(self._prompt, end="", flush=True)
         heard = time.monotonic()
         while self._is_open and not self._lines:
@@ -97,7 +92,6 @@ class PipedLines:
         return empty is not None
 
     def show(self, text: str) -> None:
-        """Print a part of an answer."""
         print(text, end="", flush=True)
 
     def dimmed(self, text: str) -> str:

@@ -24,8 +24,7 @@ MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 
 
 def control_tokens(tokenizer: TokenizerWrapper) -> re.Pattern[str] | None:
-    """Return a pattern for the special tokens of a tokenizer, which no text should have; None if it
-    has none."""
+    """Return a pattern for the special tokens of a tokenizer; None if it has none."""
     added = tokenizer.added_tokens_decoder.values()
     texts = {str(each.content) for each in added if each.special}
     # A single character has no middle to be broken in.
@@ -36,8 +35,8 @@ def control_tokens(tokenizer: TokenizerWrapper) -> re.Pattern[str] | None:
 def broken(
     messages: Sequence[Mapping[str, Any]], pattern: re.Pattern[str] | None
 ) -> tuple[list[Any], str | None]:
-    """Return the messages with a mark in each control token, and the mark; None if there is no
-    control token in them. Raises ``UserError`` where they hold all marks."""
+    """Return the messages with a mark in each control token, and the mark, None if they have none.
+    Raises ``UserError`` where they hold all marks."""
     texts = [leaf for _, leaf in tree_flatten(messages) if isinstance(leaf, str)]
     if pattern is None or not any(map(pattern.search, texts)):
         return list(messages), None
@@ -70,8 +69,7 @@ def any_of(texts: Collection[str]) -> str:
 
 
 def encode_without(mark: str, text: str, tokenizer: TokenizerWrapper) -> list[int]:
-    """Return the tokens of a text without those of its marks. Raises ``UserError`` where a token
-    cannot be told from them."""
+    """Return the tokens of a text without those of its marks. Raises ``UserError``."""
     if getattr(tokenizer, "is_fast", False):
         encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
         spans = [text[start:end] for start, end in encoding.offsets]

@@ -68,11 +68,10 @@ def overlap(text: str, mark: str) -> int:
 
 
 class TokenText:
-    """The text of tokens as they come, which is that of all of them decoded at once, though only a
-    few of the last are decoded each time.
+    """The text of tokens as they come, as if all were decoded at once, though only a few are.
 
-    The text goes on from the tokens ``before`` it; without any, it may lose the space with which it
-    begins (``trims``). A tokenizer that ``cleans`` takes away the space before short words.
+    Without tokens ``before`` it, it may lose the space with which it begins (``trims``). A
+    tokenizer that ``cleans`` takes away the space before short words.
     """
 
     def __init__(
@@ -120,12 +119,10 @@ class TokenText:
 
 @dataclass(slots=True)
 class IncrementalDetokenizer:
-    """An answer, token by token.
+    """An answer, token by token. It ends after ``max_tokens``, with a token of ``eos``, where
+    ``stops`` find its end, or where it is ``BROKEN``; ``finish_reason`` is None until then.
 
-    It ends after ``max_tokens``, with a token of ``eos``, where ``stops`` find its end, or where it
-    is ``BROKEN``; ``finish_reason`` is None until then. ``text`` has been given out, ``count`` are
-    the tokens so far. ``started``, ``first`` and ``last`` are the seconds, as ``time.perf_counter``
-    gives them, at which the answer was begun and its tokens came.
+    ``started``, ``first`` and ``last`` are ``time.perf_counter`` when it was begun and tokens came.
     """
 
     words: TokenText

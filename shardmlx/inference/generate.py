@@ -22,17 +22,14 @@ from shardmlx.inference.plan import GenerationLoad
 from shardmlx.inference.prompts import PromptReader, PromptRequest, read_prompts, read_stdin
 from shardmlx.inference.setup import InferenceRun, prepare
 
-RULE = "=" * 10
-"""Line above and below the text, as mlx-lm draws it."""
-
+RULE = "=" * 10  # mlx-lm draws it so
 
 Prompt = tuple[tuple[int, ...], int]
 """A prompt's tokens, and how many to generate at most."""
 
 
 def run(config: GenerateConfig, transport: Transport, blas: Blas) -> None:
-    """Generate as ``config`` says, which is the same on all ranks. All ranks must call it; raises
-    as ``prepare``."""
+    """Generate as ``config`` says. All ranks must call it; raises as ``prepare``."""
     # Answers on stdout are for another program to read.
     is_for_programs = config.prompts is not None and config.output is None
     reporter = Reporter(quiet=transport.rank != 0 or not config.verbose or is_for_programs)
@@ -81,7 +78,6 @@ def tokenised(config: GenerateConfig, reader: PromptReader) -> list[Prompt]:
 def _lead(
     config: GenerateConfig, prepared: InferenceRun, prompts: Sequence[Prompt], _: PromptReader
 ) -> None:
-    """Generate all answers on rank 0, and print or write them."""
     first_stage = prepared.first_stage()
     answers = [
         prepared.ask(first_stage, number, tokens, most)
@@ -97,7 +93,6 @@ def _lead(
 def _stream(
     answer: IncrementalDetokenizer, prompt_tokens: int, first_stage: FirstStage, reporter: Reporter
 ) -> None:
-    """Print one answer as it comes."""
     reporter.say(RULE)
     try:
         for _, text in first_stage.stream({0: answer}):

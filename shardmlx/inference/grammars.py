@@ -100,9 +100,8 @@ class Matcher:
         return said.partition("\n")[0]
 
     def allowed(self) -> mx.array:
-        """Return, for each token, whether it may come next: bool (1, V), lazy. At the end of the
-        grammar only the answer's end may; where it cannot go on, there is an ``error`` from now
-        on."""
+        """Return whether each token may come next: bool (1, V), lazy. At the end of the grammar
+        only the answer's end may; where it cannot go on, there is an ``error`` from now on."""
         if self._matcher.is_stopped():
             ends = np.zeros((1, self._size), np.bool_)
             ends[0, list(self._eos)] = True
@@ -112,7 +111,6 @@ class Matcher:
         return bits.reshape(1, -1)[:, : self._size].astype(mx.bool_)
 
     def take(self, token: int) -> None:
-        """Go on by a token."""
         self._matcher.consume_token(token)
 
 

@@ -84,8 +84,7 @@ class KVCaches:
         self._groups: dict[int, _BatchedCaches] = {}
 
     def of(self, item: Item) -> Caches:
-        """Return the caches that an item's tokens enter, one row for each of its sequences: those
-        that join a group come last. ``update`` comes first."""
+        """Return the caches that an item's tokens enter, a row a sequence. First ``update``."""
         if item.kind is ItemKind.PREFILL or item.group is None:
             (sequence,) = item.sequences
             return self._quantised(self._alone.setdefault(sequence, self._new()))
@@ -131,11 +130,8 @@ class KVCaches:
 
 
 def _taken(caches: Caches) -> Iterator[Any]:
-    """Yield each layer's cache and drop it from ``caches``, which end empty.
-
-    A copy of all keys and values at once might not fit into memory: each layer is evaluated, and
-    its old caches dropped, before the next is begun.
-    """
+    """Yield each layer's cache and drop it from ``caches``: a copy of all keys and values at once
+    might not fit into memory."""
     caches.reverse()
     while caches:
         yield caches.pop()
@@ -152,7 +148,6 @@ def _evaluated(cache: Any) -> Any:
 
 
 def _may_be_quantised(cache: Any) -> bool:
-    """Return whether a cache is of the kind that mlx-lm quantises, and has tokens."""
     return isinstance(cache, KVCache) and not cache.empty()
 
 
@@ -161,8 +156,7 @@ def _packed(cache: Any, how: CacheQuantisation) -> Any:
 
 
 def check_quantised(part: Slice, how: CacheQuantisation, model_type: str) -> None:
-    """Raise ``UserError`` if the layers of ``part`` do not take quantised caches, as mlx-lm has
-    written them, or not in such groups. Nothing is computed, and no weight is read."""
+    """Raise ``UserError`` if ``part`` takes no such caches. Nothing is computed, no weight read."""
     ids, states = mx.zeros((1, 1), mx.int32), mx.zeros((1, 1, part.hidden_size), part.dtype)
     inputs = ids if part.is_first else states
     caches = part.new_caches()

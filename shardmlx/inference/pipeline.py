@@ -46,8 +46,7 @@ AHEAD = 2
 
 @dataclass(slots=True)
 class _Sequence:
-    """A sequence whose ``tokens`` up to ``position`` have entered the pipeline, and those up to
-    ``cached`` came from the prefix cache."""
+    """Tokens up to ``position`` have entered; those up to ``cached`` are of the prefix cache."""
 
     tokens: list[int]
     params: SamplingParams
@@ -76,12 +75,10 @@ class FirstStage:
 
     @property
     def is_idle(self) -> bool:
-        """True while no sequence is under way or waits."""
         return self._scheduler.is_idle
 
     @property
     def kept_tokens(self) -> int:
-        """Tokens for which the prefix cache holds room."""
         return self._prefix_cache.tokens if self._prefix_cache is not None else 0
 
     def add(
@@ -93,8 +90,7 @@ class FirstStage:
         self._scheduler.add(sequence, len(tokens), params, context)
 
     def cached(self, sequence: int) -> int:
-        """Return how many tokens of the prompt came from the prefix cache, once a token has
-        come."""
+        """Return how many prompt tokens came from the prefix cache, once a token has come."""
         return self._sequences[sequence].cached
 
     def finish(self, sequence: int) -> None:
@@ -112,8 +108,7 @@ class FirstStage:
             self.finish(sequence)
 
     def keep_alive(self) -> None:
-        """Tell the other ranks that all is well: to be called every now and then while nothing is
-        generated. Raises what transports raise if a rank is lost."""
+        """Tell the other ranks that all is well while nothing is generated. Raises as ``step``."""
         self._worker.begin(None)
         item = self._scheduler.idle_item()
         self._worker.announce(item)
@@ -188,7 +183,6 @@ class FirstStage:
             self._returning.append((item, tokens, Handle(tokens, done=True)))
 
     def _graph_of(self, item: Item) -> ItemGraph:
-        """Return the graph of the item: the foreseen one, or a new one."""
         graph = self._foreseen
         if graph and (graph.item.group, graph.item.sequences) == (item.group, item.sequences):
             self._foreseen = None
@@ -199,7 +193,8 @@ class FirstStage:
 
     def _retract_foreseen(self) -> None:
         if self._foreseen is not None:
-            self._foreseen.take_back()
+            if self._foreseen.backup is not None:
+                self._foreseen.caches[:] = self._foreseen.backup
             self._foreseen = None
 
     def _take(self) -> list[tuple[int, SampledToken]]:
@@ -218,7 +213,6 @@ class FirstStage:
         return came
 
     def _find_prefix(self, number: int) -> CachedPrefix | None:
-        """Look up a prompt in the prefix cache, and make room for the sequence."""
         assert self._prefix_cache is not None
         prefix = self._prefix_cache.take(self._sequences[number].tokens)
         if prefix is not None and prefix.is_whole:

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from shardmlx.loading.rank_setup import PlanInputs
 
 STEP_TOKENS = 20
-"""Tokens of a prompt that take as long as a decode step of a group, which reads all weights too;
-measured on a CPU with OpenBLAS."""
+"""Tokens of a prompt that take as long as a decode step of a group, on a CPU with OpenBLAS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,6 @@ class InferencePlan:
 
     @property
     def digest(self) -> str:
-        """A digest that is equal on two ranks if and only if they plan the same run."""
         return bytes_digest(repr(self).encode())
 
     @property
@@ -74,7 +72,6 @@ class InferencePlan:
 
     @property
     def caches(self) -> tuple[int, ...]:
-        """The bytes of each rank's KV caches."""
         return tuple(kv_cache_memory(self.setup, *each) for each in self.stage_map.partition.ranges)
 
 
@@ -159,13 +156,10 @@ def _check_map(
 
 
 def _costs(sizes: ModelSizes, load: GenerationLoad, rows: int) -> LayerCosts:
-    """Return the FLOPs of one sequence in a group of ``rows``.
-
-    A token of the answer counts as much as the tokens of a prompt that take the same time. A
-    sequence by itself is in one stage at a time: how its answer is divided makes no difference, and
-    only its prompt counts. The lm_head computes the last position only.
-    """
+    """Return the FLOPs of one sequence in a group of ``rows``: a token of the answer counts as the
+    tokens of a prompt that take as long. The lm_head computes the last position only."""
     shape = sizes.shape
+    # A sequence by itself is in one stage at a time: how its answer is divided is all the same.
     answer = load.answer * max(1.0, STEP_TOKENS / rows) if load.sequences > 1 else 0.0
     tokens = load.prompt + answer
     flops = tuple(tokens * shape.layer(i).flops(load.context) for i in range(shape.num_layers))

@@ -28,9 +28,8 @@ class CachedPrefix:
 
 
 class PrefixCache:
-    """The kept sequences, the least recently used first. Only those of fewer tokens than
-    ``trimmable`` can be cut to a shorter prefix; one of fewer tokens than ``shortest`` is not worth
-    it."""
+    """The kept sequences, the least recently used first. Only those of fewer than ``trimmable``
+    tokens can be cut; a prefix of fewer than ``shortest`` is not worth it."""
 
     def __init__(self, trimmable: int = sys.maxsize, shortest: int = SHORTEST) -> None:
         self._trimmable = trimmable
@@ -60,9 +59,8 @@ class PrefixCache:
         self._kept[sequence] = np.array(tokens, np.int32)
 
     def take(self, prompt: Sequence[int]) -> CachedPrefix | None:
-        """Return the longest kept prefix of ``prompt``, without the prompt's last token, whose
-        logits are wanted; None if there is none. A sequence that is taken as a whole is kept no
-        longer."""
+        """Return the longest kept prefix of ``prompt`` but for its last token, whose logits are
+        wanted. A sequence that is taken as a whole is kept no longer."""
         wanted = np.array(prompt[:-1], np.int32)
         best: CachedPrefix | None = None
         for sequence, tokens in self._kept.items():
@@ -78,8 +76,7 @@ class PrefixCache:
         return best
 
     def shrink(self, most: int) -> list[int]:
-        """Forget the least recently used sequences until ``tokens`` is at most ``most``, and return
-        their numbers."""
+        """Forget sequences until ``tokens`` is at most ``most``; return their numbers."""
         gone = []
         while self._kept and self.tokens > most:
             gone.append(next(iter(self._kept)))

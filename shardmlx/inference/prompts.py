@@ -24,16 +24,14 @@ if TYPE_CHECKING:
 KEYS = ("prompt", "messages", "max_tokens")
 """Keys of a line of ``generate --prompts``."""
 
-SECONDS_TO_BEGIN = 30.0
-"""Seconds to wait for the first characters of stdin."""
+SECONDS_TO_BEGIN = 30.0  # for the first characters of stdin
 
 SECONDS_TO_END = 1.0
 """Seconds of silence after which stdin is taken to have ended: mpirun of Open MPI 5 passes on what
 comes, but not that it ends (openpmix/openpmix, pull request 4024)."""
 
 USUAL_CHARACTERS = 4
-"""Characters of a token, about. A text that has fewer for each token that it may have is not worth
-a look before it is tokenised."""
+"""Characters of a token, about: a text with fewer a token is not worth a look beforehand."""
 
 PIECE = 1 << 14
 """Characters of a piece in which the tokens of a long text are counted."""
@@ -47,10 +45,9 @@ class PromptReader:
     """The tokenizer with the settings that all prompts of a run share.
 
     ``system_prompt`` is for chats without their own; ``prefill_response`` begins the answer.
-    ``template_arguments`` go to the chat template. ``vocabulary`` is the number of tokens that the
-    model knows, and ``positions`` that of a sequence, where they are known. With ``most_tokens`` a
-    text of far more is refused before all of it is tokenised, which takes a hundred times its
-    memory.
+    ``vocabulary`` is the number of tokens that the model knows, and ``positions`` that of a
+    sequence. A text of far more than ``most_tokens`` is refused before all of it is tokenised,
+    which takes a hundred times its memory.
     """
 
     tokenizer: TokenizerWrapper
@@ -63,7 +60,6 @@ class PromptReader:
 
     @property
     def has_template(self) -> bool:
-        """True if the model has a chat template."""
         return bool(self.tokenizer.has_chat_template)
 
     def read(
@@ -78,8 +74,7 @@ class PromptReader:
         return self.chat([{"role": "user", "content": prompt}])
 
     def text(self, prompt: str) -> tuple[int, ...]:
-        """Return the tokens of a prompt, without the chat template. Raises ``UserError`` if there
-        are none, or one that the model does not know."""
+        """Return the tokens of a prompt, without the chat template. Raises ``UserError``."""
         return self._tokens(prompt, self.tokenizer.encode)
 
     def checked(self, tokens: Sequence[int]) -> Sequence[int]:
@@ -134,8 +129,7 @@ class PromptReader:
         continue_final_message: bool = False,
         **arguments: Any,
     ) -> tuple[int, ...]:
-        """Return the tokens of a chat, after which its next message is to be generated, or the rest
-        of its last one.
+        """Return the tokens of a chat up to its next message, or up to the rest of its last one.
 
         Control tokens that a message or a tool spells are text; only the template writes real ones.
         ``arguments`` of the template win over ``template_arguments``. Raises ``UserError`` where
@@ -172,7 +166,6 @@ class PromptReader:
         return self.untokenized([token])
 
     def untokenized(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens."""
         text: str = self.tokenizer.decode(list(tokens))
         return text
 

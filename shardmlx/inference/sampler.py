@@ -24,19 +24,15 @@ LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 
 def random_state(key: mx.array | None = None) -> int:
-    """Return MLX's random state on this thread, or the one of ``key``, as ``mx.random.seed`` takes
-    it."""
+    """Return MLX's random state on this thread, or ``key``, as ``mx.random.seed`` takes it."""
     high, low = np.array(random_key() if key is None else key).tolist()
     return int(high) << 32 | int(low)
 
 
 @dataclass(slots=True)
 class _SequenceState:
-    """The state from which a sequence's next token is sampled.
-
-    ``state`` is that of its random stream, ``after`` the lazy one after a sampled token.
-    ``history`` are its tokens, where a processor looks back at them.
-    """
+    """The ``state`` of a sequence's random stream, ``after`` the lazy one after a sampled token;
+    ``history`` are its tokens, where a processor looks back at them."""
 
     params: SamplingParams
     state: int
@@ -56,7 +52,6 @@ class BatchSampler:
         self._sequences: dict[int, _SequenceState] = {}
 
     def open(self, sequence: int, params: SamplingParams) -> None:
-        """Begin a sequence."""
         sampler = make_sampler(
             params.temp,
             params.top_p,
@@ -91,7 +86,6 @@ class BatchSampler:
         )
 
     def close(self, sequences: Sequence[int]) -> None:
-        """Forget sequences that have ended."""
         for sequence in sequences:
             self._sequences.pop(sequence, None)
 

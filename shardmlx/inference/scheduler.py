@@ -72,12 +72,8 @@ class Item:
 
 @dataclass(slots=True)
 class _Sequence:
-    """A sequence that waits, or is under way.
-
-    It has ``tokens`` so far, of which ``left`` are still to be computed as a prompt, and may become
-    ``context``. The stages get its ``params`` with its first chunk alone. It ``awaits`` a token
-    that is under way.
-    """
+    """A sequence of so many ``tokens``, of which ``left`` are still to be computed as a prompt, and
+    which may become ``context``. Stages get its ``params`` with its first chunk alone."""
 
     number: int
     tokens: int
@@ -89,8 +85,7 @@ class _Sequence:
 
     @property
     def room(self) -> int:
-        """Tokens for which its caches may have room with the next one: mlx-lm's grow by a step from
-        where they are."""
+        """Tokens of its caches with the next one: mlx-lm's grow by a step from where they are."""
         return min(held(self.tokens) + STEP, held(self.context))
 
 
@@ -104,7 +99,6 @@ class _DecodeGroup:
 
     @property
     def size(self) -> int:
-        """The number of sequences with those that join with the next step."""
         return len(self.sequences) + len(self.joining)
 
 
@@ -144,7 +138,6 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """True while no sequence is under way or waits."""
         return not self._open and not self._waiting
 
     @property
@@ -163,7 +156,6 @@ class Scheduler:
         self._waiting.append(_Sequence(sequence, tokens, tokens, context, params))
 
     def awaits(self, sequence: int) -> bool:
-        """Return whether a token of a sequence is under way."""
         return sequence in self._open and self._open[sequence].awaits
 
     def next(self) -> Item | None:
@@ -191,7 +183,6 @@ class Scheduler:
         return Item(ItemKind.DECODE, tuple(group.sequences), group=ready, **self._take_ended())
 
     def idle_item(self) -> Item:
-        """Return an item without work."""
         return Item(ItemKind.IDLE, **self._take_ended())
 
     def foreseen(self) -> Item | None:
@@ -230,8 +221,7 @@ class Scheduler:
         self._dropped += sequences
 
     def _make_room(self) -> bool:
-        """Put back the sequences for which there is no room. Return False where the token of one is
-        to be awaited first."""
+        """Put back the sequences without room; return False where one awaits a token first."""
         while self.capacity is not None and self.reserved > self.capacity:
             # Never the first: it has room for all that it may become.
             last = next(reversed(self._open))

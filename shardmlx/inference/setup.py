@@ -43,9 +43,7 @@ from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
 from shardmlx.models.tokenizer import read_tokenizer
 
-TYPICAL_PROMPT = 512
-"""Tokens of a prompt, as assumed where the layers are divided before any prompt is known."""
-
+TYPICAL_PROMPT = 512  # tokens, as assumed where no prompt is known yet
 
 Read = Callable[[PromptReader], GenerationLoad]
 """Function that says on rank 0 how much is to be generated. Raises ``UserError``."""
@@ -53,8 +51,8 @@ Read = Callable[[PromptReader], GenerationLoad]
 
 @dataclass(frozen=True, slots=True)
 class InferenceRun:
-    """A run that is ready to start. ``reader`` is there on rank 0 only; ``limits`` are the memory
-    limits of each rank; ``grammars`` those to which answers may keep."""
+    """A run that is ready to start. ``reader`` is there on rank 0 only; ``grammars`` are those to
+    which answers may keep."""
 
     config: InferenceConfig
     transport: Transport
@@ -77,14 +75,12 @@ class InferenceRun:
         report_memory(self)
 
     def later_stage(self) -> LaterStage:
-        """Return the stage of a rank other than 0."""
         return LaterStage(self._worker())
 
     def first_stage(
         self, patience: int | None = None, *, keeps_prefixes: bool = False
     ) -> FirstStage:
-        """Return the stage of rank 0, with a scheduler of this ``patience``, and with a prefix
-        cache if it ``keeps_prefixes``."""
+        """Return the stage of rank 0, with a prefix cache if it ``keeps_prefixes``."""
         setup, capacity = self.plan.setup, self.plan.load.capacity
         prefix_cache = PrefixCache.of(self.shape, setup.max_kv_size) if keeps_prefixes else None
         scheduler = Scheduler(self.plan.groups, setup.sequences, setup.chunk, patience, capacity)
@@ -109,8 +105,7 @@ class InferenceRun:
         max_tokens: int,
         stops: Stops | None = None,
     ) -> IncrementalDetokenizer:
-        """Begin the answer to a prompt on rank 0, sampled as the options say, from random stream
-        ``number``; return what reads it."""
+        """Begin the answer to a prompt on rank 0, from random stream ``number``."""
         config = self.config
         assert self.reader is not None, "rank 0 has it"
         tokenizer = self.reader.tokenizer
@@ -198,7 +193,6 @@ def _tokenizer(config: InferenceConfig, opened: OpenedModel) -> TokenizerWrapper
 
 
 def _announce(config: InferenceConfig, plan: InferencePlan, reporter: Reporter) -> None:
-    """Say how the model is divided, and what becomes of its KV caches."""
     sizes = " + ".join(map(str, plan.stage_map.partition.sizes))
     reporter.say(
         f"{config.model}: {plural(plan.stage_map.num_stages, 'stage')} of {sizes} layers, prompts "
@@ -226,8 +220,7 @@ def xtc_special_tokens(tokenizer: TokenizerWrapper) -> tuple[int, ...]:
 def typical_load(
     config: InferenceConfig, sequences: int, capacity: int, reader: PromptReader
 ) -> GenerationLoad:
-    """Return the load to plan for where no prompt is known yet: so many ``sequences`` at a time,
-    and KV caches of ``capacity`` tokens. A sequence may have as many, or what the model knows."""
+    """Return the load before any prompt is known, with KV caches of ``capacity`` tokens."""
     context = min(capacity, reader.positions or capacity)
     answer = min(config.max_tokens, context // 2)
     return GenerationLoad(sequences, min(TYPICAL_PROMPT, context), answer, context, capacity)

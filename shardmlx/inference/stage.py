@@ -44,8 +44,7 @@ UNSENT = 4
 """Messages that a rank may leave unsent when it begins the next item."""
 
 SECONDS_AWAKE = 0.2
-"""Seconds for which a rank polls for a message, more than a decode step of one sequence takes a
-stage; after them it waits as the transport does."""
+"""Seconds of polling, more than a decode step takes a stage; then it waits as transports do."""
 
 DUE = 0.9
 """A message is due after this fraction of the shortest of the last waits."""
@@ -67,11 +66,6 @@ class ItemGraph:
     caches: Caches
     backup: Caches | None = None
 
-    def take_back(self) -> None:
-        """Set the caches back to what they were before the graph was built."""
-        if self.backup is not None:
-            self.caches[:] = self.backup
-
 
 @dataclass(slots=True)
 class Outbox:
@@ -81,12 +75,10 @@ class Outbox:
     unsent: deque[tuple[Handle, str]] = field(default_factory=deque)
 
     def send(self, array: mx.array | np.ndarray, peer: int, tag: int, what: str) -> None:
-        """Begin to send ``array``; ``what`` names the sender and its item."""
         what = f"{what}, sending to {self.transport.name(peer)}"
         self.unsent.append((self.transport.send(array, peer, tag), what))
 
     def drain(self, most: int) -> None:
-        """Wait until at most ``most`` messages are under way."""
         while self.unsent and (len(self.unsent) > most or self.unsent[0][0].done):
             handle, what = self.unsent.popleft()
             self.transport.wait(handle, lambda: what)  # noqa: B023 - called at once
@@ -138,8 +130,7 @@ class StageWorker:
         self.caches.update(item)
 
     def build(self, item: Item, inputs: mx.array, *, may_fail: bool = False) -> ItemGraph:
-        """Build the graph of an item, without computing it. One that ``may_fail`` to be the right
-        guess can be taken back."""
+        """Build the graph of an item, to be computed later; one that ``may_fail`` has a backup."""
         self.update(item)
         caches = self.caches.of(item)
         backup = copy.deepcopy(caches) if may_fail else None
@@ -220,7 +211,6 @@ class StageWorker:
         self.transport.wait(handle, lambda: f"{self._who()}, waiting for {name}")
 
     def has_come(self, handle: Handle) -> bool:
-        """Return whether a message has come."""
         return handle.done or self.transport.progress(handle, 0.0)
 
     @contextlib.contextmanager

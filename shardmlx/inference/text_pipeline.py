@@ -49,8 +49,7 @@ class TextPipeline:
     def generate(
         self, prompt: str | Sequence[ChatMessage], *, max_tokens: int | None = None
     ) -> str:
-        """Return the whole answer on rank 0, and an empty text elsewhere; as
-        ``stream_generate``."""
+        """Return the whole answer on rank 0, else ""; all else is as in ``stream_generate``."""
         return "".join(self.stream_generate(prompt, max_tokens=max_tokens))
 
     def _read(self, prompt: str | Sequence[ChatMessage], max_tokens: int) -> tuple[int, ...]:
@@ -90,10 +89,9 @@ def load_pipeline(
     """Load each rank's stage of a model, to generate text. All ranks must call it.
 
     ``model`` is a directory or a Hugging Face repository, which only rank 0 needs.
-    ``context_tokens`` bounds a prompt with its answer, whose KV cache is planned for. ``options``
-    are those of ``shardmlx.generate``: ``adapter_path``, ``max_tokens``, ``temp`` ... Raises
-    ``AgreedError`` on all ranks, before weights are read, where the model does not fit or an option
-    is wrong.
+    ``context_tokens`` bounds a prompt with its answer. ``options`` are those of
+    ``shardmlx.generate``: ``adapter_path``, ``max_tokens``, ``temp`` ... Raises ``AgreedError`` on
+    all ranks, before weights are read, where the model does not fit or an option is wrong.
     """
     config = from_rank_0(transport, "options", lambda: InferenceConfig(model=model, **options))
     capacity = held(context_tokens)

@@ -1,8 +1,6 @@
-"""Fields of request bodies: how each is read, and those beside the ones that are supported. No MLX,
-no MPI.
+"""Fields of request bodies that clients of other servers send. No MLX, no MPI.
 
-Clients send the fields of the server that they were written for. One that changes no answer is let
-pass; one that would change it is refused by name, never ignored in silence.
+One that changes no answer is let pass; one that would is refused by name, never ignored in silence.
 """
 
 from __future__ import annotations
@@ -17,13 +15,11 @@ from shardmlx.server.openai_errors import refused, shown
 _Item = TypeVar("_Item")
 
 Listed = Annotated[list[_Item], Field(fail_fast=True)]
-"""A list in a body, of which the first fault is enough. Pydantic would tell a hundred thousand, and
-no other thread runs while it does: for seconds."""
+"""A list of which one fault is told: to tell a hundred thousand stops all threads for seconds."""
 
 
 class Body(BaseModel):
-    """An object in the body of a request, or all of it. A field that is null counts as one that is
-    not there, and a whole number may have a point (8.0)."""
+    """An object in a request's body. Null counts as not there; a whole number may be 8.0."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -39,6 +35,7 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+# Fields that change no answer, whatever they say.
 # OpenAI's: "prediction" is a guess that saves time; "max_tool_calls" counts tools of the server.
 # Anthropic's: "context_management" is what may be forgotten of a history: nothing is.
 # llama.cpp's: parameters of samplers change nothing, since NEUTRAL keeps the samplers off.
@@ -58,7 +55,6 @@ _IGNORED = """
 """
 
 IGNORED = frozenset(_IGNORED.split())
-"""Fields that change no answer, whatever they say."""
 
 EMPTY: tuple[Any, ...] = (False, 0, "", [], {})
 """Values that ask for nothing."""
@@ -91,16 +87,11 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "samplers": ("edkypmxt", "", [], SAMPLERS.split()),
     "reasoning_format": ("auto", "none"),
 }
-"""Fields that are not supported and ask for something where they are empty, with the values that
-change nothing."""
+"""Unsupported fields that ask for something where they are empty, and values that do not."""
 
 
 def refuse_unknown(extra: Mapping[str, Any] | None, prefix: str = "") -> None:
-    """Raise ``ApiError`` for a field of ``extra`` that might change the answer.
-
-    ``prefix`` stands before a field's name in an error message. Fields of ``IGNORED`` pass whatever
-    they say, others with a value that is ``NEUTRAL``, or ``EMPTY`` where none is.
-    """
+    """Raise ``ApiError`` for a field of ``extra`` that might change the answer."""
     for name, value in (extra or {}).items():
         where = f"{prefix}{name}"
         if where in IGNORED or value in NEUTRAL.get(where, EMPTY):

@@ -112,8 +112,7 @@ AFTER = re.compile(rf"\A(?:[\s}}\]`;,]|{END})*")
 
 
 def json_answer(incoming: Incoming, syntax: AnswerSyntax) -> Reading:
-    """Yield the parts of an answer in which calls of known tools are JSON, with or without words
-    before them."""
+    """Yield the parts of an answer in which calls of known tools are JSON."""
     yield from beginning(incoming, syntax)
     names = (re.escape(tool["function"]["name"]) for tool in syntax.tools)
     opening = re.compile(LEAD + OPENING.format("|".join(names)))
@@ -194,8 +193,8 @@ def harmony_answer(incoming: Incoming, syntax: AnswerSyntax) -> Reading:
 
 
 class AnswerParser:
-    """The parts of the answer to a request, up to a stop string, which is looked for in what is
-    said alone. Without a syntax all is said, and has ended before one."""
+    """The parts of an answer up to a stop string in what is said. Without a syntax all is said,
+    and has ended before one."""
 
     def __init__(self, request: GenerationRequest) -> None:
         syntax = request.syntax or AnswerSyntax(continues=True)
@@ -211,12 +210,10 @@ class AnswerParser:
 
     @property
     def stop(self) -> str | None:
-        """The stop string that ended the answer."""
         return self._stops.found
 
     def take(self, text: str, *, is_last: bool) -> Iterator[Part]:
-        """Yield the parts that are known with this text. A mark is told from what only begins like
-        one by the text that follows: until then it is held back."""
+        """Yield the parts that are known with this text; what may begin a mark is held back."""
         self._incoming.text += text
         self._incoming.is_last = is_last
         for part in self._reading:

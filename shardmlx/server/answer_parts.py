@@ -54,9 +54,9 @@ class Incoming:
 class AnswerSyntax:
     """The way to read one answer of a model with this ``format``.
 
-    It begins with a thought if ``is_thinking``: then its template has written the first mark. An
-    answer that ``continues`` a text may begin with space, and does not think again. Calls are
-    looked for if there are ``tools``; unless they may be ``parallel``, only the first counts.
+    If ``is_thinking``, the template has written the first mark of a thought. An answer that
+    ``continues`` a text may begin with space, and does not think again. Calls are looked for if
+    there are ``tools``; unless they may be ``parallel``, only the first counts.
     """
 
     format: AnswerFormat = field(default_factory=AnswerFormat)
@@ -69,12 +69,8 @@ class AnswerSyntax:
 def passed_on(
     incoming: Incoming, marks: Sequence[str], kind: Kind, *, trims: bool = False
 ) -> Generator[Part | None, None, str]:
-    """Yield the text before the first of ``marks``, in pieces of this ``kind``; return the mark,
-    which is passed over, or "" at the end of the answer.
-
-    The beginning of a mark is held back until more has come. If it ``trims``, space before the mark
-    is left out.
-    """
+    """Yield the text before the first of ``marks``, in pieces of this ``kind``, without the space
+    before it if it ``trims``; pass over the mark and return it, or "" at the end of the answer."""
     while True:
         end, mark = before_any(marks, incoming.text, is_last=incoming.is_last)
         is_over = bool(mark) or incoming.is_last

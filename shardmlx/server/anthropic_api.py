@@ -37,8 +37,7 @@ NAMES = {
 """Anthropic's names for other fields of a chat."""
 
 BILLING = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*\n?")
-"""A line that Claude Code writes before a system prompt. It says nothing to a model, and differs in
-every request: no prefix could be found again."""
+"""A line of Claude Code, different in every request: no prefix could be found again."""
 
 
 def _in_blocks(content: object) -> object:
@@ -71,15 +70,11 @@ KNOWN = {
 
 
 class MessageBody(Body):
-    """A message of a conversation."""
-
     role: Literal["user", "assistant", "system"]
     content: Blocks
 
 
 class FormatBody(SchemaBody):
-    """The form of an answer: JSON of a schema."""
-
     type: Literal["json_schema"]
 
 
@@ -217,8 +212,6 @@ KINDS = {"thought": "thinking", "said": "text", "call": "tool_use"}
 
 
 class MessageReply(BlockReply):
-    """The reply to one request to /v1/messages."""
-
     sign_of_life = b'event: ping\ndata: {"type": "ping"}\n\n'
 
     def __init__(self, request: ApiRequest, model: str, token_text: TokenText) -> None:

@@ -39,13 +39,11 @@ from shardmlx.server.streaming import AnswerResponse
 from shardmlx.server.tokenizing import detokenized, tokenized
 
 MOST_BODY_BYTES = 4 << 20
-"""Bytes that the body of a request may have, where the caller says nothing else."""
 
 LONG_BODY_BYTES = 100_000
 """Bytes of a body that is read in hundredths of a second. Longer ones have turns of their own."""
 
 SECONDS_FOR_BODY = 30.0
-"""Seconds for the body of a request to come."""
 
 _T = TypeVar("_T")
 Read = Callable[[bytes, PromptReader, ServedModel], _T]
@@ -80,9 +78,8 @@ def make_app(
 ) -> Starlette:
     """Return the application over a queue.
 
-    With ``api_key`` all but the page and /health need it. ``hosts`` are the names that a request's
-    ``Host`` may have, None for any; ``origins`` are other sites whose pages may use the API, "*"
-    for any.
+    With ``api_key`` all but the page and /health need it. A request's ``Host`` is one of ``hosts``,
+    None for any; ``origins`` are other sites whose pages may use the API, "*" for any.
     """
     api = Api(queue, reader, served, max_body_bytes, metrics or Metrics(queue))
     endpoints = [route.path for route in api.routes if isinstance(route, Route)]
@@ -109,8 +106,6 @@ def make_app(
 
 @dataclass
 class Api:
-    """The answers to each path."""
-
     queue: RequestQueue
     reader: PromptReader
     served: ServedModel
@@ -127,7 +122,6 @@ class Api:
 
     @property
     def routes(self) -> list[BaseRoute]:
-        """The paths, each with what answers it."""
         answers: Mapping[str, Callable[[Request], Awaitable[Response]]] = {
             **{path: partial(self._generate, *how) for path, how in GENERATED.items()},
             **{path: partial(self._answer, answer) for path, answer in ANSWERED.items()},
@@ -209,8 +203,7 @@ class Api:
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """Read a JSON body of at most ``most`` bytes. Raises ``ApiError`` if it is not declared as
-    JSON, too large, or too slow."""
+    """Read a JSON body of at most ``most`` bytes. Raises ``ApiError``."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # Any page can have a browser post a form or plain text anywhere, but no JSON.
     if kind != "application/json":

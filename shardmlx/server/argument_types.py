@@ -28,8 +28,7 @@ def properties_of(schema: Schema) -> Mapping[str, Any]:
 
 
 def types_of(schema: Any, root: Schema, depth: int = DEEPEST) -> frozenset[str]:
-    """Return the JSON types that values of a schema within ``root`` have; none if it does not
-    say."""
+    """Return the JSON types of values of a schema within ``root``; none if it does not say."""
     if not isinstance(schema, dict) or not depth:
         return frozenset()
     if "$ref" in schema:
@@ -69,22 +68,17 @@ def string_branches(schema: Schema, root: Schema, depth: int = DEEPEST) -> list[
 
 
 def plainly_typed(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return tools of whose arguments parsers can tell the type.
-
-    Most parsers of mlx-lm look for a ``type`` and follow no references: an ``integer`` that may be
-    ``null`` would come out as text. That values may be null they know by themselves.
-    """
-    return [_typed(tool) for tool in tools]
-
-
-def _typed(tool: Mapping[str, Any]) -> dict[str, Any]:
-    function = tool["function"]
-    schema = function.get("parameters") or {}
-    properties = {
-        name: _plain(types_of(each, schema)) or each for name, each in properties_of(schema).items()
-    }
-    parameters = {**schema, "properties": properties}
-    return {**tool, "function": {**function, "parameters": parameters}}
+    """Return tools of whose arguments mlx-lm's parsers can tell the type: most look for a ``type``
+    and follow no references, so that an ``integer`` that may be ``null`` would come out as text."""
+    typed = []
+    for tool in tools:
+        function = tool["function"]
+        schema = function.get("parameters") or {}
+        known = properties_of(schema).items()
+        properties = {name: _plain(types_of(each, schema)) or each for name, each in known}
+        parameters = {**schema, "properties": properties}
+        typed.append({**tool, "function": {**function, "parameters": parameters}})
+    return typed
 
 
 def _plain(types: frozenset[str]) -> dict[str, Any] | None:

@@ -1,8 +1,4 @@
-"""Tools of OpenAI's Responses API that the client runs, as functions of a chat. No MLX, no MPI.
-
-A chat knows functions alone: a tool of another kind becomes one whose arguments are what an item of
-that kind has in one field.
-"""
+"""Tools of OpenAI's Responses API that the client runs, as functions of a chat. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -32,7 +28,7 @@ FIELDS: Mapping[str, str] = {
     "apply_patch": "operation",
     "tool_search": "arguments",
 }
-"""The kinds of tools, and the field in which an item that calls one has what it is called with."""
+"""The kinds of tools, and the field of a calling item that becomes the function's arguments."""
 
 FUNCTIONS: Mapping[str, Json] = {
     "custom": {"parameters": _takes("input", input=_TEXT)},
@@ -78,8 +74,7 @@ class ClientTool:
         return f"{self.namespace.removesuffix('__')}__{self.name}"
 
     def called(self, arguments: str) -> Json | None:
-        """Return the fields of an item that calls it; None for arguments that were cut off, if it
-        is no function."""
+        """Return the fields of an item that calls it; None if cut off, and no function."""
         try:
             given = json.loads(arguments)
         except ValueError:
@@ -125,8 +120,7 @@ def call_of(item: Mapping[str, Any]) -> tuple[ClientTool, Any]:
 
 
 def functions_of(tool: Mapping[str, Any], where: str) -> Iterator[tuple[str, ClientTool, Json]]:
-    """Yield the functions that stand for a tool: the place of each, what it is, and the function.
-    ``where`` is the place of the tool. Raises ``ApiError`` for one that no client runs."""
+    """Yield place, tool and function of all that stand for a tool. Raises ``ApiError``."""
     kind = tool.get("type")
     if kind == "namespace":
         for place, inner in listed(tool.get("tools"), f"{where}.tools"):

@@ -33,8 +33,7 @@ NESTED = frozenset({"array", "object"})
 
 @dataclass(slots=True)
 class Rules:
-    """Rules of a grammar; ``special`` are the texts of control tokens, which text cannot spell,
-    with their numbers."""
+    """Rules of a grammar; ``special`` are control tokens, which text cannot spell, by number."""
 
     special: Mapping[str, int]
     lines: list[str] = field(default_factory=list)
@@ -52,8 +51,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class ArgumentRules:
-    """Rules for the arguments of one tool, added to ``rules``. ``root`` is the schema of them all,
-    ``tool`` its name."""
+    """Rules for the arguments of the ``tool``, of schema ``root``, added to ``rules``."""
 
     rules: Rules
     form: ArgumentFormat
@@ -61,8 +59,7 @@ class ArgumentRules:
     tool: str
 
     def sequences(self) -> list[str]:
-        """Return what the arguments may be, in the order of their schema; "" for none at all.
-        Raises ``ApiError`` for one that cannot be written."""
+        """Return what the arguments may be, in order; "" for none at all. Raises ``ApiError``."""
         required = self.root.get("required") or []
         properties = dict(properties_of(self.root))
         for name in required:
@@ -195,11 +192,7 @@ def call_rules(
     tools: Sequence[Tool], written: CallFormat, special: Mapping[str, int], *, parallel: bool
 ) -> list[str]:
     """Return the rules of a ``body`` that calls one of ``tools``, or several if calls may be
-    ``parallel``, each with arguments of its schema.
-
-    ``special`` are the texts of control tokens with their numbers: text cannot spell these. Raises
-    ``ApiError`` for what the format has no place for.
-    """
+    ``parallel``. Raises ``ApiError`` for what the format has no place for."""
     rules = Rules(special)
     calls = [_call(tool, written, rules) for tool in tools]
     call = rules.add("call", " | ".join(calls))

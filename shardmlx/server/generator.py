@@ -29,19 +29,13 @@ from shardmlx.server.openai_requests import ServedModel
 from shardmlx.server.request_queue import Delta, GenerationRequest, RequestQueue
 from shardmlx.server.uvicorn_thread import HttpServer
 
-SECONDS_TO_TELL = 0.15
-"""Seconds for the server to tell its clients why the job ends."""
-
-SECONDS_TO_SEND = 5.0
-"""Seconds for clients to take what is left for them."""
-
-SECONDS_OF_A_STEP = 25.0
-"""Seconds that rank 0 may wait for a message of another rank before no new requests are taken."""
+SECONDS_TO_TELL = 0.15  # for the server to tell its clients why the job ends
+SECONDS_TO_SEND = 5.0  # for clients to take what is left for them
+SECONDS_OF_A_STEP = 25.0  # to wait for another rank before no new requests are taken
 
 
 class PipelineGenerator:
-    """The generator of a ``RequestQueue``: a token of some answers a step, over the pipeline. Each
-    answer has a number of its own. ``check_signals`` is called between any two steps."""
+    """The generator of a ``RequestQueue``; ``check_signals`` is called between any two steps."""
 
     def __init__(
         self,
@@ -64,7 +58,6 @@ class PipelineGenerator:
         return self._first_stage.kept_tokens
 
     def add(self, number: int, request: GenerationRequest) -> None:
-        """Begin the sequence of a request."""
         self._detokenizers[number] = IncrementalDetokenizer.of(
             self._tokenizer,
             request.max_tokens,
@@ -79,13 +72,11 @@ class PipelineGenerator:
         )
 
     def cancel(self, number: int) -> None:
-        """Give up a sequence that has not ended."""
         del self._detokenizers[number]
         self._first_stage.cancel(number)
 
     def step(self) -> Sequence[tuple[int, Delta]]:
-        """Do the pipeline's next step, and return the deltas that have come, by number. A delta
-        with a ``finish_reason`` is the last of its answer."""
+        """Do the pipeline's next step, and return the deltas that have come, by number."""
         self._check_signals()
         deltas = []
         for number, sampled in self._first_stage.step():
@@ -108,15 +99,13 @@ class PipelineGenerator:
         return deltas
 
     def keep_alive(self) -> None:
-        """Tell the other ranks that this one lives. Raises if one is lost."""
         self._check_signals()
         self._first_stage.keep_alive()
 
 
 @dataclass
 class RequestServer:
-    """The server on the first rank: HTTP on a thread of its own, the pipeline on this one.
-    ``complaint`` says what is wrong with a grammar; None where answers cannot keep to any."""
+    """The server on the first rank: HTTP on a thread of its own, the pipeline on this one."""
 
     config: ServeConfig
     prepared: InferenceRun

@@ -18,15 +18,14 @@ OPEN = ("/", "/health")
 
 
 def error_response(error: ApiError, path: str) -> JSONResponse:
-    """Return the HTTP response that tells an error, in the form of the API of the ``path``."""
+    """Return the response that tells an error as the API of the ``path`` does."""
     is_anthropics = f"{path}/".startswith("/v1/messages/")
     body = error.anthropics if is_anthropics else error.body
     return JSONResponse(body, error.status, error.headers)
 
 
 class Guard:
-    """ASGI middleware that refuses a request without the key, or for another host than ``hosts``.
-    ``hosts`` None takes any."""
+    """ASGI middleware that wants the key, and one of ``hosts``; None takes any."""
 
     def __init__(self, app: ASGIApp, *, api_key: str | None, hosts: Collection[str] | None) -> None:
         self._app = app

@@ -84,7 +84,6 @@ class Metrics:
         taken.labels(0, hosts[0]).set_function(peak)
 
     def exposition(self) -> bytes:
-        """Return all metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
 

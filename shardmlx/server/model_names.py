@@ -14,11 +14,8 @@ UNLISTED = frozenset({"default", "default_model"})
 
 @dataclass(frozen=True, slots=True)
 class ModelNames:
-    """The names that a request may call the model by.
-
-    /v1/models lists those of ``listed``, and every answer has the first. ``others`` are
-    understood too, and every name if it takes ``any_name``.
-    """
+    """The names of the model: /v1/models lists those of ``listed``, and answers have the first.
+    ``others`` are understood too, and every name if it takes ``any_name``."""
 
     listed: tuple[str, ...]
     others: frozenset[str] = UNLISTED

@@ -31,8 +31,7 @@ TOKENIZERS_OWN = """
     continue_final_message padding truncation max_length return_tensors return_dict
     return_assistant_tokens_mask tokenizer_kwargs
 """
-"""Arguments of a tokenizer that are no variables of its chat template. They are refused: a template
-of the client's own could keep the server busy for ever."""
+"""Refused in a chat template: one of the client's own could keep the server busy for ever."""
 
 # Fields whose type pydantic does not know.
 
@@ -80,9 +79,6 @@ def _plain(arguments: dict[str, Any] | None) -> dict[str, Any] | None:
         if name in TOKENIZERS_OWN.split():
             raise ValueError(f"{name} is no variable of a chat template: leave it out")
     return arguments
-
-
-# Models.
 
 
 ALL_THAT_FIT = -1
@@ -165,8 +161,6 @@ class RequestBody(SamplingBody, StructuredBody):
 
 
 class ChatBody(RequestBody):
-    """The body of a request to /v1/chat/completions."""
-
     messages: Listed[MessageBody] = Field(min_length=1)
     logprobs: bool | None = None
     top_logprobs: int | None = LIKELIEST
@@ -181,8 +175,7 @@ class ChatBody(RequestBody):
 
     @property
     def goes_on(self) -> bool:
-        """True if the answer goes on from the last message, which is the assistant's. Raises
-        ``ApiError`` where a field does not fit."""
+        """True if the answer goes on from the last message. Raises ``ApiError``."""
         last = self.messages[-1]
         goes_on = bool(self.continue_final_message or last.is_begun)
         if goes_on and last.role != "assistant":
@@ -206,7 +199,7 @@ class CompletionBody(RequestBody):
 # From bytes to a model.
 
 KIND = re.compile(r"str|(list|dict)\[.*")
-"""A step in pydantic's path to a fault: no field, but one of the types that a field may have."""
+"""A step in pydantic's path to a fault that is no field, but a type that a field may have."""
 
 _AnyModel = TypeVar("_AnyModel", bound=BaseModel)
 _AnyBody = TypeVar("_AnyBody", bound=RequestBody)
@@ -221,8 +214,7 @@ def validated(kind: type[_AnyModel], body: bytes) -> _AnyModel:
 
 
 def parse_body(kind: type[_AnyBody], body: bytes, names: ModelNames) -> _AnyBody:
-    """Read a body of this ``kind`` for a server of the model with these ``names``. Raises
-    ``ApiError`` for what is no such body, and for parameters that are not supported."""
+    """Read a body of this ``kind`` for the model with these ``names``. Raises ``ApiError``."""
     parsed = validated(kind, body)
     names.check(parsed.model or None)
     refuse_unknown(parsed.model_extra)

@@ -19,8 +19,7 @@ TYPES = {
 
 
 class ApiError(Exception):
-    """An error that is the answer to a request: one line, and the HTTP ``status``. ``param`` names
-    what in the body is wrong; ``code`` is for programs to read."""
+    """An error that answers a request with this HTTP ``status``; ``param`` is what is wrong."""
 
     def __init__(
         self,

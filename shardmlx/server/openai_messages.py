@@ -1,7 +1,6 @@
 """Messages and tools of a chat in OpenAI's API, as a chat template wants them. No MLX, no MPI.
 
-Clients send back what servers have told them, and notes of their own: fields that no template reads
-are let pass.
+Fields that no template reads are let pass: clients send back what servers have told them.
 """
 
 from __future__ import annotations
@@ -33,8 +32,6 @@ BEGUN = ("prefix", "partial")
 
 
 class FunctionBody(Body):
-    """A function that the model may call."""
-
     name: str = Field(pattern=r"^[\w.:-]{1,128}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -48,7 +45,6 @@ class ToolBody(Body):
 
     @property
     def for_template(self) -> Tool:
-        """The tool for a chat template."""
         function = {
             "name": self.function.name,
             "description": self.function.description or "",
@@ -66,11 +62,7 @@ class CalledBody(Body):
     @field_validator("arguments", mode="plain")
     @classmethod
     def _read(cls, value: object) -> dict[str, Any]:
-        """Read arguments, of which "" and null are none.
-
-        A text that is no object, as of a call that was cut off, becomes one: to refuse it would end
-        the conversation, for clients send it with every request that follows.
-        """
+        # To refuse a call that was cut off would end the conversation: clients send it each time.
         if isinstance(value, str):
             try:
                 read = json.loads(value.strip() or "{}")
@@ -91,15 +83,12 @@ class CallBody(Body):
 
     @property
     def for_template(self) -> dict[str, Any]:
-        """The call for a chat template."""
         return self.model_dump(
             include={"id": True, "type": True, "function": {"name", "arguments"}}
         )
 
 
 class MessageBody(Body):
-    """A message of a chat."""
-
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | None = None
     name: str | None = None

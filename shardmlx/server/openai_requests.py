@@ -38,11 +38,10 @@ TOO_LONG = "context_length_exceeded"
 class ServedModel:
     """The model that is served, and what a request may ask of it.
 
-    ``names`` are its names, ``vocabulary`` how many token ids it knows. Prompt and answer together
-    have at most ``most_tokens``; one request of the API makes at most ``most_requests`` for
-    generation. ``max_tokens`` and ``sampling`` hold where a request names no others, and
-    ``streams`` numbers the random streams of answers without a seed. ``complaint`` says what is
-    wrong with a grammar, empty if nothing is; it is None where answers cannot keep to one.
+    Prompt and answer together have at most ``most_tokens``; one request makes at most
+    ``most_requests`` for generation. ``max_tokens`` and ``sampling`` are defaults. ``streams``
+    numbers the random streams of answers without a seed. ``complaint`` says what is wrong with a
+    grammar, empty if nothing is; it is None where answers cannot keep to one.
     """
 
     names: ModelNames
@@ -55,8 +54,7 @@ class ServedModel:
     complaint: Callable[[str], str] | None = None
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
-        """Raise ``ApiError`` for what is no token of the model: another would be read from memory
-        that is not the model's."""
+        """Raise ``ApiError`` for no token of the model: it would be read from foreign memory."""
         for token in tokens:
             if not 0 <= token < self.vocabulary:
                 most = self.vocabulary - 1
@@ -157,8 +155,7 @@ def _structure(chat: ChatBody, tools: Sequence[Tool], known: AnswerFormat) -> St
 
 
 def _forced(chat: ChatBody, tools: Sequence[Tool]) -> Sequence[Tool]:
-    """Return the tools of which the answer must call one; none if it need not. Raises
-    ``ApiError``."""
+    """Return the tools of which the answer must call one, if any. Raises ``ApiError``."""
     param, choice = "tool_choice", chat.tool_choice
     if choice in (None, "auto", "none"):
         return []
@@ -258,17 +255,12 @@ def _api_request(
 
 
 def _answer_tokens(asked: int | None, prompt: int, param: str, served: ServedModel) -> int:
-    """Return the tokens that an answer may have at most.
-
-    The default gives way to a long prompt, but what was asked for is kept, or refused: in the words
-    by which agents know that they must ask for less, or shorten their history.
-    """
     left = served.left(prompt, param)
     if asked is None:
         return min(served.max_tokens, left)
     if asked == ALL_THAT_FIT:
         return left
-    if asked > left:
+    if asked > left:  # in the words by which agents know that they must shorten their history
         raise refused(
             f"input length and `max_tokens` exceed context limit: {prompt} + {asked} > "
             f"{served.most_tokens}: ask for {left}, or -1 for as many as fit",
@@ -296,11 +288,8 @@ def _sampling(
 
 @dataclass(slots=True)
 class TranslatedChat:
-    """A chat that asks for the same as a request of another API.
-
-    ``body`` are the chat's fields beside ``messages`` and ``tools``. ``names`` are what the other
-    API calls its fields, and what is within them.
-    """
+    """A chat that asks for the same as a request of another API, which calls its fields, and what
+    is within them, by ``names``. ``body`` are those beside ``messages`` and ``tools``."""
 
     body: Json
     names: dict[str, str]

@@ -68,8 +68,7 @@ class ChoicesReply(Reply):
 
     @property
     def usage(self) -> Body:
-        """The numbers of tokens. Cached are those of a prompt that came from the prefix cache for
-        all of its answers."""
+        """The numbers of tokens. Cached are those of a prompt for all of its answers."""
         n, prompt, generated = self.request.n, self.prompt_tokens, sum(self.generated)
         cached = sum(min(self.cached[at : at + n]) for at in range(0, len(self.cached), n))
         return {
@@ -100,8 +99,6 @@ class ChoicesReply(Reply):
 
 
 class ChatReply(ChoicesReply):
-    """The reply to a request to /v1/chat/completions."""
-
     PREFIX = "chatcmpl"
     WHOLE = "chat.completion"
     CHUNK = "chat.completion.chunk"
@@ -160,8 +157,6 @@ class ChatReply(ChoicesReply):
 
 
 class CompletionReply(ChoicesReply):
-    """The reply to a request to /v1/completions."""
-
     PREFIX = "cmpl"
     WHOLE = "text_completion"
     CHUNK = "text_completion"
@@ -190,8 +185,7 @@ class CompletionReply(ChoicesReply):
         }
 
     def _likeliest(self, sampled: SampledToken) -> Body:
-        """Return the likeliest tokens, and the sampled one. The likelier of two that read alike
-        stays."""
+        """Return the likeliest tokens, and the sampled one; of two that read alike, the first."""
         likeliest: Body = {}
         for token, logprob in (*sampled.top, (sampled.token, sampled.logprob)):
             likeliest.setdefault(self.token_text(token), _finite(logprob))

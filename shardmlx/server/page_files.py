@@ -8,7 +8,6 @@ from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 
 PAGE_PARTS = "/page/"
-"""The beginning of the paths of the page's parts."""
 
 POLICY = "; ".join(
     (
@@ -28,8 +27,6 @@ POLICY = "; ".join(
 
 
 class PageFiles(StaticFiles):
-    """The page and its parts."""
-
     def __init__(self) -> None:
         super().__init__(packages=[("shardmlx.common", "page"), ("shardmlx.server", "pages")])
 

@@ -21,11 +21,8 @@ TokenText = Callable[[int], str]
 
 
 class Reply(ABC):
-    """The reply to one request of an API, whole or as events of a stream.
-
-    Each answer has its ``blocks``, which are what it thinks, says or calls without a break, and its
-    numbers of ``generated`` and ``cached`` tokens. ``done`` ends a stream.
-    """
+    """The reply to one request of an API, whole or as events of a stream, which ``done`` ends. The
+    ``blocks`` of each answer are what it thinks, says or calls without a break."""
 
     done: ClassVar[bytes] = b""
 
@@ -46,12 +43,10 @@ class Reply(ABC):
         yield from self._add(index, delta, list(parts))
 
     def _begins(self, index: int, part: Part) -> bool:
-        """Return whether a part is the beginning of a block of answer ``index``."""
         blocks = self.blocks[index]
         return bool(part.id) or not blocks or blocks[-1].kind != part.kind
 
     def _take(self, index: int, part: Part) -> None:
-        """Take a part into the blocks of answer ``index``."""
         if self._begins(index, part):
             self.blocks[index].append(replace(part))
         else:
@@ -85,17 +80,14 @@ class Reply(ABC):
         """The whole reply, as far as it has come."""
 
     @abstractmethod
-    def event(self, body: Body) -> bytes:
-        """Return an event as it is sent."""
+    def event(self, body: Body) -> bytes: ...
 
     def failure(self, error: ApiError) -> Body:
-        """Return the body of an error."""
         return error.body
 
 
 class BlockReply(Reply):
-    """A reply that has one answer, and tells how each of its blocks has ``_begun``, what ``_more``
-    it has, how it has ``_ended``, and how the answer's ``_end`` came."""
+    """A reply that has one answer, and tells of each of its blocks."""
 
     def _add(self, index: int, delta: Delta, parts: list[Part]) -> Iterator[Body]:
         for part in parts:

@@ -20,16 +20,12 @@ from shardmlx.server.answer_parts import AnswerSyntax
 from shardmlx.server.openai_errors import ApiError
 
 SOON: Mapping[str, str] = {"retry-after": "2"}
-"""Header that tells a client to ask again after two seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """A request to generate at most ``max_tokens`` after the prompt's ``tokens``.
-
-    The text ends before any of the ``stop`` strings; in an answer with a ``syntax``, only those in
-    what is said count. If it ``continues`` the text of its prompt, it may begin with a space.
-    """
+    """A request for an answer, which ends before any of the ``stop`` strings: with a ``syntax``,
+    of those in what is said. If it ``continues`` its prompt, it may begin with a space."""
 
     tokens: tuple[int, ...]
     max_tokens: int
@@ -41,12 +37,11 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A part of an answer: what one or more further tokens have added to it.
+    """A part of an answer: what the ``sampled`` tokens, and one that may have ended it, add.
 
     ``text`` is empty while a character, or what may become a stop string, is incomplete.
-    ``sampled`` are the tokens, except one that ended the answer. ``generated`` counts all tokens of
-    the answer so far; ``cached`` those of its prompt that came from the prefix cache. ``stop`` is
-    the stop string that ended it.
+    ``generated`` counts all tokens of the answer so far; ``cached`` those of its prompt that came
+    from the prefix cache. ``stop`` is the stop string that ended it.
     """
 
     text: str
@@ -113,8 +108,8 @@ class Answers:
         self._queue._cancel(self._numbers)
 
     async def deltas(self, silence: float) -> AsyncIterator[tuple[int, Delta] | None]:
-        """Yield the deltas as they come, each with the index of its answer, until all have ended;
-        None after so many seconds of ``silence``. Raises ``ServiceEnded``."""
+        """Yield each delta with the index of its answer, until all have ended; None after
+        so many seconds of ``silence``. Raises ``ServiceEnded``."""
         left = len(self._numbers)
         while left:
             if not self._news.empty():
@@ -133,8 +128,7 @@ class Answers:
             yield news
 
     def put(self, number: int, news: Delta | ServiceEnded) -> None:
-        """Pass on a delta of the answer to request ``number``, or why no more comes. Called on any
-        thread."""
+        """Pass on a delta of an answer, or why no more comes. Called on any thread."""
         each = news if isinstance(news, ServiceEnded) else (number - self._numbers.start, news)
         with suppress(RuntimeError):  # the loop is closed: nobody reads it
             self._loop.call_soon_threadsafe(self._news.put_nowait, each)
@@ -159,7 +153,8 @@ class RequestQueue:
         self._open: dict[int, Answers] = {}
         self._waiting: set[int] = set()
         self._next = 0
-        self._ended: str | None = None
+        self.ended: str | None = None
+        """The reason why no more requests are taken; None while they are."""
         self._deadline: float | None = None
         self._kept_tokens = 0
         self._looked: float | None = None
@@ -168,11 +163,11 @@ class RequestQueue:
 
     def submit(self, requests: Sequence[GenerationRequest]) -> Answers:
         """Take in all of these requests, or none. Raises ``ApiError``."""
-        if self._ended is None and (reason := self._unavailable_reason()) is not None:
+        if self.ended is None and (reason := self._unavailable_reason()) is not None:
             raise ApiError(503, f"no text is generated: {reason}", code="no_answer", headers=SOON)
         with self._changed:
-            if self._ended is not None:
-                raise ServiceEnded(self._ended)
+            if self.ended is not None:
+                raise ServiceEnded(self.ended)
             if len(self._open) + len(requests) > self.most_open:
                 raise QueueFull(f"{len(self._open)} requests are open already: try again later")
             numbers = range(self._next, self._next + len(requests))
@@ -187,15 +182,10 @@ class RequestQueue:
     @property
     def trouble(self) -> tuple[str, str] | None:
         """The state in which requests are refused, "ended" or "waiting", and why; else None."""
-        if self._ended is not None:
-            return "ended", self._ended
+        if self.ended is not None:
+            return "ended", self.ended
         reason = self._unavailable_reason()
         return None if reason is None else ("waiting", reason)
-
-    @property
-    def ended(self) -> str | None:
-        """The reason why no more requests are taken; None while they are."""
-        return self._ended
 
     @property
     def stalled(self) -> float:
@@ -211,15 +201,15 @@ class RequestQueue:
         """Take no more requests, and have ``run`` return once the open ones have ended, or after
         ``seconds``. Called on any thread."""
         with self._changed:
-            if self._ended is None:
-                self._ended = "the server is stopping"
+            if self.ended is None:
+                self.ended = "the server is stopping"
             self._deadline = min(self._deadline or float("inf"), time.monotonic() + seconds)
             self._changed.notify()
 
     def fail(self, reason: str) -> None:
         """End all open requests at once; ``run`` returns soon after. Called on any thread."""
         with self._changed:
-            self._ended = reason
+            self.ended = reason
             self._deadline = time.monotonic()
             left, self._open = self._open, {}
             self._waiting.clear()
@@ -235,8 +225,7 @@ class RequestQueue:
     # On the thread that generates.
 
     def run(self, generator: Generator) -> None:
-        """Generate until ``close`` or ``fail``. An error of the generator ends all open requests,
-        and is raised again."""
+        """Generate until ``close`` or ``fail``. An error ends all open requests, and is raised."""
         try:
             while (news := self._take(generator.is_idle)) is not None:
                 for number, request in news:
@@ -252,7 +241,7 @@ class RequestQueue:
         except BaseException as error:
             self.fail(one_line(error))
             raise
-        self.fail(self._ended or "the server is stopping")
+        self.fail(self.ended or "the server is stopping")
 
     def _take(self, is_idle: bool) -> list[tuple[int, GenerationRequest | None]] | None:
         """Return the news; None at the end. Waits a while if there is nothing to do."""

@@ -213,8 +213,7 @@ class ResponseReply(BlockReply):
 
     @property
     def sign_of_life(self) -> bytes:
-        # An event that tells nothing new: Codex counts no comments, and some clients refuse events
-        # that they do not know.
+        # Codex counts no comments, and some clients refuse events that they do not know.
         return self.event(
             {"type": "response.in_progress", "response": {**self.whole, "output": []}}
         )

@@ -23,8 +23,7 @@ SECONDS_OF_SILENCE = 30.0
 
 
 def run(config: ServeConfig, transport: Transport, blas: Blas) -> None:
-    """Serve as ``config`` says, until a signal stops it. All ranks must call it; raises as
-    ``prepare``."""
+    """Serve until a signal stops it. All ranks must call it; raises as ``prepare``."""
     reporter = Reporter(quiet=transport.rank != 0)
     reporter.say(str(blas))
     listeners: list[socket] = []

@@ -19,8 +19,7 @@ from shardmlx.server.accepted_fields import Body, Listed
 from shardmlx.server.openai_errors import refused
 
 LONGEST_GRAMMAR = 100_000
-"""Characters of a grammar. All answers wait while one is made ready, for a time that grows with the
-square of the length."""
+"""Characters of a grammar. All answers wait while it is made ready: the length squared."""
 
 SPACE = r"[ \n\t]{0,20}"
 """Space between the parts of JSON. Without a bound a model might write nothing else."""
@@ -53,8 +52,6 @@ class StructureBody(Body):
 
 
 class StructuredBody(Body):
-    """The fields of a request that ask for a structure."""
-
     response_format: ResponseFormatBody | None = None
     structured_outputs: StructureBody | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -117,17 +114,14 @@ def _body(kind: str, value: Any, param: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """A structure that the field ``param`` of a request asks for: the rules of a ``body``, or one
-    text that ``is_whole``, a grammar."""
+    """A structure that field ``param`` asks for: rules of a ``body``, or a whole grammar."""
 
     param: str
     rules: Sequence[str]
     is_whole: bool = False
 
     def or_body(self, others: Sequence[str]) -> Structure:
-        """Return the structure of an answer that has this one, or is the ``body`` of other rules.
-
-        Raises ``ApiError`` for a whole grammar."""
+        """Return this structure or the ``body`` of others. Raises ``ApiError`` if it is whole."""
         if self.is_whole:
             raise refused(f"{self.param} is a grammar of the whole answer", self.param)
         first, second = (
@@ -143,10 +137,7 @@ class Structure:
         special: Mapping[str, int],
     ) -> str:
         """Return the grammar of an answer that begins in a thought, if ``thought_end`` is given.
-
-        ``special`` are the texts of control tokens, with their numbers. Raises ``ApiError`` for one
-        of which there is a ``complaint``; that is None where answers cannot keep to a grammar.
-        """
+        Raises ``ApiError`` for one of which there is a ``complaint``, or where that is None."""
         param = self.param
         if self.is_whole and thought_end is not None:
             raise refused(
@@ -187,8 +178,7 @@ def grammar_of(
 
 
 def terms(text: str, special: Mapping[str, int]) -> Iterator[str]:
-    """Yield a text in a grammar's words: ``special`` tokens, which text cannot spell, by their
-    numbers."""
+    """Yield a text in a grammar's words: ``special`` tokens by their numbers."""
     pattern = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
     for part in re.split(f"({pattern})", text):
         if part in special:
@@ -198,8 +188,8 @@ def terms(text: str, special: Mapping[str, int]) -> Iterator[str]:
 
 
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema of objects that have no other properties than it names, unless it says so. A
-    small model would go on with others up to its limit. llama.cpp and vLLM do so too."""
+    """Return a schema whose objects have only the properties that it names, unless it says so, as
+    in llama.cpp and vLLM: a small model would go on with others up to its limit."""
     is_plain = "properties" in schema and not schema.keys() & {"allOf", "anyOf", "oneOf", "$ref"}
     return {**({"additionalProperties": False} if is_plain else {}), **schema}
 

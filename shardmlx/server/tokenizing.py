@@ -22,8 +22,6 @@ class TextBody(Body):
 
 
 class TokensBody(Body):
-    """The body of a request to /detokenize."""
-
     model: str | None = None
     tokens: Listed[int]
 

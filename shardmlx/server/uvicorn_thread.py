@@ -26,11 +26,8 @@ NO_HTTP = refused("this is no HTTP request, or its head is too long: the API is 
 
 
 class HttpServer:
-    """A server of ``app`` on ``listeners``, which it closes at its end.
-
-    ``on_end`` is called on the server's thread when that ends; its argument is the error that ended
-    it, or None after ``stop``.
-    """
+    """A server of ``app`` on ``listeners``, which it closes at its end. Then its thread calls
+    ``on_end`` with the error that ended it, or None after ``stop``."""
 
     def __init__(
         self,
@@ -67,8 +64,7 @@ class HttpServer:
         self._server.has_started.wait()
 
     def stop(self, seconds: float) -> None:
-        """Take no more connections, and end after the open requests, or after ``seconds``. A second
-        call does nothing."""
+        """Take no more connections, and end after the open requests, or after ``seconds``."""
         self._server.grace = seconds
         self._server.should_exit = True
         self._thread.join()
@@ -105,7 +101,6 @@ class _Server(uvicorn.Server):
 
 
 def _log_access() -> None:
-    """Have uvicorn write a line for each request to stderr."""
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     logger = logging.getLogger("uvicorn.access")
     logger.setLevel(logging.INFO)
