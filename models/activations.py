@@ -83,11 +83,11 @@ def use_swiglu(layer: nn.Module, function: Gated) -> None:
     """Make the MLPs of a layer call ``function`` in place of mlx-lm's SwiGLU, from now on."""
     for module in layer.modules():
         for name, child in module.children().items():
-            if isinstance(child, nn.Module) and not child.parameters() and calls(child, "swiglu"):
+            if isinstance(child, nn.Module) and calls(child, "swiglu") and not child.parameters():
                 # mlx-lm's activation of experts is one object for all models.
                 module[name] = copy(child)
                 rebind(module[name], "swiglu", function)
-        if module.parameters() and calls(module, "swiglu"):
+        if calls(module, "swiglu") and module.parameters():
             rebind(module, "swiglu", function)
 
 

@@ -29,10 +29,9 @@ Rule = Callable[..., tuple[mx.array, mx.array]]
 
 def use_pieces(layer: nn.Module) -> None:
     """Make the recurrent parts of a layer run piece by piece, from now on. Numbers are the same."""
-    delta = with_global(gated_delta.gated_delta_update, "gated_delta_ops", gated_delta_by_pieces)
     for module in layer.modules():
         if calls(module, "gated_delta_update"):
-            rebind(module, "gated_delta_update", delta)
+            rebind(module, "gated_delta_update", _UPDATE)
         if calls(module, "ssm_update", "_ssm"):
             rebind(module, "ssm_update", ssm_by_pieces, "_ssm")
 
@@ -55,6 +54,9 @@ def gated_delta_by_pieces(
         # MLX's kernel works in pieces itself.
         return _fused_delta(q, k, v, g, beta, state)
     return _in_pieces(rule, (q, k, v, g, beta), (), state)
+
+
+_UPDATE = with_global(gated_delta.gated_delta_update, "gated_delta_ops", gated_delta_by_pieces)
 
 
 def _fused_delta(*arrays: mx.array) -> tuple[mx.array, mx.array]:

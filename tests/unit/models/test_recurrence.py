@@ -9,7 +9,14 @@ import pytest
 from mlx_lm.models.gated_delta import gated_delta_ops
 from mlx_lm.models.ssm import ssm_update
 
-from shardmlx.models.recurrence import TOKENS, gated_delta_by_pieces, ssm_by_pieces
+from shardmlx.models.recurrence import (
+    TOKENS,
+    gated_delta_by_pieces,
+    ssm_by_pieces,
+    use_pieces,
+)
+from tests.helpers.models_and_batches import build
+from tests.helpers.undeclared_configs import UNDECLARED
 
 Function = Callable[..., tuple[mx.array, mx.array]]
 HEADS, KEY, VALUE = 4, 16, 8
@@ -77,6 +84,15 @@ def test_with_a_mask_mlx_lm_computes() -> None:
     q, k, v, g, beta, state = arrays
     found = gated_delta_by_pieces(q, k, v, g, beta, state, mask)
     assert all(map(mx.array_equal, gated_delta_ops(q, k, v, g, beta, state, mask), found))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "mamba2"])
+def test_a_layer_changes_once_however_many_stages_are_cut(kind: str) -> None:
+    (layer, *_) = build(UNDECLARED[kind]).layers
+    use_pieces(layer)
+    classes = [type(module) for module in layer.modules()]
+    use_pieces(layer)
+    assert [type(module) for module in layer.modules()] == classes
 
 
 def peak(function: Function, arrays: Sequence[mx.array]) -> int:
