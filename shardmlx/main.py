@@ -59,7 +59,7 @@ def _on_ranks(command: Command, words: Sequence[str]) -> int:
 
     def read_options(rank: int) -> Any:
         options = line.load(words, rank)
-        if not under_mpirun() and command.name not in ("doctor", "profile"):
+        if not command.alone and not under_mpirun():
             _refuse_alone(command.name, options)
         return options
 

@@ -26,7 +26,8 @@ class Command:
     line, and returns the exit status.
 
     ``without_ranks`` is a module whose ``run`` takes the words first, and returns the exit status,
-    or None where ranks do the work. Ranks that need not be ``alike`` may differ in versions.
+    or None where ranks do the work. Ranks that need not be ``alike`` may differ in versions. One
+    process may run ``alone``, whatever ranks and machines the options name.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Command:
     needs_ranks: bool = False
     without_ranks: str | None = None
     alike: bool = True
+    alone: bool = False
 
     @property
     def line(self) -> CommandLine[Any]:
@@ -100,10 +102,12 @@ COMMANDS = (
         *("config.doctor", "hosts.doctor_mpi"),
         without_ranks="hosts.doctor_ssh",
         alike=False,
+        alone=True,
     ),
     _of_ranks(
         *("profile", PREPARE, "measure the layers of a model on each machine, for plan"),
         *("config.profile", "training.profiling"),
+        alone=True,
     ),
     Command(
         *("launch", START, "run any of these on ranks: launch -n 2 train, --hostfile F train"),
