@@ -121,8 +121,7 @@ class ChatReply(ChoicesReply):
     def _part(self, index: int, part: Part | None, logprobs: Body | None) -> Body:
         delta: Body = {}
         if part is not None:
-            begins = self._begins(index, part)
-            self._take(index, part)
+            begins = self._take(index, part)
             if part.kind == "call":
                 said = _call(part) if begins else {"function": {"arguments": part.text}}
                 delta = {"tool_calls": [{"index": len(self._calls(index)) - 1, **said}]}

@@ -46,11 +46,14 @@ class Reply(ABC):
         blocks = self.blocks[index]
         return bool(part.id) or not blocks or blocks[-1].kind != part.kind
 
-    def _take(self, index: int, part: Part) -> None:
-        if self._begins(index, part):
+    def _take(self, index: int, part: Part) -> bool:
+        """Take a part into the blocks of answer ``index``; return whether it begins one."""
+        begins = self._begins(index, part)
+        if begins:
             self.blocks[index].append(replace(part))
         else:
             self.blocks[index][-1].text += part.text
+        return begins
 
     @property
     def prompt_tokens(self) -> int:

@@ -334,5 +334,6 @@ class ResponseReply(BlockReply):
 
     def _of_text(self, what: str, kind: Kind, **more: Any) -> Json:
         content = CONTENTS[kind]
-        logprobs: Json = {"logprobs": []} if "logprobs" in content else {}
-        return self._of_content(f"{content['type']}.{what}", **more, **logprobs)
+        if "logprobs" in content:
+            more["logprobs"] = []
+        return self._of_content(f"{content['type']}.{what}", **more)
