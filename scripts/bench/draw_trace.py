@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -97,7 +98,8 @@ def read_step(events: Sequence[Mapping[str, Any]], number: int | None = None) ->
 def _meaning(event: Mapping[str, Any]) -> tuple[str | None, Action | None]:
     match event["cat"]:
         case Span.COMPUTE:
-            action = Action.parse(event["name"])
+            stage, kind, microbatch = re.split("([FIW])", event["name"])
+            action = Action(int(stage), Kind(kind), int(microbatch))
             return OF_KIND[action.kind], action
         case Span.UPDATE:
             return "optimizer", None

@@ -9,7 +9,7 @@ from shardmlx.config.specs import NONE
 from shardmlx.costmodel.cluster import Cluster, between_ranks, pipeline_seconds
 from shardmlx.costmodel.memory import StageMemory, held_once, stage_memory
 from shardmlx.costmodel.memory_limits import PlannedMemory
-from shardmlx.costmodel.rank_peak import rank_peak
+from shardmlx.costmodel.rank_peak import PeakOfActions
 from shardmlx.costmodel.replica_messages import Messages
 from shardmlx.costmodel.timing import Seconds
 from shardmlx.costmodel.workload import Workload
@@ -68,7 +68,7 @@ def predict_memory(
     for rank, actions in enumerate(plan.actions):
         own = {index: stages[index] for index in plan.stage_map.stages_of(rank)}
         resident = sum(stage.resident for stage in own.values()) - held_once(own.values())
-        of_ranks.append(PlannedMemory(rank_peak(actions, own, setup), resident))
+        of_ranks.append(PlannedMemory(PeakOfActions(actions).of(own, setup), resident))
     return of_ranks, stages
 
 

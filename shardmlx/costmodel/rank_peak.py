@@ -85,10 +85,3 @@ class PeakOfActions:
             total = total + left
             held[key] = left
         return np.unique(found, axis=0)
-
-
-def rank_peak(
-    actions: Sequence[Action], stages: Mapping[int, StageMemory], setup: TrainingSetup
-) -> int:
-    """Return the peak bytes of a rank with ``stages``, by index: see ``PeakOfActions``."""
-    return PeakOfActions(actions).of(stages, setup)

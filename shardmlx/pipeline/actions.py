@@ -6,7 +6,6 @@ torch.distributed.pipelining.
 
 from __future__ import annotations
 
-import re
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -40,8 +39,6 @@ _WORDS = {
 }
 """The work of an action on a micro-batch, or the content of its message."""
 
-_PATTERN = re.compile(r"(\d+)(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d+)")
-
 
 class Action(NamedTuple):
     """The cell of a schedule: one micro-batch at one stage.
@@ -66,23 +63,6 @@ class Action(NamedTuple):
         """The stage that a message goes to or comes from."""
         return self.stage + (1 if self.kind in (Kind.SEND_F, Kind.RECV_B) else -1)
 
-    @classmethod
-    def parse(cls, text: str) -> Action:
-        """Parse the text of ``str``. Raises ``ValueError`` for any other."""
-        match = _PATTERN.fullmatch(text)
-        if match is None:
-            raise ValueError(f"{text!r} is no action: write stage, kind, micro-batch, like 0F3")
-        return cls(int(match[1]), Kind(match[2]), int(match[3]))
-
 
 Grid = tuple[tuple[Action, ...], ...]
 """The actions of each pipeline rank, in order: ``grid[rank][i]``."""
-
-
-def parse_grid(text: str) -> Grid:
-    """Read a grid: a line a rank, actions apart by white space; empty lines are ignored."""
-    return tuple(
-        tuple(Action.parse(word) for word in line.split())
-        for line in text.strip().splitlines()
-        if line.strip()
-    )

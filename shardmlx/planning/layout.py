@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 
 from shardmlx.config.specs import BatchOptions, RunSpec
 from shardmlx.costmodel.cluster import Cluster, between_ranks, pipeline_seconds
 from shardmlx.costmodel.hostfile import Machine, same_host
-from shardmlx.costmodel.memory import StageMemory, stage_memory
+from shardmlx.costmodel.memory import stage_memory
 from shardmlx.costmodel.rank_peak import PeakOfActions
 from shardmlx.costmodel.training_setup import TrainingSetup
 from shardmlx.costmodel.workload import Workload
@@ -119,29 +119,27 @@ def _peaks(draft: Plan, setup: TrainingSetup) -> Callable[[int, int, int], float
         list(accumulate((each == kind for each in shape.pattern), initial=0))
         for kind in range(len(shape.kinds))
     ]
-    numbers: dict[tuple[Hashable, ...], int] = {}
-    memories: list[StageMemory] = []
-    known: dict[tuple[int, int], int] = {}
+    first_of: dict[tuple[Hashable, ...], tuple[int, int]] = {}
 
     @cache
-    def look(start: int, stop: int) -> int:
-        """Return the number of a range of layers, equal for ranges with equal memory."""
+    def alike(start: int, stop: int) -> tuple[int, int]:
+        """Return the first range of layers that was asked for and takes as much memory."""
         lowest = min(max(start, first), stop)
         frozen = tuple(each[lowest] - each[start] for each in below)
         trained = tuple(each[stop] - each[lowest] for each in below)
         ends = (start == 0, stop == layers, start > first)
-        number = numbers.setdefault(
-            (frozen, trained, upto[stop] - upto[start], *ends), len(numbers)
+        return first_of.setdefault(
+            (frozen, trained, upto[stop] - upto[start], *ends), (start, stop)
         )
-        if number == len(memories):
-            memories.append(stage_memory(setup, start, stop))
-        return number
+
+    memory = cache(partial(stage_memory, setup))
+
+    @cache
+    def peak_of(stage: int, ends: tuple[int, int]) -> int:
+        return of_stage[stage].of({stage: memory(*ends)}, setup)
 
     def peak(stage: int, start: int, stop: int) -> float:
-        number = look(start, stop)
-        if (stage, number) not in known:
-            known[stage, number] = of_stage[stage].of({stage: memories[number]}, setup)
-        return known[stage, number]
+        return peak_of(stage, alike(start, stop))
 
     return peak
 

@@ -18,7 +18,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from shardmlx.config.specs import NONE, Savings
 from shardmlx.costmodel.memory import StageMemory, stage_memory
-from shardmlx.costmodel.rank_peak import rank_peak
+from shardmlx.costmodel.rank_peak import PeakOfActions
 from shardmlx.costmodel.training_setup import TrainingSetup
 from shardmlx.engine.batches import MicroBatch, pack
 from shardmlx.engine.optimizer import Updater, build_optimizer
@@ -27,8 +27,8 @@ from shardmlx.models.parts import find_parts
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
 from shardmlx.partitioners import LayerCosts
-from shardmlx.pipeline.actions import parse_grid
 from tests.helpers.family_configs import CONFIGS, LAYERS
+from tests.helpers.grids import parse_grid
 from tests.helpers.models_and_batches import build
 from tests.helpers.workloads import workload
 
@@ -138,7 +138,7 @@ class Case:
         """Return the memory of the stage, and the peak of ``measure``."""
         (own,) = parse_grid(" ".join(f"1F{j} 1I{j} 1W{j}" for j in range(MICRO_BATCHES)))
         stage = stage_memory(setup, self.start, self.stop)
-        return stage, rank_peak(own, {1: stage}, setup)
+        return stage, PeakOfActions(own).of({1: stage}, setup)
 
 
 @dataclass

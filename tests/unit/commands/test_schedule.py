@@ -5,8 +5,8 @@ import json
 import pytest
 
 from shardmlx.main import main
-from shardmlx.pipeline.actions import parse_grid
 from shardmlx.pipeline.schedules import SCHEDULES, compute_actions
+from tests.helpers.grids import parse_grid
 
 SIZE = ["--pipeline-stages", "4", "--micro-batches", "8"]
 

@@ -15,13 +15,14 @@ from shardmlx.config.specs import FULL, NO_SAVINGS, Savings
 from shardmlx.costmodel.generation_memory import GenerationSetup, inference_memory
 from shardmlx.costmodel.layer_memory import layer_memory
 from shardmlx.costmodel.memory import StageMemory, stage_memory
-from shardmlx.costmodel.rank_peak import rank_peak
+from shardmlx.costmodel.rank_peak import PeakOfActions
 from shardmlx.costmodel.training_setup import TrainingSetup
 from shardmlx.engine.buffers import SUM_BUFFER_BYTES
 from shardmlx.models.shape import ModelShape
-from shardmlx.pipeline.actions import Action, Grid, Kind, parse_grid
+from shardmlx.pipeline.actions import Grid, Kind
 from shardmlx.pipeline.lowering import gradient_kinds, lower
 from shardmlx.pipeline.schedules import SCHEDULES, compute_actions
+from tests.helpers.grids import parse_grid
 from tests.helpers.workloads import parameter_bytes, workload
 
 CONFIG = {
@@ -80,15 +81,14 @@ def of_stage(**sizes: Any) -> StageMemory:
     return StageMemory(**{**dict.fromkeys(names.split(), 0), **flags, **sizes})
 
 
-def actions(text: str) -> tuple[Action, ...]:
-    (rank,) = parse_grid(text)
-    return rank
+def a_rank(text: str) -> PeakOfActions:
+    """A rank with these actions."""
+    return PeakOfActions(*parse_grid(text))
 
 
 def test_replicas_have_one_buffer_for_what_others_send_them() -> None:
-    steps = actions("0F0 0W0")
     one, two = (
-        rank_peak(steps, {0: stage_memory(made, 0, made.shape.num_layers)}, made)
+        a_rank("0F0 0W0").of({0: stage_memory(made, 0, made.shape.num_layers)}, made)
         for made in (setup(), setup(dp=2))
     )
     assert two - one == SUM_BUFFER_BYTES == 8 << 20
@@ -133,8 +133,8 @@ def test_a_tied_matrix_is_held_at_both_ends_and_once_by_a_rank_that_has_both() -
     assert stages[0].weights == matrix + 2 * 4 * LAYER
     assert stages[1].weights == matrix + 2 * 4 * LAYER + 4 * 8
     assert stage_memory(tied, 0, 4).weights == stages[0].weights + stages[1].weights - matrix
-    both = rank_peak((), stages, tied)
-    each = sum(rank_peak((), {index: stage}, tied) for index, stage in stages.items())
+    both = PeakOfActions(()).of(stages, tied)
+    each = sum(PeakOfActions(()).of({index: stage}, tied) for index, stage in stages.items())
     assert both == each - matrix - stages[0].during_update
 
 
@@ -203,22 +203,22 @@ def test_a_rank_holds_the_micro_batches_in_flight(
     text: str, sizes: Mapping[str, int], peak: int
 ) -> None:
     stages = {0: of_stage(weights=1000, **sizes)}
-    assert rank_peak(actions(text), stages, setup()) == 1000 + peak
+    assert a_rank(text).of(stages, setup()) == 1000 + peak
 
 
 def test_actions_that_a_stage_does_not_need_count_for_nothing() -> None:
     has = {"after_forward": 100, "after_input": 60, "during_input": 50, "during_weight": 50}
     frozen = {0: of_stage(is_trained=False, has_input_gradient=False, **has)}
-    assert rank_peak(actions("0F0 0I0 0SEND_B0 0W0"), frozen, setup()) == 100
+    assert a_rank("0F0 0I0 0SEND_B0 0W0").of(frozen, setup()) == 100
 
 
 def test_messages_count_two_posted_receives_and_the_last_one_sent() -> None:
     made = setup()
     idle = {0: of_stage(), 1: of_stage()}
     received = "1RECV_F0 1F0 1RECV_F1 1F1 1RECV_F2 1F2 1RECV_F3 1F3"
-    assert rank_peak(actions(received), idle, made) == 2 * made.message
-    assert rank_peak(actions("1RECV_F0 1F0"), idle, made) == 0
-    assert rank_peak(actions("0F0 0SEND_F0 0F1"), idle, made) == made.message
+    assert a_rank(received).of(idle, made) == 2 * made.message
+    assert a_rank("1RECV_F0 1F0").of(idle, made) == 0
+    assert a_rank("0F0 0SEND_F0 0F1").of(idle, made) == made.message
 
 
 def lowered(schedule: str, microbatches: int) -> tuple[Grid, tuple[int, ...]]:
@@ -234,7 +234,9 @@ def peaks(schedule: str, microbatches: int, **changes: Any) -> list[int]:
     count = 4 // len(placement)
     stages = [stage_memory(made, s * count, (s + 1) * count) for s in range(len(placement))]
     return [
-        rank_peak(rank, {s: stages[s] for s, at in enumerate(placement) if at == index}, made)
+        PeakOfActions(rank).of(
+            {s: stages[s] for s, at in enumerate(placement) if at == index}, made
+        )
         for index, rank in enumerate(grid)
     ]
 
@@ -273,10 +275,10 @@ def test_more_of_anything_never_needs_less(
 def test_more_layers_never_need_less(first: int, usual: dict[str, Any]) -> None:
     """Whatever is trained of them: partitioners rely on it."""
     made = setup(**trained_from(first), **usual)
-    own = actions("0F0 0F1 0I0 0W0 0F2 0I1 0I2 0W1 0W2")
+    own = a_rank("0F0 0F1 0I0 0W0 0F2 0I1 0I2 0W1 0W2")
 
     def peak(start: int, stop: int) -> int:
-        return rank_peak(own, {0: stage_memory(made, start, stop)}, made)
+        return own.of({0: stage_memory(made, start, stop)}, made)
 
     for start in range(4):
         for stop in range(start + 1, 5):

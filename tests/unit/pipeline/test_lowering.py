@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardmlx.pipeline.actions import COMPUTE, Action, Grid, Kind, parse_grid
+from shardmlx.pipeline.actions import COMPUTE, Action, Grid, Kind
 from shardmlx.pipeline.lowering import ScheduleError, forward_only, gradient_kinds, lower, validate
 from shardmlx.pipeline.schedules import (
     SCHEDULES,
@@ -16,6 +16,7 @@ from shardmlx.pipeline.schedules import (
     v_placement,
 )
 from shardmlx.pipeline.simulate import Costs, simulate
+from tests.helpers.grids import parse_grid
 
 
 def arrangement(

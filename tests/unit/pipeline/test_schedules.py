@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from shardmlx.errors import UserError
-from shardmlx.pipeline.actions import Kind, parse_grid
+from shardmlx.pipeline.actions import Kind
 from shardmlx.pipeline.schedules import (
     SCHEDULES,
     compute_actions,
@@ -16,6 +16,7 @@ from shardmlx.pipeline.schedules import (
 )
 from shardmlx.pipeline.simulate import Costs, simulate
 from shardmlx.pipeline.text_timeline import timeline
+from tests.helpers.grids import parse_grid
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W
 
