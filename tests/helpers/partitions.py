@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations, permutations
@@ -90,16 +89,12 @@ def random_problem(random: Random, layers: int, machines: int) -> Problem:
 
 
 def scaled(problem: Problem, time: float, size: float) -> Problem:
-    def times(costs: LayerCosts, factor: float) -> LayerCosts:
-        layers = tuple(each * factor for each in costs.layers)
-        return LayerCosts(layers, costs.embedding * factor, costs.head * factor)
-
     peak = problem.peak
     return replace(
         problem,
-        costs=tuple(times(costs, time) for costs in problem.costs),
+        costs=tuple(costs.scaled(time) for costs in problem.costs),
         transfer=tuple(tuple(each * time for each in row) for row in problem.transfer),
-        sizes=times(problem.sizes, size),
+        sizes=problem.sizes.scaled(size),
         peak=None if peak is None else lambda *stage: peak(*stage) * size,
         capacity=tuple(each * size for each in problem.capacity),
     )
@@ -107,8 +102,3 @@ def scaled(problem: Problem, time: float, size: float) -> Problem:
 
 def with_memory(problem: Problem, factor: float) -> Problem:
     return replace(problem, capacity=tuple(each * factor for each in problem.capacity))
-
-
-def without_memory(problem: Problem) -> Problem:
-    """Nobody knows what the machines have."""
-    return replace(problem, capacity=(math.inf,) * problem.pp)

@@ -4,8 +4,6 @@ import argparse
 import inspect
 import json
 import re
-import subprocess
-import sys
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
@@ -295,20 +293,15 @@ def test_a_config_is_frozen_and_owns_its_mappings() -> None:
         ("--micro-batch-size 9", "4"),
         ("--learning-rate -1", "more than 0"),
         ("--learning-rate nan", "a number"),
-        ("--num-layers -2", "-1 or more"),
         ("--num-layers 0", "-1 to train all"),
-        ("--attention-chunk 64", "auto, off"),
         ("--recompute selective --grad-checkpoint", "leave one out"),
         ("--epochs 2 --iters 5", "leave one out"),
         ("--optimizer adamm", "adam, adamw, muon, sgd, adafactor, lamb, lars"),
-        ("--fine-tune-type qlora", "lora, dora, full"),
         ("--schedule 2f2b", "auto, gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-v"),
         ("--zero 2", "0, 1, 3"),
-        ("--max-grad-norm 0", "more than 0"),
         ("--seed 4294967296", "4294967295 or less"),
         ("--clear-cache-threshold many", "2GB"),
         ("--report-to wanbd", "wandb, swanlab, tensorboard"),
-        ("--metrics-port 65536", "65535 or less"),
         ("--lr-schedule cosine", "cosine_decay"),
         ("--lr-schedule step_decay:fast", "init, decay_rate, step_size"),
         ("--data-parallel 2 --stage-map m", "leave one out"),
@@ -342,12 +335,10 @@ LORA = "lora_parameters: {rank: 8, scale: 2.0, dropout: 0"
     ("text", "problem", "remedy"),
     [
         ("iter: 5", "'iter'", "iters"),
-        ("foo_bar: 1", "'foo_bar'", "take it out"),
         ("iters: true", "iters is True", "a whole number"),
         ("train: 1", "train is 1", "true or false"),
         ("learning_rate: fast", "learning_rate is 'fast'", "a number"),
         ("model: 7", "model is 7", "text"),
-        ("project_name: 2024-01-01", "project_name is", "text"),
         ("iters: 5\ngrad_accumulation_steps: 6", "is 6 with iters 5", "5 or less"),
         ("batch_size: 2\nmicro_batch_size: 4", "micro_batch_size is 4", "2"),
         ("lora_parameters: 8", "lora_parameters is 8", "a mapping"),
@@ -364,23 +355,19 @@ LORA = "lora_parameters: {rank: 8, scale: 2.0, dropout: 0"
         ("hf_dataset: {path: x, test_split: 5}", "test_split 5", "text"),
         ("hf_dataset: {path: x, day: 2024-01-01}", "give plain numbers", ""),
         ("optimizer_config: {adamx: {}}", "'adamx'", "adam"),
-        ("optimizer_config: {adam: {beta: 1}}", "'beta'", "betas"),
         ("optimizer_config: {adam: {betas: [0.9, 1]}}", "adam.betas [0.9, 1]", "two numbers"),
         ("optimizer_config: {sgd: {nesterov: true}}", "sgd.nesterov", "momentum"),
         ("lr_schedule: {name: cosine}\nepochs: 2", "'cosine'", "cosine_decay"),
         ("lr_schedule: {name: cosine_decay, arguments: [1e-5]}", "[1e-05]: cosine_decay", ""),
         ("lr_schedule: {name: step_decay, arguments: [1, 1, 9], warmup: -1}", "-1", "steps"),
-        ("lr_schedule: {name: step_decay, arguments: [1, 1, 9], warm_up: 5}", "'warm", "warmup"),
         ("loss_scale: 1000", "1000", "a power of two"),
         ("master_weights: true", "fine_tune_type lora", "leave it out"),
         ("master_weights: true\nfine_tune_type: full\ndtype: float32", "float32", "leave one"),
         ("iters: 5\nmodel: [a\n", "line 3", "mend"),
-        ("iters: 5\n\ttabbed: 1\n", "line 2", "mend"),
         ("iters: 5\nseed: 1\niters: 6\n", "line 3: key 'iters'", "mend"),
         ("model: !!python/name:os.system\n", "line 1", "mend"),
         ("- iters\n", "a list", "key: value"),
         ("", "nothing", "key: value"),
-        ("model: \x01\n", "special characters", "mend"),
         ("model: caf\udce9\n", "UTF-8 text (byte 10)", "YAML"),
     ],
 )
@@ -437,16 +424,6 @@ def test_help_lists_what_most_runs_need_and_help_all_everything(
     assert len(flags) <= 65
     assert "--schedule {auto,gpipe,1f1b,interleaved-1f1b,zb-h1,zb-v}" in text
     assert "In the YAML file only: prompt_feature, completion_feature," in text
-
-
-def test_planning_starts_neither_mlx_nor_mpi() -> None:
-    script = (
-        "import sys, shardmlx.config.train, shardmlx.pipeline.stage_map, shardmlx.models.shape, "
-        "shardmlx.partitioners, shardmlx.modelfiles.safetensors_header; "
-        "print([m for m in sys.modules if m.split('.')[0] in ('mlx', 'mlx_lm', 'mpi4py')])"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
 def test_other_ranks_read_no_file_and_take_only_how_long_to_wait_for_rank_0(

@@ -3,7 +3,6 @@ nothing fits."""
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -559,16 +558,10 @@ def test_logits_are_computed_where_tokens_count_if_that_is_faster(tmp_path: Path
 
 # One planner
 
-CLUSTERS = [
-    [(memory, tera)] * 2 + [(second, speed)] * extra
-    for memory, tera in ((8, 4), (16, 4), (18, 5), (24, 8), (36, 14), (64, 27), (128, 30))
-    for second, speed in ((16, 4), (32, 8))
-    for extra in (0, 1)
-]
+CLUSTERS = [[(8, 4)] * 2, [(16, 4)] * 3, [(24, 8)] * 2 + [(32, 8)], [(64, 27)] * 2 + [(16, 4)]]
 SHAPES = {
     "narrow": {"num_hidden_layers": 4, "hidden_size": 2048, "intermediate_size": 6144},
     "wide": {"num_hidden_layers": 5, "hidden_size": 8192, "intermediate_size": 28672},
-    "deep": {"num_hidden_layers": 8, "hidden_size": 6144, "intermediate_size": 16384},
     "large": {"num_hidden_layers": 6, "hidden_size": 12288, "intermediate_size": 28672},
 }
 
@@ -576,50 +569,23 @@ SHAPES = {
 @pytest.mark.parametrize("link", [2.5e9, 1.2e8])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_plan_and_a_run_choose_the_same_way_from_the_same_facts(
-    shape: str, link: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shape: str, link: float, tmp_path: Path
 ) -> None:
-    """They ask the one planner the same question for 224 pairs of cluster and model, in all; for
-    some the answers are compared too."""
-    config = MISTRAL_7B | SHAPES[shape]
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(MISTRAL_7B | SHAPES[shape]))
     given = TrainConfig(model=str(tmp_path), num_layers=-1, batch_size=8, max_seq_length=512)
     run = RunSpec.of(given)
     workload = Workload.of(open_model(str(tmp_path)), run.fine_tune, run.batch)
     opened: Any = SimpleNamespace(shape=workload.shape)
-
-    def both(cluster: Cluster) -> list[Choice | None]:
+    for machines in CLUSTERS:
+        cluster = replace(macs(*machines, link=link), efficiency=EFFICIENCY)
         inputs = PlanInputs(workload, cluster, budgets_of(cluster), None, cluster)
-        lengths = SequenceLengths.full(512)
-        answers: list[Choice | None] = []
-        asks: list[Callable[[], Choice]] = [
-            lambda: plan_training(run, cluster.machines),
-            lambda: choose_plan(run, inputs, opened, lengths),
-        ]
-        for ask in asks:
-            try:
-                answers.append(ask())
-            except UserError:
-                answers.append(None)
-        return answers
-
-    clusters = [replace(macs(*each, link=link), efficiency=EFFICIENCY) for each in CLUSTERS]
-    for cluster in clusters[::9]:
-        planned, of_run = both(cluster)
-        if planned is not None and of_run is not None:
-            assert of_run.way == planned.way
-            assert of_run.plan == planned.plan
-            assert of_run.prediction.step_seconds == planned.prediction.step_seconds
-        else:
-            assert planned is of_run is None
-    questions: list[tuple[RunSpec, Facts]] = []
-
-    def recorded(run: RunSpec, facts: Facts, advance: object = None) -> Choice:
-        questions.append((run, facts))
-        raise UserError("recorded")
-
-    for module in ("shardmlx.planning.training_plan", "shardmlx.training.planned_run"):
-        monkeypatch.setattr(f"{module}.choose", recorded)
-    for cluster in clusters:
-        both(cluster)
-        assert questions[-1] == questions[-2]
-    assert len(questions) == 2 * len(clusters)
+        try:
+            planned = plan_training(run, cluster.machines)
+        except UserError:
+            with pytest.raises(UserError):
+                choose_plan(run, inputs, opened, SequenceLengths.full(512))
+            continue
+        of_run = choose_plan(run, inputs, opened, SequenceLengths.full(512))
+        assert (of_run.asked, of_run.facts) == (planned.asked, planned.facts)
+        assert (of_run.way, of_run.plan) == (planned.way, planned.plan)
+        assert of_run.prediction.step_seconds == planned.prediction.step_seconds
