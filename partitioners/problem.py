@@ -83,14 +83,6 @@ class Problem:
             if len(entries) != pp:
                 raise ValueError(f"{len(entries)} entries for {pp} pipeline ranks: {entries}")
 
-    @classmethod
-    def homogeneous(
-        cls, costs: LayerCosts, placement: tuple[int, ...], sizes: LayerCosts | None = None
-    ) -> Problem:
-        """Return stages on equal machines; ``sizes`` are ``costs`` if None."""
-        ranks = max(placement, default=0) + 1
-        return cls(placement=placement, costs=(costs,) * ranks, sizes=sizes or costs)
-
     @property
     def num_layers(self) -> int:
         return len(self.sizes.layers)

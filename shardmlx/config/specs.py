@@ -259,11 +259,6 @@ class BatchOptions(Spec):
         return tuple(map(int, str(self.replica_rows).split(",")))
 
     @property
-    def with_defaults(self) -> Self:
-        """The same, where options are left to the run, as mlx_lm.lora does it."""
-        return replace(self, pack=bool(self.pack), recompute=self.recomputed)
-
-    @property
     def recomputed(self) -> str:
         """The amount that is recomputed; none where that is left to the run."""
         return self.recompute or NONE

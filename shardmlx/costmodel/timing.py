@@ -77,20 +77,16 @@ class ModelSeconds:
     first_trained: int = 0
     recompute: str = NONE
 
-    def layer(self, index: int) -> float:
-        """Return F + I + W of one layer, and the recomputed share of its F."""
-        seconds = self.layers[index]
-        again = COMPUTED_AGAIN[self.recompute] * (index >= self.first_trained)
-        return max(0.0, seconds.microbatch + again * seconds.forward)
-
     @property
     def layer_costs(self) -> LayerCosts:
-        """F + I + W of each part, for a partitioner."""
-        return LayerCosts(
-            tuple(map(self.layer, range(len(self.layers)))),
-            max(0.0, self.embedding.microbatch),
-            max(0.0, self.head.microbatch),
+        """F + I + W of each part, and the recomputed share of its F, for a partitioner."""
+        again = COMPUTED_AGAIN[self.recompute]
+        layers = tuple(
+            max(0.0, each.microbatch + again * (i >= self.first_trained) * each.forward)
+            for i, each in enumerate(self.layers)
         )
+        embedding, head = self.embedding.microbatch, self.head.microbatch
+        return LayerCosts(layers, max(0.0, embedding), max(0.0, head))
 
     def stage(self, start: int, stop: int) -> Seconds:
         """Return the times of layers ``start`` to ``stop`` as a stage, as the engine runs it.

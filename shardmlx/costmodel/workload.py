@@ -60,7 +60,9 @@ class Workload(ModelSizes):
         """Return the work of a run on a model with known headers."""
         sizes = model_sizes(files, fine_tune.dtype)
         known = {each.name: getattr(sizes, each.name) for each in fields(ModelSizes)}
-        return cls(**known, fine_tune=fine_tune, batch=batch.with_defaults)
+        # Options that are left to the run, as mlx_lm.lora has them.
+        batch = replace(batch, pack=bool(batch.pack), recompute=batch.recomputed)
+        return cls(**known, fine_tune=fine_tune, batch=batch)
 
     def __post_init__(self) -> None:
         if self.fine_tune.num_layers > self.shape.num_layers:

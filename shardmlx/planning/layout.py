@@ -19,7 +19,7 @@ from shardmlx.costmodel.rank_peak import PeakOfActions
 from shardmlx.costmodel.training_setup import TrainingSetup
 from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
-from shardmlx.partitioners import LayerCosts, Problem, get_partitioner, uniform
+from shardmlx.partitioners import LayerCosts, Problem, get_partitioner
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.schedules import get_schedule
@@ -37,7 +37,9 @@ def lay_out(way: RunSpec, facts: Facts) -> Plan:
     workload, length = facts.work(way), facts.lengths.mean(way.batch.pack)
     mesh = Mesh.for_world(cluster.size, layout.pipeline_stages or cluster.size)
     rows, size = divide_batch(way.batch, mesh)
-    stage_map = given or _evenly(layout.schedule, mesh.pp, workload.shape.num_layers)
+    chosen = get_schedule(layout.schedule)
+    placement = chosen.placement(mesh.pp, chosen.default_virtual)
+    stage_map = given or StageMap.from_sizes([1] * len(placement), placement)
     plan = Plan(
         mesh=mesh,
         stage_map=stage_map,
@@ -52,12 +54,6 @@ def lay_out(way: RunSpec, facts: Facts) -> Plan:
         stage_map = get_partitioner(layout.partitioner)(problem)
     plan = replace(plan, stage_map=stage_map, trainable=trainable_stages(workload, stage_map))
     return with_replica_rows(plan, workload, cluster, length)
-
-
-def _evenly(schedule: str, pp: int, num_layers: int) -> StageMap:
-    chosen = get_schedule(schedule)
-    placement = chosen.placement(pp, chosen.default_virtual)
-    return uniform(Problem.homogeneous(LayerCosts((1.0,) * num_layers), placement))
 
 
 def trainable_stages(workload: Workload, stage_map: StageMap) -> tuple[bool, ...]:

@@ -11,6 +11,11 @@ from shardmlx.partitioners import LayerCosts, Problem
 from shardmlx.pipeline.stage_map import Partition, StageMap
 
 
+def homogeneous(costs: LayerCosts, placement: tuple[int, ...]) -> Problem:
+    """Return stages on equal machines, of parameters as large as they are costly."""
+    return Problem(placement=placement, costs=(costs,) * (max(placement) + 1), sizes=costs)
+
+
 def every_partition(num_layers: int, num_stages: int) -> list[Partition]:
     return [
         Partition(tuple(zip((0, *cuts), (*cuts, num_layers), strict=True)))

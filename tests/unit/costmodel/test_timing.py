@@ -54,7 +54,7 @@ def test_checkpointing_computes_the_layers_again_and_all_gradients_at_once() -> 
     assert again.stage(1, 3) == Seconds(2.0, 14.0, 0.0, 1.0)
     assert again.stage(0, 2) == Seconds(2.1, 0.0, 13.75, 1.0)
     assert again.stage(3, 4) == Seconds(4.0, 12.0, 0.0, 0.5)
-    assert again.layer(1) == 8.0
+    assert again.layer_costs.layers[1] == 8.0
 
 
 def test_the_stages_of_any_partition_take_as_long_together() -> None:

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from shardmlx.errors import UserError
 from shardmlx.partitioners import LayerCosts, Problem, balanced, uniform
 from shardmlx.pipeline.stage_map import StageMap
-from tests.helpers.partitions import every_answer, stage_costs
+from tests.helpers.partitions import every_answer, homogeneous, stage_costs
 
 
 def in_order(costs: LayerCosts, num_stages: int) -> Problem:
-    return Problem.homogeneous(costs, tuple(range(num_stages)))
+    return homogeneous(costs, tuple(range(num_stages)))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from tests.helpers.partitions import (
     every_answer,
     every_answer_in_any_order,
     fits,
+    homogeneous,
     random_problem,
     with_memory,
 )
@@ -105,7 +106,7 @@ def test_orders_are_searched_by_kinds_of_machines() -> None:
 def test_several_stages_a_rank_are_refused() -> None:
     costs = LayerCosts((1.0,) * 8)
     with pytest.raises(UserError, match="4 stages on 2"):
-        hetero(Problem.homogeneous(costs, get_schedule("zb-v").placement(2, 2)))
+        hetero(homogeneous(costs, get_schedule("zb-v").placement(2, 2)))
 
 
 def test_what_fits_in_no_order_is_said_for_the_order_that_lacks_least() -> None:

@@ -8,7 +8,14 @@ import pytest
 
 from shardmlx.errors import UserError
 from shardmlx.partitioners import LayerCosts, Partitioner, Problem, hetero, memory
-from tests.helpers.partitions import every_answer, fits, random_problem, shares, with_memory
+from tests.helpers.partitions import (
+    every_answer,
+    fits,
+    homogeneous,
+    random_problem,
+    shares,
+    with_memory,
+)
 
 GIB = 2.0**30
 LAYER = LayerCosts((GIB,) * 8)
@@ -16,7 +23,7 @@ LAYER = LayerCosts((GIB,) * 8)
 
 def machines(*gib: float, **fields: object) -> Problem:
     """Eight layers of 1 GiB each, and what each machine has."""
-    base = Problem.homogeneous(LAYER, tuple(range(len(gib))))
+    base = homogeneous(LAYER, tuple(range(len(gib))))
     return replace(base, capacity=tuple(each * GIB for each in gib), **fields)  # type: ignore[arg-type]
 
 
@@ -57,7 +64,7 @@ def test_memory_must_be_told_what_machines_have() -> None:
 
 
 def test_the_stages_of_a_rank_share_its_memory() -> None:
-    problem = replace(Problem.homogeneous(LAYER, (0, 1, 1, 0)), capacity=(12 * GIB, 4 * GIB))
+    problem = replace(homogeneous(LAYER, (0, 1, 1, 0)), capacity=(12 * GIB, 4 * GIB))
     assert memory(problem).partition.sizes == (3, 1, 1, 3)
     with pytest.raises(UserError, match=r"stage 1 .* and stage 2 "):
         memory(replace(problem, capacity=(12 * GIB, GIB)))

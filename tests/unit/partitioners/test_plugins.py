@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from shardmlx.errors import UserError
-from shardmlx.partitioners import LayerCosts, Problem, balanced, get_partitioner, partitioner_names
+from shardmlx.partitioners import LayerCosts, balanced, get_partitioner, partitioner_names
+from tests.helpers.partitions import homogeneous
 
 MODULE = """\
 from shardmlx.errors import UserError
@@ -24,7 +25,7 @@ def few(problem):
     from shardmlx.partitioners import Partition, StageMap
     return StageMap(Partition.from_sizes([problem.num_layers - 1]), (0,))
 """
-PROBLEM = Problem.homogeneous(LayerCosts((1.0,) * 8), (0, 1, 2))
+PROBLEM = homogeneous(LayerCosts((1.0,) * 8), (0, 1, 2))
 
 
 def install(site: Path, package: str, **names: str) -> None:
