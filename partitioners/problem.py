@@ -35,14 +35,6 @@ class LayerCosts:
         ends = (self.embedding * (start == 0), self.head * (stop == len(self.layers)))
         return math.fsum((*self.layers[start:stop], *ends))
 
-    def check_stages(self, num_stages: int) -> None:
-        """Raise ``UserError`` if there are fewer layers than stages."""
-        if num_stages > len(self.layers):
-            raise UserError(
-                f"{num_stages} stages, but the model has {len(self.layers)} layers",
-                f"use at most {len(self.layers)} stages",
-            )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
@@ -71,7 +63,11 @@ class Problem:
     """The host of each pipeline rank, if known."""
 
     def __post_init__(self) -> None:
-        self.sizes.check_stages(self.num_stages)
+        if self.num_stages > self.num_layers:
+            raise UserError(
+                f"{self.num_stages} stages, but the model has {self.num_layers} layers",
+                f"use at most {self.num_layers} stages",
+            )
         pp = self.pp
         if set(self.placement) != set(range(pp)):
             raise ValueError(f"ranks {sorted(set(self.placement))}: 0 to {pp - 1} without holes")

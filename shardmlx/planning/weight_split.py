@@ -66,7 +66,6 @@ def divide(
     """Divide a model among ranks with one stage each, by the cost of a forward pass, or by bytes if
     the family is unknown; ``machines`` has one for each, or none."""
     shape, sizes = inspection.shape, _sizes(inspection)
-    sizes.check_stages(num_stages)
     costs = sizes
     if shape is not None:
         flops = (shape.layer(i).flops(TYPICAL_LENGTH) for i in range(shape.num_layers))

@@ -1,4 +1,4 @@
-"""Options of generate, chat and serve: mlx_lm's are taken, or refused by name with a reason."""
+"""Options of mlx_lm: taken by our commands, or refused by name with a reason."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import importlib
 from typing import Any
 
 import pytest
+from mlx_lm import lora
 
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.inference import CHAT, GENERATE, GenerateConfig
 from shardmlx.config.serve import LINE as SERVE
 from shardmlx.config.serve import ServeConfig
+from shardmlx.config.train import LINE as TRAIN
 from shardmlx.errors import UserError
 
 
@@ -40,6 +42,7 @@ def test_every_flag_of_mlx_lm_is_taken_or_refused_by_name(monkeypatch: pytest.Mo
         theirs = importlib.import_module(f"mlx_lm.{name}").setup_arg_parser()
         assert flags_of(theirs) <= flags_of(ours.parser()) | {*ours.refused}
     assert server_flags(monkeypatch) <= flags_of(SERVE.parser()) | {*SERVE.refused}
+    assert flags_of(lora.build_parser()) <= flags_of(TRAIN.parser())
 
 
 @pytest.mark.parametrize(

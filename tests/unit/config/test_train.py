@@ -1,6 +1,5 @@
 """The options of training: mlx_lm.lora's names, defaults and YAML files, and ours beside them."""
 
-import argparse
 import inspect
 import json
 import re
@@ -85,16 +84,6 @@ def test_every_option_of_mlx_lm_keeps_its_default() -> None:
     implied = {"train": True, "grad_checkpoint": None}
     assert CONFIG_DEFAULTS["grad_checkpoint"] is False
     assert {key: ours[key] for key in CONFIG_DEFAULTS} == CONFIG_DEFAULTS | implied
-
-
-def test_every_flag_of_mlx_lm_keeps_its_spelling() -> None:
-    from mlx_lm.lora import build_parser as build_mlx_lm_parser
-
-    def flags(parser: argparse.ArgumentParser) -> set[str]:
-        return {flag for action in parser._actions for flag in action.option_strings}
-
-    theirs = build_mlx_lm_parser()
-    assert flags(theirs) <= flags(LINE.parser())
 
 
 def test_the_example_of_mlx_lm_loads_unchanged(tmp_path: Path) -> None:

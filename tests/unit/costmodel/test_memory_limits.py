@@ -31,8 +31,7 @@ from shardmlx.costmodel.memory_limits import (
     within,
     would_take,
 )
-from shardmlx.costmodel.predict import planned_memory, predict_memory
-from shardmlx.costmodel.workload import Workload
+from shardmlx.costmodel.predict import planned_memory
 from shardmlx.engine.batches import Samples
 from shardmlx.errors import UserError
 from shardmlx.loading import rank_setup
@@ -197,12 +196,6 @@ def test_the_limit_in_a_remedy_is_enough_when_it_is_typed(nbytes: int) -> None:
 # The limits
 
 
-def limits(
-    budget: MemoryBudget, backend: str = "metal", plan: PlannedMemory = PLAN
-) -> MemoryLimits:
-    return MemoryLimits(budget, plan, backend)
-
-
 def budget(nbytes: int, wirable: int | None = 24 * GIB) -> MemoryBudget:
     return MemoryBudget("studio", nbytes, "--memory-limit", 32 * GIB, wirable)
 
@@ -221,12 +214,12 @@ def test_the_cache_holds_what_a_step_frees_within_the_limit(
     nbytes: int, backend: str, plan: PlannedMemory, expected: tuple[int, int | None]
 ) -> None:
     """On Metal the GPU keeps plan and cache in memory; on a CPU nothing is wired."""
-    of_rank = limits(budget(nbytes), backend, plan)
+    of_rank = MemoryLimits(budget(nbytes), plan, backend)
     assert (of_rank.memory, of_rank.cache, of_rank.wired) == (nbytes, *expected)
 
 
 def test_metrics_have_the_limits_with_their_reasons() -> None:
-    assert limits(budget(20 * GIB)).as_json() == {
+    assert MemoryLimits(budget(20 * GIB), PLAN, "metal").as_json() == {
         "planned_peak_bytes": 10 * GIB,
         "planned_process_bytes": 10 * GIB,
         "memory_limit_bytes": 20 * GIB,
@@ -245,7 +238,10 @@ def test_a_plan_that_macos_cannot_keep_in_memory_is_warned_of() -> None:
 
 
 def test_who_took_more_than_the_limit_is_named_afterwards() -> None:
-    of_ranks = [limits(budget(20 * GIB)), limits(budget(11 * GIB))]
+    of_ranks = [
+        MemoryLimits(budget(20 * GIB), PLAN, "metal"),
+        MemoryLimits(budget(11 * GIB), PLAN, "metal"),
+    ]
     assert exceeded(of_ranks, ("a", "b"), (20 * GIB, 11 * GIB)) == ()
     (warning,) = exceeded(of_ranks, ("a", "b"), (20 * GIB, 12 * GIB))
     assert all(each in warning for each in ("rank 1 (b)", "12.00", "11.00", "10.00 GiB"))
@@ -267,21 +263,6 @@ def test_the_option_is_a_size_above_nothing(
 MACHINES = cluster(*[("studio", 8 * GIB)] * 4)
 
 
-def planned_run(dp: int) -> tuple[Plan, Workload]:
-    """Two stages, with four trained layers."""
-    stage_map = StageMap(Partition(((0, 5), (5, 8))), (0, 1))
-    work = workload(ModelShape.from_config(tiny_config()), num_layers=4)
-    return Plan(Mesh(dp, 2), stage_map, "1f1b", 4, 1, trainable_stages(work, stage_map)), work
-
-
-def test_each_rank_of_a_replica_has_the_peak_that_is_predicted() -> None:
-    plan, work = planned_run(2)
-    of_ranks = planned_memory(plan, work, MACHINES, (64, 0))
-    of_pipeline, stages = predict_memory(plan, work, MACHINES, 64)
-    assert list(of_ranks) == [*of_pipeline, *of_pipeline]
-    assert [each.resident for each in of_ranks[:2]] == [stages[i].resident for i in range(2)]
-
-
 def test_packed_texts_share_a_row_as_long_as_all_of_them() -> None:
     packed = workload(ModelShape.from_config(tiny_config()), pack=True)
     setup = MACHINES.setup(packed, 4, 64, 1)
@@ -290,11 +271,14 @@ def test_packed_texts_share_a_row_as_long_as_all_of_them() -> None:
 
 def test_long_sequences_that_only_pass_forward_count_too() -> None:
     """Of the validation: no activations are held for them, but their logits are large."""
-    plan, work = planned_run(1)
+    stage_map = StageMap(Partition(((0, 5), (5, 8))), (0, 1))
+    work = workload(ModelShape.from_config(tiny_config()), num_layers=4)
+    plan = Plan(Mesh(2, 2), stage_map, "1f1b", 4, 1, trainable_stages(work, stage_map))
 
     def peaks(length: int) -> list[int]:
         return [p.peak for p in planned_memory(plan, work, MACHINES, (64, length))]
 
+    assert peaks(0)[:2] == peaks(0)[2:], "replicas take the same"
     assert peaks(32) == peaks(0)
     assert peaks(0) < peaks(2048)
     of_step = planned_memory(plan, work, MACHINES, (2048, 0))
@@ -321,9 +305,9 @@ def mlx_limits() -> Iterator[None]:
 def test_mlx_has_the_limits(mlx_limits: None, monkeypatch: pytest.MonkeyPatch) -> None:
     wired: list[int] = []
     monkeypatch.setattr(mx, "set_wired_limit", wired.append)
-    set_limits(limits(budget(20 * GIB)))
+    set_limits(MemoryLimits(budget(20 * GIB), PLAN, "metal"))
     assert (mx.get_memory_limit(), mx.set_cache_limit(0), wired) == (20 * GIB, 5 * GIB, [15 * GIB])
-    set_limits(limits(budget(20 * GIB, None), "cpu"))
+    set_limits(MemoryLimits(budget(20 * GIB, None), PLAN, "cpu"))
     assert (mx.set_cache_limit(0), wired) == (LEAST_CACHE, [15 * GIB])
 
 
