@@ -7,7 +7,7 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -35,24 +35,18 @@ def mpirun_path() -> Path:
     return Path(other)
 
 
-def settings_for(
-    hosts: Sequence[str],
-    ranks: int,
-    given: Sequence[str] = (),
-    environ: Mapping[str, str] | None = None,
-) -> tuple[str, ...]:
+def settings_for(hosts: Sequence[str], ranks: int, given: Sequence[str] = ()) -> tuple[str, ...]:
     """Return the options that mpirun needs beside those ``given``, by flag or environment."""
-    environ = os.environ if environ is None else environ
     words: list[str] = []
-    if os.geteuid() == 0 and not all(name in environ for name in _AS_ROOT):
+    if os.geteuid() == 0 and not all(name in os.environ for name in _AS_ROOT):
         words.append("--allow-run-as-root")
     mapping = {"--oversubscribe", "--map-by", "--host", "-H", "--use-hwthread-cpus"} & {*given}
-    user_maps = mapping or "PRTE_MCA_rmaps_default_mapping_policy" in environ
+    user_maps = mapping or "PRTE_MCA_rmaps_default_mapping_policy" in os.environ
     if not hosts and ranks > _cores() and not user_maps:
         words += ["--oversubscribe", *([] if "--bind-to" in given else ["--bind-to", "none"])]
     network = common_network(hosts, list(_own_addresses()))
     for variable, option in _INCLUDE.items():
-        if network is not None and variable not in environ and option[1] not in given:
+        if network is not None and variable not in os.environ and option[1] not in given:
             words += [*option, network]
     return tuple(words)
 

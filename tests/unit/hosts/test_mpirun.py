@@ -11,40 +11,46 @@ CABLE = ("10.77.0.1", "255.255.255.0")
 WLAN = ("192.168.1.7", "255.255.255.0")
 LOOPBACK = ("127.0.0.1", "255.0.0.0")
 RANKS = ("--mca", "btl_tcp_if_include", "10.77.0.0/24")
+POLICY = "PRTE_MCA_rmaps_default_mapping_policy"
 DAEMONS = ("--prtemca", "prte_if_include", "10.77.0.0/24")
 
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make this machine one of two cores and two networks, and its user not root."""
+    for name in (*mpirun._AS_ROOT, *mpirun._INCLUDE, POLICY):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("os.geteuid", lambda: 501)
     monkeypatch.setattr(mpirun, "_cores", lambda: 2)
     monkeypatch.setattr(mpirun, "_own_addresses", lambda: [LOOPBACK, WLAN, CABLE])
 
 
 def test_root_is_allowed_unless_the_environment_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert settings_for((), 2, (), {}) == ()
+    assert settings_for((), 2) == ()
     monkeypatch.setattr("os.geteuid", lambda: 0)
-    assert settings_for((), 2, (), {}) == ("--allow-run-as-root",)
-    said = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
-    assert settings_for((), 2, (), said) == ()
+    assert settings_for((), 2) == ("--allow-run-as-root",)
+    for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"):
+        monkeypatch.setenv(name, "1")
+    assert settings_for((), 2) == ()
 
 
-def test_ranks_may_share_the_cores_of_one_machine() -> None:
-    assert settings_for((), 3, (), {}) == ("--oversubscribe", "--bind-to", "none")
-    assert settings_for((), 3, ("--bind-to", "core"), {}) == ("--oversubscribe",)
-    assert settings_for((), 3, ("--map-by", "core"), {}) == ()
-    assert (
-        settings_for((), 3, (), {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}) == ()
-    )
-    assert settings_for(("mac1.local", "mac2.local"), 3, (), {}) == ()  # it has slots
+def test_ranks_may_share_the_cores_of_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert settings_for((), 3) == ("--oversubscribe", "--bind-to", "none")
+    assert settings_for((), 3, ("--bind-to", "core")) == ("--oversubscribe",)
+    assert settings_for((), 3, ("--map-by", "core")) == ()
+    assert settings_for(("mac1.local", "mac2.local"), 3) == ()  # it has slots
+    monkeypatch.setenv(POLICY, ":oversubscribe")
+    assert settings_for((), 3) == ()
 
 
-def test_messages_keep_to_the_network_of_the_addresses_in_the_hostfile() -> None:
+def test_messages_keep_to_the_network_of_the_addresses_in_the_hostfile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     hosts = ("10.77.0.1", "10.77.0.2")
-    assert settings_for(hosts, 2, (), {}) == RANKS + DAEMONS
-    assert settings_for(hosts, 2, ("--mca", "btl_tcp_if_include", "en0"), {}) == DAEMONS
-    assert settings_for(hosts, 2, (), {"PRTE_MCA_prte_if_include": "en0"}) == RANKS
+    assert settings_for(hosts, 2) == RANKS + DAEMONS
+    assert settings_for(hosts, 2, ("--mca", "btl_tcp_if_include", "en0")) == DAEMONS
+    monkeypatch.setenv("PRTE_MCA_prte_if_include", "en0")
+    assert settings_for(hosts, 2) == RANKS
 
 
 @pytest.mark.parametrize(
