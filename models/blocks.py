@@ -173,8 +173,6 @@ class Experts:
     used: str = "num_experts_per_tok"
     """Field with the number of those that a token passes."""
     width: str = "moe_intermediate_size"
-    other_width: str = ""
-    """Field with their width if the first has none."""
     path: str = "mlp"
     stack: str = "switch_mlp"
     names: tuple[str, ...] = GATED
@@ -185,10 +183,8 @@ class Experts:
     """True if mlx-lm keeps the router as an array, which has neither quantisation nor adapters."""
     correction: str = ""
     """Path of the numbers that are added to the scores for the choice, one for each expert."""
-    has_correction: Fact = True
     shared: str = ""
     """Field with the number of shared experts."""
-    has_shared: Fact = True
     shared_width: str = ""
     """Field with the width of a shared expert, if it has another one than the rest."""
     shared_path: str = "shared_experts"
@@ -197,8 +193,7 @@ class Experts:
 
     def __call__(self, config: Config) -> LayerShape:
         hidden, path, bias = config.count("hidden_size"), self.path, config.holds(self.bias)
-        width = config.number(self.width) if self.other_width else 0
-        width = width or config.count(self.other_width or self.width)
+        width = config.count(self.width)
         number, active = config.count(self.count), config.count(self.used)
         if active > number:
             raise UserError(
@@ -210,7 +205,7 @@ class Experts:
             arrays[f"{path}.{self.router}.weight"] = (number, hidden)
         else:
             linears[f"{path}.{self.router}"] = Linear("mlp", hidden, number, self.router_bias)
-        if self.correction and config.holds(self.has_correction):
+        if self.correction:
             arrays[f"{path}.{self.correction}"] = (number,)
         for i, name in enumerate(GATED):
             is_down = name == GATED[-1]
@@ -224,7 +219,7 @@ class Experts:
                 f"{path}.experts.{{}}.{self.names[i]}" if self.names else "",
             )
         shared_path, shared = f"{path}.{self.shared_path}", int(self.has_shared_gate)
-        if self.shared and config.holds(self.has_shared):
+        if self.shared:
             shared = config.number(self.shared)
         if shared:
             own = config.number(self.shared_width) or width

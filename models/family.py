@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from shardmlx.models.blocks import Dense, Experts, Grouped
 from shardmlx.models.config_reader import Config, Fact
-from shardmlx.models.layer_kinds import Windows, all_layers, no_windows, windows_by_type
+from shardmlx.models.layer_kinds import Windows, all_layers, no_windows
 from shardmlx.models.layer_shape import NORMS, SWIGLU, Activation, LayerShape, Norm
 
 _GROUPED, _DENSE = Grouped(), Dense()
@@ -42,9 +42,8 @@ class Family:
     """Fields that must be false."""
     tied: Literal["always", "never", "by default", "if said", "as said"] = "by default"
     """Condition for the embedding to be the lm_head; ``as said`` needs the field."""
-    embedding: str = "embed_tokens"
-    """Name in ``model``, as that of ``final_norm``; the ``head`` is a path."""
     final_norm: str = "norm"
+    """Name in ``model``; the ``head`` is a path."""
     head: str = "lm_head"
     head_has_bias: bool = False
     dropped: str | None = None
@@ -114,7 +113,10 @@ class Family:
         )
 
 
-UNDECLARED = Family(
-    windows=windows_by_type(), takes_pieces=False, takes_packed=False, takes_batches=False
-)
+UNDECLARED = Family(takes_pieces=False, takes_packed=False, takes_batches=False)
 """The family of undeclared models, which assumes nothing."""
+
+APPROXIMATE = (
+    "no row of models/families declares this model: layers and their bytes are exact, times and "
+    "the memory of activations approximate"
+)

@@ -40,12 +40,6 @@ def windows_by_period(config: Config) -> Windows:
     return found
 
 
-def windows_by_letter(config: Config) -> Windows:
-    """Return the windows of layers with an L in ``sliding_window_pattern``, which repeats."""
-    pattern = config.get("sliding_window_pattern") or "G"
-    return _windows(config, [WINDOWED if letter == "L" else FULL for letter in pattern])
-
-
 def _windows(config: Config, kinds: Sequence[Any]) -> Windows:
     """Return the windows of layers of these kinds, which repeat."""
     for kind in kinds:
@@ -65,18 +59,13 @@ def all_layers(config: Config) -> Sequence[bool]:
     return [True] * config.count("num_hidden_layers")
 
 
-def layers_after_first(config: Config) -> Sequence[bool]:
-    """Return true for layers from ``first_k_dense_replace`` on."""
-    first = config.number("first_k_dense_replace")
-    return [i >= first for i in range(config.count("num_hidden_layers"))]
-
-
 def routed_layers(config: Config) -> Sequence[bool]:
-    """Return true for every ``moe_layer_freq``-th of these, if there are routed experts."""
+    """Return true for every ``moe_layer_freq``-th layer from ``first_k_dense_replace`` on, if there
+    are routed experts."""
     has_experts = config.get("n_routed_experts") is not None
     every = config.count("moe_layer_freq", 1)
-    later = layers_after_first(config)
-    return [has_experts and is_later and i % every == 0 for i, is_later in enumerate(later)]
+    first, count = config.number("first_k_dense_replace"), config.count("num_hidden_layers")
+    return [has_experts and i >= first and i % every == 0 for i in range(count)]
 
 
 def stepped_layers(config: Config) -> Sequence[bool]:
@@ -85,16 +74,3 @@ def stepped_layers(config: Config) -> Sequence[bool]:
     has_experts = config.number("num_experts") > 0
     count = config.count("num_hidden_layers")
     return [has_experts and i not in plain and (i + 1) % step == 0 for i in range(count)]
-
-
-def named_layers(config: Config) -> Sequence[bool]:
-    return config.each_layer("is_moe_layer") or []
-
-
-def layers_between(config: Config) -> Sequence[bool]:
-    """Return true for every ``moe_layer_interval``-th layer between the outer two."""
-    count, step = config.count("num_hidden_layers"), config.count("moe_layer_interval", 1)
-    first, last = config.get("moe_layer_start_index", 0), config.get("moe_layer_end_index", count)
-    first = min(first) if isinstance(first, list) else first
-    last = max(last) if isinstance(last, list) else last
-    return [first <= i <= last and (i + 1) % step == 0 for i in range(count)]

@@ -148,7 +148,8 @@ class LayerShape:
     @property
     def is_parallel(self) -> bool:
         """True if the MLP takes the input of attention, and both are added up at once."""
-        return not any(each.source in ("mlp", "experts") for _, each in self.linears)
+        own = any(each.source in ("mlp", "experts") for _, each in self.linears)
+        return self.mlp > 0 and not own
 
     @cached_property
     def parameters(self) -> int:

@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from shardmlx.errors import UserError
-from shardmlx.models.families import FAMILIES
+from shardmlx.models.families import ANOTHER
 
 
 class Parts(NamedTuple):
@@ -89,7 +89,7 @@ class InPlaceOf:
 
 def at(model: Any, path: str) -> Any:
     for name in path.split(".") if path else ():
-        model = model[name]
+        model = model[int(name)] if isinstance(model, list) else model[name]
     return model
 
 
@@ -113,7 +113,7 @@ def find_parts(model: nn.Module) -> Parts:
         kind = getattr(model, "model_type", None)
         raise UserError(
             f"mlx-lm's model of type {kind!r} cannot be cut into stages: {error}",
-            f"run it with mlx-lm on one machine, or use a model of type {', '.join(FAMILIES)}",
+            f"run it with mlx-lm on one machine, or {ANOTHER}",
         ) from None
 
 

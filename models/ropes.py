@@ -20,7 +20,7 @@ from shardmlx.models.rope_parameters import (
     type_of,
 )
 
-_ROPES = (nn.RoPE, rope_utils.YarnRoPE, rope_utils.Llama3RoPE, rope_utils.SuScaledRoPE)
+ROPES = (nn.RoPE, rope_utils.YarnRoPE, rope_utils.Llama3RoPE, rope_utils.SuScaledRoPE)
 """Kinds of rotary embeddings that some families replace by the plain one."""
 
 
@@ -40,7 +40,7 @@ def fit_ropes(model: nn.Module, config: Mapping[str, Any]) -> list[str]:
     for kind, layer in zip(kinds, layers, strict=False):
         rope = rope_of(fields, kind)
         for path, module in layer.named_modules():
-            if rope is None or not isinstance(module, _ROPES):
+            if rope is None or not isinstance(module, ROPES):
                 continue
             other = _wanted(module, rope, fields)
             if other is not None:

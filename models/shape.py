@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from shardmlx.errors import UserError
@@ -41,6 +41,8 @@ class ModelShape:
     """True if mlx-lm computes layers in a loop over tokens, whose gradient holds many states."""
     has_dynamic_rope: bool = False
     """True if rotary embeddings change with the length of the text."""
+    seen: Family = field(default=UNDECLARED, compare=False, repr=False)
+    """The facts of an undeclared family that its code tells."""
 
     @classmethod
     def of_layers(cls, layers: Sequence[LayerShape], **others: Any) -> ModelShape:
@@ -50,16 +52,10 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
-        """Read a config.json; ``UserError`` names its field, or the undeclared family."""
-        model_type = config.get("model_type")
-        if not isinstance(model_type, str) or model_type not in FAMILIES:
-            raise UserError(
-                f"model_type {model_type!r} is not declared: its sizes are known with its tensors "
-                "only",
-                f"name a model with its weights, or of type {', '.join(FAMILIES)}",
-            )
+        """Read the config.json of a declared family; ``UserError`` names its field."""
+        model_type = config["model_type"]
         family = outer = FAMILIES[model_type]
-        fields, text_type = Config(config), str(model_type)
+        fields, text_type = Config(config), model_type
         if outer.text_default:
             own = fields.get("text_config")
             if not isinstance(own, Mapping):
@@ -92,7 +88,7 @@ class ModelShape:
             tied=tied,
             names=Names(
                 f"{model}layers.",
-                model + family.embedding,
+                f"{model}embed_tokens",
                 model + family.final_norm,
                 prefix + family.head,
             ),
@@ -105,12 +101,20 @@ class ModelShape:
         return bool(self.text_type)
 
     @property
+    def is_approximate(self) -> bool:
+        """True if times and the memory of activations are guessed."""
+        is_known = self.family.takes_pieces and all(
+            each.activation.is_swiglu for each in self.kinds
+        )
+        return not self.is_declared and not is_known
+
+    @property
     def family(self) -> Family:
-        return FAMILIES[self.text_type] if self.is_declared else UNDECLARED
+        return FAMILIES[self.text_type] if self.is_declared else self.seen
 
     @property
     def outer_family(self) -> Family:
-        return FAMILIES[self.model_type] if self.is_declared else UNDECLARED
+        return FAMILIES[self.model_type] if self.is_declared else self.seen
 
     @property
     def chooses_caches(self) -> bool:

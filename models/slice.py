@@ -21,7 +21,7 @@ from shardmlx.models.activations import recompute_selectively, swiglu, use_swigl
 from shardmlx.models.decoder import Decoder, LayerCall, Visit
 from shardmlx.models.dropout import key_every_dropout, set_keys
 from shardmlx.models.packed_positions import PackedPositions
-from shardmlx.models.parts import Parts, find_parts
+from shardmlx.models.parts import Parts, at, find_parts
 
 
 class Slice:
@@ -107,11 +107,8 @@ class Slice:
 
     def _find(self, name: str) -> tuple[nn.Module, str]:
         prefix = next(p for p in self._parts if name.startswith(p + "."))
-        module: Any = self._parts[prefix]
-        *path, leaf = name[len(prefix) + 1 :].split(".")
-        for step in path:
-            module = module[int(step)] if isinstance(module, list) else module[step]
-        return module, leaf
+        path, _, leaf = name[len(prefix) + 1 :].rpartition(".")
+        return at(self._parts[prefix], path), leaf
 
     def parameters(self) -> dict[str, mx.array]:
         return {name: self[name] for name in self._slots}

@@ -19,8 +19,7 @@ from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.hostfile import Machine
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import open_model
-from shardmlx.modelfiles.parts import inspect_files
-from shardmlx.models.shape import ModelShape
+from shardmlx.modelfiles.parts import inspect_files, read_shape
 from shardmlx.planning.training_plan import plan_training
 
 GIB = 2**30
@@ -147,7 +146,7 @@ def large(only: str | None = None) -> str:
         with tempfile.TemporaryDirectory() as directory:
             Path(directory, "config.json").write_text(json.dumps(config))
             nbytes = inspect_files(open_model(directory)).whole.nbytes
-            shape = ModelShape.from_config(config)
+            shape = read_shape(config)
             facts = (
                 f"{shape.parameters() / 1e9:.1f}B",
                 f"{shape.active_parameters() / 1e9:.1f}B",

@@ -12,3 +12,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     dict(sorted((dense.FAMILIES | mixtures.FAMILIES).items()))
 )
 """The family of each ``model_type`` that a row declares."""
+
+ANOTHER = "use a model of a type in docs/what-fits.md"
+"""The remedy for a model that cannot run."""

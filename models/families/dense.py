@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardmlx.models.blocks import GATED_W, Dense, Grouped
+from shardmlx.models.blocks import Dense, Grouped
 from shardmlx.models.family import Family
-from shardmlx.models.layer_kinds import windows_by_letter, windows_by_period, windows_by_type
+from shardmlx.models.layer_kinds import windows_by_period, windows_by_type
 from shardmlx.models.layer_shape import GELU, GELU_APPROX, JOINED_SWIGLU, Activation
-from shardmlx.models.rope_parameters import FULL, WINDOWED
 
 # Places of norms beside those of Llama.
 BEHIND = ("post_attention_layernorm", "post_feedforward_layernorm")
@@ -21,7 +20,6 @@ PLAIN = Grouped(head_dim="")
 QKV_BIASED = Grouped(head_dim="", bias=True, output_bias=False)
 BIASED = Grouped(bias="attention_bias")
 HEAD_NORMS = Grouped(norms="head")
-ALL_NORMS = Grouped(bias="attention_bias", norms="whole")
 GLM = Family(
     attention=Grouped(bias="attention_bias", output_bias=False),
     mlp=Dense(names=("gate_up_proj", "down_proj"), is_joined=True),
@@ -71,12 +69,6 @@ FAMILIES = {
             "sliding_window_pattern": 4,
         },
         tied="always",
-    ),
-    "ernie4_5": Family(
-        attention=Grouped(bias="use_bias"), mlp=Dense(bias="use_bias"), tied="as said"
-    ),
-    "exaone4": Family(
-        attention=HEAD_NORMS, windows=windows_by_letter, norms=BEHIND, tied="as said"
     ),
     "gemma": Family(activation=GELU, tied="always"),
     # mlx-lm ignores the windows of every other layer.
@@ -131,34 +123,11 @@ FAMILIES = {
         defaults={"use_qk_norm": True},
         tied="if said",
     ),
-    "internlm2": Family(
-        attention=Grouped(head_dim="", bias="bias", path="attention", output="wo", joined="wqkv"),
-        mlp=Dense(path="feed_forward", names=GATED_W),
-        norms=("attention_norm", "ffn_norm"),
-        defaults={"bias": True},
-        tied="if said",
-        embedding="tok_embeddings",
-        head="output",
-    ),
-    # Its rotary embedding changes with the length.
-    "internlm3": Family(
-        attention=Grouped(head_dim="", bias="qkv_bias"),
-        mlp=Dense(bias="bias"),
-        tied="if said",
-        takes_packed=False,
-        takes_batches=False,
-    ),
     "llama4_text": Family(
         attention=Grouped(norms="weightless", has_norms="use_qk_norm"),
         mlp=Dense(width="intermediate_size_mlp", path="feed_forward"),
         tied="as said",
         head="output",
-    ),
-    "mimo": Family(
-        attention=QKV_BIASED,
-        tied="if said",
-        # Layers that predict more tokens.
-        dropped=r"^model\.mtp_layers\.",
     ),
     # mlx-lm adds an lm_head to the tensors of a tied model, and then refuses it.
     "minicpm": Family(attention=PLAIN, only=("tie_word_embeddings",), tied="if said"),
@@ -167,13 +136,6 @@ FAMILIES = {
         mlp=Dense(names=("up_proj", "down_proj"), bias="mlp_bias"),
         norm_bias=True,
         activation=Activation(0),
-        tied="if said",
-    ),
-    "olmo2": Family(attention=ALL_NORMS, mlp=BIASED_MLP, norms=BEHIND),
-    "olmo3": Family(
-        attention=ALL_NORMS,
-        windows=windows_by_type(*[WINDOWED] * 3, FULL),
-        norms=BEHIND,
         tied="if said",
     ),
     "phi": Family(
@@ -187,9 +149,6 @@ FAMILIES = {
         head_has_bias=True,
     ),
     "phi3": replace(GLM, attention=Grouped(head_dim="", joined="qkv_proj"), tied="if said"),
-    "seed_oss": Family(
-        attention=Grouped(bias="attention_bias", output_bias="attention_out_bias"), mlp=BIASED_MLP
-    ),
     "stablelm": Family(
         attention=Grouped(
             head_dim="",
@@ -210,7 +169,6 @@ FAMILIES = {
         activation=Activation(1),
         defaults={"vocab_size": 49152},
     ),
-    "telechat3": Family(attention=BIASED, mlp=BIASED_MLP, tied="if said"),
     # Text models beside a vision tower, which mlx-lm ignores.
     "gemma3": Family(
         defaults={"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208},

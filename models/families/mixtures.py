@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardmlx.models.blocks import GATED_W, Dense, Experts, Grouped, Latent
+from shardmlx.models.blocks import GATED_W, Experts, Grouped, Latent
 from shardmlx.models.family import Family
 from shardmlx.models.layer_kinds import (
-    layers_after_first,
-    layers_between,
-    named_layers,
     routed_layers,
     stepped_layers,
     windows_by_type,
@@ -53,80 +50,10 @@ MINIMAX = Family(
 
 FAMILIES = {
     "mixtral": Family(attention=Grouped(head_dim=""), experts=LOCAL, tied="if said", has_gguf=True),
-    "bailing_moe": Family(
-        attention=Grouped(
-            head_dim="",
-            bias="use_qkv_bias",
-            output_bias="use_bias",
-            norms="head",
-            has_norms="use_qk_norm",
-            norm_names=("query_layernorm", "key_layernorm"),
-            path="attention",
-            output="dense",
-            joined="query_key_value",
-        ),
-        mlp=Dense(bias="use_bias"),
-        experts=replace(
-            EXPERTS,
-            bias="use_bias",
-            router="gate.gate_proj",
-            correction="gate.expert_bias",
-            has_correction="moe_router_enable_expert_bias",
-            shared="num_shared_experts",
-            has_shared="moe_router_enable_shared_expert",
-            shared_width="moe_shared_expert_intermediate_size",
-        ),
-        sparse=layers_after_first,
-        defaults={"moe_router_enable_shared_expert": True},
-        tied="if said",
-        embedding="word_embeddings",
-        stored_otherwise=r"\.mlp\.gate\.(weight|bias)$",
-    ),
-    "deepseek": Family(
-        attention=Grouped(head_dim="", bias="attention_bias"),
-        experts=ROUTED,
-        sparse=routed_layers,
-        tied="never",
-    ),
     "deepseek_v2": Family(
         attention=Latent(absorbed=False), experts=ROUTED, sparse=routed_layers, tied="never"
     ),
     **dict.fromkeys(("deepseek_v3", "joyai_llm_flash", "kimi_k2"), DEEPSEEK_V3),
-    "dots1": Family(
-        attention=Grouped(norms="head"),
-        experts=replace(CORRECTED, stack="experts"),
-        sparse=routed_layers,
-        tied="if said",
-    ),
-    "ernie4_5_moe": Family(
-        attention=Grouped(bias="use_bias"),
-        mlp=Dense(bias="use_bias"),
-        experts=Experts(
-            count="moe_num_experts",
-            used="moe_k",
-            other_width="intermediate_size",
-            bias="use_bias",
-            shared="moe_num_shared_experts",
-        ),
-        sparse=layers_between,
-        defaults={"moe_k": 1},
-        tied="as said",
-        dropped=r"mtp_(block|linear_proj|hidden_norm|emb_norm)\.|e_score_correction_bias",
-    ),
-    "exaone_moe": Family(
-        attention=Grouped(norms="head"),
-        experts=replace(
-            EXPERTS,
-            router_is_array=True,
-            correction="gate.e_score_correction_bias",
-            shared="num_shared_experts",
-        ),
-        sparse=named_layers,
-        windows=windows_by_type(),
-        tied="if said",
-        dropped=r"^mtp\.",
-        stored_otherwise=r"\.mlp\.e_score_correction_bias",
-    ),
     **dict.fromkeys(("glm4_moe", "solar_open"), GLM4_MOE),
     "glm4_moe_lite": replace(
         DEEPSEEK_V3, defaults={"first_k_dense_replace": 1}, dropped=None, drops_further_layers=True
@@ -167,17 +94,6 @@ FAMILIES = {
         # Scales of weights in fp8, which mlx-lm multiplies in.
         dropped=r"activation_scale$|_scale_inv$",
         stored_otherwise=r"\.kv_b_proj\.",
-    ),
-    "olmoe": Family(
-        attention=Grouped(bias="attention_bias", norms="whole"),
-        experts=replace(EXPERTS, width="intermediate_size", bias="mlp_bias"),
-    ),
-    "phimoe": Family(
-        attention=Grouped(head_dim="", bias=True),
-        experts=LOCAL,
-        norm_bias=True,
-        tied="never",
-        head_has_bias=True,
     ),
     "qwen2_moe": Family(
         attention=Grouped(head_dim="", bias=True, output_bias=False),

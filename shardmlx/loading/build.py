@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,51 +10,26 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
-from mlx_lm.utils import MODEL_REMAPPING, get_total_parameters, load_config, load_model
+from mlx_lm.utils import get_total_parameters, load_config, load_model
 
 from shardmlx.compat import model_classes
 from shardmlx.config.specs import FineTune
 from shardmlx.errors import UserError, one_line
 from shardmlx.loading.adapters import add_adapters, check_keys, make_adapters, resume_from
 from shardmlx.modelfiles.model_files import check_model_files
+from shardmlx.modelfiles.parts import read_shape
 from shardmlx.models.config_reader import read_config
-from shardmlx.models.families import FAMILIES
+from shardmlx.models.families import ANOTHER, FAMILIES
 from shardmlx.models.parts import find_parts
 from shardmlx.models.published_packing import check_packing, published_packing
 from shardmlx.models.rope_parameters import with_rope
 from shardmlx.models.ropes import fit_ropes
-from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
 
 
 def check_can_be_cut(config: Mapping[str, Any]) -> None:
-    """Raise ``UserError`` if mlx-lm lacks an undeclared family, or its layers are not separate."""
-    model_type = config.get("model_type")
-    if model_type in FAMILIES:
-        check_packing(config, ModelShape.from_config(config))
-        return
-    published_packing(config)
-    if "model_file" in config:
-        return  # a model may come with its own code, beside its weights
-    remedy = f"use a model of type {', '.join(FAMILIES)}"
-    try:
-        model = build_random(config)
-    except ImportError:
-        raise UserError(f"mlx-lm has no model of type {model_type!r}", remedy) from None
-    except (AttributeError, ValueError, KeyError, TypeError) as error:
-        fault = f"mlx-lm cannot build this model of type {model_type!r}: {one_line(error)}"
-        raise UserError(fault, remedy) from None
-    find_parts(model)
-
-
-def build_random(config: Mapping[str, Any]) -> nn.Module:
-    """Build mlx-lm's model of a config.json with random weights, lazily."""
-    model_type = config.get("model_type")
-    code = import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(model_type, model_type)}")
-    # Some families write into the fields of their configuration.
-    model: nn.Module = code.Model(code.ModelArgs.from_dict(deepcopy(dict(config))))
-    fit_ropes(model, config)
-    return model
+    """Raise ``UserError`` if mlx-lm lacks a model, or its layers are not separate."""
+    check_packing(config, read_shape(config))
 
 
 def load_lazily(path: Path) -> tuple[nn.Module, dict[str, Any], list[str]]:
@@ -82,7 +55,7 @@ def load_lazily(path: Path) -> tuple[nn.Module, dict[str, Any], list[str]]:
         if packing is not None:
             remedy = f"it is {packing}: take the model in 16 bits"
         elif own.get("model_type") not in FAMILIES:
-            remedy = f"use a model of type {', '.join(FAMILIES)}"
+            remedy = ANOTHER
         fault = f"{path}: mlx-lm cannot build this model: {one_line(error)}"
         raise UserError(fault, remedy) from None
     return model, config, fit_ropes(model, filled)

@@ -36,8 +36,8 @@ from shardmlx.loading.transfer import Weights
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.modelfiles.parts import needed_shape
 from shardmlx.models.config_reader import read_config
+from shardmlx.models.family import APPROXIMATE
 from shardmlx.models.shape import ModelShape
-from shardmlx.models.undeclared import APPROXIMATE
 from shardmlx.pipeline.stage_map import StageMap, read_stage_map
 
 SETUP_SECONDS = 12 * 3600.0
@@ -83,7 +83,7 @@ def open_on_all_ranks(
         shape = on_all_ranks(
             transport, "checking config.json", lambda: needed_shape(open_model(str(weights.path)))
         )
-        if not shape.is_declared:
+        if shape.is_approximate:
             reporter.warn(APPROXIMATE)
         here = adapters if weights.adapters is None else weights.adapters
         yield OpenedModel(weights, here, config, shape)

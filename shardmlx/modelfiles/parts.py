@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any
 
 from shardmlx.errors import UserError
@@ -30,7 +31,6 @@ from shardmlx.models.tensors import (
     modules,
     read_quantisation,
 )
-from shardmlx.models.undeclared import read_tensors
 
 EMBEDDING, HEAD, OTHER, DROPPED = "embedding", "head", "other", "not loaded"
 """Names of the parts other than decoder layers; ``head`` is the final norm and the head."""
@@ -156,7 +156,7 @@ def inspect_files(files: ModelFiles) -> Inspection:
     else:
         tensors = dict(files.tensors)
     columns = {}
-    if shape is not None and shape.is_declared:
+    if shape is not None:
         family = modules(shape, separate_experts=has_separate_experts(tensors, shape))
         columns = {path: each.weight[-1] for path, each in family.items() if each.is_quantisable}
     packed = _packings(tensors, files.config, columns)
@@ -188,14 +188,27 @@ def inspect_files(files: ModelFiles) -> Inspection:
     )
 
 
+def read_shape(
+    config: Mapping[str, Any], tensors: Mapping[str, PlacedTensor] = MappingProxyType({})
+) -> ModelShape:
+    """Return the shape of a model; MLX is started for one that no row declares. Raises
+    ``UserError`` for a broken config.json, or for a model that cannot be divided."""
+    if config.get("model_type") in [*FAMILIES]:
+        return ModelShape.from_config(config)
+    from shardmlx.models.undeclared import traced_shape
+
+    return traced_shape(config, {name: place.shape for name, place in tensors.items()})
+
+
 def shape_of(files: ModelFiles) -> ModelShape | None:
-    """Return the model's shape; None without a config.json, or if the tensors are no decoder's.
-    Raises ``UserError`` for a broken config.json, or for an undeclared family without tensors."""
-    if not files.config:
+    """Return the model's shape; None without a config.json, or if the tensors are of no model that
+    can be divided. Raises ``UserError`` for a broken config.json."""
+    try:
+        return read_shape(files.config, files.tensors) if files.config else None
+    except UserError:
+        if not files.tensors or files.config.get("model_type") in [*FAMILIES]:
+            raise
         return None
-    if not files.tensors or files.config.get("model_type") in [*FAMILIES]:
-        return ModelShape.from_config(files.config)
-    return read_tensors(files.config, _unpacked(files.tensors, files.config))
 
 
 def needed_shape(files: ModelFiles) -> ModelShape:
@@ -204,29 +217,9 @@ def needed_shape(files: ModelFiles) -> ModelShape:
         raise UserError(
             f"{files.name} has no config.json, or an empty one", "name the directory of a model"
         )
-    shape = shape_of(files)
-    if shape is None:
-        # Reports the fault of the configuration itself.
-        return ModelShape.from_config(files.config)
+    shape = read_shape(files.config, files.tensors)
     check_packing(files.config, shape)
     return shape
-
-
-def _unpacked(
-    tensors: Mapping[str, PlacedTensor], config: Mapping[str, Any]
-) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor before packing, without scales and biases of packed ones."""
-    packed = _packings(tensors, config, {})
-    shapes = {}
-    for name, place in tensors.items():
-        path, _, leaf = name.rpartition(".")
-        how = packed.get(path)
-        if how is not None and leaf == "weight":
-            *rows, words = place.shape
-            shapes[name] = (*rows, words * 32 // how.bits)
-        elif how is None or leaf not in QUANTISED_PARTS:
-            shapes[name] = place.shape
-    return shapes
 
 
 def part_of(name: str, shape: ModelShape | None) -> str | int:
@@ -280,7 +273,7 @@ def _packings(
 
 def planned_tensors(config: Mapping[str, Any]) -> dict[str, PlacedTensor]:
     """Return the tensors that mlx-lm would write for this config.json; no file exists yet."""
-    shape = ModelShape.from_config(config)
+    shape = read_shape(config)
     quantisation = read_quantisation(config)
     dtype = _FLOATS.get(str(config.get("torch_dtype", config.get("dtype"))), "BF16")
 

@@ -8,8 +8,8 @@ from typing import Any
 from shardmlx.common.formatting import columns, count, gibibytes, numbers_of, plural
 from shardmlx.modelfiles.parts import Inspection, Part, rows
 from shardmlx.modelfiles.sources import SUFFIX
+from shardmlx.models.family import APPROXIMATE
 from shardmlx.models.shape import ModelShape
-from shardmlx.models.undeclared import APPROXIMATE
 from shardmlx.planning.weight_split import Split, byte_ranges
 
 _FILES_SHOWN = 2
@@ -26,7 +26,7 @@ def summary(inspection: Inspection) -> str:
         lines.append(_adapter(inspection))
     elif files.config:
         lines.append(f"family {files.config.get('model_type')!r}, which shardmlx cannot cut")
-    if inspection.shape is not None and not inspection.shape.is_declared:
+    if inspection.shape is not None and inspection.shape.is_approximate:
         lines.append(APPROXIMATE)
     cells = _cells(whole, ())
     packing = "" if cells["quantisation"] == "-" else f", {cells['quantisation']}"

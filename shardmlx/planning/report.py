@@ -15,7 +15,7 @@ from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.predict import Prediction, RankPrediction, predict
 from shardmlx.costmodel.replica_messages import ROUNDING_SECONDS
 from shardmlx.errors import UserError
-from shardmlx.models.undeclared import APPROXIMATE
+from shardmlx.models.family import APPROXIMATE
 from shardmlx.planning.choice import Choice, choose
 from shardmlx.planning.facts import CLOSE
 
@@ -35,7 +35,7 @@ def report(choice: Choice, hostfile: str, stage_map: str | None, options: Sequen
         "",
         _speed(prediction, facts.cluster),
         f"what binds it: {binding(choice)}",
-        *([] if facts.workload.shape.is_declared else [APPROXIMATE]),
+        *([APPROXIMATE] if facts.workload.shape.is_approximate else []),
         *shorter_sums(choice),
         "",
         *_how_to_run(choice, options, hostfile, stage_map),

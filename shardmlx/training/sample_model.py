@@ -28,9 +28,10 @@ from shardmlx.costmodel.timing import Seconds
 from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.optimizer import Updater
 from shardmlx.engine.stage import Stage
-from shardmlx.loading.build import build_random, cut
+from shardmlx.loading.build import cut
 from shardmlx.models.parts import find_parts
 from shardmlx.models.tensors import read_quantisation
+from shardmlx.models.undeclared import build_random
 
 LAYER_BYTES = 500_000_000
 """Size up to which layers are measured together: more than caches hold, little for a machine."""

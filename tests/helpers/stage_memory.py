@@ -23,8 +23,8 @@ from shardmlx.costmodel.training_setup import TrainingSetup
 from shardmlx.engine.batches import MicroBatch, pack
 from shardmlx.engine.optimizer import Updater, build_optimizer
 from shardmlx.engine.stage import Stage
+from shardmlx.modelfiles.parts import read_shape
 from shardmlx.models.parts import find_parts
-from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
 from shardmlx.partitioners import LayerCosts
 from tests.helpers.family_configs import CONFIGS, LAYERS
@@ -122,7 +122,7 @@ class Case:
 
     def setup(self, sizes: LayerCosts) -> TrainingSetup:
         work = workload(
-            ModelShape.from_config(self.model_config),
+            read_shape(self.model_config),
             {2: "bfloat16", 4: "float32"}[self.dtype_bytes],
             sizes,
             fine_tune_type=self.mode,

@@ -13,7 +13,7 @@ from shardmlx.common.reporter import Reporter
 from shardmlx.config.export import ExportOptions
 from shardmlx.conversion.command import export
 from shardmlx.conversion.lazy_model import build_lazily
-from shardmlx.models.shape import ModelShape
+from shardmlx.modelfiles.parts import read_shape
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.hugging_face_experts import save_experts_one_by_one
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
@@ -74,7 +74,7 @@ def test_no_more_than_three_experts_are_in_memory(
 MIXTURES = [
     family
     for family, config in CONFIGS.items()
-    if any(kind.experts for kind in ModelShape.from_config(config).kinds)
+    if any(kind.experts for kind in read_shape(config).kinds)
 ]
 
 

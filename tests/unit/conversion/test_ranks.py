@@ -17,8 +17,8 @@ from shardmlx.conversion.lazy_model import build_lazily
 from shardmlx.conversion.output import WORK, OutputDirectory
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import open_model
+from shardmlx.modelfiles.parts import read_shape
 from shardmlx.modelfiles.verify import verify
-from shardmlx.models.shape import ModelShape
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.models_and_batches import save_model_directory, tensors, tiny_config
@@ -146,7 +146,7 @@ def test_layers_are_divided_by_what_is_to_be_written(tmp_path: Path) -> None:
     save_model_directory(tmp_path / "model", config)
     options = ExportOptions(model="model", output_dir="out")
     model = build_lazily(tmp_path / "model", None, options)
-    shape = ModelShape.from_config(config)
+    shape = read_shape(config)
     assert divide_layers(model, shape, 2) == [(0, 2), (2, 4)]
     assert divide_layers(model, shape, 4) == [(0, 1), (1, 2), (2, 3), (3, 4)]
     with pytest.raises(UserError, match="5 ranks, but the model has 4 layers"):

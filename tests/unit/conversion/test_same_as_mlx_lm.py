@@ -21,9 +21,9 @@ from shardmlx.common.reporter import Reporter
 from shardmlx.config.export import ExportOptions, Packing
 from shardmlx.conversion.command import export
 from shardmlx.conversion.shards import divide
+from shardmlx.modelfiles.parts import read_shape
 from shardmlx.modelfiles.safetensors_header import read_header
 from shardmlx.models.rope_parameters import with_rope
-from shardmlx.models.shape import ModelShape
 from tests.helpers.family_configs import CONFIGS, LAYERS
 from tests.helpers.hugging_face_experts import save_experts_one_by_one
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
@@ -108,9 +108,7 @@ def test_every_family_is_fused_and_quantised_as_by_fuse_and_then_convert(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = CONFIGS.get(family) or UNDECLARED[family]
-    has_experts = family in CONFIGS and any(
-        each.experts for each in ModelShape.from_config(config).kinds
-    )
+    has_experts = family in CONFIGS and any(each.experts for each in read_shape(config).kinds)
     wide = {"hidden_size": 64} if family in GROUPS_OF_64 else {}
     model, adapters, theirs = (tmp_path / name for name in ("model", "adapters", "theirs"))
     save_model_directory(model, {**config, **wide, "torch_dtype": "bfloat16"})

@@ -11,7 +11,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from shardmlx.costmodel.memory import held_once, stage_memory
 from shardmlx.costmodel.training_setup import TrainingSetup
 from shardmlx.engine.divided_weights import DividedWeights
-from shardmlx.models.shape import ModelShape
+from shardmlx.modelfiles.parts import read_shape
 from shardmlx.models.slice import Slice
 from tests.helpers.models_and_batches import build, tiny_config
 from tests.helpers.stage_memory import weight_sizes
@@ -39,7 +39,7 @@ def planned(model: nn.Module, members: int, what: str, ranges: Sequence[tuple[in
     layers = len(model.layers)
     config = tiny_config(layers=layers, tied=not hasattr(model, "lm_head"))
     work = workload(
-        ModelShape.from_config(config),
+        read_shape(config),
         sizes=weight_sizes(model),
         fine_tune_type="lora" if what == "adapters" else "full",
         lora_parameters=ADAPTERS,

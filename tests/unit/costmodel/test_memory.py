@@ -18,6 +18,7 @@ from shardmlx.costmodel.memory import StageMemory, stage_memory
 from shardmlx.costmodel.rank_peak import PeakOfActions
 from shardmlx.costmodel.training_setup import TrainingSetup
 from shardmlx.engine.buffers import SUM_BUFFER_BYTES
+from shardmlx.modelfiles.parts import read_shape
 from shardmlx.models.shape import ModelShape
 from shardmlx.pipeline.actions import Grid, Kind
 from shardmlx.pipeline.lowering import gradient_kinds, lower
@@ -35,7 +36,7 @@ CONFIG = {
     "vocab_size": 100,
     "tie_word_embeddings": False,
 }
-SHAPE = ModelShape.from_config(CONFIG)
+SHAPE = read_shape(CONFIG)
 # q, k, v, o; gate, up, down; two norms.
 LAYER = 8 * 8 + 8 * 4 + 8 * 4 + 8 * 8 + 3 * 8 * 16 + 2 * 8
 
@@ -160,7 +161,7 @@ def test_what_is_rounded_off_of_sums_is_as_large_as_gradients_and_kept_for_check
 
 
 def test_stages_at_both_ends_keep_what_is_rounded_off_of_a_tied_matrix() -> None:
-    tied = ModelShape.from_config({**CONFIG, "tie_word_embeddings": True})
+    tied = read_shape({**CONFIG, "tie_word_embeddings": True})
 
     def kept(start: int, stop: int) -> int:
         full = setup(tied, unfreeze_all=True)
@@ -310,7 +311,7 @@ def test_inference_keeps_keys_and_values_of_every_token_in_the_window() -> None:
         shape=SHAPE, weight_sizes=parameter_bytes(SHAPE), dtype_bytes=2, sequences=3, context=1
     )
     kinds = ["full_attention" if i in (0, 3) else "sliding_attention" for i in range(4)]
-    windows = ModelShape.from_config({**CONFIG, "layer_types": kinds, "sliding_window": 5})
+    windows = read_shape({**CONFIG, "layer_types": kinds, "sliding_window": 5})
 
     def grows(shape: ModelShape, start: int, stop: int) -> int:
         short, long = (

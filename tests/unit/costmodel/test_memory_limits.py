@@ -36,7 +36,7 @@ from shardmlx.engine.batches import Samples
 from shardmlx.errors import UserError
 from shardmlx.loading import rank_setup
 from shardmlx.loading.rank_setup import find_budgets, process_memory, set_limits
-from shardmlx.models.shape import ModelShape
+from shardmlx.modelfiles.parts import read_shape
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.stage_map import Partition, StageMap
@@ -264,7 +264,7 @@ MACHINES = cluster(*[("studio", 8 * GIB)] * 4)
 
 
 def test_packed_texts_share_a_row_as_long_as_all_of_them() -> None:
-    packed = workload(ModelShape.from_config(tiny_config()), pack=True)
+    packed = workload(read_shape(tiny_config()), pack=True)
     setup = MACHINES.setup(packed, 4, 64, 1)
     assert (setup.rows, setup.length) == (1, 256)
 
@@ -272,7 +272,7 @@ def test_packed_texts_share_a_row_as_long_as_all_of_them() -> None:
 def test_long_sequences_that_only_pass_forward_count_too() -> None:
     """Of the validation: no activations are held for them, but their logits are large."""
     stage_map = StageMap(Partition(((0, 5), (5, 8))), (0, 1))
-    work = workload(ModelShape.from_config(tiny_config()), num_layers=4)
+    work = workload(read_shape(tiny_config()), num_layers=4)
     plan = Plan(Mesh(2, 2), stage_map, "1f1b", 4, 1, trainable_stages(work, stage_map))
 
     def peaks(length: int) -> list[int]:

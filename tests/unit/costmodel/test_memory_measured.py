@@ -9,8 +9,8 @@ from shardmlx.config.specs import FULL, RECOMPUTE, SELECTIVE
 from shardmlx.costmodel.generation_memory import GenerationSetup, inference_memory
 from shardmlx.costmodel.layer_memory import layer_arrays
 from shardmlx.engine.stage import Stage
+from shardmlx.modelfiles.parts import read_shape
 from shardmlx.models.activations import RecomputedMLP
-from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
 from tests.helpers.family_configs import CONFIGS, LAYERS
 from tests.helpers.models_and_batches import build
@@ -111,7 +111,7 @@ def test_prefill_of_a_long_prompt_holds_the_scores_of_a_chunk(chunk: int) -> Non
     sizes, part = weight_sizes(model), Slice(model, 0, 3)
     del model
     setup = GenerationSetup(
-        shape=ModelShape.from_config(case.model_config),
+        shape=read_shape(case.model_config),
         weight_sizes=sizes,
         dtype_bytes=4,
         sequences=1,

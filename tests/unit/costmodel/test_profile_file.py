@@ -22,11 +22,11 @@ from shardmlx.costmodel.profile_file import (
 )
 from shardmlx.costmodel.timing import Seconds
 from shardmlx.errors import UserError
-from shardmlx.models.shape import ModelShape
+from shardmlx.modelfiles.parts import read_shape
 from tests.helpers.models_and_batches import tiny_config
 from tests.helpers.workloads import workload
 
-SHAPE = ModelShape.from_config(tiny_config())
+SHAPE = read_shape(tiny_config())
 STAGE = StageBytes(4, 3, 2, 1)
 
 
@@ -133,7 +133,7 @@ def test_other_work_is_refused_by_what_differs(
 def test_the_same_work_may_be_said_in_other_words_and_with_other_layers_and_steps() -> None:
     four_bits = Profile(json.loads(json.dumps(work({}))), (machine("a"),))
     four_bits.check(work({**FOUR_BITS, "mode": "affine"}))
-    deeper = ModelShape.from_config(tiny_config(layers=12))
+    deeper = read_shape(tiny_config(layers=12))
     other = workload(deeper, num_layers=4, iters=7, batch_size=2, learning_rate=1.0)
     profile(machine("a")).check(work_of(other))
 

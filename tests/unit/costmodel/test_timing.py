@@ -9,13 +9,13 @@ import pytest
 from shardmlx.config.specs import COUNTED, FULL
 from shardmlx.costmodel.profile_file import MachineProfile, Sample
 from shardmlx.costmodel.timing import LEAST_SECONDS, ModelSeconds, Seconds, Speed
-from shardmlx.models.shape import ModelShape
+from shardmlx.modelfiles.parts import read_shape
 from shardmlx.partitioners import LayerCosts
 from shardmlx.pipeline.actions import Kind
 from tests.helpers.models_and_batches import tiny_config
 from tests.helpers.workloads import workload
 
-SHAPE = ModelShape.from_config(tiny_config(layers=4))
+SHAPE = read_shape(tiny_config(layers=4))
 
 LAYER = Seconds(1.0, 2.0, 4.0, 0.5)
 FOUR = ModelSeconds(

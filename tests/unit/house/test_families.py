@@ -6,6 +6,7 @@ import ast
 import re
 
 from shardmlx.models.families import FAMILIES
+from tests.helpers.family_configs import CONFIGS
 from tests.helpers.sources import ROOT, nodes
 from tests.helpers.undeclared_configs import RECURRENT
 
@@ -32,4 +33,4 @@ def test_the_docs_name_every_family() -> None:
     page = (ROOT / "docs" / "what-fits.md").read_text()
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
-    assert set(named) == {"model_type", *FAMILIES, *RECURRENT}
+    assert set(named) == {"model_type", *CONFIGS, *RECURRENT}

@@ -14,8 +14,8 @@ from shardmlx.errors import UserError
 from shardmlx.inference.kv_caches import KVCaches, check_quantised
 from shardmlx.inference.prefix_cache import CachedPrefix
 from shardmlx.inference.scheduler import Item, ItemKind
+from shardmlx.modelfiles.parts import read_shape
 from shardmlx.models.kv_cache import STEP, CacheQuantisation
-from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
 from shardmlx.partitioners import LayerCosts
 from tests.helpers.family_configs import CONFIGS
@@ -112,7 +112,7 @@ def test_the_plan_counts_the_bytes_of_quantised_caches(bits: int, tokens: int) -
         part.extend(mx.zeros((1, length), mx.int32), layers)
     layers = caches.of(Item(ItemKind.DECODE, (1,), group=0))
     setup = GenerationSetup(
-        shape=ModelShape.from_config(config),
+        shape=read_shape(config),
         weight_sizes=LayerCosts((0, 0), 0, 0),
         dtype_bytes=4,
         sequences=1,

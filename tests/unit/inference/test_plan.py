@@ -16,7 +16,7 @@ from shardmlx.costmodel.workload import ModelSizes
 from shardmlx.errors import UserError
 from shardmlx.inference.plan import GenerationLoad, InferencePlan, plan_inference
 from shardmlx.loading.rank_setup import PlanInputs
-from shardmlx.models.shape import ModelShape
+from shardmlx.modelfiles.parts import read_shape
 from shardmlx.partitioners import LayerCosts
 from shardmlx.pipeline.stage_map import read_stage_map
 from tests.helpers.models_and_batches import tiny_config
@@ -29,7 +29,7 @@ def workload(family: str = "llama", **shape: Any) -> ModelSizes:
     """Layers of 1 MiB, ends of 2 MiB; keys and values of 128 bytes a token and layer."""
     config = tiny_config(family, layers=LAYERS, vocab_size=20000, **shape)
     return ModelSizes(
-        shape=ModelShape.from_config(config),
+        shape=read_shape(config),
         weight_sizes=LayerCosts((MB,) * LAYERS, 2 * MB, 2 * MB),
         dtype="float32",
     )

@@ -15,11 +15,11 @@ from shardmlx.loading.manifest import (
     plan_transfers,
     read_model_manifest,
 )
+from shardmlx.modelfiles.parts import read_shape
 from shardmlx.modelfiles.safetensors_header import PlacedTensor
-from shardmlx.models.shape import ModelShape
 from tests.helpers.fake_models import TINY, model_files, write
 
-SHAPE = ModelShape.from_config(TINY)
+SHAPE = read_shape(TINY)
 FILES = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 
 
@@ -48,7 +48,7 @@ def test_what_a_stage_needs(name: str, stages: list[bool]) -> None:
 
 
 def test_a_tied_matrix_is_needed_at_both_ends_and_a_head_beside_it_nowhere() -> None:
-    tied = ModelShape.from_config(TINY | {"tie_word_embeddings": True})
+    tied = read_shape(TINY | {"tie_word_embeddings": True})
     ranges = [(0, 1), (1, 3), (3, 4)]
     embedding = [is_needed("model.embed_tokens.weight", tied, *each) for each in ranges]
     assert embedding == [True, False, True]

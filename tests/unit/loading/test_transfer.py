@@ -25,9 +25,9 @@ from shardmlx.loading import partial_copy
 from shardmlx.loading.build import build_to_generate
 from shardmlx.loading.discovery import find_weights
 from shardmlx.loading.manifest import read_model_manifest
+from shardmlx.modelfiles.parts import read_shape
 from shardmlx.modelfiles.sources import RECORD
 from shardmlx.models.config_reader import read_config
-from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
@@ -86,7 +86,7 @@ def load(
     with find_weights(transport, QUIET, source(model, mode, cache), adapters) as weights:
         whole = build_to_generate(weights.path, dtype=None, adapter_path=weights.adapters, seed=0)
         part = Slice(whole, *layers)
-        weights.load([part], ModelShape.from_config(read_config(model)), QUIET)
+        weights.load([part], read_shape(read_config(model)), QUIET)
     return part
 
 
@@ -182,7 +182,7 @@ def test_who_has_the_same_model_reads_it_and_sends_it(
         own = source(places[rank], "auto", tmp_path / str(rank))
         with find_weights(transport, QUIET, own) as weights:
             whole = build_to_generate(weights.path, dtype=None, adapter_path=None, seed=0)
-            shape = ModelShape.from_config(read_config(llama))
+            shape = read_shape(read_config(llama))
             part = Slice(whole, *ranges[rank])
             weights.load([part], shape, QUIET)
         assert equal(part, expected_part(llama, ranges[rank]))
@@ -206,7 +206,7 @@ def test_another_model_in_the_same_place_is_not_taken_for_it(
         with find_weights(transport, reporter, source(place, mode)) as weights:
             whole = build_to_generate(weights.path, dtype=None, adapter_path=None, seed=0)
             part = Slice(whole, 1, 3)
-            weights.load([part], ModelShape.from_config(read_config(llama)), QUIET)
+            weights.load([part], read_shape(read_config(llama)), QUIET)
         return equal(part, expected_part(llama, (1, 3)))
 
     assert run(lambda transport: work(transport, "auto"), 2) == [True, True]

@@ -22,6 +22,8 @@ from tests.helpers.fake_models import (
     write,
 )
 from tests.helpers.hub_server import safetensors_file, text_file
+from tests.helpers.models_and_batches import save_model_directory
+from tests.helpers.undeclared_configs import UNDECLARED
 
 Capture = pytest.CaptureFixture[str]
 
@@ -107,14 +109,14 @@ def test_a_checkpoint_is_listed_by_layer(tmp_path: Path, capsys: Capture) -> Non
     }  # fmt: skip
 
 
-def test_a_family_that_is_not_declared_is_read_from_its_tensors(
+def test_a_family_that_is_not_declared_is_read_from_its_code(
     tmp_path: Path, capsys: Capture
 ) -> None:
-    files = model_files(TINY) | {"config.json": text_file(TINY | {"model_type": "jamba"})}
-    model = str(write(tmp_path, files))
+    save_model_directory(tmp_path, UNDECLARED["jamba"])
+    model = str(tmp_path)
     shown = output(capsys, model)
     assert "no row of models/families declares this model" in shown
-    assert "jamba: 4 layers, hidden 64, ffn 128, 4/2 heads, vocabulary 100" in shown
+    assert "jamba: 4 layers, hidden 32, ffn 64, 4/2 heads, vocabulary 97" in shown
     assert [s["layers"] for s in report(capsys, model, "--pipeline-stages", "2")["stages"]] == [
         [0, 2],
         [2, 4],

@@ -16,10 +16,11 @@ from safetensors.numpy import save_file
 from shardmlx.config.export import ExportOptions
 from shardmlx.conversion.lazy_model import build_lazily
 from shardmlx.errors import UserError
-from shardmlx.loading.build import build_random, build_to_generate, check_can_be_cut
+from shardmlx.loading.build import build_to_generate, check_can_be_cut
+from shardmlx.modelfiles.parts import read_shape
 from shardmlx.models.rope_parameters import with_rope
-from shardmlx.models.shape import ModelShape
 from shardmlx.models.tensors import expected_tensors, modules
+from shardmlx.models.undeclared import build_random
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.models_and_batches import tiny_config
 from tests.helpers.seeded_weights import SHOWN, TOKENS, seeded_weight
@@ -29,7 +30,7 @@ CASES = json.loads(REFERENCE.read_text())["cases"]
 
 
 def write(directory: Path, config: dict[str, Any]) -> None:
-    family = modules(ModelShape.from_config(with_rope(config)), separate_experts=True)
+    family = modules(read_shape(with_rope(config)), separate_experts=True)
     shapes = expected_tensors(family, lambda *_: None)
     save_file(
         {name: seeded_weight(name, sides) for name, sides in shapes.items()},
@@ -183,7 +184,7 @@ def test_what_cannot_be_expressed_is_refused_by_name(said: Any, named: str) -> N
 def test_limits_of_yarn_that_are_not_rounded_are_refused() -> None:
     said = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 2.0, "truncate": False}
     with pytest.raises(UserError, match="truncate"):
-        ModelShape.from_config({**tiny_config(), **filled(rope_parameters=said)})
+        read_shape({**tiny_config(), **filled(rope_parameters=said)})
 
 
 def test_gemma_whose_layers_have_no_period_is_refused() -> None:
@@ -191,7 +192,7 @@ def test_gemma_whose_layers_have_no_period_is_refused() -> None:
     kinds = ["full_attention", "sliding_attention", "full_attention"]
     own = {"layer_types": kinds, "num_hidden_layers": 3, "sliding_window_pattern": 2}
     with pytest.raises(UserError, match="layer_types"):
-        ModelShape.from_config(with_rope(config | own))
+        read_shape(with_rope(config | own))
 
 
 def test_phi3_has_no_scaling_of_this_type(tmp_path: Path) -> None:

@@ -111,8 +111,6 @@ def test_a_window_without_layer_types_is_passed_over_as_in_mlx_lm() -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"model_type": "mamba"}, "'mamba'"),
-        ({"model_type": None}, "None"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"num_hidden_layers": 2**70}, "num_hidden_layers is 1180591620717411303424"),
         ({"intermediate_size": 2**31}, "intermediate_size is 2147483648"),

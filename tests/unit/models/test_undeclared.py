@@ -19,11 +19,12 @@ from shardmlx.costmodel.hostfile import Machine
 from shardmlx.errors import UserError
 from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.loading.manifest import is_needed
+from shardmlx.modelfiles.parts import read_shape
 from shardmlx.models.families import FAMILIES
+from shardmlx.models.family import APPROXIMATE
 from shardmlx.models.parts import find_parts
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
-from shardmlx.models.undeclared import APPROXIMATE, read_tensors
 from shardmlx.planning.inspection import run as inspect
 from shardmlx.planning.report import report
 from shardmlx.planning.training_plan import plan_training
@@ -60,11 +61,8 @@ def model_of(kind: str) -> nn.Module:
     return build(UNDECLARED[kind], seed=3)
 
 
-def shape_of(model: nn.Module, kind: str) -> ModelShape:
-    tensors = {name: array.shape for name, array in tree_flatten(model.parameters())}
-    shape = read_tensors(UNDECLARED[kind], tensors)
-    assert shape is not None
-    return shape
+def shape_of(kind: str) -> ModelShape:
+    return read_shape(UNDECLARED[kind])
 
 
 def test_none_of_them_is_declared() -> None:
@@ -99,8 +97,8 @@ def test_with_caches_stages_continue_a_text_as_the_whole_model(kind: str) -> Non
 @kinds_that_train
 def test_adapters_are_counted_and_have_the_gradients_of_the_whole_model(kind: str) -> None:
     model = build(UNDECLARED[kind], seed=3)
-    shape = shape_of(model, kind)
-    linears = [each for i in range(LAYERS) for _, each in shape.layer(i).linears]
+    shape = shape_of(kind)
+    linears = [e for i in range(LAYERS) for _, e in shape.layer(i).linears if not e.applied]
     model.freeze()
     linear_to_lora_layers(model, LAYERS, {"rank": 4, "scale": 2.0, "dropout": 0.0})
     expected_loss, gradients = nn.value_and_grad(model, mean_loss)(model, BATCH)
@@ -108,15 +106,15 @@ def test_adapters_are_counted_and_have_the_gradients_of_the_whole_model(kind: st
     (loss,), found = through_stages(model, CUTS, [BATCH], scale=1 / BATCH.valid_tokens)
     assert loss / BATCH.valid_tokens == pytest.approx(expected_loss.item(), rel=1e-6)
     assert set(found) == set(expected)
-    assert largest_difference(found, expected)[0] <= 1e-6
+    assert largest_difference(found, expected)[0] <= 2e-6
     counted = sum(each.copies * 4 * (each.inputs + each.outputs) for each in linears)
-    assert counted == pytest.approx(sum(array.size for array in expected.values()), rel=0.05)
+    assert counted == sum(array.size for array in expected.values())
 
 
 @kinds_that_run
 def test_sizes_are_those_of_the_tensors(kind: str) -> None:
     model = model_of(kind)
-    shape = shape_of(model, kind)
+    shape = shape_of(kind)
     arrays = dict(tree_flatten(model.parameters()))
     layers = find_parts(model).layers
     of_layers = sum(array.size for layer in layers for _, array in tree_flatten(layer.parameters()))
@@ -148,7 +146,6 @@ def test_what_cannot_be_cut_is_refused_with_the_reason_and_what_runs(
     with pytest.raises(UserError) as error:
         find_parts(model_of(kind))
     assert f"{kind!r} cannot be cut into stages: {reason}" in str(error.value)
-    assert ", ".join(FAMILIES) in str(error.value)
 
 
 def test_a_plan_says_that_it_is_approximate(
@@ -177,7 +174,7 @@ def test_texts_come_one_by_one_and_a_conversation_goes_on(kind: str) -> None:
     mx.eval([model(TOKENS) for model in models])
     prompts = {0: [5, 7, 11, 13, 17, 19, 23, 29, 31, 3], 1: [4, 8, 15, 16, 23, 42]}
     more = {2: [*prompts[0], *by_mlx_lm(models[0], prompts[0], 4), 9, 2]}
-    kept = PrefixCache.of(shape_of(models[0], kind), shortest=4)
+    kept = PrefixCache.of(shape_of(kind), shortest=4)
     texts, cached = run_pipeline(models, CUTS, len(prompts), [prompts, more], 4, kept)
     every = {**prompts, **more}
     assert texts == {number: by_mlx_lm(models[0], each, 4) for number, each in every.items()}

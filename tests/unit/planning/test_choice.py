@@ -24,7 +24,7 @@ from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
 from shardmlx.loading.rank_setup import PlanInputs
 from shardmlx.modelfiles.model_files import open_model
-from shardmlx.models.shape import ModelShape
+from shardmlx.modelfiles.parts import read_shape
 from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
@@ -59,7 +59,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def work(**options: Any) -> Workload:
-    return workload(ModelShape.from_config(MISTRAL_7B), "bfloat16", **options)
+    return workload(read_shape(MISTRAL_7B), "bfloat16", **options)
 
 
 def macs(*machines: tuple[float, float], link: float | None = 5e9) -> Cluster:

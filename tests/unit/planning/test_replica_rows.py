@@ -15,7 +15,7 @@ from shardmlx.costmodel.hostfile import Machine
 from shardmlx.costmodel.predict import predict
 from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
-from shardmlx.models.shape import ModelShape
+from shardmlx.modelfiles.parts import read_shape
 from shardmlx.pipeline.actions import Action, Kind
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
@@ -49,7 +49,7 @@ def macs(*tera: float) -> Cluster:
 
 def laid_out(cluster: Cluster, **options: Any) -> tuple[Plan, Workload]:
     settings: dict[str, Any] = {**BALANCED, **options}
-    work = workload(ModelShape.from_config(MISTRAL_7B), "bfloat16", **settings)
+    work = workload(read_shape(MISTRAL_7B), "bfloat16", **settings)
     facts = Facts(workload=work, cluster=cluster, lengths=SequenceLengths.full(512))
     run = RunSpec.of(TrainConfig(model="mistral", **settings))
     return lay_out(ways(run, facts)[0], facts), work

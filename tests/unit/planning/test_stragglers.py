@@ -9,7 +9,7 @@ from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine
 from shardmlx.costmodel.profile_file import MachineProfile, Profile, Sample, work_of
 from shardmlx.costmodel.timing import Seconds
-from shardmlx.models.shape import ModelShape
+from shardmlx.modelfiles.parts import read_shape
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.stage_map import StageMap
@@ -94,7 +94,7 @@ def test_of_two_replicas_on_machines_alike_the_slow_one_is_named_from_its_first_
 # Of a plan
 
 
-WORK = workload(ModelShape.from_config(tiny_config(layers=12)))
+WORK = workload(read_shape(tiny_config(layers=12)))
 
 
 def cluster_of(ranks: int, **what: Any) -> Cluster:

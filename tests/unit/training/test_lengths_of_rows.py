@@ -7,17 +7,20 @@ from dataclasses import replace
 import numpy as np
 
 from shardmlx.engine.batches import Samples
-from shardmlx.models.shape import ModelShape
+from shardmlx.modelfiles.parts import read_shape
 from shardmlx.training.datasets import mean_lengths
 from shardmlx.training.planned_run import can_pack
+from tests.helpers.family_configs import CONFIGS
 from tests.helpers.models_and_batches import tiny_config
+from tests.helpers.undeclared_configs import UNDECLARED
 
 
 def test_rows_are_not_packed_where_positions_in_the_row_matter() -> None:
-    shape = ModelShape.from_config(tiny_config())
+    shape = read_shape(tiny_config())
     assert can_pack(shape)
     assert not can_pack(replace(shape, has_dynamic_rope=True))
-    assert not can_pack(ModelShape.from_config(tiny_config("internlm3")))
+    assert not can_pack(read_shape(CONFIGS["internlm3"]))
+    assert not can_pack(read_shape(UNDECLARED["gpt2"]))
 
 
 def of(*bounds: tuple[int, int]) -> Samples:

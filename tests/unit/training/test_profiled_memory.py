@@ -10,7 +10,7 @@ from shardmlx.config.specs import FULL, NONE, SELECTIVE, FineTune
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.measured_memory import with_measurements
 from shardmlx.loading.build import unfreeze
-from shardmlx.models.shape import ModelShape
+from shardmlx.modelfiles.parts import read_shape
 from shardmlx.training.sample_model import SampleModel, build_sample_model
 from tests.helpers.stage_memory import LENGTH, ROWS, Case, before_others, measure
 
@@ -29,7 +29,7 @@ CASES = [
 
 
 def sample_model(case: Case) -> SampleModel:
-    pattern = ModelShape.from_config(case.model_config).pattern
+    pattern = read_shape(case.model_config).pattern
     dtype = {4: "float32", 2: "bfloat16"}[case.dtype_bytes]
     model = build_sample_model(case.model_config, dtype)
     tuned = TrainConfig(
