@@ -24,7 +24,6 @@ from shardmlx.hosts.findings import Finding, connection_remedy, version_skew
 from shardmlx.hosts.mpirun import mpirun_path
 from shardmlx.hosts.probe_client import Probe, at_once
 from shardmlx.hosts.reachability import (
-    SECONDS_TO_ANSWER,
     Answer,
     RemoteLogin,
     is_local,
@@ -110,7 +109,7 @@ def probe_hosts(hostfile: str, agent: str | None, python: str) -> SshReport:
     remote = RemoteLogin(tuple(shlex.split(agent or "ssh")), python, daemon)
     found = at_once({host.name: partial(_look_up, host.name) for host in hosts}, SECONDS_TO_RESOLVE)
     logins = {host.name: None if host.is_local else host.login for host in hosts}
-    with probing(logins, remote, SECONDS_TO_ANSWER) as (probes, answers):
+    with probing(logins, remote) as (probes, answers):
         for host in hosts:
             host.address = found.get(host.name)
             host.answer = answers[host.name]

@@ -80,13 +80,11 @@ def is_local(host: str) -> bool:
     return False
 
 
-def check_hosts(
-    logins: Mapping[str, str], remote: RemoteLogin, seconds: float = SECONDS_TO_ANSWER
-) -> dict[str, Finding]:
+def check_hosts(logins: Mapping[str, str], remote: RemoteLogin) -> dict[str, Finding]:
     """Return, by host, why it cannot run a rank. This machine is not asked."""
     others = {host: login for host, login in logins.items() if not is_local(host)}
     findings = {}
-    with probing(others, remote, seconds) as (_, answers):
+    with probing(others, remote) as (_, answers):
         for host, answer in answers.items():
             found = next(problems(host, answer, remote), None)
             version = "" if isinstance(answer, Finding) else answer["versions"]["shardmlx"]
@@ -100,7 +98,7 @@ def check_hosts(
 
 @contextlib.contextmanager
 def probing(
-    logins: Mapping[str, str | None], remote: RemoteLogin, seconds: float
+    logins: Mapping[str, str | None], remote: RemoteLogin
 ) -> Iterator[tuple[dict[str, Probe], dict[str, Answer | Finding]]]:
     """Ask all hosts at once; yield the probes, which end with the block, and the answers."""
     probes: dict[str, Probe] = {}
@@ -115,12 +113,12 @@ def probing(
                 answers[host] = Finding(host, problem, f"see --{flag}")
             else:
                 stack.callback(probes[host].close)
-        heard = at_once({host: probe.receive for host, probe in probes.items()}, seconds)
+        heard = at_once({host: probe.receive for host, probe in probes.items()}, SECONDS_TO_ANSWER)
         for host, probe in probes.items():
             login = logins[host] or host
             if host not in heard:
                 remedy = f"see whether it is on, and try: {remote.agent[0]} {login}"
-                answers[host] = Finding(host, f"no answer within {seconds:g} s", remedy)
+                answers[host] = Finding(host, f"no answer within {SECONDS_TO_ANSWER:g} s", remedy)
             else:
                 answers[host] = heard[host] or login_problem(host, *probe.ended(), login, remote)
         yield probes, answers

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from shardmlx.hosts.doctor_ssh import (
     report_content,
     report_text,
 )
-from shardmlx.hosts.probe_client import Probe, at_once
+from shardmlx.hosts.probe_client import Probe
 from shardmlx.hosts.reachability import RemoteLogin
 from shardmlx.main import main
 from tests.helpers.doctor import VERSIONS
@@ -69,7 +68,7 @@ def test_hosts_with_which_all_is_well(tmp_path: Path) -> None:
 def test_a_host_that_ssh_cannot_reach_and_one_that_is_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardmlx.hosts.doctor_ssh.SECONDS_TO_ANSWER", 3.0)
+    monkeypatch.setattr("shardmlx.hosts.reachability.SECONDS_TO_ANSWER", 3.0)
     script = (
         '[ "$host" = gone.invalid ] && { echo "ssh: connect to host gone.invalid port 22: '
         'Connection refused" >&2; exit 255; }\n'
@@ -129,13 +128,6 @@ def test_who_listens_can_be_connected_to_and_who_does_not_refuses() -> None:
         assert probe_script.connect_errors([("127.0.0.1", port)]) == [None]
     assert probe_script.connect_errors([("127.0.0.1", port)]) == ["refused"]
     assert probe_script.connect_errors([]) == []
-
-
-def test_who_answers_no_more_is_left_out() -> None:
-    forever = threading.Event()
-    results = at_once({"quick": lambda: 1, "slow": lambda: int(forever.wait(30))}, 0.2)
-    forever.set()
-    assert results == {"quick": 1}
 
 
 def test_a_talk_ends_what_it_has_started(tmp_path: Path) -> None:
