@@ -15,7 +15,7 @@ from shardmlx.models.kv_cache import held
 
 _SERVER = "server"
 
-_PACKAGES = ("starlette", "uvicorn", "pydantic", "prometheus_client")
+_PACKAGES = ("starlette", "uvicorn", "pydantic")
 """The packages of the ``serve`` extra."""
 
 _REFUSED = {
@@ -128,8 +128,7 @@ def check_packages(_: ServeConfig) -> None:
     """Raise ``UserError`` unless all packages of the ``serve`` extra are installed."""
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
-        names = [name.replace("_", "-") for name in missing]
-        raise UserError(f"serving needs {', '.join(names)}", f"pip install {' '.join(names)}")
+        raise UserError(f"serving needs {', '.join(missing)}", f"pip install {' '.join(missing)}")
 
 
 LINE = CommandLine(

@@ -135,9 +135,8 @@ class OutputDirectory:
         """State of the directory: ``complete`` if files are only to be moved up."""
         if self.is_complete:
             return "complete"
-        if self.work.is_dir():
-            return "unfinished"
-        return "published" if self._visible() else "empty"
+        is_published = self._visible() and not self.work.is_dir()
+        return "published" if is_published else "unfinished"
 
     def give_up(self) -> None:
         """Remove the written files, and the directory if it is then empty."""

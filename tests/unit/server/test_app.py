@@ -77,16 +77,6 @@ def test_a_chat(client: openai.OpenAI) -> None:
     assert answer.usage.prompt_tokens_details.cached_tokens == 2
 
 
-def test_a_chat_streamed(client: openai.OpenAI) -> None:
-    usage: Any = {"include_usage": True}
-    *chunks, last = client.chat.completions.create(
-        model=MODEL, messages=[USER], max_tokens=7, stream=True, stream_options=usage
-    )
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "hellohe"
-    assert chunks[-1].choices[0].finish_reason == "length"
-    assert (last.choices, last.usage and last.usage.total_tokens) == ([], 12)
-
-
 # What does not go well.
 
 
