@@ -50,11 +50,6 @@ def fail_to_write(
             raise OSError(number, os.strerror(number), str(path))
         flush_to_disk(file)
 
-    patch.setattr(writer, "flush_to_disk", flush)
-    return told(patch)
-
-
-def told(patch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     failures: list[tuple[int, str]] = []
     fail = LocalTransport.fail
 
@@ -62,6 +57,7 @@ def told(patch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
         failures.append((transport.rank, str(error)))
         fail(transport, error)
 
+    patch.setattr(writer, "flush_to_disk", flush)
     patch.setattr(LocalTransport, "fail", spy)
     return failures
 

@@ -27,7 +27,7 @@ def test_a_checkpoint_is_a_directory_named_for_its_step(tmp_path: Path) -> None:
     ).read_text() == f"{digest}  {MANIFEST}\n"  # as sha256sum has it
 
 
-def test_steps_are_those_of_complete_checkpoints_from_the_oldest(tmp_path: Path) -> None:
+def test_steps_are_those_of_complete_checkpoints_and_only_these_are_pruned(tmp_path: Path) -> None:
     store = Store(tmp_path)
     for step in (20, 3, 12345678, 100):
         put(store, step, OLD)
@@ -37,6 +37,7 @@ def test_steps_are_those_of_complete_checkpoints_from_the_oldest(tmp_path: Path)
     (tmp_path / "elsewhere/step-0000400").rename(tmp_path / "step-400")
     (tmp_path / "step-0000500").touch()
     assert store.steps() == [3, 20, 100, 12345678]
+    assert store.prune(4) == []
 
 
 @pytest.mark.parametrize(
@@ -89,15 +90,6 @@ def test_a_checkpoint_of_the_same_step_is_set_aside_by_a_new_one(tmp_path: Path)
     put(store, 1, NEW)
     assert content(store, 1) == NEW
     assert names(store) == {"step-0000001", "superseded-step-0000001"}
-
-
-def test_pruning_counts_complete_checkpoints_only(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    put(store, 1, OLD)
-    (tmp_path / "step-0000002").mkdir()  # without its marker
-    store.begin(3)
-    assert store.prune(1) == []
-    assert store.steps() == [1]
 
 
 def test_what_is_set_aside_is_no_checkpoint_but_all_there(tmp_path: Path) -> None:

@@ -81,6 +81,9 @@ def batch(seed: int, length: int = 20) -> MicroBatch:
     return MicroBatch(tokens.astype(np.int32), np.array([[0, length + 1]] * 2, np.int32), 0)
 
 
+BATCHES = [batch(0), batch(1), batch(2, length=9), batch(3)]
+
+
 @pytest.mark.parametrize(
     ("where", "how", "checkpoint", "dtype"),
     [
@@ -95,10 +98,9 @@ def batch(seed: int, length: int = 20) -> MicroBatch:
 def test_the_same_to_the_bit_as_uncompiled(
     where: str, how: str, checkpoint: bool, dtype: mx.Dtype
 ) -> None:
-    microbatches = [batch(0), batch(1), batch(2, length=9), batch(3)]
     part = Slice(trained(how, dtype), *WHERE[where])
-    expected = step(stage_of(part, compiled=False, savings=saving(checkpoint)), microbatches)
-    found = step(stage_of(part, savings=saving(checkpoint)), microbatches)
+    expected = step(stage_of(part, compiled=False, savings=saving(checkpoint)), BATCHES)
+    found = step(stage_of(part, savings=saving(checkpoint)), BATCHES)
     assert all(np.isfinite(array).all() and array.any() for array in expected)
     for ours, theirs in zip(found, expected, strict=True):
         assert np.array_equal(ours, theirs)
@@ -107,11 +109,10 @@ def test_the_same_to_the_bit_as_uncompiled(
 @pytest.mark.parametrize("how", ["full", "lora"])
 @pytest.mark.parametrize("where", WHERE)
 def test_pieces_are_compiled_too(where: str, how: str) -> None:
-    microbatches = [batch(0), batch(1), batch(2, length=9), batch(3)]
     part = Slice(trained(how, mx.float32), *WHERE[where])
     pieces = Savings(attention_chunk=8, loss_chunk=8)
-    expected = step(stage_of(part, compiled=False), microbatches)
-    found = step(stage_of(part, savings=pieces), microbatches)
+    expected = step(stage_of(part, compiled=False), BATCHES)
+    found = step(stage_of(part, savings=pieces), BATCHES)
     for ours, theirs in zip(found, expected, strict=True):
         assert np.allclose(ours, theirs, rtol=1e-5, atol=1e-5 * np.abs(theirs).max())
 
@@ -141,7 +142,7 @@ def test_a_graph_is_traced_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) 
         return call(part, x, **how)
 
     monkeypatch.setattr(Slice, "__call__", counted)
-    step(stage, [batch(0), batch(1), batch(2, length=9), batch(3)])
+    step(stage, BATCHES)
     assert [length for _, length, _ in shapes] == [20, 9]
 
 

@@ -56,6 +56,8 @@ TIED = [
     *((name, 1, dp) for name in ("1f1b", "zb-v") for dp in (1, 2)),
 ]
 
+PIECES = [Savings(recompute=each, attention_chunk=20, loss_chunk=15) for each in RECOMPUTE]
+
 
 def layout_of(schedule: str, pp: int, dp: int) -> Layout:
     return Layout(schedule, pp, SCHEDULES[schedule], dp)
@@ -137,23 +139,21 @@ def test_replicas_may_have_unequal_rows(layout: Layout, rows: tuple[int, ...]) -
     check_ranks(Expected(plan, tiny_model(layers=LAYERS), random_batch(sum(rows))), models(False))
 
 
-@pytest.mark.parametrize("layout", [Layout("1f1b", 2), Layout("zb-h1", 4, 1, 2)], ids=str)
-def test_recomputed_activations_change_nothing(layout: Layout) -> None:
-    check(layout, rows=4, savings=Savings(recompute="full"))
-
-
 @pytest.mark.parametrize(
-    ("layout", "recompute", "tied"),
+    ("layout", "savings", "tied"),
     [
-        *((Layout("1f1b", 2), recompute, False) for recompute in RECOMPUTE),
-        (Layout("zb-v", 2, 2, 2), RECOMPUTE[-1], True),
-        (Layout("zb-v", 2, 2, 2), RECOMPUTE[0], True),
+        (Layout("1f1b", 2), Savings(recompute="full"), False),
+        (Layout("zb-h1", 4, 1, 2), Savings(recompute="full"), False),
+        *((Layout("1f1b", 2), pieces, False) for pieces in PIECES),
+        (Layout("zb-v", 2, 2, 2), PIECES[-1], True),
+        (Layout("zb-v", 2, 2, 2), PIECES[0], True),
     ],
     ids=str,
 )
-def test_nor_do_pieces_of_attention_and_loss(layout: Layout, recompute: str, tied: bool) -> None:
-    pieces = Savings(recompute=recompute, attention_chunk=20, loss_chunk=15)
-    check(layout, rows=4, tied=tied, savings=pieces)
+def test_recomputing_and_pieces_of_attention_and_loss_change_nothing(
+    layout: Layout, savings: Savings, tied: bool
+) -> None:
+    check(layout, rows=4, tied=tied, savings=savings)
 
 
 def test_a_stage_map_may_number_the_ranks_freely() -> None:
