@@ -43,10 +43,10 @@ KINDS = {
     ONE: Kind({"dtype": "float32"}),
     "bfloat16, --master-weights": Kind({"dtype": "bfloat16", "master_weights": True}),
     "bfloat16": Kind({"dtype": "bfloat16"}),
-    "float16, --master-weights, --loss-scale auto": Kind(
+    "float16, --master-weights, loss_scale: auto": Kind(
         {"dtype": "float16", "master_weights": True}
     ),
-    "float16, --master-weights, --loss-scale none": Kind(
+    "float16, --master-weights, loss_scale: none": Kind(
         {"dtype": "float16", "master_weights": True, "loss_scale": "none"}
     ),
     TWO: Kind({"dtype": "float32"}, rows=2),

@@ -34,6 +34,10 @@ model = partial(
 )
 """The model of a command that loads weights, with a default of its own."""
 
+device = partial(
+    option, AUTO, "what computes; auto: the GPU if MLX has one", choices=(AUTO, "cpu", "gpu")
+)
+
 config = partial(
     option, None, "YAML file with any of these options; flags win", metavar="FILE", short="-c"
 )

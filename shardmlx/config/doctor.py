@@ -35,6 +35,7 @@ class DoctorConfig:
     seconds: float = _measuring(
         1.0, "time to measure a link one way, or a matrix product", metavar="SECONDS", above=0
     )
+    device: str = common.device(group="measuring")
     timeout: float = _measuring(
         60.0, "time that a rank may wait for another", metavar="SECONDS", above=0
     )

@@ -40,7 +40,8 @@ class Spec:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource(Spec):
-    """The model, and the ranks that read its weights: each one that can, all, or rank 0 for all."""
+    """The model, the ranks that read its weights (each one that can, all, or rank 0 for all), and
+    the device that computes with them."""
 
     model: str = common.model("Qwen/Qwen3-0.6b")
     revision: str | None = _model(
@@ -54,6 +55,7 @@ class ModelSource(Spec):
     weight_cache: str | None = _model(
         None, "directory for weights that a rank is sent", metavar="DIR", unset="they are not kept"
     )
+    device: str = common.device(group="model")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,9 +93,8 @@ class StepOptions(Spec):
     )
     loss_scale: float | str | None = _pipeline(
         None,
-        "factor of the loss: auto, none, or power of two",
-        metavar="{auto,none,N}",
-        unset="auto for float16",
+        "factor of the loss: auto, none, or a power of two; auto for float16 if not given",
+        flag=False,
         parse=parse_loss_scale,
         no=NO_SCALE,
     )

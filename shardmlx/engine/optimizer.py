@@ -293,7 +293,7 @@ class LossScale:
 
     @classmethod
     def of(cls, option: float | str | None, dtype: str) -> LossScale:
-        """Return the loss scale of ``--loss-scale``, for activations of a type."""
+        """Return the loss scale that ``loss_scale`` asks for, for activations of a type."""
         if option is None:
             option = AUTO if dtype == "float16" else NO_SCALE
         if option == NO_SCALE:

@@ -27,7 +27,7 @@ from shardmlx.hosts.findings import Examination, Host, Link, LinkSpeed, Route, i
 from shardmlx.hosts.host_facts import HostFacts, collect
 from shardmlx.hosts.probe_script import connect_errors, listen
 from shardmlx.hosts.speed_tests import matmul_flops, measure_link, shares_memory
-from shardmlx.loading.rank_setup import working_set
+from shardmlx.loading.rank_setup import use_device, working_set
 
 SECONDS_FOR_FACTS = 120.0  # for all tools that ask a machine for its facts
 INCLUDE = "OMPI_MCA_btl_tcp_if_include"  # networks or interfaces, set by mpirun --mca
@@ -46,6 +46,7 @@ def run(config: DoctorConfig, transport: Transport, blas: Blas) -> None:
     """Examine, show and write; ``AgreedFailure`` for ``--strict``. All ranks must call it."""
     known = on_rank_0(transport, "reading the hostfile", lambda: _machines(config))
     say = progress if transport.rank == 0 else lambda line: None
+    use_device(config.device, transport, say)
     examination = Examiner(transport, config.seconds, say).examine(blas)
     count = from_rank_0(transport, "reporting", lambda: _report(config, examination, known or ()))
     if any(link.speed is None for link in examination.links):

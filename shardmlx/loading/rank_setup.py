@@ -15,6 +15,7 @@ import psutil
 from shardmlx.common.digests import json_digest
 from shardmlx.common.process_memory import memory_bounds, resident_bytes
 from shardmlx.common.reporter import Reporter
+from shardmlx.config.common_options import AUTO
 from shardmlx.config.specs import MachineOptions, ModelSource
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine, read_hostfile, same_host
@@ -31,6 +32,7 @@ from shardmlx.costmodel.profile_file import Profile, read_profiles
 from shardmlx.costmodel.workload import ModelSizes, Workload
 from shardmlx.distributed.agreement import AgreedError, from_rank_0, on_all_ranks
 from shardmlx.distributed.transport import Transport
+from shardmlx.errors import UserError
 from shardmlx.loading.discovery import find_weights
 from shardmlx.loading.transfer import Weights
 from shardmlx.modelfiles.model_files import open_model
@@ -75,7 +77,9 @@ class OpenedModel:
 def open_on_all_ranks(
     transport: Transport, reporter: Reporter, source: ModelSource, adapters: str | None
 ) -> Iterator[OpenedModel]:
-    """Find the model and ``adapters``, and read config.json. Collective. Raises ``AgreedError``."""
+    """Choose the device, find the model and ``adapters``, read config.json. Collective. Raises
+    ``AgreedError``."""
+    use_device(source.device, transport, reporter.say)
     with transport.longer_timeout(SETUP_SECONDS):
         weights = find_weights(transport, reporter, source, adapters)
     with weights:
@@ -162,6 +166,21 @@ def _find_cluster(transport: Transport, hosts_file: str | None, profiles: str | 
 
     machines = tuple(map(share, transport.hosts, everyone))
     return Cluster(machines=machines, profile=profile, backend=this_backend())
+
+
+def use_device(name: str, transport: Transport, say: Callable[[str], object]) -> None:
+    """Compute on the ``cpu`` or the ``gpu`` of all ranks; ``auto`` leaves the choice to MLX.
+    Collective, before there are arrays. Raises ``AgreedError`` where a rank lacks the device."""
+
+    def use() -> None:
+        device = mx.Device(getattr(mx, name))
+        if not mx.is_available(device):
+            raise UserError(f"--device {name}: MLX has none here", "use --device auto")
+        mx.set_default_device(device)
+
+    if name != AUTO:
+        on_all_ranks(transport, "choosing the device", use)
+        say(f"Computing on the {name.upper()}")
 
 
 def this_backend() -> str:

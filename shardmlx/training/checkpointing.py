@@ -187,6 +187,7 @@ class Checkpoints:
                 "rows": list(plan.shares),
                 "micro_batch_size": plan.micro_batch_size,
                 "digest": plan.digest,
+                "backend": self._job.planned.cluster.backend,
             },
             versions=package_versions(),
         )

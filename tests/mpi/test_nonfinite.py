@@ -66,9 +66,17 @@ def test_or_passes_over_the_step(flags: list[str | Path], tmp_path: Path) -> Non
 
 
 SCALED = (
-    *("--pipeline-stages", "1", "--loss-scale", "auto", "--checkpoint-every", "2"),
+    *("--pipeline-stages", "1", "--checkpoint-every", "2"),
     *("--fine-tune-type", "full", "--keep-checkpoints", "9"),
 )
+
+
+@pytest.fixture
+def scaled(flags: list[str | Path], tmp_path: Path) -> list[str | Path]:
+    """The flags of a run that scales its loss."""
+    config = tmp_path / "config.yaml"
+    config.write_text("{loss_scale: auto, lora_parameters: {rank: 4, scale: 2.0, dropout: 0.3}}")
+    return [*flags, "--config", config]
 
 
 def losses_and_scales(directory: Path) -> tuple[dict[int, float], dict[int, list[float]]]:
@@ -80,11 +88,11 @@ def losses_and_scales(directory: Path) -> tuple[dict[int, float], dict[int, list
 
 
 def test_a_loss_scale_that_was_too_large_is_halved_on_all_ranks(
-    flags: list[str | Path], tmp_path: Path
+    scaled: list[str | Path], tmp_path: Path
 ) -> None:
     """The step is computed again, and nothing is lost. Nor is it where a replica is killed in the
     very step: the run goes on from the checkpoint before, to the bit."""
-    job = overflow(2, flags, *SCALED)
+    job = overflow(2, scaled, *SCALED)
     assert job.returncode == 0, job.output
     assert "is not finite on rank" in job.stdout
     assert ": again, with the loss scaled by 32768" in job.stdout
@@ -97,13 +105,13 @@ def test_a_loss_scale_that_was_too_large_is_halved_on_all_ranks(
 
     (tmp_path / "metrics.jsonl").unlink()
     shutil.rmtree(tmp_path / "checkpoints")
-    job = mpirun(2, PROGRAMS / "nonfinite_rank.py", "3:kill", *flags, *SCALED, "--timeout", "5")
+    job = mpirun(2, PROGRAMS / "nonfinite_rank.py", "3:kill", *scaled, *SCALED, "--timeout", "5")
     assert job.returncode in AFTER_A_KILL, job.output
     (line,) = job.error_lines
     assert re.search(r"failed: rank 0 on .+: rank 1 on \S+ died \(was it killed", line)
     before, scales_before = losses_and_scales(tmp_path)
     assert (list(before), scales_before) == ([1, 2], {2: [65536.0, 2]})
-    job = overflow(2, flags, *SCALED, step=1)
+    job = overflow(2, scaled, *SCALED, step=1)
     assert job.returncode == 0, job.output
     assert "step-0000002: 3 of 5 steps are left" in job.stdout
     assert losses_and_scales(tmp_path) == (losses, scales)
@@ -112,14 +120,11 @@ def test_a_loss_scale_that_was_too_large_is_halved_on_all_ranks(
 
 
 def test_an_update_of_several_steps_that_overflows_is_that_of_a_run_in_which_none_does(
-    flags: list[str | Path], tmp_path: Path
+    scaled: list[str | Path], tmp_path: Path
 ) -> None:
     """To the bit: factors are powers of two. Dropout draws the same masks again."""
-    flags += ["--iters", "6", "--grad-accumulation-steps", "2", "--loss-scale", "auto"]
-    flags += ["--zero", "3"]
-    config = tmp_path / "config.yaml"
-    config.write_text("lora_parameters: {rank: 4, scale: 2.0, dropout: 0.3}")
-    flags += ["--config", config, "--checkpoint-every", "100"]
+    flags = [*scaled, "--iters", "6", "--grad-accumulation-steps", "2", "--zero", "3"]
+    flags += ["--checkpoint-every", "100"]
     job = overflow(2, flags, step=2)
     assert job.returncode == 0, job.output
     assert "step 4: the gradient of model.layers.4" in job.stdout
@@ -134,9 +139,9 @@ def test_an_update_of_several_steps_that_overflows_is_that_of_a_run_in_which_non
 
 
 def test_a_gradient_that_no_loss_scale_makes_finite_leaves_it_as_it_was(
-    flags: list[str | Path], tmp_path: Path
+    scaled: list[str | Path], tmp_path: Path
 ) -> None:
-    job = overflow(2, flags, "--loss-scale", "auto", "--on-nonfinite", "skip", step="always")
+    job = overflow(2, scaled, "--on-nonfinite", "skip", step="always")
     assert job.returncode == 1, job.output
     assert "again, with the loss scaled by 1\n" in job.stdout
     assert "warning: step 1: the gradient of model.layers.4" in job.stdout

@@ -21,14 +21,18 @@ OPTIONS = (
     *("--micro-batch-size", "1", "--learning-rate", "1e-3", "--iters", str(STEPS)),
     *("--steps-per-report", "1", "--val-batches", "0", "--checkpoint-every", "3"),
     *("--optimizer", "adamw", "--max-grad-norm", "0.5", "--keep-checkpoints", "9", "--no-pack"),
-    *("--pipeline-stages", "1", "--dtype", "bfloat16", "--master-weights", "--loss-scale", "auto"),
+    *("--pipeline-stages", "1", "--dtype", "bfloat16", "--master-weights"),
 )
 
 
 def flags_of(directory: Path, model: Path, data: Path, *more: str) -> list[str | Path]:
+    directory.mkdir(exist_ok=True)
+    config = directory / "config.yaml"
+    config.write_text("loss_scale: auto")
     return [
         *("--model", model, "--data", data, "--adapter-path", directory / "out"),
         *("--metrics-file", directory / "metrics", "--checkpoint-dir", directory / "checkpoints"),
+        *("--config", config),
         *OPTIONS,
         *more,
     ]

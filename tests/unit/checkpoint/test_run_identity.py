@@ -133,14 +133,14 @@ def test_an_option_that_makes_another_run_is_refused_by_name(model: Path, name: 
 
 
 MAY_CHANGE = """
-    iters epochs dry_run revision val_batches test test_batches steps_per_report steps_per_eval
-    save_every adapter_path weights weight_cache grad_checkpoint recompute attention_chunk
-    loss_chunk clear_cache_threshold memory_limit stage_map pipeline_stages replica_rows pack
-    partitioner schedule micro_batch_size metrics_file metrics_port metrics_host trace
-    checkpoint_dir checkpoint_every keep_checkpoints checkpoint_storage resume on_nonfinite timeout
-    hostfile data_parallel profile zero loss_scale report_to project_name trust_remote_code
-    long_sequences text_feature train config prompt_feature completion_feature chat_feature warmup
-    hf_dataset
+    device iters epochs dry_run revision val_batches test test_batches steps_per_report
+    steps_per_eval save_every adapter_path weights weight_cache grad_checkpoint recompute
+    attention_chunk loss_chunk clear_cache_threshold memory_limit stage_map pipeline_stages
+    replica_rows pack partitioner schedule micro_batch_size metrics_file metrics_port
+    metrics_host trace checkpoint_dir checkpoint_every keep_checkpoints checkpoint_storage
+    resume on_nonfinite timeout hostfile data_parallel profile zero loss_scale report_to
+    project_name trust_remote_code long_sequences text_feature train config prompt_feature
+    completion_feature chat_feature warmup hf_dataset
 """
 """Options of layout, length, reports and paths, and those whose effect on the data is compared."""
 

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from shardmlx.common.reporter import Reporter
@@ -71,6 +72,20 @@ def test_a_bad_configuration_is_the_error_of_all_ranks(model: Path, text: str, f
     first, second = on_two_ranks(partial(opened, model))
     assert first == second
     assert fault in first
+
+
+@pytest.mark.skipif(mx.is_available(mx.gpu), reason="there is a GPU")
+def test_a_device_that_a_rank_lacks_is_the_error_of_all_ranks(model: Path) -> None:
+    source = ModelSource(model=str(model), device="gpu")
+
+    def work(transport: Transport) -> None:
+        with open_on_all_ranks(transport, Reporter(quiet=True), source, None):
+            pass
+
+    first, second = on_two_ranks(work)
+    assert first == second
+    assert "--device gpu" in first
+    assert "--device auto" in first
 
 
 def test_what_a_run_is_planned_from_is_the_same_on_all_ranks(

@@ -70,16 +70,16 @@ def tensors(directory: Path, pattern: str) -> Bytes:
     return found
 
 
-def interrupted(before: Run, directory: Path, *, lacks: str = "none") -> None:
+def interrupted(before: Run, directory: Path, *, lacks: str = "none", backend: str = "cpu") -> None:
     """Leave in ``directory`` what a run had when it was killed after its checkpoint of step 2, but
-    for a kind of files."""
+    for a kind of files, and as if it had run on another ``backend``."""
     step = 2
     store, manifest = Store(directory / "checkpoints"), before.store.manifest(step)
     files = tuple(file for file in manifest.files if not file.name.startswith(lacks))
     partial = store.begin(step)
     for file in files:
         shutil.copy(before.store.path(step) / file.name, partial)
-    store.commit(replace(manifest, files=files))
+    store.commit(replace(manifest, files=files, plan={**manifest.plan, "backend": backend}))
 
 
 @pytest.mark.parametrize(
@@ -101,6 +101,17 @@ def test_the_same_layout_goes_on_to_the_bit(
     for kind in ("weights", "optimizer", "errors"):
         assert resumed.saved(kind) == whole.saved(kind)
     assert len(whole.saved("errors")) >= 2 * len(whole.saved("weights"))
+
+
+def test_a_run_goes_on_on_another_device_and_says_so(
+    small_tied: Path, pirate: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = Run(tmp_path / "a", 2, small_tied, pirate)
+    interrupted(whole, tmp_path / "b", backend="metal")
+    assert Run(tmp_path / "b", 2, small_tied, pirate, device="cpu").weights == whole.weights
+    printed = capsys.readouterr().out
+    assert "Computing on the CPU" in printed
+    assert "warning: it was computed on metal, now on cpu" in printed
 
 
 def test_a_run_begins_without_them_after_an_older_checkpoint(
