@@ -19,6 +19,22 @@ prepare()
 
 pytest_plugins = ["tests.helpers.small_models", "tests.helpers.lab"]
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    what = "what MLX computes with, in this process and in all that tests start"
+    parser.addoption("--device", choices=("auto", "cpu", "gpu"), default="auto", help=what)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Set the device before any test module is imported; jobs take it from the environment."""
+    device = config.getoption("--device")
+    if device != "auto":
+        import mlx.core as mx
+
+        os.environ["SHARDMLX_TEST_DEVICE"] = device
+        mx.set_default_device(getattr(mx, device))
+
+
 # A shell starts what it runs in the background without Ctrl-C; jobs of tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,4 +1,4 @@
-"""Let every Python that a test starts import mlx-lm sooner.
+"""Let every Python that a test starts import mlx-lm sooner, and compute with the chosen device.
 
 The garbage collector would go through all that mlx-lm's import makes, again and again, and
 transformers reads 3000 files of its own at each start. Python imports this module by itself, from
@@ -66,8 +66,20 @@ def with_kept_table(execute: Callable[[ModuleType], None], module: ModuleType) -
     module.define_import_structure = define  # type: ignore[attr-defined]
 
 
+def on_device(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    """Let MLX compute with the device that pytest's ``--device`` names."""
+    execute(module)
+    if (device := os.environ.get("SHARDMLX_TEST_DEVICE")) is not None:
+        mx: Any = module
+        mx.set_default_device(getattr(mx, device))
+
+
 CACHE = Path(__file__).resolve().parents[3] / ".cache"
-RUN = {"mlx_lm": without_collection, "transformers.utils.import_utils": with_kept_table}
+RUN = {
+    "mlx.core": on_device,
+    "mlx_lm": without_collection,
+    "transformers.utils.import_utils": with_kept_table,
+}
 
 sys.meta_path.insert(0, Finder())
 # huggingface-hub's HTTP client imports trio where it is installed: selenium brought it, users have

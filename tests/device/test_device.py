@@ -1,0 +1,209 @@
+"""The chosen device computes what the CPU computes, within rounding: ``pytest --device gpu``.
+
+Without a GPU the CPU stands for it, so that these tests themselves are checked everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_map
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from mlx_lm.utils import load
+
+from shardmlx.config.specs import NO_SAVINGS, Savings
+from shardmlx.engine.batches import pack, split
+from shardmlx.engine.stage import Stage
+from shardmlx.models.slice import Slice
+from tests.helpers.family_configs import CONFIGS
+from tests.helpers.jobs import Job
+from tests.helpers.models_and_batches import (
+    Gradients,
+    build,
+    largest_difference,
+    random_batch,
+    through_stages,
+    tiny_config,
+)
+from tests.helpers.mpirun import events, train_well
+from tests.helpers.rank_pool import run_in_pool
+from tests.helpers.undeclared_configs import UNDECLARED
+
+CLOSE = 1e-3
+"""Most difference, relative to the largest entry: a GPU sums in another order, in fewer bits."""
+
+PIECES = Savings(attention_chunk=12, loss_chunk=20, recompute="selective")
+
+KINDS = {
+    "attention": tiny_config(layers=2),
+    "tied, biases": {**CONFIGS["qwen2"], "tie_word_embeddings": True},
+    "windows, softcaps": CONFIGS["gemma2"],
+    "sinks, experts": CONFIGS["gpt_oss"],
+    "latent attention, groups of experts": CONFIGS["deepseek_v3"],
+    "gated delta": UNDECLARED["qwen3_5"],
+    "short convolutions": UNDECLARED["lfm2"],
+    "Mamba 2": UNDECLARED["mamba2"],
+}
+
+DEVICE = mx.default_device()
+"""The device under test, which tests/conftest.py has set."""
+
+
+@contextmanager
+def on(device: mx.Device) -> Iterator[None]:
+    mx.set_default_device(device)
+    try:
+        yield
+    finally:
+        mx.set_default_device(DEVICE)
+
+
+def model_of(config: dict[str, Any], bits: int | None = None) -> nn.Module:
+    """A model with the same weights wherever it is made: of ``bits``, with LoRA on all layers."""
+    quantisation = {} if bits is None else {"quantization": {"group_size": 32, "bits": bits}}
+    with on(mx.Device(mx.cpu)):
+        model = build(config | quantisation, seed=3)
+        if bits is not None:
+            model.freeze()
+            settings = {"rank": 4, "scale": 2.0, "dropout": 0.0}
+            linear_to_lora_layers(model, len(model.layers), settings)
+            random = np.random.RandomState(3)
+            # lora_b is zero at first: gradients of zero would hide mistakes.
+            model.update(
+                tree_map(
+                    lambda w: w + mx.array(random.normal(0, 0.05, w.shape).astype(np.float32)),
+                    model.trainable_parameters(),
+                )
+            )
+        mx.eval(model.parameters())
+    return model
+
+
+def trained(
+    model: nn.Module, device: mx.Device, savings: Savings, *, packs: bool = False
+) -> tuple[list[float], Gradients]:
+    """Losses and gradients of two stages, which ``device`` computes."""
+    batch = random_batch(2, longest=30)
+    parts = pack(batch, 1) if packs else split(batch, dp=1, replica=0, micro_batch_size=2)
+    layers = len(model.layers)
+    with on(device):
+        return through_stages(
+            model, [(0, layers // 2), (layers // 2, layers)], parts, savings=savings
+        )
+
+
+def check(ours: tuple[list[float], Gradients], theirs: tuple[list[float], Gradients]) -> None:
+    assert sum(ours[0]) == pytest.approx(sum(theirs[0]), rel=CLOSE)
+    assert set(ours[1]) == set(theirs[1])
+    difference, name = largest_difference(ours[1], theirs[1])
+    assert difference < CLOSE, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("savings", [NO_SAVINGS, PIECES], ids=["whole", "in pieces"])
+def test_loss_and_gradients_of_each_kind_of_layer(kind: str, savings: Savings) -> None:
+    model = model_of(KINDS[kind])
+    check(trained(model, DEVICE, savings), trained(model, mx.Device(mx.cpu), NO_SAVINGS))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_adapters_of_quantised_layers(bits: int) -> None:
+    model = model_of(KINDS["attention"], bits)
+    check(trained(model, DEVICE, PIECES), trained(model, mx.Device(mx.cpu), NO_SAVINGS))
+
+
+def test_packed_rows_are_padded_rows() -> None:
+    model = model_of(KINDS["attention"])
+    padded = trained(model, DEVICE, PIECES)
+    check(trained(model, DEVICE, PIECES, packs=True), padded)
+
+
+def test_a_compiled_stage_is_one_that_is_not() -> None:
+    model = model_of(KINDS["attention"])
+    batch = random_batch(2, longest=30)
+    (microbatch,) = split(batch, dp=1, replica=0, micro_batch_size=2)
+    found = []
+    for compiled in (True, False):
+        stage = Stage(
+            0,
+            Slice(model, 0, len(model.layers)),
+            needs_input_gradient=False,
+            savings=NO_SAVINGS,
+            compiled=compiled,
+        )
+        loss = stage.forward(0, microbatch, None, scale=1.0)
+        stage.backward_weight(0)
+        gradients = {name: np.array(array) for name, array in stage.gradients.items()}
+        found.append(([float(np.array(loss))], gradients))
+    check(*found)
+
+
+@pytest.mark.skipif(mx.Device(mx.cpu) == DEVICE, reason="the CPU has no fused attention")
+def test_attention_has_a_gradient_that_is_linear_in_memory() -> None:
+    """Since MLX 0.32.4 on Metal; where it fails, pieces of attention save what it would take."""
+
+    def peak(length: int) -> int:
+        q, k, v = (mx.random.normal((1, 8, length, 64)).astype(mx.bfloat16) for _ in range(3))
+        mx.eval(q, k, v)
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        attention = partial(mx.fast.scaled_dot_product_attention, scale=0.125, mask="causal")
+        mx.eval(mx.grad(lambda q: attention(q, k, v).sum())(q))
+        return mx.get_peak_memory() - before
+
+    assert peak(4096) < 2.5 * peak(2048)
+
+
+def run(model: Path, data: Path, out: Path, *more: str | Path, ranks: int = 2) -> list[float]:
+    """Losses of a run on ranks of this machine."""
+    metrics = out / "metrics"
+    train_well(
+        ranks,
+        *("--model", model, "--data", data, "--adapter-path", out, "--metrics-file", metrics),
+        *("--num-layers", "-1", "--batch-size", "4", "--learning-rate", "1e-2", "--iters", "8"),
+        *("--steps-per-report", "1", "--val-batches", "0", "--schedule", "1f1b"),
+        *more,
+    )
+    return [each["loss"] for each in events(metrics, "train")]
+
+
+def answer(ranks: int, model: Path, *more: str | Path) -> Job:
+    flags = ("--prompt", "Ahoy", "--max-tokens", "12", "--temp", "0", "--no-verbose")
+    return run_in_pool(ranks, "-m", "shardmlx.generate", "--model", model, *flags, *more)
+
+
+def test_two_ranks_learn_resume_and_answer_as_one(
+    small: Path, pirate: Path, tmp_path: Path
+) -> None:
+    saved = ("--checkpoint-dir", tmp_path / "checkpoints", "--checkpoint-every", "4")
+    whole = run(small, pirate, tmp_path / "whole", *saved)
+    assert whole[-1] < whole[0]
+    step = tmp_path / "checkpoints" / "step-0000004"
+    resumed = run(small, pirate, tmp_path / "again", *saved, "--resume", step)
+    assert resumed == pytest.approx(whole[4:], rel=CLOSE)
+    one = answer(1, small, "--adapter-path", tmp_path / "whole")
+    two = answer(2, small, "--adapter-path", tmp_path / "whole")
+    assert one.returncode == two.returncode == 0, two.output
+    assert one.stdout == two.stdout != ""
+
+
+def test_mlx_lm_loads_what_is_exported(small: Path, pirate: Path, tmp_path: Path) -> None:
+    run(small, pirate, tmp_path / "out")
+    fused = tmp_path / "fused"
+    flags = ("--adapter-path", tmp_path / "out", "--output-dir", fused)
+    job = run_in_pool(1, "-m", "shardmlx.export", small, *flags)
+    assert job.returncode == 0, job.output
+    model, *_ = load(str(fused))
+    tokens = mx.array([[3, 4, 5]])
+    adapted, *_ = load(str(small), adapter_path=str(tmp_path / "out"))
+    expected = np.array(adapted(tokens).astype(mx.float32))
+    found = np.array(model(tokens).astype(mx.float32))
+    assert np.abs(found - expected).max() < CLOSE * np.abs(expected).max()
