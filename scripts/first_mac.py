@@ -118,18 +118,10 @@ def report(device: str, work: Path) -> tuple[str, bool]:
         step(f"{script}", [sys.executable, f"scripts/{script}", "--output", output])
     how = ("--device", device, "--num-layers", "16", "--max-seq-length", str(TOKENS))
     step("Measuring the layers", on_ranks("profile", MODEL, *how, "-o", profile))
-    given = ("--model", MODEL, "--data", DATA, "--adapter-path", work / "adapters")
-    given += ("--batch-size", "8", "--iters", str(STEPS), "--steps-per-report", "5")
-    given += (
-        "--metrics-file",
-        metrics,
-        "--profile",
-        profile,
-        "--val-batches",
-        "0",
-        "--pipeline-stages",
-        str(RANKS),
-    )
+    given: list[str | Path] = ["--model", MODEL, "--data", DATA, "--profile", profile]
+    given += ["--adapter-path", work / "adapters", "--metrics-file", metrics]
+    given += ["--batch-size", "8", "--iters", str(STEPS), "--steps-per-report", "5"]
+    given += ["--val-batches", "0", "--pipeline-stages", str(RANKS)]
     if step("Fine-tuning on two ranks", on_ranks("train", *how, *given)):
         head = ("", "measured", "predicted", "")
         table = columns(head, list(measured(metrics)))
