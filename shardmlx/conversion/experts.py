@@ -189,12 +189,13 @@ def by_tensor(
 
 def _stacked(layer: nn.Module, parts: Mapping[int, Sequence[mx.array] | Stored]) -> nn.Module:
     """Return the layer with stacks in place of arrays that can be read by part."""
-
-    def stacked(value: Any) -> Any:
-        is_in_parts = isinstance(value, mx.array) and id(value) in parts
-        return _Stack(value, parts[id(value)]) if is_in_parts else value
-
-    return _copied(layer, stacked)
+    stacked = copy.copy(layer)
+    for key, value in layer.items():
+        if isinstance(value, nn.Module):
+            stacked[key] = _stacked(value, parts)
+        elif isinstance(value, mx.array) and id(value) in parts:
+            stacked[key] = _Stack(value, parts[id(value)])
+    return stacked
 
 
 def _stacks(layer: nn.Module) -> Iterator[_Stack]:
@@ -206,18 +207,12 @@ def _stacks(layer: nn.Module) -> Iterator[_Stack]:
 
 
 def _part(layer: nn.Module, get: Callable[[_Stack], mx.array], number: int) -> nn.Module:
-    def part(value: Any) -> Any:
-        if isinstance(value, _Stack):
-            return get(value)
-        is_stacked = isinstance(value, mx.array) and value.ndim
-        return value[number : number + 1] if is_stacked else value
-
-    return _copied(layer, part)
-
-
-def _copied(layer: nn.Module, changed: Callable[[Any], Any]) -> nn.Module:
-    """Return the layer with other values in place of its arrays, and those of modules in it."""
-    copied = copy.copy(layer)
+    part = copy.copy(layer)
     for key, value in layer.items():
-        copied[key] = _copied(value, changed) if isinstance(value, nn.Module) else changed(value)
-    return copied
+        if isinstance(value, nn.Module):
+            part[key] = _part(value, get, number)
+        elif isinstance(value, _Stack):
+            part[key] = get(value)
+        elif isinstance(value, mx.array) and value.ndim:
+            part[key] = value[number : number + 1]
+    return part

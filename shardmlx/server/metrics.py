@@ -17,26 +17,23 @@ CLIENT_GONE = 499
 
 COUNTERS = (
     (
-        "requests",
-        "HTTP requests; status 499 where the client did not wait for the end",
+        ("requests", "HTTP requests; status 499 where the client did not wait for the end"),
         ("endpoint", "status"),
     ),
-    ("texts", "Answers by how they ended: stop, length, cancelled, error", ("end",)),
-    ("prompt_tokens", "Tokens of the prompts of all answers", ()),
-    ("cached_tokens", "Tokens of prompts that came from the prefix cache", ()),
-    ("generated_tokens", "Tokens generated", ()),
+    (("texts", "Answers by how they ended: stop, length, cancelled, error"), ("end",)),
+    (("prompt_tokens", "Tokens of the prompts of all answers"), ()),
+    (("cached_tokens", "Tokens of prompts that came from the prefix cache"), ()),
+    (("generated_tokens", "Tokens generated"), ()),
 )
 """Name, help text and labels of the counters."""
 
 HISTOGRAMS = (
     (
-        "time_to_first_token",
-        "From a request to the first token of its answer",
+        ("time_to_first_token", "From a request to the first token of its answer"),
         (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200),
     ),
     (
-        "time_between_tokens",
-        "Between two tokens of an answer",
+        ("time_between_tokens", "Between two tokens of an answer"),
         (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5),
     ),
 )
@@ -50,13 +47,13 @@ class Metrics:
         self._registry = CollectorRegistry(auto_describe=True)
         self.counters = {
             name: Counter(f"shardmlx_{name}", text, labels, registry=self._registry)
-            for name, text, labels in COUNTERS
+            for (name, text), labels in COUNTERS
         }
         self.histograms = {
             name: Histogram(
                 f"shardmlx_{name}_seconds", text, buckets=buckets, registry=self._registry
             )
-            for name, text, buckets in HISTOGRAMS
+            for (name, text), buckets in HISTOGRAMS
         }
         for name, text, value in (
             ("texts_under_way", "Answers being generated", lambda: queue.load().under_way),
