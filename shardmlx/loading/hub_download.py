@@ -86,7 +86,7 @@ def download(
     copy.flush()
 
 
-def find_model(model: str, revision: str | None = None) -> Path:
+def find_model(model: str, revision: str | None) -> Path:
     """Return a model's directory, downloaded at ``revision`` if need be. Raises ``UserError``."""
     path = Path(model)
     if path.is_dir():

@@ -31,7 +31,7 @@ def test_a_directory_is_its_own_place_and_what_is_none_is_refused(
         raise LocalEntryNotFoundError("no connection\nsee the log")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    assert find_model(str(tmp_path)) == tmp_path
+    assert find_model(str(tmp_path), None) == tmp_path
     (tmp_path / "config.json").touch()
     for name, revision, named in (
         (str(tmp_path / "config.json"), None, "is a file"),

@@ -83,10 +83,11 @@ def load(
     cache: Path | None = None,
     adapters: str | None = None,
 ) -> Slice:
-    with find_weights(transport, QUIET, source(model, mode, cache), adapters) as weights:
+    reporter = Reporter(quiet=transport.rank > 0)
+    with find_weights(transport, reporter, source(model, mode, cache), adapters) as weights:
         whole = build_to_generate(weights.path, dtype=None, adapter_path=weights.adapters, seed=0)
         part = Slice(whole, *layers)
-        weights.load([part], read_shape(read_config(model)), QUIET)
+        weights.load([part], read_shape(read_config(weights.path)), QUIET)
     return part
 
 
@@ -179,12 +180,7 @@ def test_who_has_the_same_model_reads_it_and_sends_it(
 
     def work(transport: LocalTransport) -> None:
         rank = transport.rank
-        own = source(places[rank], "auto", tmp_path / str(rank))
-        with find_weights(transport, QUIET, own) as weights:
-            whole = build_to_generate(weights.path, dtype=None, adapter_path=None, seed=0)
-            shape = read_shape(read_config(llama))
-            part = Slice(whole, *ranges[rank])
-            weights.load([part], shape, QUIET)
+        part = load(transport, places[rank], ranges[rank], "auto", tmp_path / str(rank))
         assert equal(part, expected_part(llama, ranges[rank]))
 
     run(work, 4)
@@ -201,12 +197,7 @@ def test_another_model_in_the_same_place_is_not_taken_for_it(
     save_model_directory(other, FAMILIES["llama"], seed=2)
 
     def work(transport: LocalTransport, mode: str) -> bool:
-        place = other if transport.rank else llama
-        reporter = Reporter(quiet=transport.rank > 0)
-        with find_weights(transport, reporter, source(place, mode)) as weights:
-            whole = build_to_generate(weights.path, dtype=None, adapter_path=None, seed=0)
-            part = Slice(whole, 1, 3)
-            weights.load([part], read_shape(read_config(llama)), QUIET)
+        part = load(transport, other if transport.rank else llama, (1, 3), mode)
         return equal(part, expected_part(llama, (1, 3)))
 
     assert run(lambda transport: work(transport, "auto"), 2) == [True, True]
