@@ -157,6 +157,35 @@ def large(only: str | None = None) -> str:
     return _table((*heads, *_names(LARGE_MACS)), rows)
 
 
+def blog(only: str | None = None) -> str:
+    """Return GiB of each rank and tokens/s of the blog's Mistral-7B, planned for one and two Macs
+    with an M1 Pro and 16 GB."""
+    machines_and_stages = ((1, None), (2, 1), (2, 2))
+
+    def cell(directory: str, machines: int, stages: int | None) -> str:
+        config = TrainConfig(model=directory, batch_size=8, num_layers=8, pipeline_stages=stages)
+        macs = [
+            Machine(host=f"mac{i}", wired=round(11.8 * GIB), flops=5.2e12, link=2e9)
+            for i in range(machines)
+        ]
+        try:
+            chosen = plan_training(config, macs)
+        except UserError:
+            return "does not fit"
+        prediction = chosen.prediction
+        peaks = dict.fromkeys(f"{rank.peak / GIB:.1f}" for rank in prediction.ranks)
+        divided = "weights divided: " if chosen.run.fine_tune.divides_weights else ""
+        return f"{divided}{' and '.join(peaks)} GiB, {prediction.tokens_per_second:.0f} tokens/s"
+
+    rows = []
+    for bits in BITS if only is None else [only]:
+        with tempfile.TemporaryDirectory() as directory:
+            config = MODELS["Mistral-7B"] | BITS[bits]
+            Path(directory, "config.json").write_text(json.dumps(config))
+            rows.append((bits, *(cell(directory, *each) for each in machines_and_stages)))
+    return _table(("", "one Mac", "two, data parallel", "two, pipeline"), rows)
+
+
 def _some(models: dict[str, dict[str, Any]], only: str | None) -> dict[str, dict[str, Any]]:
     return models if only is None else {only: models[only]}
 

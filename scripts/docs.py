@@ -5,7 +5,8 @@
 Made are the pages of options, and in the other pages all between ``<!-- made: WHAT -->`` and
 ``<!-- end -->``. WHAT is ``console``: the outputs of the commands that a block shows after ``$``;
 ``output``: the output of the command in the block before; or a table: ``fits``, ``lengths``,
-``large``. Commands run in a directory of small configurations; nothing is loaded. A test compares.
+``large``, ``blog``. Commands run in a directory of small configurations; nothing is loaded. A test
+compares.
 """
 
 from __future__ import annotations
@@ -30,7 +31,12 @@ DOCS = _root.ROOT / "docs"
 
 PART = re.compile(r"<!-- made: (\w+) -->\n(.*?)<!-- end -->\n", re.DOTALL)
 BLOCK = re.compile(r"```[\w ]*\n(.*?)```\n", re.DOTALL)
-TABLES = {"fits": _fits.common, "lengths": _fits.lengths, "large": _fits.large}
+TABLES = {
+    "fits": _fits.common,
+    "lengths": _fits.lengths,
+    "large": _fits.large,
+    "blog": _fits.blog,
+}
 
 
 def made(text: str, tables: bool = True) -> str:

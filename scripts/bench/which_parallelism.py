@@ -51,6 +51,51 @@ def of_more(serial: float, n: int) -> float:
     return 1 / (serial + (1 - serial) / n)
 
 
+MEASURED = {"the blog's Macs": 4259.40 / 2610.67, "two replicas": 1.95, "two stages": 1.87}
+"""Speed-ups by two machines."""
+
+
+def speedups() -> dict[str, str]:
+    """Return the cells of the page's table for ``MEASURED``: with 2, the share, with 4 and 8."""
+    found = {}
+    for name, speedup in MEASURED.items():
+        serial = amdahl(speedup, 2)
+        four, eight = (f"{of_more(serial, n):.2f}" for n in (4, 8))
+        found[name] = f"{speedup:.2f} | {serial:.1%} | {four} | {eight}"
+    return found
+
+
+def costs() -> dict[str, list[str]]:
+    """Return the seconds of techniques, over each of ``LINKS``, as the page writes them."""
+    hidden = TOKENS * HIDDEN * BF16
+    tensor = 4 * LAYERS * sum_bytes(hidden, 2)
+    weights = PARAMETERS * FP32
+    # Bytes, and messages.
+    sent: dict[str, list[tuple[float, int]]] = {
+        "pipeline": [(2 * hidden, 2)],
+        "data parallel": [(sum_bytes(LORA * FP32, 2), 1), (sum_bytes(weights, 2), 1)],
+        "tensor": [(tensor, 4 * LAYERS), (0, 2 * LAYERS)],  # the second: a token of decode
+        "parameter sharding": [(PARAMETERS * BF16, 2 * LAYERS)],
+        "gradient compression": [(sum_bytes(PARAMETERS, 2), 1), (sum_bytes(weights, 2), 1)],
+        "parameter server": [(2 * 4 * weights, 1)],
+        "local SGD": [(sum_bytes(weights, 2) / 50, 1)],
+        "sequence parallel": [(2 * LAYERS * TOKENS * KV * BF16, 2 * LAYERS)],
+    }
+    return {
+        technique: [
+            " / ".join(shown(seconds(nbytes, link, messages)) for link in LINKS)
+            for nbytes, messages in of_technique
+        ]
+        for technique, of_technique in sent.items()
+    }
+
+
+def shown(seconds: float) -> str:
+    if seconds < 0.1:
+        return f"{1000 * seconds:.0f} ms"
+    return f"{seconds:.{2 if seconds < 1 else 1 if seconds < 20 else 0}f} s"
+
+
 def int8_bytes_a_second() -> float:
     gradient = mx.random.normal((8 << 20,))
     mx.eval(gradient)
@@ -71,42 +116,17 @@ def main() -> None:
     parser.parse_args()
     row = TOKENS * 6 * PARAMETERS / FLOPS  # forward and backward of all weights
     lora_row = TOKENS * 4 * PARAMETERS / FLOPS  # no gradients of frozen weights
-    hidden = TOKENS * HIDDEN * BF16
     print(f"compute of a sequence: full {row:.1f} s, LoRA at most {lora_row:.1f} s")
     print(f"LoRA: {LORA / 1e6:.2f}M parameters, {LORA * FP32 / 1e6:.0f} MB of gradients; "
           f"full: {PARAMETERS * FP32 / 1e9:.0f} GB")  # fmt: skip
-    print(f"hidden states of a sequence: {hidden / 1e6:.1f} MB")
-    for name, speedup, n in (("the blog's two Macs", 4259.40 / 2610.67, 2),
-                             ("two replicas here", 1.95, 2),
-                             ("two stages here", 1.87, 2)):  # fmt: skip
-        serial = amdahl(speedup, n)
-        more = ", ".join(f"{count}: {of_more(serial, count):.2f} x" for count in (4, 8))
-        print(f"Amdahl, {name}: {speedup:.2f} x, serial {serial:.1%}, then {more}")
+    print("Amdahl: with 2, share that does not shrink, with 4, with 8")
+    for name, cells in speedups().items():
+        print(f"{name:22}{cells}")
     for p, m in ((2, 8), (4, 8), (4, 16)):
         print(f"bubble of 1F1B, {p} stages, {m} micro-batches: {(p - 1) / (m + p - 1):.0%}")
-    for link in LINKS:
-        print(f"\n{link}")
-        tensor = 4 * LAYERS * sum_bytes(hidden, 2)
-        gather = 2 * PARAMETERS * BF16 / 2
-        figures = {
-            "pipeline: hidden states and gradients of a sequence": seconds(2 * hidden, link, 2),
-            "data parallel: sum of LoRA gradients": seconds(sum_bytes(LORA * FP32, 2), link),
-            "data parallel: sum of all gradients": seconds(sum_bytes(PARAMETERS * FP32, 2), link),
-            "tensor parallel: four sums a layer, a sequence": seconds(tensor, link, 4 * LAYERS),
-            "tensor parallel: a token of decode": seconds(0, link, 2 * LAYERS),
-            "parameter sharding: gather weights twice": seconds(gather, link, 2 * LAYERS),
-            "sequence parallel: keys and values, a sequence": seconds(
-                2 * LAYERS * TOKENS * KV * BF16, link, 2 * LAYERS
-            ),
-            "parameter server, 4 workers, all gradients": seconds(2 * 4 * PARAMETERS * FP32, link),
-            "ring of 4, all gradients": seconds(sum_bytes(PARAMETERS * FP32, 4), link),
-            "int8, all gradients, 2 replicas": seconds(sum_bytes(PARAMETERS, 2), link),
-            "local SGD, H = 50, all gradients, a step": seconds(
-                sum_bytes(PARAMETERS * FP32, 2) / 50, link
-            ),
-        }
-        for what, time_taken in figures.items():
-            print(f"{what:55} {time_taken:9.3f} s")
+    print(f"\nseconds over {' / '.join(LINKS)}")
+    for technique, times in costs().items():
+        print(f"{technique:22}{'; '.join(times)}")
     print(f"\nrounding to int8 here: {int8_bytes_a_second() / 1e9:.2f} GB/s")
 
 

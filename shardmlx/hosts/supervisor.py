@@ -31,7 +31,7 @@ PRRTE 3 sends SIGTERM, and SIGKILL half a second later, a time that no option se
 SECONDS_TO_SAVE = 120  # for the ranks to save and leave in order, before they are killed
 SECONDS_ALONE = 20.0  # that mpirun may have no rank on its host: not yet, or no more
 
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class Supervisor:
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Catch signals in the block; ignored ones (nohup) stay ignored."""
-        numbers = [n for n in _STOPPING if signal.getsignal(n) is not signal.SIG_IGN]
+        numbers = [n for n in STOPPING if signal.getsignal(n) is not signal.SIG_IGN]
         before = {n: signal.signal(n, self._stop) for n in (*numbers, signal.SIGALRM)}
         try:
             yield

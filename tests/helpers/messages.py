@@ -46,17 +46,17 @@ def _said(path: Path, errors: Collection[str]) -> Iterator[str]:
     calls = [each for each in nodes(path) if isinstance(each, ast.Call)]
     for call in sorted(calls, key=lambda each: (each.lineno, each.col_offset)):
         if isinstance(call.func, ast.Name) and call.func.id in errors:
-            yield " -> ".join(_text(each) for each in call.args)
+            yield " -> ".join(text_of(each) for each in call.args)
 
 
-def _text(node: ast.expr) -> str:
+def text_of(node: ast.expr) -> str:
     """Return a text as its f-string would be written; any other value in braces."""
     if isinstance(node, ast.Constant):
         return str(node.value).encode("unicode_escape").decode()
     if isinstance(node, ast.JoinedStr):
-        return "".join(_text(each) for each in node.values)
+        return "".join(text_of(each) for each in node.values)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _text(node.left) + _text(node.right)
+        return text_of(node.left) + text_of(node.right)
     return "{" + ast.unparse(node.value if isinstance(node, ast.FormattedValue) else node) + "}"
 
 

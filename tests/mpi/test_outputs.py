@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from mlx_lm import load
 from mlx_lm.tuner.datasets import CacheDataset, load_dataset
 from mlx_lm.tuner.trainer import evaluate
 
-from tests.helpers.jobs import Job
+from tests.helpers.jobs import ROOT, Job
 from tests.helpers.models_and_batches import load_weights
 from tests.helpers.mpirun import events, train_well
 
@@ -206,6 +207,14 @@ def test_a_training_line_has_the_fields_of_the_contract(lora: Job, directory: Pa
             parts = [rank[part] for part in of_rank[1:]]
             assert min(parts) >= 0 < sum(parts)
     assert lines[0]["tokens"] != lines[1]["tokens"]
+
+
+def test_the_page_of_the_metrics_names_their_fields(lora: Job, directory: Path) -> None:
+    page = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
+    for event in ("start", "train", "val", "test", "summary"):
+        line = events(directory / "new/lora.jsonl", event)[-1]
+        (fields,) = re.findall(rf"^\| `{event}` \| [^|]* \| (.*) \|$", page, re.MULTILINE)
+        assert line.keys() - {"event", "time"} == {*re.findall(r"`(\w+)`", fields)}, event
 
 
 def test_the_summary_has_the_memory_of_every_rank_beside_its_plan_and_its_limits(

@@ -44,6 +44,7 @@ def test_printed_outputs_are_those_of_the_commands(docs: ModuleType) -> None:
         ("what-fits.md", "fits", "Llama-3.1-8B"),
         ("what-fits.md", "large", "gpt-oss-120b"),
         ("long-texts.md", "lengths", "Mistral-7B"),
+        ("which-parallelism.md", "blog", "16 bits"),
     ],
 )
 def test_rows_of_tables_are_those_of_the_planner(

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import pkgutil
+import re
 import runpy
 import sys
 from collections.abc import Iterator
@@ -112,3 +113,12 @@ def test_ratios_are_of_rounds() -> None:
 def test_what_is_timed_of_a_start_is_there() -> None:
     for path in load("_startup").PARTS:
         assert callable(pkgutil.resolve_name(f"shardmlx.{path}"))
+
+
+def test_the_page_of_techniques_has_the_figures_of_the_formulas() -> None:
+    formulas = load("which_parallelism")
+    page = (ROOT / "docs/which-parallelism.md").read_text(encoding="utf-8").splitlines()
+    wanted = {**formulas.costs(), **{name: [cells] for name, cells in formulas.speedups().items()}}
+    for name, figures in wanted.items():
+        rows = [line for line in page if re.match(rf"\|[\s*\[]*{name}", line)]
+        assert [each for each in figures if not any(each in row for row in rows)] == [], name
