@@ -6,6 +6,8 @@ wires on one with 16 GB. Each table can be made of one model ``only``.
 
 from __future__ import annotations
 
+import _root
+
 import json
 import tempfile
 from bisect import bisect_left
@@ -13,10 +15,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from shardmlx.config.commands import BY_NAME
 from shardmlx.config.common_options import AUTO, OFF
 from shardmlx.config.specs import FULL, NONE, SELECTIVE
 from shardmlx.config.train import TrainConfig
-from shardmlx.costmodel.hostfile import Machine
+from shardmlx.costmodel.hostfile import Machine, read_hostfile
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.modelfiles.parts import inspect_files, read_shape
@@ -80,6 +83,16 @@ LONG_MODELS = {
 LONG_MACS = ((1, 16), (2, 16), (2, 32), (2, 64), (4, 64))
 
 LARGE_MACS = ((2, 64), (4, 64), (2, 128), (4, 128), (8, 128), (2, 512), (4, 512))
+
+EXAMPLES = {
+    "chat-8b": (MODELS["Llama-3.1-8B"] | BITS["4 bits"], "macbook-and-studio"),
+    "lora-70b": (MODELS["Llama-3.3-70B"] | BITS["4 bits"], "macbook-and-studio"),
+    "full-1b": (
+        shape("llama", 16, 2048, 8192, "32/8", 128256, head_dim=64, tie_word_embeddings=True),
+        "two-macs",
+    ),
+}
+"""Files of examples/: the shape of each one's model, and a hostfile to plan for."""
 
 LENGTHS = [2**power for power in range(9, 18)]
 """512 tokens to 128k."""
@@ -184,6 +197,25 @@ def blog(only: str | None = None) -> str:
             Path(directory, "config.json").write_text(json.dumps(config))
             rows.append((bits, *(cell(directory, *each) for each in machines_and_stages)))
     return _table(("", "one Mac", "two, data parallel", "two, pipeline"), rows)
+
+
+def examples(only: str | None = None) -> str:
+    """Return what is planned for the configurations of examples/."""
+    rows = []
+    for name, (config, hosts) in EXAMPLES.items() if only is None else [(only, EXAMPLES[only])]:
+        path = _root.ROOT / "examples" / f"{name}.yaml"
+        about = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+        with tempfile.TemporaryDirectory() as directory:
+            Path(directory, "config.json").write_text(json.dumps(config))
+            options = BY_NAME["train"].line.load(["-c", str(path), "--model", directory], 0)
+            machines = read_hostfile(_root.ROOT / "hostfiles" / hosts)
+            chosen = plan_training(options, machines)
+        prediction = chosen.prediction
+        peaks = " and ".join(f"{rank.peak / GIB:.1f}" for rank in prediction.ranks)
+        seconds = f"{prediction.step_seconds:.3g} s"
+        link = f"[`{hosts}`](../hostfiles/{hosts})"
+        rows.append((f"[`{name}.yaml`](../examples/{name}.yaml)", about, link, peaks, seconds))
+    return _table(("file", "", "planned for", "GiB", "a step"), rows)
 
 
 def _some(models: dict[str, dict[str, Any]], only: str | None) -> dict[str, dict[str, Any]]:

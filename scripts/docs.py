@@ -1,12 +1,12 @@
 """Write the parts of docs/ that the program itself makes, where it now makes others.
 
-    python scripts/docs.py [PAGE.md ...]
+    python scripts/docs.py [--check] [PAGE.md ...]
 
 Made are the pages of options, and in the other pages all between ``<!-- made: WHAT -->`` and
 ``<!-- end -->``. WHAT is ``console``: the outputs of the commands that a block shows after ``$``;
 ``output``: the output of the command in the block before; or a table: ``fits``, ``lengths``,
-``large``, ``blog``. Commands run in a directory of small configurations; nothing is loaded. A test
-compares.
+``large``, ``blog``, ``examples``. Commands run in a directory of small configurations; nothing is
+loaded. A test compares the short ones; ``--check`` compares all and writes nothing.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ TABLES = {
     "lengths": _fits.lengths,
     "large": _fits.large,
     "blog": _fits.blog,
+    "examples": _fits.examples,
 }
 
 
@@ -99,15 +100,23 @@ def _write_inputs() -> None:
         Path(name).symlink_to(_root.ROOT / name)
 
 
-def main(names: list[str]) -> None:
+def main(argv: list[str]) -> int:
+    """Write the pages, or with --check only name them; return 1 if that found one that differs."""
+    names = [word for word in argv if word != "--check"]
+    check = len(names) < len(argv)
+    status = 0
     pages = [Path(name).resolve() for name in names] or sorted(DOCS.rglob("*.md"))
     for path in pages:
         old = path.read_text(encoding="utf-8")
         new = page(path.name) if path.name in PAGES else made(old)
-        if new != old:
+        if new != old and check:
+            print(f"{path.relative_to(DOCS)}: differs from what the program prints")
+            status = 1
+        elif new != old:
             path.write_text(new, encoding="utf-8")
             print(f"{path.relative_to(DOCS)}: written anew")
+    return status
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -17,7 +17,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 DOCS = ROOT / "docs"
 INDEX = DOCS / "README.md"
 FILE = re.compile(
-    r"(?<![\w./$~-])(?:\./)?((?:shardmlx|models|partitioners|scripts|hostfiles|tests|docs)/[\w./*<>-]+)"
+    r"(?<![\w./$~-])(?:\./)?((?:shardmlx|models|partitioners|scripts|examples|hostfiles|tests|docs)/[\w./*<>-]+)"
 )
 """A path from the root of the repository, in backticks, in a command or in plain words."""
 PLACEHOLDER = re.compile(r"<\w+>|\bNAME\b")

@@ -45,15 +45,20 @@ def test_printed_outputs_are_those_of_the_commands(docs: ModuleType) -> None:
         ("what-fits.md", "large", "gpt-oss-120b"),
         ("long-texts.md", "lengths", "Mistral-7B"),
         ("which-parallelism.md", "blog", "16 bits"),
+        ("training.md", "examples", None),
     ],
 )
 def test_rows_of_tables_are_those_of_the_planner(
-    docs: ModuleType, page: str, table: str, model: str
+    docs: ModuleType, page: str, table: str, model: str | None
 ) -> None:
-    """One model of each table, since all of them take minutes."""
+    """One model of each long table, since all of them take minutes."""
     rows = docs.TABLES[table](model)
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     assert [row for row in rows.splitlines() if row not in text.splitlines()] == [], ADVICE
+
+
+def test_every_example_is_planned(docs: ModuleType) -> None:
+    assert {path.stem for path in (ROOT / "examples").glob("*.yaml")} == {*docs._fits.EXAMPLES}
 
 
 def test_the_readme_promises_what_the_planner_found() -> None:
