@@ -14,6 +14,7 @@ import shardmlx
 from shardmlx.common.environment import LAUNCHED
 from shardmlx.common.yaml_reader import check_keys, did_you_mean, read_yaml
 from shardmlx.compat import QuietParser
+from shardmlx.config.commands import BY_NAME
 from shardmlx.config.options import Declared, OptionError, declared, flag_of, with_home
 from shardmlx.errors import UserError
 
@@ -41,6 +42,11 @@ class Given:
 
 class CommandParser(QuietParser):
     """A parser that raises ``UserError`` where argparse would print its usage and exit."""
+
+    examples: tuple[str, ...] = ()
+
+    def format_help(self) -> str:
+        return "\n  ".join([f"{super().format_help()}\nexamples:", *self.examples]) + "\n"
 
     def error(self, message: str) -> NoReturn:
         raise UserError(" ".join(message.split()), f"see {self.prog} --help")
@@ -116,6 +122,7 @@ class CommandLine(Generic[Options]):
             allow_abbrev=False,
         )
         parser.prints = rank == 0
+        parser.examples = BY_NAME[self.command].examples
         version = f"shardmlx {shardmlx.__version__}"
         parser.add_argument("--version", action="version", version=version)
         names = dict.fromkeys([*self.groups, *(each.rules.group for each in flags)])
@@ -162,14 +169,20 @@ class CommandLine(Generic[Options]):
         self, argv: Sequence[str], commands: Sequence[str]
     ) -> tuple[Options, str, tuple[str, ...]]:
         """Build the options before one of ``commands``, and return it and its own words too."""
-        parser = self._parser_for(list(takewhile(lambda word: word not in commands, argv)))
-        known = {flag for each in declared(self.options) for flag in each.flags}
-        known |= {"--help", "--help-all", "--version"}
-        for word in takewhile(lambda word: word not in commands, argv):
+        before = list(takewhile(lambda word: word not in commands, argv))
+        parser = self._parser_for(before)
+        options = {flag: each for each in declared(self.options) for flag in each.flags}
+        known = {*options, "--help", "--help-all", "--version"}
+        for word in before:
             # A word with a space is the value of an option.
             is_flag = word.startswith("--") and " " not in word
             if is_flag and word.partition("=")[0] not in known:
                 raise self._unknown([word])
+        last = options.get(before[-1]) if before else None
+        if last is not None and last.metavar and len(before) < len(argv):
+            command = argv[len(before)]
+            remedy = f"give it: {parser.prog} {last.flag} {last.metavar} {command} ..."
+            raise UserError(f"{before[-1]} has no value before {command}", remedy)
         parser.usage = f"{parser.prog} [OPTIONS] COMMAND [OPTIONS OF COMMAND]"
         names = ", ".join(commands)
         parser.add_argument("command", metavar="COMMAND", choices=commands, help=names)
@@ -193,6 +206,9 @@ class CommandLine(Generic[Options]):
         key = flag.lstrip("-").replace("-", "_")
         flags = [each.flag[2:] for each in known if each.rules.flag and not each.rules.positional]
         remedy = did_you_mean(flag.lstrip("-"), flags, "--")
+        for each in known:
+            if each.rules.formerly == key:
+                remedy = f"its name is {each.flag}"
         if key in (each.name for each in known if not each.rules.flag):
             remedy = f"write {key} into the YAML file: -c FILE"
         remedy = remedy or f"see shardmlx {self.command} --help"
@@ -228,8 +244,13 @@ class CommandLine(Generic[Options]):
             if LAUNCHED not in os.environ:  # launch has said it
                 said = f"{path}: {key} is passed over, as mlx_lm.lora does: {self.passed_over[key]}"
                 print(f"shardmlx: {said}", file=sys.stderr, flush=True)
-        names = [each.name for each in declared(self.options)]
-        check_keys(written, names, path, f"take it out, or see shardmlx {self.command} --help")
+        known = declared(self.options)
+        for each in known:
+            if each.rules.formerly in written:
+                problem = f"{path}: unknown key {each.rules.formerly!r}"
+                raise UserError(problem, f"its name is {each.name}")
+        help = f"take it out, or see shardmlx {self.command} --help"
+        check_keys(written, [each.name for each in known], path, help)
         return {key: value for key, value in written.items() if value is not None}
 
 

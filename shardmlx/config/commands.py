@@ -5,10 +5,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from shardmlx.config.command_line import CommandLine
+from typing import Any
 
 TRAIN = "Train"
 USE = "Use a model"
@@ -21,9 +18,9 @@ class Command:
     """A command: ``shardmlx NAME``, or ``python -m shardmlx.NAME``.
 
     ``options`` is the module of its command line ``LINE``, or ``module:name``, and ``run`` that of
-    the function ``run``: each is imported where it is needed. A command that ``needs_ranks`` can be
-    launched: its ``run`` takes options, transport and BLAS. Another takes the words of the command
-    line, and returns the exit status.
+    the function ``run``: each is imported where it is needed. ``examples`` end its help. A command
+    that ``needs_ranks`` can be launched: its ``run`` takes options, transport and BLAS. Another
+    takes the words of the command line, and returns the exit status.
 
     ``without_ranks`` is a module whose ``run`` takes the words first, and returns the exit status,
     or None where ranks do the work. Ranks that need not be ``alike`` may differ in versions. One
@@ -35,17 +32,17 @@ class Command:
     help: str
     options: str
     run: str
+    examples: tuple[str, str]
     needs_ranks: bool = False
     without_ranks: str | None = None
     alike: bool = True
     alone: bool = False
 
     @property
-    def line(self) -> CommandLine[Any]:
-        """The command line."""
+    def line(self) -> Any:
+        """The command line, a ``CommandLine``, whose module imports this one."""
         module, _, name = self.options.partition(":")
-        line: CommandLine[Any] = imported(module, name or "LINE")
-        return line
+        return imported(module, name or "LINE")
 
 
 def imported(module: str, name: str = "run") -> Any:
@@ -57,7 +54,15 @@ _of_ranks = partial(Command, needs_ranks=True)
 
 COMMANDS = (
     _of_ranks(
-        "train", TRAIN, "fine-tune a model, as mlx_lm.lora does", "config.train", "training.command"
+        "train",
+        TRAIN,
+        "fine-tune a model, as mlx_lm.lora does",
+        "config.train",
+        "training.command",
+        examples=(
+            "shardmlx train --model Qwen/Qwen3-0.6B --data my-data --iters 100",
+            "shardmlx launch --hostfile hosts train --config lora.yaml --dry-run",
+        ),
     ),
     Command(
         "report",
@@ -65,41 +70,85 @@ COMMANDS = (
         "show a run from its metrics, as a page",
         "runreport.page",
         "runreport.page",
+        examples=(
+            "shardmlx report metrics.jsonl",
+            "shardmlx report metrics.jsonl --output run.html",
+        ),
     ),
     _of_ranks(
         *("export", TRAIN, "write the finished model: fused, converted, quantised"),
         *("config.export", "conversion.command"),
+        examples=(
+            "shardmlx export Qwen/Qwen3-0.6B --adapter-path adapters --output-dir fused",
+            "shardmlx export fused --quantize 4 --output-dir fused-4bit",
+        ),
     ),
     _of_ranks(
         *("generate", USE, "answer a prompt, or a file of prompts"),
         *("config.inference:GENERATE", "inference.generate"),
+        examples=(
+            "shardmlx generate --model fused --prompt 'Where is Tortuga?'",
+            "shardmlx launch --hostfile hosts generate --model fused --prompts prompts.jsonl",
+        ),
     ),
     _of_ranks(
         *("chat", USE, "talk with a model in the terminal"),
         *("config.inference:CHAT", "inference.chat"),
+        examples=(
+            "shardmlx chat --model Qwen/Qwen3-0.6B --adapter-path adapters",
+            "shardmlx launch --hostfile hosts chat --model fused",
+        ),
     ),
     _of_ranks(
-        "serve", USE, "serve OpenAI's API over HTTP, and a chat page", "config.serve", "server.run"
+        "serve",
+        USE,
+        "serve OpenAI's API over HTTP, and a chat page",
+        "config.serve",
+        "server.run",
+        examples=(
+            "shardmlx serve --model fused --port 8080",
+            "shardmlx launch --hostfile hosts serve --model fused --host 0.0.0.0",
+        ),
     ),
     _of_ranks(
         *("evaluate", USE, "measure a model: perplexity of texts, or lm-eval tasks"),
         *("config.inference:EVALUATE", "evaluation.command"),
+        examples=(
+            "shardmlx evaluate --model fused --data my-data",
+            "shardmlx launch -n 2 evaluate --model fused --tasks arc_easy --limit 100",
+        ),
     ),
     Command(
         *("inspect", PREPARE, "show what a model consists of, and what each rank needs of it"),
         *("planning.inspection", "planning.inspection"),
+        examples=(
+            "shardmlx inspect Qwen/Qwen3-0.6B",
+            "shardmlx inspect fused --hostfile hosts --context 8192",
+        ),
     ),
     Command(
         *("plan", PREPARE, "divide a model over given machines; predict memory and time"),
         *("planning.plan_command", "planning.plan_command"),
+        examples=(
+            "shardmlx plan Qwen/Qwen3-0.6B --hostfile hosts",
+            "shardmlx plan fused --hostfile hosts --output map.yaml --timeline",
+        ),
     ),
     Command(
         *("schedule", PREPARE, "draw what a pipeline schedule does, and count its bubble"),
         *("config.schedule", "config.schedule"),
+        examples=(
+            "shardmlx schedule --pipeline-stages 2 --micro-batches 4 --print timeline",
+            "shardmlx schedule --pipeline-stages 4 --micro-batches 8 --draw step.svg",
+        ),
     ),
     _of_ranks(
         *("doctor", PREPARE, "examine machines and the links between them"),
         *("config.doctor", "hosts.doctor_mpi"),
+        examples=(
+            "shardmlx doctor --ssh --hostfile hosts",
+            "shardmlx launch --hostfile hosts doctor --write-hostfile measured",
+        ),
         without_ranks="hosts.doctor_ssh",
         alike=False,
         alone=True,
@@ -107,11 +156,19 @@ COMMANDS = (
     _of_ranks(
         *("profile", PREPARE, "measure the layers of a model on each machine, for plan"),
         *("config.profile", "training.profiling"),
+        examples=(
+            "shardmlx profile Qwen/Qwen3-0.6B --lengths 512,2048",
+            "shardmlx launch --hostfile hosts profile fused --output profile.json",
+        ),
         alone=True,
     ),
     Command(
         *("launch", START, "run any of these on ranks: launch -n 2 train, --hostfile F train"),
         *("hosts.launch_options", "hosts.launcher"),
+        examples=(
+            "shardmlx launch -n 2 train --model Qwen/Qwen3-0.6B --data my-data",
+            "shardmlx launch --hostfile hosts --max-restarts 5 train --config lora.yaml",
+        ),
     ),
 )
 """Commands in the order of the first screen of help."""

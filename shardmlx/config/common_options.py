@@ -52,7 +52,14 @@ stage_map = partial(
 
 hostfile = partial(option, help="hostfile that says what the machines have", metavar="FILE")
 
-agent = partial(option, None, "login, as AGENT HOST COMMAND", metavar="AGENT", unset="ssh")
+ssh_command = partial(
+    option,
+    None,
+    "program that logs in, as PROGRAM HOST COMMAND",
+    metavar="PROGRAM",
+    unset="ssh",
+    formerly="agent",
+)
 
 python = partial(
     option,

@@ -41,16 +41,21 @@ class DoctorConfig:
     )
 
     ssh: bool = _ssh(False, "ask the hosts with ssh instead, without mpirun and MLX")
-    agent: str | None = common.agent(group=_SSH)
+    ssh_command: str | None = common.ssh_command(group=_SSH)
     python: str = common.python(group=_SSH)
 
     def __post_init__(self) -> None:
         check_options(self)
-        written, agent, both = self.write_hostfile, self.agent, self.ssh and self.write_hostfile
+        written, program, both = (
+            self.write_hostfile,
+            self.ssh_command,
+            self.ssh and self.write_hostfile,
+        )
         refuse("ssh", "has no hosts", "give --hostfile F", when=self.ssh and self.hostfile is None)
         refuse("write_hostfile", "measures under mpirun", "leave out --ssh", when=both)
         refuse("write_hostfile", "is '-'", "give the name of a file", when=written == STDOUT)
-        refuse("agent", f"is {agent!r}", "it is for --ssh", when=agent is not None and not self.ssh)
+        unused = program is not None and not self.ssh
+        refuse("ssh_command", f"is {program!r}", "it is for --ssh", when=unused)
 
 
 LINE = CommandLine(

@@ -68,6 +68,7 @@ class Option:
     choices: Sequence[str | int] | None = None
     parse: Callable[[str], Any] | None = None  # text as written -> value
     no: str | None = None  # the word that means False, which YAML takes for it
+    formerly: str | None = None  # an earlier name, which is refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +170,7 @@ def _default(each: Field[Any]) -> str | None:
     return json.dumps(value) if isinstance(value, dict) else str(value)
 
 
-_PATHS = ("DIR", "FILE", "MODEL", "METRICS", "AGENT")
+_PATHS = ("DIR", "FILE", "MODEL", "METRICS", "PROGRAM")
 """Metavars of options that name files, or may."""
 
 

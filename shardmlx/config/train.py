@@ -85,8 +85,11 @@ class StepOptions(Spec):
     val_batches: int = _batches(25, "batches of one validation; -1 for all, 0 for none")
     test_batches: int = _batches(500, "batches of the test; -1 for all")
     save_every: int = _steps(100, "steps between saved adapters")
-    on_nonfinite: str = _checkpoints(
-        "stop", "if loss or gradient is not finite: stop, or skip", choices=("stop", "skip")
+    on_nan: str = _checkpoints(
+        "stop",
+        "if loss or gradient is not finite: stop, or skip",
+        choices=("stop", "skip"),
+        formerly="on_nonfinite",
     )
     max_grad_norm: float | None = _pipeline(
         None, "clip the global gradient norm to this", metavar="NORM", above=0

@@ -86,8 +86,8 @@ def run(words: Sequence[str]) -> int | None:
 def _run(words: Sequence[str]) -> int:
     options = LINE.load(words)
     check_json(options.json)
-    progress(f"asking the hosts of {options.hostfile} with {options.agent or 'ssh'}")
-    found = probe_hosts(str(options.hostfile), options.agent, options.python)
+    progress(f"asking the hosts of {options.hostfile} with {options.ssh_command or 'ssh'}")
+    found = probe_hosts(str(options.hostfile), options.ssh_command, options.python)
     show(report_text(found), report_content(found), options.json)
     return 1 if options.strict and found.findings else 0
 

@@ -39,7 +39,7 @@ class LaunchFlags:
     max_restarts: int | None = _ranks(
         None, "restarts of train or serve", unset=f"{_MAX_RESTARTS}; 0 for others", minimum=0
     )
-    agent: str | None = common.agent(group=_MPIRUN)
+    ssh_command: str | None = common.ssh_command(group=_MPIRUN)
     python: str = common.python(group=_MPIRUN)
     mpirun_options: str = _mpirun(
         "", "more for mpirun, as --mpirun-options='--mca btl tcp,self'", metavar="OPTIONS"
@@ -54,8 +54,8 @@ LINE = CommandLine(
     command="launch",
     description="Check the hosts, print the mpirun line of a command, and run it. Training that "
     "fails starts again from its newest checkpoint, on hosts that answer; a server on the same.",
-    epilog="What follows COMMAND are its own options: shardmlx launch -n 2 train --model M "
-    "--data D. With a hostfile, run it on the first host of it.",
+    epilog="What follows COMMAND are its own options. With a hostfile, run it on the first host.",
+    refused={"--ssh": "launch uses ssh by itself: shardmlx launch --hostfile FILE train ..."},
 )
 
 

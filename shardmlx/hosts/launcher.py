@@ -137,7 +137,7 @@ class Launcher:
         flags = self.launch.flags
         if flags.hostfile is None:
             return {}
-        agent, daemon = shlex.split(flags.agent or "ssh"), str(self.mpirun.with_name("prted"))
+        agent, daemon = shlex.split(flags.ssh_command or "ssh"), str(self.mpirun.with_name("prted"))
         logins = {each.host: each.login for each in self.launch.machines}
         return check_hosts(logins, RemoteLogin(tuple(agent), flags.python, daemon))
 
@@ -148,7 +148,11 @@ class Launcher:
             str(self.mpirun),
             *(() if hostfile is None else ("--hostfile", str(hostfile))),
             *("-n", str(start.ranks)),
-            *(() if flags.agent is None else ("--prtemca", "plm_ssh_agent", flags.agent)),
+            *(
+                ()
+                if flags.ssh_command is None
+                else ("--prtemca", "plm_ssh_agent", flags.ssh_command)
+            ),
             *settings_for(() if hostfile is None else launch.hosts, launch.ranks, extra),
             *extra,
             *(flags.python, "-m", f"shardmlx.{launch.command}", *start.options),

@@ -108,7 +108,9 @@ def probing(
             try:
                 probes[host] = Probe(remote.command(login))
             except OSError as error:
-                what, flag = (remote.agent[0], "agent") if login else (remote.python, "python")
+                what, flag = (
+                    (remote.agent[0], "ssh-command") if login else (remote.python, "python")
+                )
                 problem = f"cannot run {what} ({error.strerror})"
                 answers[host] = Finding(host, problem, f"see --{flag}")
             else:

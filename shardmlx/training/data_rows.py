@@ -62,8 +62,8 @@ def find_format(
         raise UserError(
             f"{where}: its first row has {_keys(first)}, and neither {keys.chat_feature!r}, "
             f"{asked[0]!r} and {asked[1]!r}, nor {keys.text_feature!r}",
-            "rename them, or name yours by chat_feature, prompt_feature and completion_feature, "
-            "or text_feature",
+            "rename them, or name yours in the YAML file: chat_feature, prompt_feature and "
+            "completion_feature, or text_feature",
         )
     if mask_prompt:
         raise UserError(

@@ -201,8 +201,8 @@ class Trainer:
 
     def _pass_over(self, step: int, what: str) -> None:
         """Leave out the steps since the last update, or end the run: ``what`` is not finite."""
-        if self._options.on_nonfinite == "stop":
-            advice = "lower --learning-rate, or pass over such steps with --on-nonfinite skip"
+        if self._options.on_nan == "stop":
+            advice = "lower --learning-rate, or pass over such steps with --on-nan skip"
             raise AgreedFailure(f"step {step}: {what}: {self._keep()}; {advice}")
         self._soundness.count(made=False)
         if self._soundness.is_lost:
@@ -232,7 +232,7 @@ class Trainer:
         if fault is None and self._job.resumption.found is None:
             fault = self._soundness.unmoved()
         share = self._last_share
-        if fault is not None or self._options.on_nonfinite == "stop" or share is None:
+        if fault is not None or self._options.on_nan == "stop" or share is None:
             return fault
         if self._evaluation.is_finite(share):
             return None

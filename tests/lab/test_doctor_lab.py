@@ -24,7 +24,7 @@ def with_ssh(lab: Lab) -> Job:
         2,
         command=lab.command(
             lab.hosts[0],
-            *(sys.executable, "-m", "shardmlx.doctor", "--ssh", "--agent", lab.agent),
+            *(sys.executable, "-m", "shardmlx.doctor", "--ssh", "--ssh-command", lab.agent),
             *("--hostfile", lab.hostfile),
         ),
     )

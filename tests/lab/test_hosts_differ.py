@@ -39,7 +39,7 @@ def test_another_version_is_refused_by_ranks_and_by_launch_and_so_is_an_unknown_
     launch = lab.command(
         "mac1",
         *(sys.executable, "-m", "shardmlx.launch", "--hostfile", lab.hostfile),
-        *("--agent", lab.agent, f"--mpirun-options={' '.join(lab.mpirun_options)}"),
+        *("--ssh-command", lab.agent, f"--mpirun-options={' '.join(lab.mpirun_options)}"),
         *("train", "--model", "model", "--data", "data"),
     )
     assert error_of(launch) == (

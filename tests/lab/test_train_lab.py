@@ -71,7 +71,7 @@ def test_of_three_hosts_one_goes_and_the_others_go_on(
         command = lab.command(
             "mac1",
             *(sys.executable, "-m", "shardmlx.launch", "--hostfile", lab.hostfile),
-            *("--agent", lab.agent, f"--mpirun-options={' '.join(lab.mpirun_options)}"),
+            *("--ssh-command", lab.agent, f"--mpirun-options={' '.join(lab.mpirun_options)}"),
             *("train", *TRAIN, "--checkpoint-dir", "checkpoints", "--timeout", "6"),
             *("--checkpoint-every", str(SAVED_EVERY), "--checkpoint-storage", "neighbour"),
             *("--pipeline-stages", "3"),

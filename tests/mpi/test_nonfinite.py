@@ -40,7 +40,7 @@ def test_the_run_stops_and_keeps_what_it_had(
     assert re.search(
         r"failed: step 3: the gradient of model\.layers\.4\.\S+ is not finite on rank [01] on \S+, "
         r"stage [01]: the run up to step 2 is in \S+/checkpoints/step-0000002; lower "
-        r"--learning-rate, or pass over such steps with --on-nonfinite skip",
+        r"--learning-rate, or pass over such steps with --on-nan skip",
         line,
     )
     (saved,) = events(tmp_path / "metrics.jsonl", "checkpoint")
@@ -53,7 +53,7 @@ def test_the_run_stops_and_keeps_what_it_had(
 
 
 def test_or_passes_over_the_step(flags: list[str | Path], tmp_path: Path) -> None:
-    job = overflow(2, flags, "--on-nonfinite", "skip")
+    job = overflow(2, flags, "--on-nan", "skip")
     assert job.returncode == 0, job.output
     assert "warning: step 3: the gradient of model.layers.4" in job.stdout
     assert "the update is skipped" in job.stdout
@@ -141,7 +141,7 @@ def test_an_update_of_several_steps_that_overflows_is_that_of_a_run_in_which_non
 def test_a_gradient_that_no_loss_scale_makes_finite_leaves_it_as_it_was(
     scaled: list[str | Path], tmp_path: Path
 ) -> None:
-    job = overflow(2, scaled, "--on-nonfinite", "skip", step="always")
+    job = overflow(2, scaled, "--on-nan", "skip", step="always")
     assert job.returncode == 1, job.output
     assert "again, with the loss scaled by 1\n" in job.stdout
     assert "warning: step 1: the gradient of model.layers.4" in job.stdout
@@ -184,7 +184,7 @@ def test_a_run_that_skips_most_of_its_updates_fails_and_saves_nothing(
     flags: list[str | Path], earlier: dict[str, bytes], tmp_path: Path
 ) -> None:
     """Its first update makes weights of 1e30, with which no other can be made."""
-    much = ["--learning-rate", "1e30", "--on-nonfinite", "skip", "--iters", "50"]
+    much = ["--learning-rate", "1e30", "--on-nan", "skip", "--iters", "50"]
     job = train(1, *flags, *much, "--save-every", "1", "--checkpoint-every", "1")
     assert job.returncode == 1, job.output
     (line,) = job.error_lines
@@ -219,7 +219,7 @@ def test_weights_that_give_no_finite_loss_replace_nothing_where_steps_may_be_ski
     flags: list[str | Path], earlier: dict[str, bytes], tmp_path: Path
 ) -> None:
     """One of two updates was made, and no weight is infinite."""
-    much = ["--learning-rate", "1e30", "--on-nonfinite", "skip", "--iters", "2"]
+    much = ["--learning-rate", "1e30", "--on-nan", "skip", "--iters", "2"]
     job = train(1, *flags, *much)
     assert job.returncode == 1, job.output
     (line,) = job.error_lines

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from shardmlx.config.commands import COMMANDS, OF_RANKS, Command
+from shardmlx.config.commands import BY_NAME, COMMANDS, OF_RANKS, Command
 from shardmlx.main import main
 
 ROOT = Path(__file__).parents[3]
@@ -58,6 +59,24 @@ def test_every_command_has_help_and_version_under_its_name(
     assert command.line.command == command.name
 
 
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_help_ends_with_two_examples_that_the_command_takes(
+    command: Command, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("lora.yaml").write_text("iters: 100\n")
+    with pytest.raises(SystemExit):
+        main([command.name, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-3:] == ["examples:", *(f"  {example}" for example in command.examples)]
+    for program, first, *words in map(shlex.split, command.examples):
+        name, own = first, tuple(words)
+        if first == "launch":
+            _, name, own = BY_NAME["launch"].line.load_before(words, OF_RANKS)
+        assert (program, command.name in (first, name)) == ("shardmlx", True)
+        assert BY_NAME[name].line.load_given(own)[1].names
+
+
 def test_commands_of_ranks_are_those_that_can_be_launched() -> None:
     use = ("generate", "chat", "serve", "evaluate")
     assert ("train", "export", *use, "doctor", "profile") == OF_RANKS
@@ -86,6 +105,9 @@ def test_doctor_with_ssh_is_asked_by_one_rank(monkeypatch: pytest.MonkeyPatch) -
         ("train --pipeline-stages 2 --data-parallel 2", "launch -n 4 train ..."),
         ("train", "give --model and --data"),
         ("launch -n 2 train", "give --model and --data"),
+        ("launch --ssh train", "shardmlx launch --hostfile FILE train"),
+        ("launch --hostfile train --model m", "shardmlx launch --hostfile FILE train ..."),
+        ("launch -n generate --model m", "shardmlx launch --ranks N generate ..."),
     ],
 )
 def test_a_job_that_is_not_meant_does_not_start(words: str, remedy: str, capsys: Capture) -> None:

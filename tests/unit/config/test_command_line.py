@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import pytest
 
@@ -34,7 +35,7 @@ class Sample:
             raise OptionError("place", "is 'nowhere'", "name another")
 
 
-SAMPLE = CommandLine(options=Sample, command="sample", description="")
+SAMPLE = CommandLine(options=Sample, command="report", description="")
 
 
 def read(*words: str, rank: int = 0) -> Sample:
@@ -48,8 +49,28 @@ def error_of(*words: str) -> str:
 
 
 def test_an_unknown_flag_before_a_command_is_named(capsys: Capture) -> None:
-    assert main(["launch", "--ssh", "login", "train"]) == 2
-    assert "unknown argument '--ssh'" in capsys.readouterr().err
+    assert main(["launch", "--sh", "login", "train"]) == 2
+    assert "unknown argument '--sh'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        ("launch --agent login train", "its name is --ssh-command"),
+        ("doctor --ssh --agent login", "its name is --ssh-command"),
+        ("train --on-nonfinite skip", "its name is --on-nan"),
+        ("plan m --on-nonfinite skip", "its name is --on-nan"),
+        ("train --config old.yaml", "unknown key 'on_nonfinite': its name is on_nan"),
+    ],
+)
+def test_an_earlier_name_is_refused_with_the_present_one(
+    words: str, remedy: str, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("old.yaml").write_text("on_nonfinite: skip\n")
+    assert main(words.split()) == 2
+    said = capsys.readouterr().err
+    assert (remedy in said, said.count("\n")) == (True, 1)
 
 
 def test_lists_are_given_by_repeating_the_flag_or_in_a_row() -> None:
@@ -74,9 +95,9 @@ def test_a_switch_may_take_the_words_of_mlx_lm(words: list[str], loud: bool) -> 
 
 def test_what_must_be_given_is_named() -> None:
     assert error_of("--weight", "2") == (
-        "the following arguments are required: DIR: see shardmlx sample --help"
+        "the following arguments are required: DIR: see shardmlx report --help"
     )
-    assert error_of("here") == "--weight is missing: see shardmlx sample --help"
+    assert error_of("here") == "--weight is missing: see shardmlx report --help"
     assert error_of("nowhere", "--weight", "2") == "DIR is 'nowhere': name another"
 
 

@@ -147,7 +147,7 @@ def test_a_talk_ends_what_it_has_started(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--ssh"], "--ssh has no hosts: give --hostfile F"),
-        (["--agent", "ssh"], "--agent is 'ssh': it is for --ssh"),
+        (["--ssh-command", "ssh"], "--ssh-command is 'ssh': it is for --ssh"),
         (
             ["--ssh", "--hostfile", "F", "--write-hostfile", "G"],
             "--write-hostfile measures under mpirun: leave out --ssh",

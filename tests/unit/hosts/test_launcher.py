@@ -88,7 +88,7 @@ class Lab:
         return self.start("serve", "--model", "nowhere", "--port", "8080")
 
     def start(self, *words: str) -> Launcher:
-        hosts = ("--hostfile", str(self.path / "hosts"), "--agent", str(self.path / "agent"))
+        hosts = ("--hostfile", str(self.path / "hosts"), "--ssh-command", str(self.path / "agent"))
         return Launcher(read_options([*hosts, *words]), self.path / "mpirun", Supervisor())
 
     def command(self, *words: str) -> list[str]:

@@ -90,6 +90,21 @@ def test_the_example_of_keys_is_read(tmp_path: Path) -> None:
     assert decoded(data.train) == ["<u>hi;<a>ho;"]
 
 
+def test_a_csv_with_other_columns_gets_them_named_and_the_keys_that_take_them(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "train.csv").write_text("question,answer\nhi,ho\n")
+    with pytest.raises(UserError) as error:
+        read(tmp_path)
+    assert (
+        f"{tmp_path}/train.csv: its first row has the keys 'question', 'answer'"
+        in error.value.problem
+    )
+    assert "prompt_feature and completion_feature" in error.value.remedy
+    with pytest.raises(UserError, match="write prompt_feature into the YAML file: -c FILE"):
+        LINE.load(["--prompt-feature", "question"])
+
+
 def test_the_example_of_the_hub_is_taken(tmp_path: Path) -> None:
     (tmp_path / "hub.yaml").write_text(example("hub").text)
     assert LINE.load(["-c", str(tmp_path / "hub.yaml")]).hf_dataset is not None
