@@ -72,8 +72,7 @@ class Decoder:
         self._top = copy(parts.top)
         self._top[parts.body_name] = InPlaceOf(parts.body, self._head)
         self._empty = make_prompt_cache(model)
-        # The properties of each cache that masks depend on.
-        self._kinds = [(type(cache), getattr(cache, "max_size", None)) for cache in self._empty]
+        self._kinds = [*map(_kind, self._empty)]
         # Numbers of these layers' caches among those of mlx-lm.
         self.caches = [i for i in parts.caches[start:stop] if i is not None]
 
@@ -192,3 +191,9 @@ class Decoder:
         for i, cache in zip(self.caches, caches, strict=True):
             every[i] = cache
         return every
+
+
+def _kind(cache: Any) -> tuple[Any, ...]:
+    """Return the properties of a cache that masks depend on, and of those in it."""
+    inner = map(_kind, getattr(cache, "caches", ()))
+    return type(cache), getattr(cache, "max_size", None), *inner

@@ -37,8 +37,8 @@ class ModelShape:
     kinds: tuple[LayerShape, ...]
     pattern: tuple[int, ...]
     names: Names
-    token_by_token: bool = False
-    """True if mlx-lm computes layers in a loop over tokens, whose gradient holds many states."""
+    untrained: str = ""
+    """Reason why the model cannot be trained; empty if it can."""
     has_dynamic_rope: bool = False
     """True if rotary embeddings change with the length of the text."""
     seen: Family = field(default=UNDECLARED, compare=False, repr=False)
@@ -127,6 +127,25 @@ class ModelShape:
         return self.family.takes_batches and not self.has_dynamic_rope
 
     @property
+    def takes_packed(self) -> bool:
+        """True if packed rows have the loss of single ones: layers of some families take a position
+        in the row for one in the sequence, and dynamic RoPE follows the row's length."""
+        return self.family.takes_packed and not self.has_dynamic_rope
+
+    @property
+    def abilities(self) -> str:
+        """Words on what can be done with a model of this shape."""
+        if self.untrained:
+            return f"generates, but cannot be trained: {self.untrained}"
+        abilities = {
+            "packed rows": self.takes_packed,
+            "attention in pieces": self.family.takes_pieces,
+            "batches of texts": self.takes_batches,
+        }
+        lacking = ", ".join(name for name, is_able in abilities.items() if not is_able)
+        return f"trains and generates{f', but without {lacking}' if lacking else ''}"
+
+    @property
     def num_layers(self) -> int:
         return len(self.pattern)
 
@@ -153,7 +172,7 @@ class ModelShape:
 
     def head_parameters(self) -> int:
         """Return the number of parameters of norm and lm_head; a tied lm_head has none."""
-        norm = self.hidden_size * (1 + self.family.norm_bias)
+        norm = self.hidden_size * (bool(self.names.norm) + self.family.norm_bias)
         head = self.vocab_size * (self.hidden_size + self.family.head_has_bias)
         return norm + (0 if self.tied else head)
 

@@ -145,7 +145,8 @@ def modules(shape: ModelShape, *, separate_experts: bool = False) -> dict[str, M
         for path, module in _layer(shape.layer(index), separate_experts):
             result[f"{shape.names.layers}{index}.{path}"] = module
     norm_bias, head_bias = shape.family.norm_bias, shape.family.head_has_bias
-    result[shape.names.norm] = Module((hidden,), (hidden,) if norm_bias else None, False)
+    if shape.names.norm:
+        result[shape.names.norm] = Module((hidden,), (hidden,) if norm_bias else None, False)
     if not shape.tied:
         result[shape.names.head] = Module(
             (vocabulary, hidden), (vocabulary,) if head_bias else None

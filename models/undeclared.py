@@ -7,9 +7,9 @@ times and the memory of activations are approximate.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from inspect import signature
@@ -24,7 +24,7 @@ from mlx_lm.utils import MODEL_REMAPPING
 
 from shardmlx.compat import calls, rebind
 from shardmlx.errors import UserError, one_line
-from shardmlx.models.attention import attend
+from shardmlx.models.attention import ChunkedMask, attend
 from shardmlx.models.decoder import ATTENTION, Decoder, LayerCall
 from shardmlx.models.families import ANOTHER
 from shardmlx.models.family import UNDECLARED
@@ -47,6 +47,9 @@ TOKENS = 3
 
 Sides = tuple[int, ...]
 
+_FAULTS = (AttributeError, ValueError, KeyError, TypeError, RuntimeError)
+"""Errors of a model whose code does not fit its config.json, or this machine."""
+
 
 def build_random(config: Mapping[str, Any]) -> nn.Module:
     """Build mlx-lm's model of a config.json with random weights, lazily. Raises ``UserError``."""
@@ -55,9 +58,9 @@ def build_random(config: Mapping[str, Any]) -> nn.Module:
         code = import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(model_type, model_type)}")
         # Some families write into the fields of their configuration.
         model: nn.Module = code.Model(code.ModelArgs.from_dict(deepcopy(dict(config))))
-    except ImportError:
+    except (ImportError, SystemExit):  # a model of mlx-lm exits where a package is missing
         raise UserError(f"mlx-lm has no model of type {model_type!r}", ANOTHER) from None
-    except (AttributeError, ValueError, KeyError, TypeError) as error:
+    except _FAULTS as error:
         fault = f"mlx-lm cannot build this model of type {model_type!r}: {one_line(error)}"
         raise UserError(fault, ANOTHER) from None
     fit_ropes(model, config)
@@ -72,23 +75,31 @@ def traced_shape(config: Mapping[str, Any], stored: Mapping[str, Sides]) -> Mode
     parts = find_parts(model)
     caches = make_prompt_cache(model)
     decoder = Decoder(model, 0, len(parts.layers), parts)
+    recorded = [_Calls(layer) for layer in parts.layers]
     layers: list[LayerShape] = []
     widths: set[int] = set()
-    masks: list[Any] = []
 
     def visit(i: int, call: LayerCall, x: mx.array) -> mx.array:
+        # A compiled call is traced, and may not read a number.
+        mx.compile(call)(x)
         number = parts.caches[i]
-        cache = None if number is None else caches[number]
-        layers.append(_shape(parts.layers[i], call, x, cache, masks))
+        layers.append(_shape(recorded[i], x, None if number is None else caches[number]))
         widths.add(x.shape[-1])
         return x
 
-    decoder.run(mx.zeros((1, TOKENS), mx.int32), visit, caches=[caches[i] for i in decoder.caches])
+    try:
+        decoder.run(
+            mx.zeros((1, TOKENS), mx.int32), visit, caches=[caches[i] for i in decoder.caches]
+        )
+    except _FAULTS as error:
+        kind = config.get("model_type")
+        fault = f"mlx-lm cannot run this model of type {kind!r}: {one_line(error)}"
+        raise UserError(fault, ANOTHER) from None
     (norm, *_), (head, *_) = [*parts.norms, ""], [*parts.heads, ""]
     names = Names(f"{parts.layers_path}.", parts.embedding_path, norm, head)
-    # Layers use masks as they come, and know no other position than that of their ropes.
+    # Layers know no other position than that of their ropes.
     is_plain = (
-        [type(mask) for mask in masks] == [str] * len(layers)
+        _takes_masks(decoder, recorded)
         and all(isinstance(each, (KVCache, RotatingKVCache)) for each in caches)
         and not parts.before
     )
@@ -112,11 +123,28 @@ def traced_shape(config: Mapping[str, Any], stored: Mapping[str, Sides]) -> Mode
         names=_stored_names(model, names, stored),
         has_dynamic_rope=not all(isinstance(each, ROPES) for each in ropes),
         seen=seen,
-        token_by_token=any(_loops(*each) for layer in layers for each in layer.arrays),
+        untrained=_fault_of_gradient(decoder, layers),
     )
 
 
-def _loops(path: str, sides: tuple[int, ...]) -> bool:
+def _fault_of_gradient(decoder: Decoder, layers: Sequence[LayerShape]) -> str:
+    """Return why layers cannot be trained; empty if they can."""
+
+    def visit(i: int, call: LayerCall, x: mx.array) -> mx.array:
+        if layers[i] not in layers[:i]:
+            mx.vjp(call, [x], [x])
+        return x
+
+    if any(_loops(*each) for layer in layers for each in layer.arrays):
+        return "mlx-lm computes its layers token by token, and a gradient would hold many states"
+    try:
+        decoder.run(mx.zeros((1, TOKENS), mx.int32), visit)
+    except _FAULTS as error:
+        return one_line(error)
+    return ""
+
+
+def _loops(path: str, sides: Sides) -> bool:
     """Return whether an array is of a first Mamba, or of a gated linear recurrence."""
     return "rg_lru" in path or (path.endswith("A_log") and len(sides) == 2)
 
@@ -135,48 +163,58 @@ def _stored_names(model: nn.Module, names: Names, stored: Mapping[str, Sides]) -
     return Names(loaded[in_layer].partition("0.")[0], first, *others)
 
 
-@dataclass
 class _Calls:
-    """Calls of a layer's modules by path, and of its attention, in order."""
+    """Calls of a layer's modules and of its attention, from now on."""
 
-    modules: Mapping[str, nn.Module]
-    given: dict[str, mx.array] = field(default_factory=dict)
-    outputs: dict[str, mx.array] = field(default_factory=dict)
-    attended: list[tuple[mx.array, mx.array, mx.array, Any]] = field(default_factory=list)
-    """Queries, keys, values and mask."""
+    def __init__(self, layer: nn.Module) -> None:
+        named = [*layer.named_modules()]
+        self.sides = {path: array.shape for path, array in tree_flatten(layer.parameters())}
+        self.mixers = [path for path, each in named if path and _takes(each, "cache")]
+        self.has_swiglu = any(calls(each, "swiglu") for _, each in named)
+        self.modules = {path: each for path, each in named if _is_counted(each)}
+        self.given: dict[str, mx.array] = {}
+        self.outputs: dict[str, mx.array] = {}
+        self.attended: list[tuple[mx.array, mx.array, mx.array, Any]] = []
+        """Queries, keys, values and mask."""
+        for _, module in named:
+            if calls(module, ATTENTION):
+                rebind(module, ATTENTION, self._attention)
+        for path, module in self.modules.items():
+            parent, _, name = path.rpartition(".")
+            holder = at(layer, parent)
+            stand_in = InPlaceOf(module, partial(self._call, path))
+            holder[int(name) if isinstance(holder, list) else name] = stand_in
 
-    def module(self, path: str, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        out = self.modules[path](*args, **kwargs)
         self.given.setdefault(path, first_argument(*args, **kwargs))
-        return self.outputs.setdefault(path, self.modules[path](*args, **kwargs))
+        self.outputs.setdefault(path, out)
+        return out
 
-    def attention(self, q: Any, k: Any, v: Any, *args: Any, **how: Any) -> mx.array:
+    def _attention(self, q: Any, k: Any, v: Any, *args: Any, **how: Any) -> mx.array:
         self.attended.append((q, k, v, how["mask"]))
         return attend(q, k, v, *args, **how)
 
 
-def _recorded(layer: nn.Module, call: LayerCall, x: mx.array) -> _Calls:
-    calls_of = _Calls({path: each for path, each in layer.named_modules() if _is_counted(each)})
-    for module in layer.modules():
-        if calls(module, ATTENTION):
-            rebind(module, ATTENTION, calls_of.attention)
-    for path, module in calls_of.modules.items():
-        parent, _, name = path.rpartition(".")
-        holder = at(layer, parent)
-        stand_in = InPlaceOf(module, partial(calls_of.module, path))
-        holder[int(name) if isinstance(holder, list) else name] = stand_in
-    call(x)
-    return calls_of
+def _takes_masks(decoder: Decoder, recorded: Sequence[_Calls]) -> bool:
+    """Return whether each layer attends once, with the mask that we made in place of mlx-lm's."""
+
+    def visit(i: int, call: LayerCall, x: mx.array) -> mx.array:
+        recorded[i].attended.clear()
+        call(x)
+        return x
+
+    try:
+        decoder.run(mx.zeros((1, TOKENS), mx.int32), visit, chunk=1)
+    except _FAULTS:
+        return False
+    masks = [[mask for *_, mask in each.attended] for each in recorded]
+    return all(len(each) == 1 and isinstance(each[0], ChunkedMask) for each in masks)
 
 
-def _shape(
-    layer: nn.Module, call: LayerCall, x: mx.array, cache: Any, masks: list[Any]
-) -> LayerShape:
-    """Return the sizes of a layer, and add the masks of its attention to ``masks``."""
-    sides = {path: array.shape for path, array in tree_flatten(layer.parameters())}
-    mixers = [path for path, each in layer.named_modules() if path and _takes(each, "cache")]
-    has_swiglu = any(calls(each, "swiglu") for each in layer.modules())
-    recorded = _recorded(layer, call, x)
-    masks += [mask for *_, mask in recorded.attended]
+def _shape(recorded: _Calls, x: mx.array, cache: Any) -> LayerShape:
+    """Return the sizes of a layer that was called with hidden states ``x`` and a cache."""
+    sides = recorded.sides
     linears: dict[str, Linear] = {}
     norms: dict[str, Norm] = {}
     sources: dict[int, str] = {}
@@ -191,7 +229,7 @@ def _shape(
         *experts, outputs = rows
         parent = path.rpartition(".")[0]
         kind = "experts" if experts else "mlp"
-        kind = "attention" if any(path.startswith(f"{each}.") for each in mixers) else kind
+        kind = "attention" if any(path.startswith(f"{each}.") for each in recorded.mixers) else kind
         if given is firsts.setdefault(parent, given):
             name = f"{kind} of {parent}" if kind in sources.values() else kind
             source = sources.setdefault(id(given), name)
@@ -215,7 +253,7 @@ def _shape(
         arrays=tuple(sides.items()),
         heads=_heads(recorded, linears, cache),
         window=getattr(cache, "max_size", None),
-        activation=SWIGLU if has_swiglu else Activation(2),
+        activation=SWIGLU if recorded.has_swiglu else Activation(2),
     )
 
 
@@ -234,7 +272,8 @@ def _heads(recorded: _Calls, linears: Mapping[str, Linear], cache: Any) -> Heads
     """Return the heads that attention was called with, or those of which the cache has keys."""
     kept = [each.state[:2] for each in getattr(cache, "caches", [cache]) if hasattr(each, "offset")]
     # Caches have room for further tokens.
-    cached = sum(array.size // array.shape[-2] for pair in kept for array in pair)
+    used = [array for pair in kept for array in pair if array is not None]
+    cached = sum(array.size // array.shape[-2] for array in used)
     if not cached:
         return NO_HEADS
     keys, values = recorded.attended[0][1:3] if recorded.attended else kept[0]

@@ -5,8 +5,8 @@
 Made are the pages of options, and in the other pages all between ``<!-- made: WHAT -->`` and
 ``<!-- end -->``. WHAT is ``console``: the outputs of the commands that a block shows after ``$``;
 ``output``: the output of the command in the block before; or a table: ``fits``, ``lengths``,
-``large``, ``blog``, ``examples``. Commands run in a directory of small configurations; nothing is
-loaded. A test compares the short ones; ``--check`` compares all and writes nothing.
+``large``, ``blog``, ``examples``, ``types``. Commands run in a directory of small configurations;
+nothing is loaded. A test compares the short ones; ``--check`` compares all and writes nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import _fits
+import _types
 from _options_page import PAGES, page
 
 from shardmlx.main import main as shardmlx
@@ -37,6 +38,7 @@ TABLES = {
     "large": _fits.large,
     "blog": _fits.blog,
     "examples": _fits.examples,
+    "types": _types.types,
 }
 
 

@@ -70,10 +70,9 @@ class Workload(ModelSizes):
                 f"--num-layers {self.fine_tune.num_layers}: the model has {self.shape.num_layers} "
                 "layers; -1 trains all of them"
             )
-        if self.shape.token_by_token and self.fine_tune.train:
+        if self.shape.untrained and self.fine_tune.train:
             raise UserError(
-                f"mlx-lm computes {self.shape.model_type} models token by token: training would "
-                "hold many states of each token",
+                f"{self.shape.model_type} models cannot be trained: {self.shape.untrained}",
                 "generate with it, or train another model",
             )
         if self.fine_tune.train and self.fine_tune.master_weights and self.dtype_bytes > 2:
@@ -141,14 +140,15 @@ def model_sizes(files: ModelFiles, dtype: str | None) -> ModelSizes:
 
 
 def activation_dtype(inspection: Inspection) -> str:
-    """Return the type that activations are computed in: the final norm is never quantised."""
+    """Return the type that activations are computed in: that of the final norm, which is never
+    quantised, or of the embedding, if the norm has no weight."""
     shape = inspection.shape
-    norm = "model.norm" if shape is None else shape.names.norm
+    norm = "model.norm" if shape is None else shape.names.norm or shape.names.embedding
     named = {
         t.name if shape is None else loaded_name(t.name, shape): t.place.dtype
-        for t in inspection.head.tensors
+        for t in (*inspection.head.tensors, *inspection.embedding.tensors)
     }
-    stored = named.get(f"{norm}.weight", "none")
+    stored = named.get(f"{norm}.scales") or named.get(f"{norm}.weight", "none")
     if stored not in DTYPES:
         raise UserError(
             f"the weights are stored as {stored}", "use --dtype float32, bfloat16 or float16"

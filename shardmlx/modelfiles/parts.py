@@ -97,6 +97,7 @@ class Inspection:
 
     files: ModelFiles
     shape: ModelShape | None
+    abilities: str
     layers: tuple[Part, ...]
     embedding: Part
     head: Part
@@ -147,7 +148,8 @@ class Inspection:
 
 def inspect_files(files: ModelFiles) -> Inspection:
     """Put every tensor into its part; ``UserError`` for a config.json that contradicts itself."""
-    shape = shape_of(files)
+    found = shape_of(files)
+    shape = None if isinstance(found, str) else found
     is_computed = not files.tensors
     if is_computed:
         if not files.config:
@@ -179,6 +181,7 @@ def inspect_files(files: ModelFiles) -> Inspection:
     return Inspection(
         files=files,
         shape=shape,
+        abilities=f"cannot run: {found}" if isinstance(found, str) else found.abilities,
         layers=tuple(map(part, range(count))),
         embedding=part(EMBEDDING),
         head=part(HEAD),
@@ -200,15 +203,15 @@ def read_shape(
     return traced_shape(config, {name: place.shape for name, place in tensors.items()})
 
 
-def shape_of(files: ModelFiles) -> ModelShape | None:
-    """Return the model's shape; None without a config.json, or if the tensors are of no model that
-    can be divided. Raises ``UserError`` for a broken config.json."""
+def shape_of(files: ModelFiles) -> ModelShape | str:
+    """Return the model's shape, or why these tensors have none: no config.json, or of a model that
+    cannot be divided. Raises ``UserError`` for a broken config.json."""
     try:
-        return read_shape(files.config, files.tensors) if files.config else None
-    except UserError:
+        return read_shape(files.config, files.tensors) if files.config else "no config.json"
+    except UserError as error:
         if not files.tensors or files.config.get("model_type") in [*FAMILIES]:
             raise
-        return None
+        return error.problem
 
 
 def needed_shape(files: ModelFiles) -> ModelShape:

@@ -51,14 +51,12 @@ class SequenceLengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Facts on which a choice depends beside the options; ``cluster`` has only usable memory,
-    ``can_pack`` says whether packed rows have the same loss."""
+    """Facts on which a choice depends beside the options; ``cluster`` has only usable memory."""
 
     workload: Workload
     cluster: Cluster
     lengths: SequenceLengths
     stage_map: StageMap | None = None
-    can_pack: bool = True
 
     def work(self, way: RunSpec) -> Workload:
         share = self.lengths.counted_share(way.batch.pack)

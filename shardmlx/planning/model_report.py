@@ -24,10 +24,10 @@ def summary(inspection: Inspection) -> str:
         lines.append(_family(inspection.shape))
     elif files.adapter is not None:
         lines.append(_adapter(inspection))
-    elif files.config:
-        lines.append(f"family {files.config.get('model_type')!r}, which shardmlx cannot cut")
     if inspection.shape is not None and inspection.shape.is_approximate:
         lines.append(APPROXIMATE)
+    if files.config:
+        lines.append(inspection.abilities)
     cells = _cells(whole, ())
     packing = "" if cells["quantisation"] == "-" else f", {cells['quantisation']}"
     lines.append(
@@ -172,6 +172,7 @@ def as_json(inspection: Inspection, split: Split | None, rank: int | None) -> di
         "revision": files.revision,
         "note": files.note or None,
         "model_type": files.config.get("model_type"),
+        "abilities": inspection.abilities if files.config else None,
         "num_layers": len(inspection.layers),
         "tied": inspection.tied,
         "computed_from_config": inspection.is_computed,

@@ -65,7 +65,7 @@ def _of_mesh(run: RunSpec, facts: Facts, mesh: Mesh) -> Iterator[RunSpec]:
     if tune.train and tune.zero is None and mesh.dp > 1:
         usual_zero = int(tune.divides_optimizer)
         tunes = [replace(tune, zero=zero) for zero in (usual_zero, DIVIDED_WEIGHTS)]
-    can_pack = facts.can_pack and not facts.lengths.are_alike
+    can_pack = facts.workload.shape.takes_packed and not facts.lengths.are_alike
     packs = ((False, True) if can_pack else (False,)) if batch.pack is None else (batch.pack,)
     amounts = RECOMPUTE if batch.recompute is None else (batch.recompute,)
     for schedule, pack in product(_schedules(run, facts, mesh.pp), packs):

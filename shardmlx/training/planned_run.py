@@ -45,7 +45,6 @@ from shardmlx.loading.rank_setup import (
     open_on_all_ranks,
 )
 from shardmlx.modelfiles.model_files import open_model
-from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
 from shardmlx.models.tokenizer import read_tokenizer
 from shardmlx.partitioners import DoesNotFitError
@@ -245,13 +244,12 @@ def _lengths(config: TrainConfig, data: DataSets) -> SequenceLengths:
     return SequenceLengths((first, max(others, default=0)), *means)
 
 
-def _facts_of(inputs: PlanInputs[Workload], opened: OpenedModel, lengths: SequenceLengths) -> Facts:
+def _facts_of(inputs: PlanInputs[Workload], lengths: SequenceLengths) -> Facts:
     return Facts(
         workload=inputs.sizes,
         cluster=inputs.cluster,
         lengths=lengths,
         stage_map=inputs.stage_map,
-        can_pack=can_pack(opened.shape),
     )
 
 
@@ -259,12 +257,12 @@ def _check_layout(
     run: RunSpec, inputs: PlanInputs[Workload], opened: OpenedModel, model: nn.Module
 ) -> None:
     """Raise ``UserError`` for options that are wrong for any data, before these are read."""
-    if run.batch.pack and not can_pack(opened.shape):
+    if run.batch.pack and not opened.shape.takes_packed:
         raise UserError(
             "--pack: the model's layers depend on the place of a token in its row",
             "train without --pack",
         )
-    facts = _facts_of(inputs, opened, SequenceLengths.unread(run.batch.max_seq_length))
+    facts = _facts_of(inputs, SequenceLengths.unread(run.batch.max_seq_length))
     simplest = ways(run, facts)[0]
     try:
         plan = lay_out(simplest, facts)
@@ -289,17 +287,11 @@ def _of_model(
     return replace(plan, trainable=trainable, model=opened.digest), slices
 
 
-def can_pack(shape: ModelShape) -> bool:
-    """Return whether packed rows have the loss of single ones: layers of some families take a
-    position in the row for one in the sequence, and dynamic RoPE follows the row's length."""
-    return shape.family.takes_packed and not shape.has_dynamic_rope
-
-
 def choose_plan(
     run: RunSpec, inputs: PlanInputs[Workload], opened: OpenedModel, lengths: SequenceLengths
 ) -> Choice:
     """Return the chosen way to train. Raises ``UserError`` if none fits in memory."""
-    facts = _facts_of(inputs, opened, lengths)
+    facts = _facts_of(inputs, lengths)
     try:
         return choose(run, facts)
     except DoesNotFitError as error:

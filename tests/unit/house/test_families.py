@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-import re
+import importlib
+
+import pytest
 
 from shardmlx.models.families import FAMILIES
-from tests.helpers.family_configs import CONFIGS
 from tests.helpers.sources import ROOT, nodes
-from tests.helpers.undeclared_configs import RECURRENT
 
 FILES = sorted(
     path
@@ -29,8 +29,8 @@ def test_no_code_asks_for_a_family_by_name() -> None:
     assert found == []
 
 
-def test_the_docs_name_every_family() -> None:
+def test_the_docs_name_every_type_with_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     page = (ROOT / "docs" / "what-fits.md").read_text()
-    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
-    named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
-    assert set(named) == {"model_type", *CONFIGS, *RECURRENT}
+    table = importlib.import_module("_types").types()
+    assert table in page, "run python scripts/docs.py"

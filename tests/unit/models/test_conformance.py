@@ -34,7 +34,6 @@ from shardmlx.models.slice import Slice
 from shardmlx.models.tensors import expected_tensors, modules
 from shardmlx.pipeline.plan import Plan
 from shardmlx.planning.training_plan import plan_training
-from shardmlx.training.planned_run import can_pack
 from tests.helpers.family_configs import CONFIGS, LAYERS
 from tests.helpers.generation import by_mlx_lm, run_pipeline
 from tests.helpers.local_transport import LocalNetwork
@@ -152,7 +151,7 @@ def test_neither_packing_nor_pieces_nor_recomputation_change_them(
 ) -> None:
     expected_loss, expected = reference(family, adapters)
     assert all(np.isfinite(gradient).all() for gradient in expected.values())
-    is_packed = bool(savings.attention_chunk) and can_pack(shape_of(family))
+    is_packed = bool(savings.attention_chunk) and shape_of(family).takes_packed
     (loss,), gradients = through_stages(
         # A model of its own: selective recomputation changes modules.
         model_of.__wrapped__(family, adapters),

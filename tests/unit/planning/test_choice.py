@@ -99,7 +99,6 @@ def asked(
     lengths: SequenceLengths | None = None,
     *,
     given: StageMap | None = None,
-    can_pack: bool = True,
     **options: Any,
 ) -> tuple[RunSpec, Facts]:
     """What is asked for, of rows of 512 tokens in batches of 8 where nothing else is said."""
@@ -110,7 +109,6 @@ def asked(
         cluster=cluster,
         lengths=lengths or SequenceLengths.full(run.batch.max_seq_length),
         stage_map=given,
-        can_pack=can_pack,
     )
     return run, facts
 
@@ -453,7 +451,10 @@ def test_rows_are_packed_where_that_saves_padding(small: Path) -> None:
     assert choice.plan.pack
     assert choice.relative_seconds < 0.75
     assert not chosen(small, ranks(*ROOM), ALIKE, micro_batch_size=1).plan.pack
-    assert not chosen(small, ranks(*ROOM), PADDED, can_pack=False).plan.pack
+    run, facts = asked(small, ranks(*ROOM), PADDED)
+    shape = replace(facts.workload.shape, has_dynamic_rope=True)
+    workload = replace(facts.workload, shape=shape)
+    assert not choose(run, replace(facts, workload=workload)).plan.pack
 
 
 @pytest.mark.parametrize("are_alike", [True, False])

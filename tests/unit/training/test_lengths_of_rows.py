@@ -9,7 +9,6 @@ import numpy as np
 from shardmlx.engine.batches import Samples
 from shardmlx.modelfiles.parts import read_shape
 from shardmlx.training.datasets import mean_lengths
-from shardmlx.training.planned_run import can_pack
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.models_and_batches import tiny_config
 from tests.helpers.undeclared_configs import UNDECLARED
@@ -17,10 +16,10 @@ from tests.helpers.undeclared_configs import UNDECLARED
 
 def test_rows_are_not_packed_where_positions_in_the_row_matter() -> None:
     shape = read_shape(tiny_config())
-    assert can_pack(shape)
-    assert not can_pack(replace(shape, has_dynamic_rope=True))
-    assert not can_pack(read_shape(CONFIGS["internlm3"]))
-    assert not can_pack(read_shape(UNDECLARED["gpt2"]))
+    assert shape.takes_packed
+    assert not replace(shape, has_dynamic_rope=True).takes_packed
+    assert not read_shape(CONFIGS["internlm3"]).takes_packed
+    assert not read_shape(UNDECLARED["gpt2"]).takes_packed
 
 
 def of(*bounds: tuple[int, int]) -> Samples:

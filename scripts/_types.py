@@ -1,0 +1,33 @@
+"""The table of mlx-lm's model types, by what can be done with them.
+
+Tests keep tiny configurations of all types; the code of each, run over stand-ins, gives its row.
+"""
+
+from __future__ import annotations
+
+from shardmlx.errors import UserError
+from shardmlx.modelfiles.parts import read_shape
+from tests.helpers.family_configs import CONFIGS
+from tests.helpers.further_configs import FURTHER
+from tests.helpers.undeclared_configs import UNDECLARED
+
+UNKNOWN = {"phi3small"}
+"""Types whose code ends the process on a CPU."""
+
+
+def types(only: str = "") -> str:
+    """Return the table as Markdown."""
+    rows: dict[str, list[str]] = {}
+    for name, config in {**CONFIGS, **UNDECLARED, **FURTHER}.items():
+        if name in UNKNOWN:
+            continue
+        try:
+            what = read_shape(config).abilities
+        except UserError:
+            what = "cannot run; `inspect` says why"
+        rows.setdefault(what, []).append(f"`{name}`")
+    lines = [
+        f"| {what} | {', '.join(sorted(names, key=lambda name: name.strip('`').lower()))} |"
+        for what, names in sorted(rows.items(), key=lambda row: -len(row[1]))
+    ]
+    return "\n".join(["| can | `model_type` |", "|---|---|", *lines, ""])

@@ -1,0 +1,137 @@
+"""Every model type of the installed mlx-lm trains and generates in stages as in one piece, or is
+refused with the reason.
+
+Types with a row, and most recurrent ones, have more tests in other files.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm.models
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+
+from shardmlx.config.specs import Savings
+from shardmlx.engine.batches import pack
+from shardmlx.errors import UserError
+from shardmlx.inference.prefix_cache import PrefixCache
+from shardmlx.modelfiles.parts import read_shape
+from shardmlx.models.slice import Slice
+from tests.helpers.family_configs import CONFIGS, LAYERS
+from tests.helpers.further_configs import FURTHER
+from tests.helpers.generation import by_mlx_lm, run_pipeline
+from tests.helpers.models_and_batches import (
+    build,
+    largest_difference,
+    mean_loss,
+    random_batch,
+    through_stages,
+)
+from tests.helpers.undeclared_configs import UNDECLARED
+
+BATCH = random_batch(3, longest=20)
+CUTS = [(0, 2), (2, LAYERS)]
+PIECES = Savings(attention_chunk=7, recompute="selective")
+
+REFUSED = {
+    "afm7": "its layers are not one list",
+    "bailing_hybrid": "its layers take positions that not all their caches know",
+    "bailing_moe_linear": "its layers take positions that not all their caches know",
+    "bitnet": "No Metal back-end",
+    "dbrx": "Attempting to eval an array",
+    "deepseek_v41": "its layers take more than one array of hidden states",
+    "gemma3n": "its layers take more than one array of hidden states",
+    "gemma4": "its layers pass on more than hidden states",
+    "gemma4_text": "its layers pass on more than hidden states",
+    "hunyuan": "its layers pass on more than hidden states",
+    "kimi_k3": "its layers pass on more than hidden states",
+    "longcat_flash_ngram": "no module around its layers has an embedding",
+    "muse_spark": "its layers pass on more than hidden states",
+    "olmo": "mlx-lm has no model of type 'olmo'",
+    "phixtral": "no module around its layers has an embedding",
+    "prism_hadamard_qwen35": "mlx-lm cannot build this model",
+}
+NOT_RUN = {"phi3small"}
+"""Types that end the process: MLX 0.32.4 writes outside of its memory on a CPU."""
+
+TRAINED = [each for each in FURTHER if each not in {*REFUSED, *NOT_RUN}]
+trained = pytest.mark.parametrize("kind", TRAINED)
+
+
+def test_every_type_of_mlx_lm_has_a_tiny_config() -> None:
+    (folder,) = mlx_lm.models.__path__
+    files = {each.name for each in pkgutil.iter_modules([folder])}
+    found = {
+        name
+        for name in files
+        if re.search(r"^class Model\(", (Path(folder) / f"{name}.py").read_text(), re.MULTILINE)
+    }
+    assert found - {*CONFIGS, *UNDECLARED, *FURTHER} == set()
+    assert {*FURTHER} <= files
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_type_that_cannot_be_cut_is_refused_with_the_reason(kind: str) -> None:
+    with pytest.raises(UserError) as error:
+        read_shape(FURTHER[kind])
+    assert REFUSED[kind] in str(error.value)
+
+
+@trained
+def test_gradients_of_two_stages_are_those_of_the_whole_model(kind: str) -> None:
+    """Also in one packed row, with attention in pieces, where the type takes it."""
+    model = build(FURTHER[kind], seed=3)
+    shape = read_shape(FURTHER[kind])
+    expected_loss, gradients = nn.value_and_grad(model, mean_loss)(model, BATCH)
+    expected = {name: np.array(array) for name, array in tree_flatten(gradients)}
+    ways = [(BATCH, Savings(recompute="none"))]
+    ways += (
+        [(pack(BATCH, 1)[0], PIECES)] if shape.takes_packed and shape.family.takes_pieces else []
+    )
+    for batch, savings in ways:
+        (loss,), found = through_stages(
+            model, CUTS, [batch], scale=1 / BATCH.valid_tokens, savings=savings
+        )
+        assert loss / BATCH.valid_tokens == pytest.approx(expected_loss.item(), rel=1e-6)
+        assert set(found) == set(expected)
+        assert largest_difference(found, expected)[0] <= 2e-5
+    layers = [name for name in expected if name.startswith(shape.names.layers)]
+    counted = sum(shape.layer(i).parameters for i in range(LAYERS))
+    assert counted == sum(expected[name].size for name in layers)
+
+
+@trained
+def test_texts_are_those_of_mlx_lm(kind: str) -> None:
+    """Through two stages in chunks; then two in a group, and one that begins as the first."""
+    model = build(FURTHER[kind], seed=3)
+    tokens = mx.array(np.random.RandomState(5).randint(1, 90, (1, 22)))
+    theirs = make_prompt_cache(model)
+    slices = [Slice(model, start, stop) for start, stop in CUTS]
+    ours = [part.new_caches() for part in slices]
+    for start, stop in pairwise([0, 9, 20, 21, 22]):
+        x = tokens[:, start:stop]
+        expected = model(x, cache=theirs)[:, -1]
+        for part, caches in zip(slices, ours, strict=True):
+            x = part.extend(x, caches)
+        assert mx.array_equal(slices[-1].last_logits(x), expected), (start, stop)
+    shape = read_shape(FURTHER[kind])
+    first, second, more = ([*range(3, 15)], [*range(40, 46)], [*range(60, 65)])
+    again = {2: [*first[:6], *more], 3: [*first, *by_mlx_lm(model, first, 3), *more]}
+    texts, _ = run_pipeline(
+        [model],
+        [(0, LAYERS)],
+        1 if shape.takes_batches else 4,
+        [{0: first, 1: second}, again],
+        3,
+        PrefixCache.of(shape, shortest=4),
+    )
+    prompts = {0: first, 1: second, **again}
+    assert texts == {number: by_mlx_lm(model, each, 3) for number, each in prompts.items()}
