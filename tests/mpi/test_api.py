@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import subprocess
 import sys
@@ -55,6 +57,22 @@ def test_every_name_is_on_the_page() -> None:
 @pytest.mark.parametrize("block", EXAMPLES, ids=lambda block: block.where)
 def test_an_example_runs(block: Block, workplace: Path) -> None:
     assert run(block.text, workplace)
+
+
+def test_the_notebook_runs(small: Path, pirate: Path, tmp_path: Path) -> None:
+    """Cell after cell, in one process, in a copy of the directory that it lies in."""
+    notebook = json.loads((ROOT / "examples/first-run.ipynb").read_text(encoding="utf-8"))
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache/smollm2-135m-instruct").symlink_to(small)
+    (tmp_path / ".cache/pirate").symlink_to(pirate)
+    (tmp_path / "hostfiles").symlink_to(ROOT / "hostfiles")
+    (tmp_path / "examples").mkdir()
+    printed = run("\n".join(cells), tmp_path / "examples")
+    assert len(cells) == 4
+    assert re.findall(r"^ +(\d+) [\d.]+ #+$", printed, re.MULTILINE) == [
+        str(step) for step in range(2, 21, 2)
+    ]
 
 
 def test_the_text_is_that_of_mlx_lm(workplace: Path, small: Path) -> None:
