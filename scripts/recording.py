@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from _root import ROOT
 
+import codecs
 import fcntl
 import json
 import os
@@ -26,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 CAST = ROOT / "docs" / "pictures" / "first-run.cast"
-COLUMNS, LINES = 110, 30
+COLUMNS, LINES = 126, 30
 PATIENCE = 300.0
 CTRL_C = "\x03"
 
@@ -52,7 +53,7 @@ TYPED = [
     ("shardmlx launch -n 2 doctor --write-hostfile measured", ""),
     ("cat pirate.yaml", ""),
     (PLAN, ""),
-    (TRAIN, r"step 5: loss"),
+    (TRAIN, "step 5: loss"),
     (TRAIN, ""),
 ]
 """Commands, and what one has shown when Ctrl-C is pressed."""
@@ -83,13 +84,16 @@ class Recording:
         if process == 0:
             os.execvp("sh", ["sh", "-c", f"exec {command}"])
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
-        shown = ""
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        shown, before = "", ""
         while select.select([terminal], [], [], PATIENCE)[0]:
             try:
-                text = os.read(terminal, 1 << 16).decode(errors="replace")
+                text = decoder.decode(os.read(terminal, 1 << 16))
             except OSError:  # it has ended
                 break
-            self.show(text)
+            if text != before:  # a bar that has not moved is drawn again
+                self.show(text)
+            before = text
             shown += text
             if stop_at and stop_at in shown:
                 os.write(terminal, CTRL_C.encode())

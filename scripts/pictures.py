@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Take the pictures of the chat page in docs/pictures: a real browser, on a real server.
+"""Take the pictures of pages in docs/pictures, by day and by night, in a real browser.
 
-    python scripts/chat_pictures.py
+    python scripts/pictures.py                     # the chat page
+    python scripts/pictures.py --metrics RUN.jsonl # the page of a run
 
-needs chromium, chromedriver and the model of the demo (scripts/prepare_smollm2.py). It starts the
-server on two ranks, asks what stands below, at temperature 0, and takes the page by day and night.
+needs chromium and chromedriver, and for the chat page the model of the demo
+(scripts/prepare_smollm2.py): it starts the server on two ranks, and asks what stands below, at
+temperature 0. docs/report.md says of which run its picture is.
 """
 
 from __future__ import annotations
@@ -28,16 +30,16 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
+from shardmlx.main import main as shardmlx
+
 PICTURES = ROOT / "docs" / "pictures"
 MODEL = ROOT / ".cache" / "smollm2-135m-instruct"
-SIZE = (1000, 760)
+CHAT_SIZE = (1000, 760)
+RUN_SIZE = (1280, 1665)
 PATIENCE = 300.0
 
-EARLIER = "What is the capital of France? Answer in one sentence."
-QUESTION = (
-    "Show the planets Mercury, Venus and Earth as a Markdown table with the columns planet and "
-    "moons. Then show a Python function that adds two numbers."
-)
+EARLIER = "What are three things that a sailor needs? Answer as a short list."
+QUESTION = "Write a Python function that adds two numbers, with one example."
 
 
 def browser() -> webdriver.Chrome:
@@ -57,26 +59,45 @@ def ask(chrome: webdriver.Chrome, text: str) -> None:
     WebDriverWait(chrome, PATIENCE).until(lambda _: chrome.execute_script(ended))
 
 
-def take(chrome: webdriver.Chrome, address: str) -> None:
-    """Take the pictures of the page at an address."""
-    width, height = SIZE
-    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-    chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+def open_page(chrome: webdriver.Chrome, address: str, size: tuple[int, int]) -> None:
+    width, height = size
+    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     chrome.get(address)
-    settings = json.dumps({"temperature": "0", "max_tokens": "100"})
+
+
+def save(chrome: webdriver.Chrome, name: str) -> None:
+    """Save the page as NAME-light.png and NAME-dark.png."""
+    for scheme in ("light", "dark"):
+        media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+        chrome.execute_async_script("requestAnimationFrame(() => setTimeout(arguments[0], 500))")
+        path = PICTURES / f"{name}-{scheme}.png"
+        chrome.save_screenshot(str(path))
+        print(f"{path.relative_to(ROOT)}: {path.stat().st_size} bytes")
+
+
+def take_chat(chrome: webdriver.Chrome, address: str) -> None:
+    """Take the pictures of the chat page at an address."""
+    open_page(chrome, address, CHAT_SIZE)
+    settings = json.dumps({"temperature": "0", "max_tokens": "200"})
     chrome.execute_script("localStorage.setItem('shardmlx.settings', arguments[0])", settings)
     chrome.refresh()
     for text in (EARLIER, QUESTION):
         chrome.find_element(By.ID, "new").click()
         ask(chrome, text)
     chrome.execute_script("document.getElementById('scroller').scrollTop = 0")
-    for scheme in ("light", "dark"):
-        media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-        chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-        chrome.execute_async_script("requestAnimationFrame(() => setTimeout(arguments[0], 200))")
-        path = PICTURES / f"chat-{scheme}.png"
-        chrome.save_screenshot(str(path))
-        print(f"{path.relative_to(ROOT)}: {path.stat().st_size} bytes")
+    save(chrome, "chat")
+
+
+def take_run(metrics: Path) -> None:
+    """Take the pictures of the page of a run."""
+    with tempfile.TemporaryDirectory() as directory, browser() as chrome:
+        page = Path(directory, "run.html")
+        if shardmlx(["report", str(metrics), "-o", str(page)]):
+            sys.exit(f"{metrics} gives no page")
+        open_page(chrome, page.as_uri(), RUN_SIZE)
+        save(chrome, "report")
 
 
 def serve_and_take(model: Path) -> None:
@@ -89,7 +110,7 @@ def serve_and_take(model: Path) -> None:
                 said.seek(0)
                 if found := re.search(r" at (http://\S+)", said.read()):
                     with browser() as chrome:
-                        take(chrome, found[1])
+                        take_chat(chrome, found[1])
                     return
                 time.sleep(0.1)
             said.seek(0)
@@ -102,11 +123,14 @@ def serve_and_take(model: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--metrics", type=Path, help="of the run whose page is taken instead")
     parser.add_argument("--address", help="of a server that runs already, like http://127.0.0.1:80")
     given = parser.parse_args()
-    if given.address:
+    if given.metrics:
+        take_run(given.metrics)
+    elif given.address:
         with browser() as chrome:
-            take(chrome, given.address)
+            take_chat(chrome, given.address)
     else:
         serve_and_take(given.model)
 
