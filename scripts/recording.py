@@ -18,6 +18,7 @@ import json
 import os
 import pty
 import select
+import signal
 import struct
 import sys
 import tempfile
@@ -82,6 +83,7 @@ class Recording:
         """Run a command at a terminal of its own; return its exit status."""
         process, terminal = pty.fork()
         if process == 0:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
             os.execvp("sh", ["sh", "-c", f"exec {command}"])
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", LINES, COLUMNS, 0, 0))
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
