@@ -65,6 +65,39 @@ def _readable(text: str) -> str:
     return text
 
 
+LOCAL_NETWORK = (
+    "on a Mac see Privacy & Security, Local Network, which hides hosts from tmux, launchd and apps"
+)
+"""Remedy where macOS hides other machines from an app; Apple's TN3179."""
+
+KNOWN_FAILURES = (
+    (
+        "ImpactingInteractivity",  # github.com/ml-explore/mlx/issues/3267
+        "macOS's GPU watchdog ended this work, to keep a display that is awake smooth",
+        "let displays sleep (pmset displaysleepnow), give smaller micro-batches, or try "
+        "AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1",
+    ),
+    (
+        "CallbackErrorOutOfMemory",  # github.com/ml-explore/mlx/issues/3317
+        "the GPU has no memory left",
+        "end other programs there, or give --micro-batch-size 1 or --recompute full",
+    ),
+    (
+        "[metal::malloc] Resource limit",  # github.com/ml-explore/mlx/issues/4464
+        "Metal's limit of buffers is reached, of which MLX keeps some for each length of a batch",
+        "resume from the newest checkpoint, and give a smaller --max-seq-length",
+    ),
+    ("No route to host", "another machine cannot be reached", LOCAL_NETWORK),
+)
+"""Part of a message of MLX, macOS or MPI, what it means, and the remedy."""
+
+
+def explained(text: str) -> str:
+    """Return a message, and after it what it means if it is one of ``KNOWN_FAILURES``."""
+    known = (f"{text} ({means}: {what})" for part, means, what in KNOWN_FAILURES if part in text)
+    return next(known, text)
+
+
 def one_line(error: BaseException) -> str:
     """Return what an exception says, on one line; its type if it says nothing."""
     # A KeyError shows its message in quotes.

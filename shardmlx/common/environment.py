@@ -11,6 +11,8 @@ import contextlib
 import ctypes
 import ctypes.util
 import os
+import shutil
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +88,21 @@ def _put_openblas_first() -> Blas:
     except AttributeError:
         version = "OpenBLAS"
     return Blas(version, threads)
+
+
+def keep_awake() -> None:
+    """Let no Mac sleep while this process runs; its displays may, and should: macOS ends work of
+    the GPU that disturbs one. One rank a host does it."""
+    caffeinate = shutil.which("caffeinate")
+    if caffeinate is not None and os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0") == "0":
+        # It ends with this process. Not in its group: Ctrl-C leaves time to save.
+        subprocess.Popen(
+            [caffeinate, "-is", "-w", str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
 
 def write_to_terminal() -> None:

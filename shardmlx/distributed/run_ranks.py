@@ -11,7 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from shardmlx.common.environment import LAUNCHED, Blas, launched_rank, prepare, write_to_terminal
+from shardmlx.common.environment import (
+    LAUNCHED,
+    Blas,
+    keep_awake,
+    launched_rank,
+    prepare,
+    write_to_terminal,
+)
 from shardmlx.distributed.shutdown import SECONDS_TO_AGREE, JobShutdown
 from shardmlx.errors import AgreedFailure, Stopped, UserError, one_line
 
@@ -109,6 +116,7 @@ def run_ranks(
         time.sleep(SECONDS_FOR_RANK_0)
         shutdown.say(f"error: {shutdown.name}: {one_line(error)}")
         return 2
+    keep_awake()
     run = load()
     from shardmlx.distributed.agreement import AgreedError
 

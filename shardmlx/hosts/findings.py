@@ -10,6 +10,7 @@ from typing import Any
 
 from shardmlx.common.formatting import gibibytes, plural
 from shardmlx.common.units import GIB
+from shardmlx.errors import LOCAL_NETWORK
 from shardmlx.hosts.host_facts import WIFI, HostFacts, Interface
 
 FAR_SLOWER = 0.6  # share of the best speed of comparable machines or links, at least
@@ -149,7 +150,7 @@ def connection_remedy(errors: Iterable[str | None], target: str) -> str:
     """Return the remedy if nobody can connect to ``target``."""
     words = ("unreachable", "no route")
     if all(any(word in (error or "") for word in words) for error in errors):
-        return "bring both into one network: see cables, Wi-Fi and addresses"
+        return f"bring both into one network: see cables, Wi-Fi and addresses ({LOCAL_NETWORK})"
     return (
         f"let Python through the firewall of {target} (on a Mac: System Settings, Network, "
         "Firewall, Options)"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from shardmlx.checkpoint.store import MARKER, Store
 from shardmlx.common.cli import BAD_INPUT
+from shardmlx.common.environment import keep_awake
 from shardmlx.common.formatting import plural
 from shardmlx.costmodel.hostfile import machine_of_each_rank
 from shardmlx.errors import Stopped, UserError, one_line
@@ -83,6 +84,7 @@ def run(words: Sequence[str]) -> int:
     """Start the job as often as it makes sense; return the exit status."""
     options = read_options(words)
     supervisor = Supervisor(options.control)
+    keep_awake()  # between two starts, too
     with supervisor.listening():
         try:
             return Launcher(options, mpirun_path(), supervisor).run()

@@ -15,6 +15,7 @@ from typing import Any
 
 import shardmlx
 from shardmlx.costmodel.hostfile import is_unnamed, same_host
+from shardmlx.errors import LOCAL_NETWORK
 from shardmlx.hosts import probe_script
 from shardmlx.hosts.findings import Finding
 from shardmlx.hosts.probe_client import Probe, at_once
@@ -41,7 +42,10 @@ _SSH_SAYS = (
         "turn on Remote Login there (System Settings, General, Sharing), or install openssh-server",
     ),
     ("timed out", "see that it is on, awake, and in the same network, and see its firewall"),
-    ("No route to host", "see that it is on and in the same network: cable, Wi-Fi, address"),
+    (
+        "No route to host",
+        f"see that it is on and in the same network: cable, Wi-Fi, address ({LOCAL_NETWORK})",
+    ),
     ("IDENTIFICATION HAS CHANGED", "if it is new: ssh-keygen -R {host}, then log in once by hand"),
     ("Permission denied", "ssh-copy-id {login}"),
     ("Host key verification failed", "log in once by hand: {agent} {login}"),

@@ -34,7 +34,6 @@ TYPED = (GUIDE, TUTORIAL, MPIRUN, TROUBLESHOOTING)
 RUN, SECOND, MAC, HAND = ("sh", "run"), ("sh", "run", "second"), ("sh", "mac"), ("sh", "hand")
 
 ON_A_MAC = {
-    "caffeinate -s",
     "ifconfig bridge0",
     "networksetup -getinfo 'Thunderbolt Bridge'",
     "networksetup -listallhardwareports",

@@ -35,6 +35,48 @@ def test_who_echoes_a_failure_lets_lower_ranks_speak(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    ("text", "means", "remedy"),
+    [
+        (  # github.com/ml-explore/mlx/issues/3267
+            "[METAL] Command buffer execution failed: Impacting Interactivity "
+            "(0000000e:kIOGPUCommandBufferCallbackErrorImpactingInteractivity)",
+            "watchdog",
+            "pmset displaysleepnow",
+        ),
+        (  # github.com/ml-explore/mlx/pull/479
+            "[METAL] Command buffer execution failed: Insufficient Memory "
+            "(00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)",
+            "no memory left",
+            "--micro-batch-size",
+        ),
+        (  # github.com/ml-explore/mlx/issues/4464
+            "[metal::malloc] Resource limit (499000) exceeded",
+            "limit of buffers",
+            "--max-seq-length",
+        ),
+        (  # of errno 65 in macOS, in programs that tmux or launchd started
+            "[Errno 65] No route to host",
+            "cannot be reached",
+            "Local Network",
+        ),
+    ],
+    ids=["watchdog", "memory", "buffers", "local network"],
+)
+def test_what_macs_say_is_explained_in_the_last_line_of_a_job(
+    text: str, means: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As others recorded it: no Mac was at hand."""
+    assert JobShutdown(0).report(RuntimeError(text))
+    (line,) = capsys.readouterr().err.splitlines()
+    said, _, meaning = line.partition(f"RuntimeError: {text} ")
+    assert said.startswith("shardmlx: failed: rank 0 on ")
+    assert means in meaning
+    assert remedy in meaning
+    assert JobShutdown(0).report(RuntimeError("anything else"))
+    assert capsys.readouterr().err.endswith("RuntimeError: anything else\n")
+
+
 def test_rank_0_leaves_when_the_others_of_its_host_are_gone() -> None:
     ending = JobShutdown(0)
     with subprocess.Popen(["sleep", "0.2"]) as child:

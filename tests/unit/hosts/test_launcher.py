@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from shardmlx.config.commands import OF_RANKS
-from shardmlx.errors import Stopped, UserError
+from shardmlx.errors import LOCAL_NETWORK, Stopped, UserError
 from shardmlx.hosts import supervisor
 from shardmlx.hosts.launch_options import read_options, replaced
 from shardmlx.hosts.launcher import (
@@ -57,7 +57,7 @@ WELL = 'printf 0 > "$SHARDMLX_LAUNCHED"'
 
 def gone(host: str) -> str:
     why = f"no login (ssh: connect to host {host} port 22: No route to host)"
-    remedy = "see that it is on and in the same network: cable, Wi-Fi, address"
+    remedy = f"see that it is on and in the same network: cable, Wi-Fi, address ({LOCAL_NETWORK})"
     return f"{host.rpartition('@')[2]}: {why}: {remedy}"
 
 

@@ -55,7 +55,12 @@ def test_ssh_is_asked_to_run_one_short_line_and_the_program_follows_on_stdin() -
     [
         (255, "ssh: Could not resolve hostname nohost.local: Name or se", "resolve", "/etc/hosts"),
         (255, "ssh: connect to host localhost port 22: Connection refused", "ssh", "Remote Login"),
-        (255, "ssh: connect to host 192.0.2.77 port 22: No route to host", "No route", "cable"),
+        (
+            255,
+            "ssh: connect to host 192.0.2.77 port 22: No route to host",
+            "No route",
+            "Local Network",
+        ),
         (255, "ssh: connect to host 10.0.1.2 port 22: Operation timed out", "port", "firewall"),
         (255, "root@127.0.0.1: Permission denied (publickey).", "denied", "ssh-copy-id a@mini"),
         (
