@@ -28,8 +28,9 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from shardmlx.compat import calls, follow_positions, rebind
 from shardmlx.models.attention import ChunkedMask, attend
+from shardmlx.models.carried import carrier_of
 from shardmlx.models.packed_positions import PackedPositions
-from shardmlx.models.parts import InPlaceOf, Parts, at, first_argument, with_part
+from shardmlx.models.parts import InPlaceOf, Parts, at, first_argument, with_layers
 from shardmlx.models.recurrence import use_pieces
 
 ATTENTION, MASK = "scaled_dot_product_attention", "create_attention_mask"
@@ -50,6 +51,7 @@ class _Run(NamedTuple):
     outputs: list[mx.array]
     places: PackedPositions | None = None
     chunk: int | None = None
+    kept: dict[int, Any] | None = None
 
 
 class Decoder:
@@ -65,23 +67,23 @@ class Decoder:
                     rebind(module, ATTENTION, attend)
             use_pieces(layer)
         self.embedding = parts.embedding
+        self._carrier = carrier_of(parts.body)
         self._now: _Run | None = None
         self._from_tokens = self._own_body(self.embedding)
         # A new array of which only the shape matters: bodies scale it in place.
-        self._from_states = self._own_body(lambda ids: mx.stop_gradient(self._given))
+        self._from_states = self._own_body(lambda ids: mx.stop_gradient(self.states(self._given)))
         self._top = copy(parts.top)
         self._top[parts.body_name] = InPlaceOf(parts.body, self._head)
         self._empty = make_prompt_cache(model)
         self._kinds = [*map(_kind, self._empty)]
-        # Numbers of these layers' caches among those of mlx-lm.
-        self.caches = [i for i in parts.caches[start:stop] if i is not None]
+        donors = [i for i in self._carrier.donors if i < start] if self._carrier else []
+        # Numbers of the caches of these layers, and of earlier donors, among those of mlx-lm.
+        numbers = (parts.caches[i] for i in [*donors, *range(start, stop)])
+        self.caches = [i for i in numbers if i is not None]
 
     def _own_body(self, embed: Callable[[mx.array], mx.array]) -> nn.Module:
         parts = self.parts
-        stand_ins = [
-            InPlaceOf(layer, partial(self._step, i)) for i, layer in enumerate(parts.layers)
-        ]
-        body = with_part(parts.body, parts.layers_name, stand_ins)
+        body = with_layers(parts.body, parts.layers_name, self._step)
         if parts.body_has_head:
             # The head is called separately, after the norm.
             for name in parts.heads:
@@ -89,8 +91,9 @@ class Decoder:
                 body[leaf] = InPlaceOf(body[leaf], first_argument)
         body[parts.embedding_name] = InPlaceOf(self.embedding, embed, as_linear=first_argument)
         for holder in (body, at(body, parts.layers_name.rpartition(".")[0])):
-            if calls(holder, MASK):
-                rebind(holder, MASK, self._mask)
+            for method in ("__call__", "_make_masks"):
+                if calls(holder, MASK, method):
+                    rebind(holder, MASK, self._mask, method)
         follow_positions(body, self._positions)
         return body
 
@@ -107,6 +110,10 @@ class Decoder:
         assert self._now is not None, "called within a run"
         return self._now.x
 
+    def states(self, x: mx.array) -> mx.array:
+        """Return hidden states without what they carry."""
+        return self._carrier.states(x) if self._carrier else x
+
     def run(
         self,
         x: mx.array,
@@ -122,14 +129,14 @@ class Decoder:
         ``caches`` are those of these layers, ``places`` the sequences of a packed row. ``chunk`` is
         the most queries of a piece of attention; None, or all of T, makes no pieces.
         """
-        run = _Run(x, visit, [], places, chunk)
+        run = _Run(x, visit, [], places, chunk, {})
         every = None if caches is None else self._with_stand_ins(caches)
         self._call(self._from_states if self._start else self._from_tokens, run, every)
         return run.outputs[0]
 
     def norm(self, x: mx.array) -> mx.array:
         """Return the final norm of hidden states (rows, T, D)."""
-        return self._call(self._from_states, _Run(x, None, []), None)
+        return self._call(self._from_states, _Run(self.states(x), None, []), None)
 
     def logits(self, x: mx.array) -> mx.array:
         """Return the logits (rows, T, V) of normed hidden states (rows, T, D)."""
@@ -151,23 +158,30 @@ class Decoder:
         """Stand in for the call of a layer."""
         if self._now is None:
             raise RuntimeError(f"layer {i} is called outside of a run")
-        given, visit, outputs, *_ = self._now
+        given, visit, outputs, *_, kept = self._now
         if visit is None:
             # Embeddings may be scaled; nothing else comes before the norm.
             return given
         x: mx.array = first_argument(*args, **kwargs)
         how = kwargs if args else dict([*kwargs.items()][1:])
+        carrier, layer = self._carrier, self.parts.layers[i]
+        if carrier and i < self._start and i in carrier.donors and args[2] is not None:
+            carrier.keep(i, given, args[2], kept)
         if not self._start <= i < self._stop:
             return x
-        source, layer = given if i == self._start > 0 else x, self.parts.layers[i]
-        outputs[:] = [visit(i, lambda states: layer(states, *args[1:], **how), source)]
-        return outputs[0]
+        call: LayerCall = lambda states: layer(states, *args[1:], **how)
+        source = outputs[0] if outputs else given if i > 0 else x
+        if carrier:
+            source = carrier.begin(x, given) if i == 0 else source
+            call = partial(carrier.call, i, layer, *args[1:], kept)
+        outputs[:] = [visit(i, call, source)]
+        return self.states(outputs[0])
 
     def _mask(
         self, h: mx.array, cache: Any = None, window_size: int | None = None, **how: Any
     ) -> Any:
         """Return the mask for layers; our own for attention in pieces and packed rows."""
-        places, chunk = (None, None) if self._now is None else self._now[3:]
+        places, chunk = (None, None) if self._now is None else self._now[3:5]
         if cache is None and not how.get("return_array") and chunk and chunk < h.shape[1]:
             return ChunkedMask(chunk, window_size, places)
         if cache is None and places is not None:

@@ -21,6 +21,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from shardmlx.errors import UserError
+from shardmlx.models.carried import carrier_of
 from shardmlx.models.families import ANOTHER
 
 
@@ -98,6 +99,20 @@ def with_part(module: nn.Module, path: str, part: Any) -> nn.Module:
     name, _, rest = path.partition(".")
     own = copy(module)
     own[name] = with_part(module[name], rest, part) if rest else part
+    return own
+
+
+def with_layers(body: nn.Module, layers_name: str, layer: Callable[..., mx.array]) -> nn.Module:
+    """Return a copy of a body that calls ``layer`` with a layer's number in the place of each."""
+    carrier = carrier_of(body)
+    calls = (partial(layer, i) for i in range(len(at(body, layers_name))))
+    stand_ins = [
+        InPlaceOf(each, carrier.stand_in(call) if carrier else call)
+        for each, call in zip(at(body, layers_name), calls, strict=True)
+    ]
+    own = with_part(body, layers_name, stand_ins)
+    if carrier:
+        carrier.simplify(own)
     return own
 
 
@@ -196,7 +211,7 @@ def _trace(body: nn.Module, layers_name: str, caches: Sequence[Any], seed: int) 
     """Run the code of ``body`` over stand-ins, whose numbers depend on ``seed``."""
     layers = at(body, layers_name)
     tokens = mx.full((1, 3), seed, mx.int32)
-    trace = _Trace()
+    trace, carrier = _Trace(), carrier_of(body)
     shape = (*tokens.shape, _width(next(body[name] for name in _embeddings(body))))
     # The last layer's output is the same for each seed.
     numbers = [1000 * seed + 1 + i for i in range(len(layers) - 1)] + [0]
@@ -234,8 +249,8 @@ def _trace(body: nn.Module, layers_name: str, caches: Sequence[Any], seed: int) 
         trace.states = mx.array(_drawn(numbers[i], shape))
         return trace.states
 
-    stand_ins = [InPlaceOf(each, partial(layer, i)) for i, each in enumerate(layers)]
-    own = with_part(body, layers_name, stand_ins)
+    own = with_layers(body, layers_name, layer)
+    trace.before.extend(carrier.before if carrier else ())
     for name in _with_weights(body):
         child = body[name]
         if hasattr(child, "as_linear"):

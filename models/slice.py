@@ -30,7 +30,8 @@ class Slice:
 
     Parameters go by their global names (``model.layers.12.self_attn.q_proj.lora_a``). With tied
     embeddings the first and the last slice both hold the matrix. Slices of one model may share its
-    ``parts``, which take long to find. ``hidden_size`` and ``dtype`` are those of hidden states.
+    ``parts``, which take long to find. ``hidden_size`` and ``dtype`` are those of hidden states, with
+    what they carry; ``output_size`` is that of the result, which the last slice has normed.
     """
 
     def __init__(self, model: nn.Module, start: int, stop: int, parts: Parts | None = None) -> None:
@@ -58,6 +59,7 @@ class Slice:
         states = self._first_states(model)
         self.dtype: mx.Dtype = states.dtype
         self.hidden_size: int = states.shape[-1]
+        self.output_size = decoder.states(states).shape[-1] if self.is_last else self.hidden_size
         caches = make_prompt_cache(model)
         self._empty_caches = [caches[i] for i in decoder.caches]
         self.chooses_caches = hasattr(model, "make_cache")

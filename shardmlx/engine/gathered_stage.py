@@ -215,9 +215,9 @@ class GatheredStage(Stage):
         shape = (*microbatch.shape, self.part.hidden_size)
         others = (state.cotangent for state in self._in_flight.values())
         cotangent = next((each for each in others if each.shape == shape), None)
+        new = partial(self._new_buffer, microbatch, self.part.hidden_size)
         return _InFlight(
-            self._new_buffer(microbatch) if cotangent is None else cotangent,
-            None if self.part.is_last else self._new_buffer(microbatch),
+            new() if cotangent is None else cotangent, None if self.part.is_last else new()
         )
 
     def cotangent(self, j: int) -> mx.array:

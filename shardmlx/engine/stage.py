@@ -136,7 +136,11 @@ class Stage:
             )
         source, answers = self._given(microbatch, x)
         names = self._names_in_graph(answers)
-        cotangent = mx.array(scale, mx.float32) if answers else self._new_buffer(microbatch)
+        cotangent = (
+            mx.array(scale, mx.float32)
+            if answers
+            else self._new_buffer(microbatch, self.part.output_size)
+        )
         weights = [self.part[name] for name in names]
         out, *gradients = graph(source, answers, weights, cotangent)
         input_gradient = gradients.pop(0) if self.needs_input_gradient else None
@@ -224,10 +228,9 @@ class Stage:
             return normed
         return token_loss(self.part.logits(normed, key=key, **places), *answers)
 
-    def _new_buffer(self, microbatch: MicroBatch) -> mx.array:
+    def _new_buffer(self, microbatch: MicroBatch, size: int) -> mx.array:
         """Return a new buffer for the gradient of hidden states, written behind MLX's back."""
-        shape = (*microbatch.shape, self.part.hidden_size)
-        buffer = mx.full(shape, mx.nan, self.part.dtype)
+        buffer = mx.full((*microbatch.shape, size), mx.nan, self.part.dtype)
         mx.eval(buffer)
         return buffer
 
