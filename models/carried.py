@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-
 _MAKERS = (
     "embed_tokens_per_layer",
     "per_layer_model_projection",
@@ -94,11 +93,6 @@ class Carrier:
         shared = [2 * groups * dim for groups, dim in self._heads]
         return [self.hidden_size, *shared, len(self._sources) * self._inputs]
 
-    @property
-    def width(self) -> int:
-        """Size of hidden states with all that goes with them."""
-        return sum(self._sizes)
-
     def begin(self, x: mx.array, tokens: mx.array) -> mx.array:
         """Return the first layer's input of embedded ``tokens`` (rows, T), with all it carries."""
         inputs = None
@@ -153,10 +147,10 @@ class Carrier:
     def _split(self, x: mx.array) -> _Carried:
         ends = [*accumulate(self._sizes)][:-1]
         states, *parts, inputs = mx.split(x, ends, axis=-1)
-        shared = {
-            i: tuple(_by_head(half, *heads) for half in mx.split(part, 2, axis=-1))
-            for i, heads, part in zip(self.donors, self._heads, parts, strict=True)
-        }
+        shared = {}
+        for i, heads, part in zip(self.donors, self._heads, parts, strict=True):
+            keys, values = mx.split(part, 2, axis=-1)
+            shared[i] = _by_head(keys, *heads), _by_head(values, *heads)
         by_layer = inputs.reshape(*inputs.shape[:-1], -1, self._inputs) if self._inputs else None
         return _Carried(states, shared, by_layer)
 

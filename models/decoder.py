@@ -49,9 +49,9 @@ class _Run(NamedTuple):
     x: mx.array
     visit: Visit | None
     outputs: list[mx.array]
+    kept: dict[int, Any]
     places: PackedPositions | None = None
     chunk: int | None = None
-    kept: dict[int, Any] | None = None
 
 
 class Decoder:
@@ -110,6 +110,11 @@ class Decoder:
         assert self._now is not None, "called within a run"
         return self._now.x
 
+    @property
+    def carries(self) -> bool:
+        """True if more than hidden states goes from layer to layer."""
+        return self._carrier is not None
+
     def states(self, x: mx.array) -> mx.array:
         """Return hidden states without what they carry."""
         return self._carrier.states(x) if self._carrier else x
@@ -129,18 +134,18 @@ class Decoder:
         ``caches`` are those of these layers, ``places`` the sequences of a packed row. ``chunk`` is
         the most queries of a piece of attention; None, or all of T, makes no pieces.
         """
-        run = _Run(x, visit, [], places, chunk, {})
+        run = _Run(x, visit, [], {}, places, chunk)
         every = None if caches is None else self._with_stand_ins(caches)
         self._call(self._from_states if self._start else self._from_tokens, run, every)
         return run.outputs[0]
 
     def norm(self, x: mx.array) -> mx.array:
         """Return the final norm of hidden states (rows, T, D)."""
-        return self._call(self._from_states, _Run(self.states(x), None, []), None)
+        return self._call(self._from_states, _Run(self.states(x), None, [], {}), None)
 
     def logits(self, x: mx.array) -> mx.array:
         """Return the logits (rows, T, V) of normed hidden states (rows, T, D)."""
-        return self._call(self._top, _Run(x, None, []), None)
+        return self._call(self._top, _Run(x, None, [], {}), None)
 
     def _call(self, body: nn.Module, run: _Run, caches: Sequence[Any] | None) -> mx.array:
         self._now = run
@@ -158,7 +163,7 @@ class Decoder:
         """Stand in for the call of a layer."""
         if self._now is None:
             raise RuntimeError(f"layer {i} is called outside of a run")
-        given, visit, outputs, *_, kept = self._now
+        given, visit, outputs, kept, *_ = self._now
         if visit is None:
             # Embeddings may be scaled; nothing else comes before the norm.
             return given
@@ -166,22 +171,24 @@ class Decoder:
         how = kwargs if args else dict([*kwargs.items()][1:])
         carrier, layer = self._carrier, self.parts.layers[i]
         if carrier and i < self._start and i in carrier.donors and args[2] is not None:
-            carrier.keep(i, given, args[2], kept)
+            carrier.keep(i, given, args[2], kept)  # to this stage's own cache
         if not self._start <= i < self._stop:
             return x
-        call: LayerCall = lambda states: layer(states, *args[1:], **how)
         source = outputs[0] if outputs else given if i > 0 else x
         if carrier:
             source = carrier.begin(x, given) if i == 0 else source
-            call = partial(carrier.call, i, layer, *args[1:], kept)
-        outputs[:] = [visit(i, call, source)]
+            mask, cache = args[1:]
+            call = partial(carrier.call, i, layer, mask, cache, kept)
+            outputs[:] = [visit(i, call, source)]
+        else:
+            outputs[:] = [visit(i, lambda x: layer(x, *args[1:], **how), source)]
         return self.states(outputs[0])
 
     def _mask(
         self, h: mx.array, cache: Any = None, window_size: int | None = None, **how: Any
     ) -> Any:
         """Return the mask for layers; our own for attention in pieces and packed rows."""
-        places, chunk = (None, None) if self._now is None else self._now[3:5]
+        places, chunk = (None, None) if self._now is None else self._now[4:]
         if cache is None and not how.get("return_array") and chunk and chunk < h.shape[1]:
             return ChunkedMask(chunk, window_size, places)
         if cache is None and places is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -39,6 +40,11 @@ class ModelShape:
     names: Names
     untrained: str = ""
     """Reason why the model cannot be trained; empty if it can."""
+    before: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Modules that are called before the layers, beside the embedding, with the sides of their
+    weights: the first layer's stage has them."""
+    carried_size: int = 0
+    """Size of what goes from layer to layer beside hidden states."""
     has_dynamic_rope: bool = False
     """True if rotary embeddings change with the length of the text."""
     seen: Family = field(default=UNDECLARED, compare=False, repr=False)
@@ -170,6 +176,11 @@ class ModelShape:
         """Return the number of parameters of the embedding, on the first stage."""
         return self.vocab_size * self.hidden_size
 
+    def _outside(self) -> int:
+        """Return the number of parameters outside of the layers."""
+        before = sum(math.prod(sides) for _, sides in self.before)
+        return self.embedding_parameters() + before + self.head_parameters()
+
     def head_parameters(self) -> int:
         """Return the number of parameters of norm and lm_head; a tied lm_head has none."""
         norm = self.hidden_size * (bool(self.names.norm) + self.family.norm_bias)
@@ -178,12 +189,12 @@ class ModelShape:
 
     def parameters(self) -> int:
         layers = sum(self.kinds[kind].parameters for kind in self.pattern)
-        return self.embedding_parameters() + layers + self.head_parameters()
+        return layers + self._outside()
 
     def active_parameters(self) -> int:
         """Return the number of parameters that one token passes through."""
         layers = sum(self.kinds[kind].active_parameters for kind in self.pattern)
-        return self.embedding_parameters() + layers + self.head_parameters()
+        return layers + self._outside()
 
     def head_flops(self) -> float:
         """Return FLOPs of one token's forward through the lm_head; the embedding takes none."""

@@ -30,8 +30,8 @@ class Slice:
 
     Parameters go by their global names (``model.layers.12.self_attn.q_proj.lora_a``). With tied
     embeddings the first and the last slice both hold the matrix. Slices of one model may share its
-    ``parts``, which take long to find. ``hidden_size`` and ``dtype`` are those of hidden states, with
-    what they carry; ``output_size`` is that of the result, which the last slice has normed.
+    ``parts``, which take long to find. ``hidden_size`` and ``dtype`` are those of hidden states,
+    with what they carry; ``output_size`` is that of what the stage gives, normed on the last.
     """
 
     def __init__(self, model: nn.Module, start: int, stop: int, parts: Parts | None = None) -> None:

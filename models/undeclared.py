@@ -77,14 +77,14 @@ def traced_shape(config: Mapping[str, Any], stored: Mapping[str, Sides]) -> Mode
     decoder = Decoder(model, 0, len(parts.layers), parts)
     recorded = [_Calls(layer) for layer in parts.layers]
     layers: list[LayerShape] = []
-    widths: set[int] = set()
+    widths: list[int] = []
 
     def visit(i: int, call: LayerCall, x: mx.array) -> mx.array:
         # A compiled call is traced, and may not read a number.
         mx.compile(call)(x)
         number = parts.caches[i]
         layers.append(_shape(recorded[i], x, None if number is None else caches[number]))
-        widths.add(x.shape[-1])
+        widths.append(x.shape[-1])
         return x
 
     try:
@@ -97,12 +97,21 @@ def traced_shape(config: Mapping[str, Any], stored: Mapping[str, Sides]) -> Mode
         raise UserError(fault, ANOTHER) from None
     (norm, *_), (head, *_) = [*parts.norms, ""], [*parts.heads, ""]
     names = Names(f"{parts.layers_path}.", parts.embedding_path, norm, head)
+    is_stored_so = not stored or f"{names.embedding}.weight" in stored
+    stored_names = {} if is_stored_so else _stored_names(model, stored)
+    before = [
+        (f"{path}.{name}".strip("."), module.weight.shape)
+        for path, holder in parts.before.items()
+        for name, module in holder.named_modules()
+        if "weight" in module
+    ]
     # Layers know no other position than that of their ropes.
     is_plain = (
         _takes_masks(decoder, recorded)
         and all(isinstance(each, (KVCache, RotatingKVCache)) for each in caches)
-        and not parts.before
+        and (not parts.before or decoder.carries)
     )
+    hidden = decoder.states(mx.zeros(max(widths))).size
     ropes = [each for layer in parts.layers for each in layer.modules() if _takes(each, "offset")]
     seen = replace(
         UNDECLARED,
@@ -117,10 +126,12 @@ def traced_shape(config: Mapping[str, Any], stored: Mapping[str, Sides]) -> Mode
         layers,
         model_type=str(config.get("model_type")),
         text_type="",
-        hidden_size=max(widths),
+        hidden_size=hidden,
+        before=tuple((_stored_path(path, stored_names), sides) for path, sides in before),
+        carried_size=max(widths) - hidden,
         vocab_size=parts.vocabulary,
         tied=not parts.heads,
-        names=_stored_names(model, names, stored),
+        names=names if is_stored_so else _names_by(stored_names, names),
         has_dynamic_rope=not all(isinstance(each, ROPES) for each in ropes),
         seen=seen,
         untrained=_fault_of_gradient(decoder, layers),
@@ -149,18 +160,25 @@ def _loops(path: str, sides: Sides) -> bool:
     return "rg_lru" in path or (path.endswith("A_log") and len(sides) == 2)
 
 
-def _stored_names(model: nn.Module, names: Names, stored: Mapping[str, Sides]) -> Names:
-    """Return the names that mlx-lm's code replaces by these as it loads arrays of such sides."""
-    if not stored or f"{names.embedding}.weight" in stored:
-        return names
+def _stored_names(model: nn.Module, stored: Mapping[str, Sides]) -> dict[str, str]:
+    """Return, by the name that mlx-lm's code gives each as it loads them, the names of arrays of
+    such sides."""
     arrays = {name: mx.zeros(sides) for name, sides in stored.items()}
     before = {id(array): name for name, array in arrays.items()}
-    loaded = {name: before.get(id(a), name) for name, a in model.sanitize(dict(arrays)).items()}
-    in_layer = next(name for name in loaded if name.startswith(names.layers))
-    first, *others = (
-        loaded.get(f"{name}.weight", "").removesuffix(".weight") for name in names[1:]
-    )
-    return Names(loaded[in_layer].partition("0.")[0], first, *others)
+    return {name: before.get(id(a), name) for name, a in model.sanitize(dict(arrays)).items()}
+
+
+def _names_by(stored_names: Mapping[str, str], names: Names) -> Names:
+    """Return the stored form of names."""
+    in_layer = next(name for name in stored_names if name.startswith(names.layers))
+    others = (_stored_path(name, stored_names) for name in names[1:])
+    return Names(stored_names[in_layer].partition("0.")[0], *others)
+
+
+def _stored_path(path: str, stored_names: Mapping[str, str]) -> str:
+    """Return the stored form of a module's path; empty if its weight is not there."""
+    name = f"{path}.weight"
+    return stored_names.get(name, "" if stored_names else name).removesuffix(".weight")
 
 
 class _Calls:

@@ -112,4 +112,4 @@ class TrainingSetup:
     @property
     def message(self) -> int:
         """Bytes of the hidden states of a micro-batch, which go from stage to stage."""
-        return self.dtype_bytes * self.tokens * self.shape.hidden_size
+        return self.dtype_bytes * self.tokens * (self.shape.hidden_size + self.shape.carried_size)

@@ -246,6 +246,8 @@ def place_of(name: str, shape: ModelShape | None) -> str | int:
         # Python converts no number of thousands of digits.
         is_layer = len(match[1]) <= len(str(MOST_LAYERS)) and int(match[1]) < MOST_LAYERS
         return int(match[1]) if is_layer else OTHER
+    if shape is not None and name.rpartition(".")[0] in dict(shape.before):
+        return 0
     if "embed_tokens." in name or (shape and name.startswith(f"{shape.names.embedding}.")):
         return EMBEDDING
     ends = () if shape is None else (f"{shape.names.norm}.", f"{shape.names.head}.")

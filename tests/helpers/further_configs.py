@@ -68,15 +68,6 @@ _LONGCAT: dict[str, Any] = {
     "mla_scale_kv_lora": True,
     "attention_bias": False,
 }
-_GEMMA4: dict[str, Any] = {
-    **_WINDOWED,
-    "model_type": "gemma4_text",
-    "global_head_dim": 16,
-    "vocab_size_per_layer_input": VOCABULARY,
-    "num_kv_shared_layers": 2,
-    "hidden_size_per_layer_input": 8,
-    "sliding_window_pattern": 2,
-}
 _VISION_TEXT: dict[str, Any] = {**BASE, "head_dim": 16}
 
 FURTHER: dict[str, dict[str, Any]] = {
@@ -154,8 +145,6 @@ FURTHER: dict[str, dict[str, Any]] = {
             "laurel_rank": 8,
         }
     },
-    "gemma4": {"text_config": _GEMMA4, "vocab_size": VOCABULARY},
-    "gemma4_text": _GEMMA4,
     "glm_moe_dsa": {**BASE, **_INDEXED, "rope_parameters": {"rope_theta": 10000.0}},
     "gpt_bigcode": _GPT,
     "gptj": {**_GPT, "rotary_dim": 4},

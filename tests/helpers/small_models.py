@@ -138,11 +138,12 @@ def small_directory(path: Path, tokenizer: Path, **overrides: Any) -> Path:
     return _with_tokenizer(path, config, tokenizer)
 
 
-def recurrent_directory(path: Path, tokenizer: Path, kind: str) -> Path:
-    """Write a model of no declared family, with layers that keep a state."""
+def undeclared_directory(path: Path, tokenizer: Path, kind: str) -> Path:
+    """Write a model of no declared family."""
     config = UNDECLARED[kind]
     inner = "text_config" if "text_config" in config else None
-    sizes = {"vocab_size": SMALL_VOCABULARY, "eos_token_id": 1}
+    sizes = dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), SMALL_VOCABULARY)
+    sizes["eos_token_id"] = 1
     config = {**config, inner: {**config[inner], **sizes}} if inner else {**config, **sizes}
     return _with_tokenizer(path, config, tokenizer)
 

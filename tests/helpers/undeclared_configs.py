@@ -39,6 +39,16 @@ _DELTA = {
     "linear_conv_kernel_dim": 4,
 }
 
+_GEMMA4: dict[str, Any] = {
+    **BASE,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "sliding_window": 8,
+    "sliding_window_pattern": 2,
+    "tie_word_embeddings": True,
+}
+
 ATTENTIVE: dict[str, dict[str, Any]] = {
     "gpt2": _GPT,
     "gpt_neox": {**BASE, "layer_norm_eps": 1e-5, "rotary_emb_base": 10000, "rotary_pct": 0.25},
@@ -66,6 +76,22 @@ ATTENTIVE: dict[str, dict[str, Any]] = {
             "rope_scaling": None,
             "use_qk_norm": True,
         }
+    },
+    "gemma4_text": {**_GEMMA4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8},
+    "gemma4": {
+        "vocab_size": VOCABULARY,
+        "text_config": {
+            **_GEMMA4,
+            "model_type": "gemma4_text",
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
     },
 }
 """Models of attention."""

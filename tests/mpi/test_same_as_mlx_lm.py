@@ -19,7 +19,7 @@ import yaml
 from tests.helpers.jobs import PROGRAMS, PYTHONPATH
 from tests.helpers.models_and_batches import load_weights
 from tests.helpers.mpirun import events, train_well
-from tests.helpers.small_models import recurrent_directory, small_directory
+from tests.helpers.small_models import small_directory, undeclared_directory
 
 TOLERANCE = 1e-5
 """Relative, for sums in float32 in another order. Large learning rates would not do: mlx-lm itself
@@ -127,10 +127,15 @@ HYBRID: dict[str, Any] = {
     "learning_rate": 1e-3,
     "max_seq_length": 128,
 }
-RECURRENT = {"qwen3_5": HYBRID, "granitemoehybrid": {**HYBRID, "fine_tune_type": "full"}}
-"""Models of no declared family, whose layers keep a state; a sequence is longer than a piece."""
+UNDECLARED = {
+    "qwen3_5": HYBRID,
+    "granitemoehybrid": {**HYBRID, "fine_tune_type": "full"},
+    "gemma4_text": HYBRID,
+}
+"""Models of no declared family: two whose layers keep a state, with a sequence longer than a piece,
+and one whose layers share keys and values."""
 
-CONFIGS |= RECURRENT
+CONFIGS |= UNDECLARED
 
 RUNS = [
     ("lora, Mistral's tokenizer", "two ranks, as it chooses"),
@@ -144,6 +149,7 @@ RUNS = [
     ("full with muon", "two ranks, interleaved"),
     ("new adapters", "two replicas"),
     ("qwen3_5", "two stages"),
+    ("gemma4_text", "four stages"),
     ("granitemoehybrid", "two by two"),
 ]
 
@@ -210,9 +216,9 @@ def models(
     settings = eight_layers / "tokenizer_config.json"
     settings.write_text(settings.read_text().replace("'a: '", "'a:'"))
     paths = {"mistral": mistral, "small": small, "eight_layers": eight_layers}
-    for name in RECURRENT:
+    for name in UNDECLARED:
         paths[name] = eight_layers.parent / name
-        recurrent_directory(paths[name], small_tokenizer, name)
+        undeclared_directory(paths[name], small_tokenizer, name)
     return {name: paths[MODELS.get(name, name if name in paths else "small")] for name in CONFIGS}
 
 

@@ -49,8 +49,6 @@ REFUSED = {
     "dbrx": "Attempting to eval an array",
     "deepseek_v41": "its layers take more than one array of hidden states",
     "gemma3n": "its layers take more than one array of hidden states",
-    "gemma4": "its layers pass on more than hidden states",
-    "gemma4_text": "its layers pass on more than hidden states",
     "hunyuan": "its layers pass on more than hidden states",
     "kimi_k3": "its layers pass on more than hidden states",
     "longcat_flash_ngram": "no module around its layers has an embedding",
