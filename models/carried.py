@@ -6,8 +6,8 @@ stands behind the hidden states, in one array of one width::
 
     hidden states | keys and values of each donor | inputs of all layers
 
-So stages send one array, as those of any model do, and gradients take the same way back. What is
-not known yet, or not needed any more, is zero.
+So stages send one array, as those of any model do, and gradients take the same way back. Keys and
+values are zero before their donor.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Recorded:
 
 
 class Carrier:
-    """What the layers of one ``body`` of mlx-lm's ``gemma4_text`` pass on.
+    """The arrays that layers of a ``body`` of mlx-lm's ``gemma4_text`` pass on.
 
     ``kept`` of a run of generation has, by donor, keys and values of all tokens so far, and the
     position of the first new one.

@@ -23,6 +23,9 @@ from shardmlx.models.rope_parameters import (
 ROPES = (nn.RoPE, rope_utils.YarnRoPE, rope_utils.Llama3RoPE, rope_utils.SuScaledRoPE)
 """Kinds of rotary embeddings that some families replace by the plain one."""
 
+STATIC = (*ROPES, rope_utils.ProportionalRoPE)
+"""Kinds whose frequencies do not change with the length of the text."""
+
 
 def fit_ropes(model: nn.Module, config: Mapping[str, Any]) -> list[str]:
     """Replace plain rotary embeddings that differ from ``rope_parameters``.

@@ -39,7 +39,7 @@ from shardmlx.models.layer_shape import (
     Norm,
 )
 from shardmlx.models.parts import InPlaceOf, at, find_parts, first_argument
-from shardmlx.models.ropes import ROPES, fit_ropes
+from shardmlx.models.ropes import STATIC, fit_ropes
 from shardmlx.models.shape import ModelShape, Names
 
 TOKENS = 3
@@ -112,7 +112,8 @@ def traced_shape(config: Mapping[str, Any], stored: Mapping[str, Sides]) -> Mode
         and (not parts.before or decoder.carries)
     )
     hidden = decoder.states(mx.zeros(max(widths))).size
-    ropes = [each for layer in parts.layers for each in layer.modules() if _takes(each, "offset")]
+    modules = [each for layer in parts.layers for each in layer.modules()]
+    ropes = [each for each in modules if _takes(each, "offset") and not _takes(each, "cache")]
     seen = replace(
         UNDECLARED,
         windows=windows_by_type() if hasattr(model, "make_cache") else no_windows,
@@ -132,7 +133,7 @@ def traced_shape(config: Mapping[str, Any], stored: Mapping[str, Sides]) -> Mode
         vocab_size=parts.vocabulary,
         tied=not parts.heads,
         names=names if is_stored_so else _names_by(stored_names, names),
-        has_dynamic_rope=not all(isinstance(each, ROPES) for each in ropes),
+        has_dynamic_rope=not all(isinstance(each, STATIC) for each in ropes),
         seen=seen,
         untrained=_fault_of_gradient(decoder, layers),
     )
