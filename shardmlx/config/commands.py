@@ -130,8 +130,8 @@ COMMANDS = (
         *("plan", PREPARE, "divide a model over given machines; predict memory and time"),
         *("planning.plan_command", "planning.plan_command"),
         examples=(
-            "shardmlx plan Qwen/Qwen3-0.6B --hostfile hosts",
-            "shardmlx plan fused --hostfile hosts --output map.yaml --timeline",
+            "shardmlx plan Qwen/Qwen3-0.6B --machines 'M2 16GB, M1 Ultra 64GB'",
+            "shardmlx plan fused --hostfile hosts --max-of seq",
         ),
     ),
     Command(

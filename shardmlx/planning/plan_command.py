@@ -7,22 +7,26 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from shardmlx.common.reporter import Reporter, check_writable
 from shardmlx.config import common_options as common
-from shardmlx.config.command_line import CommandLine, words_of
-from shardmlx.config.options import REQUIRED, declared, in_group
+from shardmlx.config.command_line import CommandLine, Given, words_of
+from shardmlx.config.options import declared, flag_of, in_group, refuse
 from shardmlx.config.specs import RunSpec
 from shardmlx.config.train import PASSED_OVER, TrainConfig
+from shardmlx.costmodel.chips import machines_of
 from shardmlx.costmodel.hostfile import is_unnamed, read_hostfile
 from shardmlx.costmodel.training_setup import BACKENDS
 from shardmlx.errors import UserError
 from shardmlx.pipeline.figure import check_picture, draw_schedule
 from shardmlx.pipeline.stage_map import write_stage_map
 from shardmlx.pipeline.text_timeline import timeline
+from shardmlx.planning.choice import Choice
+from shardmlx.planning.largest import QUESTIONS
 from shardmlx.planning.report import as_json, report
 from shardmlx.planning.training_plan import plan_training
 
@@ -30,8 +34,18 @@ _MACHINES = "machines"
 _OUTPUT = "output"
 
 _SHOWN = (
-    *("model", "revision", "hostfile", "backend", "profile"),
-    *("output", "draw", "timeline", "json", "config", "fine_tune_type", "num_layers", "optimizer"),
+    *("model", "revision", "hostfile", "machines", "backend", "profile"),
+    *(
+        "max_of",
+        "output",
+        "draw",
+        "timeline",
+        "json",
+        "config",
+        "fine_tune_type",
+        "num_layers",
+        "optimizer",
+    ),
     *("batch_size", "max_seq_length", "pipeline_stages", "data_parallel", "replica_rows"),
     *("partitioner", "stage_map", "schedule", "micro_batch_size"),
     *("recompute", "pack"),
@@ -56,9 +70,20 @@ class PlanOptions(TrainConfig):
     """The run to plan, the machines, and the plan's file. Raises ``OptionError``."""
 
     model: str = common.model_argument()
-    hostfile: str = common.hostfile(REQUIRED, group=_MACHINES)
+    hostfile: str | None = common.hostfile(None, group=_MACHINES)
+    machines: str | None = _machines(
+        None,
+        "Macs on Thunderbolt, in place of a hostfile: 'M2 16GB, M1 Ultra 64GB', or memory alone",
+        metavar="MACS",
+        excludes="hostfile",
+    )
     backend: str = _machines(BACKENDS[0], "what the machines compute with", choices=BACKENDS)
 
+    max_of: str | None = _output(
+        None,
+        "find the longest sequence, largest micro-batch or largest rank of LoRA that fits",
+        choices=tuple(QUESTIONS),
+    )
     output: str | None = _output(None, "file for the stage map", metavar="FILE", short="-o")
     draw: Sequence[str] = _output(
         [],
@@ -73,14 +98,19 @@ class PlanOptions(TrainConfig):
         super(PlanOptions, self).__post_init__()
         if not self.train:
             raise UserError("--test alone trains nothing", "plan the training, without it")
+        if self.hostfile is None and self.machines is None:
+            example = "give --hostfile FILE, or --machines 'M2 16GB, M1 Ultra 64GB'"
+            raise UserError("no machines", example)
+        no_rank = self.max_of == "rank" and self.is_full
+        refuse("max_of", "is rank, of adapters", "--fine-tune-type lora has them", when=no_rank)
 
 
 LINE = CommandLine(
     options=PlanOptions,
     command="plan",
     description=(
-        "Choose stages, schedule, micro-batches and recomputing for training a model on the "
-        "machines of a hostfile, and predict memory and time."
+        "Choose stages, schedule, micro-batches and recomputing for training a model on given "
+        "machines, and predict memory and time."
     ),
     groups=(_MACHINES, _OUTPUT),
     shown=_SHOWN,
@@ -89,43 +119,71 @@ LINE = CommandLine(
 )
 
 
-def _read_options(argv: Sequence[str]) -> tuple[PlanOptions, list[str]]:
-    """Return the options, and the words of those that the planner leaves as they are."""
-    options, given = LINE.load_given(argv)
+def _train_words(options: PlanOptions, given: Given, found: Mapping[str, Any]) -> list[str]:
+    """Return the words of ``train`` for what is given or found, and the planner leaves as it is."""
     of_train = {each.name for each in declared(TrainConfig)} - {"model", *_DECIDED}
-    left = {name: value for name, value in given.flags.items() if name in of_train}
+    left = {name: value for name, value in {**given.flags, **found}.items() if name in of_train}
     words = words_of(PlanOptions, {"model": options.model, **left})
     # A plan needs no data, and a run does.
-    return options, words if "data" in given.names else [*words, "--data", "DATA"]
+    return words if "data" in given.names else [*words, "--data", "DATA"]
+
+
+def _found(planned: Choice, max_of: str) -> tuple[dict[str, int], str]:
+    """Return the options that are the answer to ``max_of``, and the answer in words."""
+    batch, length = planned.asked.batch, planned.facts.lengths.longest[0]
+    if max_of == "seq":
+        return {"max_seq_length": length}, f"longest sequence that fits: {length} tokens"
+    if max_of == "batch":
+        found = {"batch_size": batch.batch_size}
+        rows = f"{batch.micro_batch_size} x {length} tokens"
+        return found, f"largest micro-batch that fits: {rows}; a batch may have any number of them"
+    rank = planned.asked.fine_tune.lora_parameters["rank"]
+    return {}, f"largest rank that fits: {rank}, in lora_parameters of a YAML file"
 
 
 def run(words: Sequence[str]) -> int:
     """Plan as the words say, and print or write it; ``UserError`` if no plan fits."""
-    options, train_options = _read_options(words)
-    run = RunSpec.of(options)
+    options, given = LINE.load_given(words)
+    run, max_of = RunSpec.of(options), options.max_of
+    for name in QUESTIONS[max_of] if max_of is not None else ():
+        if name in given.flags:
+            raise UserError(
+                f"{flag_of(name)} is given", f"--max-of {max_of} finds it: leave it out"
+            )
     for picture in options.draw:
         check_picture(Path(picture))
         check_writable(Path(picture), "--draw")
     if options.output:
         check_writable(Path(options.output), "-o")
-    machines = read_hostfile(options.hostfile)
+    if options.machines is not None:
+        machines = machines_of(options.machines)
+    else:
+        machines = read_hostfile(str(options.hostfile))
     with Reporter().bar("planning", 1) as bar:
-        planned = plan_training(run, machines, backend=options.backend, advance=bar.show)
+        planned = plan_training(
+            run, machines, backend=options.backend, max_of=max_of, advance=bar.show
+        )
     prediction = planned.prediction
+    if options.draw or options.timeline:
+        planned.facts.cluster.check_speeds()
     if options.output:
         stage_map = prediction.plan.stage_map
         # Ranks know hosts by name, not by address.
-        hosts = (None if host is None or is_unnamed(host) else host for host in stage_map.hosts)
-        named = replace(stage_map, model=run.model, hosts=tuple(hosts))
-        write_stage_map(named, options.output)
+        named = () if options.machines is not None else stage_map.hosts
+        hosts = (None if host is None or is_unnamed(host) else host for host in named)
+        write_stage_map(replace(stage_map, model=run.model, hosts=tuple(hosts)), options.output)
     names = [rank.hosts[0] for rank in prediction.ranks]
     for picture in options.draw:
         title = f"{Path(run.model).name}: {prediction.plan.schedule}, one step"
         draw_schedule(prediction.simulation, Path(picture), title=title, names=names)
+    found, answer = _found(planned, max_of) if max_of else ({}, "")
     if options.json:
         print(json.dumps(as_json(planned)))
         return 0
-    print(report(planned, options.hostfile, options.output, train_options))
+    if answer:
+        print(answer)
+    hostfile = options.hostfile or "HOSTFILE"
+    print(report(planned, hostfile, options.output, _train_words(options, given, found)))
     if options.timeline:
         print("\n" + timeline(prediction.simulation, shutil.get_terminal_size((160, 24)).columns))
     return 0

@@ -22,19 +22,24 @@ from shardmlx.planning.facts import CLOSE
 _NOTABLE = 0.1
 """Share of a step below which a part limits nothing."""
 
+_NO_TIMES = "times are not known: they need chips in --machines, or flops=27T in the hostfile"
+
 
 def report(choice: Choice, hostfile: str, stage_map: str | None, options: Sequence[str]) -> str:
     """Return the plan, ranks, limits, and the command that runs it with train's ``options``."""
     prediction, facts = choice.prediction, choice.facts
     rows = f"batches of {choice.run.batch.batch_size} x {facts.lengths.longest[0]} tokens"
-    ranks = [_cells(rank, each) for rank, each in enumerate(prediction.ranks)]
+    has_times = facts.cluster.unit == "seconds"
+    ranks = [_cells(rank, each, has_times) for rank, each in enumerate(prediction.ranks)]
+    speed = [_NO_TIMES]
+    if has_times:
+        speed = [_speed(prediction, facts.cluster), f"what binds it: {binding(choice)}"]
     lines = [
         f"best of {choice.tried} plans for {rows}: {choice.way}",
         "",
         columns(list(ranks[0]), [list(each.values()) for each in ranks]),
         "",
-        _speed(prediction, facts.cluster),
-        f"what binds it: {binding(choice)}",
+        *speed,
         *([APPROXIMATE] if facts.workload.shape.is_approximate else []),
         *shorter_sums(choice),
         "",
@@ -43,21 +48,24 @@ def report(choice: Choice, hostfile: str, stage_map: str | None, options: Sequen
     return "\n".join(lines)
 
 
-def _cells(rank: int, each: RankPrediction) -> dict[str, str]:
+def _cells(rank: int, each: RankPrediction, has_times: bool) -> dict[str, str]:
     seconds, others = each.seconds, len(each.hosts) - 1
-    return {
+    cells = {
         "rank": str(rank),
         "host": f"{each.hosts[0]} +{others}" if others else each.hosts[0],
         "layers": ", ".join(numbers_of(*layers) for layers in each.ranges),
         "weights": gibibytes(each.weights),
         "peak memory": gibibytes(each.peak),
         "of": "?" if math.isinf(each.capacity) else gibibytes(each.capacity),
+    }
+    times = {
         "F": _seconds(seconds.forward),
         "I": _seconds(seconds.input_gradient),
         "W": _seconds(seconds.weight_gradient),
         "bubble": f"{100 * each.bubble:.1f}%",
         "exposed communication": _seconds(each.exposed),
     }
+    return cells | times if has_times else cells
 
 
 def _seconds(seconds: float) -> str:
@@ -68,7 +76,7 @@ def _speed(prediction: Prediction, cluster: Cluster) -> str:
     source = (
         f"measured times ({cluster.profile.path})"
         if cluster.profile is not None
-        else f"FLOP/s at {100 * cluster.efficiency:.0f}% of those of the hostfile: measure with "
+        else f"FLOP/s at {100 * cluster.efficiency:.0f}% of the machines' peak: measure with "
         "shardmlx profile for more than an estimate"
     )
     parts = [f"step {_seconds(prediction.step_seconds)}"]
@@ -155,9 +163,14 @@ def _how_to_run(
 
 
 def as_json(choice: Choice) -> dict[str, Any]:
-    """Return all numbers: bytes, seconds, tokens a second."""
+    """Return all numbers: bytes, seconds, tokens a second; None for times that are not known."""
     prediction, run = choice.prediction, choice.run
     plan = prediction.plan
+    has_times = choice.facts.cluster.unit == "seconds"
+
+    def timed(value: float) -> float | None:
+        return value if has_times else None
+
     return {
         "pp": plan.mesh.pp,
         "dp": plan.mesh.dp,
@@ -167,18 +180,19 @@ def as_json(choice: Choice) -> dict[str, Any]:
         "placement": plan.stage_map.placement,
         "batch_size": run.batch.batch_size,
         "length": choice.facts.lengths.longest[0],
+        "lora_parameters": run.fine_tune.lora_parameters,
         "micro_batch_size": plan.micro_batch_size,
         "microbatches": plan.microbatches,
         "pack": plan.pack,
         "rows": plan.shares,
         "recompute": run.batch.recomputed,
         "divides_weights": plan.mesh.dp > 1 and run.fine_tune.divides_weights,
-        "step_seconds": prediction.step_seconds,
-        "update_seconds": prediction.update_seconds,
-        "reduce_seconds": prediction.reduce_seconds,
-        "tokens_per_second": prediction.tokens_per_second,
+        "step_seconds": timed(prediction.step_seconds),
+        "update_seconds": timed(prediction.update_seconds),
+        "reduce_seconds": timed(prediction.reduce_seconds),
+        "tokens_per_second": timed(prediction.tokens_per_second),
         "sent_bytes": prediction.sent,
-        "bubble": prediction.simulation.bubble,
+        "bubble": timed(prediction.simulation.bubble),
         "tried": choice.tried,
         "ranks": [
             {
@@ -187,12 +201,12 @@ def as_json(choice: Choice) -> dict[str, Any]:
                 "weights_bytes": each.weights,
                 "peak_memory_bytes": each.peak,
                 "capacity_bytes": None if math.isinf(each.capacity) else each.capacity,
-                "forward_seconds": each.seconds.forward,
-                "input_gradient_seconds": each.seconds.input_gradient,
-                "weight_gradient_seconds": each.seconds.weight_gradient,
-                "busy_seconds": each.busy,
-                "exposed_comm_seconds": each.exposed,
-                "bubble": each.bubble,
+                "forward_seconds": timed(each.seconds.forward),
+                "input_gradient_seconds": timed(each.seconds.input_gradient),
+                "weight_gradient_seconds": timed(each.seconds.weight_gradient),
+                "busy_seconds": timed(each.busy),
+                "exposed_comm_seconds": timed(each.exposed),
+                "bubble": timed(each.bubble),
             }
             for each in prediction.ranks
         ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.stage_map import read_stage_map
 from shardmlx.planning.choice import Choice, choose
 from shardmlx.planning.facts import Facts, SequenceLengths
+from shardmlx.planning.largest import largest
 from shardmlx.planning.suggestions import remedies
 
 if TYPE_CHECKING:
@@ -29,11 +31,14 @@ def plan_training(
     machines: Sequence[Machine],
     *,
     backend: str = BACKENDS[0],
+    max_of: str | None = None,
     advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> Choice:
     """Choose the fastest way that fits of those that ``config`` leaves open, for full rows.
 
-    ``advance`` gets the number of ways examined, and of all. ``UserError`` names a way that fits.
+    With ``max_of``, a question of ``largest.QUESTIONS``, the run has the largest such value that
+    fits. Times are FLOPs if the speed of a machine is unknown. ``advance`` gets the number of ways
+    examined, and of all. ``UserError`` names a way that fits.
     """
     run = config if isinstance(config, RunSpec) else RunSpec.of(config)
     profile, stage_map = run.machines.profile, run.layout.stage_map
@@ -45,13 +50,16 @@ def plan_training(
     limit = run.machines.memory_limit
     if limit is not None:
         cluster = within(cluster, budgets_of(cluster, limit))
-    cluster.check_speeds()
+    if any(math.isinf(cluster.capacity(rank)) for rank in range(cluster.size)):
+        cluster.check_speeds()
     facts = Facts(
         workload=Workload.of(open_model(run.model, run.revision), run.fine_tune, run.batch),
         cluster=cluster,
         lengths=SequenceLengths.full(run.batch.max_seq_length),
         stage_map=None if stage_map is None else read_stage_map(stage_map),
     )
+    if max_of is not None:
+        run, facts = largest(max_of, run, facts)
     try:
         return choose(run, facts, advance)
     except DoesNotFitError as error:

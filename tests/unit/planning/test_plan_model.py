@@ -60,7 +60,7 @@ def test_a_line_for_each_rank_speed_and_what_binds_it(
     assert lines[2].split()[:4] == ["rank", "host", "layers", "weights"]
     assert [line.split()[:2] for line in lines[3:5]] == [["0", "studio.local"], ["1", "mini.local"]]
     assert "tokens/s" in text
-    assert "FLOP/s at 60% of those of the hostfile" in text
+    assert "FLOP/s at 60% of the machines' peak" in text
     assert "\nwhat binds it: " in text
 
 

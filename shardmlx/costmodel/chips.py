@@ -1,0 +1,121 @@
+"""Describe Macs by chip and memory: the sizes that are sold, and the speed of the GPU.
+
+No MLX, no MPI. Sizes and numbers of GPU cores are those of Apple's technical specifications.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from difflib import get_close_matches
+from types import MappingProxyType
+
+from shardmlx.common.units import GIB
+from shardmlx.config.options import split_names
+from shardmlx.costmodel.hostfile import Machine, kind_key
+from shardmlx.errors import UserError
+
+CORE_FLOPS = 2 * 128
+"""FLOPs of a GPU core in a cycle: a multiply-add of each ALU, in 32 and in 16 bits alike
+(github.com/philipturner/metal-benchmarks). Matrix units of an M5 do more; they are not counted."""
+
+HERTZ: Mapping[str, float] = MappingProxyType(
+    {"M1": 1.27e9, "M2": 1.398e9, "M3": 1.398e9, "M4": 1.578e9, "M5": 1.578e9}
+)
+"""Cycles a second of a GPU. M1 and M2: from the TFLOPS that Apple states, 10.4 of an M1 Max, 13.6
+of an M2 Max. M3 and M4: as hmc-tech.com lists them. M5: measured on a MacBook Air at
+michaelstinkerings.org/apple-m5-gpu-roofline-analysis."""
+
+THUNDERBOLT = 2e9
+"""Bytes a second, each way: TCP over Thunderbolt 4, measured at jiribrejcha.net."""
+
+SIZES: Mapping[str, Mapping[int, tuple[int, ...]]] = MappingProxyType(
+    {
+        "M1": {7: (8, 16), 8: (8, 16)},
+        "M1 Pro": {14: (16, 32), 16: (16, 32)},
+        "M1 Max": {24: (32, 64), 32: (32, 64)},
+        "M1 Ultra": {48: (64, 128), 64: (64, 128)},
+        "M2": {8: (8, 16, 24), 10: (8, 16, 24)},
+        "M2 Pro": {16: (16, 32), 19: (16, 32)},
+        "M2 Max": {30: (32, 64), 38: (32, 64, 96)},
+        "M2 Ultra": {60: (64, 128, 192), 76: (64, 128, 192)},
+        "M3": {8: (8, 16, 24), 10: (8, 16, 24)},
+        "M3 Pro": {14: (18, 36), 18: (18, 36)},
+        "M3 Max": {30: (36, 96), 40: (48, 64, 128)},
+        "M3 Ultra": {60: (96, 256), 80: (96, 256, 512)},
+        "M4": {8: (16, 24), 10: (16, 24, 32)},
+        "M4 Pro": {16: (24, 48, 64), 20: (24, 48, 64)},
+        "M4 Max": {32: (36,), 40: (48, 64, 128)},
+        "M5": {8: (16, 24), 10: (16, 24, 32)},
+        "M5 Pro": {16: (24, 48, 64), 20: (24, 48, 64)},
+        "M5 Max": {32: (36,), 40: (48, 64, 128)},
+    }
+)
+"""The GB of memory that each chip is sold with, by its GPU cores."""
+
+_MAC = re.compile(
+    r"(?:(?:apple )?(?P<chip>[a-z].*?) +(?:(?P<cores>\d+)[ -]?cores? +)?)?"
+    r"(?P<memory>[1-9]\d{0,4}) ?Gi?B",
+    re.IGNORECASE,
+)
+
+
+def wired_of(memory: int) -> int:
+    """Return the bytes that macOS 15 lets the GPU wire of a Mac's ``memory``, unless it is told
+    otherwise: Metal's recommended working set, 11.84 GiB of 16 and 48 of 64."""
+    return round((0.74 if memory < 36 * GIB else 0.75) * memory)
+
+
+def machines_of(text: str) -> tuple[Machine, ...]:
+    """Return Macs like ``M2 16GB, M1 Max 24-core 32GB, 64GB``, joined by Thunderbolt; the last one
+    is of unknown speed.
+
+    A chip of several variants has the most GPU cores that are sold with this memory, unless they
+    are given. ``UserError`` names what nobody sells, and the nearest.
+    """
+    machines = [_machine(entry) for entry in split_names(text) or [text]]
+    seen: Counter[str] = Counter()
+    for place, machine in enumerate(machines):
+        seen[machine.host] += 1
+        if seen[machine.host] > 1:
+            machines[place] = replace(machine, host=f"{machine.host} #{seen[machine.host]}")
+    return tuple(machines)
+
+
+def _machine(entry: str) -> Machine:
+    match = _MAC.fullmatch(entry)
+    if match is None:
+        raise UserError(f"--machines has {entry!r}", "write chip and memory, as in 'M2 16GB'")
+    size = int(match["memory"])
+    memory = size * GIB
+    mac = Machine(
+        host=f"{size}GB",
+        memory=memory,
+        wired=wired_of(memory),
+        link=THUNDERBOLT,
+        where="--machines",
+    )
+    if match["chip"] is None:
+        return mac
+    names = {name.casefold(): name for name in SIZES}
+    chip = names.get(" ".join(match["chip"].casefold().split()))
+    if chip is None:
+        (near,) = get_close_matches(match["chip"].casefold(), names, n=1, cutoff=0)
+        raise UserError(f"--machines has {entry!r}: unknown chip", f"the nearest is {names[near]}")
+    variants = SIZES[chip]
+    asked = int(match["cores"] or 0)
+    if asked and asked not in variants:
+        near_cores = min(variants, key=lambda cores: abs(cores - asked))
+        problem = f"--machines has {entry!r}: no {chip} has {asked} GPU cores"
+        raise UserError(problem, f"the nearest has {near_cores}")
+    sold = {cores: sizes for cores, sizes in variants.items() if cores == asked or not asked}
+    fitting = [cores for cores, sizes in sold.items() if size in sizes]
+    if not fitting:
+        near_size = min(sum(sold.values(), ()), key=lambda each: abs(each - size))
+        problem = f"--machines has {entry!r}: no such {chip} is sold"
+        raise UserError(problem, f"the nearest has {near_size}GB")
+    flops = max(fitting) * CORE_FLOPS * HERTZ[chip.split()[0]]
+    kind = kind_key(f"Apple {chip}")
+    return replace(mac, host=f"{chip} {size}GB", flops=flops, kind=kind)

@@ -1,0 +1,69 @@
+"""Macs by chip and memory: what is sold, how fast it is, and what nobody sells."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardmlx.common.units import GIB
+from shardmlx.costmodel.chips import HERTZ, SIZES, THUNDERBOLT, machines_of
+from shardmlx.errors import UserError
+
+
+def test_every_chip_from_m1_to_m5_is_known_with_each_memory_that_it_is_sold_with() -> None:
+    assert {chip.split()[0] for chip in SIZES} == HERTZ.keys() == {f"M{i}" for i in range(1, 6)}
+    for chip, variants in SIZES.items():
+        for cores, sizes in variants.items():
+            for size in sizes:
+                (mac,) = machines_of(f"{chip} {cores}-core {size}GB")
+                assert (mac.host, mac.memory) == (f"{chip} {size}GB", size * GIB)
+                assert mac.link == THUNDERBOLT
+                assert mac.flops is not None
+                assert mac.wired is not None
+                assert 0.2e12 < mac.flops / cores < 0.5e12
+                assert 0.7 < mac.wired / (size * GIB) <= 0.75
+
+
+@pytest.mark.parametrize(
+    ("words", "tflops", "wired", "kind"),
+    [
+        ("M2 16GB", 3.58, 11.84, "apple-m2"),
+        ("apple m1 ultra 64 GiB", 20.81, 48.0, "apple-m1-ultra"),
+        ("M1 Max 32GB", 10.4, 23.68, "apple-m1-max"),
+        ("M1 Max 24-core 32GB", 7.8, 23.68, "apple-m1-max"),
+        ("M3 Max 36GB", 10.74, 27.0, "apple-m3-max"),  # sold with 30 cores alone
+        ("M3 Max 64GB", 14.32, 48.0, "apple-m3-max"),
+    ],
+)
+def test_memory_and_cores_give_the_speed(
+    words: str, tflops: float, wired: float, kind: str
+) -> None:
+    (mac,) = machines_of(words)
+    assert mac.flops == pytest.approx(tflops * 1e12, rel=1e-3)
+    assert mac.wired == pytest.approx(wired * GIB, rel=1e-3)
+    assert mac.kind == kind
+
+
+def test_macs_that_are_alike_are_different_hosts_and_one_may_have_memory_alone() -> None:
+    macs = machines_of("M4 24GB, M4 24GB,16GB")
+    assert [mac.host for mac in macs] == ["M4 24GB", "M4 24GB #2", "16GB"]
+    assert [mac.flops is None for mac in macs] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("words", "named", "remedy"),
+    [
+        ("M2 Ultar 64GB", "M2 Ultar 64GB", "the nearest is M2 Ultra"),
+        ("16GB, M2 20GB", "M2 20GB", "the nearest has 16GB"),
+        ("M1 Ultra 512GB", "M1 Ultra 512GB", "the nearest has 128GB"),
+        ("M3 Max 40-core 36GB", "M3 Max 40-core 36GB", "the nearest has 48GB"),
+        ("M1 Max 20-core 32GB", "20 GPU cores", "the nearest has 24"),
+        ("M2", "'M2'", "write chip and memory"),
+        ("0GB", "'0GB'", "write chip and memory"),
+        ("", "''", "write chip and memory"),
+    ],
+)
+def test_what_nobody_sells_is_refused_with_the_nearest(words: str, named: str, remedy: str) -> None:
+    with pytest.raises(UserError) as error:
+        machines_of(words)
+    assert named in error.value.problem
+    assert remedy in error.value.remedy

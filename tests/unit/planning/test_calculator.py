@@ -1,0 +1,104 @@
+"""``shardmlx plan --machines`` and ``--max-of``: questions without a hostfile."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from shardmlx.hosts.launch_options import read_options
+from shardmlx.main import main
+from shardmlx.pipeline.stage_map import read_stage_map
+from tests.helpers.models_and_batches import tiny_config
+
+Capture = pytest.CaptureFixture[str]
+
+PAIR = "M2 16GB, M1 Ultra 64GB"
+
+
+@pytest.fixture(autouse=True)
+def _model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    config = tiny_config(layers=16, hidden_size=256, intermediate_size=512)
+    Path("model/config.json").write_text(json.dumps(config))
+    Path("memory").write_text("a slots=1 # memory=16GiB\nb slots=1 # memory=64GiB\n")
+    Path("timed").write_text("a slots=1 # memory=1GiB flops=1T\nb slots=1 # memory=1GiB flops=1T\n")
+
+
+def planned(capsys: Capture, *words: str) -> str:
+    assert main(["plan", "model", *words]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys: Capture, *words: str) -> str:
+    assert main(["plan", "model", *words]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    return said
+
+
+def test_macs_are_planned_by_name(capsys: Capture) -> None:
+    text = planned(capsys, "--machines", PAIR, "--data-parallel", "1", "-o", "map.yaml")
+    assert [line[5:].split()[:2] for line in text.splitlines()[3:5]] == [
+        ["M2", "16GB"],
+        ["M1", "Ultra"],
+    ]
+    assert "tokens/s" in text
+    assert set(read_stage_map("map.yaml").hosts) == {None}
+    words = shlex.split(text.splitlines()[-1])
+    assert words[2:5] == ["--hostfile", "HOSTFILE", "train"]
+
+
+@pytest.mark.parametrize("machines", [["--machines", "16GB, 64GB"], ["--hostfile", "memory"]])
+def test_memory_alone_says_what_fits_and_no_times(machines: list[str], capsys: Capture) -> None:
+    text = planned(capsys, *machines)
+    assert text.splitlines()[2].endswith("peak memory         of")
+    assert "times are not known" in text
+    assert "tokens/s" not in text
+    found = json.loads(planned(capsys, *machines, "--json"))
+    assert (found["step_seconds"], found["ranks"][0]["busy_seconds"]) == (None, None)
+    assert 0 < found["ranks"][1]["peak_memory_bytes"] <= found["ranks"][1]["capacity_bytes"]
+    assert "how fast" in refused(capsys, *machines, "--timeline")
+
+
+def test_the_longest_sequence_is_in_the_command_that_is_printed(capsys: Capture) -> None:
+    text = planned(capsys, "--hostfile", "timed", "--max-of", "seq")
+    first, *_, command = text.splitlines()
+    length = int(first.removeprefix("longest sequence that fits: ").removesuffix(" tokens"))
+    options = read_options(shlex.split(command)[2:])
+    assert options.run is not None
+    assert options.run.batch.max_seq_length == length > 2048
+
+
+def test_the_largest_micro_batch_is_one_of_as_many_as_there_are_ranks(capsys: Capture) -> None:
+    text = planned(capsys, "--hostfile", "timed", "--max-of", "batch")
+    options = read_options(shlex.split(text.splitlines()[-1])[2:])
+    assert options.run is not None
+    batch = options.run.batch
+    assert batch.batch_size == 2 * (batch.micro_batch_size or 0)
+    assert f"{batch.micro_batch_size} x 2048 tokens" in text.splitlines()[0]
+
+
+def test_the_largest_rank_is_in_words_and_json(capsys: Capture) -> None:
+    asked = ("--hostfile", "timed", "--max-of", "rank")
+    rank = json.loads(planned(capsys, *asked, "--json"))["lora_parameters"]["rank"]
+    assert planned(capsys, *asked).startswith(f"largest rank that fits: {rank},")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "no machines: give --hostfile FILE, or --machines"),
+        (["--machines", PAIR, "--hostfile", "timed"], "--machines is given, and --hostfile too"),
+        (["--machines", "M2 20GB"], "the nearest has 16GB"),
+        (["--machines", "1GB", "--max-of", "seq", "--max-seq-length", "9"], "--max-of seq finds"),
+        (["--machines", "1GB", "--max-of", "batch", "--batch-size", "9"], "--max-of batch finds"),
+        (["--machines", "1GB", "--max-of", "rank", "--fine-tune-type", "full"], "--max-of is rank"),
+        (["--machines", "1GB", "--max-of", "layers"], "choose from"),
+    ],
+)
+def test_questions_that_have_no_answer(words: list[str], said: str, capsys: Capture) -> None:
+    assert said in refused(capsys, *words)
