@@ -60,6 +60,8 @@ class Family:
     """False if a layer uses a position in the row for more than the order of tokens."""
     takes_batches: bool = True
     """False if mlx-lm's layers generate with one sequence at a time."""
+    takes_cuts: bool = True
+    """False if a layer keeps a state, which cannot be cut to a beginning of the sequence."""
     rounds_yarn: bool = False
     """True if mlx-lm rounds yarn's limits although config.json has ``truncate`` false."""
     has_gguf: bool = False

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 STEP = 256
 """Number of tokens by which mlx-lm's caches grow (``mlx_lm.models.cache.KVCache.step``)."""
@@ -11,6 +13,12 @@ STEP = 256
 def held(tokens: int) -> int:
     """Return for how many tokens a cache of ``tokens`` has room."""
     return -(-tokens // STEP) * STEP
+
+
+def parts_of(cache: Any) -> Sequence[Any]:
+    """Return the caches that a layer's cache consists of: some layers attend, and keep a state."""
+    parts: Sequence[Any] = getattr(cache, "caches", (cache,))
+    return parts
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,16 +18,17 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import MODEL_REMAPPING
 
 from shardmlx.compat import calls, rebind
 from shardmlx.errors import UserError, one_line
 from shardmlx.models.attention import ChunkedMask, attend
-from shardmlx.models.decoder import ATTENTION, Decoder, LayerCall
+from shardmlx.models.decoder import ATTENTION, POSITIONED, Decoder, LayerCall
 from shardmlx.models.families import ANOTHER
 from shardmlx.models.family import UNDECLARED
+from shardmlx.models.kv_cache import parts_of
 from shardmlx.models.layer_kinds import no_windows, windows_by_type
 from shardmlx.models.layer_shape import (
     NO_HEADS,
@@ -97,6 +98,13 @@ def traced_shape(config: Mapping[str, Any], stored: Mapping[str, Sides]) -> Mode
         raise UserError(fault, ANOTHER) from None
     (norm, *_), (head, *_) = [*parts.norms, ""], [*parts.heads, ""]
     names = Names(f"{parts.layers_path}.", parts.embedding_path, norm, head)
+    # Others choose among the keys by their places in a row, which in a batch begins with padding.
+    attends_to_all = [len(each.attended) for each in recorded] == [
+        0 if number is None else sum(hasattr(each, "offset") for each in parts_of(caches[number]))
+        for number in parts.caches
+    ]
+    kept = [each for cache in caches for each in parts_of(cache)]
+    are_merged = all(hasattr(each, "merge") for each in kept)
     is_stored_so = not stored or f"{names.embedding}.weight" in stored
     stored_names = {} if is_stored_so else _stored_names(model, stored)
     before = [
@@ -108,7 +116,7 @@ def traced_shape(config: Mapping[str, Any], stored: Mapping[str, Sides]) -> Mode
     # Layers know no other position than that of their ropes.
     is_plain = (
         _takes_masks(decoder, recorded)
-        and all(isinstance(each, (KVCache, RotatingKVCache)) for each in caches)
+        and all(isinstance(each, POSITIONED) for each in caches)
         and (not parts.before or decoder.carries)
     )
     hidden = decoder.states(mx.zeros(max(widths))).size
@@ -121,7 +129,8 @@ def traced_shape(config: Mapping[str, Any], stored: Mapping[str, Sides]) -> Mode
         head_has_bias="bias" in parts.heads.get(head, ()),
         takes_pieces=is_plain,
         takes_packed=is_plain,
-        takes_batches=is_plain,
+        takes_batches=is_plain or (attends_to_all and are_merged and not parts.before),
+        takes_cuts=all(isinstance(each, POSITIONED) for each in kept),
     )
     return ModelShape.of_layers(
         layers,
@@ -289,7 +298,7 @@ def _takes(module: nn.Module, name: str) -> bool:
 
 def _heads(recorded: _Calls, linears: Mapping[str, Linear], cache: Any) -> Heads:
     """Return the heads that attention was called with, or those of which the cache has keys."""
-    kept = [each.state[:2] for each in getattr(cache, "caches", [cache]) if hasattr(each, "offset")]
+    kept = [each.state[:2] for each in parts_of(cache) if hasattr(each, "offset")]
     # Caches have room for further tokens.
     used = [array for pair in kept for array in pair if array is not None]
     cached = sum(array.size // array.shape[-2] for array in used)

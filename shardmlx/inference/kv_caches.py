@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import mlx.core as mx
@@ -20,7 +21,7 @@ from mlx_lm.models.cache import KVCache
 from shardmlx.errors import UserError, one_line
 from shardmlx.inference.prefix_cache import CachedPrefix
 from shardmlx.inference.scheduler import Item, ItemKind
-from shardmlx.models.kv_cache import CacheQuantisation
+from shardmlx.models.kv_cache import CacheQuantisation, parts_of
 from shardmlx.models.slice import Slice
 
 Caches = list[Any]
@@ -121,8 +122,8 @@ class KVCaches:
 
     def _copy_prefix(self, sequence: int, prefix: CachedPrefix) -> None:
         self._alone[sequence] = caches = copy.deepcopy(self._alone[prefix.sequence])
-        for cache in () if prefix.is_whole else caches:
-            if cache.trim(cache.offset - prefix.length):
+        for cache in () if prefix.is_whole else chain.from_iterable(map(parts_of, caches)):
+            if cache.offset > prefix.length and cache.trim(cache.offset - prefix.length):
                 # Without room for more: a shared array is copied at the next write, room and all.
                 cache.keys, cache.values = tree_map(
                     lambda array: array[..., : prefix.length, :], (cache.keys, cache.values)

@@ -43,9 +43,7 @@ class PrefixCache:
         """Return an empty one for a model whose caches have at most ``max_kv_size`` tokens."""
         # Longer sequences have forgotten their beginning in a sliding window, or by the limit.
         limits = [each for each in (*shape.windows, max_kv_size) if each is not None]
-        if (
-            not shape.takes_batches and not shape.is_declared
-        ):  # its caches may hold a state, which cannot be cut
+        if not shape.family.takes_cuts:
             limits.append(0)
         if shape.has_dynamic_rope:  # a beginning differs with what follows
             shortest = sys.maxsize

@@ -52,6 +52,7 @@ from tests.helpers.undeclared_configs import (
 BATCH = random_batch(3, longest=20)
 TOKENS = mx.array(BATCH.tokens[:, :-1])
 CUTS = [(0, 1), (1, 3), (3, LAYERS)]
+STAGES = [(0, 2), (2, LAYERS)]
 kinds_that_run = pytest.mark.parametrize("kind", [*ATTENTIVE, *RECURRENT, *LOOPING])
 kinds_that_train = pytest.mark.parametrize("kind", [*ATTENTIVE, *RECURRENT])
 
@@ -59,6 +60,10 @@ kinds_that_train = pytest.mark.parametrize("kind", [*ATTENTIVE, *RECURRENT])
 @cache
 def model_of(kind: str) -> nn.Module:
     return build(UNDECLARED[kind], seed=3)
+
+
+def prompts_of(*lengths: int) -> list[list[int]]:
+    return [np.random.RandomState(each).randint(1, 90, each).tolist() for each in lengths]
 
 
 def shape_of(kind: str) -> ModelShape:
@@ -171,17 +176,31 @@ def test_a_loop_over_tokens_is_not_trained(tmp_path: Path, kind: str) -> None:
         plan_training(config, [Machine(host="mac", memory=2**34, flops=1e12)])
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "mamba2", "falcon_h1", "nemotron_h", "recurrent_gemma"])
-def test_texts_come_one_by_one_and_a_conversation_goes_on(kind: str) -> None:
-    models = [build(UNDECLARED[kind], seed=3) for _ in CUTS]
-    mx.eval([model(TOKENS) for model in models])
-    prompts = {0: [5, 7, 11, 13, 17, 19, 23, 29, 31, 3], 1: [4, 8, 15, 16, 23, 42]}
-    more = {2: [*prompts[0], *by_mlx_lm(models[0], prompts[0], 4), 9, 2]}
-    kept = PrefixCache.of(shape_of(kind), shortest=4)
-    texts, cached = run_pipeline(models, CUTS, len(prompts), [prompts, more], 4, kept)
+ALONE = {"gpt2", "llama4", "plamo2"}
+"""Models that generate one text at a time."""
+
+
+@kinds_that_run
+def test_texts_of_two_stages_are_those_of_mlx_lm(kind: str) -> None:
+    """In groups, which texts of other lengths join and leave, unless the model takes no batches;
+    then one that goes on with the first."""
+    models = [build(UNDECLARED[kind], seed=3) for _ in STAGES]
+    mx.eval([model.parameters() for model in models])
+    shape = shape_of(kind)
+    assert shape.takes_batches == (kind not in ALONE)
+    prompts = dict(enumerate(prompts_of(5, 30, 2, 17, 1)))
+    more = {9: [*prompts[0], *by_mlx_lm(models[0], prompts[0], 6), 9, 2]}
+    texts, cached = run_pipeline(
+        models,
+        STAGES,
+        2 if shape.takes_batches else len(prompts),
+        [prompts, more],
+        6,
+        PrefixCache.of(shape, shortest=4),
+    )
     every = {**prompts, **more}
-    assert texts == {number: by_mlx_lm(models[0], each, 4) for number, each in every.items()}
-    assert cached[2] == len(prompts[0]) + 3
+    assert texts == {number: by_mlx_lm(models[0], each, 6) for number, each in every.items()}
+    assert cached[9] == len(prompts[0]) + 5
 
 
 @pytest.mark.parametrize("bits", [None, 4])
