@@ -144,7 +144,7 @@ def undeclared_directory(path: Path, tokenizer: Path, kind: str) -> Path:
     inner = "text_config" if "text_config" in config else None
     sizes = dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), SMALL_VOCABULARY)
     sizes["eos_token_id"] = 1
-    config = {**config, inner: {**config[inner], **sizes}} if inner else {**config, **sizes}
+    config = {**config, **sizes, **({inner: {**config[inner], **sizes}} if inner else {})}
     return _with_tokenizer(path, config, tokenizer)
 
 
