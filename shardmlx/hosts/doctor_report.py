@@ -97,6 +97,7 @@ def _cells(hosts: Sequence[Host]) -> Iterator[tuple[str, Callable[[Host], str | 
     yield "ranks", lambda host: " ".join(map(str, host.ranks))
     for package in dict.fromkeys(package for host in hosts for package in host.versions):
         yield package, partial(_version, package)
+    yield "mpirun", lambda host: host.facts.mpirun
     yield "system", lambda host: host.facts.system
     yield "chip", lambda host: host.facts.chip
     yield "cores", lambda host: str(host.facts.cores or "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -20,8 +21,8 @@ from shardmlx.costmodel.hostfile import read_hostfile
 from shardmlx.errors import UserError
 from shardmlx.hosts import probe_script
 from shardmlx.hosts.doctor_report import check_json, host_table, progress, show, warnings
-from shardmlx.hosts.findings import Finding, connection_remedy, version_skew
-from shardmlx.hosts.mpirun import mpirun_path
+from shardmlx.hosts.findings import Finding, connection_remedy, foreign_mpirun, version_skew
+from shardmlx.hosts.mpirun import is_of_wheel, mpirun_path
 from shardmlx.hosts.probe_client import Probe, at_once
 from shardmlx.hosts.reachability import (
     Answer,
@@ -69,9 +70,11 @@ class ProbedHost:
 
 @dataclass(frozen=True, slots=True)
 class SshReport:
-    """The hosts of a hostfile, asked for one interpreter's path, and their faults."""
+    """The hosts of a hostfile, asked for one interpreter's path, and their faults. ``mpirun`` is
+    this machine's."""
 
     python: str
+    mpirun: Path | None
     hosts: tuple[ProbedHost, ...]
     findings: tuple[Finding, ...]
 
@@ -100,9 +103,12 @@ def probe_hosts(hostfile: str, agent: str | None, python: str) -> SshReport:
         # mpirun starts here, and its daemons connect back.
         name = socket.gethostname()
         hosts.insert(0, ProbedHost(name, name, is_local=True))
-    findings = []
+    findings, mpirun = [], None
     try:
-        daemon = str(mpirun_path().with_name("prted"))
+        mpirun = mpirun_path()
+        daemon = str(mpirun.with_name("prted"))
+        if not is_of_wheel(mpirun):
+            findings.append(foreign_mpirun(None, sys.executable))
     except UserError as error:
         findings.append(Finding(None, error.problem, error.remedy))
         daemon = str(Path(python).with_name("prted"))
@@ -114,7 +120,7 @@ def probe_hosts(hostfile: str, agent: str | None, python: str) -> SshReport:
             host.address = found.get(host.name)
             host.answer = answers[host.name]
         _connect([host for host in hosts if host.facts is not None], probes)
-    return SshReport(python, tuple(hosts), (*findings, *find(hosts, remote)))
+    return SshReport(python, mpirun, tuple(hosts), (*findings, *find(hosts, remote)))
 
 
 def _look_up(name: str) -> str | None:
@@ -167,7 +173,8 @@ def report_text(report: SshReport) -> str:
     """Return a table of the hosts, and a line for each finding."""
     names = [host.name for host in report.hosts]
     table = host_table(names, report.hosts, _cells(report.hosts))
-    python = f"mpirun starts ranks with the same Python on all hosts: {report.python}"
+    mpirun = report.mpirun or "mpirun"
+    python = f"{mpirun} starts ranks with the same Python on all hosts: {report.python}"
     return "\n\n".join([table, python, warnings(report.findings)])
 
 
@@ -197,6 +204,7 @@ def report_content(report: SshReport) -> dict[str, Any]:
     return {
         "shardmlx": shardmlx.__version__,
         "python": report.python,
+        "mpirun": report.mpirun and str(report.mpirun),
         "hosts": [
             {
                 "name": host.name,

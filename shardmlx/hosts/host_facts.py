@@ -23,11 +23,15 @@ import psutil
 
 from shardmlx.common.process_memory import memory_bounds
 from shardmlx.common.units import MIB
+from shardmlx.distributed.processes import find_mpirun
+from shardmlx.hosts.mpirun import is_of_wheel
 from shardmlx.hosts.probe_script import versions
 
 SECONDS_TO_SAY = 10.0  # for each tool
 
 _ADDED_PATH = "/usr/sbin:/sbin:/usr/bin:/bin"  # may be missing in a login without a terminal
+
+_PMSET = ("-g", "batt"), ("-g",)
 
 WIFI = "Wi-Fi"
 THUNDERBOLT = "Thunderbolt"
@@ -69,6 +73,9 @@ class HostFacts:
     interfaces: tuple[Interface, ...]
     memory_limit: int | None = None
     memory_limit_reason: str | None = None
+    mpirun: str | None = None
+    mpirun_is_of_wheel: bool = True
+    weak_power: tuple[str, ...] = ()
 
 
 def collect() -> HostFacts:
@@ -82,6 +89,7 @@ def collect() -> HostFacts:
     ports = (_said("networksetup", "-listallhardwareports") if is_mac else None) or ""
     directory, disk_free = _disk()
     memory = psutil.virtual_memory()
+    mpirun = _mpirun()
     bounds = [(bound.nbytes, bound.what) for bound in memory_bounds()]
     limit_bytes, reason = min(
         (each for each in bounds if each[0] < memory.total), default=(None, None)
@@ -102,6 +110,11 @@ def collect() -> HostFacts:
         interfaces=_interfaces(media_of_ports(ports).get if is_mac else medium_on_linux),
         memory_limit=limit_bytes,
         memory_limit_reason=reason,
+        mpirun=mpirun,
+        mpirun_is_of_wheel=mpirun is None or is_of_wheel(Path(mpirun)),
+        weak_power=weak_power(*(_said("pmset", *words) or "" for words in _PMSET))
+        if is_mac
+        else (),
     )
 
 
@@ -128,6 +141,23 @@ def _chip_on_linux() -> str | None:
         if line := re.search(r"^model name\s*:\s*(\S.*)$", text, re.MULTILINE):
             return line[1].strip()
     return platform.processor() or None
+
+
+def _mpirun() -> str | None:
+    """Return the program that started this process: mpirun, or its daemon here."""
+    found = find_mpirun()
+    with contextlib.suppress(psutil.Error):
+        return None if found is None else found.process.exe()
+    return None
+
+
+def weak_power(sources: str, settings: str) -> tuple[str, ...]:
+    """Return what slows a Mac down, by its ``pmset -g batt`` and ``pmset -g``."""
+    found = {
+        "on battery power": "'Battery Power'" in sources,
+        "in Low Power Mode": re.search(r"^\s*(low)?powermode\s+1\b", settings, re.MULTILINE),
+    }
+    return tuple(name for name, is_so in found.items() if is_so)
 
 
 def _disk() -> tuple[str | None, int | None]:

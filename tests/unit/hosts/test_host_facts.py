@@ -19,6 +19,7 @@ from shardmlx.hosts.host_facts import (
     WIFI,
     Interface,
     media_of_ports,
+    weak_power,
 )
 
 
@@ -67,6 +68,31 @@ def test_what_carries_a_device_of_a_mac() -> None:
         assert media_of_ports(f"Hardware Port: {port}\nDevice: en7\n") == {"en7": medium}
 
 
+# pmset as in public posts of macOS 13 to 15.
+ON_BATTERY = """Now drawing from 'Battery Power'
+ -InternalBattery-0 (id=22282339)	84%; discharging; 5:35 remaining present: true
+"""
+ON_MAINS = """Now drawing from 'AC Power'
+ -InternalBattery-0 (id=22282339)	100%; charged; 0:00 remaining present: true
+"""
+SETTINGS = """System-wide power settings:
+Currently in use:
+ standby              1
+ powernap             1
+ hibernatemode        3
+ lowpowermode         {}
+ sleep                1 (sleep prevented by caffeinate)
+"""
+
+
+def test_a_mac_on_battery_or_in_low_power_mode_says_so() -> None:
+    assert weak_power(ON_MAINS, SETTINGS.format(0)) == ()
+    assert weak_power(ON_BATTERY, SETTINGS.format(1)) == ("on battery power", "in Low Power Mode")
+    assert weak_power(ON_MAINS, " powermode            1\n") == ("in Low Power Mode",)  # M4 Max
+    assert weak_power(ON_MAINS, " powermode            2\n") == ()  # its High Power Mode
+    assert weak_power("", "") == ()
+
+
 def test_this_machine_has_memory_and_addresses() -> None:
     facts = host_facts.collect()
     assert facts.memory is not None
@@ -107,6 +133,8 @@ def test_a_mac_is_asked_with_its_own_tools(monkeypatch: pytest.MonkeyPatch) -> N
     answers = {
         "machdep.cpu.brand_string": "Apple M2 Ultra",
         "iogpu.wired_limit_mb": "57344",
+        "batt": ON_BATTERY,
+        "-g": SETTINGS.format(0),
         "-listallhardwareports": HARDWARE_PORTS_OF_A_MACBOOK,
     }
     monkeypatch.setattr("sys.platform", "darwin")
@@ -114,6 +142,7 @@ def test_a_mac_is_asked_with_its_own_tools(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: ADDRESSES)
     facts = host_facts.collect()
     assert facts.chip == "Apple M2 Ultra"
+    assert facts.weak_power == ("on battery power",)
     assert facts.wired_limit == 56 << 30
     assert facts.interfaces == (
         Interface("lo0", "127.0.0.1", "127.0.0.0/8", None),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from shardmlx.hosts import mpirun
-from shardmlx.hosts.mpirun import common_network, settings_for
+from shardmlx.hosts.mpirun import common_network, is_of_wheel, mpirun_path, settings_for
 
 CABLE = ("10.77.0.1", "255.255.255.0")
 WLAN = ("192.168.1.7", "255.255.255.0")
@@ -65,3 +67,8 @@ def test_messages_keep_to_the_network_of_the_addresses_in_the_hostfile(
 )
 def test_no_network_is_named_where_it_is_not_known(hosts: tuple[str, ...]) -> None:
     assert common_network(hosts, [LOOPBACK, WLAN, CABLE]) is None
+
+
+def test_an_mpirun_that_pip_did_not_install_is_told_from_ours(tmp_path: Path) -> None:
+    assert is_of_wheel(mpirun_path())
+    assert not is_of_wheel(tmp_path / "mpirun")
