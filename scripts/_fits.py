@@ -1,7 +1,7 @@
 """The tables of what fits on which Macs, from the shapes of well-known models' config.json.
 
-Nothing is run, and nothing is downloaded. MLX may use 74% of a Mac's memory, which is what macOS
-wires on one with 16 GB. Each table can be made of one model ``only``.
+Nothing is run, and nothing is downloaded. MLX may use what macOS wires. Each table can be made of
+one model ``only``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import tempfile
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from shardmlx.config.commands import BY_NAME
 from shardmlx.config.common_options import AUTO, OFF
 from shardmlx.config.specs import FULL, NONE, SELECTIVE
 from shardmlx.config.train import TrainConfig
+from shardmlx.costmodel.chips import machines_of
 from shardmlx.costmodel.hostfile import Machine, read_hostfile
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import open_model
@@ -27,9 +29,6 @@ from shardmlx.planning.training_plan import plan_training
 
 GIB = 2**30
 
-
-WIRED = 0.74
-"""Part of a Mac's memory that its GPU may use: macOS wires no more below 36 GB."""
 
 MACS = ((1, 16), (2, 16), (1, 32), (2, 32), (4, 32), (2, 64))
 """How many Macs, and GB of each."""
@@ -99,11 +98,9 @@ LENGTHS = [2**power for power in range(9, 18)]
 
 
 def _machines(count: int, gigabytes: int) -> list[Machine]:
-    """Return Macs that are alike."""
-    return [
-        Machine(host=f"mac{i}", wired=round(WIRED * gigabytes * GIB), flops=5e12, link=2e9)
-        for i in range(count)
-    ]
+    """Return Macs that are alike, of any chip."""
+    macs = machines_of(", ".join([f"{gigabytes}GB"] * count))
+    return [replace(mac, flops=5e12) for mac in macs]
 
 
 def common(only: str | None = None) -> str:

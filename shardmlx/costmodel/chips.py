@@ -104,18 +104,15 @@ def _machine(entry: str) -> Machine:
     if chip is None:
         (near,) = get_close_matches(match["chip"].casefold(), names, n=1, cutoff=0)
         raise UserError(f"--machines has {entry!r}: unknown chip", f"the nearest is {names[near]}")
-    variants = SIZES[chip]
-    asked = int(match["cores"] or 0)
-    if asked and asked not in variants:
-        near_cores = min(variants, key=lambda cores: abs(cores - asked))
-        problem = f"--machines has {entry!r}: no {chip} has {asked} GPU cores"
-        raise UserError(problem, f"the nearest has {near_cores}")
-    sold = {cores: sizes for cores, sizes in variants.items() if cores == asked or not asked}
-    fitting = [cores for cores, sizes in sold.items() if size in sizes]
+    asked = match["cores"]
+    sold = [(cores, gigabytes) for cores, sizes in SIZES[chip].items() for gigabytes in sizes]
+    fitting = [cores for cores, each in sold if each == size and asked in (None, str(cores))]
     if not fitting:
-        near_size = min(sum(sold.values(), ()), key=lambda each: abs(each - size))
+        cores, each = min(
+            sold, key=lambda mac: (abs(mac[0] - int(asked or mac[0])), abs(mac[1] - size))
+        )
         problem = f"--machines has {entry!r}: no such {chip} is sold"
-        raise UserError(problem, f"the nearest has {near_size}GB")
+        raise UserError(problem, f"the nearest is {chip} {cores}-core {each}GB")
     flops = max(fitting) * CORE_FLOPS * HERTZ[chip.split()[0]]
     kind = kind_key(f"Apple {chip}")
     return replace(mac, host=f"{chip} {size}GB", flops=flops, kind=kind)

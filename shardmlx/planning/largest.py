@@ -11,14 +11,16 @@ from shardmlx.config.specs import RunSpec
 from shardmlx.planning.choice import fits
 from shardmlx.planning.facts import Facts, SequenceLengths
 
-QUESTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+QUESTIONS: Mapping[str, str] = MappingProxyType(
     {
-        "seq": ("max_seq_length",),
-        "batch": ("batch_size", "micro_batch_size"),
-        "rank": (),
+        "seq": "longest sequence that fits: {batch.max_seq_length} tokens",
+        "batch": "largest micro-batch that fits: {batch.micro_batch_size} x {batch.max_seq_length} "
+        "tokens; a batch may have any number of them",
+        "rank": "largest rank that fits: {tune.lora_parameters[rank]}, in lora_parameters of a "
+        "YAML file",
     }
 )
-"""The questions, and the flags that an answer sets."""
+"""The questions, with the words of an answer."""
 
 LONGEST = 2**20
 """Tokens of the longest sequence that is looked at."""

@@ -25,7 +25,6 @@ from shardmlx.errors import UserError
 from shardmlx.pipeline.figure import check_picture, draw_schedule
 from shardmlx.pipeline.stage_map import write_stage_map
 from shardmlx.pipeline.text_timeline import timeline
-from shardmlx.planning.choice import Choice
 from shardmlx.planning.largest import QUESTIONS
 from shardmlx.planning.report import as_json, report
 from shardmlx.planning.training_plan import plan_training
@@ -121,35 +120,18 @@ LINE = CommandLine(
 
 def _train_words(options: PlanOptions, given: Given, found: Mapping[str, Any]) -> list[str]:
     """Return the words of ``train`` for what is given or found, and the planner leaves as it is."""
-    of_train = {each.name for each in declared(TrainConfig)} - {"model", *_DECIDED}
+    flags = {each.name for each in declared(TrainConfig) if each.rules.flag}
+    of_train = flags - {"model", *_DECIDED}
     left = {name: value for name, value in {**given.flags, **found}.items() if name in of_train}
     words = words_of(PlanOptions, {"model": options.model, **left})
     # A plan needs no data, and a run does.
     return words if "data" in given.names else [*words, "--data", "DATA"]
 
 
-def _found(planned: Choice, max_of: str) -> tuple[dict[str, int], str]:
-    """Return the options that are the answer to ``max_of``, and the answer in words."""
-    batch, length = planned.asked.batch, planned.facts.lengths.longest[0]
-    if max_of == "seq":
-        return {"max_seq_length": length}, f"longest sequence that fits: {length} tokens"
-    if max_of == "batch":
-        found = {"batch_size": batch.batch_size}
-        rows = f"{batch.micro_batch_size} x {length} tokens"
-        return found, f"largest micro-batch that fits: {rows}; a batch may have any number of them"
-    rank = planned.asked.fine_tune.lora_parameters["rank"]
-    return {}, f"largest rank that fits: {rank}, in lora_parameters of a YAML file"
-
-
 def run(words: Sequence[str]) -> int:
     """Plan as the words say, and print or write it; ``UserError`` if no plan fits."""
     options, given = LINE.load_given(words)
     run, max_of = RunSpec.of(options), options.max_of
-    for name in QUESTIONS[max_of] if max_of is not None else ():
-        if name in given.flags:
-            raise UserError(
-                f"{flag_of(name)} is given", f"--max-of {max_of} finds it: leave it out"
-            )
     for picture in options.draw:
         check_picture(Path(picture))
         check_writable(Path(picture), "--draw")
@@ -163,7 +145,11 @@ def run(words: Sequence[str]) -> int:
         planned = plan_training(
             run, machines, backend=options.backend, max_of=max_of, advance=bar.show
         )
-    prediction = planned.prediction
+    prediction, found = planned.prediction, planned.asked.answers(run)
+    for name in found:
+        if name in given.flags:
+            remedy = f"--max-of {max_of} finds it: leave it out"
+            raise UserError(f"{flag_of(name)} is given", remedy)
     if options.draw or options.timeline:
         planned.facts.cluster.check_speeds()
     if options.output:
@@ -176,12 +162,12 @@ def run(words: Sequence[str]) -> int:
     for picture in options.draw:
         title = f"{Path(run.model).name}: {prediction.plan.schedule}, one step"
         draw_schedule(prediction.simulation, Path(picture), title=title, names=names)
-    found, answer = _found(planned, max_of) if max_of else ({}, "")
     if options.json:
         print(json.dumps(as_json(planned)))
         return 0
-    if answer:
-        print(answer)
+    if max_of is not None:
+        asked = planned.asked
+        print(QUESTIONS[max_of].format(batch=asked.batch, tune=asked.fine_tune))
     hostfile = options.hostfile or "HOSTFILE"
     print(report(planned, hostfile, options.output, _train_words(options, given, found)))
     if options.timeline:

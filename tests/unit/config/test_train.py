@@ -324,6 +324,7 @@ LORA = "lora_parameters: {rank: 8, scale: 2.0, dropout: 0"
     ("text", "problem", "remedy"),
     [
         ("iter: 5", "'iter'", "iters"),
+        ("foo_bar: 1", "'foo_bar'", "take it out"),
         ("iters: true", "iters is True", "a whole number"),
         ("train: 1", "train is 1", "true or false"),
         ("learning_rate: fast", "learning_rate is 'fast'", "a number"),

@@ -93,7 +93,7 @@ def test_the_largest_rank_is_in_words_and_json(capsys: Capture) -> None:
     [
         ([], "no machines: give --hostfile FILE, or --machines"),
         (["--machines", PAIR, "--hostfile", "timed"], "--machines is given, and --hostfile too"),
-        (["--machines", "M2 20GB"], "the nearest has 16GB"),
+        (["--machines", "M2 20GB"], "the nearest is M2 8-core 16GB"),
         (["--machines", "1GB", "--max-of", "seq", "--max-seq-length", "9"], "--max-of seq finds"),
         (["--machines", "1GB", "--max-of", "batch", "--batch-size", "9"], "--max-of batch finds"),
         (["--machines", "1GB", "--max-of", "rank", "--fine-tune-type", "full"], "--max-of is rank"),
