@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shardmlx.planning.training_plan import plan_training
     from shardmlx.training.command import train_model
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AgreedFailure",

@@ -13,7 +13,7 @@ GIB = 1 << 30
 
 VERSIONS: Mapping[str, str | None] = {
     "Python": "3.11.7",
-    "shardmlx": "0.1.0",
+    "shardmlx": "0.2.0",
     "mlx": "0.32.4",
     "mlx-lm": "0.32.2",
     "mpi4py": "4.1.2",

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import shardmlx
 from shardmlx.common.cli import BAD_INPUT, INTERRUPTED
 from shardmlx.costmodel.hostfile import KEYS
 from shardmlx.distributed.signals import STOPS
@@ -43,6 +44,17 @@ def test_every_table_has_a_head() -> None:
     found = [(page.name, rows) for page in PAGES for rows in tables(page)]
     assert len(found) > 50
     assert [each for each in found if not HEAD.match(each[1][1])] == []
+
+
+def test_the_version_is_one() -> None:
+    version, files = shardmlx.__version__, ("pyproject.toml", "CITATION.cff", "docs/comparison.md")
+    text = "".join((ROOT / name).read_text(encoding="utf-8") for name in files)
+    for line in (f'version = "{version}"', f"version: {version}", f"| shardmlx {version} |"):
+        assert line in text
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    released = re.findall(r"^## (\S+) - \d{4}-\d\d-\d\d$", changes, re.MULTILINE)
+    assert released[0] == version
+    assert "\n## Unreleased\n" in changes
 
 
 def test_the_keys_of_a_hostfile() -> None:
