@@ -31,6 +31,9 @@ from shardmlx.models.family import UNDECLARED
 from shardmlx.models.kv_cache import parts_of
 from shardmlx.models.layer_kinds import no_windows, windows_by_type
 from shardmlx.models.layer_shape import (
+    GELU,
+    GELU_APPROX,
+    JOINED_SWIGLU,
     NO_HEADS,
     SWIGLU,
     Activation,
@@ -47,6 +50,14 @@ TOKENS = 3
 """Tokens of the trace: so few that mlx-lm does not sort them by expert."""
 
 Sides = tuple[int, ...]
+
+_ACTIVATIONS = {
+    "swiglu": (SWIGLU, SWIGLU),
+    "relu2": (Activation(0), Activation(0)),
+    "gelu": (Activation(1), GELU),
+    "gelu_approx": (Activation(2), GELU_APPROX),
+}
+"""Activations by the name of MLX's function: alone, and with a gate."""
 
 _FAULTS = (AttributeError, ValueError, KeyError, TypeError, RuntimeError)
 """Errors of a model whose code does not fit its config.json, or this machine."""
@@ -106,7 +117,7 @@ def traced_shape(config: Mapping[str, Any], stored: Mapping[str, Sides]) -> Mode
     kept = [each for cache in caches for each in parts_of(cache)]
     are_merged = all(hasattr(each, "merge") for each in kept)
     is_stored_so = not stored or f"{names.embedding}.weight" in stored
-    stored_names = {} if is_stored_so else _stored_names(model, stored)
+    stored_names = {} if is_stored_so else _stored_names(model, names.embedding, stored)
     before = [
         (f"{path}.{name}".strip("."), module.weight.shape)
         for path, holder in parts.before.items()
@@ -141,7 +152,7 @@ def traced_shape(config: Mapping[str, Any], stored: Mapping[str, Sides]) -> Mode
         carried_size=max(widths) - hidden,
         vocab_size=parts.vocabulary,
         tied=not parts.heads,
-        names=names if is_stored_so else _names_by(stored_names, names),
+        names=_names_by(stored_names, names) if stored_names else names,
         has_dynamic_rope=not all(isinstance(each, STATIC) for each in ropes),
         seen=seen,
         untrained=_fault_of_gradient(decoder, layers),
@@ -170,19 +181,29 @@ def _loops(path: str, sides: Sides) -> bool:
     return "rg_lru" in path or (path.endswith("A_log") and len(sides) == 2)
 
 
-def _stored_names(model: nn.Module, stored: Mapping[str, Sides]) -> dict[str, str]:
+def _stored_names(model: nn.Module, embedding: str, stored: Mapping[str, Sides]) -> dict[str, str]:
     """Return, by the name that mlx-lm's code gives each as it loads them, the names of arrays of
-    such sides."""
+    such sides; empty if it does not load them."""
     arrays = {name: mx.zeros(sides) for name, sides in stored.items()}
     before = {id(array): name for name, array in arrays.items()}
-    return {name: before.get(id(a), name) for name, a in model.sanitize(dict(arrays)).items()}
+    try:
+        loaded = model.sanitize(dict(arrays))
+    except _FAULTS:
+        return {}
+    names = {name: before[id(array)] for name, array in loaded.items() if id(array) in before}
+    if (whole := f"{embedding}.weight") not in names:
+        return {}
+    body, stored_body = (each.rsplit(".", 2)[0] for each in (whole, names[whole]))
+    # Where numbers are changed, as those of norms, the name is that of the embedding's module.
+    changed = [name for name in loaded if name not in names and name.startswith(body)]
+    return names | {name: f"{stored_body}{name.removeprefix(body)}" for name in changed}
 
 
 def _names_by(stored_names: Mapping[str, str], names: Names) -> Names:
     """Return the stored form of names."""
-    in_layer = next(name for name in stored_names if name.startswith(names.layers))
+    in_layer = next(name for name in stored_names if name.startswith(f"{names.layers}0."))
     others = (_stored_path(name, stored_names) for name in names[1:])
-    return Names(stored_names[in_layer].partition("0.")[0], *others)
+    return Names(f"{stored_names[in_layer].partition('.0.')[0]}.", *others)
 
 
 def _stored_path(path: str, stored_names: Mapping[str, str]) -> str:
@@ -198,7 +219,8 @@ class _Calls:
         named = [*layer.named_modules()]
         self.sides = {path: array.shape for path, array in tree_flatten(layer.parameters())}
         self.mixers = [path for path, each in named if path and _takes(each, "cache")]
-        self.has_swiglu = any(calls(each, "swiglu") for _, each in named)
+        self.recurrent = {path: _kept_by(layer, path) for path in self.mixers}
+        self.activations = {name for name in _ACTIVATIONS for _, each in named if calls(each, name)}
         self.modules = {path: each for path, each in named if _is_counted(each)}
         self.given: dict[str, mx.array] = {}
         self.outputs: dict[str, mx.array] = {}
@@ -281,8 +303,42 @@ def _shape(recorded: _Calls, x: mx.array, cache: Any) -> LayerShape:
         arrays=tuple(sides.items()),
         heads=_heads(recorded, linears, cache),
         window=getattr(cache, "max_size", None),
-        activation=SWIGLU if recorded.has_swiglu else Activation(2),
+        activation=_activation(recorded, linears),
+        kept=round(
+            sum(
+                factor * (each.outputs if each.source != "values" else each.inputs)
+                for path, each in linears.items()
+                for mixer, factor in recorded.recurrent.items()
+                if not hasattr(cache, "offset") and path.startswith(f"{mixer}.")
+            )
+        ),
     )
+
+
+def _activation(recorded: _Calls, linears: Mapping[str, Linear]) -> Activation:
+    """Return the activation by the name of the function that the MLP calls."""
+    (name, *_) = [*recorded.activations, ""]
+    alone, gated = _ACTIVATIONS.get(name, (Activation(2), Activation(2)))
+    has_gate = is_joined = False
+    for each in linears.values():
+        if each.source.startswith("product of "):
+            parent = each.source.removeprefix("product of ")
+            beside = [own for path, own in linears.items() if path.rpartition(".")[0] == parent]
+            has_gate |= len(beside) > 2
+            is_joined |= len(beside) == 2 and beside[0].outputs == 2 * each.inputs
+    return JOINED_SWIGLU if is_joined and gated is SWIGLU else gated if has_gate else alone
+
+
+def _kept_by(layer: nn.Module, path: str) -> float:
+    """Return the arrays of its matrices' width that a recurrent module keeps for its gradient."""
+    inner = [each for name, each in layer.named_modules() if f"{name}.".startswith(f"{path}.")]
+    if any(calls(each, ATTENTION) for each in inner):
+        return 0
+    if any(calls(each, "ssm_update", "_ssm") for each in inner):
+        return 3
+    has_one_convolution = sum(isinstance(each, nn.Conv1d) for each in inner) == 1
+    is_delta = any(calls(each, "gated_delta_update") for each in inner)
+    return 1.3 if has_one_convolution and not is_delta else 4.25
 
 
 def _is_counted(module: nn.Module) -> bool:

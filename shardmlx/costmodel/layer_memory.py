@@ -205,6 +205,7 @@ def _passing_arrays(setup: TrainingSetup, layer: LayerShape) -> tuple[float, flo
     both = size * outputs + of_norm * sum(norm.elements for _, norm in layer.norms)
     forward = both + size * layer.mlp * max(ACTIVATION_ARRAYS, layer.activation.kept)
     backward = both + size * layer.mlp * (ACTIVATION_ARRAYS + layer.activation.passing)
+    backward += size * layer.kept  # their gradients
     if not setup.tune.is_full:
         # Adapters compute in float32, and convert inputs of another type.
         trained = _trained(setup, layer)

@@ -21,6 +21,7 @@ from tests.helpers.fake_models import (
     model_files,
     write,
 )
+from tests.helpers.family_configs import LAYERS
 from tests.helpers.hub_server import safetensors_file, text_file
 from tests.helpers.models_and_batches import save_model_directory
 from tests.helpers.undeclared_configs import UNDECLARED
@@ -61,6 +62,7 @@ def test_layers_that_are_alike_are_one_line(tmp_path: Path, capsys: Capture) -> 
     assert output(capsys, model).splitlines() == [
         model,
         "mistral: 32 layers, hidden 4096, ffn 14336, 32/8 heads, vocabulary 32768, untied head",
+        "trains and generates",
         "291 tensors, 7.25 B parameters, 13.50 GiB of BF16",
         "1 file of 13.50 GiB, of which only the headers, 35.7 KiB, were read",
         "",
@@ -116,11 +118,19 @@ def test_a_family_that_is_not_declared_is_read_from_its_code(
     model = str(tmp_path)
     shown = output(capsys, model)
     assert "no row of models/families declares this model" in shown
+    assert "generates, but cannot be trained" in shown
     assert "jamba: 4 layers, hidden 32, ffn 64, 4/2 heads, vocabulary 97" in shown
     assert [s["layers"] for s in report(capsys, model, "--pipeline-stages", "2")["stages"]] == [
         [0, 2],
         [2, 4],
     ]
+
+
+def test_a_model_that_cannot_run_is_shown_with_the_reason(tmp_path: Path, capsys: Capture) -> None:
+    save_model_directory(tmp_path, UNDECLARED["rwkv7"])
+    shown = output(capsys, str(tmp_path))
+    assert "cannot run: mlx-lm's model of type 'rwkv7' cannot be cut into stages" in shown
+    assert len(report(capsys, str(tmp_path))["parts"]) > LAYERS
 
 
 # The split

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,10 +17,12 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.hostfile import Machine
+from shardmlx.costmodel.workload import model_sizes
 from shardmlx.errors import UserError
 from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.loading.manifest import is_needed
-from shardmlx.modelfiles.parts import read_shape
+from shardmlx.modelfiles.model_files import open_model
+from shardmlx.modelfiles.parts import inspect_files, needed_shape, read_shape
 from shardmlx.models.families import FAMILIES
 from shardmlx.models.family import APPROXIMATE
 from shardmlx.models.parts import find_parts
@@ -214,3 +217,28 @@ def test_an_embedding_with_adapters_knows_as_many_tokens(bits: int | None) -> No
     adapted = find_parts(model)
     assert hasattr(adapted.embedding, "lora_a")
     assert adapted.vocabulary == plain.vocabulary == tiny_config()["vocab_size"]
+
+
+def test_published_names_are_those_that_mlx_lm_replaces(tmp_path: Path) -> None:
+    """Qwen3.5 on the hub: beside vision, other names, and norms that mlx-lm adds 1 to."""
+    config = UNDECLARED["qwen3_5"]
+    save_model_directory(tmp_path, config)
+    stored: Any = mx.load(str(tmp_path / "model.safetensors"))
+    renamed = {
+        name.replace("language_model.model.", "model.language_model.").removeprefix(
+            "language_model."
+        ): array.moveaxis(2, 1) if "conv1d" in name else array
+        for name, array in stored.items()
+    }
+    vision = {"model.visual.blocks.0.proj.weight": mx.zeros((4, 4))}
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), renamed | vision)
+    files = open_model(str(tmp_path))
+    shape = needed_shape(files)
+    body = "model.language_model"
+    assert shape.names == (f"{body}.layers.", f"{body}.embed_tokens", f"{body}.norm", "lm_head")
+    assert model_sizes(files, None).dtype == "float32"
+    inspection = inspect_files(files)
+    assert [part.parameters for part in inspection.layers] == [
+        shape.layer(i).parameters for i in range(LAYERS)
+    ]
+    assert [tensor.name for tensor in inspection.other.tensors] == [*vision]
