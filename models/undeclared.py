@@ -358,7 +358,7 @@ def _heads(recorded: _Calls, linears: Mapping[str, Linear], cache: Any) -> Heads
     # Caches have room for further tokens.
     used = [array for pair in kept for array in pair if array is not None]
     cached = sum(array.size // array.shape[-2] for array in used)
-    if not cached:
+    if not (cached or recorded.attended):
         return NO_HEADS
     keys, values = recorded.attended[0][1:3] if recorded.attended else kept[0]
     (_, groups, _, key), (*_, value) = keys.shape, values.shape
