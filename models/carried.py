@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
+from shardmlx.compat import inputs_of_layers
+
 _MAKERS = (
     "embed_tokens_per_layer",
     "per_layer_model_projection",
@@ -95,10 +97,7 @@ class Carrier:
 
     def begin(self, x: mx.array, tokens: mx.array) -> mx.array:
         """Return the first layer's input of embedded ``tokens`` (rows, T), with all it carries."""
-        inputs = None
-        if self._inputs:
-            body = self._body
-            inputs = body._project_per_layer_inputs(x, body._get_per_layer_inputs(tokens))
+        inputs = inputs_of_layers(self._body, x, tokens) if self._inputs else None
         rows, length, _ = x.shape
         shared = {
             i: (mx.zeros((rows, groups, length, dim), x.dtype),) * 2

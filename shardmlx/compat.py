@@ -134,6 +134,17 @@ def with_global(call: Any, name: str, function: Callable[..., Any]) -> Any:
     return own
 
 
+def inputs_of_layers(body: Any, x: mx.array, tokens: mx.array) -> mx.array:
+    """Return the inputs (rows, T, layers, dim) that Gemma 4's ``body`` gives its layers beside the
+    hidden states ``x`` (rows, T, D) of ``tokens`` (rows, T).
+
+    mlx-lm 0.32.2: ``Gemma4TextModel`` has a method for what comes from tokens, and one that adds
+    what comes from hidden states. When it breaks: see its ``__call__``.
+    """
+    inputs: mx.array = body._project_per_layer_inputs(x, body._get_per_layer_inputs(tokens))
+    return inputs
+
+
 def follow_positions(body: Any, positions: Callable[[], mx.array | None]) -> None:
     """Let a model's factors of queries follow ``positions()`` (T,), where that is not None.
 

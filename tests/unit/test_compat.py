@@ -28,7 +28,8 @@ from mlx_lm.models import ministral3, mistral4
 from mlx_lm.utils import load_model
 
 from shardmlx import compat
-from tests.helpers.models_and_batches import save_model_directory, tiny_config
+from tests.helpers.models_and_batches import build, save_model_directory, tiny_config
+from tests.helpers.undeclared_configs import UNDECLARED
 
 ROOT = Path(__file__).parents[2]
 
@@ -164,6 +165,24 @@ def test_queries_are_scaled_by_positions_of_any_order(body: type[nn.Module]) -> 
         assert ours is not factors
         assert np.allclose(ours(4, 6, 0.1, 4), expected[6:, None])
         assert np.allclose(ours(4, 6, 0.1, 4), expected[[9, 6], None])
+
+
+def test_gemma_4_tells_what_each_layer_gets_beside_hidden_states() -> None:
+    body = build(UNDECLARED["gemma4_text"]).model
+    tokens, given = mx.array([[3, 4, 5]]), []
+
+    class Layer(type(body.layers[0])):  # type: ignore[misc]
+        def __call__(self, *args: Any, per_layer_input: mx.array, **how: Any) -> Any:
+            given.append(per_layer_input)
+            return super().__call__(*args, per_layer_input=per_layer_input, **how)
+
+    for layer in body.layers:
+        layer.__class__ = Layer
+    with contract(compat.inputs_of_layers, "mlx-lm"):
+        body(tokens)
+        x = body.embed_tokens(tokens) * body.embed_scale
+        found = compat.inputs_of_layers(body, x, tokens)
+        assert mx.array_equal(found, mx.stack(given, axis=2))
 
 
 def test_a_module_may_call_another_attention() -> None:
