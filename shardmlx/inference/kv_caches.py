@@ -3,7 +3,7 @@
 A sequence has caches of its own during prefill. For decode the caches of a group are merged, a row
 for each sequence, by mlx-lm's own functions; sequences join and leave them. A sequence that is
 alone in its group keeps its plain caches, which need no masks. Caches of an ended sequence may be
-kept, for prompts that begin like it.
+kept, for prompts that begin like it, with copies at borders of what cannot be cut.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_map
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache
 
 from shardmlx.errors import UserError, one_line
 from shardmlx.inference.prefix_cache import CachedPrefix
@@ -83,6 +82,7 @@ class KVCaches:
         self._quantisation = quantisation
         self._alone: dict[int, Caches] = {}
         self._groups: dict[int, _BatchedCaches] = {}
+        self._borders: dict[int, dict[int, list[Caches]]] = {}
 
     def of(self, item: Item) -> Caches:
         """Return the caches that an item's tokens enter, a row a sequence. First ``update``."""
@@ -106,11 +106,26 @@ class KVCaches:
         for sequence in item.kept:
             self._quantised(self._alone[sequence])
         for sequence in item.put_back:
-            self._alone.pop(sequence, None)
+            self._drop(sequence)
         if item.prefix is not None:
             self._copy_prefix(item.sequences[0], item.prefix)
         for sequence in item.dropped:
-            self._alone.pop(sequence, None)
+            self._drop(sequence)
+
+    def keep_border(self, item: Item) -> None:
+        """Copy what cannot be cut of the caches that an item's tokens have entered, if it ends at a
+        border."""
+        if item.border:
+            (sequence,) = item.sequences
+            uncut = [
+                [None if _can_be_cut(part) else copy.deepcopy(part) for part in parts_of(cache)]
+                for cache in self._alone[sequence]
+            ]
+            self._borders.setdefault(sequence, {})[item.border] = uncut
+
+    def _drop(self, sequence: int) -> None:
+        self._alone.pop(sequence, None)
+        self._borders.pop(sequence, None)
 
     def _quantised(self, caches: Caches) -> Caches:
         """Quantise those of ``caches`` that have come to the length for it, and return all."""
@@ -122,12 +137,31 @@ class KVCaches:
 
     def _copy_prefix(self, sequence: int, prefix: CachedPrefix) -> None:
         self._alone[sequence] = caches = copy.deepcopy(self._alone[prefix.sequence])
-        for cache in () if prefix.is_whole else chain.from_iterable(map(parts_of, caches)):
-            if cache.offset > prefix.length and cache.trim(cache.offset - prefix.length):
-                # Without room for more: a shared array is copied at the next write, room and all.
-                cache.keys, cache.values = tree_map(
-                    lambda array: array[..., : prefix.length, :], (cache.keys, cache.values)
-                )
+        borders = self._borders.get(prefix.sequence, {})
+        self._borders[sequence] = {each: borders[each] for each in prefix.borders}
+        if prefix.is_whole:
+            return
+        uncut = copy.deepcopy(borders.get(prefix.length))
+        for i, cache in enumerate(caches):
+            kept = uncut[i] if uncut else [None] * len(parts_of(cache))
+            parts = [
+                _cut(part, prefix.length) if copied is None else copied
+                for part, copied in zip(parts_of(cache), kept, strict=True)
+            ]
+            caches[i] = CacheList(*parts) if isinstance(cache, CacheList) else parts[0]
+
+
+def _can_be_cut(cache: Any) -> bool:
+    return isinstance(cache, (KVCache, QuantizedKVCache))
+
+
+def _cut(cache: Any, length: int) -> Any:
+    if cache.offset > length and cache.trim(cache.offset - length):
+        # Without room for more: a shared array is copied at the next write, room and all.
+        cache.keys, cache.values = tree_map(
+            lambda array: array[..., :length, :], (cache.keys, cache.values)
+        )
+    return cache
 
 
 def _taken(caches: Caches) -> Iterator[Any]:

@@ -46,12 +46,14 @@ AHEAD = 2
 
 @dataclass(slots=True)
 class _Sequence:
-    """Tokens up to ``position`` have entered; those up to ``cached`` are of the prefix cache."""
+    """Tokens up to ``position`` have entered; those up to ``cached`` are of the prefix cache. Of
+    states at ``borders`` there are copies."""
 
     tokens: list[int]
     params: SamplingParams
     position: int = 0
     cached: int = 0
+    borders: tuple[int, ...] = ()
     is_cancelled: bool = False
 
 
@@ -68,6 +70,7 @@ class FirstStage:
         self._prefix_cache = prefix_cache
         if prefix_cache is not None:
             scheduler.find_prefix = self._find_prefix
+            scheduler.find_borders = self._find_borders
         self._sequences: dict[int, _Sequence] = {}
         # Receives of the tokens that the last rank will sample, a row for each sequence.
         self._returning: deque[tuple[Item, np.ndarray, Handle]] = deque()
@@ -98,7 +101,8 @@ class FirstStage:
         known = self._sequences.pop(sequence)
         keep = self._prefix_cache is not None and known.position > 0
         if self._scheduler.finish(sequence, keep=keep) and self._prefix_cache is not None:
-            self._prefix_cache.keep(sequence, known.tokens[: known.position])
+            entered = known.tokens[: known.position]
+            self._prefix_cache.keep(sequence, entered, known.borders)
 
     def cancel(self, sequence: int) -> None:
         """Give up a sequence at any time before its end. ``step`` returns no more tokens of it."""
@@ -158,11 +162,14 @@ class FirstStage:
         for number in item.put_back:
             if number in self._sequences:
                 self._sequences[number].position = 0
+                self._sequences[number].borders = ()
         if item.prefix is not None:
             sequence = self._sequences[item.sequences[0]]
-            sequence.position = item.prefix.length
+            sequence.position, sequence.borders = item.prefix.length, item.prefix.borders
             if item.params is not None:
                 sequence.cached = item.prefix.length
+        if item.border:
+            self._sequences[item.sequences[0]].borders += (item.border,)
         worker.announce(item)
         if item.samples and self._last:
             width = packed_width([self._sequences[number].params for number in item.sequences])
@@ -211,6 +218,10 @@ class FirstStage:
                 sequence.tokens.append(sampled.token)
                 came.append((number, sampled))
         return came
+
+    def _find_borders(self, number: int) -> tuple[int, ...]:
+        assert self._prefix_cache is not None
+        return self._prefix_cache.borders(self._sequences[number].tokens)
 
     def _find_prefix(self, number: int) -> CachedPrefix | None:
         assert self._prefix_cache is not None

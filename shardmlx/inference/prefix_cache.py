@@ -1,5 +1,9 @@
 """The prefix cache: which ended sequences keep their KV caches for prompts that begin like them,
 like a conversation that grows. Only the bookkeeping is here: no MLX, no MPI.
+
+A state of a recurrent layer cannot be cut. Its copies are kept where a chunk ends at a *border*: at
+the end of each prompt, and where a prompt leaves the beginning that it shares with a kept sequence.
+Another prompt takes the beginning up to a border.
 """
 
 from __future__ import annotations
@@ -14,27 +18,49 @@ from shardmlx.models.kv_cache import held
 from shardmlx.models.shape import ModelShape
 
 SHORTEST = 16
-"""Tokens of the shortest prefix worth taking: to compute fewer again costs little."""
+"""Tokens of the shortest prefix worth taking: to compute fewer again costs little. A border lies as
+many before a prompt's end, where templates open the answer in another way than they repeat it."""
+
+INHERITED = 3
+"""Borders that the next turn of a conversation takes over: the first, which most prompts share."""
+
+MOST_COPIES = 16
+"""States of kept sequences, borders included."""
 
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
     """A prefix of a prompt: its first ``length`` tokens are those of the kept ``sequence``, all of
-    them if it ``is_whole``."""
+    them if it ``is_whole``; then the ``borders`` are taken over."""
 
     sequence: int
     length: int
     is_whole: bool
+    borders: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    tokens: np.ndarray
+    borders: tuple[int, ...]
 
 
 class PrefixCache:
     """The kept sequences, the least recently used first. Only those of fewer than ``trimmable``
-    tokens can be cut; a prefix of fewer than ``shortest`` is not worth it."""
+    tokens can be cut, others at borders if it ``has_borders``; a prefix of fewer than ``shortest``
+    is not worth it."""
 
-    def __init__(self, trimmable: int = sys.maxsize, shortest: int = SHORTEST) -> None:
+    def __init__(
+        self,
+        trimmable: int = sys.maxsize,
+        shortest: int = SHORTEST,
+        *,
+        has_borders: bool = False,
+    ) -> None:
         self._trimmable = trimmable
         self._shortest = shortest
-        self._kept: dict[int, np.ndarray] = {}
+        self._has_borders = has_borders
+        self._kept: dict[int, _Kept] = {}
 
     @classmethod
     def of(
@@ -47,41 +73,59 @@ class PrefixCache:
             limits.append(0)
         if shape.has_dynamic_rope:  # a beginning differs with what follows
             shortest = sys.maxsize
-        return cls(min(limits, default=sys.maxsize), shortest)
+        has_borders = not shape.family.takes_cuts
+        return cls(min(limits, default=sys.maxsize), shortest, has_borders=has_borders)
 
     @property
     def tokens(self) -> int:
         """Tokens for which the caches of all kept sequences have room."""
-        return sum(held(len(tokens)) for tokens in self._kept.values())
+        return sum(held(len(kept.tokens)) for kept in self._kept.values())
 
-    def keep(self, sequence: int, tokens: Sequence[int]) -> None:
+    def keep(self, sequence: int, tokens: Sequence[int], borders: Sequence[int] = ()) -> None:
         """Keep a sequence; ``tokens`` are those that have entered its caches."""
-        self._kept[sequence] = np.array(tokens, np.int32)
+        self._kept[sequence] = _Kept(np.array(tokens, np.int32), tuple(borders))
+
+    def borders(self, prompt: Sequence[int]) -> tuple[int, ...]:
+        """Return after how many tokens of ``prompt`` a copy of states is to be kept, in order."""
+        if not self._has_borders:
+            return ()
+        common = (_common(kept.tokens, np.array(prompt, np.int32)) for kept in self._kept.values())
+        last = len(prompt) - 1 - self._shortest
+        wanted = {last, max(common, default=0)}
+        return tuple(sorted(each for each in wanted if self._shortest <= each <= last))
 
     def take(self, prompt: Sequence[int]) -> CachedPrefix | None:
         """Return the longest kept prefix of ``prompt`` but for its last token, whose logits are
         wanted. A sequence that is taken as a whole is kept no longer."""
         wanted = np.array(prompt[:-1], np.int32)
         best: CachedPrefix | None = None
-        for sequence, tokens in self._kept.items():
-            length = _common(tokens, wanted)
-            is_whole = length == len(tokens)
-            can_be_taken = is_whole or len(tokens) < self._trimmable
-            if can_be_taken and length >= (best.length if best else self._shortest):
-                best = CachedPrefix(sequence, length, is_whole)
+        for sequence, kept in self._kept.items():
+            length = _common(kept.tokens, wanted)
+            is_whole = length == len(kept.tokens)
+            if not is_whole and len(kept.tokens) >= self._trimmable:
+                length = max((each for each in kept.borders if each <= length), default=0)
+            if length >= (best.length if best else self._shortest):
+                borders = kept.borders[:INHERITED] if is_whole else ()
+                best = CachedPrefix(sequence, length, is_whole, borders)
         if best is not None:
-            tokens = self._kept.pop(best.sequence)
+            kept = self._kept.pop(best.sequence)
             if not best.is_whole:
-                self._kept[best.sequence] = tokens  # used last
+                self._kept[best.sequence] = kept  # used last
         return best
 
     def shrink(self, most: int) -> list[int]:
-        """Forget sequences until ``tokens`` is at most ``most``; return their numbers."""
+        """Forget sequences until ``tokens`` is at most ``most``, and there are not too many states;
+        return their numbers."""
         gone = []
-        while self._kept and self.tokens > most:
+        while self._kept and (self.tokens > most or self._copies > MOST_COPIES):
             gone.append(next(iter(self._kept)))
             del self._kept[gone[-1]]
         return gone
+
+    @property
+    def _copies(self) -> int:
+        each = (1 + len(kept.borders) for kept in self._kept.values())
+        return sum(each) if self._has_borders else 0
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:

@@ -45,7 +45,8 @@ class Item:
 
     ``sequences`` are those whose tokens enter, ``length`` of each, in the order of the rows; a
     prefill has one. If it ``samples``, their next tokens are sampled. The first chunk of a prompt
-    brings the sequence's sampling ``params``, and the ``prefix`` with which its caches begin. Each
+    brings the sequence's sampling ``params``, and the ``prefix`` with which its caches begin. After
+    a chunk that ends at a ``border``, a number of tokens, stages keep a copy of the states. Each
     stage first moves the ``kept``, sequences that have ended, out of their group and drops the
     caches of those ``put_back``, then copies the prefix, then forgets the ``dropped``, which have
     ended too.
@@ -60,6 +61,7 @@ class Item:
     dropped: tuple[int, ...] = ()
     put_back: tuple[int, ...] = ()
     prefix: CachedPrefix | None = None
+    border: int = 0
     params: Any = None
 
     def __str__(self) -> str:
@@ -80,6 +82,7 @@ class _Sequence:
     left: int
     context: int
     params: Any
+    borders: Sequence[int] = ()
     is_known: bool = False
     awaits: bool = False
 
@@ -110,7 +113,7 @@ class Scheduler:
     that were put back before all others. Prefill goes first, in chunks of ``chunk`` tokens, so that
     groups are full when they take their turns; with ``patience`` at most so many chunks come
     between two decode steps. ``find_prefix`` says what the prefix cache holds of the prompt of a
-    sequence whose turn has come.
+    sequence whose turn has come, and before it ``find_borders`` where its chunks also end.
     """
 
     def __init__(
@@ -122,6 +125,7 @@ class Scheduler:
         capacity: int | None = None,
     ) -> None:
         self.find_prefix: Callable[[int], CachedPrefix | None] = lambda sequence: None
+        self.find_borders: Callable[[int], Sequence[int]] = lambda sequence: ()
         self.capacity = capacity
         self._most = most
         self._chunk = chunk
@@ -255,19 +259,23 @@ class Scheduler:
     def _chunk_of(self, prompt: _Sequence) -> Item:
         prefix = None
         if prompt.left == prompt.tokens:
+            prompt.borders = self.find_borders(prompt.number)
             # Now, and not when its turn has come: what is forgotten for it goes with this item.
             prefix = self.find_prefix(prompt.number)
             prompt.left -= prefix.length if prefix is not None else 0
         # The first token is sampled from the prompt's last one, as in mlx-lm: in the group's next
         # decode step, or in a chunk of its own where nothing else of the prompt is to be computed.
         is_last = prompt.left == 1
-        length = 1 if is_last else min(self._chunk, prompt.left - 1)
+        done = prompt.tokens - prompt.left
+        stop = next((each for each in prompt.borders if each > done), prompt.tokens - 1)
+        length = 1 if is_last else min(self._chunk, stop - done)
         item = Item(
             ItemKind.PREFILL,
             (prompt.number,),
             length,
             samples=is_last,
             prefix=prefix,
+            border=stop if done + length == stop in prompt.borders else 0,
             params=None if prompt.is_known else prompt.params,
             **self._take_ended(),
         )

@@ -135,6 +135,7 @@ class StageWorker:
         caches = self.caches.of(item)
         backup = copy.deepcopy(caches) if may_fail else None
         outputs = self.part.extend(inputs, caches)
+        self.caches.keep_border(item)
         # The next chunk needs all keys and values, and nothing else of the last layer.
         evaluated = [cache.state for cache in caches]
         if item.params is not None and self.part.is_last:

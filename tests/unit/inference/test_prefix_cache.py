@@ -49,3 +49,28 @@ def test_those_used_longest_ago_go_first() -> None:
     assert cache.shrink(256) == [2]
     assert cache.shrink(256) == []
     assert cache.shrink(0) == [0]
+
+
+def test_states_are_kept_before_the_end_of_a_prompt_and_where_it_leaves_another() -> None:
+    cache = PrefixCache(0, shortest=2, has_borders=True)
+    assert cache.borders([1, 2, 3]) == ()
+    assert cache.borders([1, 2, 3, 4, 5, 6]) == (3,)
+    cache.keep(0, [1, 2, 3, 4, 5, 6], borders=(3,))
+    second = [1, 2, 3, 4, 9, 9, 9, 9]
+    assert cache.borders(second) == (4, 5)
+    assert cache.take(second) == CachedPrefix(sequence=0, length=3, is_whole=False)
+    cache.keep(1, second, borders=(4, 5))
+    assert cache.take([1, 2, 3, 4, 8]) == CachedPrefix(sequence=1, length=4, is_whole=False)
+    whole = CachedPrefix(sequence=1, length=8, is_whole=True, borders=(4, 5))
+    assert cache.take([*second, 7]) == whole
+
+
+def test_a_model_whose_caches_can_be_cut_needs_no_borders() -> None:
+    assert PrefixCache(shortest=2).borders([1, 2, 3, 4, 5, 6]) == ()
+
+
+def test_few_states_are_kept() -> None:
+    cache = PrefixCache(0, shortest=2, has_borders=True)
+    for sequence in range(9):
+        cache.keep(sequence, [sequence] * 10, borders=(7,))
+    assert cache.shrink(10**6) == [0]
