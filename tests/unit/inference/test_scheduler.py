@@ -171,3 +171,16 @@ def test_a_sequence_gives_way_in_the_middle_of_its_prompt() -> None:
     assert " ".join(play(scheduler, 7)) == "a100 a100 a54 A b100 A A"
     scheduler.finish(1)
     assert scheduler.idle_item() == Item(ItemKind.IDLE, dropped=(1,))
+
+
+def test_chunks_also_end_at_borders() -> None:
+    scheduler = Scheduler(1, most=1, chunk=4)
+    scheduler.find_borders = {0: (3, 9)}.__getitem__
+    scheduler.add(0, 12)
+    items = [scheduler.next() for _ in range(4)]
+    assert [(item.length, item.border) for item in items if item is not None] == [
+        (3, 3),
+        (4, 0),
+        (2, 9),
+        (2, 0),
+    ]
