@@ -46,8 +46,8 @@ AHEAD = 2
 
 @dataclass(slots=True)
 class _Sequence:
-    """Tokens up to ``position`` have entered; those up to ``cached`` are of the prefix cache. Of
-    states at ``borders`` there are copies."""
+    """Tokens up to ``position`` have entered; those up to ``cached`` are of the prefix cache.
+    Stages have copies of the states at ``borders``."""
 
     tokens: list[int]
     params: SamplingParams
