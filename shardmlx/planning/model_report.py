@@ -49,6 +49,7 @@ def summary(inspection: Inspection) -> str:
 
 def _family(shape: ModelShape) -> str:
     widest = max(shape.kinds, key=lambda layer: layer.parameters)
+    heads = max(layer.heads for layer in shape.kinds)  # recurrent layers have none
     experts = ""
     if widest.experts:
         active = f"{shape.active_parameters() / 1e9:.1f}B of {shape.parameters() / 1e9:.1f}B"
@@ -58,7 +59,7 @@ def _family(shape: ModelShape) -> str:
         )
     return (
         f"{shape.model_type}: {shape.num_layers} layers, hidden {shape.hidden_size}, "
-        f"ffn {widest.width}, {widest.heads.queries}/{widest.heads.keys} heads, "
+        f"ffn {widest.width}, {heads.queries}/{heads.keys} heads, "
         f"vocabulary {shape.vocab_size}{experts}, {'tied' if shape.tied else 'untied'} head"
     )
 

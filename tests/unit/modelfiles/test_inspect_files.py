@@ -133,6 +133,11 @@ def test_a_model_that_cannot_run_is_shown_with_the_reason(tmp_path: Path, capsys
     assert len(report(capsys, str(tmp_path))["parts"]) > LAYERS
 
 
+def test_heads_are_those_of_layers_that_have_some(tmp_path: Path, capsys: Capture) -> None:
+    save_model_directory(tmp_path, UNDECLARED["qwen3_5"])
+    assert "4/2 heads" in output(capsys, str(tmp_path))
+
+
 # The split
 
 
