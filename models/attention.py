@@ -10,7 +10,8 @@ values (Rabe & Staats, arXiv:2112.05682; Dao et al., arXiv:2205.14135, algorithm
 
     queries of the piece: s to e; of a row that holds several sequences, all of one
 
-Keys that no query of the piece sees are left out, so long texts take half the arithmetic.
+Keys that no query of the piece sees are left out, so long texts take half the arithmetic. On Metal
+MLX has the same for plain causal rows, which ``attend`` leaves to it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import numpy as np
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from shardmlx.models.activations import Arrays, exponential, with_gradient
+from shardmlx.models.layer_shape import fuses_attention
 from shardmlx.models.packed_positions import PackedPositions
 
 
@@ -34,12 +36,14 @@ class ChunkedMask:
     """A layer's mask for attention in pieces: the keys that positions of a micro-batch see.
 
     Each position sees itself and those before it in its sequence, or only the last ``window`` of
-    these. ``chunk`` is the most queries of a piece, from 1.
+    these. ``chunk`` is the most queries of a piece, from 1. ``fuses`` says whether the device holds
+    no scores where MLX's own attention takes the place of pieces.
     """
 
     chunk: int
     window: int | None = None
     places: PackedPositions | None = None
+    fuses: bool = False
 
     def pieces(self, length: int) -> Iterator[QueryChunk]:
         """Yield the pieces of a row of ``length`` in order."""
@@ -86,9 +90,19 @@ def attend(
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Return mlx-lm's ``scaled_dot_product_attention``, in pieces for a ``ChunkedMask``."""
+    """Return mlx-lm's ``scaled_dot_product_attention``, in pieces for a ``ChunkedMask`` unless the
+    device fuses it."""
     if isinstance(mask, ChunkedMask):
-        return attention_in_pieces(queries, keys, values, scale, mask, sinks)
+        is_fused = mask.fuses and fuses_attention(
+            queries.shape[2],
+            mask.window,
+            (keys.shape[-1], values.shape[-1]),
+            is_packed=mask.places is not None,
+            has_sinks=sinks is not None,
+        )
+        if not is_fused:
+            return attention_in_pieces(queries, keys, values, scale, mask, sinks)
+        mask = "causal"
     out: mx.array = scaled_dot_product_attention(
         queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
     )

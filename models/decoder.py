@@ -26,7 +26,7 @@ import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
-from shardmlx.compat import calls, follow_positions, rebind
+from shardmlx.compat import calls, follow_positions, gpu_fuses_attention, rebind
 from shardmlx.models.attention import ChunkedMask, attend
 from shardmlx.models.carried import carrier_of
 from shardmlx.models.packed_positions import PackedPositions
@@ -68,6 +68,7 @@ class Decoder:
             use_pieces(layer)
         self.embedding = parts.embedding
         self._carrier = carrier_of(parts.body)
+        self._fuses = mx.default_device() == mx.gpu and gpu_fuses_attention()
         self._now: _Run | None = None
         self._from_tokens = self._own_body(self.embedding)
         # A new array of which only the shape matters: bodies scale it in place.
@@ -190,7 +191,7 @@ class Decoder:
         """Return the mask for layers; our own for attention in pieces and packed rows."""
         places, chunk = (None, None) if self._now is None else self._now[4:]
         if cache is None and not how.get("return_array") and chunk and chunk < h.shape[1]:
-            return ChunkedMask(chunk, window_size, places)
+            return ChunkedMask(chunk, window_size, places, self._fuses)
         if cache is None and places is not None:
             return mx.array(places.mask(window_size))
         return create_attention_mask(h, cache, window_size=window_size, **how)

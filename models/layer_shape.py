@@ -96,6 +96,19 @@ class Heads(NamedTuple):
 
 NO_HEADS = Heads(0, 0, 0, 0, 0)
 
+FUSED_WIDTHS = frozenset({(96, 64), *((width, width) for width in (64, 72, 80, 96, 128, 192, 256))})
+"""Elements of keys and values of a head, for which MLX has fused attention on Metal: mlx 0.32.4
+names them where ``force_fused`` asks for others."""
+
+
+def fuses_attention(
+    length: int, window: int | None, widths: tuple[int, int], *, is_packed: bool, has_sinks: bool
+) -> bool:
+    """Tell whether MLX on Metal computes attention and its gradient without holding the scores: of
+    rows of one causal sequence, padded at its end or not, whose ``window`` leaves out no token."""
+    is_causal = not is_packed and (window is None or window >= length)
+    return is_causal and not has_sinks and widths in FUSED_WIDTHS
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerShape:

@@ -14,6 +14,7 @@ import re
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache, partial
 from tempfile import NamedTemporaryFile
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -88,6 +89,32 @@ def random_key() -> mx.array:
     state: Any = mx.random.state
     key: mx.array = state[0]
     return key
+
+
+@cache
+def gpu_fuses_attention() -> bool:
+    """Tell whether the memory of attention's gradient on the GPU is linear in the tokens.
+
+    mlx 0.32.4: nothing says whether a gradient is fused. On Metal, 2048 tokens take 1.2 times the
+    bytes of 1024 where it is (reported of an M1 Max), 3.5 times where scores are held. When it
+    breaks: return False, and attention is computed in pieces.
+    """
+    import mlx.core as mx
+
+    if not mx.metal.is_available():
+        return False
+    attention = partial(mx.fast.scaled_dot_product_attention, scale=1.0, mask="causal")
+    gradient = mx.grad(lambda *given: attention(*given).sum(), argnums=(0, 1, 2))
+    peaks = []
+    for length in (1024, 2048):
+        given = [mx.ones((1, heads, length, 128), mx.bfloat16) for heads in (32, 8, 8)]
+        mx.eval(given)
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        mx.eval(gradient(*given))
+        peaks.append(mx.get_peak_memory() - before)
+    mx.clear_cache()
+    return peaks[1] < 2 * peaks[0]
 
 
 def keep_probability(dropout: Any) -> float:

@@ -6,7 +6,7 @@ runs; they are bounded, or measured (``costmodel.layer_memory``). This module ad
 model, messages, gradients and the order of actions.
 
 "metal" differs from the CPU as in MLX's source: RMSNorm is one kernel there, which keeps only its
-input. Attention computes its scores on both, since MLX has no fused kernel for training.
+input. Attention of plain causal rows holds no scores there (``TrainingSetup.fuses_attention``).
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from shardmlx.config.specs import FULL, NO_SAVINGS, SELECTIVE, FineTune, Savings
 from shardmlx.costmodel.workload import Workload
+from shardmlx.models.layer_shape import LayerShape, fuses_attention
 from shardmlx.models.shape import ModelShape
 
 FLOAT32 = 4
@@ -96,6 +97,24 @@ class TrainingSetup:
         """Queries of a piece of attention; None if attention is computed at once."""
         chunk, takes = self.savings.attention_chunk, self.shape.family.takes_pieces
         return chunk if takes and chunk is not None and chunk < self.length else None
+
+    def fuses_attention(self, layer: LayerShape) -> bool:
+        """Tell whether MLX computes a layer's attention and its gradient without the scores."""
+        return (
+            self.backend == "metal"
+            and self.shape.family.takes_pieces
+            and fuses_attention(
+                self.length,
+                layer.window,
+                (layer.heads.key_dim, layer.heads.value_dim),
+                is_packed=bool(self.workload.batch.pack),
+                has_sinks=any(path.endswith("sinks") for path, _ in layer.arrays),
+            )
+        )
+
+    def holds_scores(self, layer: LayerShape) -> bool:
+        """Tell whether the scores of all positions of a layer are in memory at a time."""
+        return self.attention_piece is None and not self.fuses_attention(layer)
 
     @property
     def loss_piece(self) -> int | None:

@@ -11,9 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardmlx.common.units import GIB
 from shardmlx.config.specs import FULL, NO_SAVINGS, Savings
 from shardmlx.costmodel.generation_memory import GenerationSetup, inference_memory
-from shardmlx.costmodel.layer_memory import layer_memory
+from shardmlx.costmodel.layer_memory import (
+    layer_arrays,
+    layer_memory,
+    passing_in_fused_attention,
+)
 from shardmlx.costmodel.memory import StageMemory, stage_memory
 from shardmlx.costmodel.rank_peak import PeakOfActions
 from shardmlx.costmodel.training_setup import TrainingSetup
@@ -23,6 +28,7 @@ from shardmlx.models.shape import ModelShape
 from shardmlx.pipeline.actions import Grid, Kind
 from shardmlx.pipeline.lowering import gradient_kinds, lower
 from shardmlx.pipeline.schedules import SCHEDULES, compute_actions
+from tests.helpers.family_configs import CONFIGS
 from tests.helpers.grids import parse_grid
 from tests.helpers.workloads import parameter_bytes, workload
 
@@ -114,6 +120,56 @@ def test_adapters_of_half_precision_share_a_float32_copy_of_their_input_if_compi
     layer = layer_memory(setup(dtype="bfloat16", **options), SHAPE.layer(0))
     inputs, outputs, low_rank = copies * 8, 8 + 4, 2 * 2
     assert layer.after_input == 4 * 10 * (inputs + outputs + 2 * low_rank)
+
+
+# Attention that MLX fuses.
+
+WIDE = CONFIG | {
+    "hidden_size": 4096,
+    "head_dim": 128,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+
+
+def attention_gib(length: int) -> float:
+    """Memory of one attention and its gradient, of 32 heads of 128 and 8 of keys, in bfloat16."""
+    made = setup(read_shape(WIDE), length=length, dtype="bfloat16")
+    layer = made.shape.layer(0)
+    held = {each.name: each.nbytes for each in layer_arrays(made, layer)}
+    names = ("scaled queries", "keys", "values", "attention's outputs", "log-sum-exp of scores")
+    passing = passing_in_fused_attention(made, layer.heads)
+    return (sum(held[name] for name in names) + passing) / GIB
+
+
+@pytest.mark.parametrize(
+    ("length", "peak"), [(1024, 0.270), (2048, 0.329), (4096, 0.446), (8192, 0.682)]
+)
+def test_fused_attention_takes_what_was_measured_on_an_m1_max(length: int, peak: float) -> None:
+    """As users of mlx 0.32.4 report it."""
+    assert attention_gib(length) == pytest.approx(peak, rel=0.01)
+
+
+def test_the_memory_of_fused_attention_is_linear_in_the_tokens() -> None:
+    steps = [attention_gib(2 * length) - attention_gib(length) for length in (4096, 8192, 16384)]
+    assert steps[1:] == pytest.approx([2 * steps[0], 4 * steps[0]])
+
+
+def test_layers_hold_scores_on_a_cpu_and_where_a_row_is_not_causal_or_has_sinks() -> None:
+    def holds(changes: dict[str, Any], **how: Any) -> bool:
+        made = setup(read_shape(WIDE | changes), length=64, **how)
+        layer = made.shape.layer(0)
+        return "attention probabilities" in {each.name for each in layer_arrays(made, layer)}
+
+    assert not holds({})
+    assert not holds({}, savings=Savings(attention_chunk=16))
+    assert holds({}, backend="cpu")
+    assert holds({}, pack=True)
+    assert holds({"head_dim": 40})
+    windowed = {"layer_types": [*["sliding_attention"] * 3, "full_attention"]}
+    assert [holds(windowed | {"sliding_window": each}) for each in (63, 64)] == [True, False]
+    full = {"layer_types": ["full_attention"] * 4, "head_dim": 64}
+    assert holds(CONFIGS["gpt_oss"] | full)
 
 
 # What a stage holds.

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from shardmlx.models.attention import ChunkedMask, attention_in_pieces
+from shardmlx.models.attention import ChunkedMask, attend, attention_in_pieces
+from shardmlx.models.layer_shape import fuses_attention
 from shardmlx.models.packed_positions import PackedPositions
 
 LENGTH, HEADS, GROUPS, WIDTH = 67, 6, 2, 8
 SCALE = 0.3
 
 
-def arrays(length: int = LENGTH, dtype: mx.Dtype = mx.float32, rows: int = 2) -> list[mx.array]:
+def arrays(
+    length: int = LENGTH, dtype: mx.Dtype = mx.float32, rows: int = 2, width: int = WIDTH
+) -> list[mx.array]:
     keys = mx.random.split(mx.random.key(3), 4)
-    shapes = [(rows, heads, length, WIDTH) for heads in (HEADS, GROUPS, GROUPS, HEADS)]
+    shapes = [(rows, heads, length, width) for heads in (HEADS, GROUPS, GROUPS, HEADS)]
     return [
         mx.random.normal(shape, key=key).astype(dtype)
         for shape, key in zip(shapes, keys, strict=True)
@@ -107,6 +111,58 @@ def test_sinks_are_a_score_more_for_each_head(window: int | None, chunk: int) ->
     q, k, v = given
     kernel = mx.fast.scaled_dot_product_attention(q, k, v, scale=SCALE, mask=mask, sinks=sinks)
     assert difference(ours[0], kernel) < 1e-6
+
+
+def attending(mask: ChunkedMask, sinks: mx.array | None = None) -> Callable[..., mx.array]:
+    return lambda q, k, v: attend(q, k, v, None, SCALE, mask, sinks)
+
+
+def same_bits(ours: list[mx.array], theirs: list[mx.array]) -> bool:
+    return all(mx.array_equal(*pair) for pair in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("window", [None, LENGTH])
+def test_a_device_that_fuses_attention_gets_plain_causal_rows_whole(window: int | None) -> None:
+    given = arrays(width=64)
+    fused = results(attending(ChunkedMask(16, window, fuses=True)), given)
+    pieces = results(attending(ChunkedMask(16, window)), given)
+    assert_alike(fused, pieces)
+    assert not same_bits(fused, pieces)
+    plain = partial(mx.fast.scaled_dot_product_attention, scale=SCALE, mask="causal")
+    assert same_bits(fused, results(plain, given))
+
+
+@pytest.mark.parametrize(
+    ("width", "window", "lengths", "sinks"),
+    [
+        (8, None, None, None),
+        (64, LENGTH - 1, None, None),
+        (64, None, (20, 47), None),
+        (64, None, None, mx.zeros(HEADS)),
+    ],
+    ids=["a width without a kernel", "a window", "a packed row", "sinks"],
+)
+def test_other_rows_are_in_pieces_there_too(
+    width: int, window: int | None, lengths: tuple[int, ...] | None, sinks: mx.array | None
+) -> None:
+    given = arrays(rows=1, width=width)
+    places = None if lengths is None else packed(*lengths)
+    ours, theirs = (
+        results(attending(ChunkedMask(16, window, places, fuses), sinks), given)
+        for fuses in (True, False)
+    )
+    assert same_bits(ours, theirs)
+
+
+def test_attention_is_fused_for_heads_of_some_widths_whatever_the_length() -> None:
+    def fuses(keys: int, values: int, window: int | None = None) -> bool:
+        return fuses_attention(2048, window, (keys, values), is_packed=False, has_sinks=False)
+
+    assert all(fuses(width, width) for width in (64, 80, 96, 128, 192, 256))
+    assert fuses(96, 64)
+    assert not fuses(192, 128)
+    assert not fuses(32, 32)
+    assert [fuses(64, 64, window=window) for window in (2047, 2048)] == [False, True]
 
 
 def test_half_precision_is_as_near_as_mlx_itself() -> None:
