@@ -228,10 +228,11 @@ def _passing_arrays(setup: TrainingSetup, layer: LayerShape) -> tuple[float, flo
 def passing_in_fused_attention(setup: TrainingSetup, heads: Heads) -> int:
     """Return the bytes of the arrays that pass in the gradient of MLX's attention on Metal.
 
-    The output's gradient comes in. Those of queries, keys and values add up in float32, with a sum
-    for each query; that of queries is converted while all are held. A tile takes three arrays of
-    scores, scaled queries, and its part of the gradients of keys and values, for each head of the
-    queries. Found from the peaks that users of mlx 0.32.4 report, which it meets within 0.3%.
+    The output's gradient comes in. The gradients of queries, keys and values add up in float32,
+    with a sum for each query; that of queries is converted while all are held. A tile takes three
+    arrays of scores, scaled queries, and its part of the gradients of keys and values, for each
+    head of the queries. Found from the peaks that users of mlx 0.32.4 report, which it meets within
+    0.3%.
     """
     size, tile = setup.dtype_bytes, min(setup.length, FUSED_TILE)
     widths = heads.key_dim + heads.value_dim
