@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def test_one_process_a_host_keeps_a_mac_awake_but_not_its_displays(
     caffeinate.chmod(0o755)
     program = (
         "import os; from shardmlx.common.environment import keep_awake; keep_awake(); "
-        f"{'os.wait(); ' if holds else ''}print(os.getpid())"
+        "print(os.getpid())"
     )
     rank = {} if local_rank is None else {"OMPI_COMM_WORLD_LOCAL_RANK": local_rank}
     done = subprocess.run(
@@ -31,6 +32,9 @@ def test_one_process_a_host_keeps_a_mac_awake_but_not_its_displays(
         text=True,
         check=True,
     )
+    end = time.monotonic() + 30
+    while holds and not (asked.exists() and asked.read_text()) and time.monotonic() < end:
+        time.sleep(0.01)
     assert asked.exists() == holds
     if holds:
         assert asked.read_text() == f"-is -w {done.stdout}"
