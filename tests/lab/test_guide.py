@@ -157,7 +157,7 @@ def type_in(lab: Lab, bench: Path, typed: Sequence[Block], timeout: float) -> di
     """Type blocks, one after the other, into one terminal of the first host, as far as they
     succeed; what came, by where the block stands."""
     path = _path()
-    script = ["exec 2>&1", "set -eo pipefail"]
+    script = ["exec 2>&1", "set -eo pipefail", _TWICE]
     for block in typed:
         text = block.text.replace(*SHARED)
         script.append(f"printf '\\n<<<{block.where}>>>\\n'")
@@ -175,6 +175,14 @@ def type_in(lab: Lab, bench: Path, typed: Sequence[Block], timeout: float) -> di
     came = dict(zip(parts[::2], parts[1::2], strict=True))
     assert job.returncode == 0, f"{parts[-2]}: {parts[-1]}"
     return came
+
+
+_TWICE = """\
+mpirun() {
+    timeout -k 1 30 mpirun "$@" || timeout -k 1 60 mpirun "$@"
+}
+"""
+"""On a busy machine Open MPI 5.0.11 may hang after a job as short as ``hostname``."""
 
 
 def _path() -> str:
