@@ -15,17 +15,26 @@ UNKNOWN = {"phi3small"}
 """Types whose code ends the process on a CPU."""
 
 
+KINDS = {
+    name: config
+    for name, config in {**CONFIGS, **UNDECLARED, **FURTHER}.items()
+    if name not in UNKNOWN
+}
+
+
+def abilities(name: str) -> str:
+    """Return what can be done with a type."""
+    try:
+        return read_shape(KINDS[name]).abilities
+    except UserError:
+        return "cannot run; `inspect` says why"
+
+
 def types(only: str = "") -> str:
     """Return the table as Markdown."""
     rows: dict[str, list[str]] = {}
-    for name, config in {**CONFIGS, **UNDECLARED, **FURTHER}.items():
-        if name in UNKNOWN:
-            continue
-        try:
-            what = read_shape(config).abilities
-        except UserError:
-            what = "cannot run; `inspect` says why"
-        rows.setdefault(what, []).append(f"`{name}`")
+    for name in KINDS:
+        rows.setdefault(abilities(name), []).append(f"`{name}`")
     lines = [
         f"| {what} | {', '.join(sorted(names, key=lambda name: name.strip('`').lower()))} |"
         for what, names in sorted(rows.items(), key=lambda row: -len(row[1]))

@@ -152,6 +152,9 @@ def test_attention_has_a_gradient_that_is_linear_in_memory() -> None:
     assert gpu_fuses_attention()
 
 
+on_ranks = pytest.mark.skipif(mx.Device(mx.cpu) == DEVICE, reason="tests/mpi does it on a CPU")
+
+
 def run(model: Path, data: Path, out: Path, *more: str | Path, ranks: int = 2) -> list[float]:
     """Losses of a run on ranks of this machine."""
     metrics = out / "metrics"
@@ -165,11 +168,12 @@ def run(model: Path, data: Path, out: Path, *more: str | Path, ranks: int = 2) -
     return [each["loss"] for each in events(metrics, "train")]
 
 
-def answer(ranks: int, model: Path, *more: str | Path) -> Job:
+def answer(n: int, model: Path, *more: str | Path) -> Job:
     flags = ("--prompt", "Ahoy", "--max-tokens", "12", "--temp", "0", "--no-verbose")
-    return run_in_pool(ranks, "-m", "shardmlx.generate", "--model", model, *flags, *more)
+    return run_in_pool(n, "-m", "shardmlx.generate", "--model", model, *flags, *more)
 
 
+@on_ranks
 def test_two_ranks_learn_resume_and_answer_as_one(
     small: Path, pirate: Path, tmp_path: Path
 ) -> None:
@@ -185,6 +189,7 @@ def test_two_ranks_learn_resume_and_answer_as_one(
     assert one.stdout == two.stdout != ""
 
 
+@on_ranks
 def test_mlx_lm_loads_what_is_exported(small: Path, pirate: Path, tmp_path: Path) -> None:
     run(small, pirate, tmp_path / "out")
     fused = tmp_path / "fused"

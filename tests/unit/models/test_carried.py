@@ -78,8 +78,8 @@ def test_gradients_are_those_of_the_whole_model(
 
 
 @kinds
-@pytest.mark.parametrize("cuts", CUTS)
-def test_texts_in_a_batch_are_those_of_mlx_lm(kind: str, cuts: list[tuple[int, int]]) -> None:
+def test_texts_in_a_batch_are_those_of_mlx_lm(kind: str) -> None:
+    cuts = CUTS[1]
     models = [build(UNDECLARED[kind], seed=3) for _ in cuts]
     mx.eval([model(mx.array([[1]])) for model in models])  # on this thread
     prompts = {0: [5, 7, 11, 13, 17, 19, 23, 29, 31, 3], 1: [4, 8, 15, 16, 23, 42], 2: [9]}

@@ -183,7 +183,7 @@ ALONE = {"gpt2", "llama4", "plamo2"}
 """Models that generate one text at a time."""
 
 
-@kinds_that_run
+@pytest.mark.parametrize("kind", ["gpt2", *RECURRENT, *LOOPING])
 def test_texts_of_two_stages_are_those_of_mlx_lm(kind: str) -> None:
     """In groups, which texts of other lengths join and leave, unless the model takes no batches;
     then one that goes on with the first, and others that leave it, or a common beginning."""
