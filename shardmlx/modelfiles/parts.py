@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby
 from types import MappingProxyType
 from typing import Any
@@ -198,9 +199,17 @@ def read_shape(
     ``UserError`` for a broken config.json, or for a model that cannot be divided."""
     if config.get("model_type") in [*FAMILIES]:
         return ModelShape.from_config(config)
+    sides = tuple((name, place.shape) for name, place in tensors.items())
+    return _traced(json.dumps(config, sort_keys=True), sides)
+
+
+@lru_cache(maxsize=1)
+def _traced(config: str, sides: tuple[tuple[str, tuple[int, ...]], ...]) -> ModelShape:
+    """Return the shape of a model that no row declares; a run asks twice, and a large one takes
+    seconds."""
     from shardmlx.models.undeclared import traced_shape
 
-    return traced_shape(config, {name: place.shape for name, place in tensors.items()})
+    return traced_shape(json.loads(config), dict(sides))
 
 
 def shape_of(files: ModelFiles) -> ModelShape | str:
