@@ -61,11 +61,9 @@ class Carrier:
 
     def __init__(self, body: nn.Module) -> None:
         self._body = body
-        own = body.previous_kvs
-        self._sources: list[int] = own
-        self.donors = [
-            i for i in range(len(own)) if any(own[j] == i for j in range(i + 1, len(own)))
-        ]
+        self._sources: list[int] = body.previous_kvs
+        borrowed = {source for i, source in enumerate(self._sources) if source != i}
+        self.donors = sorted(borrowed)
         heads = [body.layers[i].self_attn for i in self.donors]
         self._heads = [(each.n_kv_heads, each.head_dim) for each in heads]
         self.hidden_size: int = body.config.hidden_size

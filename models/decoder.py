@@ -26,7 +26,7 @@ import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
-from shardmlx.compat import calls, follow_positions, gpu_fuses_attention, rebind
+from shardmlx.compat import calls, follow_positions, rebind
 from shardmlx.models.attention import ChunkedMask, attend
 from shardmlx.models.carried import carrier_of
 from shardmlx.models.packed_positions import PackedPositions
@@ -55,9 +55,12 @@ class _Run(NamedTuple):
 
 
 class Decoder:
-    """Layers ``start`` to ``stop`` of a model of mlx-lm. Not for several threads at a time."""
+    """Layers ``start`` to ``stop`` of a model of mlx-lm, on a device that ``fuses`` attention or
+    not. Not for several threads at a time."""
 
-    def __init__(self, model: nn.Module, start: int, stop: int, parts: Parts) -> None:
+    def __init__(
+        self, model: nn.Module, start: int, stop: int, parts: Parts, *, fuses: bool = False
+    ) -> None:
         self.parts = parts
         self._start, self._stop = start, stop
         self.layers: list[nn.Module] = parts.layers[start:stop]
@@ -68,7 +71,7 @@ class Decoder:
             use_pieces(layer)
         self.embedding = parts.embedding
         self._carrier = carrier_of(parts.body)
-        self._fuses = mx.default_device() == mx.gpu and gpu_fuses_attention()
+        self._fuses = fuses
         self._now: _Run | None = None
         self._from_tokens = self._own_body(self.embedding)
         # A new array of which only the shape matters: bodies scale it in place.

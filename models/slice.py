@@ -17,6 +17,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
+from shardmlx.compat import gpu_fuses_attention
 from shardmlx.models.activations import recompute_selectively, swiglu, use_swiglu
 from shardmlx.models.decoder import Decoder, LayerCall, Visit
 from shardmlx.models.dropout import key_every_dropout, set_keys
@@ -39,7 +40,8 @@ class Slice:
         self.start, self.stop = start, stop
         self.is_first, self.is_last = start == 0, stop == len(model.layers)
         self.tied = not parts.heads
-        self._decoder = decoder = Decoder(model, start, stop, parts)
+        fuses = mx.default_device() == mx.gpu and gpu_fuses_attention()
+        self._decoder = decoder = Decoder(model, start, stop, parts, fuses=fuses)
         embedding = {parts.embedding_path: parts.embedding}
         head = parts.heads or embedding
         firsts = {**embedding, **parts.before} if self.is_first else {}
