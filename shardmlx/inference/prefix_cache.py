@@ -69,11 +69,11 @@ class PrefixCache:
         """Return an empty one for a model whose caches have at most ``max_kv_size`` tokens."""
         # Longer sequences have forgotten their beginning in a sliding window, or by the limit.
         limits = [each for each in (*shape.windows, max_kv_size) if each is not None]
-        if not shape.family.takes_cuts:
+        has_borders = not shape.family.takes_cuts
+        if has_borders:
             limits.append(0)
         if shape.has_dynamic_rope:  # a beginning differs with what follows
             shortest = sys.maxsize
-        has_borders = not shape.family.takes_cuts
         return cls(min(limits, default=sys.maxsize), shortest, has_borders=has_borders)
 
     @property
