@@ -14,7 +14,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx.utils import tree_map
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load
 
@@ -29,6 +28,7 @@ from tests.helpers.models_and_batches import (
     Gradients,
     build,
     largest_difference,
+    move_trained,
     random_batch,
     through_stages,
     tiny_config,
@@ -75,14 +75,7 @@ def model_of(config: dict[str, Any], bits: int | None = None) -> nn.Module:
             model.freeze()
             settings = {"rank": 4, "scale": 2.0, "dropout": 0.0}
             linear_to_lora_layers(model, len(model.layers), settings)
-            random = np.random.RandomState(3)
-            # lora_b is zero at first: gradients of zero would hide mistakes.
-            model.update(
-                tree_map(
-                    lambda w: w + mx.array(random.normal(0, 0.05, w.shape).astype(np.float32)),
-                    model.trainable_parameters(),
-                )
-            )
+            move_trained(model)
         mx.eval(model.parameters())
     return model
 

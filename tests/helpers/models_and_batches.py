@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.utils import _get_classes
 
 from shardmlx.config.specs import FULL, NO_SAVINGS, NONE, Savings
@@ -89,6 +89,18 @@ def tiny_model(
 ) -> nn.Module:
     """Return the same model for the same arguments; all its weights can be trained."""
     return build(tiny_config(family, layers=layers, tied=tied, **overrides), seed)
+
+
+def move_trained(model: nn.Module) -> None:
+    """Add noise to all that is trained: where a weight is zero, as lora_b is at first, or one,
+    gradients would hide mistakes."""
+    random = np.random.RandomState(3)
+    model.update(
+        tree_map(
+            lambda w: w + mx.array(random.normal(0, 0.05, w.shape).astype(np.float32)),
+            model.trainable_parameters(),
+        )
+    )
 
 
 def tensors(directory: Path) -> dict[str, bytes]:

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from shardmlx.config.specs import NO_SAVINGS, Savings
@@ -24,6 +24,7 @@ from tests.helpers.models_and_batches import (
     build,
     largest_difference,
     mean_loss,
+    move_trained,
     random_batch,
     saving,
     through_stages,
@@ -42,13 +43,7 @@ def adapted(kind: str) -> tuple[nn.Module, float, Gradients]:
     model = build(UNDECLARED[kind], seed=3)
     model.freeze()
     linear_to_lora_layers(model, LAYERS, {"rank": 4, "scale": 2.0, "dropout": 0.0})
-    random = np.random.RandomState(3)
-    model.update(
-        tree_map(
-            lambda w: w + mx.array(random.normal(0, 0.05, w.shape).astype(np.float32)),
-            model.trainable_parameters(),
-        )
-    )
+    move_trained(model)
     loss, gradients = nn.value_and_grad(model, mean_loss)(model, BATCH)
     return model, loss.item(), {n: np.array(array) for n, array in tree_flatten(gradients)}
 

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
@@ -44,6 +44,7 @@ from tests.helpers.models_and_batches import (
     largest_difference,
     logits_of,
     mean_loss,
+    move_trained,
     random_batch,
     saving,
     stages_of,
@@ -75,14 +76,7 @@ def model_of(family: str, adapters: str = "full", bits: int | None = None) -> nn
         model.freeze()
         settings = {"rank": 4, "scale": 2.0, "dropout": 0.0}
         linear_to_lora_layers(model, LAYERS, settings, use_dora=adapters == "dora")
-    # No weight is zero, as lora_b is at first, or one: its gradients would hide mistakes.
-    random = np.random.RandomState(3)
-    model.update(
-        tree_map(
-            lambda w: w + mx.array(random.normal(0, 0.05, w.shape).astype(np.float32)),
-            model.trainable_parameters(),
-        )
-    )
+    move_trained(model)
     mx.eval(model.parameters())
     return model
 
