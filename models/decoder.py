@@ -17,7 +17,7 @@ a model can run in this way.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
+from copy import copy, deepcopy
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -84,6 +84,8 @@ class Decoder:
         # Numbers of the caches of these layers, and of earlier donors, among those of mlx-lm.
         numbers = (parts.caches[i] for i in [*donors, *range(start, stop)])
         self.caches = [i for i in numbers if i is not None]
+        places = [hasattr(cache, "offset") for cache in self._empty]
+        self._counts = any(places) and not any(places[i] for i in self.caches)
 
     def _own_body(self, embed: Callable[[mx.array], mx.array]) -> nn.Module:
         parts = self.parts
@@ -141,7 +143,16 @@ class Decoder:
         run = _Run(x, visit, [], {}, places, chunk)
         every = None if caches is None else self._with_stand_ins(caches)
         self._call(self._from_states if self._start else self._from_tokens, run, every)
+        if caches is not None and self._counts:
+            count = mx.zeros((x.shape[0], 1, x.shape[1], 1), mx.int8)
+            caches[-1].update_and_fetch(count, count)
         return run.outputs[0]
+
+    def new_caches(self) -> list[Any]:
+        """Return an empty cache for each layer that has one, and one that counts tokens if none of
+        these does: in some families layers take positions of the caches of others."""
+        own = [deepcopy(self._empty[i]) for i in self.caches]
+        return [*own, RotatingKVCache(1)] if self._counts else own
 
     def norm(self, x: mx.array) -> mx.array:
         """Return the final norm of hidden states (rows, T, D)."""
@@ -206,14 +217,14 @@ class Decoder:
 
     def _with_stand_ins(self, caches: Sequence[Any]) -> list[Any]:
         """Return every cache that the family's code uses: one mask serves all layers of a kind."""
-        own = {self._kinds[i]: cache for i, cache in zip(self.caches, caches, strict=True)}
+        own = {self._kinds[i]: cache for i, cache in zip(self.caches, caches, strict=False)}
         # Layers of other kinds are outside; ours may take positions from their caches.
         placed = next((cache for cache in caches if hasattr(cache, "offset")), None)
         every = [
             own.get(kind, placed if placed is not None and kind[0] in POSITIONED else empty)
             for kind, empty in zip(self._kinds, self._empty, strict=True)
         ]
-        for i, cache in zip(self.caches, caches, strict=True):
+        for i, cache in zip(self.caches, caches, strict=False):
             every[i] = cache
         return every
 

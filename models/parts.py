@@ -18,7 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from shardmlx.errors import UserError
 from shardmlx.models.carried import carrier_of
@@ -151,7 +151,7 @@ def _find(model: nn.Module) -> Parts:
     caches = make_prompt_cache(model)
     traces = [_trace(body, layers_name, caches, seed) for seed in (1, 2)]
     found = traces[0]
-    _check(traces, caches)
+    _check(traces)
     own, above = f"{body_path}.", f"{top_path}.".lstrip(".")
     known = (found.embedding, *found.before, layers_name.partition(".")[0])
     others = [name for name in _with_weights(body) if name not in known]
@@ -279,7 +279,7 @@ def _width(embedding: Any) -> int:
     return int(embedding.weight.shape[-1] if dims is None else dims)
 
 
-def _check(traces: Sequence[_Trace], caches: Sequence[Any]) -> None:
+def _check(traces: Sequence[_Trace]) -> None:
     """Raise ``_CannotBeCutError`` unless only hidden states pass from layer to layer."""
     one, other = traces
     if not one.given:
@@ -293,10 +293,6 @@ def _check(traces: Sequence[_Trace], caches: Sequence[Any]) -> None:
         raise _CannotBeCutError("its layers take more than one array of hidden states")
     if not isinstance(one.result, mx.array) or not _same(one.result, other.result):
         raise _CannotBeCutError("it takes more than what the last layer gives")
-    # A stage may have no layer whose cache knows the position.
-    takes_position = any(type(each) is int for given in one.given for each in given)
-    if takes_position and any(isinstance(cache, ArraysCache) for cache in caches):
-        raise _CannotBeCutError("its layers take positions that not all their caches know")
 
 
 def _same(a: Any, b: Any) -> bool:

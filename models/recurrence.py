@@ -14,7 +14,7 @@ from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import gated_delta, ssm
+from mlx_lm.models import bailing_hybrid, gated_delta, ssm
 
 from shardmlx.compat import calls, rebind, with_global
 from shardmlx.models.activations import with_gradient
@@ -34,6 +34,14 @@ def use_pieces(layer: nn.Module) -> None:
             rebind(module, "gated_delta_update", _UPDATE)
         if calls(module, "ssm_update", "_ssm"):
             rebind(module, "ssm_update", ssm_by_pieces, "_ssm")
+
+
+def use_chunks(layer: nn.Module) -> None:
+    """Make gated linear attention, which some families compute from token to token, take chunks of
+    tokens from now on, as mlx-lm has it for others: sums are in another order, and in float32."""
+    for module in layer.modules():
+        if calls(module, "recurrent_gla"):
+            rebind(module, "recurrent_gla", bailing_hybrid.recurrent_gla)
 
 
 def gated_delta_by_pieces(

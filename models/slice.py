@@ -7,7 +7,6 @@ then the same as on one machine, and the rest of the model is never read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import RotatingKVCache
 
 from shardmlx.compat import gpu_fuses_attention
 from shardmlx.models.activations import recompute_selectively, swiglu, use_swiglu
@@ -23,6 +22,7 @@ from shardmlx.models.decoder import Decoder, LayerCall, Visit
 from shardmlx.models.dropout import key_every_dropout, set_keys
 from shardmlx.models.packed_positions import PackedPositions
 from shardmlx.models.parts import Parts, at, find_parts
+from shardmlx.models.recurrence import use_chunks
 
 
 class Slice:
@@ -62,8 +62,6 @@ class Slice:
         self.dtype: mx.Dtype = states.dtype
         self.hidden_size: int = states.shape[-1]
         self.output_size = decoder.states(states).shape[-1] if self.is_last else self.hidden_size
-        caches = make_prompt_cache(model)
-        self._empty_caches = [caches[i] for i in decoder.caches]
         self.chooses_caches = hasattr(model, "make_cache")
         # The module and the name in it of each parameter.
         self._slots: Mapping[str, tuple[nn.Module, str]] = {
@@ -137,6 +135,11 @@ class Slice:
         """Replace mlx-lm's SwiGLU by a faster one from now on, if MLX is slow at it."""
         for layer in self._decoder.layers:
             use_swiglu(layer, swiglu)
+
+    def use_chunks(self) -> None:
+        """Compute linear attention in chunks from now on, with sums in another order."""
+        for layer in self._decoder.layers:
+            use_chunks(layer)
 
     def recompute_selectively(self) -> None:
         """Make norms and activations keep only their inputs for the backward pass, from now on."""
@@ -224,9 +227,9 @@ class Slice:
     def new_caches(self, max_kv_size: int | None = None) -> list[Any]:
         """Return an empty cache a layer for one sequence, limited unless a family chooses."""
         if max_kv_size is None or self.chooses_caches:
-            return deepcopy(self._empty_caches)
+            return self._decoder.new_caches()
         # mlx-lm keeps the first four tokens too.
-        return [RotatingKVCache(max_kv_size, keep=4) for _ in self._empty_caches]
+        return [RotatingKVCache(max_kv_size, keep=4) for _ in self._decoder.caches]
 
     def extend(self, x: mx.array, caches: Sequence[Any]) -> mx.array:
         """Do the same with the next T tokens of each sequence; ``caches`` grow by T."""

@@ -84,6 +84,7 @@ class Stage:
         self.needs_input_gradient = needs_input_gradient
         self.savings = savings
         self.checkpoint = savings.recompute == FULL
+        part.use_chunks()
         if savings.recompute == SELECTIVE:
             part.recompute_selectively()
         else:

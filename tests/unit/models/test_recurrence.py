@@ -13,8 +13,10 @@ from shardmlx.models.recurrence import (
     TOKENS,
     gated_delta_by_pieces,
     ssm_by_pieces,
+    use_chunks,
     use_pieces,
 )
+from tests.helpers.further_configs import FURTHER
 from tests.helpers.models_and_batches import build
 from tests.helpers.undeclared_configs import UNDECLARED
 
@@ -93,6 +95,22 @@ def test_a_layer_changes_once_however_many_stages_are_cut(kind: str) -> None:
     classes = [type(module) for module in layer.modules()]
     use_pieces(layer)
     assert [type(module) for module in layer.modules()] == classes
+
+
+def test_linear_attention_in_chunks_has_the_gradients_of_a_loop() -> None:
+    """A row of more tokens than a chunk of mlx-lm's, in the layer whose states decay fastest."""
+    (layer, *_) = build(FURTHER["bailing_moe_linear"]).layers
+    x = random(2, 300, 32)
+
+    def gradients() -> list[mx.array]:
+        _, found = mx.vjp(layer, [x], [mx.cos(mx.arange(x.size)).reshape(x.shape)])
+        return [layer(x), *found]
+
+    expected = gradients()
+    use_chunks(layer)
+    found = gradients()
+    assert not mx.array_equal(found[0], expected[0])
+    assert largest_difference(expected, found) < 2e-5
 
 
 def peak(function: Function, arrays: Sequence[mx.array]) -> int:

@@ -38,13 +38,11 @@ from tests.helpers.models_and_batches import (
 from tests.helpers.undeclared_configs import UNDECLARED
 
 BATCH = random_batch(3, longest=20)
-CUTS = [(0, 2), (2, LAYERS)]
+CUTS = [(0, 1), (1, LAYERS)]
 PIECES = Savings(attention_chunk=7, recompute="selective")
 
 REFUSED = {
     "afm7": "its layers are not one list",
-    "bailing_hybrid": "its layers take positions that not all their caches know",
-    "bailing_moe_linear": "its layers take positions that not all their caches know",
     "bitnet": "No Metal back-end",
     "dbrx": "Attempting to eval an array",
     "deepseek_v41": "its layers take more than one array of hidden states",
