@@ -19,7 +19,7 @@ from shardmlx.evaluation.scoring import Scorer, Scores, Sequences
 from shardmlx.evaluation.tasks import Question, check_tasks, rows_of, run_tasks
 from shardmlx.inference.detokenize import StopStrings
 from shardmlx.inference.plan import GenerationLoad
-from shardmlx.inference.prompts import PromptReader
+from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.setup import InferenceRun, prepare, report_memory
 from shardmlx.loading.rank_setup import SETUP_SECONDS
 
@@ -33,21 +33,21 @@ def run(config: EvaluateConfig, transport: Transport, blas: Blas) -> None:
     reporter.say(str(blas))
     texts: list[Sample] = []
 
-    def read(reader: PromptReader) -> GenerationLoad:
+    def read(encoder: PromptEncoder) -> GenerationLoad:
         if config.output is not None:
             check_writable(Path(config.output), "--output")
         if config.data is None:
             check_tasks(config)
-            longest = min(config.max_seq_length, reader.positions or config.max_seq_length)
+            longest = min(config.max_seq_length, encoder.positions or config.max_seq_length)
             return GenerationLoad(config.batch_size, longest, 1, longest)
-        texts.extend(read_texts(config, reader, reporter.warn))
+        texts.extend(read_texts(config, encoder, reporter.warn))
         longest = max(len(tokens) for tokens, _ in texts)
         return GenerationLoad(min(config.batch_size, len(texts)), longest, 1, longest)
 
     prepared = prepare(config, transport, reporter, read)
     scorer = Scorer(transport, prepared.part, config.batch_size, prepared.plan.setup.chunk)
     transport.activity.begin("evaluating")
-    if prepared.reader is None:
+    if prepared.encoder is None:
         # Rank 0 may compute for long between two requests: its own metric, or a prompt.
         with transport.longer_timeout(SETUP_SECONDS):
             while (request := transport.broadcast(None, what="requests")) is not None:
@@ -56,7 +56,7 @@ def run(config: EvaluateConfig, transport: Transport, blas: Blas) -> None:
                 else:
                     scorer.score(request)
     else:
-        results = _lead(config, prepared, scorer, prepared.reader, texts)
+        results = _lead(config, prepared, scorer, prepared.encoder, texts)
         transport.broadcast(None, what="requests")
         if config.output is not None:
             Path(config.output).write_text(json.dumps(results, indent=2) + "\n")
@@ -67,7 +67,7 @@ def _lead(
     config: EvaluateConfig,
     prepared: InferenceRun,
     scorer: Scorer,
-    reader: PromptReader,
+    encoder: PromptEncoder,
     texts: Sequence[Sample],
 ) -> Mapping[str, Any]:
     transport, reporter = prepared.transport, prepared.reporter
@@ -89,7 +89,7 @@ def _lead(
         return [each.text for each in answers]
 
     if config.data is None:
-        results = run_tasks(config, reader, score, answer)
+        results = run_tasks(config, encoder, score, answer)
         reporter.table(("task", "metric", "value", "standard error"), rows_of(results))
         return results
     found = perplexity_of(texts, score([[*map(int, tokens)] for tokens, _ in texts]))

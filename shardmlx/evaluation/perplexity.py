@@ -13,7 +13,7 @@ from shardmlx.config.inference import EvaluateConfig
 from shardmlx.engine.batches import Sample
 from shardmlx.errors import UserError
 from shardmlx.evaluation.scoring import Scores
-from shardmlx.inference.prompts import PromptReader
+from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.training.datasets import read_data
 
 
@@ -28,7 +28,7 @@ class Perplexity:
 
 
 def read_texts(
-    config: EvaluateConfig, reader: PromptReader, warn: Callable[[str], None]
+    config: EvaluateConfig, encoder: PromptEncoder, warn: Callable[[str], None]
 ) -> list[Sample]:
     """Read and tokenise ``--data``; ``warn`` of cut texts. Raises ``UserError``."""
     options = DataOptions(
@@ -42,7 +42,7 @@ def read_texts(
         trust_remote_code=config.trust_remote_code,
         batch_size=1,
     )
-    data = read_data(options, reader.tokenizer, reader.positions, vocabulary=reader.vocabulary)
+    data = read_data(options, encoder.tokenizer, encoder.positions, vocabulary=encoder.vocabulary)
     for warning in data.warnings:
         warn(warning)
     samples = list(data.test)[: config.limit]

@@ -10,7 +10,7 @@ from typing import Any
 from shardmlx.config.inference import EvaluateConfig
 from shardmlx.errors import UserError
 from shardmlx.evaluation.scoring import Scores, Sequences
-from shardmlx.inference.prompts import PromptReader
+from shardmlx.inference.prompts import PromptEncoder
 
 Score = Callable[[Sequences], list[Scores]]
 """Scores sequences on all ranks."""
@@ -56,7 +56,7 @@ def _manager(config: EvaluateConfig) -> Any:
 
 
 def run_tasks(
-    config: EvaluateConfig, reader: PromptReader, score: Score, answer: Answer
+    config: EvaluateConfig, encoder: PromptEncoder, score: Score, answer: Answer
 ) -> Mapping[str, Any]:
     """Return the results of each task, in lm-evaluation-harness's form."""
     # Its child processes, which it ends by signals, would end this job: they inherit its handlers.
@@ -64,12 +64,12 @@ def run_tasks(
     import lm_eval
 
     results: Mapping[str, Any] = lm_eval.simple_evaluate(
-        model=_model(config, reader, score, answer),
+        model=_model(config, encoder, score, answer),
         tasks=list(config.tasks),
         task_manager=_manager(config),
         num_fewshot=config.num_shots,
         limit=config.limit,
-        apply_chat_template=reader.has_template,
+        apply_chat_template=encoder.has_template,
         random_seed=SEED,
         numpy_random_seed=SEED,
         torch_random_seed=SEED,
@@ -103,12 +103,12 @@ def continuation(
     return None if count < 1 or len(kept) <= count else (kept, count)
 
 
-def _model(config: EvaluateConfig, reader: PromptReader, score: Score, answer: Answer) -> Any:
+def _model(config: EvaluateConfig, encoder: PromptEncoder, score: Score, answer: Answer) -> Any:
     from lm_eval.api.model import LM
 
     def encode(text: str) -> list[int]:
-        tokens = reader.tokenizer.encode(text, add_special_tokens=not reader.has_template)
-        return list(reader.checked(tokens))
+        tokens = encoder.tokenizer.encode(text, add_special_tokens=not encoder.has_template)
+        return list(encoder.checked(tokens))
 
     class Pipeline(LM):
         tokenizer_name = config.model.replace("/", "__")
@@ -116,7 +116,7 @@ def _model(config: EvaluateConfig, reader: PromptReader, score: Score, answer: A
         def apply_chat_template(
             self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
         ) -> str:
-            text: str = reader.tokenizer.apply_chat_template(
+            text: str = encoder.tokenizer.apply_chat_template(
                 chat_history,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,

@@ -12,7 +12,7 @@ from shardmlx.errors import UserError
 from shardmlx.inference.chat_input import PipedLines, TerminalLines, find_terminal
 from shardmlx.inference.detokenize import IncrementalDetokenizer
 from shardmlx.inference.plan import GenerationLoad
-from shardmlx.inference.prompts import ChatMessage, PromptReader
+from shardmlx.inference.prompts import ChatMessage, PromptEncoder
 from shardmlx.inference.setup import InferenceRun, prepare, typical_load
 
 PROMPT = ">> "
@@ -23,22 +23,22 @@ def run(config: ChatConfig, transport: Transport, blas: Blas) -> None:
     reporter = Reporter(quiet=transport.rank != 0 or not config.verbose)
     reporter.say(str(blas))
 
-    def read(reader: PromptReader) -> GenerationLoad:
-        if not reader.has_template:
+    def read(encoder: PromptEncoder) -> GenerationLoad:
+        if not encoder.has_template:
             raise UserError(f"--model {config.model} has no chat template", "use shardmlx generate")
-        return typical_load(config, 1, config.cache_tokens, reader)
+        return typical_load(config, 1, config.cache_tokens, encoder)
 
     prepared = prepare(config, transport, reporter, read)
-    prepared.hold(lambda reader: _Chat(config, prepared, reader).hold())
+    prepared.hold(lambda encoder: _Chat(config, prepared, encoder).hold())
 
 
 class _Chat:
     """A conversation at rank 0, whose KV cache is kept from turn to turn."""
 
-    def __init__(self, config: ChatConfig, prepared: InferenceRun, reader: PromptReader) -> None:
+    def __init__(self, config: ChatConfig, prepared: InferenceRun, encoder: PromptEncoder) -> None:
         self._config = config
         self._prepared = prepared
-        self._reader = replace(reader, system_prompt=config.system_prompt)
+        self._encoder = replace(encoder, system_prompt=config.system_prompt)
         self._say = prepared.reporter.say
         self._load = prepared.plan.load
         self._first_stage = prepared.first_stage(keeps_prefixes=True)
@@ -75,7 +75,7 @@ class _Chat:
         message = {"role": "user", "content": said}
         warn, most = self._prepared.reporter.warn, self._load.answer
         try:
-            tokens = self._reader.chat([*self._messages, message])
+            tokens = self._encoder.chat([*self._messages, message])
         except UserError as error:
             warn(str(error))
             return

@@ -19,7 +19,7 @@ from shardmlx.errors import UserError
 from shardmlx.inference.detokenize import IncrementalDetokenizer
 from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.plan import GenerationLoad
-from shardmlx.inference.prompts import PromptReader, PromptRequest, read_prompts, read_stdin
+from shardmlx.inference.prompts import PromptEncoder, PromptRequest, read_prompts, read_stdin
 from shardmlx.inference.setup import InferenceRun, prepare
 
 RULE = "=" * 10  # mlx-lm draws it so
@@ -36,8 +36,8 @@ def run(config: GenerateConfig, transport: Transport, blas: Blas) -> None:
     reporter.say(str(blas))
     prompts: list[Prompt] = []
 
-    def read(reader: PromptReader) -> GenerationLoad:
-        prompts.extend(tokenised(config, reader))
+    def read(encoder: PromptEncoder) -> GenerationLoad:
+        prompts.extend(tokenised(config, encoder))
         return GenerationLoad(
             sequences=len(prompts),
             prompt=max(len(tokens) for tokens, _ in prompts),
@@ -49,7 +49,7 @@ def run(config: GenerateConfig, transport: Transport, blas: Blas) -> None:
     prepared.hold(partial(_lead, config, prepared, prompts))
 
 
-def tokenised(config: GenerateConfig, reader: PromptReader) -> list[Prompt]:
+def tokenised(config: GenerateConfig, encoder: PromptEncoder) -> list[Prompt]:
     """Read and tokenise the prompts that ``config`` names, as mlx-lm does. Raises ``UserError``."""
     if config.prompts is not None:
         requests = read_prompts(config.prompts, config.max_tokens)
@@ -62,13 +62,13 @@ def tokenised(config: GenerateConfig, reader: PromptReader) -> list[Prompt]:
         requests = [PromptRequest(prompt, config.max_tokens, "--prompt")]
     if config.output is not None:
         check_writable(Path(config.output), "--output")
-    reader = replace(
-        reader, system_prompt=config.system_prompt, prefill_response=config.prefill_response
+    encoder = replace(
+        encoder, system_prompt=config.system_prompt, prefill_response=config.prefill_response
     )
     found = []
     for request in requests:
         try:
-            tokens = reader.read(request.prompt, is_plain=config.ignore_chat_template)
+            tokens = encoder.encode(request.prompt, is_plain=config.ignore_chat_template)
         except UserError as error:
             raise UserError(f"{request.where}: {error.problem}", error.remedy) from None
         found.append((tokens, request.max_tokens))
@@ -76,7 +76,7 @@ def tokenised(config: GenerateConfig, reader: PromptReader) -> list[Prompt]:
 
 
 def _lead(
-    config: GenerateConfig, prepared: InferenceRun, prompts: Sequence[Prompt], _: PromptReader
+    config: GenerateConfig, prepared: InferenceRun, prompts: Sequence[Prompt], _: PromptEncoder
 ) -> None:
     first_stage = prepared.first_stage()
     answers = [

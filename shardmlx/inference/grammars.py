@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from shardmlx.distributed.transport import Transport
-from shardmlx.inference.prompts import PromptReader
+from shardmlx.inference.prompts import PromptEncoder
 
 BITS = 32
 """Tokens of a word of llguidance's masks."""
@@ -114,16 +114,18 @@ class Matcher:
         self._matcher.consume_token(token)
 
 
-def share_grammars(transport: Transport, reader: PromptReader | None, size: int) -> Grammars | None:
-    """Return the grammars of the model that ``reader`` on rank 0 knows, with logits of this
+def share_grammars(
+    transport: Transport, encoder: PromptEncoder | None, size: int
+) -> Grammars | None:
+    """Return the grammars of the model that ``encoder`` on rank 0 knows, with logits of this
     ``size``. All ranks must call it. None without llguidance on the first and the last rank, and
     for a tokenizer that is not Hugging Face's own."""
     have = transport.all_gather(find_spec("llguidance") is not None, "packages")
     if not (have[0] and have[-1]):
         return None
     mine = None
-    if reader is not None and getattr(reader.tokenizer, "is_fast", False):
-        eos = tuple(sorted(token for token in reader.tokenizer.eos_token_ids if token < size))
-        mine = Grammars(reader.tokenizer.backend_tokenizer.to_str(), size, eos) if eos else None
+    if encoder is not None and getattr(encoder.tokenizer, "is_fast", False):
+        eos = tuple(sorted(token for token in encoder.tokenizer.eos_token_ids if token < size))
+        mine = Grammars(encoder.tokenizer.backend_tokenizer.to_str(), size, eos) if eos else None
     found: Grammars | None = transport.broadcast(mine, what="the vocabulary")
     return found

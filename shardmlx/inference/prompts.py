@@ -41,7 +41,7 @@ ChatMessage = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptReader:
+class PromptEncoder:
     """The tokenizer with the settings that all prompts of a run share.
 
     ``system_prompt`` is for chats without their own; ``prefill_response`` begins the answer.
@@ -62,7 +62,7 @@ class PromptReader:
     def has_template(self) -> bool:
         return bool(self.tokenizer.has_chat_template)
 
-    def read(
+    def encode(
         self, prompt: str | Sequence[ChatMessage], *, is_plain: bool = False
     ) -> tuple[int, ...]:
         """Return the tokens of a chat, or of a prompt: a user's message, unless it ``is_plain`` or

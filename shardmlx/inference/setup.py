@@ -24,7 +24,7 @@ from shardmlx.inference.kv_caches import check_quantised
 from shardmlx.inference.pipeline import FirstStage, LaterStage
 from shardmlx.inference.plan import GenerationLoad, InferencePlan, plan_inference
 from shardmlx.inference.prefix_cache import PrefixCache
-from shardmlx.inference.prompts import PromptReader
+from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.sampler import random_state
 from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.inference.scheduler import Scheduler
@@ -45,13 +45,13 @@ from shardmlx.models.tokenizer import read_tokenizer
 
 TYPICAL_PROMPT = 512  # tokens, as assumed where no prompt is known yet
 
-Read = Callable[[PromptReader], GenerationLoad]
+Read = Callable[[PromptEncoder], GenerationLoad]
 """Function that says on rank 0 how much is to be generated. Raises ``UserError``."""
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceRun:
-    """A run that is ready to start. ``reader`` is there on rank 0 only; ``grammars`` are those to
+    """A run that is ready to start. ``encoder`` is there on rank 0 only; ``grammars`` are those to
     which answers may keep."""
 
     config: InferenceConfig
@@ -60,18 +60,18 @@ class InferenceRun:
     plan: InferencePlan
     shape: ModelShape
     part: Slice
-    reader: PromptReader | None
+    encoder: PromptEncoder | None
     random_state: int
     limits: tuple[MemoryLimits, ...]
     grammars: Grammars | None = None
 
-    def hold(self, lead: Callable[[PromptReader], None]) -> None:
+    def hold(self, lead: Callable[[PromptEncoder], None]) -> None:
         """Let rank 0 ``lead`` until it stops its first stage, while the others follow; then show
         what each rank took. All ranks must call it."""
-        if self.reader is None:
+        if self.encoder is None:
             self.later_stage().run()
         else:
-            lead(self.reader)
+            lead(self.encoder)
         report_memory(self)
 
     def later_stage(self) -> LaterStage:
@@ -107,8 +107,8 @@ class InferenceRun:
     ) -> IncrementalDetokenizer:
         """Begin the answer to a prompt on rank 0, from random stream ``number``."""
         config = self.config
-        assert self.reader is not None, "rank 0 has it"
-        tokenizer = self.reader.tokenizer
+        assert self.encoder is not None, "rank 0 has it"
+        tokenizer = self.encoder.tokenizer
         params = SamplingParams(
             temp=config.temp,
             top_p=config.top_p,
@@ -135,16 +135,16 @@ def prepare(
     with open_on_all_ranks(transport, reporter, source, config.adapter_path) as opened:
         shape = opened.shape
 
-        def read_prompts() -> tuple[PromptReader, GenerationLoad]:
-            reader = PromptReader(
+        def read_prompts() -> tuple[PromptEncoder, GenerationLoad]:
+            encoder = PromptEncoder(
                 tokenizer=_tokenizer(config, opened),
                 template_arguments=config.template_arguments,
                 vocabulary=shape.vocab_size,
                 positions=opened.max_positions,
             )
-            return reader, read(reader)
+            return encoder, read(encoder)
 
-        reader, mine = on_rank_0(transport, "reading the prompts", read_prompts) or (None, None)
+        encoder, mine = on_rank_0(transport, "reading the prompts", read_prompts) or (None, None)
         load = transport.broadcast(mine, what="prompts")
         inputs = gather_plan_inputs(
             transport,
@@ -176,7 +176,7 @@ def prepare(
             opened.weights.load([part], shape, reporter)
             transport.barrier("loading")
         mx.reset_peak_memory()
-        return InferenceRun(config, transport, reporter, plan, shape, part, reader, state, limits)
+        return InferenceRun(config, transport, reporter, plan, shape, part, encoder, state, limits)
 
 
 def _tokenizer(config: InferenceConfig, opened: OpenedModel) -> TokenizerWrapper:
@@ -218,10 +218,10 @@ def xtc_special_tokens(tokenizer: TokenizerWrapper) -> tuple[int, ...]:
 
 
 def typical_load(
-    config: InferenceConfig, sequences: int, capacity: int, reader: PromptReader
+    config: InferenceConfig, sequences: int, capacity: int, encoder: PromptEncoder
 ) -> GenerationLoad:
     """Return the load before any prompt is known, with KV caches of ``capacity`` tokens."""
-    context = min(capacity, reader.positions or capacity)
+    context = min(capacity, encoder.positions or capacity)
     answer = min(config.max_tokens, context // 2)
     return GenerationLoad(sequences, min(TYPICAL_PROMPT, context), answer, context, capacity)
 

@@ -11,7 +11,7 @@ from shardmlx.distributed.agreement import from_rank_0, on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.inference.plan import GenerationLoad
-from shardmlx.inference.prompts import ChatMessage, PromptReader
+from shardmlx.inference.prompts import ChatMessage, PromptEncoder
 from shardmlx.inference.setup import InferenceRun, prepare, typical_load
 from shardmlx.models.kv_cache import held
 
@@ -53,9 +53,9 @@ class TextPipeline:
         return "".join(self.stream_generate(prompt, max_tokens=max_tokens))
 
     def _read(self, prompt: str | Sequence[ChatMessage], max_tokens: int) -> tuple[int, ...]:
-        reader, most = self._prepared.reader, self._prepared.plan.load.context
-        assert reader is not None, "rank 0 has it"
-        tokens = reader.read(prompt)
+        encoder, most = self._prepared.encoder, self._prepared.plan.load.context
+        assert encoder is not None, "rank 0 has it"
+        tokens = encoder.encode(prompt)
         if max_tokens < 1:
             raise UserError(f"max_tokens is {max_tokens}", "give 1 or more")
         if len(tokens) + max_tokens > most:
@@ -96,7 +96,7 @@ def load_pipeline(
     config = from_rank_0(transport, "options", lambda: InferenceConfig(model=model, **options))
     capacity = held(context_tokens)
 
-    def read(reader: PromptReader) -> GenerationLoad:
-        return typical_load(config, 1, capacity, reader)
+    def read(encoder: PromptEncoder) -> GenerationLoad:
+        return typical_load(config, 1, capacity, encoder)
 
     return TextPipeline(prepare(config, transport, Reporter(quiet=True), read))

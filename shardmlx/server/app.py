@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 
 from shardmlx.config.serve import MOST_BODIES
-from shardmlx.inference.prompts import PromptReader
+from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.server.anthropic_api import MessageReply, counted, read_message
 from shardmlx.server.guard import Guard, error_response
 from shardmlx.server.metrics import CLIENT_GONE, Metrics, RequestCounter
@@ -46,8 +46,8 @@ LONG_BODY_BYTES = 100_000
 SECONDS_FOR_BODY = 30.0
 
 _T = TypeVar("_T")
-Read = Callable[[bytes, PromptReader, ServedModel], _T]
-"""A reader of the body of a request. Raises ``ApiError``."""
+Read = Callable[[bytes, PromptEncoder, ServedModel], _T]
+"""A function that reads the body of a request. Raises ``ApiError``."""
 
 ANSWERED: Mapping[str, Read[dict[str, Any]]] = {
     "/v1/messages/count_tokens": counted,
@@ -67,7 +67,7 @@ GENERATED: Mapping[str, tuple[Read[ApiRequest], type[Reply]]] = {
 
 def make_app(
     queue: RequestQueue,
-    reader: PromptReader,
+    encoder: PromptEncoder,
     served: ServedModel,
     *,
     api_key: str | None = None,
@@ -81,7 +81,7 @@ def make_app(
     With ``api_key`` all but the page and /health need it. A request's ``Host`` is one of ``hosts``,
     None for any; ``origins`` are other sites whose pages may use the API, "*" for any.
     """
-    api = Api(queue, reader, served, max_body_bytes, metrics or Metrics(queue))
+    api = Api(queue, encoder, served, max_body_bytes, metrics or Metrics(queue))
     endpoints = [route.path for route in api.routes if isinstance(route, Route)]
     middleware = [
         Middleware(RequestCounter, metrics=api.metrics, endpoints=endpoints),
@@ -107,7 +107,7 @@ def make_app(
 @dataclass
 class Api:
     queue: RequestQueue
-    reader: PromptReader
+    encoder: PromptEncoder
     served: ServedModel
     max_body_bytes: int
     metrics: Metrics
@@ -115,7 +115,7 @@ class Api:
     def __post_init__(self) -> None:
         self._page_files = PageFiles()
         self._created = int(time.time())
-        self._token_text = lru_cache(maxsize=1 << 16)(self.reader.token_text)
+        self._token_text = lru_cache(maxsize=1 << 16)(self.encoder.token_text)
         # One thread is enough for long requests, and another for those that do not wait for them.
         self._held_bytes = 0
         self._turns = {True: asyncio.Lock(), False: asyncio.Lock()}
@@ -159,7 +159,7 @@ class Api:
         self._held_bytes += len(body)
         try:
             async with self._turns[len(body) > LONG_BODY_BYTES]:
-                return await asyncio.to_thread(read, body, self.reader, self.served)
+                return await asyncio.to_thread(read, body, self.encoder, self.served)
         finally:
             self._held_bytes -= len(body)
 
@@ -187,12 +187,12 @@ class Api:
             "created": self._created,
             "owned_by": "shardmlx",
             "max_model_len": self.served.most_tokens,
-            "tools": self.reader.answer_format.way,
+            "tools": self.encoder.answer_format.way,
         }
 
     async def _health(self, request: Request) -> Response:
-        if (trouble := self.queue.trouble) is not None:
-            status, reason = trouble
+        if (reason := self.queue.unavailable_reason) is not None:
+            status = "waiting" if self.queue.ended is None else "ended"
             return JSONResponse({"status": status, "reason": reason}, 503)
         return JSONResponse({"status": "ok"})
 

@@ -18,7 +18,7 @@ from shardmlx.config.serve import KEY_VARIABLE, ServeConfig
 from shardmlx.errors import one_line
 from shardmlx.inference.detokenize import IncrementalDetokenizer
 from shardmlx.inference.pipeline import FirstStage
-from shardmlx.inference.prompts import PromptReader
+from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.sampling_params import BROKEN, SamplingParams
 from shardmlx.inference.setup import InferenceRun, xtc_special_tokens
 from shardmlx.server.answer_parser import stops_of
@@ -109,7 +109,7 @@ class RequestServer:
 
     config: ServeConfig
     prepared: InferenceRun
-    reader: PromptReader
+    encoder: PromptEncoder
     first_stage: FirstStage
     reporter: Reporter
     complaint: Callable[[str], str] | None = None
@@ -140,7 +140,7 @@ class RequestServer:
         metrics.show_memory(self._transport.hosts, self.prepared.limits, mx.get_peak_memory)
         app = make_app(
             queue,
-            self.reader,
+            self.encoder,
             served,
             api_key=key,
             hosts=trusted_hosts(listeners[0], config.extra_hosts),
@@ -154,7 +154,7 @@ class RequestServer:
                 f"everyone who reaches {server.address} may use it: set --api-key or "
                 f"${KEY_VARIABLE}"
             )
-        generator = PipelineGenerator(self.first_stage, self.reader.tokenizer, self._check_signals)
+        generator = PipelineGenerator(self.first_stage, self.encoder.tokenizer, self._check_signals)
         self._check_signals()  # from now on a signal lets open requests come to their end
         server.start()
         self._transport.on_abort = self._tell_clients

@@ -59,7 +59,7 @@ class Metrics:
             ("texts_under_way", "Answers being generated", lambda: queue.load().under_way),
             ("texts_waiting", "Requests that wait for their turn", lambda: queue.load().waiting),
             ("kept_tokens", "Tokens in the prefix cache", lambda: queue.load().kept_tokens),
-            ("up", "1 while requests are taken", lambda: queue.trouble is None),
+            ("up", "1 while requests are taken", lambda: queue.unavailable_reason is None),
         ):
             self._gauge(name, text).set_function(value)
 

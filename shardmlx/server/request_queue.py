@@ -180,12 +180,9 @@ class RequestQueue:
         return answers
 
     @property
-    def trouble(self) -> tuple[str, str] | None:
-        """The state in which requests are refused, "ended" or "waiting", and why; else None."""
-        if self.ended is not None:
-            return "ended", self.ended
-        reason = self._unavailable_reason()
-        return None if reason is None else ("waiting", reason)
+    def unavailable_reason(self) -> str | None:
+        """The reason why requests are refused: for good if they have ``ended``; None if none is."""
+        return self._unavailable_reason() if self.ended is None else self.ended
 
     @property
     def stalled(self) -> float:

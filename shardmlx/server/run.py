@@ -12,7 +12,7 @@ from shardmlx.config.serve import ServeConfig
 from shardmlx.distributed.transport import Transport
 from shardmlx.inference.grammars import share_grammars
 from shardmlx.inference.plan import GenerationLoad
-from shardmlx.inference.prompts import PromptReader
+from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.setup import prepare, typical_load
 
 PATIENCE = 2
@@ -28,23 +28,23 @@ def run(config: ServeConfig, transport: Transport, blas: Blas) -> None:
     reporter.say(str(blas))
     listeners: list[socket] = []
 
-    def read(reader: PromptReader) -> GenerationLoad:
-        load = typical_load(config, config.batch_size, config.cache_tokens, reader)
+    def read(encoder: PromptEncoder) -> GenerationLoad:
+        load = typical_load(config, config.batch_size, config.cache_tokens, encoder)
         listeners.extend(bind_both(config.host, config.port))
         return load
 
     prepared = prepare(config, transport, reporter, read)
-    grammars = share_grammars(transport, prepared.reader, prepared.shape.vocab_size)
+    grammars = share_grammars(transport, prepared.encoder, prepared.shape.vocab_size)
     prepared = replace(prepared, grammars=grammars)
     transport.limit_silence(SECONDS_OF_SILENCE)
 
-    def lead(reader: PromptReader) -> None:
+    def lead(encoder: PromptEncoder) -> None:
         from shardmlx.server.generator import RequestServer
 
         first_stage = prepared.first_stage(PATIENCE, keeps_prefixes=config.prefix_cache)
         complaint = None if grammars is None else grammars.complaint
-        reader = replace(reader, most_tokens=prepared.plan.load.context)
-        server = RequestServer(config, prepared, reader, first_stage, reporter, complaint)
+        encoder = replace(encoder, most_tokens=prepared.plan.load.context)
+        server = RequestServer(config, prepared, encoder, first_stage, reporter, complaint)
         server.run(listeners)
         first_stage.stop()
 

@@ -25,7 +25,7 @@ class Stage:
     """The server behind the page."""
 
     server: Serving
-    reader: Thinker
+    encoder: Thinker
     troubles: list[str] = field(default_factory=list)
 
     @property
@@ -49,14 +49,14 @@ class Stage:
 @pytest.fixture(scope="module")
 def stage_of_all() -> Iterator[Stage]:
     troubles: list[str] = []
-    reader = Thinker()
+    encoder = Thinker()
     with serving(
         parrot=Speaker(),
-        reader=reader,
+        encoder=encoder,
         api_key=KEY,
         unavailable_reason=lambda: troubles[0] if troubles else None,
     ) as server:
-        yield Stage(server, reader, troubles)
+        yield Stage(server, encoder, troubles)
 
 
 @pytest.fixture
@@ -301,8 +301,8 @@ def test_what_a_model_says_stays_text(page: Page, stage: Stage) -> None:
     # What was said, half characters too, goes back to the server with the next question.
     stage.says("Aye.")
     assert page.ask("Is all well?") == "Aye."
-    assert stage.reader.messages[0]["content"] == EVIL
-    assert "half a character: �" in stage.reader.messages[1]["content"]
+    assert stage.encoder.messages[0]["content"] == EVIL
+    assert "half a character: �" in stage.encoder.messages[1]["content"]
     asked = page.run("return performance.getEntriesByType('resource').map((e) => e.name)")
     assert all(name.startswith(page.address) for name in asked)
 
@@ -342,7 +342,7 @@ def test_thoughts_are_shown_apart_and_folded(page: Page, stage: Stage) -> None:
     fold.find_element(By.TAG_NAME, "summary").send_keys(Keys.ENTER)
     assert fold.find_element(By.TAG_NAME, "div").text == f"{EVIL} Hm."
     page.ask("And then?")
-    assert [message["content"] for message in stage.reader.messages] == [
+    assert [message["content"] for message in stage.encoder.messages] == [
         "Ahoy",
         "Aye!",
         "And then?",
@@ -427,7 +427,7 @@ def test_settings_are_kept_and_used(page: Page, stage: Stage) -> None:
     asked = stage.model.added[-1]
     sampling = asked.sampling
     assert (asked.max_tokens, sampling.temp, sampling.top_k, sampling.top_p) == (5, 0.5, 7, 1.0)
-    assert stage.reader.messages[0] == {"role": "system", "content": "Speak like a pirate"}
+    assert stage.encoder.messages[0] == {"role": "system", "content": "Speak like a pirate"}
 
 
 def test_all_can_be_reached_by_keyboard_and_has_a_name(page: Page) -> None:

@@ -24,7 +24,7 @@ SETTINGS = "shardmlx.settings"
 
 
 class Thinker(Agent):
-    """A reader for a model with thoughts."""
+    """An encoder for a model with thoughts."""
 
     answer_format = AnswerFormat(Marks("<think>", "</think>"), None)
 

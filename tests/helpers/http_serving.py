@@ -14,7 +14,7 @@ from shardmlx.common.http_listener import bind, trusted_hosts
 from shardmlx.errors import UserError
 from shardmlx.inference.answer_format import AnswerFormat, Marks, Tool, call_format
 from shardmlx.inference.detokenize import Stops
-from shardmlx.inference.prompts import PromptReader
+from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.sampling_params import SampledToken
 from shardmlx.server.answer_parser import stops_of
 from shardmlx.server.app import make_app
@@ -32,8 +32,8 @@ END = "."
 """The last token of a sequence."""
 
 
-class Letters(PromptReader):
-    """A reader of prompts to whom a character is a token. A chat is its last message."""
+class Letters(PromptEncoder):
+    """An encoder of prompts to whom a character is a token. A chat is its last message."""
 
     def __init__(self) -> None:
         """It has no tokenizer."""
@@ -63,7 +63,7 @@ class Letters(PromptReader):
 
 
 class Agent(Letters):
-    """A reader for a model with thoughts and tools, which keeps what it was given."""
+    """An encoder for a model with thoughts and tools, which keeps what it was given."""
 
     answer_format = AnswerFormat(
         Marks("<think>", "</think>"),
@@ -194,7 +194,7 @@ def serving(
     *,
     most_open: int = 64,
     parrot: Parrot | None = None,
-    reader: Letters | None = None,
+    encoder: Letters | None = None,
     unavailable_reason: Callable[[], str | None] = lambda: None,
     **options: Any,
 ) -> Iterator[Serving]:
@@ -211,7 +211,7 @@ def serving(
         **of_model,
     )
     options = {"hosts": trusted_hosts(listener), **options}
-    app = make_app(service, reader or Letters(), served, **options)
+    app = make_app(service, encoder or Letters(), served, **options)
 
     def generate() -> None:
         with suppress(RuntimeError):

@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import load
 from tokenizers import AddedToken
 
 from shardmlx.inference.grammars import Grammars, share_grammars
-from shardmlx.inference.prompts import PromptReader
+from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.sampling_params import BROKEN, SamplingParams
 from shardmlx.server.forced_calls import call_rules
@@ -35,14 +35,14 @@ DAY = {"enum": ["mon", "tue", "wed"]}
 
 
 @pytest.fixture(scope="module")
-def reader(small_tokenizer: Path) -> PromptReader:
-    return PromptReader(tokenizer=load(small_tokenizer))
+def encoder(small_tokenizer: Path) -> PromptEncoder:
+    return PromptEncoder(tokenizer=load(small_tokenizer))
 
 
 @pytest.fixture(scope="module")
-def grammars(reader: PromptReader) -> Grammars:
+def grammars(encoder: PromptEncoder) -> Grammars:
     def share(transport: LocalTransport) -> Grammars | None:
-        return share_grammars(transport, reader if transport.rank == 0 else None, SIZE)
+        return share_grammars(transport, encoder if transport.rank == 0 else None, SIZE)
 
     _, last = LocalNetwork(2).run(share)
     assert isinstance(last, Grammars)
@@ -57,11 +57,11 @@ def asked(
     return structure.grammar(grammars.complaint, end, special or {})
 
 
-def answer(reader: PromptReader, grammars: Grammars, grammar: str, seed: int = 0) -> str:
+def answer(encoder: PromptEncoder, grammars: Grammars, grammar: str, seed: int = 0) -> str:
     """The text that noise says at temperature 1 up to its own end."""
     *tokens, end = sampled(grammars, grammar, seed)
-    text: str = reader.tokenizer.decode(tokens)
-    assert end in reader.tokenizer.eos_token_ids, text
+    text: str = encoder.tokenizer.decode(tokens)
+    assert end in encoder.tokenizer.eos_token_ids, text
     return text
 
 
@@ -130,40 +130,40 @@ CASES: list[tuple[dict[str, Any], Callable[[Any], bool]]] = [
 
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_a_schema_is_satisfied_whatever_the_model_says(
-    number: int, reader: PromptReader, grammars: Grammars
+    number: int, encoder: PromptEncoder, grammars: Grammars
 ) -> None:
     schema, holds = CASES[number]
     grammar = asked(grammars, guided_json=schema)
     for seed in range(2):
-        value = json.loads(answer(reader, grammars, grammar, seed))
+        value = json.loads(answer(encoder, grammars, grammar, seed))
         assert holds(value), value
 
 
-def test_patterns_choices_and_grammars(reader: PromptReader, grammars: Grammars) -> None:
+def test_patterns_choices_and_grammars(encoder: PromptEncoder, grammars: Grammars) -> None:
     for fields, pattern in (
         ({"guided_regex": r"\d{2}/[ab]+x{1}"}, r"\d{2}/[ab]+x"),
         ({"guided_choice": ["port", 'star"board']}, 'port|star"board'),
         ({"guided_grammar": 'start: "a" B\nB: /[xy]{3}/'}, "a[xy]{3}"),
     ):
-        assert re.fullmatch(pattern, answer(reader, grammars, asked(grammars, **fields)))
+        assert re.fullmatch(pattern, answer(encoder, grammars, asked(grammars, **fields)))
 
 
-def test_a_thought_comes_first_and_is_free(reader: PromptReader, grammars: Grammars) -> None:
+def test_a_thought_comes_first_and_is_free(encoder: PromptEncoder, grammars: Grammars) -> None:
     grammar = asked(grammars, "e", guided_choice=["aye"])
-    assert re.fullmatch(r"[^e]*eaye", answer(reader, grammars, grammar), re.DOTALL)
+    assert re.fullmatch(r"[^e]*eaye", answer(encoder, grammars, grammar), re.DOTALL)
 
 
 @pytest.fixture
-def marked(small_tokenizer: Path) -> PromptReader:
-    """A reader whose marks are tokens, one of them special: as Qwen's and Magistral's are."""
+def marked(small_tokenizer: Path) -> PromptEncoder:
+    """An encoder whose marks are tokens, one of them special: as Qwen's and Magistral's are."""
     tokenizer = load(small_tokenizer)
     tokenizer.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
     tokenizer.add_special_tokens({"additional_special_tokens": ["[/THINK]", "<|end|>"]})
-    return PromptReader(tokenizer=tokenizer)
+    return PromptEncoder(tokenizer=tokenizer)
 
 
-def grammars_of(reader: PromptReader) -> Grammars:
-    (grammars,) = LocalNetwork(1).run(lambda transport: share_grammars(transport, reader, SIZE))
+def grammars_of(encoder: PromptEncoder) -> Grammars:
+    (grammars,) = LocalNetwork(1).run(lambda transport: share_grammars(transport, encoder, SIZE))
     assert isinstance(grammars, Grammars)
     return grammars
 
@@ -179,13 +179,13 @@ def grammars_of(reader: PromptReader) -> Grammars:
     ],
 )
 def test_added_tokens_that_are_not_special_are_text(
-    fields: dict[str, Any], text: str, marked: PromptReader
+    fields: dict[str, Any], text: str, marked: PromptEncoder
 ) -> None:
     grammars = grammars_of(marked)
     assert answer(marked, grammars, asked(grammars, **fields)) == text
 
 
-def test_special_tokens_that_a_structure_spells_are_letters(marked: PromptReader) -> None:
+def test_special_tokens_that_a_structure_spells_are_letters(marked: PromptEncoder) -> None:
     grammars = grammars_of(marked)
     end = marked.tokenizer.convert_tokens_to_ids("<|end|>")
     for fields, text in (
@@ -199,7 +199,7 @@ def test_special_tokens_that_a_structure_spells_are_letters(marked: PromptReader
 
 
 @pytest.mark.parametrize("mark", ["</think>", "[/THINK]"])
-def test_a_thought_ends_with_the_token_of_its_mark(mark: str, marked: PromptReader) -> None:
+def test_a_thought_ends_with_the_token_of_its_mark(mark: str, marked: PromptEncoder) -> None:
     grammars = grammars_of(marked)
     special = {"[/THINK]": marked.tokenizer.convert_tokens_to_ids("[/THINK]")}
     grammar = asked(grammars, mark, special, guided_choice=["aye"])
@@ -254,7 +254,7 @@ def test_calls_that_are_asked_for(
     """In the words of the model's own format, some of which are control tokens."""
     tokenizer = load(small_tokenizer)
     tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
-    reader = PromptReader(tokenizer=tokenizer)
+    encoder = PromptEncoder(tokenizer=tokenizer)
     special = {mark: tokenizer.convert_tokens_to_ids(mark) for mark in MARKS}
     known = format_of(parser, template)
     assert known.calls is not None
@@ -263,7 +263,7 @@ def test_calls_that_are_asked_for(
     grammars = Grammars(tokenizer.backend_tokenizer.to_str(), SIZE, (1,))
     numbers = set()
     for seed in range(3):
-        text = answer(reader, grammars, grammar, seed)
+        text = answer(encoder, grammars, grammar, seed)
         calls = parts_of(text, len(text), known, tools=tools)
         for part in calls:
             assert part.kind == "call", text
@@ -273,14 +273,16 @@ def test_calls_that_are_asked_for(
     assert numbers == {1} if len(tools) == 1 else max(numbers) >= 1
 
 
-def test_sequences_of_a_batch_have_each_their_own(reader: PromptReader, grammars: Grammars) -> None:
+def test_sequences_of_a_batch_have_each_their_own(
+    encoder: PromptEncoder, grammars: Grammars
+) -> None:
     sampler = BatchSampler(0, grammars)
     for sequence, grammar in enumerate(['start: "a"', None, 'start: "b"']):
         sampler.open(sequence, SamplingParams(grammar=grammar))
     logits = mx.zeros((3, SIZE))
     logits[:, 7] = 9
     tokens = sampler.sample([0, 1, 2], logits)[:, 0].tolist()
-    assert tokens == [reader.text("a")[-1], 7, reader.text("b")[-1]]
+    assert tokens == [encoder.text("a")[-1], 7, encoder.text("b")[-1]]
 
 
 def test_bad_grammars_are_named_in_a_line(grammars: Grammars) -> None:

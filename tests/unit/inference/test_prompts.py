@@ -17,7 +17,7 @@ from tokenizers import AddedToken
 from shardmlx.errors import PromptTooLong, UserError
 from shardmlx.inference import prompts
 from shardmlx.inference.answer_format import HARMONY, call_format
-from shardmlx.inference.prompts import PromptReader, PromptRequest, read_prompts, read_stdin
+from shardmlx.inference.prompts import PromptEncoder, PromptRequest, read_prompts, read_stdin
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -98,7 +98,7 @@ def test_the_format_of_answers_is_read_from_the_tokenizer() -> None:
         tool_parser=json_tools.parse_tool_call,
         added_tokens_decoder={5: AddedToken("<s>", special=True), 6: AddedToken("<a>")},
     )
-    known = PromptReader(tokenizer=tokenizer).answer_format
+    known = PromptEncoder(tokenizer=tokenizer).answer_format
     assert known.call is not None
     assert known.calls == call_format("mlx_lm.tool_parsers.json_tools", "")
     assert known.special == {"<s>": 5}
@@ -106,16 +106,16 @@ def test_the_format_of_answers_is_read_from_the_tokenizer() -> None:
         chat_template="<|start|>assistant<|channel|>analysis<|message|>",
         added_tokens_decoder={7: AddedToken("<|end|>", special=True)},
     )
-    known = PromptReader(tokenizer=harmony).answer_format
+    known = PromptEncoder(tokenizer=harmony).answer_format
     assert known == replace(HARMONY, special={"<|end|>": 7})
 
 
 def test_a_prompt_with_a_token_that_the_model_does_not_know(small_tokenizer: Path) -> None:
-    reader = PromptReader(tokenizer=load(small_tokenizer))
-    largest = max(tokens := reader.text("A cat sat."))
-    assert replace(reader, vocabulary=largest + 1).text("A cat sat.") == tokens
+    encoder = PromptEncoder(tokenizer=load(small_tokenizer))
+    largest = max(tokens := encoder.text("A cat sat."))
+    assert replace(encoder, vocabulary=largest + 1).text("A cat sat.") == tokens
     with pytest.raises(UserError, match=f"the prompt has token {largest}, and the model knows"):
-        replace(reader, vocabulary=largest).text("A cat sat.")
+        replace(encoder, vocabulary=largest).text("A cat sat.")
 
 
 TOOL: Any = {
@@ -148,28 +148,28 @@ LLAMA = """{% if tools is defined %}{{ tools | tojson }}
 {% endif %}{% endfor %}"""
 
 
-def reader_with(tokenizer_path: Path, template: str) -> PromptReader:
+def encoder_with(tokenizer_path: Path, template: str) -> PromptEncoder:
     tokenizer = load(tokenizer_path)
     tokenizer.chat_template = template
-    return PromptReader(tokenizer=tokenizer)
+    return PromptEncoder(tokenizer=tokenizer)
 
 
 def told(small_tokenizer: Path, template: str, tools: list[Any]) -> tuple[str | None, str]:
     """The way of a template with tools, and what it makes of the history."""
-    reader = reader_with(small_tokenizer, template)
-    return reader.answer_format.way, reader.untokenized(reader.chat(HISTORY, tools))
+    encoder = encoder_with(small_tokenizer, template)
+    return encoder.answer_format.way, encoder.untokenized(encoder.chat(HISTORY, tools))
 
 
 @pytest.mark.parametrize("said", ["Hm. ", "", "<s>user"])
 def test_a_chat_may_go_on_from_its_last_message(said: str, small_tokenizer: Path) -> None:
-    reader = reader_with(
+    encoder = encoder_with(
         small_tokenizer,
         "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}"
         "{% if add_generation_prompt %}<s>assistant: {% endif %}",
     )
     chat = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": said}]
-    tokens = reader.chat(chat, continue_final_message=True)
-    assert reader.untokenized(tokens) == f"<s>user: Q</s><s>assistant: {said}"
+    tokens = encoder.chat(chat, continue_final_message=True)
+    assert encoder.untokenized(tokens) == f"<s>user: Q</s><s>assistant: {said}"
     assert tokens.count(0) == 2, "what a message spells is text"
 
 
@@ -221,10 +221,10 @@ REFUSES = "raise_exception('at the beginning')"
 def test_several_system_messages_as_the_template_takes_them(
     small_tokenizer: Path, template: str, text: str
 ) -> None:
-    reader = reader_with(small_tokenizer, template)
+    encoder = encoder_with(small_tokenizer, template)
     said = [("system", "A."), ("system", "B."), ("user", "x"), ("system", "C."), ("user", "y")]
     chat = [{"role": role, "content": content} for role, content in said]
-    assert reader.chat(chat) == reader.text(text)[-len(reader.chat(chat)) :]
+    assert encoder.chat(chat) == encoder.text(text)[-len(encoder.chat(chat)) :]
 
 
 def test_llama_3_is_told_by_its_template(small_tokenizer: Path) -> None:
@@ -268,20 +268,20 @@ class Letters:
 @pytest.mark.parametrize("characters", [20_000, 5_000_000])
 def test_of_a_text_that_is_far_too_long_only_a_piece_is_tokenised(characters: int) -> None:
     letters = Letters()
-    reader = PromptReader(tokenizer=letters, most_tokens=3000)
+    encoder = PromptEncoder(tokenizer=letters, most_tokens=3000)
     with pytest.raises(PromptTooLong) as caught:
-        reader.text(characters * "a")
+        encoder.text(characters * "a")
     assert "3000" in caught.value.remedy
     with pytest.raises(PromptTooLong):
-        reader.chat([{"role": "user", "content": characters * "a"}])
+        encoder.chat([{"role": "user", "content": characters * "a"}])
     assert letters.read <= 2 * prompts.PIECE
 
 
 def test_what_may_fit_has_the_tokens_of_the_whole(tokenizer: Path) -> None:
-    reader = PromptReader(tokenizer=load(tokenizer))
+    encoder = PromptEncoder(tokenizer=load(tokenizer))
     text = 700 * "Where be the treasure, and who has hidden it? "
     assert len(text) > prompts.PIECE
-    tokens = reader.text(text)
-    assert replace(reader, most_tokens=len(tokens) // 2 + 50).text(text) == tokens
+    tokens = encoder.text(text)
+    assert replace(encoder, most_tokens=len(tokens) // 2 + 50).text(text) == tokens
     with pytest.raises(PromptTooLong):
-        replace(reader, most_tokens=len(tokens) // 2 - 50).text(text)
+        replace(encoder, most_tokens=len(tokens) // 2 - 50).text(text)

@@ -17,7 +17,7 @@ def agent() -> Agent:
 
 @pytest.fixture(scope="session")
 def served(agent: Agent) -> Iterator[Serving]:
-    with serving(reader=agent, api_key=KEY, complaint=lambda grammar: "") as one:
+    with serving(encoder=agent, api_key=KEY, complaint=lambda grammar: "") as one:
         yield one
 
 

@@ -227,7 +227,7 @@ def test_an_answer_that_breaks_its_structure_is_an_error_that_names_it(
     path: str, asked: dict[str, Any], field: str
 ) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, **asked}
-    with serving(parrot=Broken(), reader=Agent(), complaint=lambda grammar: "") as server:
+    with serving(parrot=Broken(), encoder=Agent(), complaint=lambda grammar: "") as server:
         url = f"{server.address}/v1/{path}"
         whole = httpx.post(url, json=body)
         assert whole.status_code == 500
@@ -435,7 +435,7 @@ def test_a_short_request_does_not_wait_for_a_long_one_and_few_long_ones_wait() -
 
     slow = Slow()
     body = 251_000
-    with serving(reader=slow, max_body_bytes=body) as server, ThreadPoolExecutor(9) as pool:
+    with serving(encoder=slow, max_body_bytes=body) as server, ThreadPoolExecutor(9) as pool:
         long = pool.submit(post, server, {"prompt": "hello" * 50_000, "max_tokens": 3})
         assert slow.has_begun.wait(30)
         assert post(server).status_code == 200

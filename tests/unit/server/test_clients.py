@@ -25,7 +25,7 @@ PLAIN = [ASKED, {"role": "assistant", "content": "Aye!"}, AGAIN]
 
 
 class Template(Letters):
-    """A reader that keeps what it was given."""
+    """An encoder that keeps what it was given."""
 
     def __init__(self) -> None:
         self.messages: list[Mapping[str, Any]] = []

@@ -190,11 +190,11 @@ BEGUN = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "The
 def test_an_answer_may_go_on_from_the_last_message(
     asked: dict[str, Any], mark: dict[str, Any]
 ) -> None:
-    reader = Agent()
+    encoder = Agent()
     body = {"messages": [BEGUN[0], {**BEGUN[1], **mark}], **asked}
-    (request,) = read_chat(json.dumps(body).encode(), reader, terms()).requests
-    assert reader.goes_on
-    assert reader.messages == BEGUN
+    (request,) = read_chat(json.dumps(body).encode(), encoder, terms()).requests
+    assert encoder.goes_on
+    assert encoder.messages == BEGUN
     assert request.continues
     assert list(AnswerParser(request).take(" yes", is_last=True)) == [Part("said", " yes")]
 

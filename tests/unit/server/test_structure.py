@@ -41,10 +41,10 @@ def terms(complaint: Callable[[str], str] | None) -> ServedModel:
     )
 
 
-def grammar(reader: Letters | None = None, knows: bool = True, **fields: Any) -> str | None:
+def grammar(encoder: Letters | None = None, knows: bool = True, **fields: Any) -> str | None:
     served = terms(complaint if knows else None)
     body = json.dumps({"messages": [{"role": "user", "content": "hi"}], **fields}).encode()
-    (request,) = read_chat(body, reader or Letters(), served).requests
+    (request,) = read_chat(body, encoder or Letters(), served).requests
     return request.sampling.grammar
 
 
@@ -107,7 +107,7 @@ def test_of_a_model_that_thinks_only_the_answer_has_a_structure() -> None:
     assert grammar(Thinker(), guided_choice=["a"]) == (
         'start: thought body\nbody: "a"\nthought[suffix="</think>"]: /(?s:.*)/'
     )
-    assert refusal(reader=Thinker(), guided_grammar="start: A")[0] == "guided_grammar"
+    assert refusal(encoder=Thinker(), guided_grammar="start: A")[0] == "guided_grammar"
 
 
 def test_completions_have_it_too() -> None:

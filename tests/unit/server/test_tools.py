@@ -187,7 +187,7 @@ def test_a_call_may_be_asked_for(
 def test_formats_that_cannot_be_asked_for(agent: Agent) -> None:
     other = Agent()
     other.answer_format = replace(agent.answer_format, calls=None)
-    with serving(reader=other) as server:
+    with serving(encoder=other) as server:
         client = openai.OpenAI(base_url=f"{server.address}/v1", api_key="x", max_retries=0)
         with pytest.raises(openai.BadRequestError, match="in a format that cannot be asked for"):
             ask(client, "?", tools=[LOOK], tool_choice="required")

@@ -14,7 +14,7 @@ from shardmlx.config.inference import EvaluateConfig
 from shardmlx.config.train import TrainConfig
 from shardmlx.errors import UserError
 from shardmlx.evaluation.perplexity import read_texts
-from shardmlx.inference.prompts import PromptReader
+from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.training.datasets import read_data
 from tests.helpers.chat_templates import KINDS, tokenizer_with
 from tests.helpers.letters import listed, write
@@ -337,5 +337,5 @@ def test_rows_of_other_sets_and_commands_are_the_same(tmp_path: Path) -> None:
         assert f"{name}.jsonl:1" in error.value.problem
     config = EvaluateConfig(model="m", data=str(tmp_path))
     with pytest.raises(UserError) as error:
-        read_texts(config, PromptReader(tokenizer=tokenizer_with(CHATML)), pytest.fail)
+        read_texts(config, PromptEncoder(tokenizer=tokenizer_with(CHATML)), pytest.fail)
     assert "test.jsonl:1" in error.value.problem
