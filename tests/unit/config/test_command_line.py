@@ -10,8 +10,8 @@ import pytest
 
 from shardmlx.config.command_line import CommandLine, words_of
 from shardmlx.config.options import REQUIRED, OptionError, check_options, option
-from shardmlx.errors import UserError
 from shardmlx.main import main
+from tests.helpers.refusals import refusal
 
 Capture = pytest.CaptureFixture[str]
 
@@ -40,12 +40,6 @@ SAMPLE = CommandLine(options=Sample, command="report", description="")
 
 def read(*words: str, rank: int = 0) -> Sample:
     return SAMPLE.load(words, rank)
-
-
-def error_of(*words: str) -> str:
-    with pytest.raises(UserError) as error:
-        read(*words)
-    return str(error.value)
 
 
 def test_an_unknown_flag_before_a_command_is_named(capsys: Capture) -> None:
@@ -94,15 +88,15 @@ def test_a_switch_may_take_the_words_of_mlx_lm(words: list[str], loud: bool) -> 
 
 
 def test_what_must_be_given_is_named() -> None:
-    assert error_of("--weight", "2") == (
+    assert str(refusal(read, "--weight", "2")) == (
         "the following arguments are required: DIR: see shardmlx report --help"
     )
-    assert error_of("here") == "--weight is missing: see shardmlx report --help"
-    assert error_of("nowhere", "--weight", "2") == "DIR is 'nowhere': name another"
+    assert str(refusal(read, "here")) == "--weight is missing: see shardmlx report --help"
+    assert str(refusal(read, "nowhere", "--weight", "2")) == "DIR is 'nowhere': name another"
 
 
 def test_an_unknown_flag_gets_a_suggestion_that_can_be_typed() -> None:
-    assert error_of("here", "--weigth", "2") == (
+    assert str(refusal(read, "here", "--weigth", "2")) == (
         "unknown argument '--weigth': did you mean --weight?"
     )
 

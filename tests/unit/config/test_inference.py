@@ -14,7 +14,7 @@ from shardmlx.config.inference import CHAT, GENERATE, GenerateConfig
 from shardmlx.config.serve import LINE as SERVE
 from shardmlx.config.serve import ServeConfig
 from shardmlx.config.train import LINE as TRAIN
-from shardmlx.errors import UserError
+from tests.helpers.refusals import refusal
 
 
 def flags_of(parser: argparse.ArgumentParser) -> set[str]:
@@ -55,9 +55,9 @@ def test_every_flag_of_mlx_lm_is_taken_or_refused_by_name(monkeypatch: pytest.Mo
     ],
 )
 def test_a_flag_that_is_not_here_says_why(line: CommandLine[Any], words: str, reason: str) -> None:
-    with pytest.raises(UserError) as error:
-        line.load(words.split())
-    assert str(error.value).startswith(f"{words.split()[0]} is not here: {reason}")
+    assert str(refusal(line.load, words.split())).startswith(
+        f"{words.split()[0]} is not here: {reason}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,10 +74,9 @@ def test_a_flag_that_is_not_here_says_why(line: CommandLine[Any], words: str, re
     ],
 )
 def test_bad_options(words: str, remedy: str) -> None:
-    with pytest.raises(UserError) as error:
-        GENERATE.load(words.split())
-    assert words.split()[0] in error.value.problem
-    assert remedy in str(error.value)
+    error = refusal(GENERATE.load, words.split())
+    assert words.split()[0] in error.problem
+    assert remedy in str(error)
 
 
 def test_spellings_of_mlx_lm_mean_the_same() -> None:

@@ -13,13 +13,13 @@ from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine
 from shardmlx.costmodel.memory_limits import budgets_of, within
 from shardmlx.costmodel.workload import ModelSizes
-from shardmlx.errors import UserError
 from shardmlx.inference.plan import GenerationLoad, InferencePlan, plan_inference
 from shardmlx.loading.rank_setup import PlanInputs
 from shardmlx.modelfiles.parts import read_shape
 from shardmlx.partitioners import LayerCosts
 from shardmlx.pipeline.stage_map import read_stage_map
 from tests.helpers.models_and_batches import tiny_config
+from tests.helpers.refusals import refusal
 
 LAYERS = 8
 MB = 1 << 20
@@ -54,12 +54,6 @@ def plan(
     budgets = budgets_of(machines, config.memory_limit)
     inputs = PlanInputs(work or workload(), within(machines, budgets), budgets, given, machines)
     return plan_inference(config, inputs, load, "digest")
-
-
-def refused(load: GenerationLoad, *memories: int, **options: Any) -> UserError:
-    with pytest.raises(UserError) as error:
-        plan(load, *memories, **options)
-    return error.value
 
 
 ONE = GenerationLoad(sequences=1, prompt=500, answer=100, context=600)
@@ -122,15 +116,15 @@ def test_a_context_that_does_not_fit_is_refused_with_numbers() -> None:
     """Capacity is three quarters of the memory. Where the machine has more than the limit allows,
     the limit is to be raised."""
     too_long = GenerationLoad(8, 500, 100_000, 100_500)
-    error = refused(too_long, 64 * MB, 2000 * MB, partitioner="balanced")
+    error = refusal(plan, too_long, 64 * MB, 2000 * MB, partitioner="balanced")
     for fact in ("mac0", "0.39 GiB", "48.0 MiB", "0-3", "0.38 GiB", "8 sequences of 100500"):
         assert fact in error.problem
     for option in ("--max-tokens", "--batch-size", "--partitioner memory"):
         assert option in error.remedy
     limited = {"memory_limit": 48 * MB, "partitioner": "balanced"}
-    assert "--memory-limit 401MiB" in refused(too_long, 500 * MB, 2000 * MB, **limited).remedy
-    assert "--memory-limit" not in refused(too_long, 64 * MB, 2000 * MB, **limited).remedy
-    nowhere = refused(too_long, 64 * MB, 64 * MB, memory_limit=48 * MB, partitioner="memory")
+    assert "--memory-limit 401MiB" in refusal(plan, too_long, 500 * MB, 2000 * MB, **limited).remedy
+    assert "--memory-limit" not in refusal(plan, too_long, 64 * MB, 2000 * MB, **limited).remedy
+    nowhere = refusal(plan, too_long, 64 * MB, 64 * MB, memory_limit=48 * MB, partitioner="memory")
     assert "--memory-limit" in nowhere.remedy
     assert plan(ONE, 64 * MB, 2000 * MB).stage_map.num_stages == 2
 
@@ -167,4 +161,4 @@ def test_of_what_is_planned_weights_and_caches_are_always_there() -> None:
 def test_maps_that_cannot_generate(stages: str, complaint: str, tmp_path: Path) -> None:
     path = tmp_path / "map.yaml"
     path.write_text(f"stages:\n{stages}\n")
-    assert complaint in refused(ONE, ROOM, ROOM, stage_map=str(path)).problem
+    assert complaint in refusal(plan, ONE, ROOM, ROOM, stage_map=str(path)).problem

@@ -11,6 +11,7 @@ from shardmlx.models.config_reader import read_config
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.tensors import expected_tensors, modules
 from tests.helpers.models_and_batches import build, tiny_config
+from tests.helpers.refusals import refusal
 
 SUPPORTED = ("mistral", "llama", "ministral3", "mixtral", "qwen2", "qwen3")
 
@@ -125,9 +126,7 @@ def test_a_window_without_layer_types_is_passed_over_as_in_mlx_lm() -> None:
     ],
 )
 def test_a_bad_field_is_named(changes: dict[str, Any], named: str) -> None:
-    with pytest.raises(UserError) as caught:
-        ModelShape.from_config(configuration("llama") | changes)
-    assert named in caught.value.problem
+    assert named in refusal(ModelShape.from_config, configuration("llama") | changes).problem
 
 
 def test_a_missing_field_is_named() -> None:
@@ -137,8 +136,7 @@ def test_a_missing_field_is_named() -> None:
         ModelShape.from_config(config)
     config = configuration("llama")
     del config["vocab_size"]
-    with pytest.raises(UserError, match="vocab_size is missing"):
-        ModelShape.from_config(config)
+    assert "vocab_size is missing" in str(refusal(ModelShape.from_config, config))
     with pytest.raises(UserError, match="num_experts_per_tok 5 is more than num_local_experts 4"):
         ModelShape.from_config(configuration("mixtral", num_experts_per_tok=5))
 
@@ -157,15 +155,13 @@ def test_a_window_tells_layers_apart_where_texts_are_longer() -> None:
 def test_a_missing_or_broken_config_is_named(tmp_path: Path, text: bytes | None) -> None:
     if text is not None:
         (tmp_path / "config.json").write_bytes(text)
-    with pytest.raises(UserError) as caught:
-        read_config(tmp_path)
-    assert str(tmp_path) in caught.value.problem
-    assert "config.json" in caught.value.problem
+    caught = refusal(read_config, tmp_path)
+    assert str(tmp_path) in caught.problem
+    assert "config.json" in caught.problem
 
 
 def test_a_missing_model_directory_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nowhere"):
-        read_config(tmp_path / "nowhere")
+    assert "nowhere" in str(refusal(read_config, tmp_path / "nowhere"))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from itertools import pairwise
 
 import pytest
 
-from shardmlx.errors import UserError
 from shardmlx.pipeline.actions import Kind
 from shardmlx.pipeline.schedules import (
     SCHEDULES,
@@ -17,6 +16,7 @@ from shardmlx.pipeline.schedules import (
 from shardmlx.pipeline.simulate import Costs, simulate
 from shardmlx.pipeline.text_timeline import timeline
 from tests.helpers.grids import parse_grid
+from tests.helpers.refusals import refusal
 
 F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W
 
@@ -103,10 +103,9 @@ def test_groups_of_interleaved_1f1b_are_even_and_no_smaller_than_they_must(
 
 
 def test_an_unknown_schedule_is_refused_with_the_names() -> None:
-    with pytest.raises(UserError) as error:
-        get_schedule("2f2b")
-    assert "2f2b" in error.value.problem
-    assert all(name in error.value.remedy for name in SCHEDULES)
+    error = refusal(get_schedule, "2f2b")
+    assert "2f2b" in error.problem
+    assert all(name in error.remedy for name in SCHEDULES)
 
 
 @pytest.mark.parametrize(
@@ -116,9 +115,7 @@ def test_an_unknown_schedule_is_refused_with_the_names() -> None:
 def test_numbers_that_do_not_fit_are_refused(
     name: str, pp: int, microbatches: int, virtual: int
 ) -> None:
-    with pytest.raises(UserError) as error:
-        compute_actions(name, pp, microbatches, virtual)
-    assert name in error.value.problem
+    assert name in refusal(compute_actions, name, pp, microbatches, virtual).problem
 
 
 @pytest.mark.parametrize(

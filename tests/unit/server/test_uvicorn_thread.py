@@ -22,6 +22,7 @@ from shardmlx.errors import UserError
 from shardmlx.server import app, uvicorn_thread
 from shardmlx.server.uvicorn_thread import HttpServer
 from tests.helpers.http_serving import Parrot, Serving, serving
+from tests.helpers.refusals import refusal
 
 
 @contextmanager
@@ -356,16 +357,13 @@ def test_an_access_log_is_kept_only_if_it_is_asked_for(
 def test_a_port_that_is_taken() -> None:
     with bind("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
-        with pytest.raises(UserError) as caught:
-            bind("127.0.0.1", port)
-    assert f"--port {port} of 127.0.0.1" in caught.value.problem
+        caught = refusal(bind, "127.0.0.1", port)
+    assert f"--port {port} of 127.0.0.1" in caught.problem
 
 
 @pytest.mark.parametrize("host", ["nowhere.invalid", "192.0.2.1", "x" * 300])
 def test_a_host_that_is_none(host: str) -> None:
-    with pytest.raises(UserError) as caught:
-        bind(host, 0)
-    assert f"--host {host}" in caught.value.problem
+    assert f"--host {host}" in refusal(bind, host, 0).problem
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
@@ -449,6 +447,4 @@ def test_who_connects_before_the_server_has_started_waits() -> None:
 def test_missing_packages_are_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     check_packages(ServeConfig())
     monkeypatch.setattr(serve, "find_spec", lambda name: name if name[0] == "p" else None)
-    with pytest.raises(UserError) as caught:
-        check_packages(ServeConfig())
-    assert caught.value.remedy == "pip install starlette uvicorn"
+    assert refusal(check_packages, ServeConfig()).remedy == "pip install starlette uvicorn"
