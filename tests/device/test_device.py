@@ -14,7 +14,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load
 
 from shardmlx.compat import gpu_fuses_attention
@@ -25,13 +24,14 @@ from shardmlx.models.slice import Slice
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.jobs import Job
 from tests.helpers.models_and_batches import (
-    Gradients,
+    Result,
     build,
-    largest_difference,
+    check_same,
     move_trained,
     random_batch,
     through_stages,
     tiny_config,
+    with_adapters,
 )
 from tests.helpers.mpirun import events, train_well
 from tests.helpers.rank_pool import run_in_pool
@@ -72,17 +72,14 @@ def model_of(config: dict[str, Any], bits: int | None = None) -> nn.Module:
     with on(mx.Device(mx.cpu)):
         model = build(config | quantisation, seed=3)
         if bits is not None:
-            model.freeze()
-            settings = {"rank": 4, "scale": 2.0, "dropout": 0.0}
-            linear_to_lora_layers(model, len(model.layers), settings)
-            move_trained(model)
+            move_trained(with_adapters(model))
         mx.eval(model.parameters())
     return model
 
 
 def trained(
     model: nn.Module, device: mx.Device, savings: Savings, *, packs: bool = False
-) -> tuple[list[float], Gradients]:
+) -> Result:
     """Losses and gradients of two stages, which ``device`` computes."""
     batch = random_batch(2, longest=30)
     parts = pack(batch, 1) if packs else split(batch, dp=1, replica=0, micro_batch_size=2)
@@ -93,11 +90,8 @@ def trained(
         )
 
 
-def check(ours: tuple[list[float], Gradients], theirs: tuple[list[float], Gradients]) -> None:
-    assert sum(ours[0]) == pytest.approx(sum(theirs[0]), rel=CLOSE)
-    assert set(ours[1]) == set(theirs[1])
-    difference, name = largest_difference(ours[1], theirs[1])
-    assert difference < CLOSE, name
+def check(ours: Result, theirs: Result) -> None:
+    check_same(ours, theirs, CLOSE, CLOSE)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,21 +7,14 @@ from typing import Any, NamedTuple
 
 import mlx.nn as nn
 
-from shardmlx.config.specs import NO_SAVINGS, Savings
 from shardmlx.engine.batches import split
-from shardmlx.engine.divided_weights import DividedWeights
-from shardmlx.engine.engine import Engine
-from shardmlx.engine.gathered_stage import build_stages
 from shardmlx.engine.optimizer import Updater, build_optimizer
-from shardmlx.models.slice import Slice
-from shardmlx.pipeline.plan import Plan
 from tests.helpers.checkpoints import Bytes, as_bytes
+from tests.helpers.engines import engine_of, train_on
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.models_and_batches import Layout, random_batch, tiny_model
 
 STEPS = 2
-NOTHING, OPTIMIZER, WEIGHTS = range(3)
-"""What replicas divide."""
 
 
 class Trained(NamedTuple):
@@ -32,25 +25,6 @@ class Trained(NamedTuple):
     losses: list[dict[int, float]]
     norms: list[float]
     held: int
-
-
-def engine_of(
-    transport: LocalTransport,
-    plan: Plan,
-    model: nn.Module,
-    divided: int,
-    *,
-    savings: Savings = NO_SAVINGS,
-    **how: Any,
-) -> Engine:
-    slices = [Slice(model, start, stop) for start, stop in plan.stage_map.partition.ranges]
-    own, weights = plan.stages_of(transport.rank), None
-    if divided == WEIGHTS:
-        replicas = plan.mesh.replicas_of(transport.rank % plan.mesh.pp)
-        weights = DividedWeights(transport.rank, replicas, [slices[index] for index in own])
-    stages = build_stages(slices, own, savings=savings, weights=weights)
-    divides = divided != NOTHING
-    return Engine(plan, transport, stages, divides_optimizer=divides, weights=weights, **how)
 
 
 def tiny_models(layout: Layout, *, tied: bool = False, layers: int = 4) -> list[nn.Module]:
@@ -82,12 +56,11 @@ def train(
         for step in range(STEPS):
             for part in range(accumulated):
                 batch = random_batch(2 * layout.pp * layout.dp, 7 * step + part, longest=30)
-                mine = split(batch, layout.dp, engine.replica, 2)
-                scale, last = loss_scale / batch.valid_tokens, part == accumulated - 1
-                losses.append(engine.train_step(mine, scale=scale, key=(step, part), reduce=last))
+                key, last = (step, part), part == accumulated - 1
+                losses.append(train_on(engine, batch, 2, scale=loss_scale, key=key, reduce=last))
             norms.append(engine.gradient_norm() / loss_scale)
             updater.apply(1 / norms[-1] / loss_scale)
-            losses.append(engine.evaluate(mine))
+            losses.append(engine.evaluate(split(batch, layout.dp, engine.replica, 2)))
         parts, weights = [stage.part for stage in stages], shards.weights
         trained = {name: stage.part[name] for stage in stages for name in stage.names}
         kept = {name: array for name, array in trained.items() if shards.holds(name)}

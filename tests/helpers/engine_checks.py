@@ -12,15 +12,8 @@ from functools import partial
 from typing import Any
 
 from shardmlx.distributed.transport import Transport
-from tests.helpers.models_and_batches import (
-    Expected,
-    Layout,
-    Outcome,
-    check_outcome,
-    random_batch,
-    run_engine,
-    tiny_model,
-)
+from tests.helpers.engines import Expected, Outcome, check_outcome, run_engine
+from tests.helpers.models_and_batches import Layout, random_batch, tiny_model
 from tests.helpers.transport_checks import Check
 
 LAYERS = 8

@@ -8,7 +8,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from shardmlx.config.specs import NO_SAVINGS, Savings
 from shardmlx.engine.batches import MicroBatch
@@ -16,8 +15,10 @@ from shardmlx.engine.stage import Stage
 from shardmlx.models.slice import Slice
 from tests.helpers.models_and_batches import (
     VOCABULARY,
+    move_trained,
     saving,
     tiny_model,
+    with_adapters,
 )
 
 LAYERS = 3
@@ -29,16 +30,9 @@ def trained(how: str, dtype: mx.Dtype = mx.float32) -> nn.Module:
     """A model of which everything, the adapters of its layers, or nothing is trained."""
     model = tiny_model(layers=LAYERS)
     model.set_dtype(dtype)
-    if how != "full":
-        model.freeze()
     if how in ("lora", "dora"):
-        mx.random.seed(1)
-        parameters = {"rank": 4, "scale": 2.0, "dropout": 0.0}
-        linear_to_lora_layers(model, LAYERS, parameters, use_dora=how == "dora")
-        for layer in model.layers:
-            layer.apply(lambda weight: weight + 0.01)  # or lora_b is zero, and so are gradients
-    mx.eval(model.parameters())
-    return model
+        return move_trained(with_adapters(model, dora=how == "dora"))
+    return model if how == "full" else model.freeze()
 
 
 def stage_of(part: Slice, *, compiled: bool = True, savings: Savings = NO_SAVINGS) -> Stage:
@@ -158,12 +152,8 @@ def test_a_graph_takes_the_weights_as_they_are() -> None:
 
 
 def test_masks_of_dropout_are_drawn_for_each_micro_batch() -> None:
-    model = tiny_model(layers=LAYERS).freeze()
-    linear_to_lora_layers(model, LAYERS, {"rank": 4, "scale": 2.0, "dropout": 0.5})
-    part = Slice(model, 0, 1)
-    for name in part.trainable:
-        part[name] = part[name] + 0.01
-    stage = stage_of(part)
+    model = move_trained(with_adapters(tiny_model(layers=LAYERS), dropout=0.5))
+    stage = stage_of(Slice(model, 0, 1))
     first, again, other = (
         stage.forward(j, batch(0), None, scale=SCALE, key=(key,)) for j, key in enumerate((1, 1, 2))
     )

@@ -9,7 +9,6 @@ from itertools import pairwise
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from shardmlx.config.specs import FULL, NO_SAVINGS, NONE, SELECTIVE, Savings
 from shardmlx.distributed.messages import TransportTimeout
@@ -17,9 +16,17 @@ from shardmlx.engine.batches import split
 from shardmlx.engine.divided_weights import DividedWeights
 from shardmlx.models.slice import Slice
 from tests.helpers.checkpoints import Bytes
-from tests.helpers.divided_training import OPTIMIZER, WEIGHTS, engine_of, tiny_models, train
+from tests.helpers.divided_training import tiny_models, train
+from tests.helpers.engines import OPTIMIZER, WEIGHTS, engine_of, train_on
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
-from tests.helpers.models_and_batches import Layout, build, random_batch, tiny_config, tiny_model
+from tests.helpers.models_and_batches import (
+    Layout,
+    build,
+    random_batch,
+    tiny_config,
+    tiny_model,
+    with_adapters,
+)
 
 TWO, THREE = Layout("1f1b", 1, 1, 2), Layout("1f1b", 1, 1, 3)
 
@@ -75,14 +82,11 @@ def test_adapters_and_frozen_weights_are_divided_and_dropout_is_the_same() -> No
     """The weights are quantised; layers below the adapters have a forward pass only."""
 
     def models() -> list[nn.Module]:
-        made = []
-        for model in tiny_models(TWO):
+        made = tiny_models(TWO)
+        for model in made:
             nn.quantize(model, group_size=32, bits=4)
-            model.freeze()
             mx.random.seed(3)
-            linear_to_lora_layers(model, 2, {"rank": 4, "scale": 10.0, "dropout": 0.3})
-            mx.eval(model.parameters())
-            made.append(model)
+            with_adapters(model, 2, scale=10.0, dropout=0.3)
         return made
 
     whole = train(TWO, models(), OPTIMIZER, accumulated=2)
@@ -147,8 +151,7 @@ def test_the_next_layer_is_on_its_way_while_one_computes(
         plan = TWO.plan(3, 1)
         savings = Savings(recompute=recompute)
         engine = engine_of(transport, plan, models[transport.rank], WEIGHTS, savings=savings)
-        batch = random_batch(2, 0)
-        engine.train_step(split(batch, 2, engine.replica, 1), scale=1 / batch.valid_tokens)
+        train_on(engine, random_batch(2, 0))
 
     models = tiny_models(TWO, layers=3)
     monkeypatch.setattr(DividedWeights, "use", use)

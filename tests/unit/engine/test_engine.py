@@ -8,16 +8,13 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from shardmlx.config.specs import NO_SAVINGS, NONE, RECOMPUTE, Savings
 from shardmlx.distributed.messages import TransportTimeout
 from shardmlx.engine.batches import split
-from shardmlx.engine.engine import Engine
 from shardmlx.engine.optimizer import Updater, build_optimizer
 from shardmlx.engine.trace import Span, rank_times
 from shardmlx.errors import EngineError
@@ -25,17 +22,23 @@ from shardmlx.pipeline.actions import COMPUTE, Kind
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.stage_map import Partition, StageMap
+from tests.helpers.engines import (
+    Expected,
+    check_outcome,
+    engine_of,
+    gradients_of,
+    run_engine,
+    train_on,
+)
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.models_and_batches import (
-    Expected,
+    Gradients,
     Layout,
-    check_outcome,
     largest_difference,
     random_batch,
     reference,
-    run_engine,
-    stages_of,
     tiny_model,
+    with_adapters,
 )
 
 LAYERS = 8
@@ -162,20 +165,12 @@ def test_a_stage_map_may_number_the_ranks_freely() -> None:
     check_ranks(Expected(plan, tiny_model(layers=LAYERS), random_batch(4)), models(False))
 
 
-def with_lora(model: nn.Module, num_layers: int) -> nn.Module:
-    mx.random.seed(7)
-    model.freeze()
-    linear_to_lora_layers(model, num_layers, {"rank": 4, "scale": 10.0, "dropout": 0.0})
-    mx.eval(model.parameters())
-    return model
-
-
 @pytest.mark.parametrize("layout", [Layout("1f1b", 4), Layout("zb-v", 2, 2), Layout("zb-h1", 4)])
 def test_frozen_stages_compute_no_backward_and_receive_no_gradient(layout: Layout) -> None:
     plan = layout.plan(LAYERS, 4)
     trainable = (stop > LAYERS - 3 for _, stop in plan.stage_map.partition.ranges)
     plan = replace(plan, trainable=tuple(trainable))
-    whole, *each = (with_lora(tiny_model(layers=LAYERS), 3) for _ in range(layout.ranks + 1))
+    whole, *each = (with_adapters(tiny_model(layers=LAYERS), 3) for _ in range(layout.ranks + 1))
     check_ranks(Expected(plan, whole, random_batch(4)), each)
     lowest = plan.trainable.index(True)
     for actions in plan.actions:
@@ -191,16 +186,14 @@ def test_gradients_add_up_over_steps_until_they_are_reduced(layout: Layout) -> N
     plan = layout.plan(LAYERS, 2)
     batches = [random_batch(2 * layout.dp, seed) for seed in (1, 2)]
 
-    def work(transport: LocalTransport) -> dict[str, np.ndarray]:
-        stages = stages_of(transport, plan, models(False)[transport.rank])
-        engine = Engine(plan, transport, stages)
+    def work(transport: LocalTransport) -> Gradients:
+        engine = engine_of(transport, plan, models(False)[transport.rank])
         for batch, last in zip(batches, (False, True), strict=True):
-            microbatches = split(batch, layout.dp, engine.replica, 1)
-            engine.train_step(microbatches, scale=1 / batch.valid_tokens, reduce=last)
-        return {name: np.array(g) for stage in stages for name, g in stage.gradients.items()}
+            train_on(engine, batch, reduce=last)
+        return gradients_of(engine)
 
     model = tiny_model(layers=LAYERS)
-    parts = [reference(model, split(b, 1, 0, 1), 1 / b.valid_tokens)[1] for b in batches]
+    parts = [reference(model, split(batch, 1, 0, 1))[1] for batch in batches]
     total = {name: parts[0][name] + parts[1][name] for name in parts[0]}
     for gradients in LocalNetwork(layout.ranks).run(work):
         assert largest_difference(gradients, total)[0] <= 1e-6
@@ -213,15 +206,13 @@ def test_forgotten_gradients_leave_no_trace() -> None:
     batch = random_batch(4)
 
     def work(transport: LocalTransport) -> list[dict[str, bytes]]:
-        stages = stages_of(transport, plan, models(False)[transport.rank])
-        engine = Engine(plan, transport, stages, sum_dtype="int8")
+        engine = engine_of(transport, plan, models(False)[transport.rank], sum_dtype="int8")
         seen = []
         for _ in range(2):
-            microbatches = split(batch, 2, engine.replica, 1)
-            engine.train_step(microbatches, scale=1 / batch.valid_tokens)
-            seen.append({n: bytes(np.array(g)) for s in stages for n, g in s.gradients.items()})
+            train_on(engine, batch)
+            seen.append({name: bytes(array) for name, array in gradients_of(engine).items()})
             engine.forget_gradients()
-            assert not any(stage.gradients for stage in stages)
+            assert not gradients_of(engine)
         return seen
 
     for first, second in LocalNetwork(2).run(work):
@@ -235,13 +226,11 @@ def test_replicas_and_holders_of_tied_weights_stay_equal_to_the_bit(tied: bool) 
     fresh = [tiny_model(tied=tied, layers=LAYERS) for _ in range(layout.ranks)]
 
     def work(transport: LocalTransport) -> dict[str, np.ndarray]:
-        stages = stages_of(transport, plan, fresh[transport.rank])
-        engine = Engine(plan, transport, stages)
+        engine = engine_of(transport, plan, fresh[transport.rank])
+        stages = [*engine.stages.values()]
         updater = Updater(build_optimizer("adamw", 1e-2, None, {}), stages)
         for step in range(3):
-            batch = random_batch(4, step)
-            microbatches = split(batch, 2, engine.replica, 1)
-            engine.train_step(microbatches, scale=1 / batch.valid_tokens)
+            train_on(engine, random_batch(4, step))
             updater.apply()
         return {name: np.array(stage.part[name]) for stage in stages for name in stage.names}
 
@@ -253,14 +242,12 @@ def test_replicas_and_holders_of_tied_weights_stay_equal_to_the_bit(tied: bool) 
 
 def test_a_failing_action_is_named_with_rank_host_and_stage() -> None:
     plan = Layout("1f1b", 2).plan(LAYERS, 2)
-    batch = random_batch(2)
 
     def work(transport: LocalTransport) -> None:
-        stages = stages_of(transport, plan, models(False)[transport.rank])
+        engine = engine_of(transport, plan, models(False)[transport.rank])
         if transport.rank == 1:
-            stages[0].backward_input = None  # type: ignore[assignment,method-assign]
-        engine = Engine(plan, transport, stages)
-        engine.train_step(split(batch, 1, 0, 1), scale=1.0)
+            engine.stages[1].backward_input = None  # type: ignore[assignment,method-assign]
+        train_on(engine, random_batch(2))
 
     what = "rank 1 on localhost, stage 1, input gradient of micro-batch 0 (1I0): TypeError: "
     with pytest.raises(EngineError, match=f"^{re.escape(what)}"):
@@ -269,12 +256,11 @@ def test_a_failing_action_is_named_with_rank_host_and_stage() -> None:
 
 def test_a_wait_that_times_out_names_action_and_peer() -> None:
     plan = Layout("1f1b", 2).plan(LAYERS, 2)
-    batch = random_batch(2)
 
     def work(transport: LocalTransport) -> None:
-        engine = Engine(plan, transport, stages_of(transport, plan, models(False)[transport.rank]))
+        engine = engine_of(transport, plan, models(False)[transport.rank])
         if transport.rank == 1:
-            engine.train_step(split(batch, 1, 0, 1), scale=1.0)
+            train_on(engine, random_batch(2))
 
     what = (
         r"^rank 1 on localhost, stage 1, waiting for the hidden states of micro-batch 0 from "
@@ -287,12 +273,11 @@ def test_a_wait_that_times_out_names_action_and_peer() -> None:
 
 def test_the_events_of_a_step_tell_where_its_time_went() -> None:
     plan = Layout("1f1b", 2).plan(LAYERS, 4)
-    batch = random_batch(4)
 
     def work(transport: LocalTransport) -> list[Any]:
-        engine = Engine(plan, transport, stages_of(transport, plan, models(False)[transport.rank]))
+        engine = engine_of(transport, plan, models(False)[transport.rank])
         with engine.recorder.span(Span.STEP, "step 1"):
-            engine.train_step(split(batch, 1, 0, 1), scale=1.0)
+            train_on(engine, random_batch(4))
         return engine.recorder.take()
 
     events = LocalNetwork(2).run(work)

@@ -8,24 +8,24 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx.utils import tree_map
-from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from shardmlx.engine.batches import Batch, MicroBatch, make_batch, pack, split
 from shardmlx.models.packed_positions import PackedPositions
 from shardmlx.models.slice import Slice
 from shardmlx.pipeline.plan import Plan
+from tests.helpers.engines import Outcome, run_engine
 from tests.helpers.local_transport import LocalNetwork
 from tests.helpers.models_and_batches import (
-    Gradients,
     Layout,
-    Outcome,
+    Result,
+    check_same,
     largest_difference,
+    move_trained,
     random_batch,
-    run_engine,
     saving,
     through_stages,
     tiny_model,
+    with_adapters,
 )
 
 SUMS = 1e-5
@@ -107,14 +107,9 @@ def test_a_position_sees_what_comes_before_it_in_its_own_text_or_its_window() ->
 # The same loss and the same gradients.
 
 
-def step(
-    model: nn.Module, parts: list[MicroBatch], *, checkpoint: bool = False
-) -> tuple[float, Gradients]:
-    """Loss of the batch and gradients, through two stages."""
-    losses, gradients = through_stages(
-        model, [(0, 2), (2, 4)], parts, scale=0.01, key=(0, 1), savings=saving(checkpoint)
-    )
-    return sum(losses), gradients
+def step(model: nn.Module, parts: list[MicroBatch], *, checkpoint: bool = False) -> Result:
+    savings = saving(checkpoint)
+    return through_stages(model, [(0, 2), (2, 4)], parts, key=(0, 1), savings=savings)
 
 
 WINDOWS: dict[str, Any] = {
@@ -135,39 +130,26 @@ SPECIAL = {"llama": WINDOWS, "ministral3": WINDOWS}
 def test_a_packed_step_is_the_step_of_its_rows(
     family: str, dropout: float, checkpoint: bool
 ) -> None:
-    model = tiny_model(family, layers=4, **SPECIAL.get(family, {}))
-    model.freeze()
-    linear_to_lora_layers(model, 4, {"rank": 4, "scale": 2.0, "dropout": dropout})
-    model.update(
-        tree_map(lambda w: mx.random.normal(w.shape, scale=0.1), model.trainable_parameters())
-    )
+    model = with_adapters(tiny_model(family, layers=4, **SPECIAL.get(family, {})), dropout=dropout)
+    move_trained(model, 0.1)
     batch = random_batch(6, seed=3)
-    loss, gradients = step(model, split(batch, 1, 0, 1), checkpoint=checkpoint)
+    expected = step(model, split(batch, 1, 0, 1), checkpoint=checkpoint)
     for count in (1, 2, 4):
-        packed_loss, packed = step(model, pack(batch, count), checkpoint=checkpoint)
-        assert packed_loss == pytest.approx(loss, rel=1e-6)
-        difference, name = largest_difference(packed, gradients)
-        assert difference < SUMS, (name, count)
+        check_same(step(model, pack(batch, count), checkpoint=checkpoint), expected, SUMS)
 
 
 @pytest.mark.parametrize("how", ["dora", "quantised", "bfloat16"])
 def test_a_packed_step_of_other_weights(how: str) -> None:
-    special: dict[str, Any] = (
-        {"quantization": {"group_size": 32, "bits": 4}} if how == "quantised" else {}
-    )
-    model = tiny_model(layers=4, **special)
+    model = tiny_model(layers=4)
+    if how == "quantised":
+        nn.quantize(model, group_size=32, bits=4)
     if how == "bfloat16":
         model.set_dtype(mx.bfloat16)
-    model.freeze()
-    lora = {"rank": 4, "scale": 2.0, "dropout": 0.0}
-    linear_to_lora_layers(model, 4, lora, use_dora=how == "dora")
+    with_adapters(model, dora=how == "dora")
     batch = random_batch(6, seed=3)
-    loss, gradients = step(model, split(batch, 1, 0, 1))
-    packed_loss, packed = step(model, pack(batch, 2))
     # Sums in bfloat16 have three digits.
-    assert packed_loss == pytest.approx(loss, rel=1e-3 if how == "bfloat16" else 1e-6)
-    difference, name = largest_difference(packed, gradients)
-    assert difference < (0.05 if how == "bfloat16" else SUMS), name
+    most = (0.05, 1e-3) if how == "bfloat16" else (SUMS, 1e-6)
+    check_same(step(model, pack(batch, 2)), step(model, split(batch, 1, 0, 1)), *most)
 
 
 def test_texts_do_not_see_each_other_to_the_bit() -> None:

@@ -8,18 +8,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from shardmlx.engine.batches import split
 from shardmlx.engine.engine import Engine
 from shardmlx.engine.gradient_reducer import GradientReducer
 from tests.helpers.checkpoints import Tensors, as_bytes
+from tests.helpers.engines import engine_of, train_on
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
-from tests.helpers.models_and_batches import (
-    Gradients,
-    Layout,
-    random_batch,
-    stages_of,
-    tiny_model,
-)
+from tests.helpers.models_and_batches import Gradients, Layout, random_batch, tiny_model
 
 LAYERS = 2
 BEFORE = Layout("1f1b", 2, 1, 2)
@@ -28,17 +22,15 @@ BEFORE = Layout("1f1b", 2, 1, 2)
 @pytest.mark.parametrize("layout", [BEFORE, Layout("1f1b", 1, 1, 3), Layout("1f1b", 1)])
 def test_in_all_it_stays_the_same(layout: Layout) -> None:
     """Four ranks sum the tied matrix before, three do then: the first takes that of two."""
-    batch = random_batch(4)
     models = [tiny_model(tied=True, layers=LAYERS) for _ in range(BEFORE.ranks)]
 
-    def engine_of(transport: LocalTransport, layout: Layout) -> Engine:
-        plan = layout.plan(LAYERS, 2)
-        stages = stages_of(transport, plan, models[transport.rank])
-        return Engine(plan, transport, stages, sum_dtype="int8")
+    def engine_in(layout: Layout, transport: LocalTransport) -> Engine:
+        plan, model = layout.plan(LAYERS, 2), models[transport.rank]
+        return engine_of(transport, plan, model, sum_dtype="int8")
 
     def begin(transport: LocalTransport) -> Tensors:
-        engine = engine_of(transport, BEFORE)
-        engine.train_step(split(batch, 2, engine.replica, 1), scale=1 / batch.valid_tokens)
+        engine = engine_in(BEFORE, transport)
+        train_on(engine, random_batch(4))
         return engine.reducer.errors.state()
 
     parts = LocalNetwork(BEFORE.ranks).run(begin)
@@ -46,7 +38,7 @@ def test_in_all_it_stays_the_same(layout: Layout) -> None:
     assert len(saved) == sum(map(len, parts)), "each has a name of its own"
 
     def go_on(transport: LocalTransport) -> Tensors:
-        reducer = engine_of(transport, layout).reducer
+        reducer = engine_in(layout, transport).reducer
         for key in filter(reducer.errors.takes, saved):
             reducer.errors.restore(key, saved[key])
         return reducer.errors.state()
@@ -67,14 +59,12 @@ def test_in_all_it_stays_the_same(layout: Layout) -> None:
 
 def test_it_follows_the_scale_of_the_loss() -> None:
     """As if gradients had been twice as large before."""
-    batch = random_batch(4)
     plan = BEFORE.plan(LAYERS, 2)
     models = [tiny_model(tied=True, layers=LAYERS) for _ in range(BEFORE.ranks)]
 
     def errors(transport: LocalTransport, scale: float) -> GradientReducer:
-        stages = stages_of(transport, plan, models[transport.rank])
-        engine = Engine(plan, transport, stages, sum_dtype="int8")
-        engine.train_step(split(batch, 2, engine.replica, 1), scale=scale / batch.valid_tokens)
+        engine = engine_of(transport, plan, models[transport.rank], sum_dtype="int8")
+        train_on(engine, random_batch(4), scale=scale)
         return engine.reducer
 
     def work(transport: LocalTransport) -> None:

@@ -15,18 +15,11 @@ from shardmlx.config.checks import OPTIMIZERS
 from shardmlx.distributed.exchanges import Exchange
 from shardmlx.distributed.sums import Sums
 from shardmlx.engine import gradient_reducer
-from shardmlx.engine.batches import split
 from shardmlx.engine.optimizer import Updater, build_optimizer
 from shardmlx.engine.owners import owners
 from tests.helpers.checkpoints import Bytes
-from tests.helpers.divided_training import (
-    NOTHING,
-    OPTIMIZER,
-    Trained,
-    engine_of,
-    tiny_models,
-    train,
-)
+from tests.helpers.divided_training import Trained, tiny_models, train
+from tests.helpers.engines import NOTHING, OPTIMIZER, engine_of, train_on
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.models_and_batches import Layout, random_batch
 
@@ -161,8 +154,7 @@ def test_updated_weights_go_layer_by_layer_while_the_next_layer_is_updated(
         engine = engine_of(transport, plan, models[transport.rank], OPTIMIZER)
         adam = build_optimizer("adam", 1e-2, None, {})
         updater = Updater(adam, list(engine.stages.values()), engine.shards)
-        batch = random_batch(4, 0)
-        engine.train_step(split(batch, 2, engine.replica, 1), scale=1 / batch.valid_tokens)
+        train_on(engine, random_batch(4, 0))
         transport.barrier("updating")
         if transport.rank == 0:
             called.clear()

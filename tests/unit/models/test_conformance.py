@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,17 +14,12 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from shardmlx.config.specs import Savings
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.hostfile import Machine
 from shardmlx.distributed.transport import Transport
-from shardmlx.engine.batches import pack, split
-from shardmlx.engine.divided_weights import DividedWeights
-from shardmlx.engine.engine import Engine
-from shardmlx.engine.gathered_stage import build_stages
+from shardmlx.engine.batches import pack
 from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.modelfiles.parts import read_shape
 from shardmlx.models.families import FAMILIES
@@ -34,21 +28,23 @@ from shardmlx.models.slice import Slice
 from shardmlx.models.tensors import expected_tensors, modules
 from shardmlx.pipeline.plan import Plan
 from shardmlx.planning.training_plan import plan_training
+from tests.helpers.cut_models import check_continued, check_logits
+from tests.helpers.engines import NOTHING, WEIGHTS, engine_of, gradients_of, train_on
 from tests.helpers.family_configs import CONFIGS, LAYERS
 from tests.helpers.generation import by_mlx_lm, run_pipeline
 from tests.helpers.local_transport import LocalNetwork
 from tests.helpers.models_and_batches import (
     Gradients,
     Layout,
+    Result,
     build,
-    largest_difference,
-    logits_of,
-    mean_loss,
+    check_same,
     move_trained,
     random_batch,
+    reference,
     saving,
-    stages_of,
     through_stages,
+    with_adapters,
 )
 
 BATCH = random_batch(2, longest=30)
@@ -69,16 +65,11 @@ SOME = (FULL + ADAPTED)[::8]
 @cache
 def model_of(family: str, adapters: str = "full", bits: int | None = None) -> nn.Module:
     """The model of mlx-lm with random weights; what is trained of it is unfrozen."""
-    config = CONFIGS[family]
     quantisation = {} if bits is None else {"quantization": {"group_size": 32, "bits": bits}}
-    model = build(config | quantisation, seed=3)
+    model = build(CONFIGS[family] | quantisation, seed=3)
     if adapters != "full":
-        model.freeze()
-        settings = {"rank": 4, "scale": 2.0, "dropout": 0.0}
-        linear_to_lora_layers(model, LAYERS, settings, use_dora=adapters == "dora")
-    move_trained(model)
-    mx.eval(model.parameters())
-    return model
+        with_adapters(model, dora=adapters == "dora")
+    return move_trained(model)
 
 
 @cache
@@ -87,10 +78,8 @@ def shape_of(family: str) -> ModelShape:
 
 
 @cache
-def reference(family: str, adapters: str) -> tuple[float, Gradients]:
-    model = model_of(family, adapters)
-    loss, gradients = nn.value_and_grad(model, mean_loss)(model, BATCH)
-    return loss.item(), {name: np.array(array) for name, array in tree_flatten(gradients)}
+def expected_of(family: str, adapters: str) -> Result:
+    return reference(model_of(family, adapters), [BATCH])
 
 
 def test_every_family_has_a_tiny_config() -> None:
@@ -120,12 +109,7 @@ def test_a_run_can_be_planned_from_the_config_alone(family: str, tmp_path: Path)
 
 @families
 def test_logits_of_stages_are_those_of_the_whole_model(family: str) -> None:
-    model = model_of(family, bits=4)
-    slices = [Slice(model, start, stop) for start, stop in CUTS[1]]
-    x = TOKENS
-    for part in slices[:-1]:
-        x = part(x)
-    assert mx.array_equal(logits_of(slices[-1], x), model(TOKENS))
+    check_logits(model_of(family, bits=4), CUTS[1], TOKENS)
 
 
 PIECES = Savings(attention_chunk=12, loss_chunk=20, recompute="selective")
@@ -143,38 +127,19 @@ PIECES = Savings(attention_chunk=12, loss_chunk=20, recompute="selective")
 def test_neither_packing_nor_pieces_nor_recomputation_change_them(
     family: str, adapters: str, savings: Savings, most: float
 ) -> None:
-    expected_loss, expected = reference(family, adapters)
-    assert all(np.isfinite(gradient).all() for gradient in expected.values())
+    expected = expected_of(family, adapters)
+    assert all(np.isfinite(gradient).all() for gradient in expected[1].values())
     is_packed = bool(savings.attention_chunk) and shape_of(family).takes_packed
-    (loss,), gradients = through_stages(
-        # A model of its own: selective recomputation changes modules.
-        model_of.__wrapped__(family, adapters),
-        CUTS[1],
-        pack(BATCH, 1) if is_packed else [BATCH],
-        scale=1 / BATCH.valid_tokens,
-        savings=savings,
-    )
-    assert loss / BATCH.valid_tokens == pytest.approx(expected_loss, rel=1e-6)
-    assert set(gradients) == set(expected)
-    assert largest_difference(gradients, expected)[0] <= most
+    # A model of its own: selective recomputation changes modules.
+    model, parts = model_of.__wrapped__(family, adapters), pack(BATCH, 1) if is_packed else [BATCH]
+    check_same(through_stages(model, CUTS[1], parts, savings=savings), expected, most)
 
 
 @families
 def test_with_caches_stages_continue_a_text_as_the_whole_model(family: str) -> None:
     """Chunks of a prompt, longer than the window, then token by token."""
-    model = model_of(family)
-    tokens = mx.array(np.random.RandomState(5).randint(1, 90, (1, 22)))
-    cuts = [0, 9, 20, 21, 22]
-    theirs = make_prompt_cache(model)
-    slices = [Slice(model, start, stop) for start, stop in CUTS[1]]
-    ours = [part.new_caches() for part in slices]
-    assert slices[0].chooses_caches == shape_of(family).chooses_caches
-    for start, stop in pairwise(cuts):
-        x = tokens[:, start:stop]
-        expected = model(x, cache=theirs)[:, -1]
-        for part, caches in zip(slices, ours, strict=True):
-            x = part.extend(x, caches)
-        assert mx.array_equal(slices[-1].last_logits(x), expected), (start, stop)
+    assert Slice(model_of(family), 0, 1).chooses_caches == shape_of(family).chooses_caches
+    check_continued(model_of(family), CUTS[1], [9, 20, 21, 22])
 
 
 @pytest.mark.parametrize(
@@ -186,21 +151,24 @@ def test_schedules_give_the_gradients_of_the_whole_model(
     family: str, adapters: str, schedule: str
 ) -> None:
     """Two micro-batches on two ranks, with I and W apart, and together."""
-    # A model for each rank: while gradients are traced, a tied matrix holds one rank's lazy arrays.
+    check_step(family, adapters, Layout(schedule, pp=2).plan(LAYERS, len(BATCH.tokens)), NOTHING)
+
+
+def check_step(family: str, adapters: str, plan: Plan, divided: int) -> None:
+    # A model for each rank: while gradients are traced, a tied matrix holds one rank's lazy arrays,
+    # and a replica puts others in the place of weights that it does not own.
     models = [model_of.__wrapped__(family, adapters) for _ in range(2)]
     for model in models:
         # Modules keep lazy arrays beside their parameters, which belong to this thread.
         mx.eval(model(TOKENS[:1, :4]))
-    _, expected = reference(family, adapters)
-    plan = Layout(schedule, pp=2).plan(LAYERS, len(BATCH.tokens))
+    _, expected = expected_of(family, adapters)
 
     def step(transport: Transport) -> Gradients:
-        return one_step(plan, models[transport.rank], transport)
+        engine = engine_of(transport, plan, models[transport.rank], divided)
+        train_on(engine, BATCH)
+        return gradients_of(engine)
 
-    check_same({k: v for each in LocalNetwork(2).run(step) for k, v in each.items()}, expected)
-
-
-def check_same(found: Gradients, expected: Gradients) -> None:
+    found = {k: v for each in LocalNetwork(2).run(step) for k, v in each.items()}
     assert set(found) == set(expected)
     # Sums over micro-batches are rounded otherwise than those over the batch. Some cancel: that of
     # a bias of all keys is rounding alone.
@@ -210,34 +178,11 @@ def check_same(found: Gradients, expected: Gradients) -> None:
         assert difference <= 1e-5 * abs(gradient).max() + rounding, name
 
 
-def one_step(plan: Plan, model: nn.Module, transport: Transport) -> Gradients:
-    stages = stages_of(transport, plan, model)
-    engine = Engine(plan, transport, stages)
-    engine.train_step(split(BATCH, 1, 0, 1), scale=1 / BATCH.valid_tokens)
-    return {name: np.array(array) for stage in stages for name, array in stage.gradients.items()}
-
-
 @pytest.mark.parametrize(("family", "adapters"), SOME)
 def test_replicas_that_divide_the_weights_have_the_same_gradients(
     family: str, adapters: str
 ) -> None:
-    # A replica puts others in the place of weights that it does not own.
-    models = [model_of.__wrapped__(family, adapters) for _ in range(2)]
-    for model in models:
-        mx.eval(model(TOKENS[:1, :4]))
-    _, expected = reference(family, adapters)
-    plan = Layout("1f1b", pp=1, dp=2).plan(LAYERS, 1)
-
-    def step(transport: Transport) -> Gradients:
-        part = Slice(models[transport.rank], 0, LAYERS)
-        weights = DividedWeights(transport.rank, plan.mesh.replicas_of(0), [part])
-        (stage,) = build_stages([part], weights=weights)
-        engine = Engine(plan, transport, [stage], weights=weights)
-        rows = split(BATCH, 2, engine.replica, len(BATCH.tokens) // 2)
-        engine.train_step(rows, scale=1 / BATCH.valid_tokens)
-        return {name: np.array(array) for name, array in stage.gradients.items()}
-
-    check_same({k: v for each in LocalNetwork(2).run(step) for k, v in each.items()}, expected)
+    check_step(family, adapters, Layout("1f1b", pp=1, dp=2).plan(LAYERS, 1), WEIGHTS)
 
 
 @families
@@ -277,8 +222,4 @@ def test_a_wrapper_takes_each_text_model_that_mlx_lm_takes() -> None:
     shape = read_shape(config)
     theirs = {name: array.shape for name, array in tree_flatten(model.parameters())}
     assert expected_tensors(modules(shape), lambda path, module: None) == theirs
-    x = TOKENS
-    slices = [Slice(model, start, stop) for start, stop in CUTS[1]]
-    for part in slices[:-1]:
-        x = part(x)
-    assert mx.array_equal(logits_of(slices[-1], x), model(TOKENS))
+    check_logits(model, CUTS[1], TOKENS)

@@ -8,30 +8,24 @@ from __future__ import annotations
 
 import pkgutil
 import re
-from itertools import pairwise
 from pathlib import Path
 
-import mlx.core as mx
-import mlx.nn as nn
 import mlx_lm.models
-import numpy as np
 import pytest
-from mlx.utils import tree_flatten
-from mlx_lm.models.cache import make_prompt_cache
 
 from shardmlx.config.specs import Savings
 from shardmlx.engine.batches import pack
 from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.modelfiles.parts import read_shape
-from shardmlx.models.slice import Slice
+from tests.helpers.cut_models import check_continued
 from tests.helpers.family_configs import CONFIGS, LAYERS
 from tests.helpers.further_configs import FURTHER
 from tests.helpers.generation import by_mlx_lm, run_pipeline
 from tests.helpers.models_and_batches import (
     build,
-    largest_difference,
-    mean_loss,
+    check_same,
     random_batch,
+    reference,
     through_stages,
 )
 from tests.helpers.refusals import refusal
@@ -84,38 +78,21 @@ def test_gradients_of_two_stages_are_those_of_the_whole_model(kind: str) -> None
     """Also in one packed row, with attention in pieces, where the type takes it."""
     model = build(FURTHER[kind], seed=3)
     shape = read_shape(FURTHER[kind])
-    expected_loss, gradients = nn.value_and_grad(model, mean_loss)(model, BATCH)
-    expected = {name: np.array(array) for name, array in tree_flatten(gradients)}
-    ways = [(BATCH, Savings(recompute="none"))]
-    ways += (
-        [(pack(BATCH, 1)[0], PIECES)] if shape.takes_packed and shape.family.takes_pieces else []
-    )
-    for batch, savings in ways:
-        (loss,), found = through_stages(
-            model, CUTS, [batch], scale=1 / BATCH.valid_tokens, savings=savings
-        )
-        assert loss / BATCH.valid_tokens == pytest.approx(expected_loss.item(), rel=1e-6)
-        assert set(found) == set(expected)
-        assert largest_difference(found, expected)[0] <= 2e-5
-    layers = [name for name in expected if name.startswith(shape.names.layers)]
+    expected = reference(model, [BATCH])
+    check_same(through_stages(model, CUTS, [BATCH]), expected, 2e-5)
+    if shape.takes_packed and shape.family.takes_pieces:
+        found = through_stages(model, CUTS, pack(BATCH, 1), savings=PIECES)
+        check_same(found, expected, 2e-5)
+    sizes = {name: gradient.size for name, gradient in expected[1].items()}
     counted = sum(shape.layer(i).parameters for i in range(LAYERS))
-    assert counted == sum(expected[name].size for name in layers)
+    assert counted == sum(sizes[name] for name in sizes if name.startswith(shape.names.layers))
 
 
 @trained
 def test_texts_are_those_of_mlx_lm(kind: str) -> None:
     """Through two stages in chunks; then two in a group, and one that begins as the first."""
     model = build(FURTHER[kind], seed=3)
-    tokens = mx.array(np.random.RandomState(5).randint(1, 90, (1, 22)))
-    theirs = make_prompt_cache(model)
-    slices = [Slice(model, start, stop) for start, stop in CUTS]
-    ours = [part.new_caches() for part in slices]
-    for start, stop in pairwise([0, 9, 20, 21, 22]):
-        x = tokens[:, start:stop]
-        expected = model(x, cache=theirs)[:, -1]
-        for part, caches in zip(slices, ours, strict=True):
-            x = part.extend(x, caches)
-        assert mx.array_equal(slices[-1].last_logits(x), expected), (start, stop)
+    check_continued(model, CUTS, [9, 20, 21, 22])
     shape = read_shape(FURTHER[kind])
     first, second, more = ([*range(3, 15)], [*range(40, 46)], [*range(60, 65)])
     again = {2: [*first[:6], *more], 3: [*first, *by_mlx_lm(model, first, 3), *more]}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,6 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.hostfile import Machine
@@ -31,26 +28,21 @@ from shardmlx.models.slice import Slice
 from shardmlx.planning.inspection import run as inspect
 from shardmlx.planning.report import report
 from shardmlx.planning.training_plan import plan_training
+from tests.helpers.cut_models import check_continued, check_logits
 from tests.helpers.family_configs import LAYERS
 from tests.helpers.generation import by_mlx_lm, run_pipeline
 from tests.helpers.models_and_batches import (
     build,
-    largest_difference,
-    logits_of,
-    mean_loss,
+    check_same,
     random_batch,
+    reference,
     save_model_directory,
     through_stages,
     tiny_config,
     tiny_model,
+    with_adapters,
 )
-from tests.helpers.undeclared_configs import (
-    ATTENTIVE,
-    LOOPING,
-    RECURRENT,
-    REFUSED,
-    UNDECLARED,
-)
+from tests.helpers.undeclared_configs import ATTENTIVE, LOOPING, RECURRENT, REFUSED, UNDECLARED
 
 BATCH = random_batch(3, longest=20)
 TOKENS = mx.array(BATCH.tokens[:, :-1])
@@ -79,44 +71,23 @@ def test_none_of_them_is_declared() -> None:
 
 @kinds_that_run
 def test_logits_of_stages_are_those_of_the_whole_model(kind: str) -> None:
-    model = model_of(kind)
-    slices = [Slice(model, start, stop) for start, stop in CUTS]
-    x = TOKENS
-    for part in slices[:-1]:
-        x = part(x)
-    assert mx.array_equal(logits_of(slices[-1], x), model(TOKENS))
+    check_logits(model_of(kind), CUTS, TOKENS)
 
 
 @kinds_that_run
 def test_with_caches_stages_continue_a_text_as_the_whole_model(kind: str) -> None:
-    model = model_of(kind)
-    tokens = mx.array(np.random.RandomState(5).randint(1, 90, (1, 24)))
-    theirs = make_prompt_cache(model)
-    slices = [Slice(model, start, stop) for start, stop in CUTS]
-    ours = [part.new_caches() for part in slices]
-    for start, stop in pairwise([0, 7, 14, 21, 22, 23, 24]):
-        x = tokens[:, start:stop]
-        expected = model(x, cache=theirs)[:, -1]
-        for part, caches in zip(slices, ours, strict=True):
-            x = part.extend(x, caches)
-        assert mx.array_equal(slices[-1].last_logits(x), expected), (start, stop)
+    check_continued(model_of(kind), CUTS, [7, 14, 21, 22, 23, 24])
 
 
 @kinds_that_train
 def test_adapters_are_counted_and_have_the_gradients_of_the_whole_model(kind: str) -> None:
-    model = build(UNDECLARED[kind], seed=3)
+    model = with_adapters(build(UNDECLARED[kind], seed=3))
     shape = shape_of(kind)
     linears = [e for i in range(LAYERS) for _, e in shape.layer(i).linears if not e.applied]
-    model.freeze()
-    linear_to_lora_layers(model, LAYERS, {"rank": 4, "scale": 2.0, "dropout": 0.0})
-    expected_loss, gradients = nn.value_and_grad(model, mean_loss)(model, BATCH)
-    expected = {name: np.array(array) for name, array in tree_flatten(gradients)}
-    (loss,), found = through_stages(model, CUTS, [BATCH], scale=1 / BATCH.valid_tokens)
-    assert loss / BATCH.valid_tokens == pytest.approx(expected_loss.item(), rel=1e-6)
-    assert set(found) == set(expected)
-    assert largest_difference(found, expected)[0] <= 2e-6
+    expected = reference(model, [BATCH])
+    check_same(through_stages(model, CUTS, [BATCH]), expected, 2e-6)
     counted = sum(each.copies * 4 * (each.inputs + each.outputs) for each in linears)
-    assert counted == sum(array.size for array in expected.values())
+    assert counted == sum(array.size for array in expected[1].values())
 
 
 @kinds_that_run
@@ -172,10 +143,7 @@ def test_a_plan_says_that_it_is_approximate(
 def test_a_loop_over_tokens_is_not_trained(tmp_path: Path, kind: str) -> None:
     save_model_directory(tmp_path, UNDECLARED[kind])
     config = TrainConfig(model=str(tmp_path), num_layers=2, pipeline_stages=1)
-    with pytest.raises(
-        UserError,
-        match=f"{kind} models cannot be trained",
-    ):
+    with pytest.raises(UserError, match=f"{kind} models cannot be trained"):
         plan_training(config, [Machine(host="mac", memory=2**34, flops=1e12)])
 
 
@@ -219,9 +187,7 @@ def test_an_embedding_with_adapters_knows_as_many_tokens(bits: int | None) -> No
     if bits is not None:
         nn.quantize(model, group_size=32, bits=bits)
     plain = find_parts(model)
-    settings = {"rank": 4, "scale": 2.0, "dropout": 0.0, "keys": ["model.embed_tokens"]}
-    linear_to_lora_layers(model, 2, settings)
-    adapted = find_parts(model)
+    adapted = find_parts(with_adapters(model, keys=["model.embed_tokens"]))
     assert hasattr(adapted.embedding, "lora_a")
     assert adapted.vocabulary == plain.vocabulary == tiny_config()["vocab_size"]
 
