@@ -14,8 +14,8 @@ from tests.helpers.models_and_batches import build
 _NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
 
-def save_experts_one_by_one(directory: Path, config: dict[str, Any]) -> None:
-    """Write a random model, in two files that each have a part of every layer."""
+def save_experts_one_by_one(directory: Path, config: dict[str, Any]) -> Path:
+    """Write a random model, in two files that each have a part of every layer; return where."""
     parts: dict[str, mx.array] = {}
     for name, array in tree_flatten(build(config).parameters()):
         path, _, part = name.partition(".switch_mlp.")
@@ -30,3 +30,4 @@ def save_experts_one_by_one(directory: Path, config: dict[str, Any]) -> None:
     halves = list(parts.items())
     for number, half in enumerate((halves[::2], halves[1::2]), 1):
         mx.save_safetensors(str(directory / f"model-0000{number}-of-00002.safetensors"), dict(half))
+    return directory

@@ -124,27 +124,41 @@ def tensors(directory: Path) -> dict[str, bytes]:
     }
 
 
-def save_model_directory(path: Path, config: Mapping[str, Any], seed: int = 1) -> nn.Module:
-    """Write a model with random weights where mlx-lm loads it from; returns it."""
+def save_model_directory(path: Path, config: Mapping[str, Any], seed: int = 1) -> Path:
+    """Write a model with random weights where mlx-lm loads it from; return the directory."""
     path.mkdir(parents=True, exist_ok=True)
-    model = build(config, seed)
-    mx.save_safetensors(
-        str(path / "model.safetensors"),
-        dict(tree_flatten(model.parameters())),
-        metadata={"format": "mlx"},
-    )
+    weights = dict(tree_flatten(build(config, seed).parameters()))
+    mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
     (path / "config.json").write_text(json.dumps(dict(config)))
-    return model
+    return path
+
+
+def save_in_two_files(path: Path, config: Mapping[str, Any], seed: int = 1) -> Path:
+    """Write the same with every other tensor in another file."""
+    whole = save_model_directory(path, config, seed) / "model.safetensors"
+    arrays = [*load_arrays(whole).items()]
+    for number in (1, 2):
+        half = dict(arrays[number - 1 :: 2])
+        mx.save_safetensors(str(path / f"model-0000{number}-of-00002.safetensors"), half)
+    whole.unlink()
+    return path
+
+
+def load_arrays(*files: Path) -> dict[str, mx.array]:
+    """Return the tensors of safetensors files, of which each has others."""
+    arrays: dict[str, mx.array] = {}
+    for file in files:
+        loaded = mx.load(str(file))
+        assert isinstance(loaded, dict)
+        assert not loaded.keys() & arrays.keys()
+        arrays |= loaded
+    return arrays
 
 
 def load_weights(directory: Path) -> dict[str, np.ndarray]:
     """Return the tensors of a directory's safetensors files, in float32: NumPy has no bfloat16."""
-    weights: dict[str, np.ndarray] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        arrays = mx.load(str(path))
-        assert isinstance(arrays, dict)
-        weights |= {name: np.array(array.astype(mx.float32)) for name, array in arrays.items()}
-    return weights
+    arrays = load_arrays(*sorted(directory.glob("*.safetensors")))
+    return {name: np.array(array.astype(mx.float32)) for name, array in arrays.items()}
 
 
 def random_batch(rows: int, seed: int = 0, vocab: int = VOCABULARY, longest: int = 60) -> Batch:

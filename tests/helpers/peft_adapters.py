@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model
+
+from tests.helpers.models_and_batches import move_trained, with_adapters
 
 CONFIG: Mapping[str, Any] = {
     "peft_type": "LORA",
@@ -42,8 +46,19 @@ def save_lora(
     return directory
 
 
+def save_random_lora(
+    directory: Path, model_dir: Path, layers: int, *, dora: bool = False, **parameters: Any
+) -> Path:
+    """Save adapters of a model's last ``layers``, of rank 4 where ``parameters`` say no other."""
+    model, _ = load_model(model_dir, lazy=True)
+    parameters = {"rank": 4, "scale": 2.0, "dropout": 0.0, **parameters}
+    move_trained(with_adapters(model, layers, dora=dora, **parameters), 0.1)
+    weights = dict(tree_flatten(model.trainable_parameters()))
+    return save_lora(directory, weights, layers, parameters, "dora" if dora else "lora")
+
+
 def save_peft(
-    directory: Path, shapes: Mapping[str, tuple[int, int]], seed: int = 0, **config: Any
+    directory: Path, shapes: Mapping[str, tuple[int, ...]], seed: int = 0, **config: Any
 ) -> dict[str, tuple[mx.array, mx.array]]:
     """Save LoRA of modules of such weights (out, in); return each one's (B, A).
 

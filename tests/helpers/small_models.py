@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -51,10 +52,7 @@ def mistral(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         bos_token_id=1,
         eos_token_id=2,
     )
-    save_model_directory(path, config)
-    for file in tokenizer.iterdir():
-        (path / file.name).write_bytes(file.read_bytes())
-    return path
+    return _with_tokenizer(path, config, tokenizer)
 
 
 @pytest.fixture(scope="session")
@@ -150,6 +148,4 @@ def undeclared_directory(path: Path, tokenizer: Path, kind: str) -> Path:
 
 def _with_tokenizer(path: Path, config: dict[str, Any], tokenizer: Path) -> Path:
     save_model_directory(path, config)
-    for file in tokenizer.iterdir():
-        (path / file.name).write_bytes(file.read_bytes())
-    return path
+    return Path(shutil.copytree(tokenizer, path, dirs_exist_ok=True))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
-from mlx.utils import tree_flatten
 
 from tests.helpers.jobs import PROGRAMS
-from tests.helpers.models_and_batches import save_model_directory, tiny_config
+from tests.helpers.models_and_batches import (
+    load_arrays,
+    save_in_two_files,
+    tiny_config,
+)
 from tests.helpers.mpirun import mpirun
 from tests.helpers.small_models import SMALL_VOCABULARY
 
@@ -46,18 +49,12 @@ class Model:
 def model(request: pytest.FixtureRequest, small_tokenizer: Path, tmp_path: Path) -> Model:
     """Two files of some 20 MB: eight layers of 4 MB, and matrices of 2 MB at both ends."""
     tied: bool = request.param == "tied"
-    path = tmp_path / "model"
     size: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 1024}
     size["vocab_size"] = 5 * SMALL_VOCABULARY
-    model = save_model_directory(path, tiny_config(layers=LAYERS, tied=tied, **size))
-    arrays = dict(tree_flatten(model.parameters()))
-    (path / "model.safetensors").unlink()
-    names = sorted(arrays)
-    for number, part in enumerate((names[::2], names[1::2]), 1):
-        file = path / f"model-{number:05d}-of-00002.safetensors"
-        mx.save_safetensors(str(file), {name: arrays[name] for name in part})
-    for file in small_tokenizer.iterdir():
-        (path / file.name).write_bytes(file.read_bytes())
+    config = tiny_config(layers=LAYERS, tied=tied, **size)
+    path = save_in_two_files(tmp_path / "model", config)
+    shutil.copytree(small_tokenizer, path, dirs_exist_ok=True)
+    arrays = load_arrays(*path.glob("*.safetensors"))
     return Model(path, tied, {name: array.nbytes for name, array in arrays.items()})
 
 

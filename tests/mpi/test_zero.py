@@ -13,6 +13,7 @@ import pytest
 
 from tests.helpers.checkpoints import Bytes, as_bytes
 from tests.helpers.jobs import AFTER_A_KILL, PROGRAMS
+from tests.helpers.models_and_batches import load_arrays
 from tests.helpers.mpirun import events, mpirun, train_well
 
 STEPS = 6
@@ -58,13 +59,7 @@ class Run:
 
 
 def tensors(directory: Path, pattern: str) -> Bytes:
-    found: Bytes = {}
-    for path in sorted(directory.glob(pattern)):
-        arrays = mx.load(str(path))
-        assert isinstance(arrays, dict)
-        assert not arrays.keys() & found.keys(), "each tensor is saved once"
-        found |= as_bytes(arrays)
-    return found
+    return as_bytes(load_arrays(*directory.glob(pattern)))
 
 
 def test_losses_weights_and_checkpoints_are_the_same_to_the_bit(

@@ -20,6 +20,7 @@ from shardmlx.distributed.messages import TransportError
 from shardmlx.pipeline.mesh import Mesh
 from tests.helpers.checkpoints import as_bytes, on_ranks, tensors_of, whole
 from tests.helpers.local_transport import LocalTransport
+from tests.helpers.models_and_batches import load_arrays
 
 CONFIG = {"num_layers": 2}
 SHARDS = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
@@ -62,12 +63,7 @@ def content(directory: Path) -> dict[str, bytes]:
 
 
 def load(*paths: Path) -> Mapping[str, Any]:
-    arrays: dict[str, mx.array] = {}
-    for path in paths:
-        loaded = mx.load(str(path))
-        assert isinstance(loaded, dict)
-        arrays.update(loaded)
-    return as_bytes(arrays)
+    return as_bytes(load_arrays(*paths))
 
 
 def fail(patch: pytest.MonkeyPatch, name: str, number: int) -> None:

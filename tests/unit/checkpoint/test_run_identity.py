@@ -24,9 +24,7 @@ WHERE = Path("checkpoints/step-0000100")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    save_model_directory(path, tiny_config(layers=1))
-    return path
+    return save_model_directory(tmp_path_factory.mktemp("model"), tiny_config(layers=1))
 
 
 def identity(

@@ -17,7 +17,7 @@ from shardmlx.modelfiles.parts import read_shape
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.hugging_face_experts import save_experts_one_by_one
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
-from tests.helpers.peft_adapters import save_lora
+from tests.helpers.peft_adapters import save_random_lora
 
 QUIET = Reporter(quiet=True)
 HIDDEN, WIDTH, EXPERTS = 128, 512, 16
@@ -25,27 +25,13 @@ EXPERT = HIDDEN * WIDTH * 4  # bytes of a matrix in float32
 MIXTURE = tiny_config(
     "mixtral", layers=2, hidden_size=HIDDEN, intermediate_size=WIDTH, num_local_experts=EXPERTS
 )
-PATH = "model.layers.1.block_sparse_moe.switch_mlp"
 
 
 @pytest.fixture(scope="module", params=["one by one", "stacked"])
 def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("mixture") / "model"
-    if request.param == "stacked":
-        save_model_directory(path, MIXTURE)
-    else:
-        save_experts_one_by_one(path, MIXTURE)
-    return path
-
-
-def write_adapters(directory: Path) -> Path:
-    weights = {
-        f"{PATH}.up_proj.lora_a": mx.random.normal((EXPERTS, 2, HIDDEN)),
-        f"{PATH}.up_proj.lora_b": mx.random.normal((EXPERTS, WIDTH, 2)),
-    }
-    keys = ["block_sparse_moe.switch_mlp.up_proj"]
-    lora = {"rank": 2, "scale": 2.0, "dropout": 0.0, "keys": keys}
-    return save_lora(directory, weights, 1, lora)
+    save = save_model_directory if request.param == "stacked" else save_experts_one_by_one
+    return save(path, MIXTURE)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +45,8 @@ def test_no_more_than_three_experts_are_in_memory(
         monkeypatch.setattr("shardmlx.conversion.command.check_gguf", lambda *args: None)
         monkeypatch.setattr("shardmlx.conversion.gguf.prepare_metadata", lambda *args: {})
         monkeypatch.setattr("shardmlx.conversion.gguf.HfVocab.load", lambda path: None)
-    adapters = write_adapters(tmp_path / "adapters")
+    keys = ["block_sparse_moe.switch_mlp.up_proj"]
+    adapters = save_random_lora(tmp_path / "adapters", mixture, 1, rank=2, keys=keys)
     gc.collect()
     mx.clear_cache()
     before = mx.get_active_memory()

@@ -30,7 +30,11 @@ from shardmlx.modelfiles.model_files import open_model
 from tests.helpers.hub_server import File, Hub, serve
 from tests.helpers.hugging_face_experts import save_experts_one_by_one
 from tests.helpers.local_transport import LocalNetwork
-from tests.helpers.models_and_batches import save_model_directory, tiny_config
+from tests.helpers.models_and_batches import (
+    load_arrays,
+    save_in_two_files,
+    tiny_config,
+)
 from tests.helpers.peft_adapters import save_lora, save_peft
 
 pytestmark = pytest.mark.usefixtures("in_haste")
@@ -42,16 +46,8 @@ Contents = dict[str, bytes]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of two files, of three layers, with a tokenizer's files beside it."""
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    save_model_directory(
-        path, tiny_config(layers=3, tied=True, torch_dtype="bfloat16", eos_token_id=3)
-    )
-    whole = mx.load(str(path / "model.safetensors"))
-    assert isinstance(whole, dict)
-    (path / "model.safetensors").unlink()
-    for number in (1, 2):
-        half = dict(list(whole.items())[number - 1 :: 2])
-        mx.save_safetensors(str(path / f"model-0000{number}-of-00002.safetensors"), half)
+    config = tiny_config(layers=3, tied=True, torch_dtype="bfloat16", eos_token_id=3)
+    path = save_in_two_files(tmp_path_factory.mktemp("models") / "tiny", config)
     (path / "tokenizer.json").write_text("{}")
     (path / "chat_template.jinja").write_text("{{ messages }}")
     (path / "generation_config.json").write_text('{"eos_token_id": 5}')
@@ -321,13 +317,11 @@ def test_bad_input_is_one_line(
 
 def test_a_lora_of_peft_is_fused_as_its_formula_says(model: Path, tmp_path: Path) -> None:
     name = "model.layers.1.self_attn.v_proj"
-    before: Any = {}
-    for file in model.glob("*.safetensors"):
-        before |= mx.load(str(file))
+    before = load_arrays(*model.glob("*.safetensors"))
     pairs = save_peft(tmp_path / "peft", {name: before[f"{name}.weight"].shape}, use_rslora=True)
     how = {"adapter_path": str(tmp_path / "peft"), "quantize": None}
     command.export(options(model, tmp_path / "out", **how), QUIET)
-    after: Any = mx.load(str(tmp_path / "out" / "model.safetensors"))
+    after = load_arrays(tmp_path / "out" / "model.safetensors")
     b, a = pairs[name]
     expected = before[f"{name}.weight"] + 12 / 4**0.5 * (b @ a)
     assert mx.allclose(after.pop(f"{name}.weight"), expected, atol=1e-4)

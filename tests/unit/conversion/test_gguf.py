@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from shardmlx.config.options import OptionError
 from shardmlx.conversion.command import export
 from shardmlx.conversion.gguf import GGUF_FILE
 from shardmlx.errors import UserError
-from tests.helpers.models_and_batches import save_model_directory, tiny_config
+from tests.helpers.models_and_batches import load_arrays, save_model_directory, tiny_config
 
 pytestmark = pytest.mark.usefixtures("in_haste")
 
@@ -41,9 +42,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make(path: Path, words: Path, family: str, **overrides: Any) -> Path:
     config = tiny_config(family, layers=2, torch_dtype="float16", **overrides)
     save_model_directory(path, config)
-    for file in words.iterdir():
-        (path / file.name).write_bytes(file.read_bytes())
-    return path
+    return Path(shutil.copytree(words, path, dirs_exist_ok=True))
 
 
 def exported(model: Path, to: Path) -> Path:
@@ -61,10 +60,8 @@ def read(path: Path) -> tuple[dict[str, mx.array], dict[str, Any]]:
 def test_tensors_and_metadata_are_those_of_mlx_lm(family: str, words: Path, tmp_path: Path) -> None:
     model = make(tmp_path / "model", words, family)
     ours, metadata = read(exported(model, tmp_path / "out"))
-    halves = {
-        name: array.astype(mx.float16)
-        for name, array in mx.load(str(model / "model.safetensors")).items()  # type: ignore[union-attr]
-    }
+    weights = load_arrays(model / "model.safetensors")
+    halves = {name: array.astype(mx.float16) for name, array in weights.items()}
     config = json.loads((model / "config.json").read_text())
     convert_to_gguf(model, halves, config, str(tmp_path / "theirs.gguf"))
     theirs, expected = read(tmp_path / "theirs.gguf")
@@ -83,8 +80,7 @@ def test_the_gguf_package_reads_the_same(words: Path, tmp_path: Path) -> None:
     path = exported(model, tmp_path / "out")
     reader = gguf.GGUFReader(path)
     read = {tensor.name: np.array(tensor.data) for tensor in reader.tensors}
-    weights = mx.load(str(model / "model.safetensors"))
-    assert isinstance(weights, dict)
+    weights = load_arrays(model / "model.safetensors")
     names = {
         "token_embd.weight": "model.embed_tokens.weight",
         "output.weight": "lm_head.weight",

@@ -18,7 +18,7 @@ from shardmlx.config.export import ExportOptions
 from shardmlx.conversion.command import export
 from shardmlx.errors import UserError
 from tests.helpers.family_configs import CONFIGS
-from tests.helpers.models_and_batches import build, tiny_config
+from tests.helpers.models_and_batches import build, load_arrays, tiny_config
 
 QUIET = Reporter(quiet=True)
 LLAMA = tiny_config(layers=1, hidden_size=64, intermediate_size=64, num_key_value_heads=4)
@@ -78,9 +78,7 @@ def in_8_bits(path: Path, config: Mapping[str, Any], scales: bool) -> Path:
 
 def exported(model: Path, to: Path, **how: Any) -> dict[str, mx.array]:
     export(ExportOptions(model=str(model), output_dir=str(to), **how), QUIET)
-    read = mx.load(str(to / "model.safetensors"))
-    assert isinstance(read, dict)
-    return read
+    return load_arrays(to / "model.safetensors")
 
 
 def assert_same(found: Mapping[str, mx.array], model: Any) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 
 from shardmlx.common.reporter import Reporter
@@ -22,30 +21,25 @@ from shardmlx.modelfiles.verify import verify
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.models_and_batches import save_model_directory, tensors, tiny_config
-from tests.helpers.peft_adapters import save_lora
+from tests.helpers.peft_adapters import save_random_lora
 
 pytestmark = pytest.mark.usefixtures("in_haste")
 
 QUIET = Reporter(quiet=True)
-LORA = {"rank": 2, "scale": 3.0, "dropout": 0.0, "keys": ["mlp.up_proj"]}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    save_model_directory(path, tiny_config(layers=3, tied=True))
+    config = tiny_config(layers=3, tied=True)
+    path = save_model_directory(tmp_path_factory.mktemp("models") / "tiny", config)
     (path / "tokenizer.json").write_text("{}")
     return path
 
 
 @pytest.fixture(scope="module")
-def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    weights = {
-        f"model.layers.{layer}.mlp.up_proj.lora_{part}": mx.random.normal(sides)
-        for layer in range(3)
-        for part, sides in (("a", (32, 2)), ("b", (2, 64)))
-    }
-    return save_lora(tmp_path_factory.mktemp("adapters") / "pirate", weights, 3, LORA)
+def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("adapters") / "pirate"
+    return save_random_lora(path, model, 3, keys=["mlp.up_proj"])
 
 
 def on_ranks(model: Path, outs: Sequence[Path], **how: Any) -> list[bool]:

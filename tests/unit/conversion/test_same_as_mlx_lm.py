@@ -10,10 +10,8 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm.utils
 import pytest
-from mlx.utils import tree_flatten
 from mlx_lm.convert import convert
 from mlx_lm.fuse import main as fuse_command
-from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import make_shards
 
 from shardmlx.checkpoint.export import TensorSpec
@@ -27,13 +25,12 @@ from shardmlx.models.rope_parameters import with_rope
 from tests.helpers.family_configs import CONFIGS, LAYERS
 from tests.helpers.hugging_face_experts import save_experts_one_by_one
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
-from tests.helpers.peft_adapters import save_lora
+from tests.helpers.peft_adapters import save_lora, save_random_lora
 from tests.helpers.undeclared_configs import UNDECLARED
 
 pytestmark = pytest.mark.usefixtures("in_haste")
 
 QUIET = Reporter(quiet=True)
-LORA = {"rank": 4, "scale": 2.0, "dropout": 0.0}
 
 
 @pytest.fixture(autouse=True)
@@ -58,9 +55,8 @@ def contents(directory: Path) -> dict[str, Any]:
         found[name] = (directory / name).read_bytes()
     config = json.loads(found["config.json"])
     if with_rope(config) != config:
-        found["config.json"] = json.dumps(
-            dict(sorted(with_rope(config).items())), indent=4
-        ).encode()
+        said = dict(sorted(with_rope(config).items()))
+        found["config.json"] = json.dumps(said, indent=4).encode()
     return found
 
 
@@ -68,20 +64,6 @@ def assert_same(ours: Path, theirs: Path) -> None:
     found, expected = contents(ours), contents(theirs)
     assert found.keys() == expected.keys()
     assert [name for name in found if found[name] != expected[name]] == []
-
-
-def write_adapters(model_dir: Path, directory: Path, kind: str) -> None:
-    """Write random adapters for all layers, and of all linear ones."""
-    model, _ = mlx_lm.utils.load_model(model_dir, lazy=True)
-    model.freeze()
-    mx.random.seed(5)
-    linear_to_lora_layers(model, min(LAYERS, len(model.layers)), LORA, use_dora=kind == "dora")
-    weights = {
-        name: array + 0.1 * mx.random.normal(array.shape)
-        for name, array in tree_flatten(model.parameters())
-        if name.endswith(("lora_a", "lora_b", ".m"))
-    }
-    save_lora(directory, weights, LAYERS, LORA, kind)
 
 
 def fuse(
@@ -112,7 +94,7 @@ def test_every_family_is_fused_and_quantised_as_by_fuse_and_then_convert(
     wide = {"hidden_size": 64} if family in GROUPS_OF_64 else {}
     model, adapters, theirs = (tmp_path / name for name in ("model", "adapters", "theirs"))
     save_model_directory(model, {**config, **wide, "torch_dtype": "bfloat16"})
-    write_adapters(model, adapters, "lora" if has_experts else "dora")
+    save_random_lora(adapters, model, LAYERS, dora=not has_experts)
     fuse(monkeypatch, model, adapters, theirs)
     packed = convert_to(tmp_path / "packed", theirs, quantize=True, q_bits=4, q_group_size=32)
     given = {"adapter_path": str(adapters), "quantize": "4:32"}
@@ -128,10 +110,9 @@ WAYS = [
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose layers have columns enough for groups of 128, tied, in float16."""
-    path = tmp_path_factory.mktemp("wide") / "model"
     config = tiny_config(layers=2, tied=True, hidden_size=128, intermediate_size=256)
-    save_model_directory(path, {**config, "torch_dtype": "float16"})
-    return path
+    path = tmp_path_factory.mktemp("wide") / "model"
+    return save_model_directory(path, {**config, "torch_dtype": "float16"})
 
 
 def convert_to(to: Path, model: Path, **how: Any) -> Path:
@@ -184,7 +165,7 @@ def test_adapters_of_a_quantised_model_are_fused_as_by_fuse_and_then_convert(
     adapters, base = tmp_path / "adapters", mixed
     if kind == "dora":  # mlx-lm miscounts the columns of 3 and 6 bits
         base = exported(wide, tmp_path / "base", quantize="4:64")
-    write_adapters(base, adapters, kind)
+    save_random_lora(adapters, base, 2, dora=kind == "dora")
     fuse(monkeypatch, base, adapters, tmp_path / "fused")
     fuse(monkeypatch, base, adapters, tmp_path / "plain", "--dequantize")
     packed = convert_to(

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.nn as nn
 import pytest
-from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from shardmlx.costmodel.memory import held_once, stage_memory
 from shardmlx.costmodel.training_setup import TrainingSetup
 from shardmlx.engine.divided_weights import DividedWeights
 from shardmlx.modelfiles.parts import read_shape
 from shardmlx.models.slice import Slice
-from tests.helpers.models_and_batches import build, tiny_config
+from tests.helpers.models_and_batches import build, tiny_config, with_adapters
 from tests.helpers.stage_memory import weight_sizes
 from tests.helpers.workloads import workload
 
 LORA_LAYERS = 5
-ADAPTERS = {"rank": 4, "scale": 20.0, "dropout": 0.0}
+ADAPTERS: dict[str, Any] = {"rank": 4, "scale": 20.0, "dropout": 0.0}
 
 
 def trained(model: nn.Module, what: str) -> int:
@@ -31,7 +31,7 @@ def trained(model: nn.Module, what: str) -> int:
         for layer in model.layers[layers // 2 :]:
             layer.unfreeze()
         return layers // 2
-    linear_to_lora_layers(model, LORA_LAYERS, ADAPTERS)
+    with_adapters(model, LORA_LAYERS, **ADAPTERS)
     return layers - LORA_LAYERS
 
 

@@ -11,10 +11,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
-from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from shardmlx.distributed.messages import TransportTimeout
 from shardmlx.distributed.transport import Transport
@@ -27,7 +25,7 @@ from shardmlx.models.kv_cache import CacheQuantisation
 from shardmlx.models.slice import Slice
 from tests.helpers.generation import finish_all, on_ranks, texts_of
 from tests.helpers.local_transport import LocalNetwork
-from tests.helpers.models_and_batches import VOCABULARY, tiny_model
+from tests.helpers.models_and_batches import VOCABULARY, move_trained, tiny_model, with_adapters
 
 LAYERS = 6
 WINDOW = 8
@@ -59,15 +57,7 @@ def models(variant: str) -> list[nn.Module]:
         adapters = options.pop("lora", False)
         model = tiny_model(family, layers=LAYERS, **options)
         if adapters:
-            linear_to_lora_layers(model, 4, {"rank": 4, "scale": 20.0, "dropout": 0.1})
-            model.load_weights(
-                [
-                    (name, mx.random.normal(array.shape, scale=0.1))
-                    for name, array in tree_flatten(model.parameters())
-                    if "lora" in name
-                ],
-                strict=False,
-            )
+            move_trained(with_adapters(model, 4, scale=20.0, dropout=0.1), 0.1)
         model.eval()
         mx.eval(model.parameters())
         made.append(model)

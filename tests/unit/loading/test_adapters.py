@@ -17,7 +17,7 @@ from shardmlx.config.train import TrainConfig
 from shardmlx.errors import UserError
 from shardmlx.loading.adapters import convert
 from shardmlx.loading.build import build_model, build_to_generate
-from tests.helpers.models_and_batches import save_model_directory, tiny_config
+from tests.helpers.models_and_batches import load_arrays, save_model_directory, tiny_config
 from tests.helpers.peft_adapters import CONFIG, save_peft
 
 LAYERS = 3
@@ -28,8 +28,7 @@ LORA = {"rank": 4, "scale": 5.0, "dropout": 0.0, "keys": ["self_attn.q_proj", "m
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "llama"
-    save_model_directory(path, tiny_config(layers=LAYERS))
-    return path
+    return save_model_directory(path, tiny_config(layers=LAYERS))
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +42,7 @@ def shapes(model: Path) -> dict[str, tuple[int, int]]:
 
 
 def weights(model: Path) -> dict[str, Any]:
-    found = mx.load(str(model / "model.safetensors"))
-    assert isinstance(found, dict)
-    return found
+    return load_arrays(model / "model.safetensors")
 
 
 def generated(model: Path, adapters: Path | None) -> nn.Module:
@@ -156,7 +153,7 @@ def test_tensors_that_are_no_lora_of_this_model_are_refused(
     assert "layers.9.mlp.up_proj" in error_of(lambda: generated(model, tmp_path / "other")).problem
     save_peft(tmp_path / "half", shapes)
     file = tmp_path / "half" / "adapter_model.safetensors"
-    half: Any = mx.load(str(file))
+    half = load_arrays(file)
     mx.eval(half)
     del half["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"]
     mx.save_safetensors(str(file), half)
@@ -192,10 +189,10 @@ def test_a_module_is_found_where_transformers_calls_it_otherwise(
 
 def test_a_tied_embedding_of_peft_is_refused(tmp_path: Path) -> None:
     """There PEFT changes the embedding alone, and mlx-lm would change the head too."""
-    save_model_directory(tmp_path / "tied", tiny_config(layers=1, tied=True))
-    shape = weights(tmp_path / "tied")["model.embed_tokens.weight"].shape
+    tied = save_model_directory(tmp_path / "tied", tiny_config(layers=1, tied=True))
+    shape = weights(tied)["model.embed_tokens.weight"].shape
     save_peft(tmp_path / "peft", {"model.embed_tokens": shape})
-    error = error_of(lambda: generated(tmp_path / "tied", tmp_path / "peft"))
+    error = error_of(lambda: generated(tied, tmp_path / "peft"))
     assert "model.embed_tokens" in error.problem
 
 

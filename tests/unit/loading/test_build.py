@@ -20,8 +20,8 @@ from shardmlx.config.train import TrainConfig
 from shardmlx.errors import UserError
 from shardmlx.loading.build import build_model, count_parameters, cut
 from tests.helpers.family_configs import CONFIGS
-from tests.helpers.models_and_batches import save_model_directory, tiny_config
-from tests.helpers.peft_adapters import save_lora
+from tests.helpers.models_and_batches import load_arrays, save_model_directory, tiny_config
+from tests.helpers.peft_adapters import save_random_lora
 
 LAYERS = 4
 CUTS = [[(0, 4)], [(0, 1), (1, 4)], [(0, 2), (2, 3), (3, 4)]]
@@ -31,9 +31,8 @@ LORA = {"rank": 4, "scale": 2.0, "dropout": 0.0}
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A llama of 4 layers with an untied head, 1.6 MB."""
-    path = tmp_path_factory.mktemp("models") / "llama"
-    save_model_directory(path, tiny_config(layers=LAYERS, hidden_size=96, vocab_size=500))
-    return path
+    config = tiny_config(layers=LAYERS, hidden_size=96, vocab_size=500)
+    return save_model_directory(tmp_path_factory.mktemp("models") / "llama", config)
 
 
 @pytest.fixture(scope="module")
@@ -41,18 +40,15 @@ def quantised_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tied qwen2 of 4 layers, in 4 bits with groups of 32."""
     path = tmp_path_factory.mktemp("models") / "qwen2"
     config = tiny_config("qwen2", layers=LAYERS, tied=True, hidden_size=64)
-    model = save_model_directory(path, config)
-    model.set_dtype(mx.float16)
-    nn.quantize(model, group_size=32, bits=4)
     config["quantization"] = {"group_size": 32, "bits": 4}
-    save(path, model, config)
+    save_model_directory(path, config)
+    weights = load_arrays(path / "model.safetensors")
+    halves = {
+        name: array.astype(mx.float16) if array.dtype == mx.float32 else array
+        for name, array in weights.items()
+    }
+    mx.save_safetensors(str(path / "model.safetensors"), halves)
     return path
-
-
-def save(path: Path, model: nn.Module, config: dict[str, Any]) -> None:
-    weights = dict(tree_flatten(model.parameters()))
-    mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
-    (path / "config.json").write_text(json.dumps(config))
 
 
 def config_for(path: Path, **options: Any) -> TrainConfig:
@@ -133,7 +129,7 @@ def test_float32_copies_begin_with_what_is_stored_of_trained_weights(model_dir: 
         adapters = config.resume_adapter_file
         return build_model(model_dir, FineTune.of(config), config.seed, adapters)[1]
 
-    stored: Any = mx.load(str(model_dir / "model.safetensors"))
+    stored = load_arrays(model_dir / "model.safetensors")
     found = exact(dtype="bfloat16", master_weights=True)
     assert set(found) == {name for name in stored if ".layers.3." in name}
     for name, array in found.items():
@@ -240,23 +236,13 @@ def test_parameters_are_counted_as_mlx_lm_counts_them(quantised_dir: Path) -> No
     assert total == 97 * 64 + 4 * (projections + biases + 2 * 64) + 64
 
 
-def adapters(path: Path, model_dir: Path, **lora: Any) -> str:
-    """Write random adapters of 2 layers, as ``mlx_lm.lora`` does."""
-    parameters = {**LORA, **lora}
-    model = build(model_dir, num_layers=2, lora_parameters=parameters)
-    trained = tree_flatten(model.trainable_parameters())
-    weights = {name: mx.random.normal(array.shape) for name, array in trained}
-    return str(save_lora(path, weights, 2, parameters))
-
-
 def test_a_test_alone_takes_the_adapters_and_trains_nothing(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    path = adapters(tmp_path / "adapters", model_dir)
-    stored = mx.load(f"{path}/adapters.safetensors")
-    assert isinstance(stored, dict)
+    path = save_random_lora(tmp_path / "adapters", model_dir, 2)
+    stored = load_arrays(path / "adapters.safetensors")
 
-    (part,) = cut(build(model_dir, test=True, adapter_path=path), [(2, 4)])
+    (part,) = cut(build(model_dir, test=True, adapter_path=str(path)), [(2, 4)])
 
     assert part.trainable == ()
     part.load()
@@ -339,8 +325,8 @@ def test_a_file_to_go_on_from_that_does_not_fit_is_named(
 def test_adapters_to_test_of_another_model_or_a_file_are_refused(
     model_dir: Path, quantised_dir: Path, tmp_path: Path
 ) -> None:
-    path = adapters(tmp_path / "adapters", quantised_dir)
-    message = error_of(model_dir, test=True, adapter_path=path)
+    path = save_random_lora(tmp_path / "adapters", quantised_dir, 2)
+    message = error_of(model_dir, test=True, adapter_path=str(path))
     assert "has the shape (64, 4), in this model (96, 4)" in message
     file = f"{path}/adapters.safetensors"
     assert f"--adapter-path {file}" in error_of(model_dir, test=True, adapter_path=file)
@@ -349,8 +335,8 @@ def test_adapters_to_test_of_another_model_or_a_file_are_refused(
 @pytest.mark.parametrize("family", ["llama", "gemma", "phi3", "cohere", "olmo2"])
 def test_a_spare_lm_head_is_passed_over_by_every_family(family: str, tmp_path: Path) -> None:
     config = {**CONFIGS[family], "tie_word_embeddings": True}
-    model = save_model_directory(tmp_path, config)
-    weights = dict(tree_flatten(model.parameters()))
+    weights = load_arrays(save_model_directory(tmp_path, config) / "model.safetensors")
+    mx.eval(weights)
     spare = {"lm_head.weight": mx.ones((config["vocab_size"], config["hidden_size"]))}
     mx.save_safetensors(str(tmp_path / "model.safetensors"), weights | spare)
     assert "lm_head.weight" not in dict(tree_flatten(build(tmp_path).parameters()))

@@ -29,9 +29,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    path = tmp_path / "model"
-    save_model_directory(path, tiny_config(layers=2, eos_token_id=1))
-    return path
+    return save_model_directory(tmp_path / "model", tiny_config(layers=2, eos_token_id=1))
 
 
 def on_two_ranks(work: Callable[[Transport], Any]) -> list[Any]:

@@ -7,13 +7,12 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx.utils import tree_flatten
-from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.specs import ModelSource
@@ -30,8 +29,8 @@ from shardmlx.modelfiles.sources import RECORD
 from shardmlx.models.config_reader import read_config
 from shardmlx.models.slice import Slice
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
-from tests.helpers.models_and_batches import save_model_directory, tiny_config
-from tests.helpers.peft_adapters import save_lora, save_peft
+from tests.helpers.models_and_batches import load_arrays, save_model_directory, tiny_config
+from tests.helpers.peft_adapters import save_peft, save_random_lora
 
 LAYERS = 4
 QUIET = Reporter(quiet=True)
@@ -49,15 +48,12 @@ FAMILIES = {
 @pytest.fixture(scope="module", params=FAMILIES, ids=str)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("models") / request.param
-    save_model_directory(path, FAMILIES[request.param])
-    return path
+    return save_model_directory(path, FAMILIES[request.param])
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "llama"
-    save_model_directory(path, FAMILIES["llama"])
-    return path
+    return save_model_directory(tmp_path_factory.mktemp("models") / "llama", FAMILIES["llama"])
 
 
 @pytest.fixture(autouse=True)
@@ -193,8 +189,7 @@ def test_who_has_the_same_model_reads_it_and_sends_it(
 def test_another_model_in_the_same_place_is_not_taken_for_it(
     llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = tmp_path / "other"
-    save_model_directory(other, FAMILIES["llama"], seed=2)
+    other = save_model_directory(tmp_path / "other", FAMILIES["llama"], seed=2)
 
     def work(transport: LocalTransport, mode: str) -> bool:
         part = load(transport, other if transport.rank else llama, (1, 3), mode)
@@ -347,29 +342,17 @@ def test_nothing_temporary_is_left_when_loading_fails(llama: Path, temporary: Pa
 # Adapters.
 
 
-def write_adapters(path: Path, model: Path) -> None:
-    """LoRA of rank 4 on the last three layers, with random numbers."""
-    whole = build_to_generate(model, dtype=None, adapter_path=None, seed=0)
-    whole.freeze()
-    parameters = {"rank": 4, "scale": 2.0, "dropout": 0.0}
-    linear_to_lora_layers(whole, 3, parameters)
-    trained = tree_flatten(whole.trainable_parameters())
-    arrays = {name: mx.random.normal(array.shape) for name, array in trained}
-    save_lora(path, arrays, 3, parameters)
-
-
 def write_peft(path: Path, model: Path) -> None:
     """LoRA of PEFT on the same layers, and on both ends."""
-    whole = build_to_generate(model, dtype=None, adapter_path=None, seed=0)
-    shapes = {name: array.shape for name, array in tree_flatten(whole.parameters())}
+    weights = load_arrays(model / "model.safetensors")
     names = [f"model.layers.{layer}.mlp.up_proj" for layer in (1, 2, 3)]
     names += ["model.embed_tokens", "lm_head"]
-    save_peft(path, {name: shapes[f"{name}.weight"] for name in names})
+    save_peft(path, {name: weights[f"{name}.weight"].shape for name in names})
 
 
-@pytest.mark.parametrize("write", [write_adapters, write_peft])
+@pytest.mark.parametrize("write", [partial(save_random_lora, layers=3), write_peft])
 def test_adapters_that_only_rank_0_has(
-    write: Callable[[Path, Path], None], llama: Path, tmp_path: Path, temporary: Path
+    write: Callable[[Path, Path], object], llama: Path, tmp_path: Path, temporary: Path
 ) -> None:
     write(tmp_path / "adapters", llama)
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 
 from shardmlx.checkpoint.store import Store
@@ -16,6 +15,7 @@ from shardmlx.loading import rank_setup
 from shardmlx.training.command import train_model
 from tests.helpers.checkpoints import Bytes, as_bytes
 from tests.helpers.local_transport import LocalNetwork
+from tests.helpers.models_and_batches import load_arrays
 
 COMMON: dict[str, Any] = {
     "batch_size": 4,
@@ -62,12 +62,7 @@ class Run:
 
 
 def tensors(directory: Path, pattern: str) -> Bytes:
-    found: Bytes = {}
-    for path in directory.glob(pattern):
-        arrays = mx.load(str(path))
-        assert isinstance(arrays, dict)
-        found |= as_bytes(arrays)
-    return found
+    return as_bytes(load_arrays(*directory.glob(pattern)))
 
 
 def interrupted(before: Run, directory: Path, *, lacks: str = "none", backend: str = "cpu") -> None:

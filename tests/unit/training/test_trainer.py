@@ -19,6 +19,7 @@ from shardmlx.loading import rank_setup
 from shardmlx.training.command import train_model
 from tests.helpers.letters import write
 from tests.helpers.local_transport import LocalNetwork
+from tests.helpers.models_and_batches import load_arrays
 
 STILL: dict[str, Any] = {"lr_schedule": {"name": "linear_schedule", "arguments": [0, 0, 1]}}
 FULL: dict[str, Any] = {"fine_tune_type": "full", "save_every": 1}
@@ -42,12 +43,6 @@ def options(small: Path, pirate: Path, tmp_path: Path) -> dict[str, Any]:
 
 def run(options: dict[str, Any]) -> None:
     LocalNetwork(1, timeout=60).run(lambda rank: train_model(TrainConfig(**options), rank))
-
-
-def adapters(path: Path) -> dict[str, mx.array]:
-    arrays = mx.load(str(path))
-    assert isinstance(arrays, dict)
-    return arrays
 
 
 @pytest.mark.parametrize(
@@ -78,7 +73,7 @@ def test_nothing_is_saved_before_the_first_update(options: dict[str, Any], tmp_p
     assert [path.name[:7] for path in copies] == ["0000002", "0000003"]
     for path in copies:
         assert any(
-            mx.any(array).item() for name, array in adapters(path).items() if "lora_b" in name
+            mx.any(array).item() for name, array in load_arrays(path).items() if "lora_b" in name
         )
 
 
@@ -126,9 +121,9 @@ def test_what_has_no_token_to_learn_is_no_part_of_a_loss(
     expected = losses(options, "train", **alone)
     assert losses(options, "train", **mixed) == pytest.approx(expected)
     # As one update of two steps: its gradient is that of the one that counts.
-    weights = adapters(tmp_path / "out" / "adapters.safetensors")
+    weights = load_arrays(tmp_path / "out" / "adapters.safetensors")
     losses(options, "train", **mixed, grad_accumulation_steps=2)
-    for name, array in adapters(tmp_path / "out" / "adapters.safetensors").items():
+    for name, array in load_arrays(tmp_path / "out" / "adapters.safetensors").items():
         assert mx.allclose(array, weights[name], atol=1e-6).item(), name
     first, *_ = losses(options, "val", **mixed)
     assert first == pytest.approx(losses(options, "val", **alone)[0])
