@@ -17,6 +17,10 @@ from shardmlx.models.packed_positions import PackedPositions
 PAD_TO = 32
 """Padding: widths are one more than a multiple of this, as in mlx-lm."""
 
+MOST_WIDTHS = 32
+"""Most widths of a run's micro-batches. On a GPU each shape is a compiled graph whose buffers MLX
+keeps, and Metal allows 499,000 in all (github.com/ml-explore/mlx/issues/4464)."""
+
 Sample = tuple[Sequence[int] | np.ndarray, int]
 """Token ids, and the position at which the loss starts to count."""
 
@@ -70,14 +74,16 @@ class MicroBatch:
 
     ``tokens`` (rows, T + 1) int32 are padded on the right. ``spans``
     (rows, 2) are the first and the last target that count in the loss; targets are numbered from 1.
-    ``first_row`` is the number of the first row in the global batch. With ``places`` the
-    micro-batch is packed: one row, which holds only these positions, one after the other.
+    ``first_row`` is the number of the first row in the global batch. Some of the rows are padded to
+    one of the ``widths``. With ``places`` the micro-batch is packed: one row, which holds only
+    these positions, one after the other.
     """
 
     tokens: np.ndarray
     spans: np.ndarray
     first_row: int
     places: PackedPositions | None = None
+    widths: Sequence[int] = ()
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -120,8 +126,13 @@ class MicroBatch:
     def rows(self, start: int, stop: int) -> MicroBatch:
         """Return some of the rows, without the padding that none of them needs."""
         spans = self.spans[start:stop]
-        width = min(padded_width(int(spans[:, 1].max())), self.tokens.shape[1])
-        return MicroBatch(self.tokens[start:stop, :width], spans, self.first_row + start)
+        width = _width_of(int(spans[:, 1].max()), self.widths)
+        return replace(
+            self,
+            tokens=self.tokens[start:stop, :width],
+            spans=spans,
+            first_row=self.first_row + start,
+        )
 
 
 Batch = MicroBatch
@@ -136,11 +147,34 @@ def padded_width(length: IntOrArray) -> IntOrArray:
     return 1 + PAD_TO * -(-length // PAD_TO)
 
 
-def make_batch(samples: Sequence[Sample], max_seq_length: int) -> Batch:
+def few_widths(lengths: np.ndarray, max_seq_length: int) -> tuple[int, ...]:
+    """Return the widths for rows of these lengths; none if their multiples are few enough.
+
+    Of the multiples that occur, one after the other is given up: the one whose rows take the fewest
+    tokens more in the next.
+    """
+    widths, rows = np.unique(np.minimum(padded_width(lengths), max_seq_length), return_counts=True)
+    if len(widths) <= MOST_WIDTHS:
+        return ()
+    while len(widths) > MOST_WIDTHS:
+        least = int((rows[:-1] * np.diff(widths)).argmin())
+        rows[least + 1] += rows[least]
+        widths, rows = np.delete(widths, least), np.delete(rows, least)
+    return tuple(widths.tolist())
+
+
+def _width_of(length: int, widths: Sequence[int]) -> int:
+    """Return the first of ``widths`` with room for a padded row, else the row's multiple."""
+    multiple = padded_width(length)
+    return next((width for width in widths if width >= multiple), multiple)
+
+
+def make_batch(samples: Sequence[Sample], max_seq_length: int, widths: Sequence[int] = ()) -> Batch:
     """Pad and truncate ``samples`` to one batch."""
     lengths = [min(len(tokens), max_seq_length) for tokens, _ in samples]
     longest = max(len(tokens) for tokens, _ in samples)
-    tokens = np.zeros((len(samples), min(padded_width(longest), max_seq_length)), np.int32)
+    width = min(_width_of(longest, widths), max_seq_length)
+    tokens = np.zeros((len(samples), width), np.int32)
     for row, ((ids, _), length) in enumerate(zip(samples, lengths, strict=True)):
         tokens[row, :length] = ids[:length]
     # A row without a token to learn does not count its padding either.
@@ -151,7 +185,7 @@ def make_batch(samples: Sequence[Sample], max_seq_length: int) -> Batch:
         ],
         np.int32,
     )
-    return Batch(tokens, spans, 0)
+    return Batch(tokens, spans, 0, widths=widths)
 
 
 class Batches(Iterator[Batch]):
@@ -170,6 +204,7 @@ class Batches(Iterator[Batch]):
         random: np.random.RandomState,
         *,
         loop: bool = False,
+        widths: Sequence[int] = (),
     ) -> None:
         self._samples = samples
         self._starts = range(0, len(samples) - batch_size + 1, batch_size)
@@ -177,6 +212,7 @@ class Batches(Iterator[Batch]):
         self._max_seq_length = max_seq_length
         self._random = random
         self._loop = loop
+        self._widths = widths
         self._drawn_from: Mapping[str, Any] = {}
         self._order: Sequence[int] = ()
         self._next = 0
@@ -190,7 +226,8 @@ class Batches(Iterator[Batch]):
             self._draw(self._random)
         start = self._starts[self._order[self._next]]
         self._next += 1
-        return make_batch(self._samples[start : start + self._batch_size], self._max_seq_length)
+        samples = self._samples[start : start + self._batch_size]
+        return make_batch(samples, self._max_seq_length, self._widths)
 
     def _draw(self, random: np.random.RandomState) -> None:
         self._order = random.permutation(len(self._starts)).tolist()

@@ -23,8 +23,9 @@ class Plan:
     ``trainable[s]`` says whether stage s has trained weights. A step has ``rows`` sequences on each
     replica, in micro-batches of ``micro_batch_size``, the last one taking the rest; with ``pack``
     each micro-batch is one row, of about equal length. If replicas have unequal rows,
-    ``replica_rows`` are each one's, and ``rows`` the most. ``model`` identifies the model's
-    configuration. Raises ``UserError`` if the schedule cannot run so.
+    ``replica_rows`` are each one's, and ``rows`` the most. Micro-batches are padded to one of the
+    ``widths``, if there are any. ``model`` identifies the model's configuration. Raises
+    ``UserError`` if the schedule cannot run so.
     """
 
     mesh: Mesh
@@ -36,6 +37,7 @@ class Plan:
     model: str = ""
     pack: bool = False
     replica_rows: tuple[int, ...] = ()
+    widths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.trainable) != self.stage_map.num_stages:
@@ -91,7 +93,7 @@ class Plan:
     def digest(self) -> str:
         """Digest that is equal on two ranks if and only if they plan the same run."""
         stages = (self.stage_map.partition.ranges, self.stage_map.placement)
-        rows = (self.rows, self.micro_batch_size, self.pack, self.replica_rows)
+        rows = (self.rows, self.micro_batch_size, self.pack, self.replica_rows, self.widths)
         return json_digest([asdict(self.mesh), stages, rows, self.actions, self.model])
 
 

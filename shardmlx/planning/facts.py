@@ -17,12 +17,14 @@ CLOSE = 0.01
 @dataclass(frozen=True, slots=True)
 class SequenceLengths:
     """Tokens of a run's sequences: ``longest`` of a step and forward-only, ``padded`` and ``exact``
-    means of a row; ``counted`` is the share of ``exact`` that counts in the loss."""
+    means of a row; ``counted`` is the share of ``exact`` that counts in the loss. ``widths`` are
+    those of the plan."""
 
     longest: tuple[int, int]
     padded: int
     exact: int
     counted: float = 1.0
+    widths: tuple[int, ...] = ()
 
     @classmethod
     def full(cls, length: int) -> SequenceLengths:

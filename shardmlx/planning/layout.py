@@ -48,6 +48,7 @@ def lay_out(way: RunSpec, facts: Facts) -> Plan:
         micro_batch_size=size,
         trainable=(True,) * stage_map.num_stages,
         pack=bool(workload.batch.pack),
+        widths=facts.lengths.widths,
     )
     if given is None:
         problem = _problem(plan, workload, cluster, length, facts.lengths.longest[0])

@@ -129,7 +129,8 @@ class BatchFeed:
         spans = outline[2:].reshape(rows, 2).astype(np.int32)
         tokens = self._come(np.empty((rows, width), np.int32))
         first_row = self._plan.starts[self._replica]
-        return self._share(MicroBatch(tokens, spans, first_row), valid_tokens)
+        part = MicroBatch(tokens, spans, first_row, widths=self._plan.widths)
+        return self._share(part, valid_tokens)
 
     def _share(self, part: MicroBatch, valid_tokens: int) -> Share:
         plan = self._plan

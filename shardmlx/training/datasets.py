@@ -78,13 +78,18 @@ def longest_input(samples: Samples, max_seq_length: int) -> int:
     return min(padded_width(int(samples.lengths.max())), max_seq_length) - 1
 
 
-def mean_lengths(samples: Samples, batch_size: int, max_seq_length: int) -> tuple[int, int, float]:
+def mean_lengths(
+    samples: Samples, batch_size: int, max_seq_length: int, widths: Sequence[int] = ()
+) -> tuple[int, int, float]:
     """Return mean lengths, padded as single rows and not, and the latter's share in the loss."""
     samples = samples[: max(1, len(samples) // batch_size) * batch_size]
     lengths = np.maximum(samples.lengths, 2)
     padded, exact = (
         np.minimum(each, max_seq_length) - 1 for each in (padded_width(lengths), lengths)
     )
+    if widths:
+        inputs = np.array(widths) - 1
+        padded = inputs[np.searchsorted(inputs, padded)]
     share = samples.counted(max_seq_length).sum() / exact.sum()
     return round(float(padded.mean())), round(float(exact.mean())), float(share)
 

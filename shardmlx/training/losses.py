@@ -136,7 +136,14 @@ class Evaluation:
         if data is None:
             return None
         samples, batch = getattr(data, name), self._job.planned.way.batch
-        return Batches(samples, batch.batch_size, batch.max_seq_length, self._random, loop=loop)
+        return Batches(
+            samples,
+            batch.batch_size,
+            batch.max_seq_length,
+            self._random,
+            loop=loop,
+            widths=self._job.planned.plan.widths,
+        )
 
     def loss(self, name: str, num_batches: int, description: str) -> float | None:
         """Return, on rank 0, the mean loss of a token; None elsewhere, and if no token counts."""

@@ -31,6 +31,7 @@ from shardmlx.costmodel.predict import Prediction, predict
 from shardmlx.costmodel.workload import Workload
 from shardmlx.distributed.agreement import on_all_ranks, on_rank_0
 from shardmlx.distributed.transport import Transport
+from shardmlx.engine.batches import few_widths
 from shardmlx.engine.optimizer import build_optimizer
 from shardmlx.errors import UserError
 from shardmlx.loading.build import build_model, count_parameters, cut
@@ -236,12 +237,14 @@ def _read_data(config: TrainConfig, opened: OpenedModel, reporter: Reporter) -> 
 
 def _lengths(config: TrainConfig, data: DataSets) -> SequenceLengths:
     """Return the lengths of a step's sequences, and of forward-only ones."""
+    most = config.max_seq_length
     sets = [data.train] * config.train + [data.valid] * (config.val_batches != 0)
     sets += [data.test] * config.test
     used = [each for each in sets if len(each)]
-    first, *others = (longest_input(each, config.max_seq_length) for each in used)
-    means = mean_lengths(used[0], config.batch_size, config.max_seq_length)
-    return SequenceLengths((first, max(others, default=0)), *means)
+    first, *others = (longest_input(each, most) for each in used)
+    widths = few_widths(data.train.lengths, most) if config.train else ()
+    means = mean_lengths(used[0], config.batch_size, most, widths)
+    return SequenceLengths((first, max(others, default=0)), *means, widths)
 
 
 def _facts_of(inputs: PlanInputs[Workload], lengths: SequenceLengths) -> Facts:

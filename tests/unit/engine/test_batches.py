@@ -15,11 +15,14 @@ from mlx_lm.tuner.trainer import default_loss
 from mlx_lm.tuner.trainer import iterate_batches as mlx_lm_iterate_batches
 
 from shardmlx.engine.batches import (
+    MOST_WIDTHS,
     Batch,
     Batches,
     MicroBatch,
     Sample,
+    few_widths,
     make_batch,
+    padded_width,
     random_state,
     set_random_state,
     split,
@@ -207,10 +210,44 @@ def test_padding_that_no_row_of_a_micro_batch_needs_is_trimmed() -> None:
     assert widths == [97, 33, 65]
 
 
+def lengths_of(mean: float, spread: float, most: int) -> np.ndarray:
+    """Return the lengths of 2,000 texts, lognormal, as those of chats are."""
+    drawn = np.random.RandomState(SEED).lognormal(np.log(mean), spread, 2000)
+    return np.clip(drawn.astype(int), 2, most)
+
+
+def test_short_texts_are_padded_as_by_mlx_lm() -> None:
+    assert few_widths(lengths_of(60, 0.3, most=280), 2048) == ()
+    assert few_widths(np.arange(1, 32 * MOST_WIDTHS), 2048) == ()
+
+
+@pytest.mark.parametrize("max_seq_length", [2048, 8192, 32768])
+def test_of_long_texts_32_widths_take_at_most_5_percent_more_tokens(max_seq_length: int) -> None:
+    lengths = lengths_of(max_seq_length / 4, 0.9, most=2 * max_seq_length)
+    widths = few_widths(lengths, max_seq_length)
+    padded = np.minimum(padded_width(lengths), max_seq_length)
+    assert len(widths) == MOST_WIDTHS < len(set(padded.tolist()))
+    assert set(widths) < set(padded.tolist())
+    assert widths[-1] == max_seq_length
+    assert few_widths(lengths[::-1], max_seq_length) == widths
+    taken = np.array(widths)[np.searchsorted(widths, padded)]
+    assert padded.sum() < taken.sum() <= 1.05 * padded.sum()
+
+
+def test_micro_batches_have_the_widths_given_and_where_none_has_room_their_own() -> None:
+    texts: list[Sample] = [([1] * length, 0) for length in (5, 40, 90, 130)]
+    batch = make_batch(texts, 150, widths=(65, 129))
+    assert batch.tokens.shape[1] == 150
+    assert [part.tokens.shape[1] for part in split(batch, 1, 0, 1)] == [65, 65, 129, 150]
+    assert [part.tokens.shape[1] for part in split(batch, 1, 0, 2)] == [65, 150]
+    assert make_batch(texts[:3], 150, widths=(65, 129)).tokens.shape[1] == 129
+
+
+@pytest.mark.parametrize("widths", [(), (129, 161)])
 @pytest.mark.parametrize("max_seq_length", [2048, 50])
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 3])
 def test_trimming_and_splitting_leave_the_loss_as_it_is(
-    micro_batch_size: int, max_seq_length: int
+    micro_batch_size: int, max_seq_length: int, widths: tuple[int, ...]
 ) -> None:
     whole = Slice(tiny_model(layers=2), 0, 2)
     random = np.random.RandomState(3)
@@ -219,11 +256,12 @@ def test_trimming_and_splitting_leave_the_loss_as_it_is(
         for length, start in ((100, 3), (61, 0), (48, 30), (31, 0), (4, 2))
     ]
     batch = make_batch(samples, max_seq_length)
+    padded = make_batch(samples, max_seq_length, widths)
 
     def loss(part: MicroBatch) -> float:
         logits = logits_of(whole, mx.array(part.tokens[:, :-1]))
         return float(np.array(token_loss(logits, *all_answers(part))))
 
-    parts = split(batch, 1, 0, micro_batch_size)
-    assert parts[-1].tokens.shape[1] == 33 < batch.tokens.shape[1]
+    parts = split(padded, 1, 0, micro_batch_size)
+    assert parts[-1].tokens.shape[1] == min(widths[0] if widths else 33, max_seq_length)
     assert sum(map(loss, parts)) == pytest.approx(loss(batch), rel=1e-6)

@@ -101,6 +101,19 @@ def test_packed_all_ranks_of_a_pipeline_put_the_same_texts_together() -> None:
     assert sum(counted) == batches[1].valid_tokens
 
 
+def test_all_ranks_pad_to_the_widths_of_the_plan() -> None:
+    layout, widths = Layout("1f1b", 2), (129, 257)
+    plan = replace(layout.plan(layers=8, rows=ROWS, micro_batch_size=4), widths=widths)
+    batch = replace(random_batch(ROWS, longest=120), widths=widths)
+
+    def body(transport: LocalTransport) -> set[int]:
+        source = iter([batch]) if transport.rank == 0 else None
+        (share,) = BatchFeed(plan, transport, source, 1).take()
+        return {part.tokens.shape[1] for part in share.microbatches}
+
+    assert LocalNetwork(layout.ranks).run(body) == [{129}, {129}]
+
+
 def test_replicas_of_unequal_rows_get_theirs() -> None:
     layout, rows = Layout("1f1b", 2, dp=2), (5, 3)
     plan = replace(layout.plan(layers=8, rows=5, micro_batch_size=2), replica_rows=rows)

@@ -36,6 +36,7 @@ def test_the_lengths_of_rows_with_and_without_padding() -> None:
         1.0,
     )
     assert mean_lengths(samples, 3, 128)[1] == round((9 + 32 + 33) / 3)
+    assert mean_lengths(samples, 1, 128, (65, 128))[0] == round((64 + 64 + 64 + 127) / 4)
 
 
 def test_the_share_of_tokens_that_count() -> None:
