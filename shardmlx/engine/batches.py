@@ -18,8 +18,8 @@ PAD_TO = 32
 """Padding: widths are one more than a multiple of this, as in mlx-lm."""
 
 MOST_WIDTHS = 32
-"""Most widths of a run's micro-batches. On a GPU each shape is a compiled graph whose buffers MLX
-keeps, and Metal allows 499,000 in all (github.com/ml-explore/mlx/issues/4464)."""
+"""Number of widths of a run's micro-batches, at most. On a GPU each shape is a compiled graph whose
+buffers MLX keeps, and Metal allows 499,000 in all (github.com/ml-explore/mlx/issues/4464)."""
 
 Sample = tuple[Sequence[int] | np.ndarray, int]
 """Token ids, and the position at which the loss starts to count."""
@@ -150,8 +150,8 @@ def padded_width(length: IntOrArray) -> IntOrArray:
 def few_widths(lengths: np.ndarray, max_seq_length: int) -> tuple[int, ...]:
     """Return the widths for rows of these lengths; none if their multiples are few enough.
 
-    Of the multiples that occur, one after the other is given up: the one whose rows take the fewest
-    tokens more in the next.
+    The multiples that occur are given up one after the other: each time the one whose rows take the
+    fewest tokens more in the next.
     """
     widths, rows = np.unique(np.minimum(padded_width(lengths), max_seq_length), return_counts=True)
     if len(widths) <= MOST_WIDTHS:

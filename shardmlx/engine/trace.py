@@ -160,13 +160,15 @@ def write_chrome_trace(
 class RankReport:
     """The report of one rank: its mean step since the last report, and its peak memory so far.
 
-    ``peak_memory_bytes`` counts MLX's arrays, ``process_peak_bytes`` the whole process.
+    ``peak_memory_bytes`` counts MLX's arrays, ``process_peak_bytes`` the whole process, and
+    ``active_memory_bytes`` the arrays that stay between steps.
     """
 
     rank: int
     times: RankTimes
     peak_memory_bytes: int
     process_peak_bytes: int
+    active_memory_bytes: int
 
     def as_json(self) -> dict[str, Any]:
         """Return the rank's part of the metrics."""
@@ -178,6 +180,7 @@ class RankReport:
             "bubble": round(self.times.bubble, 4),
             "peak_memory_bytes": self.peak_memory_bytes,
             "process_peak_bytes": self.process_peak_bytes,
+            "active_memory_bytes": self.active_memory_bytes,
         }
 
 
@@ -198,7 +201,7 @@ class Meter:
     _last_step: int = 0
     _reported_step: int = 0
     _total: list[RankTimes] = field(default_factory=list)
-    _peaks: list[tuple[int, int]] = field(default_factory=list)
+    _memory: list[tuple[int, int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._offset = clock_offset(self.transport)
@@ -226,24 +229,22 @@ class Meter:
         """Return, on rank 0, each rank's mean step since the last report, and its ``extra``."""
         window, self._window = self._window, []
         steps, self._reported_step = self._last_step - self._reported_step, self._last_step
-        gathered = self.transport.gather(
-            (window, self._offset, (mx.get_peak_memory(), peak_resident_bytes()), extra),
-            what="report",
-        )
+        memory = mx.get_peak_memory(), peak_resident_bytes(), mx.get_active_memory()
+        gathered = self.transport.gather((window, self._offset, memory, extra), what="report")
         if gathered is None:
             return None
-        events, offsets, peaks, extras = zip(*gathered, strict=True)
+        events, offsets, memories, extras = zip(*gathered, strict=True)
         times = rank_times(events, offsets)
         before = self._total or [RankTimes()] * len(times)
         self._total = [
             RankTimes(*map(sum, zip(a, b, strict=True))) for a, b in zip(before, times, strict=True)
         ]
-        self._peaks = list(peaks)
-        return _reports(times, peaks, steps), list(extras)
+        self._memory = list(memories)
+        return _reports(times, memories, steps), list(extras)
 
     def summary(self) -> list[RankReport]:
         """Return, on rank 0, the mean step of each rank over all reports so far."""
-        return _reports(self._total, self._peaks, self._reported_step - self._first_step)
+        return _reports(self._total, self._memory, self._reported_step - self._first_step)
 
     def write_trace(self) -> None:
         """Write the trace of all ranks, if one was asked for."""
@@ -261,11 +262,11 @@ class Meter:
 
 
 def _reports(
-    times: Sequence[RankTimes], peaks: Sequence[tuple[int, int]], steps: int
+    times: Sequence[RankTimes], memories: Sequence[tuple[int, int, int]], steps: int
 ) -> list[RankReport]:
     return [
-        RankReport(rank, each.mean(steps), *peak)
-        for rank, (each, peak) in enumerate(zip(times, peaks, strict=True))
+        RankReport(rank, each.mean(steps), *memory)
+        for rank, (each, memory) in enumerate(zip(times, memories, strict=True))
     ]
 
 

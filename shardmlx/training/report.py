@@ -14,6 +14,7 @@ from shardmlx.costmodel.memory_limits import exceeded
 from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.trace import Meter, RankReport
 from shardmlx.planning.stragglers import Watch, compute_of_ranks
+from shardmlx.training.growth import Growth
 from shardmlx.training.setup import TrainingRun
 from shardmlx.training.start_event import facts_of
 
@@ -32,6 +33,8 @@ class TrainingReport:
         self._total_tokens = 0
         self._skipped = 0
         self._lengths: Counter[int] = Counter()  # micro-batches by length
+        self._shapes: set[tuple[int, int]] = set()
+        self._growth = Growth(self._hosts, planned.limits)
         self._watch = Watch.of(planned.plan, planned.cluster)
         self._callback: Any = None
 
@@ -57,6 +60,7 @@ class TrainingReport:
         plan = self._planned.plan
         sequences = plan.micro_batch_size if plan.pack else 1
         self._lengths.update(-(-each.shape[1] // sequences) for each in microbatches)
+        self._shapes.update(each.shape for each in microbatches if each.places is None)
         self._losses.append(losses)
         self._tokens.append(tokens)
 
@@ -87,12 +91,13 @@ class TrainingReport:
 
     def step(self, step: int, grad_norm: float | None, bar: Bar) -> None:
         """Report the mean of the steps since the last report, and each rank's work."""
-        report = self._meter.report(self._losses)
+        report = self._meter.report((self._losses, len(self._shapes)))
         tokens, self._losses, self._tokens = self._tokens, [], []
         self._total_tokens += sum(tokens)
         if report is None:
             return
-        ranks, losses = report
+        ranks, extras = report
+        losses, shapes = zip(*extras, strict=True)
         if not tokens:
             self._reporter.warn(f"step {step}: every step since the last report was skipped")
             return
@@ -120,11 +125,15 @@ class TrainingReport:
             "skipped": self._skipped,
             "step_seconds": seconds,
             "bubble": sum(rank.times.bubble for rank in ranks) / len(ranks),
+            "shapes": max(shapes),
         }
         bar.note(f"loss {values['loss']:.3f}  {values['tokens_per_second']:.0f} tok/s")
         self._reporter.say(_line(values, ranks))
         self._reporter.event("train", {**values, "ranks": self._as_json(ranks)})
         self._look_for_stragglers(step, ranks)
+        active = [rank.active_memory_bytes for rank in ranks]
+        for warning in self._growth.observe(step, values["shapes"], active):
+            self._reporter.warn(warning)
         if self._callback is not None:
             self._callback.on_train_loss_report(
                 {

@@ -190,7 +190,7 @@ def test_the_first_line_says_what_runs(lora: Job, directory: Path) -> None:
 def test_a_training_line_has_the_fields_of_the_contract(lora: Job, directory: Path) -> None:
     lines = events(directory / "new/lora.jsonl", "train")
     fields = ["event", "step", "loss", "tokens", "tokens_per_second", "learning_rate", "grad_norm"]
-    fields += ["step_seconds", "bubble", "ranks"]
+    fields += ["step_seconds", "bubble", "shapes", "ranks"]
     of_rank = ["rank", "compute_seconds", "exposed_comm_seconds", "idle_seconds"]
     for line in lines:
         assert set(fields) <= line.keys()
@@ -201,6 +201,7 @@ def test_a_training_line_has_the_fields_of_the_contract(lora: Job, directory: Pa
         for rank in line["ranks"]:
             assert set(of_rank) <= rank.keys()
             assert 0 < rank["peak_memory_bytes"] < 1.1 * rank["planned_peak_bytes"]
+            assert 0 < rank["active_memory_bytes"] <= rank["peak_memory_bytes"]
             parts = [rank[part] for part in of_rank[1:]]
             assert min(parts) >= 0 < sum(parts)
     assert lines[0]["tokens"] != lines[1]["tokens"]
