@@ -41,25 +41,32 @@ class DoctorConfig:
     )
 
     ssh: bool = _ssh(False, "ask the hosts with ssh instead, without mpirun and MLX")
+    find: bool = _ssh(False, "ask machines that announce ssh here; --write-hostfile lists them")
     ssh_command: str | None = common.ssh_command(group=_SSH)
     python: str = common.python(group=_SSH)
 
     def __post_init__(self) -> None:
         check_options(self)
-        written, program, both = (
-            self.write_hostfile,
-            self.ssh_command,
-            self.ssh and self.write_hostfile,
-        )
-        refuse("ssh", "has no hosts", "give --hostfile F", when=self.ssh and self.hostfile is None)
-        refuse("write_hostfile", "measures under mpirun", "leave out --ssh", when=both)
+        written, program = self.write_hostfile, self.ssh_command
+        known = self.ssh and not self.find
+        lacks = known and self.hostfile is None
+        refuse("ssh", "has no hosts", "give --hostfile F, or --find instead", when=lacks)
+        unneeded = self.find and self.hostfile
+        refuse("find", "asks the network for hosts", "leave out --hostfile", when=unneeded)
+        refuse("write_hostfile", "measures under mpirun", "leave out --ssh", when=known and written)
         refuse("write_hostfile", "is '-'", "give the name of a file", when=written == STDOUT)
-        unused = program is not None and not self.ssh
-        refuse("ssh_command", f"is {program!r}", "it is for --ssh", when=unused)
+        unused = program is not None and not self.by_ssh
+        refuse("ssh_command", f"is {program!r}", "it is for --ssh and --find", when=unused)
+
+    @property
+    def by_ssh(self) -> bool:
+        """Whether one process asks all hosts with ssh: no ranks look."""
+        return self.ssh or self.find
 
 
 LINE = CommandLine(
     options=DoctorConfig,
     command="doctor",
-    description="Look at machines and links: under mpirun, one rank a host; before, with --ssh.",
+    description="Look at machines and links: under mpirun, one rank a host; before, with --ssh, or "
+    "--find for machines on the network.",
 )

@@ -1,18 +1,27 @@
-"""Write a hostfile of measurements of ``shardmlx.doctor``, annotated for the planner."""
+"""Write a hostfile of what ``shardmlx.doctor`` measured or found, annotated for the planner."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from shardmlx.common.units import GIB
+from shardmlx.costmodel import chips
 from shardmlx.costmodel.hostfile import Machine, host_key, is_unnamed, kind_key
+from shardmlx.errors import UserError
 from shardmlx.hosts.findings import Examination, Host
+from shardmlx.hosts.host_facts import HostFacts
 
 _HEADER = """\
 # Measured by shardmlx doctor{date}, for shardmlx plan; mpirun passes over it.
 # flops is what square matrix products reach, and less than what is published for a chip, of which
 # shardmlx plan counts on 60% of it; shardmlx profile measures what training reaches.
+"""
+
+_FOUND = """\
+# Found by shardmlx doctor --find on {date}. The first host runs rank 0. flops is what is published
+# of the chip's largest GPU; shardmlx launch --hostfile F doctor measures it, and the links.
 """
 
 
@@ -50,17 +59,40 @@ def _measured(host: Host, examination: Examination, machine: Machine) -> Machine
         for link in examination.links
         if host.name in (link.first, link.second) and link.speed is not None
     ]
-    memory = host.facts.memory_limit or host.facts.memory or machine.memory
-    wired = host.working_set or machine.wired
+    return replace(
+        _with_facts(machine, host.facts, host.working_set or machine.wired),
+        flops=host.flops.get("bf16") or host.flops.get("fp32") or machine.flops,
+        link=max((each.slower for each in speeds), default=machine.link),
+        latency=min((each.latency for each in speeds), default=machine.latency),
+    )
+
+
+def _with_facts(machine: Machine, facts: HostFacts, wired: int | None) -> Machine:
+    memory = facts.memory_limit or facts.memory or machine.memory
     return replace(
         machine,
         memory=memory,
         wired=min(wired, memory) if wired and memory else wired,
-        flops=host.flops.get("bf16") or host.flops.get("fp32") or machine.flops,
-        link=max((each.slower for each in speeds), default=machine.link),
-        latency=min((each.latency for each in speeds), default=machine.latency),
-        kind=machine.kind or kind_key(host.facts.chip or "") or None,
+        kind=machine.kind or kind_key(facts.chip or "") or None,
     )
+
+
+def found_hostfile(
+    found: Mapping[str, HostFacts | None], remarks: Mapping[str, str], date: str
+) -> str:
+    """Return a hostfile of hosts, with what is known of them and of their chips, and remarks."""
+    lines = [_line(_published(host, facts), remarks[host]) for host, facts in found.items()]
+    return _FOUND.format(date=date) + "".join(lines)
+
+
+def _published(host: str, facts: HostFacts | None) -> Machine:
+    if facts is None:
+        return Machine(host=host)
+    wired = facts.wired_limit or None
+    with suppress(UserError):  # of a chip that is in no list
+        (mac,) = chips.machines_of(f"{facts.chip} {(facts.memory or 0) // GIB}GB")
+        return _with_facts(Machine(host=host, flops=mac.flops), facts, wired or mac.wired)
+    return _with_facts(Machine(host=host), facts, wired)
 
 
 def hostfile_text(machines: Iterable[Machine], date: str = "") -> str:
@@ -68,7 +100,7 @@ def hostfile_text(machines: Iterable[Machine], date: str = "") -> str:
     return _HEADER.format(date=date and f" on {date}") + "".join(map(_line, machines))
 
 
-def _line(machine: Machine) -> str:
+def _line(machine: Machine, remark: str = "") -> str:
     facts = {
         "memory": machine.memory and f"{machine.memory / GIB:.6g}GiB",
         "wired": machine.wired and f"{machine.wired / GIB:.6g}GiB",
@@ -78,5 +110,6 @@ def _line(machine: Machine) -> str:
         "kind": machine.kind,
     }
     words = [f"{key}={value}" for key, value in facts.items() if value]
-    comment = f"  # {' '.join(words)}" if words else ""
+    said = ", ".join(filter(None, (" ".join(words), remark)))
+    comment = f"  # {said}" if said else ""
     return f"{machine.login or machine.host} slots={machine.slots}{comment}\n"

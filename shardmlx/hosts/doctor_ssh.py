@@ -1,8 +1,11 @@
-"""Asks all hosts of a hostfile through ssh whether they can run a job. No MLX, no MPI."""
+"""Asks all hosts of a hostfile, or of the network, through ssh whether they can run a job. No MLX,
+no MPI.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import shlex
 import socket
 import sys
@@ -15,36 +18,59 @@ from typing import Any
 import shardmlx
 from shardmlx.common.cli import run_command
 from shardmlx.common.environment import launched_rank
+from shardmlx.common.formatting import gibibytes, plural
 from shardmlx.common.http_listener import source_address
+from shardmlx.common.reporter import check_writable
 from shardmlx.config.doctor import LINE
 from shardmlx.costmodel.hostfile import read_hostfile
 from shardmlx.errors import UserError
 from shardmlx.hosts import probe_script
-from shardmlx.hosts.doctor_report import check_json, host_table, progress, show, warnings
+from shardmlx.hosts.doctor_find import SECONDS_TO_HEAR, fastest_links, find_others
+from shardmlx.hosts.doctor_hostfile import found_hostfile
+from shardmlx.hosts.doctor_report import (
+    UNKNOWN,
+    check_json,
+    host_table,
+    progress,
+    show,
+    warnings,
+    write,
+)
 from shardmlx.hosts.findings import Finding, connection_remedy, foreign_mpirun, version_skew
+from shardmlx.hosts.host_facts import HostFacts, Interface, facts_from
 from shardmlx.hosts.mpirun import is_of_wheel, mpirun_path
 from shardmlx.hosts.probe_client import Probe, at_once
 from shardmlx.hosts.reachability import (
     Answer,
     RemoteLogin,
+    check_hosts,
     is_local,
     probing,
     problems,
+    why_not,
 )
 
 SECONDS_TO_RESOLVE = 5.0
 SECONDS_FOR_CONNECTIONS = probe_script.SECONDS_TO_CONNECT + 5.0
+SECONDS_FOR_FACTS = 15.0  # some tools of the system, each of which may hang
 
 
 @dataclass(slots=True)
 class ProbedHost:
-    """A host and its known facts so far. ``login`` is how the hostfile writes it."""
+    """A host and its known facts so far. ``login`` is how the hostfile writes it, ``announced`` its
+    address according to the network."""
 
     name: str
     login: str
     is_local: bool
+    announced: str | None = None
     address: str | None = None
     answer: Answer | Finding | None = None
+    machine: HostFacts | None = None
+    link: Interface | None = None
+    """Its interface in the fastest network that all hosts share, if they were found."""
+    able: bool = False
+    """Whether ranks can run there, together with those of this machine."""
     errors: dict[str, str | None] = field(default_factory=dict)
     """Reasons why it cannot connect to each host that it tried; None where it can."""
 
@@ -80,8 +106,8 @@ class SshReport:
 
 
 def run(words: Sequence[str]) -> int | None:
-    """Ask the hosts with ssh; return the exit status, or None without ``--ssh``: ranks look."""
-    if "--ssh" not in words:
+    """Ask the hosts with ssh; return the exit status, or None if ranks are to look."""
+    if not {"--ssh", "--find"} & set(words):
         return None
     return run_command(lambda: _run(words)) if launched_rank() == 0 else 0  # one asks for all
 
@@ -89,16 +115,50 @@ def run(words: Sequence[str]) -> int | None:
 def _run(words: Sequence[str]) -> int:
     options = LINE.load(words)
     check_json(options.json)
-    progress(f"asking the hosts of {options.hostfile} with {options.ssh_command or 'ssh'}")
-    found = probe_hosts(str(options.hostfile), options.ssh_command, options.python)
+    hosts = _search(options.write_hostfile) if options.find else listed_hosts(str(options.hostfile))
+    progress(f"asking {plural(len(hosts), 'host')} with {options.ssh_command or 'ssh'}")
+    found = probe_hosts(hosts, options.ssh_command, options.python, join=options.find)
     show(report_text(found), report_content(found), options.json)
+    if options.find and options.write_hostfile is not None:
+        write(options.write_hostfile, _hostfile(found), options.json)
     return 1 if options.strict and found.findings else 0
 
 
-def probe_hosts(hostfile: str, agent: str | None, python: str) -> SshReport:
-    """Ask all hosts of the hostfile, and this machine if it is none of them."""
-    known = read_hostfile(hostfile)
-    hosts = [ProbedHost(each.host, each.login, is_local(each.host)) for each in known]
+def listed_hosts(hostfile: str) -> list[ProbedHost]:
+    """Return the hosts of a hostfile, not yet asked."""
+    return [
+        ProbedHost(each.host, each.login, is_local(each.host)) for each in read_hostfile(hostfile)
+    ]
+
+
+def _search(target: str | None) -> list[ProbedHost]:
+    """Return the hosts on the network; ``UserError`` if the hostfile to be written is there."""
+    if target is not None:
+        if Path(target).exists():
+            raise UserError(f"--write-hostfile {target} exists", "remove it, or give another name")
+        check_writable(Path(target), "--write-hostfile")
+    progress(f"listening for {SECONDS_TO_HEAR:g} s to machines that announce ssh")
+    return [
+        ProbedHost(name, name, is_local=False, announced=address)
+        for name, address in find_others().items()
+    ]
+
+
+def _hostfile(report: SshReport) -> str:
+    """Return a hostfile of those that can run ranks; ``UserError`` if only this machine can."""
+    able = [host for host in report.hosts if host.able]
+    if all(host.is_local for host in able):
+        raise UserError("no other machine can run ranks", "see the warnings, then try again")
+    remarks = {host.login: " over ".join(filter(None, (host.name, _over(host)))) for host in able}
+    machines = {host.login: host.machine for host in able}
+    return found_hostfile(machines, remarks, datetime.date.today().isoformat())
+
+
+def probe_hosts(
+    hosts: list[ProbedHost], agent: str | None, python: str, *, join: bool = False
+) -> SshReport:
+    """Ask hosts, and this machine, which comes first if it is none of them; ``join`` them if they
+    were found: they may then go by other addresses."""
     if not any(host.is_local for host in hosts):
         # mpirun starts here, and its daemons connect back.
         name = socket.gethostname()
@@ -114,19 +174,55 @@ def probe_hosts(hostfile: str, agent: str | None, python: str) -> SshReport:
         daemon = str(Path(python).with_name("prted"))
     remote = RemoteLogin(tuple(shlex.split(agent or "ssh")), python, daemon)
     found = at_once({host.name: partial(_look_up, host.name) for host in hosts}, SECONDS_TO_RESOLVE)
+    for host in hosts:
+        host.address = found.get(host.name)
+        if host.address is None and host.announced is not None:
+            host.address = host.login = host.announced
     logins = {host.name: None if host.is_local else host.login for host in hosts}
     with probing(logins, remote) as (probes, answers):
         for host in hosts:
-            host.address = found.get(host.name)
             host.answer = answers[host.name]
-        _connect([host for host in hosts if host.facts is not None], probes)
-    return SshReport(python, mpirun, tuple(hosts), (*findings, *find(hosts, remote)))
+            host.able = host.is_local or why_not(host.name, host.answer, remote) is None
+        answered = [host for host in hosts if host.facts is not None]
+        _ask_machines(answered, probes)
+        if join:
+            _join([host for host in answered if host.able])
+        _connect(answered, probes)
+    findings += find(hosts, remote)
+    moved = [host.login for host in hosts if host.login != logins[host.name] and not host.is_local]
+    findings += check_hosts({login: login for login in moved}, remote).values()
+    return SshReport(python, mpirun, tuple(hosts), tuple(findings))
 
 
 def _look_up(name: str) -> str | None:
     with contextlib.suppress(OSError, UnicodeError):
         return str(socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
     return None
+
+
+def _ask_machines(hosts: Sequence[ProbedHost], probes: Mapping[str, Probe]) -> None:
+    for host in hosts:
+        probes[host.name].send(None)
+    hear = {host.name: probes[host.name].receive for host in hosts}
+    heard = at_once(hear, SECONDS_FOR_FACTS)
+    for host in hosts:
+        if (answer := heard.get(host.name)) and answer["machine"]:
+            host.machine = facts_from(answer["machine"])
+
+
+def _join(hosts: Sequence[ProbedHost]) -> None:
+    """Give hosts their links in the fastest network that all share. If any has another network, or
+    a name that is not known here, they go by their addresses on it: launch then keeps to it."""
+    interfaces = [host.machine.interfaces if host.machine else () for host in hosts]
+    links = fastest_links(interfaces)
+    real = [{each.network for each in own if not each.is_loopback} for own in interfaces]
+    by_address = any(len(networks) > 1 for networks in real) or any(
+        host.login != host.name for host in hosts
+    )
+    for host, link in zip(hosts, links, strict=False):  # there may be none
+        host.link = link
+        if by_address:
+            host.login = host.address = link.address
 
 
 def _connect(hosts: Sequence[ProbedHost], probes: Mapping[str, Probe]) -> None:
@@ -149,6 +245,8 @@ def _connect(hosts: Sequence[ProbedHost], probes: Mapping[str, Probe]) -> None:
 
 def address_of(host: ProbedHost, seen_by: ProbedHost) -> str | None:
     """Return the IPv4 address at which ``seen_by`` finds a host; None if it is unknown."""
+    if host.link is not None and seen_by.link is not None:
+        return host.link.address
     found = host.reached
     if host.is_local:
         source = seen_by.address and source_address(seen_by.address)
@@ -171,8 +269,9 @@ def find(hosts: Sequence[ProbedHost], remote: RemoteLogin) -> Iterator[Finding]:
 
 def report_text(report: SshReport) -> str:
     """Return a table of the hosts, and a line for each finding."""
-    names = [host.name for host in report.hosts]
-    table = host_table(names, report.hosts, _cells(report.hosts))
+    # On a network there may be many that are not the user's.
+    hosts = [host for host in report.hosts if host.announced is None or host.facts is not None]
+    table = host_table([host.name for host in hosts], hosts, _cells(hosts))
     mpirun = report.mpirun or "mpirun"
     python = f"{mpirun} starts ranks with the same Python on all hosts: {report.python}"
     return "\n\n".join([table, python, warnings(report.findings)])
@@ -187,11 +286,23 @@ def _cells(
     for package in dict.fromkeys(package for host in hosts for package in host.versions):
         yield package, partial(_version, package)
     yield "system", lambda host: str(host.facts["system"]) if host.facts else None
+    yield "chip", lambda host: host.machine.chip if host.machine else None
+    yield "memory", _memory
+    if any(host.link for host in hosts):
+        yield "over", _over
     yield "connects to", _connects
 
 
 def _version(package: str, host: ProbedHost) -> str | None:
     return (host.versions.get(package) or "none") if host.facts else None
+
+
+def _memory(host: ProbedHost) -> str | None:
+    return gibibytes(host.machine.memory) if host.machine and host.machine.memory else None
+
+
+def _over(host: ProbedHost) -> str | None:
+    return f"{host.link.name} ({host.link.medium or UNKNOWN})" if host.link else None
 
 
 def _connects(host: ProbedHost) -> str | None:
@@ -213,6 +324,7 @@ def report_content(report: SshReport) -> dict[str, Any]:
                 "answers": host.facts is not None,
                 "versions": host.versions,
                 "system": host.facts and host.facts["system"],
+                "machine": host.machine and asdict(host.machine),
                 "connection_errors": host.errors,
             }
             for host in report.hosts

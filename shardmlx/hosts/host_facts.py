@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -116,6 +117,14 @@ def collect() -> HostFacts:
         if is_mac
         else (),
     )
+
+
+def facts_from(fields: Mapping[str, Any]) -> HostFacts | None:
+    """Return facts that another host has sent as JSON; None of a version that has others."""
+    with contextlib.suppress(KeyError, TypeError):
+        interfaces = tuple(Interface(**each) for each in fields["interfaces"])
+        return HostFacts(**{**fields, "interfaces": interfaces})
+    return None
 
 
 def _said(*command: str) -> str | None:

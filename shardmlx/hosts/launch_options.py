@@ -91,8 +91,8 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
         remedy = f"give it before: shardmlx launch -n N {command} ..."
         raise UserError(f"-n stands after {command}", remedy)
     read, given = BY_NAME[command].line.load_given(options)
-    if command == "doctor" and read.ssh:
-        raise UserError("doctor --ssh starts no ranks", "run it without launch")
+    if command == "doctor" and read.by_ssh:
+        raise UserError("doctor --ssh and --find start no ranks", "run it without launch")
     trains = command == "train"
     restarts = _restarts(command, flags.max_restarts)
     takes_hostfile = command not in ("export", "profile")

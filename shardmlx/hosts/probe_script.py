@@ -11,6 +11,7 @@ import platform
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from importlib import metadata
 
 MARK = "shardmlx-doctor "
@@ -61,12 +62,23 @@ def connect_errors(targets: list[tuple[str, int]]) -> list[str | None]:
         return list(pool.map(lambda target: connect_error(*target), targets))
 
 
+def machine_facts() -> dict[str, object] | None:
+    """Return the fields of this host's ``HostFacts``; None if no shardmlx here can tell them."""
+    try:
+        from shardmlx.hosts.host_facts import collect
+
+        return asdict(collect())
+    except Exception:  # another version
+        return None
+
+
 def _say(answer: dict[str, object]) -> None:
     print(MARK + json.dumps(answer), flush=True)
 
 
 def main() -> None:
-    """Print the facts of this host, try the targets of a line of stdin, and stay until it ends."""
+    """Print what this host has for ranks, then answer each line of stdin, until it ends: with the
+    errors of its targets, or with the facts of the machine if it is null."""
     with listen() as listener:
         _say(
             {
@@ -78,9 +90,12 @@ def main() -> None:
                 "daemon": [os.path.exists(path) for path in sys.argv[1:]],
             }
         )
-        targets = json.loads(sys.stdin.readline() or "[]")
-        _say({"errors": connect_errors([(address, port) for address, port in targets])})
-        sys.stdin.readline()
+        for line in sys.stdin:
+            targets = json.loads(line)
+            if targets is None:
+                _say({"machine": machine_facts()})
+            else:
+                _say({"errors": connect_errors([(address, port) for address, port in targets])})
 
 
 if __name__ == "__main__":

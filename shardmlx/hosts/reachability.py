@@ -90,14 +90,19 @@ def check_hosts(logins: Mapping[str, str], remote: RemoteLogin) -> dict[str, Fin
     findings = {}
     with probing(others, remote) as (_, answers):
         for host, answer in answers.items():
-            found = next(problems(host, answer, remote), None)
-            version = "" if isinstance(answer, Finding) else answer["versions"]["shardmlx"]
-            if found is None and version != shardmlx.__version__:
-                problem = f"has shardmlx {version}, and this machine {shardmlx.__version__}"
-                found = Finding(host, problem, "install the same version on all machines")
-            if found is not None:
+            if found := why_not(host, answer, remote):
                 findings[host] = found
     return findings
+
+
+def why_not(host: str, answer: Answer | Finding, remote: RemoteLogin) -> Finding | None:
+    """Return why a host cannot run ranks together with this machine; None if it can."""
+    found = next(problems(host, answer, remote), None)
+    version = "" if isinstance(answer, Finding) else answer["versions"]["shardmlx"]
+    if found is None and version != shardmlx.__version__:
+        problem = f"has shardmlx {version}, and this machine {shardmlx.__version__}"
+        return Finding(host, problem, "install the same version on all machines")
+    return found
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from shardmlx.hosts.doctor_ssh import (
     SshReport,
     address_of,
     find,
+    listed_hosts,
     probe_hosts,
     report_content,
     report_text,
@@ -53,7 +54,7 @@ def test_hosts_with_which_all_is_well(tmp_path: Path) -> None:
     connection = "export SSH_CONNECTION='127.0.0.1 4000 127.0.0.1 22'; echo Welcome!"
     agent = agent_at(tmp_path / "agent", connection)
     hostfile = hosts_at(tmp_path / "hosts", ME, "mini.invalid")
-    found = probe_hosts(hostfile, agent, sys.executable)
+    found = probe_hosts(listed_hosts(hostfile), agent, sys.executable)
     here, mini = found.hosts
     assert [str(finding) for finding in found.findings] == []
     assert (here.is_local, mini.is_local) == (True, False)
@@ -76,7 +77,9 @@ def test_a_host_that_ssh_cannot_reach_and_one_that_is_silent(
     )
     hostfile = hosts_at(tmp_path / "hosts", ME, "gone.invalid", "silent.invalid")
     began = time.monotonic()
-    found = probe_hosts(hostfile, agent_at(tmp_path / "agent", script), sys.executable)
+    found = probe_hosts(
+        listed_hosts(hostfile), agent_at(tmp_path / "agent", script), sys.executable
+    )
     assert time.monotonic() - began < 30
     refused, silent = lines(found)
     assert refused.startswith("gone.invalid: no login (ssh: connect to host gone.invalid port")
@@ -87,7 +90,7 @@ def test_a_host_that_ssh_cannot_reach_and_one_that_is_silent(
 def test_an_agent_and_a_python_that_are_not_there(tmp_path: Path) -> None:
     # The machine where mpirun is called is asked, though it runs no rank.
     hostfile = hosts_at(tmp_path / "hosts", "mini.invalid")
-    found = probe_hosts(hostfile, str(tmp_path / "nothing"), "/nowhere/python")
+    found = probe_hosts(listed_hosts(hostfile), str(tmp_path / "nothing"), "/nowhere/python")
     assert f"{ME}: cannot run /nowhere/python (No such file or directory): see --python" in lines(
         found
     )

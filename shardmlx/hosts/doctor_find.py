@@ -1,0 +1,100 @@
+"""Finds machines that announce ssh on the network, and the network that joins them fastest.
+
+A Mac with Remote Login announces ``_ssh._tcp`` by itself (Bonjour, RFC 6763), Linux does it with
+Avahi. Open MPI is used over IPv4: of IPv6 nothing is asked. No MLX, no MPI.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+
+import psutil
+
+from shardmlx.errors import LOCAL_NETWORK, UserError, one_line
+from shardmlx.hosts.host_facts import ETHERNET, THUNDERBOLT, VIRTUAL, WIFI, Interface
+from shardmlx.hosts.reachability import is_local
+
+SERVICE = "_ssh._tcp.local."
+SECONDS_TO_HEAR = 3.0  # the library asks four times
+SECONDS_TO_ADDRESS = 1.5  # for answers that came without one
+
+_FASTEST_FIRST = (THUNDERBOLT, ETHERNET, WIFI, VIRTUAL, None)
+
+_NAME = re.compile(r"\w[\w-]*\.local", re.ASCII)
+"""Names that may stand in a command line: anybody on the network may announce any."""
+
+
+def find_others() -> dict[str, str]:
+    """Return an IPv4 address of each other machine that announces ssh, by name, within 5 seconds.
+
+    ``UserError`` if there is none, or no network.
+    """
+    try:
+        announced = asyncio.run(_listen())
+    except OSError as error:
+        raise UserError(f"cannot ask the network ({one_line(error)})", LOCAL_NETWORK) from None
+    own = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
+    others = others_of(announced, own)
+    if not others:
+        raise UserError(
+            f"no other machine has announced ssh within {SECONDS_TO_HEAR:g} s",
+            "turn on Remote Login there (System Settings, General, Sharing), or avahi-daemon; "
+            + LOCAL_NETWORK,
+        )
+    return others
+
+
+async def _listen() -> dict[str, list[str]]:
+    """Return the IPv4 addresses of the machines that announce ssh, by name."""
+    # Only this needs it, and takes as long to import as all of doctor.
+    from zeroconf import IPVersion
+    from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
+
+    heard: dict[str, AsyncServiceInfo] = {}
+
+    def note(*, name: str, **_: object) -> None:
+        heard[name] = AsyncServiceInfo(SERVICE, name)
+
+    async with AsyncZeroconf(ip_version=IPVersion.V4Only) as network:
+        browser = AsyncServiceBrowser(network.zeroconf, SERVICE, handlers=[note])
+        await asyncio.sleep(SECONDS_TO_HEAR)
+        await browser.async_cancel()
+        milliseconds = 1000 * SECONDS_TO_ADDRESS
+        found = list(heard.values())
+        await asyncio.gather(
+            *(each.async_request(network.zeroconf, milliseconds) for each in found)
+        )
+    return {
+        (each.server or "").rstrip("."): each.parsed_addresses(IPVersion.V4Only) for each in found
+    }
+
+
+def others_of(announced: Mapping[str, Sequence[str]], own: set[str]) -> dict[str, str]:
+    """Return an address by name, or by itself if the name cannot be typed, without this machine,
+    whose addresses are all its ``own``."""
+    return {
+        name if _NAME.fullmatch(name) else addresses[0]: addresses[0]
+        for name, addresses in sorted(announced.items())
+        if not own.issuperset(addresses) and not is_local(name)
+    }
+
+
+def fastest_links(hosts: Sequence[Sequence[Interface]]) -> tuple[Interface, ...]:
+    """Return an interface of each host, all in the fastest network that they share; none if they
+    share none. The slowest medium counts."""
+    shared = []
+    own = hosts[0] if hosts else ()
+    for network in dict.fromkeys(each.network for each in own if not each.is_loopback):
+        inside = [[each for each in host if each.network == network] for host in hosts]
+        if all(inside):
+            links = tuple(min(each, key=_slowness) for each in inside)
+            # Bridges of virtual machines have one address on all hosts.
+            if len({each.address for each in links}) == len(hosts):
+                shared.append(links)
+    return min(shared, key=lambda links: max(map(_slowness, links)), default=())
+
+
+def _slowness(interface: Interface) -> int:
+    return _FASTEST_FIRST.index(interface.medium)
