@@ -7,6 +7,7 @@ Avahi. Open MPI is used over IPv4: of IPv6 nothing is asked. No MLX, no MPI.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Mapping, Sequence
 
@@ -33,8 +34,11 @@ def find_others() -> dict[str, str]:
     """
     try:
         announced = asyncio.run(_listen())
-    except OSError as error:
-        raise UserError(f"cannot ask the network ({one_line(error)})", LOCAL_NETWORK) from None
+    except (OSError, RuntimeError) as error:  # the second is zeroconf's, without an interface
+        raise UserError(
+            f"cannot ask the network ({one_line(error)})",
+            "see whether it is up, and which program has its port (lsof -i udp:5353)",
+        ) from None
     own = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
     others = others_of(announced, own)
     if not others:
@@ -52,6 +56,8 @@ async def _listen() -> dict[str, list[str]]:
     from zeroconf import IPVersion
     from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
+    # It prints a traceback for each interface that macOS hides.
+    logging.getLogger("zeroconf").setLevel(logging.CRITICAL)
     heard: dict[str, AsyncServiceInfo] = {}
 
     def note(*, name: str, **_: object) -> None:

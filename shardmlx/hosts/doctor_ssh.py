@@ -117,11 +117,11 @@ def _run(words: Sequence[str]) -> int:
     check_json(options.json)
     hosts = _search(options.write_hostfile) if options.find else listed_hosts(str(options.hostfile))
     progress(f"asking {plural(len(hosts), 'host')} with {options.ssh_command or 'ssh'}")
-    found = probe_hosts(hosts, options.ssh_command, options.python, join=options.find)
-    show(report_text(found), report_content(found), options.json)
-    if options.find and options.write_hostfile is not None:
-        write(options.write_hostfile, _hostfile(found), options.json)
-    return 1 if options.strict and found.findings else 0
+    report = probe_hosts(hosts, options.ssh_command, options.python, found=options.find)
+    show(report_text(report), report_content(report), options.json)
+    if options.write_hostfile is not None:
+        write(options.write_hostfile, _hostfile(report), options.json)
+    return 1 if options.strict and report.findings else 0
 
 
 def listed_hosts(hostfile: str) -> list[ProbedHost]:
@@ -155,14 +155,14 @@ def _hostfile(report: SshReport) -> str:
 
 
 def probe_hosts(
-    hosts: list[ProbedHost], agent: str | None, python: str, *, join: bool = False
+    hosts: Sequence[ProbedHost], agent: str | None, python: str, *, found: bool = False
 ) -> SshReport:
-    """Ask hosts, and this machine, which comes first if it is none of them; ``join`` them if they
-    were found: they may then go by other addresses."""
+    """Ask hosts, and this machine, which comes first if it is none of them. Those that were
+    ``found`` are joined by ``join_hosts``."""
     if not any(host.is_local for host in hosts):
         # mpirun starts here, and its daemons connect back.
         name = socket.gethostname()
-        hosts.insert(0, ProbedHost(name, name, is_local=True))
+        hosts = [ProbedHost(name, name, is_local=True), *hosts]
     findings, mpirun = [], None
     try:
         mpirun = mpirun_path()
@@ -173,9 +173,10 @@ def probe_hosts(
         findings.append(Finding(None, error.problem, error.remedy))
         daemon = str(Path(python).with_name("prted"))
     remote = RemoteLogin(tuple(shlex.split(agent or "ssh")), python, daemon)
-    found = at_once({host.name: partial(_look_up, host.name) for host in hosts}, SECONDS_TO_RESOLVE)
+    look_up = {host.name: partial(_look_up, host.name) for host in hosts}
+    addresses = at_once(look_up, SECONDS_TO_RESOLVE)
     for host in hosts:
-        host.address = found.get(host.name)
+        host.address = addresses.get(host.name)
         if host.address is None and host.announced is not None:
             host.address = host.login = host.announced
     logins = {host.name: None if host.is_local else host.login for host in hosts}
@@ -185,12 +186,12 @@ def probe_hosts(
             host.able = host.is_local or why_not(host.name, host.answer, remote) is None
         answered = [host for host in hosts if host.facts is not None]
         _ask_machines(answered, probes)
-        if join:
-            _join([host for host in answered if host.able])
+        if found:
+            join_hosts([host for host in answered if host.able])
         _connect(answered, probes)
     findings += find(hosts, remote)
-    moved = [host.login for host in hosts if host.login != logins[host.name] and not host.is_local]
-    findings += check_hosts({login: login for login in moved}, remote).values()
+    moved = {host.login: host.login for host in hosts if host.login != logins[host.name]}
+    findings += check_hosts(moved, remote).values()  # ssh may know their keys by name alone
     return SshReport(python, mpirun, tuple(hosts), tuple(findings))
 
 
@@ -210,16 +211,13 @@ def _ask_machines(hosts: Sequence[ProbedHost], probes: Mapping[str, Probe]) -> N
             host.machine = facts_from(answer["machine"])
 
 
-def _join(hosts: Sequence[ProbedHost]) -> None:
-    """Give hosts their links in the fastest network that all share. If any has another network, or
-    a name that is not known here, they go by their addresses on it: launch then keeps to it."""
+def join_hosts(hosts: Sequence[ProbedHost]) -> None:
+    """Give hosts their links in the fastest network that all share. If one has another network, or
+    a name that is unknown here, all go by their addresses on that one: launch keeps to it."""
     interfaces = [host.machine.interfaces if host.machine else () for host in hosts]
-    links = fastest_links(interfaces)
-    real = [{each.network for each in own if not each.is_loopback} for own in interfaces]
-    by_address = any(len(networks) > 1 for networks in real) or any(
-        host.login != host.name for host in hosts
-    )
-    for host, link in zip(hosts, links, strict=False):  # there may be none
+    networks = {each.network for own in interfaces for each in own if not each.is_loopback}
+    by_address = len(networks) > 1 or any(host.login != host.name for host in hosts)
+    for host, link in zip(hosts, fastest_links(interfaces), strict=False):  # they may share none
         host.link = link
         if by_address:
             host.login = host.address = link.address

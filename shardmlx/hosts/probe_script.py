@@ -5,6 +5,7 @@ Python 3.8 is enough to be told that it is too old.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import platform
@@ -63,12 +64,10 @@ def connect_errors(targets: list[tuple[str, int]]) -> list[str | None]:
 
 
 def machine_facts() -> dict[str, object] | None:
-    """Return the fields of this host's ``HostFacts``; None if no shardmlx here can tell them."""
+    """Return the fields of this host's ``HostFacts``; None if no shardmlx there can tell them."""
     try:
-        from shardmlx.hosts.host_facts import collect
-
-        return asdict(collect())
-    except Exception:  # another version
+        return asdict(importlib.import_module("shardmlx.hosts.host_facts").collect())
+    except Exception:  # none, or another version
         return None
 
 

@@ -48,7 +48,7 @@ case $host in
 esac
 """
 _CASE = """\
-{host})
+{host} | {host}.local | {address})
     if ! kill -0 {pid} 2>/dev/null; then
         echo "ssh: connect to host $host port 22: No route to host" >&2
         exit 255
@@ -116,6 +116,9 @@ class Lab:
         """Return, as seen from outside, the directory that is ``HOME`` on a host."""
         return self._directory / host / "home"
 
+    def address(self, host: str) -> str:
+        return f"{NETWORK}.{1 + self.hosts.index(host)}"
+
     def command(self, host: str, *command: str | Path) -> list[str]:
         return [*self._enter(host), *map(str, command)]
 
@@ -162,7 +165,8 @@ class Lab:
 
     def _case(self, host: str) -> str:
         enter = shlex.join(self._enter(host))
-        return _CASE.format(host=host, pid=self._holders[host].pid, enter=enter)
+        pid, address = self._holders[host].pid, self.address(host)
+        return _CASE.format(host=host, address=address, pid=pid, enter=enter)
 
 
 @contextmanager

@@ -149,8 +149,8 @@ def test_a_talk_ends_what_it_has_started(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ssh"], "--ssh has no hosts: give --hostfile F"),
-        (["--ssh-command", "ssh"], "--ssh-command is 'ssh': it is for --ssh"),
+        (["--ssh"], "--ssh has no hosts: give --hostfile F, or --find instead"),
+        (["--ssh-command", "ssh"], "--ssh-command is 'ssh': it is for --ssh and --find"),
         (
             ["--ssh", "--hostfile", "F", "--write-hostfile", "G"],
             "--write-hostfile measures under mpirun: leave out --ssh",
