@@ -86,13 +86,13 @@ def found_hostfile(
 
 
 def _published(host: str, facts: HostFacts | None) -> Machine:
+    machine = Machine(host=host)
     if facts is None:
-        return Machine(host=host)
-    wired = facts.wired_limit or None
+        return machine
     with suppress(UserError):  # of a chip that is in no list
         (mac,) = chips.machines_of(f"{facts.chip} {(facts.memory or 0) // GIB}GB")
-        return _with_facts(Machine(host=host, flops=mac.flops), facts, wired or mac.wired)
-    return _with_facts(Machine(host=host), facts, wired)
+        machine = replace(machine, flops=mac.flops, wired=mac.wired)
+    return _with_facts(machine, facts, facts.wired_limit or machine.wired)
 
 
 def hostfile_text(machines: Iterable[Machine], date: str = "") -> str:

@@ -1,6 +1,4 @@
-"""Asks all hosts of a hostfile, or of the network, through ssh whether they can run a job. No MLX,
-no MPI.
-"""
+"""Asks hosts, listed or found, through ssh whether they can run a job. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -20,7 +18,6 @@ from shardmlx.common.cli import run_command
 from shardmlx.common.environment import launched_rank
 from shardmlx.common.formatting import gibibytes, plural
 from shardmlx.common.http_listener import source_address
-from shardmlx.common.reporter import check_writable
 from shardmlx.config.doctor import LINE
 from shardmlx.costmodel.hostfile import read_hostfile
 from shardmlx.errors import UserError
@@ -133,10 +130,8 @@ def listed_hosts(hostfile: str) -> list[ProbedHost]:
 
 def _search(target: str | None) -> list[ProbedHost]:
     """Return the hosts on the network; ``UserError`` if the hostfile to be written is there."""
-    if target is not None:
-        if Path(target).exists():
-            raise UserError(f"--write-hostfile {target} exists", "remove it, or give another name")
-        check_writable(Path(target), "--write-hostfile")
+    if target is not None and Path(target).exists():
+        raise UserError(f"--write-hostfile {target} exists", "remove it, or give another name")
     progress(f"listening for {SECONDS_TO_HEAR:g} s to machines that announce ssh")
     return [
         ProbedHost(name, name, is_local=False, announced=address)
@@ -201,13 +196,19 @@ def _look_up(name: str) -> str | None:
     return None
 
 
+def _heard(
+    requests: Mapping[str, object], probes: Mapping[str, Probe], seconds: float
+) -> dict[str, dict[str, Any] | None]:
+    """Send hosts their requests; return their answers, as far as they come in time."""
+    for name, request in requests.items():
+        probes[name].send(request)
+    return at_once({name: probes[name].receive for name in requests}, seconds)
+
+
 def _ask_machines(hosts: Sequence[ProbedHost], probes: Mapping[str, Probe]) -> None:
+    heard = _heard({host.name: None for host in hosts}, probes, SECONDS_FOR_FACTS)
     for host in hosts:
-        probes[host.name].send(None)
-    hear = {host.name: probes[host.name].receive for host in hosts}
-    heard = at_once(hear, SECONDS_FOR_FACTS)
-    for host in hosts:
-        if (answer := heard.get(host.name)) and answer["machine"]:
+        if answer := heard.get(host.name):
             host.machine = facts_from(answer["machine"])
 
 
@@ -225,20 +226,19 @@ def join_hosts(hosts: Sequence[ProbedHost]) -> None:
 
 def _connect(hosts: Sequence[ProbedHost], probes: Mapping[str, Probe]) -> None:
     """Let every host connect to every other, as ranks and mpirun's daemons will."""
-    tried: dict[str, list[str]] = {}
-    for host in hosts:
-        targets = {
+    targets = {
+        host.name: {
             other.name: (address, (other.facts or {})["port"])
             for other in hosts
             if other is not host and (address := address_of(other, host)) is not None
         }
-        tried[host.name] = list(targets)
-        probes[host.name].send(list(targets.values()))
-    hear = {host.name: probes[host.name].receive for host in hosts}
-    heard = at_once(hear, SECONDS_FOR_CONNECTIONS)
+        for host in hosts
+    }
+    requests = {name: list(each.values()) for name, each in targets.items()}
+    heard = _heard(requests, probes, SECONDS_FOR_CONNECTIONS)
     for host in hosts:
         if answer := heard.get(host.name):
-            host.errors = dict(zip(tried[host.name], answer["errors"], strict=True))
+            host.errors = dict(zip(targets[host.name], answer["errors"], strict=True))
 
 
 def address_of(host: ProbedHost, seen_by: ProbedHost) -> str | None:

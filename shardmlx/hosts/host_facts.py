@@ -119,8 +119,8 @@ def collect() -> HostFacts:
     )
 
 
-def facts_from(fields: Mapping[str, Any]) -> HostFacts | None:
-    """Return facts that another host has sent as JSON; None of a version that has others."""
+def facts_from(fields: Any) -> HostFacts | None:
+    """Return facts that another host sent as JSON; None if its version has none, or others."""
     with contextlib.suppress(KeyError, TypeError):
         interfaces = tuple(Interface(**each) for each in fields["interfaces"])
         return HostFacts(**{**fields, "interfaces": interfaces})
