@@ -60,7 +60,7 @@ class DoctorConfig:
 
     @property
     def by_ssh(self) -> bool:
-        """Whether one process asks all hosts with ssh: no ranks look."""
+        """True if one process asks all hosts with ssh, and no ranks look."""
         return self.ssh or self.find
 
 

@@ -89,7 +89,7 @@ def _published(host: str, facts: HostFacts | None) -> Machine:
     machine = Machine(host=host)
     if facts is None:
         return machine
-    with suppress(UserError):  # of a chip that is in no list
+    with suppress(UserError):  # the chip is in no list
         (mac,) = chips.machines_of(f"{facts.chip} {(facts.memory or 0) // GIB}GB")
         machine = replace(machine, flops=mac.flops, wired=mac.wired)
     return _with_facts(machine, facts, facts.wired_limit or machine.wired)

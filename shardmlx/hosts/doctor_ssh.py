@@ -65,9 +65,9 @@ class ProbedHost:
     answer: Answer | Finding | None = None
     machine: HostFacts | None = None
     link: Interface | None = None
-    """Its interface in the fastest network that all hosts share, if they were found."""
+    """Interface in the fastest network that all hosts share, if they were found."""
     able: bool = False
-    """Whether ranks can run there, together with those of this machine."""
+    """True if ranks can run there, together with those of this machine."""
     errors: dict[str, str | None] = field(default_factory=dict)
     """Reasons why it cannot connect to each host that it tried; None where it can."""
 
@@ -152,7 +152,7 @@ def _hostfile(report: SshReport) -> str:
 def probe_hosts(
     hosts: Sequence[ProbedHost], agent: str | None, python: str, *, found: bool = False
 ) -> SshReport:
-    """Ask hosts, and this machine, which comes first if it is none of them. Those that were
+    """Ask hosts, and this machine, which comes first if it is none of them. Hosts that were
     ``found`` are joined by ``join_hosts``."""
     if not any(host.is_local for host in hosts):
         # mpirun starts here, and its daemons connect back.
