@@ -5,12 +5,14 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from shardmlx.errors import UserError
-from shardmlx.partitioners.memory import does_not_fit, evenly_full
+from shardmlx.partitioners.memory import DoesNotFitError, does_not_fit, evenly_full
 from shardmlx.partitioners.problem import Problem
 from shardmlx.partitioners.shortest import Kinds, Orders, Path, Tables, shortest
 from shardmlx.pipeline.stage_map import Partition, StageMap
@@ -59,13 +61,34 @@ def hetero(problem: Problem) -> StageMap:
     for orders in orders_to_try(problem, kinds):
         answer = _search(tables, orders, problem.microbatches, answer)
     if answer is None:
-        # The order, given or by memory, that lacks the least.
+        raise NoOrderFitsError(problem)
+    _, path = answer
+    return problem.stage_map(Partition(tuple(pairwise(path.bounds))), path.placement)
+
+
+class NoOrderFitsError(DoesNotFitError):
+    """Error of the order, given or by memory, that lacks the least.
+
+    That order is found when a field or the message is asked for: it takes as long as the search for
+    one that fits, and a choice of many ways shows one error at most.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._unsolved = problem
+
+    @cached_property
+    def _nearest(self) -> DoesNotFitError:
+        problem = self._unsolved
         by_memory = tuple(sorted(problem.placement, key=lambda rank: -problem.capacity[rank]))
         placed = [replace(problem, placement=order) for order in (problem.placement, by_memory)]
         errors = [does_not_fit(each, evenly_full(each)) for each in placed]
-        raise min(errors, key=lambda error: error.shortage)
-    _, path = answer
-    return problem.stage_map(Partition(tuple(pairwise(path.bounds))), path.placement)
+        return min(errors, key=lambda error: error.shortage)
+
+    def __getattr__(self, field: str) -> Any:
+        return getattr(self._nearest, field)
+
+    def __str__(self) -> str:
+        return str(self._nearest)
 
 
 def _search(

@@ -14,7 +14,7 @@ of layers that it may hold, to a state before the next stage.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Self
@@ -85,9 +85,9 @@ class Orders:
 class Tables:
     """A problem as arrays, by kinds of machines.
 
-    A stage is its number of layers and its end, [width, stop]. ``time[kind]`` is inf for impossible
-    stages; ``links`` has the round trip from each kind to each. ``peaks[stage]`` is bytes, None if
-    memory is unknown, and ``capacity[kind]`` their limit.
+    A stage is its number of layers and its end, [width, stop]. ``time[kind]`` and ``peaks[stage]``,
+    in bytes, are inf for impossible stages; ``links`` has the round trip from each kind to each.
+    ``peaks`` is None if memory is unknown, and ``capacity[kind]`` is the limit.
     """
 
     time: Array
@@ -99,11 +99,13 @@ class Tables:
     def of(cls, problem: Problem, kinds: Kinds) -> Self:
         ranks = [members[0] for members in kinds]
         others = [members[-1] for members in kinds]  # within a kind, between two machines of it
-        times = [_table(problem, problem.costs[rank].total) for rank in ranks]
+        of_stage = [_ranges(problem, stage) for stage in range(problem.num_stages)]
+        of_all = set().union(*of_stage)
+        times = [_table(problem, of_all, problem.costs[rank].total) for rank in ranks]
         peaks = None
         if not all(map(math.isinf, problem.capacity)):
-            stages = range(problem.num_stages)
-            peaks = np.stack([_table(problem, partial(problem.held, stage)) for stage in stages])
+            held = [partial(problem.held, stage) for stage in range(problem.num_stages)]
+            peaks = np.stack([_table(problem, *each) for each in zip(of_stage, held, strict=True)])
         transfer = np.array(problem.transfer)
         links = (transfer + transfer.T)[np.ix_(ranks, others)]
         return cls(np.stack(times), links, peaks, np.array(problem.capacity)[ranks])
@@ -120,13 +122,25 @@ class Tables:
         return least + self.links[:, kind, None] if stage > 0 else least
 
 
-def _table(problem: Problem, value: Callable[[int, int], float]) -> Array:
-    """Return values by [width, stop]; inf for stages that leave others no layers."""
-    layers, widest = problem.num_layers, problem.num_layers - problem.num_stages + 1
-    table = np.full((layers + 1, layers + 1), math.inf)
-    for stop in range(1, layers + 1):
-        for start in range(max(0, stop - widest), stop):
-            table[stop - start, stop] = value(start, stop)
+def _ranges(problem: Problem, stage: int) -> list[tuple[int, int]]:
+    """Return the layers that a stage may have, so that every other stage has some."""
+    after = problem.num_stages - 1 - stage
+    most = problem.num_layers - after
+    starts = range(stage, most) if stage > 0 else [0]
+    return [
+        (start, stop)
+        for start in starts
+        for stop in (range(start + 1, most + 1) if after else [most])
+    ]
+
+
+def _table(
+    problem: Problem, ranges: Iterable[tuple[int, int]], value: Callable[[int, int], float]
+) -> Array:
+    """Return the values of ranges of layers by [width, stop], inf of all others."""
+    table = np.full((problem.num_layers + 1,) * 2, math.inf)
+    for start, stop in ranges:
+        table[stop - start, stop] = value(start, stop)
     return table
 
 
