@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from pathlib import Path
 
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.common_options import SIMPLEST
 from shardmlx.config.options import REQUIRED, check_options, in_group, refuse
-from shardmlx.pipeline.report import PRINTED, show_schedule
-from shardmlx.pipeline.schedules import SCHEDULES
+from shardmlx.errors import UserError
+from shardmlx.pipeline.figure import check_picture, draw_schedule, timeline
+from shardmlx.pipeline.lowering import lower, validate
+from shardmlx.pipeline.schedules import SCHEDULES, compute_actions, get_schedule
+from shardmlx.pipeline.simulate import Costs, Simulation, simulate
+
+PRINTED = ("summary", "actions", "timeline", "lowered")
+"""What is printed: a summary, the compute actions, drawn in time, or with messages."""
 
 _schedule = in_group("schedule")
 _output = in_group("output")
@@ -53,15 +61,58 @@ LINE = CommandLine(
 def run(words: Sequence[str]) -> int:
     """Print the schedule as the words say; return 0. Raises ``UserError``."""
     options = LINE.load(words)
-    print(
-        show_schedule(
-            options.schedule,
-            options.pipeline_stages,
-            options.micro_batches,
-            virtual=options.virtual_stages,
-            costs=options.costs,
-            draw=options.draw,
-            form="json" if options.json else options.print,
-        )
-    )
+    schedule = get_schedule(options.schedule)
+    pp, microbatches = options.pipeline_stages, options.micro_batches
+    if options.draw:
+        check_picture(Path(options.draw))
+    virtual = options.virtual_stages
+    if virtual is None:
+        virtual = schedule.default_virtual
+    units = _costs(options.costs)
+    grid = compute_actions(schedule.name, pp, microbatches, virtual)
+    placement = schedule.placement(pp, virtual)
+    lowered = lower(grid, placement)
+    validate(lowered, placement)
+    simulation = simulate(grid, placement, units)
+    if options.draw:
+        title = f"{schedule.name}, {pp} ranks, {microbatches} micro-batches"
+        draw_schedule(simulation, Path(options.draw), title=title, unit="units of time")
+    if options.json:
+        facts = {
+            "schedule": schedule.name,
+            "pp": pp,
+            "microbatches": microbatches,
+            "virtual": virtual,
+            "costs": astuple(units),
+            "makespan": simulation.makespan,
+            "bubble_fraction": simulation.bubble,
+            "bubble_fraction_of_ranks": simulation.bubbles,
+            "peak_in_flight": simulation.peak_in_flight,
+        }
+        print(json.dumps(facts))
+    elif options.print == "summary":
+        print(_summary(simulation))
+    elif options.print == "timeline":
+        print(timeline(simulation))
+    else:
+        for rank, actions in enumerate(lowered if options.print == "lowered" else grid):
+            print(" ".join([f"r{rank}", *map(str, actions)]))
     return 0
+
+
+def _costs(text: str) -> Costs:
+    try:
+        forward, input_gradient, weight_gradient = map(float, text.split(","))
+    except ValueError:
+        raise UserError(f"costs {text!r}", "give three numbers F,I,W, like 1,1,1") from None
+    return Costs(forward, input_gradient, weight_gradient)
+
+
+def _summary(simulation: Simulation) -> str:
+    peaks = simulation.peak_in_flight
+    return (
+        f"makespan        {simulation.makespan:g}\n"
+        f"bubble          {simulation.bubble:.1%}\n"
+        f"peak in flight  {' '.join(map(str, peaks))}  (stage-micro-batches, ranks 0 to "
+        f"{len(peaks) - 1})\n\n{timeline(simulation)}"
+    )

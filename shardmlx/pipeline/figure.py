@@ -1,4 +1,4 @@
-"""Draw a schedule in time as a picture: SVG or PNG, with matplotlib."""
+"""Draw a schedule in time: as SVG or PNG with matplotlib, or in letters for a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from shardmlx.errors import UserError
 from shardmlx.pipeline.actions import Kind
-from shardmlx.pipeline.simulate import Simulation
+from shardmlx.pipeline.simulate import Simulation, Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,6 +42,7 @@ _METADATA: dict[str, dict[str, None]] = {
     "svg": {"Date": None, "Creator": None},
     "png": {"Software": None},
 }
+_LONGEST = 8  # longest action in letters, in shortest ones
 
 
 def check_picture(path: Path) -> None:
@@ -148,3 +149,49 @@ def _draw_boxes(axes: Axes, simulation: Simulation, rank: int) -> None:
             linewidths=0.6 if min(length for _, length in ranges) > _DIGIT * inch else 0.0,
             gid=f"{kind.value}-{stage}",
         )
+
+
+def timeline(simulation: Simulation, width: int = 160) -> str:
+    """Draw one row a rank, time to the right, dots where the rank idles.
+
+    Each action is a cell, as wide as its time. A column is the time of the shortest action; longer
+    actions end in dashes. If that takes more than ``width`` letters, each letter is the kind of the
+    action at that time.
+    """
+    names = [f"r{rank}" for rank in range(len(simulation.spans))]
+    if not simulation.makespan:
+        return "\n".join(names)
+    margin = len(names[-1]) + 1
+    spans = [span for of_rank in simulation.spans for span in of_rank]
+    durations = [end - start for _, start, end in spans if end > start]
+    unit = max(min(durations), max(durations) / _LONGEST)
+    column = max(len(str(action)) for action, _, _ in spans) + 1
+    if any(abs(start / unit - round(start / unit)) > 1e-6 for _, start, _ in spans):
+        column += 1  # rounding to letters may cost one
+    letters = round(simulation.makespan / unit * column)
+    if letters > width - margin:
+        letters, column = max(1, width - margin), 1
+    rows = [_row(of_rank, letters, simulation.makespan, column) for of_rank in simulation.spans]
+    return "\n".join(name.ljust(margin) + row for name, row in zip(names, rows, strict=True))
+
+
+def _row(spans: Sequence[Span], letters: int, makespan: float, column: int) -> str:
+    """Draw the actions of a rank, ``makespan`` as so many ``letters``."""
+    row = ""
+    for action, start, end in spans:
+        row += _idle(round(start / makespan * letters) - len(row), column)
+        room = max(0, round(end / makespan * letters) - len(row))
+        label, kind = str(action), action.kind.value
+        if column == 1:
+            label = kind * room
+        elif len(label) >= room:
+            label = kind
+        elif room > 1.5 * column:
+            label = label.ljust(room - 1, "-")
+        row += label.ljust(room)[:room]
+    return (row + _idle(letters - len(row), column)).rstrip()
+
+
+def _idle(letters: int, column: int) -> str:
+    dots = ".".ljust(column) * letters
+    return dots[: max(0, letters - (column > 1))].ljust(letters)

@@ -22,9 +22,8 @@ from shardmlx.costmodel.chips import machines_of
 from shardmlx.costmodel.hostfile import is_unnamed, read_hostfile
 from shardmlx.costmodel.training_setup import BACKENDS
 from shardmlx.errors import UserError
-from shardmlx.pipeline.figure import check_picture, draw_schedule
+from shardmlx.pipeline.figure import check_picture, draw_schedule, timeline
 from shardmlx.pipeline.stage_map import write_stage_map
-from shardmlx.pipeline.text_timeline import timeline
 from shardmlx.planning.largest import QUESTIONS
 from shardmlx.planning.report import as_json, report
 from shardmlx.planning.training_plan import plan_training

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 
 from shardmlx.pipeline.actions import Kind
+from shardmlx.pipeline.figure import timeline
 from shardmlx.pipeline.schedules import (
     SCHEDULES,
     compute_actions,
@@ -14,7 +15,6 @@ from shardmlx.pipeline.schedules import (
     v_placement,
 )
 from shardmlx.pipeline.simulate import Costs, simulate
-from shardmlx.pipeline.text_timeline import timeline
 from tests.helpers.grids import parse_grid
 from tests.helpers.refusals import refusal
 

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from shardmlx.errors import UserError
 from shardmlx.pipeline.actions import Action, Kind
+from shardmlx.pipeline.figure import timeline
 from shardmlx.pipeline.lowering import lower
 from shardmlx.pipeline.schedules import SCHEDULES, compute_actions
 from shardmlx.pipeline.simulate import Costs, Seconds, Simulation, simulate, simulate_schedule
-from shardmlx.pipeline.text_timeline import timeline
 from tests.helpers.grids import parse_grid
 
 EQUAL = Costs(1, 1, 1)
