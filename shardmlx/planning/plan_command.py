@@ -24,9 +24,8 @@ from shardmlx.costmodel.training_setup import BACKENDS
 from shardmlx.errors import UserError
 from shardmlx.pipeline.figure import check_picture, draw_schedule, timeline
 from shardmlx.pipeline.stage_map import write_stage_map
-from shardmlx.planning.largest import QUESTIONS
 from shardmlx.planning.report import as_json, report
-from shardmlx.planning.training_plan import plan_training
+from shardmlx.planning.training_plan import QUESTIONS, plan_training
 
 _MACHINES = "machines"
 _OUTPUT = "output"

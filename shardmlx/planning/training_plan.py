@@ -1,9 +1,13 @@
-"""Plan the training of a model on given machines: from options and a hostfile to a prediction."""
+"""Plan the training of a model on given machines: from options and a hostfile to a prediction, and
+the longest sequence, the largest micro-batch or rank that fits. No MLX, no MPI."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from shardmlx.config.specs import RunSpec
@@ -17,13 +21,34 @@ from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.stage_map import read_stage_map
-from shardmlx.planning.choice import Choice, choose
+from shardmlx.planning.choice import Choice, choose, fits
 from shardmlx.planning.facts import Facts, SequenceLengths
-from shardmlx.planning.largest import largest
 from shardmlx.planning.suggestions import remedies
 
 if TYPE_CHECKING:
     from shardmlx.config.train import TrainConfig
+
+QUESTIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "seq": "longest sequence that fits: {batch.max_seq_length} tokens",
+        "batch": "largest micro-batch that fits: {batch.micro_batch_size} x {batch.max_seq_length} "
+        "tokens; a batch may have any number of them",
+        "rank": "largest rank that fits: {tune.lora_parameters[rank]}, in lora_parameters of a "
+        "YAML file",
+    }
+)
+"""The questions, with the words of an answer."""
+
+LONGEST = 2**20
+"""Tokens of the longest sequence that is looked at."""
+
+MULTIPLE = 32
+"""Tokens to a multiple of which sequences are padded, as in mlx_lm."""
+
+MOST_ROWS = 2**10
+
+BITS = 6
+"""Significant bits of an answer, which is within 3% then, as memory is of its plan."""
 
 
 def plan_training(
@@ -36,9 +61,9 @@ def plan_training(
 ) -> Choice:
     """Choose the fastest way that fits of those that ``config`` leaves open, for full rows.
 
-    With ``max_of``, a question of ``largest.QUESTIONS``, the run has the largest such value that
-    fits. Times are FLOPs if the speed of a machine is unknown. ``advance`` gets the number of ways
-    examined, and of all. ``UserError`` names a way that fits.
+    With ``max_of``, one of ``QUESTIONS``, the run has the largest such value that fits. Times are
+    FLOPs if the speed of a machine is unknown. ``advance`` gets the number of ways examined, and of
+    all. ``UserError`` names a way that fits.
     """
     run = config if isinstance(config, RunSpec) else RunSpec.of(config)
     profile, stage_map = run.machines.profile, run.layout.stage_map
@@ -59,10 +84,41 @@ def plan_training(
         stage_map=None if stage_map is None else read_stage_map(stage_map),
     )
     if max_of is not None:
-        run, facts = largest(max_of, run, facts)
+        run, facts = _largest(max_of, run, facts)
     try:
         return choose(run, facts, advance)
     except DoesNotFitError as error:
         remedy = "; ".join(remedies(run, facts)) or "more machines, or machines with more memory"
         where = cluster.machines[error.rank].where
         raise UserError(f"{where}: {error.fact}; it would fit with", remedy) from None
+
+
+def _largest(question: str, run: RunSpec, facts: Facts) -> tuple[RunSpec, Facts]:
+    """Return the run and the facts with the largest value that fits; the least if none does."""
+    most = {
+        "seq": LONGEST // MULTIPLE,
+        "batch": MOST_ROWS,
+        "rank": facts.workload.shape.hidden_size,
+    }[question]
+    exponents = range(most.bit_length())
+    rounded = {digits << exponent for digits in range(1, 2**BITS) for exponent in exponents}
+    values = sorted(value for value in rounded if value <= most)
+    fitting = bisect_left(
+        values, True, key=lambda value: not fits(*_with(question, value, run, facts))
+    )
+    return _with(question, values[max(0, fitting - 1)], run, facts)
+
+
+def _with(question: str, value: int, run: RunSpec, facts: Facts) -> tuple[RunSpec, Facts]:
+    if question == "seq":
+        length = MULTIPLE * value
+        batch = replace(run.batch, max_seq_length=length)
+        return replace(run, batch=batch), replace(facts, lengths=SequenceLengths.full(length))
+    if question == "batch":
+        # No rank of a pipeline holds more micro-batches at a time than there are ranks.
+        rows = value * facts.cluster.size
+        return replace(
+            run, batch=replace(run.batch, batch_size=rows, micro_batch_size=value)
+        ), facts
+    parameters = {**run.fine_tune.lora_parameters, "rank": value}
+    return replace(run, fine_tune=replace(run.fine_tune, lora_parameters=parameters)), facts

@@ -13,8 +13,7 @@ from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.hostfile import Machine
 from shardmlx.errors import UserError
 from shardmlx.planning.choice import Choice
-from shardmlx.planning.largest import BITS, LONGEST
-from shardmlx.planning.training_plan import plan_training
+from shardmlx.planning.training_plan import BITS, LONGEST, plan_training
 from tests.helpers.models_and_batches import tiny_config
 
 MACS = (Machine(host="a", wired=30 * MIB), Machine(host="b", wired=60 * MIB))
