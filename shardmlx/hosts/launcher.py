@@ -18,9 +18,8 @@ from shardmlx.common.environment import keep_awake
 from shardmlx.common.formatting import plural
 from shardmlx.costmodel.hostfile import machine_of_each_rank
 from shardmlx.errors import Stopped, UserError, one_line
-from shardmlx.hosts.degraded_layout import plan_again
 from shardmlx.hosts.findings import Finding
-from shardmlx.hosts.launch_options import LaunchOptions, read_options, replaced
+from shardmlx.hosts.launch_options import LaunchOptions, plan_again, read_options, replaced
 from shardmlx.hosts.mpirun import mpirun_path, settings_for
 from shardmlx.hosts.reachability import RemoteLogin, check_hosts, is_local
 from shardmlx.hosts.supervisor import ASK_TO_STOP, Supervisor
@@ -145,16 +144,13 @@ class Launcher:
 
     def _words(self, start: Start, hostfile: Path | None) -> list[str]:
         launch, flags = self.launch, self.launch.flags
-        extra = shlex.split(flags.mpirun_options)
+        extra, ssh = shlex.split(flags.mpirun_options), flags.ssh_command
+        agent = () if ssh is None else ("--prtemca", "plm_ssh_agent", ssh)
         return [
             str(self.mpirun),
             *(() if hostfile is None else ("--hostfile", str(hostfile))),
             *("-n", str(start.ranks)),
-            *(
-                ()
-                if flags.ssh_command is None
-                else ("--prtemca", "plm_ssh_agent", flags.ssh_command)
-            ),
+            *agent,
             *settings_for(() if hostfile is None else launch.hosts, launch.ranks, extra),
             *extra,
             *(flags.python, "-m", f"shardmlx.{launch.command}", *start.options),
@@ -214,11 +210,10 @@ class Launcher:
             machines = [machine for machine in launch.machines if machine.host in left]
             each = machine_of_each_rank(machines)[: launch.ranks]
             try:
-                layout = plan_again(launch.options, launch.run, each, launch.config_file)
+                ranks, options, line = plan_again(options, launch.run, each, launch.config_file)
             except UserError as error:
                 raise GaveUp(one_line(error)) from None
-            _say(layout.line)
-            ranks, options = layout.ranks, layout.options
+            _say(line)
         elif back:
             _say("all hosts are there: layout as given")
         if launch.checkpoints.resume == "auto" or any(attempt.gained for attempt in self.attempts):

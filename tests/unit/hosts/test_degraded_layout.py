@@ -11,7 +11,7 @@ from shardmlx.config.specs import RunSpec
 from shardmlx.config.train import LINE
 from shardmlx.costmodel.hostfile import Machine
 from shardmlx.errors import UserError
-from shardmlx.hosts.degraded_layout import DegradedLayout, plan_again
+from shardmlx.hosts.launch_options import plan_again
 from tests.helpers.models_and_batches import tiny_config
 
 
@@ -19,7 +19,7 @@ def machines(count: int) -> list[Machine]:
     return [Machine(host=f"mac-{i}") for i in range(count)]
 
 
-def layout(hosts: list[Machine], *options: str) -> DegradedLayout:
+def layout(hosts: list[Machine], *options: str) -> tuple[int, tuple[str, ...], str]:
     config = LINE.load(options)
     return plan_again(options, RunSpec.of(config), hosts, config.config)
 
@@ -54,7 +54,7 @@ def stage_map(tmp_path: Path) -> str:
 )
 def test_what_still_fits_stays(count: int, options: str, model: str) -> None:
     words = ("--model", model, *options.split())
-    assert layout(machines(count), *words).options == words
+    assert layout(machines(count), *words)[1] == words
 
 
 @pytest.mark.parametrize(
@@ -77,24 +77,24 @@ def test_what_does_not_fit_becomes_one_pipeline(
     count: int, options: str, ranks: int, left: str, model: str
 ) -> None:
     """More ranks than layers stay unused; the run chooses what nobody has settled."""
-    found = layout(machines(count), "--model", model, *options.split())
-    assert (found.ranks, found.options) == (ranks, ("--model", model, *left.split()))
-    assert (f", {count - ranks} unused: " in found.line) == (ranks < count)
-    assert ("one pipeline of" in found.line) == bool(left)
+    *found, line = layout(machines(count), "--model", model, *options.split())
+    assert found == [ranks, ("--model", model, *left.split())]
+    assert (f", {count - ranks} unused: " in line) == (ranks < count)
+    assert ("one pipeline of" in line) == bool(left)
 
 
 def test_a_stage_map_stays_while_its_hosts_are_there(stage_map: str, model: str) -> None:
     words = ("--model", model, "--stage-map", stage_map)
-    assert layout(machines(2), *words).options == words
-    assert layout(machines(4), *words).options == words
-    found = layout(machines(3)[1:], *words)
-    assert (found.ranks, found.options) == (2, ("--model", model))
-    assert f"instead of stage map {stage_map}" in found.line
+    assert layout(machines(2), *words)[1] == words
+    assert layout(machines(4), *words)[1] == words
+    *found, line = layout(machines(3)[1:], *words)
+    assert found == [2, ("--model", model)]
+    assert f"instead of stage map {stage_map}" in line
 
 
 def test_without_the_model_the_layout_is_still_found() -> None:
-    found = layout(machines(3), "--model", "./nowhere", "--pipeline-stages", "4")
-    assert found.options == ("--model", "./nowhere", "--pipeline-stages", "3")
+    _, options, _ = layout(machines(3), "--model", "./nowhere", "--pipeline-stages", "4")
+    assert options == ("--model", "./nowhere", "--pipeline-stages", "3")
 
 
 def test_a_stage_map_in_the_file_cannot_be_taken_out(
@@ -111,7 +111,7 @@ def test_a_stage_map_in_the_file_cannot_be_taken_out(
 def test_pipeline_stages_in_the_file_are_overruled(model: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(f"pipeline_stages: 2\nmodel: {model}\n")
-    assert layout(machines(3), "-c", str(file)).options == (
+    assert layout(machines(3), "-c", str(file))[1] == (
         *("-c", str(file)),
         *("--pipeline-stages", "3"),
     )
