@@ -155,25 +155,21 @@ class StageMap:
                 "leave --pipeline-stages out",
             )
 
-    def to_yaml(self) -> str:
-        """Return the map as the text of a file that ``read_stage_map`` reads."""
-        # JSON strings are YAML strings, whatever they contain.
-        lines = [f"model: {json.dumps(self.model)}"] if self.model is not None else []
-        lines.append("stages:")
-        stages = zip(self.partition.ranges, self.placement, self.hosts, strict=True)
-        for (start, end), rank, host in stages:
-            layers = f"layer {start}" if end == start + 1 else f"layers {start}-{end - 1}"
-            lines.append(f"  - num_layers: {end - start}  # {layers}")
-            lines.append(f"    rank: {rank}")
-            if host is not None:
-                lines.append(f"    host: {json.dumps(host)}")
-        return "\n".join(lines) + "\n"
-
 
 def write_stage_map(stage_map: StageMap, path: str | Path) -> None:
-    """Write the map as YAML. Raises ``UserError``."""
+    """Write the map as YAML, which ``read_stage_map`` reads. Raises ``UserError``."""
+    # JSON strings are YAML strings, whatever they contain.
+    lines = [f"model: {json.dumps(stage_map.model)}"] if stage_map.model is not None else []
+    lines.append("stages:")
+    stages = zip(stage_map.partition.ranges, stage_map.placement, stage_map.hosts, strict=True)
+    for (start, end), rank, host in stages:
+        layers = f"layer {start}" if end == start + 1 else f"layers {start}-{end - 1}"
+        lines.append(f"  - num_layers: {end - start}  # {layers}")
+        lines.append(f"    rank: {rank}")
+        if host is not None:
+            lines.append(f"    host: {json.dumps(host)}")
     try:
-        Path(path).write_text(stage_map.to_yaml(), encoding="utf-8")
+        Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror or error}") from None
 
