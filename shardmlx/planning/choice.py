@@ -153,14 +153,10 @@ def choose(
         return complexity(each.way), each.way.layout.schedule != SIMPLEST, fullness
 
     best = min((each for each in search.found.values() if each.seconds <= limit), key=preference)
-    first, lacking = search.found.get(0), None
-    if first is None:
-        try:
-            first = assess(search.ways[0], facts)
-        except DoesNotFitError as error:
-            lacking = error.fact
-        except UserError:  # it cannot be laid out
-            pass
+    is_limited = search.is_limited
+    first = search.found.get(0) or search.assessed(search.ways[0])
+    # No fact of its memory is lacking where it cannot be laid out.
+    lacking = None if first else getattr(search.failures[-1], "fact", None)
     return Choice(
         asked=run,
         facts=facts,
@@ -169,7 +165,7 @@ def choose(
         tried=len(search.ways),
         relative_seconds=1.0 if first is None else best.seconds / first.seconds,
         lacking=lacking,
-        is_limited=search.is_limited,
+        is_limited=is_limited,
     )
 
 
@@ -231,7 +227,7 @@ class _Search:
         way = self.ways[place]
         if self._is_in_vain(way) or not self._room.get(_group(way), True):
             return
-        found = self._assessed(way)
+        found = self.assessed(way)
         if found is not None:
             self.found[place] = found
         elif isinstance(self.failures[-1], DoesNotFitError):
@@ -240,10 +236,11 @@ class _Search:
     def has_room(self, group: tuple[int | None, bool]) -> bool:
         """Return whether the tightest way of a group fits."""
         if group not in self._room:
-            self._room[group] = self._assessed(self.tightest[group]) is not None
+            self._room[group] = self.assessed(self.tightest[group]) is not None
         return self._room[group]
 
-    def _assessed(self, way: RunSpec) -> Assessment | None:
+    def assessed(self, way: RunSpec) -> Assessment | None:
+        """Return the assessment of a way; None, and its failure as the last, if it has no room."""
         try:
             return assess(way, self._facts)
         except UserError as error:
@@ -253,7 +250,7 @@ class _Search:
     def nearest_failure(self) -> UserError:
         """Return the error of the way that lacks least."""
         if not self.failures:
-            self._assessed(min(self.tightest.values(), key=self._weights_lack))
+            self.assessed(min(self.tightest.values(), key=self._weights_lack))
         return min(self.failures, key=lambda error: getattr(error, "shortage", math.inf))
 
     def _weights_lack(self, way: RunSpec) -> float:

@@ -14,7 +14,7 @@ from shardmlx.common.reporter import Reporter
 from shardmlx.common.units import MEGABYTE
 from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
-from shardmlx.config.options import OptionError, check_options, in_group, same_as
+from shardmlx.config.options import check_options, in_group, refuse, same_as
 from shardmlx.config.specs import ModelSource
 from shardmlx.costmodel.hostfile import Machine, machine_of_each_rank, read_hostfile
 from shardmlx.errors import UserError
@@ -68,15 +68,12 @@ class InspectOptions:
         check_options(self)
         if self.verify:
             return
-        if self.stage_map is not None and self.partitioner is not None:
-            raise OptionError(
-                "partitioner", "divides anew, but --stage-map is given", "leave one out"
-            )
+        both = self.stage_map is not None and self.partitioner is not None
+        refuse("partitioner", "divides anew, but --stage-map is given", "leave one out", when=both)
+        remedy = "give --pipeline-stages, --stage-map or --hostfile"
         for name in ("rank", "partitioner", "context"):
-            if getattr(self, name) is not None and not self.divides:
-                raise OptionError(
-                    name, "needs a split", "give --pipeline-stages, --stage-map or --hostfile"
-                )
+            alone = getattr(self, name) is not None and not self.divides
+            refuse(name, "needs a split", remedy, when=alone)
 
     @property
     def divides(self) -> bool:

@@ -78,7 +78,6 @@ def _problem(
     mesh, size = draft.mesh, draft.micro_batch_size
     setup = cluster.setup(workload, size, longest, mesh.dp)
     models = pipeline_seconds(workload, cluster, mesh, size, length)
-    costs = {id(model): model.layer_costs for model in models}
     capacity = tuple(
         min(cluster.capacity(each) for each in mesh.replicas_of(rank)) for rank in range(mesh.pp)
     )
@@ -90,7 +89,7 @@ def _problem(
 
     return Problem(
         placement=draft.stage_map.placement,
-        costs=tuple(costs[id(model)] for model in models),
+        costs=tuple(model.layer_costs for model in models),
         sizes=workload.held_sizes,
         peak=None if all(map(math.isinf, capacity)) else _peaks(draft, setup),
         capacity=capacity,

@@ -154,8 +154,8 @@ def run(words: Sequence[str]) -> int:
     if max_of is not None:
         asked = planned.asked
         print(QUESTIONS[max_of].format(batch=asked.batch, tune=asked.fine_tune))
-    hostfile = options.hostfile or "HOSTFILE"
-    print(report(planned, hostfile, options.output, _train_words(options, given, found)))
+    start = ["shardmlx", "launch", "--hostfile", options.hostfile or "HOSTFILE", "train"]
+    print(report(planned, options.output, start + _train_words(options, given, found)))
     if options.timeline:
         print("\n" + timeline(prediction.simulation, shutil.get_terminal_size((160, 24)).columns))
     return 0

@@ -25,8 +25,8 @@ _NOTABLE = 0.1
 _NO_TIMES = "times are not known: they need chips in --machines, or flops=27T in the hostfile"
 
 
-def report(choice: Choice, hostfile: str, stage_map: str | None, options: Sequence[str]) -> str:
-    """Return the plan, ranks, limits, and the command that runs it with train's ``options``."""
+def report(choice: Choice, stage_map: str | None, start: Sequence[str]) -> str:
+    """Return the plan, ranks, limits, and the command that runs it, which begins with ``start``."""
     prediction, facts = choice.prediction, choice.facts
     rows = f"batches of {choice.run.batch.batch_size} x {facts.lengths.longest[0]} tokens"
     has_times = facts.cluster.unit == "seconds"
@@ -43,7 +43,7 @@ def report(choice: Choice, hostfile: str, stage_map: str | None, options: Sequen
         *([APPROXIMATE] if facts.workload.shape.is_approximate else []),
         *shorter_sums(choice),
         "",
-        *_how_to_run(choice, options, hostfile, stage_map),
+        *_how_to_run(choice, stage_map, start),
     ]
     return "\n".join(lines)
 
@@ -145,16 +145,13 @@ def shorter_sums(choice: Choice) -> list[str]:
     return lines
 
 
-def _how_to_run(
-    choice: Choice, options: Sequence[str], hostfile: str, stage_map: str | None
-) -> list[str]:
+def _how_to_run(choice: Choice, stage_map: str | None, start: Sequence[str]) -> list[str]:
     plan, run = choice.plan, choice.run
-    words = ["shardmlx", "launch", "--hostfile", hostfile, "train", *options]
-    words += ["--stage-map", stage_map or "MAP.yaml", "--schedule", plan.schedule]
+    words = [*start, "--stage-map", stage_map or "MAP.yaml", "--schedule", plan.schedule]
     words += ["--micro-batch-size", str(plan.micro_batch_size)]
     if plan.replica_rows:
         words += ["--replica-rows", ",".join(map(str, plan.replica_rows))]
-    words += ["--zero", "3"] * (run.fine_tune.divides_weights and "--zero" not in options)
+    words += ["--zero", "3"] * (run.fine_tune.divides_weights and "--zero" not in start)
     words += ["--recompute", run.batch.recomputed] * (run.batch.recomputed != NONE)
     command = shlex.join(words)
     if stage_map is None:

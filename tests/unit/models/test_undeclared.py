@@ -134,7 +134,7 @@ def test_a_plan_says_that_it_is_approximate(
     config = TrainConfig(model=str(tmp_path), num_layers=2, pipeline_stages=2)
     machines = [Machine(host=f"mac{i}", memory=2**34, flops=1e12, link=1e9) for i in range(2)]
     plan = plan_training(config, machines)
-    assert APPROXIMATE in report(plan, "hosts", None, [])
+    assert APPROXIMATE in report(plan, None, [])
     assert inspect([str(tmp_path)]) == 0
     assert APPROXIMATE in capsys.readouterr().out
 
