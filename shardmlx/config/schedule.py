@@ -17,7 +17,7 @@ from shardmlx.pipeline.schedules import SCHEDULES, compute_actions, get_schedule
 from shardmlx.pipeline.simulate import Costs, Simulation, simulate
 
 PRINTED = ("summary", "actions", "timeline", "lowered")
-"""What is printed: a summary, the compute actions, drawn in time, or with messages."""
+"""Forms of what is printed: a summary, compute actions, drawn in time, with messages."""
 
 _schedule = in_group("schedule")
 _output = in_group("output")
