@@ -90,9 +90,10 @@ def others_of(announced: Mapping[str, Sequence[str]], own: set[str]) -> dict[str
 def fastest_links(hosts: Sequence[Sequence[Interface]]) -> tuple[Interface, ...]:
     """Return an interface of each host, all in the fastest network that they share; none if they
     share none. The slowest medium counts."""
+    if len(hosts) < 2:
+        return ()
     shared = []
-    own = hosts[0] if hosts else ()
-    for network in dict.fromkeys(each.network for each in own if not each.is_loopback):
+    for network in dict.fromkeys(each.network for each in hosts[0] if not each.is_loopback):
         inside = [[each for each in host if each.network == network] for host in hosts]
         if all(inside):
             links = tuple(min(each, key=_slowness) for each in inside)

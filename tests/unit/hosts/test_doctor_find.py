@@ -66,7 +66,7 @@ def test_this_machine_and_names_that_cannot_be_typed_are_left_out() -> None:
         ),
         ([[docker(), wifi(1)], [docker(), wifi(2)]], ["192.168.1.1", "192.168.1.2"]),
         ([[LOOPBACK, wifi(1)], [LOOPBACK, ethernet(1, "10.0.0")]], []),
-        ([[]], []),
+        ([[wifi(1), cable(1)]], []),
         ([], []),
     ],
 )
