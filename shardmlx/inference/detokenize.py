@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from shardmlx.compat import trims_first_space
 from shardmlx.inference.sampling_params import BROKEN
@@ -25,26 +25,17 @@ INCOMPLETE = "\ufffd"
 """A character in the place of bytes that are no whole one."""
 
 
-class Stops(Protocol):
-    """A search for the end of a text while it comes."""
-
-    @property
-    def found(self) -> str | None:
-        """The string before which the text ends, once it has come."""
-
-    def take(self, text: str, *, is_last: bool) -> str:
-        """Take in further text, and return what is to be passed on of it and of text held back."""
-
-
 @dataclass(slots=True)
 class StopStrings:
-    """The ``strings`` before any of which a text ends; what may begin one is held back."""
+    """The ``strings`` before any of which a text ends; what may begin one is held back. Once one
+    has come, it is ``found``."""
 
     strings: Sequence[str] = ()
     found: str | None = None
     _held: str = ""
 
     def take(self, text: str, *, is_last: bool) -> str:
+        """Take in further text, and return what is to be passed on of it and of text held back."""
         text = self._held + text
         end, stop = before_any(self.strings, text, is_last=is_last)
         self.found, self._held = stop or None, text[end:]
@@ -128,7 +119,7 @@ class IncrementalDetokenizer:
     words: TokenText
     eos: frozenset[int]
     max_tokens: int
-    stops: Stops = field(default_factory=StopStrings)
+    stops: StopStrings = field(default_factory=StopStrings)
     count: int = 0
     started: float = field(default_factory=time.perf_counter)
     first: float = 0.0
@@ -141,7 +132,7 @@ class IncrementalDetokenizer:
         cls,
         tokenizer: TokenizerWrapper,
         max_tokens: int,
-        stops: Stops | None = None,
+        stops: StopStrings | None = None,
         before: Sequence[int] = (),
     ) -> IncrementalDetokenizer:
         """Return a new answer, whose text goes on from the tokens ``before`` it."""

@@ -18,7 +18,7 @@ from shardmlx.costmodel.workload import model_sizes
 from shardmlx.distributed.agreement import on_all_ranks, on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
-from shardmlx.inference.detokenize import IncrementalDetokenizer, Stops
+from shardmlx.inference.detokenize import IncrementalDetokenizer, StopStrings
 from shardmlx.inference.grammars import Grammars
 from shardmlx.inference.kv_caches import check_quantised
 from shardmlx.inference.pipeline import FirstStage, LaterStage
@@ -103,7 +103,7 @@ class InferenceRun:
         number: int,
         tokens: Sequence[int],
         max_tokens: int,
-        stops: Stops | None = None,
+        stops: StopStrings | None = None,
     ) -> IncrementalDetokenizer:
         """Begin the answer to a prompt on rank 0, from random stream ``number``."""
         config = self.config

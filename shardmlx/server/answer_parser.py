@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from shardmlx.inference.answer_format import Marks
-from shardmlx.inference.detokenize import Stops, StopStrings, overlap
+from shardmlx.inference.detokenize import StopStrings, overlap
 from shardmlx.server.answer_parts import (
     AnswerSyntax,
     Incoming,
@@ -193,8 +192,7 @@ def harmony_answer(incoming: Incoming, syntax: AnswerSyntax) -> Reading:
 
 
 class AnswerParser:
-    """The parts of an answer up to a stop string in what is said. Without a syntax all is said,
-    and has ended before one."""
+    """The parts of an answer up to a stop string in what is said. Without a syntax all is said."""
 
     def __init__(self, request: GenerationRequest) -> None:
         syntax = request.syntax or AnswerSyntax(continues=True)
@@ -204,7 +202,7 @@ class AnswerParser:
         self._reading = (harmony_answer if syntax.format.has_channels else read)(
             self._incoming, syntax
         )
-        self._stops = StopStrings(request.stop if request.syntax else ())
+        self._stops = StopStrings(request.stop)
         self._calls = 0
         self._parallel = syntax.parallel
 
@@ -232,26 +230,3 @@ class AnswerParser:
     def _said(self, text: str, *, is_last: bool) -> Iterator[Part]:
         if known := self._stops.take(text, is_last=is_last):
             yield Part("said", known)
-
-
-@dataclass(slots=True)
-class _StopsInParts:
-    """Stops for an answer that has parts, whose text is passed on as it is."""
-
-    parser: AnswerParser
-
-    @property
-    def found(self) -> str | None:
-        return self.parser.stop
-
-    def take(self, text: str, *, is_last: bool) -> str:
-        for _ in self.parser.take(text, is_last=is_last):
-            pass
-        return text
-
-
-def stops_of(request: GenerationRequest) -> Stops:
-    """Return what finds the end of an answer to this request."""
-    if request.syntax is None or not request.stop:
-        return StopStrings(request.stop)
-    return _StopsInParts(AnswerParser(request))

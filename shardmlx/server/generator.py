@@ -21,7 +21,7 @@ from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.sampling_params import BROKEN, SamplingParams
 from shardmlx.inference.setup import InferenceRun, xtc_special_tokens
-from shardmlx.server.answer_parser import stops_of
+from shardmlx.server.answer_parser import AnswerParser
 from shardmlx.server.app import make_app
 from shardmlx.server.metrics import Metrics
 from shardmlx.server.model_names import names_of
@@ -47,7 +47,7 @@ class PipelineGenerator:
         self._tokenizer = tokenizer
         self._check_signals = check_signals
         self._special = xtc_special_tokens(tokenizer)
-        self._detokenizers: dict[int, IncrementalDetokenizer] = {}
+        self._answers: dict[int, tuple[IncrementalDetokenizer, AnswerParser]] = {}
 
     @property
     def is_idle(self) -> bool:
@@ -58,12 +58,9 @@ class PipelineGenerator:
         return self._first_stage.kept_tokens
 
     def add(self, number: int, request: GenerationRequest) -> None:
-        self._detokenizers[number] = IncrementalDetokenizer.of(
-            self._tokenizer,
-            request.max_tokens,
-            stops_of(request),
-            request.tokens if request.continues else (),
-        )
+        before = request.tokens if request.continues else ()
+        answer = IncrementalDetokenizer.of(self._tokenizer, request.max_tokens, before=before)
+        self._answers[number] = answer, AnswerParser(request)
         self._first_stage.add(
             number,
             request.tokens,
@@ -72,7 +69,7 @@ class PipelineGenerator:
         )
 
     def cancel(self, number: int) -> None:
-        del self._detokenizers[number]
+        del self._answers[number]
         self._first_stage.cancel(number)
 
     def step(self) -> Sequence[tuple[int, Delta]]:
@@ -80,20 +77,23 @@ class PipelineGenerator:
         self._check_signals()
         deltas = []
         for number, sampled in self._first_stage.step():
-            answer = self._detokenizers[number]
-            segment = answer.take(sampled.token)
+            answer, parser = self._answers[number]
+            text = answer.take(sampled.token)
+            parts = tuple(parser.take(text, is_last=answer.finish_reason is not None))
+            if parser.stop is not None:
+                answer.finish_reason = "stop"
             is_part = sampled.token != BROKEN and sampled.token not in answer.eos
             cached = self._first_stage.cached(number)
             if answer.finish_reason is not None:
-                del self._detokenizers[number]
+                del self._answers[number]
                 self._first_stage.finish(number)
             delta = Delta(
-                segment,
+                parts,
                 (sampled,) if is_part else (),
                 answer.count,
                 cached,
                 answer.finish_reason,
-                answer.stops.found,
+                parser.stop,
             )
             deltas.append((number, delta))
         return deltas

@@ -40,14 +40,14 @@ class ChoicesReply(Reply):
         # ASCII only: some clients take U+2028 for the end of a line.
         return b"data: " + json.dumps(body).encode() + b"\n\n"
 
-    def _add(self, index: int, delta: Delta, parts: list[Part]) -> Iterator[Body]:
-        logprobs = None
+    def _add(self, index: int, delta: Delta) -> Iterator[Body]:
+        logprobs, parts = None, delta.parts
         if self.request.logprobs is not None:
             logprobs = self._logprobs(delta, len(self._text(index, "said")))
             for name, values in logprobs.items():
                 self.logprobs[index].setdefault(name, []).extend(values)
             if delta.sampled and not parts:
-                parts = [Part("said", "")]
+                parts = (Part("said", ""),)
         for part in parts:
             yield self._chunk(self._part(index, part, logprobs))
             logprobs = None

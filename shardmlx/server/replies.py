@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from shardmlx.server.answer_parser import AnswerParser
 from shardmlx.server.answer_parts import Part
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.openai_requests import ApiRequest
@@ -33,14 +32,11 @@ class Reply(ABC):
         self.generated = [0 for _ in request.requests]
         self.cached = [0 for _ in request.requests]
         self.blocks: list[list[Part]] = [[] for _ in request.requests]
-        self._parsers = list(map(AnswerParser, request.requests))
 
     def add(self, index: int, delta: Delta) -> Iterator[Body]:
         """Take in a delta of answer ``index``, and yield the events to send of it."""
         self.generated[index], self.cached[index] = delta.generated, delta.cached
-        is_last = delta.finish_reason is not None
-        parts = self._parsers[index].take(delta.text, is_last=is_last)
-        yield from self._add(index, delta, list(parts))
+        yield from self._add(index, delta)
 
     def _begins(self, index: int, part: Part) -> bool:
         blocks = self.blocks[index]
@@ -70,8 +66,8 @@ class Reply(ABC):
         yield from ()
 
     @abstractmethod
-    def _add(self, index: int, delta: Delta, parts: list[Part]) -> Iterator[Body]:
-        """Yield the events to send of a delta, of which these parts of the answer are known."""
+    def _add(self, index: int, delta: Delta) -> Iterator[Body]:
+        """Yield the events to send of a delta."""
 
     @abstractmethod
     def closing(self) -> Iterator[Body]:
@@ -92,8 +88,8 @@ class Reply(ABC):
 class BlockReply(Reply):
     """A reply that has one answer, and tells of each of its blocks."""
 
-    def _add(self, index: int, delta: Delta, parts: list[Part]) -> Iterator[Body]:
-        for part in parts:
+    def _add(self, index: int, delta: Delta) -> Iterator[Body]:
+        for part in delta.parts:
             begins = self._begins(index, part)
             if begins:
                 yield from self._last_ended()

@@ -16,7 +16,7 @@ from typing import Protocol
 from shardmlx.errors import one_line
 from shardmlx.inference.detokenize import FinishReason as FinishReason
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
-from shardmlx.server.answer_parts import AnswerSyntax
+from shardmlx.server.answer_parts import AnswerSyntax, Part
 from shardmlx.server.openai_errors import ApiError
 
 SOON: Mapping[str, str] = {"retry-after": "2"}
@@ -39,12 +39,12 @@ class GenerationRequest:
 class Delta:
     """A part of an answer: what the ``sampled`` tokens, and one that may have ended it, add.
 
-    ``text`` is empty while a character, or what may become a stop string, is incomplete.
+    There are no ``parts`` while a character, a mark or a stop string may be incomplete.
     ``generated`` counts all tokens of the answer so far; ``cached`` those of its prompt that came
     from the prefix cache. ``stop`` is the stop string that ended it.
     """
 
-    text: str
+    parts: tuple[Part, ...]
     sampled: tuple[SampledToken, ...]
     generated: int
     cached: int = 0

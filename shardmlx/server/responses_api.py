@@ -258,10 +258,10 @@ class ResponseReply(BlockReply):
             "total_tokens": self.prompt_tokens + generated,
         }
 
-    def _add(self, index: int, delta: Delta, parts: list[Part]) -> Iterator[Json]:
-        if any(part.kind == "thought" for part in parts):
+    def _add(self, index: int, delta: Delta) -> Iterator[Json]:
+        if any(part.kind == "thought" for part in delta.parts):
             self._thought = delta.generated
-        yield from super()._add(index, delta, parts)
+        yield from super()._add(index, delta)
 
     def _begun(self, block: Part) -> Iterator[Json]:
         if block.kind == "call" and self._tool(block).kind != "function":

@@ -41,8 +41,8 @@ class Speaker(Parrot):
             return super()._next(text)
         text.generated += 1
         has_ended = text.generated == len(self.says)
-        said = self.says[text.generated - 1]
-        return Delta(said, (), text.generated, 0, "stop" if has_ended else None)
+        parts = tuple(text.parser.take(self.says[text.generated - 1], is_last=has_ended))
+        return Delta(parts, (), text.generated, 0, "stop" if has_ended else None)
 
 
 class Page:

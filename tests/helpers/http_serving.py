@@ -13,10 +13,9 @@ from typing import Any
 from shardmlx.common.http_listener import bind, trusted_hosts
 from shardmlx.errors import UserError
 from shardmlx.inference.answer_format import AnswerFormat, Marks, Tool, call_format
-from shardmlx.inference.detokenize import Stops
 from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.sampling_params import SampledToken
-from shardmlx.server.answer_parser import stops_of
+from shardmlx.server.answer_parser import AnswerParser
 from shardmlx.server.app import make_app
 from shardmlx.server.model_names import ModelNames
 from shardmlx.server.openai_requests import ServedModel
@@ -91,7 +90,7 @@ class Agent(Letters):
 @dataclass
 class Text:
     request: GenerationRequest
-    stops: Stops
+    parser: AnswerParser
     generated: int = 0
 
 
@@ -118,7 +117,7 @@ class Parrot:
     def add(self, number: int, request: GenerationRequest) -> None:
         assert number not in self.texts
         self.threads.add(threading.get_ident())
-        self.texts[number] = Text(request, stops_of(request))
+        self.texts[number] = Text(request, AnswerParser(request))
         self.added.append(request)
 
     def cancel(self, number: int) -> None:
@@ -158,17 +157,18 @@ class Parrot:
         text.generated += 1
         cached = len(request.tokens) // 2
         if chr(token) == END:
-            return Delta("", (), text.generated, cached, "stop")
+            parts = tuple(text.parser.take("", is_last=True))
+            return Delta(parts, (), text.generated, cached, "stop")
         most = request.sampling.logprobs
         sampled = SampledToken(token)
         if most is not None:
             top = tuple((token + place, -0.5 - place) for place in range(most))
             sampled = SampledToken(token, -0.5, top)
         reason: FinishReason | None = "length" if text.generated == request.max_tokens else None
-        said = text.stops.take(chr(token), is_last=reason is not None)
-        if (stop := text.stops.found) is not None:
+        parts = tuple(text.parser.take(chr(token), is_last=reason is not None))
+        if (stop := text.parser.stop) is not None:
             reason = "stop"
-        return Delta(said, (sampled,), text.generated, cached, reason, stop)
+        return Delta(parts, (sampled,), text.generated, cached, reason, stop)
 
 
 @dataclass

@@ -15,6 +15,7 @@ from openai.types.chat import ChatCompletionUserMessageParam
 
 from shardmlx.costmodel.memory_limits import MemoryBudget, MemoryLimits, PlannedMemory
 from shardmlx.server import streaming
+from shardmlx.server.answer_parts import Part
 from shardmlx.server.app import LONG_BODY_BYTES
 from shardmlx.server.metrics import Metrics
 from shardmlx.server.page_files import POLICY
@@ -207,7 +208,8 @@ class Broken(Parrot):
     def _next(self, text: Text) -> Delta:
         text.generated += 1
         whole = text.generated < 3
-        return Delta("{" if whole else "", (), text.generated, 0, None if whole else "broken")
+        parts = (Part("said", "{"),) if whole else ()
+        return Delta(parts, (), text.generated, 0, None if whole else "broken")
 
 
 FORCED = {

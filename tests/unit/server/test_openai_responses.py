@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 
 from shardmlx.inference.sampling_params import SampledToken
+from shardmlx.server.answer_parts import Part
 from shardmlx.server.openai_requests import ApiRequest
 from shardmlx.server.openai_responses import ChatReply, ChoicesReply, CompletionReply
 from shardmlx.server.request_queue import Delta, GenerationRequest
 
 WORDS: Mapping[int, str] = {1: "Hi", 2: " there", 3: "\N{REPLACEMENT CHARACTER}", 4: "é", 5: "Hi"}
+
+
+def said(text: str) -> tuple[Part, ...]:
+    return (Part("said", text),)
 
 
 def order(
@@ -57,7 +62,7 @@ def test_a_completion_in_chunks() -> None:
         choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
         return {"object": "text_completion", "choices": [choice]}
 
-    deltas = [Delta("Hi", (), 1), Delta(" there", (), 3, 0, "length")]
+    deltas = [Delta(said("Hi"), (), 1), Delta(said(" there"), (), 3, 0, "length")]
     assert chunks(completion(), *((0, delta) for delta in deltas)) == [
         part("Hi", None),
         part(" there", None),
@@ -67,9 +72,9 @@ def test_a_completion_in_chunks() -> None:
 
 def test_several_texts_are_told_apart_by_their_index() -> None:
     deltas = [
-        (1, Delta("b", (), 1)),
-        (0, Delta("a", (), 1, 0, "stop")),
-        (1, Delta("c", (), 2, 0, "length")),
+        (1, Delta(said("b"), (), 1)),
+        (0, Delta(said("a"), (), 1, 0, "stop")),
+        (1, Delta(said("c"), (), 2, 0, "length")),
     ]
     assert chunks(chat(texts=2, n=2), *deltas) == [
         delta({"role": "assistant", "content": ""}, index=0),
@@ -83,7 +88,7 @@ def test_several_texts_are_told_apart_by_their_index() -> None:
 
 
 def test_usage_comes_last_and_is_null_before() -> None:
-    *before, last = chunks(completion(include_usage=True), (0, Delta("Hi", (), 1, 8, "stop")))
+    *before, last = chunks(completion(include_usage=True), (0, Delta(said("Hi"), (), 1, 8, "stop")))
     assert [chunk["usage"] for chunk in before] == [None, None]
     assert last["choices"] == []
     assert last["usage"] == {
@@ -97,7 +102,7 @@ def test_usage_comes_last_and_is_null_before() -> None:
 def test_a_prompt_counts_once_however_many_texts_are_made_of_it() -> None:
     reply = completion(texts=4, n=2)
     for index, cached in enumerate((3, 9, 5, 5)):
-        list(reply.add(index, Delta("x", (), 2 + index, cached, "stop")))
+        list(reply.add(index, Delta(said("x"), (), 2 + index, cached, "stop")))
     assert reply.usage == {
         "prompt_tokens": 10 + 11,
         "completion_tokens": 2 + 3 + 4 + 5,
@@ -109,7 +114,11 @@ def test_a_prompt_counts_once_however_many_texts_are_made_of_it() -> None:
 def test_whole_replies() -> None:
     replies = [chat(), completion()]
     for reply in replies:
-        for delta in (Delta("Hi", (), 1), Delta(" there", (), 2), Delta("", (), 3, 0, "stop")):
+        for delta in (
+            Delta(said("Hi"), (), 1),
+            Delta(said(" there"), (), 2),
+            Delta((), (), 3, 0, "stop"),
+        ):
             list(reply.add(0, delta))
     of_chat, of_completion = (reply.whole for reply in replies)
     assert of_chat["object"] == "chat.completion"
@@ -131,7 +140,7 @@ def test_whole_replies() -> None:
 def test_logprobs_of_a_chat() -> None:
     reply = chat(logprobs=2)
     sampled = SampledToken(1, -0.25, ((1, -0.25), (4, -1.5)))
-    (chunk,) = reply.add(0, Delta("Hi", (sampled,), 1))
+    (chunk,) = reply.add(0, Delta(said("Hi"), (sampled,), 1))
     expected = {
         "content": [
             {
@@ -146,19 +155,19 @@ def test_logprobs_of_a_chat() -> None:
         ]
     }
     assert chunk["choices"][0]["logprobs"] == expected
-    list(reply.add(0, Delta("", (), 2, 0, "stop")))
+    list(reply.add(0, Delta((), (), 2, 0, "stop")))
     assert reply.whole["choices"][0]["logprobs"] == expected
     # A part of a character has no bytes and no text yet, and still its logprob.
-    (chunk,) = chat(logprobs=0).add(0, Delta("", (SampledToken(3, -1.0),), 1))
+    (chunk,) = chat(logprobs=0).add(0, Delta((), (SampledToken(3, -1.0),), 1))
     (token,) = chunk["choices"][0]["logprobs"]["content"]
     assert (token["bytes"], token["logprob"]) == (None, -1.0)
 
 
 def test_logprobs_of_a_completion() -> None:
     reply = completion(logprobs=1)
-    list(reply.add(0, Delta("Hi", (SampledToken(1, -0.5, ((1, -0.5),)),), 1)))
+    list(reply.add(0, Delta(said("Hi"), (SampledToken(1, -0.5, ((1, -0.5),)),), 1)))
     both = (SampledToken(2, -1.0, ((4, -0.75),)), SampledToken(4, -2.0, ((5, -0.125),)))
-    list(reply.add(0, Delta(" thereé", both, 3, 0, "length")))
+    list(reply.add(0, Delta(said(" thereé"), both, 3, 0, "length")))
     assert reply.whole["choices"][0]["logprobs"] == {
         "tokens": ["Hi", " there", "é"],
         "token_logprobs": [-0.5, -1.0, -2.0],
@@ -173,14 +182,16 @@ def test_logprobs_of_a_completion() -> None:
 
 def test_of_tokens_that_read_alike_the_likelier_is_shown() -> None:
     reply = completion(logprobs=2)
-    list(reply.add(0, Delta("Hi", (SampledToken(5, -3.0, ((1, -0.5), (5, -3.0))),), 1)))
+    list(reply.add(0, Delta(said("Hi"), (SampledToken(5, -3.0, ((1, -0.5), (5, -3.0))),), 1)))
     (top,) = reply.logprobs[0]["top_logprobs"]
     assert top == {"Hi": -0.5}
 
 
 @pytest.mark.parametrize("impossible", [-math.inf, math.nan])
 def test_json_has_no_infinity(impossible: float) -> None:
-    (chunk,) = chat(logprobs=1).add(0, Delta("Hi", (SampledToken(1, -0.5, ((4, impossible),)),), 1))
+    (chunk,) = chat(logprobs=1).add(
+        0, Delta(said("Hi"), (SampledToken(1, -0.5, ((4, impossible),)),), 1)
+    )
     json.dumps(chunk, allow_nan=False)
     (token,) = chunk["choices"][0]["logprobs"]["content"]
     assert token["top_logprobs"][0]["logprob"] == -9999.0

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from shardmlx.server.answer_parts import Part
 from shardmlx.server.request_queue import (
     Answers,
     Delta,
@@ -56,7 +57,8 @@ async def deltas_of(answers: Answers) -> list[Delta]:
 
 
 async def text_of(answers: Answers) -> str:
-    return "".join([delta.text for delta in await deltas_of(answers)])
+    deltas = await deltas_of(answers)
+    return "".join(part.text for delta in deltas for part in delta.parts)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -68,7 +70,7 @@ async def until(condition: Callable[[], bool]) -> None:
 def test_an_answer_is_its_pieces_in_order_up_to_the_one_with_a_reason() -> None:
     async def session(service: RequestQueue, parrot: Parrot) -> None:
         deltas = await deltas_of(service.submit([request("ab", 3)]))
-        assert [delta.text for delta in deltas] == ["a", "b", "a"]
+        assert [part.text for delta in deltas for part in delta.parts] == ["a", "b", "a"]
         assert [delta.generated for delta in deltas] == [1, 2, 3]
         assert [delta.finish_reason for delta in deltas] == [None, None, "length"]
 
@@ -160,10 +162,10 @@ def test_an_error_of_the_generator_ends_all_texts_and_is_raised() -> None:
 
 def test_pieces_that_came_before_an_error_are_delivered_before_it() -> None:
     async def session(service: RequestQueue, parrot: Parrot) -> None:
-        steps = iter([[(0, Delta("a", (), 1))]])
+        steps = iter([[(0, Delta((Part("said", "a"),), (), 1))]])
         parrot.step = lambda: next(steps, None) or fail()  # type: ignore[method-assign]
         deltas = service.submit([request("a")]).deltas(60)
-        assert await anext(deltas) == (0, Delta("a", (), 1))
+        assert await anext(deltas) == (0, Delta((Part("said", "a"),), (), 1))
         with pytest.raises(ServiceEnded, match=r"later"):
             await anext(deltas)
 
@@ -208,7 +210,7 @@ def test_fail_ends_what_is_open_at_once_and_says_why() -> None:
         def step() -> list[tuple[int, Delta]]:
             in_step.set()
             goes_on.wait(30)
-            return [(0, Delta("too late", (), 1))]
+            return [(0, Delta((Part("said", "too late"),), (), 1))]
 
         parrot.step = step  # type: ignore[method-assign]
         answer = service.submit([request("a")])
