@@ -97,19 +97,11 @@ class InferenceRun:
             grammars=self.grammars,
         )
 
-    def ask(
-        self,
-        first_stage: FirstStage,
-        number: int,
-        tokens: Sequence[int],
-        max_tokens: int,
-        stops: StopStrings | None = None,
-    ) -> IncrementalDetokenizer:
-        """Begin the answer to a prompt on rank 0, from random stream ``number``."""
-        config = self.config
-        assert self.encoder is not None, "rank 0 has it"
-        tokenizer = self.encoder.tokenizer
-        params = SamplingParams(
+    @property
+    def sampling(self) -> SamplingParams:
+        """The parameters of sampling that the options give, on rank 0."""
+        config, tokenizer = self.config, self._tokenizer
+        return SamplingParams(
             temp=config.temp,
             top_p=config.top_p,
             min_p=config.min_p,
@@ -117,10 +109,30 @@ class InferenceRun:
             min_tokens_to_keep=config.min_tokens_to_keep,
             xtc_probability=config.xtc_probability,
             xtc_threshold=config.xtc_threshold,
-            xtc_special_tokens=xtc_special_tokens(tokenizer),
-            stream=number,
+            # XTC never leaves them out, as in mlx-lm.
+            xtc_special_tokens=(*tokenizer.encode("\n"), *tokenizer.eos_token_ids),
         )
-        answer = IncrementalDetokenizer.of(tokenizer, max_tokens, stops)
+
+    @property
+    def _tokenizer(self) -> TokenizerWrapper:
+        assert self.encoder is not None, "rank 0 has it"
+        return self.encoder.tokenizer
+
+    def ask(
+        self,
+        first_stage: FirstStage,
+        number: int,
+        tokens: Sequence[int],
+        max_tokens: int,
+        stops: StopStrings | None = None,
+        *,
+        params: SamplingParams | None = None,
+        before: Sequence[int] = (),
+    ) -> IncrementalDetokenizer:
+        """Begin the answer to a prompt on rank 0, sampled by ``params``, or as the options say from
+        random stream ``number``. Its text goes on from the tokens ``before`` it."""
+        answer = IncrementalDetokenizer.of(self._tokenizer, max_tokens, stops, before)
+        params = params or replace(self.sampling, stream=number)
         first_stage.add(number, tokens, params, len(tokens) + max_tokens)
         return answer
 
@@ -210,11 +222,6 @@ def _announce(config: InferenceConfig, plan: InferencePlan, reporter: Reporter) 
             f"--max-kv-size {config.max_kv_size} changes nothing: models of type "
             f"{plan.setup.shape.model_type} choose their caches themselves, in mlx-lm too"
         )
-
-
-def xtc_special_tokens(tokenizer: TokenizerWrapper) -> tuple[int, ...]:
-    """Return the tokens that XTC sampling never leaves out, as in mlx-lm."""
-    return (*tokenizer.encode("\n"), *tokenizer.eos_token_ids)
 
 
 def typical_load(

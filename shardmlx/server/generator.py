@@ -6,21 +6,19 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from socket import socket
 
 import mlx.core as mx
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from shardmlx.common.http_listener import trusted_hosts
-from shardmlx.common.reporter import Reporter
 from shardmlx.config.serve import KEY_VARIABLE, ServeConfig
 from shardmlx.errors import one_line
 from shardmlx.inference.detokenize import IncrementalDetokenizer
 from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.prompts import PromptEncoder
-from shardmlx.inference.sampling_params import BROKEN, SamplingParams
-from shardmlx.inference.setup import InferenceRun, xtc_special_tokens
+from shardmlx.inference.sampling_params import BROKEN
+from shardmlx.inference.setup import InferenceRun
 from shardmlx.server.answer_parser import AnswerParser
 from shardmlx.server.app import make_app
 from shardmlx.server.metrics import Metrics
@@ -38,15 +36,11 @@ class PipelineGenerator:
     """The generator of a ``RequestQueue``; ``check_signals`` is called between any two steps."""
 
     def __init__(
-        self,
-        first_stage: FirstStage,
-        tokenizer: TokenizerWrapper,
-        check_signals: Callable[[], None],
+        self, prepared: InferenceRun, first_stage: FirstStage, check_signals: Callable[[], None]
     ) -> None:
+        self._prepared = prepared
         self._first_stage = first_stage
-        self._tokenizer = tokenizer
         self._check_signals = check_signals
-        self._special = xtc_special_tokens(tokenizer)
         self._answers: dict[int, tuple[IncrementalDetokenizer, AnswerParser]] = {}
 
     @property
@@ -58,15 +52,15 @@ class PipelineGenerator:
         return self._first_stage.kept_tokens
 
     def add(self, number: int, request: GenerationRequest) -> None:
-        before = request.tokens if request.continues else ()
-        answer = IncrementalDetokenizer.of(self._tokenizer, request.max_tokens, before=before)
-        self._answers[number] = answer, AnswerParser(request)
-        self._first_stage.add(
+        answer = self._prepared.ask(
+            self._first_stage,
             number,
             request.tokens,
-            replace(request.sampling, xtc_special_tokens=self._special),
-            context=len(request.tokens) + request.max_tokens,
+            request.max_tokens,
+            params=request.sampling,
+            before=request.tokens if request.continues else (),
         )
+        self._answers[number] = answer, AnswerParser(request)
 
     def cancel(self, number: int) -> None:
         del self._answers[number]
@@ -75,6 +69,9 @@ class PipelineGenerator:
     def step(self) -> Sequence[tuple[int, Delta]]:
         """Do the pipeline's next step, and return the deltas that have come, by number."""
         self._check_signals()
+        if self.is_idle:
+            self._first_stage.keep_alive()
+            return []
         deltas = []
         for number, sampled in self._first_stage.step():
             answer, parser = self._answers[number]
@@ -98,10 +95,6 @@ class PipelineGenerator:
             deltas.append((number, delta))
         return deltas
 
-    def keep_alive(self) -> None:
-        self._check_signals()
-        self._first_stage.keep_alive()
-
 
 @dataclass
 class RequestServer:
@@ -111,18 +104,17 @@ class RequestServer:
     prepared: InferenceRun
     encoder: PromptEncoder
     first_stage: FirstStage
-    reporter: Reporter
-    complaint: Callable[[str], str] | None = None
 
     def __post_init__(self) -> None:
         self._transport = self.prepared.transport
+        self._say = self.prepared.reporter.say
         most_open = self.config.batch_size + self.config.max_queue
         self._queue = RequestQueue(most_open, self._unavailable_reason)
         self._http_error: BaseException | None = None
 
     def run(self, listeners: Sequence[socket]) -> None:
         """Serve until a signal comes, or the pipeline or the HTTP server fails, which is raised."""
-        config, queue = self.config, self._queue
+        config, queue, grammars = self.config, self._queue, self.prepared.grammars
         key = config.api_key or os.environ.get(KEY_VARIABLE) or None
         names = names_of(config.model, config.served_model_name, any_name=config.any_model_name)
         served = ServedModel(
@@ -131,10 +123,8 @@ class RequestServer:
             most_tokens=self.prepared.plan.load.context,
             most_requests=queue.most_open,
             max_tokens=config.max_tokens,
-            sampling=SamplingParams(
-                temp=config.temp, top_p=config.top_p, min_p=config.min_p, top_k=config.top_k
-            ),
-            complaint=self.complaint,
+            sampling=self.prepared.sampling,
+            complaint=None if grammars is None else grammars.complaint,
         )
         metrics = Metrics(queue)
         metrics.show_memory(self._transport.hosts, self.prepared.limits, mx.get_peak_memory)
@@ -150,17 +140,17 @@ class RequestServer:
         )
         server = HttpServer(app, *listeners, access_log=config.access_log, on_end=self._http_ended)
         if config.is_open_to_others and key is None:
-            self.reporter.warn(
+            self.prepared.reporter.warn(
                 f"everyone who reaches {server.address} may use it: set --api-key or "
                 f"${KEY_VARIABLE}"
             )
-        generator = PipelineGenerator(self.first_stage, self.encoder.tokenizer, self._check_signals)
+        generator = PipelineGenerator(self.prepared, self.first_stage, self._check_signals)
         self._check_signals()  # from now on a signal lets open requests come to their end
         server.start()
         self._transport.on_abort = self._tell_clients
-        self.reporter.say(f"Serving {names.first} at {server.address}")
+        self._say(f"Serving {names.first} at {server.address}")
         if (command := self._transport.stop_command()) is not None:
-            self.reporter.say(f"To stop it in order: {command}")
+            self._say(f"To stop it in order: {command}")
         try:
             queue.run(generator)
         finally:
@@ -179,7 +169,7 @@ class RequestServer:
             # mpirun kills at once after the others.
             self._queue.fail(f"interrupted by {name}")
             return
-        self.reporter.say(f"Stopping after {name}: open requests have {grace:g} s")
+        self._say(f"Stopping after {name}: open requests have {grace:g} s")
         self._queue.close(grace)
 
     def _unavailable_reason(self) -> str | None:

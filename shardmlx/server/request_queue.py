@@ -77,15 +77,14 @@ class QueueLoad:
 
 
 class Generator(Protocol):
-    """A generator of answers, a token at a time: a ``PipelineGenerator``."""
+    """A generator of answers, a token at a time: a ``PipelineGenerator``. It is idle between
+    answers: a step is then a sign of life to other ranks."""
 
     def add(self, number: int, request: GenerationRequest) -> None: ...
 
     def cancel(self, number: int) -> None: ...
 
     def step(self) -> Sequence[tuple[int, Delta]]: ...
-
-    def keep_alive(self) -> None: ...
 
     @property
     def is_idle(self) -> bool: ...
@@ -135,7 +134,7 @@ class Answers:
 
 
 SECONDS_IDLE = 1.0
-"""Seconds between two calls of ``Generator.keep_alive``."""
+"""Seconds between two calls of ``Generator.step`` while nothing is generated."""
 
 
 class RequestQueue:
@@ -230,10 +229,7 @@ class RequestQueue:
                         generator.add(number, request)
                     elif self._close(number):
                         generator.cancel(number)
-                if generator.is_idle:
-                    generator.keep_alive()
-                else:
-                    self._pass_on(generator.step())
+                self._pass_on(generator.step())
                 self._kept_tokens = generator.kept_tokens
         except BaseException as error:
             self.fail(one_line(error))

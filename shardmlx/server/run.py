@@ -42,10 +42,8 @@ def run(config: ServeConfig, transport: Transport, blas: Blas) -> None:
         from shardmlx.server.generator import RequestServer
 
         first_stage = prepared.first_stage(PATIENCE, keeps_prefixes=config.prefix_cache)
-        complaint = None if grammars is None else grammars.complaint
         encoder = replace(encoder, most_tokens=prepared.plan.load.context)
-        server = RequestServer(config, prepared, encoder, first_stage, reporter, complaint)
-        server.run(listeners)
+        RequestServer(config, prepared, encoder, first_stage).run(listeners)
         first_stage.stop()
 
     prepared.hold(lead)

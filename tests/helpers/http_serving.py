@@ -127,6 +127,8 @@ class Parrot:
     def step(self) -> Sequence[tuple[int, Delta]]:
         if self.fails is not None:
             raise RuntimeError(self.fails)
+        if self.is_idle:
+            return []
         if self.lasts is not None:
             self.lasts.wait(30)
         if not self.goes_on.is_set():
@@ -146,10 +148,6 @@ class Parrot:
     @property
     def is_idle(self) -> bool:
         return not self.texts
-
-    def keep_alive(self) -> None:
-        if self.fails is not None:
-            raise RuntimeError(self.fails)
 
     def _next(self, text: Text) -> Delta:
         request = text.request
