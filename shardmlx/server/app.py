@@ -17,11 +17,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
 
 from shardmlx.config.serve import MOST_BODIES
 from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.server.anthropic_api import MessageReply, counted, read_message
-from shardmlx.server.guard import Guard, error_response
+from shardmlx.server.guard import PAGE_PARTS, Guard, error_response
 from shardmlx.server.metrics import CLIENT_GONE, Metrics, RequestCounter
 from shardmlx.server.openai_errors import ApiError, refused
 from shardmlx.server.openai_requests import (
@@ -31,7 +32,6 @@ from shardmlx.server.openai_requests import (
     read_completion,
 )
 from shardmlx.server.openai_responses import ChatReply, CompletionReply
-from shardmlx.server.page_files import PAGE_PARTS, PageFiles
 from shardmlx.server.replies import Reply
 from shardmlx.server.request_queue import QueueFull, RequestQueue
 from shardmlx.server.responses_api import ResponseReply, read_response
@@ -113,7 +113,9 @@ class Api:
     metrics: Metrics
 
     def __post_init__(self) -> None:
-        self._page_files = PageFiles()
+        self._page_files = StaticFiles(
+            packages=[("shardmlx.common", "page"), ("shardmlx.server", "pages")]
+        )
         self._created = int(time.time())
         self._token_text = lru_cache(maxsize=1 << 16)(self.encoder.token_text)
         # One thread is enough for long requests, and another for those that do not wait for them.

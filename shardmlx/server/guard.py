@@ -11,10 +11,27 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shardmlx.common.http_listener import ANSWERED, is_for
 from shardmlx.server.openai_errors import ApiError
-from shardmlx.server.page_files import PAGE_PARTS
 
-OPEN = ("/", "/health")
-"""Paths that need no key, beside the parts of the page."""
+PAGE_PARTS = "/page/"
+
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "connect-src 'self'",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+"""The Content-Security-Policy of the page: nothing runs and nothing is loaded but its own files."""
+
+FOR_PAGE = {**ANSWERED, "cache-control": "no-cache", "content-security-policy": POLICY}
+"""Headers of the chat page and its parts, which need no key either."""
 
 
 def error_response(error: ApiError, path: str) -> JSONResponse:
@@ -33,10 +50,13 @@ class Guard:
         self._hosts = None if hosts is None else frozenset(host.lower() for host in hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        is_page = path == "/" or path.startswith(PAGE_PARTS)
+
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                for name, value in ANSWERED.items():
+                for name, value in (FOR_PAGE if is_page else ANSWERED).items():
                     headers.setdefault(name, value)
             await send(message)
 
@@ -44,10 +64,10 @@ class Guard:
             headers = Headers(scope=scope)
             _check_framing(headers)
             self._check_host(headers.get("host", ""))
-            if scope["path"] not in OPEN and not scope["path"].startswith(PAGE_PARTS):
+            if not is_page and path != "/health":
                 self._check_key(headers.get("authorization", ""), headers.get("x-api-key"))
         except ApiError as error:
-            await error_response(error, scope["path"])(scope, receive, answer)
+            await error_response(error, path)(scope, receive, answer)
             return
         await self._app(scope, receive, answer)
 

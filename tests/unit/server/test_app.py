@@ -17,8 +17,8 @@ from shardmlx.costmodel.memory_limits import MemoryBudget, MemoryLimits, Planned
 from shardmlx.server import streaming
 from shardmlx.server.answer_parts import Part
 from shardmlx.server.app import LONG_BODY_BYTES
+from shardmlx.server.guard import POLICY
 from shardmlx.server.metrics import Metrics
-from shardmlx.server.page_files import POLICY
 from shardmlx.server.request_queue import Delta, RequestQueue
 from tests.helpers.http_serving import MODEL, Agent, Letters, Parrot, Serving, Text, serving
 
