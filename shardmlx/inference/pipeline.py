@@ -70,7 +70,6 @@ class FirstStage:
         self._prefix_cache = prefix_cache
         if prefix_cache is not None:
             scheduler.find_prefix = self._find_prefix
-            scheduler.find_borders = self._find_borders
         self._sequences: dict[int, _Sequence] = {}
         # Receives of the tokens that the last rank will sample, a row for each sequence.
         self._returning: deque[tuple[Item, np.ndarray, Handle]] = deque()
@@ -219,17 +218,15 @@ class FirstStage:
                 came.append((number, sampled))
         return came
 
-    def _find_borders(self, number: int) -> tuple[int, ...]:
+    def _find_prefix(self, number: int) -> tuple[CachedPrefix | None, tuple[int, ...]]:
         assert self._prefix_cache is not None
-        return self._prefix_cache.borders(self._sequences[number].tokens)
-
-    def _find_prefix(self, number: int) -> CachedPrefix | None:
-        assert self._prefix_cache is not None
-        prefix = self._prefix_cache.take(self._sequences[number].tokens)
+        tokens = self._sequences[number].tokens
+        borders = self._prefix_cache.borders(tokens)
+        prefix = self._prefix_cache.take(tokens)
         if prefix is not None and prefix.is_whole:
             self._scheduler.forget([prefix.sequence])
         self._make_room()
-        return prefix
+        return prefix, borders
 
     def _make_room(self) -> None:
         """Forget what was kept, as far as the sequences under way need the room."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 
@@ -45,21 +45,18 @@ class _Kept:
     borders: tuple[int, ...]
 
 
+@dataclass
 class PrefixCache:
     """The kept sequences, the least recently used first. Only those of fewer than ``trimmable``
     tokens can be cut, others at borders if it ``has_borders``; a prefix of fewer than ``shortest``
     is not worth it."""
 
-    def __init__(
-        self,
-        trimmable: int = sys.maxsize,
-        shortest: int = SHORTEST,
-        *,
-        has_borders: bool = False,
-    ) -> None:
-        self._trimmable = trimmable
-        self._shortest = shortest
-        self._has_borders = has_borders
+    trimmable: int = sys.maxsize
+    shortest: int = SHORTEST
+    _: KW_ONLY
+    has_borders: bool = False
+
+    def __post_init__(self) -> None:
         self._kept: dict[int, _Kept] = {}
 
     @classmethod
@@ -87,12 +84,12 @@ class PrefixCache:
 
     def borders(self, prompt: Sequence[int]) -> tuple[int, ...]:
         """Return after how many tokens of ``prompt`` a copy of states is to be kept, in order."""
-        if not self._has_borders:
+        if not self.has_borders:
             return ()
         common = (_common(kept.tokens, np.array(prompt, np.int32)) for kept in self._kept.values())
-        last = len(prompt) - 1 - self._shortest
+        last = len(prompt) - 1 - self.shortest
         wanted = {last, max(common, default=0)}
-        return tuple(sorted(each for each in wanted if self._shortest <= each <= last))
+        return tuple(sorted(each for each in wanted if self.shortest <= each <= last))
 
     def take(self, prompt: Sequence[int]) -> CachedPrefix | None:
         """Return the longest kept prefix of ``prompt`` but for its last token, whose logits are
@@ -102,9 +99,9 @@ class PrefixCache:
         for sequence, kept in self._kept.items():
             length = _common(kept.tokens, wanted)
             is_whole = length == len(kept.tokens)
-            if not is_whole and len(kept.tokens) >= self._trimmable:
+            if not is_whole and len(kept.tokens) >= self.trimmable:
                 length = max((each for each in kept.borders if each <= length), default=0)
-            if length >= (best.length if best else self._shortest):
+            if length >= (best.length if best else self.shortest):
                 borders = kept.borders[:INHERITED] if is_whole else ()
                 best = CachedPrefix(sequence, length, is_whole, borders)
         if best is not None:
@@ -125,7 +122,7 @@ class PrefixCache:
     @property
     def _copies(self) -> int:
         each = (1 + len(kept.borders) for kept in self._kept.values())
-        return sum(each) if self._has_borders else 0
+        return sum(each) if self.has_borders else 0
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:

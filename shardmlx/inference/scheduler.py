@@ -105,6 +105,7 @@ class _DecodeGroup:
         return len(self.sequences) + len(self.joining)
 
 
+@dataclass
 class Scheduler:
     """The order of items for sequences that come and go (continuous batching).
 
@@ -113,26 +114,20 @@ class Scheduler:
     that were put back before all others. Prefill goes first, in chunks of ``chunk`` tokens, so that
     groups are full when they take their turns; with ``patience`` at most so many chunks come
     between two decode steps. ``find_prefix`` says what the prefix cache holds of the prompt of a
-    sequence whose turn has come, and before it ``find_borders`` where its chunks also end.
+    sequence whose turn has come, and at which borders its chunks also end.
     """
 
-    def __init__(
-        self,
-        groups: int,
-        most: int,
-        chunk: int,
-        patience: int | None = None,
-        capacity: int | None = None,
-    ) -> None:
-        self.find_prefix: Callable[[int], CachedPrefix | None] = lambda sequence: None
-        self.find_borders: Callable[[int], Sequence[int]] = lambda sequence: ()
-        self.capacity = capacity
-        self._most = most
-        self._chunk = chunk
-        self._patience = patience
+    groups: int
+    most: int
+    chunk: int
+    patience: int | None = None
+    capacity: int | None = None
+    find_prefix: Callable[[int], tuple[CachedPrefix | None, Sequence[int]]] = lambda _: (None, ())
+
+    def __post_init__(self) -> None:
         self._chunks_since = 0
-        self._groups = [_DecodeGroup() for _ in range(groups)]
-        self._turns = deque(range(groups))
+        self._groups = [_DecodeGroup() for _ in range(self.groups)]
+        self._turns = deque(range(self.groups))
         self._waiting: deque[_Sequence] = deque()
         self._current: _Sequence | None = None
         self._open: dict[int, _Sequence] = {}
@@ -169,7 +164,7 @@ class Scheduler:
         prompt = self._next_prompt()
         waiting = (g for g in self._turns if self._groups[g].size and not self._groups[g].in_flight)
         ready = next(waiting, None)
-        patient = self._patience is None or self._chunks_since < self._patience
+        patient = self.patience is None or self._chunks_since < self.patience
         if prompt is not None and (ready is None or patient):
             self._chunks_since += 1
             return self._chunk_of(prompt)
@@ -247,7 +242,7 @@ class Scheduler:
         return self._open.pop(sequence)
 
     def _next_prompt(self) -> _Sequence | None:
-        if self._current is None and self._waiting and len(self._open) < self._most:
+        if self._current is None and self._waiting and len(self._open) < self.most:
             prompt = self._waiting[0]
             self._open[prompt.number] = prompt
             if self.capacity is None or self.reserved <= self.capacity:
@@ -259,16 +254,15 @@ class Scheduler:
     def _chunk_of(self, prompt: _Sequence) -> Item:
         prefix = None
         if prompt.left == prompt.tokens:
-            prompt.borders = self.find_borders(prompt.number)
             # Now, and not when its turn has come: what is forgotten for it goes with this item.
-            prefix = self.find_prefix(prompt.number)
+            prefix, prompt.borders = self.find_prefix(prompt.number)
             prompt.left -= prefix.length if prefix is not None else 0
         # The first token is sampled from the prompt's last one, as in mlx-lm: in the group's next
         # decode step, or in a chunk of its own where nothing else of the prompt is to be computed.
         is_last = prompt.left == 1
         done = prompt.tokens - prompt.left
         stop = next((each for each in prompt.borders if each > done), prompt.tokens - 1)
-        length = 1 if is_last else min(self._chunk, stop - done)
+        length = 1 if is_last else min(self.chunk, stop - done)
         item = Item(
             ItemKind.PREFILL,
             (prompt.number,),

@@ -122,7 +122,8 @@ def test_with_a_capacity_as_many_sequences_as_it_has_room_for_padding_counted() 
 def test_what_is_there_of_a_prompt_is_not_computed_again() -> None:
     scheduler = Scheduler(groups=1, most=2, chunk=4)
     scheduler.find_prefix = lambda sequence: (
-        CachedPrefix(7, 9, is_whole=True) if sequence == 1 else None
+        CachedPrefix(7, 9, is_whole=True) if sequence == 1 else None,
+        (),
     )
     scheduler.add(0, 3)
     scheduler.add(1, 12)
@@ -175,7 +176,7 @@ def test_a_sequence_gives_way_in_the_middle_of_its_prompt() -> None:
 
 def test_chunks_also_end_at_borders() -> None:
     scheduler = Scheduler(1, most=1, chunk=4)
-    scheduler.find_borders = {0: (3, 9)}.__getitem__
+    scheduler.find_prefix = lambda sequence: (None, (3, 9))
     scheduler.add(0, 12)
     items = [scheduler.next() for _ in range(4)]
     assert [(item.length, item.border) for item in items if item is not None] == [
