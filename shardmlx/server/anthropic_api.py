@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.server.accepted_fields import Body, Listed, refuse_unknown
 from shardmlx.server.answer_parts import Part
 from shardmlx.server.openai_bodies import SAMPLING, validated
@@ -100,17 +99,17 @@ class MessagesBody(Body):
     output_format: FormatBody | None = None  # its name before there was an output_config
 
 
-def read_message(body: bytes, encoder: PromptEncoder, served: ServedModel) -> ApiRequest:
+def read_message(body: bytes, served: ServedModel) -> ApiRequest:
     """Read the body of a request to /v1/messages. Raises ``ApiError``."""
     asked = validated(MessagesBody, body)
     if asked.max_tokens is None:
         raise refused("max_tokens is missing", "max_tokens")
-    return as_chat(asked).read(encoder, served)
+    return as_chat(asked).read(served)
 
 
-def counted(body: bytes, encoder: PromptEncoder, served: ServedModel) -> Json:
+def counted(body: bytes, served: ServedModel) -> Json:
     """Answer a request to /v1/messages/count_tokens. Raises ``ApiError``."""
-    (request,) = as_chat(validated(MessagesBody, body)).read(encoder, served).requests
+    (request,) = as_chat(validated(MessagesBody, body)).read(served).requests
     return {"input_tokens": len(request.tokens)}
 
 

@@ -20,7 +20,6 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from shardmlx.config.serve import MOST_BODIES
-from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.server.anthropic_api import MessageReply, counted, read_message
 from shardmlx.server.guard import PAGE_PARTS, Guard, error_response
 from shardmlx.server.metrics import CLIENT_GONE, Metrics, RequestCounter
@@ -46,7 +45,7 @@ LONG_BODY_BYTES = 100_000
 SECONDS_FOR_BODY = 30.0
 
 _T = TypeVar("_T")
-Read = Callable[[bytes, PromptEncoder, ServedModel], _T]
+Read = Callable[[bytes, ServedModel], _T]
 """A function that reads the body of a request. Raises ``ApiError``."""
 
 ANSWERED: Mapping[str, Read[dict[str, Any]]] = {
@@ -67,7 +66,6 @@ GENERATED: Mapping[str, tuple[Read[ApiRequest], type[Reply]]] = {
 
 def make_app(
     queue: RequestQueue,
-    encoder: PromptEncoder,
     served: ServedModel,
     *,
     api_key: str | None = None,
@@ -81,7 +79,7 @@ def make_app(
     With ``api_key`` all but the page and /health need it. A request's ``Host`` is one of ``hosts``,
     None for any; ``origins`` are other sites whose pages may use the API, "*" for any.
     """
-    api = Api(queue, encoder, served, max_body_bytes, metrics or Metrics(queue))
+    api = Api(queue, served, max_body_bytes, metrics or Metrics(queue))
     endpoints = [route.path for route in api.routes if isinstance(route, Route)]
     middleware = [
         Middleware(RequestCounter, metrics=api.metrics, endpoints=endpoints),
@@ -107,7 +105,6 @@ def make_app(
 @dataclass
 class Api:
     queue: RequestQueue
-    encoder: PromptEncoder
     served: ServedModel
     max_body_bytes: int
     metrics: Metrics
@@ -117,7 +114,7 @@ class Api:
             packages=[("shardmlx.common", "page"), ("shardmlx.server", "pages")]
         )
         self._created = int(time.time())
-        self._token_text = lru_cache(maxsize=1 << 16)(self.encoder.token_text)
+        self._token_text = lru_cache(maxsize=1 << 16)(self.served.encoder.token_text)
         # One thread is enough for long requests, and another for those that do not wait for them.
         self._held_bytes = 0
         self._turns = {True: asyncio.Lock(), False: asyncio.Lock()}
@@ -161,7 +158,7 @@ class Api:
         self._held_bytes += len(body)
         try:
             async with self._turns[len(body) > LONG_BODY_BYTES]:
-                return await asyncio.to_thread(read, body, self.encoder, self.served)
+                return await asyncio.to_thread(read, body, self.served)
         finally:
             self._held_bytes -= len(body)
 
@@ -189,7 +186,7 @@ class Api:
             "created": self._created,
             "owned_by": "shardmlx",
             "max_model_len": self.served.most_tokens,
-            "tools": self.encoder.answer_format.way,
+            "tools": self.served.encoder.answer_format.way,
         }
 
     async def _health(self, request: Request) -> Response:

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from socket import socket
 
 import mlx.core as mx
@@ -117,10 +117,12 @@ class RequestServer:
         config, queue, grammars = self.config, self._queue, self.prepared.grammars
         key = config.api_key or os.environ.get(KEY_VARIABLE) or None
         names = names_of(config.model, config.served_model_name, any_name=config.any_model_name)
+        most_tokens = self.prepared.plan.load.context
         served = ServedModel(
             names=names,
+            encoder=replace(self.encoder, most_tokens=most_tokens),
             vocabulary=self.prepared.shape.vocab_size,
-            most_tokens=self.prepared.plan.load.context,
+            most_tokens=most_tokens,
             most_requests=queue.most_open,
             max_tokens=config.max_tokens,
             sampling=self.prepared.sampling,
@@ -130,7 +132,6 @@ class RequestServer:
         metrics.show_memory(self._transport.hosts, self.prepared.limits, mx.get_peak_memory)
         app = make_app(
             queue,
-            self.encoder,
             served,
             api_key=key,
             hosts=trusted_hosts(listeners[0], config.extra_hosts),

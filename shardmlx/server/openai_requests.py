@@ -45,6 +45,7 @@ class ServedModel:
     """
 
     names: ModelNames
+    encoder: PromptEncoder
     vocabulary: int
     most_tokens: int
     most_requests: int
@@ -96,7 +97,7 @@ class ApiRequest:
     client_tools: Mapping[str, ClientTool] = field(default_factory=dict)
 
 
-def read_chat(body: bytes, encoder: PromptEncoder, served: ServedModel) -> ApiRequest:
+def read_chat(body: bytes, served: ServedModel) -> ApiRequest:
     """Read the body of a request to /v1/chat/completions. Raises ``ApiError``."""
     chat = parse_body(ChatBody, body, served.names)
     if chat.top_logprobs and not chat.logprobs:
@@ -112,10 +113,10 @@ def read_chat(body: bytes, encoder: PromptEncoder, served: ServedModel) -> ApiRe
         message.for_template(f"messages.{number}") for number, message in enumerate(chat.messages)
     ]
     tools = [] if chat.tool_choice == "none" else [each.for_template for each in chat.tools or ()]
-    tokens = tokens_of(partial(encoder.chat, messages, tools=tools, **arguments), "messages")
-    known = encoder.answer_format
+    tokens = tokens_of(partial(served.encoder.chat, messages, tools=tools, **arguments), "messages")
+    known = served.encoder.answer_format
     thought_end = None
-    if known.thought is not None and encoder.opens_thought(tokens):
+    if known.thought is not None and served.encoder.opens_thought(tokens):
         thought_end = known.thought.end
     structure = _structure(chat, tools, known)
     grammar = structure.grammar(served.complaint, thought_end, known.special) if structure else None
@@ -190,7 +191,7 @@ def _call_rules(chat: ChatBody, tools: Sequence[Tool], known: AnswerFormat) -> l
     return call_rules(tools, known.calls, known.special, parallel=parallel)
 
 
-def read_completion(body: bytes, encoder: PromptEncoder, served: ServedModel) -> ApiRequest:
+def read_completion(body: bytes, served: ServedModel) -> ApiRequest:
     """Read the body of a request to /v1/completions. Raises ``ApiError``."""
     completion = parse_body(CompletionBody, body, served.names)
     # Before work is done for them.
@@ -198,7 +199,7 @@ def read_completion(body: bytes, encoder: PromptEncoder, served: ServedModel) ->
     prompts = []
     for prompt in completion.prompt:
         if isinstance(prompt, str):
-            tokens = tokens_of(partial(encoder.text, prompt), "prompt")
+            tokens = tokens_of(partial(served.encoder.text, prompt), "prompt")
         else:
             tokens = prompt
             served.left(len(tokens), "prompt")
@@ -316,11 +317,11 @@ class TranslatedChat:
         self.names |= {where: place, f"{where}.parameters": f"{place}.{what}"}
         self.tools.append({"type": "function", "function": function})
 
-    def read(self, encoder: PromptEncoder, served: ServedModel) -> ApiRequest:
+    def read(self, served: ServedModel) -> ApiRequest:
         """Read the chat. Raises ``ApiError``, in which fields have the other API's names."""
         chat = {**self.body, "messages": self.messages, "tools": self.tools}
         try:
-            request = read_chat(json.dumps(chat).encode(), encoder, served)
+            request = read_chat(json.dumps(chat).encode(), served)
         except ApiError as error:
             raise error.called(self.names) from None
         asks = request.structure

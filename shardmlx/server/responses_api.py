@@ -14,7 +14,6 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.server.accepted_fields import Body, Listed, refuse_unknown
 from shardmlx.server.answer_parts import Kind, Part
 from shardmlx.server.client_tools import (
@@ -76,7 +75,7 @@ class ResponseBody(Body):
     stream_options: Json | None = None
 
 
-def read_response(body: bytes, encoder: PromptEncoder, served: ServedModel) -> ApiRequest:
+def read_response(body: bytes, served: ServedModel) -> ApiRequest:
     """Read the body of a request to /v1/responses. Raises ``ApiError``."""
     asked = validated(ResponseBody, body)
     extra = asked.model_extra or {}
@@ -102,7 +101,7 @@ def read_response(body: bytes, encoder: PromptEncoder, served: ServedModel) -> A
             _add_tools(chat, tools, item.get("tools") or [], f"{where}.tools")
     given = asked.model_dump(exclude_none=True)
     repeated = REPEATED | {name: given[name] for name in (*REPEATED, *IF_GIVEN) if name in given}
-    return replace(chat.read(encoder, served), repeated=repeated, client_tools=tools)
+    return replace(chat.read(served), repeated=repeated, client_tools=tools)
 
 
 def _add_tools(chat: TranslatedChat, known: dict[str, ClientTool], tools: Any, where: str) -> None:

@@ -42,7 +42,6 @@ def run(config: ServeConfig, transport: Transport, blas: Blas) -> None:
         from shardmlx.server.generator import RequestServer
 
         first_stage = prepared.first_stage(PATIENCE, keeps_prefixes=config.prefix_cache)
-        encoder = replace(encoder, most_tokens=prepared.plan.load.context)
         RequestServer(config, prepared, encoder, first_stage).run(listeners)
         first_stage.stop()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.server.accepted_fields import Body, Listed, refuse_unknown
 from shardmlx.server.openai_bodies import validated
 from shardmlx.server.openai_errors import refused
@@ -26,13 +25,13 @@ class TokensBody(Body):
     tokens: Listed[int]
 
 
-def tokenized(body: bytes, encoder: PromptEncoder, served: ServedModel) -> dict[str, Any]:
+def tokenized(body: bytes, served: ServedModel) -> dict[str, Any]:
     """Answer a request to /tokenize. Raises ``ApiError``."""
     asked = validated(TextBody, body)
     if (asked.prompt is None) == (asked.messages is None):
         raise refused("give either a prompt or messages", "prompt")
     if asked.prompt is None:
-        (request,) = read_chat(body, encoder, served).requests
+        (request,) = read_chat(body, served).requests
         tokens = request.tokens
     else:
         served.names.check(asked.model or None)
@@ -43,14 +42,14 @@ def tokenized(body: bytes, encoder: PromptEncoder, served: ServedModel) -> dict[
                 "add_special_tokens",
                 "unsupported_parameter",
             )
-        tokens = tokens_of(partial(encoder.text, asked.prompt), "prompt")
+        tokens = tokens_of(partial(served.encoder.text, asked.prompt), "prompt")
     return {"count": len(tokens), "max_model_len": served.most_tokens, "tokens": list(tokens)}
 
 
-def detokenized(body: bytes, encoder: PromptEncoder, served: ServedModel) -> dict[str, Any]:
+def detokenized(body: bytes, served: ServedModel) -> dict[str, Any]:
     """Answer a request to /detokenize. Raises ``ApiError``."""
     asked = validated(TokensBody, body)
     served.names.check(asked.model or None)
     refuse_unknown(asked.model_extra)
     served.check_tokens(asked.tokens, "tokens")
-    return {"prompt": encoder.untokenized(asked.tokens)}
+    return {"prompt": served.encoder.untokenized(asked.tokens)}

@@ -203,13 +203,14 @@ def serving(
     of_model = {name: options.pop(name) for name in OF_MODEL if name in options}
     served = ServedModel(
         names=ModelNames((MODEL,)),
+        encoder=encoder or Letters(),
         vocabulary=VOCABULARY,
         most_tokens=MOST_TOKENS,
         most_requests=most_open,
         **of_model,
     )
     options = {"hosts": trusted_hosts(listener), **options}
-    app = make_app(service, encoder or Letters(), served, **options)
+    app = make_app(service, served, **options)
 
     def generate() -> None:
         with suppress(RuntimeError):

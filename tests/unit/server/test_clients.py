@@ -41,9 +41,13 @@ class Template(Letters):
 def read(body: Mapping[str, Any]) -> tuple[Template, GenerationRequest]:
     template = Template()
     served = ServedModel(
-        names=ModelNames(("ours",), any_name=True), vocabulary=128, most_tokens=90, most_requests=8
+        names=ModelNames(("ours",), any_name=True),
+        encoder=template,
+        vocabulary=128,
+        most_tokens=90,
+        most_requests=8,
     )
-    (request,) = read_chat(json.dumps(body).encode(), template, served).requests
+    (request,) = read_chat(json.dumps(body).encode(), served).requests
     return template, request
 
 

@@ -30,6 +30,7 @@ def terms(**changes: Any) -> ServedModel:
     return ServedModel(
         **{
             "names": ModelNames(("ours",)),
+            "encoder": Letters(),
             "vocabulary": 128,
             "most_tokens": 600,
             "most_requests": 8,
@@ -41,12 +42,12 @@ def terms(**changes: Any) -> ServedModel:
 def chat(body: dict[str, Any] | None = None, /, **parameters: Any) -> ApiRequest:
     messages = [{"role": "user", "content": "hello"}]
     whole = {"messages": messages, **(body or {}), **parameters}
-    return read_chat(json.dumps(whole).encode(), Letters(), terms())
+    return read_chat(json.dumps(whole).encode(), terms())
 
 
 def completion(**parameters: Any) -> ApiRequest:
     whole = {"prompt": "hello", **parameters}
-    return read_completion(json.dumps(whole).encode(), Letters(), terms())
+    return read_completion(json.dumps(whole).encode(), terms())
 
 
 def refusal(kind: Any, /, **parameters: Any) -> tuple[str | None, str]:
@@ -71,7 +72,7 @@ def only(order: ApiRequest) -> GenerationRequest:
 def test_a_request_that_says_nothing_gets_the_servers_defaults() -> None:
     body = b'{"messages": [{"role": "user", "content": "hello"}]}'
     sampling = SamplingParams(temp=0.7, top_p=0.9, min_p=0.1, top_k=40)
-    order = read_chat(body, Letters(), terms(max_tokens=99, sampling=sampling))
+    order = read_chat(body, terms(max_tokens=99, sampling=sampling))
     assert order == ApiRequest(
         requests=(
             GenerationRequest(
@@ -167,9 +168,7 @@ def test_of_many_texts_each_has_a_random_stream_of_its_own() -> None:
 
 def test_requests_without_a_seed_share_no_random_stream() -> None:
     of_the_server = terms(streams=count())
-    orders = [
-        read_completion(b'{"prompt": "a", "n": 2}', Letters(), of_the_server) for _ in range(2)
-    ]
+    orders = [read_completion(b'{"prompt": "a", "n": 2}', of_the_server) for _ in range(2)]
     params = [each.sampling for order in orders for each in order.requests]
     assert [each.seed for each in params] == [None] * 4
     assert [each.stream for each in params] == [0, 1, 2, 3]
@@ -192,7 +191,7 @@ def test_an_answer_may_go_on_from_the_last_message(
 ) -> None:
     encoder = Agent()
     body = {"messages": [BEGUN[0], {**BEGUN[1], **mark}], **asked}
-    (request,) = read_chat(json.dumps(body).encode(), encoder, terms()).requests
+    (request,) = read_chat(json.dumps(body).encode(), terms(encoder=encoder)).requests
     assert encoder.goes_on
     assert encoder.messages == BEGUN
     assert request.continues
@@ -201,8 +200,8 @@ def test_an_answer_may_go_on_from_the_last_message(
 
 def test_an_answer_with_a_structure_is_said_to_the_letter() -> None:
     body = {"messages": BEGUN[:1], "guided_choice": [" <think>a</think>"]}
-    served = terms(complaint=lambda grammar: "")
-    (request,) = read_chat(json.dumps(body).encode(), Agent(), served).requests
+    served = terms(encoder=Agent(), complaint=lambda grammar: "")
+    (request,) = read_chat(json.dumps(body).encode(), served).requests
     parts = AnswerParser(request)
     assert list(parts.take(" <think>a</think>", is_last=True)) == [
         Part("said", " <think>a</think>")
@@ -378,7 +377,7 @@ def test_whole_numbers_may_have_a_point() -> None:
     ],
 )
 def test_bodies_that_mean_no_good_are_refused_in_a_line(body: bytes) -> None:
-    refusal(lambda: read_completion(body, Letters(), terms()))
+    refusal(lambda: read_completion(body, terms()))
 
 
 @pytest.mark.parametrize(

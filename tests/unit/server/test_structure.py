@@ -34,17 +34,21 @@ def complaint(grammar: str) -> str:
     return "" if "objct" not in grammar else "Invalid type: objct"
 
 
-def terms(complaint: Callable[[str], str] | None) -> ServedModel:
-    names = ModelNames(("ours",))
+def terms(complaint: Callable[[str], str] | None, encoder: Letters | None = None) -> ServedModel:
     return ServedModel(
-        names=names, vocabulary=128, most_tokens=600, most_requests=8, complaint=complaint
+        names=ModelNames(("ours",)),
+        encoder=encoder or Letters(),
+        vocabulary=128,
+        most_tokens=600,
+        most_requests=8,
+        complaint=complaint,
     )
 
 
 def grammar(encoder: Letters | None = None, knows: bool = True, **fields: Any) -> str | None:
-    served = terms(complaint if knows else None)
+    served = terms(complaint if knows else None, encoder)
     body = json.dumps({"messages": [{"role": "user", "content": "hi"}], **fields}).encode()
-    (request,) = read_chat(body, encoder or Letters(), served).requests
+    (request,) = read_chat(body, served).requests
     return request.sampling.grammar
 
 
@@ -113,7 +117,7 @@ def test_of_a_model_that_thinks_only_the_answer_has_a_structure() -> None:
 def test_completions_have_it_too() -> None:
     served = terms(complaint)
     body = json.dumps({"prompt": "hi", "guided_choice": ["a"]}).encode()
-    (request,) = read_completion(body, Letters(), served).requests
+    (request,) = read_completion(body, served).requests
     assert request.sampling.grammar == 'start: body\nbody: "a"'
 
 
