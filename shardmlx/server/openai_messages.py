@@ -30,14 +30,16 @@ MEANINGFUL = ("function_call", "audio", "images")
 BEGUN = ("prefix", "partial")
 """Fields of a last message from which the answer goes on: Mistral's and DeepSeek's, Moonshot's."""
 
+NO_PARAMETERS = {"type": "object", "properties": {}}
 
-class FunctionBody(Body):
+
+class FunctionBody(Body, extra="ignore"):
     name: str = Field(pattern=r"^[\w.:-]{1,128}$")
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
+    description: str = ""
+    parameters: dict[str, Any] = Field(default_factory=dict)
 
 
-class ToolBody(Body):
+class ToolBody(Body, extra="ignore"):
     """A tool that the model may use: a function."""
 
     type: Literal["function"]
@@ -45,15 +47,12 @@ class ToolBody(Body):
 
     @property
     def for_template(self) -> Tool:
-        function = {
-            "name": self.function.name,
-            "description": self.function.description or "",
-            "parameters": self.function.parameters or {"type": "object", "properties": {}},
-        }
-        return {"type": "function", "function": function}
+        tool = self.model_dump()
+        tool["function"]["parameters"] = self.function.parameters or NO_PARAMETERS
+        return tool
 
 
-class CalledBody(Body):
+class CalledBody(Body, extra="ignore"):
     """The function of a call, with its arguments: an object, or the JSON of one."""
 
     name: str
@@ -74,18 +73,12 @@ class CalledBody(Body):
         return value
 
 
-class CallBody(Body):
+class CallBody(Body, extra="ignore"):
     """A call of a tool, in an earlier answer."""
 
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledBody
-
-    @property
-    def for_template(self) -> dict[str, Any]:
-        return self.model_dump(
-            include={"id": True, "type": True, "function": {"name", "arguments"}}
-        )
 
 
 class MessageBody(Body):
@@ -128,7 +121,7 @@ class MessageBody(Body):
         more = {
             "name": self.name,
             "reasoning_content": thoughts[0] if thoughts and self.role == "assistant" else None,
-            "tool_calls": [call.for_template for call in self.tool_calls or ()],
+            "tool_calls": [call.model_dump() for call in self.tool_calls or ()],
             "tool_call_id": self.tool_call_id,
         }
         return {
