@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from shardmlx.server.accepted_fields import Body, Listed, refuse_unknown
-from shardmlx.server.answer_parts import Part
+from shardmlx.server.answer_parser import Part
 from shardmlx.server.openai_bodies import SAMPLING, validated
 from shardmlx.server.openai_errors import ApiError, refused, shown
 from shardmlx.server.openai_requests import ApiRequest, ServedModel, TranslatedChat

@@ -60,7 +60,7 @@ class PipelineGenerator:
             params=request.sampling,
             before=request.tokens if request.continues else (),
         )
-        self._answers[number] = answer, AnswerParser(request)
+        self._answers[number] = answer, AnswerParser(request.syntax, request.stop)
 
     def cancel(self, number: int) -> None:
         del self._answers[number]

@@ -13,7 +13,7 @@ from shardmlx.errors import PromptTooLong, UserError
 from shardmlx.inference.answer_format import KNOWN, AnswerFormat, Tool
 from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.sampling_params import SamplingParams
-from shardmlx.server.answer_parts import AnswerSyntax
+from shardmlx.server.answer_parser import AnswerSyntax
 from shardmlx.server.client_tools import ClientTool, Json
 from shardmlx.server.forced_calls import call_rules
 from shardmlx.server.model_names import ModelNames

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from shardmlx.inference.sampling_params import SampledToken
-from shardmlx.server.answer_parts import Kind, Part
+from shardmlx.server.answer_parser import Kind, Part
 from shardmlx.server.openai_requests import ApiRequest
 from shardmlx.server.replies import Body, Reply, TokenText
 from shardmlx.server.request_queue import Delta, FinishReason

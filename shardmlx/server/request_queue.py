@@ -16,7 +16,7 @@ from typing import Protocol
 from shardmlx.errors import one_line
 from shardmlx.inference.detokenize import FinishReason as FinishReason
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
-from shardmlx.server.answer_parts import AnswerSyntax, Part
+from shardmlx.server.answer_parser import AnswerSyntax, Part
 from shardmlx.server.openai_errors import ApiError
 
 SOON: Mapping[str, str] = {"retry-after": "2"}

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 from shardmlx.server.accepted_fields import Body, Listed, refuse_unknown
-from shardmlx.server.answer_parts import Kind, Part
+from shardmlx.server.answer_parser import Kind, Part
 from shardmlx.server.client_tools import (
     FIELDS,
     ClientTool,

@@ -14,9 +14,7 @@ from shardmlx.inference.answer_format import (
     Marks,
     call_format,
 )
-from shardmlx.server.answer_parser import AnswerParser
-from shardmlx.server.answer_parts import AnswerSyntax, Part
-from shardmlx.server.request_queue import GenerationRequest
+from shardmlx.server.answer_parser import AnswerParser, AnswerSyntax, Part
 
 BARE_JSON = {"llama3": LLAMA3_CALLS, "generic": GENERIC_CALLS}
 
@@ -34,9 +32,7 @@ def call(name: str, arguments: str) -> Part:
 
 
 def parser_of(known: AnswerFormat, **syntax: Any) -> AnswerParser:
-    return AnswerParser(
-        GenerationRequest(tokens=(), max_tokens=1, syntax=AnswerSyntax(format=known, **syntax))
-    )
+    return AnswerParser(AnswerSyntax(format=known, **syntax))
 
 
 def parts_of(text: str, size: int, known: AnswerFormat, **syntax: Any) -> list[Part]:

@@ -117,7 +117,7 @@ class Parrot:
     def add(self, number: int, request: GenerationRequest) -> None:
         assert number not in self.texts
         self.threads.add(threading.get_ident())
-        self.texts[number] = Text(request, AnswerParser(request))
+        self.texts[number] = Text(request, AnswerParser(request.syntax, request.stop))
         self.added.append(request)
 
     def cancel(self, number: int) -> None:

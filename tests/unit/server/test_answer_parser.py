@@ -17,7 +17,7 @@ from shardmlx.inference.answer_format import (
     Marks,
     call_format,
 )
-from shardmlx.server.answer_parts import Part
+from shardmlx.server.answer_parser import Part
 from tests.helpers.answers import call, parser_of, parts_of, said, thought
 
 THINK = Marks("<think>", "</think>")

@@ -15,7 +15,7 @@ from openai.types.chat import ChatCompletionUserMessageParam
 
 from shardmlx.costmodel.memory_limits import MemoryBudget, MemoryLimits, PlannedMemory
 from shardmlx.server import streaming
-from shardmlx.server.answer_parts import Part
+from shardmlx.server.answer_parser import Part
 from shardmlx.server.app import LONG_BODY_BYTES
 from shardmlx.server.guard import POLICY
 from shardmlx.server.metrics import Metrics

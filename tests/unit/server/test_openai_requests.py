@@ -9,8 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from shardmlx.inference.sampling_params import SamplingParams
-from shardmlx.server.answer_parser import AnswerParser
-from shardmlx.server.answer_parts import Part
+from shardmlx.server.answer_parser import AnswerParser, Part
 from shardmlx.server.model_names import ModelNames
 from shardmlx.server.openai_bodies import ChatBody
 from shardmlx.server.openai_errors import ApiError
@@ -195,14 +194,14 @@ def test_an_answer_may_go_on_from_the_last_message(
     assert encoder.goes_on
     assert encoder.messages == BEGUN
     assert request.continues
-    assert list(AnswerParser(request).take(" yes", is_last=True)) == [Part("said", " yes")]
+    assert list(AnswerParser(request.syntax).take(" yes", is_last=True)) == [Part("said", " yes")]
 
 
 def test_an_answer_with_a_structure_is_said_to_the_letter() -> None:
     body = {"messages": BEGUN[:1], "guided_choice": [" <think>a</think>"]}
     served = terms(encoder=Agent(), complaint=lambda grammar: "")
     (request,) = read_chat(json.dumps(body).encode(), served).requests
-    parts = AnswerParser(request)
+    parts = AnswerParser(request.syntax)
     assert list(parts.take(" <think>a</think>", is_last=True)) == [
         Part("said", " <think>a</think>")
     ]

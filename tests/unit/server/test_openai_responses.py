@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardmlx.inference.sampling_params import SampledToken
-from shardmlx.server.answer_parts import Part
+from shardmlx.server.answer_parser import Part
 from shardmlx.server.openai_requests import ApiRequest
 from shardmlx.server.openai_responses import ChatReply, ChoicesReply, CompletionReply
 from shardmlx.server.request_queue import Delta, GenerationRequest

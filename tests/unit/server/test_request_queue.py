@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from shardmlx.server.answer_parts import Part
+from shardmlx.server.answer_parser import Part
 from shardmlx.server.request_queue import (
     Answers,
     Delta,
