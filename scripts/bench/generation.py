@@ -119,7 +119,9 @@ def stages(model_path: str, chunk: int, sizes: Sequence[int] | None) -> None:
 
     own_core(launched_rank())
     prepare()
+    from shardmlx.inference.kv_caches import KVCaches
     from shardmlx.inference.pipeline import FirstStage, LaterStage
+    from shardmlx.inference.sampler import BatchSampler
     from shardmlx.inference.sampling_params import SamplingParams
     from shardmlx.inference.scheduler import Scheduler
     from shardmlx.inference.stage import StageWorker
@@ -138,12 +140,13 @@ def stages(model_path: str, chunk: int, sizes: Sequence[int] | None) -> None:
     part = Slice(model, start, start + sizes[transport.rank])
     part.load()
     transport.barrier()
+    worker = StageWorker(transport, part, KVCaches(part.new_caches), BatchSampler(0))
     if transport.rank > 0:
-        LaterStage(StageWorker(transport, part)).run()
+        LaterStage(worker).run()
         transport.close()
         return
     scheduler = Scheduler(transport.size, BATCH, chunk)
-    first_stage = FirstStage(StageWorker(transport, part), scheduler)
+    first_stage = FirstStage(worker, scheduler)
     numbers = iter(range(10**9))
 
     def work(rows: list[list[int]], tokens: int) -> Times:

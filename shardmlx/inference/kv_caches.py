@@ -71,15 +71,15 @@ class _BatchedCaches:
         return moved
 
 
+@dataclass
 class KVCaches:
     """The caches of all sequences on this stage; ``new`` makes those of one new sequence. With a
     ``quantisation`` no group has more than one sequence."""
 
-    def __init__(
-        self, new: Callable[[], Caches], quantisation: CacheQuantisation | None = None
-    ) -> None:
-        self._new = new
-        self._quantisation = quantisation
+    new: Callable[[], Caches]
+    quantisation: CacheQuantisation | None = None
+
+    def __post_init__(self) -> None:
         self._alone: dict[int, Caches] = {}
         self._groups: dict[int, _BatchedCaches] = {}
         self._borders: dict[int, dict[int, list[Caches]]] = {}
@@ -88,7 +88,7 @@ class KVCaches:
         """Return the caches that an item's tokens enter, a row a sequence. First ``update``."""
         if item.kind is ItemKind.PREFILL or item.group is None:
             (sequence,) = item.sequences
-            return self._quantised(self._alone.setdefault(sequence, self._new()))
+            return self._quantised(self._alone.setdefault(sequence, self.new()))
         group = self._groups.setdefault(item.group, _BatchedCaches())
         if joining := item.sequences[len(group.sequences) :]:
             group.join(joining, [self._alone.pop(sequence) for sequence in joining])
@@ -129,7 +129,7 @@ class KVCaches:
 
     def _quantised(self, caches: Caches) -> Caches:
         """Quantise those of ``caches`` that have come to the length for it, and return all."""
-        if (how := self._quantisation) is not None:
+        if (how := self.quantisation) is not None:
             for i, cache in enumerate(caches):
                 if _may_be_quantised(cache) and cache.offset >= how.start:
                     caches[i] = _evaluated(_packed(cache, how))

@@ -20,12 +20,12 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.inference.detokenize import IncrementalDetokenizer, StopStrings
 from shardmlx.inference.grammars import Grammars
-from shardmlx.inference.kv_caches import check_quantised
+from shardmlx.inference.kv_caches import KVCaches, check_quantised
 from shardmlx.inference.pipeline import FirstStage, LaterStage
 from shardmlx.inference.plan import GenerationLoad, InferencePlan, plan_inference
 from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.inference.prompts import PromptEncoder
-from shardmlx.inference.sampler import random_state
+from shardmlx.inference.sampler import BatchSampler, random_state
 from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.inference.scheduler import Scheduler
 from shardmlx.inference.stage import StageWorker
@@ -87,14 +87,10 @@ class InferenceRun:
         return FirstStage(self._worker(), scheduler, prefix_cache)
 
     def _worker(self) -> StageWorker:
-        setup = self.plan.setup
+        part, setup = self.part, self.plan.setup
+        caches = KVCaches(lambda: part.new_caches(setup.max_kv_size), setup.quantisation)
         return StageWorker(
-            self.transport,
-            self.part,
-            max_kv_size=setup.max_kv_size,
-            quantisation=setup.quantisation,
-            random_state=self.random_state,
-            grammars=self.grammars,
+            self.transport, part, caches, BatchSampler(self.random_state, self.grammars)
         )
 
     @property

@@ -24,11 +24,9 @@ from shardmlx.distributed.messages import (
 )
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import EngineError, one_line
-from shardmlx.inference.grammars import Grammars
 from shardmlx.inference.kv_caches import Caches, KVCaches
 from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.scheduler import Item
-from shardmlx.models.kv_cache import CacheQuantisation
 from shardmlx.models.slice import Slice
 
 ANNOUNCEMENT_TAG = FIRST_ENGINE_TAG
@@ -84,30 +82,22 @@ class Outbox:
             self.transport.wait(handle, lambda: what)  # noqa: B023 - called at once
 
 
+@dataclass
 class StageWorker:
     """A rank's part in generation, held by the stage that says what is next: rank i has stage i.
 
-    ``part`` holds the stage's layers. ``random_state`` and ``grammars`` are those of the last
-    rank's ``BatchSampler``. ``max_kv_size`` limits the tokens that a sequence's cache holds, and
-    ``quantisation`` packs them, as in mlx-lm. ``item`` is at work now: errors name it.
+    ``part`` holds the stage's layers. Only the last rank uses its ``sampler``. ``item`` is at work
+    now: errors name it.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        part: Slice,
-        *,
-        max_kv_size: int | None = None,
-        quantisation: CacheQuantisation | None = None,
-        random_state: int = 0,
-        grammars: Grammars | None = None,
-    ) -> None:
-        self.transport = transport
-        self.part = part
-        self.caches = KVCaches(lambda: part.new_caches(max_kv_size), quantisation)
-        self.item: Item | None = None
-        self._sampler = BatchSampler(random_state, grammars)
-        self.outbox = Outbox(transport)
+    transport: Transport
+    part: Slice
+    caches: KVCaches
+    sampler: BatchSampler
+    item: Item | None = None
+
+    def __post_init__(self) -> None:
+        self.outbox = Outbox(self.transport)
         self._waits: deque[float] = deque([0.0], maxlen=4)
 
     def begin(self, item: Item | None) -> None:
@@ -126,7 +116,7 @@ class StageWorker:
 
     def update(self, item: Item) -> None:
         """Move caches, and forget sampling states, as an item says of sequences that have left."""
-        self._sampler.close([*item.kept, *item.dropped])
+        self.sampler.close([*item.kept, *item.dropped])
         self.caches.update(item)
 
     def build(self, item: Item, inputs: mx.array, *, may_fail: bool = False) -> ItemGraph:
@@ -139,12 +129,12 @@ class StageWorker:
         # The next chunk needs all keys and values, and nothing else of the last layer.
         evaluated = [cache.state for cache in caches]
         if item.params is not None and self.part.is_last:
-            self._sampler.open(item.sequences[0], item.params)
+            self.sampler.open(item.sequences[0], item.params)
         if not self.part.is_last:
             outputs = mx.contiguous(outputs)
             evaluated.append(outputs)
         elif item.samples:
-            outputs = self._sampler.sample(item.sequences, self.part.last_logits(outputs))
+            outputs = self.sampler.sample(item.sequences, self.part.last_logits(outputs))
             evaluated.append(outputs)
         return ItemGraph(item, inputs, outputs, evaluated, caches, backup)
 
@@ -154,7 +144,7 @@ class StageWorker:
         graph.backup = None
         mx.eval(graph.evaluated)
         if self.part.is_last and graph.item.samples:
-            self._sampler.settle(graph.item.sequences, np.array(graph.outputs)[:, 0].tolist())
+            self.sampler.settle(graph.item.sequences, np.array(graph.outputs)[:, 0].tolist())
 
     def pass_on(self, graph: ItemGraph) -> None:
         """Send hidden states to the next stage, or sampled tokens from the last one to rank 0."""

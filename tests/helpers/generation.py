@@ -10,11 +10,14 @@ import mlx.nn as nn
 from mlx_lm.generate import generate_step
 
 from shardmlx.distributed.transport import Transport
+from shardmlx.inference.kv_caches import KVCaches
 from shardmlx.inference.pipeline import FirstStage, LaterStage
 from shardmlx.inference.prefix_cache import PrefixCache
+from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 from shardmlx.inference.scheduler import Scheduler
 from shardmlx.inference.stage import StageWorker
+from shardmlx.models.kv_cache import CacheQuantisation
 from shardmlx.models.slice import Slice
 from tests.helpers.local_transport import LocalNetwork
 
@@ -40,14 +43,17 @@ def on_ranks(
     patience: int | None = None,
     capacity: int | None = 4096,
     prefix_cache: PrefixCache | None = None,
-    **how: Any,
+    max_kv_size: int | None = None,
+    quantisation: CacheQuantisation | None = None,
 ) -> Any:
     """Return what ``work`` makes of the first stage, with a rank and a model for each range of
-    layers. ``how`` goes to the workers."""
+    layers."""
 
     def run(transport: Transport) -> Any:
         rank = transport.rank
-        worker = StageWorker(transport, Slice(models[rank], *ranges[rank]), random_state=7, **how)
+        part = Slice(models[rank], *ranges[rank])
+        caches = KVCaches(lambda: part.new_caches(max_kv_size), quantisation)
+        worker = StageWorker(transport, part, caches, BatchSampler(7))
         if rank > 0:
             return LaterStage(worker).run()
         scheduler = Scheduler(groups or len(ranges), most, chunk, patience, capacity)

@@ -17,8 +17,10 @@ from mlx_lm.sample_utils import make_logits_processors
 from shardmlx.distributed.messages import TransportTimeout
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import EngineError
+from shardmlx.inference.kv_caches import KVCaches
 from shardmlx.inference.pipeline import FirstStage, LaterStage
 from shardmlx.inference.prefix_cache import PrefixCache
+from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 from shardmlx.inference.stage import StageWorker
 from shardmlx.models.kv_cache import CacheQuantisation
@@ -422,7 +424,9 @@ def test_a_failure_names_rank_stage_and_item(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_wait_names_the_peer() -> None:
     def work(transport: Transport) -> None:
         if transport.rank == 1:
-            LaterStage(StageWorker(transport, Slice(models("llama")[1], 3, 6))).run()
+            part = Slice(models("llama")[1], 3, 6)
+            caches = KVCaches(part.new_caches)
+            LaterStage(StageWorker(transport, part, caches, BatchSampler(7))).run()
 
     with pytest.raises(
         TransportTimeout, match=r"^rank 1 on localhost, stage 1, waiting for rank 0 on localhost"
