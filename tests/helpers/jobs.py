@@ -56,6 +56,24 @@ class Job:
         lines = self.output.replace("\0", "").splitlines()
         return [re.sub("-{20,}$", "", line) for line in lines if line.startswith("shardmlx: ")]
 
+    @property
+    def answer(self) -> str:
+        """The text that ``shardmlx generate`` has shown, with its line ends."""
+        return self.well().stdout.split("==========")[1]
+
+    def well(self) -> Job:
+        """Return the job, which must have ended well."""
+        assert self.returncode == 0, self.output
+        return self
+
+    def failure(self, *statuses: int) -> str:
+        """Return the one line in which the job says what went wrong; it must have ended with one of
+        these statuses."""
+        assert self.returncode in statuses, self.output
+        assert "Traceback" not in self.output
+        assert len(self.error_lines) == 1, self.output
+        return self.error_lines[0]
+
 
 def ranks_command(n: int, *args: str | Path) -> list[str | Path]:
     """Return the command that runs ``python ARGS`` on ``n`` ranks of this machine."""

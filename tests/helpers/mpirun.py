@@ -47,9 +47,7 @@ def train(n: int, *args: str | Path, timeout: float = 120.0, cwd: Path | None = 
 
 
 def train_well(n: int, *args: str | Path, timeout: float = 120.0, cwd: Path | None = None) -> Job:
-    job = train(n, *args, timeout=timeout, cwd=cwd)
-    assert job.returncode == 0, job.output
-    return job
+    return train(n, *args, timeout=timeout, cwd=cwd).well()
 
 
 def events(metrics: Path, name: str) -> list[dict[str, Any]]:
@@ -89,6 +87,4 @@ def verdict(errors: Mapping[str, str], name: str) -> None:
 def mlx_lm(*args: str | Path) -> str:
     """Return what mlx_lm.generate says, in a process without MPI."""
     program = PROGRAMS / "mlx_lm_generate.py"
-    job = run_in_pool(None, program, *args, "--verbose", "False")
-    assert job.returncode == 0, job.output
-    return job.stdout
+    return run_in_pool(None, program, *args, "--verbose", "False").well().stdout

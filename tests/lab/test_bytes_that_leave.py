@@ -53,8 +53,7 @@ def test_the_plan_counts_what_leaves_a_host(
             shutil.copytree(small, lab.home(host) / "model")
             shutil.copytree(pirate, lab.home(host) / "data")
         program = PROGRAMS / "count_sent.py", json.dumps(commands)
-        job = mpirun(2 * slots, command=lab.mpirun(2 * slots, *program))
-        assert job.returncode == 0, job.output
+        mpirun(2 * slots, command=lab.mpirun(2 * slots, *program)).well()
         files = [file for host in lab.hosts for file in lab.home(host).glob("sent-*")]
         assert len(files) == 2 * slots
         _, *most = map(max, zip(*(json.loads(file.read_text()) for file in files), strict=True))

@@ -63,8 +63,7 @@ def test_a_link_has_the_bandwidth_that_it_was_given(tmp_path: Path) -> None:
 
 
 def test_before_mpirun_hosts_are_asked_and_connect(lab: Lab) -> None:
-    job = with_ssh(lab)
-    assert job.returncode == 0, job.output
+    job = with_ssh(lab).well()
     assert "without a password" in job.stdout
     assert "nothing to warn of" in job.stdout
     lab.cut()

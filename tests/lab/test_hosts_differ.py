@@ -51,7 +51,4 @@ def test_another_version_is_refused_by_ranks_and_by_launch_and_so_is_an_unknown_
 
 
 def error_of(command: list[str]) -> str:
-    job = mpirun(2, command=command)
-    assert job.returncode == 2, job.output
-    (line,) = job.error_lines
-    return line.removeprefix("shardmlx: error: ")
+    return mpirun(2, command=command).failure(2).removeprefix("shardmlx: error: ")

@@ -87,8 +87,7 @@ def test_one_host_alone_is_refused_before_a_weight_is_read(
 @pytest.fixture(scope="module")
 def pipeline_metrics(lab: Lab) -> Path:
     """The metrics of a run of two stages."""
-    job = mpirun(2, command=lab.mpirun(2, *TRAIN, *LENGTH, "--metrics-file", "metrics"))
-    assert job.returncode == 0, job.output
+    job = mpirun(2, command=lab.mpirun(2, *TRAIN, *LENGTH, "--metrics-file", "metrics")).well()
     assert "  the memory cgroup" in job.stdout
     return lab.home("mac1") / "metrics"
 
@@ -109,8 +108,7 @@ def test_two_hosts_train_and_generate(lab: Lab, weights: int, pipeline_metrics: 
             *(2, "-m", "shardmlx.generate", "--model", "model", "--adapter-path", "adapters"),
             *("--prompt", "Who sails?", "--max-tokens", "4"),
         ),
-    )
-    assert job.returncode == 0, job.output
+    ).well()
     assert "Generation: 4 tokens" in job.stdout
 
 
@@ -119,8 +117,7 @@ def test_two_replicas_divide_the_weights_that_neither_can_hold(
 ) -> None:
     """The run chooses that, since nothing else fits; its loss is that of the pipeline."""
     flags = ("--pipeline-stages", "1", "--adapter-path", "other", "--metrics-file", "divided")
-    job = mpirun(2, command=lab.mpirun(2, *TRAIN, *LENGTH, "--iters", "1", *flags))
-    assert job.returncode == 0, job.output
+    job = mpirun(2, command=lab.mpirun(2, *TRAIN, *LENGTH, "--iters", "1", *flags)).well()
     assert "weights divided among replicas (--zero 3)" in job.stdout
     (divided,) = events(lab.home("mac1") / "divided", "train")
     expected, _ = events(pipeline_metrics, "train")

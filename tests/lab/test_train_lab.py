@@ -47,8 +47,7 @@ def test_two_replicas_of_two_stages_over_a_slow_link(
     with hosts(tmp_path, 2, slots=2, rate="20mbit") as lab:
         furnish(lab.home("mac1"), small, pirate)
         layout = ("--pipeline-stages", "2", "--iters", "3")
-        job = mpirun(4, command=lab.mpirun(4, "-m", "shardmlx.train", *TRAIN, *layout))
-        assert job.returncode == 0, job.output
+        mpirun(4, command=lab.mpirun(4, "-m", "shardmlx.train", *TRAIN, *layout)).well()
         check_losses(lab.home("mac1"), expected, 3)
         assert (lab.home("mac1") / "adapters" / "adapters.safetensors").exists()
         # But for what transformers has looked up, nothing is left there.
@@ -76,8 +75,7 @@ def test_of_three_hosts_one_goes_and_the_others_go_on(
             *("--checkpoint-every", str(SAVED_EVERY), "--checkpoint-storage", "neighbour"),
             *("--pipeline-stages", "3"),
         )
-        job = mpirun(3, command=command, meanwhile=power_off)
-        assert job.returncode == 0, job.output
+        job = mpirun(3, command=command, meanwhile=power_off).well()
         (line,) = job.error_lines
         assert "rank 1 on mac2" in line
         assert "launch: goes on without mac2: no login (" in job.stdout

@@ -38,9 +38,7 @@ def run(example: str, directory: Path) -> str:
     program = directory / "example.py"
     program.write_text(example)
     ranks = 2 if example.startswith(ON_TWO_RANKS) else None
-    job = run_in_pool(ranks, program, cwd=directory)
-    assert job.returncode == 0, job.output
-    return job.stdout
+    return run_in_pool(ranks, program, cwd=directory).well().stdout
 
 
 def example_of(name: str) -> str:

@@ -32,8 +32,7 @@ def test_a_conversation(small: Path) -> None:
         2,
         [said, "And why?", "h", "r", said],
         *("--model", small, "--max-tokens", "12"),
-    )
-    assert job.returncode == 0, job.output
+    ).well()
     first = mlx_lm("--model", small, "--prompt", said, "--max-tokens", "12").strip()
     said_text = job.stdout.replace("\r", "")
     assert said_text.count(first) == 2

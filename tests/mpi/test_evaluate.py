@@ -15,14 +15,11 @@ def test_two_ranks_find_the_perplexity_of_one(small: Path, pirate: Path, tmp_pat
     for ranks in (1, 2):
         output = tmp_path / f"{ranks}.json"
         words = "-m", "shardmlx.evaluate", "--model", small, "--data", pirate, "--output", output
-        job = run_in_pool(ranks, *words, timeout=60.0)
-        assert job.returncode == 0, job.output
+        job = run_in_pool(ranks, *words, timeout=60.0).well()
         found.append(json.loads(output.read_text()))
         assert f"perplexity {found[-1]['perplexity']:.4f} +/-" in job.stdout
     assert found[0]["tokens"] == found[1]["tokens"]
     assert found[0]["texts"] == 14
     assert found[0]["perplexity"] == pytest.approx(found[1]["perplexity"], rel=1e-5)
-    refused = run_in_pool(2, *words, "--data", tmp_path, timeout=60.0)
-    assert refused.returncode == 2
-    (line,) = refused.error_lines
+    line = run_in_pool(2, *words, "--data", tmp_path, timeout=60.0).failure(2)
     assert line.startswith(f"shardmlx: error: {tmp_path}/test.jsonl is missing or empty")

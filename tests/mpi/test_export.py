@@ -4,38 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.helpers.models_and_batches import tensors
-from tests.helpers.mpirun import mlx_lm, train_well
+from tests.helpers.mpirun import mlx_lm
 from tests.helpers.rank_pool import run_in_pool
 
 SAY = "--prompt", "What is the colour of the sea?", "--max-tokens", "24"
-TRAIN = (
-    *("--num-layers", "-1", "--iters", "3", "--batch-size", "4", "--learning-rate", "0.01"),
-    *("--val-batches", "0"),
-)
-
-
-@pytest.fixture(scope="module")
-def adapters(small: Path, pirate: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tuned") / "adapters"
-    train_well(1, "--model", small, "--data", pirate, "--adapter-path", path, *TRAIN)
-    return path
 
 
 def export(ranks: int, model: Path, to: Path, *how: str | Path) -> Path:
     words = "-m", "shardmlx.export", model, "-o", to, *how
-    job = run_in_pool(ranks, *words, "--verify", timeout=60.0)
-    assert job.returncode == 0, job.output
+    job = run_in_pool(ranks, *words, "--verify", timeout=60.0).well()
     assert "tensors against the family llama: names, shapes, packing" in job.stdout
     return to
 
 
 def generated(model: Path, *how: str | Path) -> str:
-    job = run_in_pool(1, "-m", "shardmlx.generate", "--model", model, *how, *SAY)
-    assert job.returncode == 0, job.output
-    return job.stdout.split("==========")[1].strip("\n")
+    words = "-m", "shardmlx.generate", "--model", model, *how, *SAY
+    return run_in_pool(1, *words).answer.strip("\n")
 
 
 def said(model: Path) -> str:
@@ -58,5 +43,4 @@ def test_two_ranks_export_what_one_does_and_refuse_the_same(
     assert tensors(one) == tensors(two)
     assert said(two) == generated(two)
     again = run_in_pool(2, "-m", "shardmlx.export", small, "-o", two, *how, timeout=60.0)
-    assert again.returncode == 2
-    assert again.error_lines == [f"shardmlx: error: -o {two} holds a model: name a new directory"]
+    assert again.failure(2) == f"shardmlx: error: -o {two} holds a model: name a new directory"

@@ -12,17 +12,18 @@ from pathlib import Path
 import pytest
 
 from shardmlx.checkpoint.store import Store
-from tests.helpers.jobs import PROGRAMS
-from tests.helpers.mpirun import mpirun, train
+from tests.helpers.jobs import AFTER_A_KILL, PROGRAMS
+from tests.helpers.mpirun import mpirun, train, train_well
 
 
 @pytest.fixture
 def flags(small: Path, pirate: Path, tmp_path: Path) -> list[str | Path]:
-    flags: list[str | Path] = ["--model", small, "--data", pirate, "--val-batches", "0"]
-    flags += ["--schedule", "1f1b", "--no-pack"]
-    flags += ["--iters", "9", "--steps-per-report", "1", "--adapter-path", tmp_path / "out"]
-    flags += ["--num-layers", "-1", "--timeout", "3", "--checkpoint-every", "3"]
-    return [*flags, "--metrics-file", tmp_path / "metrics.jsonl"]
+    return [
+        *("--model", small, "--data", pirate, "--val-batches", "0", "--schedule", "1f1b"),
+        *("--iters", "9", "--steps-per-report", "1", "--adapter-path", tmp_path / "out"),
+        *("--num-layers", "-1", "--timeout", "3", "--checkpoint-every", "3", "--no-pack"),
+        *("--metrics-file", tmp_path / "metrics.jsonl"),
+    ]
 
 
 @pytest.fixture
@@ -49,13 +50,10 @@ def sound_steps(store: Store) -> list[int]:
 def test_a_rank_is_lost_while_it_saves(flags: list[str | Path], tmp_path: Path) -> None:
     store = Store(tmp_path / "checkpoints")
     flags += ["--checkpoint-dir", store.directory]
-    job = mpirun(2, PROGRAMS / "failing_save.py", *flags)
-    assert job.returncode != 0
-    assert len(job.error_lines) == 1, job.output
-    assert "rank 1 on" in job.error_lines[0]
+    line = mpirun(2, PROGRAMS / "failing_save.py", *flags).failure(*AFTER_A_KILL)
+    assert "rank 1 on" in line
     assert sound_steps(store) == [3]
-    job = train(2, *flags)
-    assert job.returncode == 0, job.output
+    job = train_well(2, *flags)
     assert "step-0000003: 6 of 9 steps are left" in job.stdout
     assert sound_steps(store) == [6, 9]
     assert not list(store.directory.glob("partial-*"))
@@ -64,9 +62,7 @@ def test_a_rank_is_lost_while_it_saves(flags: list[str | Path], tmp_path: Path) 
 def test_a_full_disk(flags: list[str | Path], small_disk: Path, tmp_path: Path) -> None:
     store = Store(small_disk / "checkpoints")
     flags += ["--checkpoint-dir", store.directory]
-    job = train(2, *flags, "--iters", "1000", "--keep-checkpoints", "100")
-    assert job.returncode == 1
-    (line,) = job.error_lines
+    line = train(2, *flags, "--iters", "1000", "--keep-checkpoints", "100").failure(1)
     assert "writing the checkpoint of step" in line
     assert f"to {store.directory}: the disk is full: free some of it" in line
     steps = sound_steps(store)
@@ -75,6 +71,5 @@ def test_a_full_disk(flags: list[str | Path], small_disk: Path, tmp_path: Path) 
     for step in steps[:-1]:
         shutil.rmtree(store.path(step))
     last = steps[-1] + 1
-    job = train(2, *flags, "--iters", str(last), "--keep-checkpoints", "1")
-    assert job.returncode == 0, job.output
+    job = train_well(2, *flags, "--iters", str(last), "--keep-checkpoints", "1")
     assert f"step-{steps[-1]:07d}: 1 of {last} steps are left" in job.stdout

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.jobs import AFTER_A_KILL, PROGRAMS, Job
+from tests.helpers.jobs import AFTER_A_KILL, PROGRAMS
 from tests.helpers.mpirun import mpirun
 
 HOST = re.escape(socket.gethostname().split(".")[0])
@@ -34,27 +34,20 @@ def arguments(small: Path, pirate: Path, tmp_path: Path) -> list[str | Path]:
     ]
 
 
-def fail(
-    ranks: int, rank: int, when: str, how: str, arguments: list[str | Path]
-) -> tuple[Job, str]:
-    """The job, which has ended without leaving a process behind, and its one error line."""
+def check(
+    ranks: int, rank: int, when: str, how: str, arguments: list[str | Path], message: str
+) -> None:
+    """Let a rank fail; the job ends without leaving a process behind, and with this one line."""
     program = PROGRAMS / "failing_rank.py"
     job = mpirun(ranks, program, str(rank), when, how, *arguments, "--val-batches", "0")
-    assert "Traceback" not in job.output
-    assert len(job.error_lines) == 1, job.output
-    (line,) = job.error_lines
-    return job, line
+    line = job.failure(*(AFTER_A_KILL if how == "kill" else {1}))
+    assert re.fullmatch(f"shardmlx: failed: {message}", line), line
 
 
 def test_an_error(arguments: list[str | Path]) -> None:
     """A RuntimeError is what MLX raises where memory does not suffice."""
-    job, line = fail(2, 1, "step", "raise", arguments)
-    assert job.returncode == 1, job.output
-    assert re.fullmatch(
-        rf"shardmlx: failed: rank 1 on {HOST}, stage 1, forward of micro-batch 1 \(1F1\): "
-        r"RuntimeError: Insufficient Memory",
-        line,
-    )
+    said = r"stage 1, forward of micro-batch 1 \(1F1\): RuntimeError: Insufficient Memory"
+    check(2, 1, "step", "raise", arguments, f"rank 1 on {HOST}, {said}")
 
 
 @pytest.mark.parametrize(
@@ -64,42 +57,23 @@ def test_a_rank_that_is_killed(
     rank: int, reporter: str, where: str, arguments: list[str | Path]
 ) -> None:
     """Rank 0 watches all others, and all others watch rank 0: either may be the first to say so."""
-    job, line = fail(3, rank, "step", "kill", arguments)
-    assert job.returncode in AFTER_A_KILL, job.output
-    assert re.fullmatch(
-        rf"shardmlx: failed: rank {reporter} on {HOST}, {where}: "
-        rf"rank {rank} on {HOST} {DIED}",
-        line,
-    ), line
+    said = f"rank {reporter} on {HOST}, {where}: rank {rank} on {HOST} {DIED}"
+    check(3, rank, "step", "kill", arguments, said)
 
 
 def test_a_rank_that_is_stopped(arguments: list[str | Path]) -> None:
     """It is named a second before others may give up, where that is more than three seconds."""
-    job, line = fail(3, 0, "step", "stop", [*arguments, "--timeout", "5"])
-    assert job.returncode == 1, job.output
-    assert re.fullmatch(
-        rf"shardmlx: failed: rank [12] on {HOST}, {message('[12]')}: rank 0 on {HOST} {SILENT}",
-        line,
-    ), line
+    said = f"rank [12] on {HOST}, {message('[12]')}: rank 0 on {HOST} {SILENT}"
+    check(3, 0, "step", "stop", [*arguments, "--timeout", "5"], said)
 
 
 def test_a_rank_that_does_not_come_to_the_start(arguments: list[str | Path]) -> None:
-    job, line = fail(2, 1, "start", "stop", arguments)
-    assert job.returncode == 1, job.output
-    assert re.fullmatch(
-        rf"shardmlx: failed: rank 0 on {HOST}: starting MPI: not all ranks came within 3 s "
-        r"\(see --timeout\)",
-        line,
-    )
+    said = r"starting MPI: not all ranks came within 3 s \(see --timeout\)"
+    check(2, 1, "start", "stop", arguments, f"rank 0 on {HOST}: {said}")
 
 
 def test_a_stage_that_computes_for_ever(arguments: list[str | Path]) -> None:
     """Its process gives signs of life: those that wait for it give up."""
-    job, line = fail(2, 1, "step", "hang", arguments)
-    assert job.returncode == 1, job.output
-    assert re.fullmatch(
-        rf"shardmlx: failed: rank 0 on {HOST}, stage 0, waiting for the gradient of "
-        rf"micro-batch \d from rank 1 on {HOST} \(0RECV_B\d\): nothing came for 3 s "
-        r"\(see --timeout\)",
-        line,
-    )
+    where = rf"waiting for the gradient of micro-batch \d from rank 1 on {HOST} \(0RECV_B\d\)"
+    said = rf"rank 0 on {HOST}, stage 0, {where}: nothing came for 3 s \(see --timeout\)"
+    check(2, 1, "step", "hang", arguments, said)

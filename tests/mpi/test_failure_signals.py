@@ -37,8 +37,7 @@ def test_a_signal_to_any_rank_stops_the_run_in_order(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     job = run("training", tmp_path, lambda mpirun, ranks: os.kill(ranks[2], number))
-    assert job.returncode == 128 + number
-    assert job.error_lines == [f"shardmlx: stopped by {number.name}: saved"]
+    assert job.failure(128 + number) == f"shardmlx: stopped by {number.name}: saved"
 
 
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
@@ -48,14 +47,12 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
         os.kill(ranks[1], signal.SIGTERM)
 
     job = run("training", tmp_path, twice)
-    assert job.returncode == 128 + signal.SIGTERM
-    assert job.error_lines == ["shardmlx: interrupted by SIGTERM"]
+    assert job.failure(128 + signal.SIGTERM) == "shardmlx: interrupted by SIGTERM"
 
 
 def test_a_signal_before_training_ends_it_at_once(tmp_path: Path) -> None:
     job = run("loading", tmp_path, lambda mpirun, ranks: os.kill(mpirun, signal.SIGUSR1))
-    assert job.returncode == 128 + signal.SIGUSR1
-    assert job.error_lines == ["shardmlx: interrupted by SIGUSR1"]
+    assert job.failure(128 + signal.SIGUSR1) == "shardmlx: interrupted by SIGUSR1"
 
 
 def test_mpirun_itself_ends_its_ranks_at_once(tmp_path: Path) -> None:
@@ -83,5 +80,4 @@ def test_a_job_that_is_stopped_for_longer_than_the_timeout_goes_on(tmp_path: Pat
         os.kill(mpirun, signal.SIGUSR1)
 
     job = run("training", tmp_path, pause)
-    assert job.returncode == 128 + signal.SIGUSR1
-    assert job.error_lines == ["shardmlx: stopped by SIGUSR1: saved"]
+    assert job.failure(128 + signal.SIGUSR1) == "shardmlx: stopped by SIGUSR1: saved"

@@ -139,8 +139,7 @@ def test_a_prompt_is_piped_through(small: Path) -> None:
     words = ["--model", str(small), "--max-tokens", "8"]
     launch = [sys.executable, "-m", "shardmlx", "launch", "-n", "2"]
     command = shlex.join([*launch, "generate", *words, "--no-verbose", "-p", "-"])
-    job = mpirun(2, command=["sh", "-c", f"printf %s 'Tell me of ships' | {command}"])
-    assert job.returncode == 0, job.output
+    job = mpirun(2, command=["sh", "-c", f"printf %s 'Tell me of ships' | {command}"]).well()
     printed, _, answer = job.stdout.partition("\n")
     assert printed.startswith("$ ")
     assert "-m shardmlx.generate --model" in printed

@@ -73,8 +73,7 @@ def test_a_rank_reads_and_holds_only_its_stages(
     arguments += ["--adapter-path", tmp_path / "adapters"]
     arguments += ["--num-layers", "2", "--iters", "1", "--batch-size", "2", "--val-batches", "0"]
     arguments += ["--memory-limit", "700MB"]
-    job = mpirun(RANKS, PROGRAMS / "load_stages.py", tmp_path, *arguments, *flags)
-    assert job.returncode == 0, job.output
+    mpirun(RANKS, PROGRAMS / "load_stages.py", tmp_path, *arguments, *flags).well()
     seen = []
     for rank in range(RANKS):
         report = json.loads((tmp_path / f"rank-{rank}.json").read_text())

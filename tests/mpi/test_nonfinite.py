@@ -19,11 +19,12 @@ from tests.helpers.rank_pool import run_in_pool
 
 @pytest.fixture
 def flags(small: Path, pirate: Path, tmp_path: Path) -> list[str | Path]:
-    flags: list[str | Path] = ["--model", small, "--data", pirate, "--val-batches", "0"]
-    flags += ["--schedule", "1f1b", "--no-pack"]
-    flags += ["--iters", "5", "--steps-per-report", "1", "--adapter-path", tmp_path / "out"]
-    flags += ["--metrics-file", tmp_path / "metrics.jsonl", "--num-layers", "-1"]
-    return [*flags, "--checkpoint-dir", tmp_path / "checkpoints"]
+    return [
+        *("--model", small, "--data", pirate, "--val-batches", "0", "--schedule", "1f1b"),
+        *("--iters", "5", "--steps-per-report", "1", "--adapter-path", tmp_path / "out"),
+        *("--metrics-file", tmp_path / "metrics.jsonl", "--num-layers", "-1", "--no-pack"),
+        *("--checkpoint-dir", tmp_path / "checkpoints"),
+    ]
 
 
 def overflow(n: int, flags: list[str | Path], *more: str, step: int | str = 3) -> Job:
@@ -34,9 +35,7 @@ def overflow(n: int, flags: list[str | Path], *more: str, step: int | str = 3) -
 def test_the_run_stops_and_keeps_what_it_had(
     flags: list[str | Path], layout: list[str], tmp_path: Path
 ) -> None:
-    job = overflow(2, flags, *layout)
-    assert job.returncode == 1, job.output
-    (line,) = job.error_lines
+    line = overflow(2, flags, *layout).failure(1)
     assert re.search(
         r"failed: step 3: the gradient of model\.layers\.4\.\S+ is not finite on rank [01] on \S+, "
         r"stage [01]: the run up to step 2 is in \S+/checkpoints/step-0000002; lower "
@@ -47,14 +46,12 @@ def test_the_run_stops_and_keeps_what_it_had(
     assert saved["step"] == 2
     assert all(np.isfinite(array).all() for array in load_weights(tmp_path / "out").values())
     # What comes next is what would have come.
-    job = train(2, *flags, *layout)
-    assert job.returncode == 0, job.output
+    job = train_well(2, *flags, *layout)
     assert "step-0000002: 3 of 5 steps are left" in job.stdout
 
 
 def test_or_passes_over_the_step(flags: list[str | Path], tmp_path: Path) -> None:
-    job = overflow(2, flags, "--on-nan", "skip")
-    assert job.returncode == 0, job.output
+    job = overflow(2, flags, "--on-nan", "skip").well()
     assert "warning: step 3: the gradient of model.layers.4" in job.stdout
     assert "the update is skipped" in job.stdout
     reports = events(tmp_path / "metrics.jsonl", "train")
@@ -92,8 +89,7 @@ def test_a_loss_scale_that_was_too_large_is_halved_on_all_ranks(
 ) -> None:
     """The step is computed again, and nothing is lost. Nor is it where a replica is killed in the
     very step: the run goes on from the checkpoint before, to the bit."""
-    job = overflow(2, scaled, *SCALED)
-    assert job.returncode == 0, job.output
+    job = overflow(2, scaled, *SCALED).well()
     assert "is not finite on rank" in job.stdout
     assert ": again, with the loss scaled by 32768" in job.stdout
     losses, scales = losses_and_scales(tmp_path)
@@ -105,14 +101,12 @@ def test_a_loss_scale_that_was_too_large_is_halved_on_all_ranks(
 
     (tmp_path / "metrics.jsonl").unlink()
     shutil.rmtree(tmp_path / "checkpoints")
-    job = mpirun(2, PROGRAMS / "nonfinite_rank.py", "3:kill", *scaled, *SCALED, "--timeout", "5")
-    assert job.returncode in AFTER_A_KILL, job.output
-    (line,) = job.error_lines
+    program = PROGRAMS / "nonfinite_rank.py", "3:kill"
+    line = mpirun(2, *program, *scaled, *SCALED, "--timeout", "5").failure(*AFTER_A_KILL)
     assert re.search(r"failed: rank 0 on .+: rank 1 on \S+ died \(was it killed", line)
     before, scales_before = losses_and_scales(tmp_path)
     assert (list(before), scales_before) == ([1, 2], {2: [65536.0, 2]})
-    job = overflow(2, scaled, *SCALED, step=1)
-    assert job.returncode == 0, job.output
+    job = overflow(2, scaled, *SCALED, step=1).well()
     assert "step-0000002: 3 of 5 steps are left" in job.stdout
     assert losses_and_scales(tmp_path) == (losses, scales)
     resumed = load_weights(tmp_path / "out")
@@ -125,14 +119,12 @@ def test_an_update_of_several_steps_that_overflows_is_that_of_a_run_in_which_non
     """To the bit: factors are powers of two. Dropout draws the same masks again."""
     flags = [*scaled, "--iters", "6", "--grad-accumulation-steps", "2", "--zero", "3"]
     flags += ["--checkpoint-every", "100"]
-    job = overflow(2, flags, step=2)
-    assert job.returncode == 0, job.output
+    job = overflow(2, flags, step=2).well()
     assert "step 4: the gradient of model.layers.4" in job.stdout
     found = losses_and_scales(tmp_path)[0], load_weights(tmp_path / "out")
     (tmp_path / "metrics.jsonl").unlink()
     shutil.rmtree(tmp_path / "checkpoints")
-    job = train(2, *flags)
-    assert job.returncode == 0, job.output
+    job = train_well(2, *flags)
     assert losses_and_scales(tmp_path)[0] == found[0]
     weights = load_weights(tmp_path / "out")
     assert all(np.array_equal(weights[name], found[1][name]) for name in weights)
@@ -142,19 +134,15 @@ def test_a_gradient_that_no_loss_scale_makes_finite_leaves_it_as_it_was(
     scaled: list[str | Path], tmp_path: Path
 ) -> None:
     job = overflow(2, scaled, "--on-nan", "skip", step="always")
-    assert job.returncode == 1, job.output
+    job.failure(1)
     assert "again, with the loss scaled by 1\n" in job.stdout
     assert "warning: step 1: the gradient of model.layers.4" in job.stdout
     assert "step 2: the gradient of model.layers.4" in job.stdout
     assert job.stdout.count("again, with the loss scaled by 32768") > 1
 
 
-def test_a_loss_that_is_not_finite_names_its_micro_batch(
-    flags: list[str | Path],
-) -> None:
-    job = train(2, *flags, "--learning-rate", "1e30", "--optimizer", "sgd")
-    assert job.returncode == 1, job.output
-    (line,) = job.error_lines
+def test_a_loss_that_is_not_finite_names_its_micro_batch(flags: list[str | Path]) -> None:
+    line = train(2, *flags, "--learning-rate", "1e30", "--optimizer", "sgd").failure(1)
     assert re.search(r"failed: step \d: the loss of micro-batch \d is (nan|inf) on rank 1", line)
 
 
@@ -186,8 +174,7 @@ def test_a_run_that_skips_most_of_its_updates_fails_and_saves_nothing(
     """Its first update makes weights of 1e30, with which no other can be made."""
     much = ["--learning-rate", "1e30", "--on-nan", "skip", "--iters", "50"]
     job = train(1, *flags, *much, "--save-every", "1", "--checkpoint-every", "1")
-    assert job.returncode == 1, job.output
-    (line,) = job.error_lines
+    line = job.failure(1)
     assert "failed: step 7: " in line
     assert line.endswith(
         f"6 of the last 7 updates were skipped: nothing more is saved, what was in "
@@ -203,9 +190,7 @@ def test_weights_that_are_not_finite_replace_nothing(
     flags: list[str | Path], earlier: dict[str, bytes], tmp_path: Path
 ) -> None:
     """Of the last update there is no next step that would show it."""
-    job = train(2, *flags, "--learning-rate", "3e38", "--iters", "1")
-    assert job.returncode == 1, job.output
-    (line,) = job.error_lines
+    line = train(2, *flags, "--learning-rate", "3e38", "--iters", "1").failure(1)
     assert re.search(
         r"failed: step 1: the weight model\.layers\.\d\.\S+ is not finite on rank [01] on \S+, "
         r"stage [01]: nothing more is saved, what was in \S+/out stays; lower --learning-rate, or "
@@ -220,8 +205,6 @@ def test_weights_that_give_no_finite_loss_replace_nothing_where_steps_may_be_ski
 ) -> None:
     """One of two updates was made, and no weight is infinite."""
     much = ["--learning-rate", "1e30", "--on-nan", "skip", "--iters", "2"]
-    job = train(1, *flags, *much)
-    assert job.returncode == 1, job.output
-    (line,) = job.error_lines
+    line = train(1, *flags, *much).failure(1)
     assert "failed: step 2: with its weights the loss of the last batch is not finite: " in line
     assert digest(tmp_path / "out") == earlier

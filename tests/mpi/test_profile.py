@@ -32,7 +32,7 @@ def measured(small: Path, directory: Path) -> Job:
 def planned(measured: Job, small: Path, pirate: Path, directory: Path) -> Job:
     """A run whose layers were divided by measured times, in processes that hold nothing else."""
     assert measured.returncode == 0
-    job = mpirun(
+    return mpirun(
         2,
         *("-m", "shardmlx.train"),
         *("--model", small, "--data", pirate, "--num-layers", "-1", "--batch-size", "4"),
@@ -40,9 +40,7 @@ def planned(measured: Job, small: Path, pirate: Path, directory: Path) -> Job:
         *("--pipeline-stages", "2", "--partitioner", "balanced", "--profile", "profile.json"),
         *("--metrics-file", "metrics.jsonl", "--adapter-path", "planned"),
         cwd=directory,
-    )
-    assert job.returncode == 0, job.output
-    return job
+    ).well()
 
 
 def test_every_rank_measures_every_part(measured: Job, directory: Path) -> None:
@@ -88,9 +86,7 @@ def test_a_run_says_what_was_predicted_and_what_was_measured(planned: Job, direc
 def test_a_profile_that_does_not_fit_the_run_is_refused(
     arguments: list[str], message: str, measured: Job, small: Path, pirate: Path, directory: Path
 ) -> None:
-    done = train(
+    line = train(
         2, "--model", small, "--data", pirate, "--num-layers", "-1", *arguments, cwd=directory
-    )
-    assert done.returncode == 2
-    (line,) = done.error_lines
+    ).failure(2)
     assert message in line

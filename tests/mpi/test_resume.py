@@ -282,8 +282,7 @@ def test_without_a_shared_disk(
     flags, result = arguments("lora", tmp_path, {"small": small}, pirate)
     flags += ["--checkpoint-dir", "checkpoints", "--checkpoint-storage", storage]
     homes = [tmp_path / name for name in "abc"]
-    job = apart(homes, flags)
-    assert job.returncode == 0, job.output
+    apart(homes, flags).well()
     for home in homes:
         shutil.rmtree(home / "checkpoints" / "step-0000012", ignore_errors=True)
         shutil.rmtree(home / "checkpoints" / "step-0000010", ignore_errors=True)
@@ -292,6 +291,5 @@ def test_without_a_shared_disk(
     else:
         shutil.rmtree(homes[1])  # its part has a copy on the third
     result.metrics.unlink()
-    job = apart([homes[0], homes[2]], flags)
-    assert job.returncode == 0, job.output
+    apart([homes[0], homes[2]], flags).well()
     agree_with_adam(results[ADAM, WHOLE], result)

@@ -52,24 +52,10 @@ def machines(directory: Path, count: int, model: Path | None = None) -> Machines
     return Machines(homes)
 
 
-def text_of(job: Job) -> str:
-    assert job.returncode == 0, job.output
-    return job.stdout.split("==========")[1]
-
-
-@pytest.fixture(scope="module")
-def adapters(small: Path, pirate: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tuned") / "adapters"
-    train_well(1, "--model", small, "--data", pirate, "--adapter-path", path, *TRAIN)
-    return path
-
-
 @pytest.fixture(scope="module")
 def expected(small: Path, adapters: Path) -> str:
-    job = run_in_pool(
-        1, "-m", "shardmlx.generate", "--model", small, "--adapter-path", adapters, *SAY
-    )
-    return text_of(job)
+    words = "--model", small, "--adapter-path", adapters, *SAY
+    return run_in_pool(1, "-m", "shardmlx.generate", *words).answer
 
 
 def test_generate_with_model_and_adapters_on_the_first_machine_alone(
@@ -78,7 +64,7 @@ def test_generate_with_model_and_adapters_on_the_first_machine_alone(
     group = machines(tmp_path, 2, small)
     shutil.copytree(adapters, group.homes[0] / "adapters")
     job = group.run("generate", "--model", "model", "--adapter-path", "adapters", *SAY)
-    assert text_of(job) == expected
+    assert job.answer == expected
     weights = (small / "model.safetensors").stat().st_size
     line = re.search(r"^weights: ([\d.]+ [GMK]iB) over MPI in .* \(rank 1 .*\)$", job.stdout, re.M)
     assert line is not None, job.stdout
@@ -107,11 +93,10 @@ def test_train_goes_on_from_what_is_on_the_first_machine_alone(
     (group.homes[0] / "run.yaml").write_text(
         "model: model\ndata: data\nresume_adapter_file: start.safetensors\nstage_map: map.yaml\n"
     )
-    job = group.run(
+    group.run(
         *("train", "--config", "run.yaml", *TRAIN, "--timeout", "90"),
         *("--metrics-file", "apart.jsonl", "--weight-cache", "cache"),
-    )
-    assert job.returncode == 0, job.output
+    ).well()
     apart = events(group.homes[0] / "apart.jsonl", "train")
     assert [e["loss"] for e in apart] == [e["loss"] for e in events(on_all_ranks, "train")]
     assert len(list((group.homes[1] / "cache").iterdir())) == 1
@@ -121,17 +106,13 @@ def test_train_goes_on_from_what_is_on_the_first_machine_alone(
 def test_what_is_refused_and_what_fails(small: Path, tmp_path: Path) -> None:
     group = machines(tmp_path, 2, small)
     job = group.run("generate", "--model", "model", "--weights", "local", *SAY)
-    assert job.returncode == 2, job.output
-    assert len(job.error_lines) == 1
     assert re.fullmatch(
         r"shardmlx: error: rank 1 on \S+ lacks the files of model: model is not there, or has no "
         "weights: copy it there, or let the rank have it from rank 0 with --weights auto",
-        job.error_lines[0],
+        job.failure(2),
     )
-    job = group.run("generate", "--model", "model", *SAY, breaks=True)
-    assert job.returncode not in (0, 2), job.output
-    assert len(job.error_lines) == 1
-    assert re.search(r"rank 1 on \S+: OSError: the disk is gone", job.error_lines[0])
+    line = group.run("generate", "--model", "model", *SAY, breaks=True).failure(1)
+    assert re.search(r"rank 1 on \S+: OSError: the disk is gone", line)
     assert group.left() == []
 
 
@@ -151,7 +132,7 @@ def test_each_rank_downloads_its_part_from_the_hub(small: Path, hub: Hub, tmp_pa
     say = *environment, "--model", "me/small", *SAY
     plain = run_in_pool(1, "-m", "shardmlx.generate", "--model", small, *SAY)
     job = group.run("generate", *say)
-    assert text_of(job) == text_of(plain)
+    assert job.answer == plain.answer
     assert re.search(r"^weights: [\d.]+ [GMK]iB from the hub in", job.stdout, re.M)
     size = (small / "model.safetensors").stat().st_size
     small_files = sum(p.stat().st_size for p in small.iterdir()) - size
@@ -159,14 +140,14 @@ def test_each_rank_downloads_its_part_from_the_hub(small: Path, hub: Hub, tmp_pa
     # What was downloaded is there the next time.
     hub.requests.clear()
     job = group.run("generate", *say)
-    assert text_of(job) == text_of(plain)
+    assert job.answer == plain.answer
     assert re.search(r"^weights: [\d.]+ [GMK]iB from caches in", job.stdout, re.M)
     assert len([r for r in hub.requests if r.startswith("GET /cdn")]) <= 2  # headers
     # A machine without internet has its part from rank 0, to whom the connection breaks off.
     hub.drops = 2
     group = machines(tmp_path / "mac0", 2)
     job = group.run("generate", "SHARDMLX_TEST_OFFLINE=1", *say)
-    assert text_of(job) == text_of(plain)
+    assert job.answer == plain.answer
     assert re.search(
         r"^weights: [\d.]+ [GMK]iB over MPI, [\d.]+ [GMK]iB from the hub in", job.stdout, re.M
     )
