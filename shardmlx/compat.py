@@ -1,9 +1,9 @@
 """Private and undocumented parts of the libraries we build on: touched here, and nowhere else.
 
 An update of a library may change any of them without a word. Each function names the library, the
-version it was tried with, and what to do when it breaks; ``tests/unit/test_compat.py`` fails first,
-and says the same. Libraries are imported inside the functions: whoever imports this module loads
-neither MLX nor MPI nor uvicorn.
+version it was tried with, and what to do when it breaks. ``shardmlx.hosts.library_probes`` tries
+each, in ``doctor`` and in ``tests/unit/test_compat.py``, which says the same. Libraries are
+imported inside the functions: whoever imports this module loads neither MLX nor MPI nor uvicorn.
 """
 
 from __future__ import annotations

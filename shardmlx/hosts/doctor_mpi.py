@@ -25,6 +25,7 @@ from shardmlx.hosts.doctor_hostfile import hostfile_text, machines_of
 from shardmlx.hosts.doctor_report import check_json, content, progress, show, text, write
 from shardmlx.hosts.findings import Examination, Host, Link, LinkSpeed, Route, is_used, open_routes
 from shardmlx.hosts.host_facts import HostFacts, collect
+from shardmlx.hosts.library_probes import broken_parts
 from shardmlx.hosts.probe_script import connect_errors, listen
 from shardmlx.hosts.speed_tests import matmul_flops, measure_link, shares_memory
 from shardmlx.loading.rank_setup import use_device, working_set
@@ -76,6 +77,8 @@ class Examiner:
         """Examine the hosts and their links. All ranks must call it, and get the same."""
         transport = self._transport
         facts, routes = self._ask()
+        self._say("trying what libraries do not promise")
+        broken = tuple(broken_parts()) if self._leads else ()
         self._say("multiplying matrices")
         # All together, like in a run.
         transport.barrier("multiplying matrices")
@@ -91,6 +94,7 @@ class Examiner:
             working_set=working_set(),
             flops=_flops(device, self._seconds),
             copies=not shares_memory(),
+            broken=broken,
         )
         seen = transport.all_gather(mine, "multiplying matrices")
         hosts = (_as_one([seen[rank] for rank in own]) for own in self._ranks.values())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
+from operator import attrgetter
 from typing import Any
 
 from shardmlx.common.formatting import gibibytes, plural
@@ -48,6 +49,17 @@ class Route:
         return f"{self.interface or '?'} ({self.medium or 'unknown'})"
 
 
+@dataclass(frozen=True, slots=True)
+class BrokenPart:
+    """A function of ``shardmlx.compat`` that does not hold with the ``installed`` version of a
+    library, as it did with the one that was ``tried``."""
+
+    name: str
+    library: str
+    installed: str
+    tried: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
     """A machine with its ``ranks``. ``flops`` are of all its ranks at once, by dtype; ``copies`` is
@@ -63,6 +75,7 @@ class Host:
     flops: Mapping[str, float]
     copies: bool
     working_set: int | None = None
+    broken: tuple[BrokenPart, ...] = ()
 
     @property
     def versions(self) -> dict[str, str | None]:
@@ -192,6 +205,12 @@ def _of_host(host: Host) -> Iterator[Finding]:
         yield Finding(host.name, problem, "plug it in; see System Settings, Battery or Energy")
     if not facts.mpirun_is_of_wheel:
         yield foreign_mpirun(host.name, facts.python)
+    for library, broken in groupby(host.broken, attrgetter("library")):
+        first, *others = broken
+        names = ", ".join(part.name for part in (first, *others))
+        problem = f"{library} {first.installed} breaks {names} of shardmlx.compat"
+        remedy = f"{facts.python} -m pip install {library}=={first.tried}, and report it"
+        yield Finding(host.name, problem, remedy)
     if host.blas_hint:
         yield Finding(host.name, f"computes with {host.blas.partition(',')[0]}", host.blas_hint)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardmlx.hosts.findings import Examination, Host, Link, Route, is_used
+from shardmlx.hosts.findings import BrokenPart, Examination, Host, Link, Route, is_used
 from shardmlx.hosts.host_facts import Interface
 from tests.helpers.doctor import GB, GIB, VERSIONS, host, link, route, speed
 
@@ -35,6 +35,11 @@ def test_nothing_is_said_of_what_is_good_or_unknown() -> None:
         (host("a", of={"cores": 2}, ranks=(0, 1, 2)), "3 ranks on 2 cores", "slots"),
         (host("a", blas="reference BLAS, 1 thread", blas_hint="apt-get X"), "reference", "apt-get"),
         (host("a", copies=True), "copies", "--json"),
+        (
+            host("a", broken=[BrokenPart(each, "mlx", "0.40", "0.32.4") for each in ("x", "y")]),
+            "mlx 0.40 breaks x, y",
+            "/v/bin/python -m pip install mlx==0.32.4",
+        ),
         (host("a", of={"weak_power": ("on battery power",)}), "battery", "plug"),
         (
             host("a", of={"mpirun": "/opt/homebrew/bin/prterun", "mpirun_is_of_wheel": False}),

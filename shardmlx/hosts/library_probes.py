@@ -1,0 +1,219 @@
+"""Probes of what ``shardmlx.compat`` takes from libraries: it is there, and means the same."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+
+from shardmlx import compat
+from shardmlx.hosts.findings import BrokenPart
+
+
+def broken_parts(probes: Mapping[Any, Callable[[], bool]] | None = None) -> Iterator[BrokenPart]:
+    """Yield what an update of a library has broken. A library that is not installed has nothing."""
+    for part, holds in (PROBES if probes is None else probes).items():
+        library, tried = tried_with(part)
+        try:
+            installed = version(library)
+        except PackageNotFoundError:
+            continue
+        try:
+            good = holds()
+        except Exception:  # whatever an update may raise
+            good = False
+        if not good:
+            yield BrokenPart(part.__name__, library, installed, tried)
+
+
+def tried_with(part: Any) -> tuple[str, str]:
+    """Return the library of a part, and its newest version that was tried, as its docstring has."""
+    found = re.search(r"^([\w-]+) (?:[\d.]+ to )?([\d.]+): ", inspect.getdoc(part) or "", re.M)
+    if found is None:
+        raise ValueError(f"the docstring of {part.__name__} names no library")
+    return found[1], found[2]
+
+
+def _mlx_finds_no_mpi() -> bool:
+    compat.hide_mpi_from_mlx()
+    return not mx.distributed.is_available("mpi")
+
+
+def _arrays_are_writable() -> bool:
+    for dtype in (mx.float32, mx.bfloat16, mx.int32):
+        array, ones = mx.zeros((2, 3), dtype), mx.ones((2, 3), dtype)
+        mx.eval(array, ones)
+        compat.view_of(array).cast("B")[:] = compat.view_of(ones).cast("B")
+        if not mx.array_equal(array, ones) or compat.view_of(ones.T).c_contiguous:
+            return False
+    return True
+
+
+def _one_key_draws() -> bool:
+    mx.random.seed((7 << 32) | 9)
+    first = np.array(compat.random_key()).tolist()
+    mx.random.uniform(shape=(4,))
+    after = np.array(compat.random_key()).tolist()
+    second = mx.random.uniform(shape=(4,))
+    mx.random.seed((after[0] << 32) | after[1])
+    return first == [7, 9] and bool(mx.array_equal(mx.random.uniform(shape=(4,)), second))
+
+
+def _dropout_tells_what_it_keeps() -> bool:
+    return [compat.keep_probability(nn.Dropout(p)) for p in (0.25, 0.0)] == [0.75, 1]
+
+
+def _arrays_tell_their_sources() -> bool:
+    a, b, c = (mx.ones((4, 32)) for _ in range(3))
+    packed = mx.quantize(mx.stack([a, b]).astype(mx.bfloat16), 32, 4)
+    found = compat.sources_of([packed[2], c, c * a, mx.ones(1)], [a, b, c])
+    return found == [{0, 1}, {2}, {0, 2}, set()]
+
+
+def _queries_follow_positions() -> bool:
+    from mlx_lm.models import ministral3, mistral4
+
+    expected = 1 + 0.1 * np.log(1 + np.floor(np.arange(10) / 4))[:, None]
+    for body in (ministral3.LanguageModel, mistral4.Mistral4Model):
+        model: Any = nn.Module()
+        model.__class__ = body
+        given: list[mx.array | None] = [None, mx.array([9, 6])]
+        compat.follow_positions(model, partial(given.pop, 0))
+        factors = type(model).__call__.__globals__["_get_llama_4_attn_scale"]
+        found = factors(4, 6, 0.1, 4), factors(4, 6, 0.1, 4)
+        if not (np.allclose(found[0], expected[6:]) and np.allclose(found[1], expected[[9, 6]])):
+            return False
+    return True
+
+
+def _layers_get_their_inputs() -> bool:
+    from mlx_lm.models.gemma4_text import Gemma4TextModel
+
+    names = "_project_per_layer_inputs", "_get_per_layer_inputs"
+    return all(hasattr(Gemma4TextModel, name) for name in names)
+
+
+def _attention_is_called_by_name() -> bool:
+    from mlx_lm.models.llama import Attention, ModelArgs
+
+    layer = Attention(ModelArgs("", 8, 1, 8, 2, 1e-5, 9, num_key_value_heads=1))
+    seen: list[object] = []
+
+    def attend(queries: mx.array, keys: mx.array, values: mx.array, **how: Any) -> mx.array:
+        seen.append(how["mask"])
+        return mx.zeros_like(queries)
+
+    compat.rebind(layer, "scaled_dot_product_attention", attend)
+    return not layer(mx.ones((1, 3, 8)), "mask").any() and seen == ["mask"]
+
+
+_CONFIG = {
+    "model_type": "gpt2",
+    "n_ctx": 16,
+    "n_embd": 8,
+    "n_head": 2,
+    "n_layer": 1,
+    "n_positions": 16,
+    "layer_norm_epsilon": 1e-5,
+    "vocab_size": 9,
+}
+
+
+def _models_are_read_with_load() -> bool:
+    from mlx_lm.utils import load_model
+
+    kind, args = compat.model_classes(_CONFIG)
+    weights = dict(tree_flatten(kind(args.from_dict(_CONFIG)).parameters()))
+    with TemporaryDirectory() as directory:
+        path = Path(directory)
+        mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": "mlx"})
+        (path / "config.json").write_text(json.dumps(_CONFIG))
+        with compat.watch_loads() as loaded:
+            load_model(path, lazy=True)
+    return loaded.read.keys() == weights.keys()
+
+
+def _classes_are_told() -> bool:
+    kind, args = compat.model_classes(_CONFIG)
+    return bool(kind.__module__ == args.__module__ == "mlx_lm.models.gpt2")
+
+
+def _detokenizers_tell_whether_they_trim() -> bool:
+    from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, NaiveStreamingDetokenizer
+
+    made = [kind.__new__(kind) for kind in (BPEStreamingDetokenizer, NaiveStreamingDetokenizer)]
+    trims = "_maybe_trim_space" in inspect.getsource(BPEStreamingDetokenizer.add_token)
+    return trims and [*map(compat.trims_first_space, made)] == [True, False]
+
+
+def _errors_of_the_hub_are_those_of_http() -> bool:
+    kind = compat.hub_transport_error()
+    http = sys.modules[kind.__module__.split(".")[0]]
+    return issubclass(http.ConnectError, kind) and issubclass(http.ReadTimeout, kind)
+
+
+def _requests_tell_that_they_are_answered() -> bool:
+    from uvicorn.protocols.http import h11_impl
+
+    protocol = h11_impl.H11Protocol
+    made = inspect.getsource(protocol.__init__)
+    cycle = inspect.getsource(h11_impl.RequestResponseCycle.__init__)
+    return (
+        issubclass(compat.http_protocol(1.0, b"{}"), protocol)
+        and all(f"self.{name}" in made for name in ("cycle", "loop", "transport", "conn"))
+        and "self.send_400_response(msg)" in inspect.getsource(protocol)
+        and "self.response_complete = False" in cycle
+    )
+
+
+def _servers_tell_their_connections() -> bool:
+    import uvicorn
+
+    return uvicorn.Server(uvicorn.Config(print)).server_state.connections == set()
+
+
+def _events_are_written_without_a_queue() -> bool:
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.summary import scalar
+
+    with TemporaryDirectory() as directory:
+        file = compat.EventFile(Path(directory))
+        file.write(scalar("loss", 1.0), 7, 0.0)
+        file.flush()
+        (path,) = Path(directory).iterdir()
+        written = path.read_bytes()
+        file.close()
+    return b"loss" in written and "multiprocessing" not in inspect.getsource(EventsWriter)
+
+
+PROBES: Mapping[Any, Callable[[], bool]] = {
+    compat.hide_mpi_from_mlx: _mlx_finds_no_mpi,
+    compat.view_of: _arrays_are_writable,
+    compat.random_key: _one_key_draws,
+    compat.keep_probability: _dropout_tells_what_it_keeps,
+    compat.sources_of: _arrays_tell_their_sources,
+    compat.follow_positions: _queries_follow_positions,
+    compat.inputs_of_layers: _layers_get_their_inputs,
+    compat.rebind: _attention_is_called_by_name,
+    compat.watch_loads: _models_are_read_with_load,
+    compat.model_classes: _classes_are_told,
+    compat.trims_first_space: _detokenizers_tell_whether_they_trim,
+    compat.hub_transport_error: _errors_of_the_hub_are_those_of_http,
+    compat.http_protocol: _requests_tell_that_they_are_answered,
+    compat.abort_connections: _servers_tell_their_connections,
+    compat.EventFile: _events_are_written_without_a_queue,
+}
+"""Probe of each function of ``compat`` that takes a part of a library. MPI's has none: a rank does
+not start if it is broken."""
