@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.divided import divided
@@ -32,8 +33,7 @@ ROUNDING_SECONDS = {"bfloat16": 4.2e-9, "int8": 5e-9}
 """Seconds to round and widen a gradient, by --sum-dtype: measured on an x86 core."""
 
 
-@dataclass(frozen=True, slots=True)
-class StageGathers:
+class StageGathers(NamedTuple):
     """Mean bytes of a micro-batch at a stage of divided weights: of the ``first`` layer, gathered
     while nothing computes, of the other layers in F and in B, of matrices at its ``ends``, and of
     gradients sent to their owners."""
@@ -43,10 +43,6 @@ class StageGathers:
     backward: float
     ends: float
     gradients: float
-
-    @property
-    def total(self) -> float:
-        return self.first + self.forward + self.backward + self.ends + self.gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +148,7 @@ class Messages:
             moved = self._summed(rank) / self.workload.batch.grad_accumulation_steps
             if self.workload.fine_tune.divides_weights:
                 own = (plan.stage_map.partition.ranges[i] for i in plan.stage_map.stages_of(rank))
-                moved = sum(self.gathers(*ends).total for ends in own) * plan.microbatches
+                moved = sum(sum(self.gathers(*ends)) for ends in own) * plan.microbatches
             for host, part in _parts_of_hosts(cluster, mesh.replicas_of(rank)).items():
                 sent[host] += part * moved
         return sent

@@ -24,9 +24,9 @@ from shardmlx.costmodel.memory_limits import (
 )
 from shardmlx.costmodel.workload import ModelSizes
 from shardmlx.errors import UserError
-from shardmlx.partitioners import DoesNotFitError, LayerCosts
+from shardmlx.partitioners import DoesNotFitError, LayerCosts, Problem, get_partitioner
 from shardmlx.pipeline.stage_map import StageMap
-from shardmlx.planning.layout import divide_by_speed, make_mesh
+from shardmlx.planning.layout import costs_by_speed, make_mesh
 
 if TYPE_CHECKING:
     from shardmlx.loading.rank_setup import PlanInputs
@@ -104,17 +104,17 @@ def plan_inference(
     if given is not None:
         _check_map(given, config, sizes, cluster)
     costs = _costs(sizes, load, rows=-(-most // groups))
+    problem = Problem(
+        placement=tuple(range(size)),
+        costs=costs_by_speed(costs, cluster.machines, size),
+        sizes=sizes.held_sizes,
+        peak=lambda _, start, stop: float(inference_memory(setup, start, stop)),
+        capacity=tuple(map(cluster.capacity, range(size))),
+        hosts=tuple(machine.host for machine in cluster.machines),
+    )
 
     def plan_by(partitioner: str) -> InferencePlan:
-        stage_map = given or divide_by_speed(
-            partitioner,
-            cluster.machines,
-            costs=costs,
-            sizes=sizes.held_sizes,
-            peak=lambda _, start, stop: float(inference_memory(setup, start, stop)),
-            capacity=[cluster.capacity(rank) for rank in range(size)],
-            num_stages=size,
-        )
+        stage_map = given or get_partitioner(partitioner)(problem)
         return InferencePlan(stage_map, load, groups, setup, model)
 
     is_open = given is None and size > 1
@@ -128,11 +128,11 @@ def plan_inference(
     except DoesNotFitError as error:
         more = "raise --memory-limit, " * (config.memory_limit is not None)
         raise UserError(error.fact, f"{more}{less}, or use more machines") from None
-    if problem := _overfull(plan, inputs.budgets):
+    if excess := _overfull(plan, inputs.budgets):
         if is_open and config.partitioner not in (AUTO, SMALLEST):
             less += ", try --partitioner memory"
         allowed = how_to_allow(inputs.budgets, plan.memory)
-        raise UserError(problem, f"{allowed}{less}, or use more machines")
+        raise UserError(excess, f"{allowed}{less}, or use more machines")
     return plan
 
 

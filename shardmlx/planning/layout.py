@@ -161,30 +161,14 @@ def make_mesh(stage_map: StageMap, world_size: int, hosts: Sequence[str]) -> Mes
     return mesh
 
 
-def divide_by_speed(
-    partitioner: str,
-    machines: Sequence[Machine],
-    *,
-    costs: LayerCosts,
-    sizes: LayerCosts,
-    peak: Callable[[int, int, int], float],
-    capacity: Sequence[float],
-    num_stages: int,
-) -> StageMap:
-    """Divide a forward pass by known speeds, one stage a rank; ``DoesNotFitError`` without room."""
+def costs_by_speed(
+    costs: LayerCosts, machines: Sequence[Machine], num_stages: int
+) -> tuple[LayerCosts, ...]:
+    """Return the costs on the machine of each stage; alike if the speed of one is unknown."""
     speeds = [machine.flops for machine in machines if machine.flops is not None]
-    is_timed = len(speeds) == num_stages
-    problem = Problem(
-        placement=tuple(range(num_stages)),
-        costs=tuple(costs.scaled(1 / speed) for speed in speeds)
-        if is_timed
-        else (costs,) * num_stages,
-        sizes=sizes,
-        peak=peak,
-        capacity=tuple(capacity),
-        hosts=tuple(machine.host for machine in machines),
-    )
-    return get_partitioner(partitioner)(problem)
+    if len(speeds) != num_stages:
+        return (costs,) * num_stages
+    return tuple(costs.scaled(1 / speed) for speed in speeds)
 
 
 def divide_batch(batch: BatchOptions, mesh: Mesh) -> tuple[int, int]:

@@ -12,9 +12,9 @@ from shardmlx.costmodel.timing import TYPICAL_LENGTH
 from shardmlx.costmodel.workload import DTYPE_BYTES, activation_dtype, model_sizes
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.parts import Inspection, Part
-from shardmlx.partitioners import LayerCosts
+from shardmlx.partitioners import LayerCosts, Problem, get_partitioner
 from shardmlx.pipeline.stage_map import StageMap
-from shardmlx.planning.layout import divide_by_speed
+from shardmlx.planning.layout import costs_by_speed
 
 if TYPE_CHECKING:
     from shardmlx.costmodel.hostfile import Machine
@@ -70,17 +70,16 @@ def divide(
     if shape is not None:
         flops = (shape.layer(i).flops(TYPICAL_LENGTH) for i in range(shape.num_layers))
         costs = LayerCosts(tuple(flops), head=float(shape.head_flops()))
-    return divide_by_speed(
-        partitioner,
-        machines if shape is not None else (),
-        costs=costs,
+    timed = machines if shape is not None else ()
+    problem = Problem(
+        placement=tuple(range(num_stages)),
+        costs=costs_by_speed(costs, timed, num_stages),
         sizes=sizes,
         peak=_peak(inspection, generation),
-        capacity=[
-            math.inf if machine.memory is None else float(machine.memory) for machine in machines
-        ],
-        num_stages=num_stages,
+        capacity=tuple(math.inf if each.memory is None else each.memory for each in machines),
+        hosts=tuple(each.host for each in timed),
     )
+    return get_partitioner(partitioner)(problem)
 
 
 def _sizes(inspection: Inspection) -> LayerCosts:
