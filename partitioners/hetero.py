@@ -1,20 +1,34 @@
-"""Find the fastest step on machines of unequal speed, memory and links."""
+"""Find the fastest step on machines of unequal speed, memory and links.
+
+The step is a sum and a maximum. The maximum is searched by branch and bound; for a given one, the
+least sum of stage times is found by dynamic programming, stage by stage, over states of three
+numbers:
+
+- node: which machines the stages so far have taken, as a count of each kind;
+- kind: the kind of the last of them, since the link to the next machine depends on it;
+- stop: the layers that those stages hold, 0 to stop.
+
+``least[stage][node, kind, stop]`` is the least sum of the times of the stages before ``stage``,
+links between them included. A stage on a machine of some kind leads from each state, by each number
+of layers that it may hold, to a state before the next stage.
+"""
 
 from __future__ import annotations
 
 import heapq
 import math
-from dataclasses import replace
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardmlx.errors import UserError
 from shardmlx.partitioners.memory import DoesNotFitError, does_not_fit, evenly_full
 from shardmlx.partitioners.problem import Problem
-from shardmlx.partitioners.shortest import Kinds, Orders, Path, Tables, shortest
 from shardmlx.pipeline.stage_map import Partition, StageMap
 
 MAX_PLACINGS = 10_240
@@ -23,6 +37,11 @@ kinds, or 140 of two."""
 
 _ROUNDING = 1e-12
 """Relative difference below which sums are equal."""
+
+Array = NDArray[np.float64]
+
+Kinds = tuple[tuple[int, ...], ...]
+"""The ranks of each kind of machine, in the order in which they are taken."""
 
 
 def step_cost(problem: Problem, stage_map: StageMap) -> float:
@@ -45,9 +64,7 @@ def hetero(problem: Problem) -> StageMap:
     parameters). Among equal orders the given one wins. With more kinds of machines than
     ``MAX_PLACINGS`` allows, only the given order is tried.
 
-    The step is a sum and a maximum. For a given maximum the least sum is a shortest path over
-    layers x machines; the maximum itself is searched by branch and bound. Raises ``UserError`` if
-    nothing fits, or for several stages a rank.
+    Raises ``UserError`` if nothing fits, or for several stages a rank.
     """
     if problem.pp < problem.num_stages:
         raise UserError(
@@ -148,3 +165,176 @@ def _are_alike(problem: Problem, a: int, b: int) -> bool:
         return False
     others = set(range(problem.pp)) - {a, b}
     return all(problem.round_trip(a, each) == problem.round_trip(b, each) for each in others)
+
+
+class Placing(NamedTuple):
+    """A stage on a machine of one kind, which leads from nodes ``sources`` to nodes ``targets``."""
+
+    kind: int
+    sources: NDArray[np.intp]
+    targets: NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Orders:
+    """A set of orders of machines, as the paths through a graph.
+
+    ``nodes[s]`` is the number of nodes before stage s, and ``placings[s]`` leads on from them. All
+    paths end in one node.
+    """
+
+    kinds: Kinds
+    nodes: tuple[int, ...]
+    placings: tuple[tuple[Placing, ...], ...]
+
+    @classmethod
+    def of(cls, allowed: Sequence[Collection[int]], kinds: Kinds) -> Self:
+        """Return the orders in which stage s is on a machine of a kind in ``allowed[s]``."""
+        nodes = [tuple(0 for _ in kinds)]
+        counts, placings = [], []
+        for kinds_here in allowed:
+            following: dict[tuple[int, ...], int] = {}
+            ways: dict[int, list[tuple[int, int]]] = {kind: [] for kind in kinds_here}
+            for source, node in enumerate(nodes):
+                for kind in kinds_here:
+                    if node[kind] < len(kinds[kind]):
+                        target = (*node[:kind], node[kind] + 1, *node[kind + 1 :])
+                        number = following.setdefault(target, len(following))
+                        ways[kind].append((source, number))
+            counts.append(len(nodes))
+            placings.append(
+                tuple(
+                    Placing(kind, *np.array(pairs, np.intp).T)
+                    for kind, pairs in ways.items()
+                    if pairs
+                )
+            )
+            nodes = list(following)
+        return cls(kinds, tuple(counts), tuple(placings))
+
+    def placement(self, path: Sequence[int]) -> tuple[int, ...]:
+        """Return the rank of each stage from its kind; a kind's ranks come in their order."""
+        left = [iter(ranks) for ranks in self.kinds]
+        return tuple(next(left[kind]) for kind in path)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tables:
+    """A problem as arrays, by kinds of machines.
+
+    A stage is its number of layers and its end, [width, stop]. ``time[kind]`` and ``peaks[stage]``,
+    in bytes, are inf for impossible stages; ``links`` has the round trip from each kind to each.
+    ``peaks`` is None if memory is unknown, and ``capacity[kind]`` is the limit.
+    """
+
+    time: Array
+    links: Array
+    peaks: Array | None
+    capacity: Array
+
+    @classmethod
+    def of(cls, problem: Problem, kinds: Kinds) -> Self:
+        ranks = [members[0] for members in kinds]
+        others = [members[-1] for members in kinds]  # within a kind, between two machines of it
+        of_stage = [_ranges(problem, stage) for stage in range(problem.num_stages)]
+        of_all = set().union(*of_stage)
+        times = [_table(problem, of_all, problem.costs[rank].total) for rank in ranks]
+        peaks = None
+        if not all(map(math.isinf, problem.capacity)):
+            held = [partial(problem.held, stage) for stage in range(problem.num_stages)]
+            peaks = np.stack([_table(problem, *each) for each in zip(of_stage, held, strict=True)])
+        transfer = np.array(problem.transfer)
+        links = (transfer + transfer.T)[np.ix_(ranks, others)]
+        return cls(np.stack(times), links, peaks, np.array(problem.capacity)[ranks])
+
+    def stage_time(self, stage: int, kind: int, limit: float) -> Array:
+        """Return times [width, stop]; inf where a stage takes over ``limit``, or does not fit."""
+        allowed = self.time[kind] <= limit
+        if self.peaks is not None:
+            allowed &= self.peaks[stage] <= self.capacity[kind]
+        return np.where(allowed, self.time[kind], math.inf)
+
+    def arriving(self, least: Array, stage: int, kind: int) -> Array:
+        """Return ``least[..., kind before, stop]`` plus the round trip to a machine of ``kind``."""
+        return least + self.links[:, kind, None] if stage > 0 else least
+
+
+def _ranges(problem: Problem, stage: int) -> list[tuple[int, int]]:
+    """Return the layers that a stage may have, so that every other stage has some."""
+    after = problem.num_stages - 1 - stage
+    most = problem.num_layers - after
+    starts = range(stage, most) if stage > 0 else [0]
+    return [
+        (start, stop)
+        for start in starts
+        for stop in (range(start + 1, most + 1) if after else [most])
+    ]
+
+
+def _table(
+    problem: Problem, ranges: Iterable[tuple[int, int]], value: Callable[[int, int], float]
+) -> Array:
+    """Return the values of ranges of layers by [width, stop], inf of all others."""
+    table = np.full((problem.num_layers + 1,) * 2, math.inf)
+    for start, stop in ranges:
+        table[stop - start, stop] = value(start, stop)
+    return table
+
+
+class Path(NamedTuple):
+    """Stages in order: the sum and the maximum of their times, their ranks, their bounds."""
+
+    total: float
+    slowest: float
+    placement: tuple[int, ...]
+    bounds: tuple[int, ...]
+
+
+def shortest(tables: Tables, orders: Orders, limit: float) -> Path | None:
+    """Return the path of least sum whose stages take ``limit`` at most each; None without one."""
+    states = (len(orders.kinds), tables.time.shape[-1])
+    least = [np.full((nodes, *states), math.inf) for nodes in (*orders.nodes, 1)]
+    least[0][:, :, 0] = 0.0
+    for stage, placings in enumerate(orders.placings):
+        for placing in placings:
+            # Only the kind of the previous machine matters for the link to this one.
+            reached = tables.arriving(least[stage][placing.sources], stage, placing.kind)
+            stage_time = tables.stage_time(stage, placing.kind, limit)
+            least[stage + 1][placing.targets, placing.kind] = _extended(
+                reached.min(axis=1), stage_time
+            )
+    if np.isinf(least[-1][0, :, -1]).all():
+        return None
+    return _traced_back(tables, orders, limit, least)
+
+
+def _extended(reached: Array, stage_time: Array) -> Array:
+    """Return for every stop the least of reached[:, start] + stage_time[stop - start, stop]."""
+    extended = np.full_like(reached, math.inf)
+    for width in np.flatnonzero(np.isfinite(stage_time).any(axis=1)):
+        candidates = reached[:, :-width] + stage_time[width, width:]
+        np.minimum(extended[:, width:], candidates, out=extended[:, width:])
+    return extended
+
+
+def _traced_back(tables: Tables, orders: Orders, limit: float, least: list[Array]) -> Path:
+    """Return the path of the least sum in the last states.
+
+    Going back from the last state, each stage finds the state before it, which gives the same sum.
+    """
+    node, stop = 0, tables.time.shape[-1] - 1
+    kind = int(least[-1][node, :, stop].argmin())
+    total = float(least[-1][node, kind, stop])
+    kinds, bounds, times = [], [stop], []
+    for stage in reversed(range(len(orders.placings))):
+        placing = next(each for each in orders.placings[stage] if each.kind == kind)
+        node = int(placing.sources[np.flatnonzero(placing.targets == node)[0]])
+        # Indices: the kind of the previous machine, the width of this stage (1 ... stop layers).
+        reached = tables.arriving(least[stage][node], stage, kind)[:, stop - 1 :: -1]
+        stage_time = tables.stage_time(stage, kind, limit)[1 : stop + 1, stop]
+        kind_before, narrower = np.unravel_index((reached + stage_time).argmin(), reached.shape)
+        kinds.append(kind)
+        times.append(float(stage_time[narrower]))
+        kind, stop = int(kind_before), stop - 1 - int(narrower)
+        bounds.append(stop)
+    return Path(total, max(times), orders.placement(kinds[::-1]), tuple(bounds[::-1]))
