@@ -12,6 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from shardmlx.server.openai_errors import refused, shown
 
+Json = dict[str, Any]
+"""A JSON object."""
+
 _Item = TypeVar("_Item")
 
 Listed = Annotated[list[_Item], Field(fail_fast=True)]

@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import json
 import re
-import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from shardmlx.server.accepted_fields import Body, Listed, refuse_unknown
+from shardmlx.server.accepted_fields import Body, Json, Listed, refuse_unknown
 from shardmlx.server.answer_parser import Part
 from shardmlx.server.openai_bodies import SAMPLING, validated
 from shardmlx.server.openai_errors import ApiError, refused, shown
 from shardmlx.server.openai_requests import ApiRequest, ServedModel, TranslatedChat
-from shardmlx.server.replies import BlockReply, TokenText
+from shardmlx.server.replies import BlockReply
 from shardmlx.server.request_queue import Delta
 from shardmlx.server.structure import SchemaBody
-
-Json = dict[str, Any]
 
 SAME = frozenset({"model", "stream", "chat_template_kwargs", *SAMPLING})
 """Fields that mean the same in both APIs."""
@@ -213,10 +210,7 @@ KINDS = {"thought": "thinking", "said": "text", "call": "tool_use"}
 class MessageReply(BlockReply):
     sign_of_life = b'event: ping\ndata: {"type": "ping"}\n\n'
 
-    def __init__(self, request: ApiRequest, model: str, token_text: TokenText) -> None:
-        super().__init__(request, model, token_text)
-        self._id = f"msg_{uuid.uuid4().hex}"
-        self._reason: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
+    _reason: Mapping[str, str | None] = {"stop_reason": None, "stop_sequence": None}
 
     def failure(self, error: ApiError) -> Json:
         return error.anthropics
@@ -230,7 +224,7 @@ class MessageReply(BlockReply):
     @property
     def whole(self) -> Json:
         return {
-            "id": self._id,
+            "id": f"msg_{self.id}",
             "type": "message",
             "role": "assistant",
             "model": self.model,

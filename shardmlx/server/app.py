@@ -37,8 +37,6 @@ from shardmlx.server.responses_api import ResponseReply, read_response
 from shardmlx.server.streaming import AnswerResponse
 from shardmlx.server.tokenizing import detokenized, tokenized
 
-MOST_BODY_BYTES = 4 << 20
-
 LONG_BODY_BYTES = 100_000
 """Bytes of a body that is read in hundredths of a second. Longer ones have turns of their own."""
 
@@ -71,7 +69,7 @@ def make_app(
     api_key: str | None = None,
     hosts: Collection[str] | None = None,
     origins: Sequence[str] = (),
-    max_body_bytes: int = MOST_BODY_BYTES,
+    max_body_bytes: int = 4 << 20,
     metrics: Metrics | None = None,
 ) -> Starlette:
     """Return the application over a queue.

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from shardmlx.server.accepted_fields import Json
 from shardmlx.server.openai_errors import refused, shown
-
-Json = dict[str, Any]
 
 _TEXT = {"type": "string"}
 _NUMBER = {"type": "integer"}

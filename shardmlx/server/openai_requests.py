@@ -13,8 +13,9 @@ from shardmlx.errors import PromptTooLong, UserError
 from shardmlx.inference.answer_format import KNOWN, AnswerFormat, Tool
 from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.sampling_params import SamplingParams
+from shardmlx.server.accepted_fields import Json
 from shardmlx.server.answer_parser import AnswerSyntax
-from shardmlx.server.client_tools import ClientTool, Json
+from shardmlx.server.client_tools import ClientTool
 from shardmlx.server.forced_calls import call_rules
 from shardmlx.server.model_names import ModelNames
 from shardmlx.server.openai_bodies import (

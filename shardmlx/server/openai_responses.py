@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import time
-import uuid
 from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from shardmlx.inference.sampling_params import SampledToken
+from shardmlx.server.accepted_fields import Json
 from shardmlx.server.answer_parser import Kind, Part
 from shardmlx.server.openai_requests import ApiRequest
-from shardmlx.server.replies import Body, Reply, TokenText
+from shardmlx.server.replies import Reply, TokenText
 from shardmlx.server.request_queue import Delta, FinishReason
 
 
@@ -30,17 +29,17 @@ class ChoicesReply(Reply):
         super().__init__(request, model, token_text)
         self.logprobs: list[dict[str, list[Any]]] = [{} for _ in request.requests]
         self._reasons: list[FinishReason | None] = [None for _ in request.requests]
-        self.head: Body = {
-            "id": f"{self.PREFIX}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
+        self.head: Json = {
+            "id": f"{self.PREFIX}-{self.id}",
+            "created": self.created,
             "model": model,
         }
 
-    def event(self, body: Body) -> bytes:
+    def event(self, body: Json) -> bytes:
         # ASCII only: some clients take U+2028 for the end of a line.
         return b"data: " + json.dumps(body).encode() + b"\n\n"
 
-    def _add(self, index: int, delta: Delta) -> Iterator[Body]:
+    def _add(self, index: int, delta: Delta) -> Iterator[Json]:
         logprobs, parts = None, delta.parts
         if self.request.logprobs is not None:
             logprobs = self._logprobs(delta, len(self._text(index, "said")))
@@ -55,19 +54,19 @@ class ChoicesReply(Reply):
         if delta.finish_reason is not None:
             yield self._chunk(self._part(index, None, None))
 
-    def closing(self) -> Iterator[Body]:
+    def closing(self) -> Iterator[Json]:
         if self.request.include_usage:
             yield {**self._chunk(), "usage": self.usage}
 
     @property
-    def whole(self) -> Body:
+    def whole(self) -> Json:
         choices = [
             self._choice(index, logprobs or None) for index, logprobs in enumerate(self.logprobs)
         ]
         return {**self.head, "object": self.WHOLE, "choices": choices, "usage": self.usage}
 
     @property
-    def usage(self) -> Body:
+    def usage(self) -> Json:
         """The numbers of tokens. Cached are those of a prompt for all of its answers."""
         n, prompt, generated = self.request.n, self.prompt_tokens, sum(self.generated)
         cached = sum(min(self.cached[at : at + n]) for at in range(0, len(self.cached), n))
@@ -78,7 +77,7 @@ class ChoicesReply(Reply):
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
-    def _chunk(self, *choices: Body) -> Body:
+    def _chunk(self, *choices: Json) -> Json:
         chunk = {**self.head, "object": self.CHUNK, "choices": list(choices)}
         return {**chunk, "usage": None} if self.request.include_usage else chunk
 
@@ -86,15 +85,15 @@ class ChoicesReply(Reply):
         return "".join(block.text for block in self.blocks[index] if block.kind == kind)
 
     @abstractmethod
-    def _choice(self, index: int, logprobs: Body | None) -> Body:
+    def _choice(self, index: int, logprobs: Json | None) -> Json:
         """Return a choice of the whole reply."""
 
     @abstractmethod
-    def _part(self, index: int, part: Part | None, logprobs: Body | None) -> Body:
+    def _part(self, index: int, part: Part | None, logprobs: Json | None) -> Json:
         """Take in a part of an answer, and return the choice of a chunk with it, or of the last."""
 
     @abstractmethod
-    def _logprobs(self, delta: Delta, length: int) -> Body:
+    def _logprobs(self, delta: Delta, length: int) -> Json:
         """Return the log-probabilities of a delta, before which ``length`` characters came."""
 
 
@@ -103,14 +102,14 @@ class ChatReply(ChoicesReply):
     WHOLE = "chat.completion"
     CHUNK = "chat.completion.chunk"
 
-    def opening(self) -> Iterator[Body]:
+    def opening(self) -> Iterator[Json]:
         for index in range(len(self.blocks)):
             begun = {"role": "assistant", "content": ""}
             yield self._chunk(self._told(index, "delta", begun, None))
 
-    def _choice(self, index: int, logprobs: Body | None) -> Body:
+    def _choice(self, index: int, logprobs: Json | None) -> Json:
         text = self._text(index, "said")
-        message: Body = {"role": "assistant", "content": text, "refusal": None}
+        message: Json = {"role": "assistant", "content": text, "refusal": None}
         if thought := self._text(index, "thought"):
             message["reasoning_content"] = thought
         if calls := self._calls(index):
@@ -118,8 +117,8 @@ class ChatReply(ChoicesReply):
             message["tool_calls"] = [_call(call) for call in calls]
         return self._told(index, "message", message, logprobs)
 
-    def _part(self, index: int, part: Part | None, logprobs: Body | None) -> Body:
-        delta: Body = {}
+    def _part(self, index: int, part: Part | None, logprobs: Json | None) -> Json:
+        delta: Json = {}
         if part is not None:
             begins = self._take(index, part)
             if part.kind == "call":
@@ -132,13 +131,13 @@ class ChatReply(ChoicesReply):
     def _calls(self, index: int) -> list[Part]:
         return [block for block in self.blocks[index] if block.kind == "call"]
 
-    def _told(self, index: int, name: str, what: Body, logprobs: Body | None) -> Body:
+    def _told(self, index: int, name: str, what: Json, logprobs: Json | None) -> Json:
         reason: str | None = self._reasons[index]
         if reason == "stop" and self._calls(index):
             reason = "tool_calls"
         return {"index": index, name: what, "logprobs": logprobs, "finish_reason": reason}
 
-    def _logprobs(self, delta: Delta, length: int) -> Body:
+    def _logprobs(self, delta: Delta, length: int) -> Json:
         content = [
             {
                 **self._token(sampled.token, sampled.logprob),
@@ -148,7 +147,7 @@ class ChatReply(ChoicesReply):
         ]
         return {"content": content}
 
-    def _token(self, token: int, logprob: float | None) -> Body:
+    def _token(self, token: int, logprob: float | None) -> Json:
         text = self.token_text(token)
         # A part of a character has no text of its own.
         characters = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
@@ -160,20 +159,19 @@ class CompletionReply(ChoicesReply):
     WHOLE = "text_completion"
     CHUNK = "text_completion"
 
-    def _choice(self, index: int, logprobs: Body | None) -> Body:
+    def _choice(self, index: int, logprobs: Json | None) -> Json:
         return self._told(index, self._text(index, "said"), logprobs)
 
-    def _part(self, index: int, part: Part | None, logprobs: Body | None) -> Body:
-        if part is None:
-            return self._told(index, "", None)
-        self._take(index, part)
-        return self._told(index, part.text, logprobs)
+    def _part(self, index: int, part: Part | None, logprobs: Json | None) -> Json:
+        if part is not None:
+            self._take(index, part)
+        return self._told(index, "" if part is None else part.text, logprobs)
 
-    def _told(self, index: int, text: str, logprobs: Body | None) -> Body:
+    def _told(self, index: int, text: str, logprobs: Json | None) -> Json:
         reason = self._reasons[index]
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
-    def _logprobs(self, delta: Delta, length: int) -> Body:
+    def _logprobs(self, delta: Delta, length: int) -> Json:
         texts = [self.token_text(sampled.token) for sampled in delta.sampled]
         offsets = [length + sum(map(len, texts[:place])) for place in range(len(texts))]
         return {
@@ -183,15 +181,15 @@ class CompletionReply(ChoicesReply):
             "text_offset": offsets,
         }
 
-    def _likeliest(self, sampled: SampledToken) -> Body:
+    def _likeliest(self, sampled: SampledToken) -> Json:
         """Return the likeliest tokens, and the sampled one; of two that read alike, the first."""
-        likeliest: Body = {}
+        likeliest: Json = {}
         for token, logprob in (*sampled.top, (sampled.token, sampled.logprob)):
             likeliest.setdefault(self.token_text(token), _finite(logprob))
         return likeliest
 
 
-def _call(call: Part) -> Body:
+def _call(call: Part) -> Json:
     function = {"name": call.name, "arguments": call.text}
     return {"id": call.id, "type": "function", "function": function}
 

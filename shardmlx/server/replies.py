@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
+import time
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
+from shardmlx.server.accepted_fields import Json
 from shardmlx.server.answer_parser import Part
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.openai_requests import ApiRequest
 from shardmlx.server.request_queue import Delta
-
-Body = dict[str, Any]
-"""A JSON object."""
 
 TokenText = Callable[[int], str]
 
@@ -29,11 +29,13 @@ class Reply(ABC):
         self.request = request
         self.model = model
         self.token_text = token_text
+        self.id = uuid.uuid4().hex
+        self.created = int(time.time())
         self.generated = [0 for _ in request.requests]
         self.cached = [0 for _ in request.requests]
         self.blocks: list[list[Part]] = [[] for _ in request.requests]
 
-    def add(self, index: int, delta: Delta) -> Iterator[Body]:
+    def add(self, index: int, delta: Delta) -> Iterator[Json]:
         """Take in a delta of answer ``index``, and yield the events to send of it."""
         self.generated[index], self.cached[index] = delta.generated, delta.cached
         yield from self._add(index, delta)
@@ -61,34 +63,34 @@ class Reply(ABC):
     def sign_of_life(self) -> bytes:
         """The bytes that a stream sends in silence, which clients of the API count as life."""
 
-    def opening(self) -> Iterator[Body]:
+    def opening(self) -> Iterator[Json]:
         """Yield the events that come before all others."""
         yield from ()
 
     @abstractmethod
-    def _add(self, index: int, delta: Delta) -> Iterator[Body]:
+    def _add(self, index: int, delta: Delta) -> Iterator[Json]:
         """Yield the events to send of a delta."""
 
     @abstractmethod
-    def closing(self) -> Iterator[Body]:
+    def closing(self) -> Iterator[Json]:
         """Yield the events that come after all answers."""
 
     @property
     @abstractmethod
-    def whole(self) -> Body:
+    def whole(self) -> Json:
         """The whole reply, as far as it has come."""
 
     @abstractmethod
-    def event(self, body: Body) -> bytes: ...
+    def event(self, body: Json) -> bytes: ...
 
-    def failure(self, error: ApiError) -> Body:
+    def failure(self, error: ApiError) -> Json:
         return error.body
 
 
 class BlockReply(Reply):
     """A reply that has one answer, and tells of each of its blocks."""
 
-    def _add(self, index: int, delta: Delta) -> Iterator[Body]:
+    def _add(self, index: int, delta: Delta) -> Iterator[Json]:
         for part in delta.parts:
             begins = self._begins(index, part)
             if begins:
@@ -101,21 +103,21 @@ class BlockReply(Reply):
             yield from self._last_ended()
             yield from self._end(delta)
 
-    def event(self, body: Body) -> bytes:
+    def event(self, body: Json) -> bytes:
         return f"event: {body['type']}\ndata: {json.dumps(body)}\n\n".encode()
 
-    def _last_ended(self) -> Iterator[Body]:
+    def _last_ended(self) -> Iterator[Json]:
         for block in self.blocks[0][-1:]:
             yield from self._ended(block)
 
     @abstractmethod
-    def _begun(self, block: Part) -> Iterator[Body]: ...
+    def _begun(self, block: Part) -> Iterator[Json]: ...
 
     @abstractmethod
-    def _more(self, part: Part) -> Iterator[Body]: ...
+    def _more(self, part: Part) -> Iterator[Json]: ...
 
     @abstractmethod
-    def _ended(self, block: Part) -> Iterator[Body]: ...
+    def _ended(self, block: Part) -> Iterator[Json]: ...
 
     @abstractmethod
-    def _end(self, delta: Delta) -> Iterator[Body]: ...
+    def _end(self, delta: Delta) -> Iterator[Json]: ...

@@ -6,15 +6,13 @@
 from __future__ import annotations
 
 import json
-import time
-import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from shardmlx.server.accepted_fields import Body, Listed, refuse_unknown
+from shardmlx.server.accepted_fields import Body, Json, Listed, refuse_unknown
 from shardmlx.server.answer_parser import Kind, Part
 from shardmlx.server.client_tools import (
     FIELDS,
@@ -27,10 +25,8 @@ from shardmlx.server.client_tools import (
 from shardmlx.server.openai_bodies import SAMPLING, validated
 from shardmlx.server.openai_errors import ApiError, refused, shown
 from shardmlx.server.openai_requests import ApiRequest, ServedModel, TranslatedChat
-from shardmlx.server.replies import BlockReply, TokenText
+from shardmlx.server.replies import BlockReply
 from shardmlx.server.request_queue import Delta
-
-Json = dict[str, Any]
 
 SAME = frozenset({"model", "stream", "parallel_tool_calls", "chat_template_kwargs", *SAMPLING})
 """Fields that mean the same in both."""
@@ -197,13 +193,9 @@ CONTENTS: Mapping[Kind, Json] = {
 class ResponseReply(BlockReply):
     """The reply to one request to /v1/responses: each block is an item of its output."""
 
-    def __init__(self, request: ApiRequest, model: str, token_text: TokenText) -> None:
-        super().__init__(request, model, token_text)
-        self._status = "in_progress"
-        self._events = 0
-        self._thought = 0
-        self._id = uuid.uuid4().hex
-        self._created = int(time.time())
+    _status = "in_progress"
+    _events = 0
+    _thought = 0
 
     def event(self, body: Json) -> bytes:
         numbered = {"sequence_number": self._events, **body}
@@ -233,9 +225,9 @@ class ResponseReply(BlockReply):
     def whole(self) -> Json:
         is_cut = self._status == "incomplete"
         return {
-            "id": f"resp_{self._id}",
+            "id": f"resp_{self.id}",
             "object": "response",
-            "created_at": self._created,
+            "created_at": self.created,
             "model": self.model,
             "status": self._status,
             "error": None,
@@ -316,7 +308,7 @@ class ResponseReply(BlockReply):
         return {**head, "type": kind, "call_id": block.id, **(tool.called(block.text) or {})}
 
     def _item_id(self, kind: Kind, at: int | None = None) -> str:
-        return f"{PREFIXES[kind]}_{self._id}_{self._last if at is None else at}"
+        return f"{PREFIXES[kind]}_{self.id}_{self._last if at is None else at}"
 
     @property
     def _last(self) -> int:

@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from shardmlx.server.accepted_fields import Json
 from shardmlx.server.metrics import Metrics, RequestMeter
 from shardmlx.server.openai_errors import ApiError
-from shardmlx.server.replies import Body, Reply
+from shardmlx.server.replies import Reply
 from shardmlx.server.request_queue import Answers, Delta
 
 SECONDS_OF_SILENCE = 15.0
@@ -75,10 +76,10 @@ class AnswerResponse(Response):
         # In one with the end of the body: clients close the connection at what they know as last.
         await _send(send, last, more=False)
 
-    def _events(self, bodies: Iterable[Body]) -> bytes:
+    def _events(self, bodies: Iterable[Json]) -> bytes:
         return b"".join(map(self._reply.event, bodies))
 
-    def _take(self, index: int, delta: Delta) -> Iterable[Body]:
+    def _take(self, index: int, delta: Delta) -> Iterable[Json]:
         self._meters[index].add(delta)
         if delta.finish_reason == "broken":
             param = self._reply.request.structure
@@ -90,7 +91,7 @@ class AnswerResponse(Response):
             )
         return list(self._reply.add(index, delta))
 
-    def _failure(self, error: ApiError) -> Body:
+    def _failure(self, error: ApiError) -> Json:
         for meter in self._meters:
             meter.end("error")
         return self._reply.failure(error)
