@@ -78,11 +78,9 @@ class KVCaches:
 
     new: Callable[[], Caches]
     quantisation: CacheQuantisation | None = None
-
-    def __post_init__(self) -> None:
-        self._alone: dict[int, Caches] = {}
-        self._groups: dict[int, _BatchedCaches] = {}
-        self._borders: dict[int, dict[int, list[Caches]]] = {}
+    _alone: dict[int, Caches] = field(default_factory=dict)
+    _groups: dict[int, _BatchedCaches] = field(default_factory=dict)
+    _borders: dict[int, dict[int, list[Caches]]] = field(default_factory=dict)
 
     def of(self, item: Item) -> Caches:
         """Return the caches that an item's tokens enter, a row a sequence. First ``update``."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
 
@@ -55,9 +55,7 @@ class PrefixCache:
     shortest: int = SHORTEST
     _: KW_ONLY
     has_borders: bool = False
-
-    def __post_init__(self) -> None:
-        self._kept: dict[int, _Kept] = {}
+    _kept: dict[int, _Kept] = field(default_factory=dict)
 
     @classmethod
     def of(

@@ -43,13 +43,13 @@ class _SequenceState:
     after: mx.array | None = None
 
 
+@dataclass
 class BatchSampler:
     """A sampler for all sequences under way. ``start`` is the run's own random state."""
 
-    def __init__(self, start: int, grammars: Grammars | None = None) -> None:
-        self._start = start
-        self._grammars = grammars
-        self._sequences: dict[int, _SequenceState] = {}
+    start: int
+    grammars: Grammars | None = None
+    _sequences: dict[int, _SequenceState] = field(default_factory=dict)
 
     def open(self, sequence: int, params: SamplingParams) -> None:
         sampler = make_sampler(
@@ -73,9 +73,9 @@ class BatchSampler:
         )
         matcher = None
         if params.grammar is not None:
-            assert self._grammars is not None, "rank 0 takes no grammars where there are none"
-            matcher = self._grammars.matcher(params.grammar)
-        start = self._start if params.seed is None else params.seed
+            assert self.grammars is not None, "rank 0 takes no grammars where there are none"
+            matcher = self.grammars.matcher(params.grammar)
+        start = self.start if params.seed is None else params.seed
         self._sequences[sequence] = _SequenceState(
             params,
             _stream(start, params.stream),

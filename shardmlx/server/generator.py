@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from socket import socket
 
 import mlx.core as mx
@@ -32,28 +32,26 @@ SECONDS_TO_SEND = 5.0  # for clients to take what is left for them
 SECONDS_OF_A_STEP = 25.0  # to wait for another rank before no new requests are taken
 
 
+@dataclass
 class PipelineGenerator:
     """The generator of a ``RequestQueue``; ``check_signals`` is called between any two steps."""
 
-    def __init__(
-        self, prepared: InferenceRun, first_stage: FirstStage, check_signals: Callable[[], None]
-    ) -> None:
-        self._prepared = prepared
-        self._first_stage = first_stage
-        self._check_signals = check_signals
-        self._answers: dict[int, tuple[IncrementalDetokenizer, AnswerParser]] = {}
+    prepared: InferenceRun
+    first_stage: FirstStage
+    check_signals: Callable[[], None]
+    _answers: dict[int, tuple[IncrementalDetokenizer, AnswerParser]] = field(default_factory=dict)
 
     @property
     def is_idle(self) -> bool:
-        return self._first_stage.is_idle
+        return self.first_stage.is_idle
 
     @property
     def kept_tokens(self) -> int:
-        return self._first_stage.kept_tokens
+        return self.first_stage.kept_tokens
 
     def add(self, number: int, request: GenerationRequest) -> None:
-        answer = self._prepared.ask(
-            self._first_stage,
+        answer = self.prepared.ask(
+            self.first_stage,
             number,
             request.tokens,
             request.max_tokens,
@@ -64,26 +62,26 @@ class PipelineGenerator:
 
     def cancel(self, number: int) -> None:
         del self._answers[number]
-        self._first_stage.cancel(number)
+        self.first_stage.cancel(number)
 
     def step(self) -> Sequence[tuple[int, Delta]]:
         """Do the pipeline's next step, and return the deltas that have come, by number."""
-        self._check_signals()
+        self.check_signals()
         if self.is_idle:
-            self._first_stage.keep_alive()
+            self.first_stage.keep_alive()
             return []
         deltas = []
-        for number, sampled in self._first_stage.step():
+        for number, sampled in self.first_stage.step():
             answer, parser = self._answers[number]
             text = answer.take(sampled.token)
             parts = tuple(parser.take(text, is_last=answer.finish_reason is not None))
             if parser.stop is not None:
                 answer.finish_reason = "stop"
             is_part = sampled.token != BROKEN and sampled.token not in answer.eos
-            cached = self._first_stage.cached(number)
+            cached = self.first_stage.cached(number)
             if answer.finish_reason is not None:
                 del self._answers[number]
-                self._first_stage.finish(number)
+                self.first_stage.finish(number)
             delta = Delta(
                 parts,
                 (sampled,) if is_part else (),
