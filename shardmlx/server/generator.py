@@ -77,19 +77,13 @@ class PipelineGenerator:
             parts = tuple(parser.take(text, is_last=answer.finish_reason is not None))
             if parser.stop is not None:
                 answer.finish_reason = "stop"
-            is_part = sampled.token != BROKEN and sampled.token not in answer.eos
-            cached = self.first_stage.cached(number)
-            if answer.finish_reason is not None:
+            is_end = sampled.token == BROKEN or sampled.token in answer.eos
+            told = () if is_end else (sampled,)
+            cached, reason = self.first_stage.cached(number), answer.finish_reason
+            if reason is not None:
                 del self._answers[number]
                 self.first_stage.finish(number)
-            delta = Delta(
-                parts,
-                (sampled,) if is_part else (),
-                answer.count,
-                cached,
-                answer.finish_reason,
-                parser.stop,
-            )
+            delta = Delta(parts, told, answer.count, cached, reason, parser.stop)
             deltas.append((number, delta))
         return deltas
 
