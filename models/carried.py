@@ -1,173 +1,219 @@
-"""Arrays that Gemma 4's layers take beside hidden states, and how they cross a cut.
+"""Arrays that layers take beside hidden states, and how they cross a cut.
 
-Later layers attend to the keys and values of earlier ones, the donors; in small models each layer
-has an input of its own, made from the tokens before the first. Between any two layers all of it
-stands behind the hidden states, in one array of one width::
+A layer may take what an earlier one returned beside its hidden states, keys and values that an
+earlier one added to its cache, and what the body made of the tokens before the first layer. Between
+any two layers all that is still needed stands behind the hidden states, in one array of one width::
 
-    hidden states | keys and values of each donor | inputs of all layers
+    hidden states | keys of layer 1 | values of layer 1 | what layer 2 takes | what layer 3 takes
 
-So stages send one array, as those of any model do, and gradients take the same way back. Keys and
-values are zero before their donor.
+So stages send one array, as those of any model do, and gradients take the same way back. A place is
+zero before its array is made; after the last layer that takes it, it may have another one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import accumulate
-from typing import Any, NamedTuple
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-
-from shardmlx.compat import inputs_of_layers
-
-_MAKERS = (
-    "embed_tokens_per_layer",
-    "per_layer_model_projection",
-    "per_layer_projection_norm",
-)
-"""Modules of the body that make the layers' own inputs."""
+from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
 
-class _Carried(NamedTuple):
-    states: mx.array
-    shared: dict[int, tuple[mx.array, mx.array]]
-    """Keys and values (rows, groups, T, dim) of each donor."""
-    inputs: mx.array | None
-    """Inputs of all layers (rows, T, layers, dim)."""
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The axes of an array: ``order`` names that of rows, that of tokens, and all others, which
+    have ``sides``."""
+
+    order: tuple[int, ...]
+    sides: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.sides)
+
+    def shape(self, rows: int, tokens: int) -> tuple[int, ...]:
+        """Return the shape of an array with these axes."""
+        sides = (rows, tokens, *self.sides)
+        return tuple(sides[self.order.index(axis)] for axis in range(len(sides)))
+
+    def flat(self, x: mx.array) -> mx.array:
+        """Return (rows, T, size) of an array with these axes."""
+        x = x.transpose(self.order)
+        return x.reshape(*x.shape[:2], -1)
+
+    def whole(self, x: mx.array) -> mx.array:
+        """Return the array with these axes of (rows, T, size)."""
+        x = x.reshape(*x.shape[:2], *self.sides)
+        return x.transpose([self.order.index(axis) for axis in range(x.ndim)])
 
 
-class _Recorded:
-    """A KV cache that remembers what was added to it last."""
+class Source(NamedTuple):
+    """The origin of what a layer takes: array number ``part`` of the ``output`` of a ``layer``;
+    keys (0) or values (1) that one ``added`` to its cache, that ``cache``, or the ``position``
+    before; or ``before`` the layers, where the body made it for the argument ``part`` of one."""
 
-    def __init__(self, cache: Any) -> None:
+    kind: Literal["hidden", "output", "added", "cache", "position", "before"]
+    layer: int
+    part: int | str = 0
+
+    @property
+    def made(self) -> int:
+        return -1 if self.kind == "before" else self.layer
+
+
+HIDDEN = Source("hidden", -1)
+"""The hidden states of the layer before."""
+
+
+class Shared:
+    """A cache of which later layers read, or, without a ``cache``, its place for one whole text."""
+
+    def __init__(self, cache: Any, *added: mx.array) -> None:
         self._cache = cache
-        self.added: tuple[mx.array, mx.array] | None = None
+        self.is_real = cache is not None
+        self.added = self.fetched = added
+        self.start = mx.array(self.offset)
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        self.added = keys, values
-        return self._cache.update_and_fetch(keys, values)
+    @property
+    def offset(self) -> Any:
+        return getattr(self._cache, "offset", 0)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Sequence[mx.array]:
+        self.added = self.fetched = keys, values
+        if self._cache is not None:
+            self.fetched = self._cache.update_and_fetch(keys, values)
+        return self.fetched
+
+    def keys_and_values(self) -> Sequence[mx.array]:
+        return self.fetched
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cache, name)
 
 
+Kept = dict[int, Shared]
+"""Caches by the layer that adds to them, of a run of generation."""
+
+
 class Carrier:
-    """The arrays that layers of a ``body`` of mlx-lm's ``gemma4_text`` pass on.
+    """The arrays that layers pass on: ``takes`` has those that each layer takes by the path of its
+    argument, ``outputs`` the structure of what each returns, ``layouts`` the axes of each array."""
 
-    ``kept`` of a run of generation has, by donor, keys and values of all tokens so far, and the
-    position of the first new one.
-    """
+    def __init__(
+        self,
+        takes: Sequence[Mapping[str, Source]],
+        outputs: Sequence[Any],
+        layouts: Mapping[Source, Layout],
+    ) -> None:
+        self._takes, self._outputs, self._layouts = takes, outputs, layouts
+        last: dict[Source, int] = {}
+        for i, sources in enumerate(takes):
+            for source in sources.values():
+                last |= dict.fromkeys(_arrays(source, i), i)
+        self.width = layouts[HIDDEN].size
+        self._places = {HIDDEN: 0}
+        used: dict[int, tuple[int, int]] = {}
+        for source in sorted(last, key=lambda source: source.made):
+            size = layouts[source].size
+            free = [at for at, (own, end) in used.items() if own == size and end <= source.made]
+            place = free[0] if free else self.width
+            self.width += 0 if free else size
+            self._places[source] = place
+            used[place] = size, last[source]
+        self._donors = {source.layer for source in last if source.kind == "added"}
 
-    def __init__(self, body: nn.Module) -> None:
-        self._body = body
-        self._sources: list[int] = body.previous_kvs
-        borrowed = {source for i, source in enumerate(self._sources) if source != i}
-        self.donors = sorted(borrowed)
-        heads = [body.layers[i].self_attn for i in self.donors]
-        self._heads = [(each.n_kv_heads, each.head_dim) for each in heads]
-        self.hidden_size: int = body.config.hidden_size
-        self._inputs: int = body.hidden_size_per_layer_input or 0
+    def donors(self, start: int, stop: int) -> list[int]:
+        """Return the layers before ``start`` of whose caches a stage needs a copy."""
+        taken = [source for i in range(start, stop) for source in self._takes[i].values()]
+        found = {source.layer for source in taken if source.kind in ("added", "cache")}
+        return sorted(i for i in found if i < start)
 
-    @property
-    def before(self) -> tuple[str, ...]:
-        """Names of the modules that make the layers' own inputs."""
-        return _MAKERS if self._inputs else ()
-
-    def stand_in(self, call: Callable[..., mx.array]) -> Callable[..., tuple[mx.array, None, None]]:
-        """Return what the body can call for a layer, if only masks and caches matter."""
-
-        def layer(
-            x: mx.array, mask: Any, cache: Any, **carried: Any
-        ) -> tuple[mx.array, None, None]:
-            return call(x, mask, cache), None, None
-
-        return layer
-
-    def simplify(self, body: nn.Module) -> None:
-        """Let a copy of the body make no inputs of layers: ``begin`` does."""
-        body.hidden_size_per_layer_input = 0
-
-    @property
-    def _sizes(self) -> list[int]:
-        shared = [2 * groups * dim for groups, dim in self._heads]
-        return [self.hidden_size, *shared, len(self._sources) * self._inputs]
-
-    def begin(self, x: mx.array, tokens: mx.array) -> mx.array:
-        """Return the first layer's input of embedded ``tokens`` (rows, T), with all it carries."""
-        inputs = inputs_of_layers(self._body, x, tokens) if self._inputs else None
-        rows, length, _ = x.shape
-        shared = {
-            i: (mx.zeros((rows, groups, length, dim), x.dtype),) * 2
-            for i, (groups, dim) in zip(self.donors, self._heads, strict=True)
-        }
-        return self._joined(_Carried(x, shared, inputs))
+    def begin(self, given: Sequence[tuple[Any, Any]]) -> mx.array:
+        """Return the first layer's input with all it carries, of the arguments that the body has
+        for each layer."""
+        (hidden, *_), _ = given[0]
+        states = self._layouts[HIDDEN].flat(hidden)
+        arrays = {HIDDEN: hidden}
+        for source in self._places:
+            if source.kind == "before":
+                arrays[source] = dict(tree_flatten(given[source.layer]))[source.part]
+        return self._with(mx.zeros((*states.shape[:2], self.width), states.dtype), arrays)
 
     def states(self, x: mx.array) -> mx.array:
-        """Return the hidden states alone."""
-        return x[..., : self.hidden_size]
+        """Return the hidden states, as layers have them."""
+        return self._taken(HIDDEN, x)
 
-    def keep(self, i: int, x: mx.array, cache: Any, kept: dict[int, Any]) -> None:
-        """Add the keys and values of a donor on an earlier stage to this stage's ``cache``."""
-        keys, values = self._split(x).shared[i]
-        offset = mx.array(cache.offset)
-        kept[i] = cache.update_and_fetch(keys, values), offset
+    def output(self, i: int, states: mx.array) -> Any:
+        """Return what the body may get of layer ``i``: hidden states in the place of each array."""
+        return tree_map(lambda _: states, self._outputs[i])
 
-    def call(
-        self, i: int, layer: nn.Module, mask: Any, cache: Any, kept: dict[int, Any], x: mx.array
-    ) -> mx.array:
+    def keep(self, i: int, given: Any, kept: Kept, x: mx.array) -> None:
+        """Add keys and values of layer ``i``, on an earlier stage, to this stage's own cache, which
+        is among its arguments in generation."""
+        path = next(path for path, each in self._takes[i].items() if each.kind == "cache")
+        cache = dict(tree_flatten(given))[path]
+        if cache is not None:
+            kept[i] = Shared(cache)
+            kept[i].update_and_fetch(*(self._taken(Source("added", i, n), x) for n in (0, 1)))
+
+    def call(self, i: int, layer: nn.Module, given: Any, kept: Kept, x: mx.array) -> mx.array:
         """Return the output of layer ``i``, of its input: both with all they carry."""
-        carried = self._split(x)
-        source = self._sources[i]
-        shared, offset = None, None
-        if source != i and source in kept:
-            shared, offset = kept[source]
-        elif source != i:
-            shared, offset = tuple(map(mx.contiguous, carried.shared[source])), 0
-        given = None if carried.inputs is None else mx.contiguous(carried.inputs[:, :, i])
-        recorded = _Recorded(cache) if i in self.donors and cache is not None else cache
-        states, found, offset = layer(
-            # Copies, since a view would hold all that is carried for the gradient.
-            mx.contiguous(carried.states),
-            mask,
-            recorded,
-            per_layer_input=given,
-            shared_kv=shared,
-            offset=offset,
-        )
-        if i in self.donors:
-            if isinstance(recorded, _Recorded):
-                kept[i], found = (found, offset), recorded.added
-            carried.shared[i] = found
-        return self._joined(carried._replace(states=states))
+        own: list[Shared] = []
 
-    def _split(self, x: mx.array) -> _Carried:
-        ends = [*accumulate(self._sizes)][:-1]
-        states, *parts, inputs = mx.split(x, ends, axis=-1)
-        shared = {}
-        for i, heads, part in zip(self.donors, self._heads, parts, strict=True):
-            keys, values = mx.split(part, 2, axis=-1)
-            shared[i] = _by_head(keys, *heads), _by_head(values, *heads)
-        by_layer = inputs.reshape(*inputs.shape[:-1], -1, self._inputs) if self._inputs else None
-        return _Carried(states, shared, by_layer)
+        def fill(path: str, argument: Any) -> Any:
+            source = self._takes[i].get(path)
+            if source is None or (source == Source("cache", i) and i not in self._donors):
+                return argument
+            if source == Source("cache", i):
+                own.append(Shared(argument))
+                return own[0]
+            if source.kind == "position":
+                return kept[source.layer].start if source.layer in kept else 0
+            if source.kind == "added" and source.layer in kept:
+                return kept[source.layer].fetched[int(source.part)]
+            if source.kind != "cache":
+                return self._taken(source, x)
+            pair = _arrays(source, i)
+            return (
+                Shared(None, *(self._taken(e, x) for e in pair)) if argument is None else argument
+            )
 
-    def _joined(self, carried: _Carried) -> mx.array:
+        args, how = tree_map_with_path(fill, given)
+        leaves = [leaf for _, leaf in tree_flatten(layer(*args, **how))]
+        arrays = {HIDDEN: leaves[0]}
+        for source in self._places:
+            if source.layer == i and source.kind in ("output", "added"):
+                parts = leaves if source.kind == "output" else own[0].added
+                arrays[source] = parts[int(source.part)]
+        if own and own[0].is_real:
+            kept[i] = own[0]
+        return self._with(x, arrays)
+
+    def _taken(self, source: Source, x: mx.array) -> mx.array:
+        place, layout = self._places[source], self._layouts[source]
+        # A copy, since a view would hold all that is carried for the gradient.
+        return mx.contiguous(layout.whole(x[..., place : place + layout.size]))
+
+    def _with(self, x: mx.array, arrays: Mapping[Source, mx.array]) -> mx.array:
+        """Return ``x`` (rows, T, width) with other arrays in some of the places."""
+
         def parts() -> Iterator[mx.array]:
-            yield carried.states
-            for i in self.donors:
-                for each in carried.shared[i]:
-                    yield each.swapaxes(1, 2).flatten(2)
-            if carried.inputs is not None:
-                yield carried.inputs.flatten(2)
+            end = 0
+            for source in sorted(arrays, key=lambda source: self._places[source]):
+                place, layout = self._places[source], self._layouts[source]
+                yield x[..., end:place]
+                yield layout.flat(arrays[source])
+                end = place + layout.size
+            yield x[..., end:]
 
-        return mx.concatenate([*parts()], axis=-1)
-
-
-def _by_head(x: mx.array, groups: int, dim: int) -> mx.array:
-    """Return (rows, groups, T, dim) of (rows, T, groups * dim)."""
-    return x.reshape(*x.shape[:2], groups, dim).swapaxes(1, 2)
+        return mx.concatenate([each for each in parts() if each.shape[-1]], axis=-1)
 
 
-def carrier_of(body: nn.Module) -> Carrier | None:
-    """Return what a body's layers pass on; None where that is hidden states alone."""
-    return Carrier(body) if type(body).__name__ == "Gemma4TextModel" else None
+def _arrays(source: Source, i: int) -> list[Source]:
+    """Return the arrays that layer ``i`` takes with a source: a cache has keys and values."""
+    if source.kind == "cache" and source.layer < i:
+        return [Source("added", source.layer, n) for n in (0, 1)]
+    return [source] if source.kind in ("output", "added", "before") else []

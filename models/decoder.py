@@ -28,10 +28,11 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from shardmlx.compat import calls, follow_positions, rebind
 from shardmlx.models.attention import ChunkedMask, attend
-from shardmlx.models.carried import carrier_of
+from shardmlx.models.carried import Kept
 from shardmlx.models.packed_positions import PackedPositions
-from shardmlx.models.parts import InPlaceOf, Parts, at, first_argument, with_layers
+from shardmlx.models.parts import Parts
 from shardmlx.models.recurrence import use_pieces
+from shardmlx.models.stand_ins import InPlaceOf, at, first_argument, with_layers
 
 ATTENTION, MASK = "scaled_dot_product_attention", "create_attention_mask"
 
@@ -49,9 +50,13 @@ class _Run(NamedTuple):
     x: mx.array
     visit: Visit | None
     outputs: list[mx.array]
-    kept: dict[int, Any]
+    kept: Kept
     places: PackedPositions | None = None
     chunk: int | None = None
+    given: list[tuple[Any, Any]] | None = None
+    """The arguments of each layer, of a run that only asks for these."""
+    is_normed: bool = False
+    """True if ``x`` has passed the final norm, so that a head is to follow."""
 
 
 class Decoder:
@@ -70,19 +75,21 @@ class Decoder:
                     rebind(module, ATTENTION, attend)
             use_pieces(layer)
         self.embedding = parts.embedding
-        self._carrier = carrier_of(parts.body)
+        self._carrier = parts.carrier
         self._fuses = fuses
         self._now: _Run | None = None
         self._from_tokens = self._own_body(self.embedding)
         # A new array of which only the shape matters: bodies scale it in place.
-        self._from_states = self._own_body(lambda ids: mx.stop_gradient(self.states(self._given)))
+        self._from_states = self._own_body(
+            lambda ids: mx.stop_gradient(self._given[..., : parts.width])
+        )
         self._top = copy(parts.top)
         self._top[parts.body_name] = InPlaceOf(parts.body, self._head)
         self._empty = make_prompt_cache(model)
         self._kinds = [*map(_kind, self._empty)]
-        donors = [i for i in self._carrier.donors if i < start] if self._carrier else []
+        self._donors = self._carrier.donors(start, stop) if self._carrier else []
         # Numbers of the caches of these layers, and of earlier donors, among those of mlx-lm.
-        numbers = (parts.caches[i] for i in [*donors, *range(start, stop)])
+        numbers = (parts.caches[i] for i in [*self._donors, *range(start, stop)])
         self.caches = [i for i in numbers if i is not None]
         places = [hasattr(cache, "offset") for cache in self._empty]
         self._counts = any(places) and not any(places[i] for i in self.caches)
@@ -94,8 +101,8 @@ class Decoder:
             # The head is called separately, after the norm.
             for name in parts.heads:
                 leaf = name.rpartition(".")[2]
-                body[leaf] = InPlaceOf(body[leaf], first_argument)
-        body[parts.embedding_name] = InPlaceOf(self.embedding, embed, as_linear=first_argument)
+                body[leaf] = InPlaceOf(body[leaf], self._project)
+        body[parts.embedding_name] = InPlaceOf(self.embedding, embed, as_linear=self._project)
         for holder in (body, at(body, parts.layers_name.rpartition(".")[0])):
             for method in ("__call__", "_make_masks"):
                 if calls(holder, MASK, method):
@@ -107,6 +114,16 @@ class Decoder:
         """Return the output of the body, as far as the family's code sees it."""
         if not self.parts.body_has_head:
             return self._given
+        out: mx.array = self._from_states(mx.zeros(self._given.shape[:-1], mx.int32), cache=None)
+        return out
+
+    def _project(self, x: mx.array) -> mx.array:
+        """Stand in for a head that the body calls: norm and head are called separately."""
+        assert self._now is not None, "called within a run"
+        if self._now.visit is None:
+            self._now.outputs[:] = [x]
+        if not self._now.is_normed:
+            return x
         head: Any = next(iter(self.parts.heads.values()), self.embedding.as_linear)
         out: mx.array = head(self._given)
         return out
@@ -115,15 +132,6 @@ class Decoder:
     def _given(self) -> mx.array:
         assert self._now is not None, "called within a run"
         return self._now.x
-
-    @property
-    def carries(self) -> bool:
-        """True if more than hidden states goes from layer to layer."""
-        return self._carrier is not None
-
-    def states(self, x: mx.array) -> mx.array:
-        """Return hidden states without what they carry."""
-        return self._carrier.states(x) if self._carrier else x
 
     def run(
         self,
@@ -142,7 +150,12 @@ class Decoder:
         """
         run = _Run(x, visit, [], {}, places, chunk)
         every = None if caches is None else self._with_stand_ins(caches)
-        self._call(self._from_states if self._start else self._from_tokens, run, every)
+        if self._carrier is not None and self._start == 0:
+            given: list[tuple[Any, Any]] = []
+            self._call(self._from_tokens, _Run(x, None, [], {}, given=given), every)
+            run = run._replace(x=self._carrier.begin(given))
+        is_first = self._carrier is None and self._start == 0
+        self._call(self._from_tokens if is_first else self._from_states, run, every)
         if caches is not None and self._counts:
             count = mx.zeros((x.shape[0], 1, x.shape[1], 1), mx.int8)
             caches[-1].update_and_fetch(count, count)
@@ -156,11 +169,13 @@ class Decoder:
 
     def norm(self, x: mx.array) -> mx.array:
         """Return the final norm of hidden states (rows, T, D)."""
-        return self._call(self._from_states, _Run(self.states(x), None, [], {}), None)
+        run = _Run(x, None, [], {})
+        out = self._call(self._from_states, run, None)
+        return run.outputs[0] if self.parts.body_has_head else out
 
     def logits(self, x: mx.array) -> mx.array:
         """Return the logits (rows, T, V) of normed hidden states (rows, T, D)."""
-        return self._call(self._top, _Run(x, None, [], {}), None)
+        return self._call(self._top, _Run(x, None, [], {}, is_normed=True), None)
 
     def _call(self, body: nn.Module, run: _Run, caches: Sequence[Any] | None) -> mx.array:
         self._now = run
@@ -174,36 +189,41 @@ class Decoder:
         finally:
             self._now = None
 
-    def _step(self, i: int, *args: Any, **kwargs: Any) -> mx.array:
+    def _step(self, i: int, *args: Any, **kwargs: Any) -> Any:
         """Stand in for the call of a layer."""
         if self._now is None:
             raise RuntimeError(f"layer {i} is called outside of a run")
-        given, visit, outputs, kept, *_ = self._now
+        run, carrier, layer = self._now, self._carrier, self.parts.layers[i]
+        given, visit, outputs = run.x, run.visit, run.outputs
+        x: mx.array = first_argument(*args, **kwargs)
+        if run.given is not None and carrier:
+            run.given.append((args, kwargs))
+            # Another array, since bodies change what they get in place.
+            return carrier.output(i, mx.stop_gradient(x))
+        if carrier and run.is_normed:
+            given = mx.zeros((*given.shape[:2], carrier.width), given.dtype)
         if visit is None:
             # Embeddings may be scaled; nothing else comes before the norm.
-            return given
-        x: mx.array = first_argument(*args, **kwargs)
-        how = kwargs if args else dict([*kwargs.items()][1:])
-        carrier, layer = self._carrier, self.parts.layers[i]
-        if carrier and i < self._start and i in carrier.donors and args[2] is not None:
-            carrier.keep(i, given, args[2], kept)  # to this stage's own cache
-        if not self._start <= i < self._stop:
-            return x
-        source = outputs[0] if outputs else given if i > 0 else x
-        if carrier:
-            source = carrier.begin(x, given) if i == 0 else source
-            mask, cache = args[1:]
-            call = partial(carrier.call, i, layer, mask, cache, kept)
-            outputs[:] = [visit(i, call, source)]
-        else:
-            outputs[:] = [visit(i, lambda x: layer(x, *args[1:], **how), source)]
-        return self.states(outputs[0])
+            return carrier.output(i, carrier.states(given)) if carrier else given
+        if carrier and i in self._donors:
+            carrier.keep(i, (args, kwargs), run.kept, given)
+        if self._start <= i < self._stop:
+            how = kwargs if args else dict([*kwargs.items()][1:])
+            call: LayerCall = partial(_called, layer, args[1:], how)
+            if carrier:
+                call = partial(carrier.call, i, layer, (args, kwargs), run.kept)
+            x = outputs[0] if outputs else given if carrier or i > 0 else x
+            outputs[:] = [visit(i, call, x)]
+            x = outputs[0]
+        elif carrier:
+            x = outputs[0] if outputs else given
+        return carrier.output(i, carrier.states(x)) if carrier else x
 
     def _mask(
         self, h: mx.array, cache: Any = None, window_size: int | None = None, **how: Any
     ) -> Any:
         """Return the mask for layers; our own for attention in pieces and packed rows."""
-        places, chunk = (None, None) if self._now is None else self._now[4:]
+        places, chunk = (None, None) if self._now is None else (self._now.places, self._now.chunk)
         if cache is None and not how.get("return_array") and chunk and chunk < h.shape[1]:
             return ChunkedMask(chunk, window_size, places, self._fuses)
         if cache is None and places is not None:
@@ -227,6 +247,11 @@ class Decoder:
         for i, cache in zip(self.caches, caches, strict=False):
             every[i] = cache
         return every
+
+
+def _called(layer: nn.Module, args: Sequence[Any], how: dict[str, Any], x: mx.array) -> mx.array:
+    out: mx.array = layer(x, *args, **how)
+    return out
 
 
 def _kind(cache: Any) -> tuple[Any, ...]:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import bailing_hybrid, gated_delta, ssm
+from mlx_lm.models import bailing_hybrid, gated_delta, rwkv7, ssm
 
 from shardmlx.compat import calls, rebind, with_global
 from shardmlx.models.activations import with_gradient
@@ -37,11 +38,32 @@ def use_pieces(layer: nn.Module) -> None:
 
 
 def use_chunks(layer: nn.Module) -> None:
-    """Make gated linear attention, which some families compute from token to token, take chunks of
-    tokens from now on, as mlx-lm has it for others: sums are in another order, and in float32."""
+    """Make a layer compute in chunks of tokens, from now on, what its family computes from token to
+    token. Sums of gated linear attention are then in another order, and in float32."""
     for module in layer.modules():
         if calls(module, "recurrent_gla"):
             rebind(module, "recurrent_gla", bailing_hybrid.recurrent_gla)
+        if isinstance(module, rwkv7.Rwkv7TimeMixing):
+            module._wkv7 = wkv7_by_pieces
+
+
+def wkv7_by_pieces(r: mx.array, *rows: Any) -> tuple[mx.array, mx.array]:
+    """Return what mlx-lm's ``_wkv7`` returns (Peng et al., arXiv:2503.14456), whose kernel for
+    Metal has no gradient."""
+    *others, state = rows
+    batch, _, heads, size = r.shape
+    start = mx.zeros((batch, heads, size, size), r.dtype) if state is None else state
+    return _in_pieces(_wkv7, (r, *others), (), start)
+
+
+def _wkv7(*arrays: mx.array) -> tuple[mx.array, mx.array]:
+    *rows, state = arrays
+    outputs = []
+    for token in range(rows[0].shape[1]):
+        r, w, k, v, a, b = (x[:, token, :, None] for x in rows)
+        state = state * w + (state @ a.swapaxes(-1, -2)) @ b + v.swapaxes(-1, -2) @ k
+        outputs.append(state @ r.swapaxes(-1, -2))
+    return mx.stack(outputs, axis=1), state
 
 
 def gated_delta_by_pieces(

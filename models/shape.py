@@ -43,6 +43,8 @@ class ModelShape:
     before: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Modules that are called before the layers, beside the embedding, with the sides of their
     weights: the first layer's stage has them."""
+    after: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Matrices beside the head that are applied after the layers."""
     carried_size: int = 0
     """Size of what goes from layer to layer beside hidden states."""
     has_dynamic_rope: bool = False
@@ -185,7 +187,8 @@ class ModelShape:
         """Return the number of parameters of norm and lm_head; a tied lm_head has none."""
         norm = self.hidden_size * (bool(self.names.norm) + self.family.norm_bias)
         head = self.vocab_size * (self.hidden_size + self.family.head_has_bias)
-        return norm + (0 if self.tied else head)
+        after = sum(math.prod(sides) for _, sides in self.after)
+        return norm + after + (0 if self.tied else head)
 
     def parameters(self) -> int:
         layers = sum(self.kinds[kind].parameters for kind in self.pattern)

@@ -21,8 +21,9 @@ from shardmlx.models.activations import recompute_selectively, swiglu, use_swigl
 from shardmlx.models.decoder import Decoder, LayerCall, Visit
 from shardmlx.models.dropout import key_every_dropout, set_keys
 from shardmlx.models.packed_positions import PackedPositions
-from shardmlx.models.parts import Parts, at, find_parts
+from shardmlx.models.parts import Parts, find_parts
 from shardmlx.models.recurrence import use_chunks
+from shardmlx.models.stand_ins import at
 
 
 class Slice:
@@ -61,7 +62,7 @@ class Slice:
         states = self._first_states(model)
         self.dtype: mx.Dtype = states.dtype
         self.hidden_size: int = states.shape[-1]
-        self.output_size = decoder.states(states).shape[-1] if self.is_last else self.hidden_size
+        self.output_size = parts.width if self.is_last else self.hidden_size
         self.chooses_caches = hasattr(model, "make_cache")
         # The module and the name in it of each parameter.
         self._slots: Mapping[str, tuple[nn.Module, str]] = {
@@ -137,7 +138,7 @@ class Slice:
             use_swiglu(layer, swiglu)
 
     def use_chunks(self) -> None:
-        """Compute linear attention in chunks from now on, with sums in another order."""
+        """Compute recurrent layers in chunks of tokens from now on, as training needs them."""
         for layer in self._decoder.layers:
             use_chunks(layer)
 

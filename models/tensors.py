@@ -141,7 +141,7 @@ def modules(shape: ModelShape, *, separate_experts: bool = False) -> dict[str, M
     """Return the modules with weights by path, in order, as mlx-lm or Hugging Face has experts."""
     hidden, vocabulary = shape.hidden_size, shape.vocab_size
     result = {shape.names.embedding: Module((vocabulary, hidden))}
-    for path, sides in shape.before:
+    for path, sides in (*shape.before, *shape.after):
         result[path] = Module(sides, is_quantisable=len(sides) > 1)
     for index in range(shape.num_layers):
         for path, module in _layer(shape.layer(index), separate_experts):

@@ -42,9 +42,11 @@ from shardmlx.models.layer_shape import (
     Linear,
     Norm,
 )
-from shardmlx.models.parts import InPlaceOf, at, find_parts, first_argument
+from shardmlx.models.parts import find_parts
+from shardmlx.models.recurrence import use_chunks
 from shardmlx.models.ropes import STATIC, fit_ropes
 from shardmlx.models.shape import ModelShape, Names
+from shardmlx.models.stand_ins import InPlaceOf, at, first_argument
 
 TOKENS = 3
 """Tokens of the trace: so few that mlx-lm does not sort them by expert."""
@@ -107,7 +109,9 @@ def traced_shape(config: Mapping[str, Any], stored: Mapping[str, Sides]) -> Mode
         kind = config.get("model_type")
         fault = f"mlx-lm cannot run this model of type {kind!r}: {one_line(error)}"
         raise UserError(fault, ANOTHER) from None
-    (norm, *_), (head, *_) = [*parts.norms, ""], [*parts.heads, ""]
+    after = {path: each.weight.shape for path, each in parts.norms.items() if "weight" in each}
+    (norm, *_) = [*(path for path, sides in after.items() if len(sides) == 1), ""]
+    (head, *_) = [*parts.heads, ""]
     names = Names(f"{parts.layers_path}.", parts.embedding_path, norm, head)
     # Others choose among the keys by their places in a row, which in a batch begins with padding.
     attends_to_all = [len(each.attended) for each in recorded] == [
@@ -128,9 +132,8 @@ def traced_shape(config: Mapping[str, Any], stored: Mapping[str, Sides]) -> Mode
     is_plain = (
         _takes_masks(decoder, recorded)
         and all(isinstance(each, POSITIONED) for each in caches)
-        and (not parts.before or decoder.carries)
+        and (not parts.before or parts.carrier is not None)
     )
-    hidden = decoder.states(mx.zeros(max(widths))).size
     modules = [each for layer in parts.layers for each in layer.modules()]
     ropes = [each for each in modules if _takes(each, "offset") and not _takes(each, "cache")]
     seen = replace(
@@ -147,9 +150,14 @@ def traced_shape(config: Mapping[str, Any], stored: Mapping[str, Sides]) -> Mode
         layers,
         model_type=str(config.get("model_type")),
         text_type="",
-        hidden_size=hidden,
+        hidden_size=parts.width,
         before=tuple((_stored_path(path, stored_names), sides) for path, sides in before),
-        carried_size=max(widths) - hidden,
+        after=tuple(
+            (_stored_path(path, stored_names), sides)
+            for path, sides in after.items()
+            if path != norm
+        ),
+        carried_size=max(widths) - parts.width,
         vocab_size=parts.vocabulary,
         tied=not parts.heads,
         names=_names_by(stored_names, names) if stored_names else names,
@@ -164,6 +172,7 @@ def _fault_of_gradient(decoder: Decoder, layers: Sequence[LayerShape]) -> str:
 
     def visit(i: int, call: LayerCall, x: mx.array) -> mx.array:
         if layers[i] not in layers[:i]:
+            use_chunks(decoder.layers[i])
             mx.vjp(call, [x], [x])
         return x
 

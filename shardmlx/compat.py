@@ -14,7 +14,9 @@ import re
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from dis import get_instructions
 from functools import cache, partial
+from itertools import pairwise
 from tempfile import NamedTemporaryFile
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -131,6 +133,17 @@ def calls(module: Any, name: str, method: str = "__call__") -> bool:
     return code is not None and name in code.co_names
 
 
+def reads_weight(module: Any, name: str) -> bool:
+    """Tell whether a method of a module reads the ``weight`` of its part ``name``, beside a call.
+
+    mlx-lm 0.32.2: gemma3n clips the weights of two parts of each layer. Python 3.11 to 3.14: an
+    instruction for each attribute. When it breaks: name those parts here.
+    """
+    codes = [each.__code__ for each in vars(type(module)).values() if hasattr(each, "__code__")]
+    names = [[step.argval for step in get_instructions(code)] for code in codes]
+    return any((name, "weight") in pairwise(each) for each in names)
+
+
 def uses_only(module: Any, names: Collection[str]) -> bool:
     """Tell whether a module's ``__call__`` uses these names and no others, nor any constant: then
     no number but its argument goes through them."""
@@ -159,17 +172,6 @@ def with_global(call: Any, name: str, function: Callable[..., Any]) -> Any:
     own = FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
     own.__kwdefaults__ = call.__kwdefaults__
     return own
-
-
-def inputs_of_layers(body: Any, x: mx.array, tokens: mx.array) -> mx.array:
-    """Return the inputs (rows, T, layers, dim) that Gemma 4's ``body`` gives its layers beside the
-    hidden states ``x`` (rows, T, D) of ``tokens`` (rows, T).
-
-    mlx-lm 0.32.2: ``Gemma4TextModel`` has a method for what comes from tokens, and one that adds
-    what comes from hidden states. When it breaks: see its ``__call__``.
-    """
-    inputs: mx.array = body._project_per_layer_inputs(x, body._get_per_layer_inputs(tokens))
-    return inputs
 
 
 def follow_positions(body: Any, positions: Callable[[], mx.array | None]) -> None:

@@ -98,11 +98,12 @@ def _queries_follow_positions() -> bool:
     return True
 
 
-def _layers_get_their_inputs() -> bool:
-    from mlx_lm.models.gemma4_text import Gemma4TextModel
+def _code_tells_what_it_reads() -> bool:
+    from mlx_lm.models.gemma3n import Gemma3nAltUp
 
-    names = "_project_per_layer_inputs", "_get_per_layer_inputs"
-    return all(hasattr(Gemma4TextModel, name) for name in names)
+    module = Gemma3nAltUp.__new__(Gemma3nAltUp)
+    names = "prediction_coefs", "modality_router"
+    return [compat.reads_weight(module, name) for name in names] == [True, False]
 
 
 def _attention_is_called_by_name() -> bool:
@@ -205,7 +206,7 @@ PROBES: Mapping[Any, Callable[[], bool]] = {
     compat.keep_probability: _dropout_tells_what_it_keeps,
     compat.sources_of: _arrays_tell_their_sources,
     compat.follow_positions: _queries_follow_positions,
-    compat.inputs_of_layers: _layers_get_their_inputs,
+    compat.reads_weight: _code_tells_what_it_reads,
     compat.rebind: _attention_is_called_by_name,
     compat.watch_loads: _models_are_read_with_load,
     compat.model_classes: _classes_are_told,

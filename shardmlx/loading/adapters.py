@@ -19,6 +19,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from shardmlx.common.yaml_reader import did_you_mean, is_number
+from shardmlx.compat import reads_weight
 from shardmlx.config.checks import FINE_TUNE_TYPES, check_lora_values
 from shardmlx.config.specs import FineTune
 from shardmlx.errors import UserError, one_line
@@ -87,8 +88,22 @@ def make_adapters(
 
 
 def check_keys(model: nn.Module, keys: list[str] | None) -> None:
-    """Raise ``UserError`` for a module that should get adapters but is missing."""
-    in_layers = {name for layer in model.layers for name, _ in layer.named_modules()} - {""}
+    """Raise ``UserError`` for a module that should get adapters but is missing, or cannot."""
+    named = {name: each for layer in model.layers for name, each in layer.named_modules() if name}
+    in_layers = {*named}
+    linears = {name for name, each in named.items() if "weight" in each and each.weight.ndim > 1}
+    read = {
+        f"{path}.{child}"
+        for path, each in named.items()
+        for child in each.children()
+        if f"{path}.{child}" in linears and reads_weight(each, child)
+    }
+    if barred := sorted(read.intersection(linears if keys is None else keys)):
+        raise UserError(
+            f"lora_parameters: mlx-lm has no adapters for {', '.join(barred)}, whose numbers the "
+            "layers of this model read themselves",
+            f"name others as keys in lora_parameters: {', '.join(sorted(linears - read))}",
+        )
     whole = {name for name, _ in model.named_modules()}
     for key in keys or ():
         if key not in in_layers and key not in whole:

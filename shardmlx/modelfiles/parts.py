@@ -257,6 +257,8 @@ def place_of(name: str, shape: ModelShape | None) -> str | int:
         return int(match[1]) if is_layer else OTHER
     if shape is not None and name.rpartition(".")[0] in dict(shape.before):
         return 0
+    if shape is not None and name.rpartition(".")[0] in dict(shape.after):
+        return HEAD
     if "embed_tokens." in name or (shape and name.startswith(f"{shape.names.embedding}.")):
         return EMBEDDING
     ends = () if shape is None else (f"{shape.names.norm}.", f"{shape.names.head}.")

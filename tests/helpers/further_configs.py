@@ -313,6 +313,15 @@ FURTHER: dict[str, dict[str, Any]] = {
             "mlp_only_layers": [],
         }
     },
+    "rwkv7": {
+        **BASE,
+        "norm_eps": 1e-5,
+        "head_dim": 16,
+        "a_low_rank_dim": 8,
+        "v_low_rank_dim": 8,
+        "gate_low_rank_dim": 8,
+        "decay_low_rank_dim": 8,
+    },
     "spark2_5": {**_WINDOWED, "rope_parameters": _ROPES},
     "step3p5": {
         **_WINDOWED,

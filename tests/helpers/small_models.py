@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from tests.helpers.further_configs import FURTHER
 from tests.helpers.jobs import ROOT
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
 from tests.helpers.undeclared_configs import UNDECLARED
@@ -138,7 +139,7 @@ def small_directory(path: Path, tokenizer: Path, **overrides: Any) -> Path:
 
 def undeclared_directory(path: Path, tokenizer: Path, kind: str) -> Path:
     """Write a model of no declared family."""
-    config = UNDECLARED[kind]
+    config = {**UNDECLARED, **FURTHER}[kind]
     inner = "text_config" if "text_config" in config else None
     sizes = dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), SMALL_VOCABULARY)
     sizes["eos_token_id"] = 1

@@ -245,15 +245,6 @@ LOOPING: dict[str, dict[str, Any]] = {
 """The same, where mlx-lm computes these layers in a loop over tokens: they are not trained."""
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "rwkv7": {
-        **BASE,
-        "norm_eps": 1e-5,
-        "head_dim": 16,
-        "a_low_rank_dim": 8,
-        "v_low_rank_dim": 8,
-        "gate_low_rank_dim": 8,
-        "decay_low_rank_dim": 8,
-    },
     "talkie": {**BASE},
     "nanbeige": {**BASE, "num_loops": 2},
     "iquestloopcoder": {**BASE, "loop_num": 2, "loop_window_size": 8, "head_dim": 8},

@@ -131,9 +131,10 @@ UNDECLARED = {
     "qwen3_5": HYBRID,
     "granitemoehybrid": {**HYBRID, "fine_tune_type": "full"},
     "gemma4_text": HYBRID,
+    "hunyuan": {**HYBRID, "fine_tune_type": "full"},
 }
 """Models of no declared family: two whose layers keep a state, with a sequence longer than a piece,
-and one whose layers share keys and values."""
+and two whose layers share keys and values."""
 
 CONFIGS |= UNDECLARED
 
@@ -150,6 +151,7 @@ RUNS = [
     ("new adapters", "two replicas"),
     ("qwen3_5", "two stages"),
     ("gemma4_text", "four stages"),
+    ("hunyuan", "four stages"),
     ("granitemoehybrid", "two by two"),
 ]
 

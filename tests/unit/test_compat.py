@@ -24,8 +24,8 @@ import pytest
 
 from shardmlx import compat
 from shardmlx.hosts.library_probes import PROBES, tried_with
+from tests.helpers.further_configs import FURTHER
 from tests.helpers.models_and_batches import build
-from tests.helpers.undeclared_configs import UNDECLARED
 
 ROOT = Path(__file__).parents[2]
 
@@ -106,22 +106,11 @@ def test_argparse_prints_through_one_method() -> None:
     )
 
 
-def test_gemma_4_tells_what_each_layer_gets_beside_hidden_states() -> None:
-    body = build(UNDECLARED["gemma4_text"]).model
-    tokens, given = mx.array([[3, 4, 5]]), []
-
-    class Layer(type(body.layers[0])):  # type: ignore[misc]
-        def __call__(self, *args: Any, per_layer_input: mx.array, **how: Any) -> Any:
-            given.append(per_layer_input)
-            return super().__call__(*args, per_layer_input=per_layer_input, **how)
-
-    for layer in body.layers:
-        layer.__class__ = Layer
-    with contract(compat.inputs_of_layers, "mlx-lm"):
-        body(tokens)
-        x = body.embed_tokens(tokens) * body.embed_scale
-        found = compat.inputs_of_layers(body, x, tokens)
-        assert mx.array_equal(found, mx.stack(given, axis=2))
+def test_parts_whose_weights_are_read_are_known() -> None:
+    (layer, *_) = build(FURTHER["gemma3n"]).layers
+    read = [name for name in layer.altup.children() if compat.reads_weight(layer.altup, name)]
+    assert sorted(read) == ["correction_coefs", "prediction_coefs"]
+    assert not any(compat.reads_weight(layer.mlp, name) for name in layer.mlp.children())
 
 
 def test_a_module_may_call_another_attention() -> None:

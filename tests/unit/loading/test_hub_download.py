@@ -73,7 +73,7 @@ def test_a_model_that_cannot_run_is_refused_before_its_weights_are_downloaded(
     import huggingface_hub.constants as constants
 
     weights = File(b"", 10**9, is_large=True)
-    configs = {"me/new": {"model_type": "none_such"}, "me/uncut": UNDECLARED["rwkv7"]}
+    configs = {"me/new": {"model_type": "none_such"}, "me/uncut": UNDECLARED["nanbeige"]}
     repositories = {
         name: {"config.json": text_file(config), "model.safetensors": weights}
         for name, config in configs.items()

@@ -1,0 +1,353 @@
+"""Run mlx-lm's code of a model over stand-ins for its modules, to find what its layers take.
+
+The stand-ins record the order of calls, and return arrays that tell them apart, so that each
+argument of a layer shows where it comes from. The layers themselves run only where they pass on
+more than one array, and lazily. No weight is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy, deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten, tree_map
+
+from shardmlx.models.carried import HIDDEN, Carrier, Layout, Shared, Source
+
+_SIZE, _LARGER = (1, 3), (2, 5)
+"""Rows and tokens with which a model is examined; two sizes show the axes of an array."""
+
+_FAULTS = (ValueError, TypeError, IndexError, AttributeError, KeyError, RuntimeError)
+"""Errors of code that gets other things than it takes."""
+
+
+class InPlaceOf:
+    """A function called in place of a module, with its attributes except those given."""
+
+    def __init__(self, module: Any, call: Callable[..., Any], **attributes: Any) -> None:
+        self._module, self._call, self._attributes = module, call, attributes
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The class of the module, by which some code chooses a mask."""
+        return type(self._module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        own = self._attributes
+        return own[name] if name in own else getattr(self._module, name)
+
+
+def at(model: Any, path: str) -> Any:
+    for name in path.split(".") if path else ():
+        model = model[int(name)] if isinstance(model, list) else model[name]
+    return model
+
+
+def with_part(module: nn.Module, path: str, part: Any) -> nn.Module:
+    """Return a copy of a module that has another ``part`` at a path; all else is shared."""
+    name, _, rest = path.partition(".")
+    own = copy(module)
+    key: Any = int(name) if isinstance(module, list) else name
+    own[key] = with_part(module[key], rest, part) if rest else part
+    return own
+
+
+def with_layers(body: nn.Module, layers_name: str, layer: Callable[..., mx.array]) -> nn.Module:
+    """Return a copy of a body that calls ``layer`` with a layer's number in the place of each."""
+    layers = enumerate(at(body, layers_name))
+    return with_part(body, layers_name, [InPlaceOf(e, partial(layer, i)) for i, e in layers])
+
+
+def first_argument(*args: Any, **kwargs: Any) -> Any:
+    return args[0] if args else next(iter(kwargs.values()))
+
+
+def embeddings(part: Any) -> list[str]:
+    items = part.items() if isinstance(part, nn.Module) else ()
+    return [name for name, child in items if hasattr(child, "as_linear")]
+
+
+def with_weights(module: nn.Module, but: str) -> dict[str, nn.Module]:
+    """Return a module's children that have weights, and those in its lists, by name."""
+    named: dict[str, Any] = {}
+    for name, child in module.items():
+        each = enumerate(child) if isinstance(child, list) else ()
+        named |= {name: child, **{f"{name}.{i}": part for i, part in each}}
+    return {
+        name: child
+        for name, child in named.items()
+        if isinstance(child, nn.Module)
+        and tree_flatten(child.parameters())
+        and name.partition(".")[0] != but.partition(".")[0]
+    }
+
+
+def without_adapters(module: Any) -> Any:
+    return getattr(module, "embedding", getattr(module, "linear", module))
+
+
+def width_of(embedding: Any) -> int:
+    embedding = without_adapters(embedding)
+    dims = getattr(embedding, "dims", None)
+    return int(embedding.weight.shape[-1] if dims is None else dims)
+
+
+class CannotBeCutError(Exception):
+    """Error: the reason why a model cannot be cut."""
+
+
+@dataclass
+class Trace:
+    """A record of what the code of a body does."""
+
+    given: list[dict[str, Any]] = field(default_factory=list)
+    """Arguments of each layer by path, or the source of those that come from earlier layers."""
+    caches: list[int | None] = field(default_factory=list)
+    """The number of the cache to which each layer alone adds."""
+    embedding: str = ""
+    before: list[str] = field(default_factory=list)
+    """The other modules that are called before the layers."""
+    after: list[str] = field(default_factory=list)
+    heads: list[str] = field(default_factory=list)
+    result: Any = None
+
+
+@dataclass
+class _Calls:
+    """A record of calls of real layers, of which only shapes matter."""
+
+    returned: list[Any] = field(default_factory=list)
+    arrays: dict[Source, mx.array] = field(default_factory=dict)
+    aliases: dict[Source, Source] = field(default_factory=dict)
+    """Keys, values and positions among what a layer returns."""
+
+
+def examine(
+    body: nn.Module, layers_name: str, caches: Sequence[Any]
+) -> tuple[Trace, Carrier | None]:
+    """Return what the code of a ``body`` does, and what its layers pass on if that is more than
+    one array. Raises ``CannotBeCutError``."""
+    layers = at(body, layers_name)
+    run = partial(_trace, body, layers_name, caches)
+    embedded = Layout((0, 1, 2), (width_of(next(body[name] for name in embeddings(body))),))
+    plain = {Source("output", i): embedded for i in range(len(layers))}
+    reason = "its layers take more than one array of hidden states"
+    try:
+        traces = [run([0] * len(layers), plain, seeds) for seeds in ((1, 1), (2, 2), (1, 1))]
+        allowed = [{HIDDEN, Source("cache", i)} for i in range(len(layers))]
+        for takes, own in zip(_sources(traces, {}), allowed, strict=True):
+            if not {HIDDEN} <= {*takes.values()} <= own:
+                raise CannotBeCutError(reason)
+        return traces[0], None
+    except CannotBeCutError as error:
+        reason = str(error)
+    try:
+        sizes = (_SIZE, _LARGER)
+        calls, others = (_calls(body, layers_name, deepcopy([*caches]), size) for size in sizes)
+    except _FAULTS:
+        raise CannotBeCutError(reason) from None
+    found = {
+        source: _layout(array.shape, others.arrays[source].shape)
+        for source, array in calls.arrays.items()
+    }
+    layouts = {source: layout for source, layout in found.items() if layout is not None}
+    layouts[HIDDEN] = layouts[Source("output", 0)]
+    traces = [run(calls.returned, layouts, seeds) for seeds in ((1, 1), (2, 1), (1, 2))]
+    return traces[0], Carrier(_sources(traces, calls.aliases), calls.returned, layouts)
+
+
+def _trace(
+    body: nn.Module,
+    layers_name: str,
+    caches: Sequence[Any],
+    returned: Sequence[Any],
+    layouts: Mapping[Source, Layout],
+    seeds: tuple[int, int],
+) -> Trace:
+    """Run the code of ``body`` over stand-ins, whose numbers depend on ``seeds``: those of what
+    comes before the layers on the first, those of what layers return on the second."""
+    tokens = mx.full(_SIZE, seeds[0], mx.int32)
+    trace, owners, drawn = Trace(), dict[int, int](), dict[Any, Source]()
+    vocabulary = without_adapters(next(body[name] for name in embeddings(body))).weight.shape[0]
+
+    def embed(name: str, ids: Any, *args: Any, **kwargs: Any) -> mx.array:
+        if ids is tokens and not trace.embedding:
+            trace.embedding = name
+        elif name not in trace.before:
+            trace.before.append(name)
+        return _drawn(seeds[0], (*_SIZE, width_of(body[name])))
+
+    def tied(name: str, x: mx.array) -> mx.array:
+        trace.heads.append(name)
+        return x
+
+    def call(name: str, weight: Any, *args: Any, **kwargs: Any) -> Any:
+        x = first_argument(*args, **kwargs)
+        is_matrix = weight is not None and weight.ndim > 1
+        if trace.given and is_matrix and weight.shape[0] == vocabulary:
+            return tied(name, x)
+        names = trace.after if trace.given else trace.before
+        names.extend([name] if name not in names else [])
+        # In the width of the output, and other numbers for other inputs.
+        return x.sum(-1, keepdims=True) + mx.arange(weight.shape[0]) if is_matrix else x
+
+    def layer(i: int, *args: Any, **kwargs: Any) -> Any:
+        if i != len(trace.given):
+            raise CannotBeCutError("its layers are not called once each, in order")
+        x, hidden = first_argument(*args, **kwargs), layouts.get(Source("output", i))
+        if not isinstance(x, mx.array) or hidden is None or x.shape != hidden.shape(*_SIZE):
+            raise CannotBeCutError("its layers take more than one array of hidden states")
+        given, own = {}, None
+        for path, leaf in tree_flatten((args, kwargs)):
+            number = next((k for k, cache in enumerate(caches) if cache is leaf), None)
+            if number is not None:
+                given[path] = Source("cache", owners.setdefault(number, i))
+                own = number if owners[number] == i else None
+            else:
+                given[path] = drawn.get(_key(leaf), leaf)
+        trace.given.append(given)
+        trace.caches.append(own)
+        parts = count()
+
+        def draw(_: Any) -> mx.array:
+            part = next(parts)
+            source = Source("output", i, part)
+            # The last layer's hidden states are the same for each seed.
+            is_last = source == Source("output", len(returned) - 1)
+            number = 0 if is_last else 1000 * (1000 * seeds[1] + i) + part + 1
+            array = _drawn(number, layouts[source].shape(*_SIZE) if source in layouts else ())
+            drawn[_key(array)] = source
+            return array
+
+        return tree_map(draw, returned[i])
+
+    own = with_layers(body, layers_name, layer)
+    for name, child in with_weights(body, layers_name).items():
+        if hasattr(child, "as_linear"):
+            part = InPlaceOf(child, partial(embed, name), as_linear=partial(tied, name))
+        else:
+            part = InPlaceOf(child, partial(call, name, without_adapters(child).get("weight")))
+        own = with_part(own, name, part)
+    try:
+        trace.result = own(tokens, cache=[*caches])
+    except _FAULTS as error:
+        if trace.given:
+            reason = f"its layers pass on more than hidden states ({error})"
+            raise CannotBeCutError(reason) from None
+    if not trace.given:
+        raise CannotBeCutError("it does not call its layers one by one")
+    if not trace.embedding:
+        raise CannotBeCutError("its embedding does not take tokens")
+    return trace
+
+
+def _calls(
+    body: nn.Module, layers_name: str, caches: Sequence[Any], size: tuple[int, int]
+) -> _Calls:
+    """Run the code of a body and of its layers on a batch of this size, lazily."""
+    calls, owners, layers = _Calls(), dict[int, int](), at(body, layers_name)
+    recorded = {id(cache): Shared(cache) for cache in caches if hasattr(cache, "offset")}
+
+    def layer(i: int, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+        others = (*args, *kwargs.values())
+        if any(isinstance(each, nn.Module) for each in others):
+            raise CannotBeCutError("its layers take modules of others")
+        if any(isinstance(each, dict) for each in others):
+            raise CannotBeCutError("its layers write into a dictionary that others read")
+        found = []
+
+        def call(x: mx.array) -> mx.array:
+            own, named = tree_map(lambda leaf: recorded.get(id(leaf), leaf), (args, kwargs))
+            found.append(layers[i](x, *own, **named))
+            return x
+
+        # A compiled call is traced, and may not read a number.
+        mx.compile(call)(x)
+        for path, leaf in tree_flatten(((x, *args), kwargs)):
+            owners.setdefault(id(leaf), i)
+            if isinstance(leaf, mx.array):
+                calls.arrays[Source("before", i, path)] = leaf
+        own = {
+            id(array): Source("added", i, part)
+            for key, cache in recorded.items()
+            for part, array in enumerate(cache.fetched)
+            if owners.get(key) == i
+        }
+        for part, (_, leaf) in enumerate(tree_flatten(found[0])):
+            if not isinstance(leaf, mx.array):
+                raise CannotBeCutError(f"its layers pass on a {type(leaf).__name__}")
+            source = Source("output", i, part)
+            calls.arrays[source] = leaf
+            alias = own.get(id(leaf)) if leaf.ndim else Source("position", i)
+            calls.aliases |= {source: alias} if alias else {}
+        for cache in (cache for key, cache in recorded.items() if owners.get(key) == i):
+            calls.arrays |= {Source("added", i, n): each for n, each in enumerate(cache.added)}
+        calls.returned.append(tree_map(lambda leaf: mx.zeros(leaf.shape, leaf.dtype), found[0]))
+        return calls.returned[-1]
+
+    with_layers(body, layers_name, layer)(mx.zeros(size, mx.int32), cache=[*caches])
+    return calls
+
+
+def _layout(one: Sequence[int], other: Sequence[int]) -> Layout | None:
+    """Return the axes of an array with these shapes at both sizes; None if it has no tokens."""
+    pairs = [*zip(one, other, strict=True)]
+    first = [pairs.index(size) for size in zip(_SIZE, _LARGER, strict=True) if size in pairs]
+    others = [axis for axis in range(len(pairs)) if axis not in first]
+    if len(first) < 2 or any(one[axis] != other[axis] for axis in others):
+        return None
+    return Layout((*first, *others), tuple(one[axis] for axis in others))
+
+
+def _drawn(number: int, shape: tuple[int, ...]) -> mx.array:
+    return mx.array(np.random.default_rng(number).standard_normal(shape, np.float32))
+
+
+def _key(leaf: Any) -> Any:
+    """Return what tells an array from others; None for other objects."""
+    if not isinstance(leaf, mx.array):
+        return None
+    return leaf.shape, np.array(leaf.astype(mx.float32)).tobytes()
+
+
+def _sources(traces: Sequence[Trace], aliases: Mapping[Source, Source]) -> list[dict[str, Source]]:
+    """Return where what each layer takes comes from. The second trace differs in what comes before
+    the layers, the third in what layers return."""
+    trace, of_tokens, of_layers = traces
+    takes: list[dict[str, Source]] = []
+    before: dict[Any, Source] = {}
+    for i, given in enumerate(trace.given):
+        sources = {}
+        for path, leaf in given.items():
+            own, other = of_tokens.given[i].get(path), of_layers.given[i].get(path)
+            if isinstance(leaf, Source) and leaf == own == other:
+                is_hidden = leaf == Source("output", i - 1)
+                sources[path] = HIDDEN if is_hidden else aliases.get(leaf, leaf)
+            elif not _same(leaf, other):
+                raise CannotBeCutError("it computes with hidden states between its layers")
+            elif not _same(leaf, own):
+                source = before.setdefault(_key(leaf), Source("before", i, path))
+                sources[path] = HIDDEN if i == 0 and not sources else source
+        takes.append(sources)
+    results = [each.result for each in traces]
+    if not all(isinstance(each, mx.array) and _same(each, results[0]) for each in results):
+        raise CannotBeCutError("it takes more than what the last layer gives")
+    return takes
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, mx.array) and isinstance(b, mx.array):
+        return a.shape == b.shape and bool(mx.array_equal(a, b))
+    if not isinstance(a, (int, float, str, type(None))):
+        return type(a) is type(b)
+    return bool(a == b)
