@@ -10,7 +10,7 @@ import _root
 
 import json
 import tempfile
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -250,24 +250,19 @@ def _cells(
 
 def _longest(directory: str, machines: list[Machine], chunk: str) -> str:
     """Return the longest of ``LENGTHS`` that fits, in thousands from 1024 on."""
-
-    def is_too_long(length: int) -> bool:
-        config = TrainConfig(
-            model=directory,
-            batch_size=1,
-            max_seq_length=length,
-            data_parallel=1,
-            num_layers=-1,
-            attention_chunk=chunk,
-            loss_chunk=chunk,
-        )
-        try:
-            plan_training(config, machines)
-        except UserError:
-            return True
-        return False
-
-    fitting = bisect_left(LENGTHS, True, key=is_too_long)
+    config = TrainConfig(
+        model=directory,
+        batch_size=1,
+        data_parallel=1,
+        num_layers=-1,
+        attention_chunk=chunk,
+        loss_chunk=chunk,
+    )
+    try:
+        chosen = plan_training(config, machines, max_of="seq")
+    except UserError:
+        return "-"
+    fitting = bisect_right(LENGTHS, chosen.asked.batch.max_seq_length)
     if not fitting:
         return "-"
     length = LENGTHS[fitting - 1]
