@@ -31,6 +31,17 @@ END = "."
 """The last token of a sequence."""
 
 
+LOOK: Any = {
+    "name": "look",
+    "description": "Look at something",
+    "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
+}
+"""A tool, as templates and OpenAI's APIs have it."""
+
+CALL = '<think>Hm</think>I look<tool_call>{"name": "look", "arguments": {"at": "sea"}}</tool_call>.'
+"""A prompt, and so an answer, with a thought, a text and a call."""
+
+
 class Letters(PromptEncoder):
     """An encoder of prompts to whom a character is a token. A chat is its last message."""
 

@@ -10,14 +10,10 @@ import httpx
 import pytest
 
 from shardmlx.server.anthropic_api import MessagesBody, as_chat
-from tests.helpers.http_serving import KEY, MODEL, Agent, Serving
+from tests.helpers.http_serving import CALL, KEY, MODEL, Agent, Serving
+from tests.helpers.http_serving import LOOK as TOOL
 
-LOOK = {
-    "name": "look",
-    "description": "Look at something",
-    "input_schema": {"type": "object", "properties": {"at": {"type": "string"}}},
-}
-CALL = '<think>Hm</think>I look<tool_call>{"name": "look", "arguments": {"at": "sea"}}</tool_call>.'
+LOOK = {"input_schema" if key == "parameters" else key: value for key, value in TOOL.items()}
 
 
 def post(served: Serving, said: Any, path: str = "", **more: Any) -> httpx.Response:
@@ -58,9 +54,7 @@ def test_blocks_of_thought_text_and_tools(served: Serving, agent: Agent) -> None
     assert thought == {"type": "thinking", "thinking": "Hm", "signature": ""}
     assert said == {"type": "text", "text": "I look"}
     assert (call["type"], call["name"], call["input"]) == ("tool_use", "look", {"at": "sea"})
-    function = {**LOOK, "parameters": LOOK["input_schema"]}
-    del function["input_schema"]
-    assert agent.tools == [{"type": "function", "function": function}]
+    assert agent.tools == [{"type": "function", "function": TOOL}]
 
 
 def test_the_same_as_events(served: Serving) -> None:
@@ -74,11 +68,8 @@ def test_the_same_as_events(served: Serving) -> None:
     assert events[-1] == {"type": "message_stop"}
     assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
     starts = [event for event in events if event["type"] == "content_block_start"]
-    assert [(each["index"], each["content_block"]["type"]) for each in starts] == [
-        (0, "thinking"),
-        (1, "text"),
-        (2, "tool_use"),
-    ]
+    kinds = [(each["index"], each["content_block"]["type"]) for each in starts]
+    assert kinds == [(0, "thinking"), (1, "text"), (2, "tool_use")]
     deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
     assert "".join(each.get("thinking", "") for each in deltas) == "Hm"
     assert "".join(each.get("text", "") for each in deltas) == "I look"
@@ -119,10 +110,8 @@ def test_a_round_trip(served: Serving, agent: Agent) -> None:
 def test_stop_sequences(served: Serving) -> None:
     said = "<think>look</think>I look at it."
     message = post(served, said, stop_sequences=["again", "look"]).json()
-    assert [block.get("thinking", block.get("text")) for block in message["content"]] == [
-        "look",
-        "I ",
-    ]
+    texts = [block.get("thinking", block.get("text")) for block in message["content"]]
+    assert texts == ["look", "I "]
     assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "look")
 
 
@@ -148,41 +137,49 @@ def test_a_last_message_that_says_nothing_is_none(
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "kind", "message"),
+    ("body", "message"),
     [
-        ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens is missing"),
-        ({"model": "claude"}, 404, "not_found_error", "the model 'claude' is not served here"),
-        ({"container_upload": 1}, 400, "invalid_request_error", "container_upload is not supp"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400,
-         "invalid_request_error", "messages.0.content.0: a block of type 'image' is not underst"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, 400,
-         "invalid_request_error", "messages.0.role: input should be 'user', 'assis"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400,
-         "invalid_request_error", "tools.0: tools of type 'web_search_20250305' are Anthropic's"),
-        ({"tool_choice": {"type": "any"}}, 400,
-         "invalid_request_error", "tool_choice asks for a call, and there are no tools"),
-        ({"tool_choice": {"type": "must"}}, 400,
-         "invalid_request_error", "tool_choice.type is 'must'"),
-        ({"output_config": {"a": 1}}, 400, "invalid_request_error", "output_config.a is not"),
-        ({"mcp_servers": [{"url": "x"}]}, 400, "invalid_request_error", "mcp_servers is not"),
-        ({"system": 3}, 400, "invalid_request_error", "system: "),
-        ({"n": 2}, 400, "invalid_request_error", "n is not supported"),
-        ({"stop_sequences": 17 * ["a"]}, 400, "invalid_request_error", "stop_sequences: list"),
-        ({"tools": [{"name": "?"}]}, 400, "invalid_request_error", "tools.0.name: "),
-        ({"tools": [{**LOOK, "input_schema": 5}]}, 400,
-         "invalid_request_error", "tools.0.input_schema: "),
-        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": 5}]}]}, 400,
-         "invalid_request_error", "messages.0.content.0.name"),
-        ({"max_tokens": 2000}, 400, "invalid_request_error",
-         "input length and `max_tokens` exceed context limit: 6 + 2000 > 1000"),
-        ({"messages": [{"role": "user", "content": 1000 * "a"}]}, 400,
-         "invalid_request_error", "the prompt is too long: 1000 tokens > 999 maximum"),
+        ({"max_tokens": None}, "max_tokens is missing"),
+        ({"model": "claude"}, "the model 'claude' is not served here"),
+        ({"container_upload": 1}, "container_upload is not supp"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "messages.0.content.0: a block of type 'image' is not underst",
+        ),
+        (
+            {"messages": [{"role": "tool", "content": "x"}]},
+            "messages.0.role: input should be 'user', 'assis",
+        ),
+        (
+            {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+            "tools.0: tools of type 'web_search_20250305' are Anthropic's",
+        ),
+        ({"tool_choice": {"type": "any"}}, "tool_choice asks for a call, and there are no tools"),
+        ({"tool_choice": {"type": "must"}}, "tool_choice.type is 'must'"),
+        ({"output_config": {"a": 1}}, "output_config.a is not"),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers is not"),
+        ({"system": 3}, "system: "),
+        ({"n": 2}, "n is not supported"),
+        ({"stop_sequences": 17 * ["a"]}, "stop_sequences: list"),
+        ({"tools": [{"name": "?"}]}, "tools.0.name: "),
+        ({"tools": [{**LOOK, "input_schema": 5}]}, "tools.0.input_schema: "),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": 5}]}]},
+            "messages.0.content.0.name",
+        ),
+        (
+            {"max_tokens": 2000},
+            "input length and `max_tokens` exceed context limit: 6 + 2000 > 1000",
+        ),
+        (
+            {"messages": [{"role": "user", "content": 1000 * "a"}]},
+            "the prompt is too long: 1000 tokens > 999 maximum",
+        ),
     ],
-)  # fmt: skip
-def test_errors_are_anthropics(
-    served: Serving, body: dict[str, Any], status: int, kind: str, message: str
-) -> None:
+)
+def test_errors_are_anthropics(served: Serving, body: dict[str, Any], message: str) -> None:
     answer = post(served, "hello.", **body)
+    status, kind = (404, "not_found_error") if "model" in body else (400, "invalid_request_error")
     assert answer.status_code == status
     said = answer.json()
     assert (said["type"], said["error"]["type"]) == ("error", kind)
@@ -238,9 +235,7 @@ CLAUDE_CODE: dict[str, Any] = {
         {"type": "text", "text": "You are Claude Code.", "cache_control": {"type": "ephemeral"}},
         {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral", "ttl": "1h"}},
     ],
-    "messages": [
-        {"role": "user", "content": [{"type": "text", "text": "hello."}]},
-    ],
+    "messages": [{"role": "user", "content": [{"type": "text", "text": "hello."}]}],
     "tools": [{**LOOK, "eager_input_streaming": True, "cache_control": {"type": "ephemeral"}}],
     "thinking": {"type": "adaptive"},
     "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
@@ -293,12 +288,8 @@ def test_a_structure_may_be_asked_for(served: Serving, field: str) -> None:
 def test_by_anthropics_own_package(served: Serving) -> None:
     anthropic: Any = pytest.importorskip("anthropic", reason="needs anthropic: '.[dev]'")
     client = anthropic.Anthropic(base_url=served.address, api_key=KEY, max_retries=0)
-    asked: Any = {
-        "model": MODEL,
-        "max_tokens": 200,
-        "messages": [{"role": "user", "content": CALL}],
-        "tools": [LOOK],
-    }
+    said = {"role": "user", "content": CALL}
+    asked: Any = {"model": MODEL, "max_tokens": 200, "messages": [said], "tools": [LOOK]}
     whole = client.messages.create(**asked)
     with client.messages.stream(**asked) as stream:
         collected = stream.get_final_message()

@@ -99,11 +99,8 @@ def test_a_failure_under_load_ends_every_request_with_an_error() -> None:
                 await client.completions.create(model=MODEL, prompt="hello")
                 return "an answer"
             got = ""
-            async for chunk in await client.chat.completions.create(
-                model=MODEL,
-                messages=[USER],
-                stream=True,
-            ):
+            chat = client.chat.completions
+            async for chunk in await chat.create(model=MODEL, messages=[USER], stream=True):
                 got += chunk.choices[0].delta.content or ""
             return f"a stream that seemed whole: {got}"
         except openai.InternalServerError as error:

@@ -9,17 +9,11 @@ import httpx
 import openai
 import pytest
 
-from tests.helpers.http_serving import KEY, MODEL, Agent, Serving
+from tests.helpers.http_serving import CALL, KEY, MODEL, Agent, Serving
+from tests.helpers.http_serving import LOOK as TOOL
 
-LOOK: Any = {
-    "type": "function",
-    "name": "look",
-    "description": "Look at something",
-    "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
-    "strict": True,
-}
+LOOK: Any = {"type": "function", **TOOL, "strict": True}
 USER: Any = {"type": "message", "role": "user", "content": "?"}
-CALL = '<think>Hm</think>I look<tool_call>{"name": "look", "arguments": {"at": "sea"}}</tool_call>.'
 
 
 def test_a_text(client: openai.OpenAI, agent: Agent) -> None:
@@ -125,10 +119,7 @@ CLIENTS_OWN = [
     (
         {"type": "local_shell"},
         function_in("local_shell", '{"command": ["ls"]}'),
-        {
-            "type": "local_shell_call",
-            "action": {"type": "exec", "env": {}, "command": ["ls"]},
-        },
+        {"type": "local_shell_call", "action": {"type": "exec", "env": {}, "command": ["ls"]}},
         {"name": "local_shell", "arguments": {"command": ["ls"]}},
     ),
     (
@@ -253,10 +244,8 @@ def test_a_call_may_be_asked_for(client: openai.OpenAI, served: Serving, choice:
     assert answer.output[-1].name == "look"
     first, *_ = client.responses.create(**how, **more, stream=True)
     for said in (answer.model_dump(), first.response.model_dump()):
-        assert {name: said[name] for name in ("tool_choice", *more)} == {
-            "tool_choice": choice,
-            **more,
-        }
+        expected = {"tool_choice": choice, **more}
+        assert {name: said[name] for name in expected} == expected
     assert client.responses.create(model=MODEL, input="?.").tool_choice == "auto"
 
 
@@ -275,11 +264,7 @@ def tool(**says: Any) -> dict[str, Any]:
         ({"extra_body": {"n": 2}}, "n", ""),
         (tool(type="web_search"), "tools.0.type", "no client runs"),
         (tool(type="tool_search"), "tools.0.type", "no client runs"),
-        (
-            tool(type="shell", environment={"type": "container_auto"}),
-            "tools.0.type",
-            "no client runs",
-        ),
+        (tool(type="shell", environment={"type": "container"}), "tools.0.type", "no client runs"),
         (tool(type="teleport"), "tools.0.type", "'teleport'"),
         (tool(**{**LOOK, "name": "?"}), "tools.0.name", ""),
         (tool(**{**LOOK, "parameters": 5}), "tools.0.parameters", ""),

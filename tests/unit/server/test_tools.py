@@ -8,17 +8,10 @@ from typing import Any
 import openai
 import pytest
 
+from tests.helpers.http_serving import LOOK as TOOL
 from tests.helpers.http_serving import MODEL, Agent, Serving, serving
 
-LOOK: Any = {
-    "type": "function",
-    "function": {
-        "name": "look",
-        "description": "Look at something",
-        "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
-        "strict": True,
-    },
-}
+LOOK: Any = {"type": "function", "function": {**TOOL, "strict": True}}
 CALLS = (
     '<think>Two things</think>I look<tool_call>{"name": "look", "arguments": {"at": "sea"}}'
     '</tool_call>\n<tool_call>{"name": "look", "arguments": {"at": "sky"}}</tool_call>.'
@@ -35,15 +28,11 @@ def test_thought_text_and_parallel_calls_come_apart(client: openai.OpenAI, agent
     assert choice.finish_reason == "tool_calls"
     message = choice.message
     assert (message.reasoning_content, message.content) == ("Two things", "I look")
-    calls = [
-        (call.type, call.function.name, call.function.arguments) for call in message.tool_calls
+    assert [call.model_dump(exclude={"id"}) for call in message.tool_calls] == [
+        {"type": "function", "function": {"name": "look", "arguments": f'{{"at": "{where}"}}'}}
+        for where in ("sea", "sky")
     ]
-    assert calls == [
-        ("function", "look", '{"at": "sea"}'),
-        ("function", "look", '{"at": "sky"}'),
-    ]
-    given = {name: value for name, value in LOOK["function"].items() if name != "strict"}
-    assert agent.tools == [{"type": "function", "function": given}]
+    assert agent.tools == [{"type": "function", "function": TOOL}]
 
 
 @pytest.mark.parametrize("stop", ["Two", '"at"', "sea", "}", "call"])
@@ -90,10 +79,8 @@ def test_a_round_trip(client: openai.OpenAI, agent: Agent) -> None:
     _, called, first, second = agent.messages
     assert called["content"] == "I look"
     assert called["reasoning_content"] == "Two things"
-    assert [call["function"]["arguments"] for call in called["tool_calls"]] == [
-        {"at": "sea"},
-        {"at": "sky"},
-    ]
+    arguments = [call["function"]["arguments"] for call in called["tool_calls"]]
+    assert arguments == [{"at": "sea"}, {"at": "sky"}]
     assert first == {**results[0], "tool_call_id": called["tool_calls"][0]["id"]}
     assert second["content"] == "1 ships."
 
@@ -150,11 +137,8 @@ def test_thoughts_among_the_parts_of_a_message_are_thoughts(
         {"role": "user", "content": "So?."},
     ]
     client.chat.completions.create(model=MODEL, messages=messages)
-    assert agent.messages[1] == {
-        "role": "assistant",
-        "content": "Fog",
-        "reasoning_content": "Hm",
-    }
+    thought = {"role": "assistant", "content": "Fog", "reasoning_content": "Hm"}
+    assert agent.messages[1] == thought
 
 
 def test_choices_of_tools(client: openai.OpenAI, agent: Agent) -> None:
@@ -201,10 +185,8 @@ def test_arguments_are_streamed_as_they_come(client: openai.OpenAI) -> None:
                 assert call.function.name == "look"
                 pieces.append([])
             pieces[call.index].append(call.function.arguments)
-    assert [("".join(each), len(each)) for each in pieces] == [
-        ('{"at": "sea"}', 14),
-        ('{"at": "sky"}', 14),
-    ]
+    whole = [("".join(each), len(each)) for each in pieces]
+    assert whole == [('{"at": "sea"}', 14), ('{"at": "sky"}', 14)]
 
 
 @pytest.mark.parametrize("length", [60, CALLS.index('ea"}')])
