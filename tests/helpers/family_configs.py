@@ -8,18 +8,7 @@ from tests.helpers.models_and_batches import VOCABULARY, tiny_config
 
 LAYERS = 4
 
-BASE: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": LAYERS,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 512,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-}
+BASE = {key: value for key, value in tiny_config(layers=LAYERS).items() if key != "model_type"}
 
 KINDS = ["sliding_attention", "full_attention"] * (LAYERS // 2)
 

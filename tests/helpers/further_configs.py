@@ -6,17 +6,8 @@ from typing import Any
 
 from tests.helpers.family_configs import BASE, EXPERTS, KINDS, LATENT, LATENT_AND_ROUTED, LAYERS
 from tests.helpers.models_and_batches import VOCABULARY
-from tests.helpers.undeclared_configs import UNDECLARED
+from tests.helpers.undeclared_configs import GPT, LINEAR_ATTENTION, UNDECLARED
 
-_GPT: dict[str, Any] = {
-    "n_embd": 32,
-    "n_layer": LAYERS,
-    "n_head": 4,
-    "n_inner": 64,
-    "n_positions": 64,
-    "layer_norm_epsilon": 1e-5,
-    "vocab_size": VOCABULARY,
-}
 _WINDOWED: dict[str, Any] = {**BASE, "head_dim": 16, "sliding_window": 8, "layer_types": KINDS}
 _ROPES = {kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in dict.fromkeys(KINDS)}
 _LING: dict[str, Any] = {
@@ -28,13 +19,6 @@ _LING: dict[str, Any] = {
     "layer_group_size": 2,
     "group_norm_size": 2,
     "routed_scaling_factor": 1.5,
-}
-_LINEAR_ATTENTION: dict[str, Any] = {
-    "full_attn_layers": [2, 4],
-    "kda_layers": [1, 3],
-    "num_heads": 2,
-    "head_dim": 16,
-    "short_conv_kernel_size": 4,
 }
 _INDEXED: dict[str, Any] = {
     **LATENT_AND_ROUTED,
@@ -68,7 +52,7 @@ _LONGCAT: dict[str, Any] = {
     "mla_scale_kv_lora": True,
     "attention_bias": False,
 }
-_VISION_TEXT: dict[str, Any] = {**BASE, "head_dim": 16}
+_VISION_TEXT = {**BASE, "head_dim": 16}
 
 FURTHER: dict[str, dict[str, Any]] = {
     "Klear": {
@@ -146,8 +130,8 @@ FURTHER: dict[str, dict[str, Any]] = {
         }
     },
     "glm_moe_dsa": {**BASE, **_INDEXED, "rope_parameters": {"rope_theta": 10000.0}},
-    "gpt_bigcode": _GPT,
-    "gptj": {**_GPT, "rotary_dim": 4},
+    "gpt_bigcode": GPT,
+    "gptj": GPT,
     "hunyuan": {
         **BASE,
         "attention_bias": False,
@@ -164,7 +148,7 @@ FURTHER: dict[str, dict[str, Any]] = {
         "text_config": {
             **BASE,
             **LATENT,
-            "linear_attn_config": _LINEAR_ATTENTION,
+            "linear_attn_config": LINEAR_ATTENTION,
             "attn_res_block_size": 2,
             "num_experts": 4,
             "num_experts_per_token": 2,

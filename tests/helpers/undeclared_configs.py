@@ -7,7 +7,7 @@ from typing import Any
 from tests.helpers.family_configs import BASE, EXPERTS, LAYERS
 from tests.helpers.models_and_batches import VOCABULARY
 
-_GPT: dict[str, Any] = {
+GPT: dict[str, Any] = {
     "n_ctx": 128,
     "n_embd": 32,
     "n_head": 4,
@@ -39,6 +39,13 @@ _DELTA = {
     "linear_conv_kernel_dim": 4,
 }
 
+LINEAR_ATTENTION = {
+    "full_attn_layers": [2, 4],
+    "kda_layers": [1, 3],
+    "num_heads": 2,
+    "head_dim": 16,
+    "short_conv_kernel_size": 4,
+}
 _GEMMA4: dict[str, Any] = {
     **BASE,
     "head_dim": 16,
@@ -50,7 +57,7 @@ _GEMMA4: dict[str, Any] = {
 }
 
 ATTENTIVE: dict[str, dict[str, Any]] = {
-    "gpt2": _GPT,
+    "gpt2": GPT,
     "gpt_neox": {**BASE, "layer_norm_eps": 1e-5, "rotary_emb_base": 10000, "rotary_pct": 0.25},
     "openelm": {
         "head_dim": 8,
@@ -140,13 +147,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "kimi_linear": {
         **BASE,
         "head_dim": 16,
-        "linear_attn_config": {
-            "full_attn_layers": [2, 4],
-            "kda_layers": [1, 3],
-            "num_heads": 2,
-            "head_dim": 16,
-            "short_conv_kernel_size": 4,
-        },
+        "linear_attn_config": LINEAR_ATTENTION,
         "model_max_length": 512,
         "num_experts": 4,
         "num_experts_per_token": 2,

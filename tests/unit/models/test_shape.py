@@ -15,17 +15,6 @@ from tests.helpers.refusals import refusal
 
 SUPPORTED = ("mistral", "llama", "ministral3", "mixtral", "qwen2", "qwen3")
 
-BASE: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": 64,
-    "max_position_embeddings": 128,
-    "rope_theta": 10000.0,
-}
 ROPE: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -40,12 +29,9 @@ SLIDING: dict[str, Any] = {
 
 
 def configuration(model_type: str, **changes: Any) -> dict[str, Any]:
-    extras: dict[str, dict[str, Any]] = {
-        "ministral3": {"rope_parameters": ROPE, "head_dim": 16},
-        "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-        "qwen3": {"head_dim": 16, "tie_word_embeddings": False},
-    }
-    return {"model_type": model_type, **BASE, **extras.get(model_type, {}), **changes}
+    own = {"rope_parameters": ROPE, "head_dim": 16} if model_type == "ministral3" else {}
+    sizes = {"intermediate_size": 48, "vocab_size": 64}
+    return tiny_config(model_type, layers=3, **{**sizes, **own, **changes})
 
 
 # Parameters
