@@ -92,6 +92,11 @@ def write(directory: Path, files: Mapping[str, File]) -> Path:
     return directory
 
 
+def write_config(directory: Path, config: Mapping[str, Any]) -> Path:
+    """Write the configuration alone, which is enough to plan with."""
+    return write(directory, {"config.json": text_file(dict(config))})
+
+
 def adapters(layers: range, rank: int = 8, **config: Any) -> dict[str, File]:
     """LoRA on the query projections of these layers, in float32."""
     tensors: Tensors = {}

@@ -27,9 +27,18 @@ CHUNK = 8
 """Tokens of a prompt that are computed at a time."""
 
 
-def by_mlx_lm(model: nn.Module, prompt: Sequence[int], count: int) -> list[int]:
-    steps = generate_step(mx.array(list(prompt)), model, max_tokens=count, prefill_step_size=CHUNK)
+def by_mlx_lm(
+    model: nn.Module, prompt: Sequence[int], count: int, *, chunk: int = CHUNK, **how: Any
+) -> list[int]:
+    text = mx.array(list(prompt))
+    steps = generate_step(text, model, max_tokens=count, prefill_step_size=chunk, **how)
     return [token for token, _ in steps]
+
+
+def add_all(first_stage: FirstStage, prompts: Mapping[int, Sequence[int]], context: int) -> None:
+    """Add sequences that will have ``context`` tokens at most, and be sampled greedily."""
+    for number, tokens in prompts.items():
+        first_stage.add(number, tokens, SamplingParams(), context=context)
 
 
 def on_ranks(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from shardmlx.config.train import LINE
 from shardmlx.costmodel.hostfile import Machine
 from shardmlx.errors import UserError
 from shardmlx.hosts.launch_options import plan_again
+from tests.helpers.fake_models import write_config
 from tests.helpers.models_and_batches import tiny_config
 
 
@@ -27,12 +27,8 @@ def layout(hosts: list[Machine], *options: str) -> tuple[int, tuple[str, ...], s
 @pytest.fixture
 def model(tmp_path: Path) -> str:
     """Only the configuration of a small model of sixteen layers: enough to plan with."""
-    directory = tmp_path / "model"
-    directory.mkdir()
-    (directory / "config.json").write_text(
-        json.dumps(tiny_config(layers=16) | {"torch_dtype": "float32"})
-    )
-    return str(directory)
+    config = tiny_config(layers=16, torch_dtype="float32")
+    return str(write_config(tmp_path / "model", config))
 
 
 @pytest.fixture

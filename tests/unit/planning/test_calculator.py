@@ -11,6 +11,7 @@ import pytest
 from shardmlx.hosts.launch_options import read_options
 from shardmlx.main import main
 from shardmlx.pipeline.stage_map import read_stage_map
+from tests.helpers.fake_models import write_config
 from tests.helpers.models_and_batches import tiny_config
 
 Capture = pytest.CaptureFixture[str]
@@ -21,9 +22,8 @@ PAIR = "M2 16GB, M1 Ultra 64GB"
 @pytest.fixture(autouse=True)
 def _model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("model").mkdir()
     config = tiny_config(layers=16, hidden_size=256, intermediate_size=512)
-    Path("model/config.json").write_text(json.dumps(config))
+    write_config(Path("model"), config)
     Path("memory").write_text("a slots=1 # memory=16GiB\nb slots=1 # memory=64GiB\n")
     Path("timed").write_text("a slots=1 # memory=1GiB flops=1T\nb slots=1 # memory=1GiB flops=1T\n")
 

@@ -1,7 +1,6 @@
 """The planner: the ways that options leave open, the fastest that fits, and what it says when
 nothing fits."""
 
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -36,26 +35,26 @@ from shardmlx.planning.suggestions import remedies
 from shardmlx.planning.training_plan import plan_training
 from shardmlx.planning.ways import ways
 from shardmlx.training.planned_run import choose_plan
-from tests.helpers.fake_models import MISTRAL_7B
+from tests.helpers.fake_models import MISTRAL_7B, write_config
 from tests.helpers.models_and_batches import tiny_config
 from tests.helpers.workloads import workload
+
+SIXTEEN: dict[str, Any] = {
+    **tiny_config(layers=16, hidden_size=256, intermediate_size=1024),
+    "torch_dtype": "float32",
+}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Mistral-7B, of which nothing but config.json is here."""
-    path = tmp_path_factory.mktemp("mistral")
-    (path / "config.json").write_text(json.dumps(MISTRAL_7B))
-    return path
+    return write_config(tmp_path_factory.mktemp("mistral"), MISTRAL_7B)
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Only the configuration of a model of sixteen layers: enough to choose for it."""
-    path = tmp_path_factory.mktemp("small")
-    config = tiny_config(layers=16, hidden_size=256, intermediate_size=1024)
-    (path / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}))
-    return path
+    return write_config(tmp_path_factory.mktemp("small"), SIXTEEN)
 
 
 def work(**options: Any) -> Workload:
@@ -64,20 +63,12 @@ def work(**options: Any) -> Workload:
 
 def macs(*machines: tuple[float, float], link: float | None = 5e9) -> Cluster:
     """One for each (GiB, TFLOP/s)."""
-    return Cluster(
-        machines=tuple(
-            Machine(
-                host=f"mac{i}",
-                memory=round(memory * GIB),
-                flops=tera * 1e12,
-                link=link,
-                latency=30e-6,
-            )
-            for i, (memory, tera) in enumerate(machines)
-        ),
-        memory_fraction=0.75,
-        efficiency=0.5,
+    how: dict[str, Any] = {"link": link, "latency": 30e-6}
+    made = (
+        Machine(host=f"mac{i}", memory=round(memory * GIB), flops=tera * 1e12, **how)
+        for i, (memory, tera) in enumerate(machines)
     )
+    return Cluster(machines=tuple(made), memory_fraction=0.75, efficiency=0.5)
 
 
 def ranks(*memories: float, host: str = "mac", link: float | None = None) -> Cluster:
@@ -186,7 +177,7 @@ def test_what_leaves_nothing_to_choose_is_named(
 
 def test_the_weights_of_a_quantised_model_cannot_be_trained_themselves(tmp_path: Path) -> None:
     packed = {**MISTRAL_7B, "quantization": {"group_size": 64, "bits": 4}}
-    (tmp_path / "config.json").write_text(json.dumps(packed))
+    write_config(tmp_path, packed)
     with pytest.raises(UserError, match="MLX has no gradients for quantised weights"):
         asked(tmp_path, macs((16, 10)), fine_tune_type="full")
     assert chosen(tmp_path, macs((16, 10))).prediction.ranks[0].weights < 5e9
@@ -200,9 +191,8 @@ def test_layers_are_divided_by_speed(model: Path) -> None:
     assert sizes(choice) in ((16, 16), (17, 15))
     assert choice.lacking is None
     choice = chosen(model, macs((64, 20), (64, 10)), **ONE_STAGE_EACH)
-    fast, slow = (
-        size for _, size in sorted(zip(choice.plan.stage_map.placement, sizes(choice), strict=True))
-    )
+    placed = zip(choice.plan.stage_map.placement, sizes(choice), strict=True)
+    fast, slow = (size for _, size in sorted(placed))
     assert fast / slow == pytest.approx(2, rel=0.15)
 
 
@@ -298,10 +288,7 @@ def test_measured_times_win_over_flops(model: Path) -> None:
     sample = Sample(
         rows=1, length=512, layer=part, frozen=Seconds(1.0), embedding=Seconds(), head=Seconds()
     )
-    profile = Profile(
-        work_of(workload),
-        (MachineProfile("mac0", "M2", (sample,)),),
-    )
+    profile = Profile(work_of(workload), (MachineProfile("mac0", "M2", (sample,)),))
     cluster = replace(macs((96, 10)), profile=profile)
     choice = chosen(model, cluster, micro_batch_size=1)
     assert choice.prediction.step_seconds == pytest.approx(8 * 32 * 2.5 + 32 * 0.25)
@@ -376,7 +363,7 @@ def test_a_partitioner_that_cannot_serve_a_schedule_leaves_the_others(model: Pat
 def test_a_model_far_too_large_is_refused_with_what_would_help(tmp_path: Path) -> None:
     """By its weights alone: no layer is divided for machines that cannot hold them."""
     large = {**MISTRAL_7B, "hidden_size": 16384, "num_hidden_layers": 126}
-    (tmp_path / "config.json").write_text(json.dumps(large))
+    write_config(tmp_path, large)
     cluster = macs((64, 10), (32, 6), (24, 5), (128, 20))
     with pytest.raises(DoesNotFitError) as error:
         chosen(tmp_path, cluster)
@@ -541,10 +528,7 @@ def test_logits_are_computed_where_tokens_count_if_that_is_faster(tmp_path: Path
     as in mlx-lm."""
 
     def of(counted: float, vocabulary: int, **options: Any) -> Choice:
-        config = tiny_config(
-            layers=16, hidden_size=256, intermediate_size=1024, vocab_size=vocabulary
-        )
-        (tmp_path / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}))
+        write_config(tmp_path, SIXTEEN | {"vocab_size": vocabulary})
         return chosen(tmp_path, ranks(*ROOM), replace(ALIKE, counted=counted), **options)
 
     some, all_of_them = of(0.3, 16384), of(1.0, 16384)
@@ -572,7 +556,7 @@ SHAPES = {
 def test_plan_and_a_run_choose_the_same_way_from_the_same_facts(
     shape: str, link: float, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MISTRAL_7B | SHAPES[shape]))
+    write_config(tmp_path, MISTRAL_7B | SHAPES[shape])
     given = TrainConfig(model=str(tmp_path), num_layers=-1, batch_size=8, max_seq_length=512)
     run = RunSpec.of(given)
     workload = Workload.of(open_model(str(tmp_path)), run.fine_tune, run.batch)

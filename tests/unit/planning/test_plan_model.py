@@ -12,6 +12,7 @@ from shardmlx.config.train import LINE
 from shardmlx.hosts.launch_options import read_options
 from shardmlx.main import main
 from shardmlx.pipeline.stage_map import read_stage_map
+from tests.helpers.fake_models import write_config
 from tests.helpers.models_and_batches import tiny_config
 
 HOSTS = """\
@@ -22,11 +23,8 @@ mini.local slots=1    # memory=16GiB flops=4T link=10Gbps
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    path = tmp_path / "model"
-    path.mkdir()
     config = tiny_config(layers=16, hidden_size=256, intermediate_size=512)
-    (path / "config.json").write_text(json.dumps(config))
-    return path
+    return write_config(tmp_path / "model", config)
 
 
 @pytest.fixture

@@ -72,67 +72,48 @@ def test_a_request_that_says_nothing_gets_the_servers_defaults() -> None:
     body = b'{"messages": [{"role": "user", "content": "hello"}]}'
     sampling = SamplingParams(temp=0.7, top_p=0.9, min_p=0.1, top_k=40)
     order = read_chat(body, terms(max_tokens=99, sampling=sampling))
+    request = GenerationRequest(tokens=HELLO, max_tokens=99, sampling=sampling)
     assert order == ApiRequest(
-        requests=(
-            GenerationRequest(
-                tokens=HELLO,
-                max_tokens=99,
-                sampling=sampling,
-            ),
-        ),
-        n=1,
-        stream=False,
-        include_usage=False,
-        logprobs=None,
+        requests=(request,), n=1, stream=False, include_usage=False, logprobs=None
     )
 
 
 def test_all_that_is_understood() -> None:
+    alike: dict[str, Any] = {
+        "top_p": 0.5,
+        "min_p": 0.25,
+        "top_k": 3,
+        "seed": 11,
+        "repetition_penalty": 1.5,
+        "repetition_context_size": 2,
+        "presence_penalty": -1.0,
+        "presence_context_size": 3,
+        "frequency_penalty": 0.5,
+        "frequency_context_size": 4,
+        "xtc_probability": 0.5,
+        "xtc_threshold": 0.2,
+    }
     order = chat(
         model="ours",
         max_tokens=7,
         temperature=1,
-        top_p=0.5,
-        min_p=0.25,
-        top_k=3,
-        seed=11,
         stop=["a", "b"],
         stream=True,
         stream_options={"include_usage": True, "include_obfuscation": False},
         logit_bias={"65": -100, "66": 2.5},
-        repetition_penalty=1.5,
-        repetition_context_size=2,
-        presence_penalty=-1,
-        presence_context_size=3,
-        frequency_penalty=0.5,
-        frequency_context_size=4,
-        xtc_probability=0.5,
-        xtc_threshold=0.2,
         logprobs=True,
         top_logprobs=5,
+        **alike,
+    )
+    sampling = SamplingParams(
+        temp=1.0,
+        logit_bias=((65, -100.0), (66, 2.5)),
+        context=tuple(map(ord, "ello")),
+        logprobs=5,
+        **alike,
     )
     assert only(order) == GenerationRequest(
-        tokens=HELLO,
-        max_tokens=7,
-        stop=("a", "b"),
-        sampling=SamplingParams(
-            temp=1.0,
-            top_p=0.5,
-            min_p=0.25,
-            top_k=3,
-            seed=11,
-            logit_bias=((65, -100.0), (66, 2.5)),
-            repetition_penalty=1.5,
-            repetition_context_size=2,
-            presence_penalty=-1.0,
-            presence_context_size=3,
-            frequency_penalty=0.5,
-            frequency_context_size=4,
-            xtc_probability=0.5,
-            xtc_threshold=0.2,
-            context=tuple(map(ord, "ello")),
-            logprobs=5,
-        ),
+        tokens=HELLO, max_tokens=7, stop=("a", "b"), sampling=sampling
     )
     assert order.stream
     assert order.include_usage
@@ -202,9 +183,8 @@ def test_an_answer_with_a_structure_is_said_to_the_letter() -> None:
     served = terms(encoder=Agent(), complaint=lambda grammar: "")
     (request,) = read_chat(json.dumps(body).encode(), served).requests
     parts = AnswerParser(request.syntax)
-    assert list(parts.take(" <think>a</think>", is_last=True)) == [
-        Part("said", " <think>a</think>")
-    ]
+    said = [Part("said", " <think>a</think>")]
+    assert list(parts.take(" <think>a</think>", is_last=True)) == said
     assert request.continues
 
 
