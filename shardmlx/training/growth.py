@@ -10,11 +10,14 @@ from shardmlx.common.formatting import gibibytes
 from shardmlx.costmodel.memory_limits import MemoryLimits
 from shardmlx.engine.batches import MOST_WIDTHS
 
-REPORTS_IN_A_ROW = 10
-"""Number of reports with more active memory each time: chance does not order so many."""
+REPORTS = 4
+"""Number of reports of which the least active memory counts: gradients come and go between them."""
+
+TIMES = 5
+"""Number of such minima, each above the one before: chance seldom orders so many."""
 
 LEAST_GROWTH = 1.01
-"""Factor over these reports below which memory may still settle."""
+"""Factor from the first to the last below which memory may still settle."""
 
 
 @dataclass(slots=True)
@@ -35,17 +38,19 @@ class Growth:
                 f"step {step}: micro-batches have had {shapes} shapes, each a compiled graph that "
                 "stays in memory: give a --micro-batch-size that divides the rows of a replica"
             )
-        self._reports = [*self._reports, (step, active)][-REPORTS_IN_A_ROW - 1 :]
-        if len(self._reports) <= REPORTS_IN_A_ROW:
+        self._reports = [*self._reports, (step, active)][-REPORTS * TIMES :]
+        if len(self._reports) < REPORTS * TIMES:
             return
         steps, held = zip(*self._reports, strict=True)
         for rank, of_rank in enumerate(zip(*held, strict=True)):
-            first, *_, last = of_rank
-            rises = all(a < b for a, b in pairwise(of_rank))
+            least = [min(of_rank[i : i + REPORTS]) for i in range(0, len(of_rank), REPORTS)]
+            first, *_, last = least
+            rises = all(a < b for a, b in pairwise(least))
             if rank in self._named or not rises or last < LEAST_GROWTH * first:
                 continue
             self._named.add(rank)
-            slope, limit = (last - first) / (step - steps[0]), self.limits[rank].memory
+            slope = (last - first) / (steps[-REPORTS] - steps[0])
+            limit = self.limits[rank].memory
             yield (
                 f"step {step}: the arrays of rank {rank} on {self.hosts[rank]} grow by "
                 f"{gibibytes(slope)} a step, to {gibibytes(last)}: at this rate they reach the "

@@ -9,10 +9,9 @@ import pytest
 from shardmlx.common.units import GIB, MIB
 from shardmlx.costmodel.memory_limits import MemoryBudget, MemoryLimits, PlannedMemory
 from shardmlx.engine.batches import MOST_WIDTHS
-from shardmlx.training.growth import REPORTS_IN_A_ROW, Growth
+from shardmlx.training.growth import REPORTS, TIMES, Growth
 
 HOSTS = ("mac-studio", "mac-mini")
-REPORTS = 2 * REPORTS_IN_A_ROW
 
 
 def growth(backend: str = "metal") -> Growth:
@@ -31,29 +30,29 @@ def warnings(watch: Growth, *active: Sequence[int], shapes: int = 1) -> list[str
     return found
 
 
-def test_memory_that_grows_at_every_report_is_named_once_with_the_steps_that_are_left() -> None:
-    reports = [(GIB, GIB + number * 20 * MIB) for number in range(REPORTS)]
-    (warning,) = warnings(growth(), *reports)
-    step = 10 * (REPORTS_IN_A_ROW + 1)
-    # 1024 MiB are left at the first report, and each step takes 2 of them.
-    for part in (
-        f"step {step}:",
-        "rank 1 on mac-mini",
-        "2.0 MiB a step",
-        f"{512 - step + 10} more",
-    ):
-        assert part in warning
+@pytest.mark.parametrize("gradients", [0, 90 * MIB])
+def test_memory_that_keeps_growing_is_named_once_with_the_steps_that_are_left(
+    gradients: int,
+) -> None:
+    """By 2 MiB a step, beside gradients that every fourth report is without."""
+    numbers = range(2 * REPORTS * TIMES)
+    grown = [GIB + number * 20 * MIB + (number % 4) * gradients for number in numbers]
+    (warning,) = warnings(growth(), *((GIB, each) for each in grown))
+    assert warning.startswith(f"step {10 * REPORTS * TIMES}: ")
+    assert "rank 1 on mac-mini" in warning
+    assert "2.0 MiB a step" in warning
+    left = (GIB - 20 * MIB * REPORTS * (TIMES - 1)) // (2 * MIB)
+    assert f"{left} more steps" in warning
 
 
 @pytest.mark.parametrize(
     "active",
     [
-        pytest.param([GIB] * REPORTS, id="the same"),
-        pytest.param(
-            [GIB + (i % 4) * 90 * MIB + i * MIB for i in range(REPORTS)], id="up and down"
-        ),
-        pytest.param([GIB + i * MIB // 10 for i in range(REPORTS)], id="up by little"),
-        pytest.param([GIB + i * 90 * MIB for i in range(REPORTS_IN_A_ROW)], id="not often"),
+        pytest.param([GIB] * 40, id="the same"),
+        pytest.param([GIB + i % 7 * 90 * MIB for i in range(40)], id="up and down"),
+        pytest.param([GIB + i * MIB // 10 for i in range(40)], id="up by little"),
+        pytest.param([GIB + i * 90 * MIB for i in range(REPORTS * TIMES - 1)], id="not for long"),
+        pytest.param([GIB + min(i, 9) * 90 * MIB for i in range(40)], id="until it settles"),
     ],
 )
 def test_memory_that_may_settle_is_not(active: list[int]) -> None:
