@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,17 +11,19 @@ from typing import Any
 from shardmlx.common.environment import Blas
 from shardmlx.common.formatting import plural
 from shardmlx.common.reporter import Reporter, check_writable
+from shardmlx.config.data import DataOptions
 from shardmlx.config.inference import EvaluateConfig
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import Sample
-from shardmlx.evaluation.perplexity import perplexity_of, read_texts
-from shardmlx.evaluation.scoring import Scorer, Scores, Sequences
+from shardmlx.errors import UserError
+from shardmlx.evaluation.scoring import Scorer, Scores, Sequences, perplexity_of
 from shardmlx.evaluation.tasks import Question, check_tasks, rows_of, run_tasks
 from shardmlx.inference.detokenize import StopStrings
 from shardmlx.inference.plan import GenerationLoad
 from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.setup import InferenceRun, prepare, report_memory
 from shardmlx.loading.rank_setup import SETUP_SECONDS
+from shardmlx.training.datasets import read_data
 
 GENERATE = "generate"
 """A request of rank 0. Another is sequences to score; None is the end."""
@@ -61,6 +63,33 @@ def run(config: EvaluateConfig, transport: Transport, blas: Blas) -> None:
         if config.output is not None:
             Path(config.output).write_text(json.dumps(results, indent=2) + "\n")
     report_memory(prepared)
+
+
+def read_texts(
+    config: EvaluateConfig, encoder: PromptEncoder, warn: Callable[[str], None]
+) -> list[Sample]:
+    """Read and tokenise ``--data``; ``warn`` of cut texts. Raises ``UserError``."""
+    options = DataOptions(
+        train=False,
+        test=True,
+        data=str(config.data),
+        hf_dataset=None,
+        max_seq_length=config.max_seq_length,
+        long_sequences="cut",
+        mask_prompt=config.mask_prompt,
+        trust_remote_code=config.trust_remote_code,
+        batch_size=1,
+    )
+    data = read_data(options, encoder.tokenizer, encoder.positions, vocabulary=encoder.vocabulary)
+    for warning in data.warnings:
+        warn(warning)
+    samples = list(data.test)[: config.limit]
+    cut = [(tokens[: config.max_seq_length], start) for tokens, start in samples]
+    scored = [(tokens, start) for tokens, start in cut if len(tokens) > max(start, 1)]
+    if not scored:
+        problem = f"--data {config.data} has no token to predict"
+        raise UserError(problem, "name a set of longer texts")
+    return scored
 
 
 def _lead(

@@ -1,9 +1,10 @@
 """Log-probabilities of given tokens: each batch goes through the stages of all ranks, the next one
-right behind it, and the last rank sends back the scores of every token.
+right behind it, and the last rank sends back the scores of every token. Perplexity from them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ import numpy as np
 
 from shardmlx.distributed.messages import Handle, new_buffer
 from shardmlx.distributed.transport import Transport
+from shardmlx.engine.batches import Sample
 from shardmlx.inference.stage import HIDDEN_TAG, UNSENT, Outbox
 from shardmlx.models.slice import Slice
 
@@ -95,3 +97,24 @@ class Scorer:
             logprobs.append(np.array(own[..., 0]))
             likeliest.append(np.array(is_own))
         return np.concatenate(logprobs, axis=1), np.concatenate(likeliest, axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Perplexity:
+    """The perplexity of texts of ``tokens``: e to ``loss``, their mean negative log-probability."""
+
+    perplexity: float
+    standard_error: float
+    loss: float
+    tokens: int
+
+
+def perplexity_of(samples: Sequence[Sample], scores: Sequence[Scores]) -> Perplexity:
+    """Return the perplexity of samples: all tokens after the first, from their start on."""
+    pairs = zip(samples, scores, strict=True)
+    counted = [score.logprobs[max(start, 1) - 1 :] for (_, start), score in pairs]
+    losses = -np.concatenate(counted).astype(np.float64)
+    loss = float(losses.mean())
+    spread = float(losses.std(ddof=1)) if losses.size > 1 else 0.0
+    error = math.exp(loss) * spread / math.sqrt(losses.size)
+    return Perplexity(math.exp(loss), error, loss, losses.size)

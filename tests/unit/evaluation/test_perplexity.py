@@ -12,8 +12,7 @@ import pytest
 
 from shardmlx.config.inference import EVALUATE
 from shardmlx.errors import UserError
-from shardmlx.evaluation.perplexity import perplexity_of
-from shardmlx.evaluation.scoring import Scorer, Scores
+from shardmlx.evaluation.scoring import Scorer, Scores, perplexity_of
 from shardmlx.evaluation.tasks import continuation, rows_of
 from shardmlx.models.slice import Slice
 from tests.helpers.family_configs import CONFIGS

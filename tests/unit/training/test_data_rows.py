@@ -13,7 +13,7 @@ from shardmlx.config.data import DataOptions
 from shardmlx.config.inference import EvaluateConfig
 from shardmlx.config.train import TrainConfig
 from shardmlx.errors import UserError
-from shardmlx.evaluation.perplexity import read_texts
+from shardmlx.evaluation.command import read_texts
 from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.training.datasets import read_data
 from tests.helpers.chat_templates import KINDS, tokenizer_with
