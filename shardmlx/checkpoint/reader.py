@@ -6,23 +6,20 @@ tensors, one by one, to ranks that need them and see no copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import mlx.core as mx
 
 from shardmlx.checkpoint.export import DTYPES
 from shardmlx.checkpoint.store import Manifest, Store, name_of
-from shardmlx.common.durable_files import read_exactly
 from shardmlx.distributed.byte_stream import Incoming, Outgoing
 from shardmlx.distributed.messages import OBJECT_TAG, buffer_of, new_buffer
 from shardmlx.distributed.shared_disks import Disks
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
-from shardmlx.modelfiles.safetensors_header import Header, PlacedTensor, read_header
-
-_CHUNK = 1 << 22
+from shardmlx.modelfiles.safetensors_header import Header, PlacedTensor, read_bytes, read_header
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,46 +136,32 @@ class CheckpointReader:
             mine = [name for name in header.tensors if wanted(name)]
             sees_it = self._found.seen_by.of(rank) in self._found.disks[file]
             lacking = transport.all_gather([] if sees_it else mine, f"reading {file}")
-            path = self._directory / file
+            read, source = partial(read_bytes, self._directory), self._source(file)
             for name, tensor in header.tensors.items():
+                what, nbytes = f"reading {name}", tensor.nbytes
                 for peer, needed in enumerate(lacking):
                     if name not in needed:
                         continue
-                    if rank == self._source(file):
-                        self._send(path, name, tensor, peer)
+                    if rank == source:
+                        stream = Outgoing(transport, nbytes, peer, OBJECT_TAG, what)
+                        for piece in tensor.pieces(read):
+                            stream.write(piece)
+                        stream.close()
                     elif rank == peer:
-                        yield name, self._receive(name, tensor)
+                        pieces = Incoming(transport, nbytes, source, OBJECT_TAG, what)
+                        yield name, _filled(tensor, pieces)
                 if sees_it and name in mine:
-                    yield name, _read(path, name, tensor)
+                    yield name, _filled(tensor, tensor.pieces(read))
 
     def _source(self, file: str) -> int:
         """Return the rank that sends a file to the ranks that do not see it."""
         return self._found.seen_by.groups[self._found.disks[file][0]][0]
 
-    def _send(self, path: Path, name: str, tensor: PlacedTensor, peer: int) -> None:
-        stream = Outgoing(self._transport, tensor.nbytes, peer, OBJECT_TAG, f"reading {name}")
-        with path.open("rb") as file:
-            for at in range(tensor.start, tensor.end, _CHUNK):
-                count = min(_CHUNK, tensor.end - at)
-                stream.write(read_exactly(file.fileno(), at, count, str(path)))
-        stream.close()
 
-    def _receive(self, name: str, tensor: PlacedTensor) -> mx.array:
-        array = new_buffer(tensor.shape, DTYPES[tensor.dtype])
-        buffer = buffer_of(array)
-        start = 0
-        source = self._source(tensor.file)
-        for piece in Incoming(self._transport, len(buffer), source, OBJECT_TAG, f"reading {name}"):
-            buffer[start : start + len(piece)] = piece
-            start += len(piece)
-        return array
-
-
-def _read(path: Path, name: str, tensor: PlacedTensor) -> mx.array:
+def _filled(tensor: PlacedTensor, pieces: Iterable[bytes | memoryview]) -> mx.array:
     array = new_buffer(tensor.shape, DTYPES[tensor.dtype])
-    buffer = buffer_of(array)
-    with path.open("rb") as file:
-        file.seek(tensor.start)
-        if file.readinto(buffer) != len(buffer):
-            raise OSError(f"{path} ends in the middle of {name}")
+    buffer, start = buffer_of(array), 0
+    for piece in pieces:
+        buffer[start : start + len(piece)] = piece
+        start += len(piece)
     return array

@@ -126,15 +126,16 @@ def prepare_resumption(
         )
     directory = None if options.checkpoint_dir is None else Path(options.checkpoint_dir)
     place = None if directory is None else _open(options, transport, directory, owners)
-    if place is None and resume is None:
+    is_own = resume is None
+    if place is not None and resume is not None:
+        with contextlib.suppress(OSError):
+            is_own = resume.parent.samefile(place.store.directory)
+        # Rank 0 decides, since others may work elsewhere.
+        is_own = transport.broadcast(is_own, what="comparing directories")
+    if place is not None and is_own:
+        store, disks = place.store, place.storage.disks
+    elif resume is None:
         return Resumption()
-    if resume is None:
-        assert place is not None
-        store, disks = place.store, place.storage.disks
-    elif place is not None and transport.broadcast(
-        _is_same(resume.parent, place.store.directory), what="comparing directories"
-    ):
-        store, disks = place.store, place.storage.disks
     else:
         _refuse_mixture(options, transport, place)
         store = Store(resume.parent)
@@ -145,7 +146,16 @@ def prepare_resumption(
         return Resumption(place)
     found, faults = find_checkpoint(transport, store, disks, step)
     if found is None:
-        _refuse_to_start_anew(options, faults)
+        if faults:
+            raise AgreedError(
+                f"--resume {options.resume}: no checkpoint is sound: {'; '.join(faults.values())}",
+                "restore the file, or name another --checkpoint-dir to start anew",
+            )
+        if options.resume != "auto":
+            raise AgreedError(
+                f"--resume {options.resume}: there is no complete checkpoint",
+                f"name a directory that holds {MARKER}, or give auto",
+            )
         return Resumption(place)
     where = store.path(found.manifest.step)
 
@@ -180,14 +190,6 @@ def _warn_of_unfinished(
             )
 
 
-def _is_same(a: Path, b: Path) -> bool:
-    """Tell whether two paths are one directory. Rank 0 decides, since others may work elsewhere."""
-    try:
-        return a.samefile(b)
-    except OSError:
-        return False
-
-
 def _open(options: CheckpointOptions, transport: Transport, directory: Path, owners: int) -> Place:
     disks = find_disks(transport, directory)
     names = [transport.name(rank) for rank in range(transport.size)]
@@ -214,20 +216,6 @@ def _refuse_mixture(options: CheckpointOptions, transport: Transport, place: Pla
             f"--resume {options.resume}: --checkpoint-dir {options.checkpoint_dir} holds "
             f"checkpoints of another run, up to step {steps[-1]}",
             "go on from them with --resume auto, or name another directory",
-        )
-
-
-def _refuse_to_start_anew(options: CheckpointOptions, faults: Mapping[int, str]) -> None:
-    """Raise `AgreedError` if a checkpoint was asked for, or if damaged ones need attention."""
-    if faults:
-        raise AgreedError(
-            f"--resume {options.resume}: no checkpoint is sound: {'; '.join(faults.values())}",
-            "restore the file, or name another --checkpoint-dir to start anew",
-        )
-    if options.resume != "auto":
-        raise AgreedError(
-            f"--resume {options.resume}: there is no complete checkpoint",
-            f"name a directory that holds {MARKER}, or give auto",
         )
 
 

@@ -20,8 +20,8 @@ import numpy as np
 from shardmlx.config.specs import Spec
 from shardmlx.engine.batches import Sample
 from shardmlx.errors import UserError
-from shardmlx.modelfiles.safetensors_header import MODEL_FILES
-from shardmlx.modelfiles.sources import CONFIG_FILE, ReadBytes
+from shardmlx.modelfiles.safetensors_header import MODEL_FILES, ReadBytes, read_bytes
+from shardmlx.modelfiles.sources import CONFIG_FILE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,20 +137,14 @@ def _optimizer(optimizer: Mapping[str, Any]) -> str:
 
 def _model(path: Path, read: ReadBytes | None) -> str:
     """Return a digest of the configuration, and of the weights' headers and samples."""
-
-    def read_file(file: str, offset: int, count: int) -> bytes:
-        with (path / file).open("rb") as content:
-            content.seek(offset)
-            return content.read(count)
-
     digest = hashlib.sha256((path / CONFIG_FILE).read_bytes())
     with ThreadPoolExecutor(_READERS) as pool:
         for file in sorted(path.glob(MODEL_FILES)):
             size = file.stat().st_size
             digest.update(f"{file.name} {size}".encode())
             offsets = [i * max(0, size - _PROBE_BYTES) // (_PROBES - 1) for i in range(_PROBES)]
-            probe = partial(read or read_file, file.name)
-            for data in pool.map(probe, offsets, [_PROBE_BYTES] * _PROBES):
+            probe = partial(read or partial(read_bytes, path), file.name)
+            for data in pool.map(probe, offsets, [min(_PROBE_BYTES, size)] * _PROBES):
                 digest.update(data)
     return digest.hexdigest()
 

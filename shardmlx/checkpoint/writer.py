@@ -164,7 +164,10 @@ class CheckpointWriter:
                 mine += self._write_own(step, parts, homes)
                 self._arrays_free.set()
             elif rank in homes:
-                mine += self._write_for(step, owner)
+                for name, nbytes in self._receive(owner):
+                    what, path = f"saving {name}", self._store.partial(step) / name
+                    pieces = Incoming(self._transport, nbytes, owner, CHECKPOINT_TAG, what)
+                    mine.append(self._write_file(name, nbytes, pieces, path))
         # Complete only when every part is on its disks, and all ranks agree on the files.
         if rank != 0:
             self._send(mine, 0)
@@ -220,11 +223,6 @@ class CheckpointWriter:
             ]
             path = self._store.partial(step) / part.name if rank in homes else None
             yield self._write_file(part.name, part.nbytes, part.pieces(), path, streams)
-
-    def _write_for(self, step: int, owner: int) -> Iterator[FileInfo]:
-        for name, nbytes in self._receive(owner):
-            pieces = Incoming(self._transport, nbytes, owner, CHECKPOINT_TAG, f"saving {name}")
-            yield self._write_file(name, nbytes, pieces, self._store.partial(step) / name)
 
     def _write_file(
         self,

@@ -10,7 +10,8 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -27,8 +28,7 @@ from shardmlx.conversion.gguf import as_gguf, check_gguf, plan_gguf
 from shardmlx.conversion.lazy_model import LazyModel, build_lazily
 from shardmlx.conversion.output import SMALL_FILES, OutputDirectory, identity_of
 from shardmlx.conversion.shards import Shards, plan_shards, texts_of
-from shardmlx.conversion.sources import Source, open_source
-from shardmlx.conversion.trained import Trained, find_trained
+from shardmlx.conversion.sources import Source, Trained, find_trained, in_directory, open_source
 from shardmlx.conversion.writer import write_files
 from shardmlx.distributed.agreement import AgreedError, from_rank_0, on_all_ranks, on_rank_0
 from shardmlx.distributed.byte_stream import Incoming, Outgoing
@@ -36,11 +36,14 @@ from shardmlx.distributed.messages import OBJECT_TAG
 from shardmlx.distributed.shared_disks import Disks, find_disks
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import AgreedFailure
-from shardmlx.loading.manifest import fingerprint
-from shardmlx.loading.rank_setup import SETUP_SECONDS, open_on_all_ranks
+from shardmlx.loading.rank_setup import (
+    SETUP_SECONDS,
+    OpenedModel,
+    open_on_all_ranks,
+    use_device,
+)
 from shardmlx.modelfiles.model_files import read_model
 from shardmlx.modelfiles.parts import EMBEDDING, part_of
-from shardmlx.modelfiles.safetensors_header import MODEL_FILES
 from shardmlx.modelfiles.sources import Directory
 from shardmlx.modelfiles.verify import verify
 from shardmlx.models.shape import ModelShape
@@ -58,54 +61,9 @@ def run(options: ExportOptions, transport: Transport, blas: Blas) -> None:
     started = time.monotonic()
     if options.gguf and transport.size > 1:
         raise AgreedError(f"--gguf on {transport.size} ranks", "run it on one")
-    if transport.size > 1:
-        is_whole = export_on_ranks(options, transport, reporter)
-    else:
-        is_whole = True
-        on_all_ranks(transport, "exporting", lambda: export(options, reporter))
+    is_whole = export(options, transport, reporter)
     if transport.rank == 0:
         _report(options, time.monotonic() - started, is_whole, reporter)
-
-
-def export(options: ExportOptions, reporter: Reporter) -> None:
-    """Export on one process. Raises ``UserError`` or ``Stopped``."""
-    output = OutputDirectory(Path(options.output_dir))
-    output.check()
-    trained = None if options.adapter_path is None else find_trained(options.adapter_path)
-    if not output.is_complete:
-        with open_source(options.model, options.revision, output.source) as source:
-            _write_alone(options, output, source, trained, reporter)
-    output.publish()
-
-
-def _write_alone(
-    options: ExportOptions,
-    output: OutputDirectory,
-    source: Source,
-    trained: Trained | None,
-    reporter: Reporter,
-) -> None:
-    """Write the whole model into the working directory; nothing if it is refused."""
-    model = build_lazily(source.path, trained, options, has_files=source.has_files)
-    gc.collect()  # modules hold unused weights, in cycles
-    shards: Shards
-    if options.gguf:
-        check_gguf(model, source.path)
-        model = as_gguf(model)
-        shards = plan_gguf(model, source.path)
-    else:
-        shards = plan_shards([specs_of(model.weights)], options.max_shard)
-    adapters = "none" if trained is None else trained.identity
-    identity = identity_of(options, source.identity, adapters, shards)
-    goes_on = output.check_same(identity)
-    output.check_room(shards, [0], SMALL_FILES + source.largest)
-    output.begin(identity)
-    reporter.say(f"{options.model}: {model.describe(shards.nbytes)}")
-    texts = {} if options.gguf else texts_of(model, shards, source.path, source.repository)
-    source.watch(model)
-    model.read.clear()
-    write_files(output, model, shards, 0, reporter, source.bring, goes_on=goes_on, may_stop=True)
-    output.complete(texts)
 
 
 def _report(options: ExportOptions, seconds: float, is_whole: bool, reporter: Reporter) -> None:
@@ -124,12 +82,13 @@ def _report(options: ExportOptions, seconds: float, is_whole: bool, reporter: Re
             raise AgreedFailure(f"--verify: {plural(len(verification.faults), 'fault')}")
 
 
-def export_on_ranks(options: ExportOptions, transport: Transport, reporter: Reporter) -> bool:
-    """Export; return whether rank 0's disk has all of it. Collective. Raises ``AgreedError``."""
+def export(options: ExportOptions, transport: Transport, reporter: Reporter) -> bool:
+    """Export; return whether rank 0's disk has all of it. Collective. Raises ``AgreedError``, or
+    ``Stopped`` on one rank."""
     output = OutputDirectory(Path(options.output_dir))
-    disks = find_disks(transport, output.path.absolute().parent)
-    together = _Together(options, output, disks, transport, reporter)
-    everywhere = transport.all_gather(output.state, _WHAT)
+    disks = find_disks(transport, output.path.absolute().parent, make=transport.size > 1)
+    state = on_all_ranks(transport, _WHAT, lambda: output.state)
+    everywhere = transport.all_gather(state, _WHAT)
     is_written = "complete" in everywhere and (
         (options.gather and everywhere[0] == "complete")
         or all(state in ("complete", "published") for state in everywhere)
@@ -137,7 +96,7 @@ def export_on_ranks(options: ExportOptions, transport: Transport, reporter: Repo
     if not is_written:
         on_all_ranks(transport, _WHAT, output.check)
         with transport.longer_timeout(SETUP_SECONDS):
-            together.write()
+            _Export(options, output, disks, transport, reporter).write()
     if disks.leads(transport.rank) and output.work.is_dir():
         if output.is_complete:
             output.publish()
@@ -154,8 +113,8 @@ def export_on_ranks(options: ExportOptions, transport: Transport, reporter: Repo
 
 
 @dataclass(frozen=True, slots=True)
-class _Together:
-    """An export on several ranks. All ranks must call its methods, which raise ``AgreedError``."""
+class _Export:
+    """An export. All ranks must call its methods, which raise ``AgreedError``."""
 
     options: ExportOptions
     output: OutputDirectory
@@ -168,28 +127,36 @@ class _Together:
         options, output, transport = self.options, self.output, self.transport
         leads = self.disks.leads(transport.rank)
         trained, adapters = self._find_trained()
-        source = ModelSource.of(options)
-        with open_on_all_ranks(transport, self.reporter, source, adapters) as opened:
-            if adapters is not None and trained is not None:
-                trained = Trained(trained.name, trained.identity, Path(str(opened.adapters)))
-            build = partial(build_lazily, opened.path, trained, options)
+        with self._open(adapters) as (source, opened):
+            if opened is not None and trained is not None and adapters is not None:
+                here = tuple(Path(str(opened.adapters)) / file.name for file in trained.files)
+                trained = replace(trained, files=here)
+            build = partial(_build, source, trained, options)
             model = on_all_ranks(transport, "building the model", build)
-            model.read.clear()
-            gc.collect()  # modules hold unused weights, in cycles
-            ranges = divide_layers(model, opened.shape, transport.size)
-            shards = _plan(model, opened.shape, ranges, options.max_shard)
-            identity = self._identity(opened.path, trained, shards)
-            goes_on = on_all_ranks(transport, _WHAT, partial(self._check, identity, shards))
+            if opened is not None:
+                ranges = divide_layers(model, opened.shape, transport.size)
+                shards = _plan(model, opened.shape, ranges, options.max_shard)
+            elif options.gguf:
+                shards = plan_gguf(model, source.path)
+            else:
+                shards = plan_shards([specs_of(model.weights)], options.max_shard)
+            identity = self._identity(source, trained, shards)
+            check = partial(self._check, identity, shards, SMALL_FILES + source.largest)
+            goes_on = on_all_ranks(transport, _WHAT, check)
             on_all_ranks(transport, _WHAT, lambda: output.begin(identity) if leads else None)
             self.reporter.say(f"{options.model}: {model.describe(shards.nbytes)}")
-            texts = on_rank_0(transport, _WHAT, lambda: texts_of(model, shards, opened.path, None))
-            opened.weights.bring([ranges[transport.rank]], opened.shape, self.reporter)
-            # mpirun ends all ranks at once, so that none may stop.
-            write = partial(write_files, goes_on=goes_on, may_stop=False)
+            describe = partial(texts_of, model, shards, source.path, source.repository)
+            texts = on_rank_0(transport, _WHAT, lambda: {} if options.gguf else describe())
+            source.watch(model.read, model.computed())
+            model.read.clear()
+            if opened is not None:
+                opened.weights.bring([ranges[transport.rank]], opened.shape, self.reporter)
+            # mpirun ends all ranks at once, so that none of several may stop.
+            write = partial(write_files, goes_on=goes_on, may_stop=transport.size == 1)
             on_all_ranks(
                 transport,
                 "writing tensors",
-                lambda: write(output, model, shards, transport.rank, self.reporter),
+                lambda: write(output, model, shards, transport.rank, self.reporter, source.bring),
             )
         if options.gather:
             self._gather(shards)
@@ -206,23 +173,32 @@ class _Together:
             return None if path is None else find_trained(path)
 
         trained = from_rank_0(self.transport, _WHAT, find)
-        if trained is None or trained.directory is not None:
+        if trained is None or not trained.is_checkpoint or self.transport.size == 1:
             return trained, path
         # Each rank looks for a checkpoint itself.
         return on_all_ranks(self.transport, _WHAT, find), None
 
-    def _identity(self, model: Path, trained: Trained | None, shards: Shards) -> dict[str, str]:
+    @contextmanager
+    def _open(self, adapters: str | None) -> Iterator[tuple[Source, OpenedModel | None]]:
+        """Open the model, and on several ranks what each brings of its own layers."""
+        options, transport = self.options, self.transport
+        if transport.size > 1:
+            asked = ModelSource.of(options)
+            with open_on_all_ranks(transport, self.reporter, asked, adapters) as opened:
+                find = partial(in_directory, opened.path)
+                identity = from_rank_0(transport, _WHAT, lambda: find().identity)
+                yield Source(opened.path, identity), opened
+            return
+        use_device(options.device, transport, self.reporter.say)
+        alone = open_source(options.model, options.revision, self.output.source)
+        with ExitStack() as stack:
+            yield on_all_ranks(transport, _WHAT, lambda: stack.enter_context(alone)), None
+
+    def _identity(self, source: Source, trained: Trained | None, shards: Shards) -> dict[str, str]:
         """Return the identity of the export, before weights are brought."""
-
-        def identify() -> dict[str, str]:
-            files = [path.name for path in model.glob(MODEL_FILES)]
-            adapters = "none" if trained is None else trained.identity
-            own = identity_of(self.options, fingerprint(model, files), adapters, shards)
-            return {**own, "ranks": str(self.transport.size)}
-
-        identity = from_rank_0(self.transport, _WHAT, identify)
-        layout = identity_of(self.options, "", "", shards)["layout"]
-        layouts = self.transport.all_gather(layout, _WHAT)
+        adapters = "none" if trained is None else trained.identity
+        own = identity_of(self.options, source.identity, adapters, shards)
+        layouts = self.transport.all_gather(own["layout"], _WHAT)
         name = self.transport.name
         for rank, theirs in enumerate(layouts):
             if theirs != layouts[0]:
@@ -230,16 +206,17 @@ class _Together:
                     f"{name(rank)} would write other tensors than {name(0)}",
                     "give all ranks the same model and adapters",
                 )
+        identity: dict[str, str] = self.transport.broadcast(own, what=_WHAT)
         return identity
 
-    def _check(self, identity: Mapping[str, str], shards: Shards) -> bool:
+    def _check(self, identity: Mapping[str, str], shards: Shards, more: int) -> bool:
         """Refuse another export, or a small disk; tell if this one goes on. Not collective."""
         goes_on = self.output.check_same(identity)
         rank, disks = self.transport.rank, self.disks
         if disks.leads(rank):
             gathers = self.options.gather and rank == 0
             ranks = range(self.transport.size) if gathers else disks.groups[disks.of(rank)]
-            self.output.check_room(shards, ranks, SMALL_FILES)
+            self.output.check_room(shards, ranks, more)
         return goes_on
 
     def _gather(self, shards: Shards) -> None:
@@ -248,7 +225,7 @@ class _Together:
             if disks.of(writer) == disks.of(0):
                 continue
             path = self.output.rank(writer) / file
-            size, what = shards.manifest(writer, "").sizes[file], f"gathering {file}"
+            size, what = shards.manifest(writer).sizes[file], f"gathering {file}"
             if transport.broadcast(path.exists(), what=what):
                 continue
             own = f"{transport.name(transport.rank)}, {what}"
@@ -260,6 +237,15 @@ class _Together:
             pieces = iter(Incoming(transport, size, writer, OBJECT_TAG, own))
             receive = partial(_receive, self.output, path, size, pieces, self.reporter)
             on_rank_0(transport, what, receive)
+
+
+def _build(source: Source, trained: Trained | None, options: ExportOptions) -> LazyModel:
+    model = build_lazily(source.path, trained, options, has_files=source.has_files)
+    gc.collect()  # modules hold unused weights, in cycles
+    if options.gguf:
+        check_gguf(model, source.path)
+        model = as_gguf(model)
+    return model
 
 
 def divide_layers(model: LazyModel, shape: ModelShape, ranks: int) -> list[Range]:

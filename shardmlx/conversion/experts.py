@@ -118,19 +118,24 @@ class Experts:
 
     def arrays(self, number: int) -> dict[str, mx.array]:
         """Return the finished arrays of an expert, lazily, by name: (1, ...). Once."""
-        return self._arrays(_part(self.layer, lambda stack: stack.take(number), number))
+        return self._arrays(lambda stack: stack.take(number), number)
 
     def like(self) -> dict[str, mx.array]:
         """Return lazy arrays with the shapes and types of an expert's."""
-        return self._arrays(_part(self.layer, lambda stack: stack.like(), 0))
+        return self._arrays(_Stack.like, 0)
 
     def leaves(self, number: int) -> list[mx.array]:
         """Return the arrays that an expert is stacked from; none if it is read from a stack."""
         return [s.leaves[number] for s in _stacks(self.layer) if number in s.leaves]
 
-    def _arrays(self, layer: nn.Module) -> dict[str, mx.array]:
+    def _arrays(self, get: Callable[[_Stack], mx.array], number: int) -> dict[str, mx.array]:
+        def part(value: mx.array | _Stack) -> mx.array:
+            if isinstance(value, _Stack):
+                return get(value)
+            return value[number : number + 1] if value.ndim else value
+
         model = nn.Module()
-        model[_LAYER] = layer
+        model[_LAYER] = _with(self.layer, part)
         self.finish(model, self._name)
         if self.packing is not None and hasattr(model[_LAYER], "to_quantized"):
             model[_LAYER] = model[_LAYER].to_quantized(**self.packing)
@@ -157,11 +162,18 @@ def find_experts(
         **{id(array): parts for array, parts in stacks},
     }
     layers = {path: each for path, each in model.named_modules() if isinstance(each, _KINDS)}
+
+    def stacked(array: mx.array | _Stack) -> mx.array | _Stack:
+        """Put a stack in place of an array that can be read by part."""
+        if isinstance(array, mx.array) and id(array) in parts:
+            return _Stack(array, parts[id(array)])
+        return array
+
     found = []
     for path, layer in layers.items():
         base = layer.linear if isinstance(layer, LoRASwitchLinear) else layer
         if path.rpartition(".")[0] not in layers and id(base.weight) in parts:
-            found.append(Experts(path, base.num_experts, _stacked(layer, parts), finish))
+            found.append(Experts(path, base.num_experts, _with(layer, stacked), finish))
     return found
 
 
@@ -187,15 +199,15 @@ def by_tensor(
     return result
 
 
-def _stacked(layer: nn.Module, parts: Mapping[int, Sequence[mx.array] | Stored]) -> nn.Module:
-    """Return the layer with stacks in place of arrays that can be read by part."""
-    stacked = copy.copy(layer)
+def _with(layer: nn.Module, change: Callable[[mx.array | _Stack], mx.array | _Stack]) -> nn.Module:
+    """Return the layer with its arrays, or the stacks in their places, changed."""
+    changed = copy.copy(layer)
     for key, value in layer.items():
         if isinstance(value, nn.Module):
-            stacked[key] = _stacked(value, parts)
-        elif isinstance(value, mx.array) and id(value) in parts:
-            stacked[key] = _Stack(value, parts[id(value)])
-    return stacked
+            changed[key] = _with(value, change)
+        elif isinstance(value, mx.array | _Stack):
+            changed[key] = change(value)
+    return changed
 
 
 def _stacks(layer: nn.Module) -> Iterator[_Stack]:
@@ -204,15 +216,3 @@ def _stacks(layer: nn.Module) -> Iterator[_Stack]:
             yield from _stacks(value)
         elif isinstance(value, _Stack):
             yield value
-
-
-def _part(layer: nn.Module, get: Callable[[_Stack], mx.array], number: int) -> nn.Module:
-    part = copy.copy(layer)
-    for key, value in layer.items():
-        if isinstance(value, nn.Module):
-            part[key] = _part(value, get, number)
-        elif isinstance(value, _Stack):
-            part[key] = get(value)
-        elif isinstance(value, mx.array) and value.ndim:
-            part[key] = value[number : number + 1]
-    return part

@@ -105,14 +105,14 @@ class GgufFile(Shards):
 
     head: bytes
 
-    def manifest(self, rank: int, key: str) -> ModelManifest:
+    def manifest(self, rank: int) -> ModelManifest:
         """Return the beginning of the file."""
         places, offset = {}, len(self.head)
         for spec in self.files[GGUF_FILE]:
             end = offset + spec.nbytes
             places[spec.name] = PlacedTensor(GGUF_FILE, spec.dtype, spec.shape, offset, end)
             offset = _aligned(end)
-        return ModelManifest(key, {}, {GGUF_FILE: self.head}, {GGUF_FILE: offset}, places)
+        return ModelManifest("", {}, {GGUF_FILE: self.head}, {GGUF_FILE: offset}, places)
 
 
 def plan_gguf(model: LazyModel, source: Path) -> GgufFile:

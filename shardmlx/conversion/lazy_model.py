@@ -28,10 +28,17 @@ from mlx_lm.utils import (
 from shardmlx.common.formatting import count, gibibytes, plural
 from shardmlx.compat import watch_loads
 from shardmlx.config.export import ExportOptions, Packing
-from shardmlx.conversion.experts import Experts, Stored, by_tensor, find_experts, stored_arrays
-from shardmlx.conversion.trained import Trained
+from shardmlx.conversion.experts import (
+    Experts,
+    Stored,
+    by_tensor,
+    find_experts,
+    part_name,
+    stored_arrays,
+)
+from shardmlx.conversion.sources import Trained
 from shardmlx.errors import UserError, one_line
-from shardmlx.loading.adapters import add_adapters, make_adapters, put
+from shardmlx.loading.adapters import add_adapters
 from shardmlx.loading.build import load_lazily
 from shardmlx.modelfiles.model_files import check_model_files
 from shardmlx.modelfiles.safetensors_header import read_header
@@ -58,6 +65,16 @@ class LazyModel:
             f"{gibibytes(nbytes)}, {self.bits_per_weight:.2f} bits a parameter"
         )
 
+    def computed(self) -> Iterator[tuple[str, mx.array]]:
+        """Yield lazy arrays with the names of their results: a weight or an expert."""
+        for name, array in self.weights.items():
+            if name not in self.experts:
+                yield name, array
+        for experts in {each.path: each for each in self.experts.values()}.values():
+            for number in range(experts.count):
+                for leaf in experts.leaves(number):
+                    yield part_name(experts.path, number), leaf
+
 
 def build_lazily(
     path: Path, trained: Trained | None, options: ExportOptions, *, has_files: bool = True
@@ -73,7 +90,11 @@ def build_lazily(
         )
     _check_floats(path, loaded.read, model)
     if trained is not None:
-        _add(model, trained)
+        try:
+            add_adapters(model, trained.config, trained.files)
+        except UserError as error:
+            what = f"--adapter-path {trained.name} holds nothing for this model"
+            raise UserError(f"{what}: {error.problem}", error.remedy) from None
     stored = stored_arrays(path, loaded.read) if has_files else {}
     finish = partial(
         _finish,
@@ -114,7 +135,14 @@ def _finish(
     """Do all but quantise; ``name_of`` returns the name of a parameter in the whole model."""
 
     def cast() -> None:
-        _cast(model, dtype, lambda name: is_cast(name_of(name)))
+        """Cast weights as ``mlx_lm.convert``; weights of that type stay the same arrays."""
+        if dtype is not None:
+            to = getattr(mx, dtype)
+            model.update(tree_map_with_path(partial(cast_one, to), model.parameters()))
+
+    def cast_one(to: mx.Dtype, name: str, array: mx.array) -> mx.array:
+        floats = mx.issubdtype(array.dtype, mx.floating) and array.dtype != to
+        return array.astype(to) if floats and is_cast(name_of(name)) else array
 
     if trained is not None:
         with _refusing(f"mlx-lm cannot fuse {trained.name} into this model"):
@@ -154,25 +182,6 @@ def _refusing(what: str) -> Iterator[None]:
         raise UserError(f"{what}: {one_line(error)}") from None
 
 
-def _add(model: nn.Module, trained: Trained) -> None:
-    try:
-        if trained.directory is not None:
-            add_adapters(model, trained.directory)
-            return
-        kind = trained.fine_tune_type
-        if kind != "full":
-            make_adapters(model, trained.num_layers, trained.lora_parameters, kind)
-        weights: dict[str, Any] = {}
-        for file in trained.files:
-            loaded: Any = mx.load(str(file))
-            weights |= loaded
-        known = dict(tree_flatten(model.parameters()))
-        put(model, weights, known, "name the model that was trained")
-    except UserError as error:
-        what = f"--adapter-path {trained.name} holds nothing for this model"
-        raise UserError(f"{what}: {error.problem}", error.remedy) from None
-
-
 def _fuse(model: nn.Module, dequantize: bool) -> None:
     """Replace layers with adapters by single ones, as ``mlx_lm.fuse``."""
     fused = [
@@ -194,19 +203,6 @@ def _dtype(config: Mapping[str, Any], asked: str | None) -> str | None:
     if name is None and (text_config := config.get("text_config")):
         name = text_config.get("dtype")
     return name if name in MODEL_CONVERSION_DTYPES else None
-
-
-def _cast(model: nn.Module, dtype: str | None, is_cast: Callable[[str], bool]) -> None:
-    """Cast weights as ``mlx_lm.convert``; weights of that type stay the same arrays."""
-    if dtype is None:
-        return
-    to = getattr(mx, dtype)
-
-    def cast(path: str, array: mx.array) -> mx.array:
-        floats = mx.issubdtype(array.dtype, mx.floating) and array.dtype != to
-        return array.astype(to) if floats and is_cast(path) else array
-
-    model.update(tree_map_with_path(cast, model.parameters()))
 
 
 def _quantise(

@@ -79,9 +79,10 @@ class OutputDirectory:
         sizes = {
             self.rank(rank) / file: size
             for rank in ranks
-            for file, size in shards.manifest(rank, "").sizes.items()
+            for file, size in shards.manifest(rank).sizes.items()
         }
-        needed = more + sum(size - _allocated(path) for path, size in sizes.items())
+        begun = sum(path.stat().st_blocks * 512 for path in sizes if path.exists())
+        needed = more + sum(sizes.values()) - begun
         there = self.path.absolute()
         while not there.exists():
             there = there.parent
@@ -175,7 +176,7 @@ class OutputDirectory:
     def _names(self) -> Collection[str]:
         try:
             return os.listdir(self.path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return ()
         except OSError as error:
             raise UserError(f"-o {self.path} cannot be read: {error.strerror or error}") from None
@@ -188,7 +189,7 @@ def identity_of(
     heads = b"".join(
         head
         for rank in sorted(set(shards.writers.values()))
-        for head in shards.manifest(rank, "").heads.values()
+        for head in shards.manifest(rank).heads.values()
     )
     return {
         "model": options.model,
@@ -198,6 +199,7 @@ def identity_of(
         "dequantize": str(options.dequantize),
         "dtype": str(options.dtype),
         "gguf": str(options.gguf),
+        "ranks": str(len(set(shards.writers.values()))),
         "layout": bytes_digest(heads),
         "mlx": version("mlx"),
         "mlx-lm": version("mlx-lm"),
@@ -206,10 +208,3 @@ def identity_of(
 
 _SHOWN = ("model", "quantize", "dtype", "dequantize", "gguf", "ranks", "mlx", "mlx-lm")
 """Parts of the identity of an export to show to the user."""
-
-
-def _allocated(path: Path) -> int:
-    try:
-        return path.stat().st_blocks * 512
-    except OSError:
-        return 0

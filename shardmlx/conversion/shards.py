@@ -57,22 +57,17 @@ class Shards:
     def nbytes(self) -> int:
         return sum(spec.nbytes for specs in self.files.values() for spec in specs)
 
-    @property
-    def weight_map(self) -> dict[str, str]:
-        places = {spec.name: file for file, specs in self.files.items() for spec in specs}
-        return dict(sorted(places.items()))
-
     def of(self, rank: int) -> dict[str, Sequence[TensorSpec]]:
         return {file: each for file, each in self.files.items() if self.writers[file] == rank}
 
-    def manifest(self, rank: int, key: str) -> ModelManifest:
-        """Return the beginning of the files that a rank writes; ``key`` names the export."""
+    def manifest(self, rank: int) -> ModelManifest:
+        """Return the beginning of the files that a rank writes."""
         heads = {file: safetensors_header(specs) for file, specs in self.of(rank).items()}
         sizes = {
             file: len(heads[file]) + sum(spec.nbytes for spec in specs)
             for file, specs in self.of(rank).items()
         }
-        return ModelManifest(key, {}, heads, sizes)
+        return ModelManifest("", {}, heads, sizes)
 
 
 def plan_shards(of_ranks: Sequence[Sequence[TensorSpec]], most: int) -> Shards:
@@ -93,9 +88,10 @@ def texts_of(
 ) -> dict[str, bytes]:
     """Return the content of each file but tensors, as mlx-lm writes it; the tokenizer is
     ``source``'s, and README.md tells the hub the base of the model. Raises ``UserError``."""
+    places = {spec.name: file for file, specs in shards.files.items() for spec in specs}
     index = {
         "metadata": {"total_size": shards.nbytes, "total_parameters": model.parameters},
-        "weight_map": shards.weight_map,
+        "weight_map": dict(sorted(places.items())),
     }
     card = ["---", "library_name: mlx", "pipeline_tag: text-generation", "tags:", "- mlx"]
     if repository is not None:

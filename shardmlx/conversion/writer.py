@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, nullcontext
 
@@ -35,7 +35,7 @@ def write_files(
     shards: Shards,
     rank: int,
     reporter: Reporter,
-    bring: Callable[[str], None] = lambda name: None,
+    bring: Callable[[str], None],
     *,
     goes_on: bool,
     may_stop: bool,
@@ -43,38 +43,17 @@ def write_files(
     """Write a rank's files, using up ``model``; ``bring`` is called before a tensor, or an expert,
     is computed. Raises ``UserError``, or ``Stopped`` after Ctrl-C if it ``may_stop``."""
     specs = [spec for each in shards.of(rank).values() for spec in each]
-    manifest = shards.manifest(rank, "")
+    names = {spec.name for spec in specs}
+    manifest = shards.manifest(rank)
     copy = PartialCopy(output.rank(rank), manifest, kept=True, option="-o", new_digest=Crc32)
     with closing(copy):
-        names = {spec.name for spec in specs}
         done = copy.sound(names) if goes_on else set()
         if done:
             reporter.say(f"going on: {len(done)} of {plural(len(names), 'tensor')} are written")
         for name in model.weights.keys() - (names - done):
             del model.weights[name]  # other ranks' tensors, or written ones
-        try:
-            _write_tensors(model, specs, copy.nbytes(done), copy, reporter, bring, may_stop)
-        except OSError as error:
-            raise output.not_written(error, sum(manifest.sizes.values())) from None
-
-
-def _write_tensors(
-    model: LazyModel,
-    specs: Sequence[TensorSpec],
-    written: int,
-    copy: PartialCopy,
-    reporter: Reporter,
-    bring: Callable[[str], None],
-    may_stop: bool,
-) -> None:
-    """Write the tensors that are left in ``model``, besides ``written`` bytes."""
-    total = max(1, sum(spec.nbytes for spec in specs) // MEGABYTE)
-    most = max((_step_bytes(model, spec) for spec in specs), default=0)
-    with (
-        closing(Signals()) if may_stop else nullcontext() as signals,
-        _BackgroundWriter(copy) as background,
-        reporter.bar("export, MB", total, written // MEGABYTE) as bar,
-    ):
+        written, total = copy.nbytes(done), max(1, sum(spec.nbytes for spec in specs) // MEGABYTE)
+        most = max((_step_bytes(model, spec) for spec in specs), default=0)
 
         def begin(nbytes: int, room: int = most) -> None:
             """Wait until so many bytes may be computed, and fit beside those that wait."""
@@ -88,14 +67,22 @@ def _write_tensors(
                 )
             background.make_room(nbytes, room)
 
-        for spec in specs:
-            for name, data in _computed(model, spec, bring, begin):
-                background.put(name, data)
-                written += len(data)
-                del data  # no two steps in memory here
-                bar.show(written // MEGABYTE, total)
-        background.finish()
-    copy.flush()
+        try:
+            with (
+                closing(Signals()) if may_stop else nullcontext() as signals,
+                _BackgroundWriter(copy) as background,
+                reporter.bar("export, MB", total, written // MEGABYTE) as bar,
+            ):
+                for spec in specs:
+                    for name, data in _computed(model, spec, bring, begin):
+                        background.put(name, data)
+                        written += len(data)
+                        del data  # no two steps in memory here
+                        bar.show(written // MEGABYTE, total)
+                background.finish()
+            copy.flush()
+        except OSError as error:
+            raise output.not_written(error, sum(manifest.sizes.values())) from None
 
 
 def _computed(
@@ -200,7 +187,7 @@ class _BackgroundWriter:
     def _write(
         self, name: str, start: int, data: memoryview, digest: Crc32, hashed: Future[None]
     ) -> None:
-        place = self._copy.place(name)
+        place = self._copy.tensors[name]
         for offset in range(0, len(data), _PIECE):
             piece = data[offset : offset + _PIECE]
             self._copy.write(place.file, place.start + start + offset, piece)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +61,12 @@ _NAMES = (
 """Prefixes of transformers' module names, and mlx-lm's for them."""
 
 
-def add_adapters(model: nn.Module, directory: Path) -> None:
-    """Put the adapters of a directory, mlx-lm's or PEFT's, into a model. Raises ``UserError``."""
-    config, file = find_adapters(directory)
-    weights = _read(file)
+def add_adapters(model: nn.Module, config: Mapping[str, Any], files: Iterable[Path]) -> None:
+    """Put adapters, mlx-lm's or PEFT's, into a model: the tensors of ``files``, which ``config``
+    describes as adapter_config.json. Raises ``UserError``."""
+    weights: dict[str, mx.array] = {}
+    for file in files:
+        weights |= _read(file)
     if PEFT_TYPE in config:
         weights, parameters = convert(config, weights, dict(model.named_modules()))
         config = {"num_layers": len(model.layers), "lora_parameters": parameters}

@@ -15,7 +15,13 @@ from mlx_lm.utils import get_total_parameters, load_config, load_model
 from shardmlx.compat import model_classes
 from shardmlx.config.specs import FineTune
 from shardmlx.errors import UserError, one_line
-from shardmlx.loading.adapters import add_adapters, check_keys, make_adapters, resume_from
+from shardmlx.loading.adapters import (
+    add_adapters,
+    check_keys,
+    find_adapters,
+    make_adapters,
+    resume_from,
+)
 from shardmlx.modelfiles.model_files import check_model_files
 from shardmlx.modelfiles.parts import read_shape
 from shardmlx.models.config_reader import read_config
@@ -167,7 +173,8 @@ def _load_adapters(model: nn.Module, adapter_path: str, remedy: str) -> None:
     if (path := Path(adapter_path)).is_file():
         raise UserError(f"--adapter-path {path} is a file", f"name its directory, {path.parent}")
     try:
-        add_adapters(model, Path(adapter_path))
+        config, file = find_adapters(Path(adapter_path))
+        add_adapters(model, config, [file])
     except UserError as error:
         raise UserError(
             f"--adapter-path {adapter_path} holds no adapters of this model: {error}; "

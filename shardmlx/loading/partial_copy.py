@@ -26,12 +26,10 @@ from shardmlx.common.durable_files import (
 from shardmlx.common.formatting import gibibytes
 from shardmlx.errors import UserError, one_line
 from shardmlx.loading.manifest import ModelManifest
-from shardmlx.modelfiles.safetensors_header import PlacedTensor
 from shardmlx.modelfiles.sources import RECORD
 
 LOCK = ".lock"
 
-_CHUNK = 1 << 22
 _FLUSH_EVERY = 1 << 28  # bytes that an interrupted copy may have to bring again
 _THREADS = 4
 
@@ -54,7 +52,7 @@ class PartialCopy:
         self._new_digest = new_digest
         self._option = option
         self._manifest = manifest
-        self._tensors = manifest.tensors()
+        self.tensors = manifest.tensors()
         self._kept = kept
         self._complete: dict[str, bytes] = {}
         self._pending: list[str] = []
@@ -96,11 +94,8 @@ class PartialCopy:
             }
         return self._complete.keys() & set(present)
 
-    def place(self, name: str) -> PlacedTensor:
-        return self._tensors[name]
-
     def nbytes(self, names: Iterable[str]) -> int:
-        return sum(self._tensors[name].nbytes for name in names)
+        return sum(self.tensors[name].nbytes for name in names)
 
     def check_room(self, names: Iterable[str]) -> None:
         """Raise ``UserError`` unless these tensors still fit on the disk."""
@@ -132,14 +127,14 @@ class PartialCopy:
         """Record that a tensor is written; without its ``digest`` it is read again."""
         self._complete[name] = self._digest(name) if digest is None else digest
         self._pending.append(name)
-        self._pending_bytes += self._tensors[name].nbytes
+        self._pending_bytes += self.tensors[name].nbytes
         if self._pending_bytes >= _FLUSH_EVERY:
             self.flush()
 
     def flush(self) -> None:
         """Make all complete tensors survive a power cut, if the copy is kept."""
         if self._kept and self._pending:
-            for file in sorted({self._tensors[name].file for name in self._pending}):
+            for file in sorted({self.tensors[name].file for name in self._pending}):
                 flush_descriptor(self._files[file])
             with (self.directory / RECORD).open("ab") as record:
                 for name in self._pending:
@@ -173,18 +168,17 @@ class PartialCopy:
             for line in (self.directory / RECORD).read_bytes().splitlines():
                 try:
                     entry = json.loads(line)
-                    if entry["name"] in self._tensors:
+                    if entry["name"] in self.tensors:
                         recorded[entry["name"]] = bytes.fromhex(entry["digest"])
                 except (ValueError, KeyError, TypeError):
                     continue
         return recorded
 
     def _digest(self, name: str) -> bytes:
-        place = self._tensors[name]
+        place = self.tensors[name]
         digest = self._new_digest()
-        for start in range(place.start, place.end, _CHUNK):
-            count = min(_CHUNK, place.end - start)
-            digest.update(read_exactly(self._files[place.file], start, count, place.file))
+        for piece in place.pieces(self.read):
+            digest.update(piece)
         return digest.digest()
 
 

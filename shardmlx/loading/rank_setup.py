@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -82,7 +82,7 @@ def open_on_all_ranks(
     use_device(source.device, transport, reporter.say)
     with transport.longer_timeout(SETUP_SECONDS):
         weights = find_weights(transport, reporter, source, adapters)
-    with weights:
+    with closing(weights):
         config = on_all_ranks(transport, "reading config.json", partial(read_config, weights.path))
         shape = on_all_ranks(
             transport, "checking config.json", lambda: needed_shape(open_model(str(weights.path)))

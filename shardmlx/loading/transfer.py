@@ -7,20 +7,18 @@ relays them.
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
-from shardmlx.common.durable_files import read_exactly
 from shardmlx.common.formatting import gibibytes
 from shardmlx.common.reporter import Reporter
 from shardmlx.common.units import MEGABYTE
-from shardmlx.distributed import byte_stream
 from shardmlx.distributed.agreement import on_all_ranks
 from shardmlx.distributed.byte_stream import Incoming, Outgoing
 from shardmlx.distributed.messages import OBJECT_TAG
@@ -29,8 +27,7 @@ from shardmlx.loading.hub_download import download
 from shardmlx.loading.manifest import ModelManifest, Transfer, is_needed, plan_transfers
 from shardmlx.loading.partial_copy import PartialCopy
 from shardmlx.modelfiles.hub import Repository
-from shardmlx.modelfiles.safetensors_header import PlacedTensor
-from shardmlx.modelfiles.sources import ReadBytes
+from shardmlx.modelfiles.safetensors_header import PlacedTensor, ReadBytes, read_bytes
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
 
@@ -176,9 +173,9 @@ class LocalFiles:
         through_me = [transfer for transfer in transfers if me in transfer.chain]
         nbytes = nbytes_of(transfer.name for transfer in through_me)
         received = 0
-        with ExitStack() as stack:
-            read = self._reader(stack)
-            advance = stack.enter_context(_progress(reporter, what, nbytes))
+        directory = self.path.parent if self.path.is_file() else self.path
+        read = partial(read_bytes, directory) if self.copy is None else self.copy.read
+        with _progress(reporter, what, nbytes) as advance:
             for transfer in through_me:
                 received += _pass_on(
                     transport, transfer, tensors[transfer.name], read, self.copy, advance
@@ -188,21 +185,6 @@ class LocalFiles:
         # A rank that reads another rank's copy waits for it.
         transport.barrier(loading)
         return received, downloaded, kept
-
-    def _reader(self, stack: ExitStack) -> ReadBytes:
-        """Return the reader of this rank's own files, which opens each once."""
-        if self.copy is not None:
-            return self.copy.read
-        directory = self.path.parent if self.path.is_file() else self.path
-        opened: dict[str, int] = {}
-
-        def read(file: str, offset: int, count: int) -> bytes:
-            if file not in opened:
-                opened[file] = os.open(directory / file, os.O_RDONLY)
-                stack.callback(os.close, opened[file])
-            return read_exactly(opened[file], offset, count, str(directory / file))
-
-        return read
 
 
 @contextmanager
@@ -234,7 +216,7 @@ def _pass_on(
         peer = transfer.chain[position + 1]
         following = Outgoing(transport, place.nbytes, peer, OBJECT_TAG, what, incoming)
     offset = place.start
-    for piece in incoming or _pieces(place, read):
+    for piece in incoming or place.pieces(read):
         if following is not None:
             following.write(piece)
         if incoming is not None and copy is not None:
@@ -246,12 +228,6 @@ def _pass_on(
     if incoming is not None and copy is not None:
         copy.add(transfer.name, incoming.digest)
     return 0 if incoming is None else place.nbytes
-
-
-def _pieces(place: PlacedTensor, read: ReadBytes) -> Iterator[bytes]:
-    step = byte_stream.PIECE_BYTES
-    for start in range(place.start, place.end, step):
-        yield read(place.file, start, min(step, place.end - start))
 
 
 class Weights:
@@ -285,9 +261,3 @@ class Weights:
         """Close model and adapters. May be called again."""
         for files in self._files.values():
             files.close()
-
-    def __enter__(self) -> Weights:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()

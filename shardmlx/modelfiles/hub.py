@@ -159,8 +159,11 @@ class Repository:
                     told(size)
                     stop = min(stop, size)
                     for chunk in chunks:
-                        start, attempt = start + len(chunk), 0
-                        yield chunk
+                        wanted = chunk[: stop - start]
+                        start, attempt = start + len(wanted), 0
+                        yield wanted
+                        if start == stop:
+                            return
                 if start < stop:
                     raise _Broken(
                         f"{constants.ENDPOINT} ended its answer {stop - start} bytes too soon in "
@@ -175,7 +178,8 @@ class Repository:
 
     @contextmanager
     def _response(self, file: str, start: int, stop: int) -> Iterator[tuple[int, Iterator[bytes]]]:
-        """Open an answer: the size of a file, and its bytes ``start`` to ``stop`` as they come."""
+        """Open an answer: the size of a file, and its bytes from ``start`` on as they come, up to
+        ``stop`` or beyond it."""
         from huggingface_hub import constants, hf_hub_url
 
         utils = _hub_utils()
@@ -206,15 +210,7 @@ class Repository:
                     f"{constants.ENDPOINT} sends all of {self.where(file)} when asked for a part",
                     "use another HF_ENDPOINT, or download the model and name its directory",
                 )
-            yield int(match[1]), _first(response.iter_bytes(), stop - start)
-
-
-def _first(chunks: Iterator[bytes], count: int) -> Iterator[bytes]:
-    for chunk in chunks:
-        yield chunk[:count]
-        count -= len(chunk)
-        if count <= 0:
-            return
+            yield int(match[1]), response.iter_bytes()
 
 
 def _hub_utils() -> Any:

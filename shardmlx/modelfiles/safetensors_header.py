@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from shardmlx.common.durable_files import read_exactly
 from shardmlx.errors import UserError
 from shardmlx.models.config_reader import check_pointer
 
@@ -37,6 +38,18 @@ AGAIN = "copy or download it again"
 _OF_TORCH = (".bin", ".pt", ".pth", ".ckpt")
 
 
+ReadBytes = Callable[[str, int, int], bytes]
+"""A function of (file name, offset, count) that returns the bytes of a weight file."""
+
+_PIECE = 4 << 20
+
+
+def read_bytes(directory: Path, file: str, offset: int, count: int) -> bytes:
+    """Return bytes of a file in a directory. Raises ``OSError`` if it ends before."""
+    with (directory / file).open("rb") as content:
+        return read_exactly(content.fileno(), offset, count, str(directory / file))
+
+
 @dataclass(frozen=True, slots=True)
 class PlacedTensor:
     """A tensor at the bytes ``start`` to ``end`` of ``file``, which is empty until one exists."""
@@ -50,6 +63,10 @@ class PlacedTensor:
     @property
     def nbytes(self) -> int:
         return self.end - self.start
+
+    def pieces(self, read: ReadBytes) -> Iterator[bytes]:
+        for start in range(self.start, self.end, _PIECE):
+            yield read(self.file, start, min(_PIECE, self.end - start))
 
 
 @dataclass(frozen=True, slots=True)

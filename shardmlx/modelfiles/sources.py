@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from shardmlx.errors import UserError
@@ -19,9 +19,6 @@ SUFFIX = ".safetensors"
 
 RECORD = "complete-tensors.jsonl"
 """Name of the record, in a copy of a model, of the tensors that are there."""
-
-ReadBytes = Callable[[str, int, int], bytes]
-"""A function of (file name, offset, count) that returns the bytes of a weight file."""
 
 
 class Directory:

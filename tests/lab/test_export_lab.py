@@ -5,9 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from shardmlx.common.reporter import Reporter
 from shardmlx.config.export import ExportOptions
-from shardmlx.conversion.command import export
+from tests.helpers.exports import export_alone
 from tests.helpers.hosts import Lab
 from tests.helpers.models_and_batches import tensors
 from tests.helpers.mpirun import mpirun
@@ -15,7 +14,7 @@ from tests.helpers.mpirun import mpirun
 
 def test_two_hosts_export_what_one_does(lab: Lab, small: Path, tmp_path: Path) -> None:
     alone = ExportOptions(model=str(small), output_dir=str(tmp_path / "alone"), quantize="4:32")
-    export(alone, Reporter(quiet=True))
+    export_alone(alone)
     mac1, mac2 = (lab.home(host) for host in lab.hosts)
     shutil.copytree(small, mac1 / "model")
     words = "-m", "shardmlx.export", "model", "--quantize", "4:32", "-o"

@@ -9,17 +9,15 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from shardmlx.common.reporter import Reporter
 from shardmlx.config.export import ExportOptions
-from shardmlx.conversion.command import export
 from shardmlx.conversion.lazy_model import build_lazily
 from shardmlx.modelfiles.parts import read_shape
+from tests.helpers.exports import export_alone
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.hugging_face_experts import save_experts_one_by_one
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
 from tests.helpers.peft_adapters import save_random_lora
 
-QUIET = Reporter(quiet=True)
 HIDDEN, WIDTH, EXPERTS = 128, 512, 16
 EXPERT = HIDDEN * WIDTH * 4  # bytes of a matrix in float32
 MIXTURE = tiny_config(
@@ -54,7 +52,7 @@ def test_no_more_than_three_experts_are_in_memory(
     options = ExportOptions(
         model=str(mixture), output_dir=str(tmp_path / "out"), adapter_path=str(adapters), **how
     )
-    export(options, QUIET)
+    export_alone(options)
     assert EXPERT < mx.get_peak_memory() - before < 3 * EXPERT
 
 

@@ -18,7 +18,6 @@ import pytest
 from shardmlx.checkpoint.store import FileInfo, Manifest, Store
 from shardmlx.common.digests import bytes_digest
 from shardmlx.common.environment import Blas
-from shardmlx.common.reporter import Reporter
 from shardmlx.config.export import LINE, ExportOptions
 from shardmlx.config.options import OptionError
 from shardmlx.conversion import command
@@ -27,6 +26,7 @@ from shardmlx.conversion.shards import texts_of
 from shardmlx.errors import AgreedFailure, UserError
 from shardmlx.loading import partial_copy
 from shardmlx.modelfiles.model_files import open_model
+from tests.helpers.exports import export_alone
 from tests.helpers.hub_server import File, Hub, serve
 from tests.helpers.hugging_face_experts import save_experts_one_by_one
 from tests.helpers.local_transport import LocalNetwork
@@ -39,7 +39,6 @@ from tests.helpers.peft_adapters import save_lora, save_peft
 
 pytestmark = pytest.mark.usefixtures("in_haste")
 
-QUIET = Reporter(quiet=True)
 Contents = dict[str, bytes]
 
 
@@ -70,7 +69,7 @@ def tree(directory: Path) -> Contents:
 @pytest.fixture(scope="module")
 def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Contents:
     path = tmp_path_factory.mktemp("expected") / "out"
-    command.export(options(model, path, max_shard=4000), QUIET)
+    export_alone(options(model, path, max_shard=4000))
     return tree(path)
 
 
@@ -121,7 +120,7 @@ def test_killed_anywhere_it_goes_on_to_the_same_tree(
     how = options(model, tmp_path / "counted", max_shard=4000)
     with monkeypatch.context() as patch:
         changes = kill_at(patch, 0)
-        command.export(how, QUIET)
+        export_alone(how)
     somewhere = random.Random(3).sample(range(4, changes() - 12), 8)
     for number in [1, 2, 3, *somewhere, *range(changes() - 12, changes() + 1)]:
         out = tmp_path / str(number)
@@ -129,9 +128,9 @@ def test_killed_anywhere_it_goes_on_to_the_same_tree(
         with monkeypatch.context() as patch:
             kill_at(patch, number)
             with pytest.raises(Killed):
-                command.export(how, QUIET)
+                export_alone(how)
         if (out / WORK).exists() or not out.exists() or not any(out.iterdir()):
-            command.export(how, QUIET)
+            export_alone(how)
         assert tree(out) == expected, number
 
 
@@ -144,7 +143,7 @@ def test_what_is_there_is_not_computed_again_unless_it_is_damaged(
     with monkeypatch.context() as patch:
         kill_at(patch, 50, ["fsync"])  # two for each tensor
         with pytest.raises(Killed):
-            command.export(how, QUIET)
+            export_alone(how)
     record = (out / WORK / "rank-0" / "complete-tensors.jsonl").read_text().split()
     shard = min((out / WORK / "rank-0").glob("*.safetensors"))
     content = bytearray(shard.read_bytes())
@@ -158,7 +157,7 @@ def test_what_is_there_is_not_computed_again_unless_it_is_damaged(
         add(self, name, digest)
 
     monkeypatch.setattr(partial_copy.PartialCopy, "add", watched)
-    command.export(how, QUIET)
+    export_alone(how)
     tensors = len(open_model(str(out)).tensors)
     assert len(record) > 8
     assert len(written) == tensors - len(record) // 4 + 1
@@ -185,12 +184,12 @@ def test_a_checkpoint_is_fused_like_the_adapters_of_the_same_run(
     store.commit(Manifest(7, (info,), {"options": how}, {}, {}, {}))
     trees = []
     for number, path in enumerate((adapters, store.directory, store.path(7))):
-        command.export(options(model, tmp_path / str(number), adapter_path=str(path)), QUIET)
+        export_alone(options(model, tmp_path / str(number), adapter_path=str(path)))
         trees.append(tree(tmp_path / str(number)))
     assert trees[0] == trees[1] == trees[2]
     (store.path(7) / file).write_bytes(content[:-1] + b"?")
     with pytest.raises(UserError, match=r"weights-00.safetensors: its sha256 "):
-        command.export(options(model, tmp_path / "4", adapter_path=str(store.path(7))), QUIET)
+        export_alone(options(model, tmp_path / "4", adapter_path=str(store.path(7))))
 
 
 WATCHED = """
@@ -215,7 +214,7 @@ def test_from_the_hub_there_is_never_more_than_one_tensor_of_the_model_here(
     save_experts_one_by_one(model, tiny_config("mixtral", layers=2, torch_dtype="bfloat16"))
     (model / "tokenizer.json").write_text("{}")
     local = tmp_path / "local"
-    command.export(options(model, local), QUIET)
+    export_alone(options(model, local))
     files = {
         path.name: File(path.read_bytes(), path.stat().st_size, path.suffix == ".safetensors")
         for path in model.iterdir()
@@ -242,7 +241,7 @@ def test_from_the_hub_there_is_never_more_than_one_tensor_of_the_model_here(
 
 def refusal(how: ExportOptions) -> str:
     with pytest.raises(UserError) as refused:
-        command.export(how, QUIET)
+        export_alone(how)
     return str(refused.value)
 
 
@@ -261,7 +260,7 @@ def test_another_export_is_not_gone_on_with(
     with monkeypatch.context() as patch:
         kill_at(patch, 60)
         with pytest.raises(Killed):
-            command.export(options(model, out), QUIET)
+            export_alone(options(model, out))
     before = tree(out)
     assert "quantize 4:32:affine, not 8:32:affine" in refusal(options(model, out, quantize="8:32"))
     assert "another layout" in refusal(options(model, out, max_shard=9))
@@ -294,7 +293,7 @@ def test_a_disk_that_fills_up_meanwhile_is_named(
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", filling)
         assert "the disk is full" in refusal(how)
-    command.export(how, QUIET)
+    export_alone(how)
     assert tree(tmp_path / "out") == expected
 
 
@@ -304,6 +303,11 @@ def test_a_disk_that_fills_up_meanwhile_is_named(
         ({"model": "no/such"}, "there is no directory no/such here"),
         ({"adapter_path": "nowhere"}, "--adapter-path nowhere is no directory"),
         ({"quantize": "4:128"}, "--quantize finds nothing to quantise"),
+        pytest.param(
+            {"device": "gpu"},
+            "--device gpu: MLX has none here",
+            marks=pytest.mark.skipif(mx.is_available(mx.Device(mx.gpu)), reason="MLX has a GPU"),
+        ),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line(
@@ -320,7 +324,7 @@ def test_a_lora_of_peft_is_fused_as_its_formula_says(model: Path, tmp_path: Path
     before = load_arrays(*model.glob("*.safetensors"))
     pairs = save_peft(tmp_path / "peft", {name: before[f"{name}.weight"].shape}, use_rslora=True)
     how = {"adapter_path": str(tmp_path / "peft"), "quantize": None}
-    command.export(options(model, tmp_path / "out", **how), QUIET)
+    export_alone(options(model, tmp_path / "out", **how))
     after = load_arrays(tmp_path / "out" / "model.safetensors")
     b, a = pairs[name]
     expected = before[f"{name}.weight"] + 12 / 4**0.5 * (b @ a)

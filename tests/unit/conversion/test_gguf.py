@@ -12,17 +12,14 @@ import numpy as np
 import pytest
 from mlx_lm.gguf import convert_to_gguf
 
-from shardmlx.common.reporter import Reporter
 from shardmlx.config.export import ExportOptions
 from shardmlx.config.options import OptionError
-from shardmlx.conversion.command import export
 from shardmlx.conversion.gguf import GGUF_FILE
 from shardmlx.errors import UserError
+from tests.helpers.exports import export_alone
 from tests.helpers.models_and_batches import load_arrays, save_model_directory, tiny_config
 
 pytestmark = pytest.mark.usefixtures("in_haste")
-
-QUIET = Reporter(quiet=True)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +43,7 @@ def make(path: Path, words: Path, family: str, **overrides: Any) -> Path:
 
 
 def exported(model: Path, to: Path) -> Path:
-    export(ExportOptions(model=str(model), output_dir=str(to), gguf=True), QUIET)
+    export_alone(ExportOptions(model=str(model), output_dir=str(to), gguf=True))
     assert [path.name for path in to.iterdir()] == [GGUF_FILE]
     return to / GGUF_FILE
 

@@ -13,14 +13,12 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, quantize_model
 
-from shardmlx.common.reporter import Reporter
 from shardmlx.config.export import ExportOptions
-from shardmlx.conversion.command import export
 from shardmlx.errors import UserError
+from tests.helpers.exports import export_alone
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.models_and_batches import build, load_arrays, tiny_config
 
-QUIET = Reporter(quiet=True)
 LLAMA = tiny_config(layers=1, hidden_size=64, intermediate_size=64, num_key_value_heads=4)
 DEEPSEEK = {**CONFIGS["deepseek_v3"], "torch_dtype": "bfloat16"}
 
@@ -77,7 +75,7 @@ def in_8_bits(path: Path, config: Mapping[str, Any], scales: bool) -> Path:
 
 
 def exported(model: Path, to: Path, **how: Any) -> dict[str, mx.array]:
-    export(ExportOptions(model=str(model), output_dir=str(to), **how), QUIET)
+    export_alone(ExportOptions(model=str(model), output_dir=str(to), **how))
     return load_arrays(to / "model.safetensors")
 
 

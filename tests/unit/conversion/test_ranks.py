@@ -11,13 +11,14 @@ import pytest
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.export import ExportOptions
 from shardmlx.conversion import command
-from shardmlx.conversion.command import divide_layers, export, export_on_ranks
+from shardmlx.conversion.command import divide_layers, export
 from shardmlx.conversion.lazy_model import build_lazily
 from shardmlx.conversion.output import WORK, OutputDirectory
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.modelfiles.parts import read_shape
 from shardmlx.modelfiles.verify import verify
+from tests.helpers.exports import export_alone
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.models_and_batches import save_model_directory, tensors, tiny_config
@@ -46,7 +47,7 @@ def on_ranks(model: Path, outs: Sequence[Path], **how: Any) -> list[bool]:
     def work(transport: LocalTransport) -> bool:
         out = outs[transport.rank]
         options = ExportOptions(model=str(model), output_dir=str(out), quantize="4:32", **how)
-        return export_on_ranks(options, transport, QUIET)
+        return export(options, transport, QUIET)
 
     return LocalNetwork(len(outs), timeout=20).run(work)
 
@@ -55,7 +56,7 @@ def on_ranks(model: Path, outs: Sequence[Path], **how: Any) -> list[bool]:
 def alone(model: Path, adapters: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("alone") / "out"
     how: Any = {"quantize": "4:32", "adapter_path": str(adapters)}
-    export(ExportOptions(model=str(model), output_dir=str(path), **how), QUIET)
+    export_alone(ExportOptions(model=str(model), output_dir=str(path), **how))
     assert verify(open_model(str(path))).faults == ()
     return path
 
@@ -99,6 +100,14 @@ def test_not_gathered_each_machine_keeps_its_own(
     assert tensors(outs[0]) == tensors(alone)
 
 
+def test_a_file_in_the_place_of_the_directory_is_refused_on_all_ranks(
+    model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(UserError, match="out is a file"):
+        on_ranks(model, [tmp_path / "out"] * 2)
+
+
 @pytest.mark.parametrize("gather", [False, True])
 @pytest.mark.parametrize("place", ["write_files", "_gather", "complete"])
 def test_ranks_go_on_after_any_end(
@@ -110,7 +119,7 @@ def test_ranks_go_on_after_any_end(
         def fail(*args: Any, **kwargs: Any) -> None:
             raise UserError("killed")
 
-        owners = {"_gather": command._Together, "complete": OutputDirectory}
+        owners = {"_gather": command._Export, "complete": OutputDirectory}
         patch.setattr(owners.get(place, command), place, fail)
         if place != "_gather" or gather:
             with pytest.raises(UserError, match="killed"):

@@ -15,13 +15,12 @@ from mlx_lm.fuse import main as fuse_command
 from mlx_lm.utils import make_shards
 
 from shardmlx.checkpoint.export import TensorSpec
-from shardmlx.common.reporter import Reporter
 from shardmlx.config.export import ExportOptions, Packing
-from shardmlx.conversion.command import export
 from shardmlx.conversion.shards import divide
 from shardmlx.modelfiles.parts import read_shape
 from shardmlx.modelfiles.safetensors_header import read_header
 from shardmlx.models.rope_parameters import with_rope
+from tests.helpers.exports import export_alone
 from tests.helpers.family_configs import CONFIGS, LAYERS
 from tests.helpers.hugging_face_experts import save_experts_one_by_one
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
@@ -29,8 +28,6 @@ from tests.helpers.peft_adapters import save_lora, save_random_lora
 from tests.helpers.undeclared_configs import UNDECLARED
 
 pytestmark = pytest.mark.usefixtures("in_haste")
-
-QUIET = Reporter(quiet=True)
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +72,7 @@ def fuse(
 
 
 def exported(model: Path, to: Path, **options: Any) -> Path:
-    export(ExportOptions(model=str(model), output_dir=str(to), **options), QUIET)
+    export_alone(ExportOptions(model=str(model), output_dir=str(to), **options))
     return to
 
 

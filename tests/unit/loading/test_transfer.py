@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,8 @@ def load(
     adapters: str | None = None,
 ) -> Slice:
     reporter = Reporter(quiet=transport.rank > 0)
-    with find_weights(transport, reporter, source(model, mode, cache), adapters) as weights:
+    found = find_weights(transport, reporter, source(model, mode, cache), adapters)
+    with closing(found) as weights:
         whole = build_to_generate(weights.path, dtype=None, adapter_path=weights.adapters, seed=0)
         part = Slice(whole, *layers)
         weights.load([part], read_shape(read_config(weights.path)), QUIET)
@@ -331,7 +333,7 @@ def test_a_cache_that_cannot_be_written_is_refused(llama: Path, tmp_path: Path) 
 
 def test_nothing_temporary_is_left_when_loading_fails(llama: Path, temporary: Path) -> None:
     def work(transport: LocalTransport) -> None:
-        with find_weights(transport, QUIET, source(llama, "rank0")):
+        with closing(find_weights(transport, QUIET, source(llama, "rank0"))):
             raise UserError("the data is bad")
 
     with pytest.raises(UserError, match="the data is bad"):
