@@ -22,6 +22,7 @@ from shardmlx.modelfiles.safetensors_header import read_header
 from shardmlx.models.rope_parameters import with_rope
 from tests.helpers.exports import export_alone
 from tests.helpers.family_configs import CONFIGS, LAYERS
+from tests.helpers.further_configs import FURTHER
 from tests.helpers.hugging_face_experts import save_experts_one_by_one
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
 from tests.helpers.peft_adapters import save_lora, save_random_lora
@@ -76,18 +77,22 @@ def exported(model: Path, to: Path, **options: Any) -> Path:
     return to
 
 
+OTHERS = ("qwen3_5", "lfm2", "gemma3n", "hunyuan", "bailing_hybrid", "rwkv7", "bailing_moe_linear")
+"""Types that no row declares."""
+
 GROUPS_OF_64 = (
-    "granite", "qwen3_moe", "gpt_oss", "minimax", "minimax_m2", "granitemoe", "bailing_moe"
+    "granite", "qwen3_moe", "gpt_oss", "minimax", "minimax_m2", "granitemoe", "bailing_moe",
+    "bailing_hybrid", "bailing_moe_linear", "rwkv7",
 )  # fmt: skip
 """Families of which mlx-lm quantises some layers in groups of 64, whatever is asked for."""
 
 
-@pytest.mark.parametrize("family", [*CONFIGS, "qwen3_5", "lfm2"])
+@pytest.mark.parametrize("family", [*CONFIGS, *OTHERS])
 def test_every_family_is_fused_and_quantised_as_by_fuse_and_then_convert(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = CONFIGS.get(family) or UNDECLARED[family]
-    has_experts = family in CONFIGS and any(each.experts for each in read_shape(config).kinds)
+    config = {**CONFIGS, **UNDECLARED, **FURTHER}[family]
+    has_experts = any(each.experts for each in read_shape(config).kinds)
     wide = {"hidden_size": 64} if family in GROUPS_OF_64 else {}
     model, adapters, theirs = (tmp_path / name for name in ("model", "adapters", "theirs"))
     save_model_directory(model, {**config, **wide, "torch_dtype": "bfloat16"})
