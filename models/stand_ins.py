@@ -7,7 +7,7 @@ more than one array, and lazily. No weight is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -259,11 +259,7 @@ def _calls(
     recorded = {id(cache): Shared(cache) for cache in caches if hasattr(cache, "offset")}
 
     def layer(i: int, x: mx.array, *args: Any, **kwargs: Any) -> Any:
-        others = (*args, *kwargs.values())
-        if any(isinstance(each, nn.Module) for each in others):
-            raise CannotBeCutError("its layers take modules of others")
-        if any(isinstance(each, dict) for each in others):
-            raise CannotBeCutError("its layers write into a dictionary that others read")
+        _check_unshared(each for each in (*args, *kwargs.values()) if isinstance(each, dict))
         found = []
 
         def call(x: mx.array) -> mx.array:
@@ -273,30 +269,32 @@ def _calls(
 
         # A compiled call is traced, and may not read a number.
         mx.compile(call)(x)
+        returned = [leaf for _, leaf in tree_flatten(found[0])]
+        _check_unshared(each for each in returned if not isinstance(each, mx.array))
         for path, leaf in tree_flatten(((x, *args), kwargs)):
             owners.setdefault(id(leaf), i)
             if isinstance(leaf, mx.array):
                 calls.arrays[Source("before", i, path)] = leaf
-        own = {
-            id(array): Source("added", i, part)
-            for key, cache in recorded.items()
-            for part, array in enumerate(cache.fetched)
-            if owners.get(key) == i
-        }
-        for part, (_, leaf) in enumerate(tree_flatten(found[0])):
-            if not isinstance(leaf, mx.array):
-                raise CannotBeCutError(f"its layers pass on a {type(leaf).__name__}")
+        fetched: dict[int, Source] = {}
+        for cache in (cache for key, cache in recorded.items() if owners.get(key) == i):
+            for part in range(len(cache.added)):
+                calls.arrays[Source("added", i, part)] = cache.added[part]
+                fetched[id(cache.fetched[part])] = Source("added", i, part)
+        for part, leaf in enumerate(returned):
             source = Source("output", i, part)
             calls.arrays[source] = leaf
-            alias = own.get(id(leaf)) if leaf.ndim else Source("position", i)
+            alias = fetched.get(id(leaf)) if leaf.ndim else Source("position", i)
             calls.aliases |= {source: alias} if alias else {}
-        for cache in (cache for key, cache in recorded.items() if owners.get(key) == i):
-            calls.arrays |= {Source("added", i, n): each for n, each in enumerate(cache.added)}
         calls.returned.append(tree_map(lambda leaf: mx.zeros(leaf.shape, leaf.dtype), found[0]))
         return calls.returned[-1]
 
     with_layers(body, layers_name, layer)(mx.zeros(size, mx.int32), cache=[*caches])
     return calls
+
+
+def _check_unshared(objects: Iterable[Any]) -> None:
+    for each in objects:
+        raise CannotBeCutError(f"its layers share what each may change: a {type(each).__name__}")
 
 
 def _layout(one: Sequence[int], other: Sequence[int]) -> Layout | None:

@@ -107,7 +107,9 @@ def traced_shape(config: Mapping[str, Any], stored: Mapping[str, Sides]) -> Mode
         )
     except _FAULTS as error:
         kind = config.get("model_type")
-        fault = f"mlx-lm cannot run this model of type {kind!r}: {one_line(error)}"
+        # MLX names no cause in the model.
+        reads = "its layers read numbers while they compute" if "to eval an" in str(error) else ""
+        fault = f"mlx-lm cannot run this model of type {kind!r}: {reads or one_line(error)}"
         raise UserError(fault, ANOTHER) from None
     after = {path: each.weight.shape for path, each in parts.norms.items() if "weight" in each}
     (norm, *_) = [*(path for path, sides in after.items() if len(sides) == 1), ""]
