@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import MISSING, Field, dataclass, field, fields
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
 from shardmlx.common.yaml_reader import is_number
@@ -127,6 +127,7 @@ def in_group(name: str) -> Callable[..., Any]:
     return partial(option, group=name)
 
 
+@cache
 def declared(cls: type[DataclassInstance]) -> tuple[Declared, ...]:
     """Return the options of an options dataclass, in the order of its fields."""
     hints = get_type_hints(cls)
