@@ -13,7 +13,7 @@ from shardmlx.inference.sampling_params import BROKEN
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-FinishReason = Literal["stop", "length", "broken"]
+FinishReason = Literal["stop", "length", "broken", "error"]
 
 FEW = 4
 """Tokens that are decoded once more before a new one, whose text may depend on theirs."""

@@ -23,7 +23,7 @@ from shardmlx.config.serve import MOST_BODIES
 from shardmlx.server.anthropic_api import MessageReply, counted, read_message
 from shardmlx.server.guard import PAGE_PARTS, Guard, error_response
 from shardmlx.server.metrics import CLIENT_GONE, Metrics, RequestCounter
-from shardmlx.server.openai_errors import ApiError, refused
+from shardmlx.server.openai_errors import ApiError, refused, server_fault
 from shardmlx.server.openai_requests import (
     ApiRequest,
     ServedModel,
@@ -237,5 +237,5 @@ async def _answer_error(request: Request, error: Exception) -> Response:
         message = said.get(error.status_code, error.detail)
         error = ApiError(error.status_code, message, headers=error.headers)
     elif not isinstance(error, ApiError):
-        error = ApiError(500, "a fault of the server: its log has more")
+        error = server_fault()
     return error_response(error, request.url.path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from socket import socket
@@ -19,7 +20,7 @@ from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.sampling_params import BROKEN
 from shardmlx.inference.setup import InferenceRun
-from shardmlx.server.answer_parser import AnswerParser
+from shardmlx.server.answer_parser import AnswerParser, Part
 from shardmlx.server.app import make_app
 from shardmlx.server.metrics import Metrics
 from shardmlx.server.model_names import names_of
@@ -73,10 +74,15 @@ class PipelineGenerator:
         deltas = []
         for number, sampled in self.first_stage.step():
             answer, parser = self._answers[number]
-            text = answer.take(sampled.token)
-            parts = tuple(parser.take(text, is_last=answer.finish_reason is not None))
-            if parser.stop is not None:
-                answer.finish_reason = "stop"
+            parts: tuple[Part, ...] = ()
+            try:
+                text = answer.take(sampled.token)
+                parts = tuple(parser.take(text, is_last=answer.finish_reason is not None))
+                if parser.stop is not None:
+                    answer.finish_reason = "stop"
+            except Exception:  # a fault in reading one answer ends that one alone
+                traceback.print_exc()
+                answer.finish_reason = "error"
             is_end = sampled.token == BROKEN or sampled.token in answer.eos
             told = () if is_end else (sampled,)
             cached, reason = self.first_stage.cached(number), answer.finish_reason

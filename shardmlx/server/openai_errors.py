@@ -77,6 +77,11 @@ def refused(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
+def server_fault() -> ApiError:
+    """Return the error for what nobody foresaw, whose traceback is on stderr."""
+    return ApiError(500, "a fault of the server: its log has more")
+
+
 def shown(value: object) -> str:
     """Return a value as an error message shows it: in ASCII, at most 80 characters."""
     text = ascii(value)

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from shardmlx.server.accepted_fields import Json
 from shardmlx.server.metrics import Metrics, RequestMeter
-from shardmlx.server.openai_errors import ApiError
+from shardmlx.server.openai_errors import ApiError, server_fault
 from shardmlx.server.replies import Reply
 from shardmlx.server.request_queue import Answers, Delta
 
@@ -81,6 +81,8 @@ class AnswerResponse(Response):
 
     def _take(self, index: int, delta: Delta) -> Iterable[Json]:
         self._meters[index].add(delta)
+        if delta.finish_reason == "error":
+            raise server_fault()
         if delta.finish_reason == "broken":
             param = self._reply.request.structure
             raise ApiError(
