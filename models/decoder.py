@@ -208,13 +208,13 @@ class Decoder:
         if carrier and i in self._donors:
             carrier.keep(i, (args, kwargs), run.kept, given)
         if self._start <= i < self._stop:
-            how = kwargs if args else dict([*kwargs.items()][1:])
-            call: LayerCall = partial(_called, layer, args[1:], how)
-            if carrier:
-                call = partial(carrier.call, i, layer, (args, kwargs), run.kept)
             x = outputs[0] if outputs else given if carrier or i > 0 else x
-            outputs[:] = [visit(i, call, x)]
-            x = outputs[0]
+            if carrier:
+                x = visit(i, partial(carrier.call, i, layer, (args, kwargs), run.kept), x)
+            else:
+                how = kwargs if args else dict([*kwargs.items()][1:])
+                x = visit(i, lambda x: layer(x, *args[1:], **how), x)
+            outputs[:] = [x]
         elif carrier:
             x = outputs[0] if outputs else given
         return carrier.output(i, carrier.states(x)) if carrier else x
@@ -247,11 +247,6 @@ class Decoder:
         for i, cache in zip(self.caches, caches, strict=False):
             every[i] = cache
         return every
-
-
-def _called(layer: nn.Module, args: Sequence[Any], how: dict[str, Any], x: mx.array) -> mx.array:
-    out: mx.array = layer(x, *args, **how)
-    return out
 
 
 def _kind(cache: Any) -> tuple[Any, ...]:

@@ -111,7 +111,7 @@ def traced_shape(config: Mapping[str, Any], stored: Mapping[str, Sides]) -> Mode
         reads = "its layers read numbers while they compute" if "to eval an" in str(error) else ""
         fault = f"mlx-lm cannot run this model of type {kind!r}: {reads or one_line(error)}"
         raise UserError(fault, ANOTHER) from None
-    after = {path: each.weight.shape for path, each in parts.norms.items() if "weight" in each}
+    after = _sides(parts.norms)
     (norm, *_) = [*(path for path, sides in after.items() if len(sides) == 1), ""]
     (head, *_) = [*parts.heads, ""]
     names = Names(f"{parts.layers_path}.", parts.embedding_path, norm, head)
@@ -124,12 +124,7 @@ def traced_shape(config: Mapping[str, Any], stored: Mapping[str, Sides]) -> Mode
     are_merged = all(hasattr(each, "merge") for each in kept)
     is_stored_so = not stored or f"{names.embedding}.weight" in stored
     stored_names = {} if is_stored_so else _stored_names(model, names.embedding, stored)
-    before = [
-        (f"{path}.{name}".strip("."), module.weight.shape)
-        for path, holder in parts.before.items()
-        for name, module in holder.named_modules()
-        if "weight" in module
-    ]
+    before = _sides(parts.before)
     # Layers know no other position than that of their ropes.
     is_plain = (
         _takes_masks(decoder, recorded)
@@ -153,7 +148,7 @@ def traced_shape(config: Mapping[str, Any], stored: Mapping[str, Sides]) -> Mode
         model_type=str(config.get("model_type")),
         text_type="",
         hidden_size=parts.width,
-        before=tuple((_stored_path(path, stored_names), sides) for path, sides in before),
+        before=tuple((_stored_path(path, stored_names), sides) for path, sides in before.items()),
         after=tuple(
             (_stored_path(path, stored_names), sides)
             for path, sides in after.items()
@@ -167,6 +162,16 @@ def traced_shape(config: Mapping[str, Any], stored: Mapping[str, Sides]) -> Mode
         seen=seen,
         untrained=_fault_of_gradient(decoder, layers),
     )
+
+
+def _sides(modules: Mapping[str, nn.Module]) -> dict[str, Sides]:
+    """Return the sides of each weight in modules, by the path of its own."""
+    return {
+        f"{path}.{name}".strip("."): module.weight.shape
+        for path, holder in modules.items()
+        for name, module in holder.named_modules()
+        if "weight" in module
+    }
 
 
 def _fault_of_gradient(decoder: Decoder, layers: Sequence[LayerShape]) -> str:
