@@ -96,6 +96,20 @@ class Heads(NamedTuple):
 
 NO_HEADS = Heads(0, 0, 0, 0, 0)
 
+
+class State(NamedTuple):
+    """The elements of a sequence's state of fixed size: those of the model's type, and those that
+    are always float32."""
+
+    elements: int = 0
+    wide: int = 0
+
+    def nbytes(self, dtype_bytes: int) -> int:
+        return dtype_bytes * self.elements + 4 * self.wide
+
+
+NO_STATE = State()
+
 FUSED_WIDTHS = frozenset({(96, 64), *((width, width) for width in (64, 72, 80, 96, 128, 192, 256))})
 """Elements of keys and values of a head, for which MLX has fused attention on Metal: mlx 0.32.4
 names them where ``force_fused`` asks for others."""
@@ -115,7 +129,8 @@ class LayerShape:
     """Sizes of a decoder layer.
 
     ``linears`` and ``norms`` are by path in the layer, ``arrays`` the shapes of all other
-    parameters. ``window`` is the number of tokens that attention sees, None for all before.
+    parameters. ``window`` is the number of tokens that attention sees, None for all before;
+    ``state`` is what else a cache keeps of a sequence.
     """
 
     linears: tuple[tuple[str, Linear], ...]
@@ -123,6 +138,7 @@ class LayerShape:
     heads: Heads = NO_HEADS
     arrays: tuple[tuple[str, tuple[int, ...]], ...] = ()
     window: int | None = None
+    state: State = NO_STATE
     activation: Activation = SWIGLU
     scores: int = 1
     """Arrays that attention keeps of its scores: the probabilities and their origin."""

@@ -41,6 +41,7 @@ from shardmlx.models.layer_shape import (
     LayerShape,
     Linear,
     Norm,
+    State,
 )
 from shardmlx.models.parts import find_parts
 from shardmlx.models.recurrence import use_chunks
@@ -86,6 +87,7 @@ def traced_shape(config: Mapping[str, Any], stored: Mapping[str, Sides]) -> Mode
 
     Raises ``UserError`` if mlx-lm lacks the model, or its layers are not separate."""
     model = build_random(config)
+    model.set_dtype(mx.bfloat16)  # some states stay float32
     parts = find_parts(model)
     caches = make_prompt_cache(model)
     decoder = Decoder(model, 0, len(parts.layers), parts)
@@ -319,6 +321,7 @@ def _shape(recorded: _Calls, x: mx.array, cache: Any) -> LayerShape:
         arrays=tuple(sides.items()),
         heads=_heads(recorded, linears, cache),
         window=getattr(cache, "max_size", None),
+        state=_state(cache),
         activation=_activation(recorded, linears),
         kept=round(
             sum(
@@ -366,6 +369,15 @@ def _takes(module: nn.Module, name: str) -> bool:
     """Return whether a module takes a ``cache``, as attention and recurrent layers do, or an
     ``offset``, as rotary embeddings."""
     return name in signature(type(module).__call__).parameters
+
+
+def _state(cache: Any) -> State:
+    """Return the sizes of what a layer's cache keeps of a sequence, however long it is."""
+    parts = [] if cache is None else parts_of(cache)
+    fixed = [each.state for each in parts if not hasattr(each, "offset")]
+    arrays = [array for _, array in tree_flatten(fixed) if array is not None]
+    wide = sum(array.size for array in arrays if array.dtype == mx.float32)
+    return State(sum(array.size for array in arrays) - wide, wide)
 
 
 def _heads(recorded: _Calls, linears: Mapping[str, Linear], cache: Any) -> Heads:

@@ -39,6 +39,8 @@ class GenerationSetup:
     cache_tokens: int | None = None
     """Tokens that the KV caches of all sequences together keep at most."""
     quantisation: CacheQuantisation | None = None
+    state_copies: int = 0
+    """Copies that a prefix cache keeps of a sequence's states, where these cannot be cut."""
     backend: str = BACKENDS[0]
 
 
@@ -58,14 +60,18 @@ def inference_memory(setup: GenerationSetup, start: int, stop: int) -> int:
 
 
 def kv_cache_memory(setup: GenerationSetup, start: int, stop: int) -> int:
-    """Return the bytes of all keys and values; an upper bound if sequences share tokens. Sliding
-    windows stay unquantised."""
+    """Return the bytes of all keys, values and states; an upper bound if sequences share tokens.
+    Sliding windows stay unquantised."""
     shape = setup.shape
     most = setup.context + kv_cache.STEP
     limit = min(most, setup.max_kv_size or most)
+    copies = 0 if shape.family.takes_cuts else setup.state_copies
     nbytes = 0
     for layer in map(shape.layer, range(start, stop)):
         window = layer.window if shape.chooses_caches else None
+        nbytes += (setup.sequences + copies) * layer.state.nbytes(setup.dtype_bytes)
+        if window is not None:
+            nbytes += copies * setup.dtype_bytes * layer.heads.cached * min(limit, window)
         tokens = setup.cache_tokens
         if tokens is None:
             tokens = setup.sequences * min(limit, window or limit)

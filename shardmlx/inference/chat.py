@@ -26,7 +26,7 @@ def run(config: ChatConfig, transport: Transport, blas: Blas) -> None:
     def read(encoder: PromptEncoder) -> GenerationLoad:
         if not encoder.has_template:
             raise UserError(f"--model {config.model} has no chat template", "use shardmlx generate")
-        return typical_load(config, 1, config.cache_tokens, encoder)
+        return typical_load(config, 1, config.cache_tokens, encoder, keeps_prefixes=True)
 
     prepared = prepare(config, transport, reporter, read)
     prepared.hold(lambda encoder: _Chat(config, prepared, encoder).hold())
@@ -41,7 +41,7 @@ class _Chat:
         self._encoder = replace(encoder, system_prompt=config.system_prompt)
         self._say = prepared.reporter.say
         self._load = prepared.plan.load
-        self._first_stage = prepared.first_stage(keeps_prefixes=True)
+        self._first_stage = prepared.first_stage()
         self._lines = _lines(config)
         self._messages: list[ChatMessage] = []
         self._turns = 0

@@ -24,6 +24,7 @@ from shardmlx.costmodel.memory_limits import (
 )
 from shardmlx.costmodel.workload import ModelSizes
 from shardmlx.errors import UserError
+from shardmlx.inference.prefix_cache import most_copies
 from shardmlx.partitioners import DoesNotFitError, LayerCosts, Problem, get_partitioner
 from shardmlx.pipeline.stage_map import StageMap
 from shardmlx.planning.layout import costs_by_speed, make_mesh
@@ -38,13 +39,15 @@ STEP_TOKENS = 20
 @dataclass(frozen=True, slots=True)
 class GenerationLoad:
     """The sequences of a run, and the most tokens of a ``prompt``, of an ``answer``, and of both
-    together. The KV caches of all sequences together hold at most ``capacity``."""
+    together. The KV caches of all sequences together hold at most ``capacity``. If it
+    ``keeps_prefixes``, there is a prefix cache."""
 
     sequences: int
     prompt: int
     answer: int
     context: int
     capacity: int | None = None
+    keeps_prefixes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,7 @@ def plan_inference(
         max_kv_size=limit,
         cache_tokens=load.capacity,
         quantisation=quantisation,
+        state_copies=most_copies(most) if load.keeps_prefixes else 0,
         backend=cluster.backend,
     )
     if given is not None:

@@ -24,6 +24,9 @@ many before a prompt's end, where templates open the answer in another way than 
 INHERITED = 3
 """Borders that the next turn of a conversation takes over: the first, which most prompts share."""
 
+MOST_BORDERS = INHERITED + 2
+"""Borders of a sequence."""
+
 MOST_COPIES = 16
 """States of kept sequences, borders included."""
 
@@ -121,6 +124,11 @@ class PrefixCache:
     def _copies(self) -> int:
         each = (1 + len(kept.borders) for kept in self._kept.values())
         return sum(each) if self.has_borders else 0
+
+
+def most_copies(under_way: int) -> int:
+    """Return how many states are kept at most beside those of so many sequences ``under_way``."""
+    return MOST_COPIES + under_way * MOST_BORDERS
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:

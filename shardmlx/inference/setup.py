@@ -77,14 +77,14 @@ class InferenceRun:
     def later_stage(self) -> LaterStage:
         return LaterStage(self._worker())
 
-    def first_stage(
-        self, patience: int | None = None, *, keeps_prefixes: bool = False
-    ) -> FirstStage:
-        """Return the stage of rank 0, with a prefix cache if it ``keeps_prefixes``."""
-        setup, capacity = self.plan.setup, self.plan.load.capacity
-        prefix_cache = PrefixCache.of(self.shape, setup.max_kv_size) if keeps_prefixes else None
-        scheduler = Scheduler(self.plan.groups, setup.sequences, setup.chunk, patience, capacity)
-        return FirstStage(self._worker(), scheduler, prefix_cache)
+    def first_stage(self, patience: int | None = None) -> FirstStage:
+        """Return the stage of rank 0."""
+        setup, load = self.plan.setup, self.plan.load
+        kept = PrefixCache.of(self.shape, setup.max_kv_size) if load.keeps_prefixes else None
+        scheduler = Scheduler(
+            self.plan.groups, setup.sequences, setup.chunk, patience, load.capacity
+        )
+        return FirstStage(self._worker(), scheduler, kept)
 
     def _worker(self) -> StageWorker:
         part, setup = self.part, self.plan.setup
@@ -221,12 +221,19 @@ def _announce(config: InferenceConfig, plan: InferencePlan, reporter: Reporter) 
 
 
 def typical_load(
-    config: InferenceConfig, sequences: int, capacity: int, encoder: PromptEncoder
+    config: InferenceConfig,
+    sequences: int,
+    capacity: int,
+    encoder: PromptEncoder,
+    *,
+    keeps_prefixes: bool = False,
 ) -> GenerationLoad:
-    """Return the load before any prompt is known, with KV caches of ``capacity`` tokens."""
+    """Return the load before any prompt is known, with KV caches of ``capacity`` tokens, and with a
+    prefix cache if it ``keeps_prefixes``."""
     context = min(capacity, encoder.positions or capacity)
     answer = min(config.max_tokens, context // 2)
-    return GenerationLoad(sequences, min(TYPICAL_PROMPT, context), answer, context, capacity)
+    prompt = min(TYPICAL_PROMPT, context)
+    return GenerationLoad(sequences, prompt, answer, context, capacity, keeps_prefixes)
 
 
 def report_memory(prepared: InferenceRun) -> None:

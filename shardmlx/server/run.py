@@ -29,7 +29,13 @@ def run(config: ServeConfig, transport: Transport, blas: Blas) -> None:
     listeners: list[socket] = []
 
     def read(encoder: PromptEncoder) -> GenerationLoad:
-        load = typical_load(config, config.batch_size, config.cache_tokens, encoder)
+        load = typical_load(
+            config,
+            config.batch_size,
+            config.cache_tokens,
+            encoder,
+            keeps_prefixes=config.prefix_cache,
+        )
         listeners.extend(bind_both(config.host, config.port))
         return load
 
@@ -41,7 +47,7 @@ def run(config: ServeConfig, transport: Transport, blas: Blas) -> None:
     def lead(encoder: PromptEncoder) -> None:
         from shardmlx.server.generator import RequestServer
 
-        first_stage = prepared.first_stage(PATIENCE, keeps_prefixes=config.prefix_cache)
+        first_stage = prepared.first_stage(PATIENCE)
         RequestServer(config, prepared, encoder, first_stage).run(listeners)
         first_stage.stop()
 

@@ -15,11 +15,12 @@ from shardmlx.inference.kv_caches import KVCaches, check_quantised
 from shardmlx.inference.prefix_cache import CachedPrefix
 from shardmlx.inference.scheduler import Item, ItemKind
 from shardmlx.modelfiles.parts import read_shape
-from shardmlx.models.kv_cache import STEP, CacheQuantisation
+from shardmlx.models.kv_cache import STEP, CacheQuantisation, parts_of
 from shardmlx.models.slice import Slice
 from shardmlx.partitioners import LayerCosts
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.models_and_batches import build, tiny_config
+from tests.helpers.undeclared_configs import UNDECLARED
 
 LAYERS = 8
 TOKENS = 256
@@ -124,6 +125,37 @@ def test_the_plan_counts_the_bytes_of_quantised_caches(bits: int, tokens: int) -
     held = sum(layer.nbytes for layer in layers)
     assert held <= planned <= held + 2 * STEP * 2 * 2 * 32 * 4
     assert (planned < kv_cache_memory(replace(setup, quantisation=None), 0, 2)) == (tokens == 600)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["mamba2", "qwen3_next"])
+def test_the_plan_counts_the_bytes_of_states_and_of_their_copies(
+    kind: str, dtype: mx.Dtype
+) -> None:
+    """Of a recurrent model, and of one that attends too."""
+    config = UNDECLARED[kind]
+    model = build(config)
+    model.set_dtype(dtype)
+    part = Slice(model, 0, 4)
+    caches = KVCaches(part.new_caches)
+    borders = 10, 20, 30
+    for border in borders:
+        item = Item(ItemKind.PREFILL, (1,), 10, border=border)
+        part.extend(mx.zeros((1, 10), mx.int32), caches.of(item))
+        caches.keep_border(item)
+    layers = [parts_of(cache) for cache in caches._alone[1]]
+    copies = [parts for each in caches._borders[1].values() for parts in each]
+    held = sum(part.nbytes for parts in [*layers, *copies] for part in parts if part is not None)
+    setup = GenerationSetup(
+        shape=read_shape(config),
+        weight_sizes=LayerCosts((0,) * 4, 0, 0),
+        dtype_bytes=dtype.size,
+        sequences=1,
+        context=STEP,
+        cache_tokens=STEP,
+        state_copies=len(borders),
+    )
+    assert kv_cache_memory(setup, 0, 4) == held
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from shardmlx.partitioners import LayerCosts
 from shardmlx.pipeline.stage_map import read_stage_map
 from tests.helpers.models_and_batches import tiny_config
 from tests.helpers.refusals import refusal
+from tests.helpers.undeclared_configs import UNDECLARED
 
 LAYERS = 8
 MB = 1 << 20
@@ -110,6 +111,21 @@ def test_quantised_caches_take_less_and_are_not_merged() -> None:
     elements = 6 * LAYERS * (6000 + 256) * 2 * 2 * 32
     saved = plain.memory[0].resident - made.memory[0].resident
     assert saved == elements * 4 - elements * (1 / 2 + 2 * 4 / 32)
+
+
+def test_of_a_recurrent_model_states_count_and_the_copies_in_a_prefix_cache() -> None:
+    """Of eight sequences under way with five borders each, and of those that have ended."""
+    recurrent = replace(
+        workload(),
+        shape=read_shape(UNDECLARED["mamba2"]),
+        weight_sizes=LayerCosts((MB,) * 4, 2 * MB, 2 * MB),
+    )
+    more = [
+        plan(replace(MANY, keeps_prefixes=True), ROOM, work=work).memory[0].resident
+        - plan(MANY, ROOM, work=work).memory[0].resident
+        for work in (workload(), recurrent)
+    ]
+    assert more == [0, (8 * 5 + 16) * 4 * 4 * (240 + 512)]
 
 
 def test_a_context_that_does_not_fit_is_refused_with_numbers() -> None:
