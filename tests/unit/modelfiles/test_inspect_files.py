@@ -127,9 +127,9 @@ def test_a_family_that_is_not_declared_is_read_from_its_code(
 
 
 def test_a_model_that_cannot_run_is_shown_with_the_reason(tmp_path: Path, capsys: Capture) -> None:
-    save_model_directory(tmp_path, UNDECLARED["rwkv7"])
+    save_model_directory(tmp_path, UNDECLARED["talkie"])
     shown = output(capsys, str(tmp_path))
-    assert "cannot run: mlx-lm's model of type 'rwkv7' cannot be cut into stages" in shown
+    assert "cannot run: mlx-lm's model of type 'talkie' cannot be cut into stages" in shown
     assert len(report(capsys, str(tmp_path))["parts"]) > LAYERS
 
 
