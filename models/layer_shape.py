@@ -110,6 +110,23 @@ class State(NamedTuple):
 
 NO_STATE = State()
 
+PIECE = 64
+"""Tokens of a piece of a recurrence: its gradient keeps one state a piece."""
+
+
+class Recurrence(NamedTuple):
+    """Sizes of a recurrence: ``convolved`` channels, elements of a ``state``, and those ``passing``
+    for each token of the piece that is computed, from token to token if it ``loops``."""
+
+    convolved: int = 0
+    state: int = 0
+    passing: int = 0
+    loops: bool = False
+
+
+NO_RECURRENCE = Recurrence()
+
+
 FUSED_WIDTHS = frozenset({(96, 64), *((width, width) for width in (64, 72, 80, 96, 128, 192, 256))})
 """Elements of keys and values of a head, for which MLX has fused attention on Metal: mlx 0.32.4
 names them where ``force_fused`` asks for others."""
@@ -144,6 +161,7 @@ class LayerShape:
     """Arrays that attention keeps of its scores: the probabilities and their origin."""
     score_weights: int = 0
     """Arrays of scores that wait for gradients of weights that attention adds to them."""
+    recurrence: Recurrence = NO_RECURRENCE
     kept: int = 0
     """Elements of a token kept for parts not listed: norms without a weight, or sums."""
 

@@ -19,9 +19,7 @@ from mlx_lm.models import bailing_hybrid, gated_delta, rwkv7, ssm
 
 from shardmlx.compat import calls, rebind, with_global
 from shardmlx.models.activations import with_gradient
-
-TOKENS = 64
-"""Tokens of a piece: states are kept for each piece, matrices of TOKENS x TOKENS within it."""
+from shardmlx.models.layer_shape import PIECE
 
 Rule = Callable[..., tuple[mx.array, mx.array]]
 """A function of arrays of tokens (B, T, ...), constants, and a state; returns the tokens' output
@@ -132,9 +130,9 @@ def _in_pieces(
         """Return output, last state, and the state at the start of each piece."""
         rows, constants, state = arrays[:count], arrays[count:-1], arrays[-1]
         outputs, starts = [], []
-        for first in range(0, rows[0].shape[1], TOKENS):
+        for first in range(0, rows[0].shape[1], PIECE):
             starts.append(state)
-            y, state = rule(*(x[:, first : first + TOKENS] for x in rows), *constants, state)
+            y, state = rule(*(x[:, first : first + PIECE] for x in rows), *constants, state)
             outputs.append(y)
             # MLX would otherwise compute all states first, and keep them.
             (state,) = mx.depends([state], [y])
@@ -147,7 +145,7 @@ def _in_pieces(
         of_output, of_state = cotangents[:2]
         found: list[Sequence[mx.array]] = []
         for i in reversed(range(len(starts))):
-            part = slice(i * TOKENS, (i + 1) * TOKENS)
+            part = slice(i * PIECE, (i + 1) * PIECE)
             # A piece waits for the whole piece after it: one piece at a time is in memory.
             inputs = mx.depends([x[:, part] for x in rows], [of_state])
             arguments = [*inputs, *constants, starts[i]]
@@ -155,8 +153,10 @@ def _in_pieces(
             (of_state,) = mx.depends([of_state], own)
             found.append(own)
         each = [*zip(*reversed(found), strict=True)]
-        joined = [mx.concatenate([*parts], axis=1) for parts in each[:count]]
-        return [*joined, *(sum(parts[1:], parts[0]) for parts in each[count:]), of_state]
+        sums = [sum(parts[1:], parts[0]) for parts in each[count:]]
+        # Sums that waited for W would hold what they are computed from.
+        joined = mx.depends([mx.concatenate([*parts], axis=1) for parts in each[:count]], sums)
+        return [*joined, *sums, of_state]
 
     output, last, _ = with_gradient(forward, gradients)(*rows, *constants, state)
     return output, last

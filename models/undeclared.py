@@ -1,8 +1,8 @@
 """Read the shape of an undeclared model by running mlx-lm's own code of it, over lazy arrays.
 
 A stand-in for each module of a layer records what it takes and gives. Names and sizes are exact,
-and which modules share an input. How many arrays a layer keeps for its gradient is not seen, so
-times and the memory of activations are approximate.
+and which modules share an input. How many arrays attention and MLP keep for the gradient is not
+seen, so times and the memory of activations are approximate.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ from shardmlx.models.layer_shape import (
     GELU_APPROX,
     JOINED_SWIGLU,
     NO_HEADS,
+    PIECE,
     SWIGLU,
     Activation,
     Heads,
     LayerShape,
     Linear,
     Norm,
+    Recurrence,
     State,
 )
 from shardmlx.models.parts import find_parts
@@ -51,6 +53,9 @@ from shardmlx.models.stand_ins import InPlaceOf, at, first_argument
 
 TOKENS = 3
 """Tokens of the trace: so few that mlx-lm does not sort them by expert."""
+
+STATES, MATRICES = 4, 14
+"""Arrays that pass in a piece of a recurrence: states of each token, or matrices of each head."""
 
 Sides = tuple[int, ...]
 
@@ -237,7 +242,8 @@ class _Calls:
         named = [*layer.named_modules()]
         self.sides = {path: array.shape for path, array in tree_flatten(layer.parameters())}
         self.mixers = [path for path, each in named if path and _takes(each, "cache")]
-        self.recurrent = {path: _kept_by(layer, path) for path in self.mixers}
+        self.recurrent = [path for path in self.mixers if not _attends(at(layer, path))]
+        self.has_matrices = any(calls(each, "ssm_update", "_ssm") for _, each in named)
         self.activations = {name for name in _ACTIVATIONS for _, each in named if calls(each, name)}
         self.modules = {path: each for path, each in named if _is_counted(each)}
         self.given: dict[str, mx.array] = {}
@@ -282,7 +288,7 @@ def _takes_masks(decoder: Decoder, recorded: Sequence[_Calls]) -> bool:
 
 def _shape(recorded: _Calls, x: mx.array, cache: Any) -> LayerShape:
     """Return the sizes of a layer that was called with hidden states ``x`` and a cache."""
-    sides = recorded.sides
+    sides, recurrence = recorded.sides, _recurrence(recorded, cache)
     linears: dict[str, Linear] = {}
     norms: dict[str, Norm] = {}
     sources: dict[int, str] = {}
@@ -323,14 +329,8 @@ def _shape(recorded: _Calls, x: mx.array, cache: Any) -> LayerShape:
         window=getattr(cache, "max_size", None),
         state=_state(cache),
         activation=_activation(recorded, linears),
-        kept=round(
-            sum(
-                factor * (each.outputs if each.source != "values" else each.inputs)
-                for path, each in linears.items()
-                for mixer, factor in recorded.recurrent.items()
-                if not hasattr(cache, "offset") and path.startswith(f"{mixer}.")
-            )
-        ),
+        recurrence=recurrence,
+        kept=_kept(recorded, linears, recurrence),
     )
 
 
@@ -348,16 +348,37 @@ def _activation(recorded: _Calls, linears: Mapping[str, Linear]) -> Activation:
     return JOINED_SWIGLU if is_joined and gated is SWIGLU else gated if has_gate else alone
 
 
-def _kept_by(layer: nn.Module, path: str) -> float:
-    """Return the arrays of its matrices' width that a recurrent module keeps for its gradient."""
-    inner = [each for name, each in layer.named_modules() if f"{name}.".startswith(f"{path}.")]
-    if any(calls(each, ATTENTION) for each in inner):
-        return 0
-    if any(calls(each, "ssm_update", "_ssm") for each in inner):
-        return 3
-    has_one_convolution = sum(isinstance(each, nn.Conv1d) for each in inner) == 1
-    is_delta = any(calls(each, "gated_delta_update") for each in inner)
-    return 1.3 if has_one_convolution and not is_delta else 4.25
+def _recurrence(recorded: _Calls, cache: Any) -> Recurrence:
+    """Return the sizes of a layer's recurrence, of which the cache keeps the last state."""
+    kept = [array for part in parts_of(cache) for array in getattr(part, "cache", ())]
+    convolved = sum(array.shape[-1] for array in kept if array is not None and array.ndim == 3)
+    states = [array for array in kept if array is not None and array.ndim == 4]
+    if not states:
+        return Recurrence(convolved)
+    (state,) = states
+    if recorded.has_matrices:
+        return Recurrence(convolved, state.size, MATRICES * state.shape[1] * PIECE)
+    return Recurrence(convolved, state.size, STATES * state.size, loops=True)
+
+
+def _kept(recorded: _Calls, linears: Mapping[str, Linear], recurrence: Recurrence) -> int:
+    """Return the elements of a token that a recurrent part keeps: outputs of its matrices and
+    convolutions; beside a state, also two arrays of the activation after these, and two of the gate
+    of the output."""
+    inner = [
+        each
+        for path, each in linears.items()
+        if any(path.startswith(f"{mixer}.") for mixer in recorded.recurrent)
+    ]
+    kept = recurrence.convolved + sum(each.outputs for each in inner if each.source != "values")
+    if not recurrence.state:
+        return kept
+    gated = sum(each.inputs for each in inner if each.source == "values")
+    return kept + 2 * (recurrence.convolved + gated)
+
+
+def _attends(module: nn.Module) -> bool:
+    return any(calls(each, ATTENTION) for each in module.modules())
 
 
 def _is_counted(module: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from shardmlx.config.specs import NONE
 from shardmlx.costmodel.training_setup import FLOAT32, TrainingSetup
-from shardmlx.models.layer_shape import Heads, LayerShape, Linear
+from shardmlx.models.layer_shape import PIECE, Heads, LayerShape, Linear
 
 PASSING_MARGIN = 1.1
 """Bound on passing arrays, as a multiple of a layer's: MLX allocates about a layer ahead."""
@@ -133,7 +133,12 @@ def _attention_and_mlp(setup: TrainingSetup, layer: LayerShape) -> Iterator[Arra
     arrays["what is kept besides"] = layer.kept
     for name, width in arrays.items():
         yield Array(name, Alive.F_TO_I, round(tokens * width), size)
+    pieces = setup.rows * -(-setup.length // PIECE)
+    yield Array("states", Alive.F_TO_I, pieces * layer.recurrence.state, FLOAT32)
     if setup.tune.is_full:
+        convolved = tokens * layer.recurrence.convolved
+        yield Array("inputs of convolutions", Alive.F_TO_W, convolved, size)
+        yield Array("gradients of their outputs", Alive.I_TO_W, convolved, size)
         forward, backward = (tokens * count * layer.mlp for count in layer.activation.weights)
         yield Array("arrays for the activation's own weights", Alive.F_TO_W, forward, size)
         yield Array("gradients for the activation's own weights", Alive.I_TO_W, backward, size)
@@ -208,7 +213,8 @@ def _passing_arrays(setup: TrainingSetup, layer: LayerShape) -> tuple[float, flo
     both = size * outputs + of_norm * sum(norm.elements for _, norm in layer.norms)
     forward = both + size * layer.mlp * max(ACTIVATION_ARRAYS, layer.activation.kept)
     backward = both + size * layer.mlp * (ACTIVATION_ARRAYS + layer.activation.passing)
-    backward += size * layer.kept  # their gradients
+    if not layer.recurrence.loops:  # pieces of many steps do not let MLX get ahead
+        backward += size * layer.kept  # their gradients
     if not setup.tune.is_full:
         # Adapters compute in float32, and convert inputs of another type.
         trained = _trained(setup, layer)
@@ -222,7 +228,8 @@ def _passing_arrays(setup: TrainingSetup, layer: LayerShape) -> tuple[float, flo
         return tokens * forward, tokens * backward + passing_in_fused_attention(setup, layer.heads)
     rows, heads, piece = setup.rows, layer.heads.queries, setup.attention_piece
     scores = rows * heads * setup.length * (piece * FLOAT32 if piece else setup.length * size)
-    return tokens * forward + scores, tokens * backward + 2 * scores
+    recurrent = FLOAT32 * rows * min(setup.length, PIECE) * layer.recurrence.passing
+    return tokens * forward + scores, max(tokens * backward + 2 * scores, recurrent)
 
 
 def passing_in_fused_attention(setup: TrainingSetup, heads: Heads) -> int:

@@ -30,6 +30,7 @@ from shardmlx.partitioners import LayerCosts
 from tests.helpers.family_configs import CONFIGS, LAYERS
 from tests.helpers.grids import parse_grid
 from tests.helpers.models_and_batches import build
+from tests.helpers.undeclared_configs import UNDECLARED
 from tests.helpers.workloads import workload
 
 ROWS, LENGTH = 2, 96
@@ -45,6 +46,8 @@ _WIDE = {
     "intermediate_size_mlp": 320,
     "shared_expert_intermediate_size": 320,
     "moe_intermediate_size": 160,
+    "linear_num_key_heads": 4,
+    "linear_value_head_dim": 32,
 }
 
 
@@ -101,7 +104,7 @@ class Case:
 
     @property
     def model_config(self) -> dict[str, Any]:
-        return {**widened(CONFIGS[self.family]), **dict(self.changes)}
+        return {**widened({**UNDECLARED, **CONFIGS}[self.family]), **dict(self.changes)}
 
     @property
     def lora_parameters(self) -> dict[str, Any]:

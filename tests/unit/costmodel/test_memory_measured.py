@@ -39,6 +39,9 @@ ATTENTION = ("keys", ["self_attn.q_proj", "self_attn.v_proj"])
 QUANTISED = ("quantization", {"group_size": 32, "bits": 4})
 MANY = (("num_local_experts", 16), ("num_experts_per_tok", 8))
 LOGITS = (("vocab_size", 5000),)
+DELTA = (("layer_types", ["linear_attention"] * 3 + ["full_attention"]),)
+CONVOLUTION = (("full_attn_idxs", [3]), ("block_dim", 128))
+STATE_SPACE = (("num_heads", 8), ("head_dim", 32), ("state_size", 16), ("intermediate_size", 256))
 
 FAR_OVER_WITH_ADAPTERS = (
     *("gemma2", "gemma3", "gemma3_text", "qwen2_moe", "exaone_moe", "bailing_moe", "ernie4_5_moe"),
@@ -49,6 +52,7 @@ FAR_OVER = [
     *(Case("lora", family=each) for each in FAR_OVER_WITH_ADAPTERS),
     Case("lora", length=256, pieces=32, lora=(ATTENTION,)),
     Case("lora", length=256, pieces=32, recompute=SELECTIVE, dtype_bytes=2),
+    *(Case(mode, family="olmo_hybrid", changes=DELTA) for mode in ("lora", "full")),
 ]
 CASES = [
     Case("lora", 0, 4),
@@ -69,6 +73,8 @@ CASES = [
     *(Case(("lora", "full")[i % 2], family=each) for i, each in enumerate(CONFIGS)),
     Case("lora", family="mixtral", changes=MANY, recompute=SELECTIVE),
     *(Case("lora", family=each) for each in ("gemma2", "deepseek_v3", "qwen2_moe")),
+    *(Case(mode, family="lfm2", changes=CONVOLUTION) for mode in ("lora", "full")),
+    *(Case(mode, family="mamba2", changes=STATE_SPACE) for mode in ("lora", "full")),
     *FAR_OVER[len(FAR_OVER_WITH_ADAPTERS) :],
 ]
 

@@ -9,8 +9,8 @@ import pytest
 from mlx_lm.models.gated_delta import gated_delta_ops
 from mlx_lm.models.ssm import ssm_update
 
+from shardmlx.models.layer_shape import PIECE
 from shardmlx.models.recurrence import (
-    TOKENS,
     gated_delta_by_pieces,
     ssm_by_pieces,
     use_chunks,
@@ -66,7 +66,7 @@ def largest_difference(a: Sequence[mx.array], b: Sequence[mx.array]) -> float:
     return max(float(mx.abs(x - y).max() / mx.abs(x).max()) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("length", [1, TOKENS - 1, TOKENS, 2 * TOKENS + 5])
+@pytest.mark.parametrize("length", [1, PIECE - 1, PIECE, 2 * PIECE + 5])
 @pytest.mark.parametrize("is_decay_by_key", [False, True])
 def test_gated_delta_rules_have_the_same_numbers(length: int, is_decay_by_key: bool) -> None:
     arrays = gated_delta(length, is_decay_by_key)
@@ -74,7 +74,7 @@ def test_gated_delta_rules_have_the_same_numbers(length: int, is_decay_by_key: b
     assert largest_difference(expected, with_gradients(gated_delta_by_pieces, arrays)) < 1e-6
 
 
-@pytest.mark.parametrize("length", [1, TOKENS, 2 * TOKENS + 5, 5 * TOKENS])
+@pytest.mark.parametrize("length", [1, PIECE, 2 * PIECE + 5, 5 * PIECE])
 def test_state_spaces_have_the_same_numbers(length: int) -> None:
     arrays = state_space(length)
     expected = with_gradients(ssm_update, arrays)
