@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_map
-from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache
 
 from shardmlx.errors import UserError, one_line
 from shardmlx.inference.prefix_cache import CachedPrefix
@@ -172,7 +172,14 @@ def _taken(caches: Caches) -> Iterator[Any]:
 
 def _row(cache: Any, row: int, count: int) -> Any:
     """Return one layer's cache of the sequence in ``row`` of ``count``."""
-    return _evaluated(cache.extract(row)) if count > 1 else cache
+    if count == 1:
+        return cache
+    taken = cache.extract(row)
+    for part in parts_of(taken):
+        if isinstance(part, ArraysCache):
+            # A view of a row holds the states of all rows.
+            part.cache = [None if each is None else mx.contiguous(each) for each in part.cache]
+    return _evaluated(taken)
 
 
 def _evaluated(cache: Any) -> Any:

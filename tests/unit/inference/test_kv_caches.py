@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from shardmlx.costmodel.generation_memory import GenerationSetup, kv_cache_memory
 from shardmlx.errors import UserError
@@ -59,6 +59,21 @@ def test_sequences_that_end_move_layer_by_layer(told: Item, added: int) -> None:
             float(layer.keys.max()) for layer in caches.of(Item(ItemKind.PREFILL, (sequence,)))
         }
         assert row == sequence
+
+
+def test_a_state_that_leaves_its_group_holds_none_of_the_others() -> None:
+    caches = KVCaches(lambda: [ArraysCache(1)])
+    for sequence in range(8):
+        (layer,) = caches.of(Item(ItemKind.PREFILL, (sequence,)))
+        layer[0] = mx.full((1, 4, 64, 256), sequence, mx.float32)
+        mx.eval(layer.state)
+    del layer
+    caches.of(Item(ItemKind.DECODE, tuple(range(8)), group=0))
+    before = mx.get_active_memory()
+    caches.update(Item(ItemKind.IDLE, kept=(3,), dropped=(0, 1, 2, 4, 5, 6, 7)))
+    assert before - mx.get_active_memory() == 7 * 4 * 64 * 256 * 4
+    ((kept,),) = caches._alone.values()
+    assert mx.all(kept[0] == 3)
 
 
 # Quantised.
