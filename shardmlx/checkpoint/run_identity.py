@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from shardmlx.config.specs import Spec
+from shardmlx.config.options import Spec
 from shardmlx.engine.batches import Sample
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.safetensors_header import MODEL_FILES, ReadBytes, read_bytes
@@ -42,6 +42,14 @@ class SameOptions(Spec):
     sum_dtype: str
     dtype: str | None
     seed: int
+    objective: str
+    beta: float | None
+    loss_type: str
+    label_smoothing: float
+    simpo_gamma: float
+    cpo_alpha: float
+    desirable_weight: float
+    undesirable_weight: float
 
 
 SAME_OPTIONS = tuple(each.name for each in fields(SameOptions))
@@ -126,7 +134,8 @@ def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator
         yield f"was made with the optimizer {_optimizer(then)}, not {_optimizer(now)}", "that"
     now, then = ours["options"], theirs["options"]
     for name, value in now.items():
-        if then[name] != value:
+        # A checkpoint of an older release lacks options that it did not know.
+        if then.get(name, value) != value:
             yield f"was made with {name} {then[name]}, not {value}", "that"
 
 

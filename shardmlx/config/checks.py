@@ -49,7 +49,10 @@ _DATASET: Mapping[str, Check] = {
     "weight": ("a number above 0", lambda value: is_number(value) and 0 < value < 1e6),
     "config": _MAPPING,
     **{f"{name}_split": _TEXT for name in ("train", "valid", "test")},
-    **{f"{name}_feature": _TEXT for name in ("prompt", "completion", "chat", "text")},
+    **{
+        f"{name}_feature": _TEXT
+        for name in ("prompt", "completion", "chat", "text", "chosen", "rejected", "label")
+    },
 }
 """Keys that ``mlx_lm.tuner.datasets`` reads, and our weight."""
 

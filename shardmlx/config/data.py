@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardmlx.config.options import in_group, option, same_as
-from shardmlx.config.specs import BatchOptions, FineTune, Spec
+from shardmlx.config.objective import rows_together
+from shardmlx.config.options import Spec, in_group, option, same_as
+from shardmlx.config.specs import BatchOptions, FineTune
 
 _data = in_group("data")
 _training = in_group("training, as in mlx_lm.lora")
@@ -20,6 +21,9 @@ class FeatureKeys(Spec):
     prompt_feature: str = option("prompt", "key of the prompt in the data", flag=False)
     completion_feature: str = option("completion", "key of the completion", flag=False)
     chat_feature: str = option("messages", "key of the chat messages", flag=False)
+    chosen_feature: str = option("chosen", "key of the preferred answer", flag=False)
+    rejected_feature: str = option("rejected", "key of the other answer", flag=False)
+    label_feature: str = option("label", "key that says if kto wants the completion", flag=False)
     text_feature: str = option("text", "key of plain text", flag=False)
 
 
@@ -37,6 +41,7 @@ class DataOptions(FeatureKeys):
     hf_dataset: Mapping[str, Any] | Sequence[Any] | None = option(
         None, "Hugging Face data sets with their splits and features", flag=False
     )
+    objective: str = same_as(BatchOptions, "objective")
     batch_size: int = same_as(BatchOptions, "batch_size")
     max_seq_length: int = same_as(BatchOptions, "max_seq_length")
     long_sequences: str = option(
@@ -47,3 +52,8 @@ class DataOptions(FeatureKeys):
     )
     mask_prompt: bool = _data(False, "leave the prompt out of the loss")
     trust_remote_code: bool = _data(False, "run code that comes with model or tokenizer")
+
+    @property
+    def together(self) -> int:
+        """Samples of a row: two of a pair."""
+        return rows_together(self.objective)

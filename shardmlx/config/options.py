@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Self, Union, get_args, get_origin, get_type_hints
 
 from shardmlx.common.yaml_reader import is_number
 from shardmlx.errors import UserError
@@ -107,6 +107,17 @@ class Declared:
             return self.rules.help
         default = "must be given" if self.default is None else f"default: {self.default}"
         return f"{self.rules.help} ({default})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """A part of a command's options. Parts have no slots, so that one can be made of several."""
+
+    @classmethod
+    def of(cls, options: object) -> Self:
+        """Take the part out of ``options``; what these lack has its default."""
+        names = (each.name for each in fields(cls))
+        return cls(**{name: getattr(options, name) for name in names if hasattr(options, name)})
 
 
 def option(default: Any, help: str, **rules: Any) -> Any:

@@ -6,7 +6,7 @@ Each part is made of a command's options by name: ``FineTune.of(config)``. No ML
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from shardmlx.config import common_options as common
@@ -16,7 +16,8 @@ from shardmlx.config.checks import (
     parse_lr_schedule,
 )
 from shardmlx.config.common_options import AUTO, OFF
-from shardmlx.config.options import in_group, option
+from shardmlx.config.objective import ObjectiveOptions, rows_together
+from shardmlx.config.options import Spec, in_group, option, same_as
 from shardmlx.errors import UserError
 from shardmlx.pipeline.schedules import SCHEDULES
 
@@ -25,17 +26,6 @@ _training = in_group("training, as in mlx_lm.lora")
 _rate = in_group("the learning rate")
 _pipeline = in_group("pipeline")
 _checkpoints = in_group("checkpoints and failures")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spec:
-    """A part of the options. Parts have no slots, so that a command can be made of several."""
-
-    @classmethod
-    def of(cls, options: object) -> Self:
-        """Take the part out of ``options``; what these lack has its default."""
-        names = (each.name for each in fields(cls))
-        return cls(**{name: getattr(options, name) for name in names if hasattr(options, name)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,6 +242,12 @@ class BatchOptions(Spec):
         metavar="{auto,N,N}",
         unset="equal",
     )
+    objective: str = same_as(ObjectiveOptions, "objective")
+
+    @property
+    def together(self) -> int:
+        """Rows that must be in one micro-batch."""
+        return rows_together(self.objective)
 
     @property
     def given_rows(self) -> tuple[int, ...]:

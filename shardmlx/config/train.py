@@ -23,9 +23,11 @@ from shardmlx.config.checks import (
     parse_loss_scale,
 )
 from shardmlx.config.command_line import CommandLine
-from shardmlx.config.common_options import AUTO
+from shardmlx.config.common_options import AUTO, OFF
 from shardmlx.config.data import DataOptions
+from shardmlx.config.objective import SFT, ObjectiveOptions
 from shardmlx.config.options import (
+    Spec,
     check_options,
     in_group,
     option,
@@ -42,7 +44,6 @@ from shardmlx.config.specs import (
     LayoutOptions,
     MachineOptions,
     ModelSource,
-    Spec,
 )
 
 _TRAINING = "training, as in mlx_lm.lora"
@@ -173,6 +174,7 @@ class TrainConfig(
     MachineOptions,
     BatchOptions,
     FineTune,
+    ObjectiveOptions,
     DataOptions,
     ModelSource,
 ):
@@ -224,6 +226,7 @@ class TrainConfig(
         self._fill_lr_schedule()
         check_replica_rows(self.replica_rows)
         check_loss_scale(self.loss_scale)
+        self.check_objective()
         self._check_together()
 
     def _check_together(self) -> None:
@@ -255,6 +258,9 @@ class TrainConfig(
             "leave one out",
             when=self.data_parallel is not None and self.stage_map is not None,
         )
+        prefers = f"is set with objective {self.objective}" if self.objective != SFT else ""
+        refuse("loss_chunk", prefers, "leave it out", when=prefers and self.loss_chunk == OFF)
+        refuse("mask_prompt", prefers, "answers alone count", when=prefers and self.mask_prompt)
         tuned = f"is set with fine_tune_type {self.fine_tune_type}"
         adapters = not self.is_full
         refuse("unfreeze_all", tuned, "use full", when=self.unfreeze_all and adapters)

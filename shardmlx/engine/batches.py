@@ -22,19 +22,32 @@ MOST_WIDTHS = 32
 buffers MLX keeps, and Metal allows 499,000 in all (github.com/ml-explore/mlx/issues/4464)."""
 
 Sample = tuple[Sequence[int] | np.ndarray, int]
-"""Token ids, and the position at which the loss starts to count."""
+"""Token ids, and the position at which the loss starts to count. A token after it that does not
+count is stored as ``~token``, which is negative."""
+
+WANTED, REFERENCE, SWAPPED, BASELINE = range(4)
+"""Columns of what an objective of preferences knows of a row: 1 if its answer is wanted and 0 if
+not; the answer's log-probability as the run started, and that of the answer of the row before, in
+its place; and what all rows of a batch gain without reason. The last two are KTO's."""
+
+KNOWN = 4
+"""Number of these columns."""
 
 
 class Samples(Sequence[Sample]):
     """Samples in one array: 4 bytes a token, where Python's numbers take 36.
 
     ``tokens``, int32, are all samples' in a row; ``bounds`` (samples, 3), int64, are each sample's
-    begin and end in ``tokens``, and the position at which its loss starts to count.
+    begin and end in ``tokens``, and the position at which its loss starts to count. ``known``
+    (samples, KNOWN), float64, is what an objective of preferences knows; None without one.
     """
 
-    def __init__(self, tokens: np.ndarray, bounds: np.ndarray) -> None:
+    def __init__(
+        self, tokens: np.ndarray, bounds: np.ndarray, known: np.ndarray | None = None
+    ) -> None:
         self.tokens = tokens
         self.bounds = bounds
+        self.known = known
 
     @property
     def lengths(self) -> np.ndarray:
@@ -52,6 +65,10 @@ class Samples(Sequence[Sample]):
         """Return how many of each sample's first ``most`` tokens count in the loss."""
         first = np.maximum(self.starts, 1)
         counted: np.ndarray = np.maximum(np.minimum(self.lengths, most) - first, 0)
+        if (self.tokens < 0).any():
+            begins = self.bounds[:, 0]
+            left_out = np.concatenate([[0], np.cumsum(self.tokens < 0)])
+            counted = counted - left_out[begins + first + counted] + left_out[begins + first]
         return counted
 
     def __len__(self) -> int:
@@ -63,7 +80,8 @@ class Samples(Sequence[Sample]):
     def __getitem__(self, i: slice | np.ndarray) -> Samples: ...
     def __getitem__(self, i: int | slice | np.ndarray) -> Sample | Samples:
         if isinstance(i, (slice, np.ndarray)):
-            return Samples(self.tokens, self.bounds[i])
+            known = None if self.known is None else self.known[i]
+            return Samples(self.tokens, self.bounds[i], known)
         begin, end, start = self.bounds[i].tolist()
         return self.tokens[begin:end], start
 
@@ -73,10 +91,12 @@ class MicroBatch:
     """A micro-batch: some rows of the global batch, each a sequence.
 
     ``tokens`` (rows, T + 1) int32 are padded on the right. ``spans``
-    (rows, 2) are the first and the last target that count in the loss; targets are numbered from 1.
-    ``first_row`` is the number of the first row in the global batch. Some of the rows are padded to
-    one of the ``widths``. With ``places`` the micro-batch is packed: one row, which holds only
-    these positions, one after the other.
+    (rows, 2) are the first and the last target that count in the loss, but for negative ones;
+    targets are numbered from 1. ``first_row`` is the number of the first row in the global batch.
+    Some of the rows are padded to one of the ``widths``. With ``places`` the micro-batch is packed:
+    one row, which holds only these positions, one after the other. ``known`` (rows, KNOWN) is what
+    an objective of preferences knows of the rows; ``swapped``, of a global batch of KTO, are the
+    same prompts with the answer of the row before.
     """
 
     tokens: np.ndarray
@@ -84,6 +104,8 @@ class MicroBatch:
     first_row: int
     places: PackedPositions | None = None
     widths: Sequence[int] = ()
+    known: np.ndarray | None = None
+    swapped: MicroBatch | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -97,12 +119,16 @@ class MicroBatch:
     def inputs(self) -> np.ndarray:
         """Token ids of the inputs, (rows, T)."""
         if self.places is not None:
-            return self.tokens[None, *self.places]
-        return self.tokens[:, :-1]
+            return _ids(self.tokens[None, *self.places])
+        return _ids(self.tokens[:, :-1])
 
     @property
     def targets(self) -> np.ndarray:
         """Token after each of the inputs, (rows, T)."""
+        return _ids(self._marked_targets)
+
+    @property
+    def _marked_targets(self) -> np.ndarray:
         if self.places is not None:
             rows, positions = self.places
             return self.tokens[None, rows, positions + 1]
@@ -116,7 +142,20 @@ class MicroBatch:
         else:
             numbers, spans = self.places.positions + 1, self.spans[None, self.places.rows]
         counts: np.ndarray = (numbers >= spans[..., 0]) & (numbers <= spans[..., 1])
+        counts &= self._marked_targets >= 0
         return counts
+
+    @property
+    def row_numbers(self) -> np.ndarray:
+        """Numbers of the rows that it holds, ascending: a packed one lacks some of ``tokens``."""
+        return np.arange(len(self.tokens)) if self.places is None else np.unique(self.places.rows)
+
+    @property
+    def answer_of(self) -> np.ndarray:
+        """Index in ``row_numbers`` of the row of each position, (rows, T)."""
+        if self.places is None:
+            return np.broadcast_to(np.arange(len(self.tokens))[:, None], self.shape)
+        return np.searchsorted(self.row_numbers, self.places.rows)[None]
 
     @property
     def valid_tokens(self) -> int:
@@ -132,6 +171,8 @@ class MicroBatch:
             tokens=self.tokens[start:stop, :width],
             spans=spans,
             first_row=self.first_row + start,
+            known=None if self.known is None else self.known[start:stop],
+            swapped=None,
         )
 
 
@@ -140,6 +181,12 @@ Batch = MicroBatch
 
 
 IntOrArray = TypeVar("IntOrArray", int, np.ndarray)
+
+
+def _ids(tokens: np.ndarray) -> np.ndarray:
+    """Return token ids, also of tokens that do not count."""
+    ids: np.ndarray = np.maximum(tokens, ~tokens)
+    return ids
 
 
 def padded_width(length: IntOrArray) -> IntOrArray:
@@ -170,7 +217,8 @@ def _width_of(length: int, widths: Sequence[int]) -> int:
 
 
 def make_batch(samples: Sequence[Sample], max_seq_length: int, widths: Sequence[int] = ()) -> Batch:
-    """Pad and truncate ``samples`` to one batch."""
+    """Pad and truncate ``samples`` to one batch. As in mlx-lm, one token of the padding counts, but
+    not in an answer whose log-probability is of interest."""
     lengths = [min(len(tokens), max_seq_length) for tokens, _ in samples]
     longest = max(len(tokens) for tokens, _ in samples)
     width = min(_width_of(longest, widths), max_seq_length)
@@ -185,7 +233,10 @@ def make_batch(samples: Sequence[Sample], max_seq_length: int, widths: Sequence[
         ],
         np.int32,
     )
-    return Batch(tokens, spans, 0, widths=widths)
+    known = samples.known if isinstance(samples, Samples) else None
+    if known is not None:
+        spans[:, 1] = np.array(lengths) - 1
+    return Batch(tokens, spans, 0, widths=widths, known=known)
 
 
 class Batches(Iterator[Batch]):
@@ -193,7 +244,7 @@ class Batches(Iterator[Batch]):
 
     Each batch is a fixed run of samples. Each epoch draws the order of batches anew when its first
     batch is asked for, from a state that others may draw from too. Samples at the end that fill no
-    batch are not used. With ``loop`` epochs repeat.
+    batch are not used. With ``loop`` epochs repeat. With ``swaps`` batches have ``swapped`` ones.
     """
 
     def __init__(
@@ -205,8 +256,10 @@ class Batches(Iterator[Batch]):
         *,
         loop: bool = False,
         widths: Sequence[int] = (),
+        swaps: bool = False,
     ) -> None:
         self._samples = samples
+        self._swaps = swaps
         self._starts = range(0, len(samples) - batch_size + 1, batch_size)
         self._batch_size = batch_size
         self._max_seq_length = max_seq_length
@@ -226,8 +279,23 @@ class Batches(Iterator[Batch]):
             self._draw(self._random)
         start = self._starts[self._order[self._next]]
         self._next += 1
+        return self.at(start)
+
+    def at(self, start: int) -> Batch:
+        """Return the batch that begins at a sample."""
         samples = self._samples[start : start + self._batch_size]
-        return make_batch(samples, self._max_seq_length, self._widths)
+        batch = make_batch(samples, self._max_seq_length, self._widths)
+        if not (self._swaps and isinstance(samples, Samples)):
+            return batch
+        others = make_batch(swapped(samples), self._max_seq_length, self._widths)
+        return replace(batch, swapped=others)
+
+    def first(self, count: int) -> list[int]:
+        """Return the samples at which the first batches begin, before any is drawn: of all, in any
+        order, if there are fewer."""
+        random = np.random.RandomState()
+        set_random_state(random, random_state(self._random))
+        return [self._starts[i] for i in random.permutation(len(self._starts))[:count].tolist()]
 
     def _draw(self, random: np.random.RandomState) -> None:
         self._order = random.permutation(len(self._starts)).tolist()
@@ -249,6 +317,21 @@ class Batches(Iterator[Batch]):
         set_random_state(random, self._drawn_from)
         self._draw(random)
         self._epochs, self._next = position["epoch"], position["next"]
+
+
+def swapped(samples: Samples) -> Samples:
+    """Return each prompt with the answer of the sample before, the first with the last one's."""
+    rows, bounds, begin = [], [], 0
+    for i in range(len(samples)):
+        (tokens, start), (others, theirs) = samples[i], samples[i - 1]
+        rows += [tokens[:start], others[theirs:]]
+        end = begin + start + len(others) - theirs
+        bounds.append((begin, end, start))
+        begin = end
+    known = None if samples.known is None else samples.known.copy()
+    if known is not None:
+        known[:, REFERENCE] = known[:, SWAPPED]
+    return Samples(np.concatenate(rows), np.array(bounds, np.int64), known)
 
 
 def random_state(random: np.random.RandomState) -> dict[str, Any]:
@@ -275,17 +358,19 @@ def split(batch: Batch, dp: int, replica: int, micro_batch_size: int) -> list[Mi
     ]
 
 
-def pack(batch: Batch, count: int) -> list[MicroBatch]:
+def pack(batch: Batch, count: int, together: int = 1) -> list[MicroBatch]:
     """Pack the rows into ``count`` micro-batches of one row each, about equally long.
 
     There is no padding. Longest rows first, each goes to the shortest micro-batch so far (LPT:
-    Graham 1969). No micro-batch gets longer than the longest row times rows / ``count``.
+    Graham 1969), with the others of its ``together``. No micro-batch gets longer than the longest
+    row times rows / ``count``.
     """
     # Tokens after the last counted target have no effect.
     lengths = np.clip(batch.spans[:, 1], 1, batch.shape[1])
     packed: list[list[int]] = [[] for _ in range(count)]
-    for row in np.argsort(-lengths, kind="stable").tolist():
-        min(packed, key=lambda rows: lengths[rows].sum()).append(row)
+    for group in np.argsort(-lengths.reshape(-1, together).sum(axis=1), kind="stable").tolist():
+        rows = range(group * together, (group + 1) * together)
+        min(packed, key=lambda rows: lengths[rows].sum()).extend(rows)
     return [
         replace(
             batch,

@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -59,6 +60,9 @@ from shardmlx.pipeline.plan import Plan
 MAX_STAGES = 1024
 """Limit of the stages of one pipeline: the tags of micro-batches lie this far apart."""
 
+Results = dict[int, Any]
+"""Results of the last stage by micro-batch: its loss, a float; or an array of log-probabilities."""
+
 
 @dataclass(slots=True)
 class _Run:
@@ -73,7 +77,7 @@ class _Run:
     posted: dict[Action, tuple[Handle, mx.array]] = field(default_factory=dict)
     arrays: dict[Action, mx.array] = field(default_factory=dict)
     outbox: list[tuple[Action, Handle]] = field(default_factory=list)
-    losses: dict[int, float] = field(default_factory=dict)
+    results: Results = field(default_factory=dict)
 
 
 class Engine:
@@ -124,25 +128,25 @@ class Engine:
         scale: float,
         key: tuple[int, ...] = (0,),
         reduce: bool = True,
-    ) -> dict[int, float]:
+    ) -> Results:
         """Run forward and backward of this replica's micro-batches. All ranks must call it.
 
         Adds to the gradients of the stages. With ``reduce`` the gradients are then summed over the
         global batch. ``scale`` is 1 / valid tokens of the global batch, ``key`` seeds the masks of
-        dropout. Returns, on the rank of the last stage, the summed loss of each micro-batch;
-        nothing elsewhere. Raises ``EngineError`` or ``TransportError``, which name rank, stage and
-        action.
+        dropout. Returns, on the rank of the last stage, the summed loss of each micro-batch, or the
+        log-probabilities of its answers; nothing elsewhere. Raises ``EngineError`` or
+        ``TransportError``, which name rank, stage and action.
         """
         actions = self.plan.actions_of(self.replica)[self.pipeline_rank]
-        losses = self._run(actions, _Run(microbatches, True, scale, key, reduce))
+        results = self._run(actions, _Run(microbatches, True, scale, key, reduce))
         if reduce or self.shards.weights is not None:
             key_of_sum = (self._runs, -1, self.pipeline_rank)
             with self.recorder.span(Span.REDUCE, "sum over replicas", key_of_sum):
                 self.reducer.finish(lambda: f"{self._who()}, summing gradients", ends_update=reduce)
-        return losses
+        return results
 
-    def evaluate(self, microbatches: Sequence[MicroBatch]) -> dict[int, float]:
-        """Run forward only, and return the losses like ``train_step``. All ranks must call it."""
+    def evaluate(self, microbatches: Sequence[MicroBatch]) -> Results:
+        """Run forward only, and return the results like ``train_step``. All ranks must call it."""
         grid = forward_only(self.plan.stage_map.placement, self.plan.mesh.pp, len(microbatches))
         actions = grid[self.pipeline_rank]
         return self._run(actions, _Run(microbatches, train=False))
@@ -162,7 +166,7 @@ class Engine:
         for stage in self.stages.values():
             stage.gradients.clear()
 
-    def _run(self, actions: Sequence[Action], run: _Run) -> dict[int, float]:
+    def _run(self, actions: Sequence[Action], run: _Run) -> Results:
         self._runs += 1
         run.to_receive.extend(action for action in actions if action.kind is Kind.RECV_F)
         transport, before = self.transport, str(self.transport.activity)
@@ -185,7 +189,7 @@ class Engine:
             ) from error
         self._current = None
         transport.activity.begin(before)
-        return run.losses
+        return run.results
 
     def _act(self, action: Action, run: _Run) -> None:
         match action.kind:
@@ -210,7 +214,7 @@ class Engine:
             else:
                 out = stage.evaluate(microbatch, x)
         if stage.part.is_last:
-            run.losses[j] = float(np.array(out))
+            run.results[j] = out.item() if out.ndim == 0 else np.array(out)
         elif s + 1 in self.stages:
             run.arrays[Action(s + 1, Kind.RECV_F, j)] = out
         else:

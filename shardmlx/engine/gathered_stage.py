@@ -27,6 +27,7 @@ from shardmlx.distributed.messages import copy_into
 from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.divided_weights import DividedWeights
 from shardmlx.engine.loss import HeadInput, token_loss
+from shardmlx.engine.objectives import Objective
 from shardmlx.engine.stage import Stage
 from shardmlx.models.decoder import LayerCall, Visit
 from shardmlx.models.slice import Slice
@@ -78,9 +79,15 @@ class GatheredStage(Stage):
         *,
         needs_input_gradient: bool,
         savings: Savings = NO_SAVINGS,
+        objective: Objective | None = None,
     ) -> None:
         super().__init__(
-            index, part, needs_input_gradient=needs_input_gradient, savings=savings, compiled=False
+            index,
+            part,
+            needs_input_gradient=needs_input_gradient,
+            savings=savings,
+            compiled=False,
+            objective=objective,
         )
         self._weights = weights
         self._in_flight: dict[int, _InFlight] = {}
@@ -141,9 +148,9 @@ class GatheredStage(Stage):
             normed = self.part.norm(hidden)
             mx.eval(normed)
             given = HeadInput(normed, microbatch, scale, key)
-            loss, slopes = self._head.loss_and_gradient(given)
+            loss, gradient, given = self._head.result_and_gradient(given)
             of_norm = tuple(n for n in self._trained[-1] if n not in self._head.names)
-            _, segment = self._segment(self._tail, of_norm, self.part.norm, slopes, hidden)
+            _, segment = self._segment(self._tail, of_norm, self.part.norm, gradient, hidden)
             segment.to_head = given if self._head.names else None
         state.segments.append(segment)
         mx.eval(loss)
@@ -166,7 +173,7 @@ class GatheredStage(Stage):
         normed = self.part.norm(out)
         if not answers:
             mx.eval(normed)
-            return self._head.loss(HeadInput(normed, microbatch))
+            return self._head.result(HeadInput(normed, microbatch))
         loss = token_loss(self.part.logits(normed, places=microbatch.places), *answers)
         mx.eval(loss)
         return loss
@@ -269,13 +276,14 @@ def build_stages(
     savings: Savings = NO_SAVINGS,
     compiled: bool | None = None,
     weights: DividedWeights | None = None,
+    objective: Objective | None = None,
 ) -> list[Stage]:
     """Build the stages of one rank out of the slices of all stages.
 
     ``slices[s]`` is the slice of stage s, the whole model in pipeline order: a stage above a
     trained slice needs the gradient of its input. ``own`` are the stages to build, for a plan
-    ``plan.stages_of(rank)``; by default all. ``savings`` and ``compiled`` are as for ``Stage``.
-    Stages gather divided ``weights`` layer by layer.
+    ``plan.stages_of(rank)``; by default all. ``savings``, ``compiled`` and ``objective`` are as
+    for ``Stage``. Stages gather divided ``weights`` layer by layer.
     """
     gradients = gradient_kinds([bool(part.trainable) for part in slices])
     stages: list[Stage] = []
@@ -284,6 +292,7 @@ def build_stages(
         how: dict[str, Any] = {
             "needs_input_gradient": Kind.I in gradients[index],
             "savings": savings,
+            "objective": objective,
         }
         stages.append(
             Stage(index, part, compiled=compiled, **how)

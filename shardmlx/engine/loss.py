@@ -15,7 +15,7 @@ micro-batch in flight, it would take more memory than pieces save.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -25,6 +25,7 @@ import numpy as np
 from shardmlx.config.specs import Savings
 from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.buffers import COMPILED_POSITIONS, positions_of_piece
+from shardmlx.engine.objectives import Objective
 from shardmlx.models.activations import exponential, is_slow
 from shardmlx.models.packed_positions import PackedPositions
 from shardmlx.models.slice import Slice
@@ -54,8 +55,8 @@ def token_loss(logits: mx.array, targets: mx.array, counts: mx.array) -> mx.arra
 
 
 class _Chunk(NamedTuple):
-    """Positions that count: their states (n, D), their target tokens (n,), and weights (n,) of 1,
-    or 0 for padding."""
+    """Positions that count: their states (n, D), their target tokens (n,), and weights (n,), which
+    are 0 for padding."""
 
     states: mx.array
     targets: mx.array
@@ -65,24 +66,38 @@ class _Chunk(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class HeadInput:
     """Normed states (rows, T, D) of a micro-batch. ``scale`` is the gradient of the loss of the
-    whole batch for one token's loss; ``key`` seeds dropout."""
+    whole batch for one token's loss, or for that of one pair; ``key`` seeds dropout. ``weights``
+    are factors of the tokens' losses, by answer."""
 
     states: mx.array
     microbatch: MicroBatch
     scale: float = 1.0
     key: tuple[int, ...] = (0,)
+    weights: np.ndarray | None = None
+
+
+class HeadOutput(NamedTuple):
+    """The result, its gradient for the states, and the input of ``Head.add_gradients``."""
+
+    result: mx.array
+    gradient: mx.array
+    given: HeadInput
 
 
 class Head:
     """The lm_head of the last slice, and the loss, in pieces.
 
     A piece takes at most ``loss_chunk`` x V x (bytes of a logit + 8). Each piece is evaluated
-    before the next begins, because MLX allocates arrays well ahead of computing them.
+    before the next begins, because MLX allocates arrays well ahead of computing them. The result is
+    the summed loss; with an ``objective`` of preferences, the log-probability of each answer.
     """
 
-    def __init__(self, part: Slice, savings: Savings, compiled: bool) -> None:
+    def __init__(
+        self, part: Slice, savings: Savings, compiled: bool, objective: Objective | None = None
+    ) -> None:
         self._part = part
         self._savings = savings
+        self._objective = objective
         # A piece with dropout has an argument that is no array, so it is not compiled.
         compiled = compiled and not part.drops
         self._multiple_of = COMPILED_POSITIONS if compiled else 1
@@ -94,38 +109,61 @@ class Head:
         """Return False if one piece would do, unless only tokens that count are to be computed: all
         logits are then held, to the bit as in mlx-lm."""
         rows, length = microbatch.shape
-        return self._savings.takes_loss_in_pieces(rows * length)
+        return self._objective is not None or self._savings.takes_loss_in_pieces(rows * length)
 
-    def loss(self, given: HeadInput) -> mx.array:
-        """Compute the summed loss, in float32."""
-        total = mx.array(0.0)
-        for piece, how in self._pieces(given):
+    def result(self, given: HeadInput) -> mx.array:
+        """Compute the result, in float32."""
+        sums = self._new_sums(given)
+        for piece, numbers, how in self._pieces(given):
             scores = self._logits(piece.states, **how)
-            total = total + loss_and_slopes(scores, piece.targets, piece.counts)[0]
-            mx.eval(total)
-        return total
+            losses, _ = losses_and_slopes(scores, piece.targets, piece.counts)
+            sums = self._add(sums, losses, given, numbers)
+            mx.eval(sums)
+        return sums if self._objective is None else -sums
 
-    def loss_and_gradient(self, given: HeadInput) -> tuple[mx.array, mx.array]:
-        """Compute the summed loss, and the gradient of the batch's loss for the states."""
-        total, gradients = mx.array(0.0), []
-        scale, weights = mx.array(given.scale), self._weights
-        for piece, how in self._pieces(given):
-            loss, gradient = self._loss_of(piece, scale, weights, **how)
-            total = total + loss
-            mx.eval(total, gradient)
+    def result_and_gradient(self, given: HeadInput) -> HeadOutput:
+        """Compute the result, and the gradient of the batch's loss for the states."""
+        sums, gradients = self._new_sums(given), []
+        scale = mx.array(given.scale if self._objective is None else 1.0)
+        weights = self._weights
+        for piece, numbers, how in self._pieces(given):
+            losses, gradient = self._loss_of(piece, scale, weights, **how)
+            sums = self._add(sums, losses, given, numbers)
+            mx.eval(sums, gradient)
             gradients.append(gradient)
         rows, length, width = given.states.shape
-        numbers = mx.array(_numbers(given.microbatch))
+        numbers = _numbers(given.microbatch)
         counted = mx.concatenate(gradients)[: len(numbers)]
-        whole = mx.zeros((rows * length, width), given.states.dtype).at[numbers].add(counted)
-        return total, whole.reshape(rows, length, width)
+        if self._objective is not None:
+            # The gradient of a token's loss is known before the whole answer's log-probability, on
+            # which its factor depends.
+            sums = -sums
+            of_answers = -given.scale * self._objective.slopes(sums, given.microbatch)
+            given = replace(given, scale=1.0, weights=of_answers)
+            factors = of_answers[_answers(given.microbatch, numbers)].astype(np.float32)
+            counted = counted * mx.array(factors)[:, None].astype(counted.dtype)
+        whole = mx.zeros((rows * length, width), given.states.dtype).at[mx.array(numbers)]
+        return HeadOutput(sums, whole.add(counted).reshape(rows, length, width), given)
+
+    def _new_sums(self, given: HeadInput) -> mx.array:
+        if self._objective is None:
+            return mx.array(0.0)
+        return mx.zeros((len(given.microbatch.row_numbers),))
+
+    def _add(
+        self, sums: mx.array, losses: mx.array, given: HeadInput, numbers: np.ndarray
+    ) -> mx.array:
+        """Add a piece's losses, in all or by answer."""
+        if self._objective is None:
+            return sums + losses.sum()
+        return sums.at[mx.array(_answers(given.microbatch, numbers))].add(losses)
 
     def add_gradients(self, given: HeadInput, sums: dict[str, mx.array]) -> None:
         """Compute the gradients of the head's trained weights, and add them to ``sums``."""
         if not self.names:
             return
         scale, weights = mx.array(given.scale), self._weights
-        for piece, how in self._pieces(given):
+        for piece, _, how in self._pieces(given):
             gradients = self._gradients_of(piece, scale, weights, **how)
             for name in reversed(self.names):
                 gradient = gradients.pop()
@@ -137,11 +175,14 @@ class Head:
     def _weights(self) -> list[mx.array]:
         return [self._part[name] for name in self.names]
 
-    def _pieces(self, given: HeadInput) -> Iterator[tuple[_Chunk, dict[str, Any]]]:
-        """Yield pieces, each with the arguments of its dropout if there is any."""
+    def _pieces(self, given: HeadInput) -> Iterator[tuple[_Chunk, np.ndarray, dict[str, Any]]]:
+        """Yield pieces, each with its positions' numbers, and the arguments of its dropout."""
         microbatch, counted = given.microbatch, _numbers(given.microbatch)
         numbers = np.pad(counted, (0, -len(counted) % self._multiple_of))
-        counts = microbatch.counts.reshape(-1)[numbers] & (np.arange(len(numbers)) < len(counted))
+        is_counted = np.arange(len(numbers)) < len(counted)
+        counts = (microbatch.counts.reshape(-1)[numbers] & is_counted).astype(np.float32)
+        if given.weights is not None:
+            counts *= given.weights[_answers(microbatch, numbers)]
         targets = microbatch.targets.reshape(-1)[numbers]
         states = given.states.flatten(0, 1)
         size = positions_of_piece(self._savings.loss_chunk or len(numbers), self._multiple_of)
@@ -150,9 +191,9 @@ class Head:
             piece = _Chunk(
                 states[mx.array(numbers[mine])],
                 mx.array(targets[mine]),
-                mx.array(counts[mine].astype(np.float32)),
+                mx.array(counts[mine]),
             )
-            yield piece, self._how(given, numbers[mine])
+            yield piece, numbers[mine], self._how(given, numbers[mine])
 
     def _how(self, given: HeadInput, numbers: np.ndarray) -> dict[str, Any]:
         if not self._part.drops:
@@ -170,7 +211,7 @@ class Head:
     def _graph(
         self, how: Mapping[str, Any], chunk: _Chunk, scale: mx.array, weights: Sequence[mx.array]
     ) -> tuple[mx.array, list[mx.array]]:
-        """Return a chunk's loss, and the gradients for its states and ``weights``: lazy."""
+        """Return a chunk's losses, and the gradients for its states and ``weights``: lazy."""
 
         def run(states: mx.array, *weights: mx.array) -> mx.array:
             return self._part.with_parameters(
@@ -179,14 +220,14 @@ class Head:
 
         primals = [chunk.states, *weights]
         scores = run(*primals)
-        loss, slopes = loss_and_slopes(scores, chunk.targets, chunk.counts, scale)
+        losses, slopes = losses_and_slopes(scores, chunk.targets, chunk.counts, scale)
         _, gradients = mx.vjp(run, primals, [slopes.astype(scores.dtype)])
-        return loss, gradients
+        return losses, gradients
 
     def _loss_graph(self, *given: Any, **how: Any) -> tuple[mx.array, mx.array]:
-        """Return a chunk's loss, and the gradient for its states."""
-        loss, (gradient, *_) = self._graph(how, *given)
-        return loss, gradient
+        """Return a chunk's losses, and the gradient for its states."""
+        losses, (gradient, *_) = self._graph(how, *given)
+        return losses, gradient
 
     def _gradients_graph(self, *given: Any, **how: Any) -> list[mx.array]:
         """Return the gradients for the head's trained weights, in float32."""
@@ -200,13 +241,19 @@ def _numbers(microbatch: MicroBatch) -> np.ndarray:
     return numbers if len(numbers) else np.zeros(1, np.int32)
 
 
-def loss_and_slopes(
+def _answers(microbatch: MicroBatch, numbers: np.ndarray) -> np.ndarray:
+    """Return the index of the answer to which each of some positions belongs."""
+    answers: np.ndarray = microbatch.answer_of.reshape(-1)[numbers]
+    return answers
+
+
+def losses_and_slopes(
     logits: mx.array, targets: mx.array, counts: mx.array, scale: mx.array | float = 1.0
 ) -> tuple[mx.array, mx.array]:
-    """Return the summed loss of logits (n, V), and ``scale`` times its gradient for them: softmax
-    less 1 at the target; both float32."""
+    """Return the losses (n,) of logits (n, V), and ``scale`` times their sum's gradient for them:
+    softmax less 1 at the target; both float32."""
     losses, weights, sums = _losses_and_softmax(logits.astype(mx.float32), targets)
-    return (losses * counts).sum(), _slopes(weights, sums, targets, counts * scale)
+    return losses * counts, _slopes(weights, sums, targets, counts * scale)
 
 
 def _losses_and_softmax(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array, mx.array]:

@@ -40,6 +40,7 @@ from shardmlx.config.specs import FULL, NO_SAVINGS, SELECTIVE, Savings
 from shardmlx.distributed.messages import copy_into
 from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.loss import Head, HeadInput, token_loss
+from shardmlx.engine.objectives import Objective
 from shardmlx.models.slice import Slice
 
 
@@ -66,8 +67,9 @@ class Stage:
 
     ``needs_input_gradient`` says whether some stage below has trained weights, ``savings`` which
     arrays are computed in pieces or recomputed, ``compiled`` whether the joint graph is compiled,
-    by default on a GPU. The gradients of trained weights, ``names``, add up over micro-batches in
-    ``gradients``, in float32 even if the weights are shorter.
+    by default on a GPU; ``objective`` is one of preferences. The gradients of trained weights,
+    ``names``, add up over micro-batches in ``gradients``, in float32 even if the weights are
+    shorter.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Stage:
         needs_input_gradient: bool,
         savings: Savings = NO_SAVINGS,
         compiled: bool | None = None,
+        objective: Objective | None = None,
     ) -> None:
         self.index = index
         self.part = part
@@ -97,7 +100,7 @@ class Stage:
         on_gpu = mx.default_device() == mx.gpu
         compiles = on_gpu if compiled is None else compiled
         self._compiled = mx.compile(self._joint_graph) if compiles else None
-        self._head = Head(part, savings, compiles) if part.is_last else None
+        self._head = Head(part, savings, compiles, objective) if part.is_last else None
 
     reduces_each = False
     """True if gradients are summed over replicas after each micro-batch, not once a step."""
@@ -118,9 +121,10 @@ class Stage:
     ) -> mx.array:
         """Compute F of micro-batch ``j``, and prepare its backward.
 
-        Returns hidden states (rows, T, D), or on the last stage the summed loss. ``x`` are the
-        hidden states from the stage before, None on the first. ``scale`` is the gradient of the
-        loss of the whole batch for one token's loss: 1 / valid tokens. ``key`` seeds the masks of
+        Returns hidden states (rows, T, D), or on the last stage the summed loss, with an objective
+        of preferences the log-probability of each answer. ``x`` are the hidden states from the
+        stage before, None on the first. ``scale`` is the gradient of the loss of the whole batch
+        for one token's loss, 1 / valid tokens, or for one pair's. ``key`` seeds the masks of
         dropout.
         """
         if not (self.names or self.needs_input_gradient):
@@ -151,10 +155,10 @@ class Stage:
         if self._head is None or answers:
             return out
         given = HeadInput(out, microbatch, scale, key)
-        loss, gradient = self._head.loss_and_gradient(given)
+        result, gradient, given = self._head.result_and_gradient(given)
         self.fill_cotangent(j, gradient)
         pending.to_head = given if self._head.names else None
-        return loss
+        return result
 
     def evaluate(self, microbatch: MicroBatch, x: mx.array | None) -> mx.array:
         """Compute the result of ``forward``, without a backward pass to follow."""
@@ -163,7 +167,7 @@ class Stage:
         mx.eval(out)
         if self._head is None or answers:
             return out
-        return self._head.loss(HeadInput(out, microbatch))
+        return self._head.result(HeadInput(out, microbatch))
 
     def _given(
         self, microbatch: MicroBatch, x: mx.array | None

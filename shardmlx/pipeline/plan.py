@@ -22,10 +22,10 @@ class Plan:
 
     ``trainable[s]`` says whether stage s has trained weights. A step has ``rows`` sequences on each
     replica, in micro-batches of ``micro_batch_size``, the last one taking the rest; with ``pack``
-    each micro-batch is one row, of about equal length. If replicas have unequal rows,
-    ``replica_rows`` are each one's, and ``rows`` the most. Micro-batches are padded to one of the
-    ``widths``, if there are any. ``model`` identifies the model's configuration. Raises
-    ``UserError`` if the schedule cannot run so.
+    each micro-batch is one row, of about equal length. Each ``together`` rows stay in one
+    micro-batch. If replicas have unequal rows, ``replica_rows`` are each one's, and ``rows`` the
+    most. Micro-batches are padded to one of the ``widths``, if there are any. ``model`` identifies
+    the model's configuration. Raises ``UserError`` if the schedule cannot run so.
     """
 
     mesh: Mesh
@@ -38,6 +38,7 @@ class Plan:
     pack: bool = False
     replica_rows: tuple[int, ...] = ()
     widths: tuple[int, ...] = ()
+    together: int = 1
 
     def __post_init__(self) -> None:
         if len(self.trainable) != self.stage_map.num_stages:
@@ -46,6 +47,8 @@ class Plan:
             raise ValueError(f"{self.mesh.pp} pipeline ranks, {self.stage_map.pp} in the map")
         if len(self.shares) != self.mesh.dp or max(self.shares) != self.rows:
             raise ValueError(f"{self.shares} rows for {self.mesh.dp} replicas, {self.rows} at most")
+        if any(each % self.together for each in (self.micro_batch_size, *self.shares)):
+            raise ValueError(f"{self.micro_batch_size} rows of {self.shares}: not {self.together}s")
         for count in {self.microbatches_of(replica) for replica in range(self.mesh.dp)}:
             self._actions(count)
 

@@ -49,6 +49,7 @@ def lay_out(way: RunSpec, facts: Facts) -> Plan:
         trainable=(True,) * stage_map.num_stages,
         pack=bool(workload.batch.pack),
         widths=facts.lengths.widths,
+        together=workload.batch.together,
     )
     if given is None:
         problem = _problem(plan, workload, cluster, length, facts.lengths.longest[0])
@@ -173,8 +174,20 @@ def costs_by_speed(
 
 def divide_batch(batch: BatchOptions, mesh: Mesh) -> tuple[int, int]:
     """Return (most rows of a replica, rows of a micro-batch); ``UserError`` if that fails."""
-    rows = -(-batch.batch_size // mesh.dp)
+    together = batch.together
+    units = batch.batch_size // together
+    rows = together * -(-units // mesh.dp)
     given = batch.given_rows
+    for name, number in (
+        ("--batch-size", batch.batch_size),
+        ("--micro-batch-size", batch.micro_batch_size or 0),
+        *(("--replica-rows", each) for each in given),
+    ):
+        if number % together:
+            raise UserError(
+                f"{name} {number}: {batch.objective} takes pairs, each of {together} sequences",
+                f"use a multiple of {together}",
+            )
     if mesh.dp > 1 and given:
         if len(given) != mesh.dp or sum(given) != batch.batch_size:
             raise UserError(
@@ -183,19 +196,19 @@ def divide_batch(batch: BatchOptions, mesh: Mesh) -> tuple[int, int]:
                 "give the rows of each replica, or auto",
             )
         rows = max(given)
-    elif batch.batch_size % mesh.dp and batch.replica_rows is None:
+    elif units % mesh.dp and batch.replica_rows is None:
         raise UserError(
             f"--batch-size {batch.batch_size} cannot be divided among {mesh.dp} replicas",
-            f"use a multiple of {mesh.dp}, or --replica-rows auto",
+            f"use a multiple of {together * mesh.dp}, or --replica-rows auto",
         )
-    elif batch.batch_size < mesh.dp:
+    elif units < mesh.dp:
         raise UserError(
             f"--batch-size {batch.batch_size} leaves some of {mesh.dp} replicas without a row",
-            f"use {mesh.dp} or more",
+            f"use {together * mesh.dp} or more",
         )
     if batch.micro_batch_size is None:
-        usual = rows if mesh.pp == 1 else max(1, rows // (MICROBATCHES_A_RANK * mesh.pp))
-        return rows, usual
+        fewest = MICROBATCHES_A_RANK * mesh.pp * together
+        return rows, rows if mesh.pp == 1 else together * max(1, rows // fewest)
     if batch.micro_batch_size > rows:
         raise UserError(
             f"--micro-batch-size {batch.micro_batch_size} is more than the {rows} rows that each "
@@ -214,8 +227,12 @@ def with_replica_rows(plan: Plan, workload: Workload, cluster: Cluster, length: 
     batch, dp = workload.batch, plan.mesh.dp
     if batch.replica_rows is None or dp == 1:
         return plan
-    rows = batch.given_rows or rows_by_speed(
-        batch.batch_size, _seconds_of_replicas(plan, workload, cluster, length)
+    together = batch.together
+    rows = batch.given_rows or tuple(
+        together * each
+        for each in rows_by_speed(
+            batch.batch_size // together, _seconds_of_replicas(plan, workload, cluster, length)
+        )
     )
     size = plan.micro_batch_size
     if batch.micro_batch_size is None and size == plan.rows:

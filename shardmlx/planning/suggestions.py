@@ -67,8 +67,10 @@ def _tighter(run: RunSpec, facts: Facts) -> Iterator[tuple[str, RunSpec]]:
     if OFF in (batch.attention_chunk, batch.loss_chunk):
         pieces = replace(batch, attention_chunk=AUTO, loss_chunk=AUTO)
         yield "--attention-chunk auto --loss-chunk auto", replace(run, batch=pieces)
-    if (batch.micro_batch_size or 1) > 1:
-        yield "--micro-batch-size 1", replace(run, batch=replace(batch, micro_batch_size=1))
+    least = batch.together
+    if (batch.micro_batch_size or least) > least:
+        small = replace(batch, micro_batch_size=least)
+        yield f"--micro-batch-size {least}", replace(run, batch=small)
     if batch.recompute is not None:
         for more in RECOMPUTE[RECOMPUTE.index(batch.recompute) + 1 :]:
             yield f"--recompute {more}", replace(run, batch=replace(batch, recompute=more))

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import product
 
 from shardmlx.config.common_options import AUTO, FASTEST, SIMPLEST, SMALLEST
+from shardmlx.config.objective import SFT
 from shardmlx.config.specs import COUNTED, DIVIDED_WEIGHTS, RECOMPUTE, BatchOptions, RunSpec
 from shardmlx.errors import UserError
 from shardmlx.pipeline.mesh import Mesh
@@ -70,7 +71,9 @@ def _of_mesh(run: RunSpec, facts: Facts, mesh: Mesh) -> Iterator[RunSpec]:
     amounts = RECOMPUTE if batch.recompute is None else (batch.recompute,)
     for schedule, pack in product(_schedules(run, facts, mesh.pp), packs):
         virtual, chunks = _virtual(schedule, facts), [batch.loss_chunk]
-        if batch.loss_chunk == AUTO and facts.lengths.counted_share(pack) < 1:
+        if batch.objective != SFT:
+            chunks = [COUNTED]  # of answers alone
+        elif batch.loss_chunk == AUTO and facts.lengths.counted_share(pack) < 1:
             chunks = [AUTO, COUNTED]
         for size in _sizes(batch, facts, rows, usual, mesh.pp, pack):
             if not _runs(schedule, mesh.pp, -(-rows // (size or usual)), virtual, facts):
@@ -124,10 +127,11 @@ def _sizes(
     ones; None stands for all rows of a replica while their number is unknown."""
     if batch.micro_batch_size is not None:
         return [batch.micro_batch_size]
+    together = batch.together
     # Without packing, larger ones may be padded by an unknown amount.
     grows = pack or facts.lengths.are_alike
     larger = [usual << k for k in range(1, rows.bit_length())] if grows else []
-    smaller = [usual >> k for k in range(1, usual.bit_length())]
+    smaller = [usual >> k for k in range(1, usual.bit_length()) if (usual >> k) % together == 0]
     first = None if usual == rows and batch.replica_rows is not None else usual
     return [first, *(size for size in larger if rows // size >= pp), *smaller]
 

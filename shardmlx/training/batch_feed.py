@@ -3,7 +3,7 @@
 Each rank gets the tokens of its replica's rows. Before each step, as late as possible, rank 0 also
 says whether a signal asks the run to stop. Each rank gets, with one tag::
 
-    outline tokens ... stop | outline tokens ... stop | ...
+    outline tokens [known] ... stop | outline tokens [known] ... stop | ...
 
 Batches sent ahead are received before the word to stop: a run that stops leaves no message under
 way.
@@ -11,8 +11,8 @@ way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from types import TracebackType
 
@@ -21,7 +21,7 @@ import numpy as np
 from shardmlx.distributed.agreement import AgreedError
 from shardmlx.distributed.messages import BATCH_TAG, Array, Handle
 from shardmlx.distributed.transport import Transport
-from shardmlx.engine.batches import Batch, MicroBatch, pack, split
+from shardmlx.engine.batches import KNOWN, Batch, MicroBatch, pack, split
 from shardmlx.errors import AgreedFailure
 from shardmlx.pipeline.plan import Plan
 
@@ -36,10 +36,13 @@ class StopRequested(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Share:
-    """A replica's part of a global batch; ``valid_tokens`` count in the loss of the whole."""
+    """A replica's part of a global batch; ``valid_tokens`` count in the loss of the whole, which is
+    a mean of ``count`` tokens, or pairs. ``swapped`` are KTO's prompts with others' answers."""
 
     microbatches: list[MicroBatch]
     valid_tokens: int
+    count: int
+    swapped: list[MicroBatch] = field(default_factory=list)
 
 
 class BatchFeed:
@@ -100,16 +103,19 @@ class BatchFeed:
 
     def _send(self, batch: Batch) -> None:
         for replica, (start, stop) in enumerate(pairwise(self._plan.starts)):
-            part = batch.rows(start, stop)
+            wholes = [batch] if batch.swapped is None else [batch, batch.swapped]
+            parts = [each.rows(start, stop) for each in wholes]
             if replica == self._replica:
-                self._own.append(self._share(part, batch.valid_tokens))
-            width = part.tokens.shape[1]
-            outline = np.array([batch.valid_tokens, width, *part.spans.flat], np.int64)
-            tokens = np.ascontiguousarray(part.tokens)
+                self._own.append(self._share(parts, batch.valid_tokens))
+            messages = []
+            for left, part in zip(reversed(range(len(parts))), parts, strict=True):
+                known = [] if part.known is None else [part.known]
+                head = (batch.valid_tokens, left, part.tokens.shape[1], len(known))
+                messages += [np.array([*head, *part.spans.flat], np.int64), part.tokens, *known]
             for peer in self._plan.mesh.pipeline_of(replica):
                 if peer != self._transport.rank:
-                    self._post(outline, peer)
-                    self._post(tokens, peer)
+                    for message in messages:
+                        self._post(np.ascontiguousarray(message), peer)
 
     def _receive(self) -> list[Share]:
         """Receive all messages under way, and return their shares."""
@@ -123,20 +129,29 @@ class BatchFeed:
         return own
 
     def _receive_share(self) -> Share:
-        rows = self._plan.shares[self._replica]
-        outline = self._come(np.empty(2 + 2 * rows, np.int64))
-        valid_tokens, width = outline[:2].tolist()
-        spans = outline[2:].reshape(rows, 2).astype(np.int32)
-        tokens = self._come(np.empty((rows, width), np.int32))
-        first_row = self._plan.starts[self._replica]
-        part = MicroBatch(tokens, spans, first_row, widths=self._plan.widths)
-        return self._share(part, valid_tokens)
+        rows, parts, left = self._plan.shares[self._replica], [], 1
+        while left:
+            outline = self._come(np.empty(4 + 2 * rows, np.int64))
+            valid_tokens, left, width, is_known = outline[:4].tolist()
+            spans = outline[4:].reshape(rows, 2).astype(np.int32)
+            tokens = self._come(np.empty((rows, width), np.int32))
+            known = self._come(np.empty((rows, KNOWN))) if is_known else None
+            first_row = self._plan.starts[self._replica]
+            widths = self._plan.widths
+            parts.append(MicroBatch(tokens, spans, first_row, widths=widths, known=known))
+        return self._share(parts, valid_tokens)
 
-    def _share(self, part: MicroBatch, valid_tokens: int) -> Share:
+    def _share(self, parts: Sequence[MicroBatch], valid_tokens: int) -> Share:
+        plan, first = self._plan, parts[0]
+        microbatches, *swapped = map(self._divide, parts)
+        count = valid_tokens if first.known is None else sum(plan.shares) // plan.together
+        return Share(microbatches, valid_tokens, count, *swapped)
+
+    def _divide(self, part: MicroBatch) -> list[MicroBatch]:
         plan = self._plan
         if plan.pack:
-            return Share(pack(part, plan.microbatches_of(self._replica)), valid_tokens)
-        return Share(split(part, 1, 0, plan.micro_batch_size), valid_tokens)
+            return pack(part, plan.microbatches_of(self._replica), plan.together)
+        return split(part, 1, 0, plan.micro_batch_size)
 
     def _post(self, array: Array, peer: int) -> None:
         self._sent.append((self._transport.send(array, peer, BATCH_TAG), peer))

@@ -149,9 +149,9 @@ class ChatTemplate:
         place = self._place_of_answer(messages, tools, text, opens)
         if place is None:
             raise UserError(
-                f"{where}: --mask-prompt cannot tell where the last message begins in what the "
-                "chat template writes",
-                "drop the flag, or take the row out",
+                f"{where}: it cannot be told where the last message begins in what the chat "
+                "template writes",
+                "take the row out, or train without --mask-prompt and --objective",
             )
         return self._token_at(text, place, tokens)
 

@@ -54,13 +54,13 @@ def find_format(
     asked = (keys.prompt_feature, keys.completion_feature)
     has_completions = all(key in first for key in asked)
     if has_completions or keys.chat_feature in first:
-        rows = _Conversations(ChatTemplate(tokenizer), mask_prompt, adds_nulls)
+        rows = Conversations(ChatTemplate(tokenizer), mask_prompt, adds_nulls)
         if has_completions:
             return partial(rows.tokenise_completion, asked)
         return partial(rows.tokenise_chat, keys.chat_feature)
     if keys.text_feature not in first:
         raise UserError(
-            f"{where}: its first row has {_keys(first)}, and neither {keys.chat_feature!r}, "
+            f"{where}: its first row has {named(first)}, and neither {keys.chat_feature!r}, "
             f"{asked[0]!r} and {asked[1]!r}, nor {keys.text_feature!r}",
             "rename them, or name yours in the YAML file: chat_feature, prompt_feature and "
             "completion_feature, or text_feature",
@@ -79,7 +79,7 @@ def find_format(
 
 
 def _tokenise_text(tokenizer: TokenizerWrapper, key: str, row: Row, where: str) -> Sample:
-    text = _value(row, key, where)
+    text = value_of(row, key, where)
     if not isinstance(text, str):
         raise _no_text(text, f"{where}: {key}")
     try:
@@ -94,7 +94,7 @@ def _tokenise_text(tokenizer: TokenizerWrapper, key: str, row: Row, where: str) 
 
 
 @dataclass(frozen=True, slots=True)
-class _Conversations:
+class Conversations:
     """Rows that go through the chat template."""
 
     template: ChatTemplate
@@ -104,28 +104,32 @@ class _Conversations:
     def tokenise_completion(self, keys: tuple[str, str], row: Row, where: str) -> Sample:
         messages = []
         for role, key in zip(("user", "assistant"), keys, strict=True):
-            value = _value(row, key, where)
+            value = value_of(row, key, where)
             if not isinstance(value, str) and not _are_text_parts(value):
                 raise _no_text(value, f"{where}: {key}")
             messages.append({"role": role, "content": self._content(value, role, where)})
-        return self._tokenise(messages, row, where)
+        return self.tokenise(messages, row, where, masks=self.mask_prompt)
 
     def tokenise_chat(self, key: str, row: Row, where: str) -> Sample:
-        name, value = f"{where}: {key}", _value(row, key, where)
-        if not isinstance(value, list) or not value:
-            raise UserError(f"{name} is {_shown(value)}, no list of messages", _MESSAGES)
-        messages = [self._message(each, f"{name}[{i}]") for i, each in enumerate(value)]
-        return self._tokenise(messages, row, where)
+        return self.tokenise(self.messages(key, row, where), row, where, masks=self.mask_prompt)
 
-    def _tokenise(self, messages: Sequence[Row], row: Row, where: str) -> Sample:
+    def messages(self, key: str, row: Row, where: str) -> list[Row]:
+        """Return the messages in a column, as the template takes them."""
+        name, value = f"{where}: {key}", value_of(row, key, where)
+        if not isinstance(value, list) or not value:
+            raise UserError(f"{name} is {shown(value)}, no list of messages", _MESSAGES)
+        return [self.message(each, f"{name}[{i}]") for i, each in enumerate(value)]
+
+    def tokenise(self, messages: Sequence[Row], row: Row, where: str, *, masks: bool) -> Sample:
+        """Return the tokens of a row's messages; only the last message counts if ``masks``."""
         tools = row.get("tools") or None  # CSV has no other null
         if tools is not None and not (isinstance(tools, list) and all(map(_is_tool, tools))):
-            raise UserError(f"{where}: tools is {_shown(tools)}, no list of objects", _TOOLS)
+            raise UserError(f"{where}: tools is {shown(tools)}, no list of objects", _TOOLS)
         if self.adds_nulls:
             tools = without_nulls(tools)
         try:
             tokens = self.template.tokens(messages, tools)
-            if not self.mask_prompt:
+            if not masks:
                 return tokens, 0
             return tokens, self.template.answer_start(messages, tools, tokens, where)
         except UserError:
@@ -133,10 +137,10 @@ class _Conversations:
         except Exception as error:
             raise _not_tokenised(error, row, where) from None
 
-    def _message(self, given: Any, name: str) -> Row:
+    def message(self, given: Any, name: str) -> Row:
         """Return a message without empty keys, which other formats add."""
         if not isinstance(given, Mapping):
-            raise UserError(f"{name} is {_shown(given)}, no message", _MESSAGES)
+            raise UserError(f"{name} is {shown(given)}, no message", _MESSAGES)
         message = {key: value for key, value in given.items() if value not in (None, [], {})}
         role = message.get("role")
         if (
@@ -145,7 +149,7 @@ class _Conversations:
             or self.template.drops(role)
         ):
             raise UserError(
-                f"{name} has {_keys(message)} and role {_shown(role)}, which the model's chat "
+                f"{name} has {named(message)} and role {shown(role)}, which the model's chat "
                 "template does not know",
                 _MESSAGES,
             )
@@ -161,7 +165,7 @@ class _Conversations:
 
     def _check_written(self, message: Row, given: Row, name: str) -> None:
         """Raise ``UserError`` for calls, or keys of a message without content, left unwritten."""
-        what = f"content {_shown(given['content'])}" if "content" in given else "no content"
+        what = f"content {shown(given['content'])}" if "content" in given else "no content"
         old = {key: message[key] for key in ("role", "function_call") if key in message}
         for key, is_written in (
             ("tool_calls", self.template.writes_calls),
@@ -174,7 +178,7 @@ class _Conversations:
                 )
         is_written = "content" in message or "tool_calls" in message
         if not is_written and not self.template.writes(message):
-            raise UserError(f"{name} has {what}, and {_keys(message)}", _MESSAGES)
+            raise UserError(f"{name} has {what}, and {named(message)}", _MESSAGES)
 
     def _content(self, value: Any, role: str, name: str) -> Any:
         """Return a content in the template's form: text, or parts of text as they are."""
@@ -185,7 +189,7 @@ class _Conversations:
             has_others = any(isinstance(part, Mapping) and "type" in part for part in parts)
             if has_others or not self.template.writes({"role": role, "content": value}):
                 raise UserError(
-                    f"{name} is {_shown(value)}, not text, which the model's chat template does "
+                    f"{name} is {shown(value)}, not text, which the model's chat template does "
                     "not write",
                     "write the text that the model shall see, in quotes, or take the row out",
                 )
@@ -197,7 +201,7 @@ class _Conversations:
     def _calls(self, calls: Any, name: str) -> list[Row]:
         if not isinstance(calls, list) or not all(_has_name(each) for each in calls):
             raise UserError(
-                f"{name} is {_shown(calls)}, no list of calls that have names",
+                f"{name} is {shown(calls)}, no list of calls that have names",
                 'write [{"type": "function", "function": {"name": ..., "arguments": {...}}}]',
             )
         return [self._call(each, f"{name}[{i}]") for i, each in enumerate(calls)]
@@ -224,7 +228,7 @@ class _Conversations:
                 value = json.loads(value or "{}")
         if not isinstance(value, Mapping):
             raise UserError(
-                f"{name} is {_shown(value)}, no JSON object, which the model's chat template wants",
+                f"{name} is {shown(value)}, no JSON object, which the model's chat template wants",
                 'write {"NAME": VALUE, ...}',
             )
         return value
@@ -265,21 +269,23 @@ def _are_text_parts(value: Any) -> bool:
     )
 
 
-def _keys(row: Row) -> str:
+def named(row: Row) -> str:
+    """Return the keys of a row, in words."""
     return f"the keys {', '.join(map(repr, row))}" if row else "no key"
 
 
-def _value(row: Row, key: str, where: str) -> Any:
+def value_of(row: Row, key: str, where: str) -> Any:
+    """Return a row's value of a key that the first row has; ``UserError`` without it."""
     if key not in row:
         raise UserError(
-            f"{where} has no key {key!r}, as the first row has, but {_keys(row)}",
+            f"{where} has no key {key!r}, as the first row has, but {named(row)}",
             "add it, or take the row out",
         )
     return row[key]
 
 
 def _no_text(value: Any, name: str) -> UserError:
-    return UserError(f"{name} is {_shown(value)}, not text", _TAKE_OUT)
+    return UserError(f"{name} is {shown(value)}, not text", _TAKE_OUT)
 
 
 def _not_tokenised(error: Exception, row: Row, where: str) -> UserError:
@@ -287,10 +293,11 @@ def _not_tokenised(error: Exception, row: Row, where: str) -> UserError:
     if isinstance(error, TemplateError):
         what = f"the model's chat template says: {what}"
     elif found := _SURROGATE.search(json.dumps(row, ensure_ascii=False, default=str)):
-        what = f"it has {_shown(found[0])}, half of a surrogate pair, which is no character"
+        what = f"it has {shown(found[0])}, half of a surrogate pair, which is no character"
     return UserError(f"{where} cannot be tokenised: {what}", "mend the row, or take it out")
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a value as a message shows it."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

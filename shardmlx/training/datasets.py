@@ -13,10 +13,13 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from shardmlx.config.data import DataOptions, FeatureKeys
-from shardmlx.engine.batches import Samples, padded_width
+from shardmlx.config.objective import OBJECTIVES, SFT
+from shardmlx.engine.batches import BASELINE, KNOWN, WANTED, Samples, padded_width
 from shardmlx.errors import UserError, one_line, unknown_token
+from shardmlx.training.chat_template import ChatTemplate
 from shardmlx.training.data_files import find_data_file, parse_rows, row_name, unread_files
-from shardmlx.training.data_rows import find_format
+from shardmlx.training.data_rows import Conversations, find_format
+from shardmlx.training.preference_rows import PreferenceRows
 
 Progress = Callable[[str, Sequence[Any]], Iterator[Any]]
 """Iterates over a sequence and shows progress; the text names the sequence."""
@@ -54,15 +57,18 @@ def read_data(
         where = parts[0].name
         tokenised = []
         for part in parts:
-            samples = _tokenise(name, part, tokenizer, options.mask_prompt, progress)
+            samples = _tokenise(name, part, tokenizer, options, progress)
             _check(samples, part.name, options, max_positions, vocabulary)
-            if not part.adds_nulls:  # a column is a key of all rows
+            if options.objective != SFT:
+                samples, cuts = _fitted(samples, part.name, options)
+                warnings += cuts
+            elif not part.adds_nulls:  # a column is a key of all rows
                 # mlx-lm cuts rows into batches by the number of their keys, which it takes for
                 # their length.
                 samples = samples[np.argsort([len(row) for row in part.rows], kind="stable")]
             tokenised.append(samples)
         weights = [part.weight if name == "train" else 1 for part in parts]
-        samples = _mixed(tokenised, weights)
+        samples = _mixed(tokenised, weights, options.together)
         warnings += _look_for_losses(samples, where, options.max_seq_length)
         if len(samples) < options.batch_size:
             raise UserError(
@@ -189,42 +195,95 @@ def _read_entry(entry: Mapping[str, Any], where: str, optional: str | None, name
     return _RawSet(f"{path}, {name} set", keys, rows, adds_nulls=True, weight=weight)
 
 
-def _mixed(parts: Sequence[Samples], weights: Sequence[float]) -> Samples:
-    """Join the parts; one of n samples gives ``weight`` times n, evenly repeated or left out."""
+def _mixed(parts: Sequence[Samples], weights: Sequence[float], together: int) -> Samples:
+    """Join the parts; one of n samples gives ``weight`` times n, evenly repeated or left out, and
+    those that are ``together`` alike."""
     begins = np.cumsum([0, *(len(part.tokens) for part in parts)])
-    bounds = []
+    bounds, known = [], []
     for part, weight, begin in zip(parts, weights, begins[:-1], strict=True):
-        n = len(part)
+        n = len(part) // together
         count = max(1, round(weight * n))
-        bounds.append(part.bounds[np.arange(count) * n // count] + np.array([begin, begin, 0]))
+        firsts = together * (np.arange(count) * n // count)
+        chosen = part[(firsts[:, None] + np.arange(together)).ravel()]
+        bounds.append(chosen.bounds + np.array([begin, begin, 0]))
+        known += [] if chosen.known is None else [chosen.known]
     tokens = [part.tokens for part in parts]
     return Samples(
-        tokens[0] if len(tokens) == 1 else np.concatenate(tokens), np.concatenate(bounds)
+        tokens[0] if len(tokens) == 1 else np.concatenate(tokens),
+        np.concatenate(bounds),
+        np.concatenate(known) if known else None,
     )
 
 
 def _tokenise(
-    name: str, found: _RawSet, tokenizer: TokenizerWrapper, mask_prompt: bool, progress: Progress
+    name: str,
+    found: _RawSet,
+    tokenizer: TokenizerWrapper,
+    options: DataOptions,
+    progress: Progress,
 ) -> Samples:
-    rows = found.rows
-    tokenise = find_format(
-        rows[0],
-        found.keys,
-        tokenizer,
-        found.name,
-        mask_prompt=mask_prompt,
-        adds_nulls=found.adds_nulls,
-    )
+    rows, facts = found.rows, OBJECTIVES.get(options.objective)
+    if facts is None:
+        tokenise = find_format(
+            rows[0],
+            found.keys,
+            tokenizer,
+            found.name,
+            mask_prompt=options.mask_prompt,
+            adds_nulls=found.adds_nulls,
+        )
+    else:
+        conversations = Conversations(ChatTemplate(tokenizer), True, found.adds_nulls)
+        preferences = PreferenceRows(conversations, found.keys, facts.is_paired)
+        preferences.check_first(rows[0], found.name)
     tokens = array("i")
-    bounds = []
+    bounds, wanted = [], []
     for i in progress(f"tokenising {name}", range(len(rows))):
-        begin, where = len(tokens), row_name(found.name, i)
-        ids, start = tokenise(rows[i], where)
-        tokens.extend(ids)
-        if len(tokens) == begin:
-            raise UserError(f"{where} gives no token", "take the row out")
-        bounds.append((begin, len(tokens), start))
-    return Samples(np.frombuffer(tokens, np.int32), np.array(bounds, np.int64))
+        where = row_name(found.name, i)
+        answers = (
+            [(tokenise(rows[i], where), True)]
+            if facts is None
+            else preferences.tokenise(rows[i], where)
+        )
+        for (ids, start), is_wanted in answers:
+            begin = len(tokens)
+            tokens.extend(ids)
+            if len(tokens) == begin:
+                raise UserError(f"{where} gives no token", "take the row out")
+            bounds.append((begin, len(tokens), start))
+            wanted.append(is_wanted)
+    known = None
+    if facts is not None:
+        known = np.full((len(bounds), KNOWN), np.nan)
+        known[:, WANTED], known[:, BASELINE] = wanted, 0
+    return Samples(np.frombuffer(tokens, np.int32), np.array(bounds, np.int64), known)
+
+
+def _fitted(samples: Samples, where: str, options: DataOptions) -> tuple[Samples, list[str]]:
+    """Cut prompts from the left until their answers fit in ``max_seq_length``, the same of both
+    answers of a pair, and leave out answers that never do; return warnings too."""
+    most, together = options.max_seq_length, options.together
+    starts = samples.starts.reshape(-1, together)
+    too_long = np.maximum(samples.lengths - most, 0).reshape(-1, together).max(axis=1)
+    fits = (starts.min(axis=1) > too_long) | (too_long == 0)
+    bounds = samples.bounds + np.repeat(too_long, together)[:, None] * np.array([1, 0, -1])
+    kept = Samples(samples.tokens, bounds, samples.known)[np.repeat(fits, together).nonzero()[0]]
+    what, warnings = "pairs" if together > 1 else "rows", []
+    cut, lost = int(((too_long > 0) & fits).sum()), int((~fits).sum())
+    if cut:
+        warnings.append(
+            f"{where}: the prompts of {cut} of {len(fits)} {what} are cut from the left, so that "
+            f"the answers fit in --max-seq-length {most}"
+        )
+    if lost:
+        problem = (
+            f"{where}: {lost} of {len(fits)} {what} have an answer that leaves no room for its "
+            f"prompt in --max-seq-length {most}"
+        )
+        if lost == len(fits):
+            raise UserError(problem, "raise it")
+        warnings.append(f"{problem}: they are left out")
+    return kept, warnings
 
 
 def _look_for_losses(samples: Samples, where: str, most: int) -> Iterator[str]:

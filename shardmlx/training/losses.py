@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardmlx.engine.batches import Batches
+from shardmlx.engine.batches import BASELINE, REFERENCE, Batches, MicroBatch
+from shardmlx.engine.engine import Results
 from shardmlx.engine.optimizer import LossScale
 from shardmlx.training.batch_feed import BatchFeed, Share
+from shardmlx.training.scores import Scores, means_of, scores_of
 from shardmlx.training.setup import TrainingRun
 from shardmlx.training.soundness import nonfinite_gradient, nonfinite_loss
 
@@ -24,6 +29,7 @@ class Gradients:
     """
 
     def __init__(self, job: TrainingRun) -> None:
+        self._job = job
         self._options = job.planned.steps
         self._engine = job.engine
         self._stages = job.stages
@@ -38,19 +44,21 @@ class Gradients:
     @property
     def counted_steps(self) -> int:
         """Number of steps of this update with a token that counts in the loss."""
-        return sum(share.valid_tokens > 0 for _, share in self._steps)
+        return sum(share.count > 0 for _, share in self._steps)
 
     @property
     def scale(self) -> float:
         """Factor from the stages' gradients to the mean gradient."""
         return 1 / max(1, self.counted_steps) / self._loss_scale.factor
 
-    def add(self, step: int, share: Share) -> dict[int, float]:
-        """Compute the gradients of one step; return its losses like ``Engine.train_step``."""
+    def add(self, step: int, share: Share) -> Scores:
+        """Compute the gradients of one step; return this rank's scores."""
+        (share,) = _with_baselines(self._job, [share])
         self._steps.append((step, share))
-        losses = self._compute(step, share)
-        self._nonfinite_loss = self._nonfinite_loss or nonfinite_loss(losses, self._transport)
-        return losses
+        scores = scores_of(self._compute(step, share), share.microbatches, self._job.objective)
+        fault = nonfinite_loss(scores.losses, self._transport)
+        self._nonfinite_loss = self._nonfinite_loss or fault
+        return scores
 
     def finish(self, step: int) -> str | None:
         """Set ``norm`` after the last step; if it is not finite, return the cause."""
@@ -90,10 +98,10 @@ class Gradients:
         self._loss_scale.restore(state)
         self._rescale_from(state[0])
 
-    def _compute(self, step: int, share: Share) -> dict[int, float]:
+    def _compute(self, step: int, share: Share) -> Results:
         return self._engine.train_step(
             share.microbatches,
-            scale=self._loss_scale.factor / max(1, share.valid_tokens),
+            scale=self._loss_scale.factor / max(1, share.count),
             key=(self._options.seed, step),
             reduce=step % self._options.grad_accumulation_steps == 0,
         )
@@ -123,6 +131,13 @@ class Gradients:
         self._nonfinite_loss = None
 
 
+class Evaluated(NamedTuple):
+    """The mean loss of a data set, and what preferences say of it."""
+
+    loss: float
+    means: Mapping[str, float | None]
+
+
 class Evaluation:
     """Losses of data sets; all methods are collective. ``random`` draws batches, as in mlx-lm."""
 
@@ -136,6 +151,7 @@ class Evaluation:
         if data is None:
             return None
         samples, batch = getattr(data, name), self._job.planned.way.batch
+        objective = self._job.objective
         return Batches(
             samples,
             batch.batch_size,
@@ -143,10 +159,12 @@ class Evaluation:
             self._random,
             loop=loop,
             widths=self._job.planned.plan.widths,
+            swaps=objective is not None and objective.swaps,
         )
 
-    def loss(self, name: str, num_batches: int, description: str) -> float | None:
-        """Return, on rank 0, the mean loss of a token; None elsewhere, and if no token counts."""
+    def loss(self, name: str, num_batches: int, description: str) -> Evaluated | None:
+        """Return, on rank 0, the mean loss of a token, or pair, and what preferences say; None
+        elsewhere, and if no token counts."""
         planned, transport = self._job.planned, self._job.transport
         plan = planned.plan
         available = planned.sizes[name] // planned.way.batch.batch_size
@@ -156,32 +174,71 @@ class Evaluation:
         # Several batches at once keep all stages busy.
         at_once = -(-4 * plan.mesh.pp // plan.microbatches)
         feed = BatchFeed(plan, transport, self.batches(name, loop=False), remaining)
-        total, tokens = 0.0, 0
+        found, count, objective = [], 0, self._job.objective
         transport.activity.begin(description)
-        self._set_training(False)
-        with self._job.reporter.bar(description, remaining) as bar, feed:
+        with (
+            evaluating(self._job),
+            self._job.reporter.bar(description, remaining) as bar,
+            feed,
+        ):
             while shares := feed.take(at_once):
                 feed.send_ahead(at_once)
-                losses = self._job.engine.evaluate(
-                    [microbatch for share in shares for microbatch in share.microbatches]
-                )
-                total += sum(losses.values())
-                tokens += sum(share.valid_tokens for share in shares)
+                shares = _with_baselines(self._job, shares)
+                parts = [each for share in shares for each in share.microbatches]
+                results = self._job.engine.evaluate(parts)
+                found.append(scores_of(results, parts, objective).total)
+                count += sum(share.count for share in shares)
                 bar.advance(len(shares))
-        self._set_training(True)
-        totals = transport.gather(total, what=description)
-        if not tokens:
+        gathered = transport.gather(np.sum(found, axis=0), what=description)
+        if not count:
             self._job.reporter.warn(f"{description}: no token of these batches counts: no loss")
-        return None if totals is None or not tokens else sum(totals) / tokens
+        if gathered is None or not count:
+            return None
+        loss = float(sum(total[0] for total in gathered)) / count
+        return Evaluated(loss, means_of(gathered, objective))
 
     def is_finite(self, share: Share) -> bool:
         """Return, on all ranks, whether all of them find finite losses of a batch."""
-        self._set_training(False)
-        losses = self._job.engine.evaluate(share.microbatches)
-        self._set_training(True)
-        is_finite = all(map(math.isfinite, losses.values()))
+        with evaluating(self._job):
+            results = self._job.engine.evaluate(share.microbatches)
+        is_finite = all(np.isfinite(each).all() for each in results.values())
         return all(self._job.transport.all_gather(is_finite, "trying the weights"))
 
-    def _set_training(self, mode: bool) -> None:
-        for stage in self._job.stages:
-            stage.part.train(mode)
+
+@contextmanager
+def evaluating(job: TrainingRun) -> Iterator[None]:
+    """Compute without dropout in this context."""
+    for stage in job.stages:
+        stage.part.train(False)
+    yield
+    for stage in job.stages:
+        stage.part.train(True)
+
+
+def _with_baselines(job: TrainingRun, shares: list[Share]) -> list[Share]:
+    """Return the shares with KTO's reference points, one for each batch: what training has added to
+    the likelihood of answers that belong to other prompts. Collective."""
+    if job.objective is None or not job.objective.swaps:
+        return shares
+    parts = [(i, each) for i, share in enumerate(shares) for each in share.swapped]
+    gains = np.zeros(len(shares))
+    with evaluating(job):
+        for j, logps in job.engine.evaluate([each for _, each in parts]).items():
+            i, part = parts[j]
+            assert part.known is not None, "an objective knows its rows"
+            gains[i] += (logps - part.known[part.row_numbers, REFERENCE]).sum()
+    means = np.sum(job.transport.all_gather(gains, "KTO's reference point"), axis=0)
+    return [
+        replace(
+            share,
+            microbatches=[_set_baseline(each, mean / share.count) for each in share.microbatches],
+        )
+        for share, mean in zip(shares, means, strict=True)
+    ]
+
+
+def _set_baseline(part: MicroBatch, gain: float) -> MicroBatch:
+    assert part.known is not None, "an objective knows its rows"
+    known = part.known.copy()
+    known[:, BASELINE] = max(0.0, gain)
+    return replace(part, known=known)

@@ -18,6 +18,7 @@ from shardmlx.checkpoint.run_identity import RunOptions
 from shardmlx.common.formatting import plural
 from shardmlx.common.reporter import Reporter, check_writable
 from shardmlx.config.data import DataOptions
+from shardmlx.config.objective import ObjectiveOptions
 from shardmlx.config.specs import SUM_DTYPES, FineTune, ModelSource, RunSpec
 from shardmlx.config.train import CheckpointOptions, OutputOptions, StepOptions, TrainConfig
 from shardmlx.costmodel.cluster import Cluster
@@ -72,6 +73,7 @@ class PlannedRun:
 
     asked: RunSpec
     way: RunSpec
+    objective: ObjectiveOptions
     steps: StepOptions
     outputs: OutputOptions
     checkpoints: CheckpointOptions
@@ -167,6 +169,7 @@ def plan_run(
     return PlannedRun(
         asked=run,
         way=way,
+        objective=ObjectiveOptions.of(config),
         steps=StepOptions.of(config),
         outputs=outputs,
         checkpoints=CheckpointOptions.of(config),

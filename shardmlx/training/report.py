@@ -6,15 +6,18 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from mlx_lm.tuner.callbacks import get_reporting_callbacks
 
 from shardmlx.common.formatting import gibibytes, percent
 from shardmlx.common.reporter import Bar
 from shardmlx.costmodel.memory_limits import exceeded
-from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.trace import Meter, RankReport
 from shardmlx.planning.stragglers import Watch, compute_of_ranks
+from shardmlx.training.batch_feed import Share
 from shardmlx.training.growth import Growth
+from shardmlx.training.losses import Evaluated
+from shardmlx.training.scores import Scores, in_words, means_of
 from shardmlx.training.setup import TrainingRun
 from shardmlx.training.start_event import facts_of
 
@@ -28,8 +31,9 @@ class TrainingReport:
         self._hosts = job.transport.hosts
         self._meter = meter
         self._reporter = job.reporter
-        self._losses: list[dict[int, float]] = []
+        self._totals: list[list[float]] = []
         self._tokens: list[int] = []
+        self._counts: list[int] = []
         self._total_tokens = 0
         self._skipped = 0
         self._lengths: Counter[int] = Counter()  # micro-batches by length
@@ -53,51 +57,55 @@ class TrainingReport:
         if self._job.transport.rank == 0:
             self._reporter.event("start", facts_of(self._planned, self._hosts, step))
 
-    def count(
-        self, microbatches: Sequence[MicroBatch], losses: dict[int, float], tokens: int
-    ) -> None:
-        """Take in a step with this many ``tokens`` in the whole batch. Not collective."""
+    def count(self, share: Share, scores: Scores) -> None:
+        """Take in a step with this rank's ``scores``. Not collective."""
         plan = self._planned.plan
         sequences = plan.micro_batch_size if plan.pack else 1
-        self._lengths.update(-(-each.shape[1] // sequences) for each in microbatches)
-        self._shapes.update(each.shape for each in microbatches if each.places is None)
-        self._losses.append(losses)
-        self._tokens.append(tokens)
+        self._lengths.update(-(-each.shape[1] // sequences) for each in share.microbatches)
+        self._shapes.update(each.shape for each in share.microbatches if each.places is None)
+        self._totals.append(scores.total)
+        self._tokens.append(share.valid_tokens)
+        self._counts.append(share.count)
 
     def pass_over(self, steps: int) -> None:
         """Leave out the losses of the last steps, which led to no update. Not collective."""
         self._skipped += 1
-        del self._losses[-steps:], self._tokens[-steps:]
+        del self._totals[-steps:], self._tokens[-steps:], self._counts[-steps:]
 
-    def mine(self) -> list[float]:
-        """Return this rank's losses since the last report, by step. Not collective."""
-        return [sum(losses.values()) for losses in self._losses]
+    def mine(self) -> list[list[float]]:
+        """Return this rank's totals since the last report, by step. Not collective."""
+        return list(self._totals)
 
     def state(self) -> dict[str, Any]:
         """Return the report's state for a checkpoint, beside ``mine``. Not collective."""
         return {
             "tokens": list(self._tokens),
+            "counts": list(self._counts),
             "total_tokens": self._total_tokens,
             "skipped": self._skipped,
         }
 
-    def restore(self, state: Mapping[str, Any], mine: Sequence[Sequence[float]]) -> None:
+    def restore(self, state: Mapping[str, Any], mine: Sequence[Sequence[Sequence[float]]]) -> None:
         """Restore ``state`` and, from all ranks of that run, ``mine``."""
         self._tokens = list(state["tokens"])
+        self._counts = list(state["counts"])
         self._total_tokens = state["total_tokens"]
         self._skipped = state["skipped"]
-        is_mine = self._job.transport.rank == 0
-        self._losses = [{0: sum(losses)} if is_mine else {} for losses in zip(*mine, strict=True)]
+        weight = float(self._job.transport.rank == 0)
+        self._totals = [
+            (weight * np.sum(of_ranks, axis=0)).tolist() for of_ranks in zip(*mine, strict=True)
+        ]
 
     def step(self, step: int, grad_norm: float | None, bar: Bar) -> None:
         """Report the mean of the steps since the last report, and each rank's work."""
-        report = self._meter.report((self._losses, len(self._shapes)))
-        tokens, self._losses, self._tokens = self._tokens, [], []
+        report = self._meter.report((self._totals, len(self._shapes)))
+        tokens, counts = self._tokens, self._counts
+        self._totals, self._tokens, self._counts = [], [], []
         self._total_tokens += sum(tokens)
         if report is None:
             return
         ranks, extras = report
-        losses, shapes = zip(*extras, strict=True)
+        totals, shapes = zip(*extras, strict=True)
         if not tokens:
             self._reporter.warn(f"step {step}: every step since the last report was skipped")
             return
@@ -108,16 +116,18 @@ class TrainingReport:
             )
         if not any(tokens):
             return
-        # ``losses[rank][i]`` are the summed losses of step i by micro-batch.
-        means = [
-            sum(sum(of_rank[i].values()) for of_rank in losses) / count
-            for i, count in enumerate(tokens)
+        # ``totals[rank][i]`` are the sums of step i.
+        losses = [
+            sum(of_rank[i][0] for of_rank in totals) / count
+            for i, count in enumerate(counts)
             if count
         ]
+        means = means_of((each for of_rank in totals for each in of_rank), self._job.objective)
         seconds = ranks[0].times.step_seconds
         values: dict[str, Any] = {
             "step": step,
-            "loss": sum(means) / len(means),
+            "loss": sum(losses) / len(losses),
+            **means,
             "tokens": sum(tokens),
             "tokens_per_second": sum(tokens) / len(tokens) / seconds,
             "learning_rate": float(self._job.optimizer.learning_rate.item()),
@@ -128,7 +138,7 @@ class TrainingReport:
             "shapes": max(shapes),
         }
         bar.note(f"loss {values['loss']:.3f}  {values['tokens_per_second']:.0f} tok/s")
-        self._reporter.say(_line(values, ranks))
+        self._reporter.say(_line(values, in_words(means), ranks))
         self._reporter.event("train", {**values, "ranks": self._as_json(ranks)})
         self._look_for_stragglers(step, ranks)
         active = [rank.active_memory_bytes for rank in ranks]
@@ -144,6 +154,7 @@ class TrainingReport:
                     "tokens_per_second": values["tokens_per_second"],
                     "trained_tokens": self._total_tokens,
                     "peak_memory": max(rank.peak_memory_bytes for rank in ranks) / 1e9,
+                    **means,
                 }
             )
 
@@ -166,13 +177,17 @@ class TrainingReport:
             self._reporter.warn(str(straggler))
             self._reporter.event("straggler", straggler.as_json())
 
-    def validation(self, step: int, loss: float, seconds: float) -> None:
+    def validation(self, step: int, found: Evaluated, seconds: float) -> None:
         """Report the loss of a validation. On rank 0 only."""
-        self._reporter.say(f"step {step}: val loss {loss:.4f}, in {seconds:.1f} s")
-        self._reporter.event("val", {"step": step, "loss": loss, "seconds": round(seconds, 3)})
+        loss, means = found
+        self._reporter.say(f"step {step}: val loss {loss:.4f}{in_words(means)}, in {seconds:.1f} s")
+        self._reporter.event(
+            "val", {"step": step, "loss": loss, **means, "seconds": round(seconds, 3)}
+        )
         if self._callback is not None:
             self._callback.on_val_loss_report(
                 {"iteration": step - 1, "val_loss": loss, "val_time": seconds}
+                | {f"val_{name}": value for name, value in means.items()}
             )
 
     def summary(self, seconds: float, checkpoints: Mapping[str, Any]) -> None:
@@ -248,7 +263,7 @@ class TrainingReport:
         ]
 
 
-def _line(values: Mapping[str, Any], ranks: Sequence[RankReport]) -> str:
+def _line(values: Mapping[str, Any], means: str, ranks: Sequence[RankReport]) -> str:
     skipped = f", {values['skipped']} skipped" if values["skipped"] else ""
     of_ranks = [
         f"rank {each.rank} {gibibytes(each.peak_memory_bytes)}, "
@@ -256,7 +271,7 @@ def _line(values: Mapping[str, Any], ranks: Sequence[RankReport]) -> str:
         for each in ranks
     ]
     line = (
-        f"step {values['step']}: loss {values['loss']:.4f}, learning rate "
+        f"step {values['step']}: loss {values['loss']:.4f}{means}, learning rate "
         f"{values['learning_rate']:.2e}, {values['tokens_per_second']:.1f} tokens/s, "
         f"{values['step_seconds']:.2f} s a step{skipped}"
     )

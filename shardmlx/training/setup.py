@@ -19,6 +19,7 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.engine.divided_weights import DividedWeights
 from shardmlx.engine.engine import Engine
 from shardmlx.engine.gathered_stage import build_stages
+from shardmlx.engine.objectives import Objective
 from shardmlx.engine.stage import Stage
 from shardmlx.loading.rank_setup import SETUP_SECONDS, OpenedModel
 from shardmlx.pipeline.plan import Plan
@@ -37,6 +38,11 @@ class TrainingRun:
     optimizer: Optimizer
     resumption: Resumption
     identity: Mapping[str, Any] | None
+
+    @property
+    def objective(self) -> Objective | None:
+        """The objective of preferences; None for sft."""
+        return Objective.of(self.planned.objective)
 
     @property
     def stages(self) -> list[Stage]:
@@ -101,7 +107,13 @@ def _load(
         weights = DividedWeights(transport.rank, plan.mesh.replicas_of(pipeline_rank), parts)
     savings = work.savings(planned.cluster.backend)
     opened.weights.load(parts, opened.shape, reporter)
-    stages = build_stages(planned.slices, own, savings=savings, weights=weights)
+    stages = build_stages(
+        planned.slices,
+        own,
+        savings=savings,
+        weights=weights,
+        objective=Objective.of(planned.objective),
+    )
     nbytes = sum(part.nbytes for part in parts) if weights is None else weights.nbytes(parts)
     trained = sum(stage.part[name].size for stage in stages for name in stage.names)
     gathered = transport.gather((nbytes, trained, time.monotonic() - start), what="loading")

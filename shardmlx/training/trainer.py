@@ -27,8 +27,10 @@ from shardmlx.modelfiles.safetensors_header import INDEX_FILE
 from shardmlx.modelfiles.sources import ADAPTER_FILE
 from shardmlx.training.batch_feed import BatchFeed, Share, StopRequested
 from shardmlx.training.checkpointing import Checkpoints, Point
-from shardmlx.training.losses import Evaluation, Gradients
+from shardmlx.training.losses import Evaluation, Gradients, evaluating
+from shardmlx.training.references import References
 from shardmlx.training.report import TrainingReport
+from shardmlx.training.scores import in_words
 from shardmlx.training.setup import TrainingRun
 from shardmlx.training.soundness import TAMER, Fault, Soundness
 
@@ -39,6 +41,7 @@ class Trainer:
     def __init__(self, job: TrainingRun) -> None:
         planned = job.planned
         self._job = job
+        self._planned = planned
         self._plan = planned.plan
         self._options = options = planned.steps
         self._checkpoint_every = planned.checkpoints.checkpoint_every
@@ -71,6 +74,7 @@ class Trainer:
         """Run all remaining iterations, with validation, reports and saving in between."""
         options = self._options
         on_rank_0(self._transport, "opening the output", self._open_output)
+        self._add_references()
         self._resume()
         how = self._transport.stop_command()
         if how is not None and self._job.resumption.place is not None:
@@ -99,13 +103,19 @@ class Trainer:
 
     def test(self) -> None:
         try:
-            loss = self._evaluation.loss("test", self._options.test_batches, "testing")
+            found = self._evaluation.loss("test", self._options.test_batches, "testing")
         except StopRequested as request:
             raise Stopped(request.number, "testing was interrupted") from None
-        if loss is not None:
-            perplexity = math.exp(min(loss, 700.0))
-            self._reporter.say(f"Test loss {loss:.3f}, Test ppl {perplexity:.3f}.")
-            self._reporter.event("test", {"loss": loss, "perplexity": perplexity})
+        if found is None:
+            return
+        loss, means = found
+        if self._job.objective is not None:
+            self._reporter.say(f"Test loss {loss:.3f}{in_words(means)}.")
+            self._reporter.event("test", {"loss": loss, **means})
+            return
+        perplexity = math.exp(min(loss, 700.0))
+        self._reporter.say(f"Test loss {loss:.3f}, Test ppl {perplexity:.3f}.")
+        self._reporter.event("test", {"loss": loss, "perplexity": perplexity})
 
     def _open_output(self) -> None:
         output = self._output
@@ -117,6 +127,21 @@ class Trainer:
                 "name another directory",
             ) from None
         self._report.open_services()
+
+    def _add_references(self) -> None:
+        """Find out what the model says of the answers before its first update, where it matters."""
+        objective = self._job.objective
+        if objective is None or not objective.has_reference:
+            return
+        references = References(self._job, swaps=objective.swaps)
+        try:
+            with evaluating(self._job):
+                for name, size in self._planned.sizes.items():
+                    most = self._options.iters if name == "train" else size
+                    references.complete(name, self._evaluation.batches(name, loop=False), most)
+        except StopRequested as request:
+            raise Stopped(request.number, "nothing was trained yet") from None
+        self._meter.skip(0)
 
     def _resume(self) -> None:
         found = self._job.resumption.found
@@ -171,9 +196,9 @@ class Trainer:
 
     def _step(self, step: int, share: Share) -> None:
         options = self._options
-        losses = self._gradients.add(step, share)
+        scores = self._gradients.add(step, share)
         self._last_share = share
-        self._report.count(share.microbatches, losses, share.valid_tokens)
+        self._report.count(share, scores)
         if step % options.grad_accumulation_steps == 0:
             self._update(step)
         if mx.get_cache_memory() > options.clear_cache_threshold:
@@ -282,10 +307,10 @@ class Trainer:
 
     def _validate(self, step: int) -> None:
         start = time.monotonic()
-        loss = self._evaluation.loss("valid", self._options.val_batches, "validating")
+        found = self._evaluation.loss("valid", self._options.val_batches, "validating")
         self._meter.skip(step)
-        if loss is not None:
-            self._report.validation(step, loss, time.monotonic() - start)
+        if found is not None:
+            self._report.validation(step, found, time.monotonic() - start)
 
     def _save(self, copy_as: str | None) -> bool:
         """Write the trained weights, with a copy of adapters; return whether it has. Until a

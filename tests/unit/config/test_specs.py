@@ -10,7 +10,8 @@ import pytest
 import shardmlx
 from shardmlx.checkpoint.run_identity import RunOptions
 from shardmlx.config.inference import InferenceConfig
-from shardmlx.config.specs import BatchOptions, FineTune, MachineOptions, Spec
+from shardmlx.config.options import Spec
+from shardmlx.config.specs import BatchOptions, FineTune, MachineOptions
 from shardmlx.config.train import TrainConfig
 
 

@@ -77,7 +77,11 @@ def test_every_rank_has_its_micro_batches(layout: Layout) -> None:
 
     for rank, shares in enumerate(feed(layout, batches, work)):
         for share, batch in zip(shares, batches, strict=True):
-            wanted = Share(split(batch, layout.dp, rank // layout.pp, 4), batch.valid_tokens)
+            wanted = Share(
+                split(batch, layout.dp, rank // layout.pp, 4),
+                batch.valid_tokens,
+                batch.valid_tokens,
+            )
             assert describe(share) == describe(wanted)
             for ours, theirs in zip(share.microbatches, wanted.microbatches, strict=True):
                 assert ours.tokens.dtype == np.int32
@@ -127,7 +131,7 @@ def test_replicas_of_unequal_rows_get_theirs() -> None:
     assert [part.first_row for part in first.microbatches] == [0, 2, 4]
     assert describe(second) == [
         batch.valid_tokens,
-        *describe(Share(split(batch.rows(5, 8), 1, 0, 2), 0))[1:],
+        *describe(Share(split(batch.rows(5, 8), 1, 0, 2), 0, 0))[1:],
     ]
 
 

@@ -1,0 +1,102 @@
+"""What training minimises, as options. No MLX, no MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from shardmlx.config.options import Spec, in_group, option, refuse
+
+_objective = in_group("objective")
+
+SFT = "sft"
+"""The objective of ``mlx_lm.lora``: the likelihood of the next token."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectiveFacts:
+    """An objective of preferences: whether its rows are pairs of a chosen and a rejected answer,
+    whether it compares with the model as the run starts, its usual beta, and its own settings."""
+
+    is_paired: bool
+    has_reference: bool
+    beta: float
+    settings: tuple[str, ...] = ()
+
+
+OBJECTIVES: Mapping[str, ObjectiveFacts] = MappingProxyType(
+    {
+        "dpo": ObjectiveFacts(True, True, 0.1, ("loss_type", "label_smoothing")),
+        "orpo": ObjectiveFacts(True, False, 0.1),
+        "simpo": ObjectiveFacts(True, False, 2.0, ("label_smoothing", "simpo_gamma")),
+        "cpo": ObjectiveFacts(True, False, 0.1, ("label_smoothing", "cpo_alpha")),
+        "kto": ObjectiveFacts(False, True, 0.1, ("desirable_weight", "undesirable_weight")),
+    }
+)
+"""The objectives of preferences; ``engine/objectives.py`` has their losses."""
+
+
+def rows_together(objective: str) -> int:
+    """Return how many sequences an objective compares: two of a pair."""
+    facts = OBJECTIVES.get(objective)
+    return 2 if facts is not None and facts.is_paired else 1
+
+
+DPO_LOSSES = ("sigmoid", "hinge", "ipo", "robust")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveOptions(Spec):
+    """The objective and its settings; their names are TRL's."""
+
+    objective: str = _objective(
+        SFT,
+        "sft: answers as they are; of preferences: dpo, orpo, simpo, cpo in pairs, kto in rows",
+        choices=(SFT, *OBJECTIVES),
+    )
+    beta: float | None = _objective(
+        None, "strength of a preference", metavar="BETA", unset="0.1; simpo: 2", above=0
+    )
+    loss_type: str = option("sigmoid", "form of dpo", choices=DPO_LOSSES, flag=False)
+    label_smoothing: float = option(
+        0.0, "share of pairs that may be swapped", minimum=0, maximum=0.49, flag=False
+    )
+    simpo_gamma: float = option(0.5, "margin that simpo asks for", minimum=0, flag=False)
+    cpo_alpha: float = option(
+        1.0, "weight of the chosen answers' own loss in cpo", minimum=0, flag=False
+    )
+    desirable_weight: float = option(1.0, "weight of desirable rows in kto", above=0, flag=False)
+    undesirable_weight: float = option(
+        1.0, "weight of undesirable rows in kto", above=0, flag=False
+    )
+
+    @property
+    def preferences(self) -> ObjectiveFacts | None:
+        """The facts of an objective of preferences; None for sft."""
+        return OBJECTIVES.get(self.objective)
+
+    @property
+    def strength(self) -> float:
+        """The beta that is given, or the objective's usual one."""
+        if self.beta is not None:
+            return self.beta
+        return 0.0 if self.preferences is None else self.preferences.beta
+
+    def check_objective(self) -> None:
+        """Raise ``OptionError`` for a setting that the objective does not read."""
+        read = () if self.preferences is None else ("beta", *self.preferences.settings)
+        for name in ("beta", *dict.fromkeys(s for f in OBJECTIVES.values() for s in f.settings)):
+            given, usual = getattr(self, name), getattr(type(self), name)
+            refuse(
+                name,
+                f"is {given} with objective {self.objective}, which does not read it",
+                "leave it out",
+                when=given != usual and name not in read,
+            )
+        refuse(
+            "label_smoothing",
+            f"is {self.label_smoothing} with loss_type {self.loss_type}",
+            "leave one out",
+            when=self.label_smoothing and self.loss_type in ("hinge", "ipo"),
+        )

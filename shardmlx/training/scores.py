@@ -1,0 +1,82 @@
+"""What a step's results say: its losses, and how an objective of preferences judges answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from shardmlx.engine.batches import WANTED, MicroBatch
+from shardmlx.engine.engine import Results
+from shardmlx.engine.objectives import Objective
+
+_SUMS = (
+    *("chosen", "rejected", "chosen_reward", "rejected_reward"),
+    *("chosen_logp", "rejected_logp", "right"),
+)
+"""Sums over answers: how many are wanted and how many not, and the pairs that are judged rightly;
+a reward is what training has made an answer likelier, times beta."""
+
+
+class Scores(NamedTuple):
+    """One rank's results of a step: its losses by micro-batch, and ``_SUMS`` of preferences."""
+
+    losses: Mapping[int, float] = {}
+    sums: Sequence[float] = ()
+
+    @property
+    def total(self) -> list[float]:
+        """The summed loss, and the other sums."""
+        return [sum(self.losses.values()), *self.sums]
+
+
+def scores_of(
+    results: Results, microbatches: Sequence[MicroBatch], objective: Objective | None
+) -> Scores:
+    """Return the scores of the engine's results, which a rank without the last stage lacks."""
+    if objective is None:
+        return Scores(results)
+    losses, sums = {}, np.zeros(len(_SUMS))
+    for j, logps in results.items():
+        microbatch, given = microbatches[j], mx.array(logps)
+        losses[j] = float(np.array(objective.losses(given, microbatch).sum()))
+        rewards = objective.rewards(given, microbatch)
+        assert microbatch.known is not None, "an objective knows its rows"
+        wanted = microbatch.known[microbatch.row_numbers, WANTED] > 0
+        for i, values in enumerate((np.ones(len(wanted)), rewards, logps)):
+            sums[2 * i : 2 * i + 2] += values[wanted].sum(), values[~wanted].sum()
+        if objective.is_paired:
+            sums[-1] += (rewards[0::2] > rewards[1::2]).sum()
+    return Scores(losses, sums.tolist())
+
+
+def means_of(
+    totals: Iterable[Sequence[float]], objective: Objective | None
+) -> dict[str, float | None]:
+    """Return mean rewards and log-probabilities of answers, and the share of pairs that are judged
+    rightly, from ranks' ``Scores.total``; nothing without preferences."""
+    if objective is None:
+        return {}
+    sums = np.sum([total[1:] for total in totals], axis=0)
+    named: dict[str, Any] = dict(zip(_SUMS, sums.tolist(), strict=True))
+    means = {
+        f"{side}_{what}": named[f"{side}_{what}"] / named[side] if named[side] else None
+        for what in ("reward", "logp")
+        for side in ("chosen", "rejected")
+    }
+    if objective.is_paired:
+        pairs = max(1.0, named["chosen"])
+        means["margin"] = (named["chosen_reward"] - named["rejected_reward"]) / pairs
+        means["accuracy"] = named["right"] / pairs
+    return means
+
+
+def in_words(means: Mapping[str, float | None]) -> str:
+    """Return the means as a log line shows them: ``, rewards 0.31 and -0.12, 75% right``."""
+    rewards = [means.get(f"{side}_reward") for side in ("chosen", "rejected")]
+    shown = " and ".join("none" if each is None else f"{each:.3f}" for each in rewards)
+    accuracy = means.get("accuracy")
+    right = "" if accuracy is None else f", {100 * accuracy:.0f}% right"
+    return f", rewards {shown}{right}" if means else ""
