@@ -16,8 +16,10 @@ from shardmlx.engine.batches import Batch, pack, split
 from shardmlx.engine.divided_weights import DividedWeights
 from shardmlx.engine.engine import Engine
 from shardmlx.engine.gathered_stage import build_stages
+from shardmlx.engine.objectives import Objective
 from shardmlx.models.slice import Slice
 from shardmlx.pipeline.plan import Plan
+from shardmlx.training.scores import scores_of
 from tests.helpers.models_and_batches import (
     Gradients,
     Result,
@@ -37,6 +39,7 @@ def engine_of(
     divided: int = NOTHING,
     *,
     savings: Savings = NO_SAVINGS,
+    objective: Objective | None = None,
     **how: Any,
 ) -> Engine:
     """Return the engine of a rank, which has this model alone."""
@@ -45,7 +48,7 @@ def engine_of(
     if divided == WEIGHTS:
         replicas = plan.mesh.replicas_of(transport.rank % plan.mesh.pp)
         weights = DividedWeights(transport.rank, replicas, [slices[index] for index in own])
-    stages = build_stages(slices, own, savings=savings, weights=weights)
+    stages = build_stages(slices, own, savings=savings, weights=weights, objective=objective)
     divides = divided != NOTHING
     return Engine(plan, transport, stages, divides_optimizer=divides, weights=weights, **how)
 
@@ -85,19 +88,25 @@ def run_engine(
     batch: Batch,
     *,
     savings: Savings = NO_SAVINGS,
+    objective: Objective | None = None,
 ) -> Outcome:
     """Make one training step of the engine on this rank, then evaluate the same batch."""
     replica, _ = plan.mesh.coordinates(transport.rank)
-    engine = engine_of(transport, plan, model, savings=savings)
+    engine = engine_of(transport, plan, model, savings=savings, objective=objective)
     part = batch.rows(*plan.starts[replica : replica + 2])
     if plan.pack:
-        microbatches = pack(part, plan.microbatches_of(replica))
+        microbatches = pack(part, plan.microbatches_of(replica), plan.together)
     else:
         microbatches = split(part, 1, 0, plan.micro_batch_size)
-    losses = engine.train_step(microbatches, scale=1 / batch.valid_tokens)
+    count = batch.valid_tokens if objective is None else len(batch.tokens) // plan.together
+    results = engine.train_step(microbatches, scale=1 / count)
     norm = engine.gradient_norm()
     gradients = gradients_of(engine)
-    return Outcome(replica, losses, engine.evaluate(microbatches), gradients, norm)
+    losses, evaluated = (
+        dict(scores_of(each, microbatches, objective).losses)
+        for each in (results, engine.evaluate(microbatches))
+    )
+    return Outcome(replica, losses, evaluated, gradients, norm)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,216 @@
+"""Preferences in whatever layout: the losses of one process, also after a kill."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+import yaml
+from mlx.optimizers import Adam
+from mlx_lm import load
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from tests.helpers.models_and_batches import load_weights
+from tests.helpers.mpirun import events, train_well
+
+BETA, RATE, SEED, ITERS, ROWS = 0.1, 2e-4, 5, 8, 4
+LORA = {"rank": 4, "dropout": 0.0, "scale": 10.0}
+TOLERANCE = 1e-5
+
+COMMON: dict[str, Any] = {
+    "objective": "dpo",
+    "beta": BETA,
+    "seed": SEED,
+    "batch_size": ROWS,
+    "iters": ITERS,
+    "learning_rate": RATE,
+    "num_layers": -1,
+    "lora_parameters": LORA,
+    "max_seq_length": 512,
+    "steps_per_report": 1,
+    "steps_per_eval": ITERS,
+    "val_batches": 2,
+}
+
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "one rank": (1, ["--micro-batch-size", "2", "--no-pack"]),
+    "two stages, packed": (2, ["--schedule", "1f1b", "--micro-batch-size", "2", "--pack"]),
+    "interleaved": (2, ["--schedule", "interleaved-1f1b", "--micro-batch-size", "2", "--no-pack"]),
+    "two by two in a V": (4, ["--schedule", "zb-v", "--pipeline-stages", "2"]),
+}
+
+
+def rows_of(directory: Path, name: str) -> list[dict[str, Any]]:
+    return [*map(json.loads, (directory / f"{name}.jsonl").read_text().splitlines())]
+
+
+@pytest.fixture(scope="module")
+def data(pirate: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's answers are chosen; the same in small letters, without marks, are rejected."""
+    directory = tmp_path_factory.mktemp("preferences")
+    for name in ("train", "valid"):
+        pairs, singles = [], []
+        for i, row in enumerate(rows_of(pirate, name)):
+            *prompt, chosen = row["messages"]
+            small = "".join(c for c in chosen["content"].lower() if c.isalnum() or c == " ") + "."
+            pairs.append({"prompt": prompt, "chosen": [chosen], "rejected": small})
+            answer = chosen["content"] if i % 3 else small
+            singles.append({"prompt": prompt, "completion": answer, "label": i % 3 > 0})
+        for kind, rows in (("pairs", pairs), ("singles", singles)):
+            (directory / kind).mkdir(exist_ok=True)
+            lines = "".join(json.dumps(row) + "\n" for row in rows)
+            (directory / kind / f"{name}.jsonl").write_text(lines)
+    return directory
+
+
+class Run(NamedTuple):
+    losses: list[float]
+    validation: list[float]
+    weights: dict[str, np.ndarray]
+
+
+Train = Callable[..., Run]
+
+
+@pytest.fixture
+def run(small: Path, data: Path, tmp_path: Path) -> Train:
+    def run(layout: str, name: str, **options: Any) -> Run:
+        return result(train_well(*command(layout, name, **options)) and tmp_path / name)
+
+    def command(layout: str, name: str, **options: Any) -> tuple[Any, ...]:
+        ranks, flags = LAYOUTS[layout]
+        config = tmp_path / f"{name}.yaml"
+        kind = "singles" if options.get("objective") == "kto" else "pairs"
+        where = {"model": str(small), "data": str(data / kind)}
+        config.write_text(yaml.safe_dump(COMMON | where | options))
+        (tmp_path / name).mkdir(exist_ok=True)
+        metrics = tmp_path / name / "metrics.jsonl"
+        return (
+            ranks,
+            "-c",
+            config,
+            "--adapter-path",
+            tmp_path / name,
+            "--metrics-file",
+            metrics,
+            *flags,
+        )
+
+    def result(directory: Path) -> Run:
+        found = (
+            [event["loss"] for event in events(directory / "metrics.jsonl", kind)]
+            for kind in ("train", "val")
+        )
+        return Run(*found, load_weights(directory))
+
+    return run
+
+
+# One process: mlx-lm's own model and adapters, all logits at once, and the papers' formulas.
+
+
+def one_process(model_path: Path, data: Path, objective: str) -> list[float]:
+    model, tokenizer, *_ = load(str(model_path))
+    mx.random.seed(SEED)
+    model.freeze()
+    linear_to_lora_layers(model, len(model.layers), LORA)
+    samples, labels = [], []
+    for row in rows_of(data, "train"):
+        answers = (
+            [row["completion"]]
+            if objective == "kto"
+            else [row["chosen"][0]["content"], row["rejected"]]
+        )
+        for answer in answers:
+            turns = [*row["prompt"], {"role": "assistant", "content": answer}]
+            tokens = tokenizer.apply_chat_template(turns, return_dict=False)
+            prompt = tokenizer.apply_chat_template(
+                row["prompt"], add_generation_prompt=True, return_dict=False
+            )
+            # A last token of the prompt may be merged with the answer's first.
+            pairs = enumerate(zip(tokens, prompt, strict=False))
+            start = next((i for i, (a, b) in pairs if a != b), len(prompt))
+            samples.append((tokens[:start], tokens[start:]))
+            labels.append(row.get("label", True))
+
+    def logps(model: Any, rows: list[tuple[list[int], list[int]]]) -> mx.array:
+        sums = []
+        for prompt, answer in rows:
+            logits = model(mx.array([[*prompt, *answer[:-1]]]))[0, len(prompt) - 1 :]
+            of_tokens = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            targets = mx.array(answer)[:, None]
+            sums.append(mx.take_along_axis(of_tokens, targets, axis=-1).sum())
+        return mx.stack(sums)
+
+    def loss(model: Any, rows: Any, wanted: Any, references: Any, baseline: Any) -> mx.array:
+        gains = logps(model, rows) - references
+        if objective == "kto":
+            margins = mx.where(wanted, gains - baseline, baseline - gains)
+            return (1 - mx.sigmoid(BETA * margins)).mean()
+        return -mx.log(mx.sigmoid(BETA * (gains[0::2] - gains[1::2]))).mean()
+
+    def batches() -> Iterator[tuple[Any, Any]]:
+        for i in np.random.RandomState(SEED).permutation(len(samples) // ROWS)[:ITERS].tolist():
+            rows = slice(i * ROWS, (i + 1) * ROWS)
+            yield samples[rows], mx.array(labels[rows])
+
+    def swapped(rows: Any) -> Any:
+        return [(prompt, rows[i - 1][1]) for i, (prompt, _) in enumerate(rows)]
+
+    known = [(logps(model, rows), logps(model, swapped(rows))) for rows, _ in batches()]
+    mx.eval(known)
+    optimizer, losses = Adam(RATE), []
+    for (rows, wanted), (references, of_others) in zip(batches(), known, strict=True):
+        baseline = mx.maximum((logps(model, swapped(rows)) - of_others).mean(), 0.0)
+        gradient_of = nn.value_and_grad(model, loss)
+        value, gradients = gradient_of(model, rows, wanted, references, baseline)
+        optimizer.update(model, gradients)
+        mx.eval(model.parameters(), optimizer.state, value)
+        losses.append(value.item())
+    return losses
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_losses_are_those_of_one_process_in_every_layout(
+    objective: str, small: Path, data: Path, run: Train
+) -> None:
+    kind = "singles" if objective == "kto" else "pairs"
+    expected = one_process(small, data / kind, objective)
+    runs = {layout: run(layout, layout, objective=objective) for layout in LAYOUTS}
+    first = runs["one rank"]
+    for other in runs.values():
+        np.testing.assert_allclose(other.losses, expected, rtol=TOLERANCE)
+        np.testing.assert_allclose(other.validation, first.validation, rtol=TOLERANCE)
+    assert first.losses[-1] < first.losses[0]
+
+
+def test_a_full_fine_tune_and_objectives_without_reference(run: Train) -> None:
+    for options in ({"objective": "dpo", "fine_tune_type": "full"}, {"objective": "orpo"}):
+        one = run("one rank", "one", **options)
+        two = run("two stages, packed", "two", **options)
+        np.testing.assert_allclose(two.losses, one.losses, rtol=TOLERANCE)
+        assert one.losses[-1] < one.losses[0]
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_a_resumed_run_goes_on_to_the_bit_with_the_references_of_its_start(
+    objective: str, run: Train, tmp_path: Path
+) -> None:
+    layout, kept = "two stages, packed", {"objective": objective, "checkpoint_every": 4}
+    whole = run(layout, "whole", **kept, checkpoint_dir=str(tmp_path / "of whole"))
+    place = str(tmp_path / "checkpoints")
+    run(layout, "half", **kept, checkpoint_dir=place, iters=4, steps_per_eval=4)
+    rest = run(layout, "rest", **kept, checkpoint_dir=place)
+    assert rest.losses == whole.losses[4:]
+    assert all(np.array_equal(rest.weights[name], whole.weights[name]) for name in whole.weights)
+    # In another layout, and with the numbers lost: from the model, before its checkpoint is read.
+    (tmp_path / "checkpoints/references.safetensors").write_bytes(b"damaged")
+    longer = run("interleaved", "longer", **kept, checkpoint_dir=place, iters=9)
+    np.testing.assert_allclose(longer.validation[-1:], whole.validation[-1:], rtol=0.2)
+    assert len(longer.losses) == 1

@@ -1,0 +1,196 @@
+"""Preferences: the losses of the papers, and through stages the gradients of one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from shardmlx.config.objective import OBJECTIVES, ObjectiveOptions
+from shardmlx.config.specs import Savings
+from shardmlx.engine.batches import BASELINE, KNOWN, Batch, Samples, make_batch, pack, split
+from shardmlx.engine.objectives import LOSSES, Answers, Objective
+from tests.helpers.engines import run_engine
+from tests.helpers.local_transport import LocalNetwork
+from tests.helpers.models_and_batches import (
+    VOCABULARY,
+    Gradients,
+    Layout,
+    largest_difference,
+    tiny_model,
+)
+
+CASES: dict[str, dict[str, Any]] = {
+    "dpo": {},
+    "dpo, smoothed": {"label_smoothing": 0.2, "beta": 0.3},
+    "dpo, hinge": {"loss_type": "hinge"},
+    "dpo, ipo": {"loss_type": "ipo"},
+    "dpo, robust": {"loss_type": "robust", "label_smoothing": 0.1},
+    "orpo": {"beta": 0.25},
+    "simpo": {"simpo_gamma": 1.4, "label_smoothing": 0.1},
+    "cpo": {"label_smoothing": 0.1},
+    "cpo, preferences alone": {"cpo_alpha": 0.0},
+    "kto": {"desirable_weight": 1.3, "undesirable_weight": 0.7},
+}
+
+
+def objective_of(case: str) -> Objective:
+    how = ObjectiveOptions(objective=case.split(",")[0], **CASES[case])
+    how.check_objective()
+    return Objective(how)
+
+
+# The formulas of the papers, in NumPy's float64.
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return np.asarray(1 / (1 + np.exp(-x)))
+
+
+def smoothed(x: np.ndarray, share: float) -> np.ndarray:
+    return -(1 - share) * np.log(sigmoid(x)) - share * np.log(sigmoid(-x))
+
+
+def formula(
+    how: ObjectiveOptions, logps: Any, refs: Any, tokens: Any, wanted: Any, kl: float
+) -> Any:
+    """The loss of each pair (chosen and rejected alternate), or of each row."""
+    beta, share = how.strength, how.label_smoothing
+    (w, l), (rw, rl), (nw, nl) = ((v[0::2], v[1::2]) for v in (logps, refs, tokens))
+    match how.objective, how.loss_type:
+        case "dpo", "sigmoid":
+            return smoothed(beta * ((w - rw) - (l - rl)), share)
+        case "dpo", "hinge":
+            return np.maximum(0, 1 - beta * ((w - rw) - (l - rl)))
+        case "dpo", "ipo":
+            return (((w - rw) / nw - (l - rl) / nl) - 1 / (2 * beta)) ** 2
+        case "dpo", "robust":
+            h = beta * ((w - rw) - (l - rl))
+            own, other = -np.log(sigmoid(h)), -np.log(sigmoid(-h))
+            return ((1 - share) * own - share * other) / (1 - 2 * share)
+        case "orpo", _:
+            pw, pl = np.exp(w / nw), np.exp(l / nl)
+            odds = np.log((pw / (1 - pw)) / (pl / (1 - pl)))
+            return -w / nw - beta * np.log(sigmoid(odds))
+        case "simpo", _:
+            return smoothed(beta * w / nw - beta * l / nl - how.simpo_gamma, share)
+        case "cpo", _:
+            return smoothed(beta * (w - l), share) - how.cpo_alpha * w / nw
+        case "kto", _:
+            gain = beta * (logps - refs - kl)
+            good, bad = 1 - sigmoid(gain), 1 - sigmoid(-gain)
+            return np.where(wanted, how.desirable_weight * good, how.undesirable_weight * bad)
+    raise AssertionError(how)
+
+
+LOGPS = np.array([-12.5, -30.25, -8.0, -7.5, -41.0, -3.125])
+REFERENCES = np.array([-13.0, -29.5, -9.5, -7.0, -40.0, -4.0])
+TOKENS = np.array([9.0, 17.0, 4.0, 5.0, 30.0, 2.0])
+WANTED = np.array([True, False] * 3)
+KL = 0.375
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_losses_are_those_of_the_papers(case: str) -> None:
+    objective = objective_of(case)
+    loss, _ = LOSSES[objective.how.objective]
+    arrays = (mx.array(v.astype(np.float32)) for v in (LOGPS, REFERENCES, TOKENS))
+    answers = Answers(*arrays, mx.array(WANTED), mx.full((6,), KL))
+    found = np.array(loss(answers, objective.how))
+    expected = formula(objective.how, LOGPS, REFERENCES, TOKENS, WANTED, KL)
+    np.testing.assert_allclose(found, expected, rtol=2e-6)
+
+
+def test_every_objective_has_a_loss() -> None:
+    assert set(LOSSES) == set(OBJECTIVES)
+
+
+# Through stages.
+
+
+def batch_of(rows: int, seed: int = 4) -> Batch:
+    """Rows of a prompt and an answer each, with references near what the tiny model says."""
+    random = np.random.RandomState(seed)
+    lengths = random.randint(6, 40, size=rows)
+    starts = [random.randint(1, length - 1) for length in lengths]
+    ends = np.cumsum(lengths)
+    bounds = np.stack([ends - lengths, ends, starts], axis=1)
+    known = np.zeros((rows, KNOWN))
+    known[:, 0] = np.arange(rows) % 2 == 0
+    known[:, 1] = -np.log(VOCABULARY) * (lengths - starts) + random.normal(0, 3, rows)
+    known[:, BASELINE] = KL
+    tokens = random.randint(1, VOCABULARY, size=ends[-1]).astype(np.int32)
+    return make_batch(Samples(tokens, bounds, known), 2048)
+
+
+def one_process(model: Any, batch: Batch, objective: Objective) -> tuple[float, Gradients]:
+    """Mean loss and its gradients: mlx-lm's whole model, all logits at once, the papers' formula
+    in MLX's automatic gradients."""
+    inputs, targets = mx.array(batch.inputs), mx.array(batch.targets)
+    counts = mx.array(batch.counts.astype(np.float32))
+
+    def loss(model: Any) -> mx.array:
+        logits = model(inputs).astype(mx.float32)
+        logps = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        of_tokens = mx.take_along_axis(logps, targets[..., None], axis=-1)[..., 0]
+        losses = objective.losses((of_tokens * counts).sum(axis=1), batch)
+        return losses.mean()
+
+    value, gradients = nn.value_and_grad(model, loss)(model)
+    mx.eval(value, gradients)
+    flat: Any = dict(tree_flatten(gradients))
+    return value.item(), {name: np.array(each) for name, each in flat.items()}
+
+
+LAYOUTS = [
+    (Layout("1f1b", 2), True),
+    (Layout("zb-v", 2, virtual=2), False),
+    (Layout("gpipe", 2, dp=2), True),
+    (Layout("interleaved-1f1b", 2, virtual=2), False),
+    (Layout("zb-h1", 4), False),
+]
+"""Layouts, and whether rows are packed."""
+
+
+@pytest.mark.parametrize(
+    ("case", "layout", "packed"),
+    [
+        *((case, Layout("1f1b", 1), False) for case in CASES),
+        *((case, *layout) for case in ("dpo", "kto") for layout in LAYOUTS),
+    ],
+    ids=str,
+)
+def test_loss_and_gradients_are_those_of_one_process(
+    case: str, layout: Layout, packed: bool
+) -> None:
+    objective, batch = objective_of(case), batch_of(8)
+    expected, gradients = one_process(tiny_model(), batch, objective)
+    together = 2 if objective.is_paired else 1
+    plan = replace(layout.plan(8, 8 // layout.dp, 2, pack=packed), together=together)
+
+    def step(transport: Any) -> Any:
+        savings = Savings(loss_chunk=9)
+        model = tiny_model()
+        return run_engine(transport, plan, model, batch, savings=savings, objective=objective)
+
+    outcomes = LocalNetwork(layout.ranks).run(step)
+    pairs = 8 // together
+    found = sum(loss for outcome in outcomes for loss in outcome.losses.values()) / pairs
+    evaluated = sum(loss for outcome in outcomes for loss in outcome.evaluated.values()) / pairs
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert evaluated == pytest.approx(expected, rel=1e-6)
+    for outcome in outcomes:
+        assert largest_difference(outcome.gradients, gradients)[0] < 1e-5
+
+
+def test_of_a_pair_both_answers_are_in_one_micro_batch() -> None:
+    batch = batch_of(10)
+    for parts in (pack(batch, 3, together=2), split(batch, 1, 0, 4)):
+        held = [(part.first_row + part.row_numbers).tolist() for part in parts]
+        assert sorted(row for rows in held for row in rows) == [*range(10)]
+        assert all(row + 1 in rows for rows in held for row in rows if row % 2 == 0)
