@@ -87,7 +87,7 @@ class ObjectiveOptions(Spec):
         """Raise ``OptionError`` for a setting that the objective does not read."""
         read = () if self.preferences is None else ("beta", *self.preferences.settings)
         for name in ("beta", *dict.fromkeys(s for f in OBJECTIVES.values() for s in f.settings)):
-            given, usual = getattr(self, name), getattr(type(self), name)
+            given, usual = getattr(self, name), getattr(ObjectiveOptions, name)
             refuse(
                 name,
                 f"is {given} with objective {self.objective}, which does not read it",

@@ -81,33 +81,17 @@ Train = Callable[..., Run]
 @pytest.fixture
 def run(small: Path, data: Path, tmp_path: Path) -> Train:
     def run(layout: str, name: str, **options: Any) -> Run:
-        return result(train_well(*command(layout, name, **options)) and tmp_path / name)
-
-    def command(layout: str, name: str, **options: Any) -> tuple[Any, ...]:
         ranks, flags = LAYOUTS[layout]
-        config = tmp_path / f"{name}.yaml"
+        config, output = tmp_path / f"{name}.yaml", tmp_path / name
         kind = "singles" if options.get("objective") == "kto" else "pairs"
-        where = {"model": str(small), "data": str(data / kind)}
+        where = {"model": str(small), "data": str(data / kind), "adapter_path": str(output)}
         config.write_text(yaml.safe_dump(COMMON | where | options))
-        (tmp_path / name).mkdir(exist_ok=True)
-        metrics = tmp_path / name / "metrics.jsonl"
-        return (
-            ranks,
-            "-c",
-            config,
-            "--adapter-path",
-            tmp_path / name,
-            "--metrics-file",
-            metrics,
-            *flags,
+        metrics = tmp_path / f"{name}.jsonl"
+        train_well(ranks, "-c", config, "--metrics-file", metrics, *flags)
+        losses, validation = (
+            [event["loss"] for event in events(metrics, kind)] for kind in ("train", "val")
         )
-
-    def result(directory: Path) -> Run:
-        found = (
-            [event["loss"] for event in events(directory / "metrics.jsonl", kind)]
-            for kind in ("train", "val")
-        )
-        return Run(*found, load_weights(directory))
+        return Run(losses, validation, load_weights(output))
 
     return run
 

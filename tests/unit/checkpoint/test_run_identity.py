@@ -138,7 +138,7 @@ MAY_CHANGE = """
     metrics_host trace checkpoint_dir checkpoint_every keep_checkpoints checkpoint_storage
     resume on_nan timeout hostfile data_parallel profile zero loss_scale report_to
     project_name trust_remote_code long_sequences text_feature train config prompt_feature
-    completion_feature chat_feature warmup hf_dataset
+    completion_feature chat_feature chosen_feature rejected_feature label_feature warmup hf_dataset
 """
 """Options of layout, length, reports and paths, and those whose effect on the data is compared."""
 

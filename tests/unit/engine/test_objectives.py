@@ -52,7 +52,7 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     return np.asarray(1 / (1 + np.exp(-x)))
 
 
-def smoothed(x: np.ndarray, share: float) -> np.ndarray:
+def smoothed(x: np.ndarray, share: float) -> Any:
     return -(1 - share) * np.log(sigmoid(x)) - share * np.log(sigmoid(-x))
 
 
@@ -99,8 +99,10 @@ KL = 0.375
 def test_the_losses_are_those_of_the_papers(case: str) -> None:
     objective = objective_of(case)
     loss, _ = LOSSES[objective.how.objective]
-    arrays = (mx.array(v.astype(np.float32)) for v in (LOGPS, REFERENCES, TOKENS))
-    answers = Answers(*arrays, mx.array(WANTED), mx.full((6,), KL))
+    logps, references, tokens = (
+        mx.array(each.astype(np.float32)) for each in (LOGPS, REFERENCES, TOKENS)
+    )
+    answers = Answers(logps, references, tokens, mx.array(WANTED), mx.full((6,), KL))
     found = np.array(loss(answers, objective.how))
     expected = formula(objective.how, LOGPS, REFERENCES, TOKENS, WANTED, KL)
     np.testing.assert_allclose(found, expected, rtol=2e-6)

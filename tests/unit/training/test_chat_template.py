@@ -121,7 +121,7 @@ def test_a_row_whose_answer_is_not_found_is_named() -> None:
     with pytest.raises(UserError) as error:
         template.answer_start(messages, None, template.tokens(messages), "train.jsonl:3")
     assert "train.jsonl:3" in error.value.problem
-    assert "--mask-prompt" in error.value.problem
+    assert "--mask-prompt" in error.value.remedy
 
 
 # Templates that cannot be used.
