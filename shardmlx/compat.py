@@ -282,6 +282,18 @@ def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
     return kind, args
 
 
+def tokens_of_assistant(tokenizer: Any, messages: Any, tools: Any) -> list[int]:
+    """Return 1 for each token of a conversation that the template marks as the assistant's, else 0.
+
+    mlx-lm's wrapper (0.32.2) asks for tokens alone, so the tokenizer inside it is asked.
+    """
+    found = tokenizer._tokenizer.apply_chat_template(
+        messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
+    )
+    mask: list[int] = found["assistant_masks"]
+    return mask
+
+
 def trims_first_space(detokenizer: Any) -> bool:
     """Return whether a detokenizer of mlx-lm takes away the space with which a text begins.
 

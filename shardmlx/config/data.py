@@ -10,6 +10,9 @@ from shardmlx.config.objective import rows_together
 from shardmlx.config.options import Spec, in_group, option, same_as
 from shardmlx.config.specs import BatchOptions, FineTune
 
+LOSS_ON = ALL, LAST, ASSISTANT = ("all", "last", "assistant")
+"""The messages of a conversation that count in the loss."""
+
 _data = in_group("data")
 _training = in_group("training, as in mlx_lm.lora")
 
@@ -50,8 +53,19 @@ class DataOptions(FeatureKeys):
         choices=("cut", "error"),
         flag=False,
     )
-    mask_prompt: bool = _data(False, "leave the prompt out of the loss")
+    mask_prompt: bool = _data(False, "the same as --loss-on last")
+    loss_on: str | None = _data(
+        None,
+        "messages that count in the loss: all, the last, or all of the assistant",
+        choices=LOSS_ON,
+        unset="all",
+    )
     trust_remote_code: bool = _data(False, "run code that comes with model or tokenizer")
+
+    @property
+    def counted_messages(self) -> str:
+        """One of ``LOSS_ON``."""
+        return self.loss_on or (LAST if self.mask_prompt else ALL)
 
     @property
     def together(self) -> int:

@@ -24,7 +24,7 @@ from shardmlx.config.checks import (
 )
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.common_options import AUTO, OFF
-from shardmlx.config.data import DataOptions
+from shardmlx.config.data import LAST, DataOptions
 from shardmlx.config.objective import SFT, ObjectiveOptions
 from shardmlx.config.options import (
     Spec,
@@ -260,7 +260,14 @@ class TrainConfig(
         )
         prefers = f"is set with objective {self.objective}" if self.objective != SFT else ""
         refuse("loss_chunk", prefers, "leave it out", when=prefers and self.loss_chunk == OFF)
-        refuse("mask_prompt", prefers, "answers alone count", when=prefers and self.mask_prompt)
+        for name in ("mask_prompt", "loss_on"):
+            refuse(name, prefers, "answers alone count", when=prefers and getattr(self, name))
+        refuse(
+            "loss_on",
+            f"is {self.loss_on} with mask_prompt",
+            "leave one out",
+            when=self.mask_prompt and self.loss_on not in (None, LAST),
+        )
         tuned = f"is set with fine_tune_type {self.fine_tune_type}"
         adapters = not self.is_full
         refuse("unfreeze_all", tuned, "use full", when=self.unfreeze_all and adapters)

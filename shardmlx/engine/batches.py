@@ -34,6 +34,12 @@ KNOWN = 4
 """Number of these columns."""
 
 
+def token_ids(tokens: np.ndarray) -> np.ndarray:
+    """Return the ids of tokens, also of those that do not count."""
+    ids: np.ndarray = np.maximum(tokens, ~tokens)
+    return ids
+
+
 class Samples(Sequence[Sample]):
     """Samples in one array: 4 bytes a token, where Python's numbers take 36.
 
@@ -119,13 +125,13 @@ class MicroBatch:
     def inputs(self) -> np.ndarray:
         """Token ids of the inputs, (rows, T)."""
         if self.places is not None:
-            return _ids(self.tokens[None, *self.places])
-        return _ids(self.tokens[:, :-1])
+            return token_ids(self.tokens[None, *self.places])
+        return token_ids(self.tokens[:, :-1])
 
     @property
     def targets(self) -> np.ndarray:
         """Token after each of the inputs, (rows, T)."""
-        return _ids(self._marked_targets)
+        return token_ids(self._marked_targets)
 
     @property
     def _marked_targets(self) -> np.ndarray:
@@ -183,12 +189,6 @@ Batch = MicroBatch
 IntOrArray = TypeVar("IntOrArray", int, np.ndarray)
 
 
-def _ids(tokens: np.ndarray) -> np.ndarray:
-    """Return token ids, also of tokens that do not count."""
-    ids: np.ndarray = np.maximum(tokens, ~tokens)
-    return ids
-
-
 def padded_width(length: IntOrArray) -> IntOrArray:
     """Return the padded width, as in mlx-lm, of rows whose longest has ``length`` tokens."""
     return 1 + PAD_TO * -(-length // PAD_TO)
@@ -225,11 +225,15 @@ def make_batch(samples: Sequence[Sample], max_seq_length: int, widths: Sequence[
     tokens = np.zeros((len(samples), width), np.int32)
     for row, ((ids, _), length) in enumerate(zip(samples, lengths, strict=True)):
         tokens[row, :length] = ids[:length]
-    # A row without a token to learn does not count its padding either.
+    # A row without a token to learn does not count its padding either, nor one whose end does not
+    # count.
     spans = np.array(
         [
-            (start if length > max(start, 1) else max(start, length + 1), length)
-            for (_, start), length in zip(samples, lengths, strict=True)
+            (
+                start if length > max(start, 1) else max(start, length + 1),
+                length - (ids[length - 1] < 0),
+            )
+            for (ids, start), length in zip(samples, lengths, strict=True)
         ],
         np.int32,
     )

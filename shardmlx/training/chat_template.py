@@ -16,6 +16,7 @@ from jinja2 import TemplateSyntaxError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from shardmlx.common.yaml_reader import is_number
+from shardmlx.compat import tokens_of_assistant
 from shardmlx.errors import UserError, one_line
 
 Message = Mapping[str, Any]
@@ -31,6 +32,9 @@ _STRUCTURE = ("role", "type", "id")
 
 _PIECES = re.compile(r"<[^<>]*>|\[[^\[\]]*\]|\w+|\W")
 """Pattern of the marks, words and other characters in a template's text."""
+
+_GENERATION = re.compile(r"\{%-?\s*generation\b")
+"""The tag around what the assistant says."""
 
 _LEAST = 4
 """Fewest characters of an answer's beginning that identify it if the rest is missing."""
@@ -153,7 +157,73 @@ class ChatTemplate:
                 "template writes",
                 "take the row out, or train without --mask-prompt and --objective",
             )
-        return self._token_at(text, place, tokens)
+        return self._token_at(text, place, tokens, self._ends(text, tokens))
+
+    # Which tokens count.
+
+    def counted(
+        self,
+        messages: Sequence[Message],
+        tools: Tools,
+        tokens: Sequence[int],
+        counts: Sequence[bool],
+        where: str,
+    ) -> list[bool]:
+        """Return for each token whether it belongs to a message that ``counts``, with the mark of
+        its end; if the template marks what the assistant says, whether that counts. ``UserError``
+        names ``where`` if the text does not show where a message lies."""
+        marked = self._marked(messages, tools)
+        if marked is not None and list(counts) == [m["role"] == "assistant" for m in messages]:
+            return marked
+        text = self.text(messages, tools)
+        ends = self._ends(text, tokens)
+        mask = [False] * len(tokens)
+        for i, is_counted in enumerate(counts):
+            if not is_counted:
+                continue
+            bounds = self._bounds(messages, tools, text, i)
+            if bounds is None:
+                raise UserError(
+                    f"{where}: it cannot be told where message {i} lies in what the chat template "
+                    "writes",
+                    "take the row out, or use --loss-on last",
+                )
+            begin, end = (self._token_at(text, place, tokens, ends) for place in bounds)
+            mask[begin:end] = [True] * (end - begin)
+        if marked is not None:
+            mask = list(map(all, zip(mask, marked, strict=True)))
+        return mask
+
+    def _marked(self, messages: Sequence[Message], tools: Tools) -> list[bool] | None:
+        """Return which tokens the template marks as the assistant's; None if it marks none."""
+        if not _GENERATION.search(str(getattr(self._tokenizer, "chat_template", ""))):
+            return None
+        return [*map(bool, tokens_of_assistant(self._tokenizer, messages, tools))]
+
+    def _bounds(
+        self, messages: Sequence[Message], tools: Tools, text: str, i: int
+    ) -> tuple[int, int] | None:
+        """Return the characters at which message ``i`` begins and ends in the text of all."""
+        before, upto = messages[:i], messages[: i + 1]
+        opens = messages[i]["role"] == "assistant"
+        if i == len(messages) - 1:
+            place = self._place_of_answer(messages, tools, text, opens)
+            return None if place is None else (place, len(text))
+        prompt = self._text_or_none(before, tools, add_generation_prompt=opens) if before else ""
+        alone = self._text_or_none(upto, tools)
+        if prompt and alone and text.startswith(alone) and alone.startswith(prompt):
+            return len(prompt), len(alone)
+        # A template may write a message otherwise once others follow.
+        mark = _unused(text)
+        marked = [*before, _words(messages[i], lambda word: mark)]
+        other = self._text_or_none([*marked, *messages[i + 1 :]], tools)
+        if other is None or other == text:
+            return None
+        end, closing = len(text) - _common(text[::-1], other[::-1]), ""
+        last = self._text_or_none(marked, tools)
+        if alone is not None and last is not None:
+            closing = alone[len(alone) - _common(alone[::-1], last[::-1]) :]
+        return _common(text, other), end + _common(text[end:], closing)
 
     def _place_of_answer(
         self, messages: Sequence[Message], tools: Tools, text: str, opens: bool
@@ -164,7 +234,7 @@ class ChatTemplate:
         if prompt is not None and text.startswith(prompt):
             return len(prompt)
         # Words that the text does not contain show how each message is written.
-        mark = next(each for each in map(chr, range(0x2460, 0x3000)) if each not in text)
+        mark = _unused(text)
         other = self._text_or_none([*before, _words(last, lambda word: mark)], tools)
         if other is None or other == text:
             return None
@@ -183,14 +253,20 @@ class ChatTemplate:
                 return found + piece.end()
         return end
 
-    def _token_at(self, text: str, place: int, tokens: Sequence[int]) -> int:
-        """Return the number of the first token of ``text`` that reaches beyond a character."""
+    def _ends(self, text: str, tokens: Sequence[int]) -> list[int] | None:
+        """Return the character at which each token ends, if the tokenizer tells."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        if backend is not None:
-            encoded = backend.encode(text, add_special_tokens=False)
-            if list(encoded.ids) == list(tokens):
-                ends = enumerate(end for _, end in encoded.offsets)
-                return next((i for i, end in ends if end > place), len(tokens))
+        if backend is None:
+            return None
+        encoded = backend.encode(text, add_special_tokens=False)
+        return [end for _, end in encoded.offsets] if encoded.ids == list(tokens) else None
+
+    def _token_at(
+        self, text: str, place: int, tokens: Sequence[int], ends: Sequence[int] | None
+    ) -> int:
+        """Return the number of the first token of ``text`` that reaches beyond a character."""
+        if ends is not None:
+            return next((i for i, end in enumerate(ends) if end > place), len(tokens))
         prompt = self._tokenizer.encode(text[:place], add_special_tokens=False)
         return _common(prompt, tokens)
 
@@ -199,6 +275,11 @@ def _call_of(name: str, arguments: Any) -> list[dict[str, Any]]:
     # Mistral's templates want numbers of nine characters.
     function = {"name": name, "arguments": arguments}
     return [{"id": "call00001", "type": "function", "function": function}]
+
+
+def _unused(text: str) -> str:
+    """Return a character that a text does not contain."""
+    return next(each for each in map(chr, range(0x2460, 0x3000)) if each not in text)
 
 
 def _common(one: Sequence[Any], other: Sequence[Any]) -> int:

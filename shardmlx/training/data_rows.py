@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from shardmlx.config.data import FeatureKeys
+from shardmlx.config.data import ALL, ASSISTANT, FeatureKeys
 from shardmlx.engine.batches import Sample
 from shardmlx.errors import UserError, one_line
 from shardmlx.training.chat_template import KNOWN_ROLES, ChatTemplate
@@ -33,6 +33,9 @@ _MESSAGES = (
 )
 _TOOLS = 'write a list of objects, without quotes: [{"type": "function", "function": {...}}]'
 
+_SWITCHES = {"train": False, "weight": 0}
+"""Keys of a message that say whether it counts in the loss, and the value that means no."""
+
 Row = Mapping[str, Any]
 
 
@@ -46,7 +49,7 @@ def find_format(
     tokenizer: TokenizerWrapper,
     where: str,
     *,
-    mask_prompt: bool,
+    loss_on: str,
     adds_nulls: bool,
 ) -> Tokenise:
     """Return the function that tokenises rows like the ``first``, in mlx-lm's format for them.
@@ -54,7 +57,7 @@ def find_format(
     asked = (keys.prompt_feature, keys.completion_feature)
     has_completions = all(key in first for key in asked)
     if has_completions or keys.chat_feature in first:
-        rows = Conversations(ChatTemplate(tokenizer), mask_prompt, adds_nulls)
+        rows = Conversations(ChatTemplate(tokenizer), loss_on, adds_nulls)
         if has_completions:
             return partial(rows.tokenise_completion, asked)
         return partial(rows.tokenise_chat, keys.chat_feature)
@@ -65,9 +68,9 @@ def find_format(
             "rename them, or name yours in the YAML file: chat_feature, prompt_feature and "
             "completion_feature, or text_feature",
         )
-    if mask_prompt:
+    if loss_on != ALL:
         raise UserError(
-            f"{where}: --mask-prompt needs prompts, and this is plain text",
+            f"{where}: --mask-prompt and --loss-on need prompts, and this is plain text",
             "drop the flag, or write prompt and completion",
         )
     if tokenizer.eos_token_id is None:
@@ -95,10 +98,10 @@ def _tokenise_text(tokenizer: TokenizerWrapper, key: str, row: Row, where: str) 
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
-    """Rows that go through the chat template."""
+    """Rows that go through the chat template, and the messages that count: one of ``LOSS_ON``."""
 
     template: ChatTemplate
-    mask_prompt: bool
+    loss_on: str
     adds_nulls: bool
 
     def tokenise_completion(self, keys: tuple[str, str], row: Row, where: str) -> Sample:
@@ -108,10 +111,10 @@ class Conversations:
             if not isinstance(value, str) and not _are_text_parts(value):
                 raise _no_text(value, f"{where}: {key}")
             messages.append({"role": role, "content": self._content(value, role, where)})
-        return self.tokenise(messages, row, where, masks=self.mask_prompt)
+        return self.tokenise(messages, row, where)
 
     def tokenise_chat(self, key: str, row: Row, where: str) -> Sample:
-        return self.tokenise(self.messages(key, row, where), row, where, masks=self.mask_prompt)
+        return self.tokenise(self.messages(key, row, where), row, where)
 
     def messages(self, key: str, row: Row, where: str) -> list[Row]:
         """Return the messages in a column, as the template takes them."""
@@ -120,22 +123,47 @@ class Conversations:
             raise UserError(f"{name} is {shown(value)}, no list of messages", _MESSAGES)
         return [self.message(each, f"{name}[{i}]") for i, each in enumerate(value)]
 
-    def tokenise(self, messages: Sequence[Row], row: Row, where: str, *, masks: bool) -> Sample:
-        """Return the tokens of a row's messages; only the last message counts if ``masks``."""
+    def tokenise(self, messages: Sequence[Row], row: Row, where: str) -> Sample:
+        """Return the tokens of a row's messages, of which some count."""
         tools = row.get("tools") or None  # CSV has no other null
         if tools is not None and not (isinstance(tools, list) and all(map(_is_tool, tools))):
             raise UserError(f"{where}: tools is {shown(tools)}, no list of objects", _TOOLS)
         if self.adds_nulls:
             tools = without_nulls(tools)
+        counts = [self._counts(i, each, messages, where) for i, each in enumerate(messages)]
+        messages = [
+            {key: value for key, value in each.items() if key not in _SWITCHES} for each in messages
+        ]
+        is_last = [False] * (len(messages) - 1) + [True]
         try:
             tokens = self.template.tokens(messages, tools)
-            if not masks:
+            if all(counts):
                 return tokens, 0
-            return tokens, self.template.answer_start(messages, tools, tokens, where)
+            if counts == is_last:
+                return tokens, self.template.answer_start(messages, tools, tokens, where)
+            mask = self.template.counted(messages, tools, tokens, counts, where)
+            start = next((i for i, counted in enumerate(mask) if counted), len(tokens))
+            return [
+                token if counted or i < start else ~token
+                for i, (token, counted) in enumerate(zip(tokens, mask, strict=True))
+            ], start
         except UserError:
             raise
         except Exception as error:
             raise _not_tokenised(error, row, where) from None
+
+    def _counts(self, i: int, message: Row, messages: Sequence[Row], where: str) -> bool:
+        """Return whether a message counts in the loss, which it may deny itself."""
+        for key, no in _SWITCHES.items():
+            if key in message and message[key] not in (True, False, 0, 1):
+                raise UserError(
+                    f"{where}: message {i} has {key} {shown(message[key])}", "write true or false"
+                )
+            if key in message and message[key] == no:
+                return False
+        if self.loss_on == ASSISTANT:
+            return bool(message["role"] == "assistant")
+        return self.loss_on == ALL or i == len(messages) - 1
 
     def message(self, given: Any, name: str) -> Row:
         """Return a message without empty keys, which other formats add."""

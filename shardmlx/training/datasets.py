@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from shardmlx.config.data import DataOptions, FeatureKeys
+from shardmlx.config.data import LAST, DataOptions, FeatureKeys
 from shardmlx.config.objective import OBJECTIVES, SFT
-from shardmlx.engine.batches import BASELINE, KNOWN, WANTED, Samples, padded_width
+from shardmlx.engine.batches import BASELINE, KNOWN, WANTED, Samples, padded_width, token_ids
 from shardmlx.errors import UserError, one_line, unknown_token
 from shardmlx.training.chat_template import ChatTemplate
 from shardmlx.training.data_files import find_data_file, parse_rows, row_name, unread_files
@@ -229,11 +229,11 @@ def _tokenise(
             found.keys,
             tokenizer,
             found.name,
-            mask_prompt=options.mask_prompt,
+            loss_on=options.counted_messages,
             adds_nulls=found.adds_nulls,
         )
     else:
-        conversations = Conversations(ChatTemplate(tokenizer), True, found.adds_nulls)
+        conversations = Conversations(ChatTemplate(tokenizer), LAST, found.adds_nulls)
         preferences = PreferenceRows(conversations, found.keys, facts.is_paired)
         preferences.check_first(rows[0], found.name)
     tokens = array("i")
@@ -330,10 +330,10 @@ def _check(
             row = int((lengths > limit).argmax())
             raise UserError(f"{row_name(name, row)} has {lengths[row]} tokens, and {what}", remedy)
     if vocabulary is not None:
-        unknown = np.flatnonzero((samples.tokens < 0) | (samples.tokens >= vocabulary))
+        unknown = np.flatnonzero(token_ids(samples.tokens) >= vocabulary)
         begins = samples.bounds[:, 0]
         rows = np.searchsorted(begins, unknown, side="right") - 1
         seen = unknown - begins[rows] < most  # the others are cut off
         if seen.any():
-            row, token = int(rows[seen][0]), int(samples.tokens[unknown[seen][0]])
+            row, token = int(rows[seen][0]), int(token_ids(samples.tokens[unknown[seen][0]]))
             raise unknown_token(row_name(name, row), token, vocabulary)

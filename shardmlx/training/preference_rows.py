@@ -74,10 +74,7 @@ class PreferenceRows:
                     "prompts: their messages differ before the last",
                     "write one prompt, or take the row out",
                 )
-        pair = [
-            messages.tokenise([*prompt, answer], row, where, masks=True)
-            for answer in (chosen, rejected)
-        ]
+        pair = [messages.tokenise([*prompt, answer], row, where) for answer in (chosen, rejected)]
         for name, (tokens, start) in zip(("chosen", "rejected"), pair, strict=True):
             if start >= len(tokens):
                 raise UserError(f"{where}: its {name} answer is empty", "take the row out")
@@ -101,7 +98,7 @@ class PreferenceRows:
                 *self._prompt(row, where),
                 self._answer(row, keys.completion_feature, where),
             ]
-        sample = self.conversations.tokenise(messages, row, where, masks=True)
+        sample = self.conversations.tokenise(messages, row, where)
         if sample[1] >= len(sample[0]):
             raise UserError(f"{where}: its answer is empty", "take the row out")
         return sample, label

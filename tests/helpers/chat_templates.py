@@ -21,12 +21,13 @@ _THOUGHT = (
 
 @dataclass(frozen=True)
 class Kind:
-    """A chat template. ``header`` comes before each answer; ``opened`` is what the template writes
-    after it to ask for one."""
+    """A chat template. ``header`` comes before each answer, ``closing`` after it; ``opened`` is
+    what the template writes after the header to ask for one."""
 
     template: str
     header: str = "<|im_start|>assistant\n"
     opened: str = ""
+    closing: str = "<|im_end|>\n"
 
 
 KINDS = {
@@ -57,6 +58,7 @@ KINDS = {
         "<|begin|>{% for m in messages %}<|start|>{{ m.role }}<|end|>\n\n{{ m.content | trim }}"
         "<|eot|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant<|end|>\n\n{% endif %}",
         "<|start|>assistant<|end|>\n\n",
+        closing="<|eot|>",
     ),
     "gemma": Kind(
         "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"
@@ -64,16 +66,27 @@ KINDS = {
         "{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
         "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
         "<start_of_turn>model\n",
+        closing="<end_of_turn>\n",
     ),
     "mistral": Kind(
         "{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }}</s>{% else %}"
         "[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}",
         " [/INST]",
+        closing="</s>",
     ),
     "words alone": Kind(
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}",
         "assistant: ",
+        closing="\n",
+    ),
+    # Marks what the assistant says, which leaves out the end of its line.
+    "marked": Kind(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n{% else %}{{ m.content }}"
+        + "<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        closing="<|im_end|>",
     ),
 }  # fmt: skip
 

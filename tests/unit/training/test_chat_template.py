@@ -124,6 +124,64 @@ def test_a_row_whose_answer_is_not_found_is_named() -> None:
     assert "--mask-prompt" in error.value.remedy
 
 
+# All answers of a conversation.
+
+THOUGHT = "<think>\nthe sea\n</think>\n\n"
+
+CONVERSATIONS = {
+    "one turn": [said("user", "hello"), said("assistant", "aye one")],
+    "two turns": [
+        *(said("user", "hello"), said("assistant", "aye one"), said("user", "more")),
+        said("assistant", "aye two"),
+    ],
+    "three, the same questions": [
+        *(said("user", "hello"), said("assistant", "aye one"), said("user", "hello")),
+        *(said("assistant", "aye two"), said("user", "hello"), said("assistant", "aye three")),
+    ],
+    "thoughts": [
+        *(said("user", "hello"), said("assistant", f"{THOUGHT}aye one"), said("user", "more")),
+        said("assistant", f"{THOUGHT}aye two"),
+    ],
+    "the last is the user's": [
+        *(said("user", "hello"), said("assistant", "aye one"), said("user", "more")),
+    ],
+}
+
+
+def counted_by_oracle(
+    kind: Kind, messages: list[dict[str, Any]], text: str, tokens: list[int], tokenizer: Any
+) -> list[bool]:
+    """Look for each answer's last words, from there back for the header, and forward for the mark
+    of the end; then decode token by token."""
+    spans, place = [], 0
+    for message in messages:
+        if message["role"] == "assistant":
+            words = text.index(message["content"].split("\n")[-1], place)
+            begin = text.rindex(kind.header, place, words) + len(kind.header)
+            if text[begin:].startswith(kind.opened):
+                begin += len(kind.opened)
+            place = text.index(kind.closing, words) + len(kind.closing)
+            spans.append((begin, place))
+    ends = [len(tokenizer.decode(tokens[: i + 1])) for i in range(len(tokens))]
+    return [any(begin < each <= end for begin, end in spans) for each in ends]
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_all_answers_count_where_a_slow_reader_finds_them(
+    kind: Kind, messages: list[dict[str, Any]]
+) -> None:
+    template = ChatTemplate(tokenizer := tokenizer_with(kind.template))
+    tokens, text = template.tokens(messages), template.text(messages)
+    counts = [each["role"] == "assistant" for each in messages]
+    expected = counted_by_oracle(kind, messages, text, tokens, tokenizer)
+    assert template.counted(messages, None, tokens, counts, "row") == expected
+    first = [each and i == 1 for i, each in enumerate(counts)]
+    found = template.counted(messages, None, tokens, first, "row")
+    assert sum(found) < sum(expected) or sum(counts) == 1
+    assert all(mine <= all_of for mine, all_of in zip(found, expected, strict=True))
+
+
 # Templates that cannot be used.
 
 

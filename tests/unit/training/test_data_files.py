@@ -63,7 +63,7 @@ class Template(Letters):
 def test_an_example_of_the_page_is_read(tmp_path: Path, block: Block, mask_prompt: bool) -> None:
     (tmp_path / f"train.{block.info[0]}").write_text(block.text)
     if mask_prompt and "text" in block.info:
-        assert "needs prompts" in str(refusal(read, tmp_path, Template, mask_prompt=True))
+        assert "need prompts" in str(refusal(read, tmp_path, Template, mask_prompt=True))
         return
     data = read(tmp_path, Template, mask_prompt=mask_prompt)
     rows = len(block.text.splitlines()) - (block.info[0] == "csv")
