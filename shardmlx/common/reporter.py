@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 
 from shardmlx.common.formatting import columns
 from shardmlx.errors import UserError
@@ -72,6 +73,14 @@ class Reporter:
 
     def warn(self, text: str) -> None:
         self._console.print(f"warning: {text}", markup=False, style="yellow")
+
+    def say_marked(self, pieces: Iterable[tuple[str, bool]]) -> None:
+        """Print text of which some is marked: green in a terminal, «so» elsewhere."""
+        text = Text()
+        for piece, is_marked in pieces:
+            shown = f"«{piece}»" if is_marked and self._console.no_color else piece
+            text.append(shown, style="bold green" if is_marked else "dim")
+        self._console.print(text)
 
     def table(self, header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
         """Print text in columns, those of numbers to the right."""

@@ -60,6 +60,12 @@ class DataOptions(FeatureKeys):
         choices=LOSS_ON,
         unset="all",
     )
+    show_data: int | None = _data(
+        None,
+        "print so many rows of the training set, marked where they count in the loss; then end",
+        metavar="ROWS",
+        minimum=1,
+    )
     trust_remote_code: bool = _data(False, "run code that comes with model or tokenizer")
 
     @property

@@ -55,6 +55,8 @@ _pipeline = in_group("pipeline")
 _output = in_group("reports")
 _checkpoints = in_group("checkpoints and failures")
 
+BEST = "best"
+
 _SHOWN = (
     *("model", "data", "config", "dry_run", "iters", "batch_size", "learning_rate"),
     *("train", "fine_tune_type", "num_layers", "adapter_path", "resume_adapter_file"),
@@ -86,6 +88,18 @@ class StepOptions(Spec):
     val_batches: int = _batches(25, "batches of one validation; -1 for all, 0 for none")
     test_batches: int = _batches(500, "batches of the test; -1 for all")
     save_every: int = _steps(100, "steps between saved adapters")
+    early_stop: int | None = _checkpoints(
+        None,
+        "stop after this many validations in a row without a better loss",
+        metavar="VALIDATIONS",
+        minimum=1,
+        unset="never",
+    )
+    keep: str = _checkpoints(
+        "last",
+        "best: --adapter-path has the weights of the best validation; the last are in last/",
+        choices=("last", BEST),
+    )
     on_nan: str = _checkpoints(
         "stop",
         "if loss or gradient is not finite: stop, or skip",
@@ -230,6 +244,13 @@ class TrainConfig(
         self._check_together()
 
     def _check_together(self) -> None:
+        for name, is_set in (("early_stop", self.early_stop), ("keep", self.keep == BEST)):
+            refuse(
+                name,
+                "is set with val_batches 0: nothing is validated",
+                "give val_batches more, or leave it out",
+                when=is_set and self.val_batches == 0,
+            )
         refuse("num_layers", "is 0", "give -1 to train all layers", when=self.num_layers == 0)
         refuse(
             "resume",

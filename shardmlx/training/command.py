@@ -7,14 +7,19 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from shardmlx.common.environment import Blas
+from shardmlx.common.formatting import plural
 from shardmlx.common.http_listener import bind
 from shardmlx.common.reporter import Listener, Reporter
 from shardmlx.config.train import OutputOptions, TrainConfig
 from shardmlx.distributed.agreement import on_rank_0
 from shardmlx.distributed.transport import Transport
+from shardmlx.engine.batches import WANTED, token_ids
+from shardmlx.models.tokenizer import read_tokenizer
 from shardmlx.runreport.tensorboard import TensorBoardLog
-from shardmlx.training.planned_run import PlannedRun, open_for_training, plan_run
+from shardmlx.training.planned_run import PlannedRun, open_for_training, plan_run, read_sets
 from shardmlx.training.setup import TrainingRun, load_run, show_ranks
 from shardmlx.training.trainer import Trainer
 
@@ -50,6 +55,9 @@ def run(
         if blas is not None:
             reporter.say(str(blas))
         transport.activity.begin("loading")
+        if config.show_data is not None:
+            show_data(config, config.show_data, transport, reporter)
+            return
         if config.dry_run:
             dry_run(config, transport, reporter)
             return
@@ -85,6 +93,32 @@ def dry_run(config: TrainConfig, transport: Transport, reporter: Reporter) -> No
                 is_there = ", which is there" if Path(place).exists() else ""
                 reporter.say(f"Would write {what} to {place}{is_there}")
     reporter.say("Dry run: nothing was loaded or written")
+
+
+def show_data(config: TrainConfig, rows: int, transport: Transport, reporter: Reporter) -> None:
+    """Print rows of the training set as the model sees them. Collective."""
+    with open_for_training(config, transport, reporter) as opened:
+
+        def show() -> None:
+            tokenizer = read_tokenizer(opened.path, config.trust_remote_code, opened.config)
+            samples = read_sets(config, opened, reporter).train[: rows * config.together]
+            for i, (given, start) in enumerate(samples):
+                tokens = np.asarray(given)[: config.max_seq_length]
+                counts = (np.arange(len(tokens)) >= max(1, start)) & (tokens >= 0)
+                what = ""
+                if samples.known is not None:
+                    what = ", chosen" if samples.known[i, WANTED] else ", rejected"
+                total, row = plural(len(tokens), "token"), i // config.together + 1
+                reporter.say(f"row {row}{what}: {total}, {counts.sum()} count in the loss")
+                # Runs of tokens that count, and that do not.
+                ends = np.flatnonzero(np.diff(counts)) + 1
+                runs = np.split(token_ids(tokens), ends), np.split(counts, ends)
+                reporter.say_marked(
+                    (tokenizer.decode(ids.tolist()), bool(counted[0]))
+                    for ids, counted in zip(*runs, strict=True)
+                )
+
+        on_rank_0(transport, "reading the data", show)
 
 
 def _time(planned: PlannedRun) -> str:

@@ -20,7 +20,13 @@ from shardmlx.common.reporter import Reporter, check_writable
 from shardmlx.config.data import DataOptions
 from shardmlx.config.objective import ObjectiveOptions
 from shardmlx.config.specs import SUM_DTYPES, FineTune, ModelSource, RunSpec
-from shardmlx.config.train import CheckpointOptions, OutputOptions, StepOptions, TrainConfig
+from shardmlx.config.train import (
+    BEST,
+    CheckpointOptions,
+    OutputOptions,
+    StepOptions,
+    TrainConfig,
+)
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.memory_limits import (
     MemoryLimits,
@@ -30,7 +36,7 @@ from shardmlx.costmodel.memory_limits import (
 )
 from shardmlx.costmodel.predict import Prediction, predict
 from shardmlx.costmodel.workload import Workload
-from shardmlx.distributed.agreement import on_all_ranks, on_rank_0
+from shardmlx.distributed.agreement import AgreedError, on_all_ranks, on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import few_widths
 from shardmlx.engine.optimizer import build_optimizer
@@ -136,7 +142,7 @@ def plan_run(
     on_rank_0(transport, "checking the output", check)
     with transport.longer_timeout(SETUP_SECONDS):
         data = on_rank_0(
-            transport, "reading the data", partial(_read_data, config, opened, reporter)
+            transport, "reading the data", partial(read_sets, config, opened, reporter)
         )
         sizes, lengths = transport.broadcast(
             None if data is None else (data.sizes(), _lengths(config, data)), what="data"
@@ -153,6 +159,11 @@ def plan_run(
         compare_plans(transport, plan.digest)
     for part in (slices[index] for index in plan.stages_of(transport.rank)):
         part.stored = {name: stored[name] for name in part.trainable if name in stored}
+    if config.train and not sizes["valid"] and (config.early_stop or config.keep == BEST):
+        raise AgreedError(
+            f"{config.data} has no validation set, by which --early-stop and --keep best decide",
+            "add one, or leave them out",
+        )
     reporter.say(_headline(choice.run, plan))
     if ignored := _without_effect(run, plan):
         reporter.warn(f"{' '.join(ignored)}: no effect with one replica")
@@ -223,7 +234,8 @@ def check_output(outputs: OutputOptions, tune: FineTune, model_path: Path) -> No
         )
 
 
-def _read_data(config: TrainConfig, opened: OpenedModel, reporter: Reporter) -> DataSets:
+def read_sets(config: TrainConfig, opened: OpenedModel, reporter: Reporter) -> DataSets:
+    """Read the data of a run, and say what was read. Raises ``UserError``."""
     data = read_data(
         DataOptions.of(config),
         read_tokenizer(opened.path, config.trust_remote_code, opened.config),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -25,6 +26,22 @@ class Fault(NamedTuple):
 
     problem: str
     remedy: str
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The lowest validation loss so far, the step before whose update it was found, and how many
+    validations have come since."""
+
+    loss: float | None = None
+    step: int | None = None
+    misses: int = 0
+
+    def after(self, step: int, loss: float | None) -> Best:
+        """Return the best after one more validation; one without a number is none."""
+        if loss is not None and loss < (math.inf if self.loss is None else self.loss):
+            return Best(loss, step)
+        return replace(self, misses=self.misses + 1)
 
 
 class Soundness:

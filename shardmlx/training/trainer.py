@@ -8,6 +8,7 @@ import math
 import signal
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ import numpy as np
 
 from shardmlx.checkpoint.export import Collector, save_adapters, save_model
 from shardmlx.checkpoint.store import MARKER
+from shardmlx.common.formatting import plural
 from shardmlx.common.reporter import Bar
+from shardmlx.config.train import BEST
 from shardmlx.distributed.agreement import from_rank_0, on_rank_0
 from shardmlx.engine.batches import random_state, set_random_state
 from shardmlx.engine.optimizer import Updater
@@ -32,7 +35,10 @@ from shardmlx.training.references import References
 from shardmlx.training.report import TrainingReport
 from shardmlx.training.scores import in_words
 from shardmlx.training.setup import TrainingRun
-from shardmlx.training.soundness import TAMER, Fault, Soundness
+from shardmlx.training.soundness import TAMER, Best, Fault, Soundness
+
+LAST_PLACE = "last"
+"""Directory in --adapter-path of the last weights where the best are kept."""
 
 
 class Trainer:
@@ -45,7 +51,9 @@ class Trainer:
         self._plan = planned.plan
         self._options = options = planned.steps
         self._checkpoint_every = planned.checkpoints.checkpoint_every
-        self._output = Path(planned.outputs.adapter_path)
+        self._place = Path(planned.outputs.adapter_path)
+        self._output = self._place / LAST_PLACE if options.keep == BEST else self._place
+        self._best = Best()
         self._transport = job.transport
         self._reporter = job.reporter
         self._engine = job.engine
@@ -66,7 +74,7 @@ class Trainer:
         self._random = np.random.RandomState(options.seed)
         self._evaluation = Evaluation(job, self._random)
         self._batches = self._evaluation.batches("train", loop=True)
-        self._start = 0
+        self._start = self._done = 0
         self._grad_norm: float | None = None
         self._last_share: Share | None = None
 
@@ -88,7 +96,9 @@ class Trainer:
                 BatchFeed(self._plan, self._transport, self._batches, left) as feed,
             ):
                 for step in range(self._start + 1, options.iters + 1):
-                    self._iterate(step, feed, bar)
+                    if not self._iterate(step, feed, bar):
+                        break
+                    self._done = step
         except StopRequested as request:
             name = signal.Signals(request.number).name
             self._reporter.say(f"{name}: saving, then leaving")
@@ -100,6 +110,8 @@ class Trainer:
         self._report.summary(time.monotonic() - start, self._checkpoints.summary())
         if is_saved:
             self._reporter.say(f"Saved to {self._output}")
+        if options.keep == BEST and self._best.step is not None:
+            self._reporter.say(f"The best, before step {self._best.step}, is in {self._place}")
 
     def test(self) -> None:
         try:
@@ -152,7 +164,8 @@ class Trainer:
         state = manifest.state
         with self._transport.longer_timeout(SETUP_SECONDS):
             self._checkpoints.restore(found)
-        self._start = manifest.step
+        self._start = self._done = manifest.step
+        self._best = Best(**state.get("best", {}))
         self._meter.start_after(manifest.step)
         self._report.restore(state["report"], state["ranks"])
         self._gradients.restore(state["loss_scale"])
@@ -170,14 +183,16 @@ class Trainer:
             self._reporter.warn(f"it was computed on {then}, now on {now}: sums round otherwise")
         self._reporter.event("resume", {"step": manifest.step, "checkpoint": str(where)})
 
-    def _iterate(self, step: int, feed: BatchFeed, bar: Bar) -> None:
+    def _iterate(self, step: int, feed: BatchFeed, bar: Bar) -> bool:
+        """Make a step; return False in its place where validation says that training is over."""
         options = self._options
         self._transport.activity.begin(f"step {step}")
         with self._engine.recorder.span(Span.STEP, f"batch {step}"):
             (share,) = feed.take()
         self._meter.count(step)
         if step in (1, options.iters) or step % options.steps_per_eval == 0:
-            self._validate(step)
+            if not self._validate(step):
+                return False  # nothing is under way yet
             self._transport.activity.begin(f"step {step}")
         with self._engine.recorder.span(Span.STEP, f"step {step}"):
             # The next batch is drawn after the validation's, as in mlx-lm, and travels while this
@@ -193,6 +208,7 @@ class Trainer:
             self._checkpoints.mark(self._point(step, position))
         self._save_if_due(step)
         self._checkpoints.report()
+        return True
 
     def _step(self, step: int, share: Share) -> None:
         options = self._options
@@ -244,7 +260,12 @@ class Trainer:
 
     def _point(self, step: int, position: Mapping[str, Any]) -> Point:
         """Return the run after the update of ``step``; batches from ``position`` are to come."""
-        state = {"report": self._report.state(), "loss_scale": self._gradients.state(), **position}
+        state = {
+            "report": self._report.state(),
+            "loss_scale": self._gradients.state(),
+            "best": asdict(self._best),
+            **position,
+        }
         return Point(step, state, self._report.mine())
 
     def _fault(self) -> Fault | None:
@@ -283,8 +304,8 @@ class Trainer:
         options = self._options
         fault = self._fault()
         if fault is not None:
-            raise AgreedFailure(f"step {options.iters}: {self._keep()}; {fault.remedy}")
-        is_saved = options.iters % options.save_every == 0 and self._soundness.unmoved() is None
+            raise AgreedFailure(f"step {self._done}: {self._keep()}; {fault.remedy}")
+        is_saved = self._done % options.save_every == 0 and self._soundness.unmoved() is None
         is_saved = is_saved or self._save(None)
         self._checkpoints.save()
         self._checkpoints.finish()
@@ -305,17 +326,32 @@ class Trainer:
         assert place is not None, "it was saved there"
         return f"the run up to step {step} is in {place.store.path(step)}"
 
-    def _validate(self, step: int) -> None:
-        start = time.monotonic()
-        found = self._evaluation.loss("valid", self._options.val_batches, "validating")
+    def _validate(self, step: int) -> bool:
+        """Return False where training is over, since no validation got better any more."""
+        start, options = time.monotonic(), self._options
+        found = self._evaluation.loss("valid", options.val_batches, "validating")
         self._meter.skip(step)
         if found is not None:
             self._report.validation(step, found, time.monotonic() - start)
+        if step == 1 or (options.early_stop is None and options.keep != BEST):
+            return True  # before the first update there is nothing to choose from
+        loss: float | None = self._transport.broadcast(found and found.loss, what="the loss")
+        self._best = self._best.after(step, loss)
+        if options.keep == BEST and self._best.step == step:
+            with self._transport.longer_timeout(SETUP_SECONDS):
+                self._write(self._place, None)
+        if options.early_stop is None or self._best.misses < options.early_stop:
+            return True
+        self._reporter.say(
+            f"step {step}: the last {plural(self._best.misses, 'validation')} had no better loss "
+            f"than {self._best.loss:.4f} before step {self._best.step}: training stops"
+        )
+        return False
 
     def _save(self, copy_as: str | None) -> bool:
         """Write the trained weights, with a copy of adapters; return whether it has. Until a
         resumed run has changed a weight, it keeps outputs later than its checkpoint."""
-        directory, tune = self._output, self._job.planned.way.fine_tune
+        directory = self._output
         if self._soundness.unmoved() is not None and from_rank_0(
             self._transport, "looking at the output", self._later_output
         ):
@@ -326,11 +362,14 @@ class Trainer:
             return False
         # A rank waits until rank 0 has written the tensors before its own.
         with self._transport.longer_timeout(SETUP_SECONDS):
-            if tune.is_full:
-                save_model(self._collector, self._job.model_path, directory)
-            else:
-                save_adapters(self._collector, directory, self._job.planned.options, copy_as)
+            self._write(directory, copy_as)
         return True
+
+    def _write(self, directory: Path, copy_as: str | None) -> None:
+        if self._planned.way.fine_tune.is_full:
+            save_model(self._collector, self._job.model_path, directory)
+        else:
+            save_adapters(self._collector, directory, self._planned.options, copy_as)
 
     def _later_output(self) -> bool:
         found = self._job.resumption.found

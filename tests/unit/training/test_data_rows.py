@@ -12,6 +12,7 @@ from mlx_lm.tuner.datasets import load_dataset as mlx_lm_load_dataset
 from shardmlx.config.data import DataOptions
 from shardmlx.config.inference import EvaluateConfig
 from shardmlx.config.train import TrainConfig
+from shardmlx.engine.batches import make_batch
 from shardmlx.errors import UserError
 from shardmlx.evaluation.command import read_texts
 from shardmlx.inference.prompts import PromptEncoder
@@ -339,3 +340,58 @@ def test_rows_of_other_sets_and_commands_are_the_same(tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
         read_texts(config, PromptEncoder(tokenizer=tokenizer_with(CHATML)), pytest.fail)
     assert "test.jsonl:1" in error.value.problem
+
+
+# Messages that count in the loss.
+
+TURNS = [
+    {"role": "user", "content": "u one"},
+    {"role": "assistant", "content": "a one"},
+    {"role": "user", "content": "u two"},
+    {"role": "assistant", "content": "a two"},
+]
+
+
+def counted(directory: Path, turns: Any, **options: Any) -> str:
+    """What counts of a row, without the marks of the template."""
+    data = write(directory, train=[{"messages": turns}], valid=[{"messages": turns}])
+    config = TrainConfig(data=data, batch_size=1, **options)
+    tokenizer = tokenizer_with(CHATML)
+    samples = read_data(DataOptions.of(config), tokenizer, None).train
+    ((tokens, start),) = listed(samples)
+    ids = [token for i, token in enumerate(tokens) if i >= start and token >= 0]
+    batch = make_batch([(tokens, start)], 512)
+    # The first token has no prediction, and of a last one that counts mlx-lm counts a padding too.
+    assert batch.valid_tokens == len(ids) - (start == 0) + (tokens[-1] >= 0)
+    assert samples.counted(512).tolist() == [len(ids) - (start == 0)]
+    assert tokenizer.decode(batch.inputs[0].tolist()).startswith("<|im_start|>user")
+    text = tokenizer.decode(ids).replace("<|im_start|>", " ").replace("<|im_end|>", "")
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "user u one assistant a one user u two assistant a two"),
+        ({"loss_on": "all"}, "user u one assistant a one user u two assistant a two"),
+        ({"mask_prompt": True}, "a two"),
+        ({"loss_on": "last"}, "a two"),
+        ({"loss_on": "assistant"}, "a one a two"),
+    ],
+)
+def test_the_messages_that_the_user_names_count(
+    tmp_path: Path, options: dict[str, Any], text: str
+) -> None:
+    assert counted(tmp_path, TURNS, **options) == text
+
+
+@pytest.mark.parametrize("no", [{"train": False}, {"weight": 0}])
+def test_a_message_may_say_that_it_does_not_count(tmp_path: Path, no: dict[str, Any]) -> None:
+    first, answer, *rest = TURNS
+    turns = [first, answer | no, *rest]
+    assert counted(tmp_path, turns, loss_on="assistant") == "a two"
+    assert "a one" not in counted(tmp_path, turns)
+    assert counted(tmp_path, [first, answer, rest[0], rest[1] | no], loss_on="assistant") == "a one"
+    with pytest.raises(UserError) as error:
+        counted(tmp_path, [first, answer | {"weight": 0.5}])
+    assert "weight 0.5" in error.value.problem

@@ -1,0 +1,75 @@
+"""The best adapters are kept, and a run that gets no better stops."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.helpers.models_and_batches import load_arrays
+from tests.helpers.mpirun import events, train, train_well
+
+COMMON = ("--num-layers", "-1", "--batch-size", "4", "--max-seq-length", "64", "--seed", "3")
+COMMON += ("--learning-rate", "3e-2", "--steps-per-eval", "4", "--val-batches", "-1")
+COMMON += ("--steps-per-report", "2", "--save-every", "2", "--iters", "60")
+CHOICE = ("--keep", "best", "--early-stop", "2")
+
+
+def adapters(directory: Path) -> dict[str, np.ndarray]:
+    arrays = load_arrays(directory / "adapters.safetensors")
+    return {name: np.array(array) for name, array in arrays.items()}
+
+
+def test_the_best_is_kept_and_training_stops_and_stays_stopped(
+    small: Path, pirate: Path, tmp_path: Path
+) -> None:
+    """At this learning rate the loss soon rises again."""
+    run = ("--model", small, "--data", pirate, *COMMON)
+    kept = tmp_path / "kept"
+    flags = (*CHOICE, "--adapter-path", kept, "--checkpoint-dir", tmp_path / "checkpoints")
+    metrics = tmp_path / "metrics.jsonl"
+    job = train_well(2, *run, *flags, "--metrics-file", metrics)
+    losses = {event["step"]: event["loss"] for event in events(metrics, "val")}
+    assert min(losses, key=losses.__getitem__) < max(losses) < 60
+    later = {step: loss for step, loss in losses.items() if step > 1}
+    best = min(later, key=later.__getitem__)
+    assert [*later][-1] == best + 8, "two validations after the best"
+    # The weights of the best validation are those after the step before it.
+    upto = ("--adapter-path", tmp_path / "upto", "--iters", str(best - 1))
+    train_well(2, *run, *upto)
+    expected, found = adapters(tmp_path / "upto"), adapters(kept)
+    assert all(np.array_equal(found[name], expected[name]) for name in expected)
+    last = adapters(kept / "last")
+    assert any(not np.array_equal(last[name], found[name]) for name in found)
+    assert json.loads((kept / "adapter_config.json").read_text())["keep"] == "best"
+    again = train_well(2, *run, *flags)
+    assert f"before step {best}: training stops" in again.stdout
+    assert f"before step {best}: training stops" in job.stdout
+    for name, array in adapters(kept).items():
+        assert np.array_equal(array, found[name])
+
+
+def test_rows_are_shown_with_what_counts(small: Path, pirate: Path, tmp_path: Path) -> None:
+    flags = ("--model", small, "--data", pirate, "--loss-on", "assistant", "--show-data", "2")
+    job = train_well(2, *flags, cwd=tmp_path)
+    row = json.loads((pirate / "train.jsonl").read_text().splitlines()[0])
+    # The row with a key more comes after those with fewer, as in mlx-lm.
+    shown = [line for line in job.stdout.splitlines() if "\u00ab" in line]
+    assert len(shown) == 2
+    assert job.stdout.count("count in the loss") == 2
+    assert "messages" in row
+    assert not [*tmp_path.iterdir()], "nothing was written"
+
+
+@pytest.mark.parametrize("flags", [("--keep", "best"), ("--early-stop", "3")])
+def test_without_a_validation_set_there_is_no_best(
+    flags: tuple[str, str], small: Path, pirate: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "train.jsonl").write_bytes((pirate / "train.jsonl").read_bytes())
+    run = ("--model", small, "--data", tmp_path, "--iters", "2", "--num-layers", "-1")
+    job = train(2, *run, *flags, cwd=tmp_path)
+    assert job.returncode == 2
+    (line,) = job.error_lines
+    assert "validation set" in line
