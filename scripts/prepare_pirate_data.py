@@ -83,10 +83,13 @@ def digest(*parts: object) -> bytes:
     return hashlib.sha256(repr(parts).encode()).digest()
 
 
-def make(pairs: Sequence[Pair], translate: Callable[[str], str], seed: int) -> dict[str, list[str]]:
+def make(
+    pairs: Sequence[Pair], translate: Callable[[str], str], seed: int, *, preferences: bool = False
+) -> dict[str, list[str]]:
     """Return the lines of each file. All answers to one prompt are in the same file.
 
-    The state of `random` stays as it was.
+    With `preferences` the pirate's answer is chosen, and the answer before its translation
+    rejected. The state of `random` stays as it was.
     """
     answers: dict[str, list[Pair]] = {}
     for prompt, answer in dict.fromkeys((tidy(prompt), tidy(answer)) for prompt, answer in pairs):
@@ -104,11 +107,12 @@ def make(pairs: Sequence[Pair], translate: Callable[[str], str], seed: int) -> d
         lines[name] = []
         for prompt, answer in sorted(chosen, key=lambda pair: digest(seed, *pair)):
             random.seed(digest(seed, prompt, answer))
-            messages = [
-                {"role": "user", "content": prompt},
-                {"role": "assistant", "content": pirate(answer, translate)},
-            ]
-            lines[name].append(json.dumps({"messages": messages}, ensure_ascii=False))
+            said = pirate(answer, translate)
+            row: dict[str, object] = {"prompt": prompt, "chosen": said, "rejected": answer}
+            if not preferences:
+                turns = (("user", prompt), ("assistant", said))
+                row = {"messages": [{"role": role, "content": text} for role, text in turns]}
+            lines[name].append(json.dumps(row, ensure_ascii=False))
     random.setstate(before)
     return lines
 
@@ -128,12 +132,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=0,
         help="seed of the split and of the pirates' cries (default: %(default)s)",
     )
+    parser.add_argument(
+        "--preferences",
+        action="store_true",
+        help="write pairs of answers: the pirate's is chosen, the plain one rejected",
+    )
     args = parser.parse_args(argv)
     output: Path = args.output
 
     corpus = packaged_file("chatterbot_corpus", "data/english", REMEDY)
     translate = packaged_module("arrr", REMEDY).translate
-    lines = make(list(dialogues(corpus)), translate, args.seed)
+    lines = make(list(dialogues(corpus)), translate, args.seed, preferences=args.preferences)
     texts = {name: "".join(f"{line}\n" for line in lines[name]) for name in FILES}
     counts = ", ".join(f"{len(lines[name])} in {name}" for name in FILES)
     if already_there(output, FILES):

@@ -16,8 +16,8 @@ _SUMS = (
     *("chosen", "rejected", "chosen_reward", "rejected_reward"),
     *("chosen_logp", "rejected_logp", "right"),
 )
-"""Sums over answers: how many are wanted and how many not, and the pairs that are judged rightly;
-a reward is what training has made an answer likelier, times beta."""
+"""Sums over answers: how many are wanted and how many not, and the pairs that are judged rightly,
+ties by half. A reward is what training has made an answer likelier, times beta."""
 
 
 class Scores(NamedTuple):
@@ -48,7 +48,8 @@ def scores_of(
         for i, values in enumerate((np.ones(len(wanted)), rewards, logps)):
             sums[2 * i : 2 * i + 2] += values[wanted].sum(), values[~wanted].sum()
         if objective.is_paired:
-            sums[-1] += (rewards[0::2] > rewards[1::2]).sum()
+            margins = rewards[0::2] - rewards[1::2]
+            sums[-1] += (margins > 0).sum() + (margins == 0).sum() / 2
     return Scores(losses, sums.tolist())
 
 
