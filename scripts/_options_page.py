@@ -150,7 +150,7 @@ def _value(each: Declared) -> str:
     if each.rules.choices is not None:
         return ", ".join(f"`{choice}`" for choice in each.rules.choices)
     if not each.rules.flag:
-        return "mapping" if dict in each.kinds else "text"
+        return "mapping" if dict in each.kinds else _cell(each.metavar or "text")
     return _cell(each.metavar)
 
 

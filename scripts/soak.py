@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from rich.console import Console
 from rich.progress import track
@@ -34,7 +35,7 @@ from rich.table import Table
 from shardmlx.checkpoint.store import Store
 from shardmlx.errors import UserError
 from tests.helpers.jobs import Running
-from tests.helpers.mpirun import events
+from tests.helpers.mpirun import events, in_file
 from tests.helpers.small_models import pirate_directory, small_directory, tokenizer_directory
 
 STEPS = 12
@@ -55,10 +56,10 @@ LAYOUTS: Sequence[tuple[int, Sequence[str]]] = (
     (4, ("--pipeline-stages", "2", "--schedule", "1f1b")),
 )
 
-RUNS: Mapping[str, Sequence[str]] = MappingProxyType(
+RUNS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "lora": ("--optimizer", "adamw"),
-        "full": ("--fine-tune-type", "full", "--unfreeze-all", "--grad-accumulation-steps", "2"),
+        "lora": {"optimizer": "adamw"},
+        "full": {"fine_tune_type": "full", "unfreeze_all": True, "grad_accumulation_steps": 2},
     }
 )
 
@@ -137,7 +138,8 @@ class Soak:
         options += ["--batch-size", "4", "--micro-batch-size", "1", "--num-layers", "-1"]
         options += ["--iters", str(STEPS), "--learning-rate", "1e-3", "--max-seq-length", "64"]
         options += ["--steps-per-report", "1", "--steps-per-eval", "4", "--val-batches", "1"]
-        options += ["--save-every", "5", "--adapter-path", directory / "out", *RUNS[run]]
+        options += ["--save-every", "5", "--adapter-path", directory / "out"]
+        options += in_file(directory / "options.yaml", **RUNS[run])
         options += ["--checkpoint-dir", directory / "checkpoints", "--checkpoint-every", "2"]
         options += ["--metrics-file", directory / f"metrics-{attempt}.jsonl"]
         options += ["--timeout", f"{TIMEOUT:g}", *layout]

@@ -7,8 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from _compare import ROOT, environment, mpirun
 from _turns import Contender
+
+from shardmlx.config.options import declared
+from shardmlx.config.train import TrainConfig
 
 PROGRAM = ROOT / "scripts/bench/_train.py"
 
@@ -23,6 +27,17 @@ def as_flags(values: Mapping[str, object]) -> list[str]:
         if value is not True:
             words.append(str(value))
     return words
+
+
+def as_words(values: Mapping[str, object], config: Path) -> list[str]:
+    """Write options of ``shardmlx.train`` as flags, and into ``config`` those that have none."""
+    only_in_file = {each.name for each in declared(TrainConfig) if not each.rules.flag}
+    in_file = {name: value for name, value in values.items() if name in only_in_file}
+    flags = {name: value for name, value in values.items() if name not in only_in_file}
+    if in_file:
+        config.write_text(yaml.safe_dump(in_file))
+        flags["config"] = config
+    return as_flags(flags)
 
 
 def training(
@@ -46,7 +61,8 @@ def training(
         "save_every": 10**9, "metrics_file": f"{own}.jsonl",
         "adapter_path": own,
     }  # fmt: skip
-    command = mpirun(ranks, PROGRAM, *as_flags({**flags, **reports}), bind=bind)
+    words = as_words({**flags, **reports}, Path(f"{own}-options.yaml"))
+    command = mpirun(ranks, PROGRAM, *words, bind=bind)
     return Contender(name, [command], ranks=ranks, environments=[environment(threads)])
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from _compare import Table, machine, mpirun, parser_of, publish, run
 from _models import PIRATE, SMOLLM2, check_prepared
-from _training import as_flags, events_of, path_of
+from _training import as_words, events_of, path_of
 
 LENGTH = 32
 LAST = 20
@@ -41,12 +41,10 @@ ONE, TWO = "float32", "float32, two rows"
 
 KINDS = {
     ONE: Kind({"dtype": "float32"}),
-    "bfloat16, --master-weights": Kind({"dtype": "bfloat16", "master_weights": True}),
+    "bfloat16, master_weights": Kind({"dtype": "bfloat16", "master_weights": True}),
     "bfloat16": Kind({"dtype": "bfloat16"}),
-    "float16, --master-weights, loss_scale: auto": Kind(
-        {"dtype": "float16", "master_weights": True}
-    ),
-    "float16, --master-weights, loss_scale: none": Kind(
+    "float16, master_weights, loss_scale: auto": Kind({"dtype": "float16", "master_weights": True}),
+    "float16, master_weights, loss_scale: none": Kind(
         {"dtype": "float16", "master_weights": True, "loss_scale": "none"}
     ),
     TWO: Kind({"dtype": "float32"}, rows=2),
@@ -79,7 +77,8 @@ def curve_of(name: str, kind: Kind, steps: int, directory: Path) -> Curve:
         "steps_per_report": 1, "steps_per_eval": 10**9, "val_batches": 10, "save_every": 10**9,
         "adapter_path": own, "metrics_file": metrics,
     }  # fmt: skip
-    run(mpirun(kind.ranks, "-m", "shardmlx.train", *as_flags({**flags, **kind.flags})))
+    words = as_words({**flags, **kind.flags}, own.with_suffix(".yaml"))
+    run(mpirun(kind.ranks, "-m", "shardmlx.train", *words))
     events = events_of(metrics)
     losses = {
         what: [event["loss"] for event in events if event["event"] == what]

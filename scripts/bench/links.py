@@ -49,7 +49,7 @@ LENGTH, ROWS = 128, 2
 TRAINING = {
     "data": "data", "fine_tune_type": "full", "num_layers": -1, "optimizer": "adamw",
     "batch_size": 8 * ROWS, "micro_batch_size": ROWS, "max_seq_length": LENGTH + 1,
-    "recompute": "none", "attention_chunk": "off", "loss_chunk": "off",
+    "recompute": "none", "config": "whole.yaml",
 }  # fmt: skip
 
 PINNED = ("sh", "-c", 'exec taskset --cpu-list "$OMPI_COMM_WORLD_RANK" "$0" "$@"')
@@ -63,10 +63,11 @@ def run_on_both(lab: Lab, *arguments: object) -> None:
 
 
 def prepare(lab: Lab, rate: str) -> None:
-    """Write the model, data and hostfile, and measure a profile."""
+    """Write the model, data, options and hostfile, and measure a profile."""
     link = f"link={bytes_a_second(rate) * PAYLOAD / 1e6:.2f}MB/s latency=100us"
     lines = "".join(f"{host} slots=1 # {link}\n" for host in lab.hosts)
     (lab.home("mac1") / "hosts").write_text(lines)
+    (lab.home("mac1") / "whole.yaml").write_text("attention_chunk: off\nloss_chunk: off\n")
     for host in lab.hosts:
         make_wide(lab.home(host) / "model")
         make_long_rows(lab.home(host) / "data")

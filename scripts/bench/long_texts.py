@@ -46,7 +46,7 @@ from _compare import (
     verdict,
 )
 from _models import PIRATE, SMOLLM2, check_prepared, make_long_rows, make_wide
-from _training import as_flags, events_of, path_of, training
+from _training import as_flags, as_words, events_of, path_of, training
 from _turns import Contender, warmed_up
 
 HERE = Path(__file__).resolve().parent
@@ -290,7 +290,8 @@ def limit(arena: Arena) -> list[tuple[Table, Any]]:
     ):
         metrics = path_of(arena.directory, f"{name} {ranks} {group}").with_suffix(".jsonl")
         given = {**flags, **how, "metrics_file": metrics, "memory_limit": f"{nbytes}B"}
-        program = mpirun(ranks, "-m", "shardmlx.train", *as_flags(given), bind="core")
+        words = as_words(given, metrics.with_suffix(".yaml"))
+        program = mpirun(ranks, "-m", "shardmlx.train", *words, bind="core")
         found = trained(program, nbytes if group else None, metrics)
         results.append({"what": name, "ranks": ranks, **found})
         where = "--memory-limit, and in one cgroup" if group else "--memory-limit"

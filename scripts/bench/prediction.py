@@ -23,7 +23,7 @@ from pathlib import Path
 
 from _compare import mpirun, run
 from _models import SMOLLM2, check_prepared, make_long_rows, make_wide
-from _training import events_of
+from _training import as_words, events_of
 
 from shardmlx.common.formatting import columns
 from shardmlx.common.units import MIB
@@ -51,15 +51,16 @@ class Work:
     chunk: str = AUTO
     """Pieces of attention and of the loss: auto or off."""
 
-    def flags(self, path: Path) -> list[str]:
-        return [
-            "--fine-tune-type", self.fine_tune_type, "--num-layers", "-1", "--optimizer", "adamw",
-            "--batch-size", str(self.batch_size), "--micro-batch-size", str(self.micro_batch_size),
+    def words(self, data: Path, directory: Path) -> list[str]:
+        """Return the options as words of ``train``, some of them in a file in ``directory``."""
+        options = {
+            "fine_tune_type": self.fine_tune_type, "num_layers": -1, "optimizer": "adamw",
+            "batch_size": self.batch_size, "micro_batch_size": self.micro_batch_size,
             # One token more: the last is a target only.
-            "--max-seq-length", str(self.length + 1), "--data", str(path),
-            "--recompute", self.recompute,
-            "--attention-chunk", self.chunk, "--loss-chunk", self.chunk,
-        ]  # fmt: skip
+            "max_seq_length": self.length + 1, "data": data, "recompute": self.recompute,
+            "attention_chunk": self.chunk, "loss_chunk": self.chunk,
+        }  # fmt: skip
+        return as_words(options, directory / "options.yaml")
 
 
 @dataclass(frozen=True)
@@ -113,9 +114,10 @@ def measure(
     metrics = directory / "metrics.jsonl"
     run_ranks(
         [
-            "shardmlx.train", "--model", model, *work.flags(data), "--schedule", schedule,
-            "--iters", steps, "--steps-per-report", window, "--val-batches", 0,
-            "--adapter-path", directory / "out", "--metrics-file", metrics, *more,
+            "shardmlx.train", "--model", model, *work.words(data, directory),
+            "--schedule", schedule, "--iters", steps, "--steps-per-report", window,
+            "--val-batches", 0, "--adapter-path", directory / "out", "--metrics-file", metrics,
+            *more,
         ]
     )  # fmt: skip
     events = events_of(metrics)
@@ -199,7 +201,7 @@ def compare_all(only: Sequence[str], data: Path, directory: Path) -> list[Result
         print(f"profile of {work.model}, {work.fine_tune_type} ...", flush=True)
         run_ranks(
             [
-                "shardmlx.profile", model, *work.flags(data), "-o", profile,
+                "shardmlx.profile", model, *work.words(data, directory), "-o", profile,
                 "--rows", work.micro_batch_size,
                 "--lengths", f"{work.length // 2},{work.length}",
             ]

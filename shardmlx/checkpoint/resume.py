@@ -63,13 +63,13 @@ def choose_storage(wanted: str, disks: Disks, owners: int, names: Sequence[str])
     elif wanted == "shared" and not shared:
         away = names[disks.groups[1][0]]
         raise AgreedError(
-            f"--checkpoint-storage shared: {away} does not see the --checkpoint-dir of {names[0]}",
+            f"checkpoint_storage is shared: {away} does not see the --checkpoint-dir of {names[0]}",
             "name a directory on a disk that both have, or use auto",
         )
     storage = Storage(kind, disks, owners)
     for rank in sorted(storage.writers.union(storage.committers)):
         if disks.problems[rank] is not None:
-            remedy = ", or use --checkpoint-storage rank0" if disks.problems[0] is None else ""
+            remedy = ", or use checkpoint_storage: rank0" if disks.problems[0] is None else ""
             raise AgreedError(
                 f"{names[rank]} cannot write to --checkpoint-dir: {disks.problems[rank]}: name "
                 f"another directory{remedy}"

@@ -260,5 +260,5 @@ class CheckpointWriter:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return "the disk is full: free some of it, or lower --keep-checkpoints"
+        return "the disk is full: free some of it, or lower keep_checkpoints"
     return one_line(error)

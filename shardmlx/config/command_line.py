@@ -203,7 +203,7 @@ class CommandLine(Generic[Options]):
         flag = word.partition("=")[0]
         if flag in self.refused:
             return UserError(f"{flag} is not here", self.refused[flag])
-        key = flag.lstrip("-").replace("-", "_")
+        key = flag.lstrip("-").removeprefix("no-").replace("-", "_")
         flags = [each.flag[2:] for each in known if each.rules.flag and not each.rules.positional]
         remedy = did_you_mean(flag.lstrip("-"), flags, "--")
         for each in known:

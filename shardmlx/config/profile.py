@@ -18,7 +18,6 @@ _measured = in_group(_MEASURED)
 _SHOWN = (
     *("model", "revision", "rows", "lengths", "output", "timeout", "config"),
     *("fine_tune_type", "num_layers", "max_seq_length", "dtype", "optimizer"),
-    *("attention_chunk", "loss_chunk"),
 )
 """The options that ``--help`` lists: of a training run, those that change what is measured."""
 

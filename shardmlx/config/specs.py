@@ -82,8 +82,8 @@ class FineTune(Spec):
         "rank, scale and dropout of the adapters, and keys: the modules that have them",
         flag=False,
     )
-    unfreeze_all: bool = _pipeline(
-        False, "in a full fine-tune: all else than layers is trained too"
+    unfreeze_all: bool = option(
+        False, "in a full fine-tune: all else than layers is trained too", flag=False
     )
     dtype: str | None = common.dtype(group="pipeline")
     optimizer: str = _training("adam", "optimizer", choices=tuple(OPTIMIZERS), parse=str.lower)
@@ -104,7 +104,9 @@ class FineTune(Spec):
     zero: int | None = _pipeline(
         None, "1 divides optimizer state, 3 weights too", choices=ZERO, unset="1 in full fine-tunes"
     )
-    master_weights: bool = _pipeline(False, "update float32 copies of trained 16-bit weights")
+    master_weights: bool = option(
+        False, "update float32 copies of trained 16-bit weights", flag=False
+    )
     sum_dtype: str = _pipeline(
         SUM_DTYPES[0], "type of gradients between replicas", choices=SUM_DTYPES
     )
@@ -224,15 +226,17 @@ class BatchOptions(Spec):
         choices=RECOMPUTE,
         unset="chosen: the least that fits",
     )
-    attention_chunk: str = _pipeline(
+    attention_chunk: str = option(
         AUTO,
         f"queries whose attention is computed at a time; auto: {_AUTO_CHUNK}; off: all",
+        flag=False,
         choices=(AUTO, OFF),
         no=OFF,
     )
-    loss_chunk: str = _pipeline(
+    loss_chunk: str = option(
         AUTO,
         "positions whose logits are computed at a time; auto: as above; counted: that count",
+        flag=False,
         choices=(AUTO, COUNTED, OFF),
         no=OFF,
     )

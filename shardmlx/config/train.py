@@ -160,10 +160,13 @@ class CheckpointOptions(Spec):
     checkpoint_every: int = _checkpoints(
         100, "steps between checkpoints", metavar="STEPS", minimum=1
     )
-    keep_checkpoints: int = _checkpoints(2, "checkpoints that are kept, the newest", minimum=1)
-    checkpoint_storage: str = _checkpoints(
+    keep_checkpoints: int = option(
+        2, "checkpoints that are kept, the newest", flag=False, minimum=1
+    )
+    checkpoint_storage: str = option(
         AUTO,
         "on a disk that all ranks see, on rank 0's, or each part on its rank's and a neighbour's",
+        flag=False,
         choices=(AUTO, "shared", "rank0", "neighbour"),
     )
     resume: str = _checkpoints(

@@ -77,7 +77,7 @@ class Workload(ModelSizes):
             )
         if self.fine_tune.train and self.fine_tune.master_weights and self.dtype_bytes > 2:
             raise UserError(
-                f"--master-weights: the model's weights are {self.dtype} already",
+                f"master_weights: the model's weights are {self.dtype} already",
                 "leave it out, or give --dtype bfloat16",
             )
         is_full = self.fine_tune.train and self.fine_tune.is_full

@@ -35,7 +35,7 @@ _SHOWN = (
     *("draw", "timeline", "json", "config", "fine_tune_type", "num_layers", "optimizer"),
     *("batch_size", "max_seq_length", "pipeline_stages", "data_parallel", "replica_rows"),
     *("partitioner", "stage_map", "schedule", "micro_batch_size", "recompute", "pack"),
-    *("attention_chunk", "loss_chunk", "zero", "sum_dtype", "memory_limit", "dtype"),
+    *("zero", "sum_dtype", "memory_limit", "dtype"),
 )
 """The options in ``--help``: options of a training run that change the plan."""
 

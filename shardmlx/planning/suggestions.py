@@ -66,7 +66,7 @@ def _tighter(run: RunSpec, facts: Facts) -> Iterator[tuple[str, RunSpec]]:
     batch, layout, tune = run.batch, run.layout, run.fine_tune
     if OFF in (batch.attention_chunk, batch.loss_chunk):
         pieces = replace(batch, attention_chunk=AUTO, loss_chunk=AUTO)
-        yield "--attention-chunk auto --loss-chunk auto", replace(run, batch=pieces)
+        yield "attention_chunk: auto and loss_chunk: auto", replace(run, batch=pieces)
     least = batch.together
     if (batch.micro_batch_size or least) > least:
         small = replace(batch, micro_batch_size=least)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.helpers.jobs import PROGRAMS, Job, Running
 from tests.helpers.rank_pool import run_in_pool
@@ -48,6 +49,12 @@ def train(n: int, *args: str | Path, timeout: float = 120.0, cwd: Path | None = 
 
 def train_well(n: int, *args: str | Path, timeout: float = 120.0, cwd: Path | None = None) -> Job:
     return train(n, *args, timeout=timeout, cwd=cwd).well()
+
+
+def in_file(path: Path, **options: Any) -> tuple[str, Path]:
+    """Write options into a YAML file, and return the words that name it."""
+    path.write_text(yaml.safe_dump(options))
+    return "-c", path
 
 
 def events(metrics: Path, name: str) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.hosts import hosts
-from tests.helpers.mpirun import events, mpirun, train_well
+from tests.helpers.mpirun import events, in_file, mpirun, train_well
 
 STEPS, SAVED_EVERY = 12, 4
 TRAIN = (
@@ -72,8 +72,8 @@ def test_of_three_hosts_one_goes_and_the_others_go_on(
             *(sys.executable, "-m", "shardmlx.launch", "--hostfile", lab.hostfile),
             *("--ssh-command", lab.agent, f"--mpirun-options={' '.join(lab.mpirun_options)}"),
             *("train", *TRAIN, "--checkpoint-dir", "checkpoints", "--timeout", "6"),
-            *("--checkpoint-every", str(SAVED_EVERY), "--checkpoint-storage", "neighbour"),
-            *("--pipeline-stages", "3"),
+            *("--checkpoint-every", str(SAVED_EVERY), "--pipeline-stages", "3"),
+            *in_file(home / "options.yaml", checkpoint_storage="neighbour"),
         )
         job = mpirun(3, command=command, meanwhile=power_off).well()
         (line,) = job.error_lines

@@ -13,7 +13,7 @@ import pytest
 
 from shardmlx.checkpoint.store import Store
 from tests.helpers.jobs import AFTER_A_KILL, PROGRAMS
-from tests.helpers.mpirun import mpirun, train, train_well
+from tests.helpers.mpirun import in_file, mpirun, train, train_well
 
 
 @pytest.fixture
@@ -62,7 +62,8 @@ def test_a_rank_is_lost_while_it_saves(flags: list[str | Path], tmp_path: Path) 
 def test_a_full_disk(flags: list[str | Path], small_disk: Path, tmp_path: Path) -> None:
     store = Store(small_disk / "checkpoints")
     flags += ["--checkpoint-dir", store.directory]
-    line = train(2, *flags, "--iters", "1000", "--keep-checkpoints", "100").failure(1)
+    many = in_file(tmp_path / "many", keep_checkpoints=100)
+    line = train(2, *flags, "--iters", "1000", *many).failure(1)
     assert "writing the checkpoint of step" in line
     assert f"to {store.directory}: the disk is full: free some of it" in line
     steps = sound_steps(store)
@@ -71,5 +72,6 @@ def test_a_full_disk(flags: list[str | Path], small_disk: Path, tmp_path: Path) 
     for step in steps[:-1]:
         shutil.rmtree(store.path(step))
     last = steps[-1] + 1
-    job = train_well(2, *flags, "--iters", str(last), "--keep-checkpoints", "1")
+    one = in_file(tmp_path / "one", keep_checkpoints=1)
+    job = train_well(2, *flags, "--iters", str(last), *one)
     assert f"step-{steps[-1]:07d}: 1 of {last} steps are left" in job.stdout

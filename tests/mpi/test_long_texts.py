@@ -10,19 +10,22 @@ import pytest
 
 from tests.helpers.cgroups import memory_cgroups
 from tests.helpers.jobs import ranks_command
-from tests.helpers.mpirun import events, mpirun, train_well
+from tests.helpers.mpirun import events, in_file, mpirun, train_well
 
-WHOLE = ("--attention-chunk", "off", "--loss-chunk", "off")
-PIECES = ("--attention-chunk", "auto", "--loss-chunk", "counted")
+WHOLE = {"attention_chunk": "off", "loss_chunk": "off"}
+PIECES = {"attention_chunk": "auto", "loss_chunk": "counted"}
 
 
-def run(directory: Path, name: str, *more: str | Path) -> list[dict[str, float]]:
+def run(
+    directory: Path, name: str, pieces: dict[str, str], *more: str | Path
+) -> list[dict[str, float]]:
     metrics = directory / f"{name}.jsonl"
     train_well(
         2,
         *("--iters", "4", "--batch-size", "4", "--micro-batch-size", "2", "--num-layers", "-1"),
         *("--learning-rate", "1e-3", "--steps-per-report", "1", "--schedule", "1f1b"),
         *("--metrics-file", metrics, "--adapter-path", directory / name, *more),
+        *in_file(directory / f"{name}.yaml", **pieces),
     )
     return events(metrics, "train")
 
@@ -51,9 +54,9 @@ def test_the_loss_curve_is_that_without_pieces(
     small: Path, texts: Path, tmp_path: Path, pack: str, recompute: str
 ) -> None:
     given = ("--model", small, "--data", texts, "--val-batches", "1", pack)
-    whole = run(tmp_path, "whole", *WHOLE, *given, "--recompute", "none")
+    whole = run(tmp_path, "whole", WHOLE, *given, "--recompute", "none")
     validated = [event["loss"] for event in events(tmp_path / "whole.jsonl", "val")]
-    ours = run(tmp_path, "pieces", *PIECES, *given, "--recompute", recompute)
+    ours = run(tmp_path, "pieces", PIECES, *given, "--recompute", recompute)
     assert losses(ours) == pytest.approx(losses(whole), rel=1e-5)
     assert losses(ours)[0] == pytest.approx(losses(whole)[0], rel=1e-6)
     found = [event["loss"] for event in events(tmp_path / "pieces.jsonl", "val")]
@@ -76,15 +79,16 @@ def long_run(small: Path, tmp_path: Path) -> list[str | Path]:
     ]
 
 
-def test_long_sequences_fit_that_did_not(long_run: list[str | Path]) -> None:
+def test_long_sequences_fit_that_did_not(long_run: list[str | Path], tmp_path: Path) -> None:
     """Under the same limit: refused with pieces as the remedy, trained with them. Both ranks are in
     one memory cgroup, where the kernel ends who takes more."""
     nbytes = 720 << 20
     start = ("-m", "shardmlx.train", *long_run)
     with memory_cgroups(("both",), nbytes) as cgroups:
         both = cgroups["both"]
-        line = mpirun(2, command=both.command(*ranks_command(2, *start, *WHOLE))).failure(2)
+        whole = in_file(tmp_path / "whole.yaml", **WHOLE)
+        line = mpirun(2, command=both.command(*ranks_command(2, *start, *whole))).failure(2)
         assert "the memory cgroup, shared by 2 ranks" in line
-        assert "--attention-chunk auto --loss-chunk auto" in line
+        assert "attention_chunk: auto and loss_chunk: auto" in line
         mpirun(2, command=both.command(*ranks_command(2, *start))).well()
         assert both.peak <= nbytes

@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers.jobs import AFTER_A_KILL, PROGRAMS, Job
 from tests.helpers.models_and_batches import load_weights
-from tests.helpers.mpirun import events, mpirun, train, train_well
+from tests.helpers.mpirun import events, in_file, mpirun, train, train_well
 from tests.helpers.rank_pool import run_in_pool
 
 
@@ -64,16 +64,16 @@ def test_or_passes_over_the_step(flags: list[str | Path], tmp_path: Path) -> Non
 
 SCALED = (
     *("--pipeline-stages", "1", "--checkpoint-every", "2"),
-    *("--fine-tune-type", "full", "--keep-checkpoints", "9"),
+    *("--fine-tune-type", "full"),
 )
 
 
 @pytest.fixture
 def scaled(flags: list[str | Path], tmp_path: Path) -> list[str | Path]:
     """The flags of a run that scales its loss."""
-    config = tmp_path / "config.yaml"
-    config.write_text("{loss_scale: auto, lora_parameters: {rank: 4, scale: 2.0, dropout: 0.3}}")
-    return [*flags, "--config", config]
+    lora = {"rank": 4, "scale": 2.0, "dropout": 0.3}
+    options = {"loss_scale": "auto", "lora_parameters": lora, "keep_checkpoints": 9}
+    return [*flags, *in_file(tmp_path / "config.yaml", **options)]
 
 
 def losses_and_scales(directory: Path) -> tuple[dict[int, float], dict[int, list[float]]]:

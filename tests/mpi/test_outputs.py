@@ -16,7 +16,7 @@ from mlx_lm.tuner.trainer import evaluate
 
 from tests.helpers.jobs import ROOT, Job
 from tests.helpers.models_and_batches import load_arrays, load_weights
-from tests.helpers.mpirun import events, train_well
+from tests.helpers.mpirun import events, in_file, train_well
 
 Arguments = list[str | Path]
 
@@ -45,6 +45,7 @@ def others(lora: Job, small: Path, small_tied: Path, pirate: Path, directory: Pa
         (directory / name).mkdir()
         (directory / name / "notes.txt").write_text("mine")
     full: Arguments = ["--data", pirate, *TRAIN, "--fine-tune-type", "full"]
+    everything = in_file(directory / "everything.yaml", unfreeze_all=True)
     still: Arguments = [
         "--data",
         pirate,
@@ -57,7 +58,7 @@ def others(lora: Job, small: Path, small_tied: Path, pirate: Path, directory: Pa
     ]
     runs: dict[str, Arguments] = {
         "full": ["--model", small, *full],
-        "tied": ["--model", small_tied, *full, "--unfreeze-all", "--schedule", "zb-v"],
+        "tied": ["--model", small_tied, *full, *everything, "--schedule", "zb-v"],
         "resumed": ["--model", small, *still, "--resume-adapter-file", "lora/adapters.safetensors"],
         "continued": ["--model", directory / "full", *still],
     }

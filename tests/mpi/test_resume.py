@@ -140,7 +140,7 @@ def adam_may_differ(whole: Result, resumed_at: int) -> dict[int, float]:
 
 
 def arguments(
-    run: str, directory: Path, models: Mapping[str, Path], data: Path
+    run: str, directory: Path, models: Mapping[str, Path], data: Path, **more: str
 ) -> tuple[list[str], Result]:
     model, options = RUNS[run]
     directory.mkdir(parents=True, exist_ok=True)
@@ -158,6 +158,7 @@ def arguments(
                 "checkpoint_dir": str(result.checkpoints),
                 "keep_checkpoints": 9,
             }
+            | more
         )
     )
     return ["-c", str(config)], result
@@ -279,8 +280,8 @@ def apart(homes: Sequence[Path], flags: Sequence[str]) -> Job:
 def test_without_a_shared_disk(
     results: Results, small: Path, pirate: Path, tmp_path: Path, storage: str
 ) -> None:
-    flags, result = arguments("lora", tmp_path, {"small": small}, pirate)
-    flags += ["--checkpoint-dir", "checkpoints", "--checkpoint-storage", storage]
+    more = {"checkpoint_dir": "checkpoints", "checkpoint_storage": storage}
+    flags, result = arguments("lora", tmp_path, {"small": small}, pirate, **more)
     homes = [tmp_path / name for name in "abc"]
     apart(homes, flags).well()
     for home in homes:

@@ -14,26 +14,30 @@ import pytest
 from tests.helpers.checkpoints import Bytes, as_bytes
 from tests.helpers.jobs import AFTER_A_KILL, PROGRAMS
 from tests.helpers.models_and_batches import load_arrays
-from tests.helpers.mpirun import events, mpirun, train_well
+from tests.helpers.mpirun import events, in_file, mpirun, train_well
 
 STEPS = 6
 OPTIONS = (
-    *("--fine-tune-type", "full", "--num-layers", "-1", "--unfreeze-all", "--batch-size", "4"),
+    *("--fine-tune-type", "full", "--num-layers", "-1", "--batch-size", "4"),
     *("--micro-batch-size", "1", "--learning-rate", "1e-3", "--iters", str(STEPS)),
     *("--steps-per-report", "1", "--val-batches", "0", "--checkpoint-every", "3"),
-    *("--optimizer", "adamw", "--max-grad-norm", "0.5", "--keep-checkpoints", "9", "--no-pack"),
-    *("--pipeline-stages", "1", "--dtype", "bfloat16", "--master-weights"),
+    *("--optimizer", "adamw", "--max-grad-norm", "0.5", "--no-pack"),
+    *("--pipeline-stages", "1", "--dtype", "bfloat16"),
 )
+ONLY_IN_FILE = {
+    "loss_scale": "auto",
+    "unfreeze_all": True,
+    "master_weights": True,
+    "keep_checkpoints": 9,
+}
 
 
 def flags_of(directory: Path, model: Path, data: Path, *more: str) -> list[str | Path]:
     directory.mkdir(exist_ok=True)
-    config = directory / "config.yaml"
-    config.write_text("loss_scale: auto")
     return [
         *("--model", model, "--data", data, "--adapter-path", directory / "out"),
         *("--metrics-file", directory / "metrics", "--checkpoint-dir", directory / "checkpoints"),
-        *("--config", config),
+        *in_file(directory / "config.yaml", **ONLY_IN_FILE),
         *OPTIONS,
         *more,
     ]

@@ -54,10 +54,12 @@ def test_an_unknown_flag_before_a_command_is_named(capsys: Capture) -> None:
         ("doctor --ssh --agent login", "its name is --ssh-command"),
         ("train --on-nonfinite skip", "its name is --on-nan"),
         ("plan m --on-nonfinite skip", "its name is --on-nan"),
+        ("plan m --loss-chunk off", "write loss_chunk into the YAML file: -c FILE"),
+        ("launch -n 2 train --keep-checkpoints 3", "write keep_checkpoints into the YAML file"),
         ("train --config old.yaml", "unknown key 'on_nonfinite': its name is on_nan"),
     ],
 )
-def test_an_earlier_name_is_refused_with_the_present_one(
+def test_an_earlier_name_or_flag_is_refused_with_the_present_one(
     words: str, remedy: str, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -294,7 +294,6 @@ def test_a_config_is_frozen_and_owns_its_mappings() -> None:
         ("--lr-schedule cosine", "cosine_decay"),
         ("--lr-schedule step_decay:fast", "init, decay_rate, step_size"),
         ("--data-parallel 2 --stage-map m", "leave one out"),
-        ("--unfreeze-all", "full"),
         ("--iters many", "shardmlx train --help"),
         ("--iters", "shardmlx train --help"),
         ("--itres 5", "--iters"),
@@ -303,6 +302,7 @@ def test_a_config_is_frozen_and_owns_its_mappings() -> None:
         ("fast", "shardmlx train --help"),
         ("--lora-parameters 8", "lora_parameters into the YAML file"),
         ("--lora-alpha 32", "scale: ALPHA / 8"),
+        ("--no-unfreeze-all", "unfreeze_all into the YAML file"),
     ],
 )
 def test_a_bad_command_line_is_named_in_one_line(argv: str, remedy: str) -> None:
@@ -351,6 +351,7 @@ LORA = "lora_parameters: {rank: 8, scale: 2.0, dropout: 0"
         ("lr_schedule: {name: cosine_decay, arguments: [1e-5]}", "[1e-05]: cosine_decay", ""),
         ("lr_schedule: {name: step_decay, arguments: [1, 1, 9], warmup: -1}", "-1", "steps"),
         ("loss_scale: 1000", "1000", "a power of two"),
+        ("unfreeze_all: true", "fine_tune_type lora", "use full"),
         ("master_weights: true", "fine_tune_type lora", "leave it out"),
         ("master_weights: true\nfine_tune_type: full\ndtype: float32", "float32", "leave one"),
         ("iters: 5\nmodel: [a\n", "line 3", "mend"),

@@ -328,7 +328,7 @@ LARGE = {"batch_size": 64, "recompute": "none", "schedule": "1f1b", "micro_batch
         (
             [(72, 10)],
             {"batch_size": 1, "max_seq_length": 4096, "pack": True, **WHOLE},
-            "--attention-chunk auto --loss-chunk auto",
+            "attention_chunk: auto and loss_chunk: auto",
         ),
         ([(64, 10), (0.001, 10)], {}, "mac1 left out"),
         (
