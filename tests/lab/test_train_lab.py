@@ -62,6 +62,7 @@ def test_of_three_hosts_one_goes_and_the_others_go_on(
     with hosts(tmp_path, 3) as lab:
         home = lab.home("mac1")
         furnish(home, small, pirate)
+        in_file(home / "options.yaml", checkpoint_storage="neighbour")
 
         def power_off(pid: int) -> None:
             wait_for(home / "checkpoints" / f"step-{SAVED_EVERY:07d}" / "COMMITTED")
@@ -73,7 +74,7 @@ def test_of_three_hosts_one_goes_and_the_others_go_on(
             *("--ssh-command", lab.agent, f"--mpirun-options={' '.join(lab.mpirun_options)}"),
             *("train", *TRAIN, "--checkpoint-dir", "checkpoints", "--timeout", "6"),
             *("--checkpoint-every", str(SAVED_EVERY), "--pipeline-stages", "3"),
-            *in_file(home / "options.yaml", checkpoint_storage="neighbour"),
+            *("-c", "options.yaml"),
         )
         job = mpirun(3, command=command, meanwhile=power_off).well()
         (line,) = job.error_lines
