@@ -70,7 +70,7 @@ class DataOptions(FeatureKeys):
 
     @property
     def counted_messages(self) -> str:
-        """One of ``LOSS_ON``."""
+        """The messages that count: ``LOSS_ON`` lists them."""
         return self.loss_on or (LAST if self.mask_prompt else ALL)
 
     @property

@@ -1,4 +1,4 @@
-"""What training minimises, as options. No MLX, no MPI."""
+"""The objective of training, as options. No MLX, no MPI."""
 
 from __future__ import annotations
 

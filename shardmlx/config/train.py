@@ -286,6 +286,13 @@ class TrainConfig(
         refuse("loss_chunk", prefers, "leave it out", when=prefers and self.loss_chunk == OFF)
         for name in ("mask_prompt", "loss_on"):
             refuse(name, prefers, "answers alone count", when=prefers and getattr(self, name))
+        facts = self.preferences
+        refuse(
+            "objective",
+            f"is {self.objective} with --test alone, which has no start to compare with",
+            "train, with --test",
+            when=not self.train and facts is not None and facts.has_reference,
+        )
         refuse(
             "loss_on",
             f"is {self.loss_on} with mask_prompt",

@@ -28,7 +28,7 @@ count is stored as ``~token``, which is negative."""
 WANTED, REFERENCE, SWAPPED, BASELINE = range(4)
 """Columns of what an objective of preferences knows of a row: 1 if its answer is wanted and 0 if
 not; the answer's log-probability as the run started, and that of the answer of the row before, in
-its place; and what all rows of a batch gain without reason. The last two are KTO's."""
+its place; and KTO's reference point of the batch."""
 
 KNOWN = 4
 """Number of these columns."""
@@ -217,7 +217,7 @@ def _width_of(length: int, widths: Sequence[int]) -> int:
 
 
 def make_batch(samples: Sequence[Sample], max_seq_length: int, widths: Sequence[int] = ()) -> Batch:
-    """Pad and truncate ``samples`` to one batch. As in mlx-lm, one token of the padding counts, but
+    """Pad and truncate ``samples`` to one batch. One token of the padding counts, as in mlx-lm, but
     not in an answer whose log-probability is of interest."""
     lengths = [min(len(tokens), max_seq_length) for tokens, _ in samples]
     longest = max(len(tokens) for tokens, _ in samples)

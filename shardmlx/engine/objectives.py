@@ -20,9 +20,9 @@ from shardmlx.engine.batches import BASELINE, REFERENCE, WANTED, MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Of n answers, each an array (n,) in float32: the summed log-probability, that of the model as
-    the run started, and the number of tokens; whether the answer is wanted, and what the others
-    gain without reason (KTO's reference point, alike for all)."""
+    """Facts of n answers, each an array (n,): the summed log-probability, now and as the run
+    started, the number of tokens, whether the answer is wanted, and KTO's reference point, which
+    is alike for all."""
 
     logps: mx.array
     references: mx.array
@@ -52,7 +52,7 @@ class Answers:
 
     @property
     def gains(self) -> mx.array:
-        """What training has added to the log-probability."""
+        """The log-probability that training has added."""
         return self.logps - self.references
 
     def pairs(self, values: mx.array) -> tuple[mx.array, mx.array]:

@@ -72,7 +72,7 @@ def _of_mesh(run: RunSpec, facts: Facts, mesh: Mesh) -> Iterator[RunSpec]:
     for schedule, pack in product(_schedules(run, facts, mesh.pp), packs):
         virtual, chunks = _virtual(schedule, facts), [batch.loss_chunk]
         if batch.objective != SFT:
-            chunks = [COUNTED]  # of answers alone
+            chunks = [COUNTED]  # answers alone count
         elif batch.loss_chunk == AUTO and facts.lengths.counted_share(pack) < 1:
             chunks = [AUTO, COUNTED]
         for size in _sizes(batch, facts, rows, usual, mesh.pp, pack):

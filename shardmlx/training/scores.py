@@ -1,4 +1,4 @@
-"""What a step's results say: its losses, and how an objective of preferences judges answers."""
+"""Scores of a step: its losses, and how an objective of preferences judges answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ties by half. A reward is what training has made an answer likelier, times beta.
 
 
 class Scores(NamedTuple):
-    """One rank's results of a step: its losses by micro-batch, and ``_SUMS`` of preferences."""
+    """Results of a step on this rank: losses by micro-batch, and ``_SUMS`` of preferences."""
 
     losses: Mapping[int, float] = {}
     sums: Sequence[float] = ()

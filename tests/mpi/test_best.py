@@ -11,7 +11,16 @@ import pytest
 from tests.helpers.models_and_batches import load_arrays
 from tests.helpers.mpirun import events, train, train_well
 
-COMMON = ("--num-layers", "-1", "--batch-size", "4", "--max-seq-length", "64", "--seed", "3")
+COMMON: tuple[str, ...] = (
+    "--num-layers",
+    "-1",
+    "--batch-size",
+    "4",
+    "--max-seq-length",
+    "64",
+    "--seed",
+    "3",
+)
 COMMON += ("--learning-rate", "3e-2", "--steps-per-eval", "4", "--val-batches", "-1")
 COMMON += ("--steps-per-report", "2", "--save-every", "2", "--iters", "60")
 CHOICE = ("--keep", "best", "--early-stop", "2")
@@ -26,9 +35,15 @@ def test_the_best_is_kept_and_training_stops_and_stays_stopped(
     small: Path, pirate: Path, tmp_path: Path
 ) -> None:
     """At this learning rate the loss soon rises again."""
-    run = ("--model", small, "--data", pirate, *COMMON)
+    run: tuple[str | Path, ...] = ("--model", small, "--data", pirate, *COMMON)
     kept = tmp_path / "kept"
-    flags = (*CHOICE, "--adapter-path", kept, "--checkpoint-dir", tmp_path / "checkpoints")
+    flags: tuple[str | Path, ...] = (
+        *CHOICE,
+        "--adapter-path",
+        kept,
+        "--checkpoint-dir",
+        tmp_path / "checkpoints",
+    )
     metrics = tmp_path / "metrics.jsonl"
     job = train_well(2, *run, *flags, "--metrics-file", metrics)
     losses = {event["step"]: event["loss"] for event in events(metrics, "val")}
