@@ -1,5 +1,10 @@
 """Exceptions that a user or a caller can meet."""
 
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
 _LONGEST = 1500
 """Characters of a message: whoever reads it, reads it in a terminal."""
 
@@ -23,6 +28,15 @@ class UserError(ValueError):
 
 class PromptTooLong(UserError):
     """A prompt of more tokens than it may have."""
+
+
+@contextlib.contextmanager
+def file_access(action: str, where: object, remedy: str = "") -> Iterator[None]:
+    """Make an ``OSError`` of the block a ``UserError`` that it cannot ``action`` that file."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot {action} {where}: {error.strerror or error}", remedy) from None
 
 
 def unknown_token(where: str, token: int, vocabulary: int) -> UserError:

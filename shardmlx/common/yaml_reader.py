@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from shardmlx.errors import UserError, one_line
+from shardmlx.errors import UserError, file_access, one_line
 
 _LARGEST = 2**1000
 """Largest whole number: a larger one is no float, and certainly an error."""
@@ -55,9 +55,8 @@ def _fault(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """Return the mapping that a YAML file holds; ``UserError`` names file and line of a mistake."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+        with file_access("read", path):
+            text = Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UserError(
             f"{path} is no UTF-8 text (byte {error.start})", "is it a YAML file?"

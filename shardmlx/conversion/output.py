@@ -26,7 +26,7 @@ from shardmlx.common.durable_files import flush_directory, why_not_written, writ
 from shardmlx.common.formatting import gibibytes
 from shardmlx.config.export import ExportOptions
 from shardmlx.conversion.shards import Shards
-from shardmlx.errors import UserError
+from shardmlx.errors import UserError, file_access
 from shardmlx.modelfiles.sources import CONFIG_FILE
 
 WORK = "unfinished-export"
@@ -96,15 +96,10 @@ class OutputDirectory:
 
     def begin(self, identity: Mapping[str, str]) -> None:
         """Make the directory, and record its purpose."""
-        try:
+        with file_access("write -o", self.path, "name another directory"):
             self.work.mkdir(parents=True, exist_ok=True)
             write_durably(self.work / _IDENTITY, json.dumps(identity, indent=1).encode())
             flush_directory(self.work)
-        except OSError as error:
-            raise UserError(
-                f"-o {self.path} cannot be written: {error.strerror or error}",
-                "name another directory",
-            ) from None
 
     @property
     def is_complete(self) -> bool:

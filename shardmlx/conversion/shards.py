@@ -16,7 +16,7 @@ from mlx_lm.utils import save_config
 
 from shardmlx.checkpoint.export import COPIED_SUFFIXES, TensorSpec, safetensors_header
 from shardmlx.conversion.lazy_model import LazyModel
-from shardmlx.errors import UserError
+from shardmlx.errors import file_access
 from shardmlx.loading.manifest import ModelManifest
 from shardmlx.modelfiles.safetensors_header import INDEX_FILE
 from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, CONFIG_FILE
@@ -108,10 +108,9 @@ def _copies(source: Path) -> Iterator[tuple[str, bytes]]:
     for path in sorted(source.iterdir()):
         is_text = any(fnmatchcase(path.name, pattern) for pattern in _COPIED)
         if is_text and not any(fnmatchcase(path.name, pattern) for pattern in _NOT_COPIED):
-            try:
-                yield path.name, path.read_bytes()
-            except OSError as error:
-                raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+            with file_access("read", path):
+                text = path.read_bytes()
+            yield path.name, text
 
 
 def _config(model: LazyModel, source: Path) -> bytes:

@@ -23,7 +23,7 @@ from typing import Any
 
 from shardmlx.common.units import BYTES, DECIMAL, split_quantity
 from shardmlx.common.yaml_reader import did_you_mean
-from shardmlx.errors import UserError
+from shardmlx.errors import UserError, file_access
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +53,8 @@ class Machine:
 
 def read_hostfile(path: str | Path) -> tuple[Machine, ...]:
     """Return the machines in mpirun's order; ``UserError`` names file, line and value."""
-    try:
+    with file_access("read hostfile", path):
         lines = Path(path).read_bytes().decode(errors="replace").split("\n")
-    except OSError as error:
-        raise UserError(f"cannot read hostfile {path}: {error.strerror or error}") from None
     of_host: dict[str, list[Machine]] = {}
     for number, line in enumerate(lines, start=1):
         where = f"{path}, line {number}"

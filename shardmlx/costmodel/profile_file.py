@@ -15,7 +15,7 @@ from shardmlx.costmodel.hostfile import kind_key, same_host
 from shardmlx.costmodel.measured_memory import MemorySample
 from shardmlx.costmodel.timing import ModelSeconds, Seconds
 from shardmlx.costmodel.workload import Workload
-from shardmlx.errors import UserError
+from shardmlx.errors import UserError, file_access
 from shardmlx.models.tensors import read_quantisation
 
 FORMAT = 1
@@ -219,24 +219,22 @@ def write_profile(profile: Profile, path: Path) -> None:
         "work": dict(profile.work),
         "machines": [asdict(each) for each in profile.machines],
     }
-    try:
+    with file_access("write", path):
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def read_profile(path: str | Path) -> Profile:
     """Read a profile; ``UserError`` names the file and its fault."""
+    with file_access("read", path):
+        text = Path(path).read_bytes()
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(text)
         if content["format"] != FORMAT:
             raise ValueError(f"format {content['format']!r}: this shardmlx reads {FORMAT}")
         machines = _read(tuple[MachineProfile, ...], content["machines"])
         if not machines:
             raise ValueError("no machines")
         return Profile(dict(content["work"]), machines, str(path))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
     except (
         LookupError,
         TypeError,

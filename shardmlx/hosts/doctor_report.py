@@ -15,7 +15,7 @@ from shardmlx.common.formatting import columns, gibibytes
 from shardmlx.common.reporter import check_writable
 from shardmlx.common.units import GIB, MIB
 from shardmlx.config.doctor import STDOUT
-from shardmlx.errors import UserError
+from shardmlx.errors import file_access
 from shardmlx.hosts.findings import Examination, Finding, Host, Link, open_routes
 from shardmlx.hosts.host_facts import HostFacts
 
@@ -51,10 +51,8 @@ def show(tables: str, content: Mapping[str, Any], target: str | None) -> None:
 
 def write(path: str, content: str, json_target: str | None) -> None:
     """Write a file, or raise ``UserError``; say so on stdout, unless JSON goes there."""
-    try:
+    with file_access("write", path):
         Path(path).write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
     print(f"Wrote {path}", file=sys.stderr if json_target == STDOUT else sys.stdout, flush=True)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmlx.common.yaml_reader import check_keys
-from shardmlx.errors import PromptTooLong, UserError, unknown_token
+from shardmlx.errors import PromptTooLong, UserError, file_access, unknown_token
 from shardmlx.inference.answer_format import AnswerFormat, Tool
 from shardmlx.inference.chat_forms import template_text
 from shardmlx.inference.control_tokens import broken, control_tokens, encode_without
@@ -183,9 +183,8 @@ def read_prompts(path: str | Path, max_tokens: int) -> list[PromptRequest]:
     """Read the JSON lines of ``generate --prompts``, but empty ones; ``max_tokens`` is that of
     lines without their own. Raises ``UserError``, which names file, line and value."""
     try:
-        text = Path(path).read_bytes().decode()
-    except OSError as error:
-        raise UserError(f"cannot read --prompts {path}: {error.strerror or error}") from None
+        with file_access("read --prompts", path):
+            text = Path(path).read_bytes().decode()
     except UnicodeDecodeError as error:
         raise UserError(f"--prompts {path} is no UTF-8 text: {error.reason}") from None
     # Not splitlines: JSON texts may hold other line ends, like U+2028.

@@ -22,7 +22,7 @@ from shardmlx.common.yaml_reader import did_you_mean, is_number
 from shardmlx.compat import reads_weight
 from shardmlx.config.checks import FINE_TUNE_TYPES, check_lora_values
 from shardmlx.config.specs import FineTune
-from shardmlx.errors import UserError, one_line
+from shardmlx.errors import UserError, file_access, one_line
 from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from shardmlx.models.config_reader import parse_config
 
@@ -245,10 +245,8 @@ def _scale(config: Mapping[str, Any], path: str, rank: int) -> float:
 def read_adapter_config(directory: Path) -> dict[str, Any]:
     """Return the checked adapter_config.json, mlx-lm's or PEFT's. ``UserError`` names the file."""
     file = directory / ADAPTER_CONFIG_FILE
-    try:
+    with file_access("read", file):
         config = parse_config(file.read_bytes(), file)
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror or error}") from None
     try:
         if PEFT_TYPE in config:
             _check_peft(config)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmlx.common.durable_files import read_exactly
-from shardmlx.errors import UserError
+from shardmlx.errors import UserError, file_access
 from shardmlx.models.config_reader import check_pointer
 
 DTYPE_BITS: Mapping[str, int] = {
@@ -88,13 +88,10 @@ class Index:
 
 def read_header(path: str | Path) -> Header:
     """Read and check one file's header; ``UserError`` names the file and the tensor."""
-    try:
-        with open(path, "rb") as file:
-            file_size = file.seek(0, 2)
-            file.seek(0)
-            text = file.read(header_length(file.read(LENGTH_BYTES), file_size, path))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    with file_access("read", path), open(path, "rb") as file:
+        file_size = file.seek(0, 2)
+        file.seek(0)
+        text = file.read(header_length(file.read(LENGTH_BYTES), file_size, path))
     return parse_header(text, file_size, path)
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from shardmlx.errors import UserError
+from shardmlx.errors import UserError, file_access
 from shardmlx.modelfiles.safetensors_header import Header, read_header
 
 CONFIG_FILE = "config.json"
@@ -33,10 +33,8 @@ class Directory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.name = str(path)
-        try:
+        with file_access("read", path):
             names = sorted(entry.name for entry in path.iterdir() if entry.is_file())
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror or error}") from None
         self.files: Sequence[str] = names
         self.paths: Mapping[str, Path] = {name: path / name for name in names}
         self.sizes: Mapping[str, int] = {}
@@ -51,10 +49,8 @@ class Directory:
         return str(self.path / file)
 
     def read(self, file: str) -> bytes:
-        try:
+        with file_access("read", self.where(file)):
             return (self.path / file).read_bytes()
-        except OSError as error:
-            raise UserError(f"cannot read {self.where(file)}: {error.strerror or error}") from None
 
     def headers(self, files: Sequence[str]) -> Iterator[Header | UserError]:
         """Yield the header of each file, or its fault."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shardmlx.common.durable_files import pieces_of
 from shardmlx.common.formatting import plural
-from shardmlx.errors import UserError
+from shardmlx.errors import file_access
 from shardmlx.modelfiles.model_files import ModelFiles
 from shardmlx.modelfiles.parts import shape_of
 from shardmlx.modelfiles.safetensors_header import Index, PlacedTensor
@@ -205,14 +205,12 @@ def _checksum(path: Path, known: str, advance: Callable[[int], None]) -> Iterato
     # Git's id of a file, its sha1 after a prefix, serves here only to find damage.
     is_git = len(known) == _GITS_ID
     digest = hashlib.sha1(usedforsecurity=False) if is_git else hashlib.sha256()
-    try:
+    with file_access("read", path):
         if is_git:
             digest.update(f"blob {path.stat().st_size}\0".encode())
         for piece in pieces_of(path):
             digest.update(piece)
             advance(len(piece))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
     if (found := digest.hexdigest()) != known:
         kind = "git id" if is_git else "sha256"
         yield f"{path} has the {kind} {found}, the hub's has {known}: download it again"

@@ -9,7 +9,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardmlx.errors import UserError
+from shardmlx.errors import UserError, file_access
 from shardmlx.pipeline.actions import Kind
 from shardmlx.pipeline.simulate import Simulation, Span
 
@@ -78,10 +78,8 @@ def draw_schedule(
     with matplotlib.style.context(["default", _STYLE]):
         figure = _figure(simulation, title, unit, names)
         figure.savefig(picture, format=kind, dpi=200, metadata=_METADATA[kind])
-    try:
+    with file_access("write", path):
         path.write_bytes(picture.getvalue())
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def _figure(simulation: Simulation, title: str, unit: str, names: Sequence[str] | None) -> Figure:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmlx.common.yaml_reader import check_keys, read_yaml
-from shardmlx.errors import UserError
+from shardmlx.errors import UserError, file_access
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +168,8 @@ def write_stage_map(stage_map: StageMap, path: str | Path) -> None:
         lines.append(f"    rank: {rank}")
         if host is not None:
             lines.append(f"    host: {json.dumps(host)}")
-    try:
+    with file_access("write", path):
         Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def read_stage_map(path: str | Path) -> StageMap:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardmlx.errors import UserError
+from shardmlx.errors import UserError, file_access
 
 Event = dict[str, Any]
 """A line of a metrics file: the kind of the ``event``, and its values."""
@@ -24,21 +24,15 @@ def read_metrics(path: str | Path) -> tuple[list[Event], int]:
     JSON objects with an event, and a number for a step, like the last one of a killed run. Raises
     ``UserError`` if the file cannot be read or has no event."""
     path = Path(path)
-    try:
+    remedy = "name the file that train --metrics-file wrote"
+    with file_access("read metrics file", path, remedy):
         lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise UserError(
-            f"metrics file {path} cannot be read: {error.strerror or error}",
-            "name the file that train --metrics-file wrote",
-        ) from None
     parsed = [_parse(line) for line in lines if line.strip()]
     readable = [event for event in parsed if event is not None]
     events = [event for event in readable if event["event"] in KNOWN]
     if not events:
-        raise UserError(
-            f"{path} has no metrics of a run in its {len(parsed)} lines",
-            "name the file that train --metrics-file wrote",
-        )
+        problem = f"{path} has no metrics of a run in its {len(parsed)} lines"
+        raise UserError(problem, remedy)
     return events, len(parsed) - len(readable)
 
 

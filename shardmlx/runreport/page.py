@@ -24,7 +24,7 @@ import shardmlx
 from shardmlx.common.formatting import plural
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.options import REQUIRED, OptionError, check_options, option
-from shardmlx.errors import UserError
+from shardmlx.errors import file_access
 from shardmlx.runreport.metrics_file import Event, current, read_metrics
 
 _STYLES = ("uPlot.min.css", "light.css", "dark.css", "base.css", "report.css")
@@ -133,13 +133,8 @@ def run(words: Sequence[str]) -> int:
     told, unreadable = read_metrics(options.metrics)
     events = current(told)
     page = render_page(events, title=options.metrics, unreadable=unreadable)
-    try:
+    with file_access("write --output", options.file, "name another file"):
         options.file.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"--output {options.file} cannot be written: {error.strerror or error}",
-            "name another file",
-        ) from None
     words = f"{plural(sum(event['event'] == 'train' for event in events), 'report')} of training"
     if unreadable:
         words += f"; {plural(unreadable, 'line')} of the file could not be read"

@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from shardmlx.config.data import LAST, DataOptions, FeatureKeys
 from shardmlx.config.objective import OBJECTIVES, SFT
 from shardmlx.engine.batches import BASELINE, KNOWN, WANTED, Samples, padded_width, token_ids
-from shardmlx.errors import UserError, one_line, unknown_token
+from shardmlx.errors import UserError, file_access, one_line, unknown_token
 from shardmlx.training.chat_template import ChatTemplate
 from shardmlx.training.data_files import find_data_file, parse_rows, row_name, unread_files
 from shardmlx.training.data_rows import Conversations, find_format
@@ -162,12 +162,8 @@ def _read_file(directory: Path, options: DataOptions, name: str) -> _RawSet:
     if not path.exists():
         others = ", ".join(unread_files(directory))
         return _RawSet(str(path), options, others=f", and {others} is not read" if others else "")
-    try:
+    with file_access("read", path, "give a file that you may read"):
         content = path.read_bytes()
-    except OSError as error:
-        raise UserError(
-            f"cannot read {path}: {error.strerror or error}", "give a file that you may read"
-        ) from None
     return _RawSet(str(path), options, parse_rows(path, content), path.suffix == ".parquet")
 
 

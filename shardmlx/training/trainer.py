@@ -24,7 +24,7 @@ from shardmlx.distributed.agreement import from_rank_0, on_rank_0
 from shardmlx.engine.batches import random_state, set_random_state
 from shardmlx.engine.optimizer import Updater
 from shardmlx.engine.trace import Meter, Span
-from shardmlx.errors import AgreedFailure, Stopped, UserError
+from shardmlx.errors import AgreedFailure, Stopped, file_access
 from shardmlx.loading.rank_setup import SETUP_SECONDS
 from shardmlx.modelfiles.safetensors_header import INDEX_FILE
 from shardmlx.modelfiles.sources import ADAPTER_FILE
@@ -131,13 +131,8 @@ class Trainer:
 
     def _open_output(self) -> None:
         output = self._output
-        try:
+        with file_access("make --adapter-path", output, "name another directory"):
             output.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"--adapter-path {output} cannot be made: {error.strerror or error}",
-                "name another directory",
-            ) from None
         self._report.open_services()
 
     def _add_references(self) -> None:

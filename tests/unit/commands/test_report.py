@@ -30,11 +30,11 @@ def test_a_page_beside_the_metrics(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        (["nowhere.jsonl"], "metrics file nowhere.jsonl cannot be read: No such file"),
+        (["nowhere.jsonl"], "cannot read metrics file nowhere.jsonl: No such file"),
         (["notes.txt"], "notes.txt has no metrics of a run in its 1 lines: name the file"),
         (["run.jsonl", "-o", "run.pdf"], "--output is run.pdf: give it the suffix .html"),
         (["run.html"], "output is the metrics file run.html: name another file"),
-        (["run.jsonl", "-o", "no/where.html"], "--output no/where.html cannot be written: No such"),
+        (["run.jsonl", "-o", "no/where.html"], "cannot write --output no/where.html: No such"),
         (["run.jsonl", "-o", "run.png"], "--output is run.png: give it the suffix .html"),
         ([], "the following arguments are required: METRICS"),
     ],

@@ -54,7 +54,7 @@ def test_a_file_without_metrics_is_refused_by_name(content: bytes, tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["nowhere.jsonl", "."])
 def test_a_file_that_cannot_be_read_is_refused_by_name(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot be read: ") as refused:
+    with pytest.raises(UserError, match="cannot read metrics file ") as refused:
         read_metrics(tmp_path / name)
     assert str(tmp_path / name) in refused.value.problem
 
