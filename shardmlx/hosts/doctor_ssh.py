@@ -36,10 +36,11 @@ from shardmlx.hosts.doctor_report import (
 from shardmlx.hosts.findings import Finding, connection_remedy, foreign_mpirun, version_skew
 from shardmlx.hosts.host_facts import HostFacts, Interface, facts_from
 from shardmlx.hosts.mpirun import is_of_wheel, mpirun_path
-from shardmlx.hosts.probe_client import Probe, at_once
 from shardmlx.hosts.reachability import (
     Answer,
+    Probe,
     RemoteLogin,
+    at_once,
     check_hosts,
     is_local,
     probing,

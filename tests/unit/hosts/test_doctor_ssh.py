@@ -23,8 +23,7 @@ from shardmlx.hosts.doctor_ssh import (
     report_content,
     report_text,
 )
-from shardmlx.hosts.probe_client import Probe
-from shardmlx.hosts.reachability import RemoteLogin
+from shardmlx.hosts.reachability import Probe, RemoteLogin
 from shardmlx.main import main
 from tests.helpers.doctor import VERSIONS
 
