@@ -50,8 +50,8 @@ def packed_by_awq(path: Path, method: str = "awq", *, index: bool = False) -> Pa
     for name in [name for name in tensors if "_proj" in name]:
         base = name.removesuffix(".weight")
         columns, rows = tensors.pop(name)[1].shape
-        numbers = random.randint(0, 2**31, (rows, columns // 8), np.int32)
-        zeros = random.randint(0, 2**31, (rows // 32, columns // 8), np.int32)
+        numbers = random.randint(0, 2**31, (rows, columns // 8)).astype(np.int32)
+        zeros = random.randint(0, 2**31, (rows // 32, columns // 8)).astype(np.int32)
         tensors[f"{base}.qweight"] = "I32", numbers
         tensors[f"{base}.qzeros"] = "I32", zeros
         scales = random.uniform(0.01, 0.02, (rows // 32, columns)).astype(np.float16)

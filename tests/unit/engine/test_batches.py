@@ -213,7 +213,7 @@ def test_padding_that_no_row_of_a_micro_batch_needs_is_trimmed() -> None:
 def lengths_of(mean: float, spread: float, most: int) -> np.ndarray:
     """Return the lengths of 2,000 texts, lognormal, as those of chats are."""
     drawn = np.random.RandomState(SEED).lognormal(np.log(mean), spread, 2000)
-    return np.clip(drawn.astype(int), 2, most)
+    return np.asarray(np.clip(drawn.astype(int), 2, most))
 
 
 def test_short_texts_are_padded_as_by_mlx_lm() -> None:
