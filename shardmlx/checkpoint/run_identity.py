@@ -10,62 +10,37 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from shardmlx.config.options import Spec
+from shardmlx.config.objective import ObjectiveOptions
 from shardmlx.engine.batches import Sample
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.safetensors_header import MODEL_FILES, ReadBytes, read_bytes
 from shardmlx.modelfiles.sources import CONFIG_FILE
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SameOptions(Spec):
-    """The options that must stay the same in a run, compared by name."""
-
-    fine_tune_type: str
-    num_layers: int
-    lora_parameters: Mapping[str, Any]
-    unfreeze_all: bool
-    resume_adapter_file: str | None
-    batch_size: int
-    grad_accumulation_steps: int
-    max_seq_length: int
-    mask_prompt: bool
-    max_grad_norm: float | None
-    master_weights: bool
-    sum_dtype: str
-    dtype: str | None
-    seed: int
-    objective: str
-    beta: float | None
-    loss_type: str
-    label_smoothing: float
-    simpo_gamma: float
-    cpo_alpha: float
-    desirable_weight: float
-    undesirable_weight: float
-
-
-SAME_OPTIONS = tuple(each.name for each in fields(SameOptions))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions(SameOptions):
-    """The options that identify a run."""
-
-    model: str
-    data: str
-    optimizer: str
-    optimizer_config: Mapping[str, Any]
-    learning_rate: float
-    lr_schedule: Mapping[str, Any] | None
-
+SAME_OPTIONS = (
+    "fine_tune_type",
+    "num_layers",
+    "lora_parameters",
+    "unfreeze_all",
+    "resume_adapter_file",
+    "batch_size",
+    "grad_accumulation_steps",
+    "max_seq_length",
+    "mask_prompt",
+    "max_grad_norm",
+    "master_weights",
+    "sum_dtype",
+    "dtype",
+    "seed",
+    *(each.name for each in fields(ObjectiveOptions)),
+)
+"""The options that must stay the same in a run, compared by name."""
 
 _PROBES = 16
 _PROBE_BYTES = 1 << 16
@@ -73,27 +48,28 @@ _READERS = 8
 
 
 def identity_of(
-    options: RunOptions,
+    options: Mapping[str, Any],
     model_path: Path,
     train: Sequence[Sample],
     valid: Sequence[Sample],
     read: ReadBytes | None = None,
 ) -> dict[str, Any]:
-    """Return a run's identity, as JSON; ``read`` reads weights that ``model_path`` lacks."""
+    """Return the identity of a run with these options of ``train``, as JSON; ``read`` reads weights
+    that ``model_path`` lacks."""
     identity = {
-        "model": {"name": options.model, "sha256": _model(model_path, read)},
+        "model": {"name": options["model"], "sha256": _model(model_path, read)},
         "data": {
-            "name": options.data,
+            "name": options["data"],
             "train": {"samples": len(train), "sha256": _samples(train)},
             "valid": {"samples": len(valid), "sha256": _samples(valid)},
         },
         "optimizer": {
-            "name": options.optimizer,
-            "learning_rate": options.learning_rate,
-            "lr_schedule": options.lr_schedule,
-            "settings": options.optimizer_config.get(options.optimizer, {}),
+            "name": options["optimizer"],
+            "learning_rate": options["learning_rate"],
+            "lr_schedule": options["lr_schedule"],
+            "settings": options["optimizer_config"].get(options["optimizer"], {}),
         },
-        "options": {name: getattr(options, name) for name in SAME_OPTIONS},
+        "options": {name: options[name] for name in SAME_OPTIONS},
     }
     result: dict[str, Any] = json.loads(json.dumps(identity))
     return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Any
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
 
-from shardmlx.checkpoint.run_identity import RunOptions
 from shardmlx.common.formatting import plural
 from shardmlx.common.reporter import Reporter, check_writable
 from shardmlx.config.data import DataOptions
@@ -72,8 +71,9 @@ _PACKAGES = {"tensorboard": "tensorboardX"}
 class PlannedRun:
     """A run with a plan that fits, before any weight is read.
 
-    ``asked`` is the run as the user wants it, ``way`` the same with nothing left open. ``options``
-    are all options by name, JSON-able, and ``changed`` those that are not at their defaults.
+    ``asked`` is the run as the user wants it, ``way`` the same with nothing left open. ``identity``
+    are all options by name, ``options`` the same as adapter_config.json has them, and ``changed``
+    those that are not at their defaults.
     ``data`` is on rank 0 only, the ``sizes`` of its sets on all; ``slices`` are of all stages.
     """
 
@@ -83,7 +83,7 @@ class PlannedRun:
     steps: StepOptions
     outputs: OutputOptions
     checkpoints: CheckpointOptions
-    identity: RunOptions
+    identity: Mapping[str, Any]
     options: Mapping[str, Any]
     changed: Sequence[str]
     workload: Workload
@@ -184,7 +184,7 @@ def plan_run(
         steps=StepOptions.of(config),
         outputs=outputs,
         checkpoints=CheckpointOptions.of(config),
-        identity=RunOptions.of(config),
+        identity=asdict(config),
         options=config.to_adapter_config(),
         changed=config.changed,
         workload=replace(inputs.sizes, batch=way.batch, fine_tune=way.fine_tune, counted=share),

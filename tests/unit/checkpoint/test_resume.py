@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardmlx.checkpoint.resume import prepare_resumption
-from shardmlx.checkpoint.run_identity import RunOptions, identity_of
+from shardmlx.checkpoint.run_identity import identity_of
 from shardmlx.checkpoint.store import MARKER, Store
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.train import CheckpointOptions, TrainConfig
@@ -170,7 +170,7 @@ def test_what_another_run_saved_is_refused_on_all_ranks_and_left_as_it_is(tmp_pa
     directories = hosts(tmp_path, "aa")
     save(directories, "shared", 2, [100])
     save_model_directory(tmp_path / "model", tiny_config(layers=1))
-    options = RunOptions.of(TrainConfig(model="m", data="d"))
+    options = asdict(TrainConfig(model="m", data="d"))
     mine = identity_of(options, tmp_path / "model", [([1, 2], 0)], [])
     assert "does not say which run it is of" in refusal(directories, identity=mine)
     assert names(directories[0]) == ["step-0000100"]
