@@ -353,8 +353,8 @@ def _recurrence(recorded: _Calls, cache: Any) -> Recurrence:
     kept = [array for part in parts_of(cache) for array in getattr(part, "cache", ())]
     convolved = sum(array.shape[-1] for array in kept if array is not None and array.ndim == 3)
     states = [array for array in kept if array is not None and array.ndim == 4]
-    if not states:
-        return Recurrence(convolved)
+    if len(states) != 1:  # none, or keys and values before the first of a short convolution
+        return Recurrence(convolved + sum(array.size for array in states))
     (state,) = states
     if recorded.has_matrices:
         return Recurrence(convolved, state.size, MATRICES * state.shape[1] * PIECE)

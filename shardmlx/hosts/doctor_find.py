@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import psutil
 
@@ -27,13 +27,14 @@ _NAME = re.compile(r"\w[\w-]*\.local", re.ASCII)
 """Names that may stand in a command line: anybody on the network may announce any."""
 
 
-def find_others() -> dict[str, str]:
+def find_others(progress: Callable[[str], None]) -> dict[str, str]:
     """Return an IPv4 address of each other machine that announces ssh, by name, within 5 seconds.
 
-    ``UserError`` if there is none, or no network.
+    ``UserError`` if there is none, or no network. ``progress`` is told once Ctrl-C ends the search
+    without a word.
     """
     try:
-        announced = asyncio.run(_listen())
+        announced = asyncio.run(_listen(progress))
     except (OSError, RuntimeError) as error:  # the second is zeroconf's, without an interface
         raise UserError(
             f"cannot ask the network ({one_line(error)})",
@@ -50,7 +51,7 @@ def find_others() -> dict[str, str]:
     return others
 
 
-async def _listen() -> dict[str, list[str]]:
+async def _listen(progress: Callable[[str], None]) -> dict[str, list[str]]:
     """Return the IPv4 addresses of the machines that announce ssh, by name."""
     # Only this needs it, and takes as long to import as all of doctor.
     from zeroconf import IPVersion
@@ -64,6 +65,7 @@ async def _listen() -> dict[str, list[str]]:
         heard[name] = AsyncServiceInfo(SERVICE, name)
 
     async with AsyncZeroconf(ip_version=IPVersion.V4Only) as network:
+        progress(f"listening for {SECONDS_TO_HEAR:g} s to machines that announce ssh")
         browser = AsyncServiceBrowser(network.zeroconf, SERVICE, handlers=[note])
         await asyncio.sleep(SECONDS_TO_HEAR)
         await browser.async_cancel()

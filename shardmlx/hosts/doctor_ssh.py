@@ -22,7 +22,7 @@ from shardmlx.config.doctor import LINE
 from shardmlx.costmodel.hostfile import read_hostfile
 from shardmlx.errors import UserError
 from shardmlx.hosts import probe_script
-from shardmlx.hosts.doctor_find import SECONDS_TO_HEAR, fastest_links, find_others
+from shardmlx.hosts.doctor_find import fastest_links, find_others
 from shardmlx.hosts.doctor_hostfile import found_hostfile
 from shardmlx.hosts.doctor_report import (
     UNKNOWN,
@@ -133,10 +133,9 @@ def _search(target: str | None) -> list[ProbedHost]:
     """Return the hosts on the network; ``UserError`` if the hostfile to be written is there."""
     if target is not None and Path(target).exists():
         raise UserError(f"--write-hostfile {target} exists", "remove it, or give another name")
-    progress(f"listening for {SECONDS_TO_HEAR:g} s to machines that announce ssh")
     return [
         ProbedHost(name, name, is_local=False, announced=address)
-        for name, address in find_others().items()
+        for name, address in find_others(progress).items()
     ]
 
 
