@@ -1,6 +1,7 @@
 """Describe Macs by chip and memory: the sizes that are sold, and the speed of the GPU.
 
-No MLX, no MPI. Sizes and numbers of GPU cores are those of Apple's technical specifications.
+No MLX, no MPI. Sizes, numbers of GPU cores and bandwidths are those of Apple's technical
+specifications.
 """
 
 from __future__ import annotations
@@ -54,6 +55,30 @@ SIZES: Mapping[str, Mapping[int, tuple[int, ...]]] = MappingProxyType(
     }
 )
 """The GB of memory that each chip is sold with, by its GPU cores."""
+
+BANDWIDTH: Mapping[str, tuple[int, ...]] = MappingProxyType(
+    {
+        "M1": (68,),
+        "M1 Pro": (200,),
+        "M1 Max": (400,),
+        "M1 Ultra": (800,),
+        "M2": (100,),
+        "M2 Pro": (200,),
+        "M2 Max": (400,),
+        "M2 Ultra": (800,),
+        "M3": (100,),
+        "M3 Pro": (150,),
+        "M3 Max": (300, 400),
+        "M3 Ultra": (819,),
+        "M4": (120,),
+        "M4 Pro": (273,),
+        "M4 Max": (410, 546),
+        "M5": (153,),
+        "M5 Pro": (307,),
+        "M5 Max": (460, 614),
+    }
+)
+"""The GB a second from each chip's memory; two where fewer GPU cores have less."""
 
 _MAC = re.compile(
     r"(?:(?:apple )?(?P<chip>[a-z].*?) +(?:(?P<cores>\d+)[ -]?cores? +)?)?"
@@ -113,6 +138,11 @@ def _machine(entry: str) -> Machine:
         )
         problem = f"--machines has {entry!r}: no such {chip} is sold"
         raise UserError(problem, f"the nearest is {chip} {cores}-core {each}GB")
-    flops = max(fitting) * CORE_FLOPS * HERTZ[chip.split()[0]]
-    kind = kind_key(f"Apple {chip}")
-    return replace(mac, host=f"{chip} {size}GB", flops=flops, kind=kind)
+    cores = max(fitting)
+    return replace(
+        mac,
+        host=f"{chip} {size}GB",
+        flops=cores * CORE_FLOPS * HERTZ[chip.split()[0]],
+        bandwidth=1e9 * BANDWIDTH[chip][-1 if cores == max(SIZES[chip]) else 0],
+        kind=kind_key(f"Apple {chip}"),
+    )

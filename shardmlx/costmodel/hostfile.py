@@ -39,6 +39,8 @@ class Machine:
     """Bytes that macOS lets the GPU wire: Metal's recommended working set."""
     flops: float | None = None
     """FLOP/s of the whole machine."""
+    bandwidth: float | None = None
+    """Bytes a second from memory, of which each generated token needs all weights."""
     link: float | None = None
     """Bytes a second to other machines, each way."""
     latency: float | None = None

@@ -40,12 +40,24 @@ def report(choice: Choice, stage_map: str | None, start: Sequence[str]) -> str:
         columns(list(ranks[0]), [list(each.values()) for each in ranks]),
         "",
         *speed,
+        *_generation(prediction, facts.cluster),
         *([APPROXIMATE] if facts.workload.shape.is_approximate else []),
         *shorter_sums(choice),
         "",
         *_how_to_run(choice, stage_map, start),
     ]
     return "\n".join(lines)
+
+
+def _generation(prediction: Prediction, cluster: Cluster) -> list[str]:
+    """Return the most tokens a second of one text, if every memory's bandwidth is known."""
+    mesh, seconds = prediction.plan.mesh, 0.0
+    for rank, each in enumerate(prediction.ranks):
+        bandwidth = cluster.machines[mesh.rank(0, rank)].bandwidth
+        if bandwidth is None:
+            return []
+        seconds += each.weights / bandwidth
+    return [f"generation: at most {1 / seconds:.3g} tokens/s, since each token reads all weights"]
 
 
 def _cells(rank: int, each: RankPrediction, has_times: bool) -> dict[str, str]:

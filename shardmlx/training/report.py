@@ -88,12 +88,13 @@ class TrainingReport:
     def restore(self, state: Mapping[str, Any], mine: Sequence[Sequence[Sequence[float]]]) -> None:
         """Restore ``state`` and, from all ranks of that run, ``mine``."""
         self._tokens = list(state["tokens"])
-        self._counts = list(state["counts"])
+        self._counts = list(state.get("counts", state["tokens"]))  # 0.2.0 had no counts
         self._total_tokens = state["total_tokens"]
         self._skipped = state["skipped"]
         weight = float(self._job.transport.rank == 0)
         self._totals = [
-            (weight * np.sum(of_ranks, axis=0)).tolist() for of_ranks in zip(*mine, strict=True)
+            np.atleast_1d(weight * np.sum(of_ranks, axis=0)).tolist()
+            for of_ranks in zip(*mine, strict=True)
         ]
 
     def step(self, step: int, grad_norm: float | None, bar: Bar) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from shardmlx.costmodel.chips import BANDWIDTH, SIZES
 from shardmlx.hosts.launch_options import read_options
 from shardmlx.main import main
 from shardmlx.pipeline.stage_map import read_stage_map
@@ -102,3 +103,24 @@ def test_the_largest_rank_is_in_words_and_json(capsys: Capture) -> None:
 )
 def test_questions_that_have_no_answer(words: list[str], said: str, capsys: Capture) -> None:
     assert said in refused(capsys, *words)
+
+
+def test_generation_is_as_fast_as_its_weights_are_read(capsys: Capture) -> None:
+    """100 GB/s of the M2 and 800 of the M1 Ultra, one after the other; unknown for memory alone."""
+    as_json = json.loads(planned(capsys, "--machines", PAIR, "--json"))
+    seconds = sum(
+        rank["weights_bytes"] / bandwidth
+        for rank, bandwidth in zip(as_json["ranks"], (100e9, 800e9), strict=True)
+    )
+    (line,) = [
+        line
+        for line in planned(capsys, "--machines", PAIR).splitlines()
+        if line.startswith("generation: at most ")
+    ]
+    assert float(line.split()[3]) == pytest.approx(1 / seconds, rel=5e-3)
+    assert "generation" not in planned(capsys, "--machines", "16GB, 64GB")
+
+
+def test_every_chip_has_a_bandwidth() -> None:
+    assert {chip: len(each) for chip, each in BANDWIDTH.items()}.keys() == SIZES.keys()
+    assert all(len(each) <= len(SIZES[chip]) for chip, each in BANDWIDTH.items())
