@@ -141,7 +141,8 @@ class Head:
             of_answers = -given.scale * self._objective.slopes(sums, given.microbatch)
             given = replace(given, scale=1.0, weights=of_answers)
             factors = of_answers[_answers(given.microbatch, numbers)].astype(np.float32)
-            counted = counted * mx.array(factors)[:, None].astype(counted.dtype)
+            # In float32: float16 has no room for the scale of the loss alone.
+            counted = (counted * mx.array(factors)[:, None]).astype(counted.dtype)
         whole = mx.zeros((rows * length, width), given.states.dtype).at[mx.array(numbers)]
         return HeadOutput(sums, whole.add(counted).reshape(rows, length, width), given)
 

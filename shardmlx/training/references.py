@@ -104,5 +104,9 @@ class References:
         if self._file is None or self._job.identity is None:
             return
         partial = self._file.with_name(PARTIAL + FILE)
-        write_durably(partial, save(self._kept, {"run": self._run}))
-        replace_durably(partial, self._file)
+        try:
+            write_durably(partial, save(self._kept, {"run": self._run}))
+            replace_durably(partial, self._file)
+        except OSError as error:
+            # A resumed run would compute them again.
+            self._job.reporter.warn(f"cannot write {self._file}: {error.strerror or error}")

@@ -147,7 +147,7 @@ class Trainer:
                     most = self._options.iters if name == "train" else size
                     references.complete(name, self._evaluation.batches(name, loop=False), most)
         except StopRequested as request:
-            raise Stopped(request.number, "nothing was trained yet") from None
+            raise Stopped(request.number, "no step was made yet") from None
         self._meter.skip(0)
 
     def _resume(self) -> None:
