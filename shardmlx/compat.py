@@ -285,7 +285,8 @@ def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
 def tokens_of_assistant(tokenizer: Any, messages: Any, tools: Any) -> list[int]:
     """Return 1 for each token of a conversation that the template marks as the assistant's, else 0.
 
-    mlx-lm's wrapper (0.32.2) asks for tokens alone, so the tokenizer inside it is asked.
+    mlx-lm 0.32.2: its wrapper asks for tokens alone, so the tokenizer inside, ``_tokenizer``, is
+    asked. When it breaks: ask the wrapper, or tell these tokens from the text.
     """
     found = tokenizer._tokenizer.apply_chat_template(
         messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True

@@ -159,6 +159,20 @@ def _detokenizers_tell_whether_they_trim() -> bool:
     return trims and [*map(compat.trims_first_space, made)] == [True, False]
 
 
+def _templates_mark_the_assistant() -> bool:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    kind: Any = PreTrainedTokenizerFast
+    letters = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    template = "a{% generation %}b{% endgeneration %}"
+    inside = kind(tokenizer_object=letters, chat_template=template)
+    tokenizer = TokenizerWrapper(inside, eos_token_ids=[1])
+    messages = [{"role": "assistant", "content": "b"}]
+    return compat.tokens_of_assistant(tokenizer, messages, None) == [0, 1]
+
+
 def _errors_of_the_hub_are_those_of_http() -> bool:
     kind = compat.hub_transport_error()
     http = sys.modules[kind.__module__.split(".")[0]]
@@ -211,6 +225,7 @@ PROBES: Mapping[Any, Callable[[], bool]] = {
     compat.watch_loads: _models_are_read_with_load,
     compat.model_classes: _classes_are_told,
     compat.trims_first_space: _detokenizers_tell_whether_they_trim,
+    compat.tokens_of_assistant: _templates_mark_the_assistant,
     compat.hub_transport_error: _errors_of_the_hub_are_those_of_http,
     compat.http_protocol: _requests_tell_that_they_are_answered,
     compat.abort_connections: _servers_tell_their_connections,
