@@ -128,6 +128,11 @@ class Slice:
         module, leaf = self._slots[name]
         module[leaf] = array
 
+    @property
+    def training(self) -> bool:
+        """True unless ``train(False)`` was the last call."""
+        return any(module.training for module in self._parts.values())
+
     def train(self, mode: bool = True) -> None:
         for module in self._parts.values():
             module.train(mode)

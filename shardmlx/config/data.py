@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardmlx.config.objective import rows_together
 from shardmlx.config.options import Spec, in_group, option, same_as
 from shardmlx.config.specs import BatchOptions, FineTune
 
@@ -72,8 +71,3 @@ class DataOptions(FeatureKeys):
     def counted_messages(self) -> str:
         """The messages that count: ``LOSS_ON`` lists them."""
         return self.loss_on or (LAST if self.mask_prompt else ALL)
-
-    @property
-    def together(self) -> int:
-        """Samples of a row: two of a pair."""
-        return rows_together(self.objective)

@@ -156,6 +156,12 @@ class MicroBatch:
         """Numbers of the rows that it holds, ascending: a packed one lacks some of ``tokens``."""
         return np.arange(len(self.tokens)) if self.places is None else np.unique(self.places.rows)
 
+    def known_of(self, column: int) -> np.ndarray:
+        """Return what an objective of preferences knows of the rows that it holds."""
+        assert self.known is not None, "an objective knows its rows"
+        values: np.ndarray = self.known[self.row_numbers, column]
+        return values
+
     @property
     def answer_of(self) -> np.ndarray:
         """Index in ``row_numbers`` of the row of each position, (rows, T)."""

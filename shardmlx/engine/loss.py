@@ -114,10 +114,10 @@ class Head:
     def result(self, given: HeadInput) -> mx.array:
         """Compute the result, in float32."""
         sums = self._new_sums(given)
-        for piece, numbers, how in self._pieces(given):
+        for piece, answers, how in self._pieces(given):
             scores = self._logits(piece.states, **how)
             losses, _ = losses_and_slopes(scores, piece.targets, piece.counts)
-            sums = self._add(sums, losses, given, numbers)
+            sums = _added(sums, losses, answers)
             mx.eval(sums)
         return sums if self._objective is None else -sums
 
@@ -126,9 +126,9 @@ class Head:
         sums, gradients = self._new_sums(given), []
         scale = mx.array(given.scale if self._objective is None else 1.0)
         weights = self._weights
-        for piece, numbers, how in self._pieces(given):
+        for piece, answers, how in self._pieces(given):
             losses, gradient = self._loss_of(piece, scale, weights, **how)
-            sums = self._add(sums, losses, given, numbers)
+            sums = _added(sums, losses, answers)
             mx.eval(sums, gradient)
             gradients.append(gradient)
         rows, length, width = given.states.shape
@@ -140,7 +140,8 @@ class Head:
             sums = -sums
             of_answers = -given.scale * self._objective.slopes(sums, given.microbatch)
             given = replace(given, scale=1.0, weights=of_answers)
-            factors = of_answers[_answers(given.microbatch, numbers)].astype(np.float32)
+            answers = given.microbatch.answer_of.reshape(-1)[numbers]
+            factors = of_answers[answers].astype(np.float32)
             # In float32: float16 has no room for the scale of the loss alone.
             counted = (counted * mx.array(factors)[:, None]).astype(counted.dtype)
         whole = mx.zeros((rows * length, width), given.states.dtype).at[mx.array(numbers)]
@@ -150,14 +151,6 @@ class Head:
         if self._objective is None:
             return mx.array(0.0)
         return mx.zeros((len(given.microbatch.row_numbers),))
-
-    def _add(
-        self, sums: mx.array, losses: mx.array, given: HeadInput, numbers: np.ndarray
-    ) -> mx.array:
-        """Add a piece's losses, in all or by answer."""
-        if self._objective is None:
-            return sums + losses.sum()
-        return sums.at[mx.array(_answers(given.microbatch, numbers))].add(losses)
 
     def add_gradients(self, given: HeadInput, sums: dict[str, mx.array]) -> None:
         """Compute the gradients of the head's trained weights, and add them to ``sums``."""
@@ -176,14 +169,20 @@ class Head:
     def _weights(self) -> list[mx.array]:
         return [self._part[name] for name in self.names]
 
-    def _pieces(self, given: HeadInput) -> Iterator[tuple[_Chunk, np.ndarray, dict[str, Any]]]:
-        """Yield pieces, each with its positions' numbers, and the arguments of its dropout."""
+    def _pieces(
+        self, given: HeadInput
+    ) -> Iterator[tuple[_Chunk, np.ndarray | None, dict[str, Any]]]:
+        """Yield pieces, each with its positions' answers if there is an objective of preferences,
+        and the arguments of its dropout."""
         microbatch, counted = given.microbatch, _numbers(given.microbatch)
         numbers = np.pad(counted, (0, -len(counted) % self._multiple_of))
         is_counted = np.arange(len(numbers)) < len(counted)
         counts = (microbatch.counts.reshape(-1)[numbers] & is_counted).astype(np.float32)
-        if given.weights is not None:
-            counts *= given.weights[_answers(microbatch, numbers)]
+        answers = None
+        if self._objective is not None:
+            answers = microbatch.answer_of.reshape(-1)[numbers]
+            if given.weights is not None:
+                counts *= given.weights[answers]
         targets = microbatch.targets.reshape(-1)[numbers]
         states = given.states.flatten(0, 1)
         size = positions_of_piece(self._savings.loss_chunk or len(numbers), self._multiple_of)
@@ -194,7 +193,8 @@ class Head:
                 mx.array(targets[mine]),
                 mx.array(counts[mine]),
             )
-            yield piece, numbers[mine], self._how(given, numbers[mine])
+            own = None if answers is None else answers[mine]
+            yield piece, own, self._how(given, numbers[mine])
 
     def _how(self, given: HeadInput, numbers: np.ndarray) -> dict[str, Any]:
         if not self._part.drops:
@@ -242,10 +242,9 @@ def _numbers(microbatch: MicroBatch) -> np.ndarray:
     return numbers if len(numbers) else np.zeros(1, np.int32)
 
 
-def _answers(microbatch: MicroBatch, numbers: np.ndarray) -> np.ndarray:
-    """Return the index of the answer to which each of some positions belongs."""
-    answers: np.ndarray = microbatch.answer_of.reshape(-1)[numbers]
-    return answers
+def _added(sums: mx.array, losses: mx.array, answers: np.ndarray | None) -> mx.array:
+    """Add the losses of positions, in all, or each to the sum of its answer."""
+    return sums + losses.sum() if answers is None else sums.at[mx.array(answers)].add(losses)
 
 
 def losses_and_slopes(

@@ -14,7 +14,7 @@ from types import MappingProxyType
 import mlx.core as mx
 import numpy as np
 
-from shardmlx.config.objective import ObjectiveOptions
+from shardmlx.config.objective import OBJECTIVES, ObjectiveOptions
 from shardmlx.engine.batches import BASELINE, REFERENCE, WANTED, MicroBatch
 
 
@@ -33,16 +33,14 @@ class Answers:
     @classmethod
     def of(cls, logps: mx.array, microbatch: MicroBatch) -> Answers:
         """Return a micro-batch's answers, in the order of its ``row_numbers``."""
-        rows = microbatch.row_numbers
-        assert microbatch.known is not None, "an objective knows its rows"
-        known = microbatch.known[rows]
-        tokens = np.bincount(microbatch.answer_of[microbatch.counts], minlength=len(rows))
+        answers = microbatch.answer_of[microbatch.counts]
+        tokens = np.bincount(answers, minlength=len(microbatch.row_numbers))
         return cls(
             logps,
-            mx.array(known[:, REFERENCE].astype(np.float32)),
+            mx.array(microbatch.known_of(REFERENCE).astype(np.float32)),
             mx.array(tokens.astype(np.float32)),
-            mx.array(known[:, WANTED] > 0),
-            mx.array(known[:, BASELINE].astype(np.float32)),
+            mx.array(microbatch.known_of(WANTED) > 0),
+            mx.array(microbatch.known_of(BASELINE).astype(np.float32)),
         )
 
     @property
@@ -157,12 +155,12 @@ class Objective:
     @property
     def is_paired(self) -> bool:
         """True if chosen and rejected answers alternate."""
-        return bool((facts := self.how.preferences) and facts.is_paired)
+        return OBJECTIVES[self.how.objective].is_paired
 
     @property
     def has_reference(self) -> bool:
         """True if it compares with the model as the run started."""
-        return bool((facts := self.how.preferences) and facts.has_reference)
+        return OBJECTIVES[self.how.objective].has_reference
 
     @property
     def swaps(self) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from shardmlx.config.data import LAST, DataOptions, FeatureKeys
-from shardmlx.config.objective import OBJECTIVES, SFT
+from shardmlx.config.objective import OBJECTIVES, SFT, rows_together
 from shardmlx.engine.batches import BASELINE, KNOWN, WANTED, Samples, padded_width, token_ids
 from shardmlx.errors import UserError, file_access, one_line, unknown_token
 from shardmlx.training.chat_template import ChatTemplate
@@ -68,7 +68,7 @@ def read_data(
                 samples = samples[np.argsort([len(row) for row in part.rows], kind="stable")]
             tokenised.append(samples)
         weights = [part.weight if name == "train" else 1 for part in parts]
-        samples = _mixed(tokenised, weights, options.together)
+        samples = _mixed(tokenised, weights, rows_together(options.objective))
         warnings += _look_for_losses(samples, where, options.max_seq_length)
         if len(samples) < options.batch_size:
             raise UserError(
@@ -258,7 +258,7 @@ def _tokenise(
 def _fitted(samples: Samples, where: str, options: DataOptions) -> tuple[Samples, list[str]]:
     """Cut prompts from the left until their answers fit in ``max_seq_length``, the same of both
     answers of a pair, and leave out answers that never do; return warnings too."""
-    most, together = options.max_seq_length, options.together
+    most, together = options.max_seq_length, rows_together(options.objective)
     starts = samples.starts.reshape(-1, together)
     too_long = np.maximum(samples.lengths - most, 0).reshape(-1, together).max(axis=1)
     fits = (starts.min(axis=1) > too_long) | (too_long == 0)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from shardmlx.engine.batches import BASELINE, REFERENCE, Batches, MicroBatch
+from shardmlx.engine.batches import BASELINE, REFERENCE, Batch, Batches, MicroBatch
 from shardmlx.engine.engine import Results
 from shardmlx.engine.optimizer import LossScale
 from shardmlx.training.batch_feed import BatchFeed, Share
 from shardmlx.training.scores import Scores, means_of, scores_of
 from shardmlx.training.setup import TrainingRun
 from shardmlx.training.soundness import nonfinite_gradient, nonfinite_loss
+
+T = TypeVar("T")
 
 
 class Gradients:
@@ -166,30 +168,23 @@ class Evaluation:
         """Return, on rank 0, the mean loss of a token, or pair, and what preferences say; None
         elsewhere, and if no token counts."""
         planned, transport = self._job.planned, self._job.transport
-        plan = planned.plan
         available = planned.sizes[name] // planned.way.batch.batch_size
         remaining = available if num_batches == -1 else min(num_batches, available)
         if not remaining:
             return None
-        # Several batches at once keep all stages busy.
-        at_once = -(-4 * plan.mesh.pp // plan.microbatches)
-        feed = BatchFeed(plan, transport, self.batches(name, loop=False), remaining)
-        found, count, objective = [], 0, self._job.objective
-        transport.activity.begin(description)
-        with (
-            evaluating(self._job),
-            self._job.reporter.bar(description, remaining) as bar,
-            feed,
-        ):
-            while shares := feed.take(at_once):
-                feed.send_ahead(at_once)
-                shares = _with_baselines(self._job, shares)
-                parts = [each for share in shares for each in share.microbatches]
-                results = self._job.engine.evaluate(parts)
-                found.append(scores_of(results, parts, objective).total)
-                count += sum(share.count for share in shares)
-                bar.advance(len(shares))
-        gathered = transport.gather(np.sum(found, axis=0), what=description)
+        objective = self._job.objective
+
+        def judge(shares: list[Share]) -> tuple[list[float], int]:
+            shares = _with_baselines(self._job, shares)
+            parts = [each for share in shares for each in share.microbatches]
+            scores = scores_of(self._job.engine.evaluate(parts), parts, objective)
+            return scores.total, sum(share.count for share in shares)
+
+        batches = self.batches(name, loop=False)
+        found = evaluate_batches(self._job, batches, remaining, description, judge)
+        totals, counts = zip(*found, strict=True)
+        count = sum(counts)
+        gathered = transport.gather(np.sum(totals, axis=0), what=description)
         if not count:
             self._job.reporter.warn(f"{description}: no token of these batches counts: no loss")
         if gathered is None or not count:
@@ -208,11 +203,43 @@ class Evaluation:
 @contextmanager
 def evaluating(job: TrainingRun) -> Iterator[None]:
     """Compute without dropout in this context."""
-    for stage in job.stages:
-        stage.part.train(False)
+    parts = [stage.part for stage in job.stages if stage.part.training]
+    for part in parts:
+        part.train(False)
     yield
-    for stage in job.stages:
-        stage.part.train(True)
+    for part in parts:
+        part.train(True)
+
+
+def evaluate_batches(
+    job: TrainingRun,
+    batches: Iterator[Batch] | None,
+    count: int,
+    description: str,
+    evaluate: Callable[[list[Share]], T],
+) -> list[T]:
+    """Return what ``evaluate`` says of the shares of so many batches, which are on rank 0; several
+    at once keep all stages busy. Collective."""
+    plan, found = job.planned.plan, []
+    at_once = -(-4 * plan.mesh.pp // plan.microbatches)
+    feed = BatchFeed(plan, job.transport, batches, count)
+    job.transport.activity.begin(description)
+    with evaluating(job), job.reporter.bar(description, count) as bar, feed:
+        while shares := feed.take(at_once):
+            feed.send_ahead(at_once)
+            found.append(evaluate(shares))
+            bar.advance(len(shares))
+    return found
+
+
+def answers_of(
+    job: TrainingRun, shares: Sequence[Sequence[MicroBatch]]
+) -> Iterator[tuple[int, MicroBatch, np.ndarray]]:
+    """Yield the log-probabilities of the answers of each micro-batch, with the number of its share,
+    on ranks of the last stage. Collective."""
+    parts = [(i, each) for i, share in enumerate(shares) for each in share]
+    for j, logps in job.engine.evaluate([each for _, each in parts]).items():
+        yield *parts[j], logps
 
 
 def _with_baselines(job: TrainingRun, shares: list[Share]) -> list[Share]:
@@ -220,13 +247,10 @@ def _with_baselines(job: TrainingRun, shares: list[Share]) -> list[Share]:
     the likelihood of answers that belong to other prompts. Collective."""
     if job.objective is None or not job.objective.swaps:
         return shares
-    parts = [(i, each) for i, share in enumerate(shares) for each in share.swapped]
     gains = np.zeros(len(shares))
     with evaluating(job):
-        for j, logps in job.engine.evaluate([each for _, each in parts]).items():
-            i, part = parts[j]
-            assert part.known is not None, "an objective knows its rows"
-            gains[i] += (logps - part.known[part.row_numbers, REFERENCE]).sum()
+        for i, part, logps in answers_of(job, [share.swapped for share in shares]):
+            gains[i] += (logps - part.known_of(REFERENCE)).sum()
     means = np.sum(job.transport.all_gather(gains, "KTO's reference point"), axis=0)
     return [
         replace(

@@ -38,6 +38,7 @@ from shardmlx.costmodel.workload import Workload
 from shardmlx.distributed.agreement import AgreedError, on_all_ranks, on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import few_widths
+from shardmlx.engine.objectives import Objective
 from shardmlx.engine.optimizer import build_optimizer
 from shardmlx.errors import UserError
 from shardmlx.loading.build import build_model, count_parameters, cut
@@ -79,7 +80,7 @@ class PlannedRun:
 
     asked: RunSpec
     way: RunSpec
-    objective: ObjectiveOptions
+    objective: Objective | None
     steps: StepOptions
     outputs: OutputOptions
     checkpoints: CheckpointOptions
@@ -180,7 +181,7 @@ def plan_run(
     return PlannedRun(
         asked=run,
         way=way,
-        objective=ObjectiveOptions.of(config),
+        objective=Objective.of(ObjectiveOptions.of(config)),
         steps=StepOptions.of(config),
         outputs=outputs,
         checkpoints=CheckpointOptions.of(config),

@@ -15,8 +15,9 @@ from safetensors.numpy import save
 
 from shardmlx.common.digests import json_digest
 from shardmlx.common.durable_files import PARTIAL, replace_durably, write_durably
-from shardmlx.engine.batches import REFERENCE, SWAPPED, Batches, Samples
-from shardmlx.training.batch_feed import BatchFeed
+from shardmlx.engine.batches import REFERENCE, SWAPPED, Batches
+from shardmlx.training.batch_feed import Share
+from shardmlx.training.losses import answers_of, evaluate_batches
 from shardmlx.training.setup import TrainingRun
 
 FILE = "references.safetensors"
@@ -41,54 +42,43 @@ class References:
     def complete(self, name: str, batches: Batches | None, most: int) -> None:
         """Compute what the first ``most`` batches of a set lack: they are on rank 0. All ranks must
         call it."""
-        job, transport = self._job, self._job.transport
-        samples, starts = self._samples(name), []
-        if samples is not None and batches is not None:
-            starts = [each for each in batches.first(most) if self._lacks(samples, each)]
-        count: int = transport.broadcast(len(starts), what="references")
+        job, known = self._job, self._known(name)
+        starts: list[int] = []
+        if known is not None and batches is not None:
+            size = job.planned.way.batch.batch_size
+            lacking = np.isnan(known[:, self._columns]).any(axis=1)
+            starts = [each for each in batches.first(most) if lacking[each : each + size].any()]
+        count: int = job.transport.broadcast(len(starts), what="references")
         if not count:
             return
-        doing, done = f"reference of the {name} set", 0
-        at_once = -(-4 * job.planned.plan.mesh.pp // job.planned.plan.microbatches)
-        lacking = None if batches is None else map(batches.at, starts)
-        found: list[tuple[int, int, np.ndarray, np.ndarray]] = []
-        transport.activity.begin(doing)
-        feed = BatchFeed(job.planned.plan, transport, lacking, count)
-        with job.reporter.bar(doing, count) as bar, feed:
-            while shares := feed.take(at_once):
-                feed.send_ahead(at_once)
-                for column in self._columns:
-                    parts = [
-                        (i, each)
-                        for i, share in enumerate(shares, done)
-                        for each in (share.swapped if column == SWAPPED else share.microbatches)
-                    ]
-                    results = job.engine.evaluate([each for _, each in parts])
-                    for j, logps in results.items():
-                        i, each = parts[j]
-                        found.append((i, column, each.first_row + each.row_numbers, logps))
-                done += len(shares)
-                bar.advance(len(shares))
-        gathered = transport.gather(found, what="references")
-        if samples is not None and gathered is not None:
-            assert samples.known is not None, "an objective knows its rows"
-            for i, column, rows, logps in (each for rank in gathered for each in rank):
-                samples.known[starts[i] + rows, column] = logps
-            self._kept[name] = np.ascontiguousarray(samples.known[:, _KEPT])
+
+        def compute(shares: list[Share]) -> list[list[tuple[int, np.ndarray, np.ndarray]]]:
+            found: list[list[tuple[int, np.ndarray, np.ndarray]]] = [[] for _ in shares]
+            for column in self._columns:
+                swapped = column == SWAPPED
+                parts = [each.swapped if swapped else each.microbatches for each in shares]
+                for i, part, logps in answers_of(job, parts):
+                    found[i].append((column, part.first_row + part.row_numbers, logps))
+            return found
+
+        first = None if batches is None else map(batches.at, starts)
+        found = evaluate_batches(job, first, count, f"reference of the {name} set", compute)
+        gathered = job.transport.gather([each for part in found for each in part], "references")
+        if known is not None and gathered is not None:
+            for of_rank in gathered:
+                for start, of_batch in zip(starts, of_rank, strict=True):
+                    for column, rows, logps in of_batch:
+                        known[start + rows, column] = logps
+            self._kept[name] = np.ascontiguousarray(known[:, _KEPT])
             self._write()
 
-    def _samples(self, name: str) -> Samples | None:
-        """Return the samples on rank 0, with the numbers that are kept of them."""
+    def _known(self, name: str) -> np.ndarray | None:
+        """Return, on rank 0, what is known of a set's samples, with the numbers that are kept."""
         data = self._job.planned.data
-        samples: Samples | None = None if data is None else getattr(data, name)
-        if samples is not None and samples.known is not None and name in self._kept:
-            samples.known[:, _KEPT] = self._kept[name]
-        return samples
-
-    def _lacks(self, samples: Samples, start: int) -> bool:
-        assert samples.known is not None, "an objective knows its rows"
-        rows = slice(start, start + self._job.planned.way.batch.batch_size)
-        return bool(np.isnan(samples.known[rows, self._columns]).any())
+        known: np.ndarray | None = None if data is None else getattr(data, name).known
+        if known is not None and name in self._kept:
+            known[:, _KEPT] = self._kept[name]
+        return known
 
     def _read(self, file: Path) -> dict[str, np.ndarray]:
         try:

@@ -43,8 +43,7 @@ def scores_of(
         microbatch, given = microbatches[j], mx.array(logps)
         losses[j] = float(np.array(objective.losses(given, microbatch).sum()))
         rewards = objective.rewards(given, microbatch)
-        assert microbatch.known is not None, "an objective knows its rows"
-        wanted = microbatch.known[microbatch.row_numbers, WANTED] > 0
+        wanted = microbatch.known_of(WANTED) > 0
         for i, values in enumerate((np.ones(len(wanted)), rewards, logps)):
             sums[2 * i : 2 * i + 2] += values[wanted].sum(), values[~wanted].sum()
         if objective.is_paired:

@@ -42,7 +42,7 @@ class TrainingRun:
     @property
     def objective(self) -> Objective | None:
         """The objective of preferences; None for sft."""
-        return Objective.of(self.planned.objective)
+        return self.planned.objective
 
     @property
     def stages(self) -> list[Stage]:
@@ -112,7 +112,7 @@ def _load(
         own,
         savings=savings,
         weights=weights,
-        objective=Objective.of(planned.objective),
+        objective=planned.objective,
     )
     nbytes = sum(part.nbytes for part in parts) if weights is None else weights.nbytes(parts)
     trained = sum(stage.part[name].size for stage in stages for name in stage.names)

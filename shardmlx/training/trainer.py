@@ -30,7 +30,7 @@ from shardmlx.modelfiles.safetensors_header import INDEX_FILE
 from shardmlx.modelfiles.sources import ADAPTER_FILE
 from shardmlx.training.batch_feed import BatchFeed, Share, StopRequested
 from shardmlx.training.checkpointing import Checkpoints, Point
-from shardmlx.training.losses import Evaluation, Gradients, evaluating
+from shardmlx.training.losses import Evaluation, Gradients
 from shardmlx.training.references import References
 from shardmlx.training.report import TrainingReport
 from shardmlx.training.scores import in_words
@@ -47,7 +47,6 @@ class Trainer:
     def __init__(self, job: TrainingRun) -> None:
         planned = job.planned
         self._job = job
-        self._planned = planned
         self._plan = planned.plan
         self._options = options = planned.steps
         self._checkpoint_every = planned.checkpoints.checkpoint_every
@@ -142,10 +141,9 @@ class Trainer:
             return
         references = References(self._job, swaps=objective.swaps)
         try:
-            with evaluating(self._job):
-                for name, size in self._planned.sizes.items():
-                    most = self._options.iters if name == "train" else size
-                    references.complete(name, self._evaluation.batches(name, loop=False), most)
+            for name, size in self._job.planned.sizes.items():
+                most = self._options.iters if name == "train" else size
+                references.complete(name, self._evaluation.batches(name, loop=False), most)
         except StopRequested as request:
             raise Stopped(request.number, "no step was made yet") from None
         self._meter.skip(0)
@@ -361,10 +359,10 @@ class Trainer:
         return True
 
     def _write(self, directory: Path, copy_as: str | None) -> None:
-        if self._planned.way.fine_tune.is_full:
+        if self._job.planned.way.fine_tune.is_full:
             save_model(self._collector, self._job.model_path, directory)
         else:
-            save_adapters(self._collector, directory, self._planned.options, copy_as)
+            save_adapters(self._collector, directory, self._job.planned.options, copy_as)
 
     def _later_output(self) -> bool:
         found = self._job.resumption.found
