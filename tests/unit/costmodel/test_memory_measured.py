@@ -52,6 +52,7 @@ FAR_OVER = [
     *(Case("lora", family=each) for each in FAR_OVER_WITH_ADAPTERS),
     Case("lora", length=256, pieces=32, lora=(ATTENTION,)),
     Case("lora", length=256, pieces=32, recompute=SELECTIVE, dtype_bytes=2),
+    Case("full", length=256, pieces=32, recompute=SELECTIVE),
     *(Case(mode, family="olmo_hybrid", changes=DELTA) for mode in ("lora", "full")),
 ]
 CASES = [
@@ -66,7 +67,6 @@ CASES = [
     Case("full", 2, 4, changes=LOGITS, dtype_bytes=2),
     Case("lora", 2, 4, changes=LOGITS, pieces=ROWS * LENGTH, counted_only=True),
     *(Case("lora", length=256, pieces=32, recompute=each) for each in RECOMPUTE),
-    Case("full", length=256, pieces=32, recompute=SELECTIVE),
     Case("dora", length=256, pieces=32, recompute=SELECTIVE, lora=(DROPS,)),
     Case("lora", 2, 4, packed=True),
     # Every family, in both ways of training by turns.
