@@ -33,7 +33,7 @@ def report(choice: Choice, stage_map: str | None, start: Sequence[str]) -> str:
     ranks = [_cells(rank, each, has_times) for rank, each in enumerate(prediction.ranks)]
     speed = [_NO_TIMES]
     if has_times:
-        speed = [_speed(prediction, facts.cluster), f"what binds it: {binding(choice)}"]
+        speed = [_speed(prediction, facts.cluster), f"bottleneck: {bottleneck(choice)}"]
     lines = [
         f"best of {choice.tried} plans for {rows}: {choice.way}",
         "",
@@ -105,8 +105,8 @@ def _speed(prediction: Prediction, cluster: Cluster) -> str:
     return "\n".join([speed, *[sent] * (prediction.sent > 0), f"times from {source}"])
 
 
-def binding(choice: Choice) -> str:
-    """Return the change that would make a step faster."""
+def bottleneck(choice: Choice) -> str:
+    """Return the part that limits the speed of a step, and the change that would help."""
     prediction, best = choice.prediction, choice
     step, ranks = prediction.step_seconds, prediction.ranks
     if choice.is_limited:
@@ -116,22 +116,22 @@ def binding(choice: Choice) -> str:
     if gain > 1 + CLOSE:
         fullest = max(ranks, key=lambda each: each.peak / each.capacity)
         return (
-            f"memory, of {fullest.hosts[0]} first of all: with enough of it everywhere the step "
-            f"would be {gain:.2f} times as fast"
+            f"memory, on {fullest.hosts[0]} first: with enough of it on every machine a step would "
+            f"be {gain:.2f} times as fast"
         )
-    compute = f"compute, of {max(ranks, key=lambda each: each.busy).hosts[0]} first of all"
+    compute = f"compute, on {max(ranks, key=lambda each: each.busy).hosts[0]} first"
     parts = {
-        "links: {} waits for messages: a faster cable, or larger --batch-size": (
+        "links: {} waits for messages; use a faster cable, or a larger --batch-size": (
             max(each.exposed for each in ranks)
         ),
-        "sums over replicas: up to {}: a faster cable, or fewer replicas": (
+        "sums over replicas: up to {}; use a faster cable, or fewer replicas": (
             prediction.reduce_seconds
         ),
-        "the optimizer: {}: larger --batch-size, or --grad-accumulation-steps": (
+        "optimizer: {}; use a larger --batch-size, or --grad-accumulation-steps": (
             prediction.update_seconds
         ),
-        f"{compute}, and a bubble of up to {{}}: more micro-batches (larger --batch-size) make it "
-        "smaller": max(each.bubble for each in ranks) * prediction.simulation.makespan,
+        f"{compute}, and a bubble of up to {{}}; a larger --batch-size gives more micro-batches and "
+        "a smaller bubble": max(each.bubble for each in ranks) * prediction.simulation.makespan,
     }
     longest = max(parts, key=lambda part: parts[part])
     share = parts[longest] / step

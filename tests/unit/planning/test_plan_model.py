@@ -59,7 +59,7 @@ def test_a_line_for_each_rank_speed_and_what_binds_it(
     assert [line.split()[:2] for line in lines[3:5]] == [["0", "studio.local"], ["1", "mini.local"]]
     assert "tokens/s" in text
     assert "FLOP/s at 60% of the machines' peak" in text
-    assert "\nwhat binds it: " in text
+    assert "\nbottleneck: " in text
 
 
 def test_links_that_are_not_known_are_named_where_they_would_count(
