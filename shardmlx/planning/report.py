@@ -130,8 +130,8 @@ def bottleneck(choice: Choice) -> str:
         "optimizer: {}; use a larger --batch-size, or --grad-accumulation-steps": (
             prediction.update_seconds
         ),
-        f"{compute}, and a bubble of up to {{}}; a larger --batch-size gives more micro-batches and "
-        "a smaller bubble": max(each.bubble for each in ranks) * prediction.simulation.makespan,
+        f"{compute}, and a bubble of up to {{}}; a larger --batch-size gives more micro-batches "
+        "and a smaller bubble": max(each.bubble for each in ranks) * prediction.simulation.makespan,
     }
     longest = max(parts, key=lambda part: parts[part])
     share = parts[longest] / step
