@@ -37,6 +37,19 @@ OBJECTIVES: Mapping[str, ObjectiveFacts] = MappingProxyType(
 """The objectives of preferences; ``engine/objectives.py`` has their losses."""
 
 
+MEANS: Mapping[str, str] = MappingProxyType(
+    {
+        "chosen_reward": "Mean reward of chosen answers",
+        "rejected_reward": "Mean reward of rejected answers",
+        "margin": "Mean difference of the rewards of a pair",
+        "accuracy": "Share of pairs whose chosen answer has the higher reward",
+        "chosen_logp": "Mean log-probability of chosen answers",
+        "rejected_logp": "Mean log-probability of rejected answers",
+    }
+)
+"""Means over answers that an objective of preferences reports, with help texts."""
+
+
 def rows_together(objective: str) -> int:
     """Return how many sequences an objective compares: two of a pair."""
     facts = OBJECTIVES.get(objective)

@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from shardmlx.common.yaml_reader import is_number
+from shardmlx.config.objective import MEANS
 from shardmlx.runreport.metrics_file import Event
 
 _PREFIX = "shardmlx_training_"
@@ -30,6 +31,11 @@ _GAUGES = (
     ("last_report_timestamp_seconds", "When the last report was made", "train", "time"),
     ("validation_loss", "Loss of the last validation", "val", "loss"),
     ("checkpoint_step", "Step of the last complete checkpoint", "checkpoint", "step"),
+    *((name, f"{text}, in the last report", "train", name) for name, text in MEANS.items()),
+    *(
+        (f"validation_{name}", f"{text}, in the last validation", "val", name)
+        for name, text in MEANS.items()
+    ),
 )
 """Name, help text, event and field of the gauges that have no labels."""
 

@@ -8,9 +8,12 @@ from typing import Any
 
 from shardmlx.common.units import GIB
 from shardmlx.compat import EventFile
+from shardmlx.config.objective import MEANS
+
+_SETS = {"train": "training", "val": "validation", "test": "test"}
+"""Data set of an event, by its name in TensorBoard."""
 
 _OF_A_REPORT = {
-    "loss/training": "loss",
     "learning_rate": "learning_rate",
     "gradient_norm": "grad_norm",
     "tokens_per_second": "tokens_per_second",
@@ -58,11 +61,11 @@ def _summaries(event: str, values: Mapping[str, Any]) -> Iterator[Any]:
         # In code, no value is markup.
         rows = (f"| {name} | `{str(value).replace('`', ' ')}` |" for name, value in options)
         yield text("options", "\n".join(["| option | value |", "|---|---|", *rows]))
-    elif event == "val":
-        yield scalar("loss/validation", values["loss"])
-    elif event == "test":
-        yield scalar("loss/test", values["loss"])
-    elif event == "train":
+    elif event in _SETS:
+        for name in ("loss", *MEANS):
+            if values.get(name) is not None:
+                yield scalar(f"{name}/{_SETS[event]}", values[name])
+    if event == "train":
         for name, field in _OF_A_REPORT.items():
             if values[field] is not None:
                 yield scalar(name, values[field])

@@ -137,7 +137,7 @@ class Evaluated(NamedTuple):
     """The mean loss of a data set, and what preferences say of it."""
 
     loss: float
-    means: Mapping[str, float | None]
+    means: Mapping[str, float]
 
 
 class Evaluation:

@@ -52,19 +52,18 @@ def scores_of(
     return Scores(losses, sums.tolist())
 
 
-def means_of(
-    totals: Iterable[Sequence[float]], objective: Objective | None
-) -> dict[str, float | None]:
-    """Return mean rewards and log-probabilities of answers, and the share of pairs that are judged
-    rightly, from ranks' ``Scores.total``; nothing without preferences."""
+def means_of(totals: Iterable[Sequence[float]], objective: Objective | None) -> dict[str, float]:
+    """Return the ``MEANS`` of answers, from ranks' ``Scores.total``: those of which there are any;
+    nothing without preferences."""
     if objective is None:
         return {}
     sums = np.sum([total[1:] for total in totals], axis=0)
     named: dict[str, Any] = dict(zip(_SUMS, sums.tolist(), strict=True))
     means = {
-        f"{side}_{what}": named[f"{side}_{what}"] / named[side] if named[side] else None
+        f"{side}_{what}": named[f"{side}_{what}"] / named[side]
         for what in ("reward", "logp")
         for side in ("chosen", "rejected")
+        if named[side]
     }
     if objective.is_paired:
         pairs = max(1.0, named["chosen"])
@@ -73,7 +72,7 @@ def means_of(
     return means
 
 
-def in_words(means: Mapping[str, float | None]) -> str:
+def in_words(means: Mapping[str, float]) -> str:
     """Return the means as a log line shows them: ``, rewards 0.31 and -0.12, 75% right``."""
     rewards = [means.get(f"{side}_reward") for side in ("chosen", "rejected")]
     shown = " and ".join("none" if each is None else f"{each:.3f}" for each in rewards)

@@ -17,7 +17,7 @@ from shardmlx.common.http_listener import bind
 from shardmlx.main import main
 from shardmlx.runreport.live import LivePage
 from shardmlx.runreport.metrics_file import current
-from tests.helpers.stories import story, write_metrics
+from tests.helpers.stories import preferences, story, write_metrics
 
 EVIL = "<img src=x onerror=\"document.title = 'attacked'\"><script>alert(1)</script>"
 
@@ -63,16 +63,20 @@ def rows(page: webdriver.Chrome, selector: str) -> list[list[str]]:
     return found
 
 
+def drawn_on(page: webdriver.Chrome, chart: str) -> dict[str, list[list[float]]]:
+    script = (
+        "const found = charts.find((each) => each.spec.id === arguments[0]);"
+        "const [xs, ...ys] = found.plot.data;"
+        "return Object.fromEntries(ys.map((y, i) => [found.lines[i].label,"
+        "  xs.map((x, j) => [x, y[j]]).filter(([, value]) => value !== null)]))"
+    )
+    found: dict[str, list[list[float]]] = page.execute_script(script, chart)
+    return found
+
+
 def test_the_curves_are_the_values_of_the_file(page: webdriver.Chrome) -> None:
     def drawn(chart: str) -> dict[str, list[list[float]]]:
-        script = (
-            "const found = charts.find((each) => each.spec.id === arguments[0]);"
-            "const [xs, ...ys] = found.plot.data;"
-            "return Object.fromEntries(ys.map((y, i) => [found.lines[i].label,"
-            "  xs.map((x, j) => [x, y[j]]).filter(([, value]) => value !== null)]))"
-        )
-        found: dict[str, list[list[float]]] = page.execute_script(script, chart)
-        return found
+        return drawn_on(page, chart)
 
     def told(field: str) -> list[list[float]]:
         return [[event["step"], event[field]] for event in TRAIN]
@@ -264,6 +268,36 @@ def test_a_live_page_follows_the_run(chrome: webdriver.Chrome) -> None:
     shown("finished in", "#status")
     # What is left is that nobody answered in between.
     assert all("ERR_CONNECTION_REFUSED" in fault for fault in faults(chrome))
+
+
+def test_what_preferences_say_has_curves_and_columns(
+    chrome: webdriver.Chrome, tmp_path: Path
+) -> None:
+    faults(chrome)
+    show(chrome, tmp_path, *preferences())
+    chrome.execute_script("byId('numbers').open = true; numberTable();")
+    run = current(preferences())
+
+    def told(kind: str, field: str) -> list[list[float]]:
+        return [[event["step"], event[field]] for event in run if event["event"] == kind]
+
+    for what in ("reward", "logp"):
+        assert drawn_on(chrome, f"curve-chosen-{what}") == {
+            f"{side}, {name}": told(kind, f"{side}_{what}")
+            for side in ("chosen", "rejected")
+            for kind, name in (("train", "training"), ("val", "validation"))
+        }
+    for field in ("margin", "accuracy"):
+        training, validation = told("train", field), told("val", field)
+        expected = {"training": training, "validation": validation}
+        assert drawn_on(chrome, f"curve-{field}") == expected
+    script = "return [...document.querySelectorAll('#numbers table:first-child th')]"
+    heads = chrome.execute_script(f"{script}.map((each) => each.textContent)")
+    (row,) = (row for row in rows(chrome, "#numbers table:first-child") if row[0] == "60")
+    found = dict(zip(heads, row, strict=True))
+    for kind, name in (("train", "margin"), ("val", "validation margin")):
+        assert found[name] == f"{told(kind, 'margin')[-1][1]:.4f}"
+    assert faults(chrome) == []
 
 
 def test_a_file_of_an_older_shardmlx_has_its_curves(

@@ -292,6 +292,20 @@ function curves() {
     line("training", "accent", run.trains, of("loss"), format.loss),
     line("validation", "second", run.vals, of("loss"), format.loss, { points: true }),
   ]);
+  for (const [title, show, names] of meansTold()) {
+    const lines = names.flatMap((name, index) => {
+      const colours = ["accent", "second"],
+        side = names.length > 1 ? `${name.split("_")[0]}, ` : "";
+      return [
+        line(`${side}training`, colours[index], run.trains, of(name), show),
+        line(`${side}validation`, colours[index], run.vals, of(name), show, {
+          dash: [6, 4],
+          points: true,
+        }),
+      ];
+    });
+    showChart(parent, { id: `curve-${names[0].replace("_", "-")}`, title }, lines);
+  }
   showChart(parent, { id: "curve-rate", title: "Tokens per second", fromZero: true }, [
     line("tokens/s", "accent", run.trains, of("tokens_per_second"), format.rate),
   ]);

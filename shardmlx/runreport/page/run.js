@@ -21,6 +21,20 @@ const KINDS = {
   straggler: "stragglers",
 };
 
+// What an objective of preferences says of its answers: how it is named and shown, and its fields.
+const MEANS = [
+  ["Rewards", format.loss, ["chosen_reward", "rejected_reward"]],
+  ["Margin of rewards", format.loss, ["margin"]],
+  ["Accuracy", format.percent, ["accuracy"]],
+  ["Log-probabilities of answers", format.rate, ["chosen_logp", "rejected_logp"]],
+];
+
+// Those of them that this run has.
+function meansTold() {
+  const isTold = (name) => [...run.trains, ...run.vals].some((event) => isNumber(event[name]));
+  return MEANS.filter(([, , names]) => names.some(isTold));
+}
+
 function take(event) {
   if (event.event === "summary") run.summary = event;
   else if (event.event in KINDS) run[KINDS[event.event]].push(event);

@@ -287,6 +287,8 @@ function optionTables() {
 
 // Made when it is opened: it may be long.
 function numberTable() {
+  const means = meansTold().flatMap(([, show, names]) => names.map((name) => [name, show]));
+  const ofVals = [["loss", format.loss], ...means];
   const fields = [
     ["loss", format.loss],
     ["learning_rate", format.small],
@@ -295,19 +297,24 @@ function numberTable() {
     ["tokens_per_second", format.rate],
     ["step_seconds", format.seconds],
     ["bubble", format.percent],
+    ...means,
   ];
-  const columns = ["step", "validation_loss", ...fields.map(([name]) => name)].map((title) => ({
-    title: title.replaceAll("_", " "),
-    number: true,
-  }));
+  const columns = [
+    "step",
+    ...ofVals.map(([name]) => `validation_${name}`),
+    ...fields.map(([name]) => name),
+  ].map((title) => ({ title: title.replaceAll("_", " "), number: true }));
   const rows = new Map();
   const row = (step) =>
     rows.get(step) || rows.set(step, new Array(columns.length).fill("")).get(step);
-  for (const event of run.vals) row(event.step)[1] = format.loss(event.loss);
-  for (const event of run.trains)
-    fields.forEach(([name, show], index) => {
-      row(event.step)[index + 2] = show(event[name]);
-    });
+  const put = (events, names, from) => {
+    for (const event of events)
+      names.forEach(([name, show], index) => {
+        row(event.step)[from + index] = show(event[name]);
+      });
+  };
+  put(run.vals, ofVals, 1);
+  put(run.trains, fields, 1 + ofVals.length);
   const sorted = [...rows]
     .sort(([a], [b]) => a - b)
     .map(([step, [, ...rest]]) => [format.count(step), ...rest]);

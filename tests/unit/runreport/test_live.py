@@ -18,10 +18,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from shardmlx.common.http_listener import bind
+from shardmlx.config.objective import MEANS
 from shardmlx.runreport import live
 from shardmlx.runreport.live import EventLog, LivePage
 from shardmlx.runreport.metrics_file import current
-from tests.helpers.stories import story
+from tests.helpers.stories import preferences, story
 
 EVIL = 'a "name"\\\nshardmlx_evil 1'
 
@@ -119,6 +120,15 @@ def test_prometheus_is_told_the_last_report(page: LivePage) -> None:
         assert found["memory_limit_bytes", f"{rank}/vm"] == limits[rank]["memory_limit_bytes"]
     tell(page, run[-1])
     assert metrics(page)["up", ""] == 0
+
+
+def test_prometheus_is_told_what_preferences_say(page: LivePage) -> None:
+    run = current(preferences())
+    tell(page, *run)
+    found = metrics(page)
+    for kind, before in (("train", ""), ("val", "validation_")):
+        last = [event for event in run if event["event"] == kind][-1]
+        assert [found[before + name, ""] for name in MEANS] == [last[name] for name in MEANS]
 
 
 def test_prometheus_reads_what_is_not_finite_or_strange(page: LivePage) -> None:

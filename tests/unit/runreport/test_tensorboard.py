@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
+from shardmlx.config.objective import MEANS
 from shardmlx.runreport.tensorboard import TensorBoardLog
-from tests.helpers.stories import story
+from tests.helpers.stories import preferences, story
 
 
 def tell(log: TensorBoardLog, events: Sequence[dict[str, Any]]) -> None:
@@ -56,6 +57,21 @@ def test_the_values_are_those_of_the_run(tmp_path: Path) -> None:
     assert [step for step, _ in found["loss/validation"]] == [1, 10, 20, 30, 40, 50, 60]
     seconds = [value for _, value in found["rank_1/bubble_seconds"]]
     assert seconds == pytest.approx([event["ranks"][1]["idle_seconds"] for event in train])
+    log.close()
+
+
+def test_what_preferences_say_is_there_for_training_and_validation(tmp_path: Path) -> None:
+    log = TensorBoardLog(str(tmp_path))
+    told = preferences()
+    tell(log, [*told, {"event": "test", "loss": 0.5, "accuracy": 0.75, "time": 1.0}])
+    found = scalars(tmp_path)
+    for kind, name in (("train", "training"), ("val", "validation")):
+        events = [event for event in told if event["event"] == kind]
+        for field in MEANS:
+            values = [(event["step"], float(np.float32(event[field]))) for event in events]
+            assert found[f"{field}/{name}"] == values
+    assert found["accuracy/test"] == [(60, 0.75)]
+    assert not [name for name in found if name.startswith("margin/test")]
     log.close()
 
 
