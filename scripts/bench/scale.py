@@ -29,7 +29,7 @@ from shardmlx.modelfiles.model_files import open_model
 from shardmlx.pipeline.figure import draw_schedule
 from shardmlx.planning.choice import Choice, choose
 from shardmlx.planning.facts import Facts, SequenceLengths
-from shardmlx.planning.report import as_json, binding
+from shardmlx.planning.report import as_json, bottleneck
 
 GIB = 2**30
 
@@ -138,7 +138,7 @@ def line(case: Case, planned: Choice) -> tuple[str, ...]:
         f"{100 * max(rank.exposed for rank in ranks) / makespan:.1f}%",
         f"{prediction.step_seconds:.1f} s",
         f"{prediction.tokens_per_second:.0f}",
-        binding(planned).split(",")[0].split(":")[0],
+        bottleneck(planned).split(",")[0].split(":")[0],
     )
 
 
