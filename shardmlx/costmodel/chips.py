@@ -1,7 +1,8 @@
 """Describe Macs by chip and memory: the sizes that are sold, and the speed of the GPU.
 
 No MLX, no MPI. Sizes, numbers of GPU cores and bandwidths are those of Apple's technical
-specifications.
+specifications, as lists that cite them have them: huggingface.js's pull request 1937 and
+rlindsey2/sunkcost (2026) the sizes, github.com/ggml-org/llama.cpp/discussions/4167 the bandwidths.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ SIZES: Mapping[str, Mapping[int, tuple[int, ...]]] = MappingProxyType(
         "M5": {8: (16, 24), 10: (16, 24, 32)},
         "M5 Pro": {16: (24, 48, 64), 20: (24, 48, 64)},
         "M5 Max": {32: (36,), 40: (48, 64, 128)},
+        "M5 Ultra": {64: (96,), 80: (96, 256, 512)},
     }
 )
 """The GB of memory that each chip is sold with, by its GPU cores."""
@@ -76,6 +78,7 @@ BANDWIDTH: Mapping[str, tuple[int, ...]] = MappingProxyType(
         "M5": (153,),
         "M5 Pro": (307,),
         "M5 Max": (460, 614),
+        "M5 Ultra": (1200,),
     }
 )
 """The GB a second from each chip's memory; two where fewer GPU cores have less."""
@@ -88,9 +91,14 @@ _MAC = re.compile(
 
 
 def wired_of(memory: int) -> int:
-    """Return the bytes that macOS 15 lets the GPU wire of a Mac's ``memory``, unless it is told
-    otherwise: Metal's recommended working set, 11.84 GiB of 16 and 48 of 64."""
-    return round((0.74 if memory < 36 * GIB else 0.75) * memory)
+    """Return the bytes that macOS lets the GPU wire of a Mac's ``memory``, unless it is told
+    otherwise: Metal's recommended working set, 10.67 GiB of 16 and 48 of 64.
+
+    These are the shares of macOS 14 and 15, as llama.cpp's logs have them
+    (github.com/ggml-org/llama.cpp/discussions/2182). macOS 26 gives more, 11.84 and 51.84 GiB
+    (pull request 754 of AlexsJones/llmfit): a plan holds on each.
+    """
+    return memory * 2 // 3 if memory < 36 * GIB else memory * 3 // 4
 
 
 def machines_of(text: str) -> tuple[Machine, ...]:
