@@ -204,26 +204,31 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Tools, text: str, i: int
     ) -> tuple[int, int] | None:
         """Return the characters at which message ``i`` begins and ends in the text of all."""
-        before, upto = messages[:i], messages[: i + 1]
-        opens = messages[i]["role"] == "assistant"
-        if i == len(messages) - 1:
-            place = self._place_of_answer(messages, tools, text, opens)
-            return None if place is None else (place, len(text))
-        prompt = self._text_or_none(before, tools, add_generation_prompt=opens) if before else ""
-        alone = self._text_or_none(upto, tools)
-        if prompt and alone and text.startswith(alone) and alone.startswith(prompt):
-            return len(prompt), len(alone)
+        upto, opens = messages[: i + 1], messages[i]["role"] == "assistant"
+        is_last = i == len(messages) - 1
+        alone = text if is_last else self._text_or_none(upto, tools) or ""
+        begin = self._place_of_answer(upto, tools, alone, opens) if alone else None
+        if begin is not None and text.startswith(alone):
+            return begin, len(alone)
+        if is_last:
+            return None
         # A template may write a message otherwise once others follow.
         mark = _unused(text)
-        marked = [*before, _words(messages[i], lambda word: mark)]
+        marked = [*upto[:-1], _words(messages[i], lambda word: mark)]
         other = self._text_or_none([*marked, *messages[i + 1 :]], tools)
         if other is None or other == text:
             return None
         end, closing = len(text) - _common(text[::-1], other[::-1]), ""
         last = self._text_or_none(marked, tools)
-        if alone is not None and last is not None:
+        if last is not None:
             closing = alone[len(alone) - _common(alone[::-1], last[::-1]) :]
-        return _common(text, other), end + _common(text[end:], closing)
+        if begin is None or not text.startswith(alone[:begin]):
+            begin = _common(text, other)
+        for piece in _PIECES.findall(closing):
+            if not text.startswith(piece, end):
+                break
+            end += len(piece)
+        return begin, end
 
     def _place_of_answer(
         self, messages: Sequence[Message], tools: Tools, text: str, opens: bool

@@ -21,13 +21,16 @@ _THOUGHT = (
 
 @dataclass(frozen=True)
 class Kind:
-    """A chat template. ``header`` comes before each answer, ``closing`` after it; ``opened`` is
-    what the template writes after the header to ask for one."""
+    """A chat template. ``header`` comes before each answer, or ``after_tool`` where a tool has
+    spoken; ``closing`` comes after it, or ``last`` where it ends all; ``opened`` is what the
+    template writes after the header to ask for one."""
 
     template: str
     header: str = "<|im_start|>assistant\n"
     opened: str = ""
     closing: str = "<|im_end|>\n"
+    last: str = ""
+    after_tool: str = ""
 
 
 KINDS = {

@@ -9,9 +9,14 @@ from mlx_lm.tuner.datasets import ChatDataset
 
 from shardmlx.errors import UserError
 from shardmlx.training.chat_template import ChatTemplate
+from tests.helpers.chat_families import FAMILIES
 from tests.helpers.chat_templates import KINDS, Kind, tokenizer_with
 
-CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "sea"}}}
+ALL = KINDS | FAMILIES
+CALLERS = [name for name, kind in ALL.items() if "tool_calls" in kind.template]
+
+CALLED = "look"
+CALL = {"type": "function", "function": {"name": CALLED, "arguments": {"at": "sea"}}}
 
 
 def said(role: str, content: str | None, **others: Any) -> dict[str, Any]:
@@ -154,23 +159,24 @@ def counted_by_oracle(
     """Look for each answer's last words, from there back for the header, and forward for the mark
     of the end; then decode token by token."""
     spans, place = [], 0
-    for message in messages:
+    for i, message in enumerate(messages):
         if message["role"] == "assistant":
-            words = text.index(message["content"].split("\n")[-1], place)
-            begin = text.rindex(kind.header, place, words) + len(kind.header)
+            header = kind.header
+            if kind.after_tool and messages[i - 1]["role"] == "tool":
+                header = kind.after_tool
+            end = (message["content"] or CALLED).split("\n")[-1]
+            words = text.index(end, place) + len(end)
+            begin = text.rindex(header, place, words) + len(header)
             if text[begin:].startswith(kind.opened):
                 begin += len(kind.opened)
-            place = text.index(kind.closing, words) + len(kind.closing)
+            closing = kind.last if kind.last and message is messages[-1] else kind.closing
+            place = text.index(closing, words) + len(closing)
             spans.append((begin, place))
     ends = [len(tokenizer.decode(tokens[: i + 1])) for i in range(len(tokens))]
     return [any(begin < each <= end for begin, end in spans) for each in ends]
 
 
-@pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_all_answers_count_where_a_slow_reader_finds_them(
-    kind: Kind, messages: list[dict[str, Any]]
-) -> None:
+def check_what_counts(kind: Kind, messages: list[dict[str, Any]]) -> None:
     template = ChatTemplate(tokenizer := tokenizer_with(kind.template))
     tokens, text = template.tokens(messages), template.text(messages)
     counts = [each["role"] == "assistant" for each in messages]
@@ -180,6 +186,28 @@ def test_all_answers_count_where_a_slow_reader_finds_them(
     found = template.counted(messages, None, tokens, first, "row")
     assert sum(found) < sum(expected) or sum(counts) == 1
     assert all(mine <= all_of for mine, all_of in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS.values(), ids=CONVERSATIONS)
+@pytest.mark.parametrize("kind", ALL.values(), ids=ALL)
+def test_all_answers_count_where_a_slow_reader_finds_them(
+    kind: Kind, messages: list[dict[str, Any]]
+) -> None:
+    check_what_counts(kind, messages)
+
+
+@pytest.mark.parametrize("kind", FAMILIES.values(), ids=FAMILIES)
+def test_answers_count_after_a_system_message_too(kind: Kind) -> None:
+    check_what_counts(kind, [said("system", "be brief"), *CONVERSATIONS["two turns"]])
+
+
+@pytest.mark.parametrize("name", CALLERS)
+def test_calls_count_and_what_tools_say_does_not(name: str) -> None:
+    called = [
+        *(said("user", "hello"), said("assistant", None, tool_calls=[CALL]), said("tool", "sea")),
+        *(said("assistant", "aye one"), said("user", "more"), said("assistant", "aye two")),
+    ]
+    check_what_counts(ALL[name], called)
 
 
 # Templates that cannot be used.
