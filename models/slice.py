@@ -237,6 +237,12 @@ class Slice:
         # mlx-lm keeps the first four tokens too.
         return [RotatingKVCache(max_kv_size, keep=4) for _ in self._decoder.caches]
 
+    @property
+    def cache_names(self) -> tuple[str, ...]:
+        """Names of ``new_caches``, the same for a layer in whichever slice it is."""
+        names = [str(i) for i in self._decoder.caches]
+        return (*names, "count") if len(names) < len(self._decoder.new_caches()) else (*names,)
+
     def extend(self, x: mx.array, caches: Sequence[Any]) -> mx.array:
         """Do the same with the next T tokens of each sequence; ``caches`` grow by T."""
         return self._decoder.run(x, caches=caches)

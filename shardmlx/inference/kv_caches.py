@@ -28,6 +28,14 @@ Caches = list[Any]
 them only where they are written to while both are still used."""
 
 
+@dataclass(frozen=True, slots=True)
+class KeptCaches:
+    """The caches of a kept sequence, and at each border copies of what cannot be cut of them."""
+
+    caches: Caches
+    borders: dict[int, list[Caches]]
+
+
 @dataclass(slots=True)
 class _BatchedCaches:
     """The merged caches of a group, one row for each of its ``sequences``."""
@@ -116,10 +124,20 @@ class KVCaches:
         if item.border:
             (sequence,) = item.sequences
             uncut = [
-                [None if _can_be_cut(part) else copy.deepcopy(part) for part in parts_of(cache)]
+                [None if can_be_cut(part) else copy.deepcopy(part) for part in parts_of(cache)]
                 for cache in self._alone[sequence]
             ]
             self._borders.setdefault(sequence, {})[item.border] = uncut
+
+    def kept(self, sequence: int) -> KeptCaches:
+        return KeptCaches(self._alone[sequence], self._borders.get(sequence, {}))
+
+    def restore(self, sequence: int, kept: KeptCaches) -> None:
+        """Keep caches that were read for a sequence of this number."""
+        self._alone[sequence] = [*map(_evaluated, kept.caches)]
+        self._borders[sequence] = kept.borders
+        parts = [part for copies in kept.borders.values() for layer in copies for part in layer]
+        mx.eval([part.state for part in parts if part is not None])
 
     def _drop(self, sequence: int) -> None:
         self._alone.pop(sequence, None)
@@ -149,7 +167,8 @@ class KVCaches:
             caches[i] = CacheList(*parts) if isinstance(cache, CacheList) else parts[0]
 
 
-def _can_be_cut(cache: Any) -> bool:
+def can_be_cut(cache: Any) -> bool:
+    """Tell whether a cache of more tokens can serve for its first ones."""
     return isinstance(cache, (KVCache, QuantizedKVCache))
 
 

@@ -27,14 +27,14 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
 
 from shardmlx.distributed.messages import Handle, PeerLost, buffer_of
 from shardmlx.inference.detokenize import IncrementalDetokenizer
-from shardmlx.inference.prefix_cache import CachedPrefix, PrefixCache
+from shardmlx.inference.prefix_cache import CachedPrefix, KeptPrefix, PrefixCache
 from shardmlx.inference.sampler import packed_width, unpack
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 from shardmlx.inference.scheduler import Item, ItemKind, Scheduler
@@ -59,7 +59,8 @@ class _Sequence:
 
 class FirstStage:
     """Rank 0: prompts come in here, and tokens come out. With a ``prefix_cache`` the KV caches of
-    ended sequences are kept for prompts that begin like them, within the scheduler's capacity."""
+    ended sequences are kept for prompts that begin like them, within the scheduler's capacity, and
+    on the disk where the worker has files."""
 
     def __init__(
         self, worker: StageWorker, scheduler: Scheduler, prefix_cache: PrefixCache | None = None
@@ -74,6 +75,7 @@ class FirstStage:
         # Receives of the tokens that the last rank will sample, a row for each sequence.
         self._returning: deque[tuple[Item, np.ndarray, Handle]] = deque()
         self._foreseen: ItemGraph | None = None
+        self._stored: tuple[tuple[int, str], ...] = ()
 
     @property
     def is_idle(self) -> bool:
@@ -111,13 +113,36 @@ class FirstStage:
             self.finish(sequence)
 
     def keep_alive(self) -> None:
-        """Tell the other ranks that all is well while nothing is generated. Raises as ``step``."""
+        """Tell the other ranks that all is well while nothing is generated, and store what is kept.
+        Raises as ``step``."""
+        item, files, keys = self._scheduler.idle_item(), self._worker.files, self._keys()
+        if files is None or self._prefix_cache is None or keys == self._stored:
+            self._tell(item)
+            return
+        self._stored = keys
+        self._tell(replace(item, stored=keys))
+        files.write_index([*self._prefix_cache.kept.values()])
+
+    def restore(self, prefixes: Sequence[KeptPrefix]) -> None:
+        """Keep sequences of which all stages have files, as far as there is room."""
+        assert self._prefix_cache is not None
+        for number, prefix in enumerate(prefixes, -len(prefixes)):
+            self._prefix_cache.keep(number, prefix.tokens.tolist(), prefix.borders)
+        self._make_room()
+        self._scheduler.idle_item()  # takes those without room, which no stage has
+        self._stored = self._keys()
+        self._tell(Item(ItemKind.IDLE, restored=self._stored))
+
+    def _tell(self, item: Item) -> None:
         self._worker.begin(None)
-        item = self._scheduler.idle_item()
         self._worker.announce(item)
         self._worker.outbox.drain(UNSENT)
         self._retract_foreseen()
         self._worker.update(item)
+
+    def _keys(self) -> tuple[tuple[int, str], ...]:
+        kept = self._prefix_cache.kept if self._prefix_cache is not None else {}
+        return tuple((number, each.key) for number, each in kept.items())
 
     def step(self) -> list[tuple[int, SampledToken]]:
         """Do what is to be done next, and return pairs of (sequence, token) that have come. Raises
@@ -150,7 +175,9 @@ class FirstStage:
                 yield number, text
 
     def stop(self) -> None:
-        """Have all ranks return from ``LaterStage.run``."""
+        """Have all ranks return from ``LaterStage.run``, with all stored that is kept."""
+        if self._worker.files is not None:
+            self.keep_alive()
         self._worker.announce(Item(ItemKind.STOP))
         self._worker.outbox.drain(0)
         self._worker.begin(None)

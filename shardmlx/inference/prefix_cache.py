@@ -9,11 +9,12 @@ Another prompt takes the beginning up to a border.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
 
+from shardmlx.common.digests import bytes_digest
 from shardmlx.models.kv_cache import held
 from shardmlx.models.shape import ModelShape
 
@@ -43,9 +44,20 @@ class CachedPrefix:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class KeptPrefix:
+    """A kept sequence, with copies of states after so many tokens as its ``borders`` say."""
+
     tokens: np.ndarray
     borders: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], borders: Sequence[int] = ()) -> KeptPrefix:
+        return cls(np.array(tokens, np.int32), tuple(borders))
+
+    @property
+    def key(self) -> str:
+        """The name of its files."""
+        return bytes_digest(self.tokens.tobytes() + bytes(str(self.borders), "ascii"))[:16]
 
 
 @dataclass
@@ -58,7 +70,7 @@ class PrefixCache:
     shortest: int = SHORTEST
     _: KW_ONLY
     has_borders: bool = False
-    _kept: dict[int, _Kept] = field(default_factory=dict)
+    _kept: dict[int, KeptPrefix] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -81,7 +93,12 @@ class PrefixCache:
 
     def keep(self, sequence: int, tokens: Sequence[int], borders: Sequence[int] = ()) -> None:
         """Keep a sequence; ``tokens`` are those that have entered its caches."""
-        self._kept[sequence] = _Kept(np.array(tokens, np.int32), tuple(borders))
+        self._kept[sequence] = KeptPrefix.of(tokens, borders)
+
+    @property
+    def kept(self) -> Mapping[int, KeptPrefix]:
+        """The kept sequences, the least recently used first."""
+        return self._kept
 
     def borders(self, prompt: Sequence[int]) -> tuple[int, ...]:
         """Return after how many tokens of ``prompt`` a copy of states is to be kept, in order."""

@@ -49,7 +49,8 @@ class Item:
     a chunk that ends at a ``border``, a number of tokens, stages keep a copy of the states. Each
     stage first moves the ``kept``, sequences that have ended, out of their group and drops the
     caches of those ``put_back``, then copies the prefix, then forgets the ``dropped``, which have
-    ended too.
+    ended too. At last it reads the files of the ``restored``, pairs of a sequence and a key, and
+    has files of the ``stored`` and of no others, unless they are as they were.
     """
 
     kind: ItemKind
@@ -63,6 +64,8 @@ class Item:
     prefix: CachedPrefix | None = None
     border: int = 0
     params: Any = None
+    restored: tuple[tuple[int, str], ...] = ()
+    stored: tuple[tuple[int, str], ...] | None = None
 
     def __str__(self) -> str:
         if not self.sequences:

@@ -24,6 +24,7 @@ from shardmlx.inference.kv_caches import KVCaches, check_quantised
 from shardmlx.inference.pipeline import FirstStage, LaterStage
 from shardmlx.inference.plan import GenerationLoad, InferencePlan, plan_inference
 from shardmlx.inference.prefix_cache import PrefixCache
+from shardmlx.inference.prefix_files import PrefixFiles
 from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.sampler import BatchSampler, random_state
 from shardmlx.inference.sampling_params import SamplingParams
@@ -52,7 +53,7 @@ Read = Callable[[PromptEncoder], GenerationLoad]
 @dataclass(frozen=True, slots=True)
 class InferenceRun:
     """A run that is ready to start. ``encoder`` is there on rank 0 only; ``grammars`` are those to
-    which answers may keep."""
+    which answers may keep, ``prefix_files`` those of the prefix cache."""
 
     config: InferenceConfig
     transport: Transport
@@ -64,6 +65,7 @@ class InferenceRun:
     random_state: int
     limits: tuple[MemoryLimits, ...]
     grammars: Grammars | None = None
+    prefix_files: PrefixFiles | None = None
 
     def hold(self, lead: Callable[[PromptEncoder], None]) -> None:
         """Let rank 0 ``lead`` until it stops its first stage, while the others follow; then show
@@ -89,9 +91,8 @@ class InferenceRun:
     def _worker(self) -> StageWorker:
         part, setup = self.part, self.plan.setup
         caches = KVCaches(lambda: part.new_caches(setup.max_kv_size), setup.quantisation)
-        return StageWorker(
-            self.transport, part, caches, BatchSampler(self.random_state, self.grammars)
-        )
+        sampler = BatchSampler(self.random_state, self.grammars)
+        return StageWorker(self.transport, part, caches, sampler, self.prefix_files)
 
     @property
     def sampling(self) -> SamplingParams:

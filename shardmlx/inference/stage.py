@@ -25,6 +25,7 @@ from shardmlx.distributed.messages import (
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import EngineError, one_line
 from shardmlx.inference.kv_caches import Caches, KVCaches
+from shardmlx.inference.prefix_files import PrefixFiles
 from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.scheduler import Item
 from shardmlx.models.slice import Slice
@@ -86,14 +87,15 @@ class Outbox:
 class StageWorker:
     """A rank's part in generation, held by the stage that says what is next: rank i has stage i.
 
-    ``part`` holds the stage's layers. Only the last rank uses its ``sampler``. ``item`` is at work
-    now: errors name it.
+    ``part`` holds the stage's layers. Only the last rank uses its ``sampler``. Kept sequences have
+    ``files`` where they outlive the job. ``item`` is at work now: errors name it.
     """
 
     transport: Transport
     part: Slice
     caches: KVCaches
     sampler: BatchSampler
+    files: PrefixFiles | None = None
     item: Item | None = None
 
     def __post_init__(self) -> None:
@@ -118,6 +120,11 @@ class StageWorker:
         """Move caches, and forget sampling states, as an item says of sequences that have left."""
         self.sampler.close([*item.kept, *item.dropped])
         self.caches.update(item)
+        if self.files is not None:
+            for sequence, key in item.restored:
+                self.caches.restore(sequence, self.files.read(key))
+            if item.stored is not None:
+                self.files.mirror({key: self.caches.kept(each) for each, key in item.stored})
 
     def build(self, item: Item, inputs: mx.array, *, may_fail: bool = False) -> ItemGraph:
         """Build the graph of an item, to be computed later; one that ``may_fail`` has a backup."""

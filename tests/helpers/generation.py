@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +14,7 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.inference.kv_caches import KVCaches
 from shardmlx.inference.pipeline import FirstStage, LaterStage
 from shardmlx.inference.prefix_cache import PrefixCache
+from shardmlx.inference.prefix_files import find_kept, open_prefix_files
 from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 from shardmlx.inference.scheduler import Scheduler
@@ -54,19 +56,28 @@ def on_ranks(
     prefix_cache: PrefixCache | None = None,
     max_kv_size: int | None = None,
     quantisation: CacheQuantisation | None = None,
+    directory: Path | None = None,
+    said: list[str] | None = None,
 ) -> Any:
     """Return what ``work`` makes of the first stage, with a rank and a model for each range of
-    layers."""
+    layers. A ``directory`` has what earlier ranks kept; ``said`` gets its faults."""
 
     def run(transport: Transport) -> Any:
         rank = transport.rank
         part = Slice(models[rank], *ranges[rank])
         caches = KVCaches(lambda: part.new_caches(max_kv_size), quantisation)
-        worker = StageWorker(transport, part, caches, BatchSampler(7))
+        files, prefixes = None, []
+        if directory is not None:
+            files = open_prefix_files(transport, str(directory), part, ())
+            told = said if said is not None and rank == 0 else []
+            prefixes = find_kept(transport, files, told.append)
+        worker = StageWorker(transport, part, caches, BatchSampler(7), files)
         if rank > 0:
             return LaterStage(worker).run()
         scheduler = Scheduler(groups or len(ranges), most, chunk, patience, capacity)
         first_stage = FirstStage(worker, scheduler, prefix_cache=prefix_cache)
+        if prefixes:
+            first_stage.restore(prefixes)
         result = work(first_stage)
         first_stage.stop()
         return result
