@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from shardmlx.models.blocks import Dense, Experts, Grouped
+from shardmlx.models.blocks import Experts, Grouped, gated_mlp
 from shardmlx.models.config_reader import Config, Fact
 from shardmlx.models.layer_kinds import Windows, all_layers, no_windows
 from shardmlx.models.layer_shape import NORMS, SWIGLU, Activation, LayerShape, Norm
 
-_GROUPED, _DENSE = Grouped(), Dense()
+_GROUPED = Grouped()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,17 +20,13 @@ class Family:
     """A family of models: the facts for planning and loading, that is, the columns of its row."""
 
     attention: Callable[[Config], LayerShape] = _GROUPED
-    mlp: Dense = _DENSE
+    mlp_bias: Fact = False
     experts: Experts | None = None
     sparse: Callable[[Config], Sequence[bool]] = all_layers
     """Rule that tells which layers have experts in place of the MLP."""
     windows: Callable[[Config], Windows] = no_windows
     """Rule that tells which layers see a window."""
-    is_parallel: Fact = False
-    """True if the MLP takes the input of attention, from one norm."""
     norms: tuple[str, ...] = NORMS
-    norm_bias: bool = False
-    """True if these, and the final norm, have a bias."""
     arrays: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Sides of further arrays of a layer by path, each as the field with its length."""
     activation: Activation = SWIGLU
@@ -38,13 +34,10 @@ class Family:
     score_weights: int = 0
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of mlx-lm for fields missing in config.json, or in its text model."""
-    only: tuple[str, ...] = ()
-    """Fields that must be false."""
     tied: Literal["always", "never", "by default", "if said", "as said"] = "by default"
     """Condition for the embedding to be the lm_head; ``as said`` needs the field."""
-    final_norm: str = "norm"
-    """Name in ``model``; the ``head`` is a path."""
-    head: str = "lm_head"
+    norm_bias: bool = False
+    """True if the final norm has a bias."""
     head_has_bias: bool = False
     dropped: str | None = None
     """Pattern of the names of tensors that mlx-lm ignores."""
@@ -52,8 +45,6 @@ class Family:
     """True if mlx-lm ignores layers after the last, which predict more tokens."""
     renames: tuple[tuple[str, str], ...] = ()
     """Prefixes that mlx-lm replaces as it loads, with replacements: the first match counts."""
-    stored_otherwise: str | None = None
-    """Pattern of names in Hugging Face's files whose tensors mlx-lm cuts or joins."""
     takes_pieces: bool = True
     """False if attention adds something to its scores that pieces do not support."""
     takes_packed: bool = True
@@ -82,9 +73,6 @@ class Family:
         return self.dropped is not None and re.search(self.dropped, name) is not None
 
     def layers(self, config: Config) -> Sequence[LayerShape]:
-        for key in self.only:
-            if config.get(key, False) is not False:
-                config.refuse(key, "only False is supported")
         windows = self.windows(config)
         sparse = [False] * len(windows) if self.experts is None else self.sparse(config)
         kinds = {kind: self._layer(config, *kind) for kind in {*zip(sparse, windows, strict=True)}}
@@ -92,15 +80,12 @@ class Family:
 
     def _layer(self, config: Config, has_experts: bool, window: int | None) -> LayerShape:
         hidden, attention = config.count("hidden_size"), self.attention(config)
-        is_parallel = config.holds(self.is_parallel)
         if has_experts and self.experts is not None:
             mlp = self.experts(config)
         else:
-            mlp = self.mlp(config, "attention" if is_parallel else "mlp")
-        norms = {
-            name: Norm(hidden, hidden, self.norm_bias)
-            for name in (self.norms[:1] if is_parallel else self.norms)
-        }
+            linears = gated_mlp(config, bias=config.holds(self.mlp_bias))
+            mlp = LayerShape(linears=tuple(linears.items()))
+        norms = {name: Norm(hidden, hidden) for name in self.norms}
         arrays = {path: tuple(map(config.count, fields)) for path, fields in self.arrays.items()}
         return replace(
             attention,
@@ -111,7 +96,6 @@ class Family:
             activation=self.activation,
             scores=self.scores,
             score_weights=self.score_weights,
-            kept=attention.kept + mlp.kept,
         )
 
 
@@ -119,6 +103,6 @@ UNDECLARED = Family(takes_pieces=False, takes_packed=False, takes_batches=False)
 """The family of undeclared models, which assumes nothing."""
 
 APPROXIMATE = (
-    "no row of models/families declares this model: layers and their bytes are exact, times and "
+    "no row of models/families.py declares this model: layers and their bytes are exact, times and "
     "the memory of activations approximate"
 )

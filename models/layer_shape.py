@@ -25,6 +25,7 @@ class Activation(NamedTuple):
     weights: tuple[int, int] = (0, 0)
     is_swiglu: bool = False
     """True if SwiGLU may be computed in other ways."""
+    is_guessed: bool = False
 
 
 SWIGLU, GELU, GELU_APPROX = Activation(2, is_swiglu=True), Activation(3), Activation(4)

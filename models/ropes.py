@@ -9,6 +9,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 from mlx_lm.models import rope_utils
+from mlx_lm.models.deepseek_v2 import DeepseekV2YarnRotaryEmbedding
 
 from shardmlx.models.rope_parameters import (
     FULL,
@@ -23,7 +24,7 @@ from shardmlx.models.rope_parameters import (
 ROPES = (nn.RoPE, rope_utils.YarnRoPE, rope_utils.Llama3RoPE, rope_utils.SuScaledRoPE)
 """Kinds of rotary embeddings that some families replace by the plain one."""
 
-STATIC = (*ROPES, rope_utils.ProportionalRoPE)
+STATIC = (*ROPES, rope_utils.ProportionalRoPE, DeepseekV2YarnRotaryEmbedding)
 """Kinds whose frequencies do not change with the length of the text."""
 
 

@@ -97,8 +97,8 @@ class ModelShape:
             names=Names(
                 f"{model}layers.",
                 f"{model}embed_tokens",
-                model + family.final_norm,
-                prefix + family.head,
+                f"{model}norm",
+                f"{prefix}lm_head",
             ),
             has_dynamic_rope="dynamic" in (scaling.get("type"), scaling.get("rope_type")),
         )
@@ -111,10 +111,8 @@ class ModelShape:
     @property
     def is_approximate(self) -> bool:
         """True if times and the memory of activations are guessed."""
-        is_known = self.family.takes_pieces and all(
-            each.activation.is_swiglu for each in self.kinds
-        )
-        return not self.is_declared and not is_known
+        is_guessed = any(each.activation.is_guessed for each in self.kinds)
+        return not self.is_declared and (is_guessed or not self.family.takes_pieces)
 
     @property
     def family(self) -> Family:

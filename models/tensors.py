@@ -6,7 +6,7 @@ Follows mlx-lm's model files and ``mlx_lm.utils.load_model``, which decide the l
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -188,10 +188,19 @@ def loaded_name(name: str, shape: ModelShape) -> str:
     return name
 
 
-def is_stored_otherwise(names: Iterable[str], shape: ModelShape) -> bool:
-    """Return whether these are Hugging Face's names of tensors that mlx-lm cuts or joins."""
-    pattern = shape.family.stored_otherwise
-    return pattern is not None and any(re.search(pattern, name) for name in names)
+def is_stored_otherwise(
+    names: Container[str], modules: Mapping[str, Module], shape: ModelShape
+) -> bool:
+    """Return whether layers have other tensors on disk than in mlx-lm, which cuts or joins some as
+    it loads them: then none has all of its weights, or none of a kind in an undeclared model."""
+
+    def is_whole(layer: int) -> bool:
+        prefix = f"{shape.names.layers}{layer}."
+        own = ((path, each) for path, each in modules.items() if path.startswith(prefix))
+        return all((path if each.bare else f"{path}.weight") in names for path, each in own)
+
+    whole = {shape.pattern[i] for i in range(shape.num_layers) if is_whole(i)}
+    return len(whole) < (1 if shape.is_declared else len(shape.kinds))
 
 
 def expected_tensors(

@@ -7,7 +7,8 @@ seen, so times and the memory of activations are approximate.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -61,11 +62,15 @@ Sides = tuple[int, ...]
 
 _ACTIVATIONS = {
     "swiglu": (SWIGLU, SWIGLU),
-    "relu2": (Activation(0), Activation(0)),
+    **dict.fromkeys(("relu2", "relu_squared"), (Activation(0), Activation(0))),
+    # The gradients of alpha sum over as many numbers.
+    "xielu": (Activation(0.35, passing=4, weights=(2, 4)),) * 2,
     "gelu": (Activation(1), GELU),
     "gelu_approx": (Activation(2), GELU_APPROX),
 }
 """Activations by the name of MLX's function: alone, and with a gate."""
+
+_NORMS = ("rms_norm", "layer_norm")
 
 _FAULTS = (AttributeError, ValueError, KeyError, TypeError, RuntimeError)
 """Errors of a model whose code does not fit its config.json, or this machine."""
@@ -250,10 +255,22 @@ class _Calls:
         self.outputs: dict[str, mx.array] = {}
         self.attended: list[tuple[mx.array, mx.array, mx.array, Any]] = []
         """Queries, keys, values and mask."""
-        for _, module in named:
+        self.normed = 0
+        """Elements of a token that attention norms without weights."""
+        norms = {name: partial(self._norm, getattr(mx.fast, name)) for name in _NORMS}
+        watched = InPlaceOf(mx, mx.array, fast=InPlaceOf(mx.fast, mx.array, **norms))
+        for path, module in named:
             if calls(module, ATTENTION):
                 rebind(module, ATTENTION, self._attention)
-        for path, module in self.modules.items():
+            if (
+                path in self.mixers
+                and path not in self.recurrent
+                and _norms(module)
+                and calls(module, "mx")
+            ):
+                rebind(module, "mx", watched)
+        # Children first: a stand-in has none.
+        for path, module in reversed(self.modules.items()):
             parent, _, name = path.rpartition(".")
             holder = at(layer, parent)
             stand_in = InPlaceOf(module, partial(self._call, path))
@@ -264,6 +281,10 @@ class _Calls:
         self.given.setdefault(path, first_argument(*args, **kwargs))
         self.outputs.setdefault(path, out)
         return out
+
+    def _norm(self, norm: Callable[..., mx.array], x: mx.array, *args: Any, **how: Any) -> mx.array:
+        self.normed += x.size // TOKENS
+        return norm(x, *args, **how)
 
     def _attention(self, q: Any, k: Any, v: Any, *args: Any, **how: Any) -> mx.array:
         self.attended.append((q, k, v, how["mask"]))
@@ -295,11 +316,17 @@ def _shape(recorded: _Calls, x: mx.array, cache: Any) -> LayerShape:
     firsts: dict[str, mx.array] = {}
     for path, given in recorded.given.items():
         module, out = recorded.modules[path], recorded.outputs[path]
+        if not _is_linear(module):
+            # One weight for each head may be a row of an array, or a module.
+            weights = [each for each in sides if re.fullmatch(rf"{path}\.(.+\.)?weight", each)]
+            for name in weights:
+                *heads, width = sides.pop(name)
+                own = name.removesuffix(".weight")
+                has_bias = sides.pop(f"{own}.bias", None) is not None
+                norms[own] = Norm(width, out.size // TOKENS // len(weights), has_bias, *heads)
+            continue
         *rows, width = sides.pop(f"{path}.weight")
         has_bias = sides.pop(f"{path}.bias", None) is not None
-        if not rows:
-            norms[path] = Norm(width, out.size // TOKENS, has_bias)
-            continue
         *experts, outputs = rows
         parent = path.rpartition(".")[0]
         kind = "experts" if experts else "mlp"
@@ -330,14 +357,14 @@ def _shape(recorded: _Calls, x: mx.array, cache: Any) -> LayerShape:
         state=_state(cache),
         activation=_activation(recorded, linears),
         recurrence=recurrence,
-        kept=_kept(recorded, linears, recurrence),
+        kept=recorded.normed + _kept(recorded, linears, recurrence),
     )
 
 
 def _activation(recorded: _Calls, linears: Mapping[str, Linear]) -> Activation:
     """Return the activation by the name of the function that the MLP calls."""
     (name, *_) = [*recorded.activations, ""]
-    alone, gated = _ACTIVATIONS.get(name, (Activation(2), Activation(2)))
+    alone, gated = _ACTIVATIONS.get(name, (Activation(2, is_guessed=True),) * 2)
     has_gate = is_joined = False
     for each in linears.values():
         if each.source.startswith("product of "):
@@ -383,7 +410,19 @@ def _attends(module: nn.Module) -> bool:
 
 def _is_counted(module: nn.Module) -> bool:
     """Return whether a module is a linear layer, or a norm."""
-    return "weight" in module and (hasattr(module, "to_quantized") or module.weight.ndim == 1)
+    if "weight" in module and (_is_linear(module) or module.weight.ndim == 1):
+        return True
+    has_linears = any(map(_is_linear, module.modules()))
+    return _norms(module) and not has_linears and bool(module.parameters())
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return hasattr(module, "to_quantized")
+
+
+def _norms(module: nn.Module) -> bool:
+    """Return whether the code of a module calls a norm of MLX."""
+    return any(calls(module, name) for name in _NORMS)
 
 
 def _takes(module: nn.Module, name: str) -> bool:
@@ -415,6 +454,11 @@ def _heads(recorded: _Calls, linears: Mapping[str, Linear], cache: Any) -> Heads
         queries = recorded.attended[0][0].shape[1]
     else:
         queries = max(each.inputs for each in linears.values() if each.source == "values") // value
-    joined = [each.outputs for each in linears.values() if each.source == "attention"]
-    beside = (queries + groups) * key if len(joined) == 1 and joined[0] > queries * key else 0
-    return Heads(queries, groups, key, value, cached, beside)
+    # Values cut from a larger array keep all of it.
+    made = [
+        each.uses * each.outputs
+        for each in linears.values()
+        if each.source.startswith(("attention", "latent"))
+    ]
+    whole = groups * value if groups * value in made else max(made, default=0)
+    return Heads(queries, groups, key, value, cached, max(0, whole - groups * value))

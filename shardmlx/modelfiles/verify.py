@@ -102,25 +102,28 @@ def _family(files: ModelFiles, faults: list[str]) -> str:
     shape = shape_of(files)
     if isinstance(shape, str):
         return f"tensors not compared: {shape}"
-    if not shape.is_declared:
-        return f"tensors not compared: family {shape.model_type!r} is not declared"
     if method is not None and "quantization" not in files.config:
         return f"tensors not compared: quantised by {method}, not by mlx-lm"
-    if is_stored_otherwise(files.tensors, shape):
+    tensors = {loaded_name(name, shape): place for name, place in files.tensors.items()}
+    family = modules(shape, separate_experts=has_separate_experts(tensors, shape))
+    if is_stored_otherwise(tensors, family, shape):
         return (
             f"tensors not compared: Hugging Face stores {shape.model_type} otherwise than mlx-lm, "
             "which cuts or joins some as it loads"
         )
-    found = list(_differences(files, shape))
+    found = list(_differences(files, shape, tensors, family))
     faults += found[:_SHOWN]
     if len(found) > _SHOWN:
         faults.append(f"... and {len(found) - _SHOWN} more tensors that differ from the family")
     return f"tensors against the family {shape.model_type}: names, shapes, packing"
 
 
-def _differences(files: ModelFiles, shape: ModelShape) -> Iterator[str]:
-    tensors = {loaded_name(name, shape): place for name, place in files.tensors.items()}
-    family = modules(shape, separate_experts=has_separate_experts(tensors, shape))
+def _differences(
+    files: ModelFiles,
+    shape: ModelShape,
+    tensors: Mapping[str, PlacedTensor],
+    family: Mapping[str, Module],
+) -> Iterator[str]:
     config = read_quantisation(files.config)
 
     def quantised(path: str, module: Module) -> Quantisation | None:
@@ -145,7 +148,8 @@ def _differences(files: ModelFiles, shape: ModelShape) -> Iterator[str]:
         if place is None:
             if not files.is_part:
                 yield f"tensor {name!r} is missing: {remedy}"
-        elif place.shape != sides:
+        elif place.shape != sides and (shape.is_declared or sorted(place.shape) != sorted(sides)):
+            # Only rows tell what mlx-lm drops, or turns as it turns convolutions.
             yield (
                 f"tensor {name!r} of {place.file} has shape {list(place.shape)}, but "
                 f"{shape.model_type} of this config.json has {list(sides)}"
@@ -153,7 +157,7 @@ def _differences(files: ModelFiles, shape: ModelShape) -> Iterator[str]:
         elif wrong := _wrong_dtype(name, place, expected):
             yield f"tensor {name!r} of {place.file} is {place.dtype}: {wrong}"
     for name, place in tensors.items():
-        if name not in expected and not is_dropped(name, shape):
+        if shape.is_declared and name not in expected and not is_dropped(name, shape):
             if name.endswith(".global_scale") and f"{name.rpartition('.')[0]}.scales" in expected:
                 continue
             yield f"tensor {name!r} of {place.file} is unexpected: {shape.model_type} has none"

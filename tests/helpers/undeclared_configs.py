@@ -1,4 +1,4 @@
-"""A tiny config.json of models of mlx-lm that no file of ``models/families`` declares."""
+"""A tiny config.json of models of mlx-lm that no row of ``models.families`` declares."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Every family, by the same tests: planned, cut, trained and generated with as mlx-lm's own model.
 
-A new row in ``models/families`` is tested by all of these once ``CONFIGS`` has a tiny config of it.
+A new row in ``models.families`` is tested by all of these once ``CONFIGS`` has a tiny config of it.
 """
 
 from __future__ import annotations

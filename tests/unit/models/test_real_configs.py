@@ -48,7 +48,8 @@ DENSE: dict[str, tuple[float, dict[str, Any]]] = {
     }),
     "Qwen3-8B": (8.190735360, sizes(
         "qwen3", 4096, 36, 32, 8, 12288, 151936, head_dim=128, **UNTIED)),
-    "gemma-7b": (8.537680896, sizes("gemma", 3072, 28, 16, 16, 24576, 256000, head_dim=256)),
+    "gemma-7b": (8.537680896, sizes(
+        "gemma", 3072, 28, 16, 16, 24576, 256000, head_dim=256, rms_norm_eps=1e-6)),
     "gemma-2-2b": (2.614341888, sizes("gemma2", 2304, 26, 8, 4, 9216, 256000, head_dim=256)),
     "gemma-3-1b": (0.999885952, sizes(
         "gemma3_text", 1152, 26, 4, 1, 6912, 262144, head_dim=256, sliding_window=512)),
@@ -70,7 +71,7 @@ DENSE: dict[str, tuple[float, dict[str, Any]]] = {
     "phi-2": (2.779683840, sizes("phi", 2560, 32, 32, 32, 10240, 51200)),
     "stablelm-2-12b": (12.14, sizes(
         "stablelm", 5120, 40, 32, 8, 13824, 100352, use_qkv_bias=False, use_parallel_residual=True,
-        qk_layernorm=True)),
+        qk_layernorm=True, rope_theta=10000, partial_rotary_factor=0.25, layer_norm_eps=1e-5)),
 }  # fmt: skip
 QWEN3 = {
     "model_type": "qwen3_moe", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 4,
@@ -136,7 +137,9 @@ MIXTURES = {
     "DeepSeek-V2-Lite": Published(15.706484224, None, 0, {
         **LATENT, **sides(2048, 27, 16), **routed(1, 64, 1408, 10944), "q_lora_rank": None,
         "model_type": "deepseek_v2", "vocab_size": 102400, "n_shared_experts": 2,
-        "num_experts_per_tok": 6,
+        "num_experts_per_tok": 6, "rope_scaling": {
+            "type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+        },
     }),
     "DeepSeek-V3": Published(671, 37, 1, {
         **LATENT, **sides(7168, 61, 128), **routed(3, 256, 2048, 18432),

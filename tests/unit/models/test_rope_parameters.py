@@ -193,6 +193,6 @@ def test_gemma_whose_layers_have_no_period_is_refused() -> None:
 
 def test_phi3_has_no_scaling_of_this_type(tmp_path: Path) -> None:
     config = case_of("phi3", "default")["config"]
-    write(tmp_path, {**config, "rope_parameters": {"rope_theta": 1e4, **LINEAR}})
-    assert "rope_scaling" in str(refusal(logits_of, tmp_path))
+    linear = {**config, "rope_parameters": {"rope_theta": 1e4, **LINEAR}}
+    assert "rope_scaling" in str(refusal(write, tmp_path, linear))
     check_can_be_cut(config)

@@ -1,4 +1,4 @@
-"""Models that no file of ``models/families`` declares: what runs, and what is refused."""
+"""Models that no row of ``models.families`` declares: what runs, and what is refused."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_what_cannot_be_cut_is_refused_with_the_reason_and_what_runs(
 def test_a_plan_says_that_it_is_approximate(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save_model_directory(tmp_path, UNDECLARED["gpt_neox"])
+    save_model_directory(tmp_path, UNDECLARED["qwen3_5"])
     config = TrainConfig(model=str(tmp_path), num_layers=2, pipeline_stages=2)
     machines = [Machine(host=f"mac{i}", memory=2**34, flops=1e12, link=1e9) for i in range(2)]
     plan = plan_training(config, machines)
