@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.jobs import PROGRAMS, SECONDS_TO_END, Job
+from tests.helpers.jobs import PROGRAMS, SECONDS_TO_END, Job, Running
 from tests.helpers.mpirun import mpirun
 
 
@@ -53,6 +54,15 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
 def test_a_signal_before_training_ends_it_at_once(tmp_path: Path) -> None:
     job = run("loading", tmp_path, lambda mpirun, ranks: os.kill(mpirun, signal.SIGUSR1))
     assert job.failure(128 + signal.SIGUSR1) == "shardmlx: interrupted by SIGUSR1"
+
+
+def test_one_process_without_mpirun_says_one_line_and_open_mpi_nothing(tmp_path: Path) -> None:
+    """MPI_Abort would print a block about a help file that only mpirun has."""
+    with Running([sys.executable, PROGRAMS / "until_stopped.py", "loading", tmp_path]) as running:
+        running.until((tmp_path / "0").exists)
+        running.process.send_signal(signal.SIGTERM)
+        assert running.wait(SECONDS_TO_END) == 128 + signal.SIGTERM
+        assert running.job().output == "shardmlx: interrupted by SIGTERM\n"
 
 
 def test_mpirun_itself_ends_its_ranks_at_once(tmp_path: Path) -> None:
