@@ -247,9 +247,9 @@ class Slice:
         """Do the same with the next T tokens of each sequence; ``caches`` grow by T."""
         return self._decoder.run(x, caches=caches)
 
-    def last_logits(self, x: mx.array) -> mx.array:
-        """Return logits (rows, V) of the last position of hidden states (rows, T, D)."""
-        return self._decoder.logits(self._decoder.norm(x[:, -1:, :]))[:, -1, :]
+    def last_logits(self, x: mx.array, count: int = 1) -> mx.array:
+        """Return logits (rows * count, V) of the last positions of hidden states (rows, T, D)."""
+        return self._decoder.logits(self._decoder.norm(x[:, -count:, :])).flatten(0, 1)
 
     def _checkpointed(self, i: int, call: LayerCall, x: mx.array) -> mx.array:
         prefix = f"{self._layer_prefix}{i}."

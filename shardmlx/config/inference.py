@@ -23,19 +23,19 @@ _PROMPT = "prompt"
 _CHAT = "chat"
 _EVALUATED = "what is evaluated"
 
-_NO_DRAFT = "there is no speculative decoding here: leave it out"
 _IS_PIPELINE = "ranks are always a pipeline here: leave it out"
 
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        "--draft-model": _NO_DRAFT,
-        "--num-draft-tokens": _NO_DRAFT,
+        "--draft-model": "no model drafts here: give --draft lookup",
         "--pipeline": _IS_PIPELINE,
         "--use-default-chat-template": "transformers has no default any more: give the model a "
         "chat_template.jinja",
     }
 )
 """Options of mlx_lm's commands that no command has here, and why."""
+
+NO_DRAFT, LOOKUP = "none", "lookup"
 
 PIPELINED_CHUNK = 128
 """Tokens: small enough that a prompt of some hundred of them occupies all stages, large enough
@@ -106,6 +106,15 @@ class InferenceConfig(ModelSource):
     kv_group_size: int = _pipeline(64, "KV elements that share a scale", choices=(32, 64, 128))
     quantized_kv_start: int = _pipeline(
         5000, "tokens from which on a KV cache is quantised", metavar="TOKENS", minimum=0
+    )
+    draft: str = _pipeline(
+        NO_DRAFT,
+        "verify guessed tokens of a text in one step: lookup guesses what followed its last tokens "
+        "before",
+        choices=(LOOKUP, NO_DRAFT),
+    )
+    num_draft_tokens: int = _pipeline(
+        8, "tokens guessed at a time", metavar="TOKENS", minimum=1, maximum=64
     )
     memory_limit: int | None = common.memory_limit(group=PIPELINE)
     dtype: str | None = common.dtype(group=PIPELINE)
@@ -270,13 +279,14 @@ class EvaluateConfig(InferenceConfig):
 _OF_SAMPLING = {
     each.name for each in fields(InferenceConfig) if each.metadata["option"].group == SAMPLING
 }
+_OF_DRAFTS = {"draft", "num_draft_tokens"}
 
 EVALUATE = CommandLine(
     options=EvaluateConfig,
     command="evaluate",
     description="Measure a model through pipeline stages: perplexity of texts, or tasks.",
     groups=(MODEL, _EVALUATED),
-    shown={each.name for each in fields(EvaluateConfig)} - _OF_SAMPLING,
+    shown={each.name for each in fields(EvaluateConfig)} - _OF_SAMPLING - _OF_DRAFTS,
     refused=_REFUSED_EVALUATE,
     check=EvaluateConfig.check_together,
 )

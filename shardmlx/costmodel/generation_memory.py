@@ -41,6 +41,8 @@ class GenerationSetup:
     quantisation: CacheQuantisation | None = None
     state_copies: int = 0
     """Copies that a prefix cache keeps of a sequence's states, where these cannot be cut."""
+    drafts: int = 0
+    """Tokens that are guessed at a time: each has logits of its own."""
     backend: str = BACKENDS[0]
 
 
@@ -54,7 +56,7 @@ def inference_memory(setup: GenerationSetup, start: int, stop: int) -> int:
     activations = _passing(setup)
     if is_last:
         weights += sizes.head
-        activations += setup.sequences * shape.vocab_size
+        activations += (setup.sequences + setup.drafts) * shape.vocab_size
     caches = kv_cache_memory(setup, start, stop)
     return round(weights + caches + setup.dtype_bytes * activations)
 

@@ -88,10 +88,12 @@ class _Chat:
         answer, cached = self._answer(tokens)
         self._messages += [message, {"role": "assistant", "content": answer.text}]
         rate = answer.count / max(answer.last - answer.first, 1e-9) if answer.count > 1 else 0.0
+        drafting = self._first_stage.drafting
+        drafts = "" if drafting is None else f"; drafts: {drafting.take_counts()}"
         self._say(
             self._lines.dimmed(
                 f"[{len(tokens) - cached} of {len(tokens)} prompt tokens computed, {answer.count} "
-                f"generated, {rate:.1f} tokens-per-sec]"
+                f"generated, {rate:.1f} tokens-per-sec{drafts}]"
             )
         )
 

@@ -109,6 +109,12 @@ def _stream(
     ):
         rate = tokens / max(seconds, 1e-9)
         reporter.say(f"{what}: {tokens} tokens, {rate:.3f} tokens-per-sec")
+    _tell_drafts(first_stage, reporter)
+
+
+def _tell_drafts(first_stage: FirstStage, reporter: Reporter) -> None:
+    if first_stage.drafting is not None:
+        reporter.say(f"Drafts: {first_stage.drafting.take_counts()}")
 
 
 def _write(
@@ -143,3 +149,4 @@ def _write(
         f"{len(answers)} answers in {seconds:.1f} s: {read} prompt tokens, {generated} generated, "
         f"{(read + generated) / seconds:.3f} tokens-per-sec together"
     )
+    _tell_drafts(first_stage, reporter)

@@ -15,7 +15,13 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_map
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    KVCache,
+    QuantizedKVCache,
+    trim_prompt_cache,
+)
 
 from shardmlx.errors import UserError, one_line
 from shardmlx.inference.prefix_cache import CachedPrefix
@@ -103,7 +109,12 @@ class KVCaches:
         return self._quantised(group.caches)
 
     def update(self, item: Item) -> None:
-        """Keep, copy and drop caches as an item says of the sequences that have left."""
+        """Cut caches as an item says of what was rejected; keep, copy and drop them as it says of
+        the sequences that have left."""
+        for sequence, count in item.rejected:
+            caches = self._caches_of(sequence)
+            if trim_prompt_cache(caches, count) != count:
+                raise ValueError(f"caches of sequence {sequence} cannot give back {count} tokens")
         ended = {*item.kept, *item.dropped, *item.put_back}
         for number, group in list(self._groups.items()):
             self._alone |= group.remove(ended, item.kept)
@@ -138,6 +149,12 @@ class KVCaches:
         self._borders[sequence] = kept.borders
         parts = [part for copies in kept.borders.values() for layer in copies for part in layer]
         mx.eval([part.state for part in parts if part is not None])
+
+    def _caches_of(self, sequence: int) -> Caches:
+        """Return the caches of a sequence, which shares them with none."""
+        groups = (each for each in self._groups.values() if each.sequences == (sequence,))
+        group = next(groups, None)
+        return self._alone[sequence] if group is None else group.caches
 
     def _drop(self, sequence: int) -> None:
         self._alone.pop(sequence, None)

@@ -20,11 +20,16 @@ The announcement runs ahead of the hidden states, so that a stage has posted its
 its graph when they come. Logits never travel. While this group's token is on its way, rank 0 issues
 the items of the other groups, and chunks of prompts: scheduler.py has the clock table. A chunk goes
 the same way, but no token ids come back.
+
+The announcement of a sequence alone in its group may have drafts, which enter with its token: the
+last stage samples a token after each. Both ends see how many drafts were right, and the next
+announcement, whatever it is of, tells all stages to forget the others.
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +39,7 @@ import numpy as np
 
 from shardmlx.distributed.messages import Handle, PeerLost, buffer_of
 from shardmlx.inference.detokenize import IncrementalDetokenizer
+from shardmlx.inference.drafts import Draft, Drafting, accepted
 from shardmlx.inference.prefix_cache import CachedPrefix, KeptPrefix, PrefixCache
 from shardmlx.inference.sampler import packed_width, unpack
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
@@ -51,19 +57,37 @@ class _Sequence:
 
     tokens: list[int]
     params: SamplingParams
+    context: int
     position: int = 0
     cached: int = 0
     borders: tuple[int, ...] = ()
     is_cancelled: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Returning:
+    """An item whose ``tokens`` the last rank sends, a row for each sequence, or after each draft.
+    It ``began`` before its ``draft`` was made."""
+
+    item: Item
+    tokens: np.ndarray
+    handle: Handle
+    draft: Draft
+    began: float
+
+
 class FirstStage:
     """Rank 0: prompts come in here, and tokens come out. With a ``prefix_cache`` the KV caches of
     ended sequences are kept for prompts that begin like them, within the scheduler's capacity, and
-    on the disk where the worker has files."""
+    on the disk where the worker has files. ``drafting`` lets one step give a sequence several
+    tokens; they come as if by steps of their own."""
 
     def __init__(
-        self, worker: StageWorker, scheduler: Scheduler, prefix_cache: PrefixCache | None = None
+        self,
+        worker: StageWorker,
+        scheduler: Scheduler,
+        prefix_cache: PrefixCache | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         self._worker = worker
         self._last = worker.transport.size - 1
@@ -71,9 +95,12 @@ class FirstStage:
         self._prefix_cache = prefix_cache
         if prefix_cache is not None:
             scheduler.find_prefix = self._find_prefix
+        self.drafting = drafting
         self._sequences: dict[int, _Sequence] = {}
-        # Receives of the tokens that the last rank will sample, a row for each sequence.
-        self._returning: deque[tuple[Item, np.ndarray, Handle]] = deque()
+        self._returning: deque[_Returning] = deque()
+        # Tokens of a round that come after its first, and how many the stages are to forget.
+        self._ahead: deque[tuple[int, SampledToken]] = deque()
+        self._rejected: dict[int, int] = {}
         self._foreseen: ItemGraph | None = None
         self._stored: tuple[tuple[int, str], ...] = ()
 
@@ -89,8 +116,9 @@ class FirstStage:
         self, sequence: int, tokens: Sequence[int], params: SamplingParams, context: int = 0
     ) -> None:
         """Take in a prompt. ``sequence`` is a number that no other has had, ``context`` the most
-        tokens that it may have, where the scheduler has a capacity. Raises as ``Scheduler.add``."""
-        self._sequences[sequence] = _Sequence(list(tokens), params)
+        tokens that it may have, where the scheduler has a capacity or there are drafts. Raises as
+        ``Scheduler.add``."""
+        self._sequences[sequence] = _Sequence(list(tokens), params, context)
         self._scheduler.add(sequence, len(tokens), params, context)
 
     def cached(self, sequence: int) -> int:
@@ -100,6 +128,12 @@ class FirstStage:
     def finish(self, sequence: int) -> None:
         """End a sequence: to be called when ``step`` has returned its last token."""
         known = self._sequences.pop(sequence)
+        if self.drafting is not None:
+            self.drafting.drafter.forget(sequence)
+            # It may have ended within a round, whose other tokens have entered.
+            others = deque(each for each in self._ahead if each[0] != sequence)
+            self._reject(sequence, known, len(self._ahead) - len(others))
+            self._ahead = others
         keep = self._prefix_cache is not None and known.position > 0
         if self._scheduler.finish(sequence, keep=keep) and self._prefix_cache is not None:
             entered = known.tokens[: known.position]
@@ -135,6 +169,7 @@ class FirstStage:
 
     def _tell(self, item: Item) -> None:
         self._worker.begin(None)
+        item = replace(item, rejected=self._take_rejected())
         self._worker.announce(item)
         self._worker.outbox.drain(UNSENT)
         self._retract_foreseen()
@@ -148,20 +183,25 @@ class FirstStage:
         """Do what is to be done next, and return pairs of (sequence, token) that have come. Raises
         ``EngineError`` and what transports raise, with rank, stage and item."""
         with self._worker.named_errors():
+            if self._ahead:
+                return [self._given(*self._ahead.popleft())]
             if came := self._take():
                 return came
             self._make_room()
+            began = time.perf_counter()
             item = self._scheduler.next()
             if item is not None:
-                self._issue(item)
+                self._issue(item, began)
                 return []
             if not self._returning:
                 return []
-            if self._foreseen is None and (likely := self._scheduler.foreseen()) is not None:
+            likely = self._scheduler.foreseen() if self._foreseen is None else None
+            # After a round it depends on how many drafts were right.
+            if likely is not None and not any(each.item.drafts for each in self._returning):
                 inputs = self._worker.inputs(likely)
                 self._foreseen = self._worker.build(likely, inputs, may_fail=True)
-            self._worker.item, _, handle = self._returning[0]
-            self._worker.wait(handle, self._last)
+            self._worker.item = self._returning[0].item
+            self._worker.wait(self._returning[0].handle, self._last)
             return self._take()
 
     def stream(self, answers: Mapping[int, IncrementalDetokenizer]) -> Iterator[tuple[int, str]]:
@@ -182,7 +222,10 @@ class FirstStage:
         self._worker.outbox.drain(0)
         self._worker.begin(None)
 
-    def _issue(self, item: Item) -> None:
+    def _issue(self, item: Item, began: float) -> None:
+        draft, rejected = self._draft(item), self._take_rejected()
+        length = item.length + len(draft.tokens)
+        item = replace(item, drafts=draft.tokens, length=length, rejected=rejected)
         worker = self._worker
         worker.begin(item)
         for number in item.put_back:
@@ -199,25 +242,46 @@ class FirstStage:
         worker.announce(item)
         if item.samples and self._last:
             width = packed_width([self._sequences[number].params for number in item.sequences])
-            tokens = np.zeros((len(item.sequences), width), np.int32)
-            handle = worker.transport.receive(tokens, self._last, TOKENS_TAG)
-            self._returning.append((item, tokens, handle))
+            sampled = np.zeros((len(item.sequences) * item.length, width), np.int32)
+            handle = worker.transport.receive(sampled, self._last, TOKENS_TAG)
+            self._returning.append(_Returning(item, sampled, handle, draft, began))
         graph = self._graph_of(item)
         rows = np.frombuffer(buffer_of(graph.inputs), np.int32).reshape(graph.inputs.shape)
         for row, number in zip(rows, item.sequences, strict=True):
             sequence = self._sequences[number]
             begin, sequence.position = sequence.position, sequence.position + item.length
-            row[:] = sequence.tokens[begin : sequence.position]
+            row[:] = [*sequence.tokens[begin : sequence.position], *item.drafts]
         worker.compute(graph)
         if self._last:
             worker.pass_on(graph)
         elif item.samples:
-            tokens = np.array(graph.outputs)
-            self._returning.append((item, tokens, Handle(tokens, done=True)))
+            sampled = np.array(graph.outputs)
+            handle = Handle(sampled, done=True)
+            self._returning.append(_Returning(item, sampled, handle, draft, began))
+
+    def _draft(self, item: Item) -> Draft:
+        """Guess the tokens after the next of a sequence that is alone in its group."""
+        if self.drafting is None or item.kind is not ItemKind.DECODE or len(item.sequences) > 1:
+            return Draft()
+        known = self._sequences[item.sequences[0]]
+        if known.params.grammar is not None:
+            return Draft()
+        return self.drafting.draft(item.sequences[0], known.tokens, known.context)
+
+    def _reject(self, sequence: int, known: _Sequence, count: int) -> None:
+        """Have the stages forget the last ``count`` tokens that have entered."""
+        if count > 0:
+            known.position -= count
+            self._rejected[sequence] = self._rejected.get(sequence, 0) + count
+
+    def _take_rejected(self) -> tuple[tuple[int, int], ...]:
+        rejected, self._rejected = self._rejected, {}
+        return tuple(rejected.items())
 
     def _graph_of(self, item: Item) -> ItemGraph:
         graph = self._foreseen
-        if graph and (graph.item.group, graph.item.sequences) == (item.group, item.sequences):
+        wanted = item.group, item.sequences, item.length
+        if graph and (graph.item.group, graph.item.sequences, graph.item.length) == wanted:
             self._foreseen = None
             self._worker.update(item)
             return graph
@@ -232,18 +296,30 @@ class FirstStage:
 
     def _take(self) -> list[tuple[int, SampledToken]]:
         came = []
-        while self._returning and self._worker.has_come(self._returning[0][2]):
-            item, tokens, _ = self._returning.popleft()
-            self._scheduler.returned(item)
-            for number, row in zip(item.sequences, tokens, strict=True):
+        while self._returning and self._worker.has_come(self._returning[0].handle):
+            back = self._returning.popleft()
+            item, count = back.item, 1
+            if item.drafts:
+                count += accepted(item.drafts, back.tokens[:, 0].tolist())
+            if self.drafting is not None and item.group is not None and len(item.sequences) == 1:
+                self.drafting.took(back.draft, count, time.perf_counter() - back.began)
+            self._scheduler.returned(item, count)
+            for i, number in enumerate(item.sequences):
                 sequence = self._sequences[number]
                 if sequence.is_cancelled:
+                    self._reject(number, sequence, len(item.drafts))
                     self.finish(number)
                     continue
-                sampled = unpack(row, sequence.params)
-                sequence.tokens.append(sampled.token)
-                came.append((number, sampled))
+                self._reject(number, sequence, len(item.drafts) + 1 - count)
+                rows = back.tokens[i : i + count]
+                first, *others = (unpack(row, sequence.params) for row in rows)
+                came.append(self._given(number, first))
+                self._ahead += ((number, each) for each in others)
         return came
+
+    def _given(self, number: int, sampled: SampledToken) -> tuple[int, SampledToken]:
+        self._sequences[number].tokens.append(sampled.token)
+        return number, sampled
 
     def _find_prefix(self, number: int) -> tuple[CachedPrefix | None, tuple[int, ...]]:
         assert self._prefix_cache is not None

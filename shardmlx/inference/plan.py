@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shardmlx.common.digests import bytes_digest
 from shardmlx.common.formatting import gibibytes, numbers_of, plural
 from shardmlx.config.common_options import AUTO, FASTEST, SMALLEST
-from shardmlx.config.inference import InferenceConfig
+from shardmlx.config.inference import NO_DRAFT, InferenceConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.generation_memory import (
     GenerationSetup,
@@ -24,7 +24,7 @@ from shardmlx.costmodel.memory_limits import (
 )
 from shardmlx.costmodel.workload import ModelSizes
 from shardmlx.errors import UserError
-from shardmlx.inference.prefix_cache import most_copies
+from shardmlx.inference.prefix_cache import cuttable, most_copies
 from shardmlx.partitioners import DoesNotFitError, LayerCosts, Problem, get_partitioner
 from shardmlx.pipeline.stage_map import StageMap
 from shardmlx.planning.layout import costs_by_speed, make_mesh
@@ -88,6 +88,12 @@ def plan_inference(
     limit = None if shape.chooses_caches else config.max_kv_size
     most = min(config.batch_size, load.sequences)
     quantisation = config.cache_quantisation
+    if config.draft != NO_DRAFT and (cuttable(shape) == 0 or shape.has_dynamic_rope):
+        raise UserError(
+            f"--draft {config.draft}: models of type {shape.model_type} cannot give back the "
+            "tokens of a draft that are rejected",
+            "leave it out",
+        )
     # mlx-lm merges neither rotating caches, which keep the first tokens of a sequence, nor
     # quantised ones.
     is_alone = limit is not None or quantisation is not None or not shape.takes_batches
@@ -103,6 +109,7 @@ def plan_inference(
         cache_tokens=load.capacity,
         quantisation=quantisation,
         state_copies=most_copies(most) if load.keeps_prefixes else 0,
+        drafts=0 if config.draft == NO_DRAFT else config.num_draft_tokens,
         backend=cluster.backend,
     )
     if given is not None:

@@ -77,14 +77,10 @@ class PrefixCache:
         cls, shape: ModelShape, max_kv_size: int | None = None, shortest: int = SHORTEST
     ) -> PrefixCache:
         """Return an empty one for a model whose caches have at most ``max_kv_size`` tokens."""
-        # Longer sequences have forgotten their beginning in a sliding window, or by the limit.
-        limits = [each for each in (*shape.windows, max_kv_size) if each is not None]
-        has_borders = not shape.family.takes_cuts
-        if has_borders:
-            limits.append(0)
         if shape.has_dynamic_rope:  # a beginning differs with what follows
             shortest = sys.maxsize
-        return cls(min(limits, default=sys.maxsize), shortest, has_borders=has_borders)
+        has_borders = not shape.family.takes_cuts
+        return cls(cuttable(shape, max_kv_size), shortest, has_borders=has_borders)
 
     @property
     def tokens(self) -> int:
@@ -141,6 +137,15 @@ class PrefixCache:
     def _copies(self) -> int:
         each = (1 + len(kept.borders) for kept in self._kept.values())
         return sum(each) if self.has_borders else 0
+
+
+def cuttable(shape: ModelShape, max_kv_size: int | None = None) -> int:
+    """Return from how many tokens on the caches of a sequence cannot be cut."""
+    if not shape.family.takes_cuts:
+        return 0
+    # Longer sequences have forgotten their beginning in a sliding window, or by the limit.
+    limits = (each for each in (*shape.windows, max_kv_size) if each is not None)
+    return min(limits, default=sys.maxsize)
 
 
 def most_copies(under_way: int) -> int:

@@ -16,6 +16,7 @@ import numpy as np
 from mlx_lm.sample_utils import Sampler, make_logits_processors, make_sampler
 
 from shardmlx.compat import random_key
+from shardmlx.inference.drafts import accepted
 from shardmlx.inference.grammars import Grammars, Matcher
 from shardmlx.inference.sampling_params import BROKEN, SampledToken, SamplingParams
 
@@ -31,8 +32,8 @@ def random_state(key: mx.array | None = None) -> int:
 
 @dataclass(slots=True)
 class _SequenceState:
-    """The ``state`` of a sequence's random stream, ``after`` the lazy one after a sampled token;
-    ``history`` are its tokens, where a processor looks back at them."""
+    """The ``state`` of a sequence's random stream, ``after`` the lazy ones after each token sampled
+    last; ``history`` are its tokens, where a processor looks back at them."""
 
     params: SamplingParams
     state: int
@@ -40,7 +41,7 @@ class _SequenceState:
     processors: Sequence[LogitsProcessor]
     history: list[int] = field(default_factory=list)
     matcher: Matcher | None = None
-    after: mx.array | None = None
+    after: list[mx.array] = field(default_factory=list)
 
 
 @dataclass
@@ -89,12 +90,19 @@ class BatchSampler:
         for sequence in sequences:
             self._sequences.pop(sequence, None)
 
-    def sample(self, sequences: Sequence[int], logits: mx.array) -> mx.array:
-        """Sample a token from each row of ``logits`` (rows, V), one row for each sequence. Returns
-        int32 (rows, ``packed_width``), for ``unpack``, lazy: evaluate it, then call ``settle``."""
-        known = [self._sequences[sequence] for sequence in sequences]
+    def sample(
+        self, sequences: Sequence[int], logits: mx.array, drafts: Sequence[int] = ()
+    ) -> mx.array:
+        """Sample a token from each row of ``logits`` (rows, V), one row for each sequence. With
+        ``drafts`` there is one sequence: after its tokens comes a row, and after each draft, as if
+        it had been sampled. Returns int32 (rows, ``packed_width``), for ``unpack``, lazy: evaluate
+        it, then call ``settle``."""
+        known = [self._sequences[sequence] for sequence in sequences] * (1 + len(drafts))
         if any(sequence.processors or sequence.matcher for sequence in known):
-            rows = [_processed(sequence, logits[i : i + 1]) for i, sequence in enumerate(known)]
+            rows = [
+                _processed(sequence, logits[i : i + 1], drafts[:i])
+                for i, sequence in enumerate(known)
+            ]
             logits = mx.concatenate(rows)
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         if any(sequence.sampler for sequence in known):
@@ -110,22 +118,26 @@ class BatchSampler:
             tokens = mx.where(mx.array([error != "" for error in errors]), BROKEN, tokens)
         return _pack(tokens, logprobs, packed_width([sequence.params for sequence in known]))
 
-    def settle(self, sequences: Sequence[int], tokens: Sequence[int]) -> None:
-        """Take in the tokens sampled last, which have been evaluated."""
-        for sequence, token in zip(sequences, tokens, strict=True):
+    def settle(
+        self, sequences: Sequence[int], tokens: Sequence[int], drafts: Sequence[int] = ()
+    ) -> None:
+        """Take in the tokens sampled last, which have been evaluated: of one with ``drafts`` those
+        up to the first that differs from its draft."""
+        rows = [tokens[: 1 + accepted(drafts, tokens)]] if drafts else [[each] for each in tokens]
+        for sequence, came in zip(sequences, rows, strict=True):
             known = self._sequences[sequence]
-            if known.after is not None:
-                known.state = random_state(known.after)
-                known.after = None
+            if known.after:
+                known.state = random_state(known.after[len(came) - 1])
+                known.after = []
             if known.processors:
-                known.history.append(token)
-            if known.matcher is not None and token != BROKEN:
-                known.matcher.take(token)
+                known.history += came
+            if known.matcher is not None and came[-1] != BROKEN:
+                known.matcher.take(came[-1])
 
 
-def _processed(sequence: _SequenceState, logits: mx.array) -> mx.array:
+def _processed(sequence: _SequenceState, logits: mx.array, drafts: Sequence[int]) -> mx.array:
     for process in sequence.processors:
-        logits = process(mx.array(sequence.history, mx.int32), logits)
+        logits = process(mx.array([*sequence.history, *drafts], mx.int32), logits)
     if sequence.matcher is not None:
         logits = mx.where(sequence.matcher.allowed(), logits, -mx.inf)
     return logits
@@ -134,9 +146,10 @@ def _processed(sequence: _SequenceState, logits: mx.array) -> mx.array:
 def _sampled(sequence: _SequenceState, logprobs: mx.array) -> mx.array:
     if sequence.sampler is None:
         return mx.argmax(logprobs, axis=-1)
-    mx.random.seed(sequence.state)
+    if not sequence.after:  # with drafts MLX's state is that after the sequence's token before
+        mx.random.seed(sequence.state)
     token: mx.array = sequence.sampler(logprobs)
-    sequence.after = random_key()
+    sequence.after.append(random_key())
     return token
 
 

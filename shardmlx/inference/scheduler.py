@@ -44,13 +44,15 @@ class Item:
     """A piece of work that every stage of the pipeline does in turn.
 
     ``sequences`` are those whose tokens enter, ``length`` of each, in the order of the rows; a
-    prefill has one. If it ``samples``, their next tokens are sampled. The first chunk of a prompt
+    prefill has one. If it ``samples``, their next tokens are sampled, after each that enters. The
+    ``drafts`` are the tokens that enter after the known one. The first chunk of a prompt
     brings the sequence's sampling ``params``, and the ``prefix`` with which its caches begin. After
     a chunk that ends at a ``border``, a number of tokens, stages keep a copy of the states. Each
     stage first moves the ``kept``, sequences that have ended, out of their group and drops the
     caches of those ``put_back``, then copies the prefix, then forgets the ``dropped``, which have
-    ended too. At last it reads the files of the ``restored``, pairs of a sequence and a key, and
-    has files of the ``stored`` and of no others, unless they are as they were.
+    ended too. Before all this, of each sequence of ``rejected`` it forgets so many last tokens. At
+    last it reads the files of the ``restored``, pairs of a sequence and a key, and has files of the
+    ``stored`` and of no others, unless they are as they were.
     """
 
     kind: ItemKind
@@ -64,6 +66,8 @@ class Item:
     prefix: CachedPrefix | None = None
     border: int = 0
     params: Any = None
+    drafts: tuple[int, ...] = ()
+    rejected: tuple[tuple[int, int], ...] = ()
     restored: tuple[tuple[int, str], ...] = ()
     stored: tuple[tuple[int, str], ...] | None = None
 
@@ -71,7 +75,8 @@ class Item:
         if not self.sequences:
             return self.kind.value
         more = f" and {len(self.sequences) - 1} more" if len(self.sequences) > 1 else ""
-        tokens = f", {self.length} tokens" if self.kind is ItemKind.PREFILL else ""
+        is_long = self.kind is ItemKind.PREFILL or self.drafts
+        tokens = f", {self.length} tokens" if is_long else ""
         return f"{self.kind.value} of sequence {self.sequences[0]}{more}{tokens}"
 
 
@@ -195,10 +200,10 @@ class Scheduler:
             return None
         return Item(ItemKind.DECODE, tuple(self._groups[longest].sequences), group=longest)
 
-    def returned(self, item: Item) -> None:
-        """Note that the tokens of an item have been sampled."""
+    def returned(self, item: Item, tokens: int = 1) -> None:
+        """Note that so many ``tokens`` of each sequence of an item have been sampled."""
         for sequence in item.sequences:
-            self._open[sequence].tokens += 1
+            self._open[sequence].tokens += tokens
             self._open[sequence].awaits = False
         if item.group is not None:
             self._groups[item.group].in_flight = False

@@ -11,7 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from shardmlx.common.formatting import gibibytes, numbers_of, percent, plural
 from shardmlx.common.reporter import Reporter
-from shardmlx.config.inference import InferenceConfig
+from shardmlx.config.inference import NO_DRAFT, InferenceConfig
 from shardmlx.config.specs import MachineOptions, ModelSource
 from shardmlx.costmodel.memory_limits import MemoryLimits, exceeded
 from shardmlx.costmodel.workload import model_sizes
@@ -19,11 +19,12 @@ from shardmlx.distributed.agreement import on_all_ranks, on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.inference.detokenize import IncrementalDetokenizer, StopStrings
+from shardmlx.inference.drafts import Drafting, LookupDrafter
 from shardmlx.inference.grammars import Grammars
 from shardmlx.inference.kv_caches import KVCaches, check_quantised
 from shardmlx.inference.pipeline import FirstStage, LaterStage
 from shardmlx.inference.plan import GenerationLoad, InferencePlan, plan_inference
-from shardmlx.inference.prefix_cache import PrefixCache
+from shardmlx.inference.prefix_cache import PrefixCache, cuttable
 from shardmlx.inference.prefix_files import PrefixFiles
 from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.sampler import BatchSampler, random_state
@@ -83,10 +84,18 @@ class InferenceRun:
         """Return the stage of rank 0."""
         setup, load = self.plan.setup, self.plan.load
         kept = PrefixCache.of(self.shape, setup.max_kv_size) if load.keeps_prefixes else None
+        drafting = None
+        if self.config.draft != NO_DRAFT:
+            drafting = Drafting(
+                LookupDrafter(),
+                self.config.num_draft_tokens,
+                cuttable=cuttable(self.shape, setup.max_kv_size),
+                quantised=0 if setup.quantisation is None else setup.quantisation.start,
+            )
         scheduler = Scheduler(
             self.plan.groups, setup.sequences, setup.chunk, patience, load.capacity
         )
-        return FirstStage(self._worker(), scheduler, kept)
+        return FirstStage(self._worker(), scheduler, kept, drafting)
 
     def _worker(self) -> StageWorker:
         part, setup = self.part, self.plan.setup
@@ -213,6 +222,12 @@ def _announce(config: InferenceConfig, plan: InferencePlan, reporter: Reporter) 
         reporter.say(
             f"KV caches of sequences from {how.start} tokens on in {how.bits} bits: at most "
             f"{packed}, not {whole}"
+        )
+    most = cuttable(plan.setup.shape, plan.setup.max_kv_size)
+    if config.draft != NO_DRAFT and plan.load.context > most:
+        reporter.say(
+            f"--draft {config.draft}: texts of {most} tokens and more get no drafts, since their "
+            "sliding windows cannot give back what is rejected"
         )
     if config.max_kv_size is not None and plan.setup.shape.chooses_caches:
         reporter.warn(

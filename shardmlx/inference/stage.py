@@ -141,7 +141,8 @@ class StageWorker:
             outputs = mx.contiguous(outputs)
             evaluated.append(outputs)
         elif item.samples:
-            outputs = self.sampler.sample(item.sequences, self.part.last_logits(outputs))
+            logits = self.part.last_logits(outputs, item.length)
+            outputs = self.sampler.sample(item.sequences, logits, item.drafts)
             evaluated.append(outputs)
         return ItemGraph(item, inputs, outputs, evaluated, caches, backup)
 
@@ -151,7 +152,8 @@ class StageWorker:
         graph.backup = None
         mx.eval(graph.evaluated)
         if self.part.is_last and graph.item.samples:
-            self.sampler.settle(graph.item.sequences, np.array(graph.outputs)[:, 0].tolist())
+            item, tokens = graph.item, np.array(graph.outputs)[:, 0].tolist()
+            self.sampler.settle(item.sequences, tokens, item.drafts)
 
     def pass_on(self, graph: ItemGraph) -> None:
         """Send hidden states to the next stage, or sampled tokens from the last one to rank 0."""

@@ -11,6 +11,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generate_step
 
 from shardmlx.distributed.transport import Transport
+from shardmlx.inference.drafts import Drafting
 from shardmlx.inference.kv_caches import KVCaches
 from shardmlx.inference.pipeline import FirstStage, LaterStage
 from shardmlx.inference.prefix_cache import PrefixCache
@@ -58,6 +59,7 @@ def on_ranks(
     quantisation: CacheQuantisation | None = None,
     directory: Path | None = None,
     said: list[str] | None = None,
+    drafting: Drafting | None = None,
 ) -> Any:
     """Return what ``work`` makes of the first stage, with a rank and a model for each range of
     layers. A ``directory`` has what earlier ranks kept; ``said`` gets its faults."""
@@ -75,7 +77,7 @@ def on_ranks(
         if rank > 0:
             return LaterStage(worker).run()
         scheduler = Scheduler(groups or len(ranges), most, chunk, patience, capacity)
-        first_stage = FirstStage(worker, scheduler, prefix_cache=prefix_cache)
+        first_stage = FirstStage(worker, scheduler, prefix_cache, drafting)
         if prefixes:
             first_stage.restore(prefixes)
         result = work(first_stage)

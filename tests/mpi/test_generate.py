@@ -47,7 +47,7 @@ def test_quantised_and_sampled_with_a_seed(small_quantised: Path) -> None:
         *("--system-prompt", "Be brief.", "--prefill-response", "Aye"),
         *("--kv-bits", "4", "--kv-group-size", "32", "--quantized-kv-start", "9"),
     )
-    assert generate_well(2, *how) == mlx_lm(*how)
+    assert generate_well(2, *how, "--draft", "lookup") == mlx_lm(*how)
 
 
 def test_adapters_that_train_has_made(small: Path, adapters: Path) -> None:
@@ -84,9 +84,11 @@ def test_prompts_from_a_file(small: Path, tmp_path: Path) -> None:
 
 
 def test_what_it_says(small: Path) -> None:
-    job = generate(2, "--model", small, "--prompt", PROMPT, "--max-tokens", "8").well()
+    how = ("--model", small, "--prompt", PROMPT, "--max-tokens", "8", "--draft", "lookup")
+    job = generate(2, *how).well()
     assert re.search(r"^Prompt: \d+ tokens, [\d.]+ tokens-per-sec$", job.stdout, re.M)
     assert re.search(r"^Generation: \d tokens, [\d.]+ tokens-per-sec$", job.stdout, re.M)
+    assert re.search(r"^Drafts: \d+ tokens in \d+ rounds, \d+ accepted, ", job.stdout, re.M)
     assert re.search(r"^Peak memory: [\d.]+ [GMK]iB$", job.stdout, re.M)
     assert [line.split()[0] for line in job.stdout.splitlines()[-3:]] == ["rank", "0", "1"]
 

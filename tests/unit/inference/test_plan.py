@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from shardmlx.costmodel.workload import ModelSizes
 from shardmlx.inference.plan import GenerationLoad, InferencePlan, plan_inference
 from shardmlx.loading.rank_setup import PlanInputs
 from shardmlx.modelfiles.parts import read_shape
+from shardmlx.models.shape import ModelShape
 from shardmlx.partitioners import LayerCosts
 from shardmlx.pipeline.stage_map import read_stage_map
 from tests.helpers.models_and_batches import tiny_config
@@ -126,6 +128,31 @@ def test_of_a_recurrent_model_states_count_and_the_copies_in_a_prefix_cache() ->
         for work in (workload(), recurrent)
     ]
     assert more == [0, (8 * 5 + 16) * 4 * 4 * (240 + 512)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        ("mamba2", read_shape(UNDECLARED["mamba2"])),
+        ("llama", workload(rope_scaling={"rope_type": "dynamic", "factor": 2.0}).shape),
+    ],
+)
+def test_drafts_are_refused_where_caches_cannot_give_them_back(
+    kind: str, shape: ModelShape
+) -> None:
+    planned = partial(plan, work=replace(workload(), shape=shape))
+    error = refusal(planned, ONE, ROOM, draft="lookup")
+    assert error.problem.startswith("--draft lookup: ")
+    assert kind in error.problem
+
+
+def test_drafts_take_their_logits_on_the_last_rank() -> None:
+    plain, drafted = (
+        plan(ONE, ROOM, ROOM, draft=draft, num_draft_tokens=5).memory
+        for draft in ("none", "lookup")
+    )
+    more = [b.peak - a.peak for a, b in zip(plain, drafted, strict=True)]
+    assert more == [0, 5 * 20000 * 4]
 
 
 def test_a_context_that_does_not_fit_is_refused_with_numbers() -> None:

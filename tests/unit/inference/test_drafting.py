@@ -1,0 +1,210 @@
+"""A text with drafts, good and bad ones, is that without: the tokens, the caches, what is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from shardmlx.inference.drafts import Draft, DraftCounts, Drafting
+from shardmlx.inference.pipeline import FirstStage
+from shardmlx.inference.prefix_cache import PrefixCache
+from shardmlx.inference.sampling_params import SampledToken, SamplingParams
+from shardmlx.models.kv_cache import CacheQuantisation
+from tests.helpers.generation import by_mlx_lm, finish_all, on_ranks, texts_of
+from tests.helpers.models_and_batches import VOCABULARY, tiny_model
+
+LAYERS = 4
+WINDOW = 40
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "windows": {
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
+    },
+    "wide": {"head_dim": 32},
+}
+
+
+@cache
+def models(kind: str) -> list[nn.Module]:
+    """One for each rank: threads must not share one."""
+    family = "qwen3" if kind == "wide" else "llama"
+    made = [tiny_model(family, layers=LAYERS, **KINDS[kind]) for _ in range(3)]
+    mx.eval([model.eval().parameters() for model in made])
+    return made
+
+
+class Spoiled:
+    """Drafts of random lengths that are the ``texts`` to come, but for some tokens."""
+
+    def __init__(self, texts: Mapping[int, Sequence[int]], wrong: float = 0.3) -> None:
+        self._texts, self._wrong = texts, wrong
+        self._random = np.random.RandomState(0)
+
+    def draft(self, sequence: int, tokens: Sequence[int], most: int, pays: object) -> Draft:
+        length = self._random.randint(0, most + 1)
+        coming = self._texts[sequence][len(tokens) : len(tokens) + length]
+        is_wrong = self._random.rand(len(coming)) < self._wrong
+        pairs = zip(coming, is_wrong.tolist(), strict=True)
+        return Draft(tuple((each + wrong) % VOCABULARY for each, wrong in pairs))
+
+    def forget(self, sequence: int) -> None:
+        pass
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    random = np.random.RandomState(seed + 1000 * length)
+    return [int(token) for token in random.randint(1, VOCABULARY, size=length)]
+
+
+Work = Callable[[FirstStage], Any]
+
+
+def staged(kind: str, cut: Sequence[int], work: Work, **how: Any) -> Any:
+    return on_ranks(models(kind), [*pairwise([0, *accumulate(cut)])], work, **how)
+
+
+def both(
+    kind: str, cut: Sequence[int], work: Work, prompts: Mapping[int, Sequence[int]], **how: Any
+) -> tuple[Any, Any, DraftCounts]:
+    """What ``work`` makes of a pipeline without and with drafts: texts of ``prompts``."""
+    limits = {each: how.pop(each) for each in ("cuttable", "quantised") if each in how}
+    kept = partial(PrefixCache, limits.get("cuttable", 10**9), shortest=4)
+    plain = staged(kind, cut, work, prefix_cache=kept(), **how)
+    known = {number: [*tokens, *plain[number]] for number, tokens in prompts.items()}
+    drafting = Drafting(Spoiled(known), 5, **limits)
+    how |= {"prefix_cache": kept(), "drafting": drafting}
+    return plain, staged(kind, cut, work, **how), drafting.counts
+
+
+PENALTIES: Any = {
+    "repetition_penalty": 1.4,
+    "frequency_penalty": 0.3,
+    "logit_bias": ((5, 1.0), (9, -100.0)),
+    "context": tuple(prompt(12)),
+}
+CHOICES = {
+    "greedy": SamplingParams(),
+    "sampled": SamplingParams(temp=0.4, top_p=0.95, seed=3),
+    "with XTC": SamplingParams(temp=0.6, xtc_probability=0.5, xtc_threshold=0.05, stream=4),
+    "with penalties": SamplingParams(temp=0.3, seed=5, **PENALTIES),
+    "greedy with penalties": SamplingParams(**PENALTIES),
+}
+
+
+@pytest.mark.parametrize("cut", [[4], [2, 2], [1, 2, 1]], ids=str)
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_text_is_the_same(choice: str, cut: list[int]) -> None:
+    tokens = prompt(12)
+
+    def work(first_stage: FirstStage) -> dict[int, list[int]]:
+        first_stage.add(0, tokens, CHOICES[choice], context=60)
+        return texts_of(first_stage, {0: 30})
+
+    plain, drafted, counts = both("plain", cut, work, {0: tokens})
+    assert drafted == plain
+    assert 0 < counts.accepted < counts.drafted
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("windows", {"cuttable": WINDOW}),
+        ("plain", {"cuttable": 24, "max_kv_size": 24}),
+        ("wide", {"quantised": 24, "quantisation": CacheQuantisation(4, 32, 24)}),
+    ],
+    ids=["windows", "limited", "quantised"],
+)
+def test_a_text_is_the_same_beyond_its_caches(kind: str, how: dict[str, Any]) -> None:
+    tokens = prompt(12)
+
+    def work(first_stage: FirstStage) -> dict[int, list[int]]:
+        first_stage.add(0, tokens, SamplingParams(), context=100)
+        return texts_of(first_stage, {0: 50})
+
+    plain, drafted, counts = both(kind, [2, 2], work, {0: tokens}, **how)
+    assert drafted == plain
+    assert counts.accepted > 0
+
+
+def test_log_probabilities_come_with_each_token_of_a_round() -> None:
+    tokens = prompt(12)
+
+    def work(first_stage: FirstStage) -> list[SampledToken]:
+        first_stage.add(0, tokens, SamplingParams(logprobs=2), context=60)
+        return finish_all(first_stage, {0: 20})[0]
+
+    plain = staged("plain", [2, 2], work)
+    known = {0: [*tokens, *(each.token for each in plain)]}
+    drafted = staged("plain", [2, 2], work, drafting=Drafting(Spoiled(known), 5))
+    for one, other in zip(plain, drafted, strict=True):
+        assert one.token == other.token
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert [each for each, _ in one.top] == [each for each, _ in other.top]
+
+
+def test_two_hundred_random_rounds_leave_the_caches_of_plain_steps() -> None:
+    tokens, count = prompt(12), 330
+
+    def work(first_stage: FirstStage) -> tuple[list[int], list[np.ndarray]]:
+        first_stage.add(0, tokens, SamplingParams(), context=700)
+        text = texts_of(first_stage, {0: count})[0]
+        first_stage.keep_alive()  # with the news of the last round
+        caches = first_stage._worker.caches._alone[0]
+        length = len(tokens) + count - 1
+        assert {cache.offset for cache in caches} == {length}
+        states = [each[..., :length, :] for cache in caches for each in (cache.keys, cache.values)]
+        return text, [np.array(each) for each in states]
+
+    plain, states = staged("plain", [4], work, prefix_cache=PrefixCache())
+    drafting = Drafting(Spoiled({0: [*tokens, *plain]}, wrong=0.6), 5)
+    how: Any = {"prefix_cache": PrefixCache(), "drafting": drafting}
+    drafted, others = staged("plain", [4], work, **how)
+    assert drafted == plain
+    assert drafting.counts.rounds >= 180
+    for state, other in zip(states, others, strict=True):
+        np.testing.assert_allclose(state, other, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "most", "cut"),
+    [("plain", 1, [2, 2]), ("plain", 4, [2, 2]), ("plain", 2, [4]), ("windows", 1, [2, 2])],
+)
+def test_conversations_go_on_after_a_round_in_which_one_ended(
+    kind: str, most: int, cut: list[int]
+) -> None:
+    """Others are kept, cancelled, put back and join meanwhile."""
+    first = prompt(20)
+    answer = by_mlx_lm(models(kind)[-1], first, 11)
+    counts = {0: 11, 1: 14, 3: 20, 4: 8}
+    later = {1: [*first, *answer, *prompt(9)], 2: prompt(30), 3: prompt(250), 4: prompt(251)}
+
+    def work(first_stage: FirstStage) -> dict[int, list[int]]:
+        first_stage.add(0, first, SamplingParams(), context=60)
+        texts = texts_of(first_stage, {0: 11}) | {number: [] for number in later}
+        for number, tokens in later.items():
+            first_stage.add(number, tokens, SamplingParams(), context=512)
+        while not first_stage.is_idle:
+            came = first_stage.step()
+            if not came and len(texts[2]) > 2 and 2 in first_stage._sequences:
+                first_stage.cancel(2)  # a token of it is under way
+            for number, sampled in came:
+                texts[number].append(sampled.token)
+                if len(texts[number]) == counts.get(number):
+                    first_stage.finish(number)
+        assert first_stage.kept_tokens > 0
+        return texts
+
+    prompts = {0: first, **later}
+    how: Any = {"most": most, "capacity": 1024, "cuttable": WINDOW if kind == "windows" else 10**9}
+    plain, drafted, rounds = both(kind, cut, work, prompts, **how)
+    assert drafted | {2: plain[2]} == plain
+    assert plain[0] == answer
+    assert rounds.accepted > 0

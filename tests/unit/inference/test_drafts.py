@@ -1,0 +1,193 @@
+"""Drafts: made by looking back, accepted where they are right, and left where they do not pay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from shardmlx.inference.drafts import (
+    PLAIN_STEPS,
+    BackOff,
+    Draft,
+    DraftCounts,
+    Drafting,
+    LookupDrafter,
+    accepted,
+)
+
+
+def looked_up(tokens: Sequence[int], most: int = 4, kinds: Sequence[int] = (2, 3, 4)) -> Draft:
+    return LookupDrafter().draft(0, tokens, most, kinds.__contains__)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "draft"),
+    [
+        ([1, 2, 3, 4, 5, 6, 7, 9, 1, 2], Draft((3, 4, 5, 6), 2)),
+        ([1, 2, 3, 4, 5, 9, 2, 3, 4], Draft((5, 9, 2, 3), 3)),
+        # The last place, and of the longest match.
+        ([1, 2, 3, 1, 2, 4, 1, 2], Draft((4, 1, 2, 4), 2)),
+        ([7, 1, 2, 3, 8, 2, 3, 9, 7, 1, 2, 3], Draft((8, 2, 3, 9), 4)),
+        # What repeats itself goes on so.
+        ([1, 2, 1, 2], Draft((1, 2, 1, 2), 2)),
+        ([5, 5, 5, 5, 5, 5], Draft((5, 5, 5, 5), 4)),
+        ([1, 2, 3, 4], Draft()),
+        ([1, 2, 3, 2], Draft()),
+        ([1], Draft()),
+    ],
+    ids=str,
+)
+def test_what_followed_the_last_tokens_before_may_follow_again(
+    tokens: list[int], draft: Draft
+) -> None:
+    assert looked_up(tokens) == draft
+
+
+def test_a_match_that_does_not_pay_gives_no_draft() -> None:
+    tokens = [7, 1, 2, 3, 8, 2, 3, 9, 7, 1, 2, 3]
+    assert looked_up(tokens, kinds=(2, 3)) == Draft()
+
+
+def test_a_text_that_grows_is_looked_up_like_a_whole_one() -> None:
+    text = [3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4, 1, 5, 3, 1, 4, 1, 2, 6, 3]
+    drafter = LookupDrafter()
+    for end in range(1, len(text) + 1):
+        assert drafter.draft(7, text[:end], 3, bool) == looked_up(text[:end], 3)
+    drafter.forget(7)
+    assert drafter.draft(7, text[:3], 3, bool) == Draft()
+
+
+@pytest.mark.parametrize(
+    ("drafts", "sampled", "right"),
+    [
+        ((), (4,), 0),
+        ((4, 5), (4, 5, 6), 2),
+        ((4, 5), (4, 6, 6), 1),
+        ((4, 5), (5, 5, 6), 0),
+        ((4, 5, 6), (4, 7, 6, 8), 1),
+    ],
+)
+def test_drafts_are_accepted_up_to_the_first_wrong_one(
+    drafts: tuple[int, ...], sampled: tuple[int, ...], right: int
+) -> None:
+    assert accepted(drafts, sampled) == right
+
+
+def steps(back_off: BackOff, count: int) -> None:
+    for _ in range(count):
+        back_off.took(Draft(), 1, 1.0)
+
+
+def spent(accepted: int, seconds: float, steps: int = 2000, kind: int = 2) -> float:
+    """Seconds that a text takes a token, where drafts of four are as good as this."""
+    back_off, draft = BackOff(), Draft((1, 2, 3, 4), kind)
+    tokens, total = 0, 0.0
+    for _ in range(steps):
+        is_round = back_off.allows(kind)
+        took, came = (seconds, accepted + 1) if is_round else (1.0, 1)
+        back_off.took(draft if is_round else Draft(), came, took)
+        tokens, total = tokens + came, total + took
+    return total / tokens
+
+
+def test_drafts_begin_when_a_plain_step_is_measured() -> None:
+    back_off = BackOff()
+    steps(back_off, PLAIN_STEPS - 1)
+    assert not back_off.allows(2)
+    steps(back_off, 1)
+    assert back_off.allows(2)
+
+
+def test_drafts_that_fail_cost_less_than_three_per_cent_and_those_that_pay_go_on() -> None:
+    assert spent(accepted=0, seconds=1.5) <= 1.01
+    assert spent(accepted=0, seconds=4.0) <= 1.01
+    assert spent(accepted=0, seconds=1.5, steps=100) <= 1.02
+    assert spent(accepted=3, seconds=1.5) == pytest.approx(1.5 / 4, rel=0.01)
+    assert spent(accepted=1, seconds=2.5) <= 1.01
+
+
+def test_a_kind_that_fails_leaves_the_others_alone() -> None:
+    back_off = BackOff()
+    steps(back_off, PLAIN_STEPS)
+    for _ in range(3):
+        assert back_off.allows(2)
+        back_off.took(Draft((1, 2), 2), 1, 1.4)
+        if not back_off.allows(2):
+            break
+    assert back_off.allows(4)
+    # It may try again when it has been paid for by plain steps.
+    steps(back_off, 200)
+    assert back_off.allows(2)
+
+
+def test_what_drafts_have_saved_is_spent_within_few_steps_where_they_fail() -> None:
+    back_off = BackOff()
+    steps(back_off, PLAIN_STEPS)
+    for _ in range(100):
+        back_off.allows(3)
+        back_off.took(Draft((1, 2, 3), 3), 4, 1.2)
+    rounds = 0
+    while back_off.allows(3):
+        back_off.took(Draft((1, 2, 3), 3), 1, 1.5)
+        rounds += 1
+    assert rounds in range(10, 41)
+
+
+def test_the_first_round_of_a_length_is_not_counted() -> None:
+    """With it a GPU compiles."""
+    back_off = BackOff()
+    steps(back_off, PLAIN_STEPS)
+    assert back_off.allows(2)
+    back_off.took(Draft((1, 2), 2), 1, 100.0)
+    assert back_off.allows(2)
+
+
+class Given:
+    """A drafter of as many tokens as it may."""
+
+    def draft(self, sequence: int, tokens: Sequence[int], most: int, pays: object) -> Draft:
+        return Draft(tuple(range(most)))
+
+    def forget(self, sequence: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("tokens", "context", "drafts"),
+    [
+        (10, 100, 5),
+        # One more token comes than are accepted.
+        (94, 100, 5),
+        (95, 100, 4),
+        (98, 100, 1),
+        (99, 100, 0),
+        # A round of 20 tokens enters before a cache of 64 is full, and leaves it.
+        (57, 100, 5),
+        (58, 100, 5),
+        (59, 100, 4),
+        (63, 100, 0),
+        (80, 100, 0),
+        # The token at 30 is the first that sees quantised keys.
+        (25, 60, 5),
+        (26, 60, 4),
+        (30, 60, 0),
+        (31, 60, 5),
+    ],
+)
+def test_a_round_keeps_within_the_text_and_its_caches(
+    tokens: int, context: int, drafts: int
+) -> None:
+    drafting = Drafting(Given(), 5, cuttable=64 if tokens < 90 else 1000)
+    if context == 60:
+        drafting = Drafting(Given(), 5, quantised=30)
+    assert len(drafting.draft(0, range(tokens), context).tokens) == drafts
+
+
+def test_counts() -> None:
+    drafting = Drafting(Given(), 5)
+    drafting.took(Draft(), 1, 1.0)
+    drafting.took(Draft((1, 2, 3)), 4, 1.0)
+    drafting.took(Draft((1, 2, 3)), 1, 1.0)
+    assert drafting.counts == DraftCounts(rounds=2, drafted=6, accepted=3)
+    assert str(drafting.counts).endswith("3 accepted, 2.50 tokens a round")
