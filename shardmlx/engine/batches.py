@@ -255,6 +255,7 @@ class Batches(Iterator[Batch]):
     Each batch is a fixed run of samples. Each epoch draws the order of batches anew when its first
     batch is asked for, from a state that others may draw from too. Samples at the end that fill no
     batch are not used. With ``loop`` epochs repeat. With ``swaps`` batches have ``swapped`` ones.
+    With ``most`` the data set is only so many batches, evenly spread.
     """
 
     def __init__(
@@ -267,10 +268,13 @@ class Batches(Iterator[Batch]):
         loop: bool = False,
         widths: Sequence[int] = (),
         swaps: bool = False,
+        most: int | None = None,
     ) -> None:
         self._samples = samples
         self._swaps = swaps
-        self._starts = range(0, len(samples) - batch_size + 1, batch_size)
+        starts = range(0, len(samples) - batch_size + 1, batch_size)
+        count = len(starts) if most is None else min(most, len(starts))
+        self._starts = [starts[i * len(starts) // count] for i in range(count)]
         self._batch_size = batch_size
         self._max_seq_length = max_seq_length
         self._random = random

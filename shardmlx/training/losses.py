@@ -153,7 +153,10 @@ class Evaluation:
         if data is None:
             return None
         samples, batch = getattr(data, name), self._job.planned.way.batch
-        objective = self._job.objective
+        objective, steps = self._job.objective, self._job.planned.steps
+        most = {"valid": steps.val_batches, "test": steps.test_batches}.get(name, -1)
+        # The starting model judges a data set's batches once, so they stay the same.
+        is_limited = objective is not None and objective.has_reference and most != -1
         return Batches(
             samples,
             batch.batch_size,
@@ -162,6 +165,7 @@ class Evaluation:
             loop=loop,
             widths=self._job.planned.plan.widths,
             swaps=objective is not None and objective.swaps,
+            most=most if is_limited else None,
         )
 
     def loss(self, name: str, num_batches: int, description: str) -> Evaluated | None:

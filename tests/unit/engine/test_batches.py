@@ -93,6 +93,16 @@ def test_the_batches_of_one_pass_are_those_of_mlx_lm(batch_size: int, max_seq_le
     assert all(same(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+def test_a_part_of_the_batches_is_spread_over_all_and_stays_the_same() -> None:
+    samples, random = samples_of(11, seed=1), np.random.RandomState(SEED)
+    for _ in range(2):
+        batches = Batches(samples, 2, 64, random, most=3)
+        assert sorted(batches.first(9)) == [0, 2, 6]
+        assert len(list(batches)) == 3
+    assert len(list(Batches(samples, 2, 64, random, most=9))) == 5
+    assert list(Batches(samples, 2, 64, random, most=0)) == []
+
+
 def test_validation_draws_in_between_as_in_the_training_loop_of_mlx_lm() -> None:
     """The loop of mlx_lm's ``train``: a batch, then validation if it is due, then the step."""
     train, valid = samples_of(10, seed=1), samples_of(7, seed=2)
