@@ -167,6 +167,11 @@ class Slice:
             # One at a time: a tensor that is cast exists twice meanwhile.
             mx.eval(self[name])
 
+    def share_frozen(self, other: Slice) -> None:
+        """Take the parameters that are not trained from a slice of the same layers."""
+        for name in self._slots.keys() - set(self.trainable):
+            self[name] = other[name]
+
     def with_parameters(
         self, names: Sequence[str], arrays: Sequence[mx.array], run: Callable[[], mx.array]
     ) -> mx.array:

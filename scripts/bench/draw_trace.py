@@ -73,9 +73,10 @@ def read_step(events: Sequence[Mapping[str, Any]], number: int | None = None) ->
     names = {each["pid"]: each["args"]["name"] for each in events if each["ph"] == "M"}
     steps: dict[int, dict[int, tuple[float, float]]] = defaultdict(dict)
     for each in events:
-        if each.get("cat") == Span.STEP and each["name"].startswith("step "):
-            ends = each["ts"], each["ts"] + each["dur"]
-            steps[int(each["name"].split()[1])][each["pid"]] = ends
+        if each.get("cat") == Span.STEP and each["name"].startswith(("step ", "update ")):
+            of_ranks = steps[int(each["name"].split()[1])]
+            begin, _ = of_ranks.get(each["pid"], (each["ts"], 0.0))
+            of_ranks[each["pid"]] = begin, each["ts"] + each["dur"]
     if not steps or (number is not None and number not in steps):
         raise SystemExit(f"the trace has the steps {', '.join(map(str, sorted(steps)))}")
     number = max(steps) if number is None else number

@@ -26,7 +26,7 @@ from shardmlx.checkpoint.store import FileInfo, Manifest, Store
 from shardmlx.common.durable_files import flush_to_disk
 from shardmlx.distributed import byte_stream
 from shardmlx.distributed.byte_stream import Incoming, Outgoing
-from shardmlx.distributed.messages import CHECKPOINT_TAG, buffer_of, in_a_row
+from shardmlx.distributed.messages import CHECKPOINT_TAG, buffer_of, in_a_row, tag_of_run
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import one_line
 
@@ -74,10 +74,14 @@ class Saved:
 
 
 class CheckpointWriter:
-    """The part of one rank in writing. All ranks must build one, and call its methods alike."""
+    """The part of one rank in writing; those of several ``run``s may write at once. All ranks must
+    build one, and call its methods alike."""
 
-    def __init__(self, transport: Transport, store: Store, storage: Storage, keep: int) -> None:
+    def __init__(
+        self, transport: Transport, store: Store, storage: Storage, keep: int, run: int = 0
+    ) -> None:
         self._transport = transport
+        self._tag = tag_of_run(CHECKPOINT_TAG, run)
         self._store = store
         self._storage = storage
         self._keep = keep
@@ -166,7 +170,7 @@ class CheckpointWriter:
             elif rank in homes:
                 for name, nbytes in self._receive(owner):
                     what, path = f"saving {name}", self._store.partial(step) / name
-                    pieces = Incoming(self._transport, nbytes, owner, CHECKPOINT_TAG, what)
+                    pieces = Incoming(self._transport, nbytes, owner, self._tag, what)
                     mine.append(self._write_file(name, nbytes, pieces, path))
         # Complete only when every part is on its disks, and all ranks agree on the files.
         if rank != 0:
@@ -218,7 +222,7 @@ class CheckpointWriter:
         while parts:
             part = parts.pop(0)  # its arrays are free as soon as it is written
             streams = [
-                Outgoing(self._transport, part.nbytes, home, CHECKPOINT_TAG, f"saving {part.name}")
+                Outgoing(self._transport, part.nbytes, home, self._tag, f"saving {part.name}")
                 for home in away
             ]
             path = self._store.partial(step) / part.name if rank in homes else None
@@ -252,10 +256,10 @@ class CheckpointWriter:
         return FileInfo(name, nbytes, digest.hexdigest())
 
     def _send(self, value: Any, peer: int) -> None:
-        self._transport.send_object(value, peer, "writing a checkpoint", CHECKPOINT_TAG)
+        self._transport.send_object(value, peer, "writing a checkpoint", self._tag)
 
     def _receive(self, peer: int) -> Any:
-        return self._transport.receive_object(peer, "writing a checkpoint", CHECKPOINT_TAG)
+        return self._transport.receive_object(peer, "writing a checkpoint", self._tag)
 
 
 def _reason(error: Exception) -> str:

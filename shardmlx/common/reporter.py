@@ -37,7 +37,10 @@ SHOW_PROGRESS_FROM = 2000
 
 
 class Reporter:
-    """The only output of a job to its user. ``quiet`` ranks have one too, which prints nothing."""
+    """The only output of a job to its user. ``quiet`` ranks have one too, which prints nothing.
+
+    A ``name`` says of which of several runs it tells; it then prints neither tables nor bars.
+    """
 
     def __init__(
         self,
@@ -45,9 +48,11 @@ class Reporter:
         *,
         quiet: bool = False,
         listeners: Sequence[Listener] = (),
+        name: str = "",
     ) -> None:
+        self._name = name
         self._listeners = () if quiet else tuple(listeners)
-        live = not quiet and _shown_in_terminal()
+        live = not (quiet or name) and _shown_in_terminal()
         self._console = Console(
             quiet=quiet, highlight=False, soft_wrap=True, force_terminal=live, no_color=not live
         )
@@ -68,11 +73,17 @@ class Reporter:
             refresh_per_second=4,  # each refresh takes time from the computing core
         )
 
+    def of_run(self, name: str, metrics_file: Path | None) -> Reporter:
+        """Return the reporter of a run, with the same listeners."""
+        quiet = self._console.quiet
+        return Reporter(metrics_file, quiet=quiet, listeners=self._listeners, name=name)
+
     def say(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        self._console.print(f"{self._name}: {text}" if self._name else text, markup=False)
 
     def warn(self, text: str) -> None:
-        self._console.print(f"warning: {text}", markup=False, style="yellow")
+        what = f"warning: {self._name}: {text}" if self._name else f"warning: {text}"
+        self._console.print(what, markup=False, style="yellow")
 
     def say_marked(self, pieces: Iterable[tuple[str, bool]]) -> None:
         """Print text of which some is marked: green in a terminal, «so» elsewhere."""
@@ -84,11 +95,14 @@ class Reporter:
 
     def table(self, header: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
         """Print text in columns, those of numbers to the right."""
-        self.say(columns(header, lines))
+        if not self._name:
+            self.say(columns(header, lines))
 
     def event(self, event: str, values: Mapping[str, Any]) -> None:
         """Tell the listeners of an event with its ``time``; write its line of the metrics file."""
         values = {**values, "time": round(time.time(), 3)}
+        if self._name:
+            values["run"] = self._name
         for listener in self._listeners:
             listener(event, values)
         if self._metrics_file is None:

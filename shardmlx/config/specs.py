@@ -318,7 +318,7 @@ class LayoutOptions(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
-    """A training run as far as its plan depends on it."""
+    """A training run as far as its plan depends on it; ``runs`` like it train side by side."""
 
     model: str
     revision: str | None
@@ -326,6 +326,7 @@ class RunSpec:
     batch: BatchOptions
     layout: LayoutOptions
     machines: MachineOptions
+    runs: int = 1
 
     def for_ranks(self, ranks: int) -> RunSpec:
         """Return the same with a layout for so many ranks. Raises ``UserError``."""

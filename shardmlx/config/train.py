@@ -222,6 +222,9 @@ class TrainConfig(
         minimum=0,
         unset="none, or warmup in lr_schedule",
     )
+    sweep: str | None = _training(
+        None, "adapters to train side by side: a YAML file of names and options", metavar="FILE"
+    )
     timeout: float = common.timeout(group="checkpoints and failures")
 
     def __post_init__(self) -> None:
@@ -246,7 +249,22 @@ class TrainConfig(
         self.check_objective()
         self._check_together()
 
+    def _check_sweep(self) -> None:
+        for name, is_set, remedy in (
+            ("fine_tune_type", self.is_full, "train adapters"),
+            (
+                "metrics_port",
+                self.metrics_port is not None,
+                "give --metrics-file: one for each run",
+            ),
+            ("report_to", bool(self.services), "give --metrics-file: one for each run"),
+            ("test", not self.train, "train, or test one of the adapters"),
+        ):
+            complaint = f"is {getattr(self, name)} with --sweep"
+            refuse(name, complaint, remedy, when=is_set and self.sweep is not None)
+
     def _check_together(self) -> None:
+        self._check_sweep()
         for name, is_set in (("early_stop", self.early_stop), ("keep", self.keep == BEST)):
             refuse(
                 name,
@@ -310,11 +328,23 @@ class TrainConfig(
         """Fill and check the schedule; with ``epochs`` it follows once the data is read."""
         if self.lr_schedule is None and not self.warmup:
             return
-        updates = max(1, self.iters // self.grad_accumulation_steps)
-        schedule = filled_lr_schedule(self.lr_schedule, self.warmup, self.learning_rate, updates)
+        schedule = self._filled(self.lr_schedule)
         check_lr_schedule(schedule)
         if self.epochs is None:
             object.__setattr__(self, "lr_schedule", schedule)
+
+    def _filled(self, schedule: Mapping[str, Any] | None) -> dict[str, Any]:
+        updates = max(1, self.iters // self.grad_accumulation_steps)
+        return filled_lr_schedule(schedule, self.warmup, self.learning_rate, updates)
+
+    @property
+    def asked_lr_schedule(self) -> Mapping[str, Any] | None:
+        """The schedule without what followed from learning rate, warm-up and steps."""
+        schedule = self.lr_schedule
+        if schedule is None or schedule == self._filled(None):
+            return None
+        bare = {key: value for key, value in schedule.items() if key != "arguments"}
+        return bare if schedule == self._filled(bare) else schedule
 
     def with_iters(self, iters: int) -> TrainConfig:
         """Return the same for so many steps, in the place of ``epochs``."""

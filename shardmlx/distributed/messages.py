@@ -16,7 +16,17 @@ CHECKPOINT_TAG = 1  # all of the thread that writes checkpoints
 BATCH_TAG = 2  # batches and their metadata
 SCATTER_TAG = 3  # contributions to sums, on their way to the owners
 GATHER_TAG = 4  # sums and updated weights, on their way to all that need them
-FIRST_ENGINE_TAG = 5  # the lowest of the engine
+TAGS_OF_A_RUN = 5
+
+MOST_RUNS = 16
+"""Runs of a job, side by side, at most: each has the tags above of its own."""
+
+FIRST_ENGINE_TAG = TAGS_OF_A_RUN * MOST_RUNS  # the lowest of the engine
+
+
+def tag_of_run(tag: int, run: int) -> int:
+    """Return the tag that a run uses for ``tag``, by its number among those of the job."""
+    return tag + TAGS_OF_A_RUN * run
 
 
 class TransportError(RuntimeError):

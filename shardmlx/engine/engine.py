@@ -64,20 +64,50 @@ Results = dict[int, Any]
 """Results of the last stage by micro-batch: its loss, a float; or an array of log-probabilities."""
 
 
-@dataclass(slots=True)
-class _Run:
-    """A list of actions in progress: posted receives, messages there, messages under way."""
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A training step of an ``engine``, as in ``Engine.train_step``."""
 
+    engine: Engine
     microbatches: Sequence[MicroBatch]
-    train: bool
     scale: float = 1.0
     key: tuple[int, ...] = (0,)
-    reduce: bool = False
+    reduce: bool = True
+
+    def run(self) -> Results:
+        """Make the step. All ranks must call it."""
+        (results,) = self.engine.train_steps([self])
+        return results
+
+
+@dataclass(slots=True)
+class _Run:
+    """A list of actions in progress: posted receives, messages there, messages under way.
+
+    The actions number the micro-batches of all ``steps``, which have equally many, in a row.
+    """
+
+    steps: Sequence[Step]
+    train: bool
     to_receive: deque[Action] = field(default_factory=deque)
     posted: dict[Action, tuple[Handle, mx.array]] = field(default_factory=dict)
     arrays: dict[Action, mx.array] = field(default_factory=dict)
     outbox: list[tuple[Action, Handle]] = field(default_factory=list)
     results: Results = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Number of micro-batches of each step."""
+        return len(self.steps[0].microbatches)
+
+    def step_of(self, action: Action) -> tuple[Step, MicroBatch]:
+        """Return the step of an action, and its micro-batch."""
+        number, j = divmod(action.microbatch, self.size)
+        return self.steps[number], self.steps[number].microbatches[j]
+
+    def ends_step(self, action: Action) -> bool:
+        """Tell whether an action is of the last micro-batch of its step."""
+        return (action.microbatch + 1) % self.size == 0
 
 
 class Engine:
@@ -137,19 +167,38 @@ class Engine:
         log-probabilities of its answers; nothing elsewhere. Raises ``EngineError`` or
         ``TransportError``, which name rank, stage and action.
         """
-        actions = self.plan.actions_of(self.replica)[self.pipeline_rank]
-        results = self._run(actions, _Run(microbatches, True, scale, key, reduce))
-        if reduce or self.shards.weights is not None:
-            key_of_sum = (self._runs, -1, self.pipeline_rank)
-            with self.recorder.span(Span.REDUCE, "sum over replicas", key_of_sum):
-                self.reducer.finish(lambda: f"{self._who()}, summing gradients", ends_update=reduce)
-        return results
+        return Step(self, microbatches, scale, key, reduce).run()
+
+    def train_steps(self, steps: Sequence[Step]) -> list[Results]:
+        """Make a step of each of several engines that differ only in what they train, this one the
+        first: micro-batches of one fill the bubble of another. All ranks must call it.
+
+        Returns the results of each, as ``train_step``. This engine records all events.
+        """
+        actions = self.plan.actions_of(self.replica, len(steps))[self.pipeline_rank]
+        run = _Run(steps, train=True)
+        self._runs = max(step.engine._runs for step in steps)
+        self._run(actions, run)
+        for step in steps:
+            step.engine._runs = self._runs  # so that no two messages have one name
+        found: list[Results] = [{} for _ in steps]
+        for j, result in run.results.items():
+            found[j // run.size][j % run.size] = result
+        for number, step in enumerate(steps):
+            if step.reduce or step.engine.shards.weights is not None:
+                key_of_sum = (self._runs, -1 - number, self.pipeline_rank)
+                with self.recorder.span(Span.REDUCE, "sum over replicas", key_of_sum):
+                    step.engine.reducer.finish(
+                        lambda: f"{self._who()}, summing gradients", ends_update=step.reduce
+                    )
+        return found
 
     def evaluate(self, microbatches: Sequence[MicroBatch]) -> Results:
         """Run forward only, and return the results like ``train_step``. All ranks must call it."""
         grid = forward_only(self.plan.stage_map.placement, self.plan.mesh.pp, len(microbatches))
-        actions = grid[self.pipeline_rank]
-        return self._run(actions, _Run(microbatches, train=False))
+        run = _Run([Step(self, microbatches)], train=False)
+        self._run(grid[self.pipeline_rank], run)
+        return run.results
 
     def gradient_norm(self, spoiled: bool = False) -> float:
         """Return the global gradient norm after a step that reduced; the same on all ranks.
@@ -166,7 +215,7 @@ class Engine:
         for stage in self.stages.values():
             stage.gradients.clear()
 
-    def _run(self, actions: Sequence[Action], run: _Run) -> Results:
+    def _run(self, actions: Sequence[Action], run: _Run) -> None:
         self._runs += 1
         run.to_receive.extend(action for action in actions if action.kind is Kind.RECV_F)
         transport, before = self.transport, str(self.transport.activity)
@@ -189,7 +238,6 @@ class Engine:
             ) from error
         self._current = None
         transport.activity.begin(before)
-        return run.results
 
     def _act(self, action: Action, run: _Run) -> None:
         match action.kind:
@@ -206,11 +254,12 @@ class Engine:
 
     def _forward(self, action: Action, run: _Run) -> None:
         s, j = action.stage, action.microbatch
-        stage, microbatch = self.stages[s], run.microbatches[j]
+        step, microbatch = run.step_of(action)
+        stage = step.engine.stages[s]
         x = None if stage.part.is_first else run.arrays.pop(Action(s, Kind.RECV_F, j))
         with self.recorder.span(Span.COMPUTE, str(action)):
             if run.train:
-                out = stage.forward(j, microbatch, x, scale=run.scale, key=run.key)
+                out = stage.forward(j, microbatch, x, scale=step.scale, key=step.key)
             else:
                 out = stage.evaluate(microbatch, x)
         if stage.part.is_last:
@@ -225,26 +274,28 @@ class Engine:
 
     def _backward_input(self, action: Action, run: _Run) -> None:
         s, j = action.stage, action.microbatch
-        stage = self.stages[s]
+        engine = run.step_of(action)[0].engine
+        stage = engine.stages[s]
         with self.recorder.span(Span.COMPUTE, str(action)):
             if stage.reduces_each:
                 for part in stage.backward_in_parts(j):
-                    self.reducer.start(stage, part)
+                    engine.reducer.start(stage, part)
             gradient = stage.backward_input(j)
-        if s - 1 in self.stages:
-            self.stages[s - 1].fill_cotangent(j, gradient)
+        if s - 1 in engine.stages:
+            engine.stages[s - 1].fill_cotangent(j, gradient)
         else:
             run.arrays[Action(s, Kind.SEND_B, j)] = gradient
 
     def _backward_weight(self, action: Action, run: _Run) -> None:
-        stage, j = self.stages[action.stage], action.microbatch
-        reduces = stage.reduces_each or (run.reduce and j == len(run.microbatches) - 1)
-        parts = self.reducer.parts(stage) if reduces else [stage.names]
+        step, j = run.step_of(action)[0], action.microbatch
+        stage, reducer = step.engine.stages[action.stage], step.engine.reducer
+        reduces = stage.reduces_each or (step.reduce and run.ends_step(action))
+        parts = reducer.parts(stage) if reduces else [stage.names]
         with self.recorder.span(Span.COMPUTE, str(action)):
             # Each bucket starts on its way while the next one computes.
             for part in stage.backward_weight_in_parts(j, parts):
                 if reduces:
-                    self.reducer.start(stage, part)
+                    reducer.start(stage, part)
 
     def _send(self, action: Action, run: _Run) -> None:
         array = run.arrays.pop(action)
@@ -275,7 +326,8 @@ class Engine:
 
     def _expected(self, action: Action, run: _Run) -> tuple[tuple[int, ...], mx.Dtype]:
         part = self.stages[action.stage].part
-        return (*run.microbatches[action.microbatch].shape, part.hidden_size), part.dtype
+        _, microbatch = run.step_of(action)
+        return (*microbatch.shape, part.hidden_size), part.dtype
 
     def _wait(self, action: Action, handle: Handle, does: str, where: str) -> None:
         self.transport.wait(

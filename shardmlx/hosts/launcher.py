@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardmlx.checkpoint.store import MARKER, Store
+from shardmlx.checkpoint.store import MARKER
 from shardmlx.common.cli import BAD_INPUT
 from shardmlx.common.environment import keep_awake
 from shardmlx.common.formatting import plural
@@ -234,16 +234,14 @@ class Launcher:
                 missing = text
             time.sleep(SECONDS_BETWEEN_LOOKS)
 
-    def _checkpoints(self) -> frozenset[tuple[int, int]] | None:
-        """Return the steps of the checkpoints and when each was committed; None if unseen."""
+    def _checkpoints(self) -> frozenset[tuple[Path, int]] | None:
+        """Return the checkpoints, of all runs, and when each was committed; None if unseen."""
         options, first = self.launch.checkpoints, self.launch.hosts[0]
         if options is None or options.checkpoint_dir is None or not is_local(first):
             return None
-        store = Store(Path(options.checkpoint_dir))
         try:
-            return frozenset(
-                (step, (store.path(step) / MARKER).stat().st_mtime_ns) for step in store.steps()
-            )
+            marks = Path(options.checkpoint_dir).rglob(MARKER)
+            return frozenset((mark.parent, mark.stat().st_mtime_ns) for mark in marks)
         except OSError:
             return None
 

@@ -25,7 +25,8 @@ class Plan:
     each micro-batch is one row, of about equal length. Each ``together`` rows stay in one
     micro-batch. If replicas have unequal rows, ``replica_rows`` are each one's, and ``rows`` the
     most. Micro-batches are padded to one of the ``widths``, if there are any. ``model`` identifies
-    the model's configuration. Raises ``UserError`` if the schedule cannot run so.
+    the model's configuration. ``runs`` that train side by side have these micro-batches each.
+    Raises ``UserError`` if the schedule cannot run so.
     """
 
     mesh: Mesh
@@ -39,6 +40,7 @@ class Plan:
     replica_rows: tuple[int, ...] = ()
     widths: tuple[int, ...] = ()
     together: int = 1
+    runs: int = 1
 
     def __post_init__(self) -> None:
         if len(self.trainable) != self.stage_map.num_stages:
@@ -60,7 +62,7 @@ class Plan:
     @property
     def actions(self) -> Grid:
         """Lowered actions of a training step of the busiest replica, by pipeline rank."""
-        return self._actions(self.microbatches)
+        return self._actions(self.runs * self.microbatches)
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -76,9 +78,10 @@ class Plan:
         """Return the number of micro-batches of a replica in one step."""
         return -(-self.shares[replica] // self.micro_batch_size)
 
-    def actions_of(self, replica: int) -> Grid:
-        """Return the lowered actions of one training step of a replica, by pipeline rank."""
-        return self._actions(self.microbatches_of(replica))
+    def actions_of(self, replica: int, runs: int | None = None) -> Grid:
+        """Return the lowered actions of one training step of a replica, by pipeline rank: of all
+        runs, or of so many."""
+        return self._actions((runs or self.runs) * self.microbatches_of(replica))
 
     def _actions(self, microbatches: int) -> Grid:
         schedule, virtual = get_schedule(self.schedule), self.stage_map.virtual

@@ -50,6 +50,7 @@ def lay_out(way: RunSpec, facts: Facts) -> Plan:
         pack=bool(workload.batch.pack),
         widths=facts.lengths.widths,
         together=workload.batch.together,
+        runs=way.runs,
     )
     if given is None:
         problem = _problem(plan, workload, cluster, length, facts.lengths.longest[0])

@@ -135,5 +135,5 @@ def compute_of_ranks(plan: Plan, workload: Workload, cluster: Cluster, length: i
         if plan.pack:
             count = plan.microbatches_of(replica)
         update = total.update / workload.batch.grad_accumulation_steps
-        computed.append(count * total.microbatch + update)
+        computed.append(plan.runs * count * total.microbatch + update)
     return computed

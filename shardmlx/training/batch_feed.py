@@ -19,7 +19,7 @@ from types import TracebackType
 import numpy as np
 
 from shardmlx.distributed.agreement import AgreedError
-from shardmlx.distributed.messages import BATCH_TAG, Array, Handle
+from shardmlx.distributed.messages import BATCH_TAG, Array, Handle, tag_of_run
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import KNOWN, Batch, MicroBatch, pack, split
 from shardmlx.errors import AgreedFailure
@@ -46,16 +46,23 @@ class Share:
 
 
 class BatchFeed:
-    """The next ``count`` of rank 0's ``batches``, for all ranks. Methods are collective. With an
-    error that all ranks raise together, the context receives all messages under way."""
+    """The next ``count`` of rank 0's ``batches``, for all ranks; the feeds of ``run``s may take
+    turns. Methods are collective. With an error that all ranks raise together, the context receives
+    all messages under way."""
 
     def __init__(
-        self, plan: Plan, transport: Transport, batches: Iterator[Batch] | None, count: int
+        self,
+        plan: Plan,
+        transport: Transport,
+        batches: Iterator[Batch] | None,
+        count: int,
+        run: int = 0,
     ) -> None:
         self._plan = plan
         self._transport = transport
         self._batches = batches
         self._left = count
+        self._tag = tag_of_run(BATCH_TAG, run)
         self._ahead = 0
         self._replica, _ = plan.mesh.coordinates(transport.rank)
         self._own: list[Share] = []
@@ -98,7 +105,7 @@ class BatchFeed:
         trace: TracebackType | None,
     ) -> None:
         # After any other error the ranks do not meet again, and the job ends at once.
-        if isinstance(error, (AgreedError, AgreedFailure)):
+        if isinstance(error, (AgreedError, AgreedFailure, StopRequested)):
             self._receive()
 
     def _send(self, batch: Batch) -> None:
@@ -154,10 +161,10 @@ class BatchFeed:
         return split(part, 1, 0, plan.micro_batch_size)
 
     def _post(self, array: Array, peer: int) -> None:
-        self._sent.append((self._transport.send(array, peer, BATCH_TAG), peer))
+        self._sent.append((self._transport.send(array, peer, self._tag), peer))
 
     def _come(self, array: np.ndarray) -> np.ndarray:
-        handle = self._transport.receive(array, 0, BATCH_TAG)
+        handle = self._transport.receive(array, 0, self._tag)
         self._transport.wait(handle, self._doing("waiting for", 0))
         return array
 

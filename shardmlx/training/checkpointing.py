@@ -51,8 +51,9 @@ class Checkpoints:
         self._updater = updater
         self._writer = None
         if (place := job.resumption.place) is not None:
+            keep = job.planned.checkpoints.keep_checkpoints
             self._writer = CheckpointWriter(
-                job.transport, place.store, place.storage, job.planned.checkpoints.keep_checkpoints
+                job.transport, place.store, place.storage, keep, job.number
             )
         self._point: Point | None = None
         self._errors: Mapping[str, mx.array] = {}

@@ -21,6 +21,7 @@ from shardmlx.models.tokenizer import read_tokenizer
 from shardmlx.runreport.tensorboard import TensorBoardLog
 from shardmlx.training.planned_run import PlannedRun, open_for_training, plan_run, read_sets
 from shardmlx.training.setup import TrainingRun, load_run, show_ranks
+from shardmlx.training.sweep import plan_sweep, train_sweep
 from shardmlx.training.trainer import Trainer
 
 
@@ -61,6 +62,9 @@ def run(
         if config.dry_run:
             dry_run(config, transport, reporter)
             return
+        if config.sweep is not None:
+            train_sweep(config, transport, reporter)
+            return
         trainer = Trainer(prepare_training(config, transport, reporter))
         if config.train:
             trainer.train()
@@ -78,7 +82,10 @@ def prepare_training(config: TrainConfig, transport: Transport, reporter: Report
 def dry_run(config: TrainConfig, transport: Transport, reporter: Reporter) -> None:
     """Print the plan of a run, with the errors of one, and read no weight. Collective."""
     with open_for_training(config, transport, reporter) as opened:
-        planned = plan_run(config, transport, reporter, opened)
+        if config.sweep is None:
+            planned = plan_run(config, transport, reporter, opened)
+        else:
+            planned, _ = plan_sweep(config, transport, reporter, opened)
     show_ranks(planned, transport.hosts, reporter, {})
     if config.train:
         reporter.say(_time(planned))

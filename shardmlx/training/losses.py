@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from shardmlx.engine.batches import BASELINE, REFERENCE, Batch, Batches, MicroBatch
-from shardmlx.engine.engine import Results
+from shardmlx.engine.engine import Results, Step
 from shardmlx.engine.optimizer import LossScale
 from shardmlx.training.batch_feed import BatchFeed, Share
 from shardmlx.training.scores import Scores, means_of, scores_of
@@ -53,11 +53,16 @@ class Gradients:
         """Factor from the stages' gradients to the mean gradient."""
         return 1 / max(1, self.counted_steps) / self._loss_scale.factor
 
-    def add(self, step: int, share: Share) -> Scores:
-        """Compute the gradients of one step; return this rank's scores."""
+    def begin(self, step: int, share: Share) -> Step:
+        """Return the engine's part of one step, which is to be made before ``add``."""
         (share,) = _with_baselines(self._job, [share])
         self._steps.append((step, share))
-        scores = scores_of(self._compute(step, share), share.microbatches, self._job.objective)
+        return self._of_engine(step, share)
+
+    def add(self, results: Results) -> Scores:
+        """Take in what the engine made of the step that was begun; return this rank's scores."""
+        _, share = self._steps[-1]
+        scores = scores_of(results, share.microbatches, self._job.objective)
         fault = nonfinite_loss(scores.losses, self._transport)
         self._nonfinite_loss = self._nonfinite_loss or fault
         return scores
@@ -76,7 +81,7 @@ class Gradients:
             self._reporter.say(f"step {step}: {what}: again, with the loss scaled by {factor:g}")
             self._engine.forget_gradients()
             for each in self._steps:
-                self._compute(*each)
+                self._of_engine(*each).run()
             self._find_norm()
         return None
 
@@ -100,8 +105,9 @@ class Gradients:
         self._loss_scale.restore(state)
         self._rescale_from(state[0])
 
-    def _compute(self, step: int, share: Share) -> Results:
-        return self._engine.train_step(
+    def _of_engine(self, step: int, share: Share) -> Step:
+        return Step(
+            self._engine,
             share.microbatches,
             scale=self._loss_scale.factor / max(1, share.count),
             key=(self._options.seed, step),
@@ -226,7 +232,7 @@ def evaluate_batches(
     at once keep all stages busy. Collective."""
     plan, found = job.planned.plan, []
     at_once = -(-4 * plan.mesh.pp // plan.microbatches)
-    feed = BatchFeed(plan, job.transport, batches, count)
+    feed = BatchFeed(plan, job.transport, batches, count, job.number)
     job.transport.activity.begin(description)
     with evaluating(job), job.reporter.bar(description, count) as bar, feed:
         while shares := feed.take(at_once):

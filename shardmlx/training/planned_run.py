@@ -117,14 +117,20 @@ def open_for_training(
 
 
 def plan_run(
-    config: TrainConfig, transport: Transport, reporter: Reporter, opened: OpenedModel
+    config: TrainConfig,
+    transport: Transport,
+    reporter: Reporter,
+    opened: OpenedModel,
+    runs: int = 1,
 ) -> PlannedRun:
-    """Check the options, read the data, choose the plan. Collective; raises ``AgreedError``."""
+    """Check the options, read the data, choose the plan, for so many runs that train side by side.
+    Collective; raises ``AgreedError``."""
     asked, epochs = config, config.epochs
     if epochs is not None:  # until the data is read
         config = asked.with_iters(max(asked.iters, asked.grad_accumulation_steps))
     agree = partial(on_all_ranks, transport)
-    run = agree("dividing the ranks", partial(RunSpec.of(config).for_ranks, transport.size))
+    spec = replace(RunSpec.of(config), runs=runs)
+    run = agree("dividing the ranks", partial(spec.for_ranks, transport.size))
     model, stored = agree(
         "building the model",
         partial(build_model, opened.path, run.fine_tune, config.seed, opened.adapters),

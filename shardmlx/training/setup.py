@@ -28,7 +28,8 @@ from shardmlx.training.planned_run import PlannedRun, optimizer_of
 
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
-    """A run that is ready to start; ``identity``, on rank 0, tells it from others."""
+    """A run that is ready to start; ``identity``, on rank 0, tells it from others. ``number`` is
+    its place among runs that train side by side."""
 
     planned: PlannedRun
     transport: Transport
@@ -38,6 +39,7 @@ class TrainingRun:
     optimizer: Optimizer
     resumption: Resumption
     identity: Mapping[str, Any] | None
+    number: int = 0
 
     @property
     def objective(self) -> Objective | None:
@@ -50,9 +52,14 @@ class TrainingRun:
 
 
 def load_run(
-    planned: PlannedRun, transport: Transport, reporter: Reporter, opened: OpenedModel
+    planned: PlannedRun,
+    transport: Transport,
+    reporter: Reporter,
+    opened: OpenedModel,
+    beside: Sequence[TrainingRun] = (),
 ) -> TrainingRun:
-    """Find the checkpoint to go on from, and load this rank's stages. All ranks must call it."""
+    """Find the checkpoint to go on from, and load this rank's stages. All ranks must call it.
+    Frozen weights are those of the runs ``beside``, which have read them."""
     plan, tune = planned.plan, planned.way.fine_tune
 
     def identify() -> dict[str, Any] | None:
@@ -71,7 +78,7 @@ def load_run(
             resumption = prepare_resumption(
                 planned.checkpoints, transport, reporter, identity, owners
             )
-        weights, stages = _load(planned, transport, reporter, opened)
+        weights, stages = _load(planned, transport, reporter, opened, beside)
     engine = Engine(
         plan,
         transport,
@@ -90,11 +97,16 @@ def load_run(
         optimizer=optimizer_of(tune),
         resumption=resumption,
         identity=identity,
+        number=len(beside),
     )
 
 
 def _load(
-    planned: PlannedRun, transport: Transport, reporter: Reporter, opened: OpenedModel
+    planned: PlannedRun,
+    transport: Transport,
+    reporter: Reporter,
+    opened: OpenedModel,
+    beside: Sequence[TrainingRun],
 ) -> tuple[DividedWeights | None, list[Stage]]:
     """Load this rank's stages, or its part of them, and show each rank's share. Collective."""
     start = time.monotonic()
@@ -106,7 +118,12 @@ def _load(
         _, pipeline_rank = plan.mesh.coordinates(transport.rank)
         weights = DividedWeights(transport.rank, plan.mesh.replicas_of(pipeline_rank), parts)
     savings = work.savings(planned.cluster.backend)
-    opened.weights.load(parts, opened.shape, reporter)
+    if beside:
+        for part, stage in zip(parts, beside[0].stages, strict=True):
+            part.share_frozen(stage.part)
+            part.load()
+    else:
+        opened.weights.load(parts, opened.shape, reporter)
     stages = build_stages(
         planned.slices,
         own,

@@ -30,18 +30,19 @@ class Fault(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The lowest validation loss so far, the step before whose update it was found, and how many
-    validations have come since."""
+    """The lowest validation loss so far, the step before whose update it was found, how many
+    validations have come since, and the loss of the last."""
 
     loss: float | None = None
     step: int | None = None
     misses: int = 0
+    last: float | None = None
 
     def after(self, step: int, loss: float | None) -> Best:
         """Return the best after one more validation; one without a number is none."""
         if loss is not None and loss < (math.inf if self.loss is None else self.loss):
-            return Best(loss, step)
-        return replace(self, misses=self.misses + 1)
+            return Best(loss, step, last=loss)
+        return replace(self, misses=self.misses + 1, last=loss)
 
 
 class Soundness:

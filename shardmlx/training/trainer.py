@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from shardmlx.common.reporter import Bar
 from shardmlx.config.train import BEST
 from shardmlx.distributed.agreement import from_rank_0, on_rank_0
 from shardmlx.engine.batches import random_state, set_random_state
+from shardmlx.engine.engine import Results, Step
 from shardmlx.engine.optimizer import Updater
 from shardmlx.engine.trace import Meter, Span
 from shardmlx.errors import AgreedFailure, Stopped, file_access
@@ -36,6 +37,7 @@ from shardmlx.training.report import TrainingReport
 from shardmlx.training.scores import in_words
 from shardmlx.training.setup import TrainingRun
 from shardmlx.training.soundness import TAMER, Best, Fault, Soundness
+from shardmlx.training.together import Run, train_together
 
 LAST_PLACE = "last"
 """Directory in --adapter-path of the last weights where the best are kept."""
@@ -50,9 +52,9 @@ class Trainer:
         self._plan = planned.plan
         self._options = options = planned.steps
         self._checkpoint_every = planned.checkpoints.checkpoint_every
-        self._place = Path(planned.outputs.adapter_path)
-        self._output = self._place / LAST_PLACE if options.keep == BEST else self._place
-        self._best = Best()
+        self.place = Path(planned.outputs.adapter_path)
+        self._output = self.place / LAST_PLACE if options.keep == BEST else self.place
+        self.best = Best()
         self._transport = job.transport
         self._reporter = job.reporter
         self._engine = job.engine
@@ -79,6 +81,10 @@ class Trainer:
 
     def train(self) -> None:
         """Run all remaining iterations, with validation, reports and saving in between."""
+        train_together([self.steps()])
+
+    def steps(self) -> Run:
+        """Do what ``train`` does, but for the engine's part of each step, which is yielded."""
         options = self._options
         on_rank_0(self._transport, "opening the output", self._open_output)
         self._add_references()
@@ -92,10 +98,12 @@ class Trainer:
             left = options.iters - self._start
             with (
                 self._reporter.bar("training", options.iters, self._start) as bar,
-                BatchFeed(self._plan, self._transport, self._batches, left) as feed,
+                BatchFeed(
+                    self._plan, self._transport, self._batches, left, self._job.number
+                ) as feed,
             ):
                 for step in range(self._start + 1, options.iters + 1):
-                    if not self._iterate(step, feed, bar):
+                    if not (yield from self._iterate(step, feed, bar)):
                         break
                     self._done = step
         except StopRequested as request:
@@ -109,8 +117,8 @@ class Trainer:
         self._report.summary(time.monotonic() - start, self._checkpoints.summary())
         if is_saved:
             self._reporter.say(f"Saved to {self._output}")
-        if options.keep == BEST and self._best.step is not None:
-            self._reporter.say(f"The best, before step {self._best.step}, is in {self._place}")
+        if options.keep == BEST and self.best.step is not None:
+            self._reporter.say(f"The best, before step {self.best.step}, is in {self.place}")
 
     def test(self) -> None:
         try:
@@ -158,7 +166,7 @@ class Trainer:
         with self._transport.longer_timeout(SETUP_SECONDS):
             self._checkpoints.restore(found)
         self._start = self._done = manifest.step
-        self._best = Best(**state.get("best", {}))
+        self.best = Best(**state.get("best", {}))
         self._meter.start_after(manifest.step)
         self._report.restore(state["report"], state["ranks"])
         self._gradients.restore(state["loss_scale"])
@@ -176,7 +184,9 @@ class Trainer:
             self._reporter.warn(f"it was computed on {then}, now on {now}: sums round otherwise")
         self._reporter.event("resume", {"step": manifest.step, "checkpoint": str(where)})
 
-    def _iterate(self, step: int, feed: BatchFeed, bar: Bar) -> bool:
+    def _iterate(
+        self, step: int, feed: BatchFeed, bar: Bar
+    ) -> Generator[Step, Results | None, bool]:
         """Make a step; return False in its place where validation says that training is over."""
         options = self._options
         self._transport.activity.begin(f"step {step}")
@@ -187,12 +197,17 @@ class Trainer:
             if not self._validate(step):
                 return False  # nothing is under way yet
             self._transport.activity.begin(f"step {step}")
-        with self._engine.recorder.span(Span.STEP, f"step {step}"):
+        with self._engine.recorder.span(Span.STEP, f"batch {step}"):
             # The next batch is drawn after the validation's, as in mlx-lm, and travels while this
             # step computes. A checkpoint of this step resumes with it, not with the one after.
             position = self._position()
             feed.send_ahead()
-            self._step(step, share)
+            of_engine = self._gradients.begin(step, share)
+        results = yield of_engine
+        assert results is not None, "it was yielded to be made"
+        self._transport.activity.begin(f"step {step}")
+        with self._engine.recorder.span(Span.STEP, f"update {step}"):
+            self._step(step, share, results)
         self._meter.count(step)
         bar.advance()
         if step % options.steps_per_report == 0 or step == options.iters:
@@ -203,9 +218,9 @@ class Trainer:
         self._checkpoints.report()
         return True
 
-    def _step(self, step: int, share: Share) -> None:
+    def _step(self, step: int, share: Share, results: Results) -> None:
         options = self._options
-        scores = self._gradients.add(step, share)
+        scores = self._gradients.add(results)
         self._last_share = share
         self._report.count(share, scores)
         if step % options.grad_accumulation_steps == 0:
@@ -256,7 +271,7 @@ class Trainer:
         state = {
             "report": self._report.state(),
             "loss_scale": self._gradients.state(),
-            "best": asdict(self._best),
+            "best": asdict(self.best),
             **position,
         }
         return Point(step, state, self._report.mine())
@@ -326,18 +341,18 @@ class Trainer:
         self._meter.skip(step)
         if found is not None:
             self._report.validation(step, found, time.monotonic() - start)
-        if step == 1 or (options.early_stop is None and options.keep != BEST):
+        if step == 1:
             return True  # before the first update there is nothing to choose from
         loss: float | None = self._transport.broadcast(found and found.loss, what="the loss")
-        self._best = self._best.after(step, loss)
-        if options.keep == BEST and self._best.step == step:
+        self.best = self.best.after(step, loss)
+        if options.keep == BEST and self.best.step == step:
             with self._transport.longer_timeout(SETUP_SECONDS):
-                self._write(self._place, None)
-        if options.early_stop is None or self._best.misses < options.early_stop:
+                self._write(self.place, None)
+        if options.early_stop is None or self.best.misses < options.early_stop:
             return True
         self._reporter.say(
-            f"step {step}: the last {plural(self._best.misses, 'validation')} had no better loss "
-            f"than {self._best.loss:.4f} before step {self._best.step}: training stops"
+            f"step {step}: the last {plural(self.best.misses, 'validation')} had no better loss "
+            f"than {self.best.loss:.4f} before step {self.best.step}: training stops"
         )
         return False
 

@@ -44,10 +44,12 @@ def test_few_modules_know_all_options_of_train() -> None:
     } - {"config/train.py", "__init__.py"}  # which declares it, and which exports it
     assert users == {
         "config/profile.py",
+        "config/sweep.py",
         "planning/plan_command.py",
         "planning/training_plan.py",
         "training/command.py",
         "training/planned_run.py",
+        "training/sweep.py",
     }
 
 

@@ -1,0 +1,77 @@
+"""The runs of a sweep: the options of a file for each run, over those of the command."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shardmlx.common.yaml_reader import read_yaml
+from shardmlx.config.checks import OPTIMIZERS
+from shardmlx.config.objective import OBJECTIVES
+from shardmlx.config.options import OptionError
+from shardmlx.config.train import TrainConfig
+from shardmlx.errors import UserError
+
+MAY_DIFFER = (
+    *("lora_parameters", "learning_rate", "lr_schedule", "warmup", "optimizer"),
+    *("optimizer_config", "max_grad_norm", "seed", "beta"),
+    *dict.fromkeys(name for facts in OBJECTIVES.values() for name in facts.settings),
+)
+"""The options that may differ: all others decide what the runs have in common."""
+
+
+def read_sweep(config: TrainConfig) -> dict[str, TrainConfig]:
+    """Return the options of each run in the file that ``config.sweep`` names, by its name; its
+    outputs are those of ``config`` with the name. Raises ``UserError``."""
+    file = config.sweep
+    assert file is not None, "a sweep is asked for"
+    if config.named is not None:
+        raise UserError(f"--resume {config.resume}: each run has its own", "use auto or never")
+    return {str(name): _of_run(config, str(name), given) for name, given in read_yaml(file).items()}
+
+
+def _of_run(config: TrainConfig, name: str, given: Any) -> TrainConfig:
+    where = f"{config.sweep}: run {name!r}"
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise UserError(where, "name runs by letters, digits, and _ . -, for their directories")
+    if not isinstance(given, Mapping):
+        raise UserError(f"{where} has {given!r}", "give options of its own, one 'key: value' each")
+    for key in given:
+        if key not in MAY_DIFFER:
+            raise UserError(
+                f"{where}: {key} cannot differ between runs that train side by side",
+                f"runs may have their own {', '.join(MAY_DIFFER)}",
+            )
+    changes = {"lr_schedule": config.asked_lr_schedule, **given}
+    lora = given.get("lora_parameters")
+    if isinstance(lora, Mapping):
+        if "keys" in lora:
+            raise UserError(f"{where}: keys cannot differ", "leave them out of lora_parameters")
+        changes["lora_parameters"] = {**config.lora_parameters, **lora}
+    for option in ("adapter_path", "checkpoint_dir"):
+        if (path := getattr(config, option)) is not None:
+            changes[option] = str(Path(path) / name)
+    for option in ("metrics_file", "trace"):
+        if (path := getattr(config, option)) is not None:
+            changes[option] = str(Path(path).with_stem(f"{Path(path).stem}-{name}"))
+    try:
+        return replace(config, sweep=None, **changes)
+    except OptionError as error:
+        raise UserError(f"{where}: {error.problem}", error.remedy) from None
+
+
+def in_one(config: TrainConfig, runs: Mapping[str, TrainConfig]) -> TrainConfig:
+    """Return a run that trains and keeps as much as all of them together, to be planned."""
+    rank = sum(each.lora_parameters["rank"] for each in runs.values())
+    largest = max(
+        (each.optimizer for each in runs.values()), key=lambda name: OPTIMIZERS[name].states
+    )
+    return replace(
+        config,
+        lora_parameters={**config.lora_parameters, "rank": rank},
+        optimizer=largest,
+        lr_schedule=config.asked_lr_schedule,
+    )

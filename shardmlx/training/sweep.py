@@ -1,0 +1,151 @@
+"""Carry out ``--sweep``: train adapters side by side on one base, and compare them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+from shardmlx.common.reporter import Reporter
+from shardmlx.config.objective import ObjectiveOptions
+from shardmlx.config.specs import FineTune
+from shardmlx.config.sweep import in_one, read_sweep
+from shardmlx.config.train import CheckpointOptions, OutputOptions, StepOptions, TrainConfig
+from shardmlx.distributed.agreement import AgreedError, from_rank_0, on_all_ranks, on_rank_0
+from shardmlx.distributed.messages import MOST_RUNS
+from shardmlx.distributed.transport import Transport
+from shardmlx.engine.batches import Samples
+from shardmlx.engine.objectives import Objective
+from shardmlx.errors import AgreedFailure, UserError
+from shardmlx.loading.build import build_model, cut
+from shardmlx.loading.rank_setup import OpenedModel
+from shardmlx.training.datasets import DataSets
+from shardmlx.training.planned_run import (
+    PlannedRun,
+    check_output,
+    open_for_training,
+    optimizer_of,
+    plan_run,
+)
+from shardmlx.training.setup import TrainingRun, load_run
+from shardmlx.training.together import train_together
+from shardmlx.training.trainer import Trainer
+
+
+def train_sweep(config: TrainConfig, transport: Transport, reporter: Reporter) -> None:
+    """Train the runs of ``config.sweep``, and test them if asked. Collective."""
+    with ExitStack() as stack:
+        jobs = prepare_sweep(config, transport, reporter, stack)
+        trainers = {name: Trainer(job) for name, job in jobs.items()}
+        failures = train_together([trainer.steps() for trainer in trainers.values()])
+        _compare(trainers, failures, reporter)
+        for trainer, failure in zip(trainers.values(), failures, strict=True):
+            if config.test and failure is None:
+                trainer.test()
+
+
+def plan_sweep(
+    config: TrainConfig, transport: Transport, reporter: Reporter, opened: OpenedModel
+) -> tuple[PlannedRun, dict[str, TrainConfig]]:
+    """Return the plan of all runs together, and the options of each. Collective."""
+
+    def read() -> dict[str, TrainConfig]:
+        runs = read_sweep(config)
+        if len(runs) > MOST_RUNS:
+            raise UserError(
+                f"{config.sweep} has {len(runs)} runs", f"train at most {MOST_RUNS} at once"
+            )
+        return runs
+
+    runs = from_rank_0(transport, "reading the sweep", read)
+    whole = in_one(config, runs)
+    if whole.stage_map is None and whole.data_parallel is None and whole.pipeline_stages is None:
+        whole = replace(whole, pipeline_stages=transport.size, lr_schedule=whole.asked_lr_schedule)
+    planned = plan_run(whole, transport, reporter, opened, len(runs))
+    if (replicas := planned.plan.mesh.dp) > 1:
+        raise AgreedError(
+            f"--sweep {config.sweep}: adapters train side by side in one pipeline, and there are "
+            f"{replicas} replicas",
+            f"give --pipeline-stages {transport.size}",
+        )
+    return planned, runs
+
+
+def prepare_sweep(
+    config: TrainConfig, transport: Transport, reporter: Reporter, stack: ExitStack
+) -> dict[str, TrainingRun]:
+    """Plan all runs together, and load them; the stack closes their reporters. Collective."""
+    jobs: dict[str, TrainingRun] = {}
+    with open_for_training(config, transport, reporter) as opened:
+        whole, runs = plan_sweep(config, transport, reporter, opened)
+        agree = partial(on_all_ranks, transport)
+        planned = {
+            name: agree(f"planning {name}", partial(_of_run, each, whole, opened))
+            for name, each in runs.items()
+        }
+        for each in planned.values():
+            check = partial(check_output, each.outputs, each.way.fine_tune, opened.path)
+            on_rank_0(transport, "checking the output", check)
+        for name, each in planned.items():
+            file = each.outputs.metrics_file
+            metrics = Path(file) if file else None
+            own = reporter.of_run(name, metrics)
+            stack.callback(own.close)
+            before = list(jobs.values())
+            job = load_run(each, transport, own if before else reporter, opened, before)
+            jobs[name] = replace(job, reporter=own)
+    return jobs
+
+
+def _of_run(config: TrainConfig, whole: PlannedRun, opened: OpenedModel) -> PlannedRun:
+    """Return a run's own part of what was planned for all of them. Raises ``UserError``."""
+    if config.epochs is not None:
+        config = config.with_iters(whole.steps.iters)
+    tune = replace(FineTune.of(config), zero=whole.way.fine_tune.zero)
+    optimizer_of(tune)
+    model, _ = build_model(opened.path, tune, config.seed, opened.adapters)
+    return replace(
+        whole,
+        asked=replace(whole.asked, fine_tune=FineTune.of(config)),
+        way=replace(whole.way, fine_tune=tune),
+        objective=Objective.of(ObjectiveOptions.of(config)),
+        steps=StepOptions.of(config),
+        outputs=OutputOptions.of(config),
+        checkpoints=CheckpointOptions.of(config),
+        identity=asdict(config),
+        options=config.to_adapter_config(),
+        changed=config.changed,
+        slices=cut(model, whole.plan.stage_map.partition.ranges),
+        data=None if whole.data is None else _own(whole.data),
+    )
+
+
+def _own(data: DataSets) -> DataSets:
+    """Return the same sets, for a run to note what its own start knows of them."""
+
+    def copy(samples: Samples) -> Samples:
+        known = None if samples.known is None else samples.known.copy()
+        return Samples(samples.tokens, samples.bounds, known)
+
+    return replace(data, train=copy(data.train), valid=copy(data.valid), test=copy(data.test))
+
+
+def _compare(
+    trainers: Mapping[str, Trainer], failures: Sequence[AgreedFailure | None], reporter: Reporter
+) -> None:
+    """Show the validation losses of all runs, and name the best. Not collective."""
+    rows, found = [], {}
+    for (name, trainer), failure in zip(trainers.items(), failures, strict=True):
+        best = trainer.best
+        losses = {"last": None if failure else best.last, "best": best.loss}
+        shown = ["-" if loss is None else f"{loss:.4f}" for loss in losses.values()]
+        rows.append((name, *shown, str(best.step or "-"), str(failure or trainer.place)))
+        found[name] = {**losses, "step": best.step, "failure": failure and str(failure)}
+    reporter.table(("run", "last val loss", "best val loss", "before step", ""), rows)
+    least = {name: run.best.loss for name, run in trainers.items() if run.best.loss is not None}
+    winner = min(least, key=lambda name: least[name], default=None)
+    if winner is not None:
+        reporter.say(f"The best is {winner}, with a validation loss of {least[winner]:.4f}")
+    reporter.event("sweep", {"runs": found, "best": winner})

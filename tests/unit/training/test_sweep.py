@@ -1,0 +1,176 @@
+"""Adapters that train side by side learn what each would alone."""
+
+from __future__ import annotations
+
+import shutil
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import yaml
+
+from shardmlx.checkpoint.store import Store
+from shardmlx.common.reporter import Reporter
+from shardmlx.config.train import TrainConfig
+from shardmlx.errors import AgreedFailure, UserError
+from shardmlx.loading import rank_setup
+from shardmlx.training.command import train_model
+from shardmlx.training.setup import TrainingRun
+from shardmlx.training.sweep import prepare_sweep
+from tests.helpers.local_transport import LocalNetwork, LocalTransport
+from tests.helpers.models_and_batches import load_arrays
+
+RUNS: dict[str, dict[str, Any]] = {
+    "small": {"lora_parameters": {"rank": 2, "scale": 10.0}, "learning_rate": 1e-3},
+    "steep": {"learning_rate": 1e-2, "seed": 7, "max_grad_norm": 0.5},
+    "drops": {"lora_parameters": {"dropout": 0.2}, "optimizer": "sgd"},
+}
+
+
+@pytest.fixture(autouse=True)
+def limited_to_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run leaves limits and locks to the end of its process, and here that goes on."""
+    monkeypatch.setattr(rank_setup, "set_limits", lambda limits: None)
+    monkeypatch.setattr(Store, "lock", lambda store: None)
+
+
+@pytest.fixture
+def options(small: Path, pirate: Path, tmp_path: Path) -> dict[str, Any]:
+    options: dict[str, Any] = {"batch_size": 4, "micro_batch_size": 2, "iters": 4, "num_layers": -1}
+    options |= {"steps_per_report": 1, "steps_per_eval": 2, "val_batches": 2}
+    options |= {"lr_schedule": "cosine_decay", "pack": False, "recompute": "none"}
+    options |= {"model": str(small), "data": str(pirate), "adapter_path": str(tmp_path / "out")}
+    options |= {"lora_parameters": {"rank": 4, "scale": 20.0, "dropout": 0.0}}
+    return options | {"max_seq_length": 64}
+
+
+def curves(options: Mapping[str, Any], ranks: int = 1) -> dict[str, list[tuple[str, int, float]]]:
+    """Return the losses of each run by its name, "" for one alone."""
+    found: defaultdict[str, list[tuple[str, int, float]]] = defaultdict(list)
+
+    def listen(event: str, values: Mapping[str, Any]) -> None:
+        if event in ("train", "val"):
+            found[values.get("run", "")].append((event, values["step"], values["loss"]))
+
+    config = TrainConfig(**options)
+    LocalNetwork(ranks, timeout=60).run(lambda rank: train_model(config, rank, on_event=listen))
+    return dict(found)
+
+
+def swept(
+    options: Mapping[str, Any], tmp_path: Path, runs: Mapping[str, Any] = RUNS
+) -> dict[str, Any]:
+    file = tmp_path / "sweep.yaml"
+    file.write_text(yaml.safe_dump(dict(runs)))
+    return {**options, "sweep": str(file)}
+
+
+def alone(options: dict[str, Any], name: str, tmp_path: Path) -> dict[str, Any]:
+    changes = RUNS[name]
+    lora = {**options["lora_parameters"], **changes.get("lora_parameters", {})}
+    place = str(tmp_path / "alone" / name)
+    return {**options, **changes, "lora_parameters": lora, "adapter_path": place}
+
+
+def test_curves_and_adapters_are_those_of_their_own_runs(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    expected = {name: curves(alone(options, name, tmp_path))[""] for name in RUNS}
+    for ranks, schedule in ((1, "1f1b"), (2, "gpipe"), (2, "interleaved-1f1b")):
+        place = tmp_path / f"{ranks}-{schedule}"
+        how = {"schedule": schedule, "adapter_path": str(place)}
+        found = curves({**swept(options, tmp_path), **how}, ranks)
+        assert found.keys() == expected.keys()
+        for name, curve in found.items():
+            assert [each[:2] for each in curve] == [each[:2] for each in expected[name]]
+            np.testing.assert_allclose(
+                [each[2] for each in curve], [each[2] for each in expected[name]], rtol=1e-5
+            )
+            weights = load_arrays(tmp_path / "alone" / name / "adapters.safetensors")
+            ours = load_arrays(place / name / "adapters.safetensors")
+            assert ours.keys() == weights.keys()
+            for key, array in ours.items():
+                assert mx.allclose(array, weights[key], atol=1e-5).item(), key
+
+
+def test_runs_resume_each_from_its_own_checkpoint(options: dict[str, Any], tmp_path: Path) -> None:
+    kept = tmp_path / "checkpoints"
+    options |= {"checkpoint_dir": str(kept), "checkpoint_every": 1}
+    whole = curves(swept(options, tmp_path))
+    shutil.rmtree(kept / "small" / "step-0000004")
+    shutil.rmtree(kept / "steep")
+    found = curves(swept(options, tmp_path), ranks=2)
+    assert found.keys() == {"small", "steep"}, "the third has all its steps"
+    for name, since in (("small", 4), ("steep", 1)):
+        expected = [each for each in whole[name] if each[1] >= since]
+        assert [each[:2] for each in found[name]] == [each[:2] for each in expected]
+        assert [each[2] for each in found[name]] == pytest.approx([each[2] for each in expected])
+
+
+def test_a_run_that_fails_ends_no_other_and_the_best_is_named(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    told: list[Mapping[str, Any]] = []
+
+    def listen(event: str, values: Mapping[str, Any]) -> None:
+        told.extend([values] if event == "sweep" else [])
+
+    runs = {"wild": {"learning_rate": 1e30}, "still": {"learning_rate": 1e-6}, **RUNS}
+    config = TrainConfig(**swept(options, tmp_path, runs))
+    LocalNetwork(2, timeout=60).run(lambda rank: train_model(config, rank, on_event=listen))
+    (values,) = told
+    found = values["runs"]
+    assert "nan" in found["wild"]["failure"]
+    losses = {name: each["best"] for name, each in found.items() if name != "wild"}
+    assert losses.keys() == {"still", *RUNS}
+    assert values["best"] == min(losses, key=lambda name: losses[name])
+    assert values["best"] != "still"
+    with pytest.raises(AgreedFailure, match="nan"):
+        curves(swept(options, tmp_path, {"wild": runs["wild"]}))
+
+
+def test_frozen_weights_are_in_memory_once(options: dict[str, Any], tmp_path: Path) -> None:
+    def prepare(rank: LocalTransport) -> dict[str, TrainingRun]:
+        config = TrainConfig(**swept(options, tmp_path))
+        with ExitStack() as stack:
+            return prepare_sweep(config, rank, Reporter(quiet=True), stack)
+
+    for jobs in LocalNetwork(2, timeout=60).run(prepare):
+        first, *others = ([stage.part for stage in job.stages] for job in jobs.values())
+        for parts in others:
+            for part, same in zip(parts, first, strict=True):
+                for name, array in part.parameters().items():
+                    assert (array is same[name]) == (name not in part.trainable), name
+
+
+@pytest.mark.parametrize(
+    ("runs", "changes", "named"),
+    [
+        ({"a": {"batch_size": 8}}, {}, "batch_size"),
+        ({"a": {"iters": 8}}, {}, "iters"),
+        ({"a": {"lora_parameters": {"keys": ["self_attn.q_proj"]}}}, {}, "keys"),
+        ({"a": {"learning_rate": -1}}, {}, "learning_rate"),
+        ({"a": {"beta": 0.5}}, {}, "beta"),
+        ({"a/b": {}}, {}, "a/b"),
+        ({"a": 3}, {}, "3"),
+        ({f"r{i}": {} for i in range(17)}, {}, "17"),
+        (RUNS, {"data_parallel": 2}, "2 replicas"),
+        (RUNS, {"fine_tune_type": "full"}, "full"),
+        (RUNS, {"resume": "some/where"}, "some/where"),
+        (RUNS, {"report_to": "wandb"}, "wandb"),
+    ],
+)
+def test_what_runs_cannot_have_of_their_own_is_refused_by_name(
+    runs: Mapping[str, Any],
+    changes: Mapping[str, Any],
+    named: str,
+    options: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(UserError, match=named):
+        curves({**swept(options, tmp_path, runs), **changes}, ranks=2)
