@@ -13,6 +13,7 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,16 @@ def commands(path: Path, *info: str) -> Iterator[str]:
     for block in blocks(path):
         if block.info == info:
             yield from re.sub(r"\\\n\s*", "", block.text).splitlines()
+
+
+def shapes(text: str) -> set[str]:
+    """The lines of an output that have numbers, whatever these are, in whatever unit."""
+    lines = {" ".join(line.split()) for line in text.splitlines() if re.search(r"\d", line)}
+    words = [(r"\w+ \(virtual\)", "LINK"), (r"\d[\d.,e+-]*", "N"), (r"N (GiB|MiB)\b", "SIZE")]
+    words += [(r"N (s|ms|us)\b", "TIME"), (r"N ([MG]bit|[GT]FLOP)/s", "RATE")]
+    for pattern, word in words:
+        lines = {re.sub(pattern, word, line) for line in lines}
+    return lines
 
 
 @pytest.fixture
@@ -255,6 +266,11 @@ def test_two_hosts_do_what_the_guide_says(lab: Lab, bench: Path, small_tokenizer
     assert (repository / "pirate-adapters" / "checkpoints" / "step-0000002").exists()
     assert "<html" in (repository / "run.html").read_text()
     assert "2 data parallel x 1 pipeline parallel" in said("--pipeline-stages 1 --iters 2")
+    shown = pairwise(block for path in (GUIDE, TUTORIAL) for block in blocks(path))
+    outputs = [(came[a.where], b) for a, b in shown if a in typed and b.info == ()]
+    assert len(outputs) > 8
+    strange = {b.where: shapes(b.text) - shapes(output) for output, b in outputs}
+    assert {where: lines for where, lines in strange.items() if lines} == {}
     second = Path(lab.home("mac2").parent, "Shared", "shardmlx")
     assert not any((second / name).exists() for name in ("map.yaml", "measured", ".cache"))
 
