@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import yaml
 from shardmlx.checkpoint.store import Store
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.train import TrainConfig
-from shardmlx.errors import AgreedFailure, UserError
+from shardmlx.errors import AgreedFailure, Stopped, UserError
 from shardmlx.loading import rank_setup
 from shardmlx.training.command import train_model
 from shardmlx.training.setup import TrainingRun
@@ -110,6 +112,28 @@ def test_runs_resume_each_from_its_own_checkpoint(options: dict[str, Any], tmp_p
         expected = [each for each in whole[name] if each[1] >= since]
         assert [each[:2] for each in found[name]] == [each[:2] for each in expected]
         assert [each[2] for each in found[name]] == pytest.approx([each[2] for each in expected])
+
+
+def test_all_runs_stop_at_a_signal_that_some_hear_a_step_later(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options |= {"checkpoint_dir": str(tmp_path / "checkpoints"), "val_batches": 0}
+    heard = count(1)
+
+    def from_the_fifth_batch_on(transport: LocalTransport) -> int | None:
+        return signal.SIGTERM if next(heard) > 4 else None
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalTransport, "stop_requested", from_the_fifth_batch_on)
+        with pytest.raises(Stopped):
+            curves(swept(options, tmp_path), ranks=2)
+    kept = {path.parent.name: path.name for path in (tmp_path / "checkpoints").rglob("step-*")}
+    assert kept == dict.fromkeys(RUNS, "step-0000001")
+    found = curves(swept(options, tmp_path), ranks=2)
+    expected = curves(swept(options | {"checkpoint_dir": None}, tmp_path))
+    for name, curve in found.items():
+        losses = [loss for _, _, loss in expected[name][1:]]
+        assert [loss for _, _, loss in curve] == pytest.approx(losses)
 
 
 def test_a_run_that_fails_ends_no_other_and_the_best_is_named(
