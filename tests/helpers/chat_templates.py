@@ -120,7 +120,7 @@ def _trained() -> str:
 
 def tokenizer_with(template: str | None, eos: str | None = "<|im_end|>") -> TokenizerWrapper:
     """Return a tokenizer that has merges across spaces and line ends, with a chat template."""
-    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(_trained()), eos_token=eos, chat_template=template
     )
     return TokenizerWrapper(tokenizer)

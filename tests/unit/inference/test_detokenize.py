@@ -106,7 +106,7 @@ def metaspace() -> Tokenizer:
 def test_the_text_is_that_of_all_tokens_at_once(
     make: Callable[[], Tokenizer], cleans: bool
 ) -> None:
-    tokenizer: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    tokenizer: Any = PreTrainedTokenizerFast(
         tokenizer_object=make(),
         clean_up_tokenization_spaces=cleans,
         clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output=cleans,
