@@ -111,9 +111,12 @@ exec env -i PATH=/usr/bin:/bin:/usr/sbin:/sbin {environment} \\
     SHARDMLX_TEST_JOB="$SHARDMLX_TEST_JOB" {agent} "$host" "$@"
 """
 
+_COMPILED = TMP / "compiled"
+
 _PACKAGES = {
     "PYTHONPATH": f"{STARTUP}:{sysconfig.get_path('purelib')}",
     "LD_LIBRARY_PATH": str(Path(sys.prefix, "lib")),
+    "PYTHONPYCACHEPREFIX": str(_COMPILED),
     "PIP_NO_INDEX": "1",
     "PIP_NO_BUILD_ISOLATION": "0",  # pip's word for: without isolation
     "PIP_NO_COMPILE": "1",
@@ -144,6 +147,13 @@ def bench(lab: Lab, tmp_path: Path) -> Path:
     """Where mac1's /tmp is: with the login, the repository, and names as Macs have them."""
     for host in lab.hosts:
         lab.replace(host, Path("/etc/hosts"), NAMES)
+        # A host can write to its /tmp alone: each Python would compile all packages anew.
+        compiled = tmp_path / host / _COMPILED.name
+        compiled.mkdir()
+        if sys.pycache_prefix is not None:
+            for path in Path(sys.pycache_prefix).iterdir():
+                if path.name != TMP.name:
+                    (compiled / path.name).symlink_to(path)
     first = tmp_path / lab.hosts[0]
     login = first / "bin" / "ssh"
     login.parent.mkdir()
