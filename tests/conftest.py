@@ -45,9 +45,11 @@ ONE_AT_A_TIME = {
     # Ranks that stay between tests: four more take eight seconds to start.
     "tests/mpi/test_engine_mpi.py": "four ranks",
     "tests/mpi/test_layouts.py": "four ranks",
+    "tests/mpi/test_preferences.py": "four ranks",
     "tests/mpi/test_resume.py": "four ranks",
     "tests/mpi/test_same_as_mlx_lm.py": "four ranks",
     "tests/mpi/test_transport.py": "four ranks",
+    "tests/mpi/test_zero.py": "four ranks",
 }
 """What is shared by tests whose names begin so."""
 

@@ -16,7 +16,7 @@ from tests.helpers.hosts import hosts
 from tests.helpers.jobs import PROGRAMS
 from tests.helpers.mpirun import mpirun
 
-SHORT, LONG = 2, 6
+SHORT, LONG = 1, 4
 """Steps of two runs: what they have sent beside steps is the same."""
 
 RUN: dict[str, Any] = {

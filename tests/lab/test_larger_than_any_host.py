@@ -66,7 +66,10 @@ def lab(
 
 
 TRAIN = ("-m", "shardmlx.train", "--model", "model", "--data", "data")
-LENGTH = ("--iters", "2", "--val-batches", "0", "--steps-per-report", "1")
+LENGTH = (
+    *("--iters", "2", "--batch-size", "2", "--val-batches", "0"),
+    *("--steps-per-report", "1"),
+)
 """How long the run is; all else is left to it."""
 
 

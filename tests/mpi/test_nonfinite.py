@@ -24,6 +24,7 @@ def flags(small: Path, pirate: Path, tmp_path: Path) -> list[str | Path]:
         *("--iters", "5", "--steps-per-report", "1", "--adapter-path", tmp_path / "out"),
         *("--metrics-file", tmp_path / "metrics.jsonl", "--num-layers", "-1", "--no-pack"),
         *("--checkpoint-dir", tmp_path / "checkpoints"),
+        *("--batch-size", "2", "--max-seq-length", "64"),
     ]
 
 
