@@ -88,7 +88,7 @@ def build_random(config: Mapping[str, Any]) -> nn.Module:
     except _FAULTS as error:
         fault = f"mlx-lm cannot build this model of type {model_type!r}: {one_line(error)}"
         raise UserError(fault, ANOTHER) from None
-    # Without this each array hangs on the keys of all random ones before: a trace goes through them.
+    # Without this each array hangs on the keys of all random ones before, which a trace visits.
     mx.eval(mx.random.state)
     fit_ropes(model, config)
     return model
