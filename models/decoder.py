@@ -87,7 +87,7 @@ class Decoder:
         self._top[parts.body_name] = InPlaceOf(parts.body, self._head)
         self._empty = make_prompt_cache(model)
         self._kinds = [*map(_kind, self._empty)]
-        self._donors = self._carrier.donors(start, stop) if self._carrier else []
+        self._donors = self._carrier.donors(start, stop)
         # Numbers of the caches of these layers, and of earlier donors, among those of mlx-lm.
         numbers = (parts.caches[i] for i in [*self._donors, *range(start, stop)])
         self.caches = [i for i in numbers if i is not None]
@@ -150,12 +150,11 @@ class Decoder:
         """
         run = _Run(x, visit, [], {}, places, chunk)
         every = None if caches is None else self._with_stand_ins(caches)
-        if self._carrier is not None and self._start == 0:
+        if self._start == 0:
             given: list[tuple[Any, Any]] = []
             self._call(self._from_tokens, _Run(x, None, [], {}, given=given), every)
             run = run._replace(x=self._carrier.begin(given))
-        is_first = self._carrier is None and self._start == 0
-        self._call(self._from_tokens if is_first else self._from_states, run, every)
+        self._call(self._from_states, run, every)
         if caches is not None and self._counts:
             count = mx.zeros((x.shape[0], 1, x.shape[1], 1), mx.int8)
             caches[-1].update_and_fetch(count, count)
@@ -193,31 +192,22 @@ class Decoder:
         """Stand in for the call of a layer."""
         if self._now is None:
             raise RuntimeError(f"layer {i} is called outside of a run")
-        run, carrier, layer = self._now, self._carrier, self.parts.layers[i]
-        given, visit, outputs = run.x, run.visit, run.outputs
-        x: mx.array = first_argument(*args, **kwargs)
-        if run.given is not None and carrier:
+        run, carrier, outputs = self._now, self._carrier, self._now.outputs
+        if run.given is not None:
             run.given.append((args, kwargs))
             # Another array, since bodies change what they get in place.
-            return carrier.output(i, mx.stop_gradient(x))
-        if carrier and run.is_normed:
-            given = mx.zeros((*given.shape[:2], carrier.width), given.dtype)
-        if visit is None:
-            # Embeddings may be scaled; nothing else comes before the norm.
-            return carrier.output(i, carrier.states(given)) if carrier else given
-        if carrier and i in self._donors:
-            carrier.keep(i, (args, kwargs), run.kept, given)
-        if self._start <= i < self._stop:
-            x = outputs[0] if outputs else given if carrier or i > 0 else x
-            if carrier:
-                x = visit(i, partial(carrier.call, i, layer, (args, kwargs), run.kept), x)
-            else:
-                how = kwargs if args else dict([*kwargs.items()][1:])
-                x = visit(i, lambda x: layer(x, *args[1:], **how), x)
+            return carrier.output(i, mx.stop_gradient(first_argument(*args, **kwargs)))
+        x = outputs[0] if outputs else run.x
+        if run.is_normed:
+            x = mx.zeros((*x.shape[:2], carrier.width), x.dtype)
+        if run.visit is not None and i in self._donors:
+            carrier.keep(i, (args, kwargs), run.kept, x)
+        if run.visit is not None and self._start <= i < self._stop:
+            call = partial(carrier.call, i, self.parts.layers[i], (args, kwargs), run.kept)
+            x = run.visit(i, call, x)
             outputs[:] = [x]
-        elif carrier:
-            x = outputs[0] if outputs else given
-        return carrier.output(i, carrier.states(x)) if carrier else x
+        # Without a visit, embeddings may be scaled; nothing else comes before the norm.
+        return carrier.output(i, carrier.states(x))
 
     def _mask(
         self, h: mx.array, cache: Any = None, window_size: int | None = None, **how: Any

@@ -98,31 +98,27 @@ class Heads(NamedTuple):
 NO_HEADS = Heads(0, 0, 0, 0, 0)
 
 
-class State(NamedTuple):
-    """The elements of a sequence's state of fixed size: those of the model's type, and those that
-    are always float32."""
-
-    elements: int = 0
-    wide: int = 0
-
-    def nbytes(self, dtype_bytes: int) -> int:
-        return dtype_bytes * self.elements + 4 * self.wide
-
-
-NO_STATE = State()
-
 PIECE = 64
 """Tokens of a piece of a recurrence: its gradient keeps one state a piece."""
 
 
 class Recurrence(NamedTuple):
-    """Sizes of a recurrence: ``convolved`` channels, elements of a ``state``, and those ``passing``
-    for each token of the piece that is computed, from token to token if it ``loops``."""
+    """Sizes of a recurrence, and of what a cache keeps of a sequence, however long it is: elements
+    of the model's type, and ``wide`` ones, always float32.
 
+    It has ``convolved`` channels, and a ``state`` a piece; ``passing`` elements pass for each token
+    of the piece that is computed, from token to token if it ``loops``.
+    """
+
+    cached: int = 0
+    wide: int = 0
     convolved: int = 0
     state: int = 0
     passing: int = 0
     loops: bool = False
+
+    def cache_nbytes(self, dtype_bytes: int) -> int:
+        return dtype_bytes * self.cached + 4 * self.wide
 
 
 NO_RECURRENCE = Recurrence()
@@ -147,8 +143,7 @@ class LayerShape:
     """Sizes of a decoder layer.
 
     ``linears`` and ``norms`` are by path in the layer, ``arrays`` the shapes of all other
-    parameters. ``window`` is the number of tokens that attention sees, None for all before;
-    ``state`` is what else a cache keeps of a sequence.
+    parameters. ``window`` is the number of tokens that attention sees, None for all before.
     """
 
     linears: tuple[tuple[str, Linear], ...]
@@ -156,7 +151,6 @@ class LayerShape:
     heads: Heads = NO_HEADS
     arrays: tuple[tuple[str, tuple[int, ...]], ...] = ()
     window: int | None = None
-    state: State = NO_STATE
     activation: Activation = SWIGLU
     scores: int = 1
     """Arrays that attention keeps of its scores: the probabilities and their origin."""

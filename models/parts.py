@@ -50,8 +50,8 @@ class Parts(NamedTuple):
     """True if the body calls the head, and gives logits."""
     caches: tuple[int | None, ...]
     """Number of each layer's cache among mlx-lm's; None for a layer without one of its own."""
-    carrier: Carrier | None
-    """The arrays that layers pass on, if they are more than hidden states."""
+    carrier: Carrier
+    """The arrays that layers pass on: hidden states, and what else they take."""
 
     @property
     def layers(self) -> list[nn.Module]:

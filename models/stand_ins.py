@@ -132,11 +132,9 @@ class _Calls:
     """Keys, values and positions among what a layer returns."""
 
 
-def examine(
-    body: nn.Module, layers_name: str, caches: Sequence[Any]
-) -> tuple[Trace, Carrier | None]:
-    """Return what the code of a ``body`` does, and what its layers pass on if that is more than
-    one array. Raises ``CannotBeCutError``."""
+def examine(body: nn.Module, layers_name: str, caches: Sequence[Any]) -> tuple[Trace, Carrier]:
+    """Return what the code of a ``body`` does, and what its layers pass on. Raises
+    ``CannotBeCutError``."""
     layers = at(body, layers_name)
     run = partial(_trace, body, layers_name, caches)
     embedded = Layout((0, 1, 2), (width_of(next(body[name] for name in embeddings(body))),))
@@ -145,10 +143,11 @@ def examine(
     try:
         traces = [run([0] * len(layers), plain, seeds) for seeds in ((1, 1), (2, 2), (1, 1))]
         allowed = [{HIDDEN, Source("cache", i)} for i in range(len(layers))]
-        for takes, own in zip(_sources(traces, {}), allowed, strict=True):
-            if not {HIDDEN} <= {*takes.values()} <= own:
+        takes = _sources(traces, {})
+        for sources, own in zip(takes, allowed, strict=True):
+            if not {HIDDEN} <= {*sources.values()} <= own:
                 raise CannotBeCutError(reason)
-        return traces[0], None
+        return traces[0], Carrier(takes, [0] * len(layers), {HIDDEN: embedded})
     except CannotBeCutError as error:
         reason = str(error)
     try:

@@ -44,7 +44,6 @@ from shardmlx.models.layer_shape import (
     Linear,
     Norm,
     Recurrence,
-    State,
 )
 from shardmlx.models.parts import find_parts
 from shardmlx.models.recurrence import use_chunks
@@ -143,7 +142,7 @@ def traced_shape(config: Mapping[str, Any], stored: Mapping[str, Sides]) -> Mode
     is_plain = (
         _takes_masks(decoder, recorded)
         and all(isinstance(each, POSITIONED) for each in caches)
-        and (not parts.before or parts.carrier is not None)
+        and (not parts.before or parts.carrier.width > parts.width)
     )
     modules = [each for layer in parts.layers for each in layer.modules()]
     ropes = [each for each in modules if _takes(each, "offset") and not _takes(each, "cache")]
@@ -356,7 +355,6 @@ def _shape(recorded: _Calls, x: mx.array, cache: Any) -> LayerShape:
         arrays=tuple(sides.items()),
         heads=_heads(recorded, linears, cache),
         window=getattr(cache, "max_size", None),
-        state=_state(cache),
         activation=_activation(recorded, linears),
         recurrence=recurrence,
         kept=recorded.normed + _kept(recorded, linears, recurrence),
@@ -379,15 +377,22 @@ def _activation(recorded: _Calls, linears: Mapping[str, Linear]) -> Activation:
 
 def _recurrence(recorded: _Calls, cache: Any) -> Recurrence:
     """Return the sizes of a layer's recurrence, of which the cache keeps the last state."""
-    kept = [array for part in parts_of(cache) for array in getattr(part, "cache", ())]
-    convolved = sum(array.shape[-1] for array in kept if array is not None and array.ndim == 3)
-    states = [array for array in kept if array is not None and array.ndim == 4]
+    fixed = [getattr(part, "state", ()) for part in parts_of(cache) if not hasattr(part, "offset")]
+    arrays = [array for _, array in tree_flatten(fixed) if array is not None]
+    wide = sum(array.size for array in arrays if array.dtype == mx.float32)
+    found = Recurrence(
+        cached=sum(array.size for array in arrays) - wide,
+        wide=wide,
+        convolved=sum(array.shape[-1] for array in arrays if array.ndim == 3),
+    )
+    states = [array for array in arrays if array.ndim == 4]
     if len(states) != 1:  # none, or keys and values before the first of a short convolution
-        return Recurrence(convolved + sum(array.size for array in states))
+        return found._replace(convolved=found.convolved + sum(array.size for array in states))
     (state,) = states
     if recorded.has_matrices:
-        return Recurrence(convolved, state.size, MATRICES * state.shape[1] * PIECE)
-    return Recurrence(convolved, state.size, STATES * state.size, loops=True)
+        passing = MATRICES * state.shape[1] * PIECE
+        return found._replace(state=state.size, passing=passing)
+    return found._replace(state=state.size, passing=STATES * state.size, loops=True)
 
 
 def _kept(recorded: _Calls, linears: Mapping[str, Linear], recurrence: Recurrence) -> int:
@@ -431,15 +436,6 @@ def _takes(module: nn.Module, name: str) -> bool:
     """Return whether a module takes a ``cache``, as attention and recurrent layers do, or an
     ``offset``, as rotary embeddings."""
     return name in signature(type(module).__call__).parameters
-
-
-def _state(cache: Any) -> State:
-    """Return the sizes of what a layer's cache keeps of a sequence, however long it is."""
-    parts = [] if cache is None else parts_of(cache)
-    fixed = [each.state for each in parts if not hasattr(each, "offset")]
-    arrays = [array for _, array in tree_flatten(fixed) if array is not None]
-    wide = sum(array.size for array in arrays if array.dtype == mx.float32)
-    return State(sum(array.size for array in arrays) - wide, wide)
 
 
 def _heads(recorded: _Calls, linears: Mapping[str, Linear], cache: Any) -> Heads:

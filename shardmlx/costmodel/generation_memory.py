@@ -71,7 +71,7 @@ def kv_cache_memory(setup: GenerationSetup, start: int, stop: int) -> int:
     nbytes = 0
     for layer in map(shape.layer, range(start, stop)):
         window = layer.window if shape.chooses_caches else None
-        nbytes += (setup.sequences + copies) * layer.state.nbytes(setup.dtype_bytes)
+        nbytes += (setup.sequences + copies) * layer.recurrence.cache_nbytes(setup.dtype_bytes)
         if window is not None:
             nbytes += copies * setup.dtype_bytes * layer.heads.cached * min(limit, window)
         tokens = setup.cache_tokens
