@@ -168,6 +168,7 @@ def test_a_window_tells_layers_apart_where_texts_are_longer(
 ) -> None:
     """Inside a wrapper too: windows of 8 in two of three layers."""
     output, samples, run = profiled(monkeypatch, tmp_path, CONFIGS["gemma3"], "4,9")
+    assert [(sample.rows, sample.length) for sample in samples] == [(1, 4), (1, 9)]
     assert {len(sample.kinds) for sample in samples} == {2}
     assert plan_training(run, MACHINES).prediction.step_seconds > 0
     # As a profile was that passed over windows.
