@@ -1,8 +1,7 @@
 """Describe Macs by chip and memory: the sizes that are sold, and the speed of the GPU.
 
-No MLX, no MPI. Sizes, numbers of GPU cores and bandwidths are those of Apple's technical
-specifications, as lists that cite them have them: huggingface.js's pull request 1937 and
-rlindsey2/sunkcost (2026) the sizes, github.com/ggml-org/llama.cpp/discussions/4167 the bandwidths.
+No MLX, no MPI. Sizes, numbers of GPU cores and bandwidths are Apple's, as two lists have them that
+cite its specifications: huggingface.js's pull request 1937, and github.com/rlindsey2/sunkcost.
 """
 
 from __future__ import annotations
@@ -94,9 +93,8 @@ def wired_of(memory: int) -> int:
     """Return the bytes that macOS lets the GPU wire of a Mac's ``memory``, unless it is told
     otherwise: Metal's recommended working set, 10.67 GiB of 16 and 48 of 64.
 
-    These are the shares of macOS 14 and 15, as llama.cpp's logs have them
-    (github.com/ggml-org/llama.cpp/discussions/2182). macOS 26 gives more, 11.84 and 51.84 GiB
-    (pull request 754 of AlexsJones/llmfit): a plan holds on each.
+    These are the shares of macOS 14 and 15, as llama.cpp's logs have them. macOS 26 gives more,
+    11.84 and 51.84 GiB (pull request 754 of AlexsJones/llmfit): a plan holds on each.
     """
     return memory * 2 // 3 if memory < 36 * GIB else memory * 3 // 4
 
