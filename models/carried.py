@@ -139,7 +139,8 @@ class Carrier:
     def begin(self, given: Sequence[tuple[Any, Any]]) -> mx.array:
         """Return the first layer's input with all it carries, of the arguments that the body has
         for each layer."""
-        (hidden, *_), _ = given[0]
+        args, how = given[0]
+        hidden = first_argument(*args, **how)
         states = self._layouts[HIDDEN].flat(hidden)
         arrays = {HIDDEN: hidden}
         for source in self._places:
@@ -217,6 +218,10 @@ class Carrier:
             yield x[..., end:]
 
         return mx.concatenate([each for each in parts() if each.shape[-1]], axis=-1)
+
+
+def first_argument(*args: Any, **kwargs: Any) -> Any:
+    return args[0] if args else next(iter(kwargs.values()))
 
 
 def _arrays(source: Source, i: int) -> list[Source]:

@@ -28,11 +28,11 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from shardmlx.compat import calls, follow_positions, rebind
 from shardmlx.models.attention import ChunkedMask, attend
-from shardmlx.models.carried import Kept
+from shardmlx.models.carried import Kept, first_argument
 from shardmlx.models.packed_positions import PackedPositions
 from shardmlx.models.parts import Parts
 from shardmlx.models.recurrence import use_pieces
-from shardmlx.models.stand_ins import InPlaceOf, at, first_argument, with_layers
+from shardmlx.models.stand_ins import InPlaceOf, at, with_layers
 
 ATTENTION, MASK = "scaled_dot_product_attention", "create_attention_mask"
 

@@ -19,7 +19,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
-from shardmlx.models.carried import HIDDEN, Carrier, Layout, Shared, Source
+from shardmlx.models.carried import HIDDEN, Carrier, Layout, Shared, Source, first_argument
 
 _SIZE, _LARGER = (1, 3), (2, 5)
 """Rows and tokens with which a model is examined; two sizes show the axes of an array."""
@@ -66,10 +66,6 @@ def with_layers(body: nn.Module, layers_name: str, layer: Callable[..., mx.array
     """Return a copy of a body that calls ``layer`` with a layer's number in the place of each."""
     layers = enumerate(at(body, layers_name))
     return with_part(body, layers_name, [InPlaceOf(e, partial(layer, i)) for i, e in layers])
-
-
-def first_argument(*args: Any, **kwargs: Any) -> Any:
-    return args[0] if args else next(iter(kwargs.values()))
 
 
 def embeddings(part: Any) -> list[str]:

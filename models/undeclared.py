@@ -26,6 +26,7 @@ from mlx_lm.utils import MODEL_REMAPPING
 from shardmlx.compat import calls, rebind
 from shardmlx.errors import UserError, one_line
 from shardmlx.models.attention import ChunkedMask, attend
+from shardmlx.models.carried import first_argument
 from shardmlx.models.decoder import ATTENTION, POSITIONED, Decoder, LayerCall
 from shardmlx.models.families import ANOTHER
 from shardmlx.models.family import UNDECLARED
@@ -49,7 +50,7 @@ from shardmlx.models.parts import find_parts
 from shardmlx.models.recurrence import use_chunks
 from shardmlx.models.ropes import STATIC, fit_ropes
 from shardmlx.models.shape import ModelShape, Names
-from shardmlx.models.stand_ins import InPlaceOf, at, first_argument
+from shardmlx.models.stand_ins import InPlaceOf, at
 
 TOKENS = 3
 """Tokens of the trace: so few that mlx-lm does not sort them by expert."""
