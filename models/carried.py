@@ -105,7 +105,8 @@ Kept = dict[int, Shared]
 
 class Carrier:
     """The arrays that layers pass on: ``takes`` has those that each layer takes by the path of its
-    argument, ``outputs`` the structure of what each returns, ``layouts`` the axes of each array."""
+    argument, ``outputs`` the structure of what each returns, ``layouts`` the axes of each array.
+    ``takes_before`` tells whether a layer takes more than hidden states from before the layers."""
 
     def __init__(
         self,
@@ -129,6 +130,7 @@ class Carrier:
             self._places[source] = place
             used[place] = size, last[source]
         self._donors = {source.layer for source in last if source.kind == "added"}
+        self.takes_before = any(source.kind == "before" for source in last)
 
     def donors(self, start: int, stop: int) -> list[int]:
         """Return the layers before ``start`` of whose caches a stage needs a copy."""
@@ -218,6 +220,30 @@ class Carrier:
             yield x[..., end:]
 
         return mx.concatenate([each for each in parts() if each.shape[-1]], axis=-1)
+
+
+class HiddenStates(Carrier):
+    """A carrier of hidden states alone, without the work of a general one: in a small model a token
+    takes hardly longer than the Python code of its layers."""
+
+    def begin(self, given: Sequence[tuple[Any, Any]]) -> mx.array:
+        args, how = given[0]
+        hidden: mx.array = first_argument(*args, **how)
+        return hidden
+
+    def states(self, x: mx.array) -> mx.array:
+        return x
+
+    def output(self, i: int, states: mx.array) -> Any:
+        return states
+
+    def call(self, i: int, layer: nn.Module, given: Any, kept: Kept, x: mx.array) -> mx.array:
+        args, how = given
+        if args:
+            out: mx.array = layer(x, *args[1:], **how)
+        else:
+            out = layer(**{**how, next(iter(how)): x})
+        return out
 
 
 def first_argument(*args: Any, **kwargs: Any) -> Any:

@@ -17,6 +17,7 @@ a model can run in this way.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from copy import copy, deepcopy
 from functools import partial
 from typing import Any, NamedTuple
@@ -57,6 +58,10 @@ class _Run(NamedTuple):
     """The arguments of each layer, of a run that only asks for these."""
     is_normed: bool = False
     """True if ``x`` has passed the final norm, so that a head is to follow."""
+
+
+class _AllGiven(Exception):
+    """The body has come to the layers, and is not needed any more."""
 
 
 class Decoder:
@@ -152,7 +157,8 @@ class Decoder:
         every = None if caches is None else self._with_stand_ins(caches)
         if self._start == 0:
             given: list[tuple[Any, Any]] = []
-            self._call(self._from_tokens, _Run(x, None, [], {}, given=given), every)
+            with suppress(_AllGiven):
+                self._call(self._from_tokens, _Run(x, None, [], {}, given=given), every)
             run = run._replace(x=self._carrier.begin(given))
         self._call(self._from_states, run, every)
         if caches is not None and self._counts:
@@ -195,6 +201,8 @@ class Decoder:
         run, carrier, outputs = self._now, self._carrier, self._now.outputs
         if run.given is not None:
             run.given.append((args, kwargs))
+            if not carrier.takes_before:
+                raise _AllGiven
             # Another array, since bodies change what they get in place.
             return carrier.output(i, mx.stop_gradient(first_argument(*args, **kwargs)))
         x = outputs[0] if outputs else run.x

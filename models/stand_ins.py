@@ -19,7 +19,15 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
-from shardmlx.models.carried import HIDDEN, Carrier, Layout, Shared, Source, first_argument
+from shardmlx.models.carried import (
+    HIDDEN,
+    Carrier,
+    HiddenStates,
+    Layout,
+    Shared,
+    Source,
+    first_argument,
+)
 
 _SIZE, _LARGER = (1, 3), (2, 5)
 """Rows and tokens with which a model is examined; two sizes show the axes of an array."""
@@ -143,7 +151,7 @@ def examine(body: nn.Module, layers_name: str, caches: Sequence[Any]) -> tuple[T
         for sources, own in zip(takes, allowed, strict=True):
             if not {HIDDEN} <= {*sources.values()} <= own:
                 raise CannotBeCutError(reason)
-        return traces[0], Carrier(takes, [0] * len(layers), {HIDDEN: embedded})
+        return traces[0], HiddenStates(takes, [0] * len(layers), {HIDDEN: embedded})
     except CannotBeCutError as error:
         reason = str(error)
     try:

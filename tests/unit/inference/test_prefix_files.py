@@ -74,7 +74,7 @@ def alone(prompt: list[int], kind: str = PLAIN) -> list[int]:
     return by_mlx_lm(model_of(kind), prompt, COUNT, chunk=2048)
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", [each for each in MODELS if each != PLAIN])
 def test_a_conversation_goes_on_after_a_restart_with_another_stage_map(
     kind: str, tmp_path: Path
 ) -> None:
