@@ -41,18 +41,13 @@ class Layout:
 
     def flat(self, x: mx.array) -> mx.array:
         """Return (rows, T, size) of an array with these axes."""
-        x = _permuted(x, self.order)
+        x = x.transpose(self.order)
         return x.reshape(*x.shape[:2], -1)
 
     def whole(self, x: mx.array) -> mx.array:
         """Return the array with these axes of (rows, T, size)."""
         x = x.reshape(*x.shape[:2], *self.sides)
-        return _permuted(x, [self.order.index(axis) for axis in range(x.ndim)])
-
-
-def _permuted(x: mx.array, order: Sequence[int]) -> mx.array:
-    # No view of an array that stays as it is: MLX may not write into what has one.
-    return x if [*order] == sorted(order) else x.transpose(order)
+        return x.transpose([self.order.index(axis) for axis in range(x.ndim)])
 
 
 class Source(NamedTuple):
@@ -202,8 +197,6 @@ class Carrier:
 
     def _taken(self, source: Source, x: mx.array) -> mx.array:
         place, layout = self._places[source], self._layouts[source]
-        if layout.size == self.width:
-            return layout.whole(x)
         # A copy, since a view would hold all that is carried for the gradient.
         return mx.contiguous(layout.whole(x[..., place : place + layout.size]))
 
