@@ -149,13 +149,13 @@ class FirstStage:
     def keep_alive(self) -> None:
         """Tell the other ranks that all is well while nothing is generated, and store what is kept.
         Raises as ``step``."""
-        item, files, keys = self._scheduler.idle_item(), self._worker.files, self._keys()
-        if files is None or self._prefix_cache is None or keys == self._stored:
+        item, files, cache = self._scheduler.idle_item(), self._worker.files, self._prefix_cache
+        if files is None or cache is None or (keys := _keys(cache)) == self._stored:
             self._tell(item)
             return
         self._stored = keys
         self._tell(replace(item, stored=keys))
-        files.write_index([*self._prefix_cache.kept.values()])
+        files.write_index([*cache.kept.values()])
 
     def restore(self, prefixes: Sequence[KeptPrefix]) -> None:
         """Keep sequences of which all stages have files, as far as there is room."""
@@ -164,7 +164,7 @@ class FirstStage:
             self._prefix_cache.keep(number, prefix.tokens.tolist(), prefix.borders)
         self._make_room()
         self._scheduler.idle_item()  # takes those without room, which no stage has
-        self._stored = self._keys()
+        self._stored = _keys(self._prefix_cache)
         self._tell(Item(ItemKind.IDLE, restored=self._stored))
 
     def _tell(self, item: Item) -> None:
@@ -174,10 +174,6 @@ class FirstStage:
         self._worker.outbox.drain(UNSENT)
         self._retract_foreseen()
         self._worker.update(item)
-
-    def _keys(self) -> tuple[tuple[int, str], ...]:
-        kept = self._prefix_cache.kept if self._prefix_cache is not None else {}
-        return tuple((number, each.key) for number, each in kept.items())
 
     def step(self) -> list[tuple[int, SampledToken]]:
         """Do what is to be done next, and return pairs of (sequence, token) that have come. Raises
@@ -398,3 +394,8 @@ class LaterStage:
         self._heard.append((item, inputs, handle))
         if item.kind is not ItemKind.STOP:  # after which nothing comes
             self._next = worker.await_announcement()
+
+
+def _keys(cache: PrefixCache) -> tuple[tuple[int, str], ...]:
+    """Return the kept sequences, each with the name of its files."""
+    return tuple((number, each.key) for number, each in cache.kept.items())
