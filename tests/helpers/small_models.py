@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from shardmlx.checkpoint.store import Store
+from shardmlx.loading import rank_setup
 from tests.helpers.further_configs import FURTHER
 from tests.helpers.jobs import ROOT
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
@@ -150,3 +152,10 @@ def undeclared_directory(path: Path, tokenizer: Path, kind: str) -> Path:
 def _with_tokenizer(path: Path, config: dict[str, Any], tokenizer: Path) -> Path:
     save_model_directory(path, config)
     return Path(shutil.copytree(tokenizer, path, dirs_exist_ok=True))
+
+
+@pytest.fixture
+def limited_to_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run leaves limits and locks to the end of its process, and here that goes on."""
+    monkeypatch.setattr(rank_setup, "set_limits", lambda limits: None)
+    monkeypatch.setattr(Store, "lock", lambda store: None)

@@ -16,11 +16,9 @@ import numpy as np
 import pytest
 import yaml
 
-from shardmlx.checkpoint.store import Store
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.train import TrainConfig
 from shardmlx.errors import AgreedFailure, Stopped, UserError
-from shardmlx.loading import rank_setup
 from shardmlx.training.command import train_model
 from shardmlx.training.setup import TrainingRun
 from shardmlx.training.sweep import prepare_sweep
@@ -33,12 +31,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "drops": {"lora_parameters": {"dropout": 0.2}, "optimizer": "sgd"},
 }
 
-
-@pytest.fixture(autouse=True)
-def limited_to_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run leaves limits and locks to the end of its process, and here that goes on."""
-    monkeypatch.setattr(rank_setup, "set_limits", lambda limits: None)
-    monkeypatch.setattr(Store, "lock", lambda store: None)
+pytestmark = pytest.mark.usefixtures("limited_to_a_test")
 
 
 @pytest.fixture

@@ -12,11 +12,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from shardmlx.checkpoint.store import Store
 from shardmlx.config.train import TrainConfig
 from shardmlx.engine import batches
 from shardmlx.errors import AgreedFailure
-from shardmlx.loading import rank_setup
 from shardmlx.training.command import train_model
 from tests.helpers.letters import write
 from tests.helpers.local_transport import LocalNetwork
@@ -26,12 +24,7 @@ STILL: dict[str, Any] = {"lr_schedule": {"name": "linear_schedule", "arguments":
 FULL: dict[str, Any] = {"fine_tune_type": "full", "save_every": 1}
 TOO_SMALL: dict[str, Any] = {"learning_rate": 1e-30}
 
-
-@pytest.fixture(autouse=True)
-def limited_to_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run leaves limits and locks to the end of its process, and here that goes on."""
-    monkeypatch.setattr(rank_setup, "set_limits", lambda limits: None)
-    monkeypatch.setattr(Store, "lock", lambda store: None)
+pytestmark = pytest.mark.usefixtures("limited_to_a_test")
 
 
 @pytest.fixture
