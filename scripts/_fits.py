@@ -20,7 +20,7 @@ from shardmlx.config.commands import BY_NAME
 from shardmlx.config.common_options import AUTO, OFF
 from shardmlx.config.specs import FULL, NONE, SELECTIVE
 from shardmlx.config.train import TrainConfig
-from shardmlx.costmodel.chips import machines_of, wired_of
+from shardmlx.costmodel.chips import machines_of
 from shardmlx.costmodel.hostfile import Machine, read_hostfile
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import open_model
@@ -175,7 +175,7 @@ def blog(only: str | None = None) -> str:
     def cell(directory: str, machines: int, stages: int | None) -> str:
         config = TrainConfig(model=directory, batch_size=8, num_layers=8, pipeline_stages=stages)
         macs = [
-            Machine(host=f"mac{i}", wired=wired_of(16 * GIB), flops=5.2e12, link=2e9)
+            Machine(host=f"mac{i}", memory=16 * GIB, flops=5.2e12, link=2e9)
             for i in range(machines)
         ]
         try:

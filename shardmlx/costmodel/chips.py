@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from types import MappingProxyType
@@ -89,13 +89,22 @@ _MAC = re.compile(
 )
 
 
-def wired_of(memory: int) -> int:
-    """Return the bytes that macOS lets the GPU wire of a Mac's ``memory``, unless it is told
-    otherwise: Metal's recommended working set, 10.67 GiB of 16 and 48 of 64.
+def as_macs(machines: Iterable[Machine]) -> tuple[Machine, ...]:
+    """Return the machines, each with what macOS lets the GPU wire of its memory, if nobody says.
 
-    These are the shares of macOS 14 and 15, as llama.cpp's logs have them. macOS 26 gives more,
-    11.84 and 51.84 GiB (pull request 754 of AlexsJones/llmfit): a plan holds on each.
+    This is Metal's recommended working set in macOS 14 and 15, 10.67 GiB of 16 and 48 of 64, as
+    llama.cpp's logs have it. macOS 26 gives more, 11.84 and 51.84 GiB (pull request 754 of
+    AlexsJones/llmfit): a plan holds on each.
     """
+    return tuple(
+        mac
+        if mac.memory is None or mac.wired is not None
+        else replace(mac, wired=_wired(mac.memory))
+        for mac in machines
+    )
+
+
+def _wired(memory: int) -> int:
     return memory * 2 // 3 if memory < 36 * GIB else memory * 3 // 4
 
 
@@ -124,7 +133,6 @@ def _machine(entry: str) -> Machine:
     mac = Machine(
         host=f"{size}GB",
         memory=memory,
-        wired=wired_of(memory),
         link=THUNDERBOLT,
         where="--machines",
     )

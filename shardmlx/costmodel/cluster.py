@@ -16,7 +16,7 @@ from shardmlx.errors import UserError
 from shardmlx.pipeline.mesh import Mesh
 
 MEMORY_FRACTION = 0.75
-"""Share of a machine's memory that MLX may use: above 36 GB, macOS lets the GPU wire this much."""
+"""Share of a machine's memory for a run on its CPU: the system and other programs have the rest."""
 
 EFFICIENCY = 0.6
 """Share of peak FLOP/s reached in training: an estimate, replaced by ``--profile``."""

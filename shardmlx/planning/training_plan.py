@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from shardmlx.config.specs import RunSpec
+from shardmlx.costmodel.chips import as_macs
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine, machine_of_each_rank
 from shardmlx.costmodel.memory_limits import budgets_of, within
@@ -68,7 +69,7 @@ def plan_training(
     run = config if isinstance(config, RunSpec) else RunSpec.of(config)
     profile, stage_map = run.machines.profile, run.layout.stage_map
     cluster = Cluster(
-        machines=machine_of_each_rank(machines),
+        machines=machine_of_each_rank(machines if backend == "cpu" else as_macs(machines)),
         profile=None if profile is None else read_profiles(profile),
         backend=backend,
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from shardmlx.common.units import GIB
-from shardmlx.costmodel.chips import HERTZ, SIZES, THUNDERBOLT, machines_of
+from shardmlx.costmodel.chips import HERTZ, SIZES, THUNDERBOLT, as_macs, machines_of
 from shardmlx.errors import UserError
 
 
@@ -14,7 +16,7 @@ def test_every_chip_from_m1_to_m5_is_known_with_each_memory_that_it_is_sold_with
     for chip, variants in SIZES.items():
         for cores, sizes in variants.items():
             for size in sizes:
-                (mac,) = machines_of(f"{chip} {cores}-core {size}GB")
+                (mac,) = as_macs(machines_of(f"{chip} {cores}-core {size}GB"))
                 assert (mac.host, mac.memory) == (f"{chip} {size}GB", size * GIB)
                 assert mac.link == THUNDERBOLT
                 assert mac.flops is not None
@@ -38,10 +40,16 @@ def test_every_chip_from_m1_to_m5_is_known_with_each_memory_that_it_is_sold_with
 def test_memory_and_cores_give_the_speed(
     words: str, tflops: float, wired: float, kind: str
 ) -> None:
-    (mac,) = machines_of(words)
+    (mac,) = as_macs(machines_of(words))
     assert mac.flops == pytest.approx(tflops * 1e12, rel=1e-3)
     assert mac.wired == pytest.approx(wired * GIB, rel=1e-3)
     assert mac.kind == kind
+
+
+def test_what_a_machine_says_that_it_wires_counts() -> None:
+    (mac,) = machines_of("M4 24GB")
+    assert as_macs([replace(mac, wired=20 * GIB)])[0].wired == 20 * GIB
+    assert as_macs([replace(mac, memory=None)])[0].wired is None
 
 
 def test_macs_that_are_alike_are_different_hosts_and_one_may_have_memory_alone() -> None:

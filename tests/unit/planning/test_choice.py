@@ -13,6 +13,7 @@ from shardmlx.common.units import GIB, MIB
 from shardmlx.config.common_options import AUTO, OFF
 from shardmlx.config.specs import COUNTED, RECOMPUTE, RunSpec
 from shardmlx.config.train import TrainConfig
+from shardmlx.costmodel.chips import as_macs
 from shardmlx.costmodel.cluster import EFFICIENCY, Cluster
 from shardmlx.costmodel.hostfile import Machine
 from shardmlx.costmodel.memory_limits import budgets_of
@@ -562,7 +563,9 @@ def test_plan_and_a_run_choose_the_same_way_from_the_same_facts(
     workload = Workload.of(open_model(str(tmp_path)), run.fine_tune, run.batch)
     opened: Any = SimpleNamespace(shape=workload.shape)
     for machines in CLUSTERS:
-        cluster = replace(macs(*machines, link=link), efficiency=EFFICIENCY)
+        cluster = macs(*machines, link=link)
+        wiring = as_macs(cluster.machines)
+        cluster = replace(cluster, machines=wiring, efficiency=EFFICIENCY)
         inputs = PlanInputs(workload, cluster, budgets_of(cluster), None, cluster)
         try:
             planned = plan_training(run, cluster.machines)
