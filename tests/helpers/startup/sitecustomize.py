@@ -1,14 +1,16 @@
 """Let every Python that a test starts import mlx-lm sooner, and compute with the chosen device.
 
-The garbage collector would go through all that mlx-lm's import makes, again and again, and
-transformers reads 3000 files of its own at each start. Python imports this module by itself, from
-PYTHONPATH.
+The garbage collector would go through all that mlx-lm's import makes, again and again,
+transformers reads 3000 files of its own at each start, and dataclasses compile a thousand methods:
+these take half of a start. Python imports this module by itself, from PYTHONPATH.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
+import marshal
 import os
 import pickle
 import sys
@@ -56,14 +58,41 @@ def with_kept_table(execute: Callable[[ModuleType], None], module: ModuleType) -
         with contextlib.suppress(OSError, EOFError, pickle.UnpicklingError):
             return pickle.loads(file.read_bytes())
         table = make(path, prefix)
-        with contextlib.suppress(OSError):  # hosts of a lab see the disk as it is
-            CACHE.mkdir(exist_ok=True)
-            own = file.with_suffix(f".{os.getpid()}")
-            own.write_bytes(pickle.dumps(table))
-            own.replace(file)
+        keep(file, pickle.dumps(table))
         return table
 
     module.define_import_structure = define  # type: ignore[attr-defined]
+
+
+def with_kept_code(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    """Let dataclasses take the code of methods from a file, where an earlier start left it."""
+    execute(module)
+    file = CACHE / f"dataclasses-{sys.implementation.cache_tag}.marshal"
+    code: dict[str, Any] = {}
+    with contextlib.suppress(OSError, EOFError, ValueError, TypeError):
+        code = marshal.loads(file.read_bytes())
+    known = len(code)
+
+    def run(text: str, *names: Any) -> None:
+        if text not in code:
+            code[text] = compile(text, "<string>", "exec")
+        exec(code[text], *names)
+
+    def keep_all() -> None:
+        if len(code) > known:
+            keep(file, marshal.dumps(code))
+
+    module.exec = run  # type: ignore[attr-defined]
+    atexit.register(keep_all)
+
+
+def keep(file: Path, content: bytes) -> None:
+    """Write a file for later starts. Hosts of a lab see the disk as it is, and write nothing."""
+    with contextlib.suppress(OSError):
+        CACHE.mkdir(exist_ok=True)
+        own = file.with_suffix(f".{os.getpid()}")
+        own.write_bytes(content)
+        own.replace(file)
 
 
 def on_device(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
@@ -76,12 +105,14 @@ def on_device(execute: Callable[[ModuleType], None], module: ModuleType) -> None
 
 CACHE = Path(__file__).resolve().parents[3] / ".cache"
 RUN = {
+    "dataclasses": with_kept_code,
     "mlx.core": on_device,
     "mlx_lm": without_collection,
     "transformers.utils.import_utils": with_kept_table,
 }
 
 sys.meta_path.insert(0, Finder())
-# huggingface-hub's HTTP client imports trio where it is installed: selenium brought it, users have
-# no need of it, and it takes a tenth of the start.
-sys.modules["trio"] = None  # type: ignore[assignment]
+# Libraries import these where they are installed: selenium brought the one, matplotlib the other,
+# users have no need of them, and they take a tenth of the start.
+for name in ("trio", "PIL"):
+    sys.modules[name] = None  # type: ignore[assignment]
