@@ -11,6 +11,7 @@ from typing import Any
 
 from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
+from shardmlx.config.common_options import AUTO
 from shardmlx.config.options import check_options, in_group, refuse
 from shardmlx.config.specs import ModelSource
 from shardmlx.errors import UserError
@@ -27,7 +28,6 @@ _IS_PIPELINE = "ranks are always a pipeline here: leave it out"
 
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        "--draft-model": "no model drafts here: give --draft lookup",
         "--pipeline": _IS_PIPELINE,
         "--use-default-chat-template": "transformers has no default any more: give the model a "
         "chat_template.jinja",
@@ -37,6 +37,9 @@ REFUSED: Mapping[str, str] = MappingProxyType(
 
 NO_DRAFT, LOOKUP = "none", "lookup"
 
+MOST_DRAFTS = 16
+"""Tokens that are guessed at a time at most, where measured times choose how many."""
+
 PIPELINED_CHUNK = 128
 """Tokens: small enough that a prompt of some hundred of them occupies all stages, large enough
 that a matrix product is worth its weights. On a CPU one stage takes it too, since scores of a chunk
@@ -44,6 +47,15 @@ stay in its cache."""
 
 WHOLE_CHUNK = 2048
 """mlx-lm's own, for a single stage on a GPU, whose fused kernel holds no scores."""
+
+
+def _count_or_auto(text: str) -> int | None:
+    if text == AUTO:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"give a whole number, or {AUTO}") from None
 
 
 _model = in_group(MODEL)
@@ -109,12 +121,19 @@ class InferenceConfig(ModelSource):
     )
     draft: str = _pipeline(
         NO_DRAFT,
-        "verify guessed tokens of a text in one step: lookup guesses what followed its last tokens "
-        "before",
-        choices=(LOOKUP, NO_DRAFT),
+        "verify guessed tokens of a text in one step: those that followed its last tokens before "
+        "(lookup), or of a small model with the same tokenizer, whole on rank 0",
+        metavar="MODEL",
+        also=("--draft-model",),
     )
-    num_draft_tokens: int = _pipeline(
-        8, "tokens guessed at a time", metavar="TOKENS", minimum=1, maximum=64
+    num_draft_tokens: int | None = _pipeline(
+        None,
+        "tokens guessed at a time; auto: as many as pay by measured times",
+        metavar="TOKENS",
+        unset=AUTO,
+        minimum=1,
+        maximum=64,
+        parse=_count_or_auto,
     )
     memory_limit: int | None = common.memory_limit(group=PIPELINE)
     dtype: str | None = common.dtype(group=PIPELINE)
@@ -145,6 +164,16 @@ class InferenceConfig(ModelSource):
         if self.kv_bits is None:
             return None
         return CacheQuantisation(self.kv_bits, self.kv_group_size, self.quantized_kv_start)
+
+    @property
+    def draft_model(self) -> str | None:
+        """The model that drafts, if one does."""
+        return None if self.draft in (NO_DRAFT, LOOKUP) else self.draft
+
+    @property
+    def most_drafts(self) -> int:
+        """The tokens that are guessed at a time at most."""
+        return 0 if self.draft == NO_DRAFT else self.num_draft_tokens or MOST_DRAFTS
 
     @property
     def bytes_for_requests(self) -> int:

@@ -43,6 +43,8 @@ class GenerationSetup:
     """Copies that a prefix cache keeps of a sequence's states, where these cannot be cut."""
     drafts: int = 0
     """Tokens that are guessed at a time: each has logits of its own."""
+    beside: int = 0
+    """Bytes that the first stage holds beside its own: those of a model that drafts."""
     backend: str = BACKENDS[0]
 
 
@@ -58,7 +60,8 @@ def inference_memory(setup: GenerationSetup, start: int, stop: int) -> int:
         weights += sizes.head
         activations += (setup.sequences + setup.drafts) * shape.vocab_size
     caches = kv_cache_memory(setup, start, stop)
-    return round(weights + caches + setup.dtype_bytes * activations)
+    own = round(weights + caches + setup.dtype_bytes * activations)
+    return own + setup.beside if is_first else own
 
 
 def kv_cache_memory(setup: GenerationSetup, start: int, stop: int) -> int:

@@ -19,7 +19,7 @@ LONGEST, SHORTEST = 4, 2
 any text, and tells little."""
 
 MEASURED_STEPS = 9
-"""Steps of each length whose median counts as its time."""
+"""Steps whose median counts as their time."""
 
 PLAIN_STEPS = 3
 """Steps that are measured before the first draft."""
@@ -27,8 +27,16 @@ PLAIN_STEPS = 3
 SHARE = 0.005
 """Part of the time of plain steps that drafts of each kind may cost: there are at most three."""
 
-FIRST, MOST = 0.5, 8.0
-"""Plain steps that drafts of a kind may cost before one has paid, and after many have."""
+FIRST, FIRST_OF_MODEL, MOST = 0.5, 4.0, 8.0
+"""Plain steps that drafts of a kind may cost before one has paid (a user who names a model counts
+on it), and after many have."""
+
+ACCEPTED, REJECTED, FADING = 1.4, 0.6, 0.95
+"""Drafts of a kind that count as accepted and rejected before the first, and the part of the count
+that stays after each round."""
+
+VERIFIED = 0.2
+"""Plain steps that verifying one more token takes, before it is measured."""
 
 NO_TIME = 1e-9
 """Seconds that no step takes less than."""
@@ -36,20 +44,26 @@ NO_TIME = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Guessed ``tokens`` that may come next. Drafts of a ``kind``, a number, are as likely."""
+    """Guessed ``tokens`` that may come next, and the ``seconds`` that it took to make them. Drafts
+    of a ``kind``, a number, are as likely."""
 
     tokens: tuple[int, ...] = ()
     kind: int = 0
+    seconds: float = 0.0
 
 
 class Drafter(Protocol):
     """A maker of drafts."""
 
+    def read(self, sequence: int, tokens: Sequence[int]) -> None:
+        """Take in the prompt of a sequence, as ``draft`` would before its first one."""
+        ...
+
     def draft(
-        self, sequence: int, tokens: Sequence[int], most: int, pays: Callable[[int], bool]
+        self, sequence: int, tokens: Sequence[int], most: int, pays: Callable[[int], int]
     ) -> Draft:
-        """Guess at most ``most`` tokens that follow the ``tokens`` of a sequence; none where their
-        kind does not seem to pay."""
+        """Guess at most ``most`` tokens that follow the ``tokens`` of a sequence; of a kind as many
+        as it ``pays`` to guess, perhaps none."""
         ...
 
     def forget(self, sequence: int) -> None:
@@ -73,21 +87,22 @@ class LookupDrafter:
 
     _ends: dict[int, _Ends] = field(default_factory=dict)
 
-    def draft(
-        self, sequence: int, tokens: Sequence[int], most: int, pays: Callable[[int], bool]
-    ) -> Draft:
+    def read(self, sequence: int, tokens: Sequence[int]) -> None:
         ends = self._ends.setdefault(sequence, _Ends())
         for end in range(ends.upto, len(tokens)):
             for length in range(SHORTEST, min(LONGEST, end) + 1):
                 ends.last[tuple(tokens[end - length : end])] = end
         ends.upto = len(tokens)
+
+    def draft(
+        self, sequence: int, tokens: Sequence[int], most: int, pays: Callable[[int], int]
+    ) -> Draft:
+        self.read(sequence, tokens)
         for length in range(LONGEST, SHORTEST - 1, -1):
-            begin = ends.last.get(tuple(tokens[-length:]))
+            begin = self._ends[sequence].last.get(tuple(tokens[-length:]))
             if begin is not None:
-                if not pays(length):
-                    break
-                period = len(tokens) - begin
-                return Draft(tuple(tokens[begin + i % period] for i in range(most)), length)
+                period, count = len(tokens) - begin, min(most, pays(length))
+                return Draft(tuple(tokens[begin + i % period] for i in range(count)), length)
         return Draft()
 
     def forget(self, sequence: int) -> None:
@@ -101,30 +116,89 @@ def accepted(drafts: Sequence[int], sampled: Sequence[int]) -> int:
     return next((i for i, (draft, token) in pairs if draft != token), len(drafts))
 
 
+def expected(rate: float, length: int) -> float:
+    """Return how many tokens come of a draft of so many, each accepted at a ``rate`` if those
+    before it are."""
+    return sum(rate**i for i in range(length + 1))
+
+
+def _window() -> deque[float]:
+    return deque(maxlen=MEASURED_STEPS)
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Measurements of the drafts of a kind: plain steps that they still may cost, how many were
+    ``accepted``, how many rounds met one to be ``rejected``, and ``seconds`` to make a token."""
+
+    allowance: float
+    accepted: float = ACCEPTED
+    rejected: float = REJECTED
+    seconds: deque[float] = field(default_factory=_window)
+
+
 @dataclass
 class BackOff:
     """Drafts of each kind go on while they pay, by measured times: what they have saved, in plain
-    steps, is what they may cost."""
+    steps, is what they may cost; at the ``first`` they may cost so many. A draft has the length
+    that gives most tokens a second, by what is accepted and what times were measured."""
 
-    _seconds: dict[int, deque[float]] = field(default_factory=dict)
-    _allowances: dict[int, float] = field(default_factory=dict)
+    first: float = FIRST
+    _plain: deque[float] = field(default_factory=_window)
+    _verified: deque[float] = field(default_factory=_window)
+    _kinds: dict[int, _Kind] = field(default_factory=dict)
+    _lengths: set[int] = field(default_factory=set)
+
+    def length(self, kind: int, most: int) -> int:
+        """Return how many tokens of a ``kind`` to guess, at most ``most``; 0 while none pays."""
+        if not self.allows(kind):
+            return 0
+        known, each = self._kinds[kind], self._seconds_each(kind)
+        rate = known.accepted / (known.accepted + known.rejected)
+        return max(
+            range(1, most + 1),
+            key=lambda count: expected(rate, count) / (self._plain_seconds + count * each),
+        )
+
+    @property
+    def is_off(self) -> bool:
+        """True if drafts of no kind have paid of late."""
+        return bool(self._kinds) and all(known.allowance <= 0 for known in self._kinds.values())
 
     def allows(self, kind: int) -> bool:
-        is_measured = len(self._seconds.get(0, ())) >= PLAIN_STEPS
-        return is_measured and self._allowances.setdefault(kind, FIRST) > 0
+        known = self._kinds.setdefault(kind, _Kind(self.first))
+        return len(self._plain) >= PLAIN_STEPS and known.allowance > 0
 
     def took(self, draft: Draft, came: int, seconds: float) -> None:
         """Note the ``seconds`` of a step with a ``draft``, of which ``came`` tokens."""
-        measured = self._seconds.setdefault(len(draft.tokens), deque(maxlen=MEASURED_STEPS))
-        is_first = not measured  # with it a GPU compiles the kernels of this length
-        measured.append(seconds)
-        if not draft.tokens:
-            for kind, allowance in self._allowances.items():
-                self._allowances[kind] = min(allowance + SHARE, MOST)
-        elif not is_first and (plain := self._seconds.get(0)):
-            cost = statistics.median(measured) / max(statistics.median(plain), NO_TIME)
-            allowance = self._allowances.get(draft.kind, FIRST)
-            self._allowances[draft.kind] = min(allowance + came - cost, MOST)
+        count = len(draft.tokens)
+        if not count:
+            self._plain.append(seconds)
+            for known in self._kinds.values():
+                known.allowance = min(known.allowance + SHARE, MOST)
+            return
+        known = self._kinds.setdefault(draft.kind, _Kind(self.first))
+        known.accepted = FADING * known.accepted + came - 1
+        known.rejected = FADING * known.rejected + (came <= count)
+        if not self._plain:
+            return
+        if count in self._lengths:  # with its first step a GPU compiles the kernels of a length
+            more = seconds - draft.seconds - self._plain_seconds
+            self._verified.append(max(more, 0.0) / count)
+            known.seconds.append(draft.seconds / count)
+        self._lengths.add(count)
+        cost = 1 + count * self._seconds_each(draft.kind) / self._plain_seconds
+        known.allowance = min(known.allowance + came - cost, MOST)
+
+    @property
+    def _plain_seconds(self) -> float:
+        return max(statistics.median(self._plain), NO_TIME)
+
+    def _seconds_each(self, kind: int) -> float:
+        """Return the seconds to make and to verify one more token."""
+        made = self._kinds[kind].seconds
+        verified = self._verified or (VERIFIED * self._plain_seconds,)
+        return statistics.median(verified) + (statistics.median(made) if made else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +222,8 @@ class DraftCounts:
 
 @dataclass
 class Drafting:
-    """Drafts for the sequences of a run, of ``most`` tokens each, while they pay.
+    """Drafts for the sequences of a run, of at most ``most`` tokens each, while they pay: of so
+    many if their number is ``fixed``.
 
     A sequence of ``cuttable`` tokens gets none, since its caches cannot give back what is rejected.
     A round that began before KV caches are ``quantised``, a number of tokens, ends before, too.
@@ -157,11 +232,17 @@ class Drafting:
     drafter: Drafter
     most: int
     _: KW_ONLY
+    fixed: bool = False
     cuttable: int = sys.maxsize
     quantised: int = 0
+    back_off: BackOff = field(default_factory=BackOff)
     counts: DraftCounts = DraftCounts()
     """Counts of all rounds since they were taken."""
-    _back_off: BackOff = field(default_factory=BackOff)
+
+    def read(self, sequence: int, tokens: Sequence[int]) -> None:
+        """Take in a prompt, unless no drafts seem to come of it."""
+        if len(tokens) < self.cuttable and not self.back_off.is_off:
+            self.drafter.read(sequence, tokens)
 
     def draft(self, sequence: int, tokens: Sequence[int], context: int) -> Draft:
         """Guess the tokens that follow those of a sequence, which may become ``context``."""
@@ -171,7 +252,13 @@ class Drafting:
             most = min(most, self.quantised - len(tokens))
         if most < 1:
             return Draft()
-        return self.drafter.draft(sequence, tokens, most, self._back_off.allows)
+
+        def pays(kind: int) -> int:
+            if self.fixed:
+                return most if self.back_off.allows(kind) else 0
+            return self.back_off.length(kind, most)
+
+        return self.drafter.draft(sequence, tokens, most, pays)
 
     def take_counts(self) -> DraftCounts:
         counts, self.counts = self.counts, DraftCounts()
@@ -179,6 +266,6 @@ class Drafting:
 
     def took(self, draft: Draft, came: int, seconds: float) -> None:
         """Note the ``seconds`` of a step for a sequence alone, of which ``came`` tokens."""
-        self._back_off.took(draft, came, seconds)
+        self.back_off.took(draft, came, seconds)
         if draft.tokens:
             self.counts = self.counts.plus(len(draft.tokens), came - 1)

@@ -52,12 +52,13 @@ AHEAD = 2
 
 @dataclass(slots=True)
 class _Sequence:
-    """Tokens up to ``position`` have entered; those up to ``cached`` are of the prefix cache.
-    Stages have copies of the states at ``borders``."""
+    """Tokens up to ``position`` have entered; those up to ``cached`` are of the prefix cache, those
+    up to ``prompt`` were given. Stages have copies of the states at ``borders``."""
 
     tokens: list[int]
     params: SamplingParams
     context: int
+    prompt: int
     position: int = 0
     cached: int = 0
     borders: tuple[int, ...] = ()
@@ -118,7 +119,7 @@ class FirstStage:
         """Take in a prompt. ``sequence`` is a number that no other has had, ``context`` the most
         tokens that it may have, where the scheduler has a capacity or there are drafts. Raises as
         ``Scheduler.add``."""
-        self._sequences[sequence] = _Sequence(list(tokens), params, context)
+        self._sequences[sequence] = _Sequence(list(tokens), params, context, len(tokens))
         self._scheduler.add(sequence, len(tokens), params, context)
 
     def cached(self, sequence: int) -> int:
@@ -228,6 +229,8 @@ class FirstStage:
             if number in self._sequences:
                 self._sequences[number].position = 0
                 self._sequences[number].borders = ()
+            if self.drafting is not None:
+                self.drafting.drafter.forget(number)
         if item.prefix is not None:
             sequence = self._sequences[item.sequences[0]]
             sequence.position, sequence.borders = item.prefix.length, item.prefix.borders
@@ -250,19 +253,32 @@ class FirstStage:
         worker.compute(graph)
         if self._last:
             worker.pass_on(graph)
+            self._read_prompt(item)
         elif item.samples:
             sampled = np.array(graph.outputs)
             handle = Handle(sampled, done=True)
             self._returning.append(_Returning(item, sampled, handle, draft, began))
 
     def _draft(self, item: Item) -> Draft:
-        """Guess the tokens after the next of a sequence that is alone in its group."""
-        if self.drafting is None or item.kind is not ItemKind.DECODE or len(item.sequences) > 1:
-            return Draft()
-        known = self._sequences[item.sequences[0]]
-        if known.params.grammar is not None:
+        """Guess the tokens after the next of a sequence that is alone in its group. Its first step
+        waits for the prompt in later stages, and tells nothing of the times of steps."""
+        known = self._alone(item)
+        if self.drafting is None or known is None or len(known.tokens) == known.prompt:
             return Draft()
         return self.drafting.draft(item.sequences[0], known.tokens, known.context)
+
+    def _read_prompt(self, item: Item) -> None:
+        """Let the drafter read a prompt while later stages compute it."""
+        known = self._alone(item)
+        if self.drafting is not None and known is not None and len(known.tokens) == known.prompt:
+            self.drafting.read(item.sequences[0], known.tokens)
+
+    def _alone(self, item: Item) -> _Sequence | None:
+        """Return the sequence of a step that may have drafts."""
+        if item.kind is not ItemKind.DECODE or len(item.sequences) > 1:
+            return None
+        known = self._sequences[item.sequences[0]]
+        return known if known.params.grammar is None else None
 
     def _reject(self, sequence: int, known: _Sequence, count: int) -> None:
         """Have the stages forget the last ``count`` tokens that have entered."""
@@ -297,7 +313,8 @@ class FirstStage:
             item, count = back.item, 1
             if item.drafts:
                 count += accepted(item.drafts, back.tokens[:, 0].tolist())
-            if self.drafting is not None and item.group is not None and len(item.sequences) == 1:
+            known = self._alone(item)
+            if self.drafting is not None and known and len(known.tokens) > known.prompt:
                 self.drafting.took(back.draft, count, time.perf_counter() - back.began)
             self._scheduler.returned(item, count)
             for i, number in enumerate(item.sequences):

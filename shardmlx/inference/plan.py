@@ -25,6 +25,7 @@ from shardmlx.costmodel.memory_limits import (
 from shardmlx.costmodel.workload import ModelSizes
 from shardmlx.errors import UserError
 from shardmlx.inference.prefix_cache import cuttable, most_copies
+from shardmlx.models.shape import ModelShape
 from shardmlx.partitioners import DoesNotFitError, LayerCosts, Problem, get_partitioner
 from shardmlx.pipeline.stage_map import StageMap
 from shardmlx.planning.layout import costs_by_speed, make_mesh
@@ -59,6 +60,8 @@ class InferencePlan:
     groups: int
     setup: GenerationSetup
     model: str
+    cuttable: int
+    """Tokens from which on the caches of a sequence cannot give back drafts."""
 
     @property
     def digest(self) -> str:
@@ -79,21 +82,26 @@ class InferencePlan:
 
 
 def plan_inference(
-    config: InferenceConfig, inputs: PlanInputs[ModelSizes], load: GenerationLoad, model: str
+    config: InferenceConfig,
+    inputs: PlanInputs[ModelSizes],
+    load: GenerationLoad,
+    model: str,
+    draft: ModelSizes | None = None,
 ) -> InferencePlan:
-    """Plan a run on the ranks of ``inputs``; ``model`` is the model's digest. Raises ``UserError``
-    where the stage map does not fit the ranks, or the sequences not the memory."""
+    """Plan a run on the ranks of ``inputs``; ``model`` is the model's digest, and ``draft`` a model
+    that drafts on rank 0. Raises ``UserError`` where the stage map does not fit the ranks, or the
+    sequences not the memory."""
     sizes, cluster, given = inputs.sizes, inputs.cluster, inputs.stage_map
     size, shape = cluster.size, sizes.shape
     limit = None if shape.chooses_caches else config.max_kv_size
     most = min(config.batch_size, load.sequences)
     quantisation = config.cache_quantisation
-    if config.draft != NO_DRAFT and (cuttable(shape) == 0 or shape.has_dynamic_rope):
-        raise UserError(
-            f"--draft {config.draft}: models of type {shape.model_type} cannot give back the "
-            "tokens of a draft that are rejected",
-            "leave it out",
-        )
+    most_cuttable = cuttable(shape, limit)
+    if config.draft != NO_DRAFT:
+        _check_gives_back(shape, config.draft)
+    if draft is not None:
+        _check_gives_back(draft.shape, config.draft)
+        most_cuttable = min(most_cuttable, cuttable(draft.shape))
     # mlx-lm merges neither rotating caches, which keep the first tokens of a sequence, nor
     # quantised ones.
     is_alone = limit is not None or quantisation is not None or not shape.takes_batches
@@ -109,9 +117,11 @@ def plan_inference(
         cache_tokens=load.capacity,
         quantisation=quantisation,
         state_copies=most_copies(most) if load.keeps_prefixes else 0,
-        drafts=0 if config.draft == NO_DRAFT else config.num_draft_tokens,
+        drafts=config.most_drafts,
         backend=cluster.backend,
     )
+    if draft is not None:
+        setup = replace(setup, beside=_drafting(draft, setup))
     if given is not None:
         _check_map(given, config, sizes, cluster)
     costs = _costs(sizes, load, rows=-(-most // groups))
@@ -126,7 +136,7 @@ def plan_inference(
 
     def plan_by(partitioner: str) -> InferencePlan:
         stage_map = given or get_partitioner(partitioner)(problem)
-        return InferencePlan(stage_map, load, groups, setup, model)
+        return InferencePlan(stage_map, load, groups, setup, model, most_cuttable)
 
     is_open = given is None and size > 1
     less = "lower --cache-tokens"
@@ -145,6 +155,30 @@ def plan_inference(
         allowed = how_to_allow(inputs.budgets, plan.memory)
         raise UserError(excess, f"{allowed}{less}, or use more machines")
     return plan
+
+
+def _check_gives_back(shape: ModelShape, draft: str) -> None:
+    """Raise ``UserError`` where caches of the model cannot forget drafts that are rejected."""
+    if cuttable(shape) == 0 or shape.has_dynamic_rope:
+        raise UserError(
+            f"--draft {draft}: models of type {shape.model_type} cannot give back the tokens of a "
+            "draft that are rejected",
+            "leave it out",
+        )
+
+
+def _drafting(draft: ModelSizes, setup: GenerationSetup) -> int:
+    """Return the bytes of a whole model that drafts for the sequences of a run."""
+    of_draft = replace(
+        setup,
+        shape=draft.shape,
+        weight_sizes=draft.weight_sizes,
+        dtype_bytes=draft.dtype_bytes,
+        max_kv_size=None,
+        quantisation=None,
+        state_copies=0,
+    )
+    return inference_memory(of_draft, 0, draft.shape.num_layers)
 
 
 def _check_map(
@@ -185,8 +219,10 @@ def _overfull(plan: InferencePlan, budgets: Sequence[MemoryBudget]) -> str:
             tokens = f"{setup.cache_tokens} tokens"
             if setup.cache_tokens is None:
                 tokens = f"{plural(setup.sequences, 'sequence')} of {setup.context} tokens"
+            drafting = f", {gibibytes(setup.beside)} for the model that drafts"
             return (
                 f"{would_take(rank, budget, memory.peak)} for layers {numbers_of(*ranges[rank])}, "
                 f"{gibibytes(plan.caches[rank])} for the KV cache of {tokens}"
+                f"{drafting if rank == 0 and setup.beside else ''}"
             )
     return ""

@@ -15,16 +15,17 @@ from shardmlx.config.inference import NO_DRAFT, InferenceConfig
 from shardmlx.config.specs import MachineOptions, ModelSource
 from shardmlx.costmodel.memory_limits import MemoryLimits, exceeded
 from shardmlx.costmodel.workload import model_sizes
-from shardmlx.distributed.agreement import on_all_ranks, on_rank_0
+from shardmlx.distributed.agreement import from_rank_0, on_all_ranks, on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.inference.detokenize import IncrementalDetokenizer, StopStrings
-from shardmlx.inference.drafts import Drafting, LookupDrafter
+from shardmlx.inference.draft_model import DraftFiles, ModelDrafter, find_draft_model
+from shardmlx.inference.drafts import FIRST, FIRST_OF_MODEL, BackOff, Drafting, LookupDrafter
 from shardmlx.inference.grammars import Grammars
 from shardmlx.inference.kv_caches import KVCaches, check_quantised
 from shardmlx.inference.pipeline import FirstStage, LaterStage
 from shardmlx.inference.plan import GenerationLoad, InferencePlan, plan_inference
-from shardmlx.inference.prefix_cache import PrefixCache, cuttable
+from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.inference.prefix_files import PrefixFiles
 from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.sampler import BatchSampler, random_state
@@ -53,8 +54,9 @@ Read = Callable[[PromptEncoder], GenerationLoad]
 
 @dataclass(frozen=True, slots=True)
 class InferenceRun:
-    """A run that is ready to start. ``encoder`` is there on rank 0 only; ``grammars`` are those to
-    which answers may keep, ``prefix_files`` those of the prefix cache."""
+    """A run that is ready to start. ``encoder`` is there on rank 0 only, and the ``draft_model`` if
+    one drafts; ``grammars`` are those to which answers may keep, ``prefix_files`` those of the
+    prefix cache."""
 
     config: InferenceConfig
     transport: Transport
@@ -65,6 +67,7 @@ class InferenceRun:
     encoder: PromptEncoder | None
     random_state: int
     limits: tuple[MemoryLimits, ...]
+    draft_model: ModelDrafter | None = None
     grammars: Grammars | None = None
     prefix_files: PrefixFiles | None = None
 
@@ -87,10 +90,12 @@ class InferenceRun:
         drafting = None
         if self.config.draft != NO_DRAFT:
             drafting = Drafting(
-                LookupDrafter(),
-                self.config.num_draft_tokens,
-                cuttable=cuttable(self.shape, setup.max_kv_size),
+                self.draft_model or LookupDrafter(),
+                self.config.most_drafts,
+                fixed=self.config.num_draft_tokens is not None,
+                cuttable=self.plan.cuttable,
                 quantised=0 if setup.quantisation is None else setup.quantisation.start,
+                back_off=BackOff(FIRST if self.draft_model is None else FIRST_OF_MODEL),
             )
         scheduler = Scheduler(
             self.plan.groups, setup.sequences, setup.chunk, patience, load.capacity
@@ -164,6 +169,7 @@ def prepare(
 
         encoder, mine = on_rank_0(transport, "reading the prompts", read_prompts) or (None, None)
         load = transport.broadcast(mine, what="prompts")
+        draft = _find_draft_model(config, transport, encoder)
         inputs = gather_plan_inputs(
             transport,
             lambda: model_sizes(open_model(str(opened.path)), config.dtype),
@@ -171,30 +177,54 @@ def prepare(
             config.stage_map,
             config.bytes_for_requests if transport.rank == 0 else 0,
         )
-        planned = partial(plan_inference, config, inputs, load, opened.digest)
+        sizes = None if draft is None else draft.sizes
+        planned = partial(plan_inference, config, inputs, load, opened.digest, sizes)
         plan = on_all_ranks(transport, "planning", planned)
         compare_plans(transport, plan.digest)
         ranges = plan.stage_map.partition.ranges
 
-        def build() -> tuple[Slice, int]:
+        def build() -> tuple[Slice, int, ModelDrafter | None]:
             model = build_to_generate(
                 opened.path, dtype=config.dtype, adapter_path=opened.adapters, seed=config.seed
             )
             part = Slice(model, *ranges[transport.rank])
             if config.cache_quantisation is not None:
                 check_quantised(part, config.cache_quantisation, shape.model_type)
-            return part, random_state()
+            state, drafter = random_state(), None
+            if draft is not None and transport.rank == 0:
+                drafter = ModelDrafter.of(draft, config.dtype, shape.vocab_size, plan.setup.chunk)
+            return part, state, drafter
 
-        part, state = on_all_ranks(transport, "building the model", build)
+        part, state, drafter = on_all_ranks(transport, "building the model", build)
         _announce(config, plan, reporter)
         limits = limit_memory(
             transport.rank, inputs.budgets, plan.memory, inputs.cluster.backend, reporter
         )
         with transport.longer_timeout(SETUP_SECONDS):
             opened.weights.load([part], shape, reporter)
+            if drafter is not None:
+                drafter.read_weights()
             transport.barrier("loading")
         mx.reset_peak_memory()
-        return InferenceRun(config, transport, reporter, plan, shape, part, encoder, state, limits)
+        return InferenceRun(
+            config, transport, reporter, plan, shape, part, encoder, state, limits, drafter
+        )
+
+
+def _find_draft_model(
+    config: InferenceConfig, transport: Transport, encoder: PromptEncoder | None
+) -> DraftFiles | None:
+    """Find the model that drafts, if one does, for rank 0, which has the ``encoder``. Collective.
+    Raises ``AgreedError``."""
+    if config.draft_model is None:
+        return None
+
+    def find() -> DraftFiles:
+        assert encoder is not None, "rank 0 has it"
+        return find_draft_model(config, encoder.tokenizer)
+
+    with transport.longer_timeout(SETUP_SECONDS):
+        return from_rank_0(transport, "looking for the model that drafts", find)
 
 
 def _tokenizer(config: InferenceConfig, opened: OpenedModel) -> TokenizerWrapper:
@@ -223,11 +253,12 @@ def _announce(config: InferenceConfig, plan: InferencePlan, reporter: Reporter) 
             f"KV caches of sequences from {how.start} tokens on in {how.bits} bits: at most "
             f"{packed}, not {whole}"
         )
-    most = cuttable(plan.setup.shape, plan.setup.max_kv_size)
-    if config.draft != NO_DRAFT and plan.load.context > most:
+    if plan.setup.beside:
+        reporter.say(f"--draft {config.draft}: {gibibytes(plan.setup.beside)} on rank 0")
+    if config.draft != NO_DRAFT and plan.load.context > plan.cuttable:
         reporter.say(
-            f"--draft {config.draft}: texts of {most} tokens and more get no drafts, since their "
-            "sliding windows cannot give back what is rejected"
+            f"--draft {config.draft}: texts of {plan.cuttable} tokens and more get no drafts, "
+            "since their sliding windows cannot give back what is rejected"
         )
     if config.max_kv_size is not None and plan.setup.shape.chooses_caches:
         reporter.warn(

@@ -84,7 +84,7 @@ def test_prompts_from_a_file(small: Path, tmp_path: Path) -> None:
 
 
 def test_what_it_says(small: Path) -> None:
-    how = ("--model", small, "--prompt", PROMPT, "--max-tokens", "8", "--draft", "lookup")
+    how = ("--model", small, "--prompt", PROMPT, "--max-tokens", "8", "--draft", small)
     job = generate(2, *how).well()
     assert re.search(r"^Prompt: \d+ tokens, [\d.]+ tokens-per-sec$", job.stdout, re.M)
     assert re.search(r"^Generation: \d tokens, [\d.]+ tokens-per-sec$", job.stdout, re.M)

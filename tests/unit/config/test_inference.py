@@ -48,7 +48,6 @@ def test_every_flag_of_mlx_lm_is_taken_or_refused_by_name(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("line", "words", "reason"),
     [
-        (GENERATE, "--draft-model small", "no model drafts here: give --draft lookup"),
         (CHAT, "--pipeline", "ranks are always a pipeline here"),
         (SERVE, "--log-level INFO", "give --access-log"),
         (SERVE, "--prompt-cache-bytes 1GB", "give --cache-tokens"),
@@ -65,7 +64,7 @@ def test_a_flag_that_is_not_here_says_why(line: CommandLine[Any], words: str, re
     [
         ("--kv-bits 7", "2, 3, 4, 5, 6, 8"),
         ("--kv-bits 4 --max-kv-size 64", "one of them"),
-        ("--draft small", "lookup"),
+        ("--num-draft-tokens many", "auto"),
         ("--num-draft-tokens 0", "1 or more"),
         ("--xtc-threshold 0.6", "0.5 or less"),
         ("--seed 18446744073709551616", "18446744073709551615 or less"),
@@ -86,6 +85,7 @@ def test_spellings_of_mlx_lm_mean_the_same() -> None:
     assert config.extra_eos_token == ["<|a|>", "<|b|>"]
     assert not config.verbose
     assert GENERATE.load(["--extra-eos-token", "a b"]).extra_eos_token == ["a", "b"]
+    assert GENERATE.load(["--draft-model", "small"]).draft_model == "small"
     served = SERVE.load(
         ["--allowed-origins", "https://a.org,https://b.org", "--chat-template-args", '{"x": 1}']
     )

@@ -55,6 +55,9 @@ class Spoiled:
         pairs = zip(coming, is_wrong.tolist(), strict=True)
         return Draft(tuple((each + wrong) % VOCABULARY for each, wrong in pairs))
 
+    def read(self, sequence: int, tokens: Sequence[int]) -> None:
+        pass
+
     def forget(self, sequence: int) -> None:
         pass
 
@@ -150,11 +153,11 @@ def test_log_probabilities_come_with_each_token_of_a_round() -> None:
         assert [each for each, _ in one.top] == [each for each, _ in other.top]
 
 
-def test_two_hundred_random_rounds_leave_the_caches_of_plain_steps() -> None:
-    tokens, count = prompt(12), 330
+def test_a_hundred_random_rounds_leave_the_caches_of_plain_steps() -> None:
+    tokens, count = prompt(12), 165
 
     def work(first_stage: FirstStage) -> tuple[list[int], list[np.ndarray]]:
-        first_stage.add(0, tokens, SamplingParams(), context=700)
+        first_stage.add(0, tokens, SamplingParams(), context=400)
         text = texts_of(first_stage, {0: count})[0]
         first_stage.keep_alive()  # with the news of the last round
         caches = first_stage._worker.caches._alone[0]
@@ -168,7 +171,7 @@ def test_two_hundred_random_rounds_leave_the_caches_of_plain_steps() -> None:
     how: Any = {"prefix_cache": PrefixCache(), "drafting": drafting}
     drafted, others = staged("plain", [4], work, **how)
     assert drafted == plain
-    assert drafting.counts.rounds >= 180
+    assert drafting.counts.rounds >= 80
     for state, other in zip(states, others, strict=True):
         np.testing.assert_allclose(state, other, atol=1e-4)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -18,7 +18,7 @@ from shardmlx.inference.drafts import (
 
 
 def looked_up(tokens: Sequence[int], most: int = 4, kinds: Sequence[int] = (2, 3, 4)) -> Draft:
-    return LookupDrafter().draft(0, tokens, most, kinds.__contains__)
+    return LookupDrafter().draft(0, tokens, most, lambda kind: most * (kind in kinds))
 
 
 @pytest.mark.parametrize(
@@ -46,16 +46,20 @@ def test_what_followed_the_last_tokens_before_may_follow_again(
 
 def test_a_match_that_does_not_pay_gives_no_draft() -> None:
     tokens = [7, 1, 2, 3, 8, 2, 3, 9, 7, 1, 2, 3]
-    assert looked_up(tokens, kinds=(2, 3)) == Draft()
+    assert looked_up(tokens, kinds=(2, 3)).tokens == ()
+
+
+def three(kind: int) -> int:
+    return 3
 
 
 def test_a_text_that_grows_is_looked_up_like_a_whole_one() -> None:
     text = [3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4, 1, 5, 3, 1, 4, 1, 2, 6, 3]
     drafter = LookupDrafter()
     for end in range(1, len(text) + 1):
-        assert drafter.draft(7, text[:end], 3, bool) == looked_up(text[:end], 3)
+        assert drafter.draft(7, text[:end], 3, three) == looked_up(text[:end], 3)
     drafter.forget(7)
-    assert drafter.draft(7, text[:3], 3, bool) == Draft()
+    assert drafter.draft(7, text[:3], 3, three) == Draft()
 
 
 @pytest.mark.parametrize(
@@ -84,7 +88,7 @@ def spent(accepted: int, seconds: float, steps: int = 2000, kind: int = 2) -> fl
     back_off, draft = BackOff(), Draft((1, 2, 3, 4), kind)
     tokens, total = 0, 0.0
     for _ in range(steps):
-        is_round = back_off.allows(kind)
+        is_round = back_off.length(kind, 4) > 0
         took, came = (seconds, accepted + 1) if is_round else (1.0, 1)
         back_off.took(draft if is_round else Draft(), came, took)
         tokens, total = tokens + came, total + took
@@ -143,14 +147,57 @@ def test_the_first_round_of_a_length_is_not_counted() -> None:
     assert back_off.allows(2)
 
 
+def test_a_draft_is_as_long_as_pays_most() -> None:
+    """By the rate at which drafts are accepted, and the times of a plain step, of a token that is
+    verified, and of one that is made."""
+
+    def length(seconds: float, made: float, right: int) -> int:
+        back_off = BackOff(first=8.0)
+        steps(back_off, PLAIN_STEPS)
+        for _ in range(7):
+            draft = Draft((1, 2, 3, 4, 5), 0, 5 * made)
+            back_off.took(draft, 1 + right, 1.0 + 5 * (seconds + made))
+        return back_off.length(0, 16)
+
+    assert length(0.01, 0.0, right=5) == 16
+    assert length(0.1, 0.0, right=4) == 6
+    assert length(0.1, 0.1, right=4) == 4
+    assert length(0.1, 0.3, right=1) == 1
+    assert BackOff().length(0, 16) == 0  # nothing is measured
+
+
 class Given:
     """A drafter of as many tokens as it may."""
 
-    def draft(self, sequence: int, tokens: Sequence[int], most: int, pays: object) -> Draft:
+    def draft(
+        self, sequence: int, tokens: Sequence[int], most: int, pays: Callable[[int], int]
+    ) -> Draft:
         return Draft(tuple(range(most)))
+
+    def read(self, sequence: int, tokens: Sequence[int]) -> None:
+        pass
 
     def forget(self, sequence: int) -> None:
         pass
+
+
+def test_a_fixed_number_of_drafts() -> None:
+    class Asks(Given):
+        def draft(
+            self, sequence: int, tokens: Sequence[int], most: int, pays: Callable[[int], int]
+        ) -> Draft:
+            return Draft((7,) * pays(0))
+
+    def lengths(fixed: bool) -> list[int]:
+        drafting = Drafting(Asks(), 9, fixed=fixed)
+        lengths = []
+        for _ in range(PLAIN_STEPS + 1):
+            lengths.append(len(drafting.draft(0, range(9), 100).tokens))
+            drafting.took(Draft(), 1, 1.0)
+        return lengths
+
+    assert lengths(fixed=True) == [0, 0, 0, 9]
+    assert lengths(fixed=False) == [0, 0, 0, 3]
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def plan(
     *memories: int,
     work: ModelSizes | None = None,
     backend: str = "gpu",
+    drafting: ModelSizes | None = None,
     **options: Any,
 ) -> InferencePlan:
     config = GenerateConfig(model="m", **options)
@@ -56,7 +57,7 @@ def plan(
     machines = replace(cluster(*memories), backend=backend)
     budgets = budgets_of(machines, config.memory_limit)
     inputs = PlanInputs(work or workload(), within(machines, budgets), budgets, given, machines)
-    return plan_inference(config, inputs, load, "digest")
+    return plan_inference(config, inputs, load, "digest", drafting)
 
 
 ONE = GenerationLoad(sequences=1, prompt=500, answer=100, context=600)
@@ -144,6 +145,10 @@ def test_drafts_are_refused_where_caches_cannot_give_them_back(
     error = refusal(planned, ONE, ROOM, draft="lookup")
     assert error.problem.startswith("--draft lookup: ")
     assert kind in error.problem
+    small = replace(workload(), shape=shape)
+    error = refusal(plan, ONE, ROOM, draft="small", drafting=small)
+    assert error.problem.startswith("--draft small: ")
+    assert kind in error.problem
 
 
 def test_drafts_take_their_logits_on_the_last_rank() -> None:
@@ -153,6 +158,22 @@ def test_drafts_take_their_logits_on_the_last_rank() -> None:
     )
     more = [b.peak - a.peak for a, b in zip(plain, drafted, strict=True)]
     assert more == [0, 5 * 20000 * 4]
+
+
+def test_a_model_that_drafts_is_whole_on_rank_0_with_its_caches() -> None:
+    small = workload()
+    how: dict[str, Any] = {"num_draft_tokens": 5, "prefill_step_size": 64}
+    alone = plan(ONE, ROOM, work=small, draft="lookup", **how).memory[0]
+    plain, drafted = (
+        plan(ONE, ROOM, ROOM, draft=draft, drafting=model, **how)
+        for draft, model in (("lookup", None), ("small", small))
+    )
+    pairs = zip(plain.memory, drafted.memory, strict=True)
+    assert [b.peak - a.peak for a, b in pairs] == [alone.peak, 0]
+    assert plain.digest != drafted.digest
+    windowed = workload("gemma3_text", sliding_window=40)
+    assert plan(ONE, ROOM, draft="small", drafting=windowed).cuttable == 40
+    assert drafted.cuttable > 10**9
 
 
 def test_a_context_that_does_not_fit_is_refused_with_numbers() -> None:

@@ -1,0 +1,134 @@
+"""Drafts by a small model with the same tokenizer, whole on rank 0 (Leviathan et al.,
+arXiv:2211.17192; Chen et al., arXiv:2302.01318): it takes the likeliest tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from shardmlx.config.inference import InferenceConfig
+from shardmlx.costmodel.workload import ModelSizes, model_sizes
+from shardmlx.errors import UserError
+from shardmlx.inference.drafts import Draft
+from shardmlx.loading.build import build_to_generate
+from shardmlx.loading.hub_download import find_model
+from shardmlx.modelfiles.model_files import open_model
+from shardmlx.models.config_reader import read_config
+from shardmlx.models.tokenizer import read_tokenizer
+
+KIND = 0
+"""The kind of all its drafts."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftFiles:
+    """The files of a model that drafts, and its sizes."""
+
+    path: Path
+    sizes: ModelSizes
+
+
+def find_draft_model(config: InferenceConfig, tokenizer: TokenizerWrapper) -> DraftFiles:
+    """Find the model that is to draft, and download it if need be. Raises ``UserError`` where its
+    tokenizer is not that of the model which verifies."""
+    path = find_model(config.draft, None)
+    own = read_tokenizer(path, config.trust_remote_code, read_config(path))
+    if own.get_vocab() != tokenizer.get_vocab():
+        raise UserError(
+            f"--draft {config.draft}: its tokenizer is not that of --model {config.model}",
+            "name a smaller model of the same family",
+        )
+    return DraftFiles(path, model_sizes(open_model(str(path)), config.dtype))
+
+
+@dataclass(slots=True)
+class _Entered:
+    """The ``tokens`` that have entered the ``caches`` of a sequence: the first ``known`` of them
+    are the text's, and no drafts."""
+
+    caches: list[Any]
+    tokens: list[int] = field(default_factory=list)
+    known: int = 0
+
+    def keep(self, text: Sequence[int]) -> int:
+        """Forget what is not of ``text``; return how many tokens are, the last one not counted."""
+        most = min(len(self.tokens), len(text) - 1)
+        same = min(self.known, most)
+        while same < most and self.tokens[same] == text[same]:
+            same += 1
+        trim_prompt_cache(self.caches, len(self.tokens) - same)
+        return same
+
+
+@dataclass
+class ModelDrafter:
+    """A drafter that asks a ``model``, which gets at most ``chunk`` tokens of a prompt at a time.
+    Tokens from ``vocabulary`` on are padding, of which one of the models may have more."""
+
+    model: nn.Module
+    vocabulary: int
+    chunk: int
+    _entered: dict[int, _Entered] = field(default_factory=dict)
+    _last: _Entered | None = None
+
+    @classmethod
+    def of(cls, files: DraftFiles, dtype: str | None, vocabulary: int, chunk: int) -> ModelDrafter:
+        """Build the model lazily; ``vocabulary`` is that of the one that verifies."""
+        model = build_to_generate(files.path, dtype=dtype, adapter_path=None, seed=None)
+        return cls(model, min(vocabulary, files.sizes.shape.vocab_size), chunk)
+
+    def read_weights(self) -> None:
+        mx.eval(self.model.parameters())
+
+    def read(self, sequence: int, tokens: Sequence[int]) -> None:
+        self._enter(sequence, tokens, 1)
+
+    def draft(
+        self, sequence: int, tokens: Sequence[int], most: int, pays: Callable[[int], int]
+    ) -> Draft:
+        count = min(most, pays(KIND))
+        if not count:
+            return Draft()
+        begin = time.perf_counter()
+        entered = self._enter(sequence, tokens, self.chunk)
+        ids, drafts = self._ids(tokens[len(entered.tokens) :]), []
+        for _ in range(count):
+            logits = self.model(ids, cache=entered.caches)[:, -1, : self.vocabulary]
+            ids = mx.argmax(logits, axis=-1, keepdims=True)
+            drafts.append(ids)
+        guessed = np.array(mx.concatenate(drafts, axis=1))[0].tolist()
+        entered.tokens, entered.known = [*tokens, *guessed[:-1]], len(tokens)
+        return Draft(tuple(guessed), KIND, time.perf_counter() - begin)
+
+    def _enter(self, sequence: int, tokens: Sequence[int], left: int) -> _Entered:
+        """Have all ``tokens`` enter but the last ones, at most so many as may be ``left``."""
+        entered = self._entered.get(sequence)
+        if entered is None:
+            # A conversation goes on from its last answer.
+            entered, self._last = self._last or _Entered(make_prompt_cache(self.model)), None
+            self._entered[sequence] = entered
+        same = entered.keep(tokens)
+        while len(tokens) - same > left:
+            piece = tokens[same : min(same + self.chunk, len(tokens) - 1)]
+            self.model(self._ids(piece), cache=entered.caches)
+            mx.eval([cache.state for cache in entered.caches])
+            same += len(piece)
+        entered.tokens, entered.known = list(tokens[:same]), same
+        return entered
+
+    def _ids(self, tokens: Sequence[int]) -> mx.array:
+        return mx.minimum(mx.array([*tokens])[None], self.vocabulary - 1)
+
+    def forget(self, sequence: int) -> None:
+        entered = self._entered.pop(sequence, None)
+        # The plan has room for the sequences under way, and for one that has ended if none is.
+        self._last = None if self._entered else entered or self._last
