@@ -11,6 +11,7 @@ from shardmlx.costmodel.hostfile import read_hostfile
 from tests.helpers.hosts import Lab, hosts
 from tests.helpers.jobs import Job
 from tests.helpers.mpirun import mpirun
+from tests.helpers.shown import lacking
 
 LIMIT = 100e6 / 8
 """Bytes a second."""
@@ -55,6 +56,10 @@ def test_a_link_has_the_bandwidth_that_it_was_given(tmp_path: Path) -> None:
 
     first, second = read_hostfile(home / "written")
     assert (first.host, second.host) == ("mac1", "mac2")
+    here = {"amd-epyc": str(first.kind)}
+    assert (
+        lacking("doctor.md", "doctor", job.stdout + (home / "written").read_text(), here) == set()
+    )
     for machine in (first, second):
         assert machine.link is not None
         assert SLOWEST < machine.link < FASTEST

@@ -23,6 +23,7 @@ from tests.helpers.jobs import ROOT, STARTUP
 from tests.helpers.markdown import Block, blocks
 from tests.helpers.models_and_batches import load_weights
 from tests.helpers.mpirun import mpirun
+from tests.helpers.shown import strange
 from tests.helpers.small_models import small_directory
 
 GUIDE = ROOT / "docs" / "guide.md"
@@ -130,16 +131,6 @@ def commands(path: Path, *info: str) -> Iterator[str]:
     for block in blocks(path):
         if block.info == info:
             yield from re.sub(r"\\\n\s*", "", block.text).splitlines()
-
-
-def shapes(text: str) -> set[str]:
-    """The lines of an output that have numbers, whatever these are, in whatever unit."""
-    lines = {" ".join(line.split()) for line in text.splitlines() if re.search(r"\d", line)}
-    words = [(r"\w+ \(virtual\)", "LINK"), (r"\d[\d.,e+-]*", "N"), (r"N (GiB|MiB)\b", "SIZE")]
-    words += [(r"N (s|ms|us)\b", "TIME"), (r"N ([MG]bit|[GT]FLOP)/s", "RATE")]
-    for pattern, word in words:
-        lines = {re.sub(pattern, word, line) for line in lines}
-    return lines
 
 
 @pytest.fixture
@@ -279,8 +270,8 @@ def test_two_hosts_do_what_the_guide_says(lab: Lab, bench: Path, small_tokenizer
     shown = pairwise(block for path in (GUIDE, TUTORIAL) for block in blocks(path))
     outputs = [(came[a.where], b) for a, b in shown if a in typed and b.info == ()]
     assert len(outputs) > 8
-    strange = {b.where: shapes(b.text) - shapes(output) for output, b in outputs}
-    assert {where: lines for where, lines in strange.items() if lines} == {}
+    others = {b.where: strange(b.text, output) for output, b in outputs}
+    assert {where: lines for where, lines in others.items() if lines} == {}
     second = Path(lab.home("mac2").parent, "Shared", "shardmlx")
     assert not any((second / name).exists() for name in ("map.yaml", "measured", ".cache"))
 

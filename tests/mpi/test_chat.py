@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.helpers.jobs import Job
 from tests.helpers.mpirun import mlx_lm, mpirun
+from tests.helpers.shown import lacking
 
 
 def chat(ranks: int, lines: list[str], *args: str | Path) -> Job:
@@ -45,3 +46,4 @@ def test_a_conversation(small: Path) -> None:
     # All of the first turn but what its answer reads as, tokenised again, and its last token.
     assert counts[1][1] - counts[1][0] > counts[0][1] - 4
     assert "Peak memory" in said_text
+    assert lacking("generate.md", "chat", said_text) == set()

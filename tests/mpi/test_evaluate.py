@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.rank_pool import run_in_pool
+from tests.helpers.shown import lacking
 
 
 def test_two_ranks_find_the_perplexity_of_one(small: Path, pirate: Path, tmp_path: Path) -> None:
@@ -18,6 +19,8 @@ def test_two_ranks_find_the_perplexity_of_one(small: Path, pirate: Path, tmp_pat
         job = run_in_pool(ranks, *words, timeout=60.0).well()
         found.append(json.loads(output.read_text()))
         assert f"perplexity {found[-1]['perplexity']:.4f} +/-" in job.stdout
+        here = {".cache/pirate": str(pirate)}
+        assert lacking("export.md", "perplexity", job.stdout, here) == set()
     assert found[0]["tokens"] == found[1]["tokens"]
     assert found[0]["texts"] == 14
     assert found[0]["perplexity"] == pytest.approx(found[1]["perplexity"], rel=1e-5)

@@ -7,6 +7,7 @@ from pathlib import Path
 from tests.helpers.models_and_batches import tensors
 from tests.helpers.mpirun import mlx_lm
 from tests.helpers.rank_pool import run_in_pool
+from tests.helpers.shown import lacking
 
 SAY = "--prompt", "What is the colour of the sea?", "--max-tokens", "24"
 
@@ -15,6 +16,9 @@ def export(ranks: int, model: Path, to: Path, *how: str | Path) -> Path:
     words = "-m", "shardmlx.export", model, "-o", to, *how
     job = run_in_pool(ranks, *words, "--verify", timeout=60.0).well()
     assert "tensors against the family llama: names, shapes, packing" in job.stdout
+    if ranks == 1:
+        here = {"smollm2": str(model), "pirate-4bit": str(to)}
+        assert lacking("export.md", "fused", job.stdout, here) == set()
     return to
 
 

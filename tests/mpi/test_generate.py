@@ -13,6 +13,7 @@ import pytest
 from tests.helpers.jobs import AFTER_A_KILL, PROGRAMS, Job
 from tests.helpers.mpirun import mlx_lm, mpirun
 from tests.helpers.rank_pool import run_in_pool
+from tests.helpers.shown import lacking, shown
 
 PROMPT = "What is the colour of the sea, and who sails on it?"
 
@@ -78,6 +79,8 @@ def test_prompts_from_a_file(small: Path, tmp_path: Path) -> None:
         for answer in answers
     )
     assert answers[2]["finish_reason"] in ("length", "stop")
+    on_the_page = [*map(json.loads, re.findall("^{.*}$", shown("generate.md", "prompts"), re.M))]
+    assert [[*row] for row in on_the_page[2:]] == [[*answers[0]]] * 2
     # To stdout, and nothing else.
     lines = generate_well(1, *how, "--prompts", prompts).splitlines()
     assert [json.loads(line) for line in lines] == answers
@@ -86,10 +89,8 @@ def test_prompts_from_a_file(small: Path, tmp_path: Path) -> None:
 def test_what_it_says(small: Path) -> None:
     how = ("--model", small, "--prompt", PROMPT, "--max-tokens", "8", "--draft", small)
     job = generate(2, *how).well()
-    assert re.search(r"^Prompt: \d+ tokens, [\d.]+ tokens-per-sec$", job.stdout, re.M)
-    assert re.search(r"^Generation: \d tokens, [\d.]+ tokens-per-sec$", job.stdout, re.M)
+    assert lacking("generate.md", "answer", job.stdout) == set()
     assert re.search(r"^Drafts: \d+ tokens in \d+ rounds, \d+ accepted, ", job.stdout, re.M)
-    assert re.search(r"^Peak memory: [\d.]+ [GMK]iB$", job.stdout, re.M)
     assert [line.split()[0] for line in job.stdout.splitlines()[-3:]] == ["rank", "0", "1"]
 
 

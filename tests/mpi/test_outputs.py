@@ -17,6 +17,7 @@ from mlx_lm.tuner.trainer import evaluate
 from tests.helpers.jobs import ROOT, Job
 from tests.helpers.models_and_batches import load_arrays, load_weights
 from tests.helpers.mpirun import events, in_file, train_well
+from tests.helpers.shown import lacking
 
 Arguments = list[str | Path]
 
@@ -250,6 +251,8 @@ def test_the_trace_shows_every_action_of_every_rank(lora: Job, directory: Path) 
 
 def test_only_rank_0_speaks_and_says_each_thing_once(lora: Job) -> None:
     assert lora.stderr == ""
+    assert lacking("training.md", "run", lora.stdout) == set()
+    assert lacking("README.md", "demo", lora.stdout) == set()
     lines = lora.stdout.splitlines()
     for start in ("BLAS: ", "Trainable parameters: ", "Data: ", "step 2: loss", "Saved to lora"):
         assert len([line for line in lines if line.startswith(start)]) == 1, start

@@ -18,6 +18,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from tests.helpers.models_and_batches import load_weights
 from tests.helpers.mpirun import events, train_well
+from tests.helpers.shown import lacking
 
 BETA, RATE, SEED, ITERS, ROWS = 0.1, 2e-4, 5, 8, 4
 LORA = {"rank": 4, "dropout": 0.0, "scale": 10.0}
@@ -86,7 +87,8 @@ def run(small: Path, data: Path, tmp_path: Path) -> Train:
         where = {"model": str(small), "data": str(data / kind), "adapter_path": str(output)}
         config.write_text(yaml.safe_dump(COMMON | where | options))
         metrics = tmp_path / f"{name}.jsonl"
-        train_well(ranks, "-c", config, "--metrics-file", metrics, *flags)
+        job = train_well(ranks, "-c", config, "--metrics-file", metrics, *flags)
+        assert lacking("preferences.md", "rewards", job.stdout) == set()
         losses, validation = (
             [event["loss"] for event in events(metrics, kind)] for kind in ("train", "val")
         )

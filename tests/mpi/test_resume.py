@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from tests.helpers.jobs import PROGRAMS, Job
 from tests.helpers.models_and_batches import load_weights
 from tests.helpers.mpirun import events, train_well
 from tests.helpers.rank_pool import run_in_pool
+from tests.helpers.shown import shown
 
 COMMON: dict[str, Any] = {
     "seed": 5,
@@ -247,6 +249,9 @@ def test_what_the_metrics_tell(results: Results, run: str) -> None:
         assert event["exposed_seconds"] >= 0
     (event,) = events(resumed.metrics, "resume")
     assert event["step"] == SAVED_AT[run]
+    if run == ADAM:  # on two stages, as on the page
+        on_the_page = re.findall(r"^ {8}(\S+)", shown("stop-and-resume.md", "checkpoint"), re.M)
+        assert {path.name for path in (whole.checkpoints / name).iterdir()} == {*on_the_page}
     (summary,) = events(whole.metrics, "summary")
     assert summary["checkpoints"]["saved"] == 3
 

@@ -20,6 +20,7 @@ import pytest
 
 from tests.helpers.jobs import Running
 from tests.helpers.mpirun import mlx_lm
+from tests.helpers.shown import lacking
 
 SECONDS_TO_START = 60.0
 KEY = "a-key"
@@ -99,6 +100,8 @@ def test_the_text_of_mlx_lm(served: Served, small: Path) -> None:
     said = "What is the colour of the sea?"
     wanted = mlx_lm("--model", small, "--prompt", said, "--max-tokens", "12")
     assert served.ask(said) + "\n" == wanted
+    here = {"smollm2-135m-instruct": "model"}
+    assert lacking("serve.md", "serving", served.running.job().stdout, here) == set()
 
 
 def test_what_each_rank_may_hold_and_the_first_has_held(served: Served) -> None:

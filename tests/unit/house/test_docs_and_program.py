@@ -14,6 +14,7 @@ from shardmlx.costmodel.hostfile import KEYS
 from shardmlx.distributed.signals import STOPS
 from shardmlx.hosts.supervisor import STOPPING
 from shardmlx.runreport.metrics_file import KNOWN
+from tests.helpers.markdown import blocks
 from tests.helpers.messages import TOPS, text_of
 from tests.helpers.sources import ROOT, nodes
 
@@ -111,12 +112,42 @@ def said() -> re.Pattern[str]:
     return re.compile("|".join(".*".join(map(re.escape, each.split("\0"))) for each in of_words))
 
 
+SAID = re.compile(r"(?:shardmlx: (?:error|failed)|^warning|^launch): ([^`\n]*)", re.MULTILINE)
+"""What a line says that names where it comes from."""
+
+
 def test_lines_that_are_printed_are_lines_of_the_program() -> None:
     """Clause by clause, where one has five words or more."""
-    begin = re.compile(r"(?:shardmlx: (?:error|failed)|^warning|^launch): ([^`\n]*)", re.MULTILINE)
-    lines = [line for page in PAGES for line in begin.findall(page.read_text(encoding="utf-8"))]
+    lines = [line for page in PAGES for line in SAID.findall(page.read_text(encoding="utf-8"))]
     assert len(lines) > 15
     clauses = {each.strip() for line in lines for each in SEPARATOR.split(line)}
     can_say = said()
     whole = [each for each in clauses if len(each.split()) > 4 and "..." not in each]
     assert [each for each in whole if not can_say.fullmatch(each)] == []
+
+
+CODE = {"sh", "python", "yaml", "jsonl", "csv", "toml"}
+GUIDES = {"guide.md", "tutorial.md", "mpirun-messages.md", "troubleshooting.md"}
+"""What these show after a command, or quote of mpirun, tests/lab/test_guide.py compares."""
+
+
+def test_what_a_page_shows_is_made_or_compared() -> None:
+    """By scripts/docs.py, by the test that names its block, or by the one above."""
+    tests = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")]
+    named = {pair for text in tests for pair in re.findall(r'"([\w-]+\.md)", "([\w-]+)"', text)}
+    loose = set()
+    for page in [ROOT / "README.md", *PAGES]:
+        made = re.findall(r"<!-- made: .*?<!-- end -->", page.read_text(encoding="utf-8"), re.S)
+        for block in blocks(page):
+            kind, *names = block.info or [""]
+            lines = re.sub(r"^(\$ .*|\.\.\.)\n", "", block.text, flags=re.M).splitlines()
+            is_compared = any((page.name, name) in named for name in names)
+            if not (
+                kind in CODE
+                or is_compared
+                or page.name in GUIDES
+                or all(SAID.match(line) for line in lines)
+                or any(block.text in part for part in made)
+            ):
+                loose.add(block.where)
+    assert loose == set()

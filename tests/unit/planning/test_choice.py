@@ -38,6 +38,7 @@ from shardmlx.planning.ways import ways
 from shardmlx.training.planned_run import choose_plan
 from tests.helpers.fake_models import MISTRAL_7B, write_config
 from tests.helpers.models_and_batches import tiny_config
+from tests.helpers.shown import lacking
 from tests.helpers.workloads import workload
 
 SIXTEEN: dict[str, Any] = {
@@ -467,6 +468,7 @@ def test_a_schedule_with_a_smaller_bubble_is_taken(small: Path) -> None:
     assert 1 / choice.relative_seconds > 1.05
     ratio = f"{1 / choice.relative_seconds:.2f} times as fast as the simplest way"
     assert str(choice) == f"chosen: {choice.way}: predicted {ratio}"
+    assert lacking("training.md", "choice", str(choice)) == set()
 
 
 def test_between_hosts_whose_links_are_not_known_messages_are_few(small: Path) -> None:

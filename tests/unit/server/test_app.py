@@ -21,6 +21,7 @@ from shardmlx.server.guard import POLICY
 from shardmlx.server.metrics import Metrics
 from shardmlx.server.request_queue import Delta, RequestQueue
 from tests.helpers.http_serving import MODEL, Agent, Letters, Parrot, Serving, Text, serving
+from tests.helpers.shown import shown
 
 USER: ChatCompletionUserMessageParam = {"role": "user", "content": "hello"}
 KEY = "sesame"
@@ -240,6 +241,11 @@ def test_what_clients_may_take_for_line_ends_is_escaped(shared: Serving) -> None
     response = post(shared, {"prompt": tokens, "stream": True, "max_tokens": 5})
     events = [line for line in response.text.splitlines() if line]
     assert all(line.startswith("data: ") for line in events)
+
+
+def test_an_error_is_the_one_of_the_page(shared: Serving) -> None:
+    response = post(shared, {"prompt": "hello", "echo": True})
+    assert response.json() == json.loads(shown("serve.md", "refusal"))
 
 
 @pytest.mark.parametrize(
