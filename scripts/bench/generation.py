@@ -120,7 +120,8 @@ def stages(model_path: str, chunk: int, sizes: Sequence[int] | None) -> None:
     own_core(launched_rank())
     prepare()
     from shardmlx.inference.kv_caches import KVCaches
-    from shardmlx.inference.pipeline import FirstStage, LaterStage
+    from shardmlx.inference.later_stage import LaterStage
+    from shardmlx.inference.pipeline import FirstStage
     from shardmlx.inference.sampler import BatchSampler
     from shardmlx.inference.sampling_params import SamplingParams
     from shardmlx.inference.scheduler import Scheduler

@@ -18,7 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from shardmlx.config.inference import InferenceConfig
 from shardmlx.costmodel.workload import ModelSizes, model_sizes
 from shardmlx.errors import UserError
-from shardmlx.inference.drafts import Draft
+from shardmlx.inference.drafts import Draft, Drafter
 from shardmlx.loading.build import build_to_generate
 from shardmlx.loading.hub_download import find_model
 from shardmlx.modelfiles.model_files import open_model
@@ -70,7 +70,7 @@ class _Entered:
 
 
 @dataclass
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """A drafter that asks a ``model``, which gets at most ``chunk`` tokens of a prompt at a time.
     Tokens from ``vocabulary`` on are padding, of which one of the models may have more."""
 

@@ -53,11 +53,7 @@ class Draft:
 
 
 class Drafter(Protocol):
-    """A maker of drafts."""
-
-    def read(self, sequence: int, tokens: Sequence[int]) -> None:
-        """Take in the prompt of a sequence, as ``draft`` would before its first one."""
-        ...
+    """A maker of drafts. A subclass need only make them."""
 
     def draft(
         self, sequence: int, tokens: Sequence[int], most: int, pays: Callable[[int], int]
@@ -66,22 +62,38 @@ class Drafter(Protocol):
         as it ``pays`` to guess, perhaps none."""
         ...
 
+    def read(self, sequence: int, tokens: Sequence[int]) -> None:
+        """Take in the prompt of a sequence, as ``draft`` would before its first one."""
+        return
+
+    def expect(self, sequence: int, prompt: Sequence[int], predicted: Sequence[int]) -> None:
+        """Note what a client predicts to come after a prompt."""
+        return
+
     def forget(self, sequence: int) -> None:
         """Note that a sequence has ended."""
-        ...
+        return
 
 
 @dataclass(slots=True)
 class _Ends:
-    """The place after the last of each sequence of ``SHORTEST`` to ``LONGEST`` tokens that ends
-    before ``upto``."""
+    """A ``text``, and the place after the last of each sequence of ``SHORTEST`` to ``LONGEST``
+    tokens that something follows in it. So many tokens of the sequence are ``read``."""
 
-    upto: int = 0
+    text: list[int] = field(default_factory=list)
     last: dict[tuple[int, ...], int] = field(default_factory=dict)
+    read: int = 0
+
+    def add(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            end = len(self.text)
+            for length in range(SHORTEST, min(LONGEST, end) + 1):
+                self.last[tuple(self.text[end - length : end])] = end
+            self.text.append(token)
 
 
 @dataclass
-class LookupDrafter:
+class LookupDrafter(Drafter):
     """A drafter that repeats what followed the text's last tokens where they were before (prompt
     lookup decoding, of A. Saxena). The kind of a draft is the number of these tokens."""
 
@@ -89,20 +101,24 @@ class LookupDrafter:
 
     def read(self, sequence: int, tokens: Sequence[int]) -> None:
         ends = self._ends.setdefault(sequence, _Ends())
-        for end in range(ends.upto, len(tokens)):
-            for length in range(SHORTEST, min(LONGEST, end) + 1):
-                ends.last[tuple(tokens[end - length : end])] = end
-        ends.upto = len(tokens)
+        ends.add(tokens[ends.read :])
+        ends.read = len(tokens)
+
+    def expect(self, sequence: int, prompt: Sequence[int], predicted: Sequence[int]) -> None:
+        self.read(sequence, prompt)
+        # The prompt's end, behind which it stands, is repeated for the answer to stand behind it.
+        self._ends[sequence].add([*predicted, *prompt[-LONGEST:]])
 
     def draft(
         self, sequence: int, tokens: Sequence[int], most: int, pays: Callable[[int], int]
     ) -> Draft:
         self.read(sequence, tokens)
+        text, last = self._ends[sequence].text, self._ends[sequence].last
         for length in range(LONGEST, SHORTEST - 1, -1):
-            begin = self._ends[sequence].last.get(tuple(tokens[-length:]))
+            begin = last.get(tuple(text[-length:]))
             if begin is not None:
-                period, count = len(tokens) - begin, min(most, pays(length))
-                return Draft(tuple(tokens[begin + i % period] for i in range(count)), length)
+                period, count = len(text) - begin, min(most, pays(length))
+                return Draft(tuple(text[begin + i % period] for i in range(count)), length)
         return Draft()
 
     def forget(self, sequence: int) -> None:
@@ -210,7 +226,9 @@ class DraftCounts:
     accepted: int = 0
 
     def plus(self, drafted: int, accepted: int) -> DraftCounts:
-        return DraftCounts(self.rounds + 1, self.drafted + drafted, self.accepted + accepted)
+        """Return the counts with those of a step, which may have been one without drafts."""
+        rounds = self.rounds + (drafted > 0)
+        return DraftCounts(rounds, self.drafted + drafted, self.accepted + accepted)
 
     def __str__(self) -> str:
         tokens = (self.rounds + self.accepted) / max(self.rounds, 1)
@@ -218,6 +236,9 @@ class DraftCounts:
             f"{self.drafted} tokens in {self.rounds} rounds, {self.accepted} accepted, "
             f"{tokens:.2f} tokens a round"
         )
+
+
+NO_DRAFTS = DraftCounts()
 
 
 @dataclass
@@ -236,7 +257,7 @@ class Drafting:
     cuttable: int = sys.maxsize
     quantised: int = 0
     back_off: BackOff = field(default_factory=BackOff)
-    counts: DraftCounts = DraftCounts()
+    counts: DraftCounts = NO_DRAFTS
     """Counts of all rounds since they were taken."""
 
     def read(self, sequence: int, tokens: Sequence[int]) -> None:
@@ -261,11 +282,10 @@ class Drafting:
         return self.drafter.draft(sequence, tokens, most, pays)
 
     def take_counts(self) -> DraftCounts:
-        counts, self.counts = self.counts, DraftCounts()
+        counts, self.counts = self.counts, NO_DRAFTS
         return counts
 
     def took(self, draft: Draft, came: int, seconds: float) -> None:
         """Note the ``seconds`` of a step for a sequence alone, of which ``came`` tokens."""
         self.back_off.took(draft, came, seconds)
-        if draft.tokens:
-            self.counts = self.counts.plus(len(draft.tokens), came - 1)
+        self.counts = self.counts.plus(len(draft.tokens), came - 1)

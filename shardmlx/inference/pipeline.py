@@ -28,26 +28,21 @@ announcement, whatever it is of, tells all stages to forget the others.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import mlx.core as mx
 import numpy as np
 
-from shardmlx.distributed.messages import Handle, PeerLost, buffer_of
+from shardmlx.distributed.messages import Handle, buffer_of
 from shardmlx.inference.detokenize import IncrementalDetokenizer
-from shardmlx.inference.drafts import Draft, Drafting, accepted
+from shardmlx.inference.drafts import NO_DRAFTS, Draft, DraftCounts, Drafting, accepted
 from shardmlx.inference.prefix_cache import CachedPrefix, KeptPrefix, PrefixCache
 from shardmlx.inference.sampler import packed_width, unpack
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 from shardmlx.inference.scheduler import Item, ItemKind, Scheduler
-from shardmlx.inference.stage import HIDDEN_TAG, TOKENS_TAG, UNSENT, ItemGraph, StageWorker
-
-AHEAD = 2
-"""Announcements that a rank may take in, and pass on, ahead of the item that it computes."""
+from shardmlx.inference.stage import TOKENS_TAG, UNSENT, ItemGraph, StageWorker
 
 
 @dataclass(slots=True)
@@ -62,6 +57,7 @@ class _Sequence:
     position: int = 0
     cached: int = 0
     borders: tuple[int, ...] = ()
+    drafts: DraftCounts = NO_DRAFTS
     is_cancelled: bool = False
 
 
@@ -114,17 +110,30 @@ class FirstStage:
         return self._prefix_cache.tokens if self._prefix_cache is not None else 0
 
     def add(
-        self, sequence: int, tokens: Sequence[int], params: SamplingParams, context: int = 0
+        self,
+        sequence: int,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        context: int = 0,
+        predicted: Sequence[int] = (),
     ) -> None:
         """Take in a prompt. ``sequence`` is a number that no other has had, ``context`` the most
-        tokens that it may have, where the scheduler has a capacity or there are drafts. Raises as
-        ``Scheduler.add``."""
+        tokens that it may have, where the scheduler has a capacity or there are drafts; what is
+        ``predicted`` of the answer is for these. Raises as ``Scheduler.add``."""
         self._sequences[sequence] = _Sequence(list(tokens), params, context, len(tokens))
         self._scheduler.add(sequence, len(tokens), params, context)
+        if self.drafting is not None and predicted:
+            self.drafting.drafter.expect(sequence, tokens, predicted)
 
     def cached(self, sequence: int) -> int:
         """Return how many prompt tokens came from the prefix cache, once a token has come."""
         return self._sequences[sequence].cached
+
+    def drafts(self, sequence: int) -> DraftCounts:
+        """Count the drafts of a sequence, of those accepted the ones that ``step`` has returned."""
+        counts = self._sequences[sequence].drafts
+        ahead = sum(number == sequence for number, _ in self._ahead)  # the last was no draft
+        return replace(counts, accepted=counts.accepted - max(ahead - 1, 0))
 
     def finish(self, sequence: int) -> None:
         """End a sequence: to be called when ``step`` has returned its last token."""
@@ -316,6 +325,7 @@ class FirstStage:
             known = self._alone(item)
             if self.drafting is not None and known and len(known.tokens) > known.prompt:
                 self.drafting.took(back.draft, count, time.perf_counter() - back.began)
+                known.drafts = known.drafts.plus(len(item.drafts), count - 1)
             self._scheduler.returned(item, count)
             for i, number in enumerate(item.sequences):
                 sequence = self._sequences[number]
@@ -350,67 +360,6 @@ class FirstStage:
         if self._prefix_cache is not None and capacity is not None:
             room = capacity - self._scheduler.reserved
             self._scheduler.forget(self._prefix_cache.shrink(room))
-
-
-class LaterStage:
-    """A rank other than 0: it does what is announced, until it is told to stop."""
-
-    def __init__(self, worker: StageWorker) -> None:
-        self._worker = worker
-        self._peer = worker.transport.rank - 1
-        # Items that have been announced, each with its inputs, and the receive of these.
-        self._heard: deque[tuple[Item, mx.array, Handle]] = deque()
-        self._next = worker.await_announcement()
-
-    def run(self) -> None:
-        """Work until rank 0 calls ``FirstStage.stop``. Raises as ``FirstStage.step``."""
-        worker, kind = self._worker, ItemKind.IDLE
-        with worker.named_errors():
-            while kind is not ItemKind.STOP:
-                if not self._heard:
-                    worker.begin(None)
-                    worker.wait(self._next, self._peer)
-                    self._hear()
-                item, inputs, handle = self._heard.popleft()
-                kind = item.kind
-                worker.begin(item)
-                if kind is ItemKind.IDLE:
-                    worker.update(item)
-                elif kind is not ItemKind.STOP:
-                    self._compute(item, inputs, handle)
-                worker.item = None
-            worker.outbox.drain(0)
-        worker.begin(None)
-
-    def _compute(self, item: Item, inputs: mx.array, handle: Handle) -> None:
-        graph = self._worker.build(item, inputs)
-        while self._may_hear():
-            self._hear()
-        self._worker.wait(handle, self._peer)
-        self._worker.compute(graph)
-        self._worker.pass_on(graph)
-
-    def _may_hear(self) -> bool:
-        """Return whether an announcement has come, and may be taken in ahead of its time."""
-        stops = bool(self._heard) and self._heard[-1][0].kind is ItemKind.STOP
-        if stops or len(self._heard) >= AHEAD:
-            return False
-        with contextlib.suppress(PeerLost):  # who waits for it says where
-            return self._worker.has_come(self._next)
-        return False
-
-    def _hear(self) -> None:
-        """Take in an announcement that has come: pass it on, and post the receive of its inputs."""
-        worker = self._worker
-        item = worker.heard(self._next)
-        inputs = mx.zeros(0)
-        handle = Handle(inputs, done=True)
-        if item.kind not in (ItemKind.STOP, ItemKind.IDLE):
-            inputs = worker.inputs(item)
-            handle = worker.transport.receive(inputs, self._peer, HIDDEN_TAG)
-        self._heard.append((item, inputs, handle))
-        if item.kind is not ItemKind.STOP:  # after which nothing comes
-            self._next = worker.await_announcement()
 
 
 def _keys(cache: PrefixCache) -> tuple[tuple[int, str], ...]:

@@ -77,6 +77,10 @@ class PromptEncoder:
         """Return the tokens of a prompt, without the chat template. Raises ``UserError``."""
         return self._tokens(prompt, self.tokenizer.encode)
 
+    def answer(self, text: str) -> tuple[int, ...]:
+        """Return the tokens that a text has in an answer. Raises ``UserError``."""
+        return self._tokens(text, partial(self.tokenizer.encode, add_special_tokens=False))
+
     def checked(self, tokens: Sequence[int]) -> Sequence[int]:
         """Return ``tokens``. Raises ``UserError`` for one that the model does not know."""
         if (known := self.vocabulary) is not None:
@@ -159,7 +163,7 @@ class PromptEncoder:
         )
         if mark is not None:
             return self._tokens(text, partial(encode_without, mark, tokenizer=self.tokenizer))
-        return self._tokens(text, partial(self.tokenizer.encode, add_special_tokens=False))
+        return self.answer(text)
 
     def token_text(self, token: int) -> str:
         """Return the text of a token; that of a part of a character is U+FFFD."""

@@ -23,7 +23,8 @@ from shardmlx.inference.draft_model import DraftFiles, ModelDrafter, find_draft_
 from shardmlx.inference.drafts import FIRST, FIRST_OF_MODEL, BackOff, Drafting, LookupDrafter
 from shardmlx.inference.grammars import Grammars
 from shardmlx.inference.kv_caches import KVCaches, check_quantised
-from shardmlx.inference.pipeline import FirstStage, LaterStage
+from shardmlx.inference.later_stage import LaterStage
+from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.plan import GenerationLoad, InferencePlan, plan_inference
 from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.inference.prefix_files import PrefixFiles
@@ -139,12 +140,14 @@ class InferenceRun:
         *,
         params: SamplingParams | None = None,
         before: Sequence[int] = (),
+        predicted: Sequence[int] = (),
     ) -> IncrementalDetokenizer:
         """Begin the answer to a prompt on rank 0, sampled by ``params``, or as the options say from
-        random stream ``number``. Its text goes on from the tokens ``before`` it."""
+        random stream ``number``. Its text goes on from the tokens ``before`` it, and may have those
+        ``predicted``."""
         answer = IncrementalDetokenizer.of(self._tokenizer, max_tokens, stops, before)
         params = params or replace(self.sampling, stream=number)
-        first_stage.add(number, tokens, params, len(tokens) + max_tokens)
+        first_stage.add(number, tokens, params, len(tokens) + max_tokens, predicted)
         return answer
 
 

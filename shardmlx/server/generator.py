@@ -13,6 +13,7 @@ from socket import socket
 import mlx.core as mx
 
 from shardmlx.common.http_listener import trusted_hosts
+from shardmlx.config.inference import LOOKUP
 from shardmlx.config.serve import KEY_VARIABLE, ServeConfig
 from shardmlx.errors import one_line
 from shardmlx.inference.detokenize import IncrementalDetokenizer
@@ -58,6 +59,7 @@ class PipelineGenerator:
             request.max_tokens,
             params=request.sampling,
             before=request.tokens if request.continues else (),
+            predicted=request.predicted,
         )
         self._answers[number] = answer, AnswerParser(request.syntax, request.stop)
 
@@ -86,10 +88,11 @@ class PipelineGenerator:
             is_end = sampled.token == BROKEN or sampled.token in answer.eos
             told = () if is_end else (sampled,)
             cached, reason = self.first_stage.cached(number), answer.finish_reason
+            drafts = self.first_stage.drafts(number)
             if reason is not None:
                 del self._answers[number]
                 self.first_stage.finish(number)
-            delta = Delta(parts, told, answer.count, cached, reason, parser.stop)
+            delta = Delta(parts, told, answer.count, cached, reason, parser.stop, drafts)
             deltas.append((number, delta))
         return deltas
 
@@ -125,6 +128,7 @@ class RequestServer:
             max_tokens=config.max_tokens,
             sampling=self.prepared.sampling,
             complaint=None if grammars is None else grammars.complaint,
+            takes_predictions=config.draft == LOOKUP,
         )
         metrics = Metrics(queue)
         metrics.show_memory(self._transport.hosts, self.prepared.limits, mx.get_peak_memory)

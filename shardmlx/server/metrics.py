@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shardmlx.costmodel.memory_limits import MemoryLimits
+from shardmlx.inference.drafts import NO_DRAFTS, DraftCounts
 from shardmlx.server.request_queue import Delta, RequestQueue
 
 CLIENT_GONE = 499
@@ -24,6 +25,9 @@ COUNTERS = (
     (("prompt_tokens", "Tokens of the prompts of all answers"), ()),
     (("cached_tokens", "Tokens of prompts that came from the prefix cache"), ()),
     (("generated_tokens", "Tokens generated"), ()),
+    (("draft_rounds", "Steps that verified drafts"), ()),
+    (("drafted_tokens", "Tokens that were drafted"), ()),
+    (("accepted_tokens", "Drafts that were right; with one more a round they came together"), ()),
 )
 """Name, help text and labels of the counters."""
 
@@ -94,6 +98,7 @@ class RequestMeter:
     metrics: Metrics
     prompt_tokens: int
     generated: int = 0
+    drafts: DraftCounts = NO_DRAFTS
     has_ended: bool = False
     last: float = field(default_factory=time.monotonic)
 
@@ -111,7 +116,11 @@ class RequestMeter:
             for _ in range(more):
                 self.metrics.histograms["time_between_tokens"].observe((now - self.last) / more)
         self.metrics.counters["generated_tokens"].inc(more)
-        self.generated = delta.generated
+        drafts, before = delta.drafts, self.drafts
+        self.metrics.counters["draft_rounds"].inc(drafts.rounds - before.rounds)
+        self.metrics.counters["drafted_tokens"].inc(drafts.drafted - before.drafted)
+        self.metrics.counters["accepted_tokens"].inc(drafts.accepted - before.accepted)
+        self.generated, self.drafts = delta.generated, drafts
         self.last = now
         if delta.finish_reason is not None:
             self.end(delta.finish_reason)

@@ -102,11 +102,7 @@ class MessageBody(Body):
     @field_validator("content", mode="plain")
     @classmethod
     def _content(cls, value: object) -> str:
-        if isinstance(value, str):
-            return value
-        if not isinstance(value, list):
-            raise ValueError("give a text, or a list of parts of type text")
-        return "".join(map(_part, value))
+        return _text(value)
 
     @property
     def is_begun(self) -> bool:
@@ -138,6 +134,26 @@ class MessageBody(Body):
             raise refused(f"{where}.content is missing: give a text", f"{where}.content")
         refusal = extra.get("refusal")  # OpenAI's models say it instead
         return refusal if isinstance(refusal, str) else ""
+
+
+class PredictionBody(Body, extra="ignore"):
+    """A text that may come in the answer, as a whole or in parts."""
+
+    type: Literal["content"]
+    content: str
+
+    @field_validator("content", mode="plain")
+    @classmethod
+    def _content(cls, value: object) -> str:
+        return _text(value)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("give a text, or a list of parts of type text")
+    return "".join(map(_part, value))
 
 
 def _part(part: object) -> str:

@@ -67,14 +67,21 @@ class ChoicesReply(Reply):
 
     @property
     def usage(self) -> Json:
-        """The numbers of tokens. Cached are those of a prompt for all of its answers."""
+        """The numbers of tokens. Cached are those of a prompt for all of its answers; drafts are
+        what OpenAI calls predictions, whoever made them."""
         n, prompt, generated = self.request.n, self.prompt_tokens, sum(self.generated)
         cached = sum(min(self.cached[at : at + n]) for at in range(0, len(self.cached), n))
+        accepted = sum(each.accepted for each in self.drafts)
+        rejected = sum(each.drafted for each in self.drafts) - accepted
         return {
             "prompt_tokens": prompt,
             "completion_tokens": generated,
             "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": rejected,
+            },
         }
 
     def _chunk(self, *choices: Json) -> Json:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import ClassVar
 
+from shardmlx.inference.drafts import NO_DRAFTS
 from shardmlx.server.accepted_fields import Json
 from shardmlx.server.answer_parser import Part
 from shardmlx.server.openai_errors import ApiError
@@ -33,11 +34,13 @@ class Reply(ABC):
         self.created = int(time.time())
         self.generated = [0 for _ in request.requests]
         self.cached = [0 for _ in request.requests]
+        self.drafts = [NO_DRAFTS for _ in request.requests]
         self.blocks: list[list[Part]] = [[] for _ in request.requests]
 
     def add(self, index: int, delta: Delta) -> Iterator[Json]:
         """Take in a delta of answer ``index``, and yield the events to send of it."""
         self.generated[index], self.cached[index] = delta.generated, delta.cached
+        self.drafts[index] = delta.drafts
         yield from self._add(index, delta)
 
     def _begins(self, index: int, part: Part) -> bool:

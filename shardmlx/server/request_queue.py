@@ -15,6 +15,7 @@ from typing import Protocol
 
 from shardmlx.errors import one_line
 from shardmlx.inference.detokenize import FinishReason as FinishReason
+from shardmlx.inference.drafts import NO_DRAFTS, DraftCounts
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 from shardmlx.server.answer_parser import AnswerSyntax, Part
 from shardmlx.server.openai_errors import ApiError
@@ -25,7 +26,8 @@ SOON: Mapping[str, str] = {"retry-after": "2"}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """A request for an answer, which ends before any of the ``stop`` strings: with a ``syntax``,
-    of those in what is said. If it ``continues`` its prompt, it may begin with a space."""
+    of those in what is said. If it ``continues`` its prompt, it may begin with a space. Tokens are
+    ``predicted`` that may come in it."""
 
     tokens: tuple[int, ...]
     max_tokens: int
@@ -33,6 +35,7 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     syntax: AnswerSyntax | None = None
     continues: bool = False
+    predicted: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class Delta:
 
     There are no ``parts`` while a character, a mark or a stop string may be incomplete.
     ``generated`` counts all tokens of the answer so far; ``cached`` those of its prompt that came
-    from the prefix cache. ``stop`` is the stop string that ended it.
+    from the prefix cache. ``stop`` is the stop string that ended it, ``drafts`` are all so far.
     """
 
     parts: tuple[Part, ...]
@@ -50,6 +53,7 @@ class Delta:
     cached: int = 0
     finish_reason: FinishReason | None = None
     stop: str | None = None
+    drafts: DraftCounts = NO_DRAFTS
 
 
 class QueueFull(ApiError):

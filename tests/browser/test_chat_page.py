@@ -103,7 +103,10 @@ def test_an_answer_says_what_it_cost_and_is_copied(page: Page, stage: Stage) -> 
     assert page.texts() == ["Ahoy!", "Ahoy!A"]
     about = page.one(".answer .about").text
     assert "parrot · 6 tokens · " in about
-    assert " tokens/s · 5 prompt tokens (2 cached) · cut off at max tokens" in about
+    assert (
+        " tokens/s · 4 of 6 drafts accepted · 5 prompt tokens (2 cached) · cut off at max tokens"
+        in about
+    )
     for name, text in (("Copy this answer", "Ahoy!A"), ("Copy this message", "Ahoy!")):
         page.press(name)
         page.wait(

@@ -13,7 +13,8 @@ from mlx_lm.generate import generate_step
 from shardmlx.distributed.transport import Transport
 from shardmlx.inference.drafts import Drafting
 from shardmlx.inference.kv_caches import KVCaches
-from shardmlx.inference.pipeline import FirstStage, LaterStage
+from shardmlx.inference.later_stage import LaterStage
+from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.inference.prefix_files import find_kept, open_prefix_files
 from shardmlx.inference.sampler import BatchSampler

@@ -13,6 +13,7 @@ from typing import Any
 from shardmlx.common.http_listener import bind, trusted_hosts
 from shardmlx.errors import UserError
 from shardmlx.inference.answer_format import AnswerFormat, Marks, Tool, call_format
+from shardmlx.inference.drafts import DraftCounts
 from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.sampling_params import SampledToken
 from shardmlx.server.answer_parser import AnswerParser
@@ -52,6 +53,9 @@ class Letters(PromptEncoder):
         if not prompt:
             raise UserError("the prompt has no tokens: give a longer text")
         return tuple(map(ord, prompt))
+
+    def answer(self, text: str) -> tuple[int, ...]:
+        return self.text(text)
 
     answer_format = AnswerFormat()
 
@@ -109,7 +113,7 @@ class Text:
 class Parrot:
     """A generator that repeats each prompt until it is told to stop, a token of each of ``at_once``
     texts a step, while it ``goes_on``; after ``steps`` it does not. A step ends when ``lasts`` is
-    set."""
+    set. Of three drafts two are right."""
 
     at_once: int = 64
     steps: int | None = None
@@ -164,10 +168,11 @@ class Parrot:
         request = text.request
         token = request.tokens[text.generated % len(request.tokens)]
         text.generated += 1
-        cached = len(request.tokens) // 2
+        cached, rounds = len(request.tokens) // 2, text.generated // 3
+        drafts = DraftCounts(rounds, 3 * rounds, 2 * rounds)
         if chr(token) == END:
             parts = tuple(text.parser.take("", is_last=True))
-            return Delta(parts, (), text.generated, cached, "stop")
+            return Delta(parts, (), text.generated, cached, "stop", drafts=drafts)
         most = request.sampling.logprobs
         sampled = SampledToken(token)
         if most is not None:
@@ -177,7 +182,7 @@ class Parrot:
         parts = tuple(text.parser.take(chr(token), is_last=reason is not None))
         if (stop := text.parser.stop) is not None:
             reason = "stop"
-        return Delta(parts, (sampled,), text.generated, cached, reason, stop)
+        return Delta(parts, (sampled,), text.generated, cached, reason, stop, drafts)
 
 
 @dataclass

@@ -95,6 +95,9 @@ async function stream(conversation, settings, turn, signal, grown) {
       turn.tokens = usage.completion_tokens;
       turn.prompt = usage.prompt_tokens;
       turn.cached = usage.prompt_tokens_details?.cached_tokens;
+      const drafts = usage.completion_tokens_details;
+      turn.right = drafts?.accepted_prediction_tokens;
+      turn.wrong = drafts?.rejected_prediction_tokens;
     }
     grown();
   }

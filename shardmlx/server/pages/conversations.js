@@ -4,7 +4,7 @@ import { namesOf, read, record, remove, write } from "./storage.js";
 
 const PREFIX = "shardmlx.conversation.";
 const TEXTS = ["thought", "model", "finish", "error"];
-const NUMBERS = ["tokens", "seconds", "thinking", "prompt", "cached", "status"];
+const NUMBERS = ["tokens", "seconds", "thinking", "prompt", "cached", "right", "wrong", "status"];
 const LONGEST_TITLE = 60;
 
 export function create() {

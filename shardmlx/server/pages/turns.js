@@ -78,10 +78,12 @@ function summaryOf(turn, isRunning) {
   if (isRunning && !turn.content) return turn.thought ? "Thinking …" : "Reading the prompt …";
   const rate = turn.tokens > 1 && turn.seconds > 0 ? (turn.tokens - 1) / turn.seconds : 0;
   const cached = turn.cached ? ` (${turn.cached} cached)` : "";
+  const drafts = (turn.right ?? 0) + (turn.wrong ?? 0);
   return [
     turn.model && nameOf(turn.model),
     turn.tokens && `${turn.tokens} tokens`,
     rate && `${rate.toFixed(rate < 100 ? 1 : 0)} tokens/s`,
+    drafts && `${turn.right} of ${drafts} drafts accepted`,
     turn.prompt && `${turn.prompt} prompt tokens${cached}`,
     // An answer whose page was left in its middle has neither an end nor an error.
     !isRunning && !turn.error && FINISHES[turn.finish ?? "stopped"],

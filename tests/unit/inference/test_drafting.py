@@ -12,7 +12,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from shardmlx.inference.drafts import Draft, DraftCounts, Drafting
+from shardmlx.inference.drafts import Draft, DraftCounts, Drafter, Drafting
 from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
@@ -41,7 +41,7 @@ def models(kind: str) -> list[nn.Module]:
     return made
 
 
-class Spoiled:
+class Spoiled(Drafter):
     """Drafts of random lengths that are the ``texts`` to come, but for some tokens."""
 
     def __init__(self, texts: Mapping[int, Sequence[int]], wrong: float = 0.3) -> None:
@@ -54,12 +54,6 @@ class Spoiled:
         is_wrong = self._random.rand(len(coming)) < self._wrong
         pairs = zip(coming, is_wrong.tolist(), strict=True)
         return Draft(tuple((each + wrong) % VOCABULARY for each, wrong in pairs))
-
-    def read(self, sequence: int, tokens: Sequence[int]) -> None:
-        pass
-
-    def forget(self, sequence: int) -> None:
-        pass
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -151,6 +145,29 @@ def test_log_probabilities_come_with_each_token_of_a_round() -> None:
         assert one.token == other.token
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
         assert [each for each, _ in one.top] == [each for each, _ in other.top]
+
+
+def test_drafts_count_as_accepted_when_their_tokens_come() -> None:
+    tokens = prompt(12)
+
+    def work(first_stage: FirstStage) -> tuple[list[int], list[int]]:
+        first_stage.add(0, tokens, SamplingParams(), context=60)
+        text: list[int] = []
+        accepted: list[int] = []
+        while len(text) < 30:
+            for number, sampled in first_stage.step():
+                text.append(sampled.token)
+                accepted.append(first_stage.drafts(number).accepted)
+        first_stage.finish(0)
+        return text, accepted
+
+    plain, none = staged("plain", [4], work)
+    assert {*none} == {0}
+    drafting = Drafting(Spoiled({0: [*tokens, *plain]}), 5)
+    drafted, accepted = staged("plain", [4], work, drafting=drafting)
+    assert drafted == plain
+    assert {b - a for a, b in pairwise(accepted)} == {0, 1}
+    assert accepted[-1] in range(8, drafting.counts.accepted + 1)
 
 
 def test_a_hundred_random_rounds_leave_the_caches_of_plain_steps() -> None:

@@ -11,6 +11,7 @@ from shardmlx.inference.drafts import (
     BackOff,
     Draft,
     DraftCounts,
+    Drafter,
     Drafting,
     LookupDrafter,
     accepted,
@@ -166,19 +167,13 @@ def test_a_draft_is_as_long_as_pays_most() -> None:
     assert BackOff().length(0, 16) == 0  # nothing is measured
 
 
-class Given:
+class Given(Drafter):
     """A drafter of as many tokens as it may."""
 
     def draft(
         self, sequence: int, tokens: Sequence[int], most: int, pays: Callable[[int], int]
     ) -> Draft:
         return Draft(tuple(range(most)))
-
-    def read(self, sequence: int, tokens: Sequence[int]) -> None:
-        pass
-
-    def forget(self, sequence: int) -> None:
-        pass
 
 
 def test_a_fixed_number_of_drafts() -> None:
@@ -229,6 +224,18 @@ def test_a_round_keeps_within_the_text_and_its_caches(
     if context == 60:
         drafting = Drafting(Given(), 5, quantised=30)
     assert len(drafting.draft(0, range(tokens), context).tokens) == drafts
+
+
+def test_a_predicted_text_is_looked_up_where_the_prompt_ends() -> None:
+    """Also where the prompt ends like another message in it."""
+    prompt, predicted = [8, 9, 1, 2, 3, 8, 9], [4, 5, 6, 7, 4, 5, 2]
+    drafter = LookupDrafter()
+    drafter.expect(0, prompt, predicted)
+    drafter.read(1, prompt)
+    assert drafter.draft(0, prompt, 3, three).tokens == (4, 5, 6)
+    assert drafter.draft(1, prompt, 3, three).tokens == (1, 2, 3)
+    assert drafter.draft(0, [*prompt, 4, 5, 6, 7], 3, three).tokens == (4, 5, 2)
+    assert drafter.draft(0, [*prompt, 4, 5, 6, 0, 1, 2], 3, three).tokens == (3, 8, 9)
 
 
 def test_counts() -> None:

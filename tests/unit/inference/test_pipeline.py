@@ -18,7 +18,8 @@ from shardmlx.distributed.messages import TransportTimeout
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import EngineError
 from shardmlx.inference.kv_caches import KVCaches
-from shardmlx.inference.pipeline import FirstStage, LaterStage
+from shardmlx.inference.later_stage import LaterStage
+from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams

@@ -77,6 +77,9 @@ def test_a_chat(client: openai.OpenAI) -> None:
     assert answer.usage.completion_tokens == 7
     assert answer.usage.prompt_tokens_details is not None
     assert answer.usage.prompt_tokens_details.cached_tokens == 2
+    assert answer.usage.completion_tokens_details is not None
+    assert answer.usage.completion_tokens_details.accepted_prediction_tokens == 4
+    assert answer.usage.completion_tokens_details.rejected_prediction_tokens == 2
 
 
 # What does not go well.
@@ -398,6 +401,9 @@ def test_metrics_count_requests_texts_and_tokens() -> None:
             "shardmlx_prompt_tokens_total": 11,
             "shardmlx_cached_tokens_total": 5,
             "shardmlx_generated_tokens_total": 9,
+            "shardmlx_draft_rounds_total": 3,
+            "shardmlx_drafted_tokens_total": 9,
+            "shardmlx_accepted_tokens_total": 6,
             "shardmlx_time_to_first_token_seconds_count": 2,
             "shardmlx_time_between_tokens_seconds_count": 7,
             "shardmlx_texts_under_way": 0,

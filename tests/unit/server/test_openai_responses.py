@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from shardmlx.inference.drafts import DraftCounts
 from shardmlx.inference.sampling_params import SampledToken
 from shardmlx.server.answer_parser import Part
 from shardmlx.server.openai_requests import ApiRequest
@@ -87,6 +88,13 @@ def test_several_texts_are_told_apart_by_their_index() -> None:
     ]
 
 
+def predictions(accepted: int, rejected: int) -> dict[str, int]:
+    return {
+        "accepted_prediction_tokens": accepted,
+        "rejected_prediction_tokens": rejected,
+    }
+
+
 def test_usage_comes_last_and_is_null_before() -> None:
     *before, last = chunks(completion(include_usage=True), (0, Delta(said("Hi"), (), 1, 8, "stop")))
     assert [chunk["usage"] for chunk in before] == [None, None]
@@ -96,18 +104,21 @@ def test_usage_comes_last_and_is_null_before() -> None:
         "completion_tokens": 1,
         "total_tokens": 11,
         "prompt_tokens_details": {"cached_tokens": 8},
+        "completion_tokens_details": predictions(0, 0),
     }
 
 
 def test_a_prompt_counts_once_however_many_texts_are_made_of_it() -> None:
     reply = completion(texts=4, n=2)
     for index, cached in enumerate((3, 9, 5, 5)):
-        list(reply.add(index, Delta(said("x"), (), 2 + index, cached, "stop")))
+        drafts = DraftCounts(1, 4, index)
+        list(reply.add(index, Delta(said("x"), (), 2 + index, cached, "stop", drafts=drafts)))
     assert reply.usage == {
         "prompt_tokens": 10 + 11,
         "completion_tokens": 2 + 3 + 4 + 5,
         "total_tokens": 35,
         "prompt_tokens_details": {"cached_tokens": 3 + 5},
+        "completion_tokens_details": predictions(0 + 1 + 2 + 3, 4 + 3 + 2 + 1),
     }
 
 
