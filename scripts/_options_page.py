@@ -56,7 +56,7 @@ iters: 1000
 learning_rate: 1e-5
 lora_parameters:
   rank: 16
-  scale: 20.0        # of the adapters' output; other programs write alpha / rank
+  scale: 20.0        # of the adapters' output; or alpha, which is scale x rank
   dropout: 0.05
   keys: ["self_attn.q_proj", "self_attn.v_proj"]   # without keys: all linear layers
 optimizer: adamw

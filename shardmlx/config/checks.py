@@ -123,16 +123,21 @@ LR_SCHEDULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """The learning-rate schedules of mlx.optimizers and their arguments, optional ones in brackets."""
 
 
-def check_lora(parameters: Mapping[str, Any]) -> None:
-    """Check that rank, scale and dropout are there, and nothing but ``keys`` beside them."""
+def checked_lora(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the parameters with the ``scale`` that ``alpha`` means, if this is given instead.
+    Check that rank, scale and dropout are there, and nothing but ``keys`` beside them."""
     name = "lora_parameters"
+    _check_known(name, "key", parameters, (*_LORA, "alpha", "keys"))
     if "alpha" in parameters:
-        alpha, rank = parameters["alpha"], parameters.get("rank")
-        is_known = is_number(alpha) and is_number(rank) and rank
-        scale = f"{alpha / rank:g}" if is_known else "alpha / rank"
-        raise OptionError(name, f"has alpha {alpha!r}", f"give 'scale: {scale}' in its place")
-    _check_known(name, "key", parameters, (*_LORA, "keys"))
+        if "scale" in parameters:
+            raise OptionError(name, "has alpha and scale", "leave one out: scale is alpha / rank")
+        alpha = parameters["alpha"]
+        _require(name, "alpha", alpha, _LORA["scale"])
+        parameters = {key: value for key, value in parameters.items() if key != "alpha"}
+        check_lora_values({**parameters, "scale": alpha})
+        return {**parameters, "scale": alpha / parameters["rank"]}
     check_lora_values(parameters)
+    return parameters
 
 
 def check_lora_values(parameters: Mapping[str, Any]) -> None:

@@ -79,7 +79,7 @@ class FineTune(Spec):
     num_layers: int = _training(16, "how many of the last layers to train; -1 for all", minimum=-1)
     lora_parameters: Mapping[str, Any] = option(
         {"rank": 8, "dropout": 0.0, "scale": 20.0},
-        "rank, scale and dropout of the adapters, and keys: the modules that have them",
+        "rank, scale (or alpha) and dropout of the adapters, and keys: the modules that have them",
         flag=False,
     )
     unfreeze_all: bool = option(

@@ -50,7 +50,9 @@ def _of_run(config: TrainConfig, name: str, given: Any) -> TrainConfig:
     if isinstance(lora, Mapping):
         if "keys" in lora:
             raise UserError(f"{where}: keys cannot differ", "leave them out of lora_parameters")
-        changes["lora_parameters"] = {**config.lora_parameters, **lora}
+        common = {key: value for key, value in config.lora_parameters.items() if key != "scale"}
+        scale = {} if "alpha" in lora else {"scale": config.lora_parameters["scale"]}
+        changes["lora_parameters"] = {**common, **scale, **lora}
     for option in ("adapter_path", "checkpoint_dir"):
         if (path := getattr(config, option)) is not None:
             changes[option] = str(Path(path) / name)

@@ -14,11 +14,11 @@ from shardmlx.config import common_options as common
 from shardmlx.config.checks import (
     NO_SCALE,
     check_hf_dataset,
-    check_lora,
     check_loss_scale,
     check_lr_schedule,
     check_optimizer_config,
     check_replica_rows,
+    checked_lora,
     filled_lr_schedule,
     parse_loss_scale,
 )
@@ -241,7 +241,7 @@ class TrainConfig(
             refuse("recompute", complaint, "leave one out", when=not agrees)
             object.__setattr__(self, "recompute", meant)
         if not self.is_full:
-            check_lora(self.lora_parameters)
+            object.__setattr__(self, "lora_parameters", checked_lora(self.lora_parameters))
         check_optimizer_config(self.optimizer_config)
         self._fill_lr_schedule()
         check_replica_rows(self.replica_rows)
@@ -365,9 +365,7 @@ class TrainConfig(
         return dict(sorted(values.items()))
 
 
-_IN_FILE = (
-    "write lora_parameters: {rank: 8, scale: ALPHA / 8, dropout: 0} into a YAML file: -c FILE"
-)
+_IN_FILE = "write lora_parameters: {rank: 8, alpha: 16, dropout: 0} into a YAML file: -c FILE"
 
 LINE = CommandLine(
     options=TrainConfig,

@@ -176,6 +176,11 @@ def test_train_is_implied_unless_test_alone_is_given(
     assert (config.train, config.test) == (train, test)
 
 
+def test_alpha_is_rank_times_scale(tmp_path: Path) -> None:
+    path = write(tmp_path, "lora_parameters: {rank: 16, alpha: 32, dropout: 0}")
+    assert LINE.load(["-c", path]).lora_parameters == {"rank": 16, "scale": 2.0, "dropout": 0}
+
+
 def test_numbers_with_exponents_are_numbers(tmp_path: Path) -> None:
     """Text that only looks like one stays text."""
     for number in ("1e-5", "1.e-5", ".1e-4", "1E-5"):
@@ -301,7 +306,7 @@ def test_a_config_is_frozen_and_owns_its_mappings() -> None:
         ("--fast", "shardmlx train --help"),
         ("fast", "shardmlx train --help"),
         ("--lora-parameters 8", "lora_parameters into the YAML file"),
-        ("--lora-alpha 32", "scale: ALPHA / 8"),
+        ("--lora-alpha 32", "alpha: 16"),
         ("--no-unfreeze-all", "unfreeze_all into the YAML file"),
     ],
 )
@@ -333,8 +338,8 @@ LORA = "lora_parameters: {rank: 8, scale: 2.0, dropout: 0"
         ("batch_size: 2\nmicro_batch_size: 4", "micro_batch_size is 4", "2"),
         ("lora_parameters: 8", "lora_parameters is 8", "a mapping"),
         ("lora_parameters: {scale: 2.0, dropout: 0.0}", "'rank'", "a whole number above 0"),
-        (f"{LORA}, alpha: 20}}", "alpha 20", "'scale: 2.5'"),
-        ("lora_parameters: {alpha: 20}", "alpha 20", "'scale: alpha / rank'"),
+        (f"{LORA}, alpha: 20}}", "alpha and scale", "alpha / rank"),
+        ("lora_parameters: {alpha: 20}", "'rank'", "a whole number above 0"),
         (f"{LORA}, kyes: [mlp.up_proj]}}", "'kyes'", "keys"),
         (f"{LORA}, keys: q_proj}}", "keys 'q_proj'", "['self_attn.q_proj']"),
         (LORA.replace("8", "8.0") + "}", "rank 8.0", "a whole number above 0"),

@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from shardmlx.common.reporter import Reporter
+from shardmlx.config.sweep import read_sweep
 from shardmlx.config.train import TrainConfig
 from shardmlx.errors import AgreedFailure, Stopped, UserError
 from shardmlx.training.command import train_model
@@ -70,6 +71,13 @@ def alone(options: dict[str, Any], name: str, tmp_path: Path) -> dict[str, Any]:
     lora = {**options["lora_parameters"], **changes.get("lora_parameters", {})}
     place = str(tmp_path / "alone" / name)
     return {**options, **changes, "lora_parameters": lora, "adapter_path": place}
+
+
+def test_a_run_may_have_an_alpha_where_all_have_a_scale(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    config = TrainConfig(**swept(options, tmp_path, {"a": {"lora_parameters": {"alpha": 8}}}))
+    assert read_sweep(config)["a"].lora_parameters == {"rank": 4, "scale": 2.0, "dropout": 0.0}
 
 
 def test_curves_and_adapters_are_those_of_their_own_runs(
