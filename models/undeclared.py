@@ -55,8 +55,9 @@ from shardmlx.models.stand_ins import InPlaceOf, at
 TOKENS = 3
 """Tokens of the trace: so few that mlx-lm does not sort them by expert."""
 
-STATES, MATRICES = 4, 14
-"""Arrays that pass in a piece of a recurrence: states of each token, or matrices of each head."""
+STATES, MATRICES = 2, 14
+"""Arrays that pass in a piece of a recurrence: states of each token, decayed and then updated, or
+matrices of each head."""
 
 Sides = tuple[int, ...]
 
@@ -350,15 +351,21 @@ def _shape(recorded: _Calls, x: mx.array, cache: Any) -> LayerShape:
             uses=out.size // out.shape[-1] // TOKENS if experts else 1,
             applied=None if is_adapted else (given.size // TOKENS, out.size // TOKENS),
         )
+    heads = _heads(recorded, linears, cache)
+    # A single number of a token weighs the answer of shared experts.
+    weighed = sum(x.shape[-1] for each in linears.values() if each.outputs == 1)
     return LayerShape(
         linears=tuple(linears.items()),
         norms=tuple(norms.items()),
         arrays=tuple(sides.items()),
-        heads=_heads(recorded, linears, cache),
+        heads=heads,
         window=getattr(cache, "max_size", None),
         activation=_activation(recorded, linears),
         recurrence=recurrence,
-        kept=recorded.normed + _kept(recorded, linears, recurrence),
+        kept=recorded.normed
+        + weighed
+        + _kept_by_gate(linears, heads)
+        + _kept(recorded, linears, recurrence),
     )
 
 
@@ -394,6 +401,17 @@ def _recurrence(recorded: _Calls, cache: Any) -> Recurrence:
         passing = MATRICES * state.shape[1] * PIECE
         return found._replace(state=state.size, passing=passing)
     return found._replace(state=state.size, passing=STATES * state.size, loops=True)
+
+
+def _kept_by_gate(linears: Mapping[str, Linear], heads: Heads) -> int:
+    """Return the elements of a token that a gate of attention's outputs keeps: itself, and these.
+    A matrix of its own makes it, or that of the queries, of which the whole is then kept."""
+    made = [each.outputs for each in linears.values() if each.source == "attention"]
+    queries, outputs = heads.queries * heads.key_dim, heads.queries * heads.value_dim
+    others = heads.keys * (heads.key_dim + heads.value_dim)
+    if not outputs or sum(made) - queries - others not in (outputs, heads.queries):
+        return 0
+    return 2 * outputs + (outputs if queries + outputs in made else 0)
 
 
 def _kept(recorded: _Calls, linears: Mapping[str, Linear], recurrence: Recurrence) -> int:

@@ -20,6 +20,9 @@ from shardmlx.models.layer_shape import PIECE, Heads, LayerShape, Linear
 PASSING_MARGIN = 1.1
 """Bound on passing arrays, as a multiple of a layer's: MLX allocates about a layer ahead."""
 
+TASKS_AHEAD = 10
+"""Operations that MLX's scheduler, which allocates their arrays, gets ahead of the running one."""
+
 ACTIVATION_ARRAYS = 3
 """Arrays of an MLP's width that its activation computes: SwiGLU's sigmoid, SiLU and product."""
 
@@ -211,6 +214,7 @@ def _passing_arrays(setup: TrainingSetup, layer: LayerShape) -> tuple[float, flo
     # Norms on a CPU compute in float32.
     of_norm = size + FLOAT32 * (setup.backend == "cpu" and size < FLOAT32)
     both = size * outputs + of_norm * sum(norm.elements for _, norm in layer.norms)
+    both += size * layer.recurrence.convolved  # with zeros before the first token
     forward = both + size * layer.mlp * max(ACTIVATION_ARRAYS, layer.activation.kept)
     backward = both + size * layer.mlp * (ACTIVATION_ARRAYS + layer.activation.passing)
     if not layer.recurrence.loops:  # pieces of many steps do not let MLX get ahead
@@ -228,7 +232,12 @@ def _passing_arrays(setup: TrainingSetup, layer: LayerShape) -> tuple[float, flo
         return tokens * forward, tokens * backward + passing_in_fused_attention(setup, layer.heads)
     rows, heads, piece = setup.rows, layer.heads.queries, setup.attention_piece
     scores = rows * heads * setup.length * (piece * FLOAT32 if piece else setup.length * size)
-    recurrent = FLOAT32 * rows * min(setup.length, PIECE) * layer.recurrence.passing
+    recurrence = layer.recurrence
+    recurrent = FLOAT32 * rows * min(setup.length, PIECE) * recurrence.passing
+    if recurrence.loops:
+        # States of steps to come, and the gradients of what goes into the steps.
+        recurrent += FLOAT32 * rows * TASKS_AHEAD * recurrence.state
+        recurrent += size * tokens * recurrence.convolved
     return tokens * forward + scores, max(tokens * backward + 2 * scores, recurrent)
 
 

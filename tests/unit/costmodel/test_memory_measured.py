@@ -53,7 +53,6 @@ FAR_OVER = [
     Case("lora", length=256, pieces=32, lora=(ATTENTION,)),
     Case("lora", length=256, pieces=32, recompute=SELECTIVE, dtype_bytes=2),
     Case("full", length=256, pieces=32, recompute=SELECTIVE),
-    *(Case(mode, family="olmo_hybrid", changes=DELTA) for mode in ("lora", "full")),
 ]
 CASES = [
     Case("lora", 0, 4),
@@ -75,6 +74,8 @@ CASES = [
     *(Case("lora", family=each) for each in ("gemma2", "deepseek_v3", "qwen2_moe")),
     *(Case(mode, family="lfm2", changes=CONVOLUTION) for mode in ("lora", "full")),
     *(Case(mode, family="mamba2", changes=STATE_SPACE) for mode in ("lora", "full")),
+    Case("lora", family="olmo_hybrid", changes=DELTA),
+    Case("full", family="qwen3_5"),
     *FAR_OVER[len(FAR_OVER_WITH_ADAPTERS) :],
 ]
 
