@@ -24,7 +24,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from shardmlx.common.formatting import columns
+from shardmlx.common.formatting import columns, without_controls
 from shardmlx.errors import UserError
 
 T = TypeVar("T")
@@ -89,7 +89,9 @@ class Reporter:
         """Print text of which some is marked: green in a terminal, «so» elsewhere."""
         text = Text()
         for piece, is_marked in pieces:
-            shown = f"«{piece}»" if is_marked and self._console.no_color else piece
+            shown = without_controls(piece)  # data may hold what steers a terminal
+            if is_marked and self._console.no_color:
+                shown = f"«{shown}»"
             text.append(shown, style="bold green" if is_marked else "dim")
         self._console.print(text)
 

@@ -184,6 +184,13 @@ def test_a_failed_job_goes_on_from_its_checkpoint(
     assert said in capfd.readouterr().out
 
 
+def test_each_run_of_a_sweep_may_have_left_the_newer_checkpoint(lab: Lab) -> None:
+    ends = [COMMIT.format(1).replace("/step", f"/{run}/step") for run in ("low", "high")]
+    lab.ends(*(f"{end}exit 1" for end in ends), WELL)
+    assert lab.launcher().run() == 0
+    assert lab.options == ["-n 4", *["-n 4 --resume auto"] * 2]
+
+
 def failed(gained: bool | None = True, hosts: tuple[str, ...] = ("a", "b")) -> Attempt:
     return Attempt(1, hosts, gained)
 
