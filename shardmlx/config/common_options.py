@@ -81,7 +81,7 @@ memory_limit = partial(
     None,
     "memory that the process of each rank may take, like 12GiB",
     metavar="SIZE",
-    unset="chosen: three quarters of its share of the machine, or what the system allows if less",
+    unset="chosen: what macOS lets the GPU use; on a CPU three quarters of the machine",
     above=0,
     parse=parse_bytes,
 )
