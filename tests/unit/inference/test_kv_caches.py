@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 
@@ -74,6 +75,36 @@ def test_a_state_that_leaves_its_group_holds_none_of_the_others() -> None:
     assert before - mx.get_active_memory() == 7 * 4 * 64 * 256 * 4
     ((kept,),) = caches._alone.values()
     assert mx.all(kept[0] == 3)
+
+
+def test_a_thousand_sequences_of_random_rounds_leave_the_caches_of_plain_steps() -> None:
+    """Of each round of drafts the next news reject the last ones; now and then a step has none."""
+    random = np.random.RandomState(0)
+    caches = KVCaches(lambda: [KVCache(), RotatingKVCache(64)])
+
+    def enter(item: Item, tokens: np.ndarray) -> None:
+        caches.update(item)
+        array = mx.array(tokens[None, None, :, None], mx.float32)
+        for layer in caches.of(item):
+            layer.update_and_fetch(array, array)
+
+    for sequence in range(1000):
+        text = random.randint(1, 100, size=random.randint(1, 20))
+        kind, ended = ItemKind.PREFILL, (sequence - 1,) if sequence else ()
+        enter(Item(kind, (sequence,), len(text), dropped=ended), text)
+        rejected: tuple[tuple[int, int], ...] = ()
+        for length in random.randint(1, 7, size=3):
+            tokens = random.randint(1, 100, size=length)
+            step = Item(ItemKind.DECODE, (sequence,), int(length), group=0, rejected=rejected)
+            enter(step, tokens)
+            right = random.randint(1, length + 1)
+            text = np.concatenate([text, tokens[:right]])
+            rejected = ((sequence, int(length - right)),) if right < length else ()
+        caches.update(Item(ItemKind.IDLE, rejected=rejected))
+        for layer in caches.of(Item(ItemKind.DECODE, (sequence,), group=0)):
+            assert layer.offset == len(text)
+            for array in (layer.keys, layer.values):
+                np.testing.assert_array_equal(np.array(array)[0, 0, : len(text), 0], text)
 
 
 # Quantised.
