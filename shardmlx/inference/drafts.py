@@ -163,7 +163,7 @@ class BackOff:
     _plain: deque[float] = field(default_factory=_window)
     _verified: deque[float] = field(default_factory=_window)
     _kinds: dict[int, _Kind] = field(default_factory=dict)
-    _lengths: set[int] = field(default_factory=set)
+    _has_begun: bool = False
 
     def length(self, kind: int, most: int) -> int:
         """Return how many tokens of a ``kind`` to guess, at most ``most``; 0 while none pays."""
@@ -198,23 +198,23 @@ class BackOff:
         known.rejected = FADING * known.rejected + (came <= count)
         if not self._plain:
             return
-        if count in self._lengths:  # with its first step a GPU compiles the kernels of a length
+        if self._has_begun:  # with the first round a GPU compiles its kernels
             more = seconds - draft.seconds - self._plain_seconds
             self._verified.append(max(more, 0.0) / count)
             known.seconds.append(draft.seconds / count)
-        self._lengths.add(count)
+        self._has_begun = True
         cost = 1 + count * self._seconds_each(draft.kind) / self._plain_seconds
         known.allowance = min(known.allowance + came - cost, MOST)
 
     @property
     def _plain_seconds(self) -> float:
-        return max(statistics.median(self._plain), NO_TIME)
+        return max(statistics.median_low(self._plain), NO_TIME)
 
     def _seconds_each(self, kind: int) -> float:
         """Return the seconds to make and to verify one more token."""
         made = self._kinds[kind].seconds
         verified = self._verified or (VERIFIED * self._plain_seconds,)
-        return statistics.median(verified) + (statistics.median(made) if made else 0.0)
+        return statistics.median_low(verified) + (statistics.median_low(made) if made else 0.0)
 
 
 @dataclass(frozen=True, slots=True)

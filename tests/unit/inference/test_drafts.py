@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from shardmlx.inference.drafts import (
+    FIRST_OF_MODEL,
     PLAIN_STEPS,
     BackOff,
     Draft,
@@ -139,13 +140,28 @@ def test_what_drafts_have_saved_is_spent_within_few_steps_where_they_fail() -> N
     assert rounds in range(10, 41)
 
 
-def test_the_first_round_of_a_length_is_not_counted() -> None:
+def test_the_time_of_the_first_round_is_not_counted() -> None:
     """With it a GPU compiles."""
     back_off = BackOff()
     steps(back_off, PLAIN_STEPS)
     assert back_off.allows(2)
     back_off.took(Draft((1, 2), 2), 1, 100.0)
     assert back_off.allows(2)
+    back_off.took(Draft((1, 2, 3), 2), 1, 100.0)
+    assert not back_off.allows(2)
+
+
+def test_a_model_that_takes_as_long_as_a_plain_step_is_found_out_soon() -> None:
+    """Although all that it guesses is right."""
+    back_off = BackOff(FIRST_OF_MODEL)
+    steps(back_off, PLAIN_STEPS)
+    lengths = []
+    while (count := back_off.length(0, 16)) > 0:
+        back_off.took(Draft((1,) * count, 0, float(count)), count + 1, 1.0 + 1.2 * count)
+        lengths.append(count)
+    assert sum(lengths[:2]) <= 16
+    assert {*lengths[2:]} == {1}
+    assert len(lengths) <= 40
 
 
 def test_a_draft_is_as_long_as_pays_most() -> None:
