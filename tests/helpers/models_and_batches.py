@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -125,10 +126,18 @@ def tensors(directory: Path) -> dict[str, bytes]:
     }
 
 
-def save_model_directory(path: Path, config: Mapping[str, Any], seed: int = 1) -> Path:
-    """Write a model with random weights where mlx-lm loads it from; return the directory."""
+def save_model_directory(
+    path: Path, config: Mapping[str, Any], seed: int = 1, *, copies: bool = False
+) -> Path:
+    """Write a model with random weights where mlx-lm loads it from; return the directory.
+
+    With ``copies`` all layers have the weights of the first.
+    """
     path.mkdir(parents=True, exist_ok=True)
     weights = dict(tree_flatten(build(config, seed).parameters()))
+    if copies:
+        first = {name: re.sub(r"\.layers\.\d+\.", ".layers.0.", name) for name in weights}
+        weights = {name: weights[first[name]] for name in weights}
     mx.save_safetensors(str(path / "model.safetensors"), weights, metadata={"format": "mlx"})
     (path / "config.json").write_text(json.dumps(dict(config)))
     return path

@@ -18,18 +18,19 @@ from tests.helpers.models_and_batches import save_model_directory, tiny_config
 from tests.helpers.mpirun import events, mpirun
 from tests.helpers.small_models import SMALL_VOCABULARY
 
-SHARE = 0.77
+SHARE = 0.87
 """The part of the model's weights that a host may have in memory."""
 
-LAYERS = 22
+LAYERS = 16
 
 
 @pytest.fixture(scope="module")
 def model(small_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All layers have the weights of one: random numbers take longer than the file."""
     path = tmp_path_factory.mktemp("large") / "model"
     sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 3584, "eos_token_id": 1}
     sizes |= {"num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": SMALL_VOCABULARY}
-    save_model_directory(path, tiny_config("mistral", layers=LAYERS, **sizes))
+    save_model_directory(path, tiny_config("mistral", layers=LAYERS, **sizes), copies=True)
     for file in small_tokenizer.iterdir():
         (path / file.name).write_bytes(file.read_bytes())
     return path
@@ -84,7 +85,7 @@ def test_one_host_alone_is_refused_before_a_weight_is_read(
         r"0\.\d\d GiB \(the memory cgroup\): .* more machines? like mac1",
         line,
     ), line
-    assert cgroups["mac1"].peak < weights / 4
+    assert cgroups["mac1"].peak < weights / 3
 
 
 @pytest.fixture(scope="module")
@@ -127,9 +128,9 @@ def test_two_replicas_divide_the_weights_that_neither_can_hold(
     assert divided["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
-def test_one_host_exports_in_a_quarter_of_the_memory(lab: Lab, weights: int) -> None:
+def test_one_host_exports_in_a_third_of_the_memory(lab: Lab, weights: int) -> None:
     export = ("-m", "shardmlx.export", "model", "-o", "ours", "--quantize", "4")
-    with memory_cgroups(("export",), weights // 4) as made:
+    with memory_cgroups(("export",), weights // 3) as made:
         job = subprocess.run(
             made["export"].command(sys.executable, *export),
             cwd=lab.home("mac1"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,9 +41,10 @@ COMMON: dict[str, Any] = {
     "val_batches": 2,
 }
 
+PACKED = "two stages, packed"
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one rank": (1, ["--micro-batch-size", "2", "--no-pack"]),
-    "two stages, packed": (2, ["--schedule", "1f1b", "--micro-batch-size", "2", "--pack"]),
+    PACKED: (2, ["--schedule", "1f1b", "--micro-batch-size", "2", "--pack"]),
     "two by two in a V": (4, ["--schedule", "zb-v", "--pipeline-stages", "2"]),
 }
 
@@ -73,28 +76,44 @@ class Run(NamedTuple):
     losses: list[float]
     validation: list[float]
     weights: dict[str, np.ndarray]
+    checkpoints: Path
 
 
 Train = Callable[..., Run]
 
 
-@pytest.fixture
-def run(small: Path, data: Path, tmp_path: Path) -> Train:
-    def run(layout: str, name: str, **options: Any) -> Run:
+@pytest.fixture(scope="module")
+def run(small: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """Run the options that differ from the common ones, each time in a new directory."""
+
+    def run(layout: str, checkpoints: Path | None = None, **options: Any) -> Run:
         ranks, flags = LAYOUTS[layout]
-        config, output = tmp_path / f"{name}.yaml", tmp_path / name
+        directory = tmp_path_factory.mktemp("run")
+        config, metrics, output = (directory / name for name in ("config", "metrics", "output"))
+        checkpoints = checkpoints or directory / "checkpoints"
         kind = "singles" if options.get("objective") == "kto" else "pairs"
         where = {"model": str(small), "data": str(data / kind), "adapter_path": str(output)}
+        where["checkpoint_dir"] = str(checkpoints)
         config.write_text(yaml.safe_dump(COMMON | where | options))
-        metrics = tmp_path / f"{name}.jsonl"
         job = train_well(ranks, "-c", config, "--metrics-file", metrics, *flags)
         assert lacking("preferences.md", "rewards", job.stdout) == set()
         losses, validation = (
             [event["loss"] for event in events(metrics, kind)] for kind in ("train", "val")
         )
-        return Run(losses, validation, load_weights(output))
+        return Run(losses, validation, load_weights(output), checkpoints)
 
     return run
+
+
+@pytest.fixture(scope="module")
+def whole(run: Train) -> Callable[[str, str], Run]:
+    """An uninterrupted run of an objective in a layout, made once."""
+
+    @cache
+    def whole(objective: str, layout: str) -> Run:
+        return run(layout, objective=objective, checkpoint_every=4)
+
+    return whole
 
 
 # One process: mlx-lm's own model and adapters, all logits at once, and the papers' formulas.
@@ -163,11 +182,11 @@ def one_process(model_path: Path, data: Path, objective: str) -> list[float]:
 
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
 def test_losses_are_those_of_one_process_in_every_layout(
-    objective: str, small: Path, data: Path, run: Train
+    objective: str, small: Path, data: Path, whole: Callable[[str, str], Run]
 ) -> None:
     kind = "singles" if objective == "kto" else "pairs"
     expected = one_process(small, data / kind, objective)
-    runs = {layout: run(layout, layout, objective=objective) for layout in LAYOUTS}
+    runs = {layout: whole(objective, layout) for layout in LAYOUTS}
     first = runs["one rank"]
     for other in runs.values():
         np.testing.assert_allclose(other.losses, expected, rtol=TOLERANCE)
@@ -177,25 +196,26 @@ def test_losses_are_those_of_one_process_in_every_layout(
 
 def test_a_full_fine_tune_and_objectives_without_reference(run: Train) -> None:
     for options in ({"objective": "dpo", "fine_tune_type": "full"}, {"objective": "orpo"}):
-        one = run("one rank", "one", **options)
-        two = run("two stages, packed", "two", **options)
+        one = run("one rank", **options)
+        two = run(PACKED, **options)
         np.testing.assert_allclose(two.losses, one.losses, rtol=TOLERANCE)
         assert one.losses[-1] < one.losses[0]
 
 
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
 def test_a_resumed_run_goes_on_to_the_bit_with_the_references_of_its_start(
-    objective: str, run: Train, tmp_path: Path
+    objective: str, run: Train, whole: Callable[[str, str], Run], tmp_path: Path
 ) -> None:
-    layout, kept = "two stages, packed", {"objective": objective, "checkpoint_every": 4}
-    whole = run(layout, "whole", **kept, checkpoint_dir=str(tmp_path / "of whole"))
-    place = str(tmp_path / "checkpoints")
-    run(layout, "half", **kept, checkpoint_dir=place, iters=4, steps_per_eval=4)
-    rest = run(layout, "rest", **kept, checkpoint_dir=place)
-    assert rest.losses == whole.losses[4:]
-    assert all(np.array_equal(rest.weights[name], whole.weights[name]) for name in whole.weights)
+    before = whole(objective, PACKED)
+    place, references = tmp_path / "checkpoints", "references.safetensors"
+    shutil.copytree(before.checkpoints / "step-0000004", place / "step-0000004")
+    shutil.copy(before.checkpoints / references, place)
+    kept = {"objective": objective, "checkpoint_every": 4}
+    rest = run(PACKED, place, **kept)
+    assert rest.losses == before.losses[4:]
+    assert all(np.array_equal(rest.weights[name], before.weights[name]) for name in before.weights)
     # In another layout, and with the numbers lost: from the model, before its checkpoint is read.
-    (tmp_path / "checkpoints/references.safetensors").write_bytes(b"damaged")
-    longer = run("one rank", "longer", **kept, checkpoint_dir=place, iters=9)
-    np.testing.assert_allclose(longer.validation[-1:], whole.validation[-1:], rtol=0.2)
+    (place / references).write_bytes(b"damaged")
+    longer = run("one rank", place, **kept, iters=9)
+    np.testing.assert_allclose(longer.validation[-1:], before.validation[-1:], rtol=0.2)
     assert len(longer.losses) == 1
