@@ -112,6 +112,14 @@ exec env -i PATH=/usr/bin:/bin:/usr/sbin:/sbin {environment} \\
     SHARDMLX_TEST_JOB="$SHARDMLX_TEST_JOB" {agent} "$host" "$@"
 """
 
+_PYTHON = f"""#!/bin/sh
+# A new environment finds pip as it finds other packages: to install it takes four seconds.
+[ "$1 $2" = "-m venv" ] || exec {sys.executable} "$@"
+{sys.executable} -m venv --without-pip "$3" || exit
+printf '#!/bin/sh\\nexec python -m pip "$@"\\n' > "$3/bin/pip"
+chmod +x "$3/bin/pip"
+"""
+
 _COMPILED = TMP / "compiled"
 
 _PACKAGES = {
@@ -145,12 +153,11 @@ def bench(lab: Lab, tmp_path: Path) -> Path:
             for path in Path(sys.pycache_prefix).iterdir():
                 if path.name != TMP.name:
                     (compiled / path.name).symlink_to(path)
+        write_program(tmp_path / host / "bin" / "python3", _PYTHON)
     first = tmp_path / lab.hosts[0]
-    login = first / "bin" / "ssh"
-    login.parent.mkdir()
     environment = " ".join(f"{name}={value}" for name, value in _PACKAGES.items())
-    login.write_text(_LOGIN.format(environment=environment, agent=lab.agent))
-    login.chmod(0o755)
+    login = _LOGIN.format(environment=environment, agent=lab.agent)
+    write_program(first / "bin" / "ssh", login)
     # One core would be bound to all ranks, since all hosts are this machine.
     settings = first / "home" / ".prte" / "mca-params.conf"
     settings.parent.mkdir()
@@ -163,6 +170,12 @@ def bench(lab: Lab, tmp_path: Path) -> Path:
         ignored = shutil.ignore_patterns("bench")
         shutil.copytree(ROOT / name, repository / name, symlinks=True, ignore=ignored)
     return first
+
+
+def write_program(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
 
 
 def type_in(lab: Lab, bench: Path, typed: Sequence[Block], timeout: float) -> dict[str, str]:

@@ -51,9 +51,14 @@ COMMON: dict[str, Any] = {
     "max_seq_length": 64,
 }
 
-MODELS = {"lora": "eight_layers", "lora, Mistral's tokenizer": "mistral"}
+TESTED = "testing alone"
+
+MODELS = {"lora": "eight_layers", TESTED: "eight_layers", "lora, Mistral's tokenizer": "mistral"}
 """The model of a configuration, where it is not ``small``. Four ranks in a V need eight layers.
 Mistral's tokenizer has 32 768 tokens: the head is most of the work of so small a model."""
+
+ADAPTERS = {TESTED: "lora"}
+"""The configuration that makes the adapters of another one."""
 
 LORA = {"rank": 4, "dropout": 0.0, "scale": 10.0}
 
@@ -75,7 +80,8 @@ CHAT: dict[str, Any] = {
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "lora": CHAT,
-    "lora, Mistral's tokenizer": CHAT,
+    "lora, Mistral's tokenizer": {**CHAT, "iters": 3},
+    TESTED: {**CHAT, "train": False, "test_batches": -1},
     "full": {
         "fine_tune_type": "full",
         "num_layers": 4,
@@ -231,7 +237,8 @@ def files(
     directory = tmp_path_factory.mktemp("configs")
     paths = {name: directory / f"{name.replace(' ', '-')}.yaml" for name in CONFIGS}
     for name, path in paths.items():
-        where = {"model": models[name], "data": pirate, "adapter_path": path.with_suffix("")}
+        adapters = paths[ADAPTERS.get(name, name)].with_suffix("")
+        where = {"model": models[name], "data": pirate, "adapter_path": adapters}
         content = COMMON | CONFIGS[name] | {key: str(value) for key, value in where.items()}
         path.write_text(yaml.safe_dump(content))
     return paths
@@ -294,18 +301,12 @@ def test_new_adapters_are_those_of_mlx_lm(
 
 
 def test_testing_alone_has_the_loss_of_mlx_lm(
-    files: dict[str, Path],
-    ours: Callable[[str, str], Run],
-    tmp_path: Path,
+    files: dict[str, Path], theirs: dict[str, Run]
 ) -> None:
-    adapters = ours("lora", "two stages").output
-    content = yaml.safe_load(files["lora"].read_text())
-    content |= {"train": False, "test_batches": -1, "adapter_path": str(adapters)}
-    config = tmp_path / "test.yaml"
-    config.write_text(yaml.safe_dump(content))
-    (expected,) = run_mlx_lm([config])
-    before = {path.name: path.read_bytes() for path in adapters.iterdir()}
-    run = run_shardmlx(config, "two by two", adapters)
+    """With the adapters that mlx-lm has made."""
+    expected = theirs[TESTED]
+    before = {path.name: path.read_bytes() for path in expected.output.iterdir()}
+    run = run_shardmlx(files[TESTED], "two by two", expected.output)
     assert run.losses["train"] == run.losses["val"] == []
     assert run.losses["test"] == pytest.approx(expected.losses["test"], rel=TOLERANCE)
-    assert before == {path.name: path.read_bytes() for path in adapters.iterdir()}
+    assert before == {path.name: path.read_bytes() for path in expected.output.iterdir()}
