@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+import shlex
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,19 +28,21 @@ def generate_well(n: int, *args: str | Path) -> str:
     return generate(n, *args, "--no-verbose").well().stdout
 
 
-def in_a_job_of_its_own(n: int, *args: str | Path) -> Job:
-    return mpirun(n, "-m", "shardmlx.generate", *args)
+def refused(*args: str | Path) -> str:
+    """Return the one line with which a job of two ranks must end."""
+    return generate(2, *args).failure(2)
 
 
-def refused(n: int, *args: str | Path, start: Callable[..., Job] = generate) -> str:
-    """Return the one line with which a job must end."""
-    return start(n, *args).failure(2)
-
-
-def test_the_text_of_mlx_lm(small: Path) -> None:
-    how: Sequence[str | Path] = ("--model", small, "--prompt", PROMPT, "--max-tokens", "30")
-    job = in_a_job_of_its_own(3, *how, "--no-verbose").well()
-    assert job.stdout == mlx_lm(*how)
+def test_the_text_of_mlx_lm_for_a_prompt_that_is_piped_through_launch(small: Path) -> None:
+    """The line of mpirun is printed, and there may be more ranks than cores."""
+    how = ("--model", str(small), "--max-tokens", "30")
+    words = [sys.executable, "-m", "shardmlx", "launch", "-n", "3", "generate", *how]
+    command = shlex.join([*words, "--no-verbose", "--prompt", "-"])
+    piped = f"printf %s {shlex.quote(PROMPT)} | {command}"
+    printed, _, answer = mpirun(3, command=["sh", "-c", piped]).well().stdout.partition("\n")
+    assert printed.startswith("$ ")
+    assert "-m shardmlx.generate --model" in printed
+    assert answer == mlx_lm(*how, "--prompt", PROMPT)
 
 
 def test_quantised_and_sampled_with_a_seed(small_quantised: Path) -> None:
@@ -97,9 +101,9 @@ def test_what_it_says(small: Path) -> None:
 def test_bad_input(small: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "hello"}\n{"promt": "hello"}\n')
-    assert f"{prompts}:2" in refused(2, "--model", small, "--prompts", prompts)
-    assert "none" in refused(2, "--model", small, "--adapter-path", tmp_path / "none")
-    assert "--temp" in refused(2, "--temp", "-1", start=in_a_job_of_its_own)
+    assert f"{prompts}:2" in refused("--model", small, "--prompts", prompts)
+    assert "none" in refused("--model", small, "--adapter-path", tmp_path / "none")
+    assert "--temp" in mpirun(2, "-m", "shardmlx.generate", "--temp", "-1").failure(2)
 
 
 @pytest.mark.parametrize("how", ["raise", "kill"])

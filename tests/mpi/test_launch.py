@@ -1,11 +1,10 @@
-"""launch with a real mpirun: a job that dies, a signal that stops all in order, and a prompt.
+"""launch with a real mpirun: a job that dies, and a signal that stops all in order.
 
-Hosts that go are those of tests/lab/test_train_lab.py.
+A prompt that is piped through is in test_generate.py, hosts that go in tests/lab/test_train_lab.py.
 """
 
 from __future__ import annotations
 
-import shlex
 import signal
 import sys
 import time
@@ -16,7 +15,7 @@ import pytest
 
 from tests.helpers.jobs import PYTHONPATH, Running
 from tests.helpers.models_and_batches import load_weights
-from tests.helpers.mpirun import events, mlx_lm, mpirun, train_well
+from tests.helpers.mpirun import events, train_well
 
 STEPS = 16
 
@@ -132,15 +131,3 @@ def test_a_signal_saves_and_stops_in_order(lab: Lab) -> None:
     newest = max(lab.checkpoints.glob("step-*/COMMITTED"))
     last = max(event["step"] for event in events(lab.path / "metrics", "train"))
     assert newest.parent.name == f"step-{last:07d}"
-
-
-def test_a_prompt_is_piped_through(small: Path) -> None:
-    """The line of mpirun is printed, and the answer is mlx_lm's; more ranks than cores may be."""
-    words = ["--model", str(small), "--max-tokens", "8"]
-    launch = [sys.executable, "-m", "shardmlx", "launch", "-n", "2"]
-    command = shlex.join([*launch, "generate", *words, "--no-verbose", "-p", "-"])
-    job = mpirun(2, command=["sh", "-c", f"printf %s 'Tell me of ships' | {command}"]).well()
-    printed, _, answer = job.stdout.partition("\n")
-    assert printed.startswith("$ ")
-    assert "-m shardmlx.generate --model" in printed
-    assert answer.strip() == mlx_lm(*words, "--prompt", "Tell me of ships").strip()

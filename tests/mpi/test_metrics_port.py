@@ -67,7 +67,7 @@ def test_a_port_that_is_taken_ends_the_run_before_anything_is_loaded(
     with bind("127.0.0.1", 0) as listener:
         port = str(listener.getsockname()[1])
         flags = ("--model", small, "--data", pirate, "--metrics-port", port)
-        job = mpirun(2, "-m", "shardmlx.train", *flags, cwd=tmp_path)
+        job = mpirun(1, "-m", "shardmlx.train", *flags, cwd=tmp_path)
     assert job.returncode == 2
     assert job.error_lines == [
         f"shardmlx: error: --metrics-port {port} of 127.0.0.1 is taken: give another, or 0 for any "

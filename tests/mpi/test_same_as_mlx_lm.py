@@ -146,9 +146,7 @@ CONFIGS |= UNDECLARED
 
 RUNS = [
     ("lora, Mistral's tokenizer", "two ranks, as it chooses"),
-    ("lora", "two stages"),
     ("lora", "four ranks in a V"),
-    ("full", "two by two"),
     ("lora", "two stages, packed"),
     ("full", "two by two, packed"),
     ("dora", "two ranks, zero bubble"),
