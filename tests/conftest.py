@@ -1,10 +1,13 @@
 """Sets the process up before any test module imports MLX, as the commands of shardmlx do."""
 
+import fcntl
 import gc
 import os
 import signal
 import ssl
+import sys
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -15,9 +18,15 @@ from tests.helpers.jobs import CACHE
 from tests.helpers.rank_pool import close_pools
 
 os.environ["XDG_CACHE_HOME"] = str(CACHE)
+os.environ["HYPOTHESIS_NO_PLUGINS"] = "1"  # they import trio
 prepare()
 
-pytest_plugins = ["tests.helpers.small_models", "tests.helpers.lab"]
+# The first lets this process too import mlx-lm sooner, as the others do then.
+pytest_plugins = [
+    "tests.helpers.startup.sitecustomize",
+    "tests.helpers.small_models",
+    "tests.helpers.lab",
+]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,20 +64,33 @@ ONE_AT_A_TIME = {
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
-    """Spare later garbage collections all that lives when the tests are collected."""
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """Spare later garbage collections all that lives when the tests are collected. Of several
+    workers one goes ahead, and compiles what the others then import."""
     gc.disable()
     try:
-        return (yield)
+        with _first_alone() if hasattr(session.config, "workerinput") else nullcontext():
+            return (yield)
     finally:
         gc.freeze()
         gc.enable()
 
 
+@contextmanager
+def _first_alone() -> Iterator[None]:
+    with (CACHE / "collecting").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(file, fcntl.LOCK_SH)
+        yield
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish() -> None:
     """Let Hypothesis, where it is imported only now, find who refers to what."""
-    gc.unfreeze()
+    if "hypothesis" not in sys.modules:
+        gc.unfreeze()
 
 
 @pytest.hookimpl(trylast=True)

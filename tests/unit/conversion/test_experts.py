@@ -11,9 +11,8 @@ import pytest
 
 from shardmlx.config.export import ExportOptions
 from shardmlx.conversion.lazy_model import build_lazily
-from shardmlx.modelfiles.parts import read_shape
 from tests.helpers.exports import export_alone
-from tests.helpers.family_configs import CONFIGS
+from tests.helpers.family_configs import CONFIGS, has_experts
 from tests.helpers.hugging_face_experts import save_experts_one_by_one
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
 from tests.helpers.peft_adapters import save_random_lora
@@ -56,11 +55,7 @@ def test_no_more_than_three_experts_are_in_memory(
     assert EXPERT < mx.get_peak_memory() - before < 3 * EXPERT
 
 
-MIXTURES = [
-    family
-    for family, config in CONFIGS.items()
-    if any(kind.experts for kind in read_shape(config).kinds)
-]
+MIXTURES = [family for family, config in CONFIGS.items() if has_experts(config)]
 
 
 def test_every_family_with_experts_has_them_one_by_one(tmp_path: Path, in_haste: None) -> None:

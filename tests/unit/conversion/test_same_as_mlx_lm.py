@@ -17,11 +17,10 @@ from mlx_lm.utils import make_shards
 from shardmlx.checkpoint.export import TensorSpec
 from shardmlx.config.export import ExportOptions, Packing
 from shardmlx.conversion.shards import divide
-from shardmlx.modelfiles.parts import read_shape
 from shardmlx.modelfiles.safetensors_header import read_header
 from shardmlx.models.rope_parameters import with_rope
 from tests.helpers.exports import export_alone
-from tests.helpers.family_configs import CONFIGS, LAYERS
+from tests.helpers.family_configs import CONFIGS, LAYERS, has_experts
 from tests.helpers.further_configs import FURTHER
 from tests.helpers.hugging_face_experts import save_experts_one_by_one
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
@@ -92,11 +91,10 @@ def test_every_family_is_fused_and_quantised_as_by_fuse_and_then_convert(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = {**CONFIGS, **UNDECLARED, **FURTHER}[family]
-    has_experts = any(each.experts for each in read_shape(config).kinds)
     wide = {"hidden_size": 64} if family in GROUPS_OF_64 else {}
     model, adapters, theirs = (tmp_path / name for name in ("model", "adapters", "theirs"))
     save_model_directory(model, {**config, **wide, "torch_dtype": "bfloat16"})
-    save_random_lora(adapters, model, LAYERS, dora=not has_experts)
+    save_random_lora(adapters, model, LAYERS, dora=not has_experts(config))
     fuse(monkeypatch, model, adapters, theirs)
     packed = convert_to(tmp_path / "packed", theirs, quantize=True, q_bits=4, q_group_size=32)
     given = {"adapter_path": str(adapters), "quantize": "4:32"}

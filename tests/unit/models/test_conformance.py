@@ -30,7 +30,7 @@ from shardmlx.pipeline.plan import Plan
 from shardmlx.planning.training_plan import plan_training
 from tests.helpers.cut_models import check_continued, check_logits
 from tests.helpers.engines import NOTHING, WEIGHTS, engine_of, gradients_of, train_on
-from tests.helpers.family_configs import CONFIGS, LAYERS
+from tests.helpers.family_configs import CONFIGS, LAYERS, has_experts
 from tests.helpers.generation import by_mlx_lm, run_pipeline
 from tests.helpers.local_transport import LocalNetwork
 from tests.helpers.models_and_batches import (
@@ -52,11 +52,7 @@ TOKENS = mx.array(BATCH.tokens[:, :-1])
 CUTS = [[(0, LAYERS)], [(0, 1), (1, 3), (3, LAYERS)]]
 families = pytest.mark.parametrize("family", CONFIGS)
 # mlx-lm has no DoRA for experts.
-DENSE = [
-    family
-    for family, config in CONFIGS.items()
-    if not any(each.experts for each in read_shape(config).kinds)
-]
+DENSE = [family for family, config in CONFIGS.items() if not has_experts(config)]
 FULL = [(family, "full") for family in CONFIGS]
 ADAPTED = [(family, "lora") for family in CONFIGS] + [(family, "dora") for family in DENSE]
 SOME = (FULL + ADAPTED)[::8]
@@ -93,6 +89,7 @@ def test_tensors_are_those_of_mlx_lm(family: str) -> None:
     theirs = dict(tree_flatten(model_of(family).parameters()))
     assert ours == {name: array.shape for name, array in theirs.items()}
     assert shape.parameters() == sum(array.size for array in theirs.values())
+    assert any(each.experts for each in shape.kinds) == has_experts(CONFIGS[family])
 
 
 @families
