@@ -160,12 +160,16 @@ class FirstStage:
         """Tell the other ranks that all is well while nothing is generated, and store what is kept.
         Raises as ``step``."""
         item, files, cache = self._scheduler.idle_item(), self._worker.files, self._prefix_cache
-        if files is None or cache is None or (keys := _keys(cache)) == self._stored:
+        if files is None or cache is None:
+            self._tell(item)
+            return
+        kept = files.that_fit(cache.kept)
+        if (keys := _keys(kept)) == self._stored:
             self._tell(item)
             return
         self._stored = keys
         self._tell(replace(item, stored=keys))
-        files.write_index([*cache.kept.values()])
+        files.write_index([*kept.values()])
 
     def restore(self, prefixes: Sequence[KeptPrefix]) -> None:
         """Keep sequences of which all stages have files, as far as there is room."""
@@ -174,7 +178,7 @@ class FirstStage:
             self._prefix_cache.keep(number, prefix.tokens.tolist(), prefix.borders)
         self._make_room()
         self._scheduler.idle_item()  # takes those without room, which no stage has
-        self._stored = _keys(self._prefix_cache)
+        self._stored = _keys(self._prefix_cache.kept)
         self._tell(Item(ItemKind.IDLE, restored=self._stored))
 
     def _tell(self, item: Item) -> None:
@@ -362,6 +366,6 @@ class FirstStage:
             self._scheduler.forget(self._prefix_cache.shrink(room))
 
 
-def _keys(cache: PrefixCache) -> tuple[tuple[int, str], ...]:
+def _keys(kept: Mapping[int, KeptPrefix]) -> tuple[tuple[int, str], ...]:
     """Return the kept sequences, each with the name of its files."""
-    return tuple((number, each.key) for number, each in cache.kept.items())
+    return tuple((number, each.key) for number, each in kept.items())

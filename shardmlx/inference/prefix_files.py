@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -38,14 +39,33 @@ SAMPLE = 128
 
 SUFFIX = ".safetensors"
 
+MODEL = re.compile(r"[0-9a-f]{16}")
+"""The name of a model's directory."""
+
 
 @dataclass
 class PrefixFiles:
-    """The files of a rank, in a directory for one model. ``layers`` names each of its caches."""
+    """The files of a rank, in a directory for one model. ``layers`` names each of its caches.
+
+    With those of other models beside it they take at most ``most`` bytes, where that is given:
+    ``bytes_of`` says how many a sequence of so many tokens takes on all ranks together.
+    """
 
     directory: Path
     layers: tuple[str, ...]
+    most: int | None = None
+    bytes_of: Callable[[int], int] = int
     is_broken: bool = False
+
+    def that_fit(self, kept: Mapping[int, KeptPrefix]) -> dict[int, KeptPrefix]:
+        """Return the sequences used last for which there is room, in their order."""
+        found = dict(kept)
+        while self.most is not None and self._bytes(found) > self.most:
+            del found[next(iter(found))]
+        return found
+
+    def _bytes(self, kept: Mapping[int, KeptPrefix]) -> int:
+        return sum(self.bytes_of(len(each.tokens)) for each in kept.values())
 
     def mirror(self, kept: Mapping[str, KeptCaches]) -> None:
         """Have files of the ``kept`` sequences, by their keys, and of no others."""
@@ -57,6 +77,9 @@ class PrefixFiles:
             for key, caches in kept.items():
                 if any((key, layer) not in there for layer in self.layers):
                     self._write(key, caches)
+            if self.most is not None:
+                with suppress(FileNotFoundError):  # another rank on this disk does the same
+                    self._make_room(self.most)
 
     def write_index(self, kept: Sequence[KeptPrefix]) -> None:
         """Write which tokens the sequences have, the least recently used first."""
@@ -65,6 +88,20 @@ class PrefixFiles:
             partial = self.directory / f"{PARTIAL}{INDEX}"
             partial.write_text(json.dumps(lines), encoding="utf-8")
             os.replace(partial, self.directory / INDEX)
+
+    def _make_room(self, most: int) -> None:
+        """Take away files of the models that were served longest ago, as far as need be."""
+        models = [each for each in self.directory.parent.iterdir() if MODEL.fullmatch(each.name)]
+        models.sort(key=lambda each: (each == self.directory, each.stat().st_mtime))
+        files = {each: [*each.glob(f"*{SUFFIX}"), *each.glob(INDEX)] for each in models}
+        total = sum(file.stat().st_size for each in files.values() for file in each)
+        while total > most and models[0] != self.directory:
+            model = models.pop(0)
+            for file in files[model]:
+                total -= file.stat().st_size
+                file.unlink()
+            with suppress(OSError):  # it has files of others
+                model.rmdir()
 
     @contextmanager
     def _written(self) -> Iterator[None]:
@@ -141,6 +178,7 @@ def open_prefix_files(
     def make() -> None:
         try:
             path.mkdir(parents=True, exist_ok=True)
+            os.utime(path)  # it is used now
             if transport.rank == 0:
                 for partial in path.glob(f"{PARTIAL}*"):
                     partial.unlink(missing_ok=True)

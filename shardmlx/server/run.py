@@ -49,7 +49,8 @@ def run(config: ServeConfig, transport: Transport, blas: Blas) -> None:
         setup = prepared.plan.setup
         settings = setup.max_kv_size, str(setup.quantisation)
         files = open_prefix_files(transport, config.prefix_cache_dir, prepared.part, settings)
-        prepared = replace(prepared, prefix_files=files)
+        most, bytes_of = config.prefix_cache_size, prepared.plan.kept_bytes
+        prepared = replace(prepared, prefix_files=replace(files, most=most, bytes_of=bytes_of))
         prefixes = find_kept(transport, files, reporter.warn)
     transport.limit_silence(SECONDS_OF_SILENCE)
 

@@ -59,11 +59,13 @@ def on_ranks(
     max_kv_size: int | None = None,
     quantisation: CacheQuantisation | None = None,
     directory: Path | None = None,
+    most_bytes: int | None = None,
     said: list[str] | None = None,
     drafting: Drafting | None = None,
 ) -> Any:
     """Return what ``work`` makes of the first stage, with a rank and a model for each range of
-    layers. A ``directory`` has what earlier ranks kept; ``said`` gets its faults."""
+    layers. A ``directory`` has what earlier ranks kept, in ``most_bytes`` if a token takes one;
+    ``said`` gets its faults."""
 
     def run(transport: Transport) -> Any:
         rank = transport.rank
@@ -72,6 +74,7 @@ def on_ranks(
         files, prefixes = None, []
         if directory is not None:
             files = open_prefix_files(transport, str(directory), part, ())
+            files.most = most_bytes
             told = said if said is not None and rank == 0 else []
             prefixes = find_kept(transport, files, told.append)
         worker = StageWorker(transport, part, caches, BatchSampler(7), files)
