@@ -49,8 +49,8 @@ class Cluster:
             if self.profile is None and machine.flops is None:
                 raise UserError(
                     f"it is not known how fast {machine.host} is",
-                    "write flops=27T, or what it has, into its line of the hostfile, or measure "
-                    "with shardmlx profile",
+                    "write memory=16GiB and flops=27T, or what it has, into its line of the "
+                    "hostfile, or let shardmlx doctor --write-hostfile measure both",
                 )
 
     def capacity(self, rank: int) -> float:

@@ -105,10 +105,11 @@ def sentences(page: Path) -> Iterator[str]:
             yield from re.split(r"(?<=[.!?:;])[*_)\"]*\s+", words)
 
 
-def test_sentences_are_short_and_name_their_subject() -> None:
+def test_sentences_are_short_name_their_subject_and_have_one_condition() -> None:
     every = [sentence for page in DOCS.rglob("*.md") for sentence in sentences(page)]
     assert len(every) > 1500
     assert [each for each in every if len(each.split()) > 30] == []
+    assert [each for each in every if len(re.findall(r"\bif\b", each, re.IGNORECASE)) > 1] == []
     subjectless = re.compile(r"(As|By|Else|Nor|Of|Those|What|Whoever) .*[^?]$")
     assert [each for each in every if subjectless.match(each)] == []
 
