@@ -7,6 +7,7 @@ arrays that they returned, or keys and values that they added to their caches.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -18,10 +19,12 @@ from shardmlx.models.carried import Carrier
 from shardmlx.models.families import ANOTHER
 from shardmlx.models.stand_ins import (
     CannotBeCutError,
+    InPlaceOf,
     at,
     embeddings,
     examine,
     width_of,
+    with_part,
     with_weights,
     without_adapters,
 )
@@ -114,8 +117,7 @@ def _find(model: nn.Module) -> Parts:
     ]
     heads = {own + name: named[name] for name in others if name in found.heads}
     if not found.heads:
-        children = with_weights(top, body_name)
-        heads = {above + name: each for name, each in children.items() if "." not in name}
+        heads = {above + name: top[name] for name in _heads_of(top, body_name)}
     return Parts(
         body=body,
         top=top,
@@ -131,6 +133,25 @@ def _find(model: nn.Module) -> Parts:
         caches=tuple(found.caches),
         carrier=carrier,
     )
+
+
+def _heads_of(top: nn.Module, body_name: str) -> list[str]:
+    """Return the names of the heads that the code of ``top`` calls: a spare one may stand beside
+    the embedding."""
+    called: list[str] = []
+    states = mx.zeros((1, 1, width_of(top[body_name][embeddings(top[body_name])[0]])))
+
+    def call(name: str, x: mx.array) -> mx.array:
+        called.append(name)
+        out: mx.array = top[name](x)
+        return out
+
+    own = with_part(top, body_name, InPlaceOf(top[body_name], lambda *args, **kwargs: states))
+    for name in with_weights(top, body_name):
+        if "." not in name:
+            own[name] = InPlaceOf(top[name], partial(call, name))
+    own(mx.zeros((1, 1), mx.int32))
+    return called
 
 
 def _path_of_layers(model: nn.Module) -> str:

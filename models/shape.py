@@ -40,6 +40,8 @@ class ModelShape:
     names: Names
     untrained: str = ""
     """Reason why the model cannot be trained; empty if it can."""
+    refused: frozenset[str] = frozenset()
+    """Names of tensors of an undeclared model that mlx-lm has no place for."""
     before: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Modules that are called before the layers, beside the embedding, with the sides of their
     weights: the first layer's stage has them."""

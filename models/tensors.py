@@ -222,7 +222,7 @@ def expected_tensors(
 
 def is_dropped(name: str, shape: ModelShape) -> bool:
     """Return whether mlx-lm ignores a tensor of this name when it loads the model."""
-    is_tied_head = shape.is_declared and shape.tied and name == f"{shape.names.head}.weight"
+    is_tied_head = shape.tied and "lm_head." in name
     if is_tied_head or _COMPUTED.search(name):
         return True
     layer = re.match(rf"{re.escape(shape.names.layers)}(\d+)\.", name)

@@ -51,6 +51,7 @@ from shardmlx.models.recurrence import use_chunks
 from shardmlx.models.ropes import STATIC, fit_ropes
 from shardmlx.models.shape import ModelShape, Names
 from shardmlx.models.stand_ins import InPlaceOf, at
+from shardmlx.models.tensors import QUANTISED_PARTS
 
 TOKENS = 3
 """Tokens of the trace: so few that mlx-lm does not sort them by expert."""
@@ -137,8 +138,9 @@ def traced_shape(config: Mapping[str, Any], stored: Mapping[str, Sides]) -> Mode
     ]
     kept = [each for cache in caches for each in parts_of(cache)]
     are_merged = all(hasattr(each, "merge") for each in kept)
+    loaded = _loaded(model, stored)
     is_stored_so = not stored or f"{names.embedding}.weight" in stored
-    stored_names = {} if is_stored_so else _stored_names(model, names.embedding, stored)
+    stored_names = {} if is_stored_so else _stored_names(loaded, names.embedding)
     before = _sides(parts.before)
     # Layers know no other position than that of their ropes.
     is_plain = (
@@ -176,6 +178,7 @@ def traced_shape(config: Mapping[str, Any], stored: Mapping[str, Sides]) -> Mode
         has_dynamic_rope=not all(isinstance(each, STATIC) for each in ropes),
         seen=seen,
         untrained=_fault_of_gradient(decoder, layers),
+        refused=_refused(model, loaded),
     )
 
 
@@ -212,16 +215,33 @@ def _loops(path: str, sides: Sides) -> bool:
     return "rg_lru" in path or (path.endswith("A_log") and len(sides) == 2)
 
 
-def _stored_names(model: nn.Module, embedding: str, stored: Mapping[str, Sides]) -> dict[str, str]:
-    """Return, by the name that mlx-lm's code gives each as it loads them, the names of arrays of
-    such sides; empty if it does not load them."""
+def _loaded(model: nn.Module, stored: Mapping[str, Sides]) -> dict[str, str]:
+    """Return the names that mlx-lm's code gives arrays of such sides as it loads them, each with
+    its stored name, empty where numbers are changed; none if it does not load them."""
     arrays = {name: mx.zeros(sides) for name, sides in stored.items()}
     before = {id(array): name for name, array in arrays.items()}
     try:
-        loaded = model.sanitize(dict(arrays))
+        loaded = model.sanitize(dict(arrays)) if hasattr(model, "sanitize") else arrays
     except _FAULTS:
         return {}
-    names = {name: before[id(array)] for name, array in loaded.items() if id(array) in before}
+    return {name: before.get(id(array), "") for name, array in loaded.items()}
+
+
+def _refused(model: nn.Module, loaded: Mapping[str, str]) -> frozenset[str]:
+    """Return the names of tensors that mlx-lm neither has a place for nor passes over."""
+    own = {name for name, _ in tree_flatten(model.parameters())}
+    packed = re.compile(rf"\.(?:{'|'.join(QUANTISED_PARTS)})$")
+    return frozenset(
+        origin or name
+        for name, origin in loaded.items()
+        if name not in own and packed.sub(".weight", name) not in own
+    )
+
+
+def _stored_names(loaded: Mapping[str, str], embedding: str) -> dict[str, str]:
+    """Return the stored names of what is ``loaded``, also of arrays whose numbers are changed;
+    empty if the embedding is not among them."""
+    names = {name: origin for name, origin in loaded.items() if origin}
     if (whole := f"{embedding}.weight") not in names:
         return {}
     body, stored_body = (each.rsplit(".", 2)[0] for each in (whole, names[whole]))

@@ -149,7 +149,7 @@ def _differences(
             if not files.is_part:
                 yield f"tensor {name!r} is missing: {remedy}"
         elif place.shape != sides and (shape.is_declared or sorted(place.shape) != sorted(sides)):
-            # Only rows tell what mlx-lm drops, or turns as it turns convolutions.
+            # Only rows tell what mlx-lm turns, as it turns convolutions.
             yield (
                 f"tensor {name!r} of {place.file} has shape {list(place.shape)}, but "
                 f"{shape.model_type} of this config.json has {list(sides)}"
@@ -157,7 +157,8 @@ def _differences(
         elif wrong := _wrong_dtype(name, place, expected):
             yield f"tensor {name!r} of {place.file} is {place.dtype}: {wrong}"
     for name, place in tensors.items():
-        if shape.is_declared and name not in expected and not is_dropped(name, shape):
+        is_other = name not in expected if shape.is_declared else name in shape.refused
+        if is_other and not is_dropped(name, shape):
             if name.endswith(".global_scale") and f"{name.rpartition('.')[0]}.scales" in expected:
                 continue
             yield f"tensor {name!r} of {place.file} is unexpected: {shape.model_type} has none"

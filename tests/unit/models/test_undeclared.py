@@ -29,7 +29,7 @@ from shardmlx.planning.inspection import run as inspect
 from shardmlx.planning.report import report
 from shardmlx.planning.training_plan import plan_training
 from tests.helpers.cut_models import check_continued, check_logits
-from tests.helpers.family_configs import LAYERS
+from tests.helpers.family_configs import CONFIGS, LAYERS
 from tests.helpers.generation import by_mlx_lm, run_pipeline
 from tests.helpers.models_and_batches import (
     build,
@@ -189,6 +189,12 @@ def test_an_embedding_with_adapters_knows_as_many_tokens(bits: int | None) -> No
     adapted = find_parts(with_adapters(model, keys=["model.embed_tokens"]))
     assert hasattr(adapted.embedding, "lora_a")
     assert adapted.vocabulary == plain.vocabulary == tiny_config()["vocab_size"]
+
+
+def test_a_spare_head_beside_a_tied_embedding_belongs_to_no_stage() -> None:
+    model = build(CONFIGS["helium"] | {"tie_word_embeddings": True})
+    assert "lm_head" in model
+    assert find_parts(model).heads == {}
 
 
 def test_published_names_are_those_that_mlx_lm_replaces(tmp_path: Path) -> None:
