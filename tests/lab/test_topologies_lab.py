@@ -10,7 +10,7 @@ from tests.helpers.hosts import TMP, Lab
 from tests.helpers.mpirun import mpirun
 from tests.helpers.topologies import CHIPS, cores_of, write_topology
 
-WHERE = "import socket; print(socket.gethostname())"
+WHERE = "import os; print(os.uname().nodename)"
 MEET = "from mpi4py.MPI import COMM_WORLD as world; print(world.allreduce(world.rank + 1))"
 
 
@@ -25,5 +25,5 @@ def test_ranks_on_two_chips_are_placed_by_their_cores_and_meet(
     # Without slots in the hostfile each host has as many as cores.
     lab.home("mac1").with_name(lab.hostfile.name).write_text("mac1\nmac2\n")
     first, second = map(cores_of, chips)
-    job = mpirun(2, command=lab.mpirun(first + second, "-c", WHERE), env=env).well()
+    job = mpirun(2, command=lab.mpirun(first + second, "-I", "-S", "-c", WHERE), env=env).well()
     assert sorted(job.stdout.split()) == ["mac1"] * first + ["mac2"] * second

@@ -80,13 +80,12 @@ def test_losses_weights_and_checkpoints_are_the_same_to_the_bit(
     assert any(name.endswith(".master") for name in parts.saved("optimizer"))
     replicas = {path.stem.rpartition("-")[2] for path in directory.glob("optimizer-*-*")}
     assert replicas == {"00", "01"}
-    for name, before, zero in (("a", whole, "1"), ("b", parts, "0")):
-        place = tmp_path / name / "checkpoints" / "step-0000003"
-        shutil.copytree(before.checkpoints / place.name, place)
-        resumed = Run(tmp_path / name, small_tied, pirate, "--zero", zero)
-        assert resumed.steps == {step: whole.steps[step] for step in (4, 5, 6)}
-        assert resumed.weights == whole.weights
-        assert resumed.saved("optimizer") == whole.saved("optimizer")
+    place = tmp_path / "resumed" / "checkpoints" / "step-0000003"
+    shutil.copytree(parts.checkpoints / place.name, place)
+    resumed = Run(tmp_path / "resumed", small_tied, pirate, "--zero", "0")
+    assert resumed.steps == {step: whole.steps[step] for step in (4, 5, 6)}
+    assert resumed.weights == whole.weights
+    assert resumed.saved("optimizer") == whole.saved("optimizer")
 
 
 def test_divided_weights_train_as_whole_ones(small: Path, pirate: Path, tmp_path: Path) -> None:
@@ -104,15 +103,13 @@ def test_divided_weights_train_as_whole_ones(small: Path, pirate: Path, tmp_path
         resumed = Run(tmp_path / name, small, pirate, "--zero", zero, *one)
         assert resumed.steps == {step: whole.steps[step] for step in (4, 5, 6)}
         assert resumed.weights == whole.weights
-    # In other layouts gradients are added in another order.
-    for stages, ranks in (("2", 4), ("1", 4)):
-        own = tmp_path / f"{stages}-{ranks}"
-        place = own / "checkpoints" / "step-0000003"
-        shutil.copytree(parts.checkpoints / place.name, place)
-        more = ("--zero", "3", "--pipeline-stages", stages, "--micro-batch-size", "1")
-        resumed = Run(own, small, pirate, *more, ranks=ranks)
-        for step in (4, 5, 6):
-            assert resumed.steps[step] == pytest.approx(whole.steps[step], rel=1e-2)
+    # Four replicas add gradients in another order.
+    place = tmp_path / "four" / "checkpoints" / "step-0000003"
+    shutil.copytree(parts.checkpoints / place.name, place)
+    more = ("--zero", "3", "--micro-batch-size", "1")
+    resumed = Run(tmp_path / "four", small, pirate, *more, ranks=4)
+    for step in (4, 5, 6):
+        assert resumed.steps[step] == pytest.approx(whole.steps[step], rel=1e-2)
 
 
 def test_float32_copies_begin_with_what_the_model_has_in_float32(
