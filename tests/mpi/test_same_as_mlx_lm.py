@@ -127,6 +127,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 HYBRID: dict[str, Any] = {
+    "iters": 3,
     "fine_tune_type": "lora",
     "lora_parameters": LORA,
     "num_layers": -1,
