@@ -16,6 +16,7 @@ from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.options import check_options, in_group, refuse, same_as
 from shardmlx.config.specs import ModelSource
+from shardmlx.costmodel.chips import as_macs
 from shardmlx.costmodel.hostfile import Machine, machine_of_each_rank, read_hostfile
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import ModelFiles, find_source, read_model
@@ -116,7 +117,7 @@ def _divide(options: InspectOptions, inspection: Inspection) -> Split | None:
         return None
     machines: tuple[Machine, ...] = ()
     if options.hostfile is not None:
-        machines = machine_of_each_rank(read_hostfile(options.hostfile))
+        machines = machine_of_each_rank(as_macs(read_hostfile(options.hostfile)))
     layers = len(inspection.layers)
     if not layers:
         raise UserError(f"{inspection.files.name} has no layers to divide", "name a whole model")

@@ -47,8 +47,8 @@ class Split:
         return self.machines[rank].host if self.machines else self.stage_map.host_of(rank)
 
     def memory(self, rank: int) -> float | None:
-        """Return the memory of a pipeline rank's machine in bytes, if it is known."""
-        return self.machines[rank].memory if self.machines else None
+        """Return the bytes that a pipeline rank may use of its machine, if they are known."""
+        return _usable(self.machines[rank]) if self.machines else None
 
     def nbytes(self, stage: int) -> float:
         """Return the bytes of a stage: weights, and the memory of generating."""
@@ -76,10 +76,14 @@ def divide(
         costs=costs_by_speed(costs, timed, num_stages),
         sizes=sizes,
         peak=_peak(inspection, generation),
-        capacity=tuple(math.inf if each.memory is None else each.memory for each in machines),
+        capacity=tuple(_usable(each) or math.inf for each in machines),
         hosts=tuple(each.host for each in timed),
     )
     return get_partitioner(partitioner)(problem)
+
+
+def _usable(machine: Machine) -> int | None:
+    return machine.wired or machine.memory
 
 
 def _sizes(inspection: Inspection) -> LayerCosts:

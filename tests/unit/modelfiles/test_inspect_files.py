@@ -169,12 +169,12 @@ def test_a_stage_map_says_who_runs_what(tiny: str, tmp_path: Path, capsys: Captu
 
 def test_hosts_show_their_share_of_memory(tiny: str, tmp_path: Path, capsys: Capture) -> None:
     hosts = tmp_path / "hosts"
-    hosts.write_text("big slots=1  # memory=1GiB flops=3T\nsmall slots=1  # memory=1MiB flops=1T\n")
+    hosts.write_text("big slots=1  # memory=1GiB flops=3T\nsmall slots=1  # memory=3MiB flops=1T\n")
     stages = report(capsys, tiny, "--hostfile", str(hosts))["stages"]
     assert [stage["host"] for stage in stages] == ["big", "small"]
     assert [stage["layers"] for stage in stages] == [[0, 3], [3, 4]]
     text = output(capsys, tiny, "--hostfile", str(hosts), "--rank", "1")
-    share = stages[1]["bytes"] / 2**20
+    share = stages[1]["bytes"] / 2**21  # a Mac lets the GPU use two thirds
     assert text.splitlines()[0].endswith(f", {share:.1%} of its memory")
 
 
@@ -195,7 +195,7 @@ def test_generating_takes_keys_and_values_of_every_token(tiny: str, capsys: Capt
 
 def test_memory_makes_room_for_keys_and_values(tiny: str, tmp_path: Path, capsys: Capture) -> None:
     hosts = tmp_path / "hosts"
-    hosts.write_text("a slots=1 # memory=8MiB\nb slots=1 # memory=32MiB\n")
+    hosts.write_text("a slots=1 # wired=8MiB\nb slots=1 # wired=32MiB\n")
     common = (tiny, "--hostfile", str(hosts), "--partitioner", "memory")
     stages = report(capsys, *common, "--context", "20000")["stages"]
     assert [stage["layers"] for stage in stages] == [[0, 1], [1, 4]]
