@@ -25,7 +25,7 @@ PLAIN_STEPS = 3
 """Steps that are measured before the first draft."""
 
 SHARE = 0.005
-"""Part of the time of plain steps that drafts of each kind may cost: there are at most three."""
+"""Part of the time of plain steps that drafts of each kind may cost: a text has at most three."""
 
 FIRST, FIRST_OF_MODEL, MOST = 0.5, 4.0, 8.0
 """Plain steps that drafts of a kind may cost before one has paid (a user who names a model counts
@@ -78,11 +78,13 @@ class Drafter(Protocol):
 @dataclass(slots=True)
 class _Ends:
     """A ``text``, and the place after the last of each sequence of ``SHORTEST`` to ``LONGEST``
-    tokens that something follows in it. So many tokens of the sequence are ``read``."""
+    tokens that something follows in it. So many tokens of the sequence are ``read``. If a client
+    ``predicts`` others, drafts are of kinds of their own."""
 
     text: list[int] = field(default_factory=list)
     last: dict[tuple[int, ...], int] = field(default_factory=dict)
     read: int = 0
+    predicts: bool = False
 
     def add(self, tokens: Sequence[int]) -> None:
         for token in tokens:
@@ -108,17 +110,20 @@ class LookupDrafter(Drafter):
         self.read(sequence, prompt)
         # The prompt's end, behind which it stands, is repeated for the answer to stand behind it.
         self._ends[sequence].add([*predicted, *prompt[-LONGEST:]])
+        self._ends[sequence].predicts = True
 
     def draft(
         self, sequence: int, tokens: Sequence[int], most: int, pays: Callable[[int], int]
     ) -> Draft:
         self.read(sequence, tokens)
-        text, last = self._ends[sequence].text, self._ends[sequence].last
+        ends = self._ends[sequence]
+        text = ends.text
         for length in range(LONGEST, SHORTEST - 1, -1):
-            begin = last.get(tuple(text[-length:]))
+            begin = ends.last.get(tuple(text[-length:]))
             if begin is not None:
-                period, count = len(text) - begin, min(most, pays(length))
-                return Draft(tuple(text[begin + i % period] for i in range(count)), length)
+                kind = length + LONGEST * ends.predicts
+                period, count = len(text) - begin, min(most, pays(kind))
+                return Draft(tuple(text[begin + i % period] for i in range(count)), kind)
         return Draft()
 
     def forget(self, sequence: int) -> None:
