@@ -44,7 +44,7 @@ install() {
     # Python compiles what it imports; pip would compile all files of all packages.
     local pip=("$python" -m pip --quiet --disable-pip-version-check --no-input install --no-compile)
     if ! "$python" -m pip config list 2>/dev/null | grep '[.:]index-url' >/dev/null &&
-        "${pip[@]}" uv 2>/dev/null &&
+        { [ -x "$VENV/bin/uv" ] || "${pip[@]}" uv 2>/dev/null; } &&
         UV_SYSTEM_CERTS=1 "$python" -m uv pip install --quiet --python "$python" "$@" 2>/dev/null; then
         return
     fi
