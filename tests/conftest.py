@@ -19,6 +19,8 @@ from tests.helpers.rank_pool import close_pools
 
 os.environ["XDG_CACHE_HOME"] = str(CACHE)
 os.environ["HYPOTHESIS_NO_PLUGINS"] = "1"  # they import trio
+# Apple's M5 and CUDA multiply float32 in ten bits else, as MLX's own tests know.
+os.environ["MLX_ENABLE_TF32"] = "0"
 prepare()
 
 # The first lets this process too import mlx-lm sooner, as the others do then.

@@ -21,7 +21,7 @@ PASSING_MARGIN = 1.1
 """Bound on passing arrays, as a multiple of a layer's: MLX allocates about a layer ahead."""
 
 TASKS_AHEAD = 10
-"""Operations that MLX's scheduler, which allocates their arrays, gets ahead of the running one."""
+"""Operations, on a GPU command buffers, that MLX allocates arrays for ahead of the running one."""
 
 ACTIVATION_ARRAYS = 3
 """Arrays of an MLP's width that its activation computes: SwiGLU's sigmoid, SiLU and product."""

@@ -6,7 +6,8 @@ runs; they are bounded, or measured (``costmodel.layer_memory``). This module ad
 model, messages, gradients and the order of actions.
 
 "metal" differs from the CPU as in MLX's source: RMSNorm is one kernel there, which keeps only its
-input. Attention of plain causal rows holds no scores there (``TrainingSetup.fuses_attention``).
+input. The GPU gets operations by the command buffer, not one by one. Attention of plain causal rows
+holds no scores there (``TrainingSetup.fuses_attention``).
 """
 
 from __future__ import annotations
@@ -17,9 +18,16 @@ from functools import lru_cache
 
 from shardmlx.config.checks import OPTIMIZERS
 from shardmlx.costmodel.divided import divided
-from shardmlx.costmodel.layer_memory import LayerMemory, layer_memory
+from shardmlx.costmodel.layer_memory import TASKS_AHEAD, LayerMemory, layer_memory
 from shardmlx.costmodel.training_setup import FLOAT32, Ratios, TrainingSetup
 from shardmlx.engine.buffers import BUCKET_BYTES, positions_of_piece
+
+COMMAND_BUFFER = 50 * 2**20
+"""Elements that the operations of one command buffer of Metal read, at most: as MLX's
+``backend/metal/device.cpp`` has it for the largest chips."""
+
+READ_PER_ALLOCATED = 4
+"""Elements that a layer's operations read for each that they allocate: weights and operands."""
 
 HEAD_ARRAYS = 8
 """Arrays of hidden states that pass in the norm and the loss beside the logits."""
@@ -295,11 +303,23 @@ def _passing(stage: _Stage) -> tuple[float, float]:
     if setup.grad_checkpoint and logits:
         of_head = max(layer.during_evaluation for layer in live)  # it is not held, but passes
     of_head += max(logits, _loss_piece(stage))
+    layers = stage.each_layer(lowest)
     forward = max(of_head, *(layer.during_forward for layer in live))
+    forward += _given_to_gpu(setup, [layer.during_forward for layer in layers])
     backward = max(layer.during_backward + FLOAT32 * layer.parameters * joins for layer in live)
     if setup.backend != "cpu" or setup.dtype_bytes < FLOAT32:
         backward += logits  # our own loss, used for float32 on a CPU, needs no more than are held
+    backward += _given_to_gpu(setup, [layer.during_backward for layer in layers])
     return ratios.during_forward * forward, ratios.during_backward * backward
+
+
+def _given_to_gpu(setup: TrainingSetup, passing: Collection[float]) -> float:
+    """Return the bytes of other layers that wait for a GPU beside the largest layer's: MLX frees
+    the arrays of a command buffer once the GPU is through with all of it."""
+    if setup.backend == "cpu":
+        return 0.0
+    most = TASKS_AHEAD * COMMAND_BUFFER / READ_PER_ALLOCATED * setup.dtype_bytes
+    return min(most, sum(passing) - max(passing))
 
 
 def _during_weight(stage: _Stage, during_input: float, parameters: int, largest: int) -> float:
