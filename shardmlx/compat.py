@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import textwrap
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -60,6 +61,17 @@ class QuietParser(argparse.ArgumentParser):
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
         if self.prints:
             super()._print_message(message, file)
+
+
+class HelpOfWholeWords(argparse.HelpFormatter):
+    """Help in which no line ends within a flag or a name, since people copy them.
+
+    argparse of Python 3.11 to 3.14: ``_split_lines`` breaks the help of an option. When it breaks:
+    look for ``textwrap`` in argparse.
+    """
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
 def hide_mpi_from_mlx() -> None:

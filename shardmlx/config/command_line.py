@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 import shardmlx
 from shardmlx.common.environment import LAUNCHED
 from shardmlx.common.yaml_reader import check_keys, did_you_mean, read_yaml
-from shardmlx.compat import QuietParser
+from shardmlx.compat import HelpOfWholeWords, QuietParser
 from shardmlx.config.commands import BY_NAME
 from shardmlx.config.options import Declared, OptionError, declared, flag_of, with_home
 from shardmlx.errors import UserError
@@ -120,6 +120,7 @@ class CommandLine(Generic[Options]):
             epilog=epilog,
             argument_default=argparse.SUPPRESS,
             allow_abbrev=False,
+            formatter_class=HelpOfWholeWords,
         )
         parser.prints = rank == 0
         parser.examples = BY_NAME[self.command].examples
