@@ -27,6 +27,7 @@ sys.meta_path.insert(0, Refuse())
 _FORKING = f"""{REFUSE}
 import json, os, traceback
 import huggingface_hub.file_download, huggingface_hub.hf_api
+import shardmlx.planning.inspection
 from shardmlx.main import main
 
 # What it needs stays. It reads its own settings once: each call imports it anew.

@@ -159,7 +159,7 @@ def test_texts_of_two_stages_are_those_of_mlx_lm(kind: str) -> None:
     shape = shape_of(kind)
     assert shape.takes_batches == (kind not in ALONE)
     prompts = dict(enumerate(prompts_of(5, 30, 2, 17, 1)))
-    more = {9: [*prompts[0], *by_mlx_lm(models[0], prompts[0], 6), 9, 2]}
+    more = {9: [*prompts[0], *by_mlx_lm(models[0], prompts[0], 4), 9, 2]}
     # The first pays for its beginning where the end of a prompt lies behind, and marks it.
     leaving = {10 + i: [*prompts[1][:20], *own] for i, own in enumerate(prompts_of(8, 9))}
     again = {20: [*prompts[1], *prompts_of(7)[0]]}
@@ -168,16 +168,16 @@ def test_texts_of_two_stages_are_those_of_mlx_lm(kind: str) -> None:
         STAGES,
         2 if shape.takes_batches else len(prompts),
         [prompts, more, *({number: each} for number, each in (leaving | again).items())],
-        6,
+        4,
         PrefixCache.of(shape, shortest=4),
     )
     every = {**prompts, **more, **leaving, **again}
-    assert texts == {number: by_mlx_lm(models[0], each, 6) for number, each in every.items()}
+    assert texts == {number: by_mlx_lm(models[0], each, 4) for number, each in every.items()}
     if any(shape.windows) and shape.family.takes_cuts:
         assert (cached[11], cached[20]) == (0, 0)
     else:
         assert (cached[11], cached[20]) == (20, 30 if shape.family.takes_cuts else 25)
-    assert cached[9] == len(prompts[0]) + 5
+    assert cached[9] == len(prompts[0]) + 3
 
 
 @pytest.mark.parametrize("bits", [None, 4])
