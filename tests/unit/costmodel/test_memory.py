@@ -311,7 +311,7 @@ USUAL = st.fixed_dictionaries(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(microbatches=st.sampled_from([2, 4, 8]), usual=USUAL)
 def test_more_of_anything_never_needs_less(
     schedule: str, microbatches: int, usual: dict[str, Any]
