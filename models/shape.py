@@ -41,7 +41,7 @@ class ModelShape:
     untrained: str = ""
     """Reason why the model cannot be trained; empty if it can."""
     refused: frozenset[str] = frozenset()
-    """Names of tensors of an undeclared model that mlx-lm has no place for."""
+    """Names of tensors of an undeclared model that mlx-lm has no place for, if not quantised."""
     before: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Modules that are called before the layers, beside the embedding, with the sides of their
     weights: the first layer's stage has them."""

@@ -51,7 +51,6 @@ from shardmlx.models.recurrence import use_chunks
 from shardmlx.models.ropes import STATIC, fit_ropes
 from shardmlx.models.shape import ModelShape, Names
 from shardmlx.models.stand_ins import InPlaceOf, at
-from shardmlx.models.tensors import QUANTISED_PARTS
 
 TOKENS = 3
 """Tokens of the trace: so few that mlx-lm does not sort them by expert."""
@@ -228,14 +227,10 @@ def _loaded(model: nn.Module, stored: Mapping[str, Sides]) -> dict[str, str]:
 
 
 def _refused(model: nn.Module, loaded: Mapping[str, str]) -> frozenset[str]:
-    """Return the names of tensors that mlx-lm neither has a place for nor passes over."""
+    """Return the names of tensors that mlx-lm neither has a place for nor passes over, or of parts
+    of quantised ones."""
     own = {name for name, _ in tree_flatten(model.parameters())}
-    packed = re.compile(rf"\.(?:{'|'.join(QUANTISED_PARTS)})$")
-    return frozenset(
-        origin or name
-        for name, origin in loaded.items()
-        if name not in own and packed.sub(".weight", name) not in own
-    )
+    return frozenset(origin or name for name, origin in loaded.items() if name not in own)
 
 
 def _stored_names(loaded: Mapping[str, str], embedding: str) -> dict[str, str]:

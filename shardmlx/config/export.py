@@ -11,7 +11,7 @@ from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.options import REQUIRED, check_options, in_group, refuse
 from shardmlx.config.specs import ModelSource
-from shardmlx.models.tensors import DEFAULTS
+from shardmlx.modelfiles.tensors import DEFAULTS
 
 RECIPES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
 """mlx-lm's recipes of few bits for most layers, and more for those that need them."""

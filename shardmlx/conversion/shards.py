@@ -18,10 +18,10 @@ from shardmlx.checkpoint.export import COPIED_SUFFIXES, TensorSpec, safetensors_
 from shardmlx.conversion.lazy_model import LazyModel
 from shardmlx.errors import file_access
 from shardmlx.loading.manifest import ModelManifest
+from shardmlx.loading.tokenizer import ends_of
 from shardmlx.modelfiles.safetensors_header import INDEX_FILE
 from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, CONFIG_FILE
 from shardmlx.models.config_reader import read_config
-from shardmlx.models.tokenizer import ends_of
 
 _COPIED = (*(f"*{suffix}" for suffix in COPIED_SUFFIXES), "*.py", "*.tiktoken")
 _NOT_COPIED = (

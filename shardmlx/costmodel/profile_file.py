@@ -16,7 +16,7 @@ from shardmlx.costmodel.measured_memory import MemorySample
 from shardmlx.costmodel.timing import ModelSeconds, Seconds
 from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError, file_access
-from shardmlx.models.tensors import read_quantisation
+from shardmlx.modelfiles.tensors import read_quantisation
 
 FORMAT = 1
 

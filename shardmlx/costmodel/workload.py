@@ -12,10 +12,10 @@ from shardmlx.distributed.wire_formats import WIRE_FORMATS
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import ModelFiles
 from shardmlx.modelfiles.parts import Inspection, Part, inspect_files, needed_shape
+from shardmlx.modelfiles.published_packing import check_packing, published_packing
 from shardmlx.modelfiles.safetensors_header import DTYPE_BITS
-from shardmlx.models.published_packing import check_packing, published_packing
+from shardmlx.modelfiles.tensors import loaded_name
 from shardmlx.models.shape import ModelShape
-from shardmlx.models.tensors import loaded_name
 from shardmlx.partitioners import LayerCosts
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}

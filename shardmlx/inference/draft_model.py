@@ -21,9 +21,9 @@ from shardmlx.errors import UserError
 from shardmlx.inference.drafts import Draft, Drafter
 from shardmlx.loading.build import build_to_generate
 from shardmlx.loading.hub_download import find_model
+from shardmlx.loading.tokenizer import read_tokenizer
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.models.config_reader import read_config
-from shardmlx.models.tokenizer import read_tokenizer
 
 KIND = 0
 """The kind of all its drafts."""

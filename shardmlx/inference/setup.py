@@ -42,10 +42,10 @@ from shardmlx.loading.rank_setup import (
     limit_memory,
     open_on_all_ranks,
 )
+from shardmlx.loading.tokenizer import read_tokenizer
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
-from shardmlx.models.tokenizer import read_tokenizer
 
 TYPICAL_PROMPT = 512  # tokens, as assumed where no prompt is known yet
 

@@ -24,10 +24,10 @@ from shardmlx.loading.adapters import (
 )
 from shardmlx.modelfiles.model_files import check_model_files
 from shardmlx.modelfiles.parts import read_shape
+from shardmlx.modelfiles.published_packing import check_packing, published_packing
 from shardmlx.models.config_reader import read_config
 from shardmlx.models.families import ANOTHER, FAMILIES
 from shardmlx.models.parts import find_parts
-from shardmlx.models.published_packing import check_packing, published_packing
 from shardmlx.models.rope_parameters import with_rope
 from shardmlx.models.ropes import fit_ropes
 from shardmlx.models.slice import Slice

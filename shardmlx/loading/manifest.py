@@ -23,8 +23,8 @@ from shardmlx.modelfiles.safetensors_header import (
     read_header,
 )
 from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, CONFIG_FILE
+from shardmlx.modelfiles.tensors import is_dropped
 from shardmlx.models.shape import ModelShape
-from shardmlx.models.tensors import is_dropped
 
 TEXTS = (
     CONFIG_FILE,

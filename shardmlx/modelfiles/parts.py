@@ -15,12 +15,9 @@ from typing import Any
 
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import ModelFiles
+from shardmlx.modelfiles.published_packing import check_packing, published_packing
 from shardmlx.modelfiles.safetensors_header import DTYPE_BITS, PlacedTensor
-from shardmlx.models.config_reader import MOST_LAYERS
-from shardmlx.models.families import FAMILIES
-from shardmlx.models.published_packing import check_packing, published_packing
-from shardmlx.models.shape import ModelShape
-from shardmlx.models.tensors import (
+from shardmlx.modelfiles.tensors import (
     QUANTISED_PARTS,
     Module,
     Quantisation,
@@ -32,6 +29,9 @@ from shardmlx.models.tensors import (
     modules,
     read_quantisation,
 )
+from shardmlx.models.config_reader import MOST_LAYERS
+from shardmlx.models.families import FAMILIES
+from shardmlx.models.shape import ModelShape
 
 EMBEDDING, HEAD, OTHER, DROPPED = "embedding", "head", "other", "not loaded"
 """Names of the parts other than decoder layers; ``head`` is the final norm and the head."""

@@ -14,8 +14,7 @@ from shardmlx.errors import file_access
 from shardmlx.modelfiles.model_files import ModelFiles
 from shardmlx.modelfiles.parts import shape_of
 from shardmlx.modelfiles.safetensors_header import Index, PlacedTensor
-from shardmlx.models.shape import ModelShape
-from shardmlx.models.tensors import (
+from shardmlx.modelfiles.tensors import (
     Module,
     Quantisation,
     expected_tensors,
@@ -27,6 +26,7 @@ from shardmlx.models.tensors import (
     modules,
     read_quantisation,
 )
+from shardmlx.models.shape import ModelShape
 
 _SHOWN = 20
 _GITS_ID = 40
@@ -157,8 +157,8 @@ def _differences(
         elif wrong := _wrong_dtype(name, place, expected):
             yield f"tensor {name!r} of {place.file} is {place.dtype}: {wrong}"
     for name, place in tensors.items():
-        is_other = name not in expected if shape.is_declared else name in shape.refused
-        if is_other and not is_dropped(name, shape):
+        is_known = name in expected or (not shape.is_declared and name not in shape.refused)
+        if not is_known and not is_dropped(name, shape):
             if name.endswith(".global_scale") and f"{name.rpartition('.')[0]}.scales" in expected:
                 continue
             yield f"tensor {name!r} of {place.file} is unexpected: {shape.model_type} has none"

@@ -17,7 +17,7 @@ from shardmlx.config.train import OutputOptions, TrainConfig
 from shardmlx.distributed.agreement import on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import WANTED, token_ids
-from shardmlx.models.tokenizer import read_tokenizer
+from shardmlx.loading.tokenizer import read_tokenizer
 from shardmlx.runreport.tensorboard import TensorBoardLog
 from shardmlx.training.planned_run import PlannedRun, open_for_training, plan_run, read_sets
 from shardmlx.training.setup import TrainingRun, load_run, show_ranks

@@ -52,9 +52,9 @@ from shardmlx.loading.rank_setup import (
     measure_again,
     open_on_all_ranks,
 )
+from shardmlx.loading.tokenizer import read_tokenizer
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.models.slice import Slice
-from shardmlx.models.tokenizer import read_tokenizer
 from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.plan import Plan
 from shardmlx.planning.choice import Choice, choose

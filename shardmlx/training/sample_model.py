@@ -29,8 +29,8 @@ from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.optimizer import Updater
 from shardmlx.engine.stage import Stage
 from shardmlx.loading.build import cut
+from shardmlx.modelfiles.tensors import read_quantisation
 from shardmlx.models.parts import find_parts
-from shardmlx.models.tensors import read_quantisation
 from shardmlx.models.undeclared import build_random
 
 LAYER_BYTES = 500_000_000

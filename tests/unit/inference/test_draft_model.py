@@ -16,7 +16,7 @@ from shardmlx.inference.draft_model import ModelDrafter, find_draft_model
 from shardmlx.inference.drafts import BackOff, Drafting
 from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.sampling_params import SamplingParams
-from shardmlx.models.tokenizer import read_tokenizer
+from shardmlx.loading.tokenizer import read_tokenizer
 from tests.helpers.chat_templates import tokenizer_with
 from tests.helpers.generation import CHUNK, by_mlx_lm, on_ranks, texts_of
 from tests.helpers.models_and_batches import VOCABULARY, tiny_model

@@ -9,7 +9,7 @@ from mlx.utils import tree_flatten
 
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.parts import planned_tensors
-from shardmlx.models.tensors import (
+from shardmlx.modelfiles.tensors import (
     Quantisation,
     infer_quantisation,
     read_quantisation,

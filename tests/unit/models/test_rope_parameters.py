@@ -17,8 +17,8 @@ from shardmlx.config.export import ExportOptions
 from shardmlx.conversion.lazy_model import build_lazily
 from shardmlx.loading.build import build_to_generate, check_can_be_cut
 from shardmlx.modelfiles.parts import read_shape
+from shardmlx.modelfiles.tensors import expected_tensors, modules
 from shardmlx.models.rope_parameters import with_rope
-from shardmlx.models.tensors import expected_tensors, modules
 from shardmlx.models.undeclared import build_random
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.models_and_batches import tiny_config

@@ -7,9 +7,9 @@ import pytest
 from mlx.utils import tree_flatten
 
 from shardmlx.errors import UserError
+from shardmlx.modelfiles.tensors import expected_tensors, modules
 from shardmlx.models.config_reader import read_config
 from shardmlx.models.shape import ModelShape
-from shardmlx.models.tensors import expected_tensors, modules
 from tests.helpers.models_and_batches import build, tiny_config
 from tests.helpers.refusals import refusal
 

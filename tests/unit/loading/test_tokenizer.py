@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from shardmlx.models.tokenizer import read_tokenizer
+from shardmlx.loading.tokenizer import read_tokenizer
 from tests.helpers.refusals import refusal
 
 

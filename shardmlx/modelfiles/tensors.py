@@ -12,8 +12,8 @@ from types import MappingProxyType
 from typing import Any
 
 from shardmlx.errors import UserError
+from shardmlx.modelfiles.published_packing import Packing, published_packing
 from shardmlx.models.layer_shape import LayerShape
-from shardmlx.models.published_packing import Packing, published_packing
 from shardmlx.models.shape import ModelShape
 
 DEFAULTS: Mapping[str, tuple[int, int]] = MappingProxyType(

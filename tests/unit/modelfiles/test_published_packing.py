@@ -9,9 +9,9 @@ from shardmlx.errors import UserError
 from shardmlx.loading.build import check_can_be_cut
 from shardmlx.modelfiles.model_files import ModelFiles
 from shardmlx.modelfiles.parts import inspect_files, planned_tensors
+from shardmlx.modelfiles.published_packing import published_packing
 from shardmlx.modelfiles.safetensors_header import PlacedTensor
-from shardmlx.models.published_packing import published_packing
-from shardmlx.models.tensors import Quantisation, read_quantisation
+from shardmlx.modelfiles.tensors import Quantisation, read_quantisation
 from shardmlx.planning.weight_split import Split, divide, generation_of
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.models_and_batches import tiny_config
