@@ -91,8 +91,8 @@ def with_weights(module: nn.Module, but: str) -> dict[str, nn.Module]:
         name: child
         for name, child in named.items()
         if isinstance(child, nn.Module)
-        and tree_flatten(child.parameters())
         and name.partition(".")[0] != but.partition(".")[0]
+        and tree_flatten(child.parameters())
     }
 
 

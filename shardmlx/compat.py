@@ -152,7 +152,8 @@ def reads_weight(module: Any, name: str) -> bool:
     instruction for each attribute. When it breaks: name those parts here.
     """
     codes = [each.__code__ for each in vars(type(module)).values() if hasattr(each, "__code__")]
-    names = [[step.argval for step in get_instructions(code)] for code in codes]
+    both = [code for code in codes if {name, "weight"} <= {*code.co_names}]
+    names = [[step.argval for step in get_instructions(code)] for code in both]
     return any((name, "weight") in pairwise(each) for each in names)
 
 
