@@ -113,6 +113,7 @@ RUN = {
 
 sys.meta_path.insert(0, Finder())
 # Libraries import these where they are installed: selenium brought the one, matplotlib the other,
-# users have no need of them, and they take a tenth of the start.
-for name in ("trio", "PIL"):
-    sys.modules[name] = None  # type: ignore[assignment]
+# users have no need of them, and they take a tenth of the start. The tests themselves need them.
+if __name__ == "sitecustomize":
+    for name in ("trio", "PIL"):
+        sys.modules[name] = None  # type: ignore[assignment]
