@@ -1,11 +1,8 @@
-"""Preferences in whatever layout: the losses of one process, also after a kill."""
+"""Preferences in whatever layout: the losses of one process."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +15,8 @@ from mlx.optimizers import Adam
 from mlx_lm import load
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from tests.helpers.models_and_batches import load_weights
 from tests.helpers.mpirun import events, train_well
+from tests.helpers.preference_data import preference_directory, rows_of
 from tests.helpers.shown import lacking
 
 BETA, RATE, SEED, ITERS, ROWS = 0.1, 2e-4, 5, 6, 4
@@ -27,7 +24,6 @@ LORA = {"rank": 4, "dropout": 0.0, "scale": 10.0}
 TOLERANCE = 1e-5
 
 COMMON: dict[str, Any] = {
-    "objective": "dpo",
     "beta": BETA,
     "seed": SEED,
     "batch_size": ROWS,
@@ -41,79 +37,42 @@ COMMON: dict[str, Any] = {
     "val_batches": 2,
 }
 
-PACKED = "two stages, packed"
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one rank": (1, ["--micro-batch-size", "2", "--no-pack"]),
-    PACKED: (2, ["--schedule", "1f1b", "--micro-batch-size", "2", "--pack"]),
+    "two stages, packed": (2, ["--schedule", "1f1b", "--micro-batch-size", "2", "--pack"]),
     "two by two in a V": (4, ["--schedule", "zb-v", "--pipeline-stages", "2"]),
 }
 
 
-def rows_of(directory: Path, name: str) -> list[dict[str, Any]]:
-    return [*map(json.loads, (directory / f"{name}.jsonl").read_text().splitlines())]
-
-
 @pytest.fixture(scope="module")
 def data(pirate: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's answers are chosen; the same in small letters, without marks, are rejected."""
-    directory = tmp_path_factory.mktemp("preferences")
-    for name in ("train", "valid"):
-        pairs, singles = [], []
-        for i, row in enumerate(rows_of(pirate, name)):
-            *prompt, chosen = row["messages"]
-            small = "".join(c for c in chosen["content"].lower() if c.isalnum() or c == " ") + "."
-            pairs.append({"prompt": prompt, "chosen": [chosen], "rejected": small})
-            answer = chosen["content"] if i % 3 else small
-            singles.append({"prompt": prompt, "completion": answer, "label": i % 3 > 0})
-        for kind, rows in (("pairs", pairs), ("singles", singles)):
-            (directory / kind).mkdir(exist_ok=True)
-            lines = "".join(json.dumps(row) + "\n" for row in rows)
-            (directory / kind / f"{name}.jsonl").write_text(lines)
-    return directory
+    return preference_directory(tmp_path_factory.mktemp("preferences"), pirate)
 
 
 class Run(NamedTuple):
     losses: list[float]
     validation: list[float]
-    weights: dict[str, np.ndarray]
-    checkpoints: Path
     said: str
 
 
-Train = Callable[..., Run]
+Train = Callable[[str, str], Run]
 
 
-@pytest.fixture(scope="module")
-def run(small: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
-    """Run the options that differ from the common ones, each time in a new directory."""
-
-    def run(layout: str, checkpoints: Path | None = None, **options: Any) -> Run:
+@pytest.fixture
+def run(small: Path, data: Path, tmp_path: Path) -> Train:
+    def run(layout: str, objective: str) -> Run:
         ranks, flags = LAYOUTS[layout]
-        directory = tmp_path_factory.mktemp("run")
-        config, metrics, output = (directory / name for name in ("config", "metrics", "output"))
-        checkpoints = checkpoints or directory / "checkpoints"
-        kind = "singles" if options.get("objective") == "kto" else "pairs"
+        config, metrics, output = (tmp_path / name for name in ("config", "metrics", "output"))
+        kind = "singles" if objective == "kto" else "pairs"
         where = {"model": str(small), "data": str(data / kind), "adapter_path": str(output)}
-        where["checkpoint_dir"] = str(checkpoints)
-        config.write_text(yaml.safe_dump(COMMON | where | options))
+        config.write_text(yaml.safe_dump(COMMON | where | {"objective": objective}))
         job = train_well(ranks, "-c", config, "--metrics-file", metrics, *flags)
         losses, validation = (
             [event["loss"] for event in events(metrics, kind)] for kind in ("train", "val")
         )
-        return Run(losses, validation, load_weights(output), checkpoints, job.stdout)
+        return Run(losses, validation, job.stdout)
 
     return run
-
-
-@pytest.fixture(scope="module")
-def whole(run: Train) -> Callable[[str, str], Run]:
-    """An uninterrupted run of an objective in a layout, made once."""
-
-    @cache
-    def whole(objective: str, layout: str) -> Run:
-        return run(layout, objective=objective, checkpoint_every=3)
-
-    return whole
 
 
 # One process: mlx-lm's own model and adapters, all logits at once, and the papers' formulas.
@@ -182,41 +141,14 @@ def one_process(model_path: Path, data: Path, objective: str) -> list[float]:
 
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
 def test_losses_are_those_of_one_process_in_every_layout(
-    objective: str, small: Path, data: Path, whole: Callable[[str, str], Run]
+    objective: str, small: Path, data: Path, run: Train
 ) -> None:
     kind = "singles" if objective == "kto" else "pairs"
     expected = one_process(small, data / kind, objective)
-    runs = {layout: whole(objective, layout) for layout in LAYOUTS}
+    runs = {layout: run(layout, objective) for layout in LAYOUTS}
     first = runs["one rank"]
     for other in runs.values():
         np.testing.assert_allclose(other.losses, expected, rtol=TOLERANCE)
         np.testing.assert_allclose(other.validation, first.validation, rtol=TOLERANCE)
     assert first.losses[-1] < first.losses[0]
     assert objective != "dpo" or lacking("preferences.md", "rewards", first.said) == set()
-
-
-def test_a_full_fine_tune_and_objectives_without_reference(run: Train) -> None:
-    for options in ({"objective": "dpo", "fine_tune_type": "full"}, {"objective": "orpo"}):
-        one = run("one rank", **options)
-        two = run(PACKED, **options)
-        np.testing.assert_allclose(two.losses, one.losses, rtol=TOLERANCE)
-        assert one.losses[-1] < one.losses[0]
-
-
-@pytest.mark.parametrize("objective", ["dpo", "kto"])
-def test_a_resumed_run_goes_on_to_the_bit_with_the_references_of_its_start(
-    objective: str, run: Train, whole: Callable[[str, str], Run], tmp_path: Path
-) -> None:
-    before = whole(objective, PACKED)
-    place, references = tmp_path / "checkpoints", "references.safetensors"
-    shutil.copytree(before.checkpoints / "step-0000003", place / "step-0000003")
-    shutil.copy(before.checkpoints / references, place)
-    kept = {"objective": objective, "checkpoint_every": 3}
-    rest = run(PACKED, place, **kept)
-    assert rest.losses == before.losses[3:]
-    assert all(np.array_equal(rest.weights[name], before.weights[name]) for name in before.weights)
-    # In another layout, and with the numbers lost: from the model, before its checkpoint is read.
-    (place / references).write_bytes(b"damaged")
-    longer = run("one rank", place, **kept, iters=7)
-    np.testing.assert_allclose(longer.validation[-1:], before.validation[-1:], rtol=0.2)
-    assert len(longer.losses) == 1

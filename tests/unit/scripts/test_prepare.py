@@ -6,7 +6,7 @@ import json
 import random
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,7 +20,10 @@ from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer, TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
+from shardmlx.config.train import TrainConfig
 from shardmlx.errors import UserError
+from shardmlx.training.command import train_model
+from tests.helpers.local_transport import LocalNetwork
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 
@@ -82,6 +85,46 @@ def test_smollm2_answers(smollm2: Path) -> None:
     prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True)
     answer = mlx_lm.generate(model, tokenizer, prompt, max_tokens=12)
     assert answer == "The capital of France is Paris."
+
+
+@pytest.mark.usefixtures("limited_to_a_test")
+def test_smollm2_learns_from_few_pairs_that_a_pirate_shall_answer(
+    smollm2: Path, scripts: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    """The example of docs/preferences.md, on its shortest rows, without a system message."""
+    whole, data = tmp_path / "whole", tmp_path / "short"
+    assert scripts["pirate_data"].main(["--preferences", "--output", str(whole)]) == 0
+    data.mkdir()
+    for name, count in (("train", 10), ("valid", 6)):
+        lines = sorted((whole / f"{name}.jsonl").read_text().splitlines(), key=len)[:count]
+        rows = [json.loads(line) for line in lines]
+        for row in rows:
+            question = {"role": "user", "content": row["prompt"]}
+            row["prompt"] = [{"role": "system", "content": ""}, question]
+        (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    accuracy = []
+
+    def listen(event: str, values: Mapping[str, Any]) -> None:
+        if event == "val":
+            accuracy.append(values["accuracy"])
+
+    config = TrainConfig(
+        model=str(smollm2),
+        data=str(data),
+        adapter_path=str(tmp_path / "out"),
+        objective="dpo",
+        learning_rate=2e-4,
+        num_layers=4,
+        max_seq_length=64,
+        batch_size=4,
+        iters=5,
+        steps_per_eval=5,
+        val_batches=-1,
+    )
+    LocalNetwork(1, timeout=100).run(lambda rank: train_model(config, rank, on_event=listen))
+    before, after = accuracy
+    assert before == 0.5
+    assert after > 0.9
 
 
 def test_smollm2_has_every_tensor_once_and_ties_the_embedding(smollm2: Path) -> None:
