@@ -80,6 +80,7 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 @contextmanager
 def _first_alone() -> Iterator[None]:
+    CACHE.mkdir(exist_ok=True)
     with (CACHE / "collecting").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
