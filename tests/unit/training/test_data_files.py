@@ -143,6 +143,19 @@ def test_the_mixture_of_the_page_has_its_weights(local_sets: Path) -> None:
     assert decoded(data.valid) == ["t8", "t9", "<u>q8;<a>a8;", "<u>q9;<a>a9;"]
 
 
+def test_pairs_of_a_mixture_stay_together(local_sets: Path) -> None:
+    keys = {
+        "prompt_feature": "question",
+        "chosen_feature": "answer",
+        "rejected_feature": "question",
+    }
+    files = {"path": "csv", "config": {"data_files": "questions.csv"}, **keys}
+    given = [{**files, "weight": weight} for weight in (1, 0.25)]
+    data = read(local_sets, hf_dataset=given, objective="dpo", batch_size=2)
+    pairs = [f"<u>q{i};<a>{each}{i};" for i in (*range(8), 0, 4) for each in "aq"]
+    assert decoded(data.train) == pairs
+
+
 def test_the_one_file_of_the_page_is_divided(local_sets: Path) -> None:
     Path("all.csv").write_text("prompt,completion\n" + "".join(f"q{i},a{i}\n" for i in range(10)))
     data = read(local_sets, hf_dataset=yaml.safe_load(example("one file").text)["hf_dataset"])

@@ -75,8 +75,12 @@ def test_kto_makes_the_answers_likelier_that_are_wanted_and_the_others_less(trai
     assert last["rejected_reward"] < -0.1
 
 
-@pytest.mark.parametrize("options", [{"fine_tune_type": "full"}, {"objective": "orpo"}], ids=str)
-def test_a_full_fine_tune_and_an_objective_without_reference(
+@pytest.mark.parametrize(
+    "options",
+    [{"fine_tune_type": "full"}, {"fine_tune_type": "dora"}, {"objective": "orpo"}],
+    ids=str,
+)
+def test_full_fine_tunes_dora_and_an_objective_without_reference(
     options: dict[str, Any], train: Train
 ) -> None:
     one, two = train(1, "one", **ONE, **options), train(2, "two", **TWO, **options)

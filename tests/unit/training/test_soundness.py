@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from shardmlx.training.soundness import Fault, Soundness
+from shardmlx.training.soundness import Best, Fault, Soundness
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 
 OF_RANK = ("mine.0", "mine.1")
@@ -44,3 +44,12 @@ def test_a_weight_that_one_rank_has_moved_is_enough_for_all(mover: int | None) -
         return sound.unmoved() is None
 
     assert LocalNetwork(2).run(work) == [mover is not None] * 2
+
+
+def test_a_loss_that_is_no_number_is_never_the_best() -> None:
+    best, misses = Best(), []
+    for step, loss in enumerate([math.nan, 3.0, math.nan, 2.0, None, math.inf], 1):
+        best = best.after(step, loss)
+        misses.append(best.misses)
+    assert (best.loss, best.step) == (2.0, 4)
+    assert misses == [1, 0, 1, 0, 1, 2]
