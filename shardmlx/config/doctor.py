@@ -36,6 +36,9 @@ class DoctorConfig:
         1.0, "time to measure a link one way, or a matrix product", metavar="SECONDS", above=0
     )
     device: str = common.device(group="measuring")
+    self_test: bool = _measuring(
+        False, "compare losses and gradients of --device with the CPU's, by kind of layer"
+    )
     timeout: float = _measuring(
         60.0, "time that a rank may wait for another", metavar="SECONDS", above=0
     )
@@ -53,6 +56,9 @@ class DoctorConfig:
         refuse("ssh", "has no hosts", "give --hostfile F, or --find instead", when=lacks)
         unneeded = self.find and self.hostfile
         refuse("find", "asks the network for hosts", "leave out --hostfile", when=unneeded)
+        refuse(
+            "self_test", "computes on the hosts", "leave out --ssh", when=known and self.self_test
+        )
         refuse("write_hostfile", "measures under mpirun", "leave out --ssh", when=known and written)
         refuse("write_hostfile", "is '-'", "give the name of a file", when=written == STDOUT)
         unused = program is not None and not self.by_ssh

@@ -27,6 +27,7 @@ from shardmlx.hosts.findings import Examination, Host, Link, LinkSpeed, Route, i
 from shardmlx.hosts.host_facts import HostFacts, collect
 from shardmlx.hosts.library_probes import broken_parts
 from shardmlx.hosts.probe_script import connect_errors, listen
+from shardmlx.hosts.self_test import differences
 from shardmlx.hosts.speed_tests import matmul_flops, measure_link, shares_memory
 from shardmlx.loading.rank_setup import use_device, working_set
 
@@ -48,7 +49,7 @@ def run(config: DoctorConfig, transport: Transport, blas: Blas) -> None:
     known = on_rank_0(transport, "reading the hostfile", lambda: _machines(config))
     say = progress if transport.rank == 0 else lambda line: None
     use_device(config.device, transport, say)
-    examination = Examiner(transport, config.seconds, say).examine(blas)
+    examination = Examiner(transport, config.seconds, say).examine(blas, self_test=config.self_test)
     count = from_rank_0(transport, "reporting", lambda: _report(config, examination, known or ()))
     if any(link.speed is None for link in examination.links):
         # In MPI_Finalize all ranks would connect, and crash if two cannot.
@@ -73,12 +74,16 @@ class Examiner:
         self._mine = hosts[transport.rank]
         self._leads = self._ranks[self._mine][0] == transport.rank
 
-    def examine(self, blas: Blas) -> Examination:
+    def examine(self, blas: Blas, *, self_test: bool = False) -> Examination:
         """Examine the hosts and their links. All ranks must call it, and get the same."""
         transport = self._transport
         facts, routes = self._ask()
         self._say("trying what libraries do not promise")
         broken = tuple(broken_parts()) if self._leads else ()
+        tested: dict[str, float] = {}
+        if self_test:
+            self._say("comparing with the CPU")
+            tested = differences() if self._leads else {}
         self._say("multiplying matrices")
         # All together, like in a run.
         transport.barrier("multiplying matrices")
@@ -95,6 +100,7 @@ class Examiner:
             flops=_flops(device, self._seconds),
             copies=not shares_memory(),
             broken=broken,
+            self_test=tested,
         )
         seen = transport.all_gather(mine, "multiplying matrices")
         hosts = (_as_one([seen[rank] for rank in own]) for own in self._ranks.values())

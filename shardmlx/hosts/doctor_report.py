@@ -109,6 +109,13 @@ def _cells(hosts: Sequence[Host]) -> Iterator[tuple[str, Callable[[Host], str | 
     yield "wired limit", _wired_limit
     yield "free disk", lambda host: _bytes(host.facts.disk_free)
     yield "arrays to MPI", lambda host: "copied" if host.copies else "no copy"
+    for kind in dict.fromkeys(kind for host in hosts for kind in host.self_test):
+        yield kind, partial(_apart, kind)
+
+
+def _apart(kind: str, host: Host) -> str | None:
+    apart = host.self_test.get(kind)
+    return None if apart is None else f"within {apart:.0e} of the CPU"
 
 
 def _version(package: str, host: Host) -> str | None:

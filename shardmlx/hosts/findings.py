@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, groupby
 from operator import attrgetter
 from typing import Any
@@ -18,6 +18,7 @@ FAR_SLOWER = 0.6  # share of the best speed of comparable machines or links, at 
 SLOW_CABLE = 60e6  # bytes a second: half of what 1 Gbit/s Ethernet carries
 LITTLE_DISK = 20 * GIB
 LITTLE_MEMORY = 1 / 3  # share of a machine's memory
+AS_CPU = 1e-2  # relative: CUDA and an M5 may multiply float32 in ten bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,8 @@ class BrokenPart:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
     """A machine with its ``ranks``. ``flops`` are of all its ranks at once, by dtype; ``copies`` is
-    true if MPI gets copies of its arrays; ``working_set`` are the bytes that the GPU may wire."""
+    true if MPI gets copies of its arrays; ``working_set`` are the bytes that the GPU may wire;
+    ``self_test`` says by kind of layer how far its device is from its CPU, relatively."""
 
     name: str
     ranks: tuple[int, ...]
@@ -76,6 +78,7 @@ class Host:
     copies: bool
     working_set: int | None = None
     broken: tuple[BrokenPart, ...] = ()
+    self_test: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def versions(self) -> dict[str, str | None]:
@@ -211,6 +214,9 @@ def _of_host(host: Host) -> Iterator[Finding]:
         problem = f"{library} {first.installed} breaks {names} of shardmlx.compat"
         remedy = f"{facts.python} -m pip install {library}=={first.tried}, and report it"
         yield Finding(host.name, problem, remedy)
+    if wrong := [kind for kind, apart in host.self_test.items() if not apart <= AS_CPU]:
+        problem = f"its {host.device} computes {', '.join(wrong)} unlike its CPU"
+        yield Finding(host.name, problem, "--device cpu, and report it")
     if host.blas_hint:
         yield Finding(host.name, f"computes with {host.blas.partition(',')[0]}", host.blas_hint)
 

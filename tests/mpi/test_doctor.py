@@ -20,6 +20,7 @@ def test_two_ranks_of_one_machine(tmp_path: Path) -> None:
         2,
         *DOCTOR,
         *("--hostfile", given, "--write-hostfile", "written", "--json", "found.json"),
+        "--self-test",
         cwd=tmp_path,
     ).well()
     for word in ("Open MPI", "matmul fp32", "no copy", "free memory"):
@@ -32,6 +33,8 @@ def test_two_ranks_of_one_machine(tmp_path: Path) -> None:
     assert not host["copies"]
     assert host["flops"]["fp32"] > 0
     assert all(host["versions"].values())
+    assert len(host["self_test"]) > 1
+    assert set(host["self_test"].values()) == {0.0}  # the CPU beside itself
     assert found["links"] == []
 
     (machine,) = read_hostfile(tmp_path / "written")

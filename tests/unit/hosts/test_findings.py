@@ -40,6 +40,11 @@ def test_nothing_is_said_of_what_is_good_or_unknown() -> None:
             "mlx 0.40 breaks x, y",
             "/v/bin/python -m pip install mlx==0.32.4",
         ),
+        (
+            host("a", self_test={"attention": 1e-6, "experts": 0.5, "4 bits": float("nan")}),
+            "experts, 4 bits",
+            "--device cpu",
+        ),
         (host("a", of={"weak_power": ("on battery power",)}), "battery", "plug"),
         (
             host("a", of={"mpirun": "/opt/homebrew/bin/prterun", "mpirun_is_of_wheel": False}),
