@@ -91,8 +91,8 @@ def _published(host: str, facts: HostFacts | None) -> Machine:
         return machine
     with suppress(UserError):  # the chip is in no list
         (mac,) = chips.machines_of(f"{facts.chip} {(facts.memory or 0) // GIB}GB")
-        machine = replace(machine, flops=mac.flops, wired=mac.wired)
-    return _with_facts(machine, facts, facts.wired_limit or machine.wired)
+        machine = replace(machine, flops=mac.flops)
+    return _with_facts(machine, facts, facts.wired_limit or None)
 
 
 def hostfile_text(machines: Iterable[Machine], date: str = "") -> str:

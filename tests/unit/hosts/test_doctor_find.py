@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from shardmlx.costmodel.chips import as_macs
 from shardmlx.costmodel.hostfile import read_hostfile
 from shardmlx.hosts.doctor_find import fastest_links, others_of
 from shardmlx.hosts.doctor_hostfile import found_hostfile
@@ -130,7 +131,8 @@ def test_plans_and_jobs_read_what_was_found(tmp_path: Path) -> None:
     assert "kind=apple-m2-ultra, mac0.local over bridge0 (Thunderbolt)\n" in path.read_text()
     studio, mini, server, old = read_hostfile(path)
     assert (studio.host, studio.slots, studio.kind) == ("169.254.7.1", 1, "apple-m2-ultra")
-    assert (studio.memory, studio.wired) == (64 * GIB, 48 * GIB)
+    assert [each.wired for each in as_macs([studio, mini])] == [48 * GIB, 14 * GIB]
+    assert studio.memory == 64 * GIB
     assert studio.flops == pytest.approx(27.2e12, rel=1e-2)
     assert (mini.wired, mini.link) == (14 * GIB, None)
     assert (server.memory, server.flops, server.kind) == (8 * GIB, None, "amd-epyc")
