@@ -67,7 +67,7 @@ KINDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "short convolution": {"model_type": "lfm2", **_SIZES, **_CONVOLUTION},
     }
 )
-"""What is compared, each with the config.json of a model of mlx-lm."""
+"""Kinds of layers, each with the config.json of a model of mlx-lm that has it."""
 
 
 def differences() -> dict[str, float]:
