@@ -85,8 +85,8 @@ class CommandLine(Generic[Options]):
 
     Help lists ``groups`` first, and only the options in ``shown``. Flags that are ``refused`` have
     a reason; keys of a YAML file that are ``passed_over`` have a hint what to write instead.
-    ``needs_words`` says what to give to a command that would do much without a word. Rank 0 calls
-    ``check`` with the options of a run.
+    ``needs`` are options of which flags or file give at least one, and ``needs_remedy`` says what
+    to give. Rank 0 calls ``check`` with the options of a run.
     """
 
     options: type[Options]
@@ -97,7 +97,8 @@ class CommandLine(Generic[Options]):
     refused: Mapping[str, str] = field(default_factory=dict)
     passed_over: Mapping[str, str] = field(default_factory=dict)
     epilog: str = ""
-    needs_words: str = ""
+    needs: Collection[str] = ()
+    needs_remedy: str = ""
     check: Callable[[Options], None] | None = None
 
     def parser(self, rank: int = 0, *, shows_all: bool = False) -> CommandParser:
@@ -158,13 +159,14 @@ class CommandLine(Generic[Options]):
 
     def load_given(self, argv: Sequence[str]) -> tuple[Options, Given]:
         """Build the options as ``load``, and return those that flags and file gave."""
-        if self.needs_words and not argv:
-            raise UserError(f"{self.command} has no options", self.needs_words)
         parser = self._parser_for(argv)
         namespace, unknown = parser.parse_known_args(argv)
         if unknown:
             raise self._unknown(unknown)
-        return self._build(vars(namespace))
+        options, given = self._build(vars(namespace))
+        if self.needs and given.names.isdisjoint(self.needs):
+            raise UserError(f"{self.command} has no {next(iter(self.needs))}", self.needs_remedy)
+        return options, given
 
     def load_before(
         self, argv: Sequence[str], commands: Sequence[str]

@@ -374,5 +374,6 @@ LINE = CommandLine(
     shown=_SHOWN,
     passed_over=PASSED_OVER,
     refused={f"--lora-{each}": _IN_FILE for each in ("alpha", "rank", "scale", "dropout", "r")},
-    needs_words="give --model and --data, or --train for mlx_lm.lora's own",
+    needs=("data", "hf_dataset", "train", "test"),
+    needs_remedy="give --model and --data, or --train for mlx_lm.lora's own",
 )

@@ -64,7 +64,7 @@ def test_help_ends_with_two_examples_that_the_command_takes(
     command: Command, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("lora.yaml").write_text("iters: 100\n")
+    Path("lora.yaml").write_text("data: my-data\n")
     with pytest.raises(SystemExit):
         main([command.name, "--help"])
     lines = capsys.readouterr().out.splitlines()
@@ -99,11 +99,11 @@ def test_doctor_with_ssh_is_asked_by_one_rank(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("words", "remedy"),
     [
-        ("train --hostfile hosts", "launch --hostfile hosts train ..."),
+        ("train --data d --hostfile hosts", "launch --hostfile hosts train ..."),
         ("generate --hostfile hosts", "launch --hostfile hosts generate ..."),
-        ("train --model m --pipeline-stages 2", "launch -n 2 train ..."),
-        ("train --pipeline-stages 2 --data-parallel 2", "launch -n 4 train ..."),
-        ("train", "give --model and --data"),
+        ("train --data d --pipeline-stages 2", "launch -n 2 train ..."),
+        ("train --train --pipeline-stages 2 --data-parallel 2", "launch -n 4 train ..."),
+        ("train --model m", "give --model and --data"),
         ("launch -n 2 train", "give --model and --data"),
         ("launch --ssh train", "shardmlx launch --hostfile FILE train"),
         ("launch --hostfile train --model m", "shardmlx launch --hostfile FILE train ..."),

@@ -66,6 +66,10 @@ def write(directory: Path, text: str) -> str:
     return str(path)
 
 
+def load(*argv: str) -> TrainConfig:
+    return LINE.load([*argv, "--train"])
+
+
 def error_of(*argv: str) -> UserError:
     with pytest.raises(UserError) as caught:
         LINE.load(argv)
@@ -128,15 +132,15 @@ def test_learning_rate_schedules_are_those_of_mlx() -> None:
 def test_off_needs_no_quotes_in_yaml(name: str, tmp_path: Path) -> None:
     """YAML reads the bare word as False."""
     for text in ("off", '"off"', "false"):
-        assert getattr(LINE.load(["-c", write(tmp_path, f"{name}: {text}")]), name) == "off"
+        assert getattr(load("-c", write(tmp_path, f"{name}: {text}")), name) == "off"
     assert "auto" in error_of("-c", write(tmp_path, f"{name}: on")).remedy
 
 
 def test_gradient_checkpointing_is_full_recomputation() -> None:
     assert TrainConfig().recompute is None
-    assert LINE.load(["--grad-checkpoint"]).recompute == "full"
-    assert LINE.load(["--no-grad-checkpoint"]).recompute == "none"
-    assert LINE.load(["--grad-checkpoint", "--recompute", "full"]).recompute == "full"
+    assert load("--grad-checkpoint").recompute == "full"
+    assert load("--no-grad-checkpoint").recompute == "none"
+    assert load("--grad-checkpoint", "--recompute", "full").recompute == "full"
 
 
 def test_the_adapter_config_is_what_mlx_lm_reads() -> None:
@@ -153,7 +157,7 @@ def test_the_adapter_config_is_what_mlx_lm_reads() -> None:
 
 def test_flags_beat_the_file_and_the_file_beats_the_defaults(tmp_path: Path) -> None:
     path = write(tmp_path, "iters: 5\nbatch_size: 2\nmask_prompt: true\nlora_parameters: null\n")
-    config = LINE.load(["-c", path, "--batch-size", "8", "--no-mask-prompt"])
+    config = load("-c", path, "--batch-size", "8", "--no-mask-prompt")
     assert (config.iters, config.batch_size, config.seed) == (5, 8, 0)
     assert config.mask_prompt is False
     assert config.config == path
@@ -163,7 +167,7 @@ def test_flags_beat_the_file_and_the_file_beats_the_defaults(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("argv", "train", "test"),
     [
-        (["--seed", "1"], True, False),
+        (["--data", "data"], True, False),
         (["--train"], True, False),
         (["--test"], False, True),
         (["--train", "--test"], True, True),
@@ -176,25 +180,35 @@ def test_train_is_implied_unless_test_alone_is_given(
     assert (config.train, config.test) == (train, test)
 
 
+def test_a_run_needs_data_or_a_word_that_it_takes_mlx_lm_s(tmp_path: Path) -> None:
+    for argv in ([], ["--model", "M"], ["--iters", "5"], ["-c", write(tmp_path, "model: M\n")]):
+        error = error_of(*argv)
+        assert (error.problem, "--data" in error.remedy) == ("train has no data", True)
+    given = write(tmp_path, "hf_dataset: {path: csv, config: {data_files: all.csv}}\n")
+    assert LINE.load(["-c", given]).hf_dataset is not None
+    assert LINE.load(["-c", write(tmp_path, "data: mine\n")]).data == "mine"
+    assert LINE.load(["--model", "M", "--train"]).data == "mlx-community/WikiSQL"
+
+
 def test_alpha_is_rank_times_scale(tmp_path: Path) -> None:
     path = write(tmp_path, "lora_parameters: {rank: 16, alpha: 32, dropout: 0}")
-    assert LINE.load(["-c", path]).lora_parameters == {"rank": 16, "scale": 2.0, "dropout": 0}
+    assert load("-c", path).lora_parameters == {"rank": 16, "scale": 2.0, "dropout": 0}
 
 
 def test_numbers_with_exponents_are_numbers(tmp_path: Path) -> None:
     """Text that only looks like one stays text."""
     for number in ("1e-5", "1.e-5", ".1e-4", "1E-5"):
         path = write(tmp_path, f"learning_rate: {number}")
-        assert LINE.load(["-c", path]).learning_rate == 1e-5
+        assert load("-c", path).learning_rate == 1e-5
     for text in ("1e5x", "e5", "-e-5", "."):
         path = write(tmp_path, f"project_name: {text}")
-        assert LINE.load(["-c", path]).project_name == text
+        assert load("-c", path).project_name == text
 
 
 def test_texts_of_flags_and_of_the_file_are_read_alike(tmp_path: Path) -> None:
     path = write(tmp_path, "clear_cache_threshold: 2 GiB\noptimizer: AdamW\n")
     flags = ["--clear-cache-threshold", "2 GiB", "--optimizer", "AdamW"]
-    for config in (LINE.load(["-c", path]), LINE.load(flags)):
+    for config in (load("-c", path), load(*flags)):
         assert (config.clear_cache_threshold, config.optimizer) == (2**31, "adamw")
 
 
@@ -226,13 +240,13 @@ def test_a_learning_rate_schedule_can_be_given_by_flags(
 ) -> None:
     """Without arguments it falls to 0 over the updates of the run: two steps make one here."""
     run = "--learning-rate 1e-3 --iters 1000 --grad-accumulation-steps 2"
-    assert LINE.load([*run.split(), *flags.split()]).lr_schedule == schedule
+    assert load(*run.split(), *flags.split()).lr_schedule == schedule
 
 
 def test_a_warm_up_alone_keeps_the_learning_rate_afterwards() -> None:
     from mlx_lm.tuner.utils import build_schedule
 
-    schedule = LINE.load(["--learning-rate", "1e-3", "--warmup", "10"]).lr_schedule
+    schedule = load("--learning-rate", "1e-3", "--warmup", "10").lr_schedule
     rate = build_schedule(schedule)
     assert float(rate(0)) == 0.0
     assert float(rate(5)) == pytest.approx(0.5e-3)
@@ -241,13 +255,13 @@ def test_a_warm_up_alone_keeps_the_learning_rate_afterwards() -> None:
 
 def test_epochs_take_the_place_of_iters(tmp_path: Path) -> None:
     path = write(tmp_path, "iters: 5\n")
-    config = LINE.load(["-c", path, "--epochs", "2", "--lr-schedule", "cosine_decay"])
+    config = load("-c", path, "--epochs", "2", "--lr-schedule", "cosine_decay")
     assert config.epochs == 2
     counted = config.with_iters(70)
     assert (counted.iters, counted.epochs) == (70, None)
     assert counted.lr_schedule == {"name": "cosine_decay", "arguments": [1e-5, 70]}
     path = write(tmp_path, "epochs: 3\n")
-    config = LINE.load(["-c", path, "--iters", "7"])
+    config = load("-c", path, "--iters", "7")
     assert (config.iters, config.epochs) == (7, None)
 
 
@@ -256,7 +270,7 @@ def test_keys_that_mlx_lm_passes_over_are_named(
 ) -> None:
     for key, instead in (("lora_layers: 16", "num_layers"), ("use_dora: true", "fine_tune_type")):
         path = write(tmp_path, f"iters: 5\n{key}\n")
-        assert LINE.load(["-c", path]).iters == 5
+        assert load("-c", path).iters == 5
         said = capsys.readouterr().err
         assert path in said
         assert instead in said
@@ -380,7 +394,7 @@ def test_a_bad_file_is_named_with_key_and_value(
 
 def test_what_a_full_fine_tune_does_not_use_is_not_checked(tmp_path: Path) -> None:
     path = write(tmp_path, "fine_tune_type: full\nlora_parameters: {}\nunfreeze_all: true\n")
-    assert LINE.load(["-c", path]).unfreeze_all
+    assert load("-c", path).unfreeze_all
 
 
 # --help

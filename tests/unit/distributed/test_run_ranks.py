@@ -39,7 +39,7 @@ def run(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 def test_mpi_starts_when_all_else_has_been_imported() -> None:
     """Before it does, whatever goes wrong ends a process without a trace on the others."""
-    done = run(_UNTIL_MPI, "shardmlx.train", "--model", "MODEL")
+    done = run(_UNTIL_MPI, "shardmlx.train", "--data", "DATA")
     assert done.returncode == 7, done.stderr
     assert {"shardmlx.training.command", "mlx_lm", "mlx.core"} <= set(done.stdout.split())
 

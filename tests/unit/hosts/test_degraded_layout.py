@@ -20,7 +20,7 @@ def machines(count: int) -> list[Machine]:
 
 
 def layout(hosts: list[Machine], *options: str) -> tuple[int, tuple[str, ...], str]:
-    config = LINE.load(options)
+    config = LINE.load(["--train", *options])
     return plan_again(options, RunSpec.of(config), hosts, config.config)
 
 

@@ -82,7 +82,7 @@ class Lab:
 
     def launcher(self, *options: str, flags: tuple[str, ...] = ()) -> Launcher:
         checkpoints = ("--checkpoint-dir", str(self.path / "checkpoints"))
-        return self.start(*flags, "train", "--model", "nowhere", *options, *checkpoints)
+        return self.start(*flags, "train", "--data", "nowhere", *options, *checkpoints)
 
     def server(self) -> Launcher:
         return self.start("serve", "--model", "nowhere", "--port", "8080")
@@ -159,7 +159,7 @@ def test_a_job_that_ends_well_is_started_once(lab: Lab, capfd: pytest.CaptureFix
     words = [
         *("--hostfile", lab.path / "hosts", "-n", 4),
         *("--prtemca", "plm_ssh_agent", lab.path / "agent"),
-        *(sys.executable, "-m", "shardmlx.train", "--model", "nowhere", "--iters", 7),
+        *(sys.executable, "-m", "shardmlx.train", "--data", "nowhere", "--iters", 7),
         *("--checkpoint-dir", lab.path / "checkpoints", "--hostfile", lab.path / "hosts"),
     ]
     command = " ".join(map(str, [lab.path / "mpirun", *words]))
@@ -329,7 +329,7 @@ def test_a_run_that_must_not_resume_does_so_only_from_its_own_checkpoint(lab: La
     ("arguments", "problem", "remedy"),
     [
         (["train", "--test"], "no hosts", "--hostfile"),
-        (["-n", "2", "train"], "train has no options", "--model and --data"),
+        (["-n", "2", "train", "--model", "M"], "train has no data", "--model and --data"),
         (["-n", "0", "train"], "--ranks is 0", ""),
         (["-n", "2", "--max-restarts", "1", "profile", "M"], "--max-restarts 1", ""),
         (["-n", "2", "train", "--itres", "3"], "'--itres'", "--iters"),
@@ -352,20 +352,20 @@ def test_more_ranks_than_slots_are_refused(lab: Lab) -> None:
 
 
 def test_without_a_directory_for_checkpoints_there_is_one(tmp_path: Path) -> None:
-    launch = read_options(["-n", "2", "train", "--adapter-path", "out"])
-    assert launch.options == ("--adapter-path", "out", "--checkpoint-dir", "out/checkpoints")
+    launch = read_options(["-n", "2", "train", "--train", "--adapter-path", "out"])
+    assert launch.options[1:] == ("--adapter-path", "out", "--checkpoint-dir", "out/checkpoints")
     fragile = read_options(["-n", "2", "--max-restarts", "0", "train", "--train"])
     assert fragile.options == ("--train",)
     assert read_options(["-n", "2", "train", "--test"]).options == ("--test",)
     file = tmp_path / "run.yaml"
-    file.write_text("checkpoint_dir: kept\n")
+    file.write_text("data: mine\ncheckpoint_dir: kept\n")
     assert read_options(["-n", "2", "train", "-c", str(file)]).options == ("-c", str(file))
 
 
 @pytest.mark.parametrize(
     ("words", "in_order", "reads_stdin"),
     [
-        (["train", "--iters", "2"], True, False),
+        (["train", "--data", "data"], True, False),
         (["profile", "MODEL", "--rows", "2"], False, False),
         (["generate", "--prompt", "Hello"], False, False),
         (["generate", "-p", "-"], False, True),
@@ -395,11 +395,11 @@ WITHOUT_HOSTFILE = ("export", "profile")
 def test_the_command_is_told_what_the_machines_have(command: str, lab: Lab) -> None:
     """By the hostfile of mpirun, unless it is given another one."""
     hosts = str(lab.path / "hosts")
-    waits = ("--timeout", "9")
-    told = read_options(["--hostfile", hosts, command, *waits]).options
-    assert told[:4] == (*waits, "--hostfile", hosts)
-    other = ("--hostfile", "measured")
-    assert read_options(["--hostfile", hosts, command, *other]).options[:2] == other
+    words = ("--train",) if command == "train" else ("--timeout=9",)
+    told = read_options(["--hostfile", hosts, command, *words]).options
+    assert told[:3] == (*words, "--hostfile", hosts)
+    other = (*words, "--hostfile", "measured")
+    assert read_options(["--hostfile", hosts, command, *other]).options[:3] == other
 
 
 WAITS = """\
