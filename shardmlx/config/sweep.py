@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from shardmlx.common.yaml_reader import read_yaml
 from shardmlx.config.checks import OPTIMIZERS
-from shardmlx.config.objective import OBJECTIVES
+from shardmlx.config.data import FeatureKeys
+from shardmlx.config.objective import SFT, ObjectiveOptions
 from shardmlx.config.options import OptionError
 from shardmlx.config.train import TrainConfig
 from shardmlx.errors import UserError
 
+_OBJECTIVE = tuple(each.name for each in fields(ObjectiveOptions))
+
+_ROWS = (
+    *("data", "hf_dataset", "mask_prompt", "loss_on"),
+    *(each.name for each in fields(FeatureKeys)),
+)
+
+DECIDE_LOSS = (*_ROWS, *_OBJECTIVE)
+"""The options by which losses differ in what they mean."""
+
 MAY_DIFFER = (
     *("lora_parameters", "learning_rate", "lr_schedule", "warmup", "optimizer"),
-    *("optimizer_config", "max_grad_norm", "seed", "beta"),
-    *dict.fromkeys(name for facts in OBJECTIVES.values() for name in facts.settings),
+    *("optimizer_config", "max_grad_norm", "seed", *DECIDE_LOSS),
 )
 """The options that may differ: all others decide what the runs have in common."""
 
@@ -45,7 +55,17 @@ def _of_run(config: TrainConfig, name: str, given: Any) -> TrainConfig:
                 f"{where}: {key} cannot differ between runs that train side by side",
                 f"runs may have their own {', '.join(MAY_DIFFER)}",
             )
-    changes = {"lr_schedule": config.asked_lr_schedule, **given}
+    changes: dict[str, Any] = {"lr_schedule": config.asked_lr_schedule}
+    if given.get("objective", config.objective) != config.objective:
+        changes |= {name: getattr(ObjectiveOptions, name) for name in _OBJECTIVE}
+    if "data" in given:
+        changes["hf_dataset"] = None  # which would win
+    changes |= given
+    if config.epochs is not None and any(name in given for name in (*_ROWS, "objective")):
+        raise UserError(
+            f"{where} has rows of its own, and --epochs {config.epochs:g} counts passes of all",
+            "give --iters",
+        )
     lora = given.get("lora_parameters")
     if isinstance(lora, Mapping):
         if "keys" in lora:
@@ -66,13 +86,16 @@ def _of_run(config: TrainConfig, name: str, given: Any) -> TrainConfig:
 
 
 def in_one(config: TrainConfig, runs: Mapping[str, TrainConfig]) -> TrainConfig:
-    """Return a run that trains and keeps as much as all of them together, to be planned."""
+    """Return a run that trains and keeps as much as all of them together, to be planned: of
+    preferences if any is, in pairs if any needs them."""
     rank = sum(each.lora_parameters["rank"] for each in runs.values())
     largest = max(
         (each.optimizer for each in runs.values()), key=lambda name: OPTIMIZERS[name].states
     )
+    strictest = max(runs.values(), key=lambda each: (each.together, each.objective != SFT))
     return replace(
         config,
+        **{name: getattr(strictest, name) for name in DECIDE_LOSS},
         lora_parameters={**config.lora_parameters, "rank": rank},
         optimizer=largest,
         lr_schedule=config.asked_lr_schedule,

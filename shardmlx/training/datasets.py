@@ -79,6 +79,20 @@ def read_data(
     return DataSets(**sets, warnings=tuple(warnings))
 
 
+def in_one(sets: Sequence[DataSets]) -> DataSets:
+    """Return the tokens of all sets in one, for what does not ask what is known of them."""
+
+    def joined(parts: Sequence[Samples]) -> Samples:
+        tokens = [Samples(each.tokens, each.bounds) for each in parts if len(each)]
+        return _mixed(tokens, [1] * len(tokens), 1) if tokens else NO_SAMPLES
+
+    return DataSets(
+        train=joined([each.train for each in sets]),
+        valid=joined([each.valid for each in sets]),
+        test=joined([each.test for each in sets]),
+    )
+
+
 def longest_input(samples: Samples, max_seq_length: int) -> int:
     """Return T of the longest micro-batch that these samples can make."""
     return min(padded_width(int(samples.lengths.max())), max_seq_length) - 1

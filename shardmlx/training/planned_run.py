@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -122,9 +122,10 @@ def plan_run(
     reporter: Reporter,
     opened: OpenedModel,
     runs: int = 1,
+    read: Callable[[], DataSets] | None = None,
 ) -> PlannedRun:
-    """Check the options, read the data, choose the plan, for so many runs that train side by side.
-    Collective; raises ``AgreedError``."""
+    """Check the options, read the data, choose the plan, for so many runs that train side by side;
+    ``read`` gets the rows of all. Collective; raises ``AgreedError``."""
     asked, epochs = config, config.epochs
     if epochs is not None:  # until the data is read
         config = asked.with_iters(max(asked.iters, asked.grad_accumulation_steps))
@@ -149,7 +150,7 @@ def plan_run(
     on_rank_0(transport, "checking the output", check)
     with transport.longer_timeout(SETUP_SECONDS):
         data = on_rank_0(
-            transport, "reading the data", partial(read_sets, config, opened, reporter)
+            transport, "reading the data", read or partial(read_sets, config, opened, reporter)
         )
         sizes, lengths = transport.broadcast(
             None if data is None else (data.sizes(), _lengths(config, data)), what="data"
@@ -166,11 +167,7 @@ def plan_run(
         compare_plans(transport, plan.digest)
     for part in (slices[index] for index in plan.stages_of(transport.rank)):
         part.stored = {name: stored[name] for name in part.trainable if name in stored}
-    if config.train and not sizes["valid"] and (config.early_stop or config.keep == BEST):
-        raise AgreedError(
-            f"{config.data} has no validation set, by which --early-stop and --keep best decide",
-            "add one, or leave them out",
-        )
+    check_valid(config, sizes)
     reporter.say(_headline(choice.run, plan))
     if ignored := _without_effect(run, plan):
         reporter.warn(f"{' '.join(ignored)}: no effect with one replica")
@@ -203,6 +200,15 @@ def plan_run(
         lengths=lengths,
         limits=limit_memory(transport.rank, inputs.budgets, memory, backend, reporter),
     )
+
+
+def check_valid(config: TrainConfig, sizes: Mapping[str, int]) -> None:
+    """Raise ``AgreedError`` if the run chooses by validations, and has none."""
+    if config.train and not sizes["valid"] and (config.early_stop or config.keep == BEST):
+        raise AgreedError(
+            f"{config.data} has no validation set, by which --early-stop and --keep best decide",
+            "add one, or leave them out",
+        )
 
 
 def optimizer_of(fine_tune: FineTune) -> Optimizer:

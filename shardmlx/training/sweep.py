@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -9,9 +10,10 @@ from functools import partial
 from pathlib import Path
 
 from shardmlx.common.reporter import Reporter
+from shardmlx.config.data import DataOptions
 from shardmlx.config.objective import ObjectiveOptions
 from shardmlx.config.specs import FineTune
-from shardmlx.config.sweep import in_one, read_sweep
+from shardmlx.config.sweep import DECIDE_LOSS, in_one, read_sweep
 from shardmlx.config.train import CheckpointOptions, OutputOptions, StepOptions, TrainConfig
 from shardmlx.distributed.agreement import AgreedError, from_rank_0, on_all_ranks, on_rank_0
 from shardmlx.distributed.messages import MOST_RUNS
@@ -22,12 +24,15 @@ from shardmlx.errors import AgreedFailure, UserError
 from shardmlx.loading.build import build_model, cut
 from shardmlx.loading.rank_setup import OpenedModel
 from shardmlx.training.datasets import DataSets
+from shardmlx.training.datasets import in_one as rows_in_one
 from shardmlx.training.planned_run import (
     PlannedRun,
     check_output,
+    check_valid,
     open_for_training,
     optimizer_of,
     plan_run,
+    read_sets,
 )
 from shardmlx.training.setup import TrainingRun, load_run
 from shardmlx.training.together import train_together
@@ -40,7 +45,7 @@ def train_sweep(config: TrainConfig, transport: Transport, reporter: Reporter) -
         jobs = prepare_sweep(config, transport, reporter, stack)
         trainers = {name: Trainer(job) for name, job in jobs.items()}
         failures = train_together([trainer.steps() for trainer in trainers.values()])
-        _compare(trainers, failures, reporter)
+        _compare(jobs, trainers, failures, reporter)
         for trainer, failure in zip(trainers.values(), failures, strict=True):
             if config.test and failure is None:
                 trainer.test()
@@ -48,8 +53,9 @@ def train_sweep(config: TrainConfig, transport: Transport, reporter: Reporter) -
 
 def plan_sweep(
     config: TrainConfig, transport: Transport, reporter: Reporter, opened: OpenedModel
-) -> tuple[PlannedRun, dict[str, TrainConfig]]:
-    """Return the plan of all runs together, and the options of each. Collective."""
+) -> tuple[PlannedRun, dict[str, TrainConfig], dict[str, DataSets]]:
+    """Return the plan of all runs together, the options of each, and, on rank 0, the data of each.
+    Collective."""
 
     def read() -> dict[str, TrainConfig]:
         runs = read_sweep(config)
@@ -63,14 +69,25 @@ def plan_sweep(
     whole = in_one(config, runs)
     if whole.stage_map is None and whole.data_parallel is None and whole.pipeline_stages is None:
         whole = replace(whole, pipeline_stages=transport.size, lr_schedule=whole.asked_lr_schedule)
-    planned = plan_run(whole, transport, reporter, opened, len(runs))
+    sets: dict[str, DataSets] = {}
+
+    def read_data() -> DataSets:
+        distinct: list[tuple[DataOptions, DataSets]] = []
+        for name, each in runs.items():
+            options = DataOptions.of(each)
+            if all(options != of_other for of_other, _ in distinct):
+                distinct.append((options, read_sets(each, opened, reporter)))
+            sets[name] = next(data for of_other, data in distinct if options == of_other)
+        return rows_in_one([data for _, data in distinct])
+
+    planned = plan_run(whole, transport, reporter, opened, len(runs), read_data)
     if (replicas := planned.plan.mesh.dp) > 1:
         raise AgreedError(
             f"--sweep {config.sweep}: adapters train side by side in one pipeline, and there are "
             f"{replicas} replicas",
             f"give --pipeline-stages {transport.size}",
         )
-    return planned, runs
+    return planned, runs, sets
 
 
 def prepare_sweep(
@@ -79,12 +96,13 @@ def prepare_sweep(
     """Plan all runs together, and load them; the stack closes their reporters. Collective."""
     jobs: dict[str, TrainingRun] = {}
     with open_for_training(config, transport, reporter) as opened:
-        whole, runs = plan_sweep(config, transport, reporter, opened)
-        agree = partial(on_all_ranks, transport)
-        planned = {
-            name: agree(f"planning {name}", partial(_of_run, each, whole, opened))
-            for name, each in runs.items()
-        }
+        whole, runs, sets = plan_sweep(config, transport, reporter, opened)
+        sizes = transport.broadcast({name: each.sizes() for name, each in sets.items()}, "data")
+        planned: dict[str, PlannedRun] = {}
+        for name, options in runs.items():
+            check_valid(options, sizes[name])
+            plan = partial(_of_run, options, whole, opened, sets.get(name), sizes[name])
+            planned[name] = on_all_ranks(transport, f"planning {name}", plan)
         for each in planned.values():
             check = partial(check_output, each.outputs, each.way.fine_tune, opened.path)
             on_rank_0(transport, "checking the output", check)
@@ -99,7 +117,13 @@ def prepare_sweep(
     return jobs
 
 
-def _of_run(config: TrainConfig, whole: PlannedRun, opened: OpenedModel) -> PlannedRun:
+def _of_run(
+    config: TrainConfig,
+    whole: PlannedRun,
+    opened: OpenedModel,
+    data: DataSets | None,
+    sizes: Mapping[str, int],
+) -> PlannedRun:
     """Return a run's own part of what was planned for all of them. Raises ``UserError``."""
     if config.epochs is not None:
         config = config.with_iters(whole.steps.iters)
@@ -108,8 +132,16 @@ def _of_run(config: TrainConfig, whole: PlannedRun, opened: OpenedModel) -> Plan
     model, _ = build_model(opened.path, tune, config.seed, opened.adapters)
     return replace(
         whole,
-        asked=replace(whole.asked, fine_tune=FineTune.of(config)),
-        way=replace(whole.way, fine_tune=tune),
+        asked=replace(
+            whole.asked,
+            fine_tune=FineTune.of(config),
+            batch=replace(whole.asked.batch, objective=config.objective),
+        ),
+        way=replace(
+            whole.way,
+            fine_tune=tune,
+            batch=replace(whole.way.batch, objective=config.objective),
+        ),
         objective=Objective.of(ObjectiveOptions.of(config)),
         steps=StepOptions.of(config),
         outputs=OutputOptions.of(config),
@@ -117,8 +149,10 @@ def _of_run(config: TrainConfig, whole: PlannedRun, opened: OpenedModel) -> Plan
         identity=asdict(config),
         options=config.to_adapter_config(),
         changed=config.changed,
+        plan=replace(whole.plan, together=config.together),
         slices=cut(model, whole.plan.stage_map.partition.ranges),
-        data=None if whole.data is None else _own(whole.data),
+        data=None if data is None else _own(data),
+        sizes=sizes,
     )
 
 
@@ -133,9 +167,13 @@ def _own(data: DataSets) -> DataSets:
 
 
 def _compare(
-    trainers: Mapping[str, Trainer], failures: Sequence[AgreedFailure | None], reporter: Reporter
+    jobs: Mapping[str, TrainingRun],
+    trainers: Mapping[str, Trainer],
+    failures: Sequence[AgreedFailure | None],
+    reporter: Reporter,
 ) -> None:
-    """Show the validation losses of all runs, and name the best. Not collective."""
+    """Show the validation losses of all runs, and name the best of those with one objective and
+    the same rows. Not collective."""
     rows, found = [], {}
     for (name, trainer), failure in zip(trainers.items(), failures, strict=True):
         best = trainer.best
@@ -144,8 +182,15 @@ def _compare(
         rows.append((name, *shown, str(best.step or "-"), str(failure or trainer.place)))
         found[name] = {**losses, "step": best.step, "failure": failure and str(failure)}
     reporter.table(("run", "last val loss", "best val loss", "before step", ""), rows)
-    least = {name: run.best.loss for name, run in trainers.items() if run.best.loss is not None}
-    winner = min(least, key=lambda name: least[name], default=None)
-    if winner is not None:
-        reporter.say(f"The best is {winner}, with a validation loss of {least[winner]:.4f}")
-    reporter.event("sweep", {"runs": found, "best": winner})
+    comparable: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for name, trainer in trainers.items():
+        if trainer.best.loss is not None:
+            means = str([jobs[name].planned.identity[option] for option in DECIDE_LOSS])
+            comparable[means][name] = trainer.best.loss
+    winners = []
+    for group in comparable.values():
+        loss, winner = min((loss, name) for name, loss in group.items())
+        winners.append(winner)
+        of = "" if len(comparable) == 1 else f" of {', '.join(group)}"
+        reporter.say(f"The best{of} is {winner}, with a validation loss of {loss:.4f}")
+    reporter.event("sweep", {"runs": found, "best": winners})

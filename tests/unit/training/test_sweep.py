@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
 import yaml
 
@@ -25,6 +24,7 @@ from shardmlx.training.setup import TrainingRun
 from shardmlx.training.sweep import prepare_sweep
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.models_and_batches import load_arrays
+from tests.helpers.preference_data import preference_directory
 
 RUNS: dict[str, dict[str, Any]] = {
     "small": {"lora_parameters": {"rank": 2, "scale": 10.0}, "learning_rate": 1e-3},
@@ -66,8 +66,10 @@ def swept(
     return {**options, "sweep": str(file)}
 
 
-def alone(options: dict[str, Any], name: str, tmp_path: Path) -> dict[str, Any]:
-    changes = RUNS[name]
+def alone(
+    options: dict[str, Any], name: str, tmp_path: Path, runs: Mapping[str, Any] = RUNS
+) -> dict[str, Any]:
+    changes = runs[name]
     lora = {**options["lora_parameters"], **changes.get("lora_parameters", {})}
     place = str(tmp_path / "alone" / name)
     return {**options, **changes, "lora_parameters": lora, "adapter_path": place}
@@ -84,21 +86,47 @@ def test_curves_and_adapters_are_those_of_their_own_runs(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
     expected = {name: curves(alone(options, name, tmp_path))[""] for name in RUNS}
-    for ranks, schedule in ((1, "1f1b"), (2, "interleaved-1f1b")):
-        place = tmp_path / f"{ranks}-{schedule}"
-        how = {"schedule": schedule, "adapter_path": str(place)}
-        found = curves({**swept(options, tmp_path), **how}, ranks)
-        assert found.keys() == expected.keys()
-        for name, curve in found.items():
-            assert [each[:2] for each in curve] == [each[:2] for each in expected[name]]
-            np.testing.assert_allclose(
-                [each[2] for each in curve], [each[2] for each in expected[name]], rtol=1e-5
-            )
-            weights = load_arrays(tmp_path / "alone" / name / "adapters.safetensors")
-            ours = load_arrays(place / name / "adapters.safetensors")
-            assert ours.keys() == weights.keys()
-            for key, array in ours.items():
-                assert mx.allclose(array, weights[key], atol=1e-5).item(), key
+    found = curves({**swept(options, tmp_path), "schedule": "interleaved-1f1b"}, ranks=2)
+    assert found.keys() == expected.keys()
+    for name, curve in found.items():
+        assert [each[:2] for each in curve] == [each[:2] for each in expected[name]]
+        losses = [each[2] for each in expected[name]]
+        assert [each[2] for each in curve] == pytest.approx(losses, rel=1e-5)
+        weights = load_arrays(tmp_path / "alone" / name / "adapters.safetensors")
+        ours = load_arrays(tmp_path / "out" / name / "adapters.safetensors")
+        assert ours.keys() == weights.keys()
+        for key, array in ours.items():
+            assert mx.allclose(array, weights[key], atol=1e-5).item(), key
+
+
+def test_runs_have_their_own_rows_and_objectives(
+    options: dict[str, Any], pirate: Path, tmp_path: Path
+) -> None:
+    rows = preference_directory(tmp_path, pirate)
+    pairs, singles = str(rows / "pairs"), str(rows / "singles")
+    runs: dict[str, dict[str, Any]] = {
+        "masked": {"mask_prompt": True},
+        "dpo": {"data": pairs, "objective": "dpo", "loss_type": "hinge"},
+        "kto": {"data": singles, "objective": "kto", "beta": 0.5},
+    }
+    options |= {"iters": 2, "val_batches": 1, "learning_rate": 1e-3, "pack": True}
+    found = curves(swept(options, tmp_path, runs), ranks=2)
+    assert found.keys() == runs.keys()
+    for name, curve in found.items():
+        expected = curves(alone(options, name, tmp_path, runs))[""]
+        assert [each[:2] for each in curve] == [each[:2] for each in expected]
+        losses = [each[2] for each in expected]
+        assert [each[2] for each in curve] == pytest.approx(losses, rel=1e-5)
+
+
+def test_a_run_of_another_objective_takes_no_settings_of_the_command(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    options |= {"objective": "dpo", "loss_type": "ipo", "beta": 0.5}
+    runs = {"same": {"beta": 0.2}, "other": {"objective": "orpo"}}
+    found = read_sweep(TrainConfig(**swept(options, tmp_path, runs)))
+    assert (found["same"].loss_type, found["same"].beta) == ("ipo", 0.2)
+    assert (found["other"].loss_type, found["other"].beta) == ("sigmoid", None)
 
 
 def test_runs_resume_each_from_its_own_checkpoint(options: dict[str, Any], tmp_path: Path) -> None:
@@ -153,8 +181,8 @@ def test_a_run_that_fails_ends_no_other_and_the_best_is_named(
     assert "nan" in found["wild"]["failure"]
     losses = {name: each["best"] for name, each in found.items() if name != "wild"}
     assert losses.keys() == {"still", *RUNS}
-    assert values["best"] == min(losses, key=lambda name: losses[name])
-    assert values["best"] != "still"
+    assert values["best"] == [min(losses, key=lambda name: losses[name])]
+    assert values["best"] != ["still"]
     with pytest.raises(AgreedFailure, match="nan"):
         curves(swept(options, tmp_path, {"wild": runs["wild"]}))
 
@@ -181,6 +209,9 @@ def test_frozen_weights_are_in_memory_once(options: dict[str, Any], tmp_path: Pa
         ({"a": {"lora_parameters": {"keys": ["self_attn.q_proj"]}}}, {}, "keys"),
         ({"a": {"learning_rate": -1}}, {}, "learning_rate"),
         ({"a": {"beta": 0.5}}, {}, "beta"),
+        ({"a": {"objective": "dpo"}}, {"mask_prompt": True}, "mask_prompt"),
+        ({"a": {"objective": "dpo"}}, {"micro_batch_size": 1}, "micro-batch-size"),
+        ({"a": {"data": "/none"}}, {"epochs": 1}, "epochs"),
         ({"a/b": {}}, {}, "a/b"),
         ({"a": 3}, {}, "3"),
         ({f"r{i}": {} for i in range(17)}, {}, "17"),
