@@ -97,7 +97,7 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
         check_layout(directory, {each.name for each in directory.iterdir()})
         raise UserError(
             f"model directory {directory} has no config.json",
-            "point --model at a directory in the Hugging Face layout",
+            "name a directory in the Hugging Face layout",
         ) from None
     except OSError as error:
         what = error.strerror or error

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,14 +18,21 @@ from shardmlx.config.inference import InferenceConfig
 from shardmlx.costmodel.workload import ModelSizes, model_sizes
 from shardmlx.errors import UserError
 from shardmlx.inference.drafts import Draft, Drafter
+from shardmlx.inference.kv_caches import Caches, cut
+from shardmlx.inference.prefix_cache import common_length
 from shardmlx.loading.build import build_to_generate
 from shardmlx.loading.hub_download import find_model
 from shardmlx.loading.tokenizer import read_tokenizer
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.models.config_reader import read_config
+from shardmlx.models.kv_cache import STEP, parts_of
 
 KIND = 0
 """The kind of all its drafts."""
+
+ENTER = 2
+"""Tokens that may enter with the first draft, each with logits: so many are new after a round in
+which all were right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,32 +46,37 @@ class DraftFiles:
 def find_draft_model(config: InferenceConfig, tokenizer: TokenizerWrapper) -> DraftFiles:
     """Find the model that is to draft, and download it if need be. Raises ``UserError`` where its
     tokenizer is not that of the model which verifies."""
-    path = find_model(config.draft, None)
-    own = read_tokenizer(path, config.trust_remote_code, read_config(path))
+    try:
+        path = find_model(config.draft, None)
+        own = read_tokenizer(path, config.trust_remote_code, read_config(path))
+        sizes = model_sizes(open_model(str(path)), config.dtype)
+    except UserError as error:
+        raise UserError(f"--draft {config.draft}: {error.problem}", error.remedy) from None
     if own.get_vocab() != tokenizer.get_vocab():
         raise UserError(
             f"--draft {config.draft}: its tokenizer is not that of --model {config.model}",
             "name a smaller model of the same family",
         )
-    return DraftFiles(path, model_sizes(open_model(str(path)), config.dtype))
+    return DraftFiles(path, sizes)
 
 
 @dataclass(slots=True)
 class _Entered:
-    """The ``tokens`` that have entered the ``caches`` of a sequence: the first ``known`` of them
-    are the text's, and no drafts."""
+    """The ``tokens``, drafts too, that have entered the ``caches`` of a sequence."""
 
-    caches: list[Any]
-    tokens: list[int] = field(default_factory=list)
-    known: int = 0
+    caches: Caches
+    tokens: np.ndarray
 
     def keep(self, text: Sequence[int]) -> int:
         """Forget what is not of ``text``; return how many tokens are, the last one not counted."""
-        most = min(len(self.tokens), len(text) - 1)
-        same = min(self.known, most)
-        while same < most and self.tokens[same] == text[same]:
-            same += 1
-        trim_prompt_cache(self.caches, len(self.tokens) - same)
+        same = common_length(self.tokens, np.array(text[:-1], np.int32))
+        rejected = len(self.tokens) - same
+        if rejected < STEP:
+            trim_prompt_cache(self.caches, rejected)
+            return same
+        for cache in self.caches:  # another text took more room
+            for part in parts_of(cache):
+                cut(part, same)
         return same
 
 
@@ -90,7 +101,7 @@ class ModelDrafter(Drafter):
         mx.eval(self.model.parameters())
 
     def read(self, sequence: int, tokens: Sequence[int]) -> None:
-        self._enter(sequence, tokens, 1)
+        self._enter(sequence, tokens)
 
     def draft(
         self, sequence: int, tokens: Sequence[int], most: int, pays: Callable[[int], int]
@@ -99,30 +110,31 @@ class ModelDrafter(Drafter):
         if not count:
             return Draft()
         begin = time.perf_counter()
-        entered = self._enter(sequence, tokens, self.chunk)
+        entered = self._enter(sequence, tokens)
         ids, drafts = self._ids(tokens[len(entered.tokens) :]), []
         for _ in range(count):
             logits = self.model(ids, cache=entered.caches)[:, -1, : self.vocabulary]
             ids = mx.argmax(logits, axis=-1, keepdims=True)
             drafts.append(ids)
         guessed = np.array(mx.concatenate(drafts, axis=1))[0].tolist()
-        entered.tokens, entered.known = [*tokens, *guessed[:-1]], len(tokens)
+        entered.tokens = np.array([*tokens, *guessed[:-1]], np.int32)
         return Draft(tuple(guessed), KIND, time.perf_counter() - begin)
 
-    def _enter(self, sequence: int, tokens: Sequence[int], left: int) -> _Entered:
-        """Have all ``tokens`` enter but the last ones, at most so many as may be ``left``."""
+    def _enter(self, sequence: int, tokens: Sequence[int]) -> _Entered:
+        """Have all ``tokens`` enter but the last ones."""
         entered = self._entered.get(sequence)
         if entered is None:
             # A conversation goes on from its last answer.
-            entered, self._last = self._last or _Entered(make_prompt_cache(self.model)), None
+            new = _Entered(make_prompt_cache(self.model), np.zeros(0, np.int32))
+            entered, self._last = self._last or new, None
             self._entered[sequence] = entered
         same = entered.keep(tokens)
-        while len(tokens) - same > left:
+        while len(tokens) - same > ENTER:
             piece = tokens[same : min(same + self.chunk, len(tokens) - 1)]
             self.model(self._ids(piece), cache=entered.caches)
             mx.eval([cache.state for cache in entered.caches])
             same += len(piece)
-        entered.tokens, entered.known = list(tokens[:same]), same
+        entered.tokens = np.array(tokens[:same], np.int32)
         return entered
 
     def _ids(self, tokens: Sequence[int]) -> mx.array:

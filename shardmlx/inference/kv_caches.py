@@ -178,7 +178,7 @@ class KVCaches:
         for i, cache in enumerate(caches):
             kept = uncut[i] if uncut else [None] * len(parts_of(cache))
             parts = [
-                _cut(part, prefix.length) if copied is None else copied
+                cut(part, prefix.length) if copied is None else copied
                 for part, copied in zip(parts_of(cache), kept, strict=True)
             ]
             caches[i] = CacheList(*parts) if isinstance(cache, CacheList) else parts[0]
@@ -189,7 +189,8 @@ def can_be_cut(cache: Any) -> bool:
     return isinstance(cache, (KVCache, QuantizedKVCache))
 
 
-def _cut(cache: Any, length: int) -> Any:
+def cut(cache: Any, length: int) -> Any:
+    """Return a cache of one kind, cut to its first tokens if it has more than ``length``."""
     if cache.offset > length and cache.trim(cache.offset - length):
         # Without room for more: a shared array is copied at the next write, room and all.
         cache.keys, cache.values = tree_map(

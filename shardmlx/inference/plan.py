@@ -154,6 +154,8 @@ def plan_inference(
     less = "lower --cache-tokens"
     if load.capacity is None:
         less = "lower --max-tokens" + " or --batch-size" * (most > 1)
+    if draft is not None:
+        less += ", leave out --draft"
     try:
         plan = plan_by(FASTEST if config.partitioner == AUTO else config.partitioner)
         if config.partitioner == AUTO and is_open and _overfull(plan, inputs.budgets):

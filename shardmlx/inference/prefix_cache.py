@@ -100,7 +100,9 @@ class PrefixCache:
         """Return after how many tokens of ``prompt`` a copy of states is to be kept, in order."""
         if not self.has_borders:
             return ()
-        common = (_common(kept.tokens, np.array(prompt, np.int32)) for kept in self._kept.values())
+        common = (
+            common_length(kept.tokens, np.array(prompt, np.int32)) for kept in self._kept.values()
+        )
         last = len(prompt) - 1 - self.shortest
         wanted = {last, max(common, default=0)}
         return tuple(sorted(each for each in wanted if self.shortest <= each <= last))
@@ -111,7 +113,7 @@ class PrefixCache:
         wanted = np.array(prompt[:-1], np.int32)
         best: CachedPrefix | None = None
         for sequence, kept in self._kept.items():
-            length = _common(kept.tokens, wanted)
+            length = common_length(kept.tokens, wanted)
             is_whole = length == len(kept.tokens)
             if not is_whole and len(kept.tokens) >= self.trimmable:
                 length = max((each for each in kept.borders if each <= length), default=0)
@@ -153,7 +155,7 @@ def most_copies(under_way: int) -> int:
     return MOST_COPIES + under_way * MOST_BORDERS
 
 
-def _common(a: np.ndarray, b: np.ndarray) -> int:
+def common_length(a: np.ndarray, b: np.ndarray) -> int:
     """Return the length of the common prefix of two sequences."""
     length = min(len(a), len(b))
     differ = np.flatnonzero(a[:length] != b[:length])

@@ -94,7 +94,7 @@ def find_model(model: str, revision: str | None) -> Path:
             raise UserError(f"--revision {revision} of {model}, which is here", "leave it out")
         return path
     if path.exists():
-        raise UserError(f"--model {model} is a file", "name the directory that holds config.json")
+        raise UserError(f"{model} is a file", "name the directory that holds config.json")
     from huggingface_hub import snapshot_download
 
     try:

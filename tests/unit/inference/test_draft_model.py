@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from shardmlx.config.inference import InferenceConfig
-from shardmlx.inference.draft_model import ModelDrafter, find_draft_model
+from shardmlx.inference.draft_model import ENTER, ModelDrafter, find_draft_model
 from shardmlx.inference.drafts import BackOff, Drafting
 from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.loading.tokenizer import read_tokenizer
+from shardmlx.models.kv_cache import STEP, held
 from tests.helpers.chat_templates import tokenizer_with
 from tests.helpers.generation import CHUNK, by_mlx_lm, on_ranks, texts_of
 from tests.helpers.models_and_batches import VOCABULARY, tiny_model
@@ -48,7 +49,7 @@ def alone(tokens: Sequence[int], count: int) -> list[int]:
     return by_mlx_lm(model(), tokens, count)
 
 
-def test_a_model_with_another_tokenizer_is_refused_by_name(small: Path) -> None:
+def test_a_model_that_is_not_there_or_has_another_tokenizer_is_refused_by_name(small: Path) -> None:
     config = InferenceConfig(model="large", draft=str(small))
     own = read_tokenizer(small, False, {})
     found = find_draft_model(config, own)
@@ -57,6 +58,9 @@ def test_a_model_with_another_tokenizer_is_refused_by_name(small: Path) -> None:
     error = refusal(find_draft_model, config, tokenizer_with(None))
     for named in (f"--draft {small}", "--model large"):
         assert named in error.problem
+    for path in (small / "none", small / "config.json"):
+        config = InferenceConfig(model="large", draft=str(path))
+        assert refusal(find_draft_model, config, own).problem.startswith(f"--draft {path}: ")
 
 
 def test_a_draft_is_what_the_model_writes_after_any_rejection() -> None:
@@ -84,6 +88,25 @@ def test_sequences_have_caches_of_their_own_and_a_conversation_goes_on_from_its_
     other += prompt(9)
     assert drafted(by, 2, other, 2) == alone(other, 2)
     assert by._entered[2] is kept
+
+
+@pytest.mark.parametrize("common", [0, 5, 350])
+def test_another_text_takes_of_the_last_one_what_is_the_same_and_no_more_room(common: int) -> None:
+    by, last = drafter(), prompt(1100)
+    assert drafted(by, 0, last, 2) == alone(last, 2)
+    by.forget(0)
+    text = [*last[:common], *prompt(20, seed=1)]
+    assert drafted(by, 1, text, 2) == alone(text, 2)
+    room = {cache.keys.shape[2] for cache in by._entered[1].caches}
+    assert max(room) <= held(len(text)) + STEP
+
+
+def test_few_tokens_have_logits_before_a_draft() -> None:
+    """Those of a whole chunk would take more memory than is planned."""
+    by, text = drafter(), prompt(30)
+    for _ in range(2):
+        assert len(text) - len(by._enter(0, text).tokens) in range(1, ENTER + 1)
+        text += prompt(5)
 
 
 def test_tokens_that_only_one_of_the_models_has_are_neither_read_nor_guessed() -> None:

@@ -174,6 +174,8 @@ def test_a_model_that_drafts_is_whole_on_rank_0_with_its_caches() -> None:
     windowed = workload("gemma3_text", sliding_window=40)
     assert plan(ONE, ROOM, draft="small", drafting=windowed).cuttable == 40
     assert drafted.cuttable > 10**9
+    refused = refusal(plan, ONE, alone.peak, draft="small", drafting=small)
+    assert refused.remedy.endswith("leave out --draft, or use more machines")
 
 
 def test_a_context_that_does_not_fit_is_refused_with_numbers() -> None:
