@@ -210,7 +210,7 @@ def test_a_training_line_has_the_fields_of_the_contract(lora: Job, directory: Pa
 
 
 def test_the_page_of_the_metrics_names_their_fields(lora: Job, directory: Path) -> None:
-    page = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     for event in ("start", "train", "val", "test", "summary"):
         line = events(directory / "new/lora.jsonl", event)[-1]
         (fields,) = re.findall(rf"^\| `{event}` \| [^|]* \| (.*) \|$", page, re.MULTILINE)

@@ -63,7 +63,7 @@ def test_the_keys_of_a_hostfile() -> None:
 
 
 def test_the_events_of_a_metrics_file() -> None:
-    assert sorted(first_cells("report.md", "event")) == sorted(KNOWN)
+    assert sorted(first_cells("metrics.md", "event")) == sorted(KNOWN)
 
 
 def test_the_exit_codes() -> None:
