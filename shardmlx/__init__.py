@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardmlx.config.objective import OwnObjective
     from shardmlx.config.train import TrainConfig
     from shardmlx.costmodel.hostfile import read_hostfile
     from shardmlx.distributed.messages import TransportError
@@ -35,6 +36,7 @@ __all__ = [
     "Engine",
     "EngineError",
     "Mesh",
+    "OwnObjective",
     "Plan",
     "Slice",
     "StageMap",
@@ -57,6 +59,7 @@ _WITHOUT_MLX = {
     "AgreedFailure": "errors",
     "EngineError": "errors",
     "Mesh": "pipeline.mesh",
+    "OwnObjective": "config.objective",
     "Plan": "pipeline.plan",
     "StageMap": "pipeline.stage_map",
     "Stopped": "errors",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint
 from types import MappingProxyType
+from typing import Any
 
-from shardmlx.config.options import Spec, in_group, option, refuse
+from shardmlx.config.options import OptionError, Spec, in_group, option, refuse
+from shardmlx.errors import one_line
 
 _objective = in_group("objective")
 
@@ -23,6 +26,20 @@ class ObjectiveFacts:
     has_reference: bool
     beta: float
     settings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnObjective(ObjectiveFacts):
+    """An objective of a user's module, named ``MODULE:NAME``.
+
+    ``loss`` takes ``Answers`` of ``shardmlx.engine.objectives`` and ``ObjectiveOptions``, and
+    returns an array: the loss of each pair, or of each row. ``reward`` returns one number for each
+    answer: by default beta times what training has added to its log-probability, and times this
+    log-probability where there is no reference. All ranks must have the module.
+    """
+
+    loss: Callable[[Any, ObjectiveOptions], Any]
+    reward: Callable[[Any, ObjectiveOptions], Any] | None = None
 
 
 OBJECTIVES: Mapping[str, ObjectiveFacts] = MappingProxyType(
@@ -50,9 +67,34 @@ MEANS: Mapping[str, str] = MappingProxyType(
 """Means over answers that an objective of preferences reports, with help texts."""
 
 
+def facts_of(objective: str) -> ObjectiveFacts | None:
+    """Return the facts of an objective of preferences; None for sft. Raises ``OptionError``."""
+    if objective == SFT or objective in OBJECTIVES:
+        return OBJECTIVES.get(objective)
+    known = f"choose from {', '.join((SFT, *OBJECTIVES))}, or give MODULE:NAME of your own"
+    refuse("objective", f"is {objective!r}", known, when=":" not in objective)
+    try:
+        found: Any = EntryPoint("objective", objective, "").load()
+    except Exception as error:  # a user's module may raise anything at its import
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise OptionError(
+            "objective",
+            f"is {objective}, which cannot be imported: {reason}",
+            "install the module on every machine, or name its directory in PYTHONPATH",
+        ) from error
+    refuse(
+        "objective",
+        f"is {objective}, which is a {type(found).__name__}",
+        "make it an OwnObjective",
+        when=not isinstance(found, OwnObjective),
+    )
+    own: OwnObjective = found
+    return own
+
+
 def rows_together(objective: str) -> int:
     """Return how many sequences an objective compares: two of a pair."""
-    facts = OBJECTIVES.get(objective)
+    facts = facts_of(objective)
     return 2 if facts is not None and facts.is_paired else 1
 
 
@@ -66,7 +108,7 @@ class ObjectiveOptions(Spec):
     objective: str = _objective(
         SFT,
         "sft: answers as they are; of preferences: dpo, orpo, simpo, cpo in pairs, kto in rows",
-        choices=(SFT, *OBJECTIVES),
+        metavar="{" + ",".join((SFT, *OBJECTIVES, "MODULE:NAME")) + "}",
     )
     beta: float | None = _objective(
         None,
@@ -92,7 +134,7 @@ class ObjectiveOptions(Spec):
     @property
     def preferences(self) -> ObjectiveFacts | None:
         """The facts of an objective of preferences; None for sft."""
-        return OBJECTIVES.get(self.objective)
+        return facts_of(self.objective)
 
     @property
     def strength(self) -> float:

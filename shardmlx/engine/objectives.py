@@ -14,7 +14,7 @@ from types import MappingProxyType
 import mlx.core as mx
 import numpy as np
 
-from shardmlx.config.objective import OBJECTIVES, ObjectiveOptions
+from shardmlx.config.objective import ObjectiveFacts, ObjectiveOptions, OwnObjective
 from shardmlx.engine.batches import BASELINE, REFERENCE, WANTED, MicroBatch
 
 
@@ -153,14 +153,27 @@ class Objective:
         return None if how.preferences is None else cls(how)
 
     @property
+    def _facts(self) -> ObjectiveFacts:
+        facts = self.how.preferences
+        assert facts is not None, "sft has none"
+        return facts
+
+    @property
+    def _values(self) -> tuple[Values, Values]:
+        """Loss and reward."""
+        if not isinstance(own := self._facts, OwnObjective):
+            return LOSSES[self.how.objective]
+        return own.loss, own.reward or (_gain if own.has_reference else _logp)
+
+    @property
     def is_paired(self) -> bool:
         """True if chosen and rejected answers alternate."""
-        return OBJECTIVES[self.how.objective].is_paired
+        return self._facts.is_paired
 
     @property
     def has_reference(self) -> bool:
         """True if it compares with the model as the run started."""
-        return OBJECTIVES[self.how.objective].has_reference
+        return self._facts.has_reference
 
     @property
     def swaps(self) -> bool:
@@ -169,7 +182,7 @@ class Objective:
 
     def losses(self, logps: mx.array, microbatch: MicroBatch) -> mx.array:
         """Return the loss of each pair, or row, for log-probabilities (n,) of answers."""
-        loss, _ = LOSSES[self.how.objective]
+        loss, _ = self._values
         return loss(Answers.of(logps, microbatch), self.how)
 
     def slopes(self, logps: mx.array, microbatch: MicroBatch) -> np.ndarray:
@@ -179,5 +192,5 @@ class Objective:
 
     def rewards(self, logps: mx.array, microbatch: MicroBatch) -> np.ndarray:
         """Return the reward of each answer, (n,)."""
-        _, reward = LOSSES[self.how.objective]
+        _, reward = self._values
         return np.array(reward(Answers.of(logps, microbatch), self.how))

@@ -13,7 +13,7 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from shardmlx.config.data import LAST, DataOptions, FeatureKeys
-from shardmlx.config.objective import OBJECTIVES, SFT, rows_together
+from shardmlx.config.objective import SFT, facts_of, rows_together
 from shardmlx.engine.batches import BASELINE, KNOWN, WANTED, Samples, padded_width, token_ids
 from shardmlx.errors import UserError, file_access, one_line, unknown_token
 from shardmlx.training.chat_template import ChatTemplate
@@ -232,7 +232,7 @@ def _tokenise(
     options: DataOptions,
     progress: Progress,
 ) -> Samples:
-    rows, facts = found.rows, OBJECTIVES.get(options.objective)
+    rows, facts = found.rows, facts_of(options.objective)
     if facts is None:
         tokenise = find_format(
             rows[0],

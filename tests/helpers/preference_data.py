@@ -7,6 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.jobs import ROOT
+from tests.helpers.markdown import blocks
+
 
 def rows_of(directory: Path, name: str) -> list[dict[str, Any]]:
     return [*map(json.loads, (directory / f"{name}.jsonl").read_text().splitlines())]
@@ -27,3 +30,10 @@ def preference_directory(directory: Path, data: Path) -> Path:
             lines = "".join(json.dumps(row) + "\n" for row in rows)
             (directory / kind / f"{name}.jsonl").write_text(lines)
     return directory
+
+
+def write_own_objective(directory: Path) -> str:
+    """Write the objective of docs/api.md, a hinge as dpo's, to a module; return its name."""
+    (block,) = [each for each in blocks(ROOT / "docs/api.md") if "OwnObjective(" in each.text]
+    (directory / "my_objectives.py").write_text(block.text)
+    return "my_objectives:mine"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +17,7 @@ from shardmlx.config.objective import OBJECTIVES, ObjectiveOptions
 from shardmlx.config.specs import Savings
 from shardmlx.engine.batches import BASELINE, KNOWN, Batch, Samples, make_batch, pack, split
 from shardmlx.engine.objectives import LOSSES, Answers, Objective
+from shardmlx.errors import UserError
 from tests.helpers.engines import run_engine
 from tests.helpers.local_transport import LocalNetwork
 from tests.helpers.models_and_batches import (
@@ -24,6 +27,7 @@ from tests.helpers.models_and_batches import (
     largest_difference,
     tiny_model,
 )
+from tests.helpers.preference_data import write_own_objective
 
 CASES: dict[str, dict[str, Any]] = {
     "dpo": {},
@@ -110,6 +114,41 @@ def test_the_losses_are_those_of_the_papers(case: str) -> None:
 
 def test_every_objective_has_a_loss() -> None:
     assert set(LOSSES) == set(OBJECTIVES)
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_objectives", raising=False)
+    return write_own_objective(tmp_path)
+
+
+def test_the_objective_of_a_module_is_the_function_in_it(own: str) -> None:
+    ours, theirs = Objective(ObjectiveOptions(objective=own)), objective_of("dpo, hinge")
+    ours.how.check_objective()
+    assert (ours.is_paired, ours.has_reference, ours.swaps) == (True, True, False)
+    (part,), logps = split(batch_of(6), 1, 0, 6), mx.array(LOGPS.astype(np.float32))
+    for compute in (Objective.losses, Objective.slopes, Objective.rewards):
+        np.testing.assert_array_equal(compute(ours, logps, part), compute(theirs, logps, part))
+    with pytest.raises(UserError, match="label_smoothing"):
+        ObjectiveOptions(objective=own, label_smoothing=0.1).check_objective()
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("dop", "'dop'"),
+        ("no_such_module:mine", "No module named 'no_such_module'"),
+        ("my_objectives:theirs", "theirs"),
+        ("my_objectives:hinge", "function"),
+        (":", "cannot be imported"),
+    ],
+)
+def test_a_bad_objective_is_named(own: str, name: str, fault: str) -> None:
+    with pytest.raises(UserError) as caught:
+        ObjectiveOptions(objective=name).check_objective()
+    assert caught.value.problem.startswith("objective is ")
+    assert fault in caught.value.problem
 
 
 # Through stages.

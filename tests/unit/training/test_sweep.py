@@ -24,7 +24,7 @@ from shardmlx.training.setup import TrainingRun
 from shardmlx.training.sweep import prepare_sweep
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.models_and_batches import load_arrays
-from tests.helpers.preference_data import preference_directory
+from tests.helpers.preference_data import preference_directory, write_own_objective
 
 RUNS: dict[str, dict[str, Any]] = {
     "small": {"lora_parameters": {"rank": 2, "scale": 10.0}, "learning_rate": 1e-3},
@@ -100,8 +100,9 @@ def test_curves_and_adapters_are_those_of_their_own_runs(
 
 
 def test_runs_have_their_own_rows_and_objectives(
-    options: dict[str, Any], pirate: Path, tmp_path: Path
+    options: dict[str, Any], pirate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
     rows = preference_directory(tmp_path, pirate)
     pairs, singles = str(rows / "pairs"), str(rows / "singles")
     runs: dict[str, dict[str, Any]] = {
@@ -110,7 +111,9 @@ def test_runs_have_their_own_rows_and_objectives(
         "kto": {"data": singles, "objective": "kto", "beta": 0.5},
     }
     options |= {"iters": 2, "val_batches": 1, "learning_rate": 1e-3, "pack": True}
-    found = curves(swept(options, tmp_path, runs), ranks=2)
+    own = {"own": {"data": pairs, "objective": write_own_objective(tmp_path)}}
+    found = curves(swept(options, tmp_path, runs | own), ranks=2)
+    assert found.pop("own") == found["dpo"]
     assert found.keys() == runs.keys()
     for name, curve in found.items():
         expected = curves(alone(options, name, tmp_path, runs))[""]
