@@ -20,11 +20,11 @@ from shardmlx.config.commands import BY_NAME
 from shardmlx.config.common_options import AUTO, OFF
 from shardmlx.config.specs import FULL, NONE, SELECTIVE
 from shardmlx.config.train import TrainConfig
-from shardmlx.costmodel.chips import machines_of
+from shardmlx.costmodel.chips import SIZES, as_macs, machines_of
 from shardmlx.costmodel.hostfile import Machine, read_hostfile
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import open_model
-from shardmlx.modelfiles.parts import inspect_files, read_shape
+from shardmlx.modelfiles.parts import Inspection, inspect_files, read_shape
 from shardmlx.planning.training_plan import plan_training
 
 GIB = 2**30
@@ -82,6 +82,16 @@ LONG_MODELS = {
 LONG_MACS = ((1, 16), (2, 16), (2, 32), (2, 64), (4, 64))
 
 LARGE_MACS = ((2, 64), (4, 64), (2, 128), (4, 128), (8, 128), (2, 512), (4, 512))
+
+SHARED_MODELS = {
+    "Mistral-7B": MODELS["Mistral-7B"],
+    "Qwen2.5-32B": shape("qwen2", 64, 5120, 27648, "40/8", 152064),
+    "Llama-3.3-70B": MODELS["Llama-3.3-70B"],
+    "Mistral-Large 123B": LONG_MODELS["Mistral-Large 123B"],
+}
+
+SUMS = (300e-6, 50e-6, 10e-6)
+"""Seconds of a sum with its synchronisation: over TCP, and from the slowest to the fastest RDMA."""
 
 EXAMPLES = {
     "chat-8b": (MODELS["Llama-3.1-8B"] | BITS["4 bits"], "macbook-and-studio"),
@@ -213,6 +223,50 @@ def examples(only: str | None = None) -> str:
         link = f"[`{hosts}`](../hostfiles/{hosts})"
         rows.append((f"[`{name}.yaml`](../examples/{name}.yaml)", about, link, peaks, seconds))
     return _table(("file", "", "planned for", "GiB", "a step"), rows)
+
+
+def shares(only: str | None = None) -> str:
+    """Return by how much a reader's tokens come sooner with tensor shares of two Macs, for each of
+    ``SUMS``, in 16 and in 4 bits; a dash where the largest Macs that are sold do not hold them."""
+    largest = {
+        chip: max(SIZES[chip][max(SIZES[chip])]) for chip in ("M4", "M4 Pro", "M4 Max", "M3 Ultra")
+    }
+    macs = as_macs(machines_of(", ".join(f"{chip} {size}GB" for chip, size in largest.items())))
+    rows = []
+    for name, config in _some(SHARED_MODELS, only).items():
+        models = []
+        for quantization in BITS.values():
+            with tempfile.TemporaryDirectory() as directory:
+                Path(directory, "config.json").write_text(json.dumps(config | quantization))
+                models.append(inspect_files(open_model(directory)))
+        rows.append((name, *(", ".join(_sooner(model, mac) for model in models) for mac in macs)))
+    return _table(("model", *largest), rows)
+
+
+def _sooner(model: Inspection, mac: Machine) -> str:
+    """Return the cell of a model, of whose bytes each of two Macs holds half of the layers'."""
+    divided = sum(layer.nbytes for layer in model.layers)
+    assert mac.wired is not None
+    if model.whole.nbytes - divided / 2 > mac.wired:
+        return "-"
+    assert mac.bandwidth is not None
+    read = divided + model.head.nbytes
+    found = (
+        faster_by_shares(read / mac.bandwidth, divided / read, len(model.layers), each)
+        for each in SUMS
+    )
+    return "/".join(f"{each:.1f}" for each in found)
+
+
+def faster_by_shares(
+    seconds: float, divided: float, layers: int, sum_seconds: float, ranks: int = 2
+) -> float:
+    """Return by how much a token comes sooner with tensor shares, beside one process's ``seconds``.
+
+    ``divided`` is the part of the bytes of a token that ranks divide. Each layer has two sums.
+    """
+    rest = 1 - divided * (1 - 1 / ranks)
+    return seconds / (seconds * rest + 2 * layers * sum_seconds)
 
 
 def _some(models: dict[str, dict[str, Any]], only: str | None) -> dict[str, dict[str, Any]]:

@@ -5,8 +5,9 @@
 Made are the pages of options, and in the other pages all between ``<!-- made: WHAT -->`` and
 ``<!-- end -->``. WHAT is ``console``: the outputs of the commands that a block shows after ``$``;
 ``output``: the output of the command in the block before; or a table: ``fits``, ``lengths``,
-``large``, ``blog``, ``examples``, ``types``. Commands run in a directory of small configurations;
-nothing is loaded. A test compares the short ones; ``--check`` compares all and writes nothing.
+``large``, ``blog``, ``shares``, ``examples``, ``types``. Commands run in a directory of small
+configurations; nothing is loaded. A test compares the short ones; ``--check`` compares all and
+writes nothing.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ TABLES = {
     "lengths": _fits.lengths,
     "large": _fits.large,
     "blog": _fits.blog,
+    "shares": _fits.shares,
     "examples": _fits.examples,
     "types": _types.types,
 }

@@ -45,6 +45,7 @@ def test_printed_outputs_are_those_of_the_commands(docs: ModuleType) -> None:
         ("what-fits.md", "large", "gpt-oss-120b"),
         ("long-texts.md", "lengths", "Mistral-7B"),
         ("which-parallelism.md", "blog", "16 bits"),
+        ("which-parallelism.md", "shares", None),
         ("training.md", "examples", None),
     ],
 )

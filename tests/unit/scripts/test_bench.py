@@ -5,7 +5,10 @@ import importlib
 import pkgutil
 import re
 import runpy
+import socket
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import metadata
@@ -122,3 +125,19 @@ def test_the_page_of_techniques_has_the_figures_of_the_formulas() -> None:
     for name, figures in wanted.items():
         rows = [line for line in page if re.match(rf"\|[\s*\[]*{name}", line)]
         assert [each for each in figures if not any(each in row for row in rows)] == [], name
+
+
+def test_a_relay_delays_bytes_both_ways() -> None:
+    (near, left), (right, far) = socket.socketpair(), socket.socketpair()
+    ends, delay = (left, right), 0.05
+    with near, far, left, right:
+        thread = threading.Thread(target=load("_relay").relay, args=(ends, delay))
+        thread.start()
+        for sender, receiver in ((near, far), (far, near)):
+            start = time.perf_counter()
+            sender.sendall(b"a sum")
+            assert receiver.recv(16) == b"a sum"
+            assert time.perf_counter() - start >= delay - load("_relay").OWN
+        near.shutdown(socket.SHUT_WR)
+        thread.join(10)
+        assert not thread.is_alive()
