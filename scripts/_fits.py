@@ -239,7 +239,7 @@ def shares(only: str | None = None) -> str:
             with tempfile.TemporaryDirectory() as directory:
                 Path(directory, "config.json").write_text(json.dumps(config | quantization))
                 models.append(inspect_files(open_model(directory)))
-        rows.append((name, *(", ".join(_sooner(model, mac) for model in models) for mac in macs)))
+        rows.append((name, *("<br>".join(_sooner(model, mac) for model in models) for mac in macs)))
     return _table(("model", *largest), rows)
 
 

@@ -81,7 +81,8 @@ def imported(files: list[Path]) -> set[str]:
 
 
 def test_the_benchmarks_need_only_what_their_extra_brings() -> None:
-    own = {path.stem for path in BENCH.glob("*.py")} | {"tests"} | set(sys.stdlib_module_names)
+    own = {path.stem for folder in (BENCH, BENCH.parent) for path in folder.glob("*.py")}
+    own |= {"tests"} | set(sys.stdlib_module_names)
     distributions = metadata.packages_distributions()
     packages = {
         name: {canonicalize_name(each) for each in distributions.get(name, [name])}
