@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from shardmlx.config.specs import NONE
 from shardmlx.costmodel.training_setup import FLOAT32, TrainingSetup
-from shardmlx.models.layer_shape import PIECE, Heads, LayerShape, Linear
+from shardmlx.models.layer_shape import NO_RECURRENCE, PIECE, Heads, LayerShape, Linear
 
 PASSING_MARGIN = 1.1
 """Bound on passing arrays, as a multiple of a layer's: MLX allocates about a layer ahead."""
@@ -71,6 +71,8 @@ def layer_memory(setup: TrainingSetup, layer: LayerShape) -> LayerMemory:
         whole, _ = _held(replace(setup, savings=replace(setup.savings, recompute=NONE)), layer)
         recomputed = whole if setup.grad_checkpoint else whole - after_forward
     forward, backward = _passing_arrays(setup, layer)
+    if layer.recurrence.loops:
+        backward = _passing_around_steps(setup, layer)
     return LayerMemory(
         parameters=_trained_parameters(setup, layer),
         after_forward=after_forward,
@@ -217,8 +219,7 @@ def _passing_arrays(setup: TrainingSetup, layer: LayerShape) -> tuple[float, flo
     both += size * layer.recurrence.convolved  # with zeros before the first token
     forward = both + size * layer.mlp * max(ACTIVATION_ARRAYS, layer.activation.kept)
     backward = both + size * layer.mlp * (ACTIVATION_ARRAYS + layer.activation.passing)
-    if not layer.recurrence.loops:  # pieces of many steps do not let MLX get ahead
-        backward += size * layer.kept  # their gradients
+    backward += size * layer.kept  # their gradients
     if not setup.tune.is_full:
         # Adapters compute in float32, and convert inputs of another type.
         trained = _trained(setup, layer)
@@ -239,6 +240,44 @@ def _passing_arrays(setup: TrainingSetup, layer: LayerShape) -> tuple[float, flo
         recurrent += FLOAT32 * rows * TASKS_AHEAD * recurrence.state
         recurrent += size * tokens * recurrence.convolved
     return tokens * forward + scores, max(tokens * backward + 2 * scores, recurrent)
+
+
+def _passing_around_steps(setup: TrainingSetup, layer: LayerShape) -> float:
+    """Return the bytes that pass in the backward of a recurrence from token to token.
+
+    MLX does not get ahead of so many steps. The MLP's backward is over before them: its arrays are
+    then freed, and what they leave for the weights is held.
+    """
+    recurrent, mlp = _parts(layer)
+    (held, left), (of_recurrent, left_by_it) = _held(setup, layer), _held(setup, recurrent)
+    freed = (held - of_recurrent) - (left - left_by_it)
+    (_, before), (_, after) = _passing_arrays(setup, mlp), _passing_arrays(setup, recurrent)
+    return max(before, after - freed)
+
+
+def _parts(layer: LayerShape) -> tuple[LayerShape, LayerShape]:
+    """Return a layer's recurrence, with the first norm of the hidden states, and its MLP."""
+    inner = [
+        path
+        for path, each in layer.linears
+        if each.source.startswith(("attention", "values", "latent"))
+    ]
+    modules = tuple({f"{path.rpartition('.')[0]}." for path in inner})
+    around = [path for path, _ in layer.norms if not path.startswith(modules)]
+    of_mlp = {*around[1:], *dict(layer.linears)} - {*inner}
+    recurrent = replace(
+        layer,
+        linears=tuple(each for each in layer.linears if each[0] not in of_mlp),
+        norms=tuple(each for each in layer.norms if each[0] not in of_mlp),
+    )
+    mlp = replace(
+        layer,
+        linears=tuple(each for each in layer.linears if each[0] in of_mlp),
+        norms=tuple(each for each in layer.norms if each[0] in of_mlp),
+        recurrence=NO_RECURRENCE,
+        kept=0,
+    )
+    return recurrent, mlp
 
 
 def passing_in_fused_attention(setup: TrainingSetup, heads: Heads) -> int:

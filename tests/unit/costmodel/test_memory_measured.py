@@ -74,7 +74,7 @@ CASES = [
     *(Case("lora", family=each) for each in ("gemma2", "deepseek_v3", "qwen2_moe")),
     *(Case(mode, family="lfm2", changes=CONVOLUTION) for mode in ("lora", "full")),
     *(Case(mode, family="mamba2", changes=STATE_SPACE) for mode in ("lora", "full")),
-    Case("lora", family="olmo_hybrid", changes=DELTA),
+    Case("lora", family="olmo_hybrid", changes=DELTA, length=256),
     Case("full", family="qwen3_5"),
     *FAR_OVER[len(FAR_OVER_WITH_ADAPTERS) :],
 ]
