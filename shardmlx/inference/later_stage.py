@@ -50,7 +50,8 @@ class LaterStage:
         while self._may_hear():
             self._hear()
         self._worker.wait(handle, self._peer)
-        self._worker.compute(graph)
+        self._worker.start(graph)
+        self._worker.finish(graph)
         self._worker.pass_on(graph)
 
     def _may_hear(self) -> bool:

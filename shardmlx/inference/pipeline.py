@@ -21,6 +21,9 @@ its graph when they come. Logits never travel. While this group's token is on it
 the items of the other groups, and chunks of prompts: scheduler.py has the clock table. A chunk goes
 the same way, but no token ids come back.
 
+While rank 0 waits for tokens it builds the graph of the item that likely comes next; where there is
+one process, while it computes them itself.
+
 The announcement of a sequence alone in its group may have drafts, which enter with its token: the
 last stage samples a token after each. Both ends see how many drafts were right, and the next
 announcement, whatever it is of, tells all stages to forget the others.
@@ -205,11 +208,7 @@ class FirstStage:
                 return []
             if not self._returning:
                 return []
-            likely = self._scheduler.foreseen() if self._foreseen is None else None
-            # After a round it depends on how many drafts were right.
-            if likely is not None and not any(each.item.drafts for each in self._returning):
-                inputs = self._worker.inputs(likely)
-                self._foreseen = self._worker.build(likely, inputs, may_fail=True)
+            self._foresee([each.item for each in self._returning])
             self._worker.item = self._returning[0].item
             self._worker.wait(self._returning[0].handle, self._last)
             return self._take()
@@ -263,7 +262,10 @@ class FirstStage:
             sequence = self._sequences[number]
             begin, sequence.position = sequence.position, sequence.position + item.length
             row[:] = [*sequence.tokens[begin : sequence.position], *item.drafts]
-        worker.compute(graph)
+        worker.start(graph)
+        if not self._last and item.samples:
+            self._foresee([item])
+        worker.finish(graph)
         if self._last:
             worker.pass_on(graph)
             self._read_prompt(item)
@@ -303,12 +305,22 @@ class FirstStage:
         rejected, self._rejected = self._rejected, {}
         return tuple(rejected.items())
 
+    def _foresee(self, under_way: Sequence[Item]) -> None:
+        """Build the graph of the item that likely comes next, while others are ``under_way``."""
+        # After a round it depends on how many drafts were right.
+        if self._foreseen is None and not any(item.drafts for item in under_way):
+            likely = self._scheduler.foreseen()
+            if likely is not None:
+                inputs = self._worker.inputs(likely)
+                self._foreseen = self._worker.build(likely, inputs, is_foreseen=True)
+
     def _graph_of(self, item: Item) -> ItemGraph:
         graph = self._foreseen
         wanted = item.group, item.sequences, item.length
         if graph and (graph.item.group, graph.item.sequences, graph.item.length) == wanted:
             self._foreseen = None
             self._worker.update(item)
+            self._worker.sample(graph)
             return graph
         self._retract_foreseen()
         return self._worker.build(item, self._worker.inputs(item))

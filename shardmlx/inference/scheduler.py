@@ -195,10 +195,13 @@ class Scheduler:
     def foreseen(self) -> Item | None:
         """Guess the next item where ``next`` has none: the decode step of the group that has been
         under way longest, which comes if no sequence joins or leaves it."""
-        longest = next((g for g in self._turns if self._groups[g].in_flight), None)
-        if self._next_prompt() is not None or longest is None or self._groups[longest].joining:
+        longest = next((g for g in self._turns if self._groups[g].size), None)
+        if self._next_prompt() is not None or longest is None:
             return None
-        return Item(ItemKind.DECODE, tuple(self._groups[longest].sequences), group=longest)
+        group = self._groups[longest]
+        if group.joining or not group.in_flight:
+            return None
+        return Item(ItemKind.DECODE, tuple(group.sequences), group=longest)
 
     def returned(self, item: Item, tokens: int = 1) -> None:
         """Note that so many ``tokens`` of each sequence of an item have been sampled."""

@@ -113,7 +113,7 @@ class StageWorker:
         """Return a buffer for an item's token ids, or hidden states, to be filled."""
         shape = len(item.sequences), item.length
         if self.part.is_first:
-            return new_buffer(shape, mx.int32)
+            return mx.array(np.zeros(shape, np.int32))  # evaluated, whatever is being computed
         return new_buffer((*shape, self.part.hidden_size), self.part.dtype)
 
     def update(self, item: Item) -> None:
@@ -126,11 +126,12 @@ class StageWorker:
             if item.stored is not None:
                 self.files.mirror({key: self.caches.kept(each) for each, key in item.stored})
 
-    def build(self, item: Item, inputs: mx.array, *, may_fail: bool = False) -> ItemGraph:
-        """Build the graph of an item, to be computed later; one that ``may_fail`` has a backup."""
+    def build(self, item: Item, inputs: mx.array, *, is_foreseen: bool = False) -> ItemGraph:
+        """Build the graph of an item, to be computed later. That of one which ``is_foreseen``, and
+        may not come, has a backup, and is to ``sample`` when the tokens before are known."""
         self.update(item)
         caches = self.caches.of(item)
-        backup = copy.deepcopy(caches) if may_fail else None
+        backup = copy.deepcopy(caches) if is_foreseen else None
         outputs = self.part.extend(inputs, caches)
         self.caches.keep_border(item)
         # The next chunk needs all keys and values, and nothing else of the last layer.
@@ -141,19 +142,34 @@ class StageWorker:
             outputs = mx.contiguous(outputs)
             evaluated.append(outputs)
         elif item.samples:
-            logits = self.part.last_logits(outputs, item.length)
-            outputs = self.sampler.sample(item.sequences, logits, item.drafts)
-            evaluated.append(outputs)
-        return ItemGraph(item, inputs, outputs, evaluated, caches, backup)
+            outputs = self.part.last_logits(outputs, item.length)
+        graph = ItemGraph(item, inputs, outputs, evaluated, caches, backup)
+        if not is_foreseen:
+            self.sample(graph)
+        return graph
 
-    def compute(self, graph: ItemGraph) -> None:
-        """Evaluate a graph whose inputs are filled; it cannot be taken back any more."""
+    def sample(self, graph: ItemGraph) -> None:
+        """Have the last stage's graph of an item that samples end in tokens, no longer in logits:
+        they depend on the tokens before in penalties, grammars and random streams."""
+        item = graph.item
+        if self.part.is_last and item.samples:
+            graph.outputs = self.sampler.sample(item.sequences, graph.outputs, item.drafts)
+            graph.evaluated.append(graph.outputs)
+
+    def start(self, graph: ItemGraph) -> None:
+        """Begin to evaluate a graph whose inputs are filled; it cannot be taken back any more."""
         # Before it is evaluated: MLX writes in place only into an array that nobody else holds.
         graph.backup = None
-        mx.eval(graph.evaluated)
-        if self.part.is_last and graph.item.samples:
-            item, tokens = graph.item, np.array(graph.outputs)[:, 0].tolist()
-            self.sampler.settle(item.sequences, tokens, item.drafts)
+        mx.async_eval(graph.evaluated)  # type: ignore[no-untyped-call]
+
+    def finish(self, graph: ItemGraph) -> None:
+        """Wait until a graph is evaluated."""
+        if not (self.part.is_last and graph.item.samples):
+            mx.eval(graph.evaluated)
+            return
+        # No caches: by now they may hold arrays of a foreseen graph, whose inputs are not filled.
+        item, tokens = graph.item, np.array(graph.outputs)[:, 0].tolist()
+        self.sampler.settle(item.sequences, tokens, item.drafts)
 
     def pass_on(self, graph: ItemGraph) -> None:
         """Send hidden states to the next stage, or sampled tokens from the last one to rank 0."""

@@ -15,7 +15,7 @@ def failing() -> Any:
     from shardmlx.inference.generate import run
     from shardmlx.inference.stage import StageWorker
 
-    compute = StageWorker.compute
+    start = StageWorker.start
     seen = []
 
     def spoiled(self: StageWorker, graph: Any) -> None:
@@ -24,9 +24,9 @@ def failing() -> Any:
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("Insufficient Memory")
-        compute(self, graph)
+        start(self, graph)
 
-    StageWorker.compute = spoiled  # type: ignore[method-assign]
+    StageWorker.start = spoiled  # type: ignore[method-assign]
     return run
 
 

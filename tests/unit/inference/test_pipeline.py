@@ -23,6 +23,7 @@ from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
+from shardmlx.inference.scheduler import Item, ItemKind, Scheduler
 from shardmlx.inference.stage import StageWorker
 from shardmlx.models.kv_cache import CacheQuantisation
 from shardmlx.models.slice import Slice
@@ -387,6 +388,42 @@ def test_the_same_seed_gives_the_same_text_in_every_layout() -> None:
     assert alike == [False, False, True, False]
     again = [SamplingParams(temp=0.8, seed=11, stream=5)]
     assert generate("llama", [3, 3], prompts[:1], [8], choices=again)[0] != whole[0]
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama with windows"])
+def test_what_one_process_foresees_changes_no_text(
+    variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a token depends on those before it, alone and in a group that sequences leave."""
+    prompts = [prompt(length) for length in (12, 9, 20)]
+    penalties: dict[str, Any] = {"repetition_penalty": 1.7, "frequency_penalty": 0.3}
+    choices = [
+        SamplingParams(temp=0.9, seed=3, logprobs=2, context=tuple(prompts[0]), **penalties),
+        SamplingParams(logit_bias=((5, 1.0),), context=tuple(prompts[1]), **penalties),
+        SamplingParams(temp=0.7, xtc_probability=0.5, xtc_threshold=0.01, stream=3),
+    ]
+
+    def work(first_stage: FirstStage) -> dict[int, list[SampledToken]]:
+        for number in (0, 1, 2):
+            first_stage.add(number, prompts[number], choices[number], context=64)
+        texts = finish_all(first_stage, {0: 30, 1: 6, 2: 11})
+        first_stage.add(3, prompts[0], choices[0], context=64)
+        return texts | finish_all(first_stage, {3: 9})
+
+    foreseen: list[Item | None] = []
+    real = Scheduler.foreseen
+
+    def kept(scheduler: Scheduler) -> Item | None:
+        foreseen.append(real(scheduler))
+        return foreseen[-1]
+
+    monkeypatch.setattr(Scheduler, "foreseen", kept)
+    texts = serve(variant, [6], work, trimmable=WINDOW)
+    for sequences in ((0, 1, 2), (0, 2), (0,), (3,)):
+        assert Item(ItemKind.DECODE, sequences, group=0) in foreseen
+    monkeypatch.setattr(Scheduler, "foreseen", lambda _: None)
+    assert serve(variant, [6], work, trimmable=WINDOW) == texts
+    assert texts[3] == texts[0][:9]
 
 
 def test_a_failure_names_rank_stage_and_item(monkeypatch: pytest.MonkeyPatch) -> None:
