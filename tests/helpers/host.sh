@@ -1,13 +1,13 @@
 #!/bin/sh
-# host.sh NAME DIRECTORY KERNELS SEEN...: a host of the lab, see hosts.py. Runs in namespaces of its
-# own for network, host name and mounts, and keeps them until its stdin is closed.
+# host.sh NAME DIRECTORY KERNELS BYTECODE SEEN...: a host of the lab, see hosts.py. Runs in
+# namespaces of its own for network, host name and mounts, and keeps them until its stdin is closed.
 #
 # Its /tmp is DIRECTORY/NAME; but for it and /dev/shm nothing can be written. SEEN lies in /tmp too,
-# but is there on all hosts, as Python is. KERNELS is the one directory that they share: MLX keeps in
-# /tmp/mlx what it has compiled, and takes long to compile it anew.
+# but is there on all hosts, as Python is. They share what takes long to compile anew: KERNELS,
+# which MLX keeps in /tmp/mlx, and Python's BYTECODE, unless that is "".
 set -e
-name=$1 directory=$2 kernels=$3
-shift 3
+name=$1 directory=$2 kernels=$3 bytecode=$4
+shift 4
 own=$directory/$name
 
 hostname "$name"
@@ -29,6 +29,14 @@ for path; do
     mount --bind "$path" "$own/${path#/tmp/}"
     mount -o remount,bind,ro "$own/${path#/tmp/}"
 done
+if [ -n "$bytecode" ]; then
+    case $bytecode in
+    /tmp/*) there=$own/${bytecode#/tmp/} ;;
+    *) there=$bytecode ;;
+    esac
+    mkdir -p "$bytecode" "$there"
+    mount --bind "$bytecode" "$there"
+fi
 mount --rbind "$own" /tmp
 mount -o remount,bind,ro /
 

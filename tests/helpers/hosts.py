@@ -3,7 +3,8 @@ between them, which may be slow, and which a test can cut.
 
 Each host has its own name, address, home, temporary directory and process that holds its
 namespaces. Of the disk it sees all of this machine but ``/tmp``, and writes only to its own
-``/tmp``: so Python and this repository are everywhere, and what a host writes is nowhere else.
+``/tmp``: so Python and this repository are everywhere, and what a host writes is nowhere else,
+but for what compilers leave.
 Nothing has a name outside: a killed run takes its hosts with it, and two labs may be up at once.
 """
 
@@ -189,6 +190,7 @@ def hosts(
     (directory / "hosts").write_text("".join(["127.0.0.1 localhost\n", *lines]))
     kernels = Path(tempfile.gettempdir(), "mlx")
     kernels.mkdir(exist_ok=True)
+    bytecode = sys.pycache_prefix or ""
     with ExitStack() as stack:
         switch = stack.enter_context(_holding("--net", "sh", "-c", "echo up; exec cat"))
         _in(switch, "--net", "ip", "link", "add", "switch", "type", "bridge")
@@ -198,7 +200,8 @@ def hosts(
             (directory / name).mkdir()
             holders[name] = stack.enter_context(
                 _holding(
-                    *("--net", "--uts", "--mount", "sh", _HOST, name, directory, kernels),
+                    *("--net", "--uts", "--mount", "sh", _HOST),
+                    *(name, directory, kernels, bytecode),
                     *_seen_by_all(),
                 )
             )

@@ -146,7 +146,7 @@ def bench(lab: Lab, tmp_path: Path) -> Path:
     """Where mac1's /tmp is: with the login, the repository, and names as Macs have them."""
     for host in lab.hosts:
         lab.replace(host, Path("/etc/hosts"), NAMES)
-        # A host can write to its /tmp alone: each Python would compile all packages anew.
+        # What lies in /tmp differs between the hosts; all else is compiled once for both.
         compiled = tmp_path / host / _COMPILED.name
         compiled.mkdir()
         if sys.pycache_prefix is not None:
