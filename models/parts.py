@@ -143,7 +143,10 @@ def _heads_of(top: nn.Module, body_name: str) -> list[str]:
 
     def call(name: str, x: mx.array) -> mx.array:
         called.append(name)
-        out: mx.array = top[name](x)
+        head, training = top[name], top[name].training
+        head.eval()  # dropout has no key yet
+        out: mx.array = head(x)
+        head.train(training)
         return out
 
     own = with_part(top, body_name, InPlaceOf(top[body_name], lambda *args, **kwargs: states))

@@ -107,7 +107,7 @@ def stage_map() -> Target:
 def train_config() -> Target:
     """Return the target for configuration files of ``train``."""
     seeds = [
-        (ROOT / "scripts" / "demo-config.yaml").read_bytes(),
+        (ROOT / "scripts" / "demo-config.yaml").read_bytes() + b"train: true\n",
         b"model: m\ndata: d\ntrain: true\nseed: 3\nbatch_size: 8\nmicro_batch_size: 2\niters: 10\n"
         b"learning_rate: 1e-5\nschedule: zb-v\npipeline_stages: 2\nlora_parameters:\n"
         b"  keys: ['self_attn.q_proj', self_attn.v_proj]\n  rank: 8\n  scale: 20.0\n"

@@ -132,13 +132,18 @@ def plan_run(
     agree = partial(on_all_ranks, transport)
     spec = replace(RunSpec.of(config), runs=runs)
     run = agree("dividing the ranks", partial(spec.for_ranks, transport.size))
+    # First, since mlx-lm cannot even freeze some models that cannot be trained.
+    workload = agree(
+        "reading the headers",
+        lambda: Workload.of(open_model(str(opened.path)), run.fine_tune, run.batch),
+    )
     model, stored = agree(
         "building the model",
         partial(build_model, opened.path, run.fine_tune, config.seed, opened.adapters),
     )
     inputs = gather_plan_inputs(
         transport,
-        lambda: Workload.of(open_model(str(opened.path)), run.fine_tune, run.batch),
+        lambda: workload,
         run.machines,
         config.stage_map,
     )
