@@ -19,8 +19,6 @@ UNDER, OVER = 0.03, 0.05
 machine within 3%."""
 MEASUREMENTS = 40
 """At most, until a peak comes near: beside other work MLX takes less memory."""
-MEMORY_REPEATS = 4
-"""Measurements of bytes in a profile: less than in one for a plan, and another is made at need."""
 PROFILES = 6
 
 CASES = [
@@ -39,11 +37,6 @@ def sample_model(case: Case) -> SampleModel:
     )
     unfreeze(model, FineTune.of(tuned))
     return SampleModel(model, pattern, pattern, replace(case.savings, recompute=NONE))
-
-
-@pytest.fixture(autouse=True)
-def fewer_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardmlx.training.sample_model.MEMORY_REPEATS", MEMORY_REPEATS)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
