@@ -187,7 +187,7 @@ class BackOff:
         return bool(self._kinds) and all(known.allowance <= 0 for known in self._kinds.values())
 
     def allows(self, kind: int) -> bool:
-        known = self._kinds.setdefault(kind, _Kind(self.first))
+        known = self._known(kind)
         return len(self._plain) >= PLAIN_STEPS and known.allowance > 0
 
     def took(self, draft: Draft, came: int, seconds: float) -> None:
@@ -198,7 +198,7 @@ class BackOff:
             for known in self._kinds.values():
                 known.allowance = min(known.allowance + SHARE, MOST)
             return
-        known = self._kinds.setdefault(draft.kind, _Kind(self.first))
+        known = self._known(draft.kind)
         known.accepted = FADING * known.accepted + came - 1
         known.rejected = FADING * known.rejected + (came <= count)
         if not self._plain:
@@ -210,6 +210,9 @@ class BackOff:
         self._has_begun = True
         cost = 1 + count * self._seconds_each(draft.kind) / self._plain_seconds
         known.allowance = min(known.allowance + came - cost, MOST)
+
+    def _known(self, kind: int) -> _Kind:
+        return self._kinds.setdefault(kind, _Kind(self.first))
 
     @property
     def _plain_seconds(self) -> float:

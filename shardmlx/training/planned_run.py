@@ -133,19 +133,15 @@ def plan_run(
     spec = replace(RunSpec.of(config), runs=runs)
     run = agree("dividing the ranks", partial(spec.for_ranks, transport.size))
     # First, since mlx-lm cannot even freeze some models that cannot be trained.
-    workload = agree(
-        "reading the headers",
+    inputs = gather_plan_inputs(
+        transport,
         lambda: Workload.of(open_model(str(opened.path)), run.fine_tune, run.batch),
+        run.machines,
+        config.stage_map,
     )
     model, stored = agree(
         "building the model",
         partial(build_model, opened.path, run.fine_tune, config.seed, opened.adapters),
-    )
-    inputs = gather_plan_inputs(
-        transport,
-        lambda: workload,
-        run.machines,
-        config.stage_map,
     )
     # Wrong options are found before the data is read.
     agree("planning", partial(_check_layout, run, inputs, opened, model))

@@ -75,9 +75,11 @@ def plan_sweep(
         distinct: list[tuple[DataOptions, DataSets]] = []
         for name, each in runs.items():
             options = DataOptions.of(each)
-            if all(options != of_other for of_other, _ in distinct):
-                distinct.append((options, read_sets(each, opened, reporter)))
-            sets[name] = next(data for of_other, data in distinct if options == of_other)
+            data = next((read for asked, read in distinct if asked == options), None)
+            if data is None:
+                data = read_sets(each, opened, reporter)
+                distinct.append((options, data))
+            sets[name] = data
         return rows_in_one([data for _, data in distinct])
 
     planned = plan_run(whole, transport, reporter, opened, len(runs), read_data)

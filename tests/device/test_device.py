@@ -5,8 +5,6 @@ Without a GPU the CPU stands for it, so that these tests themselves are checked 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,19 +55,10 @@ DEVICE = mx.default_device()
 """The device under test, which tests/conftest.py has set."""
 
 
-@contextmanager
-def on(device: mx.Device) -> Iterator[None]:
-    mx.set_default_device(device)
-    try:
-        yield
-    finally:
-        mx.set_default_device(DEVICE)
-
-
 def model_of(config: dict[str, Any], bits: int | None = None) -> nn.Module:
     """A model with the same weights wherever it is made: of ``bits``, with LoRA on all layers."""
     quantisation = {} if bits is None else {"quantization": {"group_size": 32, "bits": bits}}
-    with on(mx.Device(mx.cpu)):
+    with mx.stream(mx.cpu):
         model = build(config | quantisation, seed=3)
         if bits is not None:
             move_trained(with_adapters(model))
@@ -84,7 +73,7 @@ def trained(
     batch = random_batch(2, longest=30)
     parts = pack(batch, 1) if packs else split(batch, dp=1, replica=0, micro_batch_size=2)
     layers = len(model.layers)
-    with on(device):
+    with mx.stream(device):
         return through_stages(
             model, [(0, layers // 2), (layers // 2, layers)], parts, savings=savings
         )
