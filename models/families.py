@@ -26,7 +26,7 @@ ANOTHER = "use a model of a type in docs/what-fits.md"
 
 BIASED = Grouped(bias="attention_bias")
 HEAD_NORMS = Grouped(has_norms=True)
-LLAMA = Family(attention=BIASED, mlp_bias="mlp_bias", windows=windows_by_type(), has_gguf=True)
+LLAMA = Family(attention=BIASED, mlp_bias="mlp_bias", windows=windows_by_type())
 GEMMA2 = Family(
     norms=(
         "input_layernorm",
@@ -90,7 +90,6 @@ _FAMILIES = {
         attention=Grouped(takes_head_dim=False),
         experts=replace(LOCAL, path="block_sparse_moe", names=GATED_W),
         tied="if said",
-        has_gguf=True,
     ),
     "qwen3_moe": Family(
         attention=HEAD_NORMS,

@@ -55,7 +55,6 @@ class Family:
     """False if a layer keeps a state, which cannot be cut to a beginning of the sequence."""
     rounds_yarn: bool = False
     """True if mlx-lm rounds yarn's limits although config.json has ``truncate`` false."""
-    has_gguf: bool = False
     text_default: str = ""
     """The ``model_type`` of the ``text_config`` with its own family; empty if there is none."""
     text_types: tuple[str, ...] = ()

@@ -109,9 +109,6 @@ class ExportOptions(ModelSource):
         unset="that of config.json; with --adapter-path alone as stored",
         choices=("float32", "bfloat16", "float16"),
     )
-    gguf: bool = _content(
-        False, "write one float16 file for llama.cpp and Ollama: of llama, mistral and mixtral"
-    )
     max_shard: int = _files(
         5 * GIB, "size of a file at most", metavar="SIZE", unset="5GiB", above=0, parse=parse_bytes
     )
@@ -122,10 +119,6 @@ class ExportOptions(ModelSource):
 
     def __post_init__(self) -> None:
         check_options(self)
-        for flag, given in (("--quantize", self.quantize), ("--dtype", self.dtype)):
-            refuse("gguf", "is in float16", f"leave out {flag}", when=self.gguf and given)
-        verified = self.gguf and self.verify
-        refuse("gguf", "is no file that --verify knows", "leave one out", when=verified)
         refuse("output_dir", "is empty", "name a directory", when=not self.output_dir)
 
     @property

@@ -24,7 +24,6 @@ from shardmlx.common.reporter import Reporter
 from shardmlx.common.units import MEGABYTE
 from shardmlx.config.export import ExportOptions
 from shardmlx.config.specs import ModelSource
-from shardmlx.conversion.gguf import as_gguf, check_gguf, plan_gguf
 from shardmlx.conversion.lazy_model import LazyModel, build_lazily
 from shardmlx.conversion.output import SMALL_FILES, OutputDirectory, identity_of
 from shardmlx.conversion.shards import Shards, plan_shards, texts_of
@@ -44,7 +43,7 @@ from shardmlx.loading.rank_setup import (
 )
 from shardmlx.modelfiles.model_files import read_model
 from shardmlx.modelfiles.parts import EMBEDDING, part_of
-from shardmlx.modelfiles.sources import Directory
+from shardmlx.modelfiles.sources import SUFFIX, Directory
 from shardmlx.modelfiles.verify import verify
 from shardmlx.models.shape import ModelShape
 
@@ -59,8 +58,6 @@ def run(options: ExportOptions, transport: Transport, blas: Blas) -> None:
     mistakes, ``AgreedFailure`` if ``--verify`` finds a fault, ``Stopped`` after Ctrl-C."""
     reporter = Reporter(quiet=transport.rank != 0)
     started = time.monotonic()
-    if options.gguf and transport.size > 1:
-        raise AgreedError(f"--gguf on {transport.size} ranks", "run it on one")
     is_whole = export(options, transport, reporter)
     if transport.rank == 0:
         _report(options, time.monotonic() - started, is_whole, reporter)
@@ -68,7 +65,7 @@ def run(options: ExportOptions, transport: Transport, blas: Blas) -> None:
 
 def _report(options: ExportOptions, seconds: float, is_whole: bool, reporter: Reporter) -> None:
     path = Path(options.output_dir)
-    weights = [file for file in path.iterdir() if file.suffix in (".safetensors", ".gguf")]
+    weights = [file for file in path.iterdir() if file.suffix == SUFFIX]
     nbytes = sum(file.stat().st_size for file in weights)
     reporter.say(
         f"{path}: {plural(len(weights), 'file')} of weights, {gibibytes(nbytes)}, in "
@@ -136,8 +133,6 @@ class _Export:
             if opened is not None:
                 ranges = divide_layers(model, opened.shape, transport.size)
                 shards = _plan(model, opened.shape, ranges, options.max_shard)
-            elif options.gguf:
-                shards = plan_gguf(model, source.path)
             else:
                 shards = plan_shards([specs_of(model.weights)], options.max_shard)
             identity = self._identity(source, trained, shards)
@@ -146,7 +141,7 @@ class _Export:
             on_all_ranks(transport, _WHAT, lambda: output.begin(identity) if leads else None)
             self.reporter.say(f"{options.model}: {model.describe(shards.nbytes)}")
             describe = partial(texts_of, model, shards, source.path, source.repository)
-            texts = on_rank_0(transport, _WHAT, lambda: {} if options.gguf else describe())
+            texts = on_rank_0(transport, _WHAT, describe)
             source.watch(model.read, model.computed())
             model.read.clear()
             if opened is not None:
@@ -242,9 +237,6 @@ class _Export:
 def _build(source: Source, trained: Trained | None, options: ExportOptions) -> LazyModel:
     model = build_lazily(source.path, trained, options, has_files=source.has_files)
     gc.collect()  # modules hold unused weights, in cycles
-    if options.gguf:
-        check_gguf(model, source.path)
-        model = as_gguf(model)
     return model
 
 

@@ -106,15 +106,13 @@ class _Stack:
 @dataclass(frozen=True, slots=True)
 class Experts:
     """A layer of ``count`` experts, before it is finished: its arrays are stacks. ``path`` is its
-    name in the model, ``packing`` its final quantisation, if any; ``written`` returns the name and
-    the array to write for those of the model."""
+    name in the model, ``packing`` its final quantisation, if any."""
 
     path: str
     count: int
     layer: nn.Module
     finish: Finish
     packing: Mapping[str, Any] | None = None
-    written: Callable[[str, mx.array], tuple[str, mx.array]] = lambda name, array: (name, array)
 
     def arrays(self, number: int) -> dict[str, mx.array]:
         """Return the finished arrays of an expert, lazily, by name: (1, ...). Once."""
@@ -139,8 +137,7 @@ class Experts:
         self.finish(model, self._name)
         if self.packing is not None and hasattr(model[_LAYER], "to_quantized"):
             model[_LAYER] = model[_LAYER].to_quantized(**self.packing)
-        arrays = tree_flatten(model.parameters())
-        return dict(self.written(self._name(name), array) for name, array in arrays)
+        return {self._name(name): array for name, array in tree_flatten(model.parameters())}
 
     def _name(self, name: str) -> str:
         return self.path + name.removeprefix(_LAYER)

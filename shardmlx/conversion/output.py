@@ -27,7 +27,7 @@ from shardmlx.common.formatting import gibibytes
 from shardmlx.config.export import ExportOptions
 from shardmlx.conversion.shards import Shards
 from shardmlx.errors import UserError, file_access
-from shardmlx.modelfiles.sources import CONFIG_FILE
+from shardmlx.modelfiles.sources import CONFIG_FILE, SUFFIX
 
 WORK = "unfinished-export"
 
@@ -147,7 +147,7 @@ class OutputDirectory:
             texts = {self.work / name for name in json.loads(marker.read_text())}
             config = self.work / CONFIG_FILE
             shards = sorted(self.work.glob("rank-*/*.*"))
-            self._move(path for path in shards if path.suffix in (".safetensors", ".gguf"))
+            self._move(path for path in shards if path.suffix == SUFFIX)
             self._move(sorted(texts - {config}))
             self._move([config])
             for path in self.work.iterdir():
@@ -193,7 +193,6 @@ def identity_of(
         "quantize": str(options.quantize),
         "dequantize": str(options.dequantize),
         "dtype": str(options.dtype),
-        "gguf": str(options.gguf),
         "ranks": str(len(set(shards.writers.values()))),
         "layout": bytes_digest(heads),
         "mlx": version("mlx"),
@@ -201,5 +200,5 @@ def identity_of(
     }
 
 
-_SHOWN = ("model", "quantize", "dtype", "dequantize", "gguf", "ranks", "mlx", "mlx-lm")
+_SHOWN = ("model", "quantize", "dtype", "dequantize", "ranks", "mlx", "mlx-lm")
 """Parts of the identity of an export to show to the user."""

@@ -31,17 +31,11 @@ def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return save(path, MIXTURE)
 
 
-@pytest.mark.parametrize(
-    "how", [{"quantize": "4:32"}, {}, {"gguf": True}], ids=["4 bits", "plain", "gguf"]
-)
+@pytest.mark.parametrize("how", [{"quantize": "4:32"}, {}], ids=["4 bits", "plain"])
 def test_no_more_than_three_experts_are_in_memory(
     how: dict[str, Any], mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shardmlx.conversion.writer._PIECE", EXPERT // 4)
-    if "gguf" in how:
-        monkeypatch.setattr("shardmlx.conversion.command.check_gguf", lambda *args: None)
-        monkeypatch.setattr("shardmlx.conversion.gguf.prepare_metadata", lambda *args: {})
-        monkeypatch.setattr("shardmlx.conversion.gguf.HfVocab.load", lambda path: None)
     keys = ["block_sparse_moe.switch_mlp.up_proj"]
     adapters = save_random_lora(tmp_path / "adapters", mixture, 1, rank=2, keys=keys)
     gc.collect()
