@@ -64,8 +64,8 @@ FINE_TUNE_TYPES = ("lora", "dora", "full")
 
 @dataclass(frozen=True, slots=True)
 class OptimizerFacts:
-    """An optimizer: its class in mlx.optimizers or ``engine.large_batch``, the settings that it
-    takes, and the copies of trained weights that it needs in memory.
+    """An optimizer: its class in mlx.optimizers, the settings that it takes, and the copies of
+    trained weights that it needs in memory.
 
     ``states`` it keeps: Adafactor's rows and columns are few, but with a beta_1 it keeps one.
     ``passing`` its update of a layer makes and drops, ``passing_alone`` that of a single matrix:
@@ -104,13 +104,9 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = MappingProxyType(
             "SGD", 1, 1, 1, {**_MOMENTUM, "dampening": _NUMBER, "nesterov": _SWITCH}
         ),
         "adafactor": OptimizerFacts("Adafactor", 0, 3, 5, _ADAFACTOR),
-        "lamb": OptimizerFacts("LAMB", 2, 4, 5, {"betas": _BETAS, "eps": _NUMBER, **_DECAY}),
-        "lars": OptimizerFacts(
-            "LARS", 1, 3, 3, {**_MOMENTUM, "trust_coefficient": _NUMBER, "eps": _NUMBER}
-        ),
     }
 )
-"""The optimizers of mlx_lm.lora, and our own."""
+"""The optimizers of mlx_lm.lora."""
 
 LR_SCHEDULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
