@@ -128,8 +128,6 @@ def _caches(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keep what runs leave for later runs out of anybody's home."""
     caches = tmp_path_factory.mktemp("caches")
     os.environ["XDG_CACHE_HOME"] = str(caches)
-    # matplotlib looks at all fonts of the machine for some seconds, once.
-    os.environ["MPLCONFIGDIR"] = str(CACHE / "matplotlib")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,6 +1,6 @@
 """Training on more Macs than we have: Mistral-Large-2407 and a 405B-shaped model, on paper.
 
-    python scripts/bench/scale.py [--pictures DIRECTORY] [--json FILE]
+    python scripts/bench/scale.py [--json FILE]
 
 The planner's choice for 8 to 64 Macs, on Thunderbolt and on 10 Gbit/s Ethernet, from published
 figures of the chips. Nothing is run: FLOP/s at the planner's default efficiency, links at what one
@@ -26,7 +26,6 @@ from shardmlx.costmodel.hostfile import Machine
 from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import open_model
-from shardmlx.pipeline.figure import draw_schedule
 from shardmlx.planning.choice import Choice, choose
 from shardmlx.planning.facts import Facts, SequenceLengths
 from shardmlx.planning.report import as_json, bottleneck
@@ -104,13 +103,6 @@ class Case:
         )
 
 
-PICTURED = (
-    Case("Mistral-Large-2407", "M4 Max", 8, "Thunderbolt"),
-    Case("Mistral-Large-2407", "M3 Ultra", 16, "Thunderbolt"),
-    Case("405B", "M3 Ultra", 16, "Thunderbolt"),
-)
-
-
 def cases() -> Iterator[Case]:
     for model in MODELS:
         for mac in MACS:
@@ -144,7 +136,6 @@ def line(case: Case, planned: Choice) -> tuple[str, ...]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pictures", metavar="DIRECTORY", help="draw the steps of three cases")
     parser.add_argument("--json", metavar="FILE", help="write the plans here")
     options = parser.parse_args()
     workloads = {}
@@ -166,11 +157,6 @@ def main() -> None:
             continue
         lines.append(line(case, planned))
         plans[str(case)] = as_json(planned)
-        if options.pictures and case in PICTURED:
-            simulation = planned.prediction.simulation
-            name = f"{case.model}-{case.count}-{case.mac}.svg".lower().replace(" ", "-")
-            names = [rank.hosts[0] for rank in planned.prediction.ranks]
-            draw_schedule(simulation, Path(options.pictures) / name, title=str(case), names=names)
     width = len(HEADER)
     print(columns(HEADER, [(*row, *[""] * (width - len(row))) for row in lines]))
     if options.json:

@@ -62,9 +62,7 @@ def _add(add: Callable[..., argparse.Action], each: Declared) -> argparse.Action
         return add(*each.flags, **how)
     if bool in each.kinds:
         return add(*each.flags, action=argparse.BooleanOptionalAction, **how)
-    if list in each.kinds and each.rules.one_each:
-        how["action"] = "append"
-    elif list in each.kinds:
+    if list in each.kinds:
         how |= {"action": "extend", "nargs": "+"}
     return add(*each.flags, metavar=each.metavar, **how, **_type(each))
 

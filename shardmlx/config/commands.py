@@ -135,11 +135,11 @@ COMMANDS = (
         ),
     ),
     Command(
-        *("schedule", PREPARE, "draw what a pipeline schedule does, and count its bubble"),
+        *("schedule", PREPARE, "show what a pipeline schedule does, and count its bubble"),
         *("config.schedule", "config.schedule"),
         examples=(
             "shardmlx schedule --pipeline-stages 2 --micro-batches 4 --print timeline",
-            "shardmlx schedule --pipeline-stages 4 --micro-batches 8 --draw step.svg",
+            "shardmlx schedule --pipeline-stages 4 --micro-batches 8 --schedule zb-v",
         ),
     ),
     _of_ranks(

@@ -61,7 +61,6 @@ class Option:
     also: tuple[str, ...] = ()
     excludes: str | None = None
     takes_value: bool = False  # a switch that may be followed by True or False
-    one_each: bool = False  # each use of the flag adds one value to the list
     minimum: float | None = None
     maximum: float | None = None
     above: float | None = None

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from pathlib import Path
 
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.common_options import SIMPLEST
 from shardmlx.config.options import REQUIRED, check_options, in_group, refuse
 from shardmlx.errors import UserError
-from shardmlx.pipeline.figure import check_picture, draw_schedule, timeline
+from shardmlx.pipeline.figure import timeline
 from shardmlx.pipeline.lowering import lower, validate
 from shardmlx.pipeline.schedules import SCHEDULES, compute_actions, get_schedule
 from shardmlx.pipeline.simulate import Costs, Simulation, simulate
@@ -43,7 +42,6 @@ class ScheduleOptions:
         choices=PRINTED,
     )
     json: bool = _output(False, "print makespan, bubble and peak in flight as JSON")
-    draw: str | None = _output(None, "draw it as a picture, .svg or .png", metavar="FILE")
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -63,8 +61,6 @@ def run(words: Sequence[str]) -> int:
     options = LINE.load(words)
     schedule = get_schedule(options.schedule)
     pp, microbatches = options.pipeline_stages, options.micro_batches
-    if options.draw:
-        check_picture(Path(options.draw))
     virtual = options.virtual_stages
     if virtual is None:
         virtual = schedule.default_virtual
@@ -74,9 +70,6 @@ def run(words: Sequence[str]) -> int:
     lowered = lower(grid, placement)
     validate(lowered, placement)
     simulation = simulate(grid, placement, units)
-    if options.draw:
-        title = f"{schedule.name}, {pp} ranks, {microbatches} micro-batches"
-        draw_schedule(simulation, Path(options.draw), title=title, unit="units of time")
     if options.json:
         facts = {
             "schedule": schedule.name,

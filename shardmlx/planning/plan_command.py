@@ -22,7 +22,7 @@ from shardmlx.costmodel.chips import machines_of
 from shardmlx.costmodel.hostfile import is_unnamed, read_hostfile
 from shardmlx.costmodel.training_setup import BACKENDS
 from shardmlx.errors import UserError
-from shardmlx.pipeline.figure import check_picture, draw_schedule, timeline
+from shardmlx.pipeline.figure import timeline
 from shardmlx.pipeline.stage_map import write_stage_map
 from shardmlx.planning.report import as_json, report
 from shardmlx.planning.training_plan import QUESTIONS, plan_training
@@ -32,7 +32,7 @@ _OUTPUT = "output"
 
 _SHOWN = (
     *("model", "revision", "hostfile", "machines", "backend", "profile", "max_of", "output"),
-    *("draw", "timeline", "json", "config", "fine_tune_type", "num_layers", "optimizer"),
+    *("timeline", "json", "config", "fine_tune_type", "num_layers", "optimizer"),
     *("batch_size", "max_seq_length", "pipeline_stages", "data_parallel", "replica_rows"),
     *("partitioner", "stage_map", "schedule", "micro_batch_size", "recompute", "pack"),
     *("zero", "sum_dtype", "memory_limit", "dtype"),
@@ -70,12 +70,6 @@ class PlanOptions(TrainConfig):
         choices=tuple(QUESTIONS),
     )
     output: str | None = _output(None, "file for the stage map", metavar="FILE", short="-o")
-    draw: Sequence[str] = _output(
-        [],
-        "draw the step as a picture, .svg or .png; may be given several times",
-        metavar="FILE",
-        one_each=True,
-    )
     timeline: bool = _output(False, "draw the step in the terminal")
     json: bool = _output(False, "print the plan as JSON")
 
@@ -118,9 +112,6 @@ def run(words: Sequence[str]) -> int:
     """Plan as the words say, and print or write it; ``UserError`` if no plan fits."""
     options, given = LINE.load_given(words)
     run, max_of = RunSpec.of(options), options.max_of
-    for picture in options.draw:
-        check_picture(Path(picture))
-        check_writable(Path(picture), "--draw")
     if options.output:
         check_writable(Path(options.output), "-o")
     if options.machines is not None:
@@ -136,7 +127,7 @@ def run(words: Sequence[str]) -> int:
         if name in given.flags:
             remedy = f"--max-of {max_of} finds it: leave it out"
             raise UserError(f"{flag_of(name)} is given", remedy)
-    if options.draw or options.timeline:
+    if options.timeline:
         planned.facts.cluster.check_speeds()
     if options.output:
         stage_map = prediction.plan.stage_map
@@ -144,10 +135,6 @@ def run(words: Sequence[str]) -> int:
         named = () if options.machines is not None else stage_map.hosts
         hosts = (None if host is None or is_unnamed(host) else host for host in named)
         write_stage_map(replace(stage_map, model=run.model, hosts=tuple(hosts)), options.output)
-    names = [rank.hosts[0] for rank in prediction.ranks]
-    for picture in options.draw:
-        title = f"{Path(run.model).name}: {prediction.plan.schedule}, one step"
-        draw_schedule(prediction.simulation, Path(picture), title=title, names=names)
     if options.json:
         print(json.dumps(as_json(planned)))
         return 0

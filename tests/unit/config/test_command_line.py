@@ -26,7 +26,6 @@ class Sample:
     speed: int | None = option(None, "how fast", unset="chosen: the fastest")
     loud: bool = option(True, "make noise", takes_value=True)
     dry: bool = option(False, "leave it")
-    each: Sequence[str] = option([], "once for each", metavar="NAME", one_each=True)
     many: Sequence[str] = option([], "several", metavar="NAME")
 
     def __post_init__(self) -> None:
@@ -70,8 +69,8 @@ def test_an_earlier_name_or_flag_is_refused_with_the_present_one(
 
 
 def test_lists_are_given_by_repeating_the_flag_or_in_a_row() -> None:
-    sample = read("here", "--weight", "2", "--each", "a", "--each", "b", "--many", "c", "d")
-    assert (sample.each, sample.many) == (["a", "b"], ["c", "d"])
+    sample = read("here", "--weight", "2", "--many", "c", "--many", "d", "e")
+    assert sample.many == ["c", "d", "e"]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +103,7 @@ def test_an_unknown_flag_gets_a_suggestion_that_can_be_typed() -> None:
 
 
 def test_flags_can_be_written_as_words_again() -> None:
-    words = ["here", "--weight", "2", "--no-loud", "--dry", "--each", "a", "--many", "c", "d"]
+    words = ["here", "--weight", "2", "--no-loud", "--dry", "--many", "c", "d"]
     _, given = SAMPLE.load_given(words)
     written = words_of(Sample, given.flags)
     assert written == ["--place", *words[:2], "2.0", *words[3:]]
