@@ -11,7 +11,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from shardmlx.models.blocks import GATED_W, Experts, Grouped, latent
-from shardmlx.models.family import Family
+from shardmlx.models.family import Family, HeadNames
 from shardmlx.models.layer_kinds import (
     routed_layers,
     stepped_layers,
@@ -149,3 +149,23 @@ _FAMILIES = {
 }
 FAMILIES: Mapping[str, Family] = MappingProxyType(dict(sorted(_FAMILIES.items())))
 """The family of each ``model_type`` that a row declares."""
+
+# vLLM's deepseek_mtp.py and glm4_moe_mtp.py, on states that its deepseek_v2.py has normed.
+_NEXTN = HeadNames("model.layers.{}.", "enorm", "hnorm", "eh_proj", "shared_head.norm")
+
+HEADS: Mapping[str, HeadNames] = MappingProxyType(
+    {
+        **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite"), _NEXTN),
+        # vLLM's mimo_mtp.py, on states that its mimo.py norms for the lm_head alone.
+        "mimo": HeadNames(
+            "model.mtp_layers.0.",
+            "token_layernorm",
+            "hidden_layernorm",
+            "input_proj",
+            "final_layernorm",
+            states_first=True,
+            after_norm=False,
+        ),
+    }
+)
+"""The heads for further tokens, by ``model_type``."""

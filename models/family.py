@@ -98,6 +98,27 @@ class Family:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class HeadNames:
+    """The modules of a head for further tokens, by their names below its ``prefix``, in which
+    ``{}`` is the number of the model's layers; the other names are those of a layer.
+
+    The head takes hidden states ``after_norm``, the final one, or as they leave the last layer.
+    Its projection takes them before the token if ``states_first``.
+    """
+
+    prefix: str
+    token_norm: str
+    state_norm: str
+    projection: str
+    final_norm: str
+    states_first: bool = False
+    after_norm: bool = True
+
+    def prefix_of(self, layers: int) -> str:
+        return self.prefix.format(layers)
+
+
 UNDECLARED = Family(takes_pieces=False, takes_packed=False, takes_batches=False)
 """The family of undeclared models, which assumes nothing."""
 

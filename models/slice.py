@@ -75,6 +75,11 @@ class Slice:
         """Values of trained parameters in the files, if these are more exact."""
 
     @property
+    def embedding(self) -> nn.Module:
+        """The embedding, of which slices but the first read nothing, unless they are tied."""
+        return self._decoder.embedding
+
+    @property
     def head_names(self) -> tuple[str, ...]:
         """Names of the trained parameters of the head, of the last slice."""
         prefixes = self._head_prefixes if self.is_last else ()

@@ -35,7 +35,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
 )
 """Options of mlx_lm's commands that no command has here, and why."""
 
-NO_DRAFT, LOOKUP = "none", "lookup"
+NO_DRAFT, LOOKUP, HEAD = "none", "lookup", "mtp"
 
 MOST_DRAFTS = 16
 """Tokens that are guessed at a time at most, where measured times choose how many."""
@@ -122,7 +122,8 @@ class InferenceConfig(ModelSource):
     draft: str = _pipeline(
         NO_DRAFT,
         "verify guessed tokens of a text in one step: those that followed its last tokens before "
-        "(lookup), or of a small model with the same tokenizer, whole on rank 0",
+        "(lookup), those of the model's own head (mtp), or of a small model with the same "
+        "tokenizer, whole on rank 0",
         metavar="MODEL",
         also=("--draft-model",),
     )
@@ -168,7 +169,7 @@ class InferenceConfig(ModelSource):
     @property
     def draft_model(self) -> str | None:
         """The model that drafts, if one does."""
-        return None if self.draft in (NO_DRAFT, LOOKUP) else self.draft
+        return None if self.draft in (NO_DRAFT, LOOKUP, HEAD) else self.draft
 
     @property
     def most_drafts(self) -> int:

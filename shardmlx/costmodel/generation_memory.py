@@ -45,6 +45,9 @@ class GenerationSetup:
     """Tokens that are guessed at a time: each has logits of its own."""
     beside: int = 0
     """Bytes that the first stage holds beside its own: those of a model that drafts."""
+    head: int = 0
+    """Bytes of the model's head for further tokens on the last stage, if that drafts. The stage
+    then has the embedding too, and KV caches of one more layer like its last."""
     backend: str = BACKENDS[0]
 
 
@@ -53,11 +56,11 @@ def inference_memory(setup: GenerationSetup, start: int, stop: int) -> int:
     shape, sizes = setup.shape, setup.weight_sizes
     is_first, is_last = start == 0, stop == shape.num_layers
     weights: float = sum(sizes.layers[start:stop])
-    if is_first or (is_last and shape.tied):
+    if is_first or (is_last and (shape.tied or setup.head)):
         weights += sizes.embedding
     activations = _passing(setup)
     if is_last:
-        weights += sizes.head
+        weights += sizes.head + setup.head
         activations += (setup.sequences + setup.drafts) * shape.vocab_size
     caches = kv_cache_memory(setup, start, stop)
     own = round(weights + caches + setup.dtype_bytes * activations)
@@ -72,7 +75,10 @@ def kv_cache_memory(setup: GenerationSetup, start: int, stop: int) -> int:
     limit = min(most, setup.max_kv_size or most)
     copies = 0 if shape.family.takes_cuts else setup.state_copies
     nbytes = 0
-    for layer in map(shape.layer, range(start, stop)):
+    numbers = [*range(start, stop)]
+    if setup.head and stop == shape.num_layers:
+        numbers.append(stop - 1)
+    for layer in map(shape.layer, numbers):
         window = layer.window if shape.chooses_caches else None
         nbytes += (setup.sequences + copies) * layer.recurrence.cache_nbytes(setup.dtype_bytes)
         if window is not None:

@@ -38,6 +38,9 @@ that stays after each round."""
 VERIFIED = 0.2
 """Plain steps that verifying one more token takes, before it is measured."""
 
+HEAD_KIND = 0
+"""The kind of all drafts of a model's head."""
+
 NO_TIME = 1e-9
 """Seconds that no step takes less than."""
 
@@ -128,6 +131,28 @@ class LookupDrafter(Drafter):
 
     def forget(self, sequence: int) -> None:
         self._ends.pop(sequence, None)
+
+
+@dataclass
+class HeadDrafter(Drafter):
+    """A drafter that repeats what the model's own head, on the last stage, has guessed: it comes
+    with the tokens after which it stands."""
+
+    _guessed: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
+
+    def take(self, sequence: int, length: int, guessed: list[int]) -> None:
+        """Take in what may come after the first ``length`` tokens of a sequence."""
+        self._guessed[sequence] = length, guessed
+
+    def draft(
+        self, sequence: int, tokens: Sequence[int], most: int, pays: Callable[[int], int]
+    ) -> Draft:
+        length, guessed = self._guessed.pop(sequence, (0, []))
+        count = min(most, pays(HEAD_KIND)) if length == len(tokens) else 0
+        return Draft(tuple(guessed[:count]), HEAD_KIND)
+
+    def forget(self, sequence: int) -> None:
+        self._guessed.pop(sequence, None)
 
 
 def accepted(drafts: Sequence[int], sampled: Sequence[int]) -> int:
@@ -281,13 +306,21 @@ class Drafting:
             most = min(most, self.quantised - len(tokens))
         if most < 1:
             return Draft()
+        return self.drafter.draft(sequence, tokens, most, lambda kind: self._pays(kind, most))
 
-        def pays(kind: int) -> int:
-            if self.fixed:
-                return most if self.back_off.allows(kind) else 0
-            return self.back_off.length(kind, most)
+    def guesses(self, length: int, context: int) -> int:
+        """Return how many tokens the model's head, if it drafts, is to guess with a step after
+        which caches have up to ``length`` tokens, of at most ``context``."""
+        # All but the last of them enter the head's cache, for a moment.
+        most = min(self.most, context - length, self.cuttable - length)
+        if most < 1 or not isinstance(self.drafter, HeadDrafter):
+            return 0
+        return self._pays(HEAD_KIND, most)
 
-        return self.drafter.draft(sequence, tokens, most, pays)
+    def _pays(self, kind: int, most: int) -> int:
+        if self.fixed:
+            return most if self.back_off.allows(kind) else 0
+        return self.back_off.length(kind, most)
 
     def take_counts(self) -> DraftCounts:
         counts, self.counts = self.counts, NO_DRAFTS

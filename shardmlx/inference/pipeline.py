@@ -26,7 +26,8 @@ one process, while it computes them itself.
 
 The announcement of a sequence alone in its group may have drafts, which enter with its token: the
 last stage samples a token after each. Both ends see how many drafts were right, and the next
-announcement, whatever it is of, tells all stages to forget the others.
+announcement, whatever it is of, tells all stages to forget the others. A model's own head is on
+the last stage; what it guesses comes with the sampled tokens, in further rows.
 """
 
 from __future__ import annotations
@@ -40,7 +41,14 @@ import numpy as np
 
 from shardmlx.distributed.messages import Handle, buffer_of
 from shardmlx.inference.detokenize import IncrementalDetokenizer
-from shardmlx.inference.drafts import NO_DRAFTS, Draft, DraftCounts, Drafting, accepted
+from shardmlx.inference.drafts import (
+    NO_DRAFTS,
+    Draft,
+    DraftCounts,
+    Drafting,
+    HeadDrafter,
+    accepted,
+)
 from shardmlx.inference.prefix_cache import CachedPrefix, KeptPrefix, PrefixCache
 from shardmlx.inference.sampler import packed_width, unpack
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
@@ -66,8 +74,8 @@ class _Sequence:
 
 @dataclass(frozen=True, slots=True)
 class _Returning:
-    """An item whose ``tokens`` the last rank sends, a row for each sequence, or after each draft.
-    It ``began`` before its ``draft`` was made."""
+    """An item whose ``tokens`` the last rank sends, a row for each sequence, or after each draft,
+    and one for each guess. It ``began`` before its ``draft`` was made."""
 
     item: Item
     tokens: np.ndarray
@@ -233,8 +241,8 @@ class FirstStage:
 
     def _issue(self, item: Item, began: float) -> None:
         draft, rejected = self._draft(item), self._take_rejected()
-        length = item.length + len(draft.tokens)
-        item = replace(item, drafts=draft.tokens, length=length, rejected=rejected)
+        length, guesses = item.length + len(draft.tokens), self._guesses(item, draft)
+        item = replace(item, drafts=draft.tokens, length=length, guesses=guesses, rejected=rejected)
         worker = self._worker
         worker.begin(item)
         for number in item.put_back:
@@ -250,15 +258,20 @@ class FirstStage:
                 sequence.cached = item.prefix.length
         if item.border:
             self._sequences[item.sequences[0]].borders += (item.border,)
+        if self._head_drafter is not None and not item.samples:
+            sequence = self._sequences[item.sequences[0]]
+            stop = sequence.position + item.length + 1
+            item = replace(item, following=tuple(sequence.tokens[sequence.position + 1 : stop]))
         worker.announce(item)
         if item.samples and self._last:
             width = packed_width([self._sequences[number].params for number in item.sequences])
-            sampled = np.zeros((len(item.sequences) * item.length, width), np.int32)
+            rows = len(item.sequences) * item.length + item.guesses
+            sampled = np.zeros((rows, width), np.int32)
             handle = worker.transport.receive(sampled, self._last, TOKENS_TAG)
             self._returning.append(_Returning(item, sampled, handle, draft, began))
         graph = self._graph_of(item)
-        rows = np.frombuffer(buffer_of(graph.inputs), np.int32).reshape(graph.inputs.shape)
-        for row, number in zip(rows, item.sequences, strict=True):
+        inputs = np.frombuffer(buffer_of(graph.inputs), np.int32).reshape(graph.inputs.shape)
+        for row, number in zip(inputs, item.sequences, strict=True):
             sequence = self._sequences[number]
             begin, sequence.position = sequence.position, sequence.position + item.length
             row[:] = [*sequence.tokens[begin : sequence.position], *item.drafts]
@@ -281,6 +294,19 @@ class FirstStage:
         if self.drafting is None or known is None or len(known.tokens) == known.prompt:
             return Draft()
         return self.drafting.draft(item.sequences[0], known.tokens, known.context)
+
+    @property
+    def _head_drafter(self) -> HeadDrafter | None:
+        """The drafter that repeats guesses of the model's own head, if this drafts."""
+        drafter = None if self.drafting is None else self.drafting.drafter
+        return drafter if isinstance(drafter, HeadDrafter) else None
+
+    def _guesses(self, item: Item, draft: Draft) -> int:
+        """Return how many tokens the model's head is to guess with those of an item."""
+        known = self._alone(item)
+        if self.drafting is None or known is None:
+            return 0
+        return self.drafting.guesses(len(known.tokens) + len(draft.tokens), known.context)
 
     def _read_prompt(self, item: Item) -> None:
         """Let the drafter read a prompt while later stages compute it."""
@@ -308,7 +334,7 @@ class FirstStage:
     def _foresee(self, under_way: Sequence[Item]) -> None:
         """Build the graph of the item that likely comes next, while others are ``under_way``."""
         # After a round it depends on how many drafts were right.
-        if self._foreseen is None and not any(item.drafts for item in under_way):
+        if self._foreseen is None and not any(item.drafts or item.guesses for item in under_way):
             likely = self._scheduler.foreseen()
             if likely is not None:
                 inputs = self._worker.inputs(likely)
@@ -318,7 +344,7 @@ class FirstStage:
         graph = self._foreseen
         wanted = item.group, item.sequences, item.length
         if graph and (graph.item.group, graph.item.sequences, graph.item.length) == wanted:
-            self._foreseen = None
+            self._foreseen, graph.item = None, item
             self._worker.update(item)
             self._worker.sample(graph)
             return graph
@@ -327,8 +353,7 @@ class FirstStage:
 
     def _retract_foreseen(self) -> None:
         if self._foreseen is not None:
-            if self._foreseen.backup is not None:
-                self._foreseen.caches[:] = self._foreseen.backup
+            self._foreseen.take_back()
             self._foreseen = None
 
     def _take(self) -> list[tuple[int, SampledToken]]:
@@ -342,6 +367,9 @@ class FirstStage:
             if self.drafting is not None and known and len(known.tokens) > known.prompt:
                 self.drafting.took(back.draft, count, time.perf_counter() - back.began)
                 known.drafts = known.drafts.plus(len(item.drafts), count - 1)
+            if known and item.guesses and self._head_drafter is not None:
+                guessed = back.tokens[-item.guesses :, 0].tolist()
+                self._head_drafter.take(item.sequences[0], len(known.tokens) + count, guessed)
             self._scheduler.returned(item, count)
             for i, number in enumerate(item.sequences):
                 sequence = self._sequences[number]

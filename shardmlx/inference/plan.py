@@ -99,10 +99,11 @@ def plan_inference(
     load: GenerationLoad,
     model: str,
     draft: ModelSizes | None = None,
+    head: int = 0,
 ) -> InferencePlan:
     """Plan a run on the ranks of ``inputs``; ``model`` is the model's digest, and ``draft`` a model
-    that drafts on rank 0. Raises ``UserError`` where the stage map does not fit the ranks, or the
-    sequences not the memory."""
+    that drafts on rank 0, or ``head`` the bytes of the model's own. Raises ``UserError`` where the
+    stage map does not fit the ranks, or the sequences not the memory."""
     sizes, cluster, given = inputs.sizes, inputs.cluster, inputs.stage_map
     size, shape = cluster.size, sizes.shape
     limit = None if shape.chooses_caches else config.max_kv_size
@@ -110,9 +111,9 @@ def plan_inference(
     quantisation = config.cache_quantisation
     most_cuttable = cuttable(shape, limit)
     if config.draft != NO_DRAFT:
-        _check_gives_back(shape, config.draft)
+        check_gives_back(shape, config.draft)
     if draft is not None:
-        _check_gives_back(draft.shape, config.draft)
+        check_gives_back(draft.shape, config.draft)
         most_cuttable = min(most_cuttable, cuttable(draft.shape))
     # mlx-lm merges neither rotating caches, which keep the first tokens of a sequence, nor
     # quantised ones.
@@ -130,6 +131,7 @@ def plan_inference(
         quantisation=quantisation,
         state_copies=most_copies(most) if load.keeps_prefixes else 0,
         drafts=config.most_drafts,
+        head=head,
         backend=cluster.backend,
     )
     if draft is not None:
@@ -154,7 +156,7 @@ def plan_inference(
     less = "lower --cache-tokens"
     if load.capacity is None:
         less = "lower --max-tokens" + " or --batch-size" * (most > 1)
-    if draft is not None:
+    if draft is not None or head:
         less += ", leave out --draft"
     try:
         plan = plan_by(FASTEST if config.partitioner == AUTO else config.partitioner)
@@ -171,7 +173,7 @@ def plan_inference(
     return plan
 
 
-def _check_gives_back(shape: ModelShape, draft: str) -> None:
+def check_gives_back(shape: ModelShape, draft: str) -> None:
     """Raise ``UserError`` where caches of the model cannot forget drafts that are rejected."""
     if cuttable(shape) == 0 or shape.has_dynamic_rope:
         raise UserError(

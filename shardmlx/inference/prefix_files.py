@@ -166,10 +166,14 @@ class PrefixFiles:
 
 
 def open_prefix_files(
-    transport: Transport, directory: str, part: Slice, settings: Sequence[Any]
+    transport: Transport,
+    directory: str,
+    part: Slice,
+    settings: Sequence[Any],
+    further: Sequence[str] = (),
 ) -> PrefixFiles:
     """Return each rank's files for the model whose layers are in ``part``, with caches of these
-    ``settings``. All ranks must call it; raises ``AgreedError``."""
+    ``settings``, and ``further`` ones. All ranks must call it; raises ``AgreedError``."""
     everyone = transport.all_gather(_weights_of(part), "comparing weights")
     weights = {name: digest for mine in everyone for name, digest in mine.items()}
     model = json_digest([weights, *settings, version("mlx-lm")])[:16]
@@ -188,7 +192,7 @@ def open_prefix_files(
             ) from None
 
     on_all_ranks(transport, "opening the prefix cache", make)
-    return PrefixFiles(path, part.cache_names)
+    return PrefixFiles(path, (*part.cache_names, *further))
 
 
 def find_kept(

@@ -45,7 +45,9 @@ class Item:
 
     ``sequences`` are those whose tokens enter, ``length`` of each, in the order of the rows; a
     prefill has one. If it ``samples``, their next tokens are sampled, after each that enters. The
-    ``drafts`` are the tokens that enter after the known one. The first chunk of a prompt
+    ``drafts`` are the tokens that enter after the known one. Where the model's head drafts, the
+    last stage is to guess so many tokens, ``guesses``, after those that are sampled; to this end a
+    chunk tells the tokens ``following`` each that enters. The first chunk of a prompt
     brings the sequence's sampling ``params``, and the ``prefix`` with which its caches begin. After
     a chunk that ends at a ``border``, a number of tokens, stages keep a copy of the states. Each
     stage first moves the ``kept``, sequences that have ended, out of their group and drops the
@@ -67,6 +69,8 @@ class Item:
     border: int = 0
     params: Any = None
     drafts: tuple[int, ...] = ()
+    guesses: int = 0
+    following: tuple[int, ...] = ()
     rejected: tuple[tuple[int, int], ...] = ()
     restored: tuple[tuple[int, str], ...] = ()
     stored: tuple[tuple[int, str], ...] | None = None

@@ -11,7 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from shardmlx.common.formatting import gibibytes, numbers_of, percent, plural
 from shardmlx.common.reporter import Reporter
-from shardmlx.config.inference import NO_DRAFT, InferenceConfig
+from shardmlx.config.inference import HEAD, LOOKUP, NO_DRAFT, InferenceConfig
 from shardmlx.config.specs import MachineOptions, ModelSource
 from shardmlx.costmodel.memory_limits import MemoryLimits, exceeded
 from shardmlx.costmodel.workload import model_sizes
@@ -20,12 +20,24 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.inference.detokenize import IncrementalDetokenizer, StopStrings
 from shardmlx.inference.draft_model import DraftFiles, ModelDrafter, find_draft_model
-from shardmlx.inference.drafts import FIRST, FIRST_OF_MODEL, BackOff, Drafting, LookupDrafter
+from shardmlx.inference.drafts import (
+    FIRST,
+    FIRST_OF_MODEL,
+    BackOff,
+    Drafting,
+    HeadDrafter,
+    LookupDrafter,
+)
 from shardmlx.inference.grammars import Grammars
 from shardmlx.inference.kv_caches import KVCaches, check_quantised
 from shardmlx.inference.later_stage import LaterStage
 from shardmlx.inference.pipeline import FirstStage
-from shardmlx.inference.plan import GenerationLoad, InferencePlan, plan_inference
+from shardmlx.inference.plan import (
+    GenerationLoad,
+    InferencePlan,
+    check_gives_back,
+    plan_inference,
+)
 from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.inference.prefix_files import PrefixFiles
 from shardmlx.inference.prompts import PromptEncoder
@@ -33,7 +45,7 @@ from shardmlx.inference.sampler import BatchSampler, random_state
 from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.inference.scheduler import Scheduler
 from shardmlx.inference.stage import StageWorker
-from shardmlx.loading.build import build_to_generate
+from shardmlx.loading.build import build_draft_head, build_to_generate
 from shardmlx.loading.rank_setup import (
     SETUP_SECONDS,
     OpenedModel,
@@ -44,6 +56,7 @@ from shardmlx.loading.rank_setup import (
 )
 from shardmlx.loading.tokenizer import read_tokenizer
 from shardmlx.modelfiles.model_files import open_model
+from shardmlx.models.draft_head import DraftHead
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
 
@@ -56,8 +69,8 @@ Read = Callable[[PromptEncoder], GenerationLoad]
 @dataclass(frozen=True, slots=True)
 class InferenceRun:
     """A run that is ready to start. ``encoder`` is there on rank 0 only, and the ``draft_model`` if
-    one drafts; ``grammars`` are those to which answers may keep, ``prefix_files`` those of the
-    prefix cache."""
+    one drafts, on the last rank the ``head`` if the model's own does; ``grammars`` are those to
+    which answers may keep, ``prefix_files`` those of the prefix cache."""
 
     config: InferenceConfig
     transport: Transport
@@ -69,6 +82,7 @@ class InferenceRun:
     random_state: int
     limits: tuple[MemoryLimits, ...]
     draft_model: ModelDrafter | None = None
+    head: DraftHead | None = None
     grammars: Grammars | None = None
     prefix_files: PrefixFiles | None = None
 
@@ -90,13 +104,14 @@ class InferenceRun:
         kept = PrefixCache.of(self.shape, setup.max_kv_size) if load.keeps_prefixes else None
         drafting = None
         if self.config.draft != NO_DRAFT:
+            own = HeadDrafter() if self.config.draft == HEAD else LookupDrafter()
             drafting = Drafting(
-                self.draft_model or LookupDrafter(),
+                self.draft_model or own,
                 self.config.most_drafts,
                 fixed=self.config.num_draft_tokens is not None,
                 cuttable=self.plan.cuttable,
                 quantised=0 if setup.quantisation is None else setup.quantisation.start,
-                back_off=BackOff(FIRST if self.draft_model is None else FIRST_OF_MODEL),
+                back_off=BackOff(FIRST if self.config.draft == LOOKUP else FIRST_OF_MODEL),
             )
         scheduler = Scheduler(
             self.plan.groups, setup.sequences, setup.chunk, patience, load.capacity
@@ -104,10 +119,10 @@ class InferenceRun:
         return FirstStage(self._worker(), scheduler, kept, drafting)
 
     def _worker(self) -> StageWorker:
-        part, setup = self.part, self.plan.setup
-        caches = KVCaches(lambda: part.new_caches(setup.max_kv_size), setup.quantisation)
+        holder, setup = self.head or self.part, self.plan.setup
+        caches = KVCaches(lambda: holder.new_caches(setup.max_kv_size), setup.quantisation)
         sampler = BatchSampler(self.random_state, self.grammars)
-        return StageWorker(self.transport, part, caches, sampler, self.prefix_files)
+        return StageWorker(self.transport, self.part, caches, sampler, self.prefix_files, self.head)
 
     @property
     def sampling(self) -> SamplingParams:
@@ -173,6 +188,9 @@ def prepare(
         encoder, mine = on_rank_0(transport, "reading the prompts", read_prompts) or (None, None)
         load = transport.broadcast(mine, what="prompts")
         draft = _find_draft_model(config, transport, encoder)
+        head = None
+        if config.draft == HEAD:
+            head = on_all_ranks(transport, "building the head", partial(_head, config, opened))
         inputs = gather_plan_inputs(
             transport,
             lambda: model_sizes(open_model(str(opened.path)), config.dtype),
@@ -181,7 +199,8 @@ def prepare(
             config.bytes_for_requests if transport.rank == 0 else 0,
         )
         sizes = None if draft is None else draft.sizes
-        planned = partial(plan_inference, config, inputs, load, opened.digest, sizes)
+        of_head = 0 if head is None else head.nbytes
+        planned = partial(plan_inference, config, inputs, load, opened.digest, sizes, of_head)
         plan = on_all_ranks(transport, "planning", planned)
         compare_plans(transport, plan.digest)
         ranges = plan.stage_map.partition.ranges
@@ -204,14 +223,29 @@ def prepare(
             transport.rank, inputs.budgets, plan.memory, inputs.cluster.backend, reporter
         )
         with transport.longer_timeout(SETUP_SECONDS):
-            opened.weights.load([part], shape, reporter)
+            head = head if part.is_last else None
+            opened.weights.load([part], shape, reporter, () if head is None else _of_head(shape))
+            if head is not None:
+                head.beside(part)
             if drafter is not None:
                 drafter.read_weights()
             transport.barrier("loading")
         mx.reset_peak_memory()
         return InferenceRun(
-            config, transport, reporter, plan, shape, part, encoder, state, limits, drafter
+            config, transport, reporter, plan, shape, part, encoder, state, limits, drafter, head
         )
+
+
+def _head(config: InferenceConfig, opened: OpenedModel) -> DraftHead:
+    """Build the model's own head. Raises ``UserError``."""
+    check_gives_back(opened.shape, config.draft)
+    return build_draft_head(opened.path, config.dtype)
+
+
+def _of_head(shape: ModelShape) -> tuple[tuple[int, int], ...]:
+    """Return the ranges with the tensors that the head needs: the layer after the last, and the
+    embedding."""
+    return ((shape.num_layers, shape.num_layers + 1), (0, 0))
 
 
 def _find_draft_model(
@@ -256,8 +290,9 @@ def _announce(config: InferenceConfig, plan: InferencePlan, reporter: Reporter) 
             f"KV caches of sequences from {how.start} tokens on in {how.bits} bits: at most "
             f"{packed}, not {whole}"
         )
-    if plan.setup.beside:
-        reporter.say(f"--draft {config.draft}: {gibibytes(plan.setup.beside)} on rank 0")
+    for nbytes, rank in ((plan.setup.beside, 0), (plan.setup.head, plan.stage_map.pp - 1)):
+        if nbytes:
+            reporter.say(f"--draft {config.draft}: {gibibytes(nbytes)} on rank {rank}")
     if config.draft != NO_DRAFT and plan.load.context > plan.cuttable:
         reporter.say(
             f"--draft {config.draft}: texts of {plan.cuttable} tokens and more get no drafts, "

@@ -24,10 +24,12 @@ from shardmlx.distributed.messages import (
 )
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import EngineError, one_line
+from shardmlx.inference.drafts import accepted
 from shardmlx.inference.kv_caches import Caches, KVCaches
 from shardmlx.inference.prefix_files import PrefixFiles
 from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.scheduler import Item
+from shardmlx.models.draft_head import DraftHead
 from shardmlx.models.slice import Slice
 
 ANNOUNCEMENT_TAG = FIRST_ENGINE_TAG
@@ -56,14 +58,21 @@ cores than ranks, polling takes time from the core that computes the message (me
 @dataclass(slots=True)
 class ItemGraph:
     """The lazy graph of an item on this stage: ``inputs`` are a buffer to fill before
-    ``evaluated`` is evaluated. While it may be taken back there is a ``backup`` of ``caches``."""
+    ``evaluated`` is evaluated. While it may be taken back there is a ``backup`` of the layers'
+    ``caches``. ``states`` are hidden states after the layers."""
 
     item: Item
     inputs: mx.array
+    states: mx.array
     outputs: mx.array
     evaluated: list[Any]
     caches: Caches
     backup: Caches | None = None
+
+    def take_back(self) -> None:
+        """Give the caches back what they were when an item was foreseen that does not come."""
+        if self.backup is not None:
+            self.caches[: len(self.backup)] = self.backup
 
 
 @dataclass(slots=True)
@@ -87,7 +96,8 @@ class Outbox:
 class StageWorker:
     """A rank's part in generation, held by the stage that says what is next: rank i has stage i.
 
-    ``part`` holds the stage's layers. Only the last rank uses its ``sampler``. Kept sequences have
+    ``part`` holds the stage's layers. Only the last rank uses its ``sampler``, and has the model's
+    ``head`` if that drafts: the last of ``caches`` is then the head's. Kept sequences have
     ``files`` where they outlive the job. ``item`` is at work now: errors name it.
     """
 
@@ -96,6 +106,7 @@ class StageWorker:
     caches: KVCaches
     sampler: BatchSampler
     files: PrefixFiles | None = None
+    head: DraftHead | None = None
     item: Item | None = None
 
     def __post_init__(self) -> None:
@@ -131,11 +142,14 @@ class StageWorker:
         may not come, has a backup, and is to ``sample`` when the tokens before are known."""
         self.update(item)
         caches = self.caches.of(item)
-        backup = copy.deepcopy(caches) if is_foreseen else None
-        outputs = self.part.extend(inputs, caches)
+        of_layers = caches if self.head is None else caches[:-1]
+        backup = copy.deepcopy(of_layers) if is_foreseen else None
+        states = outputs = self.part.extend(inputs, of_layers)
+        if self.head is not None and not item.samples:
+            self.head.enter(mx.array([item.following]), states, caches[-1])
         self.caches.keep_border(item)
         # The next chunk needs all keys and values, and nothing else of the last layer.
-        evaluated = [cache.state for cache in caches]
+        evaluated = [cache.state for cache in (of_layers if item.samples else caches)]
         if item.params is not None and self.part.is_last:
             self.sampler.open(item.sequences[0], item.params)
         if not self.part.is_last:
@@ -143,7 +157,7 @@ class StageWorker:
             evaluated.append(outputs)
         elif item.samples:
             outputs = self.part.last_logits(outputs, item.length)
-        graph = ItemGraph(item, inputs, outputs, evaluated, caches, backup)
+        graph = ItemGraph(item, inputs, states, outputs, evaluated, caches, backup)
         if not is_foreseen:
             self.sample(graph)
         return graph
@@ -170,6 +184,23 @@ class StageWorker:
         # No caches: by now they may hold arrays of a foreseen graph, whose inputs are not filled.
         item, tokens = graph.item, np.array(graph.outputs)[:, 0].tolist()
         self.sampler.settle(item.sequences, tokens, item.drafts)
+        if self.head is not None:
+            self._guess(self.head, graph, tokens)
+
+    def _guess(self, head: DraftHead, graph: ItemGraph, tokens: list[int]) -> None:
+        """Let the head read the sampled ``tokens``; have those that it guesses follow them."""
+        item, cache, shape = graph.item, graph.caches[-1], graph.states.shape[:2]
+        states = head.enter(mx.array(tokens).reshape(shape), graph.states, cache)
+        if item.guesses:
+            right = accepted(item.drafts, tokens)
+            wrong = len(item.drafts) - right
+            cache.trim(wrong)
+            guessed = head.guess(states[:, right : right + 1], item.guesses, cache)
+            # It stays as long as the layers' caches, which are cut with the next item.
+            cache.trim(item.guesses - 1 - wrong)
+            rows = mx.pad(guessed[:, None], [(0, 0), (0, graph.outputs.shape[1] - 1)])
+            graph.outputs = mx.concatenate([graph.outputs, rows])
+        mx.async_eval(graph.outputs, cache.state)  # type: ignore[no-untyped-call]
 
     def pass_on(self, graph: ItemGraph) -> None:
         """Send hidden states to the next stage, or sampled tokens from the last one to rank 0."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,19 @@ from shardmlx.loading.adapters import (
     make_adapters,
     resume_from,
 )
-from shardmlx.modelfiles.model_files import check_model_files
+from shardmlx.modelfiles.model_files import check_model_files, open_model
 from shardmlx.modelfiles.parts import read_shape
 from shardmlx.modelfiles.published_packing import check_packing, published_packing
 from shardmlx.models.config_reader import read_config
-from shardmlx.models.families import ANOTHER, FAMILIES
+from shardmlx.models.draft_head import ONE_LAYER, DraftHead, head_class
+from shardmlx.models.families import ANOTHER, FAMILIES, HEADS
 from shardmlx.models.parts import find_parts
 from shardmlx.models.rope_parameters import with_rope
 from shardmlx.models.ropes import fit_ropes
 from shardmlx.models.slice import Slice
+
+_OF_ALL_MODULES = ("bits", "group_size", "mode")
+"""Entries of a config.json's ``quantization`` that are of no single module."""
 
 
 def check_can_be_cut(config: Mapping[str, Any]) -> None:
@@ -38,10 +42,16 @@ def check_can_be_cut(config: Mapping[str, Any]) -> None:
     check_packing(config, read_shape(config))
 
 
-def load_lazily(path: Path) -> tuple[nn.Module, dict[str, Any], list[str]]:
+Classes = Callable[[dict[str, Any]], tuple[Any, Any]]
+"""Function that returns the classes of a model and of its arguments for a config.json."""
+
+
+def load_lazily(
+    path: Path, classes: Classes | None = None, **changes: Any
+) -> tuple[nn.Module, dict[str, Any], list[str]]:
     """Load a model with mlx-lm, without its weights; return also its config.json, with mlx-lm's
-    names for transformers' fields, and the fields that mlx-lm would ignore. Raises
-    ``UserError``."""
+    names for transformers' fields, and the fields that mlx-lm would ignore. Other ``classes`` are
+    built in place of mlx-lm's, from a config.json with ``changes``. Raises ``UserError``."""
     own = read_config(path)
     packing = published_packing(own)
     try:
@@ -51,10 +61,10 @@ def load_lazily(path: Path) -> tuple[nn.Module, dict[str, Any], list[str]]:
         raise UserError(
             f"{file} cannot be read: {one_line(error)}", "take it away, or copy it again"
         ) from None
-    filled = with_rope(config)
+    filled = with_rope(config) | changes
     try:
         model, config = load_model(
-            path, lazy=True, model_config=filled, get_model_classes=_without_spare_head
+            path, lazy=True, model_config=filled, get_model_classes=classes or _without_spare_head
         )
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
         remedy = ""
@@ -128,10 +138,37 @@ def build_to_generate(
     return model
 
 
-def _build_whole(path: Path, dtype: str | None) -> tuple[nn.Module, dict[str, mx.array]]:
+def build_draft_head(path: Path, dtype: str | None) -> DraftHead:
+    """Build the head that drafts, lazily. Raises ``UserError`` where the files have none."""
+    config = read_config(path)
+    names, layers = HEADS.get(str(config.get("model_type"))), config.get("num_hidden_layers", 0)
+    tensors = open_model(str(path)).tensors
+    if names is None or f"{names.prefix_of(layers)}{names.projection}.weight" not in tensors:
+        raise UserError(
+            f"--draft mtp: {path} has no head for further tokens, or of an unknown kind",
+            "use --draft lookup, or files that were not quantised",
+        )
+
+    def classes(config: dict[str, Any]) -> tuple[Any, Any]:
+        kind, args = model_classes(config)
+        return head_class(kind, names, layers), args
+
+    changes = dict(ONE_LAYER)
+    if isinstance(quantization := config.get("quantization"), dict):
+        # Entries of modules are not of the head's; how these are packed their scales tell.
+        packed = {key: each for key, each in quantization.items() if key in _OF_ALL_MODULES}
+        changes["quantization"] = packed
+    model, _ = _build_whole(path, dtype, classes, **changes)
+    model.eval()
+    return DraftHead(model, names)
+
+
+def _build_whole(
+    path: Path, dtype: str | None, classes: Classes | None = None, **changes: Any
+) -> tuple[nn.Module, dict[str, mx.array]]:
     """Build a model; return it and its parameters as they are stored."""
     check_model_files(path)
-    model, _, _ = load_lazily(path)
+    model, _, _ = load_lazily(path, classes, **changes)
     stored = dict(tree_flatten(model.parameters()))
     if dtype is not None:
         model.set_dtype(getattr(mx, dtype))

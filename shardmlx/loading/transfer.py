@@ -250,9 +250,17 @@ class Weights:
         for what, files in self._files.items():
             files.fill(stages, shape, reporter, what)
 
-    def load(self, parts: Sequence[Slice], shape: ModelShape, reporter: Reporter) -> None:
-        """Bring and read this rank's slices, as ``bring``. All ranks must call it."""
-        self.bring([(part.start, part.stop) for part in parts], shape, reporter)
+    def load(
+        self,
+        parts: Sequence[Slice],
+        shape: ModelShape,
+        reporter: Reporter,
+        further: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """Bring and read this rank's slices, as ``bring``; bring ``further`` layers, which others
+        read then. All ranks must call it."""
+        stages = [(part.start, part.stop) for part in parts]
+        self.bring([*stages, *further], shape, reporter)
         for part in parts:
             part.load()
         self.close()

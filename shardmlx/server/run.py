@@ -8,6 +8,7 @@ from socket import socket
 from shardmlx.common.environment import Blas
 from shardmlx.common.http_listener import bind_both
 from shardmlx.common.reporter import Reporter
+from shardmlx.config.inference import HEAD
 from shardmlx.config.serve import ServeConfig
 from shardmlx.distributed.transport import Transport
 from shardmlx.inference.grammars import share_grammars
@@ -48,7 +49,10 @@ def run(config: ServeConfig, transport: Transport, blas: Blas) -> None:
     if config.prefix_cache_dir is not None:
         setup = prepared.plan.setup
         settings = setup.max_kv_size, str(setup.quantisation)
-        files = open_prefix_files(transport, config.prefix_cache_dir, prepared.part, settings)
+        further = () if prepared.head is None else (HEAD,)
+        files = open_prefix_files(
+            transport, config.prefix_cache_dir, prepared.part, settings, further
+        )
         most, bytes_of = config.prefix_cache_size, prepared.plan.kept_bytes
         prepared = replace(prepared, prefix_files=replace(files, most=most, bytes_of=bytes_of))
         prefixes = find_kept(transport, files, reporter.warn)

@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generate_step
 
+from shardmlx.config.inference import HEAD
 from shardmlx.distributed.transport import Transport
 from shardmlx.inference.drafts import Drafting
 from shardmlx.inference.kv_caches import KVCaches
@@ -21,6 +22,7 @@ from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 from shardmlx.inference.scheduler import Scheduler
 from shardmlx.inference.stage import StageWorker
+from shardmlx.loading.build import build_draft_head
 from shardmlx.models.kv_cache import CacheQuantisation
 from shardmlx.models.slice import Slice
 from tests.helpers.local_transport import LocalNetwork
@@ -62,22 +64,30 @@ def on_ranks(
     most_bytes: int | None = None,
     said: list[str] | None = None,
     drafting: Drafting | None = None,
+    head: Path | None = None,
 ) -> Any:
     """Return what ``work`` makes of the first stage, with a rank and a model for each range of
-    layers. A ``directory`` has what earlier ranks kept, in ``most_bytes`` if a token takes one;
-    ``said`` gets its faults."""
+    layers. The model in the directory ``head`` has the head that drafts. Another ``directory`` has
+    what earlier ranks kept, in ``most_bytes`` if a token takes one; ``said`` gets its faults."""
 
     def run(transport: Transport) -> Any:
         rank = transport.rank
         part = Slice(models[rank], *ranges[rank])
-        caches = KVCaches(lambda: part.new_caches(max_kv_size), quantisation)
+        of_head = None
+        if head is not None and part.is_last:
+            of_head = build_draft_head(head, None)
+            of_head.beside(part)
+        holder = of_head or part
+        caches = KVCaches(lambda: holder.new_caches(max_kv_size), quantisation)
         files, prefixes = None, []
         if directory is not None:
-            files = open_prefix_files(transport, str(directory), part, ())
+            files = open_prefix_files(
+                transport, str(directory), part, (), () if of_head is None else (HEAD,)
+            )
             files.most = most_bytes
             told = said if said is not None and rank == 0 else []
             prefixes = find_kept(transport, files, told.append)
-        worker = StageWorker(transport, part, caches, BatchSampler(7), files)
+        worker = StageWorker(transport, part, caches, BatchSampler(7), files, of_head)
         if rank > 0:
             return LaterStage(worker).run()
         scheduler = Scheduler(groups or len(ranges), most, chunk, patience, capacity)

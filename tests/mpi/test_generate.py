@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.draft_heads import head_config, save_with_head
 from tests.helpers.jobs import AFTER_A_KILL, PROGRAMS, Job
 from tests.helpers.mpirun import mlx_lm, mpirun
 from tests.helpers.rank_pool import run_in_pool
 from tests.helpers.shown import lacking, shown
+from tests.helpers.small_models import SMALL_VOCABULARY
 
 PROMPT = "What is the colour of the sea, and who sails on it?"
 
@@ -96,6 +99,22 @@ def test_what_it_says(small: Path) -> None:
     assert lacking("generate.md", "answer", job.stdout) == set()
     assert re.search(r"^Drafts: \d+ tokens in \d+ rounds, \d+ accepted, ", job.stdout, re.M)
     assert [line.split()[0] for line in job.stdout.splitlines()[-3:]] == ["rank", "0", "1"]
+
+
+def test_the_models_own_head_drafts_where_its_weights_are_sent(
+    small_tokenizer: Path, tmp_path: Path
+) -> None:
+    config = head_config("glm4_moe", vocab_size=SMALL_VOCABULARY, eos_token_id=1)
+    model = save_with_head(tmp_path / "model", config, noise=0.0)
+    shutil.copytree(small_tokenizer, model, dirs_exist_ok=True)
+    how: Sequence[str | Path] = ("--model", model, "--prompt", PROMPT, "--max-tokens", "20")
+    drafts = ("--draft", "mtp", "--num-draft-tokens", "3")
+    job = generate(2, *how, *drafts, "--weights", "rank0").well()
+    assert mlx_lm(*how).strip() in job.stdout
+    assert re.search(r"^--draft mtp: .* MiB on rank 1$", job.stdout, re.M)
+    counts = re.search(r"^Drafts: (\d+) tokens in \d+ rounds, (\d+) accepted", job.stdout, re.M)
+    assert counts is not None
+    assert counts[1] == counts[2] != "0"
 
 
 def test_bad_input(small: Path, tmp_path: Path) -> None:

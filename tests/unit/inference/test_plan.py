@@ -50,6 +50,7 @@ def plan(
     work: ModelSizes | None = None,
     backend: str = "gpu",
     drafting: ModelSizes | None = None,
+    head: int = 0,
     **options: Any,
 ) -> InferencePlan:
     config = GenerateConfig(model="m", **options)
@@ -57,7 +58,7 @@ def plan(
     machines = replace(cluster(*memories), backend=backend)
     budgets = budgets_of(machines, config.memory_limit)
     inputs = PlanInputs(work or workload(), within(machines, budgets), budgets, given, machines)
-    return plan_inference(config, inputs, load, "digest", drafting)
+    return plan_inference(config, inputs, load, "digest", drafting, head)
 
 
 ONE = GenerationLoad(sequences=1, prompt=500, answer=100, context=600)
@@ -158,6 +159,21 @@ def test_drafts_take_their_logits_on_the_last_rank() -> None:
     )
     more = [b.peak - a.peak for a, b in zip(plain, drafted, strict=True)]
     assert more == [0, 5 * 20000 * 4]
+
+
+def test_a_models_own_head_is_on_the_last_rank_with_the_embedding_and_a_cache() -> None:
+    work = workload()
+    for memories in ((ROOM, ROOM), (ROOM,)):
+        plain, drafted = (
+            plan(ONE, *memories, draft=draft, head=head, num_draft_tokens=5)
+            for draft, head in (("lookup", 0), ("mtp", 1000))
+        )
+        more = [b.peak - a.peak for a, b in zip(plain.memory, drafted.memory, strict=True)]
+        keys_and_values = drafted.caches[-1] - plain.caches[-1]
+        layers = plain.stage_map.partition.sizes[-1]
+        assert keys_and_values == plain.caches[-1] // layers
+        embedding = work.weight_sizes.embedding if len(memories) > 1 else 0
+        assert more == [0] * (len(memories) - 1) + [1000 + keys_and_values + embedding]
 
 
 def test_a_model_that_drafts_is_whole_on_rank_0_with_its_caches() -> None:
