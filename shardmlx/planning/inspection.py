@@ -24,7 +24,7 @@ from shardmlx.modelfiles.parts import Inspection, inspect_files
 from shardmlx.modelfiles.verify import checksums_to_compare, verify
 from shardmlx.pipeline.stage_map import read_stage_map
 from shardmlx.planning.layout import make_mesh
-from shardmlx.planning.model_report import as_json, part_table, rank_report, stage_table, summary
+from shardmlx.planning.model_report import as_json, part_table, stage_table, summary
 from shardmlx.planning.weight_split import Split, divide, generation_of
 
 _DEFAULT_PARTITIONER = "balanced"
@@ -52,7 +52,6 @@ class InspectOptions:
     )
     stage_map: str | None = common.stage_map(group=_SPLIT)
     hostfile: str | None = common.hostfile(None, group=_SPLIT)
-    rank: int | None = _split(None, "show tensors, files and byte ranges that this rank needs")
     context: int | None = _split(
         None,
         "count the memory of generating, too: tokens of a sequence, prompt included",
@@ -72,7 +71,7 @@ class InspectOptions:
         both = self.stage_map is not None and self.partitioner is not None
         refuse("partitioner", "divides anew, but --stage-map is given", "leave one out", when=both)
         remedy = "give --pipeline-stages, --stage-map or --hostfile"
-        for name in ("rank", "partitioner", "context"):
+        for name in ("partitioner", "context"):
             alone = getattr(self, name) is not None and not self.divides
             refuse(name, "needs a split", remedy, when=alone)
 
@@ -99,13 +98,9 @@ def run(words: Sequence[str]) -> int:
     if files.faults:
         raise UserError(files.faults[0])
     inspection = inspect_files(files)
-    split, rank = _divide(options, inspection), options.rank
-    if split is not None and rank is not None:
-        split.rank(rank)  # UserError before anything is printed
+    split = _divide(options, inspection)
     if options.json:
-        print(json.dumps(as_json(inspection, split, rank), indent=2))
-    elif split is not None and rank is not None:
-        print(rank_report(split, rank))
+        print(json.dumps(as_json(inspection, split), indent=2))
     else:
         table = part_table(inspection, fold=not options.all_layers)
         print("\n\n".join([summary(inspection), table, *([stage_table(split)] if split else [])]))

@@ -10,7 +10,7 @@ from shardmlx.modelfiles.parts import Inspection, Part, rows
 from shardmlx.modelfiles.sources import SUFFIX
 from shardmlx.models.family import APPROXIMATE
 from shardmlx.models.shape import ModelShape
-from shardmlx.planning.weight_split import Split, byte_ranges
+from shardmlx.planning.weight_split import Split
 
 _FILES_SHOWN = 2
 
@@ -124,48 +124,7 @@ def stage_table(split: Split) -> str:
     return columns(known, [[line[name] for name in known] for line in lines])
 
 
-def rank_report(split: Split, rank: int) -> str:
-    """Return every tensor that a rank needs, and the bytes of each file to be read for them."""
-    part, stage_map = split.rank(rank), split.stage_map
-    host, memory = split.host(rank), split.memory(rank)
-    stages = ", ".join(
-        f"stage {stage} (layers {numbers_of(*stage_map.partition.ranges[stage])})"
-        for stage in stage_map.stages_of(rank)
-    )
-    lines = [
-        f"rank {rank}{f' on {host}' if host else ''}: {stages}, "
-        f"{len(part.tensors)} tensors, {gibibytes(part.nbytes)}"
-        + ("" if memory is None else f", {part.nbytes / memory:.1%} of its memory"),
-        "",
-        columns(
-            ("tensor", "dtype", "shape", "bytes", "file", "first byte", "last byte"),
-            [
-                (
-                    tensor.name,
-                    tensor.place.dtype,
-                    " x ".join(map(str, tensor.place.shape)) or "scalar",
-                    str(tensor.place.nbytes),
-                    tensor.place.file.removesuffix(SUFFIX) or "-",
-                    str(tensor.place.start) if tensor.place.file else "-",
-                    str(tensor.place.end - 1) if tensor.place.file else "-",
-                )
-                for tensor in part.tensors
-            ],
-        ),
-    ]
-    files = byte_ranges(part)
-    for file, ranges in files.items():
-        whole = split.inspection.files.headers[file].file_size
-        nbytes = sum(end - start for start, end in ranges)
-        lines += ["", f"{file}: {gibibytes(nbytes)} of {gibibytes(whole)}, bytes"]
-        lines += [f"  {start}-{end - 1}" for start, end in ranges]
-    if files:
-        count_of_ranges = sum(map(len, files.values()))
-        lines += ["", f"in all {part.nbytes} bytes; ranges: {count_of_ranges}; files: {len(files)}"]
-    return "\n".join(lines)
-
-
-def as_json(inspection: Inspection, split: Split | None, rank: int | None) -> dict[str, Any]:
+def as_json(inspection: Inspection, split: Split | None) -> dict[str, Any]:
     """Return all of an inspection; every layer by itself."""
     files = inspection.files
     result: dict[str, Any] = {
@@ -199,17 +158,15 @@ def as_json(inspection: Inspection, split: Split | None, rank: int | None) -> di
         result["stages"] = [
             {
                 "stage": stage,
-                "rank": its_rank,
-                "host": split.host(its_rank),
-                "memory_bytes": split.memory(its_rank),
+                "rank": rank,
+                "host": split.host(rank),
+                "memory_bytes": split.memory(rank),
                 "layers": list(split.stage_map.partition.ranges[stage]),
                 **_part_json(split.stage(stage)),
                 "generation_bytes": None if split.generation is None else split.nbytes(stage),
             }
-            for stage, its_rank in enumerate(split.stage_map.placement)
+            for stage, rank in enumerate(split.stage_map.placement)
         ]
-    if split is not None and rank is not None:
-        result["rank"] = _rank_json(split, rank)
     return result
 
 
@@ -221,30 +178,4 @@ def _part_json(part: Part) -> dict[str, Any]:
         "dtypes": part.dtypes,
         "quantisation": part.quantisations,
         "files": list(part.files),
-    }
-
-
-def _rank_json(split: Split, rank: int) -> dict[str, Any]:
-    part, memory = split.rank(rank), split.memory(rank)
-    return {
-        "rank": rank,
-        "host": split.host(rank),
-        "stages": list(split.stage_map.stages_of(rank)),
-        "memory_share": None if memory is None else part.nbytes / memory,
-        "bytes": part.nbytes,
-        "tensors": [
-            {
-                "name": tensor.name,
-                "dtype": tensor.place.dtype,
-                "shape": list(tensor.place.shape),
-                "file": tensor.place.file or None,
-                "range": [tensor.place.start, tensor.place.end] if tensor.place.file else None,
-                "bytes": tensor.place.nbytes,
-            }
-            for tensor in part.tensors
-        ],
-        "files": [
-            {"file": file, "bytes": sum(end - start for start, end in ranges), "ranges": ranges}
-            for file, ranges in byte_ranges(part).items()
-        ],
     }

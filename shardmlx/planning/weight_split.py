@@ -1,4 +1,4 @@
-"""Find the tensors, files and bytes that each stage and rank needs. No MLX, no MPI."""
+"""Divide a model, and find the tensors and bytes that each stage needs. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -34,13 +34,6 @@ class Split:
 
     def stage(self, stage: int) -> Part:
         return self.inspection.stage(*self.stage_map.partition.ranges[stage])
-
-    def rank(self, rank: int) -> Part:
-        """Return the tensors of all stages of a pipeline rank, each once."""
-        if not 0 <= rank < self.stage_map.pp:
-            raise UserError(f"--rank {rank}", f"the ranks are 0 to {self.stage_map.pp - 1}")
-        held = (t for stage in self.stage_map.stages_of(rank) for t in self.stage(stage).tensors)
-        return Part(tuple({tensor.name: tensor for tensor in held}.values()))
 
     def host(self, rank: int) -> str | None:
         """Return the host of a pipeline rank, if it is known."""
@@ -122,16 +115,3 @@ def generation_of(inspection: Inspection, sequences: int, context: int) -> Gener
         sequences=sequences,
         context=context,
     )
-
-
-def byte_ranges(part: Part) -> dict[str, list[tuple[int, int]]]:
-    """Return the half-open ranges of each file that hold the part, ascending and joined."""
-    merged: dict[str, list[tuple[int, int]]] = {file: [] for file in part.files}
-    for tensor in sorted(part.tensors, key=lambda tensor: (tensor.place.start, tensor.place.end)):
-        start, end = tensor.place.start, tensor.place.end
-        ranges = merged.get(tensor.place.file, [])
-        if ranges and start <= ranges[-1][1]:
-            ranges[-1] = (ranges[-1][0], max(end, ranges[-1][1]))
-        elif end > start:
-            ranges.append((start, end))
-    return merged
