@@ -91,13 +91,6 @@ class Cluster:
             return True
         return self.unit == "seconds" and all(each.link is not None for each in self.machines)
 
-    @property
-    def links(self) -> tuple[float, ...] | None:
-        """Bytes a second of each rank's link; None if any is unknown, or if ranks share one."""
-        links = [each.link for each in self.machines if each.link is not None]
-        apart = len({each.host for each in self.machines}) == self.size
-        return tuple(links) if apart and len(links) == self.size else None
-
     def link_seconds(self, a: int, b: int, nbytes: float) -> float:
         """Return how long a message occupies the link between two ranks; 0 within a machine."""
         if self.is_same_host(a, b):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +45,3 @@ def levels_of(rank: int, group: Sequence[int], hosts: Sequence[str]) -> Levels |
 def equal_parts(size: int, members: int) -> list[int]:
     """Return the ends of nearly equal parts of ``size`` elements: 0, ..., size."""
     return [size * member // members for member in range(members + 1)]
-
-
-def parts_by_speed(size: int, speeds: Sequence[float]) -> list[int]:
-    """Return the ends of the parts that the slowest link finishes first: 0, ..., size.
-
-    Member i of n sends and receives ``size`` + (n - 2) times its part, at ``speeds[i]``. All links
-    finish at the time T for which the parts, (T speed - size) / (n - 2), add up to ``size``. A link
-    that is too slow for that owns nothing.
-    """
-    members = len(speeds)
-    if members <= 2 or min(speeds) == max(speeds):
-        return equal_parts(size, members)
-    own = sorted(speeds, reverse=True)
-    while (members - 2 + len(own)) / sum(own) * own[-1] < 1:
-        own.pop()
-    time = (members - 2 + len(own)) / sum(own)
-    shares = [max(0.0, time * speed - 1) / (members - 2) for speed in speeds]
-    return [min(size, round(size * end / sum(shares))) for end in accumulate(shares, initial=0.0)]

@@ -93,16 +93,15 @@ class Sums:
         self,
         array: mx.array,
         group: Sequence[int],
-        bounds: Sequence[int] | None = None,
         errors: mx.array | None = None,
     ) -> Exchange:
         """Start summing an evaluated float32 ``array`` (N,) in place, on all members alike.
 
-        ``bounds`` are the n + 1 ends of the parts, by default of equal parts. ``errors`` (N,) are
-        added to this rank's contribution, and become its rounding errors, kept for the next sum of
-        these numbers (1-bit SGD: Seide et al. 2014). All ranks of the group must call it.
+        ``errors`` (N,) are added to this rank's contribution, and become its rounding errors, kept
+        for the next sum of these numbers (1-bit SGD: Seide et al. 2014). All ranks of the group
+        must call it.
         """
-        bounds = equal_parts(array.size, len(group)) if bounds is None else bounds
+        bounds = equal_parts(array.size, len(group))
         parts, kept = (
             _parts([array], [bounds]),
             _parts([] if errors is None else [errors], [bounds]),
@@ -118,8 +117,8 @@ class Sums:
     ) -> Exchange:
         """Start summing ``arrays`` (N,), float32, in place, on each member its own part of each.
 
-        The other parts are then undefined. ``bounds`` and ``errors`` are as in ``all_reduce``, for
-        each array. All ranks of the group must call it.
+        The other parts are then undefined. ``bounds`` are the n + 1 ends of the parts of each
+        array, and ``errors`` are as in ``all_reduce``. All ranks of the group must call it.
         """
         parts, kept = _parts(arrays, bounds), _parts(errors, bounds)
         return self._begin(Exchange(tuple(group), parts, kept, True, False, self.wire))

@@ -115,9 +115,8 @@ class Engine:
 
     ``stages`` are this rank's in ``plan``, made by ``build_stages``. With ``divides_optimizer`` a
     replica gets only the gradients of weights that it updates; with ``weights`` it holds only
-    those, and its stages are ``GatheredStage``s. ``links`` are the speeds of all world ranks'
-    links, in any unit, if known; gradients travel as ``sum_dtype``. All ranks must build their
-    engine and call its methods alike.
+    those, and its stages are ``GatheredStage``s. Gradients travel as ``sum_dtype``. All ranks must
+    build their engine and call its methods alike.
     """
 
     def __init__(
@@ -128,7 +127,6 @@ class Engine:
         recorder: Recorder | None = None,
         *,
         divides_optimizer: bool = False,
-        links: Sequence[float] | None = None,
         sum_dtype: str = SUM_DTYPES[0],
         weights: DividedWeights | None = None,
     ) -> None:
@@ -146,7 +144,7 @@ class Engine:
         self.shards = Shards(
             transport, replicas, stages, sums, divides=divides_optimizer, weights=weights
         )
-        self.reducer = GradientReducer(plan, transport, stages, sums, self.shards, links)
+        self.reducer = GradientReducer(plan, transport, stages, sums, self.shards)
         transport.barrier("start of the engine")
         self._current: Action | None = None
         self._runs = 0

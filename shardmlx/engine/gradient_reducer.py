@@ -26,7 +26,6 @@ import numpy as np
 
 from shardmlx.distributed.exchanges import Exchange
 from shardmlx.distributed.messages import buffer_of, new_buffer
-from shardmlx.distributed.sum_parts import parts_by_speed
 from shardmlx.distributed.sums import Sums
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.buffers import BUCKET_BYTES
@@ -44,7 +43,7 @@ MOST_UNEVEN = 1.25
 class _Bucket:
     stage: Stage
     sizes: Mapping[str, int]
-    ends: Sequence[int]  # the end of each replica's part
+    ends: Sequence[int]  # the end of each replica's part, if each updates its own
     total: mx.array
     errors: mx.array | None
 
@@ -62,10 +61,8 @@ class GradientReducer:
         stages: Sequence[Stage],
         sums: Sums,
         shards: Shards,
-        links: Sequence[float] | None = None,
     ) -> None:
         self._transport = transport
-        self._links = links
         self._sums = sums
         self._shards = shards
         replica, pipeline_rank = plan.mesh.coordinates(transport.rank)
@@ -105,10 +102,8 @@ class GradientReducer:
         sizes = {name: stage.part[name].size for name in names}
         errors = self.errors.take(sizes)
         if not self._shards.divides:
-            speeds = [1.0 if self._links is None else self._links[rank] for rank in self._replicas]
-            bucket = _Bucket(stage, sizes, parts_by_speed(total.size, speeds), total, errors)
-            started = self._sums.all_reduce(total, self._replicas, bucket.ends, errors)
-            self._started.append((started, [bucket]))
+            started = self._sums.all_reduce(total, self._replicas, errors)
+            self._started.append((started, [_Bucket(stage, sizes, (), total, errors)]))
             return
         owned = [0] * len(self._replicas)
         for name, size in sizes.items():
@@ -190,7 +185,7 @@ class GradientReducer:
             mx.eval(total)
             sizes = {name: total.size}
             errors = self.errors.take(sizes)
-            self._sums.wait(self._sums.all_reduce(total, self._holders, None, errors), what)
+            self._sums.wait(self._sums.all_reduce(total, self._holders, errors), what)
             self.errors.keep(sizes, errors)
             for stage in holders:
                 stage.gradients[name] = total.reshape(shape)

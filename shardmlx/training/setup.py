@@ -84,7 +84,6 @@ def load_run(
         transport,
         stages,
         divides_optimizer=tune.divides_optimizer,
-        links=planned.cluster.links,
         sum_dtype=tune.sum_dtype,
         weights=weights,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from itertools import pairwise
 
 import mlx.core as mx
 import numpy as np
@@ -11,36 +10,15 @@ import pytest
 
 from shardmlx.distributed import sums
 from shardmlx.distributed.exchanges import FULL, Pace, pace_between_hosts, pace_of
-from shardmlx.distributed.sum_parts import equal_parts, levels_of, parts_by_speed
+from shardmlx.distributed.sum_parts import equal_parts, levels_of
 from shardmlx.distributed.wire_formats import WIRE_FORMATS
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.transport_checks import contribution
 
 
-def shares(ends: list[int]) -> list[int]:
-    return [stop - start for start, stop in pairwise(ends)]
-
-
 def test_equal_parts_differ_by_one_at_most() -> None:
     assert equal_parts(10, 3) == [0, 3, 6, 10]
     assert equal_parts(2, 4) == [0, 0, 1, 1, 2]
-
-
-@pytest.mark.parametrize("speeds", [[1.0], [1.0, 9.0], [2.0, 2.0, 2.0]])
-def test_links_alike_and_two_links_have_equal_parts(speeds: list[float]) -> None:
-    """Of two, each sends the whole array once, whatever its part is."""
-    assert parts_by_speed(12, speeds) == equal_parts(12, len(speeds))
-
-
-@pytest.mark.parametrize("speeds", [[1.0, 1.0, 1.2], [1.0, 1.4, 1.2, 1.3], [3.0, 2.9, 2.8, 2.7]])
-def test_all_links_are_through_at_the_same_time(speeds: list[float]) -> None:
-    size = 1_000_000
-    parts = shares(parts_by_speed(size, speeds))
-    assert sum(parts) == size
-    times = [
-        (size + (len(speeds) - 2) * part) / speed for part, speed in zip(parts, speeds, strict=True)
-    ]
-    assert max(times) <= min(times) * 1.0001
 
 
 def test_ranks_of_one_host_stand_together_where_all_hosts_have_as_many() -> None:
@@ -50,12 +28,6 @@ def test_ranks_of_one_host_stand_together_where_all_hosts_have_as_many() -> None
     assert levels.places == ((0, 2), (1, 3))
     for hosts in ("aaaa", "abcd", "aaab"):
         assert levels_of(0, range(4), hosts) is None
-
-
-def test_a_slow_link_owns_nothing() -> None:
-    """It then sends each number once, and its time decides."""
-    assert shares(parts_by_speed(900, [10.0, 1.0, 10.0])) == [450, 0, 450]
-    assert shares(parts_by_speed(900, [1.0, 10.0, 1.0])) == [0, 900, 0]
 
 
 def test_hosts_agree_on_the_pace_that_they_measure() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -116,22 +115,6 @@ def test_replicas_that_sum_within_their_host_first(sum_dtype: str) -> None:
     """Two on each of two hosts; the order of adding is that of two levels in both."""
     four = Layout("1f1b", 1, 1, 4)
     check_same(four, "adamw", sum_dtype=sum_dtype, hosts=("a", "a", "b", "b"))
-
-
-def test_a_replica_with_a_slow_link_owns_less_of_a_sum_and_no_bit_changes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    reduce, parts = Sums.all_reduce, []
-
-    def recorded(sums: Sums, array: Any, group: Any, bounds: Any, errors: Any) -> Exchange:
-        parts.append([stop - start for start, stop in pairwise(bounds)])
-        return reduce(sums, array, group, bounds, errors)
-
-    alike = trained(THREE, "adam", NOTHING)
-    monkeypatch.setattr(Sums, "all_reduce", recorded)
-    unequal = trained(THREE, "adam", NOTHING, links=(1e9, 0.8e9, 1e9))
-    assert unequal == alike
-    assert all(slow < 0.7 * min(first, last) for first, slow, last in parts)
 
 
 def test_updated_weights_go_layer_by_layer_while_the_next_layer_is_updated(
