@@ -18,7 +18,6 @@ from shardmlx.costmodel.memory import StageMemory
 from shardmlx.costmodel.timing import Seconds
 from shardmlx.costmodel.training_setup import FLOAT32, TrainingSetup
 from shardmlx.costmodel.workload import Workload
-from shardmlx.distributed.sum_parts import levels_of
 from shardmlx.pipeline.actions import Kind
 from shardmlx.pipeline.plan import Plan
 
@@ -176,21 +175,13 @@ class Messages:
             self.cluster.link_seconds(a, b, nbytes)
             for a, b in zip(group, (*group[1:], group[0]), strict=True)
         )
-        levels = levels_of(rank, group, [each.host for each in self.cluster.machines])
-        if levels is not None:
-            members = len(levels.between)
-            return (members - 1) / members * slowest_link
-        members = len(group)
-        return (members - 1) * max(largest, 1 / members) * slowest_link
+        part = max(_parts_of_hosts(self.cluster, group).values())
+        return part * max(len(group) * largest, 1.0) * slowest_link
 
 
 def _parts_of_hosts(cluster: Cluster, group: Sequence[int]) -> dict[str, float]:
     """Return the part of an array that each host of a group sends to the others."""
     hosts = [each.host for each in cluster.machines]
-    levels = levels_of(group[0], group, hosts)
-    if levels is not None:
-        count = len(levels.between)
-        return {hosts[rank]: (count - 1) / count for rank in group}
     on_host = {hosts[rank]: sum(hosts[each] == hosts[rank] for each in group) for rank in group}
     members = len(group)
     return {host: count * (members - count) / members for host, count in on_host.items()}

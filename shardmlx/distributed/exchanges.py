@@ -40,11 +40,8 @@ Parts = Sequence[Sequence[np.ndarray]]
 
 @dataclass(slots=True)
 class Exchange:
-    """A sum, a scatter or a gather under way, over the world ranks of ``group``.
-
-    ``errors`` are the earlier rounding errors of each part, if they are kept; ``after`` is the
-    exchange whose result this one begins with.
-    """
+    """A sum, a scatter or a gather under way, over the world ranks of ``group``; ``errors`` are the
+    earlier rounding errors of each part, if they are kept."""
 
     group: tuple[int, ...]
     parts: Parts
@@ -52,7 +49,6 @@ class Exchange:
     scatters: bool
     gathers: bool
     wire: WireFormat
-    after: Exchange | None = None
     room: int = 0  # elements of a chunk, or bytes in a gather
     ahead: int = 0  # chunks under way at a time
     steps: deque[Step] = field(init=False, default_factory=deque)

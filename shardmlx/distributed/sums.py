@@ -14,10 +14,6 @@ Each member sends and receives 2 (n - 1) / n of the array, as in a ring, but in 
 A thread does it while the main thread computes. It has some chunks on their way to their owners,
 and as many on their way back; ``exchanges`` says how many.
 
-If all hosts have equally many members, two or more, there are two levels: sums within a host, then
-between the members in the same place on each host, and back. A host's link then carries each number
-once, for all its members. The order of adding is then host by host.
-
 All members start the same sums in the same order. A rank in several groups starts those of one
 before those of the next, all ranks in the same order of groups; so the messages of two ranks pair
 up by their order alone, and no rank waits for one that waits for it.
@@ -29,7 +25,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import pairwise
 
 import mlx.core as mx
@@ -51,7 +46,6 @@ from shardmlx.distributed.messages import (
     TransportTimeout,
     buffer_of,
 )
-from shardmlx.distributed.sum_parts import equal_parts, levels_of
 from shardmlx.distributed.transport import Transport
 from shardmlx.distributed.wire_formats import BLOCK, WIRE_FORMATS, WireFormat
 
@@ -106,7 +100,7 @@ class Sums:
             _parts([array], [bounds]),
             _parts([] if errors is None else [errors], [bounds]),
         )
-        return self._begin(Exchange(tuple(group), parts, kept, True, True, self.wire))
+        return self._start(Exchange(tuple(group), parts, kept, True, True, self.wire))
 
     def reduce_scatter(
         self,
@@ -121,7 +115,7 @@ class Sums:
         array, and ``errors`` are as in ``all_reduce``. All ranks of the group must call it.
         """
         parts, kept = _parts(arrays, bounds), _parts(errors, bounds)
-        return self._begin(Exchange(tuple(group), parts, kept, True, False, self.wire))
+        return self._start(Exchange(tuple(group), parts, kept, True, False, self.wire))
 
     def all_gather(self, owned: Sequence[Sequence[mx.array]], group: Sequence[int]) -> Exchange:
         """Start sending each member's arrays, ``owned[member]``, to all: evaluated, of any type.
@@ -129,7 +123,7 @@ class Sums:
         Arrays of the others are received into their buffers. All ranks of the group must call it.
         """
         parts = [[np.frombuffer(buffer_of(each), np.uint8) for each in part] for part in owned]
-        return self._begin(Exchange(tuple(group), parts, (), False, True, FLOAT32))
+        return self._start(Exchange(tuple(group), parts, (), False, True, FLOAT32))
 
     def wait(self, exchange: Exchange, what: Callable[[], str]) -> None:
         """Wait for an exchange; ``what`` names the wait.
@@ -159,33 +153,9 @@ class Sums:
             if self._error is not None:
                 raise self._error
 
-    def _begin(self, whole: Exchange) -> Exchange:
-        """Start an exchange, in two levels if the hosts allow it; return its last part."""
-        parts, errors = whole.parts, whole.errors
-        if len(parts) != len(whole.group):
-            raise ValueError(f"{len(parts)} parts for {len(whole.group)} ranks")
-        levels = levels_of(self._transport.rank, whole.group, self._transport.hosts)
-        if levels is None:
-            return self._start(whole)
-        # The parts of all members in the same place on their hosts.
-        of_places = [[each for m in column for each in parts[m]] for column in levels.places]
-        inside = replace(whole, group=levels.inside, parts=of_places, errors=(), wire=FLOAT32)
-        column = levels.places[levels.place]
-        between = replace(
-            whole,
-            group=levels.between,
-            parts=[parts[m] for m in column],
-            errors=[errors[m] for m in column] if errors else (),
-        )
-        last = None
-        if whole.scatters:
-            last = self._start(replace(inside, gathers=False))
-        last = self._start(replace(between, after=last))
-        if whole.gathers:
-            last = self._start(replace(inside, scatters=False, after=last))
-        return last
-
     def _start(self, exchange: Exchange) -> Exchange:
+        if len(exchange.parts) != len(exchange.group):
+            raise ValueError(f"{len(exchange.parts)} parts for {len(exchange.group)} ranks")
         members = len(exchange.group)
         pace = pace_of(exchange.group, self._transport.hosts, self._between)
         room = self._room_of_chunk(members, pace.nbytes) if exchange.scatters else pace.nbytes
@@ -240,8 +210,6 @@ class Sums:
                 self._runs = not is_last
                 return None
             exchange = self._queue[0]
-            if exchange.after is not None and not exchange.after.done.is_set():
-                return None  # the other exchange is still under way, and ends without this one
             step = exchange.steps.popleft()
             if not exchange.steps:
                 self._queue.popleft()
@@ -349,6 +317,11 @@ class Sums:
         group = exchange.group
         me = group.index(self._transport.rank)
         return (group[(me + distance) % len(group)] for distance in range(1, len(group)))
+
+
+def equal_parts(size: int, members: int) -> list[int]:
+    """Return the ends of nearly equal parts of ``size`` elements: 0, ..., size."""
+    return [size * member // members for member in range(members + 1)]
 
 
 def _parts(arrays: Sequence[mx.array], bounds: Sequence[Sequence[int]]) -> Parts:

@@ -40,15 +40,13 @@ def train(
     settings: Mapping[str, Any] | None = None,
     accumulated: int = 1,
     loss_scale: float = 1.0,
-    hosts: Sequence[str] = (),
     **how: Any,
 ) -> list[Trained]:
-    """Train with two rows in each of a replica's micro-batches, as many as the pipeline is deep, on
-    threads that believe to be on ``hosts``; ``how`` the engine works."""
+    """Train with two rows in each of a replica's micro-batches, as many as the pipeline is deep;
+    ``how`` the engine works."""
     plan = layout.plan(len(models[0].layers), layout.pp)
 
     def work(transport: LocalTransport) -> Trained:
-        transport.hosts = tuple(hosts) or transport.hosts
         engine = engine_of(transport, plan, models[transport.rank], divided, **how)
         stages, shards = list(engine.stages.values()), engine.shards
         updater = Updater(build_optimizer(optimizer, 1e-2, None, settings or {}), stages, shards)

@@ -16,18 +16,13 @@ from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.mpirun import mpirun, run_checks, verdict
 from tests.helpers.transport_checks import CHECKS
 
-LEVELS = "ranks_of_one_host_sum_among_themselves_first"
-"""It needs as many ranks on each of two hosts."""
-
-OTHERS = [name for name in CHECKS if name != LEVELS]
-
-OF_SUMS = [name for name in OTHERS if "sum" in name or "scatter" in name or "gather" in name]
+OF_SUMS = [name for name in CHECKS if "sum" in name or "scatter" in name or "gather" in name]
 
 
 # Three: a number that is no power of two. Sums depend on how many there are, messages do not.
 @pytest.mark.parametrize(
     ("name", "size"),
-    [*((name, 3) for name in OTHERS), *((name, 2) for name in OF_SUMS), (LEVELS, 4)],
+    [*((name, 3) for name in CHECKS), *((name, 2) for name in OF_SUMS)],
 )
 def test_on_threads(name: str, size: int) -> None:
     LocalNetwork(size, timeout=20.0).run(CHECKS[name])

@@ -10,24 +10,14 @@ import pytest
 
 from shardmlx.distributed import sums
 from shardmlx.distributed.exchanges import FULL, Pace, pace_between_hosts, pace_of
-from shardmlx.distributed.sum_parts import equal_parts, levels_of
 from shardmlx.distributed.wire_formats import WIRE_FORMATS
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.transport_checks import contribution
 
 
 def test_equal_parts_differ_by_one_at_most() -> None:
-    assert equal_parts(10, 3) == [0, 3, 6, 10]
-    assert equal_parts(2, 4) == [0, 0, 1, 1, 2]
-
-
-def test_ranks_of_one_host_stand_together_where_all_hosts_have_as_many() -> None:
-    levels = levels_of(4, (1, 2, 4, 7), "?aa?b??b")
-    assert levels is not None
-    assert (levels.inside, levels.between, levels.place) == ((4, 7), (1, 4), 0)
-    assert levels.places == ((0, 2), (1, 3))
-    for hosts in ("aaaa", "abcd", "aaab"):
-        assert levels_of(0, range(4), hosts) is None
+    assert sums.equal_parts(10, 3) == [0, 3, 6, 10]
+    assert sums.equal_parts(2, 4) == [0, 0, 1, 1, 2]
 
 
 def test_hosts_agree_on_the_pace_that_they_measure() -> None:

@@ -110,13 +110,6 @@ def test_every_layout(layout: Layout, tied: bool) -> None:
     check_same(layout, "adamw", tied=tied)
 
 
-@pytest.mark.parametrize("sum_dtype", ["float32", "bfloat16"])
-def test_replicas_that_sum_within_their_host_first(sum_dtype: str) -> None:
-    """Two on each of two hosts; the order of adding is that of two levels in both."""
-    four = Layout("1f1b", 1, 1, 4)
-    check_same(four, "adamw", sum_dtype=sum_dtype, hosts=("a", "a", "b", "b"))
-
-
 def test_updated_weights_go_layer_by_layer_while_the_next_layer_is_updated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
