@@ -9,7 +9,7 @@ Another prompt takes the beginning up to a border.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
@@ -56,13 +56,19 @@ class KeptPrefix:
 
     @property
     def key(self) -> str:
-        """The name of its files."""
-        return bytes_digest(self.tokens.tobytes() + bytes(str(self.borders), "ascii"))[:16]
+        """The name of its files, at whose end is its number of tokens."""
+        digest = bytes_digest(self.tokens.tobytes() + bytes(str(self.borders), "ascii"))
+        return f"{digest[:16]}_{len(self.tokens)}"
+
+
+def tokens_of(key: str) -> int:
+    """Return the number of tokens of the sequence with files of this name."""
+    return int(key.rpartition("_")[2])
 
 
 @dataclass
 class PrefixCache:
-    """The kept sequences, the least recently used first. Only those of fewer than ``trimmable``
+    """The ``kept`` sequences, the least recently used first. Only those of fewer than ``trimmable``
     tokens can be cut, others at borders if it ``has_borders``; a prefix of fewer than ``shortest``
     is not worth it."""
 
@@ -70,7 +76,7 @@ class PrefixCache:
     shortest: int = SHORTEST
     _: KW_ONLY
     has_borders: bool = False
-    _kept: dict[int, KeptPrefix] = field(default_factory=dict)
+    kept: dict[int, KeptPrefix] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -85,23 +91,18 @@ class PrefixCache:
     @property
     def tokens(self) -> int:
         """Tokens for which the caches of all kept sequences have room."""
-        return sum(held(len(kept.tokens)) for kept in self._kept.values())
+        return sum(held(len(kept.tokens)) for kept in self.kept.values())
 
     def keep(self, sequence: int, tokens: Sequence[int], borders: Sequence[int] = ()) -> None:
         """Keep a sequence; ``tokens`` are those that have entered its caches."""
-        self._kept[sequence] = KeptPrefix.of(tokens, borders)
-
-    @property
-    def kept(self) -> Mapping[int, KeptPrefix]:
-        """The kept sequences, the least recently used first."""
-        return self._kept
+        self.kept[sequence] = KeptPrefix.of(tokens, borders)
 
     def borders(self, prompt: Sequence[int]) -> tuple[int, ...]:
         """Return after how many tokens of ``prompt`` a copy of states is to be kept, in order."""
         if not self.has_borders:
             return ()
         common = (
-            common_length(kept.tokens, np.array(prompt, np.int32)) for kept in self._kept.values()
+            common_length(kept.tokens, np.array(prompt, np.int32)) for kept in self.kept.values()
         )
         last = len(prompt) - 1 - self.shortest
         wanted = {last, max(common, default=0)}
@@ -112,7 +113,7 @@ class PrefixCache:
         wanted. A sequence that is taken as a whole is kept no longer."""
         wanted = np.array(prompt[:-1], np.int32)
         best: CachedPrefix | None = None
-        for sequence, kept in self._kept.items():
+        for sequence, kept in self.kept.items():
             length = common_length(kept.tokens, wanted)
             is_whole = length == len(kept.tokens)
             if not is_whole and len(kept.tokens) >= self.trimmable:
@@ -121,23 +122,23 @@ class PrefixCache:
                 borders = kept.borders[:INHERITED] if is_whole else ()
                 best = CachedPrefix(sequence, length, is_whole, borders)
         if best is not None:
-            kept = self._kept.pop(best.sequence)
+            kept = self.kept.pop(best.sequence)
             if not best.is_whole:
-                self._kept[best.sequence] = kept  # used last
+                self.kept[best.sequence] = kept  # used last
         return best
 
     def shrink(self, most: int) -> list[int]:
         """Forget sequences until ``tokens`` is at most ``most``, and there are not too many states;
         return their numbers."""
         gone = []
-        while self._kept and (self.tokens > most or self._copies > MOST_COPIES):
-            gone.append(next(iter(self._kept)))
-            del self._kept[gone[-1]]
+        while self.kept and (self.tokens > most or self._copies > MOST_COPIES):
+            gone.append(next(iter(self.kept)))
+            del self.kept[gone[-1]]
         return gone
 
     @property
     def _copies(self) -> int:
-        each = (1 + len(kept.borders) for kept in self._kept.values())
+        each = (1 + len(kept.borders) for kept in self.kept.values())
         return sum(each) if self.has_borders else 0
 
 

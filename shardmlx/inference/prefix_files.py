@@ -11,9 +11,9 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from shardmlx.distributed.agreement import from_rank_0, on_all_ranks
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError, one_line
 from shardmlx.inference.kv_caches import KeptCaches, can_be_cut
-from shardmlx.inference.prefix_cache import KeptPrefix
+from shardmlx.inference.prefix_cache import KeptPrefix, tokens_of
 from shardmlx.models.kv_cache import parts_of
 from shardmlx.models.slice import Slice
 
@@ -47,7 +47,8 @@ MODEL = re.compile(r"[0-9a-f]{16}")
 class PrefixFiles:
     """The files of a rank, in a directory for one model. ``layers`` names each of its caches.
 
-    With those of other models beside it they take at most ``most`` bytes, where that is given:
+    Those of all machines take at most ``most`` bytes, where that is given, with the ``others``:
+    models beside this one, each with its bytes, the one that was served longest ago first.
     ``bytes_of`` says how many a sequence of so many tokens takes on all ranks together.
     """
 
@@ -55,17 +56,20 @@ class PrefixFiles:
     layers: tuple[str, ...]
     most: int | None = None
     bytes_of: Callable[[int], int] = int
+    others: dict[str, int] = field(default_factory=dict)
     is_broken: bool = False
 
     def that_fit(self, kept: Mapping[int, KeptPrefix]) -> dict[int, KeptPrefix]:
         """Return the sequences used last for which there is room, in their order."""
         found = dict(kept)
-        while self.most is not None and self._bytes(found) > self.most:
+        while (
+            self.most is not None and self._bytes(each.key for each in found.values()) > self.most
+        ):
             del found[next(iter(found))]
         return found
 
-    def _bytes(self, kept: Mapping[int, KeptPrefix]) -> int:
-        return sum(self.bytes_of(len(each.tokens)) for each in kept.values())
+    def _bytes(self, keys: Iterable[str]) -> int:
+        return sum(self.bytes_of(tokens_of(key)) for key in keys)
 
     def mirror(self, kept: Mapping[str, KeptCaches]) -> None:
         """Have files of the ``kept`` sequences, by their keys, and of no others."""
@@ -78,8 +82,7 @@ class PrefixFiles:
                 if any((key, layer) not in there for layer in self.layers):
                     self._write(key, caches)
             if self.most is not None:
-                with suppress(FileNotFoundError):  # another rank on this disk does the same
-                    self._make_room(self.most)
+                self._make_room(self.most - self._bytes(kept))
 
     def write_index(self, kept: Sequence[KeptPrefix]) -> None:
         """Write which tokens the sequences have, the least recently used first."""
@@ -90,16 +93,13 @@ class PrefixFiles:
             os.replace(partial, self.directory / INDEX)
 
     def _make_room(self, most: int) -> None:
-        """Take away files of the models that were served longest ago, as far as need be."""
-        models = [each for each in self.directory.parent.iterdir() if MODEL.fullmatch(each.name)]
-        models.sort(key=lambda each: (each == self.directory, each.stat().st_mtime))
-        files = {each: [*each.glob(f"*{SUFFIX}"), *each.glob(INDEX)] for each in models}
-        total = sum(file.stat().st_size for each in files.values() for file in each)
-        while total > most and models[0] != self.directory:
-            model = models.pop(0)
-            for file in files[model]:
-                total -= file.stat().st_size
-                file.unlink()
+        """Take away files of the models that were served longest ago, until there are at most so
+        many bytes of them on all machines: each rank does the same on its own."""
+        while self.others and sum(self.others.values()) > most:
+            model = self.directory.with_name(next(iter(self.others)))
+            del self.others[model.name]
+            for file in _files_of(model):
+                file.unlink(missing_ok=True)
             with suppress(OSError):  # it has files of others
                 model.rmdir()
 
@@ -179,20 +179,29 @@ def open_prefix_files(
     model = json_digest([weights, *settings, version("mlx-lm")])[:16]
     path = Path(directory).expanduser() / model
 
-    def make() -> None:
+    def make() -> list[tuple[float, str, int]]:
+        """Return when each model beside this one was served last, its name and its bytes."""
         try:
             path.mkdir(parents=True, exist_ok=True)
             os.utime(path)  # it is used now
-            if transport.rank == 0:
-                for partial in path.glob(f"{PARTIAL}*"):
-                    partial.unlink(missing_ok=True)
+            for partial in path.glob(f"{PARTIAL}*"):
+                partial.unlink(missing_ok=True)
+            beside = [each for each in path.parent.iterdir() if MODEL.fullmatch(each.name)]
+            return [
+                (each.stat().st_mtime, each.name, _size(each)) for each in beside if each != path
+            ]
         except OSError as error:
             raise UserError(
                 f"--prefix-cache-dir {directory}: {why_not_written(error, path, 0)}"
             ) from None
 
-    on_all_ranks(transport, "opening the prefix cache", make)
-    return PrefixFiles(path, (*part.cache_names, *further))
+    mine = on_all_ranks(transport, "opening the prefix cache", make)
+    # Ranks of one machine have one disk.
+    found = dict(zip(transport.hosts, transport.all_gather(mine, "other models"), strict=True))
+    others: dict[str, int] = {}
+    for _, name, size in sorted(row for rows in found.values() for row in rows):
+        others[name] = others.get(name, 0) + size
+    return PrefixFiles(path, (*part.cache_names, *further), others=others)
 
 
 def find_kept(
@@ -223,6 +232,14 @@ def _weights_of(part: Slice) -> dict[str, str]:
         about = f"{array.shape} {array.dtype}".encode()
         digests[name] = bytes_digest(about + np.array(ends).tobytes())
     return digests
+
+
+def _files_of(model: Path) -> list[Path]:
+    return [*model.glob(f"*{SUFFIX}"), *model.glob(INDEX)]
+
+
+def _size(model: Path) -> int:
+    return sum(file.stat().st_size for file in _files_of(model))
 
 
 def _layer_of(path: Path) -> str:

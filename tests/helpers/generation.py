@@ -61,14 +61,17 @@ def on_ranks(
     max_kv_size: int | None = None,
     quantisation: CacheQuantisation | None = None,
     directory: Path | None = None,
+    apart: bool = False,
     most_bytes: int | None = None,
+    bytes_of: Callable[[int], int] = int,
     said: list[str] | None = None,
     drafting: Drafting | None = None,
     head: Path | None = None,
 ) -> Any:
     """Return what ``work`` makes of the first stage, with a rank and a model for each range of
     layers. The model in the directory ``head`` has the head that drafts. Another ``directory`` has
-    what earlier ranks kept, in ``most_bytes`` if a token takes one; ``said`` gets its faults."""
+    what earlier ranks kept, in ``most_bytes`` if tokens take those that ``bytes_of`` says, and one
+    for each rank if they are on machines ``apart``; ``said`` gets its faults."""
 
     def run(transport: Transport) -> Any:
         rank = transport.rank
@@ -81,10 +84,12 @@ def on_ranks(
         caches = KVCaches(lambda: holder.new_caches(max_kv_size), quantisation)
         files, prefixes = None, []
         if directory is not None:
-            files = open_prefix_files(
-                transport, str(directory), part, (), () if of_head is None else (HEAD,)
-            )
-            files.most = most_bytes
+            if apart:
+                transport.hosts = tuple(map(str, range(transport.size)))
+            own = directory / str(rank) if apart else directory
+            further = () if of_head is None else (HEAD,)
+            files = open_prefix_files(transport, str(own), part, (), further)
+            files.most, files.bytes_of = most_bytes, bytes_of
             told = said if said is not None and rank == 0 else []
             prefixes = find_kept(transport, files, told.append)
         worker = StageWorker(transport, part, caches, BatchSampler(7), files, of_head)

@@ -120,23 +120,28 @@ def test_files_go_with_the_sequences_that_are_forgotten(tmp_path: Path) -> None:
     assert len([*tmp_path.rglob("*.safetensors")]) == LAYERS
 
 
-def test_what_was_used_longest_ago_goes_where_there_is_no_room(tmp_path: Path) -> None:
-    """Also of other models; a token counts as a byte where a sequence is chosen."""
-    serve(tmp_path, PROMPT)
-    (earlier,) = tmp_path.iterdir()
-    (tmp_path / "no-model").mkdir()
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_was_used_longest_ago_goes_where_there_is_no_room(apart: bool, tmp_path: Path) -> None:
+    """Also of other models: their files on all machines count together."""
+
+    def files(kind: str = "*") -> list[Path]:
+        return [each for each in tmp_path.rglob(kind) if each.is_file()]
+
+    serve(tmp_path, PROMPT, apart=apart)
+    earlier, size = files(), sum(each.stat().st_size for each in files())
+    foreign = earlier[0].parent.with_name("no-model")
+    foreign.mkdir()
     reverse = PROMPT[::-1]
-    size = sum(each.stat().st_size for each in earlier.iterdir())
-    serve(tmp_path, PROMPT, seed=2, most_bytes=2 * size)
-    assert earlier.exists()
-    serve(tmp_path, reverse, seed=2, most_bytes=2 * size)
-    names = {each.name for each in tmp_path.iterdir()}
-    assert len(names) == 2
-    assert {earlier.name, "no-model"} & names == {"no-model"}
-    assert len([*tmp_path.rglob("*.safetensors")]) == 2 * LAYERS
-    serve(tmp_path, reverse, seed=2, most_bytes=len(reverse) + COUNT)
-    assert len([*tmp_path.rglob("*.safetensors")]) == LAYERS
-    assert serve(tmp_path, reverse, seed=2)[1] > 0
+    how: dict[str, Any] = {"seed": 2, "apart": apart, "bytes_of": lambda tokens: size}
+    serve(tmp_path, PROMPT, **how, most_bytes=2 * size)
+    assert {*earlier} < {*files()}
+    serve(tmp_path, reverse, **how, most_bytes=2 * size)
+    assert not any(each.parent.exists() for each in earlier)
+    assert foreign.exists()
+    assert len(files("*.safetensors")) == 2 * LAYERS
+    serve(tmp_path, reverse, **how, most_bytes=size)
+    assert len(files("*.safetensors")) == LAYERS
+    assert serve(tmp_path, reverse, **how)[1] > 0
 
 
 def test_a_disk_that_takes_nothing_holds_nobody_up(
