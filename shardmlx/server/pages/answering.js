@@ -2,16 +2,6 @@
 import { messagesOf } from "./conversations.js";
 import { chat, Failure, models } from "./client.js";
 
-const NUMBERS = [
-  "temperature",
-  "top_p",
-  "top_k",
-  "min_p",
-  "repetition_penalty",
-  "max_tokens",
-  "seed",
-];
-
 /** Those that are being answered, by id: the conversation, and what stops it. */
 const running = new Map();
 
@@ -37,10 +27,10 @@ export async function meet(chosen, signal) {
 
 /** Returns the parameters of a request that the settings ask for. */
 function parametersOf(settings) {
-  const given = NUMBERS.filter((name) => settings[name]);
-  const parameters = Object.fromEntries(given.map((name) => [name, Number(settings[name])]));
-  if (settings.reasoning_effort) parameters.reasoning_effort = settings.reasoning_effort;
-  return parameters;
+  const { model, system, ...others } = settings;
+  const given = Object.entries(others).filter(([, value]) => value);
+  const said = (name, value) => (name === "reasoning_effort" ? value : Number(value));
+  return Object.fromEntries(given.map(([name, value]) => [name, said(name, value)]));
 }
 
 /** Asks for the last answer of a conversation, in the place of the one that is there; calls

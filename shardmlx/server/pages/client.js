@@ -35,15 +35,9 @@ async function reason(response) {
   const when = `Try again ${seconds ? `in ${seconds} s` : "in a moment"}.`;
   if (response.status === 401) return "This server asks for an API key.";
   if (response.status === 429) return `The server is busy. ${when}`;
-  const said = await response
-    .json()
-    .then(
-      ({ error }) => error.message,
-      () => null,
-    )
-    .catch(() => null);
-  const words =
-    typeof said === "string" && said ? said : `The server answered with status ${response.status}.`;
+  const body = await response.json().catch(() => null);
+  const otherwise = `The server answered with status ${response.status}.`;
+  const words = String(body?.error?.message || otherwise);
   return response.status === 503 ? `${sentence(words)} ${when}` : words;
 }
 

@@ -3,18 +3,14 @@
 import { namesOf, read, record, remove, write } from "./storage.js";
 
 const PREFIX = "shardmlx.conversation.";
-const TEXTS = ["thought", "model", "finish", "error"];
+const TEXTS = ["content", "thought", "model", "finish", "error"];
 const NUMBERS = ["tokens", "seconds", "thinking", "prompt", "cached", "right", "wrong", "status"];
 const LONGEST_TITLE = 60;
 
 export function create() {
   const [random] = crypto.getRandomValues(new Uint32Array(1));
-  return {
-    id: `${Date.now().toString(36)}-${random.toString(36)}`,
-    name: "",
-    changed: 0,
-    turns: [],
-  };
+  const id = `${Date.now().toString(36)}-${random.toString(36)}`;
+  return { id, name: "", changed: 0, turns: [] };
 }
 
 /** Returns a conversation; an empty one in the place of what cannot be read. */
@@ -40,11 +36,7 @@ function turn(kept, role) {
   if (kept?.role !== role || typeof kept.content !== "string") return null;
   const has = (type) => (name) => typeof kept[name] === type;
   const names = [...TEXTS.filter(has("string")), ...NUMBERS.filter(has("number"))];
-  return {
-    role,
-    content: kept.content,
-    ...Object.fromEntries(names.map((name) => [name, kept[name]])),
-  };
+  return { role, ...Object.fromEntries(names.map((name) => [name, kept[name]])) };
 }
 
 /** Keeps a conversation, and returns whether the browser had room for it. */
@@ -69,11 +61,8 @@ export function list() {
 
 export function titleOf({ name, turns }) {
   if (name) return name;
-  const words =
-    turns[0]?.content
-      .slice(0, 2 * LONGEST_TITLE)
-      .replace(/\s+/g, " ")
-      .trim() ?? "";
+  const begin = (turns[0]?.content ?? "").slice(0, 2 * LONGEST_TITLE);
+  const words = begin.replace(/\s+/g, " ").trim();
   if (!words) return "Empty conversation";
   return words.length > LONGEST_TITLE ? `${words.slice(0, LONGEST_TITLE - 2)} …` : words;
 }

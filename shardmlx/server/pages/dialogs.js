@@ -36,10 +36,8 @@ export async function askSettings(settings) {
   const dialog = byId("settings");
   const fields = [...dialog.querySelectorAll("[name]")];
   const names = server.names.length > 0 ? server.names : [settings.model ?? ""];
-  fill(
-    byId("model-names"),
-    names.map((name) => element("option", { value: name }, name || "unknown")),
-  );
+  const options = names.map((name) => element("option", { value: name }, name || "unknown"));
+  fill(byId("model-names"), options);
   byId("most-tokens").textContent = server.most
     ? `Prompt and answer have at most ${server.most} tokens together.`
     : "";

@@ -56,11 +56,10 @@ function blocks(text) {
   return found;
 }
 
-const cellsOf = (line) =>
-  line
-    .trim()
-    .replace(/^\||(?<!\\)\|$/g, "")
-    .split(/(?<!\\)\|/);
+function cellsOf(line) {
+  const row = line.trim().replace(/^\||(?<!\\)\|$/g, "");
+  return row.split(/(?<!\\)\|/);
+}
 
 /** Tells whether a row of names and a rule with as many columns begin at a line. */
 function beginsTable(lines, at) {
@@ -78,23 +77,19 @@ function table(source) {
   });
   const cell = (tag, text, side) =>
     element(tag, { className: side }, inline(text.trim().replaceAll("\\|", "|")));
-  const row = (tag, cells) =>
-    element(
-      "tr",
-      {},
-      names.map((_, at) => cell(tag, cells[at] ?? "", sides[at])),
-    );
+  const row = (tag, cells) => {
+    const made = names.map((_, at) => cell(tag, cells[at] ?? "", sides[at]));
+    return element("tr", {}, made);
+  };
+  const under = rows.map((cells) => row("td", cells));
   const head = element("thead", {}, row("th", names));
-  const body = element(
-    "tbody",
-    {},
-    rows.map((cells) => row("td", cells)),
-  );
-  return element(
-    "div",
-    { className: "table", tabIndex: 0, role: "group", "aria-label": "Table" },
-    element("table", {}, head, body),
-  );
+  const whole = element("table", {}, head, element("tbody", {}, under));
+  return element("div", { className: "table", ...scrolled("Table") }, whole);
+}
+
+/** Returns the properties of what may be wider than the page: keys scroll it. */
+function scrolled(what) {
+  return { tabIndex: 0, role: "group", "aria-label": what };
 }
 
 const isOrdered = (item) => /\d/.test(item[2][0]);
@@ -131,9 +126,8 @@ function list(source, depth) {
   const node = element(isOrdered(first) ? "ol" : "ul");
   if (isOrdered(first)) node.start = parseInt(first[2], 10);
   for (const { lines } of items) {
-    const text = lines.join("\n").trimEnd();
     const child = element("li");
-    within(child, text, depth);
+    within(child, lines.join("\n").trimEnd(), depth);
     node.append(child);
   }
   return node;
@@ -141,14 +135,7 @@ function list(source, depth) {
 
 function quote(source, depth) {
   const node = element("blockquote");
-  within(
-    node,
-    source
-      .split("\n")
-      .map((line) => line.replace(QUOTE, ""))
-      .join("\n"),
-    depth,
-  );
+  within(node, source.replace(new RegExp(QUOTE, "gm"), ""), depth);
   return node;
 }
 
@@ -161,18 +148,11 @@ function codeBlock(source) {
   const [opening, ...lines] = source.split("\n");
   const mark = opening.match(FENCE)[1];
   if (lines.length && lines.at(-1).trim().startsWith(mark)) lines.pop();
-  const language = opening
-    .trim()
-    .replace(/^[`~]+/, "")
-    .trim();
+  const language = opening.replace(/^\s*[`~]+/, "").trim();
   const code = lines.join("\n");
   const copying = copyButton("Copy the code", () => code);
   const bar = element("div", {}, element("span", {}, language || "code"), copying);
-  const pre = element(
-    "pre",
-    { tabIndex: 0, role: "group", "aria-label": "Code" },
-    element("code", {}, code),
-  );
+  const pre = element("pre", scrolled("Code"), element("code", {}, code));
   return element("div", { className: "code" }, bar, pre);
 }
 

@@ -22,14 +22,8 @@ export function answerNode() {
   const text = element("div", { className: "text" });
   const buttons = element("span", { className: "buttons" });
   const about = element("div", { className: "about" }, element("span", {}), buttons);
-  return article(
-    "answer",
-    "Answer",
-    thought,
-    text,
-    element("div", { className: "trouble" }),
-    about,
-  );
+  const trouble = element("div", { className: "trouble" });
+  return article("answer", "Answer", thought, text, trouble, about);
 }
 
 function article(kind, name, ...parts) {
