@@ -108,7 +108,7 @@ def _model(config: EvaluateConfig, encoder: PromptEncoder, score: Score, answer:
 
     def encode(text: str) -> list[int]:
         tokens = encoder.tokenizer.encode(text, add_special_tokens=not encoder.has_template)
-        return list(encoder.checked(tokens))
+        return [*encoder.checked(tokens)]
 
     class Pipeline(LM):
         tokenizer_name = config.model.replace("/", "__")

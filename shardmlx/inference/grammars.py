@@ -17,9 +17,6 @@ import numpy as np
 from shardmlx.distributed.transport import Transport
 from shardmlx.inference.prompts import PromptEncoder
 
-BITS = 32
-"""Tokens of a word of llguidance's masks."""
-
 
 @dataclass(frozen=True)
 class Grammars:
@@ -34,7 +31,7 @@ class Grammars:
         """Return a matcher at the beginning of an answer."""
         from llguidance import LLMatcher
 
-        return Matcher(LLMatcher(self._tokens, grammar, log_level=0), self.size, self.eos)
+        return Matcher(LLMatcher(self._tokens, grammar, log_level=0), self.size)
 
     def complaint(self, grammar: str) -> str:
         """Return what is wrong with a grammar in one line; empty if nothing is."""
@@ -89,9 +86,9 @@ class _Tokens:
 class Matcher:
     """The place in its grammar that one answer has come to."""
 
-    def __init__(self, matcher: Any, size: int, eos: tuple[int, ...]) -> None:
+    def __init__(self, matcher: Any, size: int) -> None:
         self._matcher = matcher
-        self._size, self._eos = size, eos
+        self._size = size
 
     @property
     def error(self) -> str:
@@ -100,15 +97,10 @@ class Matcher:
         return said.partition("\n")[0]
 
     def allowed(self) -> mx.array:
-        """Return whether each token may come next: bool (1, V), lazy. At the end of the grammar
+        """Return whether each token may come next: bool (1, V). At the end of the grammar
         only the answer's end may; where it cannot go on, there is an ``error`` from now on."""
-        if self._matcher.is_stopped():
-            ends = np.zeros((1, self._size), np.bool_)
-            ends[0, list(self._eos)] = True
-            return mx.array(ends)
-        words = mx.array(np.frombuffer(self._matcher.compute_bitmask(), np.uint32))
-        bits = (words[:, None] >> mx.arange(BITS, dtype=mx.uint32)) & 1
-        return bits.reshape(1, -1)[:, : self._size].astype(mx.bool_)
+        biases = np.frombuffer(self._matcher.compute_logit_bias(), np.uint8)
+        return mx.array(biases[None, : self._size] > 0)
 
     def take(self, token: int) -> None:
         self._matcher.consume_token(token)

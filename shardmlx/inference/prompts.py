@@ -6,7 +6,7 @@ import json
 import os
 import re
 import select
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -81,13 +81,15 @@ class PromptEncoder:
         """Return the tokens that a text has in an answer. Raises ``UserError``."""
         return self._tokens(text, partial(self.tokenizer.encode, add_special_tokens=False))
 
-    def checked(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Return ``tokens``. Raises ``UserError`` for one that the model does not know."""
+    def checked(self, tokens: Iterable[int], where: str = "the prompt") -> tuple[int, ...]:
+        """Return tokens, which are ``where``. Raises ``UserError`` for one that the model does not
+        know."""
+        found = tuple(tokens)
         if (known := self.vocabulary) is not None:
-            for token in tokens:
+            for token in found:
                 if not 0 <= token < known:
-                    raise unknown_token("the prompt", token, known)
-        return tokens
+                    raise unknown_token(where, token, known)
+        return found
 
     def _tokens(self, text: str, encode: Callable[[str], Sequence[int]]) -> tuple[int, ...]:
         most = self.most_tokens
@@ -104,7 +106,7 @@ class PromptEncoder:
         tokens = encode(text)
         if not tokens:
             raise UserError("the prompt has no tokens", "give a longer text")
-        return tuple(self.checked(tokens))
+        return self.checked(tokens)
 
     @cached_property
     def answer_format(self) -> AnswerFormat:
@@ -165,11 +167,8 @@ class PromptEncoder:
             return self._tokens(text, partial(encode_without, mark, tokenizer=self.tokenizer))
         return self.answer(text)
 
-    def token_text(self, token: int) -> str:
-        """Return the text of a token; that of a part of a character is U+FFFD."""
-        return self.untokenized([token])
-
-    def untokenized(self, tokens: Sequence[int]) -> str:
+    def untokenized(self, *tokens: int) -> str:
+        """Return the text of tokens; that of a part of a character is U+FFFD."""
         text: str = self.tokenizer.decode(list(tokens))
         return text
 

@@ -46,8 +46,10 @@ def _whole(value: Any) -> Any:
 _IGNORED = """
     user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention
     prompt_cache_options parallel_tool_calls verbosity prediction max_tool_calls client_metadata
+    stream_options.include_obfuscation
 
     betas billing_policy cache_control container context_management diagnostics inference_geo speed
+    output_config.task_budget
 
     cache_prompt id_slot slot_id n_keep timings_per_token return_progress repeat_last_n dry_base
     dry_allowed_length dry_penalty_last_n dry_sequence_breakers dynatemp_exponent mirostat_tau

@@ -79,7 +79,6 @@ class OutputBody(Body):
 
     effort: str | None = None
     format: FormatBody | None = None
-    task_budget: Any = None  # a task has many requests
 
 
 class MessagesBody(Body):
@@ -235,12 +234,12 @@ class MessageReply(BlockReply):
 
     @property
     def _usage(self) -> Json:
-        (cached,), (generated,) = self.cached, self.generated
+        (last,) = self.last
         return {
-            "input_tokens": self.prompt_tokens - cached,
-            "cache_read_input_tokens": cached,
+            "input_tokens": self.prompt_tokens - last.cached,
+            "cache_read_input_tokens": last.cached,
             "cache_creation_input_tokens": 0,
-            "output_tokens": generated,
+            "output_tokens": last.generated,
         }
 
     def _begun(self, block: Part) -> Iterator[Json]:

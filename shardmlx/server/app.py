@@ -23,7 +23,7 @@ from shardmlx.config.serve import MOST_BODIES
 from shardmlx.server.anthropic_api import MessageReply, counted, read_message
 from shardmlx.server.guard import PAGE_PARTS, Guard, error_response
 from shardmlx.server.metrics import CLIENT_GONE, Metrics, RequestCounter
-from shardmlx.server.openai_errors import ApiError, refused, server_fault
+from shardmlx.server.openai_errors import ApiError, server_fault
 from shardmlx.server.openai_requests import (
     ApiRequest,
     ServedModel,
@@ -112,7 +112,7 @@ class Api:
             packages=[("shardmlx.common", "page"), ("shardmlx.server", "pages")]
         )
         self._created = int(time.time())
-        self._token_text = lru_cache(maxsize=1 << 16)(self.served.encoder.token_text)
+        self._token_text = lru_cache(maxsize=1 << 16)(self.served.encoder.untokenized)
         # One thread is enough for long requests, and another for those that do not wait for them.
         self._held_bytes = 0
         self._turns = {True: asyncio.Lock(), False: asyncio.Lock()}
@@ -122,7 +122,6 @@ class Api:
         answers: Mapping[str, Callable[[Request], Awaitable[Response]]] = {
             **{path: partial(self._generate, *how) for path, how in GENERATED.items()},
             **{path: partial(self._answer, answer) for path, answer in ANSWERED.items()},
-            "/v1/embeddings": self._no_embeddings,
         }
         return [
             Route("/", self._page),
@@ -136,14 +135,6 @@ class Api:
 
     async def _page(self, request: Request) -> Response:
         return await self._page_files.get_response("chat.html", request.scope)
-
-    async def _no_embeddings(self, request: Request) -> Response:
-        # Hidden states of a model that generates text are no embeddings.
-        raise refused(
-            "this server generates text and gives no embeddings: ask one for embedding models",
-            "model",
-            "unsupported_endpoint",
-        )
 
     async def _answer(self, answer: Read[dict[str, Any]], request: Request) -> Response:
         return JSONResponse(await self._read(request, answer))

@@ -122,7 +122,6 @@ class RequestServer:
         served = ServedModel(
             names=names,
             encoder=replace(self.encoder, most_tokens=most_tokens),
-            vocabulary=self.prepared.shape.vocab_size,
             most_tokens=most_tokens,
             most_requests=queue.most_open,
             max_tokens=config.max_tokens,

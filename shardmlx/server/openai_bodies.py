@@ -40,20 +40,12 @@ def _in_a_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+def _in_an_object(value: object) -> object:
+    return {} if value == [] else value  # as PHP writes an empty one
+
+
 def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _bias(value: object) -> tuple[tuple[int, float], ...]:
-    given = value or {}
-    try:
-        items = [(int(token), bias) for token, bias in given.items()]  # type: ignore[attr-defined]
-    except (AttributeError, ValueError):
-        raise ValueError('give an object of token ids and numbers, like {"42": -100}') from None
-    for _, bias in items:
-        if not (_is_integer(bias) or isinstance(bias, float)) or not -100 <= bias <= 100:
-            raise ValueError(f"a bias is a number from -100 to 100, not {shown(bias)}")
-    return tuple((token, float(bias)) for token, bias in sorted(items))
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MOST
 
 
 def _number_or_no(value: object) -> object:
@@ -98,11 +90,16 @@ def _another(seed: int | None) -> int | None:
     return None if seed == -1 else seed  # llama.cpp's and vLLM's clients want another each time
 
 
+TokenId = Annotated[int, Field(strict=False)]
+"""A key of an object, and so a text."""
+
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
 class StreamOptions(Body):
-    """The ``stream_options`` of a request. Obfuscation changes no answer."""
+    """The ``stream_options`` of a request."""
 
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None
 
 
 class SamplingBody(Body):
@@ -113,7 +110,9 @@ class SamplingBody(Body):
     min_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=MOST)
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**64), AfterValidator(_another)] = None
-    logit_bias: Annotated[tuple[tuple[int, float], ...], PlainValidator(_bias)] = ()
+    logit_bias: Annotated[dict[TokenId, Bias], BeforeValidator(_in_an_object)] = Field(
+        default_factory=dict
+    )
     xtc_probability: float | None = Field(None, ge=0, le=1)
     xtc_threshold: float | None = Field(None, ge=0, le=0.5)
     repetition_penalty: float | None = Field(None, ge=0, le=10)
@@ -126,7 +125,8 @@ class SamplingBody(Body):
     @property
     def sampling(self) -> dict[str, Any]:
         """The parameters that the request names, with their values."""
-        return self.model_dump(include=set(SamplingBody.model_fields), exclude_none=True)
+        given = self.model_dump(include=set(SamplingBody.model_fields), exclude_none=True)
+        return {**given, "logit_bias": tuple(sorted(self.logit_bias.items()))}
 
 
 SAMPLING = tuple(each.alias or name for name, each in SamplingBody.model_fields.items())
@@ -199,8 +199,9 @@ class CompletionBody(RequestBody):
 
 # From bytes to a model.
 
-KIND = re.compile(r"str|(list|dict)\[.*")
-"""A step in pydantic's path to a fault that is no field, but a type that a field may have."""
+KIND = re.compile(r"str|(list|dict)\[.*|\[key\]")
+"""A step in pydantic's path to a fault that is no field, but a type that a field may have, or that
+a key is at fault."""
 
 _AnyModel = TypeVar("_AnyModel", bound=BaseModel)
 _AnyBody = TypeVar("_AnyBody", bound=RequestBody)
@@ -232,7 +233,8 @@ def _explained(error: ValidationError) -> ApiError:
     if first["type"] == "json_invalid":
         return refused(f"the body is no JSON: {message.removeprefix('Invalid JSON: ')}")
     path = map(str, first["loc"])
-    param = ".".join(each for each in path if not KIND.fullmatch(each)) or None
+    # A path may end in a key of the client's own.
+    param = ".".join(each for each in path if not KIND.fullmatch(each))[:100] or None
     if first["type"] == "missing":
         return refused(f"{param} is missing", param)
     if param is None:

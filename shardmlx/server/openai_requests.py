@@ -20,6 +20,7 @@ from shardmlx.server.forced_calls import call_rules
 from shardmlx.server.model_names import ModelNames
 from shardmlx.server.openai_bodies import (
     ALL_THAT_FIT,
+    MOST,
     ChatBody,
     CompletionBody,
     RequestBody,
@@ -48,7 +49,6 @@ class ServedModel:
 
     names: ModelNames
     encoder: PromptEncoder
-    vocabulary: int
     most_tokens: int
     most_requests: int
     max_tokens: int = 512
@@ -56,13 +56,6 @@ class ServedModel:
     streams: Iterator[int] = field(default_factory=count)
     complaint: Callable[[str], str] | None = None
     takes_predictions: bool = False
-
-    def check_tokens(self, tokens: Sequence[int], param: str) -> None:
-        """Raise ``ApiError`` for no token of the model: it would be read from foreign memory."""
-        for token in tokens:
-            if not 0 <= token < self.vocabulary:
-                most = self.vocabulary - 1
-                raise refused(f"{param}: token ids are from 0 to {most}, not {shown(token)}", param)
 
     def check_number(self, requests: int) -> None:
         """Raise ``ApiError`` for more texts than are served at a time."""
@@ -211,9 +204,8 @@ def read_completion(body: bytes, served: ServedModel) -> ApiRequest:
         if isinstance(prompt, str):
             tokens = tokens_of(partial(served.encoder.text, prompt), "prompt")
         else:
-            tokens = prompt
-            served.left(len(tokens), "prompt")
-            served.check_tokens(tokens, "prompt")
+            served.left(len(prompt), "prompt")
+            tokens = tokens_of(partial(served.encoder.checked, prompt), "prompt")
         prompts.append(tokens)
     structure = completion.structure()
     grammar = structure.grammar(served.complaint, None, {}) if structure else None
@@ -240,7 +232,8 @@ def _api_request(
 ) -> ApiRequest:
     n = body.n or 1
     served.check_number(len(prompts) * n)
-    served.check_tokens([token for token, _ in body.logit_bias], "logit_bias")
+    check_bias = partial(served.encoder.checked, body.logit_bias, "logit_bias")
+    tokens_of(check_bias, "logit_bias")
     param = "messages" if isinstance(body, ChatBody) else "prompt"
     requests = [
         GenerationRequest(
@@ -285,12 +278,12 @@ def _sampling(
     body: RequestBody, number: int, prompt: tuple[int, ...], served: ServedModel
 ) -> SamplingParams:
     params = replace(served.sampling, **body.sampling)
-    looked_back = params.looked_back
+    looked_back, vocabulary = params.looked_back, served.encoder.vocabulary
     return replace(
         params,
         temp=params.temp if params.temp >= COLDEST else 0.0,
         # mlx-lm calls all tokens 0.
-        top_k=params.top_k if 0 < params.top_k < served.vocabulary else 0,
+        top_k=params.top_k if 0 < params.top_k < (vocabulary or MOST) else 0,
         context=prompt[-looked_back:] if looked_back else (),
         seed=None if body.seed is None else body.seed % 2**64,
         stream=next(served.streams) if body.seed is None else number,

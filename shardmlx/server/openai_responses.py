@@ -69,10 +69,12 @@ class ChoicesReply(Reply):
     def usage(self) -> Json:
         """The numbers of tokens. Cached are those of a prompt for all of its answers; drafts are
         what OpenAI calls predictions, whoever made them."""
-        n, prompt, generated = self.request.n, self.prompt_tokens, sum(self.generated)
-        cached = sum(min(self.cached[at : at + n]) for at in range(0, len(self.cached), n))
-        accepted = sum(each.accepted for each in self.drafts)
-        rejected = sum(each.drafted for each in self.drafts) - accepted
+        n, prompt = self.request.n, self.prompt_tokens
+        generated = sum(each.generated for each in self.last)
+        all_cached = [each.cached for each in self.last]
+        cached = sum(min(all_cached[at : at + n]) for at in range(0, len(all_cached), n))
+        accepted = sum(each.drafts.accepted for each in self.last)
+        rejected = sum(each.drafts.drafted for each in self.last) - accepted
         return {
             "prompt_tokens": prompt,
             "completion_tokens": generated,

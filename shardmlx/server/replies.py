@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import ClassVar
 
-from shardmlx.inference.drafts import NO_DRAFTS
 from shardmlx.server.accepted_fields import Json
 from shardmlx.server.answer_parser import Part
 from shardmlx.server.openai_errors import ApiError
@@ -22,7 +21,8 @@ TokenText = Callable[[int], str]
 
 class Reply(ABC):
     """The reply to one request of an API, whole or as events of a stream, which ``done`` ends. The
-    ``blocks`` of each answer are what it thinks, says or calls without a break."""
+    ``blocks`` of each answer are what it thinks, says or calls without a break; its ``last`` delta
+    has its numbers of tokens."""
 
     done: ClassVar[bytes] = b""
 
@@ -32,15 +32,12 @@ class Reply(ABC):
         self.token_text = token_text
         self.id = uuid.uuid4().hex
         self.created = int(time.time())
-        self.generated = [0 for _ in request.requests]
-        self.cached = [0 for _ in request.requests]
-        self.drafts = [NO_DRAFTS for _ in request.requests]
+        self.last = [Delta((), (), 0) for _ in request.requests]
         self.blocks: list[list[Part]] = [[] for _ in request.requests]
 
     def add(self, index: int, delta: Delta) -> Iterator[Json]:
         """Take in a delta of answer ``index``, and yield the events to send of it."""
-        self.generated[index], self.cached[index] = delta.generated, delta.cached
-        self.drafts[index] = delta.drafts
+        self.last[index] = delta
         yield from self._add(index, delta)
 
     def _begins(self, index: int, part: Part) -> bool:

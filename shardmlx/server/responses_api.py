@@ -240,13 +240,13 @@ class ResponseReply(BlockReply):
 
     @property
     def _usage(self) -> Json:
-        (cached,), (generated,) = self.cached, self.generated
+        (last,) = self.last
         return {
             "input_tokens": self.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": cached},
-            "output_tokens": generated,
+            "input_tokens_details": {"cached_tokens": last.cached},
+            "output_tokens": last.generated,
             "output_tokens_details": {"reasoning_tokens": self._thought},
-            "total_tokens": self.prompt_tokens + generated,
+            "total_tokens": self.prompt_tokens + last.generated,
         }
 
     def _add(self, index: int, delta: Delta) -> Iterator[Json]:

@@ -206,12 +206,5 @@ def quoted(text: str) -> str:
 
 def escaped(pattern: str) -> str:
     """Return a pattern for between two slashes, in one line."""
-    escaped, is_escape = "", False
-    for character in pattern:
-        if character == "\n":
-            character = "n" if is_escape else r"\n"
-        elif character == "/" and not is_escape:
-            character = r"\/"
-        is_escape = character == "\\" and not is_escape
-        escaped += character
-    return escaped
+    told = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+    return re.sub(r"(?s)\\.|[/\n]", lambda found: told.get(found[0], found[0]), pattern)

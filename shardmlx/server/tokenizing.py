@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from shardmlx.server.accepted_fields import Body, Listed, refuse_unknown
-from shardmlx.server.openai_bodies import validated
+from shardmlx.server.openai_bodies import MOST, validated
 from shardmlx.server.openai_errors import refused
 from shardmlx.server.openai_requests import ServedModel, read_chat, tokens_of
 
@@ -22,7 +24,7 @@ class TextBody(Body):
 
 class TokensBody(Body):
     model: str | None = None
-    tokens: Listed[int]
+    tokens: Listed[Annotated[int, Field(le=MOST)]]
 
 
 def tokenized(body: bytes, served: ServedModel) -> dict[str, Any]:
@@ -51,5 +53,5 @@ def detokenized(body: bytes, served: ServedModel) -> dict[str, Any]:
     asked = validated(TokensBody, body)
     served.names.check(asked.model or None)
     refuse_unknown(asked.model_extra)
-    served.check_tokens(asked.tokens, "tokens")
-    return {"prompt": served.encoder.untokenized(asked.tokens)}
+    tokens = tokens_of(partial(served.encoder.checked, asked.tokens, "tokens"), "tokens")
+    return {"prompt": served.encoder.untokenized(*tokens)}

@@ -58,6 +58,7 @@ class Letters(PromptEncoder):
         return self.text(text)
 
     answer_format = AnswerFormat()
+    vocabulary = VOCABULARY
 
     def opens_thought(self, tokens: Sequence[int]) -> bool:
         return False
@@ -69,10 +70,7 @@ class Letters(PromptEncoder):
             raise UserError("the chat template does not take it: begin with a user")
         return self.text(arguments.get("instead", messages[-1]["content"]))
 
-    def token_text(self, token: int) -> str:
-        return chr(token)
-
-    def untokenized(self, tokens: Sequence[int]) -> str:
+    def untokenized(self, *tokens: int) -> str:
         return "".join(map(chr, tokens))
 
 
@@ -220,7 +218,6 @@ def serving(
     served = ServedModel(
         names=ModelNames((MODEL,)),
         encoder=encoder or Letters(),
-        vocabulary=VOCABULARY,
         most_tokens=MOST_TOKENS,
         most_requests=most_open,
         **of_model,

@@ -195,7 +195,7 @@ def test_special_tokens_that_a_structure_spells_are_letters(marked: PromptEncode
     ):
         tokens = sampled(grammars, asked(grammars, **fields))
         assert end not in tokens
-        assert marked.untokenized(tokens[:-1]) == text
+        assert marked.untokenized(*tokens[:-1]) == text
 
 
 @pytest.mark.parametrize("mark", ["</think>", "[/THINK]"])

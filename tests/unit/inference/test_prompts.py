@@ -157,7 +157,7 @@ def encoder_with(tokenizer_path: Path, template: str) -> PromptEncoder:
 def told(small_tokenizer: Path, template: str, tools: list[Any]) -> tuple[str | None, str]:
     """The way of a template with tools, and what it makes of the history."""
     encoder = encoder_with(small_tokenizer, template)
-    return encoder.answer_format.way, encoder.untokenized(encoder.chat(HISTORY, tools))
+    return encoder.answer_format.way, encoder.untokenized(*encoder.chat(HISTORY, tools))
 
 
 @pytest.mark.parametrize("said", ["Hm. ", "", "<s>user"])
@@ -169,7 +169,7 @@ def test_a_chat_may_go_on_from_its_last_message(said: str, small_tokenizer: Path
     )
     chat = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": said}]
     tokens = encoder.chat(chat, continue_final_message=True)
-    assert encoder.untokenized(tokens) == f"<s>user: Q</s><s>assistant: {said}"
+    assert encoder.untokenized(*tokens) == f"<s>user: Q</s><s>assistant: {said}"
     assert tokens.count(0) == 2, "what a message spells is text"
 
 

@@ -43,7 +43,6 @@ def read(body: Mapping[str, Any]) -> tuple[Template, GenerationRequest]:
     served = ServedModel(
         names=ModelNames(("ours",), any_name=True),
         encoder=template,
-        vocabulary=128,
         most_tokens=90,
         most_requests=8,
     )

@@ -38,7 +38,6 @@ def terms(complaint: Callable[[str], str] | None, encoder: Letters | None = None
     return ServedModel(
         names=ModelNames(("ours",)),
         encoder=encoder or Letters(),
-        vocabulary=128,
         most_tokens=600,
         most_requests=8,
         complaint=complaint,

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from tests.helpers.http_serving import MODEL, MOST_TOKENS, Serving, serving
@@ -50,9 +49,3 @@ def test_what_is_refused(served: Serving, path: str, body: dict[str, Any], param
     answer = post(served, path, **body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
-
-
-def test_a_server_that_generates_gives_no_embeddings(served: Serving) -> None:
-    client = openai.OpenAI(base_url=f"{served.address}/v1", api_key="x", max_retries=0)
-    with pytest.raises(openai.BadRequestError, match="gives no embeddings: ask one for embedding"):
-        client.embeddings.create(model=MODEL, input="hello")
