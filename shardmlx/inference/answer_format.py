@@ -109,12 +109,6 @@ _BY_PARSER: Mapping[str, CallFormat] = {
         ),
         closing=re.compile(r"\s*(?:<\|tool_call_end\|>)?\s*"),
     ),
-    "mlx_lm.tool_parsers.kimi_k3": CallFormat(
-        '<|open|>call tool="{}" index="1"<|sep|><|open|>json type="object"<|sep|>',
-        "<|close|>json<|sep|><|close|>call<|sep|>",
-        first="<|open|>tools<|sep|>",
-        last="<|close|>tools<|sep|>",
-    ),
     "mlx_lm.tool_parsers.qwen3_coder": CallFormat(
         "<tool_call>\n<function={}>\n",
         "</function>\n</tool_call>",
@@ -207,7 +201,8 @@ _BY_PARSER: Mapping[str, CallFormat] = {
         names=r"[\w-]+",
     ),
 }
-"""The formats of mlx-lm's tool parsers, by their modules. Laguna's parser is that of GLM."""
+"""The formats of mlx-lm's tool parsers, by their modules, but for Kimi K3, which cannot run here.
+Laguna's parser is that of GLM."""
 
 _MISTRAL_WITH_MARKS = CallFormat(
     "[TOOL_CALLS]{}[ARGS]",
