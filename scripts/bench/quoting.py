@@ -224,7 +224,8 @@ def measure(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
 def rate(answers: Sequence[Mapping[str, Any]]) -> float:
     """Return the tokens a second of answers, behind the first token of each."""
     tokens = sum(len(each["tokens"]) - 1 for each in answers)
-    return tokens / sum(each["seconds"] for each in answers)
+    seconds: float = sum(each["seconds"] for each in answers)
+    return tokens / seconds
 
 
 def row(kind: str, found: Mapping[str, Sequence[Mapping[str, Any]]], name: str) -> list[str]:

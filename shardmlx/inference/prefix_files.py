@@ -47,8 +47,8 @@ MODEL = re.compile(r"[0-9a-f]{16}")
 class PrefixFiles:
     """The files of a rank, in a directory for one model. ``layers`` names each of its caches.
 
-    Those of all machines take at most ``most`` bytes, where that is given, with the ``others``:
-    models beside this one, each with its bytes, the one that was served longest ago first.
+    The files of all machines take at most ``most`` bytes, where that is given, with those of the
+    ``others``: models beside it, each with its bytes, the one that was served longest ago first.
     ``bytes_of`` says how many a sequence of so many tokens takes on all ranks together.
     """
 

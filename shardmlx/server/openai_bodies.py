@@ -41,7 +41,7 @@ def _in_a_list(value: object) -> object:
 
 
 def _in_an_object(value: object) -> object:
-    return {} if value == [] else value  # as PHP writes an empty one
+    return {} if value == [] else value  # PHP writes an empty one so
 
 
 def _is_integer(value: object) -> bool:
