@@ -35,15 +35,13 @@ class RankPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Prediction of a step, with its share of sums over replicas and of the update; ``sent`` are
-    the bytes that the busiest host sends to others."""
+    """Prediction of a step, with its share of sums over replicas and of the update."""
 
     plan: Plan
     ranks: tuple[RankPrediction, ...]
     simulation: Simulation
     reduce_seconds: float
     update_seconds: float
-    sent: float
     tokens: int
 
     @property
@@ -153,7 +151,6 @@ def predict(plan: Plan, workload: Workload, cluster: Cluster, length: int) -> Pr
         simulation=simulation,
         reduce_seconds=messages.sum_seconds() / accumulated,
         update_seconds=max(each.update for each in seconds) / accumulated / updaters,
-        sent=max(messages.bytes_between_hosts().values()),
         tokens=sum(plan.shares) * length,
     )
 

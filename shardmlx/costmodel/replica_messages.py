@@ -18,7 +18,6 @@ from shardmlx.costmodel.memory import StageMemory
 from shardmlx.costmodel.timing import Seconds
 from shardmlx.costmodel.training_setup import FLOAT32, TrainingSetup
 from shardmlx.costmodel.workload import Workload
-from shardmlx.pipeline.actions import Kind
 from shardmlx.pipeline.plan import Plan
 
 ROOMS = 2
@@ -129,28 +128,6 @@ class Messages:
             rounding = ways * seconds * (mesh.dp - 1) / mesh.dp
             times.append(self._exchange_seconds(rank, self._summed(rank)) + rounding)
         return max(times)
-
-    def bytes_between_hosts(self) -> dict[str, float]:
-        """Return the bytes that each host sends to others in a step, with its share of sums."""
-        plan, mesh, cluster = self.plan, self.plan.mesh, self.cluster
-        sent = dict.fromkeys((each.host for each in cluster.machines), 0.0)
-        for replica in range(mesh.dp):
-            for rank, actions in enumerate(plan.actions_of(replica)):
-                me = mesh.rank(replica, rank)
-                for action in actions:
-                    if action.kind not in (Kind.SEND_F, Kind.SEND_B):
-                        continue
-                    peer = mesh.rank(replica, plan.stage_map.placement[action.neighbour])
-                    if not cluster.is_same_host(me, peer):
-                        sent[cluster.machines[me].host] += self.message
-        for rank in range(mesh.pp if mesh.dp > 1 else 0):
-            moved = self._summed(rank) / self.workload.batch.grad_accumulation_steps
-            if self.workload.fine_tune.divides_weights:
-                own = (plan.stage_map.partition.ranges[i] for i in plan.stage_map.stages_of(rank))
-                moved = sum(sum(self.gathers(*ends)) for ends in own) * plan.microbatches
-            for host, part in _parts_of_hosts(cluster, mesh.replicas_of(rank)).items():
-                sent[host] += part * moved
-        return sent
 
     def _gradients(self, rank: int) -> int:
         return sum(self.stages[i].gradients for i in self.plan.stage_map.stages_of(rank))

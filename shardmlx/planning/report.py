@@ -6,14 +6,12 @@ import math
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from shardmlx.common.formatting import columns, gibibytes, numbers_of
 from shardmlx.config.specs import NONE
 from shardmlx.costmodel.cluster import Cluster
-from shardmlx.costmodel.predict import Prediction, RankPrediction, predict
-from shardmlx.costmodel.replica_messages import ROUNDING_SECONDS
+from shardmlx.costmodel.predict import Prediction, RankPrediction
 from shardmlx.errors import UserError
 from shardmlx.models.family import APPROXIMATE
 from shardmlx.planning.choice import Choice, choose
@@ -42,7 +40,6 @@ def report(choice: Choice, stage_map: str | None, start: Sequence[str]) -> str:
         *speed,
         *_generation(prediction, facts.cluster),
         *([APPROXIMATE] if facts.workload.shape.is_approximate else []),
-        *shorter_sums(choice),
         "",
         *_how_to_run(choice, stage_map, start),
     ]
@@ -101,8 +98,7 @@ def _speed(prediction: Prediction, cluster: Cluster) -> str:
     if len(hosts) > 1 and unknown:
         source += f"\nlinks of {', '.join(unknown)} not known: messages cost nothing"
     speed = f"{', '.join(parts)}: {prediction.tokens_per_second:.1f} tokens/s of full sequences"
-    sent = f"messages: up to {gibibytes(prediction.sent)} leave a host in a step"
-    return "\n".join([speed, *[sent] * (prediction.sent > 0), f"times from {source}"])
+    return f"{speed}\ntimes from {source}"
 
 
 def bottleneck(choice: Choice) -> str:
@@ -124,9 +120,8 @@ def bottleneck(choice: Choice) -> str:
         "links: {} waits for messages; use a faster cable, or a larger --batch-size": (
             max(each.exposed for each in ranks)
         ),
-        "sums over replicas: up to {}; use a faster cable, or fewer replicas": (
-            prediction.reduce_seconds
-        ),
+        "sums over replicas: up to {}; use a faster cable, fewer replicas, or a shorter type "
+        "(--sum-dtype)": prediction.reduce_seconds,
         "optimizer: {}; use a larger --batch-size, or --grad-accumulation-steps": (
             prediction.update_seconds
         ),
@@ -136,25 +131,6 @@ def bottleneck(choice: Choice) -> str:
     longest = max(parts, key=lambda part: parts[part])
     share = parts[longest] / step
     return longest.format(f"{100 * share:.0f}% of the step") if share >= _NOTABLE else compute
-
-
-def shorter_sums(choice: Choice) -> list[str]:
-    """Return a line for each ``--sum-dtype`` that would save a hundredth of a step."""
-    prediction, cluster = choice.prediction, choice.facts.cluster
-    tune, batch = choice.run.fine_tune, choice.run.batch
-    links = [each.link for each in cluster.machines if each.link is not None]
-    is_summed = prediction.plan.mesh.dp > 1 and tune.sum_dtype == "float32"
-    if cluster.unit != "seconds" or not links or not is_summed:
-        return []
-    lines = []
-    length = choice.facts.lengths.mean(batch.pack)
-    for dtype in ROUNDING_SECONDS:
-        other = replace(choice.run, fine_tune=replace(tune, sum_dtype=dtype))
-        then = predict(prediction.plan, choice.facts.work(other), cluster, length)
-        saved = 1 - then.step_seconds / prediction.step_seconds
-        if saved >= CLOSE:
-            lines.append(f"--sum-dtype {dtype} would make the step {100 * saved:.0f}% shorter")
-    return lines
 
 
 def _how_to_run(choice: Choice, stage_map: str | None, start: Sequence[str]) -> list[str]:
@@ -200,7 +176,6 @@ def as_json(choice: Choice) -> dict[str, Any]:
         "update_seconds": timed(prediction.update_seconds),
         "reduce_seconds": timed(prediction.reduce_seconds),
         "tokens_per_second": timed(prediction.tokens_per_second),
-        "sent_bytes": prediction.sent,
         "bubble": timed(prediction.simulation.bubble),
         "tried": choice.tried,
         "ranks": [
