@@ -28,7 +28,7 @@ from shardmlx.hosts.host_facts import HostFacts, collect
 from shardmlx.hosts.library_probes import broken_parts
 from shardmlx.hosts.probe_script import connect_errors, listen
 from shardmlx.hosts.self_test import differences
-from shardmlx.hosts.speed_tests import matmul_flops, measure_link, shares_memory
+from shardmlx.hosts.speed_tests import matmul_flops, measure_link
 from shardmlx.loading.rank_setup import use_device, working_set
 
 SECONDS_FOR_FACTS = 120.0  # for all tools that ask a machine for its facts
@@ -98,7 +98,6 @@ class Examiner:
             device="GPU" if device.type == mx.DeviceType.gpu else "CPU",
             working_set=working_set(),
             flops=_flops(device, self._seconds),
-            copies=not shares_memory(),
             broken=broken,
             self_test=tested,
         )
@@ -180,7 +179,6 @@ def _as_one(ranks: Sequence[Host]) -> Host:
     return replace(
         ranks[0],
         flops={dtype: sum(rank.flops.get(dtype, 0.0) for rank in ranks) for dtype in dtypes},
-        copies=any(rank.copies for rank in ranks),
     )
 
 

@@ -108,7 +108,6 @@ def _cells(hosts: Sequence[Host]) -> Iterator[tuple[str, Callable[[Host], str | 
     yield "memory limit", lambda host: _limit(host.facts)
     yield "wired limit", _wired_limit
     yield "free disk", lambda host: _bytes(host.facts.disk_free)
-    yield "arrays to MPI", lambda host: "copied" if host.copies else "no copy"
     for kind in dict.fromkeys(kind for host in hosts for kind in host.self_test):
         yield kind, partial(_apart, kind)
 

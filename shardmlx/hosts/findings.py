@@ -63,9 +63,9 @@ class BrokenPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """A machine with its ``ranks``. ``flops`` are of all its ranks at once, by dtype; ``copies`` is
-    true if MPI gets copies of its arrays; ``working_set`` are the bytes that the GPU may wire;
-    ``self_test`` says by kind of layer how far its device is from its CPU, relatively."""
+    """A machine with its ``ranks``. ``flops`` are of all its ranks at once, by dtype;
+    ``working_set`` are the bytes that the GPU may wire; ``self_test`` says by kind of layer how far
+    its device is from its CPU, relatively."""
 
     name: str
     ranks: tuple[int, ...]
@@ -75,7 +75,6 @@ class Host:
     blas_hint: str
     device: str
     flops: Mapping[str, float]
-    copies: bool
     working_set: int | None = None
     broken: tuple[BrokenPart, ...] = ()
     self_test: Mapping[str, float] = field(default_factory=dict)
@@ -191,9 +190,6 @@ def _of_host(host: Host) -> Iterator[Finding]:
     memory, free = facts.memory or 0, facts.memory_free or facts.memory or 0
     disk = LITTLE_DISK if facts.disk_free is None else facts.disk_free
     cores = facts.cores or len(host.ranks)
-    if host.copies:
-        problem = "MPI gets copies of arrays, and would lose messages"
-        yield Finding(host.name, problem, "report it with what --json writes")
     if free < LITTLE_MEMORY * memory:
         problem = f"only {gibibytes(free)} of {gibibytes(memory)} memory are free"
         yield Finding(host.name, problem, "end other programs there")

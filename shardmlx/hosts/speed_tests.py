@@ -13,7 +13,6 @@ from shardmlx.distributed.messages import (
     Array,
     Handle,
     TransportTimeout,
-    buffer_of,
     new_buffer,
 )
 from shardmlx.distributed.transport import Transport
@@ -144,15 +143,6 @@ def _pull(peer: _LinkEnd) -> None:
             data = new_buffer((size,), mx.uint8)
         peer.receive(data)
         peer.say(1)
-
-
-def shares_memory() -> bool:
-    """Return whether MPI gets the bytes of an ``mx.array`` itself, not of a copy."""
-    array = new_buffer((16,), mx.int32)
-    buffer_of(array)[:4] = (7).to_bytes(4, "little")
-    where = [np.frombuffer(buffer_of(array), np.uint8).ctypes.data for _ in range(2)]
-    # Summed by MLX, on its own device.
-    return where[0] == where[1] and mx.sum(array).item() == 7
 
 
 def matmul_flops(dtype: mx.Dtype, seconds: float) -> float:

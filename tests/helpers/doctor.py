@@ -51,7 +51,6 @@ def host(name: str, rank: int = 0, *, of: Mapping[str, Any] | None = None, **cha
         "blas_hint": "",
         "device": "GPU",
         "flops": {"fp32": 20e12, "bf16": 21e12},
-        "copies": False,
     }
     return Host(**{**known, **changes})
 

@@ -34,7 +34,6 @@ def test_nothing_is_said_of_what_is_good_or_unknown() -> None:
         (host("a", of={"disk_free": 3 * GB}), "2.79 GiB of disk are free for /Users/anna", "disk"),
         (host("a", of={"cores": 2}, ranks=(0, 1, 2)), "3 ranks on 2 cores", "slots"),
         (host("a", blas="reference BLAS, 1 thread", blas_hint="apt-get X"), "reference", "apt-get"),
-        (host("a", copies=True), "copies", "--json"),
         (
             host("a", broken=[BrokenPart(each, "mlx", "0.40", "0.32.4") for each in ("x", "y")]),
             "mlx 0.40 breaks x, y",
