@@ -207,9 +207,6 @@ class CommandLine(Generic[Options]):
         key = flag.lstrip("-").removeprefix("no-").replace("-", "_")
         flags = [each.flag[2:] for each in known if each.rules.flag and not each.rules.positional]
         remedy = did_you_mean(flag.lstrip("-"), flags, "--")
-        for each in known:
-            if each.rules.formerly == key:
-                remedy = f"its name is {each.flag}"
         if key in (each.name for each in known if not each.rules.flag):
             remedy = f"write {key} into the YAML file: -c FILE"
         remedy = remedy or f"see shardmlx {self.command} --help"
@@ -246,10 +243,6 @@ class CommandLine(Generic[Options]):
                 said = f"{path}: {key} is passed over, as mlx_lm.lora does: {self.passed_over[key]}"
                 print(f"shardmlx: {said}", file=sys.stderr, flush=True)
         known = declared(self.options)
-        for each in known:
-            if each.rules.formerly in written:
-                problem = f"{path}: unknown key {each.rules.formerly!r}"
-                raise UserError(problem, f"its name is {each.name}")
         help = f"take it out, or see shardmlx {self.command} --help"
         check_keys(written, [each.name for each in known], path, help)
         return {key: value for key, value in written.items() if value is not None}

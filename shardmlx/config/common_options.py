@@ -58,7 +58,6 @@ ssh_command = partial(
     "program that logs in, as PROGRAM HOST COMMAND",
     metavar="PROGRAM",
     unset="ssh",
-    formerly="agent",
 )
 
 python = partial(

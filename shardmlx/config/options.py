@@ -67,7 +67,6 @@ class Option:
     choices: Sequence[str | int] | None = None
     parse: Callable[[str], Any] | None = None  # text as written -> value
     no: str | None = None  # the word that means False, which YAML takes for it
-    formerly: str | None = None  # an earlier name, which is refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -104,7 +104,6 @@ class StepOptions(Spec):
         "stop",
         "if loss or gradient is not finite: stop, or skip",
         choices=("stop", "skip"),
-        formerly="on_nonfinite",
     )
     max_grad_norm: float | None = _pipeline(
         None, "clip the global gradient norm to this", metavar="NORM", above=0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 import pytest
 
@@ -49,20 +48,13 @@ def test_an_unknown_flag_before_a_command_is_named(capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("words", "remedy"),
     [
-        ("launch --agent login train", "its name is --ssh-command"),
-        ("doctor --ssh --agent login", "its name is --ssh-command"),
-        ("train --on-nonfinite skip", "its name is --on-nan"),
-        ("plan m --on-nonfinite skip", "its name is --on-nan"),
         ("plan m --loss-chunk off", "write loss_chunk into the YAML file: -c FILE"),
         ("launch -n 2 train --keep-checkpoints 3", "write keep_checkpoints into the YAML file"),
-        ("train --config old.yaml", "unknown key 'on_nonfinite': its name is on_nan"),
     ],
 )
-def test_an_earlier_name_or_flag_is_refused_with_the_present_one(
-    words: str, remedy: str, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_flag_for_what_is_in_the_file_only_is_refused_with_its_key(
+    words: str, remedy: str, capsys: Capture
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("old.yaml").write_text("on_nonfinite: skip\n")
     assert main(words.split()) == 2
     said = capsys.readouterr().err
     assert (remedy in said, said.count("\n")) == (True, 1)
