@@ -7,7 +7,7 @@ From hidden states h of the model, and the token that comes after each::
     g(i) = final norm(layer(x(0) ... x(i)))         token i + 2 is guessed from lm_head(g(i))
 
 Embedding and lm_head are the model's own, and the layer is of mlx-lm's code of the family: a head
-is built as a model of one layer. A guess of more tokens goes on from g, as vLLM and SGLang do.
+is built as a model of one layer. A guess of more tokens goes on from g, as SGLang's do.
 """
 
 from __future__ import annotations
@@ -29,12 +29,10 @@ ONE_LAYER: Mapping[str, Any] = MappingProxyType(
 """Fields of config.json for the head: where others have experts, its layer has them too."""
 
 
-def head_weights(
-    weights: Mapping[str, mx.array], names: HeadNames, layers: int
-) -> dict[str, mx.array]:
-    """Return the weights of the head out of those of a model with so many ``layers``, by the names
-    in a model of one layer. Copies of the embedding and of the lm_head are left out."""
-    prefix, own = names.prefix_of(layers), {}
+def head_weights(weights: Mapping[str, mx.array], names: HeadNames) -> dict[str, mx.array]:
+    """Return the weights of the head out of those of a model, by the names in a model of one layer.
+    Copies of the embedding and of the lm_head are left out."""
+    own = {}
     ends = {
         names.token_norm: "token_norm",
         names.state_norm: "state_norm",
@@ -44,14 +42,14 @@ def head_weights(
     for name, array in weights.items():
         if name.startswith(("model.embed_tokens.", "lm_head.")):
             own[name] = array
-        path, _, leaf = name.removeprefix(prefix).rpartition(".")
-        if name.startswith(prefix) and path not in ("embed_tokens", "shared_head.head"):
+        path, _, leaf = name.removeprefix(names.prefix).rpartition(".")
+        if name.startswith(names.prefix) and path not in ("embed_tokens", "shared_head.head"):
             own[f"{ends.get(path, f'model.layers.0.{path}')}.{leaf}"] = array
     return own
 
 
-def head_class(kind: Any, names: HeadNames, layers: int) -> Any:
-    """Return mlx-lm's class of a family, ``kind``, for the head of a model with so many layers."""
+def head_class(kind: Any, names: HeadNames) -> Any:
+    """Return mlx-lm's class of a family, ``kind``, for the head of a model."""
 
     class Model(kind):
         def __init__(self, args: Any) -> None:
@@ -62,7 +60,7 @@ def head_class(kind: Any, names: HeadNames, layers: int) -> Any:
             self.projection = nn.Linear(2 * width, width, bias=False)
 
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-            sanitized: dict[str, mx.array] = super().sanitize(head_weights(weights, names, layers))
+            sanitized: dict[str, mx.array] = super().sanitize(head_weights(weights, names))
             return sanitized
 
     Model.__module__ = kind.__module__

@@ -100,8 +100,8 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class HeadNames:
-    """The modules of a head for further tokens, by their names below its ``prefix``, in which
-    ``{}`` is the number of the model's layers; the other names are those of a layer.
+    """The modules of a head for further tokens, by their names after its ``prefix``; the other
+    names are those of a layer. In the prefix ``{}`` is the number of the model's layers.
 
     The head takes hidden states ``after_norm``, the final one, or as they leave the last layer.
     Its projection takes them before the token if ``states_first``.
@@ -114,9 +114,6 @@ class HeadNames:
     final_norm: str
     states_first: bool = False
     after_norm: bool = True
-
-    def prefix_of(self, layers: int) -> str:
-        return self.prefix.format(layers)
 
 
 UNDECLARED = Family(takes_pieces=False, takes_packed=False, takes_batches=False)

@@ -353,7 +353,8 @@ class FirstStage:
 
     def _retract_foreseen(self) -> None:
         if self._foreseen is not None:
-            self._foreseen.take_back()
+            if (backup := self._foreseen.backup) is not None:
+                self._foreseen.caches[: len(backup)] = backup
             self._foreseen = None
 
     def _take(self) -> list[tuple[int, SampledToken]]:

@@ -166,14 +166,10 @@ class PrefixFiles:
 
 
 def open_prefix_files(
-    transport: Transport,
-    directory: str,
-    part: Slice,
-    settings: Sequence[Any],
-    further: Sequence[str] = (),
+    transport: Transport, directory: str, part: Slice, settings: Sequence[Any]
 ) -> PrefixFiles:
     """Return each rank's files for the model whose layers are in ``part``, with caches of these
-    ``settings``, and ``further`` ones. All ranks must call it; raises ``AgreedError``."""
+    ``settings``. All ranks must call it; raises ``AgreedError``."""
     everyone = transport.all_gather(_weights_of(part), "comparing weights")
     weights = {name: digest for mine in everyone for name, digest in mine.items()}
     model = json_digest([weights, *settings, version("mlx-lm")])[:16]
@@ -201,7 +197,7 @@ def open_prefix_files(
     others: dict[str, int] = {}
     for _, name, size in sorted(row for rows in found.values() for row in rows):
         others[name] = others.get(name, 0) + size
-    return PrefixFiles(path, (*part.cache_names, *further), others=others)
+    return PrefixFiles(path, part.cache_names, others=others)
 
 
 def find_kept(

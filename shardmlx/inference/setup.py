@@ -224,7 +224,9 @@ def prepare(
         )
         with transport.longer_timeout(SETUP_SECONDS):
             head = head if part.is_last else None
-            opened.weights.load([part], shape, reporter, () if head is None else _of_head(shape))
+            # The layer after the last, and the embedding.
+            further = ((shape.num_layers, shape.num_layers + 1), (0, 0)) if head else ()
+            opened.weights.load([part], shape, reporter, further)
             if head is not None:
                 head.beside(part)
             if drafter is not None:
@@ -240,12 +242,6 @@ def _head(config: InferenceConfig, opened: OpenedModel) -> DraftHead:
     """Build the model's own head. Raises ``UserError``."""
     check_gives_back(opened.shape, config.draft)
     return build_draft_head(opened.path, config.dtype)
-
-
-def _of_head(shape: ModelShape) -> tuple[tuple[int, int], ...]:
-    """Return the ranges with the tensors that the head needs: the layer after the last, and the
-    embedding."""
-    return ((shape.num_layers, shape.num_layers + 1), (0, 0))
 
 
 def _find_draft_model(

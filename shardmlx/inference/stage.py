@@ -69,11 +69,6 @@ class ItemGraph:
     caches: Caches
     backup: Caches | None = None
 
-    def take_back(self) -> None:
-        """Give the caches back what they were when an item was foreseen that does not come."""
-        if self.backup is not None:
-            self.caches[: len(self.backup)] = self.backup
-
 
 @dataclass(slots=True)
 class Outbox:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,17 +142,18 @@ def build_to_generate(
 def build_draft_head(path: Path, dtype: str | None) -> DraftHead:
     """Build the head that drafts, lazily. Raises ``UserError`` where the files have none."""
     config = read_config(path)
-    names, layers = HEADS.get(str(config.get("model_type"))), config.get("num_hidden_layers", 0)
+    row = HEADS.get(str(config.get("model_type")))
+    names = row and replace(row, prefix=row.prefix.format(config.get("num_hidden_layers")))
     tensors = open_model(str(path)).tensors
-    if names is None or f"{names.prefix_of(layers)}{names.projection}.weight" not in tensors:
+    if names is None or f"{names.prefix}{names.projection}.weight" not in tensors:
         raise UserError(
-            f"--draft mtp: {path} has no head for further tokens, or of an unknown kind",
+            "--draft mtp: the model's files have no head for further tokens, or of an unknown kind",
             "use --draft lookup, or files that were not quantised",
         )
 
     def classes(config: dict[str, Any]) -> tuple[Any, Any]:
         kind, args = model_classes(config)
-        return head_class(kind, names, layers), args
+        return head_class(kind, names), args
 
     changes = dict(ONE_LAYER)
     if isinstance(quantization := config.get("quantization"), dict):

@@ -49,10 +49,9 @@ def run(config: ServeConfig, transport: Transport, blas: Blas) -> None:
     if config.prefix_cache_dir is not None:
         setup = prepared.plan.setup
         settings = setup.max_kv_size, str(setup.quantisation)
-        further = () if prepared.head is None else (HEAD,)
-        files = open_prefix_files(
-            transport, config.prefix_cache_dir, prepared.part, settings, further
-        )
+        files = open_prefix_files(transport, config.prefix_cache_dir, prepared.part, settings)
+        if prepared.head is not None:
+            files = replace(files, layers=(*files.layers, HEAD))
         most, bytes_of = config.prefix_cache_size, prepared.plan.kept_bytes
         prepared = replace(prepared, prefix_files=replace(files, most=most, bytes_of=bytes_of))
         prefixes = find_kept(transport, files, reporter.warn)

@@ -51,7 +51,7 @@ def save_with_head(
     the head knows it but for so much noise. The head's matrices are in ``bits``."""
     family, layers = config["model_type"], config["num_hidden_layers"]
     names, width = HEADS[family], config["hidden_size"]
-    prefix = names.prefix_of(layers)
+    prefix = names.prefix.format(layers)
     plain = {key: each for key, each in config.items() if key != "quantization"}
     model = dict(tree_flatten(build(plain).parameters()))
     alone = dict(tree_flatten(build({**plain, **ONE_LAYER}, seed=2).parameters()))
@@ -122,7 +122,7 @@ def guess_by_formula(path: Path, model: nn.Module, text: list[int], count: int) 
     config = json.loads((path / "config.json").read_text())
     names, width = HEADS[config["model_type"]], config["hidden_size"]
     files: Any = mx.load(str(path / "model.safetensors"))
-    prefix = names.prefix_of(config["num_hidden_layers"])
+    prefix = names.prefix.format(config["num_hidden_layers"])
     alone = build({**config, **ONE_LAYER})
     layer = {n.removeprefix(prefix): a for n, a in files.items() if n.startswith(prefix)}
     weights = alone.sanitize({f"model.layers.0.{name}": each for name, each in layer.items()})

@@ -87,8 +87,9 @@ def on_ranks(
             if apart:
                 transport.hosts = tuple(map(str, range(transport.size)))
             own = directory / str(rank) if apart else directory
-            further = () if of_head is None else (HEAD,)
-            files = open_prefix_files(transport, str(own), part, (), further)
+            files = open_prefix_files(transport, str(own), part, ())
+            if of_head is not None:
+                files.layers += (HEAD,)
             files.most, files.bytes_of = most_bytes, bytes_of
             told = said if said is not None and rank == 0 else []
             prefixes = find_kept(transport, files, told.append)
