@@ -63,6 +63,8 @@ class Slice:
         self.dtype: mx.Dtype = states.dtype
         self.hidden_size: int = states.shape[-1]
         self.output_size = parts.width if self.is_last else self.hidden_size
+        self.share = ""
+        """The share that the slice has of its layers, in the names of its caches."""
         self.chooses_caches = hasattr(model, "make_cache")
         # The module and the name in it of each parameter.
         self._slots: Mapping[str, tuple[nn.Module, str]] = {
@@ -102,6 +104,16 @@ class Slice:
         set_keys(self._embedding_dropouts, 0)
         set_keys(key_every_dropout(first.layers[0]), 0)
         return first.run(mx.zeros((1, 1), mx.int32))
+
+    @property
+    def layers(self) -> Mapping[int, nn.Module]:
+        """The slice's layers by their number in the model."""
+        return dict(enumerate(self._decoder.layers, self.start))
+
+    def names_in(self, layer: int, path: str) -> list[str]:
+        """Return the names of the parameters of a module, or of an array, of a layer."""
+        whole = f"{self._layer_prefix}{layer}.{path}"
+        return [name for name in self._slots if name == whole or name.startswith(f"{whole}.")]
 
     def shares(self, name: str) -> bool:
         """Return whether the first and the last of several slices both hold this parameter."""
@@ -250,7 +262,7 @@ class Slice:
     @property
     def cache_names(self) -> tuple[str, ...]:
         """Names of ``new_caches``, the same for a layer in whichever slice it is."""
-        names = [str(i) for i in self._decoder.caches]
+        names = [f"{i}{self.share}" for i in self._decoder.caches]
         return (*names, "count") if len(names) < len(self._decoder.new_caches()) else (*names,)
 
     def extend(self, x: mx.array, caches: Sequence[Any]) -> mx.array:

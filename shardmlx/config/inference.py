@@ -101,6 +101,15 @@ class InferenceConfig(ModelSource):
     hostfile: str | None = common.hostfile(None, group=PIPELINE)
     partitioner: str = common.partitioner(group=PIPELINE)
     stage_map: str | None = common.stage_map(group=PIPELINE)
+    tensor_parallel: int = _pipeline(
+        1, "ranks that compute each layer together, for a token sooner", metavar="RANKS", minimum=1
+    )
+    tensor_shares: str | None = _pipeline(
+        None,
+        "shares of these ranks in each layer, like 2,1",
+        metavar="N,...",
+        unset="equal, as far as heads allow",
+    )
     batch_size: int = _pipeline(8, "sequences under way at a time, in all groups", minimum=1)
     prefill_step_size: int | None = _pipeline(
         None,
@@ -151,6 +160,19 @@ class InferenceConfig(ModelSource):
             "give one of them",
             when=self.kv_bits is not None and self.max_kv_size is not None,
         )
+        refuse(
+            "draft",
+            f"is {HEAD}, and --tensor-parallel {self.tensor_parallel} divides no head",
+            f"give {LOOKUP}, or a model",
+            when=self.draft == HEAD and self.tensor_parallel > 1,
+        )
+        refuse(
+            "tensor_shares",
+            f"{self.tensor_shares}: --tensor-parallel {self.tensor_parallel} takes as many numbers "
+            "from 1",
+            "give one for each rank that shares a layer",
+            when=len(self.shares) != self.tensor_parallel or min(self.shares) < 1,
+        )
         try:
             is_object = isinstance(self.template_arguments, dict)
         except ValueError:
@@ -158,6 +180,14 @@ class InferenceConfig(ModelSource):
         complaint = f"is {self.chat_template_config!r}"
         remedy = 'give a JSON object, like {"enable_thinking": false}'
         refuse("chat_template_config", complaint, remedy, when=not is_object)
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """The shares of the ranks that compute a layer together, in proportion."""
+        if self.tensor_shares is None:
+            return (1,) * self.tensor_parallel
+        words = self.tensor_shares.split(",")
+        return tuple(int(each) if each.strip().isdecimal() else 0 for each in words)
 
     @property
     def cache_quantisation(self) -> CacheQuantisation | None:

@@ -16,7 +16,8 @@ CHECKPOINT_TAG = 1  # all of the thread that writes checkpoints
 BATCH_TAG = 2  # batches and their metadata
 SCATTER_TAG = 3  # contributions to sums, on their way to the owners
 GATHER_TAG = 4  # sums and updated weights, on their way to all that need them
-TAGS_OF_A_RUN = 5
+LOSS_TAG = 5  # nothing: a rank that waits for it learns whether its peer is lost
+TAGS_OF_A_RUN = 6
 
 MOST_RUNS = 16
 """Runs of a job, side by side, at most: each has the tags above of its own."""

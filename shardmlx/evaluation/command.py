@@ -47,7 +47,8 @@ def run(config: EvaluateConfig, transport: Transport, blas: Blas) -> None:
         return GenerationLoad(min(config.batch_size, len(texts)), longest, 1, longest)
 
     prepared = prepare(config, transport, reporter, read)
-    scorer = Scorer(transport, prepared.part, config.batch_size, prepared.plan.setup.chunk)
+    plan = prepared.plan
+    scorer = Scorer(transport, prepared.part, config.batch_size, plan.setup.chunk, plan.shares.size)
     transport.activity.begin("evaluating")
     if prepared.encoder is None:
         # Rank 0 may compute for long between two requests: its own metric, or a prompt.

@@ -32,12 +32,16 @@ class Scores:
 
 
 class Scorer:
-    """A rank's part in scoring: stage i on rank i, ``rows`` and ``chunk`` positions at a time."""
+    """A rank's part in scoring: stage i on rank i, or ``across`` ranks that share it, ``rows`` and
+    ``chunk`` positions at a time."""
 
-    def __init__(self, transport: Transport, part: Slice, rows: int, chunk: int) -> None:
+    def __init__(
+        self, transport: Transport, part: Slice, rows: int, chunk: int, across: int = 1
+    ) -> None:
         self._transport = transport
         self._part = part
         self._rows, self._chunk = rows, chunk
+        self._giver, self._taker = transport.rank - across, transport.rank + across
         self._outbox = Outbox(transport)
 
     def score(self, sequences: Sequences) -> list[Scores]:
@@ -61,7 +65,7 @@ class Scorer:
             else:
                 x, handle = due
                 due = self._receive(shapes[number + 1]) if number + 1 < len(shapes) else None
-                what = f"{name(rank)}, scoring, batch {number}, waiting for {name(rank - 1)}"
+                what = f"{name(rank)}, scoring, batch {number}, waiting for {name(self._giver)}"
                 self._transport.wait(handle, partial(str, what))
             hidden = mx.contiguous(self._part(x, attention_chunk=self._chunk))
             mx.eval(hidden)
@@ -71,7 +75,7 @@ class Scorer:
                     count = len(sequences[i]) - 1
                     mine[i] = Scores(logprobs[row, :count], likeliest[row, :count])
             else:
-                self._outbox.send(hidden, rank + 1, HIDDEN_TAG, f"scoring, batch {number}")
+                self._outbox.send(hidden, self._taker, HIDDEN_TAG, f"scoring, batch {number}")
                 self._outbox.drain(UNSENT)
         self._outbox.drain(0)
         everyone = self._transport.gather(mine, what="scores")
@@ -81,7 +85,7 @@ class Scorer:
         if self._part.is_first:
             return None
         buffer = new_buffer(shape, self._part.dtype)
-        return buffer, self._transport.receive(buffer, self._transport.rank - 1, HIDDEN_TAG)
+        return buffer, self._transport.receive(buffer, self._giver, HIDDEN_TAG)
 
     def _scores(self, hidden: mx.array, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return log-probabilities (rows, T) of ``targets``, and which are the likeliest."""

@@ -16,7 +16,8 @@ AHEAD = 2
 
 
 class LaterStage:
-    """A rank other than 0: it does what is announced, until it is told to stop."""
+    """A rank other than 0: it does what is announced by the one before, until it is told to
+    stop."""
 
     def __init__(self, worker: StageWorker) -> None:
         self._worker = worker
@@ -49,7 +50,7 @@ class LaterStage:
         graph = self._worker.build(item, inputs)
         while self._may_hear():
             self._hear()
-        self._worker.wait(handle, self._peer)
+        self._worker.wait(handle, self._worker.giver)
         self._worker.start(graph)
         self._worker.finish(graph)
         self._worker.pass_on(graph)
@@ -71,7 +72,7 @@ class LaterStage:
         handle = Handle(inputs, done=True)
         if item.kind not in (ItemKind.STOP, ItemKind.IDLE):
             inputs = worker.inputs(item)
-            handle = worker.transport.receive(inputs, self._peer, HIDDEN_TAG)
+            handle = worker.transport.receive(inputs, worker.giver, HIDDEN_TAG)
         self._heard.append((item, inputs, handle))
         if item.kind is not ItemKind.STOP:  # after which nothing comes
             self._next = worker.await_announcement()

@@ -98,7 +98,7 @@ class FirstStage:
         drafting: Drafting | None = None,
     ) -> None:
         self._worker = worker
-        self._last = worker.transport.size - 1
+        self._last = worker.last
         self._scheduler = scheduler
         self._prefix_cache = prefix_cache
         if prefix_cache is not None:
@@ -275,6 +275,7 @@ class FirstStage:
             sequence = self._sequences[number]
             begin, sequence.position = sequence.position, sequence.position + item.length
             row[:] = [*sequence.tokens[begin : sequence.position], *item.drafts]
+        worker.share_tokens(graph)
         worker.start(graph)
         if not self._last and item.samples:
             self._foresee([item])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -10,12 +10,12 @@ from shardmlx.common.digests import bytes_digest
 from shardmlx.common.formatting import gibibytes, numbers_of, plural
 from shardmlx.config.common_options import AUTO, FASTEST, SMALLEST
 from shardmlx.config.inference import NO_DRAFT, InferenceConfig
-from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.generation_memory import (
     GenerationSetup,
     inference_memory,
     kv_cache_memory,
 )
+from shardmlx.costmodel.hostfile import Machine
 from shardmlx.costmodel.memory_limits import (
     MemoryBudget,
     PlannedMemory,
@@ -26,7 +26,9 @@ from shardmlx.costmodel.workload import ModelSizes
 from shardmlx.errors import UserError
 from shardmlx.inference.prefix_cache import MOST_BORDERS, cuttable, most_copies
 from shardmlx.models.shape import ModelShape
+from shardmlx.models.shares import WHOLE, TensorShares
 from shardmlx.partitioners import DoesNotFitError, LayerCosts, Problem, get_partitioner
+from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.stage_map import StageMap
 from shardmlx.planning.layout import costs_by_speed, make_mesh
 
@@ -53,7 +55,8 @@ class GenerationLoad:
 
 @dataclass(frozen=True, slots=True)
 class InferencePlan:
-    """The plan of a run: stage i is on rank i, and sequences are under way in ``groups``."""
+    """The plan of a run: stage i is on rank i, or on the ranks that have ``shares`` of it, and
+    sequences are under way in ``groups``."""
 
     stage_map: StageMap
     load: GenerationLoad
@@ -62,6 +65,17 @@ class InferencePlan:
     model: str
     cuttable: int
     """Tokens from which on the caches of a sequence cannot give back drafts."""
+    shares: TensorShares = WHOLE
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(1, self.stage_map.pp, self.shares.size)
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """The layers of each rank, from and to."""
+        of_stages = self.stage_map.partition.ranges
+        return tuple(each for each in of_stages for _ in self.shares.weights)
 
     @property
     def digest(self) -> str:
@@ -70,15 +84,22 @@ class InferencePlan:
     @property
     def memory(self) -> tuple[PlannedMemory, ...]:
         """The bytes that each rank holds at most, and between two steps."""
-        between = replace(self.setup, chunk=0)
         return tuple(
-            PlannedMemory(inference_memory(self.setup, *each), inference_memory(between, *each))
-            for each in self.stage_map.partition.ranges
+            PlannedMemory(
+                inference_memory(setup, *each), inference_memory(replace(setup, chunk=0), *each)
+            )
+            for setup, each in self._setups()
         )
 
     @property
     def caches(self) -> tuple[int, ...]:
-        return tuple(kv_cache_memory(self.setup, *each) for each in self.stage_map.partition.ranges)
+        return tuple(kv_cache_memory(setup, *each) for setup, each in self._setups())
+
+    def _setups(self) -> Iterator[tuple[GenerationSetup, tuple[int, int]]]:
+        """Yield the facts of each rank, and its layers."""
+        of_shares = setups_of(self.setup, self.shares)
+        for each in self.stage_map.partition.ranges:
+            yield from ((setup, each) for setup in of_shares)
 
     def kept_bytes(self, tokens: int) -> int:
         """Return the bytes of a kept sequence of so many ``tokens`` at most, on all ranks."""
@@ -100,12 +121,22 @@ def plan_inference(
     model: str,
     draft: ModelSizes | None = None,
     head: int = 0,
+    group_size: int = 1,
 ) -> InferencePlan:
     """Plan a run on the ranks of ``inputs``; ``model`` is the model's digest, and ``draft`` a model
-    that drafts on rank 0, or ``head`` the bytes of the model's own. Raises ``UserError`` where the
-    stage map does not fit the ranks, or the sequences not the memory."""
+    that drafts on rank 0, or ``head`` the bytes of the model's own. So many weights as
+    ``group_size`` share a scale. Raises ``UserError`` where layers cannot be divided so, the stage
+    map does not fit the ranks, or the sequences not the memory."""
     sizes, cluster, given = inputs.sizes, inputs.cluster, inputs.stage_map
-    size, shape = cluster.size, sizes.shape
+    shape, shares = sizes.shape, TensorShares(config.shares, group_size)
+    across = shares.size
+    size = cluster.size // across
+    if cluster.size % across:
+        raise UserError(
+            f"--tensor-parallel {across}: {cluster.size} ranks are no stages of {across} each",
+            f"start mpirun with -n {across} or a multiple of it",
+        )
+    shares.check(shape)
     limit = None if shape.chooses_caches else config.max_kv_size
     most = min(config.batch_size, load.sequences)
     quantisation = config.cache_quantisation
@@ -136,21 +167,31 @@ def plan_inference(
     )
     if draft is not None:
         setup = replace(setup, beside=_drafting(draft, setup))
+    firsts = cluster.machines[::across]
     if given is not None:
-        _check_map(given, config, sizes, cluster)
+        _check_map(given, config, sizes, firsts)
     costs = _costs(sizes, load, rows=-(-most // groups))
+    of_shares = setups_of(setup, shares)
+    capacities = [cluster.capacity(rank) for rank in range(cluster.size)]
+
+    def peak(stage: int, start: int, stop: int) -> float:
+        """Return what the rank of a stage that has the least to spare takes, were it the first."""
+        mine = capacities[stage * across : (stage + 1) * across]
+        taken = (inference_memory(each, start, stop) for each in of_shares)
+        return max(own - room + mine[0] for own, room in zip(taken, mine, strict=True))
+
     problem = Problem(
         placement=tuple(range(size)),
-        costs=costs_by_speed(costs, cluster.machines, size),
+        costs=costs_by_speed(costs, firsts, size),
         sizes=sizes.held_sizes,
-        peak=lambda _, start, stop: float(inference_memory(setup, start, stop)),
-        capacity=tuple(map(cluster.capacity, range(size))),
-        hosts=tuple(machine.host for machine in cluster.machines),
+        peak=peak,
+        capacity=tuple(capacities[::across]),
+        hosts=tuple(machine.host for machine in firsts),
     )
 
     def plan_by(partitioner: str) -> InferencePlan:
         stage_map = given or get_partitioner(partitioner)(problem)
-        return InferencePlan(stage_map, load, groups, setup, model, most_cuttable)
+        return InferencePlan(stage_map, load, groups, setup, model, most_cuttable, shares)
 
     is_open = given is None and size > 1
     less = "lower --cache-tokens"
@@ -197,8 +238,24 @@ def _drafting(draft: ModelSizes, setup: GenerationSetup) -> int:
     return inference_memory(of_draft, 0, draft.shape.num_layers)
 
 
+def setups_of(setup: GenerationSetup, shares: TensorShares) -> list[GenerationSetup]:
+    """Return the facts of the ranks of a stage, whose shares have fewer heads and columns."""
+    whole, sizes = setup.shape, setup.weight_sizes
+    found = []
+    for rank in range(shares.size):
+        own = shares.of(whole, rank)
+        layers = tuple(
+            size * own.layer(i).parameters / whole.layer(i).parameters
+            for i, size in enumerate(sizes.layers)
+        )
+        beside = setup.beside if rank == 0 else 0
+        weight_sizes = replace(sizes, layers=layers)
+        found.append(replace(setup, shape=own, weight_sizes=weight_sizes, beside=beside))
+    return found
+
+
 def _check_map(
-    stage_map: StageMap, config: InferenceConfig, sizes: ModelSizes, cluster: Cluster
+    stage_map: StageMap, config: InferenceConfig, sizes: ModelSizes, firsts: Sequence[Machine]
 ) -> None:
     stage_map.check_model(config.model, sizes.shape.num_layers)
     for rank in range(stage_map.pp):
@@ -208,12 +265,14 @@ def _check_map(
                 "with one stage a rank, in order",
                 "use another map, or none",
             )
-    if stage_map.pp != cluster.size:
+    if stage_map.pp != len(firsts):
+        across = config.tensor_parallel
         raise UserError(
-            f"{stage_map} needs {stage_map.pp} ranks, and there are {cluster.size}",
-            f"start mpirun with -n {stage_map.pp}",
+            f"{stage_map} needs {stage_map.pp * across} ranks, and there are "
+            f"{len(firsts) * across}",
+            f"start mpirun with -n {stage_map.pp * across}",
         )
-    make_mesh(stage_map, cluster.size, [machine.host for machine in cluster.machines])
+    make_mesh(stage_map, len(firsts), [machine.host for machine in firsts])
 
 
 def _costs(sizes: ModelSizes, load: GenerationLoad, rows: int) -> LayerCosts:
@@ -229,7 +288,7 @@ def _costs(sizes: ModelSizes, load: GenerationLoad, rows: int) -> LayerCosts:
 
 def _overfull(plan: InferencePlan, budgets: Sequence[MemoryBudget]) -> str:
     """Return how the first rank would take more than its budget; "" if none does."""
-    setup, ranges = plan.setup, plan.stage_map.partition.ranges
+    setup, ranges = plan.setup, plan.ranges
     for rank, (budget, memory) in enumerate(zip(budgets, plan.memory, strict=True)):
         if memory.peak > budget.nbytes:
             tokens = f"{setup.cache_tokens} tokens"

@@ -16,6 +16,7 @@ from shardmlx.config.specs import MachineOptions, ModelSource
 from shardmlx.costmodel.memory_limits import MemoryLimits, exceeded
 from shardmlx.costmodel.workload import model_sizes
 from shardmlx.distributed.agreement import from_rank_0, on_all_ranks, on_rank_0
+from shardmlx.distributed.mlx_group import join_group
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.inference.detokenize import IncrementalDetokenizer, StopStrings
@@ -56,6 +57,8 @@ from shardmlx.loading.rank_setup import (
 )
 from shardmlx.loading.tokenizer import read_tokenizer
 from shardmlx.modelfiles.model_files import open_model
+from shardmlx.modelfiles.tensors import read_quantisation
+from shardmlx.models.divided_layers import take_share
 from shardmlx.models.draft_head import DraftHead
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
@@ -122,7 +125,10 @@ class InferenceRun:
         holder, setup = self.head or self.part, self.plan.setup
         caches = KVCaches(lambda: holder.new_caches(setup.max_kv_size), setup.quantisation)
         sampler = BatchSampler(self.random_state, self.grammars)
-        return StageWorker(self.transport, self.part, caches, sampler, self.prefix_files, self.head)
+        return StageWorker(
+            *(self.transport, self.part, caches, sampler, self.prefix_files, self.head),
+            mesh=self.plan.mesh,
+        )
 
     @property
     def sampling(self) -> SamplingParams:
@@ -200,16 +206,25 @@ def prepare(
         )
         sizes = None if draft is None else draft.sizes
         of_head = 0 if head is None else head.nbytes
-        planned = partial(plan_inference, config, inputs, load, opened.digest, sizes, of_head)
+        packing = read_quantisation(opened.config)
+        group = 1 if packing is None else packing.largest_group
+        planned = partial(
+            plan_inference, config, inputs, load, opened.digest, sizes, of_head, group
+        )
         plan = on_all_ranks(transport, "planning", planned)
         compare_plans(transport, plan.digest)
-        ranges = plan.stage_map.partition.ranges
+        world = None
+        if plan.shares.size > 1:
+            world = join_group(transport, plan.mesh.sharing(transport.rank))
 
         def build() -> tuple[Slice, int, ModelDrafter | None]:
             model = build_to_generate(
                 opened.path, dtype=config.dtype, adapter_path=opened.adapters, seed=config.seed
             )
-            part = Slice(model, *ranges[transport.rank])
+            part = Slice(model, *plan.ranges[transport.rank])
+            if world is not None:
+                all_sum = partial(mx.distributed.all_sum, group=world)
+                take_share(part, shape, plan.shares, world.rank(), all_sum)
             if config.cache_quantisation is not None:
                 check_quantised(part, config.cache_quantisation, shape.model_type)
             state, drafter = random_state(), None
@@ -275,9 +290,13 @@ def _tokenizer(config: InferenceConfig, opened: OpenedModel) -> TokenizerWrapper
 
 def _announce(config: InferenceConfig, plan: InferencePlan, reporter: Reporter) -> None:
     sizes = " + ".join(map(str, plan.stage_map.partition.sizes))
+    across, on = plan.shares.size, ""
+    if across > 1:
+        shares = ":".join(map(str, plan.shares.weights))
+        on = f", each on {across} ranks with tensor shares {shares}"
     reporter.say(
-        f"{config.model}: {plural(plan.stage_map.num_stages, 'stage')} of {sizes} layers, prompts "
-        f"in chunks of {plan.setup.chunk} tokens"
+        f"{config.model}: {plural(plan.stage_map.num_stages, 'stage')} of {sizes} layers{on}, "
+        f"prompts in chunks of {plan.setup.chunk} tokens"
     )
     if (how := plan.setup.quantisation) is not None:
         plain = replace(plan, setup=replace(plan.setup, quantisation=None))
@@ -339,7 +358,7 @@ def report_memory(prepared: InferenceRun) -> None:
                 percent(peak, predicted[rank]),
             )
             for rank, ((weights, peak), (start, stop)) in enumerate(
-                zip(everyone, plan.stage_map.partition.ranges, strict=True)
+                zip(everyone, plan.ranges, strict=True)
             )
         ],
     )

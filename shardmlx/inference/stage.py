@@ -22,6 +22,7 @@ from shardmlx.distributed.messages import (
     buffer_of,
     new_buffer,
 )
+from shardmlx.distributed.mlx_group import losses_named
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import EngineError, one_line
 from shardmlx.inference.drafts import accepted
@@ -31,6 +32,7 @@ from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.scheduler import Item
 from shardmlx.models.draft_head import DraftHead
 from shardmlx.models.slice import Slice
+from shardmlx.pipeline.mesh import Mesh
 
 ANNOUNCEMENT_TAG = FIRST_ENGINE_TAG
 HIDDEN_TAG = FIRST_ENGINE_TAG + 1
@@ -89,11 +91,13 @@ class Outbox:
 
 @dataclass
 class StageWorker:
-    """A rank's part in generation, held by the stage that says what is next: rank i has stage i.
+    """A rank's part in generation, held by the stage that says what is next: rank i has stage i, or
+    a share of a stage in a ``mesh`` of such.
 
-    ``part`` holds the stage's layers. Only the last rank uses its ``sampler``, and has the model's
-    ``head`` if that drafts: the last of ``caches`` is then the head's. Kept sequences have
-    ``files`` where they outlive the job. ``item`` is at work now: errors name it.
+    ``part`` holds the stage's layers. The first rank of those that share the last stage samples,
+    by its ``sampler``. Without shares it has the model's ``head`` if that drafts: the last of
+    ``caches`` is then the head's. Kept sequences have ``files`` where they outlive the job.
+    ``item`` is at work now: errors name it.
     """
 
     transport: Transport
@@ -103,15 +107,21 @@ class StageWorker:
     files: PrefixFiles | None = None
     head: DraftHead | None = None
     item: Item | None = None
+    mesh: Mesh | None = None
 
     def __post_init__(self) -> None:
+        rank, mesh = self.transport.rank, self.mesh or Mesh(1, self.transport.size)
+        self.stage = mesh.coordinates(rank)[1]
+        self.last = mesh.rank(0, mesh.pp - 1)  # which samples
+        self._sharing = mesh.sharing(rank)
+        self._is_last = self.part.is_last and rank == self.last
         self.outbox = Outbox(self.transport)
         self._waits: deque[float] = deque([0.0], maxlen=4)
 
     def begin(self, item: Item | None) -> None:
         """Begin an item, or wait for one. Raises what transports raise if a rank is lost."""
         self.item = item
-        what = f"stage {self.transport.rank}, {item}" if item else "generating"
+        what = f"stage {self.stage}, {item}" if item else "generating"
         self.transport.activity.begin(what)
         self.transport.activity.check(self._who)
 
@@ -145,13 +155,13 @@ class StageWorker:
         self.caches.keep_border(item)
         # The next chunk needs all keys and values, and nothing else of the last layer.
         evaluated = [cache.state for cache in (of_layers if item.samples else caches)]
-        if item.params is not None and self.part.is_last:
+        if item.params is not None and self._is_last:
             self.sampler.open(item.sequences[0], item.params)
-        if not self.part.is_last:
+        if self._is_last and item.samples:
+            outputs = self.part.last_logits(outputs, item.length)
+        elif item.samples or not self.part.is_last:
             outputs = mx.contiguous(outputs)
             evaluated.append(outputs)
-        elif item.samples:
-            outputs = self.part.last_logits(outputs, item.length)
         graph = ItemGraph(item, inputs, states, outputs, evaluated, caches, backup)
         if not is_foreseen:
             self.sample(graph)
@@ -161,7 +171,7 @@ class StageWorker:
         """Have the last stage's graph of an item that samples end in tokens, no longer in logits:
         they depend on the tokens before in penalties, grammars and random streams."""
         item = graph.item
-        if self.part.is_last and item.samples:
+        if self._is_last and item.samples:
             graph.outputs = self.sampler.sample(item.sequences, graph.outputs, item.drafts)
             graph.evaluated.append(graph.outputs)
 
@@ -173,7 +183,7 @@ class StageWorker:
 
     def finish(self, graph: ItemGraph) -> None:
         """Wait until a graph is evaluated."""
-        if not (self.part.is_last and graph.item.samples):
+        if not (self._is_last and graph.item.samples):
             mx.eval(graph.evaluated)
             return
         # No caches: by now they may hold arrays of a foreseen graph, whose inputs are not filled.
@@ -200,15 +210,26 @@ class StageWorker:
     def pass_on(self, graph: ItemGraph) -> None:
         """Send hidden states to the next stage, or sampled tokens from the last one to rank 0."""
         if not self.part.is_last:
-            self.outbox.send(graph.outputs, self.transport.rank + 1, HIDDEN_TAG, self._who())
-        elif graph.item.samples:
+            peer = self.transport.rank + len(self._sharing)
+            self.outbox.send(graph.outputs, peer, HIDDEN_TAG, self._who())
+        elif self._is_last and graph.item.samples:
             self.outbox.send(np.array(graph.outputs), 0, TOKENS_TAG, self._who())
         self.outbox.drain(UNSENT)
 
+    def share_tokens(self, graph: ItemGraph) -> None:
+        """Send the first stage's token ids to the other ranks that share it."""
+        for peer in self._sharing[1:]:
+            self.outbox.send(graph.inputs, peer, HIDDEN_TAG, self._who())
+
+    @property
+    def giver(self) -> int:
+        """The rank that gives this one, which is not rank 0, the inputs of its items."""
+        return self.transport.rank - len(self._sharing) if self.stage else 0
+
     def announce(self, item: Item) -> None:
-        """Tell the next stage, if there is one, what it computes next: a length, and the item
+        """Tell the next rank, if there is one, what it computes next: a length, and the item
         pickled, since the ranks of one job trust each other."""
-        if self.part.is_last:
+        if self.transport.rank + 1 == self.transport.size:
             return
         payload = pickle.dumps(item)
         whole = np.frombuffer(len(payload).to_bytes(LENGTH_BYTES) + payload, np.uint8)
@@ -259,7 +280,8 @@ class StageWorker:
     def named_errors(self) -> Iterator[None]:
         """Raise other errors as an ``EngineError`` that names rank, stage and item."""
         try:
-            yield
+            with losses_named(self.transport, self._sharing, self._who):
+                yield
         except (TransportError, EngineError):
             raise
         except Exception as error:
@@ -268,5 +290,5 @@ class StageWorker:
 
     def _who(self) -> str:
         rank = self.transport.rank
-        where = f"{self.transport.name(rank)}, stage {rank}"
+        where = f"{self.transport.name(rank)}, stage {self.stage}"
         return f"{where}, {self.item}" if self.item else where

@@ -84,6 +84,12 @@ class QuantisationConfig:
             return None
         return self.modules.get(module, self.default)
 
+    @property
+    def largest_group(self) -> int:
+        """The most weights that share a scale."""
+        found = (self.default, *self.modules.values())
+        return max(each.group_size for each in found if each is not None)
+
 
 def read_quantisation(config: Mapping[str, Any]) -> QuantisationConfig | None:
     """Read the quantisation of a config.json as mlx-lm loads it; None for plain weights."""

@@ -1,4 +1,4 @@
-"""Lay world ranks out as data parallel x pipeline parallel. No MLX, no MPI."""
+"""Lay world ranks out as data parallel x pipeline parallel x tensor shares. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from shardmlx.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """A mesh of data parallel x pipeline parallel: ``dp`` replicas of a pipeline of ``pp`` ranks.
+    """A mesh of data parallel x pipeline parallel: ``dp`` replicas of a pipeline of ``pp`` stages,
+    each on ``tp`` ranks that share its tensors.
 
-    World ranks run along the pipeline first: the ranks of replica r are ``r * pp`` to
-    ``r * pp + pp - 1``, so that neighbours in the hostfile are neighbours in the pipeline.
+    World ranks run along the shares first, then along the pipeline, so that neighbours in the
+    hostfile are neighbours there: without shares replica r has ``r * pp`` to ``r * pp + pp - 1``.
     """
 
     dp: int
     pp: int
+    tp: int = 1
 
     def __post_init__(self) -> None:
-        if self.dp < 1 or self.pp < 1:
-            raise ValueError(f"a mesh of {self.dp} x {self.pp} ranks is empty")
+        if min(self.dp, self.pp, self.tp) < 1:
+            raise ValueError(f"a mesh of {self.dp} x {self.pp} x {self.tp} ranks is empty")
 
     @classmethod
     def for_world(cls, size: int, pp: int) -> Mesh:
@@ -34,17 +36,22 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        return self.dp * self.pp
+        return self.dp * self.pp * self.tp
 
     def coordinates(self, rank: int) -> tuple[int, int]:
         """Return (replica, pipeline rank) of a world rank."""
         if not 0 <= rank < self.size:
-            raise ValueError(f"rank {rank} is outside a mesh of {self.dp} x {self.pp} ranks")
-        return divmod(rank, self.pp)
+            raise ValueError(f"rank {rank} is outside a mesh of {self.size} ranks")
+        return divmod(rank // self.tp, self.pp)
 
     def rank(self, replica: int, pipeline_rank: int) -> int:
-        """Return the world rank of (replica, pipeline rank)."""
-        return replica * self.pp + pipeline_rank
+        """Return the world rank of (replica, pipeline rank), the first of those that share it."""
+        return (replica * self.pp + pipeline_rank) * self.tp
+
+    def sharing(self, rank: int) -> tuple[int, ...]:
+        """Return the world ranks that share the tensors of a rank's stages, with itself."""
+        first = self.rank(*self.coordinates(rank))
+        return tuple(range(first, first + self.tp))
 
     def replicas_of(self, pipeline_rank: int) -> tuple[int, ...]:
         """Return the world ranks that hold the same stages, one in each replica."""

@@ -48,7 +48,7 @@ def run(config: ServeConfig, transport: Transport, blas: Blas) -> None:
     prefixes: list[KeptPrefix] = []
     if config.prefix_cache_dir is not None:
         setup = prepared.plan.setup
-        settings = setup.max_kv_size, str(setup.quantisation)
+        settings = setup.max_kv_size, str(setup.quantisation), prepared.plan.shares.weights
         files = open_prefix_files(transport, config.prefix_cache_dir, prepared.part, settings)
         if prepared.head is not None:
             files = replace(files, layers=(*files.layers, HEAD))

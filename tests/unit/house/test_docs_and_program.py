@@ -77,7 +77,13 @@ def test_the_exit_codes() -> None:
 VARIABLE = re.compile(
     r"(SHARDMLX|OMPI_MCA|OMPI_ALLOW|PRTE|OPENBLAS|MLX|HF|TOKENIZERS|TRANSFORMERS|XDG)_\w+"
 )
-BETWEEN_PROCESSES = {"SHARDMLX_LAUNCHED", "SHARDMLX_TERMINAL", "OMPI_MCA_btl_tcp_flags"}
+BETWEEN_PROCESSES = {
+    "MLX_RANK",
+    "MLX_HOSTFILE",
+    "SHARDMLX_LAUNCHED",
+    "SHARDMLX_TERMINAL",
+    "OMPI_MCA_btl_tcp_flags",
+}
 """Variables that shardmlx sets for its own processes."""
 
 

@@ -244,3 +244,36 @@ def test_maps_that_cannot_generate(stages: str, complaint: str, tmp_path: Path) 
     path = tmp_path / "map.yaml"
     path.write_text(f"stages:\n{stages}\n")
     assert complaint in refusal(plan, ONE, ROOM, ROOM, stage_map=str(path)).problem
+
+
+def test_ranks_that_share_a_stage_hold_their_heads_and_columns() -> None:
+    whole, made = plan(ONE, ROOM, ROOM), plan(ONE, *[ROOM] * 4, tensor_parallel=2)
+    assert made.stage_map.partition == whole.stage_map.partition
+    assert made.ranges == tuple(each for each in whole.ranges for _ in range(2))
+    assert made.caches == tuple(each // 2 for each in whole.caches for _ in range(2))
+    saved = whole.memory[0].resident - made.memory[0].resident
+    assert saved == pytest.approx(whole.caches[0] / 2 + 4 * MB / 2, rel=0.02)  # norms are whole
+    unequal = plan(ONE, *[ROOM] * 2, tensor_parallel=2, tensor_shares="3,1")
+    assert unequal.memory[0].resident > unequal.memory[1].resident
+    assert made.mesh.sharing(2) == (2, 3)
+
+
+SHARED: dict[str, Any] = {"tensor_parallel": 2}
+
+
+def test_the_machine_with_the_smaller_share_may_have_less() -> None:
+    load = GenerationLoad(sequences=8, prompt=500, answer=100, context=6000)
+    work = workload(num_attention_heads=8, num_key_value_heads=4)
+    unequal = partial(plan, load, work=work, **SHARED, tensor_shares="3,1")
+    room = [round(1.05 * each.peak / 0.75) for each in unequal(ROOM, ROOM).memory]
+    assert unequal(*room).shares.weights == (3, 1)
+    assert "rank 1" in str(refusal(partial(plan, load, *room, work=work, **SHARED)))
+
+
+def test_ranks_that_cannot_share_a_stage() -> None:
+    said = str(refusal(plan, ONE, ROOM, ROOM, ROOM, **SHARED))
+    assert "3 ranks are no stages of 2 each" in said
+    said = str(refusal(plan, ONE, *[ROOM] * 4, tensor_parallel=4))
+    assert "fewer heads of keys and values than ranks: 2" in said
+    said = str(refusal(partial(plan, ONE, ROOM, ROOM, work=workload("cohere"), **SHARED)))
+    assert "cohere" in said

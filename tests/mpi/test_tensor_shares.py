@@ -1,0 +1,69 @@
+"""Ranks that compute each layer together, over MLX's ring, say what one process says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.jobs import AFTER_A_KILL, PROGRAMS, Job
+from tests.helpers.mpirun import mlx_lm, mpirun
+from tests.helpers.rank_pool import run_in_pool
+from tests.helpers.small_models import small_directory
+
+PROMPT = "What is the colour of the sea, and who sails on it?"
+
+
+def generate(ranks: int, *args: str | Path) -> Job:
+    return run_in_pool(ranks, "-m", "shardmlx.generate", *args, "--no-verbose")
+
+
+def check(ranks: int, shares: str, *how: str | Path, drafts: Sequence[str] = ()) -> None:
+    shared = ("--tensor-parallel", str(len(shares.split(","))), "--tensor-shares", shares)
+    job = generate(ranks, *how, *drafts, *shared)
+    assert job.well().stdout == mlx_lm(*how)
+
+
+def test_two_ranks_with_equal_shares(small: Path, small_quantised: Path, adapters: Path) -> None:
+    how: Sequence[str | Path] = ("--prompt", PROMPT, "--max-tokens", "20")
+    check(2, "1,1", "--model", small, *how, "--adapter-path", adapters)
+    sampled = "--temp", "0.9", "--seed", "3"
+    check(2, "1,1", "--model", small_quantised, *how, *sampled, drafts=("--draft", "lookup"))
+
+
+def test_three_ranks_and_unequal_shares(small_tokenizer: Path, tmp_path: Path) -> None:
+    model = small_directory(
+        tmp_path / "model",
+        small_tokenizer,
+        hidden_size=72,
+        num_attention_heads=12,
+        num_key_value_heads=6,
+    )
+    check(3, "3,2,1", "--model", model, "--prompt", PROMPT, "--max-tokens", "20")
+
+
+def test_two_stages_of_two_ranks_generate_and_evaluate(
+    small: Path, pirate: Path, tmp_path: Path
+) -> None:
+    check(4, "2,1", "--model", small, "--prompt", PROMPT, "--max-tokens", "20")
+    losses = []
+    for ranks, how in ((1, ()), (4, ("--tensor-parallel", "2"))):
+        output = tmp_path / f"{ranks}.json"
+        words = ("--model", small, "--data", pirate, "--output", output, *how)
+        run_in_pool(ranks, "-m", "shardmlx.evaluate", *words, timeout=60.0).well()
+        losses.append(json.loads(output.read_text())["loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_rank_of_a_group_that_dies(small: Path) -> None:
+    job = mpirun(
+        2,
+        *(PROGRAMS / "dying_rank.py", "kill", "--model", small, "--prompt", PROMPT),
+        *("--max-tokens", "50", "--timeout", "5", "--tensor-parallel", "2"),
+    )
+    line = replace(job, stdout="").failure(1, *AFTER_A_KILL)  # it may follow unfinished text
+    assert "rank 1 on" in line
+    assert "died" in line

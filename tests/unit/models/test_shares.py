@@ -1,0 +1,150 @@
+"""Layers divided among ranks that compute them together give what one process gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from shardmlx.distributed.transport import Transport
+from shardmlx.errors import UserError
+from shardmlx.modelfiles.parts import read_shape
+from shardmlx.models.divided_layers import take_share
+from shardmlx.models.shape import ModelShape
+from shardmlx.models.shares import Cut, TensorShares
+from shardmlx.models.slice import Slice
+from tests.helpers.family_configs import CONFIGS
+from tests.helpers.further_configs import FURTHER
+from tests.helpers.local_transport import LocalNetwork
+from tests.helpers.models_and_batches import build, tiny_config, with_adapters
+from tests.helpers.undeclared_configs import UNDECLARED
+
+FORMS: Mapping[str, dict[str, Any]] = CONFIGS | UNDECLARED | FURTHER
+
+DIVIDED = (
+    *("llama", "mistral", "ministral3", "mixtral", "qwen2", "qwen3", "mistral3", "gemma3"),
+    *("gemma2", "gemma3_text", "qwen3_moe", "gpt_oss", "phi3", "glm4", "granite", "starcoder2"),
+    *("granitemoe", "minimax_m2", "nemotron", "openelm", "exaone4"),
+)
+"""Families with a row, and of the others those whose code has names or matrices of its own."""
+
+REFUSED = {
+    "deepseek_v3": "one latent state",
+    "qwen3_next": "recurrent layers",
+    "cohere": "side by side",
+    "olmo2": "q_norm",
+    "qwen2_moe": "2 MLPs",
+    "gpt_neox": "query_key_value",
+    "gemma": "values than ranks: 1",
+    "apertus": "alpha_p",
+}
+
+TOKENS = mx.array([[3, 17, 5, 60, 22, 9, 41, 8, 30]])
+NINE_HEADS = tiny_config("llama", layers=2, num_attention_heads=9, num_key_value_heads=3,
+                         hidden_size=72)  # fmt: skip
+
+
+def logits_of(part: Slice) -> mx.array:
+    return part.last_logits(part.extend(TOKENS, part.new_caches()), TOKENS.size)
+
+
+def check(model: nn.Module, shape: ModelShape, shares: TensorShares, most: float = 2e-5) -> None:
+    """Check that ranks with ``shares`` of all layers compute the logits of the whole model."""
+    models = [deepcopy(model) for _ in shares.weights]
+    expected = np.array(logits_of(Slice(model, 0, shape.num_layers)))
+
+    def run(transport: Transport) -> np.ndarray:
+        def all_sum(x: mx.array) -> mx.array:
+            return mx.array(np.sum(transport.all_gather(np.array(x)), axis=0))
+
+        part = Slice(models[transport.rank], 0, shape.num_layers)
+        take_share(part, shape, shares, transport.rank, all_sum)
+        held = sum(part[name].size for name in part.parameters() if ".layers." in name)
+        quantised = shares.group_size > 1
+        own = shares.of(shape, transport.rank)
+        if not (quantised or "lora" in str(part.parameters().keys())):
+            assert held == sum(own.layer(i).parameters for i in range(shape.num_layers))
+        return np.array(logits_of(part))
+
+    for logits in LocalNetwork(shares.size).run(run):
+        assert np.abs(logits - expected).max() <= most * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(
+    ("units", "weights", "parts"),
+    [
+        (8, (1, 1), [(0, 4), (4, 8)]),
+        (3, (2, 1), [(0, 2), (2, 3)]),
+        (3, (1, 1), [(0, 2), (2, 3)]),
+        (3, (1, 1, 1), [(0, 1), (1, 2), (2, 3)]),
+        (4, (98, 1, 1), [(0, 2), (2, 3), (3, 4)]),
+        (4, (1, 1, 98), [(0, 1), (1, 2), (2, 4)]),
+    ],
+)
+def test_units_in_proportion_and_one_at_least(
+    units: int, weights: tuple[int, ...], parts: list[tuple[int, int]]
+) -> None:
+    shares = TensorShares(weights)
+    assert [shares.bounds(units, rank) for rank in range(shares.size)] == parts
+
+
+def test_six_and_three_of_nine_heads() -> None:
+    layer = read_shape(NINE_HEADS | {"intermediate_size": 192}).layer(0)
+    shares = TensorShares((2, 1))
+    assert shares.cuts(layer, 0) == {
+        "self_attn.q_proj": Cut(((0, 48),), 72),
+        "self_attn.k_proj": Cut(((0, 16),), 24),
+        "self_attn.v_proj": Cut(((0, 16),), 24),
+        "self_attn.o_proj": Cut(((0, 48),), 72, of_columns=True),
+        "mlp.gate_proj": Cut(((0, 128),), 192),
+        "mlp.up_proj": Cut(((0, 128),), 192),
+        "mlp.down_proj": Cut(((0, 128),), 192, of_columns=True),
+    }
+    assert shares.cuts(layer, 1)["self_attn.q_proj"] == Cut(((48, 72),), 72)
+
+
+def test_weights_that_share_a_scale_stay_together() -> None:
+    layer = read_shape(tiny_config("llama", num_key_value_heads=4)).layer(0)  # heads of 8
+    cuts = TensorShares((1, 1), group_size=16).cuts(layer, 1)
+    assert cuts["self_attn.o_proj"].ranges == ((16, 32),)
+    assert cuts["self_attn.o_proj"].scaled(2) == ((1, 2),)  # scales
+    with pytest.raises(ValueError, match="share scales"):
+        TensorShares((1, 1), group_size=32).cuts(layer, 1)
+
+
+@pytest.mark.parametrize("family", DIVIDED)
+def test_logits_of_shares_are_those_of_the_whole_model(family: str) -> None:
+    check(build(FORMS[family]), read_shape(FORMS[family]), TensorShares((2, 1)))
+
+
+def test_three_shares_of_three_heads_and_adapters() -> None:
+    check(build(NINE_HEADS), read_shape(NINE_HEADS), TensorShares((1, 1, 1)))
+    for family in ("llama", "mixtral"):
+        model = with_adapters(build(CONFIGS[family]), layers=2)
+        check(model, read_shape(CONFIGS[family]), TensorShares((1, 1)))
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_quantised_weights_in_whole_groups(family: str) -> None:
+    quantisation = {"quantization": {"group_size": 32, "bits": 4}}
+    config = tiny_config(family, layers=2, hidden_size=64, intermediate_size=96) | quantisation
+    check(build(config), read_shape(config), TensorShares((2, 1), group_size=32))
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_cannot_be_divided_is_refused_by_name(family: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        TensorShares((1, 1)).check(read_shape(FORMS[family]))
+    assert REFUSED[family] in refusal.value.problem
+    assert family in refusal.value.problem
+
+
+def test_dora_is_refused() -> None:
+    model = with_adapters(build(CONFIGS["llama"]), dora=True)
+    with pytest.raises(UserError, match="DoRA"):
+        take_share(Slice(model, 0, 2), read_shape(CONFIGS["llama"]), TensorShares((1, 1)), 0, abs)
