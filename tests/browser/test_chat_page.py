@@ -237,7 +237,6 @@ def test_what_is_damaged_in_the_store_takes_nothing_else_with_it(page: Page) -> 
         [*sound, {"role": "user", "content": {}}, {"role": "assistant", "content": "lost"}],
         key=KEY,
         settings=[7],
-        theme=8,
         **{
             "conversation.two": None,
             "conversation.three": {"name": 7, "changed": "x", "turns": {"0": sound}},
@@ -455,7 +454,7 @@ def test_all_can_be_reached_by_keyboard_and_has_a_name(page: Page) -> None:
         page.chrome.switch_to.active_element.send_keys(Keys.TAB)
     assert seen == [
         "To the message",
-        *("New chat", "Ahoy", "Rename Ahoy", "Delete Ahoy", "Dark colours", "Settings"),
+        *("New chat", "Ahoy", "Rename Ahoy", "Delete Ahoy", "Settings"),
         *("Conversation", "Edit this message and send it again", "Copy this message"),
         *("link", "Copy the code", "Code", "Table", "Copy this answer", "Regenerate this answer"),
         *("", "Send"),

@@ -8,7 +8,6 @@ import { askKey, askName, askSettings, askToDelete } from "./dialogs.js";
 import { byId, fill } from "./elements.js";
 import { drawList } from "./sidebar.js";
 import { read, record, tab, write } from "./storage.js";
-import { isDark, toggle } from "./theme.js";
 import { answerNode, nameOf, paintAnswer, questionNode } from "./turns.js";
 
 const SETTINGS = "shardmlx.settings";
@@ -56,10 +55,6 @@ function drawModel() {
   byId("model").textContent = nameOf(server.model);
   byId("model").title = server.model;
   document.title = `${nameOf(server.model)} · shardmlx`;
-}
-
-function drawTheme() {
-  byId("theme").setAttribute("aria-pressed", isDark());
 }
 
 function paint(turn) {
@@ -239,11 +234,6 @@ document.addEventListener("keydown", (event) => {
 
 byId("new").addEventListener("click", () => open(create()));
 
-byId("theme").addEventListener("click", () => {
-  toggle();
-  drawTheme();
-});
-
 byId("samples").addEventListener("click", ({ target }) => {
   if (target.tagName === "BUTTON") send(target.textContent);
 });
@@ -269,7 +259,6 @@ addEventListener("beforeunload", leave);
 addEventListener("pagehide", leave);
 addEventListener("storage", ({ key }) => {
   // Another tab went on with a conversation, or deleted it; after `clear` the key is null.
-  drawTheme();
   if (key === SETTINGS) settings = keptSettings();
   const mine = key === null || idOf(key) === current.id;
   if (mine && editing === null && !isRunning(current)) {
@@ -279,6 +268,5 @@ addEventListener("storage", ({ key }) => {
 });
 
 draw();
-drawTheme();
 toEnd();
 greet();
