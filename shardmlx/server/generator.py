@@ -129,8 +129,6 @@ class RequestServer:
             complaint=None if grammars is None else grammars.complaint,
             takes_predictions=config.draft == LOOKUP,
         )
-        metrics = Metrics(queue)
-        metrics.show_memory(self._transport.hosts, self.prepared.limits, mx.get_peak_memory)
         app = make_app(
             queue,
             served,
@@ -138,7 +136,7 @@ class RequestServer:
             hosts=trusted_hosts(listeners[0], config.extra_hosts),
             origins=config.origins,
             max_body_bytes=config.max_body,
-            metrics=metrics,
+            metrics=Metrics(queue, mx.get_peak_memory),
         )
         server = HttpServer(app, *listeners, access_log=config.access_log, on_end=self._http_ended)
         if config.is_open_to_others and key is None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shardmlx.costmodel.memory_limits import MemoryLimits
 from shardmlx.inference.drafts import NO_DRAFTS, DraftCounts
 from shardmlx.server.request_queue import Delta, RequestQueue
 
@@ -45,9 +44,10 @@ HISTOGRAMS = (
 
 
 class Metrics:
-    """The counters, histograms and gauges of one server, in a registry of its own."""
+    """The counters, histograms and gauges of one server, in a registry of its own; the
+    ``peak_memory`` is that of this rank, in bytes."""
 
-    def __init__(self, queue: RequestQueue) -> None:
+    def __init__(self, queue: RequestQueue, peak_memory: Callable[[], int] = int) -> None:
         self._registry = CollectorRegistry(auto_describe=True)
         self.counters = {
             name: Counter(f"shardmlx_{name}", text, labels, registry=self._registry)
@@ -64,28 +64,9 @@ class Metrics:
             ("texts_waiting", "Requests that wait for their turn", lambda: queue.load().waiting),
             ("kept_tokens", "Tokens in the prefix cache", lambda: queue.load().kept_tokens),
             ("up", "1 while requests are taken", lambda: queue.unavailable_reason is None),
+            ("peak_memory_bytes", "Most that MLX's arrays have taken, on rank 0", peak_memory),
         ):
-            self._gauge(name, text).set_function(value)
-
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(f"shardmlx_{name}", text, labels, registry=self._registry)
-
-    def show_memory(
-        self, hosts: Sequence[str], limits: Sequence[MemoryLimits], peak: Callable[[], int]
-    ) -> None:
-        """Show plan and limit of each rank in bytes, and the ``peak`` of this one, rank 0."""
-        planned, limit, taken = (
-            self._gauge(f"{name}_bytes", text, "rank", "host")
-            for name, text in (
-                ("planned_peak_memory", "Most memory that the plan expects of MLX's arrays"),
-                ("memory_limit", "Memory that MLX's arrays may take"),
-                ("peak_memory", "Most memory that MLX's arrays have taken, on rank 0"),
-            )
-        )
-        for rank, (host, each) in enumerate(zip(hosts, limits, strict=True)):
-            planned.labels(rank, host).set(each.planned.peak)
-            limit.labels(rank, host).set(each.memory)
-        taken.labels(0, hosts[0]).set_function(peak)
+            Gauge(f"shardmlx_{name}", text, registry=self._registry).set_function(value)
 
     def exposition(self) -> bytes:
         return generate_latest(self._registry)

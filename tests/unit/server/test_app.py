@@ -13,13 +13,11 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
 
-from shardmlx.costmodel.memory_limits import MemoryBudget, MemoryLimits, PlannedMemory
 from shardmlx.server import streaming
 from shardmlx.server.answer_parser import Part
 from shardmlx.server.app import LONG_BODY_BYTES
 from shardmlx.server.guard import POLICY
-from shardmlx.server.metrics import Metrics
-from shardmlx.server.request_queue import Delta, RequestQueue
+from shardmlx.server.request_queue import Delta
 from tests.helpers.http_serving import MODEL, Agent, Letters, Parrot, Serving, Text, serving
 from tests.helpers.shown import shown
 
@@ -410,27 +408,10 @@ def test_metrics_count_requests_texts_and_tokens() -> None:
             "shardmlx_texts_waiting": 0,
             "shardmlx_kept_tokens": 7,
             "shardmlx_up": 1,
+            "shardmlx_peak_memory_bytes": 0,
         }.items():
             assert f"\n{name} {value:.1f}\n" in text.text, name
         assert "xxx" not in text.text
-
-
-def test_metrics_have_the_memory_of_each_rank() -> None:
-    limits = [
-        MemoryLimits(MemoryBudget("", memory, "", memory), PlannedMemory(peak, 100), "cpu")
-        for peak, memory in ((700, 900), (600, 800))
-    ]
-    metrics = Metrics(RequestQueue(1))
-    metrics.show_memory(("mac1", "mac2"), limits, lambda: 650)
-    text = metrics.exposition().decode()
-    for name, value in {
-        'planned_peak_memory_bytes{host="mac1",rank="0"}': 700,
-        'planned_peak_memory_bytes{host="mac2",rank="1"}': 600,
-        'memory_limit_bytes{host="mac2",rank="1"}': 800,
-        'peak_memory_bytes{host="mac1",rank="0"}': 650,
-    }.items():
-        assert f"\nshardmlx_{name} {value:.1f}\n" in text, name
-    assert 'shardmlx_peak_memory_bytes{host="mac2"' not in text
 
 
 def test_a_short_request_does_not_wait_for_a_long_one_and_few_long_ones_wait() -> None:
