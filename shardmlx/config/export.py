@@ -114,7 +114,6 @@ class ExportOptions(ModelSource):
     )
     verify: bool = _files(False, "look for what is wrong with the files; status 1 if something is")
 
-    gather: bool = _ranks(False, "bring the files of all machines to rank 0's")
     timeout: float = common.timeout(group=_RANKS)
 
     def __post_init__(self) -> None:

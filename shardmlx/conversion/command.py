@@ -1,8 +1,8 @@
 """The command ``shardmlx export``: look, build lazily, write tensor by tensor, publish.
 
 On several ranks each computes the tensors of its own layers, from its own weights, and writes its
-own files, which is enough if all see the same disk. If not, ``--gather`` brings them to rank 0 once
-they are complete, or each machine keeps its own.
+own files, which is enough if all see the same disk. If not, each machine keeps its own, and a line
+says how to bring them to rank 0's.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from functools import partial
 from pathlib import Path
 
 from shardmlx.checkpoint.export import TensorSpec, specs_of
-from shardmlx.common.durable_files import PARTIAL, pieces_of, replace_durably
 from shardmlx.common.environment import Blas
 from shardmlx.common.formatting import gibibytes, plural
 from shardmlx.common.process_memory import peak_resident_bytes
 from shardmlx.common.reporter import Reporter
-from shardmlx.common.units import MEGABYTE
 from shardmlx.config.export import ExportOptions
 from shardmlx.config.specs import ModelSource
 from shardmlx.conversion.lazy_model import LazyModel, build_lazily
@@ -30,8 +28,6 @@ from shardmlx.conversion.shards import Shards, plan_shards, texts_of
 from shardmlx.conversion.sources import Source, Trained, find_trained, in_directory, open_source
 from shardmlx.conversion.writer import write_files
 from shardmlx.distributed.agreement import AgreedError, from_rank_0, on_all_ranks, on_rank_0
-from shardmlx.distributed.byte_stream import Incoming, Outgoing
-from shardmlx.distributed.messages import OBJECT_TAG
 from shardmlx.distributed.shared_disks import Disks, find_disks
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import AgreedFailure
@@ -86,27 +82,21 @@ def export(options: ExportOptions, transport: Transport, reporter: Reporter) -> 
     disks = find_disks(transport, output.path.absolute().parent, make=transport.size > 1)
     state = on_all_ranks(transport, _WHAT, lambda: output.state)
     everywhere = transport.all_gather(state, _WHAT)
-    is_written = "complete" in everywhere and (
-        (options.gather and everywhere[0] == "complete")
-        or all(state in ("complete", "published") for state in everywhere)
-    )
+    is_written = "complete" in everywhere and {*everywhere} <= {"complete", "published"}
     if not is_written:
         on_all_ranks(transport, _WHAT, output.check)
         with transport.longer_timeout(SETUP_SECONDS):
             _Export(options, output, disks, transport, reporter).write()
     if disks.leads(transport.rank) and output.work.is_dir():
-        if output.is_complete:
-            output.publish()
-        else:
-            output.give_up()  # rank 0 has all of it
+        output.publish()
     transport.barrier(_WHAT)
-    for group in () if options.gather else disks.groups[1:]:
+    for group in disks.groups[1:]:
         there = f"{transport.hosts[group[0]]}:{output.path.absolute()}"
         reporter.say(
             f"{transport.name(group[0])} keeps its files in its own {options.output_dir}: bring "
             f"them here with rsync -a {there}/ {options.output_dir}/"
         )
-    return options.gather or len(disks.groups) == 1
+    return len(disks.groups) == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +143,8 @@ class _Export:
                 "writing tensors",
                 lambda: write(output, model, shards, transport.rank, self.reporter, source.bring),
             )
-        if options.gather:
-            self._gather(shards)
         # Rank 0, which has the rest, writes the completion marker last.
-        is_kept = not options.gather and leads and transport.rank != 0
+        is_kept = leads and transport.rank != 0
         on_all_ranks(transport, _WHAT, lambda: output.complete({}) if is_kept else None)
         on_rank_0(transport, _WHAT, lambda: output.complete(texts or {}))
 
@@ -209,29 +197,8 @@ class _Export:
         goes_on = self.output.check_same(identity)
         rank, disks = self.transport.rank, self.disks
         if disks.leads(rank):
-            gathers = self.options.gather and rank == 0
-            ranks = range(self.transport.size) if gathers else disks.groups[disks.of(rank)]
-            self.output.check_room(shards, ranks, more)
+            self.output.check_room(shards, disks.groups[disks.of(rank)], more)
         return goes_on
-
-    def _gather(self, shards: Shards) -> None:
-        transport, disks = self.transport, self.disks
-        for file, writer in shards.writers.items():
-            if disks.of(writer) == disks.of(0):
-                continue
-            path = self.output.rank(writer) / file
-            size, what = shards.manifest(writer).sizes[file], f"gathering {file}"
-            if transport.broadcast(path.exists(), what=what):
-                continue
-            own = f"{transport.name(transport.rank)}, {what}"
-            if transport.rank == writer:
-                outgoing = Outgoing(transport, size, 0, OBJECT_TAG, own)
-                for piece in pieces_of(path):
-                    outgoing.write(piece)
-                outgoing.close()
-            pieces = iter(Incoming(transport, size, writer, OBJECT_TAG, own))
-            receive = partial(_receive, self.output, path, size, pieces, self.reporter)
-            on_rank_0(transport, what, receive)
 
 
 def _build(source: Source, trained: Trained | None, options: ExportOptions) -> LazyModel:
@@ -279,27 +246,3 @@ def _plan(model: LazyModel, shape: ModelShape, ranges: Sequence[Range], most: in
         rank = next(r for r, (start, stop) in enumerate(ranges) if start <= layer < stop)
         of_ranks[rank].append(spec)
     return plan_shards(of_ranks, most)
-
-
-def _receive(
-    output: OutputDirectory, path: Path, size: int, pieces: Iterator[memoryview], reporter: Reporter
-) -> None:
-    """Write a file while it arrives; it takes its name once all of it has come unharmed."""
-    partial_path = path.with_name(PARTIAL + path.name)
-    failure: OSError | None = None
-    try:
-        path.parent.mkdir(exist_ok=True)
-        with (
-            partial_path.open("wb") as file,
-            reporter.bar(f"gather {path.name}, MB", max(1, size // MEGABYTE)) as bar,
-        ):
-            for piece in pieces:
-                file.write(piece)
-                bar.advance(len(piece) / MEGABYTE)
-    except OSError as error:
-        failure = error
-    for _ in pieces:  # the rest must be received anyway
-        pass
-    if failure is not None:
-        raise output.not_written(failure, size)
-    replace_durably(partial_path, path)

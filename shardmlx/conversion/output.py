@@ -134,12 +134,6 @@ class OutputDirectory:
         is_published = self._visible() and not self.work.is_dir()
         return "published" if is_published else "unfinished"
 
-    def give_up(self) -> None:
-        """Remove the written files, and the directory if it is then empty."""
-        shutil.rmtree(self.work)
-        if not self._names():
-            self.path.rmdir()
-
     def publish(self) -> None:
         """Move files up, config.json last, which makes the directory a model; remove the rest."""
         marker = self.work / _FINISHED

@@ -77,22 +77,11 @@ def test_ranks_on_one_disk_write_one_model(
 
 
 @pytest.mark.parametrize("weights", ["auto", "rank0"])
-def test_gathered_all_files_are_on_rank_0(
+def test_each_machine_keeps_its_own_files(
     weights: str, model: Path, adapters: Path, alone: Path, tmp_path: Path
 ) -> None:
-    outs = with_apart(tmp_path, 3)
-    how = {"adapter_path": str(adapters), "gather": True, "weights": weights}
-    assert on_ranks(model, outs, **how) == [True] * 3
-    assert tensors(outs[0]) == tensors(alone)
-    assert not outs[1].exists()
-    assert not outs[2].exists()
-
-
-def test_not_gathered_each_machine_keeps_its_own(
-    model: Path, adapters: Path, alone: Path, tmp_path: Path
-) -> None:
     outs = with_apart(tmp_path, 2)
-    assert on_ranks(model, outs, adapter_path=str(adapters)) == [False] * 2
+    assert on_ranks(model, outs, adapter_path=str(adapters), weights=weights) == [False] * 2
     assert [path.name for path in outs[1].iterdir()] == ["model-00002-of-00002.safetensors"]
     (outs[1] / "model-00002-of-00002.safetensors").rename(
         outs[0] / "model-00002-of-00002.safetensors"
@@ -108,10 +97,9 @@ def test_a_file_in_the_place_of_the_directory_is_refused_on_all_ranks(
         on_ranks(model, [tmp_path / "out"] * 2)
 
 
-@pytest.mark.parametrize("gather", [False, True])
-@pytest.mark.parametrize("place", ["write_files", "_gather", "complete"])
+@pytest.mark.parametrize("place", ["write_files", "complete"])
 def test_ranks_go_on_after_any_end(
-    place: str, gather: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outs = with_apart(tmp_path, 2)
     with monkeypatch.context() as patch:
@@ -119,12 +107,10 @@ def test_ranks_go_on_after_any_end(
         def fail(*args: Any, **kwargs: Any) -> None:
             raise UserError("killed")
 
-        owners = {"_gather": command._Export, "complete": OutputDirectory}
-        patch.setattr(owners.get(place, command), place, fail)
-        if place != "_gather" or gather:
-            with pytest.raises(UserError, match="killed"):
-                on_ranks(model, outs, gather=gather)
-    if place == "complete" and not gather:
+        patch.setattr(OutputDirectory if place == "complete" else command, place, fail)
+        with pytest.raises(UserError, match="killed"):
+            on_ranks(model, outs)
+    if place == "complete":
         # One machine has moved its files up, and the other one not.
         with monkeypatch.context() as patch:
             publish = OutputDirectory.publish
@@ -136,7 +122,7 @@ def test_ranks_go_on_after_any_end(
             patch.setattr(OutputDirectory, "publish", some)
             on_ranks(model, outs)
         assert (outs[0] / WORK).exists()
-    on_ranks(model, outs, gather=gather)
+    on_ranks(model, outs)
     names = {path.name for out in outs if out.exists() for path in out.iterdir()}
     assert names == {
         "README.md", "config.json", "model-00001-of-00002.safetensors", "tokenizer.json",
@@ -154,16 +140,3 @@ def test_layers_are_divided_by_what_is_to_be_written(tmp_path: Path) -> None:
     assert divide_layers(model, shape, 4) == [(0, 1), (1, 2), (2, 3), (3, 4)]
     with pytest.raises(UserError, match="5 ranks, but the model has 4 layers"):
         divide_layers(model, shape, 5)
-
-
-def test_a_disk_that_is_full_only_when_a_file_is_closed_is_noticed_and_the_file_is_closed(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "partial-a").symlink_to("/dev/full")
-    pieces = iter([memoryview(b"con"), memoryview(b"tent")])
-    open_files = {path.name for path in Path("/proc/self/fd").iterdir()}
-    with pytest.raises(UserError, match="the disk is full"):
-        command._receive(OutputDirectory(tmp_path / "out"), tmp_path / "a", 7, pieces, QUIET)
-    assert next(pieces, None) is None, "what is sent must be received"
-    assert {path.name for path in Path("/proc/self/fd").iterdir()} <= open_files
-    assert not (tmp_path / "a").exists()
