@@ -140,7 +140,6 @@ def prepare_resumption(
         _refuse_mixture(options, transport, place)
         store = Store(resume.parent)
         disks = find_disks(transport, resume.parent, make=False)
-    _warn_of_unfinished(transport, reporter, store, disks)
     if options.resume == "never":
         _refuse_mixture(options, transport, place)
         return Resumption(place)
@@ -174,20 +173,6 @@ def prepare_resumption(
     if place is not None and store is place.store:
         _set_aside(transport, place, found.manifest.step, faults)
     return Resumption(place, found)
-
-
-def _warn_of_unfinished(
-    transport: Transport, reporter: Reporter, store: Store, disks: Disks
-) -> None:
-    mine = map(str, store.unfinished() if disks.leads(transport.rank) else ())
-    for rank, theirs in enumerate(
-        transport.all_gather([*mine], "looking for unfinished checkpoints")
-    ):
-        for path in theirs:
-            reporter.warn(
-                f"{path} on {transport.hosts[rank]} is passed over: it has no {MARKER}, so it is "
-                "not complete"
-            )
 
 
 def _open(options: CheckpointOptions, transport: Transport, directory: Path, owners: int) -> Place:

@@ -134,16 +134,6 @@ class Store:
         found = {step_of(path.name) for path in self.directory.iterdir()}
         return sorted(s for s in found if s is not None and (self.path(s) / MARKER).exists())
 
-    def unfinished(self) -> list[Path]:
-        """Return the directories named as checkpoints that lack the marker, by name."""
-        if not self.directory.is_dir():
-            return []
-        return sorted(
-            path
-            for path in self.directory.iterdir()
-            if path.is_dir() and step_of(path.name) is not None and not (path / MARKER).exists()
-        )
-
     def lock(self) -> IO[bytes]:
         """Keep other runs out until the file is closed. Raises ``UserError`` if one writes."""
         self.directory.mkdir(parents=True, exist_ok=True)
