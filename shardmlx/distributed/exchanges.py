@@ -2,14 +2,12 @@
 
 Two hosts are fastest with large chunks. Each of three or more sends to all others at once, and each
 link carries several streams. If one stream ran far ahead, a link would stand idle waiting for the
-slow ones; so only as much is under way as a link carries in a few milliseconds, by a measurement.
-At 100 Mbit/s, as multiples of the bound, chunks of 512 KiB took 1.2, and of 24 KiB 1.07.
+slow ones; so only as much is under way as a link carries in a few milliseconds.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,22 +15,10 @@ from itertools import zip_longest
 
 import numpy as np
 
-from shardmlx.distributed.messages import SCATTER_TAG, Handle
-from shardmlx.distributed.transport import Transport
+from shardmlx.distributed.messages import Handle
 from shardmlx.distributed.wire_formats import WireFormat
 
-SECONDS_OF_CHUNK = 1.8e-3
-"""Seconds in which a link carries a chunk, beside the latency."""
-
-LEAST_BYTES = 1 << 12
-
-SAMPLE_BYTES = 1 << 18
-"""Size of the measured message: a fiftieth of a second at 100 Mbit/s."""
-
-ROUNDS = 3
-
 NOTHING = np.empty(0, np.float32)
-
 
 Parts = Sequence[Sequence[np.ndarray]]
 """The arrays of each member's part, one after the other."""
@@ -96,43 +82,10 @@ class Pace:
 FULL = Pace(8, 1 << 19)
 """Pace of two hosts, and of the ranks of one, with the least overhead."""
 
-
-def pace_between_hosts(transport: Transport, room: np.ndarray) -> Pace:
-    """Measure how fast all ranks send, each to the next, and return the pace of sums of three hosts
-    or more; ``room`` is overwritten.
-
-    All ranks must call it, and get the same pace.
-    """
-    if len(set(transport.hosts)) < 3:
-        return FULL
-    count = SAMPLE_BYTES // room.itemsize
-    if min(transport.all_gather(room.size, "measuring links")) < 2 * count:
-        return FULL  # a rank without a buffer sums nothing
-    small, large = [], []
-    for _ in range(ROUNDS):
-        # The small message also lets neighbours begin together.
-        small.append(_seconds(transport, room[0:1], room[1:2]))
-        large.append(_seconds(transport, room[:count], room[count : 2 * count]))
-    latency = min(small)
-    speed = SAMPLE_BYTES / max(min(large) - latency, 1e-6)
-    chunk = int(speed * (SECONDS_OF_CHUNK + latency))
-    slowest = min(transport.all_gather(chunk, "measuring links"))
-    return Pace(3, max(LEAST_BYTES, min(FULL.nbytes, slowest)))
+EVEN = Pace(3, 1 << 18)
+"""Pace of three hosts or more: what a link of 1 Gbit/s carries in 2 ms."""
 
 
-def pace_of(group: Sequence[int], hosts: Sequence[str], between: Pace) -> Pace:
+def pace_of(group: Sequence[int], hosts: Sequence[str]) -> Pace:
     """Return the pace of the ranks of a group on ``hosts[rank]``."""
-    return between if len({hosts[rank] for rank in group}) > 2 else FULL
-
-
-def _seconds(transport: Transport, out: np.ndarray, into: np.ndarray) -> float:
-    """Return how long it takes to send to the next rank while the one before sends."""
-    rank, size = transport.rank, transport.size
-    before, after = (rank - 1) % size, (rank + 1) % size
-    who = f"{transport.name(rank)}, measuring links"
-    start = time.monotonic()
-    received = transport.receive(into, before, SCATTER_TAG)
-    sent = transport.send(out, after, SCATTER_TAG)
-    transport.wait(received, lambda: f"{who}, waiting for {transport.name(before)}")
-    transport.wait(sent, lambda: f"{who}, sending to {transport.name(after)}")
-    return time.monotonic() - start
+    return EVEN if len({hosts[rank] for rank in group}) > 2 else FULL

@@ -35,7 +35,6 @@ from shardmlx.distributed.exchanges import (
     Exchange,
     Parts,
     Step,
-    pace_between_hosts,
     pace_of,
 )
 from shardmlx.distributed.messages import (
@@ -63,7 +62,7 @@ SLICE = 0.1
 
 class Sums:
     """The exchanges of one rank. ``room`` is the float32 buffer for others' contributions, of one
-    size on all ranks; larger groups have smaller chunks. All ranks must build one.
+    size on all ranks; larger groups have smaller chunks.
 
     Contributions and sums travel in the format ``wire``. In bfloat16 a rank rounds its own
     contribution too, so that the bits do not depend on the parts; in int8 they do, since blocks
@@ -74,7 +73,6 @@ class Sums:
         self.wire = wire
         self._transport = transport
         self._room = np.frombuffer(buffer_of(room), np.float32)
-        self._between = pace_between_hosts(transport, self._room)
         self._queue: deque[Exchange] = deque()
         self._lock = threading.Lock()
         self._runs = False
@@ -157,7 +155,7 @@ class Sums:
         if len(exchange.parts) != len(exchange.group):
             raise ValueError(f"{len(exchange.parts)} parts for {len(exchange.group)} ranks")
         members = len(exchange.group)
-        pace = pace_of(exchange.group, self._transport.hosts, self._between)
+        pace = pace_of(exchange.group, self._transport.hosts)
         room = self._room_of_chunk(members, pace.nbytes) if exchange.scatters else pace.nbytes
         if members > 1:
             exchange.divide(room, pace.ahead)

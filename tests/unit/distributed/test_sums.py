@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shardmlx.distributed import sums
-from shardmlx.distributed.exchanges import FULL, Pace, pace_between_hosts, pace_of
+from shardmlx.distributed.exchanges import EVEN, FULL, Pace, pace_of
 from shardmlx.distributed.wire_formats import WIRE_FORMATS
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.transport_checks import contribution
@@ -20,20 +20,9 @@ def test_equal_parts_differ_by_one_at_most() -> None:
     assert sums.equal_parts(2, 4) == [0, 0, 1, 1, 2]
 
 
-def test_hosts_agree_on_the_pace_that_they_measure() -> None:
-    def work(transport: LocalTransport) -> Pace:
-        transport.hosts = ("a", "b", "c")
-        return pace_between_hosts(transport, np.zeros(1 << 17, np.float32))
-
-    (pace,) = set(LocalNetwork(3).run(work))
-    assert pace.ahead < FULL.ahead
-    assert pace.nbytes <= FULL.nbytes
-
-
-def test_only_sums_of_three_hosts_or_more_go_at_that_pace() -> None:
-    slow = Pace(3, 1 << 14)
-    assert pace_of((0, 1, 2), "abc", slow) is slow
-    assert pace_of((0, 1, 2), "aba", slow) is pace_of((1, 2), "abc", slow) is FULL
+def test_only_sums_of_three_hosts_or_more_go_at_an_even_pace() -> None:
+    assert pace_of((0, 1, 2), "abc") is EVEN
+    assert pace_of((0, 1, 2), "aba") is pace_of((1, 2), "abc") is FULL
 
 
 @pytest.mark.parametrize("dtype", WIRE_FORMATS)
@@ -50,7 +39,7 @@ def test_the_bits_of_a_sum_do_not_depend_on_its_pace(
 
     found = set()
     for pace in (FULL, Pace(3, 1 << 12), Pace(1, 5_000)):
-        monkeypatch.setattr(sums, "pace_between_hosts", lambda *_, pace=pace: pace)
+        monkeypatch.setattr(sums, "pace_of", lambda *_, pace=pace: pace)
         found |= set(LocalNetwork(3).run(work))
     assert len(found) == 1
 
