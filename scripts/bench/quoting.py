@@ -146,7 +146,7 @@ def stages(model_path: str, tokens: int) -> None:
     from shardmlx.common.reporter import Reporter
     from shardmlx.config.inference import LOOKUP as BY_LOOKUP
     from shardmlx.config.inference import InferenceConfig
-    from shardmlx.inference.drafts import BackOff, LookupDrafter
+    from shardmlx.inference.drafts import NO_DRAFTS, BackOff, Drafter, Drafting, LookupDrafter
     from shardmlx.inference.prompts import PromptEncoder
     from shardmlx.inference.setup import prepare as load
     from shardmlx.inference.setup import typical_load
@@ -156,23 +156,23 @@ def stages(model_path: str, tokens: int) -> None:
     def lead(encoder: PromptEncoder) -> None:
         first_stage = prepared.first_stage()
         drafting = first_stage.drafting
-        assert drafting is not None, "the options say so"
         numbers = iter(range(10**9))
 
         def work(prompt: str, drafts: bool, most: int) -> Answer:
             number = next(numbers)
-            new = replace(drafting, drafter=LookupDrafter(), back_off=BackOff())
-            first_stage.drafting = new if drafts else None
+            back_off = BackOff(stages=drafting.back_off.stages)
+            new = replace(drafting, drafter=LookupDrafter(), back_off=back_off)
+            first_stage.drafting = new if drafts else Drafting(Drafter(), 0)
             answer = prepared.ask(first_stage, number, encoder.encode(prompt), most)
-            tokens = []
+            tokens, counts = [], NO_DRAFTS
             while not first_stage.is_idle:
                 for _, sampled in first_stage.step():
                     tokens.append(sampled.token)
+                    counts = first_stage.drafts(number)
                     answer.take(sampled.token)
                     if answer.finish_reason is not None:
                         first_stage.finish(number)
-            counts = str(new.take_counts()) if drafts else ""
-            return Answer(tokens, answer.last - answer.first, counts)
+            return Answer(tokens, answer.last - answer.first, str(counts) if drafts else "")
 
         serve(work, Turns(0))
         first_stage.stop()

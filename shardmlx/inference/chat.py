@@ -6,11 +6,12 @@ from dataclasses import replace
 
 from shardmlx.common.environment import Blas
 from shardmlx.common.reporter import Reporter
-from shardmlx.config.inference import ChatConfig
+from shardmlx.config.inference import NO_DRAFT, ChatConfig
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.inference.chat_input import PipedLines, TerminalLines, find_terminal
 from shardmlx.inference.detokenize import IncrementalDetokenizer
+from shardmlx.inference.drafts import NO_DRAFTS, DraftCounts
 from shardmlx.inference.plan import GenerationLoad
 from shardmlx.inference.prompts import ChatMessage, PromptEncoder
 from shardmlx.inference.setup import InferenceRun, prepare, typical_load
@@ -85,28 +86,28 @@ class _Chat:
                 f"does not fit into {self._load.context} (see --cache-tokens): r begins anew"
             )
             return
-        answer, cached = self._answer(tokens)
+        answer, cached, drafts = self._answer(tokens)
         self._messages += [message, {"role": "assistant", "content": answer.text}]
         rate = answer.count / max(answer.last - answer.first, 1e-9) if answer.count > 1 else 0.0
-        drafting = self._first_stage.drafting
-        drafts = "" if drafting is None else f"; drafts: {drafting.take_counts()}"
+        told = "" if self._config.draft == NO_DRAFT else f"; drafts: {drafts}"
         self._say(
             self._lines.dimmed(
                 f"[{len(tokens) - cached} of {len(tokens)} prompt tokens computed, {answer.count} "
-                f"generated, {rate:.1f} tokens-per-sec{drafts}]"
+                f"generated, {rate:.1f} tokens-per-sec{told}]"
             )
         )
 
-    def _answer(self, tokens: tuple[int, ...]) -> tuple[IncrementalDetokenizer, int]:
-        """Print the answer as it comes; return it, and how many prompt tokens were cached."""
+    def _answer(self, tokens: tuple[int, ...]) -> tuple[IncrementalDetokenizer, int, DraftCounts]:
+        """Print the answer as it comes; return it, how many prompt tokens were cached, and its
+        drafts."""
         number, self._turns = self._turns, self._turns + 1
-        first_stage, cached, is_stopped = self._first_stage, 0, False
+        first_stage, cached, drafts, is_stopped = self._first_stage, 0, NO_DRAFTS, False
         answer = self._prepared.ask(first_stage, number, tokens, self._load.answer)
         try:
             while not first_stage.is_idle:
                 for _, sampled in first_stage.step():
                     segment = answer.take(sampled.token)
-                    cached = first_stage.cached(number)
+                    cached, drafts = first_stage.cached(number), first_stage.drafts(number)
                     if answer.finish_reason is not None:
                         first_stage.finish(number)
                     self._lines.show(segment)
@@ -116,7 +117,7 @@ class _Chat:
                     is_stopped = True
         finally:
             print(flush=True)  # so that an error begins a line
-        return answer, cached
+        return answer, cached, drafts
 
 
 def _lines(config: ChatConfig) -> TerminalLines | PipedLines:

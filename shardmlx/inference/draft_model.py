@@ -104,12 +104,17 @@ class ModelDrafter(Drafter):
         self._enter(sequence, tokens)
 
     def draft(
-        self, sequence: int, tokens: Sequence[int], most: int, pays: Callable[[int], int]
+        self,
+        sequence: int,
+        tokens: Sequence[int],
+        ahead: Sequence[int],
+        pays: Callable[[int], int],
     ) -> Draft:
-        count = min(most, pays(KIND))
+        count = pays(KIND)
         if not count:
             return Draft()
         begin = time.perf_counter()
+        tokens = [*tokens, *ahead]
         entered = self._enter(sequence, tokens)
         ids, drafts = self._ids(tokens[len(entered.tokens) :]), []
         for _ in range(count):

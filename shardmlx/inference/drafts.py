@@ -3,6 +3,13 @@
 
 A draft is accepted where it is the token that is sampled in its place, with the key and after the
 tokens that a step by itself would have: the text is the same, however the drafts are made.
+
+While later stages verify a round, rank 0 may draft on as if all of it were accepted, and a token
+more (PipeInfer, arXiv:2407.11798), so that a round enters each stage at a time::
+
+    stage 0   a b c D E f       a: a round whose first token is known
+    stage 1     a b c D E       b: begins with a guess; C, of which a token is wrong, comes back
+                                   when D has entered, so that D is void: e begins anew
 """
 
 from __future__ import annotations
@@ -11,8 +18,8 @@ import statistics
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field
-from typing import Protocol
+from dataclasses import KW_ONLY, dataclass, field, replace
+from itertools import cycle, islice
 
 LONGEST, SHORTEST = 4, 2
 """Tokens at the end of a text that are looked up in what comes before them. A single one returns in
@@ -44,26 +51,35 @@ HEAD_KIND = 0
 NO_TIME = 1e-9
 """Seconds that no step takes less than."""
 
+STREAM = 0.95
+"""Rounds are drafted on if they take less than this part of the time of rounds by themselves."""
+
 
 @dataclass(frozen=True, slots=True)
 class Draft:
     """Guessed ``tokens`` that may come next, and the ``seconds`` that it took to make them. Drafts
-    of a ``kind``, a number, are as likely."""
+    of a ``kind``, a number, are as likely. One that ``goes_on`` follows guesses under way, and
+    enters all at once; of another the tokens enter after one that is known."""
 
     tokens: tuple[int, ...] = ()
     kind: int = 0
     seconds: float = 0.0
+    goes_on: bool = False
 
 
-class Drafter(Protocol):
-    """A maker of drafts. A subclass need only make them."""
+class Drafter:
+    """A maker of drafts, by itself of none. A subclass need only make them."""
 
     def draft(
-        self, sequence: int, tokens: Sequence[int], most: int, pays: Callable[[int], int]
+        self,
+        sequence: int,
+        tokens: Sequence[int],
+        ahead: Sequence[int],
+        pays: Callable[[int], int],
     ) -> Draft:
-        """Guess at most ``most`` tokens that follow the ``tokens`` of a sequence; of a kind as many
-        as it ``pays`` to guess, perhaps none."""
-        ...
+        """Guess what follows the ``tokens`` of a sequence and those ``ahead``, which are guessed
+        too; of a kind as many tokens as it ``pays`` to guess, perhaps none."""
+        return Draft()
 
     def read(self, sequence: int, tokens: Sequence[int]) -> None:
         """Take in the prompt of a sequence, as ``draft`` would before its first one."""
@@ -116,17 +132,21 @@ class LookupDrafter(Drafter):
         self._ends[sequence].predicts = True
 
     def draft(
-        self, sequence: int, tokens: Sequence[int], most: int, pays: Callable[[int], int]
+        self,
+        sequence: int,
+        tokens: Sequence[int],
+        ahead: Sequence[int],
+        pays: Callable[[int], int],
     ) -> Draft:
         self.read(sequence, tokens)
         ends = self._ends[sequence]
-        text = ends.text
+        last = [*ends.text[-LONGEST:], *ahead]
         for length in range(LONGEST, SHORTEST - 1, -1):
-            begin = ends.last.get(tuple(text[-length:]))
+            begin = ends.last.get(tuple(last[-length:]))
             if begin is not None:
                 kind = length + LONGEST * ends.predicts
-                period, count = len(text) - begin, min(most, pays(kind))
-                return Draft(tuple(text[begin + i % period] for i in range(count)), kind)
+                period = [*ends.text[begin:], *ahead]
+                return Draft(tuple(islice(cycle(period), pays(kind))), kind)
         return Draft()
 
     def forget(self, sequence: int) -> None:
@@ -145,10 +165,14 @@ class HeadDrafter(Drafter):
         self._guessed[sequence] = length, guessed
 
     def draft(
-        self, sequence: int, tokens: Sequence[int], most: int, pays: Callable[[int], int]
+        self,
+        sequence: int,
+        tokens: Sequence[int],
+        ahead: Sequence[int],
+        pays: Callable[[int], int],
     ) -> Draft:
         length, guessed = self._guessed.pop(sequence, (0, []))
-        count = min(most, pays(HEAD_KIND)) if length == len(tokens) else 0
+        count = pays(HEAD_KIND) if length == len(tokens) and not ahead else 0
         return Draft(tuple(guessed[:count]), HEAD_KIND)
 
     def forget(self, sequence: int) -> None:
@@ -182,29 +206,54 @@ class _Kind:
     rejected: float = REJECTED
     seconds: deque[float] = field(default_factory=_window)
 
+    @property
+    def rate(self) -> float:
+        return self.accepted / (self.accepted + self.rejected)
+
+    def count(self, accepted: int, has_rejected: bool) -> None:
+        self.accepted = FADING * self.accepted + accepted
+        self.rejected = FADING * self.rejected + has_rejected
+
 
 @dataclass
 class BackOff:
     """Drafts of each kind go on while they pay, by measured times: what they have saved, in plain
     steps, is what they may cost; at the ``first`` they may cost so many. A draft has the length
-    that gives most tokens a second, by what is accepted and what times were measured."""
+    that gives most tokens a second, by what is accepted and what times were measured.
+
+    With several ``stages`` rounds may be drafted on. While all tokens are right one comes in the
+    time of the slowest stage, not of all; when one is wrong, the rounds behind it are waited for.
+    It is 1 where nobody can draft on.
+    """
 
     first: float = FIRST
+    stages: int = 1
     _plain: deque[float] = field(default_factory=_window)
+    _on_rank_0: deque[float] = field(default_factory=_window)
     _verified: deque[float] = field(default_factory=_window)
     _kinds: dict[int, _Kind] = field(default_factory=dict)
     _has_begun: bool = False
 
     def length(self, kind: int, most: int) -> int:
-        """Return how many tokens of a ``kind`` to guess, at most ``most``; 0 while none pays."""
+        """Return how many tokens of a ``kind`` to guess after one that is known, at most ``most``;
+        0 while none pays, or none but those of rounds that begin with a guess."""
         if not self.allows(kind):
             return 0
-        known, each = self._kinds[kind], self._seconds_each(kind)
-        rate = known.accepted / (known.accepted + known.rejected)
-        return max(
-            range(1, most + 1),
-            key=lambda count: expected(rate, count) / (self._plain_seconds + count * each),
-        )
+        fewest = 0 if most == 0 or self.goes_on(kind, 0) else 1
+        rate = self._known(kind).rate
+
+        def tokens_a_second(count: int) -> float:
+            goes_on = self.goes_on(kind, count)
+            seconds = (self._in_stream if goes_on else self._alone)(kind, count)
+            return expected(rate, count) / seconds
+
+        return max(range(fewest, most + 1), key=tokens_a_second)
+
+    def goes_on(self, kind: int, count: int) -> bool:
+        """Tell whether it pays to draft on with rounds of a token and ``count`` more."""
+        if self.stages == 1 or not self.allows(kind):
+            return False
+        return self._in_stream(kind, count) < STREAM * self._alone(kind, count)
 
     @property
     def is_off(self) -> bool:
@@ -215,26 +264,33 @@ class BackOff:
         known = self._known(kind)
         return len(self._plain) >= PLAIN_STEPS and known.allowance > 0
 
-    def took(self, draft: Draft, came: int, seconds: float) -> None:
-        """Note the ``seconds`` of a step with a ``draft``, of which ``came`` tokens."""
-        count = len(draft.tokens)
-        if not count:
+    def took(self, draft: Draft, came: int, seconds: float, on_rank_0: float = 0.0) -> None:
+        """Note the ``seconds`` of a step with a ``draft``, and of these the ones ``on_rank_0``;
+        ``came`` tokens of it."""
+        count = len(draft.tokens) - draft.goes_on
+        on_rank_0 = seconds if self.stages == 1 else on_rank_0
+        if not draft.tokens:
             self._plain.append(seconds)
+            self._on_rank_0.append(on_rank_0)
             for known in self._kinds.values():
                 known.allowance = min(known.allowance + SHARE, MOST)
             return
         known = self._known(draft.kind)
-        known.accepted = FADING * known.accepted + came - 1
-        known.rejected = FADING * known.rejected + (came <= count)
+        known.count(came - 1 + draft.goes_on, came <= count)
         if not self._plain:
             return
         if self._has_begun:  # with the first round a GPU compiles its kernels
-            more = seconds - draft.seconds - self._plain_seconds
-            self._verified.append(max(more, 0.0) / count)
-            known.seconds.append(draft.seconds / count)
+            if count:  # a round may wait for another, but not on rank 0
+                more = on_rank_0 - draft.seconds - statistics.median_low(self._on_rank_0)
+                self._verified.append(self.stages * max(more, 0.0) / count)
+            known.seconds.append(draft.seconds / len(draft.tokens))
         self._has_begun = True
-        cost = 1 + count * self._seconds_each(draft.kind) / self._plain_seconds
-        known.allowance = min(known.allowance + came - cost, MOST)
+        spent = (self._slowest if draft.goes_on else self._alone)(draft.kind, count)
+        known.allowance = min(known.allowance + came - spent / self._plain_seconds, MOST)
+
+    def missed(self, draft: Draft) -> None:
+        """Note that a round is void since it began with a wrong guess."""
+        self._known(draft.kind).count(0, True)
 
     def _known(self, kind: int) -> _Kind:
         return self._kinds.setdefault(kind, _Kind(self.first))
@@ -243,32 +299,50 @@ class BackOff:
     def _plain_seconds(self) -> float:
         return max(statistics.median_low(self._plain), NO_TIME)
 
-    def _seconds_each(self, kind: int) -> float:
-        """Return the seconds to make and to verify one more token."""
-        made = self._kinds[kind].seconds
+    def _verifying(self, count: int) -> float:
         verified = self._verified or (VERIFIED * self._plain_seconds,)
-        return statistics.median_low(verified) + (statistics.median_low(made) if made else 0.0)
+        return self._plain_seconds + count * statistics.median_low(verified)
+
+    def _made(self, kind: int) -> float:
+        made = self._known(kind).seconds
+        return statistics.median_low(made) if made else 0.0
+
+    def _alone(self, kind: int, count: int) -> float:
+        """Return the seconds of a round by itself."""
+        return self._verifying(count) + count * self._made(kind)
+
+    def _slowest(self, kind: int, count: int) -> float:
+        """Return the seconds of the slowest stage for a round, if those after rank 0's are equal
+        and have the messages' time."""
+        own = min(statistics.median_low(self._on_rank_0) / self._plain_seconds, 1.0)
+        whole, drafting = self._verifying(count), (count + 1) * self._made(kind)
+        return max(own * whole + drafting, (1 - own) * whole / (self.stages - 1))
+
+    def _in_stream(self, kind: int, count: int) -> float:
+        """Return the seconds of a round among rounds that are drafted on."""
+        goes_on = self._known(kind).rate ** (count + 1)
+        rounds = self.stages - (self.stages - 1) * goes_on
+        return rounds * self._slowest(kind, count)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """The ``rounds``, steps with drafts, and how many drafts these had."""
+    """The ``rounds``, steps with drafts, and how many drafts these had. A void round is none, but
+    its drafts count."""
 
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
 
-    def plus(self, drafted: int, accepted: int) -> DraftCounts:
-        """Return the counts with those of a step, which may have been one without drafts."""
-        rounds = self.rounds + (drafted > 0)
-        return DraftCounts(rounds, self.drafted + drafted, self.accepted + accepted)
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(
+            self.rounds + other.rounds,
+            self.drafted + other.drafted,
+            self.accepted + other.accepted,
+        )
 
     def __str__(self) -> str:
-        tokens = (self.rounds + self.accepted) / max(self.rounds, 1)
-        return (
-            f"{self.drafted} tokens in {self.rounds} rounds, {self.accepted} accepted, "
-            f"{tokens:.2f} tokens a round"
-        )
+        return f"{self.drafted} tokens in {self.rounds} rounds, {self.accepted} accepted"
 
 
 NO_DRAFTS = DraftCounts()
@@ -290,23 +364,39 @@ class Drafting:
     cuttable: int = sys.maxsize
     quantised: int = 0
     back_off: BackOff = field(default_factory=BackOff)
-    counts: DraftCounts = NO_DRAFTS
-    """Counts of all rounds since they were taken."""
 
     def read(self, sequence: int, tokens: Sequence[int]) -> None:
         """Take in a prompt, unless no drafts seem to come of it."""
         if len(tokens) < self.cuttable and not self.back_off.is_off:
             self.drafter.read(sequence, tokens)
 
-    def draft(self, sequence: int, tokens: Sequence[int], context: int) -> Draft:
-        """Guess the tokens that follow those of a sequence, which may become ``context``."""
-        # The last of the tokens enters with the drafts, and one more comes than are accepted.
-        most = min(self.most, context - len(tokens) - 1, self.cuttable - 1 - len(tokens))
+    def draft(
+        self,
+        sequence: int,
+        tokens: Sequence[int],
+        context: int,
+        ahead: Sequence[int] | None = None,
+    ) -> Draft:
+        """Guess the tokens that follow those of a sequence, which may become ``context``; with
+        ``ahead`` those that follow these drafts under way, and all tokens are guesses."""
+        goes_on = ahead is not None
+        ahead = () if ahead is None else ahead
+        # The token before the drafts, which enters with them, is known, or guessed as well; one
+        # more comes than are accepted.
+        known = len(tokens) + len(ahead) + goes_on
+        most = min(self.most, context - known - 1, self.cuttable - 1 - known)
         if len(tokens) <= self.quantised:
-            most = min(most, self.quantised - len(tokens))
-        if most < 1:
+            most = min(most, self.quantised - known)
+        if most < 1 - goes_on:
             return Draft()
-        return self.drafter.draft(sequence, tokens, most, lambda kind: self._pays(kind, most))
+
+        def pays(kind: int) -> int:
+            count = self._pays(kind, most)
+            if not goes_on:
+                return count
+            return count + 1 if self.back_off.goes_on(kind, count) else 0
+
+        return replace(self.drafter.draft(sequence, tokens, ahead, pays), goes_on=goes_on)
 
     def guesses(self, length: int, context: int) -> int:
         """Return how many tokens the model's head, if it drafts, is to guess with a step after
@@ -321,12 +411,3 @@ class Drafting:
         if self.fixed:
             return most if self.back_off.allows(kind) else 0
         return self.back_off.length(kind, most)
-
-    def take_counts(self) -> DraftCounts:
-        counts, self.counts = self.counts, NO_DRAFTS
-        return counts
-
-    def took(self, draft: Draft, came: int, seconds: float) -> None:
-        """Note the ``seconds`` of a step for a sequence alone, of which ``came`` tokens."""
-        self.back_off.took(draft, came, seconds)
-        self.counts = self.counts.plus(len(draft.tokens), came - 1)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shardmlx.common.environment import Blas
 from shardmlx.common.reporter import Reporter, check_writable
-from shardmlx.config.inference import DEFAULT_PROMPT, GenerateConfig
+from shardmlx.config.inference import DEFAULT_PROMPT, NO_DRAFT, GenerateConfig
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.inference.detokenize import IncrementalDetokenizer
@@ -87,6 +87,8 @@ def _lead(
         _stream(answers[0], len(prompts[0][0]), first_stage, prepared.reporter)
     else:
         _write(config, prompts, answers, first_stage, prepared.reporter)
+    if config.draft != NO_DRAFT:
+        prepared.reporter.say(f"Drafts: {first_stage.drafted}")
     first_stage.stop()
 
 
@@ -109,12 +111,6 @@ def _stream(
     ):
         rate = tokens / max(seconds, 1e-9)
         reporter.say(f"{what}: {tokens} tokens, {rate:.3f} tokens-per-sec")
-    _tell_drafts(first_stage, reporter)
-
-
-def _tell_drafts(first_stage: FirstStage, reporter: Reporter) -> None:
-    if first_stage.drafting is not None:
-        reporter.say(f"Drafts: {first_stage.drafting.take_counts()}")
 
 
 def _write(
@@ -149,4 +145,3 @@ def _write(
         f"{len(answers)} answers in {seconds:.1f} s: {read} prompt tokens, {generated} generated, "
         f"{(read + generated) / seconds:.3f} tokens-per-sec together"
     )
-    _tell_drafts(first_stage, reporter)

@@ -28,6 +28,10 @@ The announcement of a sequence alone in its group may have drafts, which enter w
 last stage samples a token after each. Both ends see how many drafts were right, and the next
 announcement, whatever it is of, tells all stages to forget the others. A model's own head is on
 the last stage; what it guesses comes with the sampled tokens, in further rows.
+
+While such an item is in later stages rank 0 may issue more of them, each on a guess of what comes
+of the one before. If that is wrong, both ends know that all of these are void: what they give is
+dropped as it comes, and the next announcement has all stages forget their tokens.
 """
 
 from __future__ import annotations
@@ -45,6 +49,7 @@ from shardmlx.inference.drafts import (
     NO_DRAFTS,
     Draft,
     DraftCounts,
+    Drafter,
     Drafting,
     HeadDrafter,
     accepted,
@@ -71,17 +76,24 @@ class _Sequence:
     drafts: DraftCounts = NO_DRAFTS
     is_cancelled: bool = False
 
+    @property
+    def has_begun(self) -> bool:
+        return len(self.tokens) > self.prompt
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class _Returning:
     """An item whose ``tokens`` the last rank sends, a row for each sequence, or after each draft,
-    and one for each guess. It ``began`` before its ``draft`` was made."""
+    and one for each guess. It ``began`` before its ``draft`` was made, and took so many seconds
+    ``on_rank_0``, if there are others."""
 
     item: Item
     tokens: np.ndarray
     handle: Handle
     draft: Draft
     began: float
+    on_rank_0: float = 0.0
+    is_void: bool = False
 
 
 class FirstStage:
@@ -103,7 +115,9 @@ class FirstStage:
         self._prefix_cache = prefix_cache
         if prefix_cache is not None:
             scheduler.find_prefix = self._find_prefix
-        self.drafting = drafting
+        self.drafting = drafting or Drafting(Drafter(), 0)
+        self.drafted = NO_DRAFTS
+        """Counts of all sequences that have ended."""
         self._sequences: dict[int, _Sequence] = {}
         self._returning: deque[_Returning] = deque()
         # Tokens of a round that come after its first, and how many the stages are to forget.
@@ -114,7 +128,7 @@ class FirstStage:
 
     @property
     def is_idle(self) -> bool:
-        return self._scheduler.is_idle
+        return self._scheduler.is_idle and not self._returning
 
     @property
     def kept_tokens(self) -> int:
@@ -133,7 +147,7 @@ class FirstStage:
         ``predicted`` of the answer is for these. Raises as ``Scheduler.add``."""
         self._sequences[sequence] = _Sequence(list(tokens), params, context, len(tokens))
         self._scheduler.add(sequence, len(tokens), params, context)
-        if self.drafting is not None and predicted:
+        if predicted:
             self.drafting.drafter.expect(sequence, tokens, predicted)
 
     def cached(self, sequence: int) -> int:
@@ -149,12 +163,13 @@ class FirstStage:
     def finish(self, sequence: int) -> None:
         """End a sequence: to be called when ``step`` has returned its last token."""
         known = self._sequences.pop(sequence)
-        if self.drafting is not None:
-            self.drafting.drafter.forget(sequence)
-            # It may have ended within a round, whose other tokens have entered.
-            others = deque(each for each in self._ahead if each[0] != sequence)
-            self._reject(sequence, known, len(self._ahead) - len(others))
-            self._ahead = others
+        self.drafting.drafter.forget(sequence)
+        # It may have ended within a round, whose other tokens have entered.
+        others = deque(each for each in self._ahead if each[0] != sequence)
+        self._reject(sequence, known, len(self._ahead) - len(others))
+        self._ahead = others
+        self._drop(sequence, known)
+        self.drafted += known.drafts
         keep = self._prefix_cache is not None and known.position > 0
         if self._scheduler.finish(sequence, keep=keep) and self._prefix_cache is not None:
             entered = known.tokens[: known.position]
@@ -162,7 +177,9 @@ class FirstStage:
 
     def cancel(self, sequence: int) -> None:
         """Give up a sequence at any time before its end. ``step`` returns no more tokens of it."""
-        if self._scheduler.awaits(sequence):
+        # Not rounds that begin with a guess: the one before has come, or is among these.
+        awaited = [each.item for each in self._returning if each.item.guess is None]
+        if any(sequence in item.sequences for item in awaited):
             self._sequences[sequence].is_cancelled = True
         else:
             self.finish(sequence)
@@ -212,7 +229,10 @@ class FirstStage:
             began = time.perf_counter()
             item = self._scheduler.next()
             if item is not None:
-                self._issue(item, began)
+                self._issue(item, self._draft(item), began)
+                return []
+            if (on := self._draft_on()) is not None:
+                self._issue(*on, began)
                 return []
             if not self._returning:
                 return []
@@ -239,18 +259,19 @@ class FirstStage:
         self._worker.outbox.drain(0)
         self._worker.begin(None)
 
-    def _issue(self, item: Item, began: float) -> None:
-        draft, rejected = self._draft(item), self._take_rejected()
-        length, guesses = item.length + len(draft.tokens), self._guesses(item, draft)
-        item = replace(item, drafts=draft.tokens, length=length, guesses=guesses, rejected=rejected)
+    def _issue(self, item: Item, draft: Draft, began: float) -> None:
+        guess = draft.tokens[0] if draft.goes_on else None
+        drafts, guesses = draft.tokens[draft.goes_on :], self._guesses(item, draft)
+        length, rejected = item.length + len(drafts), self._take_rejected()
+        item = replace(item, length=length, rejected=rejected)
+        item = replace(item, guess=guess, drafts=drafts, guesses=guesses)
         worker = self._worker
         worker.begin(item)
         for number in item.put_back:
             if number in self._sequences:
                 self._sequences[number].position = 0
                 self._sequences[number].borders = ()
-            if self.drafting is not None:
-                self.drafting.drafter.forget(number)
+            self.drafting.drafter.forget(number)
         if item.prefix is not None:
             sequence = self._sequences[item.sequences[0]]
             sequence.position, sequence.borders = item.prefix.length, item.prefix.borders
@@ -274,13 +295,15 @@ class FirstStage:
         for row, number in zip(inputs, item.sequences, strict=True):
             sequence = self._sequences[number]
             begin, sequence.position = sequence.position, sequence.position + item.length
-            row[:] = [*sequence.tokens[begin : sequence.position], *item.drafts]
+            row[:] = [*sequence.tokens[begin : sequence.position], *draft.tokens]
         worker.share_tokens(graph)
         worker.start(graph)
         if not self._last and item.samples:
             self._foresee([item])
         worker.finish(graph)
         if self._last:
+            if item.samples:
+                self._returning[-1].on_rank_0 = time.perf_counter() - began
             worker.pass_on(graph)
             self._read_prompt(item)
         elif item.samples:
@@ -292,27 +315,42 @@ class FirstStage:
         """Guess the tokens after the next of a sequence that is alone in its group. Its first step
         waits for the prompt in later stages, and tells nothing of the times of steps."""
         known = self._alone(item)
-        if self.drafting is None or known is None or len(known.tokens) == known.prompt:
+        if known is None or not known.has_begun:
             return Draft()
         return self.drafting.draft(item.sequences[0], known.tokens, known.context)
+
+    def _draft_on(self) -> tuple[Item, Draft] | None:
+        """Return a round of what may follow the drafts of the only sequence, and its draft."""
+        under_way = [each for each in self._returning if not each.is_void]
+        is_full = len(self._returning) >= self.drafting.back_off.stages
+        if len(self._sequences) > 1 or not under_way or is_full:
+            return None
+        item, known = under_way[0].item, self._alone(under_way[0].item)
+        if known is None or not known.has_begun or known.is_cancelled:
+            return None
+        # The first token of the first of them is known by now.
+        ahead = [*item.drafts, *(token for each in under_way[1:] for token in each.draft.tokens)]
+        draft = self.drafting.draft(item.sequences[0], known.tokens, known.context, ahead)
+        on = Item(ItemKind.DECODE, item.sequences, group=item.group)
+        return (on, draft) if draft.tokens else None
 
     @property
     def _head_drafter(self) -> HeadDrafter | None:
         """The drafter that repeats guesses of the model's own head, if this drafts."""
-        drafter = None if self.drafting is None else self.drafting.drafter
+        drafter = self.drafting.drafter
         return drafter if isinstance(drafter, HeadDrafter) else None
 
     def _guesses(self, item: Item, draft: Draft) -> int:
         """Return how many tokens the model's head is to guess with those of an item."""
         known = self._alone(item)
-        if self.drafting is None or known is None:
+        if known is None:
             return 0
         return self.drafting.guesses(len(known.tokens) + len(draft.tokens), known.context)
 
     def _read_prompt(self, item: Item) -> None:
         """Let the drafter read a prompt while later stages compute it."""
         known = self._alone(item)
-        if self.drafting is not None and known is not None and len(known.tokens) == known.prompt:
+        if known is not None and not known.has_begun:
             self.drafting.read(item.sequences[0], known.tokens)
 
     def _alone(self, item: Item) -> _Sequence | None:
@@ -335,7 +373,10 @@ class FirstStage:
     def _foresee(self, under_way: Sequence[Item]) -> None:
         """Build the graph of the item that likely comes next, while others are ``under_way``."""
         # After a round it depends on how many drafts were right.
-        if self._foreseen is None and not any(item.drafts or item.guesses for item in under_way):
+        is_sure = not any(
+            item.drafts or item.guesses or item.guess is not None for item in under_way
+        )
+        if self._foreseen is None and is_sure:
             likely = self._scheduler.foreseen()
             if likely is not None:
                 inputs = self._worker.inputs(likely)
@@ -359,32 +400,59 @@ class FirstStage:
             self._foreseen = None
 
     def _take(self) -> list[tuple[int, SampledToken]]:
-        came = []
-        while self._returning and self._worker.has_come(self._returning[0].handle):
+        came: list[tuple[int, SampledToken]] = []
+        # The other tokens of a round come before those of the next.
+        while self._returning and not self._ahead:
+            if not self._worker.has_come(self._returning[0].handle):
+                break
             back = self._returning.popleft()
-            item, count = back.item, 1
-            if item.drafts:
-                count += accepted(item.drafts, back.tokens[:, 0].tolist())
+            if back.is_void:
+                continue
+            item, tokens = back.item, back.tokens[:, 0].tolist()
+            count = 1 + accepted(item.drafts, tokens)
+            goes_on = count == item.length and self._goes_on(item, tokens[count - 1])
             known = self._alone(item)
-            if self.drafting is not None and known and len(known.tokens) > known.prompt:
-                self.drafting.took(back.draft, count, time.perf_counter() - back.began)
-                known.drafts = known.drafts.plus(len(item.drafts), count - 1)
+            if known is not None and known.has_begun:
+                seconds = time.perf_counter() - back.began
+                self.drafting.back_off.took(back.draft, count, seconds, back.on_rank_0)
+                drafted, right = len(back.draft.tokens), count - 1 + back.draft.goes_on
+                known.drafts += DraftCounts(int(drafted > 0), drafted, right)
             if known and item.guesses and self._head_drafter is not None:
-                guessed = back.tokens[-item.guesses :, 0].tolist()
-                self._head_drafter.take(item.sequences[0], len(known.tokens) + count, guessed)
-            self._scheduler.returned(item, count)
+                self._head_drafter.take(
+                    item.sequences[0], len(known.tokens) + count, tokens[-item.guesses :]
+                )
+            self._scheduler.returned(item, count, goes_on=goes_on)
             for i, number in enumerate(item.sequences):
                 sequence = self._sequences[number]
                 if sequence.is_cancelled:
-                    self._reject(number, sequence, len(item.drafts))
+                    self._reject(number, sequence, item.length - 1)
                     self.finish(number)
                     continue
-                self._reject(number, sequence, len(item.drafts) + 1 - count)
+                self._reject(number, sequence, item.length - count)
+                if not goes_on:
+                    self._drop(number, sequence)
                 rows = back.tokens[i : i + count]
                 first, *others = (unpack(row, sequence.params) for row in rows)
                 came.append(self._given(number, first))
                 self._ahead += ((number, each) for each in others)
         return came
+
+    def _goes_on(self, item: Item, token: int) -> bool:
+        """Return whether a round is under way on the guess that this ``token`` came of an item."""
+        behind = (each for each in self._returning if each.item.guess is not None)
+        following = next((each for each in behind if each.item.sequences == item.sequences), None)
+        if following is not None and following.item.guess != token:
+            self.drafting.back_off.missed(following.draft)
+        return following is not None and following.item.guess == token
+
+    def _drop(self, number: int, known: _Sequence) -> None:
+        """Have the rounds of a sequence that are under way on a guess come in vain."""
+        for each in self._returning:
+            if each.item.guess is not None and each.item.sequences == (number,):
+                if not each.is_void:
+                    self._reject(number, known, each.item.length)
+                    known.drafts += DraftCounts(drafted=len(each.draft.tokens))
+                each.is_void = True
 
     def _given(self, number: int, sampled: SampledToken) -> tuple[int, SampledToken]:
         self._sequences[number].tokens.append(sampled.token)

@@ -33,7 +33,8 @@ def random_state(key: mx.array | None = None) -> int:
 @dataclass(slots=True)
 class _SequenceState:
     """The ``state`` of a sequence's random stream, ``after`` the lazy ones after each token sampled
-    last; ``history`` are its tokens, where a processor looks back at them."""
+    last; ``history`` are its tokens, where a processor looks back at them. ``next`` is the token
+    sampled last, if all drafts before it were right."""
 
     params: SamplingParams
     state: int
@@ -42,6 +43,7 @@ class _SequenceState:
     history: list[int] = field(default_factory=list)
     matcher: Matcher | None = None
     after: list[mx.array] = field(default_factory=list)
+    next: int | None = None
 
 
 @dataclass
@@ -119,13 +121,22 @@ class BatchSampler:
         return _pack(tokens, logprobs, packed_width([sequence.params for sequence in known]))
 
     def settle(
-        self, sequences: Sequence[int], tokens: Sequence[int], drafts: Sequence[int] = ()
+        self,
+        sequences: Sequence[int],
+        tokens: Sequence[int],
+        drafts: Sequence[int] = (),
+        guess: int | None = None,
     ) -> None:
         """Take in the tokens sampled last, which have been evaluated: of one with ``drafts`` those
-        up to the first that differs from its draft."""
+        up to the first that differs from its draft; none if it began with a wrong ``guess``."""
         rows = [tokens[: 1 + accepted(drafts, tokens)]] if drafts else [[each] for each in tokens]
         for sequence, came in zip(sequences, rows, strict=True):
             known = self._sequences[sequence]
+            is_void = guess is not None and guess != known.next
+            known.next = None if is_void or len(came) <= len(drafts) else came[-1]
+            if is_void:
+                known.after = []
+                continue
             if known.after:
                 known.state = random_state(known.after[len(came) - 1])
                 known.after = []

@@ -43,17 +43,18 @@ class ItemKind(Enum):
 class Item:
     """A piece of work that every stage of the pipeline does in turn.
 
-    ``sequences`` are those whose tokens enter, ``length`` of each, in the order of the rows; a
+        ``sequences`` are those whose tokens enter, ``length`` of each, in the order of the rows; a
     prefill has one. If it ``samples``, their next tokens are sampled, after each that enters. The
-    ``drafts`` are the tokens that enter after the known one. Where the model's head drafts, the
+    ``drafts`` are the tokens that enter after the known one, which may be a ``guess`` too, of what
+    comes of the item before: if that is wrong, the item is void. Where the model's head drafts, the
     last stage is to guess so many tokens, ``guesses``, after those that are sampled; to this end a
-    chunk tells the tokens ``following`` each that enters. The first chunk of a prompt
-    brings the sequence's sampling ``params``, and the ``prefix`` with which its caches begin. After
-    a chunk that ends at a ``border``, a number of tokens, stages keep a copy of the states. Each
-    stage first moves the ``kept``, sequences that have ended, out of their group and drops the
-    caches of those ``put_back``, then copies the prefix, then forgets the ``dropped``, which have
-    ended too. Before all this, of each sequence of ``rejected`` it forgets so many last tokens. At
-    last it reads the files of the ``restored``, pairs of a sequence and a key, and has files of the
+    chunk tells the tokens ``following`` each that enters. The first chunk of a prompt brings the
+    sequence's sampling ``params``, and the ``prefix`` with which its caches begin. After a chunk
+    that ends at a ``border``, a number of tokens, stages keep a copy of the states. Each stage
+    first moves the ``kept``, sequences that have ended, out of their group and drops the caches of
+    those ``put_back``, then copies the prefix, then forgets the ``dropped``, which have ended too.
+    Before all this, of each sequence of ``rejected`` it forgets so many last tokens. At last it
+    reads the files of the ``restored``, pairs of a sequence and a key, and has files of the
     ``stored`` and of no others, unless they are as they were.
     """
 
@@ -68,6 +69,7 @@ class Item:
     prefix: CachedPrefix | None = None
     border: int = 0
     params: Any = None
+    guess: int | None = None
     drafts: tuple[int, ...] = ()
     guesses: int = 0
     following: tuple[int, ...] = ()
@@ -166,9 +168,6 @@ class Scheduler:
             raise ValueError(f"a sequence of {context} tokens, where {self.capacity} are kept")
         self._waiting.append(_Sequence(sequence, tokens, tokens, context, params))
 
-    def awaits(self, sequence: int) -> bool:
-        return sequence in self._open and self._open[sequence].awaits
-
     def next(self) -> Item | None:
         """Return what the pipeline computes next; None while that depends on items under way."""
         if not self._make_room():
@@ -207,13 +206,14 @@ class Scheduler:
             return None
         return Item(ItemKind.DECODE, tuple(group.sequences), group=longest)
 
-    def returned(self, item: Item, tokens: int = 1) -> None:
-        """Note that so many ``tokens`` of each sequence of an item have been sampled."""
+    def returned(self, item: Item, tokens: int = 1, *, goes_on: bool = False) -> None:
+        """Note that so many ``tokens`` of each sequence of an item have been sampled. If it
+        ``goes_on``, others of its group are under way."""
         for sequence in item.sequences:
             self._open[sequence].tokens += tokens
-            self._open[sequence].awaits = False
+            self._open[sequence].awaits = goes_on
         if item.group is not None:
-            self._groups[item.group].in_flight = False
+            self._groups[item.group].in_flight = goes_on
         else:
             self._join(item.sequences[0])
 
@@ -252,6 +252,7 @@ class Scheduler:
             for sequences in (group.sequences, group.joining):
                 if sequence in sequences:
                     sequences.remove(sequence)
+            group.in_flight = group.in_flight and bool(group.sequences)
         if self._current is not None and self._current.number == sequence:
             self._current = None
         return self._open.pop(sequence)

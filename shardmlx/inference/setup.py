@@ -114,7 +114,10 @@ class InferenceRun:
                 fixed=self.config.num_draft_tokens is not None,
                 cuttable=self.plan.cuttable,
                 quantised=0 if setup.quantisation is None else setup.quantisation.start,
-                back_off=BackOff(FIRST if self.config.draft == LOOKUP else FIRST_OF_MODEL),
+                back_off=BackOff(
+                    FIRST if self.config.draft == LOOKUP else FIRST_OF_MODEL,
+                    1 if self.config.draft == HEAD else self.plan.stage_map.num_stages,
+                ),
             )
         scheduler = Scheduler(
             self.plan.groups, setup.sequences, setup.chunk, patience, load.capacity

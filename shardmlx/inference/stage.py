@@ -188,7 +188,7 @@ class StageWorker:
             return
         # No caches: by now they may hold arrays of a foreseen graph, whose inputs are not filled.
         item, tokens = graph.item, np.array(graph.outputs)[:, 0].tolist()
-        self.sampler.settle(item.sequences, tokens, item.drafts)
+        self.sampler.settle(item.sequences, tokens, item.drafts, item.guess)
         if self.head is not None:
             self._guess(self.head, graph, tokens)
 

@@ -12,7 +12,7 @@ from mlx_lm.generate import generate_step
 
 from shardmlx.config.inference import HEAD
 from shardmlx.distributed.transport import Transport
-from shardmlx.inference.drafts import Drafting
+from shardmlx.inference.drafts import DraftCounts, Drafting
 from shardmlx.inference.kv_caches import KVCaches
 from shardmlx.inference.later_stage import LaterStage
 from shardmlx.inference.pipeline import FirstStage
@@ -121,6 +121,11 @@ def finish_all(
             if len(tokens[number]) == counts[number]:
                 first_stage.finish(number)
     return tokens
+
+
+def counted(work: Callable[[FirstStage], Any]) -> Callable[[FirstStage], tuple[Any, DraftCounts]]:
+    """Return work that returns what was drafted, too."""
+    return lambda first_stage: (work(first_stage), first_stage.drafted)
 
 
 def texts_of(

@@ -19,7 +19,7 @@ from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.loading.tokenizer import read_tokenizer
 from shardmlx.models.kv_cache import STEP, held
 from tests.helpers.chat_templates import tokenizer_with
-from tests.helpers.generation import CHUNK, by_mlx_lm, on_ranks, texts_of
+from tests.helpers.generation import CHUNK, by_mlx_lm, counted, on_ranks, texts_of
 from tests.helpers.models_and_batches import VOCABULARY, tiny_model
 from tests.helpers.refusals import refusal
 
@@ -42,7 +42,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def drafted(by: ModelDrafter, sequence: int, tokens: Sequence[int], count: int) -> list[int]:
-    return list(by.draft(sequence, tokens, 9, {0: count}.__getitem__).tokens)
+    return list(by.draft(sequence, tokens, (), {0: count}.__getitem__).tokens)
 
 
 def alone(tokens: Sequence[int], count: int) -> list[int]:
@@ -72,6 +72,9 @@ def test_a_draft_is_what_the_model_writes_after_any_rejection() -> None:
         right = int(random.randint(0, count + 1))
         text += [*draft[:right], int(random.randint(1, VOCABULARY))]
     assert drafted(by, 0, text, 0) == []
+    five = alone(text, 5)
+    assert drafted(by, 0, text, 2) == five[:2]
+    assert list(by.draft(0, text, five[:2], lambda _: 3).tokens) == five[2:]
 
 
 def test_sequences_have_caches_of_their_own_and_a_conversation_goes_on_from_its_last() -> None:
@@ -128,8 +131,8 @@ def test_a_text_is_the_same(ranges: list[tuple[int, int]], temp: float) -> None:
     # A draft of the same model is right where the likeliest token is taken.
     by = ModelDrafter(models[2], VOCABULARY, CHUNK)
     drafting = Drafting(by, 4, fixed=True, back_off=BackOff(first=1e9))
-    assert on_ranks(models, ranges, work, drafting=drafting) == plain
-    counts = drafting.counts
+    drafted, counts = on_ranks(models, ranges, counted(work), drafting=drafting)
+    assert drafted == plain
     assert counts.accepted > 0
     if temp == 0:
         assert counts.accepted == counts.drafted

@@ -12,12 +12,12 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from shardmlx.inference.drafts import Draft, DraftCounts, Drafter, Drafting
+from shardmlx.inference.drafts import BackOff, Draft, DraftCounts, Drafter, Drafting
 from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 from shardmlx.models.kv_cache import CacheQuantisation
-from tests.helpers.generation import by_mlx_lm, finish_all, on_ranks, texts_of
+from tests.helpers.generation import by_mlx_lm, counted, finish_all, on_ranks, texts_of
 from tests.helpers.models_and_batches import VOCABULARY, tiny_model
 
 LAYERS = 4
@@ -42,18 +42,41 @@ def models(kind: str) -> list[nn.Module]:
 
 
 class Spoiled(Drafter):
-    """Drafts of random lengths that are the ``texts`` to come, but for some tokens."""
+    """Drafts of random lengths that are the ``texts`` to come, but for some tokens. So many went
+    ``on`` from others."""
 
     def __init__(self, texts: Mapping[int, Sequence[int]], wrong: float = 0.3) -> None:
         self._texts, self._wrong = texts, wrong
         self._random = np.random.RandomState(0)
+        self.on = 0
 
-    def draft(self, sequence: int, tokens: Sequence[int], most: int, pays: object) -> Draft:
-        length = self._random.randint(0, most + 1)
-        coming = self._texts[sequence][len(tokens) : len(tokens) + length]
+    def draft(
+        self,
+        sequence: int,
+        tokens: Sequence[int],
+        ahead: Sequence[int],
+        pays: Callable[[int], int],
+    ) -> Draft:
+        begin, length = len(tokens) + len(ahead), self._random.randint(0, pays(0) + 1)
+        coming = self._texts[sequence][begin : begin + length]
         is_wrong = self._random.rand(len(coming)) < self._wrong
         pairs = zip(coming, is_wrong.tolist(), strict=True)
+        self.on += len(ahead) > 0
         return Draft(tuple((each + wrong) % VOCABULARY for each, wrong in pairs))
+
+
+class Always(BackOff):
+    """Drafts pay, and so do those that go on where there are several stages."""
+
+    def allows(self, kind: int) -> bool:
+        return True
+
+    def goes_on(self, kind: int, count: int) -> bool:
+        return self.stages > 1
+
+
+def drafting_of(drafter: Drafter, stages: int, **limits: Any) -> Drafting:
+    return Drafting(drafter, 5, fixed=True, back_off=Always(stages=stages), **limits)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -76,9 +99,11 @@ def both(
     kept = partial(PrefixCache, limits.get("cuttable", 10**9), shortest=4)
     plain = staged(kind, cut, work, prefix_cache=kept(), **how)
     known = {number: [*tokens, *plain[number]] for number, tokens in prompts.items()}
-    drafting = Drafting(Spoiled(known), 5, **limits)
-    how |= {"prefix_cache": kept(), "drafting": drafting}
-    return plain, staged(kind, cut, work, **how), drafting.counts
+    drafter = Spoiled(known)
+    how |= {"prefix_cache": kept(), "drafting": drafting_of(drafter, len(cut), **limits)}
+    drafted, counts = staged(kind, cut, counted(work), **how)
+    assert (drafter.on > 0) == (len(cut) > 1)
+    return plain, drafted, counts
 
 
 PENALTIES: Any = {
@@ -131,6 +156,40 @@ def test_a_text_is_the_same_beyond_its_caches(kind: str, how: dict[str, Any]) ->
     assert counts.accepted > 0
 
 
+@pytest.mark.parametrize("cut", [[4], [2, 2], [1, 2, 1]], ids=str)
+@pytest.mark.parametrize("cancels", [False, True], ids=["ends", "cancelled"])
+def test_a_text_ends_at_any_time_while_rounds_are_under_way(cut: list[int], cancels: bool) -> None:
+    """Within a round, and before those behind it have come: the next goes on from what is kept."""
+    tokens, texts = prompt(12), 14
+
+    def work(first_stage: FirstStage) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in range(texts)]
+        for number, text in enumerate(found):
+            first_stage.add(number, tokens, CHOICES["greedy with penalties"], context=60)
+            steps, is_open, most = 0, True, 30 if number == texts - 1 else number + 1
+            while not first_stage.is_idle:
+                for _, sampled in first_stage.step():
+                    assert is_open
+                    text.append(sampled.token)
+                    if len(text) == most:
+                        first_stage.finish(number)
+                        is_open = False
+                steps += 1
+                if is_open and cancels and most < 30 and steps == 2 * number:
+                    first_stage.cancel(number)
+                    is_open = False
+        return found
+
+    *_, plain = staged("plain", cut, work, prefix_cache=PrefixCache(shortest=4))
+    drafter = Spoiled({number: [*tokens, *plain] for number in range(texts)})
+    how: Any = {"prefix_cache": PrefixCache(shortest=4), "drafting": drafting_of(drafter, len(cut))}
+    found = staged("plain", cut, work, **how)
+    assert (drafter.on > 0) == (len(cut) > 1)
+    assert found[-1] == plain
+    assert found == [plain[: len(text)] for text in found]
+    assert cancels or [len(text) for text in found] == [*range(1, texts), 30]
+
+
 def test_log_probabilities_come_with_each_token_of_a_round() -> None:
     tokens = prompt(12)
 
@@ -140,7 +199,7 @@ def test_log_probabilities_come_with_each_token_of_a_round() -> None:
 
     plain = staged("plain", [2, 2], work)
     known = {0: [*tokens, *(each.token for each in plain)]}
-    drafted = staged("plain", [2, 2], work, drafting=Drafting(Spoiled(known), 5))
+    drafted = staged("plain", [2, 2], work, drafting=drafting_of(Spoiled(known), 2))
     for one, other in zip(plain, drafted, strict=True):
         assert one.token == other.token
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
@@ -163,14 +222,15 @@ def test_drafts_count_as_accepted_when_their_tokens_come() -> None:
 
     plain, none = staged("plain", [4], work)
     assert {*none} == {0}
-    drafting = Drafting(Spoiled({0: [*tokens, *plain]}), 5)
-    drafted, accepted = staged("plain", [4], work, drafting=drafting)
+    drafting = drafting_of(Spoiled({0: [*tokens, *plain]}), 1)
+    (drafted, accepted), counts = staged("plain", [4], counted(work), drafting=drafting)
     assert drafted == plain
     assert {b - a for a, b in pairwise(accepted)} == {0, 1}
-    assert accepted[-1] in range(8, drafting.counts.accepted + 1)
+    assert accepted[-1] in range(8, counts.accepted + 1)
 
 
-def test_a_hundred_random_rounds_leave_the_caches_of_plain_steps() -> None:
+@pytest.mark.parametrize("cut", [[4], [2, 2], [1, 2, 1]], ids=str)
+def test_a_hundred_random_rounds_leave_the_caches_of_plain_steps(cut: list[int]) -> None:
     tokens, count = prompt(12), 165
 
     def work(first_stage: FirstStage) -> tuple[list[int], list[np.ndarray]]:
@@ -183,12 +243,12 @@ def test_a_hundred_random_rounds_leave_the_caches_of_plain_steps() -> None:
         states = [each[..., :length, :] for cache in caches for each in (cache.keys, cache.values)]
         return text, [np.array(each) for each in states]
 
-    plain, states = staged("plain", [4], work, prefix_cache=PrefixCache())
-    drafting = Drafting(Spoiled({0: [*tokens, *plain]}, wrong=0.6), 5)
+    plain, states = staged("plain", cut, work, prefix_cache=PrefixCache())
+    drafting = drafting_of(Spoiled({0: [*tokens, *plain]}, wrong=0.6), len(cut))
     how: Any = {"prefix_cache": PrefixCache(), "drafting": drafting}
-    drafted, others = staged("plain", [4], work, **how)
+    (drafted, others), counts = staged("plain", cut, counted(work), **how)
     assert drafted == plain
-    assert drafting.counts.rounds >= 80
+    assert counts.rounds >= 80
     for state, other in zip(states, others, strict=True):
         np.testing.assert_allclose(state, other, atol=1e-4)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from shardmlx.inference.drafts import (
 
 
 def looked_up(tokens: Sequence[int], most: int = 4, kinds: Sequence[int] = (2, 3, 4)) -> Draft:
-    return LookupDrafter().draft(0, tokens, most, lambda kind: most * (kind in kinds))
+    return LookupDrafter().draft(0, tokens, (), lambda kind: most * (kind in kinds))
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,16 @@ def test_what_followed_the_last_tokens_before_may_follow_again(
     assert looked_up(tokens) == draft
 
 
+def test_a_draft_goes_on_from_another() -> None:
+    for text in ([1, 2, 3, 4, 5, 6, 7, 9, 1, 2], [1, 2, 3, 1, 2, 4, 1, 2], [1, 2, 1, 2]):
+        drafter, begun = LookupDrafter(), looked_up(text).tokens
+        for ahead in (begun[:1], begun[:2]):
+            on = drafter.draft(0, text, ahead, lambda _: 2).tokens
+            assert on == begun[len(ahead) : len(ahead) + 2]
+        # What was guessed has not become the text.
+        assert drafter.draft(0, text, (), lambda _: 4).tokens == begun
+
+
 def test_a_match_that_does_not_pay_gives_no_draft() -> None:
     tokens = [7, 1, 2, 3, 8, 2, 3, 9, 7, 1, 2, 3]
     assert looked_up(tokens, kinds=(2, 3)).tokens == ()
@@ -59,9 +70,9 @@ def test_a_text_that_grows_is_looked_up_like_a_whole_one() -> None:
     text = [3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4, 1, 5, 3, 1, 4, 1, 2, 6, 3]
     drafter = LookupDrafter()
     for end in range(1, len(text) + 1):
-        assert drafter.draft(7, text[:end], 3, three) == looked_up(text[:end], 3)
+        assert drafter.draft(7, text[:end], (), three) == looked_up(text[:end], 3)
     drafter.forget(7)
-    assert drafter.draft(7, text[:3], 3, three) == Draft()
+    assert drafter.draft(7, text[:3], (), three) == Draft()
 
 
 @pytest.mark.parametrize(
@@ -183,32 +194,75 @@ def test_a_draft_is_as_long_as_pays_most() -> None:
     assert BackOff().length(0, 16) == 0  # nothing is measured
 
 
+def measured(stages: int, own: float, verified: float = 0.2, made: float = 0.0) -> BackOff:
+    """Rank 0 takes so much ``own`` time of a plain step, a second; two of three are accepted."""
+    back_off = BackOff(first=8.0, stages=stages)
+    for _ in range(PLAIN_STEPS):
+        back_off.took(Draft(), 1, 1.0, own)
+    for _ in range(9):
+        more = own + verified / stages + made
+        back_off.took(Draft((1,), 2, made), 2, 1.0 + verified, more)
+    back_off._known(2).accepted, back_off._known(2).rejected = 2.0, 1.0
+    return back_off
+
+
+def test_rounds_are_drafted_on_where_that_makes_a_token_sooner() -> None:
+    # With two equal stages a round whose guesses are right takes half the time.
+    assert measured(2, 0.5).goes_on(2, 0)
+    assert measured(2, 0.5).goes_on(2, 3)
+    assert not measured(1, 1.0).goes_on(2, 0)
+    # Few guesses are right.
+    assert not measured(2, 0.5).goes_on(2, 8)
+    # Rounds that are void keep the slower stage.
+    assert not measured(2, 0.9).goes_on(2, 0)
+    assert not measured(2, 0.1).goes_on(2, 0)
+    assert measured(3, 0.3).goes_on(2, 2)
+    # Rank 0 makes the drafts.
+    assert not measured(2, 0.5, made=0.5).goes_on(2, 2)
+    # Nothing is measured.
+    assert not BackOff(stages=2).goes_on(2, 0)
+
+
+def test_rounds_that_are_drafted_on_are_shorter() -> None:
+    """Of a token alone, where verifying another takes as long."""
+    assert [measured(1, 1.0, each).length(2, 16) for each in (0.1, 0.2, 0.7)] == [4, 2, 1]
+    assert [measured(2, 0.5, each).length(2, 16) for each in (0.1, 0.2, 0.7)] == [2, 1, 0]
+
+
+def test_wrong_guesses_end_what_is_drafted_on() -> None:
+    back_off, misses = measured(2, 0.5), 0
+    while back_off.goes_on(2, 0):
+        back_off.missed(Draft((1,), 2, goes_on=True))
+        misses += 1
+    assert misses in range(5, 20)
+
+
 class Given(Drafter):
     """A drafter of as many tokens as it may."""
 
     def draft(
-        self, sequence: int, tokens: Sequence[int], most: int, pays: Callable[[int], int]
+        self,
+        sequence: int,
+        tokens: Sequence[int],
+        ahead: Sequence[int],
+        pays: Callable[[int], int],
     ) -> Draft:
-        return Draft(tuple(range(most)))
+        return Draft((7,) * pays(0))
+
+
+def drafting_of(most: int, *, stages: int = 1, **how: Any) -> Drafting:
+    """Plain steps are measured."""
+    drafting = Drafting(Given(), most, back_off=BackOff(stages=stages), **how)
+    for _ in range(PLAIN_STEPS):
+        drafting.back_off.took(Draft(), 1, 1.0, 1 / stages)
+    return drafting
 
 
 def test_a_fixed_number_of_drafts() -> None:
-    class Asks(Given):
-        def draft(
-            self, sequence: int, tokens: Sequence[int], most: int, pays: Callable[[int], int]
-        ) -> Draft:
-            return Draft((7,) * pays(0))
-
-    def lengths(fixed: bool) -> list[int]:
-        drafting = Drafting(Asks(), 9, fixed=fixed)
-        lengths = []
-        for _ in range(PLAIN_STEPS + 1):
-            lengths.append(len(drafting.draft(0, range(9), 100).tokens))
-            drafting.took(Draft(), 1, 1.0)
-        return lengths
-
-    assert lengths(fixed=True) == [0, 0, 0, 9]
-    assert lengths(fixed=False) == [0, 0, 0, 3]
+    for fixed, count in ((True, 9), (False, 3)):
+        assert Drafting(Given(), 9, fixed=fixed).draft(0, range(9), 100) == Draft()
+        drafting = drafting_of(9, fixed=fixed)
+        assert len(drafting.draft(0, range(9), 100).tokens) == count
 
 
 @pytest.mark.parametrize(
@@ -236,10 +290,39 @@ def test_a_fixed_number_of_drafts() -> None:
 def test_a_round_keeps_within_the_text_and_its_caches(
     tokens: int, context: int, drafts: int
 ) -> None:
-    drafting = Drafting(Given(), 5, cuttable=64 if tokens < 90 else 1000)
-    if context == 60:
-        drafting = Drafting(Given(), 5, quantised=30)
+    limits = {"quantised": 30} if context == 60 else {"cuttable": 64 if tokens < 90 else 1000}
+    drafting = drafting_of(5, stages=2, fixed=True, **limits)
     assert len(drafting.draft(0, range(tokens), context).tokens) == drafts
+
+
+@pytest.mark.parametrize(
+    ("tokens", "context", "guesses"),
+    [
+        # As above, with a guess in the place of the known token, and what is under way before it.
+        (6, 100, 6),
+        (90, 100, 6),
+        (94, 100, 2),
+        (95, 100, 1),
+        (96, 100, 0),
+        (54, 64, 6),
+        (58, 64, 2),
+        (59, 64, 1),
+        (60, 64, 0),
+        # The first of them may be rejected when keys are quantised.
+        (22, 30, 5),
+        (26, 30, 1),
+        (27, 30, 0),
+        (30, 30, 0),
+        (31, 30, 6),
+    ],
+)
+def test_a_round_that_is_drafted_on_keeps_within_them_too(
+    tokens: int, context: int, guesses: int
+) -> None:
+    limits = {100: {}, 64: {"cuttable": 64}, 30: {"quantised": 30}}[context]
+    drafting = drafting_of(5, stages=2, fixed=True, **limits)
+    draft = drafting.draft(0, range(tokens), 100, ahead=range(3))
+    assert (len(draft.tokens), draft.goes_on) == (guesses, guesses > 0)
 
 
 def test_a_predicted_text_is_looked_up_where_the_prompt_ends() -> None:
@@ -248,18 +331,15 @@ def test_a_predicted_text_is_looked_up_where_the_prompt_ends() -> None:
     drafter = LookupDrafter()
     drafter.expect(0, prompt, predicted)
     drafter.read(1, prompt)
-    draft = drafter.draft(0, prompt, 3, three)
+    draft = drafter.draft(0, prompt, (), three)
     assert draft.tokens == (4, 5, 6)
     assert draft.kind not in (2, 3, 4)  # those of texts that have not paid
-    assert drafter.draft(1, prompt, 3, three).tokens == (1, 2, 3)
-    assert drafter.draft(0, [*prompt, 4, 5, 6, 7], 3, three).tokens == (4, 5, 2)
-    assert drafter.draft(0, [*prompt, 4, 5, 6, 0, 1, 2], 3, three).tokens == (3, 8, 9)
+    assert drafter.draft(1, prompt, (), three).tokens == (1, 2, 3)
+    assert drafter.draft(0, [*prompt, 4, 5, 6, 7], (), three).tokens == (4, 5, 2)
+    assert drafter.draft(0, [*prompt, 4, 5, 6, 0, 1, 2], (), three).tokens == (3, 8, 9)
 
 
 def test_counts() -> None:
-    drafting = Drafting(Given(), 5)
-    drafting.took(Draft(), 1, 1.0)
-    drafting.took(Draft((1, 2, 3)), 4, 1.0)
-    drafting.took(Draft((1, 2, 3)), 1, 1.0)
-    assert drafting.counts == DraftCounts(rounds=2, drafted=6, accepted=3)
-    assert str(drafting.counts).endswith("3 accepted, 2.50 tokens a round")
+    counts = DraftCounts(1, 3, 3) + DraftCounts(1, 3, 0) + DraftCounts(drafted=2)
+    assert counts == DraftCounts(rounds=2, drafted=8, accepted=3)
+    assert str(counts) == "8 tokens in 2 rounds, 3 accepted"

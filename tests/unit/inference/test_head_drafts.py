@@ -21,7 +21,7 @@ from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.loading.build import build_draft_head, build_to_generate
 from shardmlx.models.kv_cache import CacheQuantisation
 from tests.helpers.draft_heads import guess_by_formula, head_config, save_with_head, without_head
-from tests.helpers.generation import on_ranks, texts_of
+from tests.helpers.generation import counted, on_ranks, texts_of
 from tests.helpers.models_and_batches import VOCABULARY, save_model_directory, tiny_config
 from tests.helpers.refusals import refusal
 
@@ -93,8 +93,9 @@ def test_guesses_are_those_by_formula_and_the_text_is_the_same(
 
     plain = on_ranks(read, stages, work)
     drafts = drafting()
-    assert on_ranks(read, stages, work, drafting=drafts, head=path) == plain
-    assert 0 < drafts.counts.accepted < drafts.counts.drafted
+    drafted, counts = on_ranks(read, stages, counted(work), drafting=drafts, head=path)
+    assert drafted == plain
+    assert 0 < counts.accepted < counts.drafted
     text = [*tokens, *plain]
     assert isinstance(drafts.drafter, Recorded)
     for _, length, guessed in drafts.drafter.guesses[:8]:
@@ -115,9 +116,10 @@ def test_a_text_is_the_same_whatever_the_head_guesses(
         return texts_of(first_stage, {0: 30})[0]
 
     plain = on_ranks(read, ranges(cut, 4), work)
-    drafts = drafting(4)
-    assert on_ranks(read, ranges(cut, 4), work, drafting=drafts, head=path) == plain
-    assert drafts.counts.accepted < drafts.counts.drafted
+    how: Any = {"drafting": drafting(4), "head": path}
+    drafted, counts = on_ranks(read, ranges(cut, 4), counted(work), **how)
+    assert drafted == plain
+    assert counts.accepted < counts.drafted
 
 
 @pytest.mark.parametrize("cut", [[], [2]], ids=["1 stage", "2 stages"])
@@ -128,10 +130,10 @@ def test_a_head_that_knows_the_next_token_is_always_right(cut: list[int], models
         first_stage.add(0, prompt(20), SamplingParams(), context=100)
         return texts_of(first_stage, {0: 40})[0]
 
-    drafts = drafting(4)
-    on_ranks(read, ranges(cut, 4), work, drafting=drafts, head=path)
-    assert drafts.counts.accepted == drafts.counts.drafted
-    assert drafts.counts.rounds <= 9  # after the plain steps 37 tokens come, five a round
+    how: Any = {"drafting": drafting(4), "head": path}
+    _, counts = on_ranks(read, ranges(cut, 4), counted(work), **how)
+    assert counts.accepted == counts.drafted
+    assert counts.rounds <= 9  # after the plain steps 37 tokens come, five a round
 
 
 @pytest.mark.parametrize(
@@ -154,9 +156,10 @@ def test_the_heads_cache_has_the_kind_of_the_layers(
         return texts_of(first_stage, {0: 50})[0]
 
     plain = on_ranks(read, ranges([2], 4), work, **how)
-    drafts = drafting(**limits)
-    assert on_ranks(read, ranges([2], 4), work, drafting=drafts, head=path, **how) == plain
-    assert drafts.counts.accepted > 0
+    how = {**how, "drafting": drafting(**limits), "head": path}
+    drafted, counts = on_ranks(read, ranges([2], 4), counted(work), **how)
+    assert drafted == plain
+    assert counts.accepted > 0
 
 
 @pytest.mark.parametrize("cut", [[], [2]], ids=["1 stage", "2 stages"])
@@ -181,10 +184,10 @@ def test_conversations_are_kept_put_back_and_share_steps(cut: list[int], models:
 
     how: Any = {"most": 4, "capacity": 1024}
     plain = on_ranks(read, ranges(cut, 4), work, prefix_cache=PrefixCache(shortest=4), **how)
-    drafts = drafting()
-    how |= {"drafting": drafts, "head": path, "prefix_cache": PrefixCache(shortest=4)}
-    assert on_ranks(read, ranges(cut, 4), work, **how) == plain
-    assert drafts.counts.accepted > 0
+    how |= {"drafting": drafting(), "head": path, "prefix_cache": PrefixCache(shortest=4)}
+    drafted, counts = on_ranks(read, ranges(cut, 4), counted(work), **how)
+    assert drafted == plain
+    assert counts.accepted > 0
 
 
 def test_a_server_that_starts_anew_reads_the_heads_cache_too(
