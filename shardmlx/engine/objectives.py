@@ -72,6 +72,12 @@ def _smoothed(margins: mx.array, how: ObjectiveOptions) -> mx.array:
     return -(1 - share) * _log_sigmoid(margins) - share * _log_sigmoid(-margins)
 
 
+def _log_of_others(logps: mx.array) -> mx.array:
+    """Return the log-probability that it is not so, for ``logps`` below or at 0."""
+    # 1 - exp has no digits left where an answer is almost certain. At 0 it is infinite.
+    return mx.log(-mx.expm1(mx.minimum(logps, -1e-7)))
+
+
 def dpo(answers: Answers, how: ObjectiveOptions) -> mx.array:
     """Direct preference optimisation (Rafailov et al., arXiv:2305.18290), as hinge (SLiC,
     arXiv:2305.10425), IPO over mean tokens (arXiv:2310.12036), or robust (arXiv:2403.00409)."""
@@ -92,7 +98,7 @@ def dpo(answers: Answers, how: ObjectiveOptions) -> mx.array:
 def orpo(answers: Answers, how: ObjectiveOptions) -> mx.array:
     """Odds-ratio preference optimisation (Hong et al., arXiv:2403.07691)."""
     good, bad = answers.pairs(answers.means)
-    odds = (good - bad) - (mx.log1p(-mx.exp(good)) - mx.log1p(-mx.exp(bad)))
+    odds = (good - bad) - (_log_of_others(good) - _log_of_others(bad))
     return -good - how.strength * _log_sigmoid(odds)
 
 

@@ -112,6 +112,23 @@ def test_the_losses_are_those_of_the_papers(case: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=2e-6)
 
 
+def test_orpo_is_exact_where_an_answer_is_almost_certain() -> None:
+    loss, how = LOSSES["orpo"][0], ObjectiveOptions(objective="orpo", beta=0.25)
+    logps = mx.array([-4e-5, -1.5e-3, -5e-7, -3.0, -2.0, -1e-6, 0.0, -3.0])
+    tokens = mx.array([4.0, 3.0, 2.0, 2.0, 4.0, 1.0, 1.0, 1.0])
+
+    def losses(logps: mx.array) -> mx.array:
+        return loss(Answers(logps, logps, tokens, mx.array(True), mx.array(0.0)), how)
+
+    slopes = np.array(mx.grad(lambda logps: losses(logps).sum())(logps))
+    # Those of TRL 1.16's ORPOTrainer; for the last pair its gradient is not a number.
+    trl = [4.959454294294e-3, 2.67951065779926e-7, 3.84569001197815]
+    np.testing.assert_allclose(np.array(losses(logps))[:3], trl, rtol=2e-6)
+    trl = [-122.77016449, 3.26800466, -0.53590214, 1.15534595e-8, -0.40884313, 249999.734375]
+    np.testing.assert_allclose(slopes[:6], trl, rtol=2e-6)
+    assert np.isfinite(slopes).all()
+
+
 def test_every_objective_has_a_loss() -> None:
     assert set(LOSSES) == set(OBJECTIVES)
 
