@@ -33,6 +33,14 @@ if TYPE_CHECKING:
 TESTED = {"mlx": "0.32", "mlx-lm": "0.32"}
 """Newest minor version of each library that the tests have passed with."""
 
+KNOWN_BAD = {
+    "mlx": {
+        "0.30.0": "compiled training fails",  # github.com/ml-explore/mlx/issues/2864
+        "0.32.1": "generates wrong tokens",  # github.com/nathansutton/chad/issues/50
+    }
+}
+"""Versions that no run may use, by library, and why."""
+
 
 def is_untested(package: str, number: str) -> bool:
     """Return whether a library is of a newer minor version than those in ``TESTED``."""

@@ -8,7 +8,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from shardmlx.compat import TESTED, is_untested
+from shardmlx.compat import KNOWN_BAD, TESTED, is_untested
 from shardmlx.distributed.agreement import AgreedError
 from shardmlx.distributed.transport import Transport
 
@@ -37,8 +37,9 @@ def source_digest(package: Path = ROOT) -> str:
 
 
 def compare_versions(transport: Transport) -> None:
-    """Raise ``AgreedError`` unless all ranks run the same versions. Rank 0 warns of versions newer
-    than the tested ones. All ranks must call it, first of all."""
+    """Raise ``AgreedError`` unless all ranks run the same versions, none of them known to be bad.
+    Rank 0 warns of versions newer than the tested ones. All ranks must call it, first
+    of all."""
     everyone = transport.all_gather((package_versions(), source_digest()), "comparing versions")
     wanted, source = everyone[0]
     for rank, (versions, other_source) in enumerate(everyone):
@@ -56,6 +57,8 @@ def compare_versions(transport: Transport) -> None:
             )
     for package, tested in TESTED.items():
         number = wanted[package]
+        if why := KNOWN_BAD.get(package, {}).get(number):
+            raise AgreedError(f"{package} {number} {why}: install another version")
         if transport.rank == 0 and is_untested(package, number):
             print(
                 f"shardmlx: warning: {package} {number} is newer than {tested}, the newest tested",

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from shardmlx.compat import KNOWN_BAD
 from shardmlx.distributed import version_check
+from shardmlx.distributed.agreement import AgreedError
 from shardmlx.distributed.version_check import ROOT, compare_versions, source_digest
 from tests.helpers.local_transport import LocalNetwork
 
@@ -63,3 +65,10 @@ def test_rank_0_warns_once_of_a_newer_minor_version_than_was_tested(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == warns
     assert all(f"mlx {mlx}" in each for each in lines)
+
+
+def test_a_version_known_to_be_bad_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    (number, why), *_ = KNOWN_BAD["mlx"].items()
+    versions_are(monkeypatch, mlx=number)
+    with pytest.raises(AgreedError, match=f"mlx {number} {why}"):
+        LocalNetwork(1).run(compare_versions)
