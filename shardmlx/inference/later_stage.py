@@ -7,7 +7,7 @@ from collections import deque
 
 import mlx.core as mx
 
-from shardmlx.distributed.messages import Handle, PeerLost
+from shardmlx.distributed.messages import Handle, PeerLost, copy_into
 from shardmlx.inference.scheduler import Item, ItemKind
 from shardmlx.inference.stage import HIDDEN_TAG, StageWorker
 
@@ -39,6 +39,7 @@ class LaterStage:
                 kind = item.kind
                 worker.begin(item)
                 if kind is ItemKind.IDLE:
+                    worker.retract()
                     worker.update(item)
                 elif kind is not ItemKind.STOP:
                     self._compute(item, inputs, handle)
@@ -47,13 +48,20 @@ class LaterStage:
         worker.begin(None)
 
     def _compute(self, item: Item, inputs: mx.array, handle: Handle) -> None:
-        graph = self._worker.build(item, inputs)
+        worker = self._worker
+        graph = worker.graph_of(item, inputs)
         while self._may_hear():
             self._hear()
-        self._worker.wait(handle, self._worker.giver)
-        self._worker.start(graph)
-        self._worker.finish(graph)
-        self._worker.pass_on(graph)
+        worker.wait(handle, worker.giver)
+        if graph.inputs is not inputs:
+            copy_into(graph.inputs, inputs)
+        worker.start(graph)
+        # Its tokens come together with the announcement, which leaves no time to build a graph.
+        is_sure = item.guess is None and not item.drafts
+        if worker.stage == 0 and item.kind is ItemKind.DECODE and is_sure:
+            worker.foresee(Item(item.kind, item.sequences, group=item.group))
+        worker.finish(graph)
+        worker.pass_on(graph)
 
     def _may_hear(self) -> bool:
         """Return whether an announcement has come, and may be taken in ahead of its time."""

@@ -58,7 +58,7 @@ from shardmlx.inference.prefix_cache import CachedPrefix, KeptPrefix, PrefixCach
 from shardmlx.inference.sampler import packed_width, unpack
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 from shardmlx.inference.scheduler import Item, ItemKind, Scheduler
-from shardmlx.inference.stage import TOKENS_TAG, UNSENT, ItemGraph, StageWorker
+from shardmlx.inference.stage import TOKENS_TAG, UNSENT, StageWorker
 
 
 @dataclass(slots=True)
@@ -123,7 +123,6 @@ class FirstStage:
         # Tokens of a round that come after its first, and how many the stages are to forget.
         self._ahead: deque[tuple[int, SampledToken]] = deque()
         self._rejected: dict[int, int] = {}
-        self._foreseen: ItemGraph | None = None
         self._stored: tuple[tuple[int, str], ...] = ()
 
     @property
@@ -214,7 +213,7 @@ class FirstStage:
         item = replace(item, rejected=self._take_rejected())
         self._worker.announce(item)
         self._worker.outbox.drain(UNSENT)
-        self._retract_foreseen()
+        self._worker.retract()
         self._worker.update(item)
 
     def step(self) -> list[tuple[int, SampledToken]]:
@@ -290,7 +289,7 @@ class FirstStage:
             sampled = np.zeros((rows, width), np.int32)
             handle = worker.transport.receive(sampled, self._last, TOKENS_TAG)
             self._returning.append(_Returning(item, sampled, handle, draft, began))
-        graph = self._graph_of(item)
+        graph = worker.graph_of(item, worker.inputs(item))
         inputs = np.frombuffer(buffer_of(graph.inputs), np.int32).reshape(graph.inputs.shape)
         for row, number in zip(inputs, item.sequences, strict=True):
             sequence = self._sequences[number]
@@ -376,28 +375,10 @@ class FirstStage:
         is_sure = not any(
             item.drafts or item.guesses or item.guess is not None for item in under_way
         )
-        if self._foreseen is None and is_sure:
+        if is_sure:
             likely = self._scheduler.foreseen()
             if likely is not None:
-                inputs = self._worker.inputs(likely)
-                self._foreseen = self._worker.build(likely, inputs, is_foreseen=True)
-
-    def _graph_of(self, item: Item) -> ItemGraph:
-        graph = self._foreseen
-        wanted = item.group, item.sequences, item.length
-        if graph and (graph.item.group, graph.item.sequences, graph.item.length) == wanted:
-            self._foreseen, graph.item = None, item
-            self._worker.update(item)
-            self._worker.sample(graph)
-            return graph
-        self._retract_foreseen()
-        return self._worker.build(item, self._worker.inputs(item))
-
-    def _retract_foreseen(self) -> None:
-        if self._foreseen is not None:
-            if (backup := self._foreseen.backup) is not None:
-                self._foreseen.caches[: len(backup)] = backup
-            self._foreseen = None
+                self._worker.foresee(likely)
 
     def _take(self) -> list[tuple[int, SampledToken]]:
         came: list[tuple[int, SampledToken]] = []

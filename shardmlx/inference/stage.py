@@ -116,6 +116,7 @@ class StageWorker:
         self._sharing = mesh.sharing(rank)
         self._is_last = self.part.is_last and rank == self.last
         self.outbox = Outbox(self.transport)
+        self._foreseen: ItemGraph | None = None
         self._waits: deque[float] = deque([0.0], maxlen=4)
 
     def begin(self, item: Item | None) -> None:
@@ -167,6 +168,31 @@ class StageWorker:
             self.sample(graph)
         return graph
 
+    def foresee(self, likely: Item) -> None:
+        """Build the graph of the item that likely comes next, unless there is one."""
+        if self._foreseen is None:
+            self._foreseen = self.build(likely, self.inputs(likely), is_foreseen=True)
+
+    def graph_of(self, item: Item, inputs: mx.array) -> ItemGraph:
+        """Return the graph of an item. One that was foreseen has ``inputs`` of its own."""
+        graph = self._foreseen
+        wanted = item.group, item.sequences, item.length
+        likely = graph and (graph.item.group, graph.item.sequences, graph.item.length)
+        if graph and likely == wanted and not item.rejected:
+            self._foreseen, graph.item = None, item
+            self.update(item)
+            self.sample(graph)
+            return graph
+        self.retract()
+        return self.build(item, inputs)
+
+    def retract(self) -> None:
+        """Forget what was foreseen."""
+        if self._foreseen is not None:
+            if (backup := self._foreseen.backup) is not None:
+                self._foreseen.caches[: len(backup)] = backup
+            self._foreseen = None
+
     def sample(self, graph: ItemGraph) -> None:
         """Have the last stage's graph of an item that samples end in tokens, no longer in logits:
         they depend on the tokens before in penalties, grammars and random streams."""
@@ -183,10 +209,13 @@ class StageWorker:
 
     def finish(self, graph: ItemGraph) -> None:
         """Wait until a graph is evaluated."""
-        if not (self._is_last and graph.item.samples):
+        if not graph.item.samples:
             mx.eval(graph.evaluated)
             return
         # No caches: by now they may hold arrays of a foreseen graph, whose inputs are not filled.
+        mx.eval(graph.outputs)
+        if not self._is_last:
+            return
         item, tokens = graph.item, np.array(graph.outputs)[:, 0].tolist()
         self.sampler.settle(item.sequences, tokens, item.drafts, item.guess)
         if self.head is not None:
