@@ -114,7 +114,7 @@ class ModelShape:
     def is_approximate(self) -> bool:
         """True if times and the memory of activations are guessed."""
         is_guessed = any(each.activation.is_guessed for each in self.kinds)
-        return not self.is_declared and (is_guessed or not self.family.takes_pieces)
+        return not self.is_declared and (is_guessed or not self.family.takes_packed)
 
     @property
     def family(self) -> Family:

@@ -68,6 +68,8 @@ _ACTIVATIONS = {
     "xielu": (Activation(0.35, passing=4, weights=(2, 4)),) * 2,
     "gelu": (Activation(1), GELU),
     "gelu_approx": (Activation(2), GELU_APPROX),
+    # Clipped gate and up, up again plus one, and the arrays of swiglu.
+    "swiglu_oai": (Activation(5, passing=3),) * 2,
 }
 """Activations by the name of MLX's function: alone, and with a gate."""
 
@@ -142,11 +144,12 @@ def traced_shape(config: Mapping[str, Any], stored: Mapping[str, Sides]) -> Mode
     stored_names = {} if is_stored_so else _stored_names(loaded, names.embedding)
     before = _sides(parts.before)
     # Layers know no other position than that of their ropes.
-    is_plain = (
-        _takes_masks(decoder, recorded)
-        and all(isinstance(each, POSITIONED) for each in caches)
-        and (not parts.before or parts.carrier.width > parts.width)
+    is_plain = all(isinstance(each, POSITIONED) for each in caches) and (
+        not parts.before or parts.carrier.width > parts.width
     )
+    masks = _masks(decoder, recorded) if is_plain else [None]
+    takes_pieces = all(isinstance(each, ChunkedMask) for each in masks)
+    takes_packed = all(isinstance(each, ChunkedMask) or _has_scores(each) for each in masks)
     modules = [each for layer in parts.layers for each in layer.modules()]
     ropes = [each for each in modules if _takes(each, "offset") and not _takes(each, "cache")]
     seen = replace(
@@ -154,9 +157,9 @@ def traced_shape(config: Mapping[str, Any], stored: Mapping[str, Sides]) -> Mode
         windows=windows_by_type() if hasattr(model, "make_cache") else no_windows,
         norm_bias="bias" in parts.norms.get(norm, ()),
         head_has_bias="bias" in parts.heads.get(head, ()),
-        takes_pieces=is_plain,
-        takes_packed=is_plain,
-        takes_batches=is_plain or (attends_to_all and are_merged and not parts.before),
+        takes_pieces=takes_pieces,
+        takes_packed=takes_packed,
+        takes_batches=takes_packed or (attends_to_all and are_merged and not parts.before),
         takes_cuts=all(isinstance(each, POSITIONED) for each in kept),
     )
     return ModelShape.of_layers(
@@ -273,6 +276,7 @@ class _Calls:
         self.outputs: dict[str, mx.array] = {}
         self.attended: list[tuple[mx.array, mx.array, mx.array, Any]] = []
         """Queries, keys, values and mask."""
+        self.has_sinks = False
         self.normed = 0
         """Elements of a token that attention norms without weights."""
         norms = {name: partial(self._norm, getattr(mx.fast, name)) for name in _NORMS}
@@ -306,11 +310,13 @@ class _Calls:
 
     def _attention(self, q: Any, k: Any, v: Any, *args: Any, **how: Any) -> mx.array:
         self.attended.append((q, k, v, how["mask"]))
+        self.has_sinks |= how.get("sinks") is not None
         return attend(q, k, v, *args, **how)
 
 
-def _takes_masks(decoder: Decoder, recorded: Sequence[_Calls]) -> bool:
-    """Return whether each layer attends once, with the mask that we made in place of mlx-lm's."""
+def _masks(decoder: Decoder, recorded: Sequence[_Calls]) -> list[Any]:
+    """Return the mask with which each layer attends where we ask for pieces: ours, or one that it
+    makes of it. None stands for a layer that does not attend once."""
 
     def visit(i: int, call: LayerCall, x: mx.array) -> mx.array:
         recorded[i].attended.clear()
@@ -320,9 +326,14 @@ def _takes_masks(decoder: Decoder, recorded: Sequence[_Calls]) -> bool:
     try:
         decoder.run(mx.zeros((1, TOKENS), mx.int32), visit, chunk=1)
     except _FAULTS:
-        return False
+        return [None]
     masks = [[mask for *_, mask in each.attended] for each in recorded]
-    return all(len(each) == 1 and isinstance(each[0], ChunkedMask) for each in masks)
+    return [each[0] if len(each) == 1 else None for each in masks]
+
+
+def _has_scores(mask: Any) -> bool:
+    """Return whether a mask has scores, of other keys, which latent attention adds to its own."""
+    return isinstance(mask, mx.array) and mx.issubdtype(mask.dtype, mx.floating)
 
 
 def _shape(recorded: _Calls, x: mx.array, cache: Any) -> LayerShape:
@@ -353,7 +364,8 @@ def _shape(recorded: _Calls, x: mx.array, cache: Any) -> LayerShape:
             name = f"{kind} of {parent}" if kind in sources.values() else kind
             source = sources.setdefault(id(given), name)
         elif kind == "attention":
-            source = "values" if outputs == x.shape[-1] else f"latent of {parent}"
+            latent = sources.setdefault(id(given), f"latent {len(sources)} of {parent}")
+            source = "values" if outputs == x.shape[-1] else latent
         else:
             source = f"product of {parent}"
         is_adapted = isinstance(module, (nn.Linear, SwitchLinear))
@@ -376,6 +388,8 @@ def _shape(recorded: _Calls, x: mx.array, cache: Any) -> LayerShape:
         heads=heads,
         window=getattr(cache, "max_size", None),
         activation=_activation(recorded, linears),
+        # A sink's share of the scores.
+        score_weights=int(recorded.has_sinks),
         recurrence=recurrence,
         kept=recorded.normed
         + weighed
@@ -484,6 +498,9 @@ def _heads(recorded: _Calls, linears: Mapping[str, Linear], cache: Any) -> Heads
     (_, groups, _, key), (*_, value) = keys.shape, values.shape
     if recorded.attended:
         queries = recorded.attended[0][0].shape[1]
+        if _has_scores(recorded.attended[0][3]):
+            # A cache keeps the keys of these scores in the place of values.
+            key += kept[0][1].shape[-1]
     else:
         queries = max(each.inputs for each in linears.values() if each.source == "values") // value
     # Values cut from a larger array keep all of it.
