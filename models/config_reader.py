@@ -17,8 +17,6 @@ MOST_LAYERS = 10_000
 AGAIN = "download the model's config.json again"
 """The remedy for a config.json that contradicts itself."""
 
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_MOST = {"num_hidden_layers": MOST_LAYERS, **dict.fromkeys(_EXPERTS, 1024)}
 _MOST_OF_ANYTHING = 2**31 - 1
 _OWN_LAYOUT = "params.json"
 """File that Mistral publishes with consolidated*.safetensors, beside the others or alone."""
@@ -47,13 +45,10 @@ class Config(NamedTuple):
         value = self.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             self.refuse(key, "it must be a whole number above 0")
-        if value > (most := _MOST.get(key, _MOST_OF_ANYTHING)):
+        most = MOST_LAYERS if key == "num_hidden_layers" else _MOST_OF_ANYTHING
+        if value > most:
             self.refuse(key, f"give at most {most}")
         return value
-
-    def number(self, key: str) -> int:
-        """Return a whole number from 0, the default."""
-        return self.count(key) if self.get(key) else 0
 
     def switch(self, key: str, default: bool | None = None) -> bool:
         """Return true or false; without a ``default`` the field must be there."""

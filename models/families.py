@@ -7,26 +7,17 @@ without a row is read from mlx-lm's own code (``models.undeclared``).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
-from shardmlx.models.blocks import GATED_W, Experts, Grouped, latent
 from shardmlx.models.family import Family, HeadNames
-from shardmlx.models.layer_kinds import (
-    routed_layers,
-    stepped_layers,
-    windows_by_period,
-    windows_by_type,
-)
-from shardmlx.models.layer_shape import GELU_APPROX, Activation
-from shardmlx.models.rope_parameters import FULL, WINDOWED
+from shardmlx.models.layer_kinds import windows_by_period, windows_by_type
+from shardmlx.models.layer_shape import GELU_APPROX
 
 ANOTHER = "use a model of a type in docs/what-fits.md"
 """The remedy for a model that cannot run."""
 
-BIASED = Grouped(bias="attention_bias")
-HEAD_NORMS = Grouped(has_norms=True)
-LLAMA = Family(attention=BIASED, mlp_bias="mlp_bias", windows=windows_by_type())
+LLAMA = Family(bias="attention_bias", mlp_bias="mlp_bias", windows=windows_by_type)
 GEMMA2 = Family(
     norms=(
         "input_layernorm",
@@ -43,39 +34,15 @@ GEMMA2 = Family(
     takes_batches=False,
 )
 
-LOCAL = Experts(count="num_local_experts", width="intermediate_size")
-ROUTED = Experts(count="n_routed_experts", shared="n_shared_experts", router_is_array=True)
-CORRECTED = replace(ROUTED, is_corrected=True)
-DEEPSEEK_V3 = Family(
-    attention=latent,
-    experts=CORRECTED,
-    sparse=routed_layers,
-    tied="never",
-    # The layer after the last predicts one token more; scales of weights in fp8 are multiplied in.
-    dropped=r"\bmodel\.layers\.61|weight_scale_inv",
-    takes_pieces=False,
-)
-GLM4_MOE = Family(
-    attention=Grouped(bias="attention_bias", output_bias=False, has_norms="use_qk_norm"),
-    experts=CORRECTED,
-    sparse=routed_layers,
-    tied="never",
-    drops_further_layers=True,
-)
-
 _FAMILIES = {
     **dict.fromkeys(("llama", "mistral"), LLAMA),
-    "smollm3": Family(attention=BIASED, mlp_bias="mlp_bias"),
-    "qwen2": Family(attention=Grouped(takes_head_dim=False, bias=True, output_bias=False)),
-    "qwen3": Family(attention=HEAD_NORMS, tied="as said"),
-    "ministral3": Family(
-        windows=windows_by_type(),
-        # Scales of weights in fp8, which mlx-lm multiplies in.
-        dropped=r"activation_scale|weight_scale_inv",
-    ),
+    "smollm3": Family(bias="attention_bias", mlp_bias="mlp_bias"),
+    "qwen2": Family(takes_head_dim=False, bias=True, output_bias=False),
+    "qwen3": Family(norms_heads=True, tied="as said"),
+    "ministral3": Family(windows=windows_by_type, unpacks_fp8=True),
     "gemma2": GEMMA2,
     "gemma3_text": Family(
-        attention=HEAD_NORMS,
+        norms_heads=True,
         windows=windows_by_period,
         norms=GEMMA2.norms,
         activation=GELU_APPROX,
@@ -86,58 +53,15 @@ _FAMILIES = {
             "sliding_window_pattern": 6,
         },
     ),
-    "mixtral": Family(
-        attention=Grouped(takes_head_dim=False),
-        experts=replace(LOCAL, path="block_sparse_moe", names=GATED_W),
-        tied="if said",
-    ),
-    "qwen3_moe": Family(
-        attention=HEAD_NORMS,
-        experts=Experts(count="num_experts"),
-        sparse=stepped_layers,
-        tied="as said",
-    ),
-    **dict.fromkeys(("deepseek_v3", "joyai_llm_flash", "kimi_k2"), DEEPSEEK_V3),
-    **dict.fromkeys(("glm4_moe", "solar_open"), GLM4_MOE),
-    "glm4_moe_lite": replace(
-        DEEPSEEK_V3, defaults={"first_k_dense_replace": 1}, dropped=None, drops_further_layers=True
-    ),
-    "mistral4": Family(
-        attention=latent,
-        experts=replace(ROUTED, router_is_array=False),
-        sparse=routed_layers,
-        tied="if said",
-        # Scales of weights in fp8, which mlx-lm multiplies in.
-        dropped=r"activation_scale$|_scale_inv$",
-    ),
-    # Every other layer has a window, and each head a sink.
-    "gpt_oss": Family(
-        attention=Grouped(bias=True),
-        experts=replace(LOCAL, stack="experts", names=(), router="router", bias=True),
-        windows=windows_by_type(WINDOWED, FULL),
-        arrays={"self_attn.sinks": ("num_attention_heads",)},
-        # Clipped gate and up, up again plus one, and the arrays of swiglu.
-        activation=Activation(5, passing=3),
-        # The sink's share of the scores.
-        score_weights=1,
-        tied="never",
-        rounds_yarn=True,
-    ),
     # Text models beside a vision tower, which mlx-lm ignores.
     "gemma3": Family(
         defaults={"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208},
-        dropped=r"^vision_tower\.|^multi_modal_projector\.",
         windows=windows_by_period,
         text_default="gemma3_text",
         text_takes=("vocab_size",),
     ),
-    "kimi_k25": Family(
-        dropped=r"vision_tower|vision_model|mm_projector|multi_modal_projector",
-        text_default="deepseek_v3",
-    ),
     "mistral3": Family(
         tied="if said",
-        dropped=r"vision_tower|multi_modal_projector",
         text_types=("ministral3", "mistral4"),
         text_default="llama",
         renames=(
@@ -169,3 +93,10 @@ HEADS: Mapping[str, HeadNames] = MappingProxyType(
     }
 )
 """The heads for further tokens, by ``model_type``."""
+
+
+def is_declared(config: Mapping[str, Any]) -> bool:
+    """Return whether rows declare the model of a config.json, and the text model in it."""
+    outer, text = FAMILIES.get(str(config.get("model_type"))), config.get("text_config")
+    text_type = text.get("model_type") if isinstance(text, Mapping) else None
+    return outer is not None and (text_type not in outer.text_types or text_type in FAMILIES)

@@ -2,47 +2,44 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from shardmlx.models.blocks import Experts, Grouped, gated_mlp
 from shardmlx.models.config_reader import Config, Fact
-from shardmlx.models.layer_kinds import Windows, all_layers, no_windows
-from shardmlx.models.layer_shape import NORMS, SWIGLU, Activation, LayerShape, Norm
-
-_GROUPED = Grouped()
+from shardmlx.models.layer_kinds import Windows, no_windows
+from shardmlx.models.layer_shape import NORMS, SWIGLU, Activation, Heads, LayerShape, Linear, Norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A family of models: the facts for planning and loading, that is, the columns of its row."""
+    """A family of models: the facts for planning and loading, that is, the columns of its row.
 
-    attention: Callable[[Config], LayerShape] = _GROUPED
+    Its layers have attention whose queries share keys and values in groups, and a gated MLP."""
+
+    takes_head_dim: bool = True
+    """False if mlx-lm ignores ``head_dim``: a head then has hidden size by heads."""
+    bias: Fact = False
+    """True if the matrices of attention have biases."""
+    output_bias: Fact | None = None
+    """Bias of the last of these; None for the same."""
+    norms_heads: bool = False
+    """True if each head of queries and keys is normed, all with one weight."""
     mlp_bias: Fact = False
-    experts: Experts | None = None
-    sparse: Callable[[Config], Sequence[bool]] = all_layers
-    """Rule that tells which layers have experts in place of the MLP."""
     windows: Callable[[Config], Windows] = no_windows
     """Rule that tells which layers see a window."""
     norms: tuple[str, ...] = NORMS
-    arrays: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Sides of further arrays of a layer by path, each as the field with its length."""
     activation: Activation = SWIGLU
     scores: int = 1
-    score_weights: int = 0
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of mlx-lm for fields missing in config.json, or in its text model."""
-    tied: Literal["always", "never", "by default", "if said", "as said"] = "by default"
+    tied: Literal["always", "by default", "if said", "as said"] = "by default"
     """Condition for the embedding to be the lm_head; ``as said`` needs the field."""
     norm_bias: bool = False
     """True if the final norm has a bias."""
     head_has_bias: bool = False
-    dropped: str | None = None
-    """Pattern of the names of tensors that mlx-lm ignores."""
-    drops_further_layers: bool = False
-    """True if mlx-lm ignores layers after the last, which predict more tokens."""
+    unpacks_fp8: bool = False
+    """True if mlx-lm multiplies weights in fp8 with their scales as it loads."""
     renames: tuple[tuple[str, str], ...] = ()
     """Prefixes that mlx-lm replaces as it loads, with replacements: the first match counts."""
     takes_pieces: bool = True
@@ -53,8 +50,6 @@ class Family:
     """False if mlx-lm's layers generate with one sequence at a time."""
     takes_cuts: bool = True
     """False if a layer keeps a state, which cannot be cut to a beginning of the sequence."""
-    rounds_yarn: bool = False
-    """True if mlx-lm rounds yarn's limits although config.json has ``truncate`` false."""
     text_default: str = ""
     """The ``model_type`` of the ``text_config`` with its own family; empty if there is none."""
     text_types: tuple[str, ...] = ()
@@ -62,39 +57,43 @@ class Family:
     text_takes: tuple[str, ...] = ()
     """Fields that the text model takes from the outer config.json, over its own."""
 
-    @property
-    def chooses_caches(self) -> bool:
-        """True if mlx-lm's model makes its KV caches itself, and ignores ``--max-kv-size``."""
-        return self.windows is not no_windows
-
-    def drops(self, name: str) -> bool:
-        """Return whether mlx-lm ignores a tensor of this name when it loads the model."""
-        return self.dropped is not None and re.search(self.dropped, name) is not None
-
     def layers(self, config: Config) -> Sequence[LayerShape]:
         windows = self.windows(config)
-        sparse = [False] * len(windows) if self.experts is None else self.sparse(config)
-        kinds = {kind: self._layer(config, *kind) for kind in {*zip(sparse, windows, strict=True)}}
-        return [kinds[kind] for kind in zip(sparse, windows, strict=True)]
+        kinds = {window: self._layer(config, window) for window in {*windows}}
+        return [kinds[window] for window in windows]
 
-    def _layer(self, config: Config, has_experts: bool, window: int | None) -> LayerShape:
-        hidden, attention = config.count("hidden_size"), self.attention(config)
-        if has_experts and self.experts is not None:
-            mlp = self.experts(config)
+    def _layer(self, config: Config, window: int | None) -> LayerShape:
+        hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
+        width, mlp_bias = config.count("intermediate_size"), config.holds(self.mlp_bias)
+        if self.takes_head_dim and config.get("head_dim") is not None:
+            dim = config.count("head_dim")
         else:
-            linears = gated_mlp(config, bias=config.holds(self.mlp_bias))
-            mlp = LayerShape(linears=tuple(linears.items()))
+            dim = config.share("hidden_size", "num_attention_heads")
+        groups = heads
+        if config.get("num_key_value_heads") is not None:
+            groups //= config.share("num_attention_heads", "num_key_value_heads")
+        queries, keys, bias = heads * dim, groups * dim, config.holds(self.bias)
+        output_bias = bias if self.output_bias is None else config.holds(self.output_bias)
+        linears = {
+            "self_attn.q_proj": Linear("attention", hidden, queries, bias),
+            "self_attn.k_proj": Linear("attention", hidden, keys, bias),
+            "self_attn.v_proj": Linear("attention", hidden, keys, bias),
+            "self_attn.o_proj": Linear("values", queries, hidden, output_bias),
+            "mlp.gate_proj": Linear("mlp", hidden, width, mlp_bias),
+            "mlp.up_proj": Linear("mlp", hidden, width, mlp_bias),
+            "mlp.down_proj": Linear("product of mlp", width, hidden, mlp_bias),
+        }
         norms = {name: Norm(hidden, hidden) for name in self.norms}
-        arrays = {path: tuple(map(config.count, fields)) for path, fields in self.arrays.items()}
-        return replace(
-            attention,
-            linears=attention.linears + mlp.linears,
-            norms=(*norms.items(), *attention.norms),
-            arrays=(*arrays.items(), *mlp.arrays),
+        if self.norms_heads:
+            norms["self_attn.q_norm"] = Norm(dim, queries)
+            norms["self_attn.k_norm"] = Norm(dim, keys)
+        return LayerShape(
+            linears=tuple(linears.items()),
+            norms=tuple(norms.items()),
+            heads=Heads(heads, groups, dim, dim, 2 * keys),
             window=window,
             activation=self.activation,
             scores=self.scores,
-            score_weights=self.score_weights,
         )
 
 
@@ -115,9 +114,6 @@ class HeadNames:
     states_first: bool = False
     after_norm: bool = True
 
-
-UNDECLARED = Family(takes_pieces=False, takes_packed=False, takes_batches=False)
-"""The family of undeclared models, which assumes nothing."""
 
 APPROXIMATE = (
     "no row of models/families.py declares this model: layers and their bytes are exact, times and "

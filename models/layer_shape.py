@@ -42,9 +42,8 @@ class Linear(NamedTuple):
     with others.
 
     ``experts`` matrices are stacked in one array, and a token passes through ``uses`` of them; 0 is
-    a single matrix. ``stored`` is the path of one expert's matrix in Hugging Face's files, with
-    ``{}`` for its number. ``applied`` are a token's input and output elements if all matrices have
-    one input; mlx-lm has no LoRA for these.
+    a single matrix. ``applied`` are a token's input and output elements if all matrices have one
+    input; mlx-lm has no LoRA for these.
     """
 
     source: str
@@ -53,7 +52,6 @@ class Linear(NamedTuple):
     bias: bool = False
     experts: int = 0
     uses: int = 1
-    stored: str = ""
     applied: tuple[int, int] | None = None
 
     @property

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from shardmlx.errors import UserError
 from shardmlx.models.config_reader import AGAIN, Config
 from shardmlx.models.families import FAMILIES
-from shardmlx.models.family import UNDECLARED, Family
+from shardmlx.models.family import Family
+from shardmlx.models.layer_kinds import no_windows
 from shardmlx.models.layer_shape import LayerShape
 
 
@@ -42,6 +43,8 @@ class ModelShape:
     """Reason why the model cannot be trained; empty if it can."""
     refused: frozenset[str] = frozenset()
     """Names of tensors of an undeclared model that mlx-lm has no place for, if not quantised."""
+    missing: str = ""
+    """Name of the first tensor of such a model that mlx-lm would not find as it loads."""
     before: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Modules that are called before the layers, beside the embedding, with the sides of their
     weights: the first layer's stage has them."""
@@ -51,8 +54,11 @@ class ModelShape:
     """Size of what goes from layer to layer beside hidden states."""
     has_dynamic_rope: bool = False
     """True if rotary embeddings change with the length of the text."""
-    seen: Family = field(default=UNDECLARED, compare=False, repr=False)
-    """The facts of an undeclared family that its code tells."""
+    family: Family = field(compare=False, repr=False)
+    """The row of the text model, or the facts of an undeclared one that its code tells."""
+    outer_family: Family = field(compare=False, repr=False)
+    chooses_caches: bool
+    """True if mlx-lm's model makes its KV caches itself, and ignores ``--max-kv-size``."""
 
     @classmethod
     def of_layers(cls, layers: Sequence[LayerShape], **others: Any) -> ModelShape:
@@ -79,11 +85,11 @@ class ModelShape:
         fields = Config({**family.defaults, **fields.fields})
         fields.count("num_hidden_layers")
         tied = family.tied == "always"
-        if family.tied not in ("always", "never"):
+        if not tied:
             default = {"by default": True, "if said": False}.get(outer.tied)
             tied = fields.switch("tie_word_embeddings", default)
         scaling = fields.get("rope_scaling", {})
-        if scaling.get("truncate") is False and not family.rounds_yarn:
+        if scaling.get("truncate") is False:
             raise UserError(
                 "config.json: truncate is false", "mlx-lm's yarn always rounds: leave it out"
             )
@@ -103,6 +109,9 @@ class ModelShape:
                 f"{prefix}lm_head",
             ),
             has_dynamic_rope="dynamic" in (scaling.get("type"), scaling.get("rope_type")),
+            family=family,
+            outer_family=outer,
+            chooses_caches=outer.windows is not no_windows,
         )
 
     @property
@@ -115,19 +124,6 @@ class ModelShape:
         """True if times and the memory of activations are guessed."""
         is_guessed = any(each.activation.is_guessed for each in self.kinds)
         return not self.is_declared and (is_guessed or not self.family.takes_packed)
-
-    @property
-    def family(self) -> Family:
-        return FAMILIES[self.text_type] if self.is_declared else self.seen
-
-    @property
-    def outer_family(self) -> Family:
-        return FAMILIES[self.model_type] if self.is_declared else self.seen
-
-    @property
-    def chooses_caches(self) -> bool:
-        """True if mlx-lm's model makes its KV caches itself, and ignores a limit of them."""
-        return self.outer_family.chooses_caches
 
     @property
     def takes_batches(self) -> bool:

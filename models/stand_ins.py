@@ -32,8 +32,8 @@ from shardmlx.models.carried import (
 _SIZE, _LARGER = (1, 3), (2, 5)
 """Rows and tokens with which a model is examined; two sizes show the axes of an array."""
 
-_FAULTS = (ValueError, TypeError, IndexError, AttributeError, KeyError, RuntimeError)
-"""Errors of code that gets other things than it takes."""
+FAULTS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""Errors of code that gets other things than it takes, or that does not fit a config.json."""
 
 
 class InPlaceOf:
@@ -157,7 +157,7 @@ def examine(body: nn.Module, layers_name: str, caches: Sequence[Any]) -> tuple[T
     try:
         sizes = (_SIZE, _LARGER)
         calls, others = (_calls(body, layers_name, deepcopy([*caches]), size) for size in sizes)
-    except _FAULTS:
+    except FAULTS:
         raise CannotBeCutError(reason) from None
     found = {
         source: _layout(array.shape, others.arrays[source].shape)
@@ -243,7 +243,7 @@ def _trace(
         own = with_part(own, name, part)
     try:
         trace.result = own(tokens, cache=[*caches])
-    except _FAULTS as error:
+    except FAULTS as error:
         if trace.given:
             reason = f"its layers pass on more than hidden states ({error})"
             raise CannotBeCutError(reason) from None

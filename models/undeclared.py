@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from inspect import signature
@@ -27,11 +26,11 @@ from shardmlx.compat import calls, rebind
 from shardmlx.errors import UserError, one_line
 from shardmlx.models.attention import ChunkedMask, attend
 from shardmlx.models.carried import first_argument
+from shardmlx.models.config_reader import Config
 from shardmlx.models.decoder import ATTENTION, POSITIONED, Decoder, LayerCall
 from shardmlx.models.families import ANOTHER
-from shardmlx.models.family import UNDECLARED
+from shardmlx.models.family import Family
 from shardmlx.models.kv_cache import parts_of
-from shardmlx.models.layer_kinds import no_windows, windows_by_type
 from shardmlx.models.layer_shape import (
     GELU,
     GELU_APPROX,
@@ -50,7 +49,7 @@ from shardmlx.models.parts import find_parts
 from shardmlx.models.recurrence import use_chunks
 from shardmlx.models.ropes import STATIC, fit_ropes
 from shardmlx.models.shape import ModelShape, Names
-from shardmlx.models.stand_ins import InPlaceOf, at
+from shardmlx.models.stand_ins import FAULTS, InPlaceOf, at
 
 TOKENS = 3
 """Tokens of the trace: so few that mlx-lm does not sort them by expert."""
@@ -75,20 +74,19 @@ _ACTIVATIONS = {
 
 _NORMS = ("rms_norm", "layer_norm")
 
-_FAULTS = (AttributeError, ValueError, KeyError, TypeError, RuntimeError)
-"""Errors of a model whose code does not fit its config.json, or this machine."""
-
 
 def build_random(config: Mapping[str, Any]) -> nn.Module:
     """Build mlx-lm's model of a config.json with random weights, lazily. Raises ``UserError``."""
     model_type = config.get("model_type")
+    for key in ("num_hidden_layers", "hidden_size", "vocab_size"):
+        Config(config).count(key, 1)
     try:
         code = import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(model_type, model_type)}")
         # Some families write into the fields of their configuration.
         model: nn.Module = code.Model(code.ModelArgs.from_dict(deepcopy(dict(config))))
     except (ImportError, SystemExit):  # a model of mlx-lm exits where a package is missing
         raise UserError(f"mlx-lm has no model of type {model_type!r}", ANOTHER) from None
-    except _FAULTS as error:
+    except FAULTS as error:
         fault = f"mlx-lm cannot build this model of type {model_type!r}: {one_line(error)}"
         raise UserError(fault, ANOTHER) from None
     # Without this each array hangs on the keys of all random ones before, which a trace visits.
@@ -122,7 +120,7 @@ def traced_shape(config: Mapping[str, Any], stored: Mapping[str, Sides]) -> Mode
         decoder.run(
             mx.zeros((1, TOKENS), mx.int32), visit, caches=[caches[i] for i in decoder.caches]
         )
-    except _FAULTS as error:
+    except FAULTS as error:
         kind = config.get("model_type")
         # MLX names no cause in the model.
         reads = "its layers read numbers while they compute" if "to eval an" in str(error) else ""
@@ -139,7 +137,9 @@ def traced_shape(config: Mapping[str, Any], stored: Mapping[str, Sides]) -> Mode
     ]
     kept = [each for cache in caches for each in parts_of(cache)]
     are_merged = all(hasattr(each, "merge") for each in kept)
-    loaded = _loaded(model, stored)
+    loaded, fault = _loaded(model, stored)
+    own = {name for name, _ in tree_flatten(model.parameters())}
+    missing = next(iter(sorted(own - loaded.keys())), "") if loaded else fault
     is_stored_so = not stored or f"{names.embedding}.weight" in stored
     stored_names = {} if is_stored_so else _stored_names(loaded, names.embedding)
     before = _sides(parts.before)
@@ -152,9 +152,7 @@ def traced_shape(config: Mapping[str, Any], stored: Mapping[str, Sides]) -> Mode
     takes_packed = all(isinstance(each, ChunkedMask) or _has_scores(each) for each in masks)
     modules = [each for layer in parts.layers for each in layer.modules()]
     ropes = [each for each in modules if _takes(each, "offset") and not _takes(each, "cache")]
-    seen = replace(
-        UNDECLARED,
-        windows=windows_by_type() if hasattr(model, "make_cache") else no_windows,
+    seen = Family(
         norm_bias="bias" in parts.norms.get(norm, ()),
         head_has_bias="bias" in parts.heads.get(head, ()),
         takes_pieces=takes_pieces,
@@ -178,9 +176,12 @@ def traced_shape(config: Mapping[str, Any], stored: Mapping[str, Sides]) -> Mode
         tied=not parts.heads,
         names=_names_by(stored_names, names) if stored_names else names,
         has_dynamic_rope=not all(isinstance(each, STATIC) for each in ropes),
-        seen=seen,
+        family=seen,
+        outer_family=seen,
+        chooses_caches=hasattr(model, "make_cache"),
         untrained=_fault_of_gradient(decoder, layers),
-        refused=_refused(model, loaded),
+        refused=frozenset(origin or name for name, origin in loaded.items() if name not in own),
+        missing=missing,
     )
 
 
@@ -207,7 +208,7 @@ def _fault_of_gradient(decoder: Decoder, layers: Sequence[LayerShape]) -> str:
         return "mlx-lm computes its layers token by token, and a gradient would hold many states"
     try:
         decoder.run(mx.zeros((1, TOKENS), mx.int32), visit)
-    except _FAULTS as error:
+    except FAULTS as error:
         return one_line(error)
     return ""
 
@@ -217,23 +218,18 @@ def _loops(path: str, sides: Sides) -> bool:
     return "rg_lru" in path or (path.endswith("A_log") and len(sides) == 2)
 
 
-def _loaded(model: nn.Module, stored: Mapping[str, Sides]) -> dict[str, str]:
+def _loaded(model: nn.Module, stored: Mapping[str, Sides]) -> tuple[dict[str, str], str]:
     """Return the names that mlx-lm's code gives arrays of such sides as it loads them, each with
-    its stored name, empty where numbers are changed; none if it does not load them."""
+    its stored name, empty where numbers are changed; none, and why, if it does not load them."""
     arrays = {name: mx.zeros(sides) for name, sides in stored.items()}
     before = {id(array): name for name, array in arrays.items()}
     try:
         loaded = model.sanitize(dict(arrays)) if hasattr(model, "sanitize") else arrays
-    except _FAULTS:
-        return {}
-    return {name: before.get(id(array), "") for name, array in loaded.items()}
-
-
-def _refused(model: nn.Module, loaded: Mapping[str, str]) -> frozenset[str]:
-    """Return the names of tensors that mlx-lm neither has a place for nor passes over, or of parts
-    of quantised ones."""
-    own = {name for name, _ in tree_flatten(model.parameters())}
-    return frozenset(origin or name for name, origin in loaded.items() if name not in own)
+    except KeyError as error:
+        return {}, str(error.args[0])
+    except FAULTS:
+        return {}, ""
+    return {name: before.get(id(array), "") for name, array in loaded.items()}, ""
 
 
 def _stored_names(loaded: Mapping[str, str], embedding: str) -> dict[str, str]:
@@ -325,7 +321,7 @@ def _masks(decoder: Decoder, recorded: Sequence[_Calls]) -> list[Any]:
 
     try:
         decoder.run(mx.zeros((1, TOKENS), mx.int32), visit, chunk=1)
-    except _FAULTS:
+    except FAULTS:
         return [None]
     masks = [[mask for *_, mask in each.attended] for each in recorded]
     return [each[0] if len(each) == 1 else None for each in masks]

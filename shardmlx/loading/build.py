@@ -28,7 +28,7 @@ from shardmlx.modelfiles.parts import read_shape
 from shardmlx.modelfiles.published_packing import check_packing, published_packing
 from shardmlx.models.config_reader import read_config
 from shardmlx.models.draft_head import ONE_LAYER, DraftHead, head_class
-from shardmlx.models.families import ANOTHER, FAMILIES, HEADS
+from shardmlx.models.families import ANOTHER, HEADS, is_declared
 from shardmlx.models.parts import find_parts
 from shardmlx.models.rope_parameters import with_rope
 from shardmlx.models.ropes import fit_ropes
@@ -71,7 +71,7 @@ def load_lazily(
         remedy = ""
         if packing is not None:
             remedy = f"it is {packing}: take the model in 16 bits"
-        elif own.get("model_type") not in FAMILIES:
+        elif not is_declared(own):
             remedy = ANOTHER
         fault = f"{path}: mlx-lm cannot build this model: {one_line(error)}"
         raise UserError(fault, remedy) from None

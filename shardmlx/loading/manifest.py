@@ -23,7 +23,7 @@ from shardmlx.modelfiles.safetensors_header import (
     read_header,
 )
 from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, CONFIG_FILE
-from shardmlx.modelfiles.tensors import is_dropped
+from shardmlx.modelfiles.tensors import OTHER_SENSES, is_dropped
 from shardmlx.models.shape import ModelShape
 
 TEXTS = (
@@ -99,8 +99,8 @@ def read_model_manifest(directory: Path, files: Sequence[str], identity: str) ->
 
 def is_needed(name: str, shape: ModelShape, start: int, stop: int) -> bool:
     """Return whether layers ``start`` to ``stop`` read a tensor, or scales that go into theirs."""
-    if shape.outer_family is not shape.family and shape.outer_family.drops(name):
-        return False  # vision and audio
+    if OTHER_SENSES.search(name):
+        return False
     part = place_of(name, shape)
     is_last = stop == shape.num_layers
     if isinstance(part, int):

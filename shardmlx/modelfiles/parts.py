@@ -22,7 +22,6 @@ from shardmlx.modelfiles.tensors import (
     Module,
     Quantisation,
     expected_tensors,
-    has_separate_experts,
     infer_quantisation,
     is_dropped,
     loaded_name,
@@ -30,7 +29,7 @@ from shardmlx.modelfiles.tensors import (
     read_quantisation,
 )
 from shardmlx.models.config_reader import MOST_LAYERS
-from shardmlx.models.families import FAMILIES
+from shardmlx.models.families import is_declared
 from shardmlx.models.shape import ModelShape
 
 EMBEDDING, HEAD, OTHER, DROPPED = "embedding", "head", "other", "not loaded"
@@ -160,7 +159,7 @@ def inspect_files(files: ModelFiles) -> Inspection:
         tensors = dict(files.tensors)
     columns = {}
     if shape is not None:
-        family = modules(shape, separate_experts=has_separate_experts(tensors, shape))
+        family = modules(shape)
         columns = {path: each.weight[-1] for path, each in family.items() if each.is_quantisable}
     packed = _packings(tensors, files.config, columns)
     parts: dict[str | int, list[Tensor]] = {}
@@ -197,7 +196,7 @@ def read_shape(
 ) -> ModelShape:
     """Return the shape of a model; MLX is started for one that no row declares. Raises
     ``UserError`` for a broken config.json, or for a model that cannot be divided."""
-    if config.get("model_type") in [*FAMILIES]:
+    if is_declared(config):
         return ModelShape.from_config(config)
     sides = tuple((name, place.shape) for name, place in tensors.items())
     return _traced(json.dumps(config, sort_keys=True), sides)
@@ -207,8 +206,12 @@ def read_shape(
 def _traced(config: str, sides: tuple[tuple[str, tuple[int, ...]], ...]) -> ModelShape:
     """Return the shape of a model that no row declares; a run asks twice, and a large one takes
     seconds."""
-    from shardmlx.models.undeclared import traced_shape
-
+    try:
+        from shardmlx.models.undeclared import traced_shape
+    except ImportError:
+        kind = json.loads(config).get("model_type")
+        fault = f"models of type {kind!r} are read with mlx-lm, which is not installed"
+        raise UserError(fault, "pip install mlx-lm") from None
     return traced_shape(json.loads(config), dict(sides))
 
 
@@ -218,7 +221,7 @@ def shape_of(files: ModelFiles) -> ModelShape | str:
     try:
         return read_shape(files.config, files.tensors) if files.config else "no config.json"
     except UserError as error:
-        if not files.tensors or files.config.get("model_type") in [*FAMILIES]:
+        if not files.tensors or is_declared(files.config):
             raise
         return error.problem
 

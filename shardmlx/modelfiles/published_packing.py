@@ -102,12 +102,12 @@ def check_packing(
     index = next((name for name in tensors if name.endswith(".g_idx")), None)
     if packing.method == "gptq" and index is not None:
         raise UserError(f"{index}: mlx-lm reads no gptq with g_idx", _16_BITS)
-    is_unpacked = packing.method == "fp8" and packing.loaded is None
-    # A family that multiplies the scales in ignores them then.
-    if is_unpacked and shape.is_declared and not shape.family.drops("weight_scale_inv"):
-        raise UserError(
-            f"config.json: mlx-lm does not unpack fp8 of type {shape.text_type}", _16_BITS
-        )
+    if packing.method != "fp8" or packing.loaded is not None:
+        return
+    is_refused = any(name.endswith("weight_scale_inv") for name in shape.refused)
+    if is_refused or (shape.is_declared and not shape.family.unpacks_fp8):
+        kind = shape.text_type or shape.model_type
+        raise UserError(f"config.json: mlx-lm does not unpack fp8 of type {kind}", _16_BITS)
 
 
 def _pattern(exception: str) -> re.Pattern[str]:

@@ -27,6 +27,12 @@ QUANTISED_PARTS = ("scales", "biases", "global_scale")
 _WORD_BITS = 32
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq|attention\.rope\.inv_freq")
 """Names of buffers that mlx-lm computes by itself."""
+_SCALES = re.compile(r"activation_scale$|_scale_inv$")
+"""Names of scales, which mlx-lm multiplies into weights in fp8."""
+OTHER_SENSES = re.compile(
+    r"(?:^|\.)(?:vision_|visual\.|audio_)|embed_(?:vision|audio)\.|(?:multi_modal|mm)_projector\."
+)
+"""Names of tensors that read pictures or sounds, which mlx-lm passes over."""
 _AGAIN = "convert the model again with mlx_lm.convert"
 
 
@@ -143,14 +149,14 @@ class Module:
     bare: bool = False
 
 
-def modules(shape: ModelShape, *, separate_experts: bool = False) -> dict[str, Module]:
-    """Return the modules with weights by path, in order, as mlx-lm or Hugging Face has experts."""
+def modules(shape: ModelShape) -> dict[str, Module]:
+    """Return the modules with weights by path, in order."""
     hidden, vocabulary = shape.hidden_size, shape.vocab_size
     result = {shape.names.embedding: Module((vocabulary, hidden))}
     for path, sides in (*shape.before, *shape.after):
         result[path] = Module(sides, is_quantisable=len(sides) > 1)
     for index in range(shape.num_layers):
-        for path, module in _layer(shape.layer(index), separate_experts):
+        for path, module in _layer(shape.layer(index)):
             result[f"{shape.names.layers}{index}.{path}"] = module
     norm_bias, head_bias = shape.family.norm_bias, shape.family.head_has_bias
     if shape.names.norm:
@@ -162,28 +168,15 @@ def modules(shape: ModelShape, *, separate_experts: bool = False) -> dict[str, M
     return result
 
 
-def _layer(layer: LayerShape, separate_experts: bool) -> Iterator[tuple[str, Module]]:
+def _layer(layer: LayerShape) -> Iterator[tuple[str, Module]]:
     for path, norm in layer.norms:
         yield path, Module(norm.sides, norm.sides if norm.bias else None, is_quantisable=False)
     for path, linear in layer.linears:
-        is_separate = separate_experts and linear.stored != ""
-        stacked = (linear.experts,) if linear.experts and not is_separate else ()
+        stacked = (linear.experts,) if linear.experts else ()
         bias = (*stacked, linear.outputs) if linear.bias else None
-        module = Module((*stacked, linear.outputs, linear.inputs), bias)
-        for expert in range(linear.experts if is_separate else 1):
-            yield (linear.stored.format(expert) if is_separate else path), module
+        yield path, Module((*stacked, linear.outputs, linear.inputs), bias)
     for path, array in layer.arrays:
         yield path, Module(array, is_quantisable=False, bare=True)
-
-
-def has_separate_experts(names: Mapping[str, Any], shape: ModelShape) -> bool:
-    """Return whether experts are stored one by one, as in Hugging Face's files."""
-    return any(
-        f"{shape.names.layers}{index}.{linear.stored.format(0)}.weight" in names
-        for index in range(shape.num_layers)
-        for _, linear in shape.layer(index).linears
-        if linear.stored
-    )
 
 
 def loaded_name(name: str, shape: ModelShape) -> str:
@@ -231,9 +224,10 @@ def is_dropped(name: str, shape: ModelShape) -> bool:
     is_tied_head = shape.tied and "lm_head." in name
     if is_tied_head or _COMPUTED.search(name):
         return True
+    is_scale, is_of_others = _SCALES.search(name), OTHER_SENSES.search(name)
+    if shape.is_declared:
+        is_wrapped = shape.outer_family is not shape.family
+        return bool((is_scale and shape.family.unpacks_fp8) or (is_of_others and is_wrapped))
     layer = re.match(rf"{re.escape(shape.names.layers)}(\d+)\.", name)
     is_further = layer is not None and int(layer[1]) >= shape.num_layers
-    return any(
-        family.drops(name) or (is_further and family.drops_further_layers)
-        for family in (shape.outer_family, shape.family)
-    )
+    return name not in shape.refused and bool(is_scale or is_of_others or is_further)

@@ -18,7 +18,6 @@ from shardmlx.modelfiles.tensors import (
     Module,
     Quantisation,
     expected_tensors,
-    has_separate_experts,
     infer_quantisation,
     is_dropped,
     is_stored_otherwise,
@@ -105,8 +104,10 @@ def _family(files: ModelFiles, faults: list[str]) -> str:
     if method is not None and "quantization" not in files.config:
         return f"tensors not compared: quantised by {method}, not by mlx-lm"
     tensors = {loaded_name(name, shape): place for name, place in files.tensors.items()}
-    family = modules(shape, separate_experts=has_separate_experts(tensors, shape))
+    family = modules(shape)
     if is_stored_otherwise(tensors, family, shape):
+        if shape.missing and not files.is_part:
+            faults.append(f"tensor {shape.missing!r} is missing: {_remedy(files)}")
         return (
             f"tensors not compared: Hugging Face stores {shape.model_type} otherwise than mlx-lm, "
             "which cuts or joins some as it loads"
@@ -142,12 +143,11 @@ def _differences(
         return inferred or config.default
 
     expected = expected_tensors(family, quantised)
-    remedy = "copy or download the model again" if files.paths else "the repository is incomplete"
     for name, sides in expected.items():
         place = tensors.get(name)
         if place is None:
             if not files.is_part:
-                yield f"tensor {name!r} is missing: {remedy}"
+                yield f"tensor {name!r} is missing: {_remedy(files)}"
         elif place.shape != sides and (shape.is_declared or sorted(place.shape) != sorted(sides)):
             # Only rows tell what mlx-lm turns, as it turns convolutions.
             yield (
@@ -162,6 +162,10 @@ def _differences(
             if name.endswith(".global_scale") and f"{name.rpartition('.')[0]}.scales" in expected:
                 continue
             yield f"tensor {name!r} of {place.file} is unexpected: {shape.model_type} has none"
+
+
+def _remedy(files: ModelFiles) -> str:
+    return "copy or download the model again" if files.paths else "the repository is incomplete"
 
 
 def _wrong_dtype(name: str, place: PlacedTensor, expected: Mapping[str, object]) -> str | None:

@@ -168,7 +168,7 @@ def test_layers_hold_scores_on_a_cpu_and_where_a_row_is_not_causal_or_has_sinks(
     assert holds({"head_dim": 40})
     windowed = {"layer_types": [*["sliding_attention"] * 3, "full_attention"]}
     assert [holds(windowed | {"sliding_window": each}) for each in (63, 64)] == [True, False]
-    full = {"layer_types": ["full_attention"] * 4, "head_dim": 64}
+    full = {"layer_types": [*["full_attention"] * 3, "sliding_attention"], "head_dim": 64}
     assert holds(CONFIGS["gpt_oss"] | full)
 
 

@@ -58,7 +58,7 @@ def test_what_mlx_writes_is_sound(family: str, quantisation: Any, tmp_path: Path
     assert any(f"the family {family}" in line for line in found.checked)
 
 
-def test_a_mixtral_with_single_experts_is_sound(tmp_path: Path) -> None:
+def test_a_mixtral_with_single_experts_is_sound_unless_one_is_missing(tmp_path: Path) -> None:
     config = tiny_config("mixtral", layers=1)
     stacked = tensors_of(config)
     tensors: Tensors = {}
@@ -71,7 +71,10 @@ def test_a_mixtral_with_single_experts_is_sound(tmp_path: Path) -> None:
                 for expert in range(shape[0]):
                     single = f"model.layers.0.block_sparse_moe.experts.{expert}.{letter}.weight"
                     tensors[single] = (dtype, shape[1:], nbytes // shape[0])
-    assert faults(write(tmp_path, model_files(config, tensors=tensors))) == []
+    assert faults(write(tmp_path / "whole", model_files(config, tensors=tensors))) == []
+    del tensors[single]
+    (fault,) = faults(write(tmp_path / "damaged", model_files(config, tensors=tensors)))
+    assert f"{single!r} is missing" in fault
 
 
 @pytest.mark.parametrize(
@@ -88,7 +91,7 @@ def test_what_mlx_lm_cuts_or_joins_as_it_loads_is_not_compared(
 ) -> None:
     files = model_files(CONFIGS[family], tensors={name: ("BF16", [2, 64], 256)})
     found = verified(write(tmp_path, files))
-    assert found.faults == ()
+    assert all("is missing" in fault for fault in found.faults)
     assert any(f"stores {family} otherwise" in line for line in found.checked)
 
 

@@ -76,12 +76,17 @@ DENSE: dict[str, tuple[float, dict[str, Any]]] = {
 QWEN3 = {
     "model_type": "qwen3_moe", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 4,
     "decoder_sparse_step": 1, "mlp_only_layers": [], "num_experts": 128, "num_experts_per_tok": 8,
-    "tie_word_embeddings": False,
+    "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "max_position_embeddings": 40960, "norm_topk_prob": True,
 }  # fmt: skip
 GPT_OSS = {
     "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
     "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_experts_per_tok": 4,
     "sliding_window": 128,
+}  # fmt: skip
+ROUTING = {
+    "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+    "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
 }  # fmt: skip
 LATENT = {
     "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
@@ -90,7 +95,8 @@ LATENT = {
 GLM = {
     "model_type": "glm4_moe", "vocab_size": 151552, "num_attention_heads": 96,
     "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
+    "num_experts_per_tok": 8, "rope_theta": 1e6, "rope_scaling": None,
+    "partial_rotary_factor": 0.5, "tie_word_embeddings": False, **ROUTING,
 }  # fmt: skip
 MIXTRAL = {
     "model_type": "mixtral", "num_key_value_heads": 8, "num_local_experts": 8,
@@ -150,9 +156,13 @@ MIXTURES = {
     "Mistral-Large-3": Published(673, 39, 1, {
         "model_type": "mistral3",
         "text_config": {
-            **LATENT, **sides(7168, 61, 128), **routed(3, 128, 4096, 16384),
+            **LATENT, **ROUTING, **sides(7168, 61, 128), **routed(3, 128, 4096, 16384),
             "model_type": "mistral4", "vocab_size": 131072, "n_shared_experts": 1,
-            "num_experts_per_tok": 4,
+            "num_experts_per_tok": 4, "num_key_value_heads": 128, "rope_parameters": {
+                "type": "yarn", "factor": 36.0, "original_max_position_embeddings": 8192,
+                "mscale": 1.0, "mscale_all_dim": 1.0, "rope_theta": 1e4,
+                "llama_4_scaling_beta": 0.1,
+            },
         },
     }),
     "Kimi-K2": Published(1040, 32.6, 0, {

@@ -21,6 +21,7 @@ from shardmlx.modelfiles.tensors import expected_tensors, modules
 from shardmlx.models.rope_parameters import with_rope
 from shardmlx.models.undeclared import build_random
 from tests.helpers.family_configs import CONFIGS
+from tests.helpers.hugging_face_experts import single_experts
 from tests.helpers.models_and_batches import tiny_config
 from tests.helpers.refusals import refusal
 from tests.helpers.seeded_weights import SHOWN, TOKENS, seeded_weight
@@ -30,8 +31,11 @@ CASES = json.loads(REFERENCE.read_text())["cases"]
 
 
 def write(directory: Path, config: dict[str, Any]) -> None:
-    family = modules(read_shape(with_rope(config)), separate_experts=True)
-    shapes = expected_tensors(family, lambda *_: None)
+    stacked = expected_tensors(modules(read_shape(with_rope(config))), lambda *_: None)
+    shapes = dict(stacked)
+    for name, sides in stacked.items():
+        if single := single_experts(name, sides[0]):
+            shapes |= dict.fromkeys(single, shapes.pop(name)[1:])
     save_file(
         {name: seeded_weight(name, sides) for name, sides in shapes.items()},
         directory / "model.safetensors",

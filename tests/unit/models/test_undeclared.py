@@ -219,4 +219,5 @@ def test_published_names_are_those_that_mlx_lm_replaces(tmp_path: Path) -> None:
     assert [part.parameters for part in inspection.layers] == [
         shape.layer(i).parameters for i in range(LAYERS)
     ]
-    assert [tensor.name for tensor in inspection.other.tensors] == [*vision]
+    assert [tensor.name for tensor in inspection.dropped.tensors] == [*vision]
+    assert not is_needed(next(iter(vision)), shape, 0, LAYERS)
