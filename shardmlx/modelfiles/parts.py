@@ -210,8 +210,10 @@ def _traced(config: str, sides: tuple[tuple[str, tuple[int, ...]], ...]) -> Mode
         from shardmlx.models.undeclared import traced_shape
     except ImportError:
         kind = json.loads(config).get("model_type")
-        fault = f"models of type {kind!r} are read with mlx-lm, which is not installed"
-        raise UserError(fault, "pip install mlx-lm") from None
+        raise UserError(
+            f"models of type {kind!r} are read with mlx-lm, which is not installed",
+            "pip install mlx-lm",
+        ) from None
     return traced_shape(json.loads(config), dict(sides))
 
 
