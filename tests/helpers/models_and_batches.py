@@ -27,7 +27,7 @@ from shardmlx.engine.stage import Stage
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.modelfiles.tensors import is_dropped
 from shardmlx.models.activations import swiglu, use_swiglu
-from shardmlx.models.families import FAMILIES
+from shardmlx.models.families import is_declared
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
 from shardmlx.pipeline.mesh import Mesh
@@ -75,7 +75,7 @@ def build(config: Mapping[str, Any], seed: int = 1) -> nn.Module:
     kind, args = _get_classes(dict(config))
     mx.random.seed(seed)
     model: nn.Module = kind(args.from_dict(deepcopy(dict(config))))
-    if hasattr(model, "sanitize") and config["model_type"] in FAMILIES:
+    if hasattr(model, "sanitize") and is_declared(config):
         # Of some families mlx-lm looks at the tensors to know whether there is an lm_head.
         shape, weights = ModelShape.from_config(config), tree_flatten(model.parameters())
         kept = {name: array for name, array in weights if not is_dropped(name, shape)}
