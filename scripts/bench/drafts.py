@@ -12,6 +12,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,8 @@ def rank(options: argparse.Namespace) -> None:
             return Draft(tuple(token + wrong for token, wrong in pairs))
 
     class OneAtATime(BackOff):
-        def goes_on(self, kind: int, count: int) -> bool:
-            return False
+        def _times(self, kind: int) -> Any:
+            return replace(super()._times(kind), stages=1)
 
     class SleepingWorker(StageWorker):
         """A worker whose stage takes as long as is said."""
@@ -133,9 +134,9 @@ def rank(options: argparse.Namespace) -> None:
         return tokens, (len(tokens) - 1) / (end - begin)
 
     plain, _ = text(None)
-    oracles = {rate: Oracle([*prompt, *plain], rate) for rate in RATES}
+    oracles = {rate: Oracle([*prompt, *plain], rate) for rate in options.accepted}
     contenders: dict[str, Callable[[], float]] = {PLAIN: lambda: text(None)[1]}
-    for rate in RATES:
+    for rate in options.accepted:
         for length in LENGTHS:
             for how, kind_of in (("one", OneAtATime), ("on", BackOff)):
                 back_off = kind_of(first=1e9, stages=transport.size)
@@ -157,9 +158,9 @@ def rank(options: argparse.Namespace) -> None:
     print(json.dumps(rates))
 
 
-def table_of(speeds: dict[str, list[float]]) -> Table:
+def table_of(options: argparse.Namespace, speeds: dict[str, list[float]]) -> Table:
     lines = []
-    for rate in RATES:
+    for rate in options.accepted:
         for length in LENGTHS:
             one, on = (speeds[f"{rate} {length} {how}"] for how in ("one", "on"))
             lines.append(
@@ -181,6 +182,9 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=SMOLLM2)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tokens", type=int, help="of the answer")
+    parser.add_argument(
+        "--accepted", type=float, nargs="+", default=RATES, help="probabilities, like 0.6 0.8"
+    )
     parser.add_argument("--sizes", help="layers of each stage, like 17,13")
     parser.add_argument("--seconds", type=float, default=0.0, help="of a stage for one token")
     parser.add_argument("--more", type=float, default=0.1, help="part of these for each more")
@@ -196,8 +200,9 @@ def main() -> None:
     for name in ("model", "tokens", "sizes", "seconds", "more"):
         if (value := getattr(options, name)) is not None:
             own += [f"--{name}", str(value)]
+    own += ["--accepted", *map(str, options.accepted)]
     speeds = json.loads(run(mpirun(options.ranks, *own)))
-    publish(options, facts, [table_of(speeds)], {"tokens_per_second": speeds})
+    publish(options, facts, [table_of(options, speeds)], {"tokens_per_second": speeds})
 
 
 if __name__ == "__main__":

@@ -206,13 +206,46 @@ class _Kind:
     rejected: float = REJECTED
     seconds: deque[float] = field(default_factory=_window)
 
-    @property
-    def rate(self) -> float:
-        return self.accepted / (self.accepted + self.rejected)
-
     def count(self, accepted: int, has_rejected: bool) -> None:
         self.accepted = FADING * self.accepted + accepted
         self.rejected = FADING * self.rejected + has_rejected
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Seconds of a ``plain`` step, of these ``on_rank_0``, to have one more token ``verified`` by
+    all stages, and to have a draft ``made``, which is right at a ``rate``."""
+
+    stages: int
+    rate: float
+    plain: float
+    on_rank_0: float
+    verified: float
+    made: float
+
+    def goes_on(self, count: int) -> bool:
+        """Tell whether it pays to draft on with rounds of a token and ``count`` more."""
+        return self.stages > 1 and self._in_stream(count) < STREAM * self.alone(count)
+
+    def alone(self, count: int) -> float:
+        """Return the seconds of a round by itself."""
+        return self.plain + count * (self.verified + self.made)
+
+    def slowest(self, count: int) -> float:
+        """Return the seconds of the slowest stage for a round, if those after rank 0's are equal
+        and have the messages' time."""
+        whole, own = self.plain + count * self.verified, min(self.on_rank_0 / self.plain, 1.0)
+        drafting = (count + 1) * self.made
+        return max(own * whole + drafting, (1 - own) * whole / (self.stages - 1))
+
+    def _in_stream(self, count: int) -> float:
+        """Return the seconds of a round among rounds that are drafted on."""
+        rounds = self.stages - (self.stages - 1) * self.rate ** (count + 1)
+        return rounds * self.slowest(count)
+
+    def tokens_a_second(self, count: int) -> float:
+        seconds = self._in_stream(count) if self.goes_on(count) else self.alone(count)
+        return expected(self.rate, count) / seconds
 
 
 @dataclass
@@ -239,21 +272,13 @@ class BackOff:
         0 while none pays, or none but those of rounds that begin with a guess."""
         if not self.allows(kind):
             return 0
-        fewest = 0 if most == 0 or self.goes_on(kind, 0) else 1
-        rate = self._known(kind).rate
-
-        def tokens_a_second(count: int) -> float:
-            goes_on = self.goes_on(kind, count)
-            seconds = (self._in_stream if goes_on else self._alone)(kind, count)
-            return expected(rate, count) / seconds
-
-        return max(range(fewest, most + 1), key=tokens_a_second)
+        times = self._times(kind)
+        fewest = 0 if most == 0 or times.goes_on(0) else 1
+        return max(range(fewest, most + 1), key=times.tokens_a_second)
 
     def goes_on(self, kind: int, count: int) -> bool:
         """Tell whether it pays to draft on with rounds of a token and ``count`` more."""
-        if self.stages == 1 or not self.allows(kind):
-            return False
-        return self._in_stream(kind, count) < STREAM * self._alone(kind, count)
+        return self.allows(kind) and self._times(kind).goes_on(count)
 
     @property
     def is_off(self) -> bool:
@@ -285,8 +310,9 @@ class BackOff:
                 self._verified.append(self.stages * max(more, 0.0) / count)
             known.seconds.append(draft.seconds / len(draft.tokens))
         self._has_begun = True
-        spent = (self._slowest if draft.goes_on else self._alone)(draft.kind, count)
-        known.allowance = min(known.allowance + came - spent / self._plain_seconds, MOST)
+        times = self._times(draft.kind)
+        spent = times.slowest(count) if draft.goes_on else times.alone(count)
+        known.allowance = min(known.allowance + came - spent / times.plain, MOST)
 
     def missed(self, draft: Draft) -> None:
         """Note that a round is void since it began with a wrong guess."""
@@ -295,34 +321,17 @@ class BackOff:
     def _known(self, kind: int) -> _Kind:
         return self._kinds.setdefault(kind, _Kind(self.first))
 
-    @property
-    def _plain_seconds(self) -> float:
-        return max(statistics.median_low(self._plain), NO_TIME)
-
-    def _verifying(self, count: int) -> float:
-        verified = self._verified or (VERIFIED * self._plain_seconds,)
-        return self._plain_seconds + count * statistics.median_low(verified)
-
-    def _made(self, kind: int) -> float:
-        made = self._known(kind).seconds
-        return statistics.median_low(made) if made else 0.0
-
-    def _alone(self, kind: int, count: int) -> float:
-        """Return the seconds of a round by itself."""
-        return self._verifying(count) + count * self._made(kind)
-
-    def _slowest(self, kind: int, count: int) -> float:
-        """Return the seconds of the slowest stage for a round, if those after rank 0's are equal
-        and have the messages' time."""
-        own = min(statistics.median_low(self._on_rank_0) / self._plain_seconds, 1.0)
-        whole, drafting = self._verifying(count), (count + 1) * self._made(kind)
-        return max(own * whole + drafting, (1 - own) * whole / (self.stages - 1))
-
-    def _in_stream(self, kind: int, count: int) -> float:
-        """Return the seconds of a round among rounds that are drafted on."""
-        goes_on = self._known(kind).rate ** (count + 1)
-        rounds = self.stages - (self.stages - 1) * goes_on
-        return rounds * self._slowest(kind, count)
+    def _times(self, kind: int) -> _Times:
+        known, middle = self._known(kind), statistics.median_low
+        plain = max(middle(self._plain), NO_TIME)
+        return _Times(
+            self.stages,
+            known.accepted / (known.accepted + known.rejected),
+            plain,
+            middle(self._on_rank_0),
+            middle(self._verified or (VERIFIED * plain,)),
+            middle(known.seconds or (0.0,)),
+        )
 
 
 @dataclass(frozen=True, slots=True)
