@@ -122,23 +122,21 @@ class RequestCounter:
         self._endpoints = frozenset(endpoints)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        status, complete = CLIENT_GONE, False
+        said = status = CLIENT_GONE
 
         async def watch(message: Message) -> None:
-            nonlocal status, complete
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            elif not message.get("more_body", False):
-                complete = True
+            nonlocal said, status
+            said = message.get("status", said)
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                status = said
             await send(message)
 
         try:
             await self._app(scope, receive, watch)
         except Exception:
-            status, complete = 500, True
+            status = 500
             raise
         finally:
             # A path is the client's to invent: it must not become a label of its own.
             endpoint = scope["path"] if scope["path"] in self._endpoints else "other"
-            final = status if complete else CLIENT_GONE
-            self._metrics.counters["requests"].labels(endpoint, str(final)).inc()
+            self._metrics.counters["requests"].labels(endpoint, str(status)).inc()

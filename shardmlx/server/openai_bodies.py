@@ -199,7 +199,7 @@ class CompletionBody(RequestBody):
 
 # From bytes to a model.
 
-KIND = re.compile(r"str|(list|dict)\[.*|\[key\]")
+KIND = re.compile(r"str|(list|dict|json)\[.*|\[key\]")
 """A step in pydantic's path to a fault that is no field, but a type that a field may have, or that
 a key is at fault."""
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PlainValidator, model_validator
 
 from shardmlx.inference.answer_format import Tool
 from shardmlx.server.accepted_fields import Body, Listed, refuse_unknown
@@ -52,25 +52,24 @@ class ToolBody(Body, extra="ignore"):
         return tool
 
 
+def _arguments(value: object) -> dict[str, Any]:
+    # To refuse a call that was cut off would end the conversation: clients send it each time.
+    if isinstance(value, str):
+        try:
+            read = json.loads(value.strip() or "{}")
+        except (ValueError, RecursionError):
+            read = value
+        value = {} if read is None else read if isinstance(read, dict) else {"arguments": value}
+    if not isinstance(value, dict):
+        raise ValueError("give an object, or its JSON")
+    return value
+
+
 class CalledBody(Body, extra="ignore"):
     """The function of a call, with its arguments: an object, or the JSON of one."""
 
     name: str
-    arguments: dict[str, Any] = Field(default_factory=dict)
-
-    @field_validator("arguments", mode="plain")
-    @classmethod
-    def _read(cls, value: object) -> dict[str, Any]:
-        # To refuse a call that was cut off would end the conversation: clients send it each time.
-        if isinstance(value, str):
-            try:
-                read = json.loads(value.strip() or "{}")
-            except (ValueError, RecursionError):
-                read = value
-            value = {} if read is None else read if isinstance(read, dict) else {"arguments": value}
-        if not isinstance(value, dict):
-            raise ValueError("give an object, or its JSON")
-        return value
+    arguments: Annotated[dict[str, Any], PlainValidator(_arguments)] = Field(default_factory=dict)
 
 
 class CallBody(Body, extra="ignore"):
@@ -81,9 +80,30 @@ class CallBody(Body, extra="ignore"):
     function: CalledBody
 
 
+def _text(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("give a text, or a list of parts of type text")
+    return "".join(map(_part, value))
+
+
+def _part(part: object) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict) or not isinstance(kind, str) or kind not in TEXTS:
+        raise ValueError(f"a part is of type {shown(kind)}: only text is understood here")
+    text = part.get(TEXTS[kind])
+    if not isinstance(text, str):
+        raise ValueError(f"a part of type {kind} has no text")
+    return text
+
+
+Content = Annotated[str, PlainValidator(_text)]
+
+
 class MessageBody(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | None = None
+    content: Content | None = None
     name: str | None = None
     tool_calls: Listed[CallBody] | None = None
     tool_call_id: str | None = None
@@ -98,11 +118,6 @@ class MessageBody(Body):
         said = [part for part in parts if not _is_thought(part)]
         thought = "".join(_thought_part(part) for part in parts if _is_thought(part))
         return {**given, "content": said, **({"reasoning_content": thought} if thought else {})}
-
-    @field_validator("content", mode="plain")
-    @classmethod
-    def _content(cls, value: object) -> str:
-        return _text(value)
 
     @property
     def is_begun(self) -> bool:
@@ -140,30 +155,7 @@ class PredictionBody(Body, extra="ignore"):
     """A text that may come in the answer, as a whole or in parts."""
 
     type: Literal["content"]
-    content: str
-
-    @field_validator("content", mode="plain")
-    @classmethod
-    def _content(cls, value: object) -> str:
-        return _text(value)
-
-
-def _text(value: object) -> str:
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError("give a text, or a list of parts of type text")
-    return "".join(map(_part, value))
-
-
-def _part(part: object) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(part, dict) or not isinstance(kind, str) or kind not in TEXTS:
-        raise ValueError(f"a part is of type {shown(kind)}: only text is understood here")
-    text = part.get(TEXTS[kind])
-    if not isinstance(text, str):
-        raise ValueError(f"a part of type {kind} has no text")
-    return text
+    content: Content
 
 
 def _is_thought(part: object) -> bool:

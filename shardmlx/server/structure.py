@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pydantic import Field
+from pydantic import Json as FromJson
 
 from shardmlx.errors import UserError
 from shardmlx.server.accepted_fields import Body, Listed
@@ -26,6 +27,10 @@ SPACE = r"[ \n\t]{0,20}"
 
 LITTLE_SPACE = " ?"
 """Space between the parts of a call's arguments: templates write them in a line."""
+
+
+Schema = dict[str, Any] | FromJson[dict[str, Any]]
+"""A JSON schema, or the JSON of one."""
 
 
 class SchemaBody(Body):
@@ -44,7 +49,7 @@ class ResponseFormatBody(Body):
 class StructureBody(Body):
     """The ``structured_outputs`` of a request."""
 
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_: Schema | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
     choice: Listed[str] | None = None
@@ -54,7 +59,7 @@ class StructureBody(Body):
 class StructuredBody(Body):
     response_format: ResponseFormatBody | None = None
     structured_outputs: StructureBody | None = None
-    guided_json: dict[str, Any] | str | None = None
+    guided_json: Schema | None = None
     guided_regex: str | None = None
     guided_choice: Listed[str] | None = None
     guided_grammar: str | None = None
@@ -103,13 +108,7 @@ def _body(kind: str, value: Any, param: str) -> str:
         if not value or not all(value):
             raise refused(f"{param}: give texts to choose from", param)
         return " | ".join(map(quoted, value))
-    try:
-        schema = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        raise refused(f"{param} is no JSON schema: it is no JSON", param) from None
-    if not isinstance(schema, dict):
-        raise refused(f"{param} is no JSON schema: it is no object", param)
-    return json_term(closed(schema))
+    return json_term(closed(value))
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,8 +124,8 @@ def test_completions_have_it_too() -> None:
     ("fields", "param", "named"),
     [
         ({"guided_json": {"type": "objct"}}, "guided_json", "objct"),
-        ({"guided_json": "{"}, "guided_json", "no JSON schema"),
-        ({"guided_json": "[]"}, "guided_json", "no object"),
+        ({"guided_json": "{"}, "guided_json", "an object"),
+        ({"guided_json": "[]"}, "guided_json", "an object"),
         ({"response_format": NAMED, "guided_regex": "a"}, "response_format", "guided_regex"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "missing"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "'xml'"),
