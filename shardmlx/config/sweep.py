@@ -61,11 +61,6 @@ def _of_run(config: TrainConfig, name: str, given: Any) -> TrainConfig:
     if "data" in given:
         changes["hf_dataset"] = None  # which would win
     changes |= given
-    if config.epochs is not None and any(name in given for name in (*_ROWS, "objective")):
-        raise UserError(
-            f"{where} has rows of its own, and --epochs {config.epochs:g} counts passes of all",
-            "give --iters",
-        )
     lora = given.get("lora_parameters")
     if isinstance(lora, Mapping):
         if "keys" in lora:

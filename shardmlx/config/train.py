@@ -345,6 +345,13 @@ class TrainConfig(
         bare = {key: value for key, value in schedule.items() if key != "arguments"}
         return bare if schedule == self._filled(bare) else schedule
 
+    def steps_of(self, rows: int) -> int:
+        """Return the steps that ``epochs`` make of so many rows, or ``iters``."""
+        if self.epochs is None:
+            return self.iters
+        # A pass leaves out an incomplete last batch, as in mlx-lm.
+        return max(1, round(self.epochs * max(1, rows // self.batch_size)))
+
     def with_iters(self, iters: int) -> TrainConfig:
         """Return the same for so many steps, in the place of ``epochs``."""
         return replace(self, iters=iters, epochs=None)

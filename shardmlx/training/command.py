@@ -85,7 +85,7 @@ def dry_run(config: TrainConfig, transport: Transport, reporter: Reporter) -> No
         if config.sweep is None:
             planned = plan_run(config, transport, reporter, opened)
         else:
-            planned, _, _ = plan_sweep(config, transport, reporter, opened)
+            planned, *_ = plan_sweep(config, transport, reporter, opened)
     show_ranks(planned, transport.hosts, reporter, {})
     if config.train:
         reporter.say(_time(planned))

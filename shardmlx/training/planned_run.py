@@ -157,8 +157,7 @@ def plan_run(
             None if data is None else (data.sizes(), _lengths(config, data)), what="data"
         )
         if epochs is not None and config.train:
-            # A pass leaves out an incomplete last batch, as in mlx-lm.
-            steps = max(1, round(epochs * max(1, sizes["train"] // config.batch_size)))
+            steps = asked.steps_of(sizes["train"])
             config = agree("counting the steps", partial(asked.with_iters, steps))
             run = replace(run, fine_tune=FineTune.of(config))
             reporter.say(f"--epochs {epochs:g}: {config.iters} steps")

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
+from shardmlx.common.formatting import plural
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.data import DataOptions
 from shardmlx.config.objective import ObjectiveOptions
@@ -53,9 +54,9 @@ def train_sweep(config: TrainConfig, transport: Transport, reporter: Reporter) -
 
 def plan_sweep(
     config: TrainConfig, transport: Transport, reporter: Reporter, opened: OpenedModel
-) -> tuple[PlannedRun, dict[str, TrainConfig], dict[str, DataSets]]:
-    """Return the plan of all runs together, the options of each, and, on rank 0, the data of each.
-    Collective."""
+) -> tuple[PlannedRun, dict[str, TrainConfig], dict[str, DataSets], dict[str, Mapping[str, int]]]:
+    """Return the plan of all runs together, the options of each, on rank 0 the data of each, and
+    the sizes of these. Collective."""
 
     def read() -> dict[str, TrainConfig]:
         runs = read_sweep(config)
@@ -82,14 +83,27 @@ def plan_sweep(
             sets[name] = data
         return rows_in_one([data for _, data in distinct])
 
+    whole = replace(whole, epochs=None)
     planned = plan_run(whole, transport, reporter, opened, len(runs), read_data)
+    sizes = transport.broadcast({name: each.sizes() for name, each in sets.items()}, "data")
+    if config.epochs is not None:
+
+        def count_steps() -> dict[str, TrainConfig]:
+            steps = {name: each.steps_of(sizes[name]["train"]) for name, each in runs.items()}
+            return {name: each.with_iters(steps[name]) for name, each in runs.items()}
+
+        runs = on_all_ranks(transport, "counting the steps", count_steps)
+        steps = [f"{plural(each.iters, 'step')} of {name}" for name, each in runs.items()]
+        reporter.say(f"--epochs {config.epochs:g}: {', '.join(steps)}")
+        longest = max(runs.values(), key=lambda each: each.iters)
+        planned = replace(planned, steps=StepOptions.of(longest))
     if (replicas := planned.plan.mesh.dp) > 1:
         raise AgreedError(
             f"--sweep {config.sweep}: adapters train side by side in one pipeline, and there are "
             f"{replicas} replicas",
             f"give --pipeline-stages {transport.size}",
         )
-    return planned, runs, sets
+    return planned, runs, sets, sizes
 
 
 def prepare_sweep(
@@ -98,8 +112,7 @@ def prepare_sweep(
     """Plan all runs together, and load them; the stack closes their reporters. Collective."""
     jobs: dict[str, TrainingRun] = {}
     with open_for_training(config, transport, reporter) as opened:
-        whole, runs, sets = plan_sweep(config, transport, reporter, opened)
-        sizes = transport.broadcast({name: each.sizes() for name, each in sets.items()}, "data")
+        whole, runs, sets, sizes = plan_sweep(config, transport, reporter, opened)
         planned: dict[str, PlannedRun] = {}
         for name, options in runs.items():
             check_valid(options, sizes[name])
@@ -127,8 +140,6 @@ def _of_run(
     sizes: Mapping[str, int],
 ) -> PlannedRun:
     """Return a run's own part of what was planned for all of them. Raises ``UserError``."""
-    if config.epochs is not None:
-        config = config.with_iters(whole.steps.iters)
     tune = replace(FineTune.of(config), zero=whole.way.fine_tune.zero)
     optimizer_of(tune)
     model, _ = build_model(opened.path, tune, config.seed, opened.adapters)
