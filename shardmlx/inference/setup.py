@@ -244,7 +244,7 @@ def prepare(
             head = head if part.is_last else None
             # The layer after the last, and the embedding.
             further = ((shape.num_layers, shape.num_layers + 1), (0, 0)) if head else ()
-            opened.weights.load([part], shape, reporter, further)
+            opened.weights.load([part], shape, reporter, further, plan.shares)
             if head is not None:
                 head.beside(part)
             if drafter is not None:

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardmlx.common.digests import canonical_json
@@ -23,8 +23,9 @@ from shardmlx.modelfiles.safetensors_header import (
     read_header,
 )
 from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, CONFIG_FILE
-from shardmlx.modelfiles.tensors import OTHER_SENSES, is_dropped
+from shardmlx.modelfiles.tensors import OTHER_SENSES, QUANTISED_PARTS, is_dropped, loaded_name
 from shardmlx.models.shape import ModelShape
+from shardmlx.models.shares import TensorShares
 
 TEXTS = (
     CONFIG_FILE,
@@ -110,6 +111,32 @@ def is_needed(name: str, shape: ModelShape, start: int, stop: int) -> bool:
     if part == HEAD:
         return is_last and not is_dropped(name, shape)
     return True
+
+
+def rows_of_shares(
+    tensors: Mapping[str, PlacedTensor], shape: ModelShape, shares: TensorShares
+) -> list[dict[str, tuple[str, PlacedTensor]]]:
+    """Return, for each rank of a group, the tensors of which it reads some rows alone: their names
+    and places. Other parts do not lie in one piece, or have another form when they are loaded."""
+    found: list[dict[str, tuple[str, PlacedTensor]]] = [{} for _ in shares.weights]
+    if shares.size == 1 or not shape.is_declared:
+        return found
+    for rank, mine in enumerate(found):
+        cuts = [shares.cuts(kind, rank) for kind in shape.kinds]
+        for name, tensor in tensors.items():
+            layer, (path, _, leaf) = place_of(name, shape), loaded_name(name, shape).rpartition(".")
+            if not isinstance(layer, int) or leaf not in ("weight", "bias", *QUANTISED_PARTS):
+                continue
+            own = path.removeprefix(f"{shape.names.layers}{layer}.")
+            cut = cuts[shape.pattern[layer]].get(own)
+            if cut is None or cut.of_columns or len(cut.ranges) > 1:
+                continue
+            if tensor.shape[:1] == (cut.whole,):
+                row = tensor.nbytes // cut.whole
+                start, stop = (tensor.start + row * each for each in cut.ranges[0])
+                place = replace(tensor, start=start, end=stop)
+                mine[name] = f"{name}[{cut.ranges[0][0]}:{cut.ranges[0][1]}]", place
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,11 +24,18 @@ from shardmlx.distributed.byte_stream import Incoming, Outgoing
 from shardmlx.distributed.messages import OBJECT_TAG
 from shardmlx.distributed.transport import Transport
 from shardmlx.loading.hub_download import download
-from shardmlx.loading.manifest import ModelManifest, Transfer, is_needed, plan_transfers
+from shardmlx.loading.manifest import (
+    ModelManifest,
+    Transfer,
+    is_needed,
+    plan_transfers,
+    rows_of_shares,
+)
 from shardmlx.loading.partial_copy import PartialCopy
 from shardmlx.modelfiles.hub import Repository
 from shardmlx.modelfiles.safetensors_header import PlacedTensor, ReadBytes, read_bytes
 from shardmlx.models.shape import ModelShape
+from shardmlx.models.shares import WHOLE, TensorShares
 from shardmlx.models.slice import Slice
 
 Advance = Callable[[int], None]
@@ -87,9 +94,15 @@ class LocalFiles:
         return None if self.repository is None else self.repository.part
 
     def fill(
-        self, stages: Sequence[tuple[int, int]], shape: ModelShape, reporter: Reporter, what: str
+        self,
+        stages: Sequence[tuple[int, int]],
+        shape: ModelShape,
+        reporter: Reporter,
+        what: str,
+        shares: TensorShares,
     ) -> None:
-        """Bring the tensors of this rank's ``stages``. Collective, once all models are built."""
+        """Bring the tensors of this rank's ``stages``, or its ``shares`` of them. Collective, once
+        all models are built."""
         if self.weight_map is None:
             return
         started = time.monotonic()
@@ -101,6 +114,13 @@ class LocalFiles:
                 for name in tensors
                 if any(is_needed(name, shape, start, stop) for start, stop in stages)
             }
+        if self.weight_map.manifest.places is None:
+            rows = rows_of_shares(tensors, shape, shares)
+            own = rows[self.transport.rank % shares.size]
+            mine = {own[name][0] if name in own else name for name in mine}
+            tensors |= dict(each for of_rank in rows for each in of_rank.values())
+        if self.copy is not None:
+            self.copy.tensors = tensors
         moved = self._bring(self.weight_map, tensors, mine, reporter, what)
         everyone = self.transport.gather(moved, what=f"loading {what}")
         if everyone is None or not any(map(sum, everyone)):
@@ -240,15 +260,20 @@ class Weights:
         self.adapters = None if adapters is None else str(adapters.path)
 
     def bring(
-        self, stages: Sequence[tuple[int, int]], shape: ModelShape, reporter: Reporter
+        self,
+        stages: Sequence[tuple[int, int]],
+        shape: ModelShape,
+        reporter: Reporter,
+        shares: TensorShares = WHOLE,
     ) -> None:
-        """Bring the tensors of this rank's stages, each a range of layers. All ranks must call it.
+        """Bring the tensors of this rank's stages, each a range of layers, of which ranks may have
+        ``shares``. All ranks must call it.
 
         All ranks have built the model, lazily, from ``path`` and ``adapters``, which may be gone
         afterwards.
         """
         for what, files in self._files.items():
-            files.fill(stages, shape, reporter, what)
+            files.fill(stages, shape, reporter, what, shares if what == "weights" else WHOLE)
 
     def load(
         self,
@@ -256,11 +281,12 @@ class Weights:
         shape: ModelShape,
         reporter: Reporter,
         further: Sequence[tuple[int, int]] = (),
+        shares: TensorShares = WHOLE,
     ) -> None:
         """Bring and read this rank's slices, as ``bring``; bring ``further`` layers, which others
         read then. All ranks must call it."""
         stages = [(part.start, part.stop) for part in parts]
-        self.bring([*stages, *further], shape, reporter)
+        self.bring([*stages, *further], shape, reporter, shares)
         for part in parts:
             part.load()
         self.close()

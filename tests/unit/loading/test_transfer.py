@@ -28,6 +28,8 @@ from shardmlx.loading.manifest import read_model_manifest
 from shardmlx.modelfiles.parts import read_shape
 from shardmlx.modelfiles.sources import RECORD
 from shardmlx.models.config_reader import read_config
+from shardmlx.models.divided_layers import take_share
+from shardmlx.models.shares import WHOLE, TensorShares
 from shardmlx.models.slice import Slice
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.models_and_batches import load_arrays, save_model_directory, tiny_config
@@ -79,13 +81,23 @@ def load(
     mode: str = "rank0",
     cache: Path | None = None,
     adapters: str | None = None,
+    shares: TensorShares = WHOLE,
 ) -> Slice:
     reporter = Reporter(quiet=transport.rank > 0)
     found = find_weights(transport, reporter, source(model, mode, cache), adapters)
     with closing(found) as weights:
-        whole = build_to_generate(weights.path, dtype=None, adapter_path=weights.adapters, seed=0)
-        part = Slice(whole, *layers)
-        weights.load([part], read_shape(read_config(weights.path)), QUIET)
+        part = build_part(weights.path, layers, weights.adapters, shares, transport.rank)
+        weights.load([part], read_shape(read_config(weights.path)), QUIET, (), shares)
+    return part
+
+
+def build_part(
+    model: Path, layers: tuple[int, int], adapters: str | None, shares: TensorShares, rank: int
+) -> Slice:
+    part = Slice(build_to_generate(model, dtype=None, adapter_path=adapters, seed=0), *layers)
+    if shares.size > 1:
+        shape = read_shape(read_config(model))
+        take_share(part, shape, shares, rank % shares.size, lambda x: x)
     return part
 
 
@@ -97,18 +109,34 @@ def equal(part: Slice, expected: Slice) -> bool:
     return all(mx.array_equal(part[n], a).item() for n, a in expected.parameters().items())
 
 
-def expected_part(model: Path, layers: tuple[int, int], adapters: str | None = None) -> Slice:
-    part = Slice(build_to_generate(model, dtype=None, adapter_path=adapters, seed=0), *layers)
+def expected_part(
+    model: Path,
+    layers: tuple[int, int],
+    adapters: str | None = None,
+    shares: TensorShares = WHOLE,
+    rank: int = 0,
+) -> Slice:
+    part = build_part(model, layers, adapters, shares, rank)
     part.load()
     return part
 
 
-@pytest.mark.parametrize("ranges", [[(0, 4), (0, 4)], [(0, 1), (1, 3), (3, 4)]], ids=str)
+@pytest.mark.parametrize(
+    ("ranges", "weights"),
+    [
+        ([(0, 4), (0, 4)], (1,)),
+        ([(0, 1), (1, 3), (3, 4)], (1,)),
+        ([(0, 2), (0, 2), (2, 4), (2, 4)], (2, 1)),
+    ],
+    ids=str,
+)
 def test_every_stage_is_that_of_the_model(
-    model: Path, ranges: Sequence[tuple[int, int]], temporary: Path,
+    model: Path, ranges: Sequence[tuple[int, int]], weights: tuple[int, ...], temporary: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Where nothing was brought there are no zeros that might pass for weights, but 0xff."""
+    # Heads of the quantised one share scales.
+    shares = TensorShares(weights) if model.name != "quantised" else WHOLE
     sparse = partial_copy._open_sparse
 
     def spoiled(path: Path, head: bytes, size: int) -> int:
@@ -119,8 +147,9 @@ def test_every_stage_is_that_of_the_model(
     monkeypatch.setattr(partial_copy, "_open_sparse", spoiled)
 
     def work(transport: LocalTransport) -> bool:
-        part = load(transport, model, ranges[transport.rank])
-        return equal(part, expected_part(model, ranges[transport.rank]))
+        layers, rank = ranges[transport.rank], transport.rank
+        part = load(transport, model, layers, shares=shares)
+        return equal(part, expected_part(model, layers, shares=shares, rank=rank))
 
     assert run(work, len(ranges)) == [True] * len(ranges)
     assert list(temporary.iterdir()) == []
@@ -144,6 +173,21 @@ class Traffic:
 @pytest.fixture
 def traffic(monkeypatch: pytest.MonkeyPatch) -> Traffic:
     return Traffic(monkeypatch)
+
+
+def test_ranks_that_share_layers_receive_their_own_rows(llama: Path, traffic: Traffic) -> None:
+    received = []
+    for shares in (TensorShares((1, 1)), WHOLE):
+        traffic.sent.clear()
+        run(partial(load, model=llama, layers=(0, 4), shares=shares), 2)
+        received.append(traffic.sent[0, 1])
+    arrays = load_arrays(*llama.glob("*.safetensors"))
+    rows = sum(
+        arrays[f"model.layers.{i}.{path}.weight"].nbytes
+        for i in range(LAYERS)
+        for path in (*(f"self_attn.{each}_proj" for each in "qkv"), "mlp.gate_proj", "mlp.up_proj")
+    )
+    assert received[1] - received[0] == rows // 2
 
 
 def test_replicas_pass_on_what_they_receive(llama: Path, traffic: Traffic, tmp_path: Path) -> None:
