@@ -23,6 +23,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from asyncio import TimerHandle, Transport
     from collections.abc import Callable, Collection, Iterator, Sequence
     from pathlib import Path
 
@@ -336,6 +337,55 @@ def hub_transport_error() -> type[Exception]:
     base: Any = HfHubHTTPError.__bases__[0]
     kind: type[Exception] = base
     return kind
+
+
+def http_protocol(seconds_for_head: float, no_http: bytes) -> type[Any]:
+    """Return uvicorn's HTTP protocol, which closes a connection on which the head of a request
+    takes longer than ``seconds_for_head``, and answers what is no HTTP with the JSON ``no_http``.
+
+    uvicorn 0.54.0: ``H11Protocol`` with its ``cycle`` (the request that is answered), ``loop``,
+    ``transport``, ``conn`` (of h11) and ``send_400_response``. When it breaks: serve without a
+    deadline for heads, behind a proxy that has one.
+    """
+    import h11
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class HeadDeadline(H11Protocol):
+        _deadline: TimerHandle | None = None
+
+        def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._watch()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._watch()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            self._forget()
+
+        def send_400_response(self, msg: str) -> None:
+            length = ("content-length", str(len(no_http)))
+            headers = [("content-type", "application/json"), length, ("connection", "close")]
+            answer = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
+            for event in (answer, h11.Data(data=no_http), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+            self.transport.close()
+
+        def _watch(self) -> None:
+            # Also over a body that goes on after its request was refused.
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._forget()
+            elif self._deadline is None:
+                self._deadline = self.loop.call_later(seconds_for_head, self.transport.close)
+
+        def _forget(self) -> None:
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+
+    return HeadDeadline
 
 
 def abort_connections(server: Any) -> None:

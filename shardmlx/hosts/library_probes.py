@@ -179,6 +179,20 @@ def _errors_of_the_hub_are_those_of_http() -> bool:
     return issubclass(http.ConnectError, kind) and issubclass(http.ReadTimeout, kind)
 
 
+def _requests_tell_that_they_are_answered() -> bool:
+    from uvicorn.protocols.http import h11_impl
+
+    protocol = h11_impl.H11Protocol
+    made = inspect.getsource(protocol.__init__)
+    cycle = inspect.getsource(h11_impl.RequestResponseCycle.__init__)
+    return (
+        issubclass(compat.http_protocol(1.0, b"{}"), protocol)
+        and all(f"self.{name}" in made for name in ("cycle", "loop", "transport", "conn"))
+        and "self.send_400_response(msg)" in inspect.getsource(protocol)
+        and "self.response_complete = False" in cycle
+    )
+
+
 def _servers_tell_their_connections() -> bool:
     import uvicorn
 
@@ -213,6 +227,7 @@ PROBES: Mapping[Any, Callable[[], bool]] = {
     compat.trims_first_space: _detokenizers_tell_whether_they_trim,
     compat.tokens_of_assistant: _templates_mark_the_assistant,
     compat.hub_transport_error: _errors_of_the_hub_are_those_of_http,
+    compat.http_protocol: _requests_tell_that_they_are_answered,
     compat.abort_connections: _servers_tell_their_connections,
     compat.EventFile: _events_are_written_without_a_queue,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import socket
 import threading
@@ -12,10 +13,16 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from shardmlx.common.http_listener import address_of
-from shardmlx.compat import abort_connections
+from shardmlx.compat import abort_connections, http_protocol
+from shardmlx.server.openai_errors import refused
+
+SECONDS_FOR_HEAD = 20.0
+"""Seconds for the head of a request to come, from its first byte."""
 
 SECONDS_KEPT = 75
 """Seconds for which a connection without a request is kept."""
+
+NO_HTTP = refused("this is no HTTP request, or its head is too long: the API is under /v1")
 
 
 class HttpServer:
@@ -36,7 +43,7 @@ class HttpServer:
             _log_access()
         config = uvicorn.Config(
             app,
-            http="h11",
+            http=http_protocol(SECONDS_FOR_HEAD, json.dumps(NO_HTTP.body).encode()),
             ws="none",
             loop="asyncio",
             lifespan="off",

@@ -5,8 +5,9 @@ import json
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import httpx
@@ -75,6 +76,13 @@ def until(connection: socket.socket, what: bytes) -> bytes:
         assert more, f"the connection ended after {got!r}"
         got += more
     return got
+
+
+def send_until_it_breaks(connection: socket.socket, what: bytes) -> None:
+    with suppress(ConnectionError):
+        while True:
+            connection.sendall(what)
+            time.sleep(0.005)
 
 
 # Clients that go away.
@@ -199,6 +207,13 @@ def test_a_client_that_sends_all_of_a_huge_body_reads_why_it_was_refused() -> No
             assert answer.status_code == 413
 
 
+def test_a_body_that_goes_on_after_its_refusal_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uvicorn_thread, "SECONDS_FOR_HEAD", 0.05)
+    with serving(max_body_bytes=10) as server, connected(server) as connection:
+        connection.sendall(head("/v1/completions", "Transfer-Encoding: chunked"))
+        send_until_it_breaks(connection, b"400\r\n" + 1024 * b"x" + b"\r\n")
+
+
 def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "SECONDS_FOR_BODY", 0.05)
     with serving() as server, connected(server) as connection:
@@ -208,12 +223,33 @@ def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
         assert b"the body did not come within 0.05 seconds" in answer
 
 
+@pytest.mark.parametrize("given", [b"", b"GET", b"GET / HTTP/1.1\r\nHost: a\r\nX-Slow: "])
+def test_a_head_that_does_not_come(monkeypatch: pytest.MonkeyPatch, given: bytes) -> None:
+    monkeypatch.setattr(uvicorn_thread, "SECONDS_FOR_HEAD", 0.05)
+    with serving() as server, connected(server) as connection:
+        connection.sendall(given)
+        assert received(connection) == b""
+
+
+def test_a_slow_answer_is_no_slow_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uvicorn_thread, "SECONDS_FOR_HEAD", 0.05)
+    with serving() as server, connected(server) as connection:
+        server.parrot.goes_on.clear()
+        connection.sendall(whole(False, max_tokens=1))
+        time.sleep(0.2)
+        server.parrot.goes_on.set()
+        assert until(connection, b"}}").startswith(b"HTTP/1.1 200 ")
+
+
 def test_what_is_no_http_is_refused_and_a_huge_head_too() -> None:
     with serving() as server:
         for nonsense in (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\r\n\r\n", b"GET / " + 99999 * b"x"):
             with connected(server) as connection:
                 connection.sendall(nonsense)
-                assert received(connection).startswith(b"HTTP/1.1 400 ")
+                head, _, body = received(connection).partition(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 400 ")
+                error = json.loads(body)["error"]
+                assert error["message"].startswith("this is no HTTP request, or its head is too lo")
         assert httpx.get(f"{server.address}/health").status_code == 200
 
 
