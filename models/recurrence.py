@@ -56,12 +56,14 @@ def wkv7_by_pieces(r: mx.array, *rows: Any) -> tuple[mx.array, mx.array]:
 
 def _wkv7(*arrays: mx.array) -> tuple[mx.array, mx.array]:
     *rows, state = arrays
-    outputs = []
-    for token in range(rows[0].shape[1]):
-        r, w, k, v, a, b = (x[:, token, :, None] for x in rows)
-        state = state * w + (state @ a.swapaxes(-1, -2)) @ b + v.swapaxes(-1, -2) @ k
-        outputs.append(state @ r.swapaxes(-1, -2))
-    return mx.stack(outputs, axis=1), state
+    return _in_pieces(_wkv7_step, rows, (), state, 1)
+
+
+def _wkv7_step(*arrays: mx.array) -> tuple[mx.array, mx.array]:
+    *rows, state = arrays
+    r, w, k, v, a, b = (x[:, 0, :, None] for x in rows)
+    state = state * w + (state @ a.swapaxes(-1, -2)) @ b + v.swapaxes(-1, -2) @ k
+    return (state @ r.swapaxes(-1, -2))[:, None], state
 
 
 def gated_delta_by_pieces(
@@ -122,7 +124,11 @@ def _ssm(limit: tuple[float, float], *arrays: mx.array) -> tuple[mx.array, mx.ar
 
 
 def _in_pieces(
-    rule: Rule, rows: Sequence[mx.array], constants: Sequence[mx.array], state: mx.array
+    rule: Rule,
+    rows: Sequence[mx.array],
+    constants: Sequence[mx.array],
+    state: mx.array,
+    length: int = PIECE,
 ) -> tuple[mx.array, mx.array]:
     count = len(rows)
 
@@ -130,9 +136,9 @@ def _in_pieces(
         """Return output, last state, and the state at the start of each piece."""
         rows, constants, state = arrays[:count], arrays[count:-1], arrays[-1]
         outputs, starts = [], []
-        for first in range(0, rows[0].shape[1], PIECE):
+        for first in range(0, rows[0].shape[1], length):
             starts.append(state)
-            y, state = rule(*(x[:, first : first + PIECE] for x in rows), *constants, state)
+            y, state = rule(*(x[:, first : first + length] for x in rows), *constants, state)
             outputs.append(y)
             # MLX would otherwise compute all states first, and keep them.
             (state,) = mx.depends([state], [y])
@@ -145,7 +151,7 @@ def _in_pieces(
         of_output, of_state = cotangents[:2]
         found: list[Sequence[mx.array]] = []
         for i in reversed(range(len(starts))):
-            part = slice(i * PIECE, (i + 1) * PIECE)
+            part = slice(i * length, (i + 1) * length)
             # A piece waits for the whole piece after it: one piece at a time is in memory.
             inputs = mx.depends([x[:, part] for x in rows], [of_state])
             arguments = [*inputs, *constants, starts[i]]

@@ -263,7 +263,11 @@ class _Calls:
     def __init__(self, layer: nn.Module) -> None:
         named = [*layer.named_modules()]
         self.sides = {path: array.shape for path, array in tree_flatten(layer.parameters())}
-        self.mixers = [path for path, each in named if path and _takes(each, "cache")]
+        self.mixers = [
+            path
+            for path, each in named
+            if path and _takes(each, "cache") and (_attends(each) or not _goes_up_and_down(each))
+        ]
         self.recurrent = [path for path in self.mixers if not _attends(at(layer, path))]
         self.has_matrices = any(calls(each, "ssm_update", "_ssm") for _, each in named)
         self.activations = {name for name in _ACTIVATIONS for _, each in named if calls(each, name)}
@@ -339,6 +343,13 @@ def _shape(recorded: _Calls, x: mx.array, cache: Any) -> LayerShape:
     norms: dict[str, Norm] = {}
     sources: dict[int, str] = {}
     firsts: dict[str, mx.array] = {}
+    mixed = {
+        path: mixer
+        for mixer in recorded.mixers
+        for path in recorded.given
+        if path.startswith(f"{mixer}.") and _is_linear(recorded.modules[path])
+    }
+    lasts = {mixer: path for path, mixer in mixed.items()}
     for path, given in recorded.given.items():
         module, out = recorded.modules[path], recorded.outputs[path]
         if not _is_linear(module):
@@ -355,13 +366,14 @@ def _shape(recorded: _Calls, x: mx.array, cache: Any) -> LayerShape:
         *experts, outputs = rows
         parent = path.rpartition(".")[0]
         kind = "experts" if experts else "mlp"
-        kind = "attention" if any(path.startswith(f"{each}.") for each in recorded.mixers) else kind
+        kind = "attention" if path in mixed else kind
         if given is firsts.setdefault(parent, given):
             name = f"{kind} of {parent}" if kind in sources.values() else kind
             source = sources.setdefault(id(given), name)
         elif kind == "attention":
-            latent = sources.setdefault(id(given), f"latent {len(sources)} of {parent}")
-            source = "values" if outputs == x.shape[-1] else latent
+            # The last matrix makes the output.
+            name = f"values of {parent}" if path == lasts[mixed[path]] else f"latent of {path}"
+            source = sources.setdefault(id(given), name)
         else:
             source = f"product of {parent}"
         is_adapted = isinstance(module, (nn.Linear, SwitchLinear))
@@ -448,11 +460,15 @@ def _kept(recorded: _Calls, linears: Mapping[str, Linear], recurrence: Recurrenc
         for path, each in linears.items()
         if any(path.startswith(f"{mixer}.") for mixer in recorded.recurrent)
     ]
-    kept = recurrence.convolved + sum(each.outputs for each in inner if each.source != "values")
+    kept = recurrence.convolved + sum(each.outputs for each in inner if not _makes_output(each))
     if not recurrence.state:
         return kept
-    gated = sum(each.inputs for each in inner if each.source == "values")
+    gated = sum(each.inputs for each in inner if _makes_output(each))
     return kept + 2 * (recurrence.convolved + gated)
+
+
+def _makes_output(linear: Linear) -> bool:
+    return linear.source.startswith("values")
 
 
 def _attends(module: nn.Module) -> bool:
@@ -465,6 +481,12 @@ def _is_counted(module: nn.Module) -> bool:
         return True
     has_linears = any(map(_is_linear, module.modules()))
     return _norms(module) and not has_linears and bool(module.parameters())
+
+
+def _goes_up_and_down(module: nn.Module) -> bool:
+    """Return whether a module is an MLP without a gate. That of RWKV takes a cache, too."""
+    sides = [each.weight.shape for each in module.modules() if _is_linear(each)]
+    return len(sides) == 2 and sides[0] == sides[1][::-1]
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -498,7 +520,7 @@ def _heads(recorded: _Calls, linears: Mapping[str, Linear], cache: Any) -> Heads
             # A cache keeps the keys of these scores in the place of values.
             key += kept[0][1].shape[-1]
     else:
-        queries = max(each.inputs for each in linears.values() if each.source == "values") // value
+        queries = max(each.inputs for each in linears.values() if _makes_output(each)) // value
     # Values cut from a larger array keep all of it.
     made = [
         each.uses * each.outputs

@@ -8,6 +8,7 @@ the measurements of ``shardmlx profile`` take its place. No MLX, no MPI.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from enum import Enum
@@ -15,10 +16,13 @@ from typing import NamedTuple
 
 from shardmlx.config.specs import NONE
 from shardmlx.costmodel.training_setup import FLOAT32, TrainingSetup
-from shardmlx.models.layer_shape import NO_RECURRENCE, PIECE, Heads, LayerShape, Linear
+from shardmlx.models.layer_shape import NO_HEADS, NO_RECURRENCE, PIECE, Heads, LayerShape, Linear
 
 PASSING_MARGIN = 1.1
 """Bound on passing arrays, as a multiple of a layer's: MLX allocates about a layer ahead."""
+
+MODULES_AHEAD = 7
+"""Matrices, adapters and norms of an MLP that MLX gets ahead in its backward, measured at most."""
 
 TASKS_AHEAD = 10
 """Operations, on a GPU command buffers, that MLX allocates arrays for ahead of the running one."""
@@ -70,16 +74,14 @@ def layer_memory(setup: TrainingSetup, layer: LayerShape) -> LayerMemory:
     if setup.savings.recompute != NONE:
         whole, _ = _held(replace(setup, savings=replace(setup.savings, recompute=NONE)), layer)
         recomputed = whole if setup.grad_checkpoint else whole - after_forward
-    forward, backward = _passing_arrays(setup, layer)
-    if layer.recurrence.loops:
-        backward = _passing_around_steps(setup, layer)
+    forward, backward = _passing(setup, layer)
     return LayerMemory(
         parameters=_trained_parameters(setup, layer),
         after_forward=after_forward,
         after_input=after_input,
         during_evaluation=PASSING_MARGIN * forward,
-        during_forward=PASSING_MARGIN * max(forward, backward),
-        during_backward=PASSING_MARGIN * (max(forward, backward) + recomputed),
+        during_forward=PASSING_MARGIN * forward,
+        during_backward=PASSING_MARGIN * (backward + recomputed),
     )
 
 
@@ -147,6 +149,9 @@ def _attention_and_mlp(setup: TrainingSetup, layer: LayerShape) -> Iterator[Arra
         forward, backward = (tokens * count * layer.mlp for count in layer.activation.weights)
         yield Array("arrays for the activation's own weights", Alive.F_TO_W, forward, size)
         yield Array("gradients for the activation's own weights", Alive.I_TO_W, backward, size)
+        scaled = [math.prod(sides) for _, sides in layer.arrays]
+        scaled = [each for each in scaled if each == setup.shape.hidden_size]
+        yield Array("gradients of scaled states", Alive.I_TO_W, tokens * sum(scaled), size)
         weighted = tokens * layer.score_weights * scores
         yield Array("gradients of scores with weights", Alive.I_TO_W, weighted, size)
     if layer.experts:
@@ -209,10 +214,11 @@ def _trained_linears(setup: TrainingSetup, layer: LayerShape) -> Iterator[Array]
 
 
 def _passing_arrays(setup: TrainingSetup, layer: LayerShape) -> tuple[float, float]:
-    """Return the bytes of all arrays that a layer's forward computes, and its backward."""
+    """Return the bytes of all arrays that the forward of a part of a layer computes, and its
+    backward."""
     tokens, size = setup.tokens, setup.dtype_bytes
     outputs = sum(each.elements[1] for _, each in layer.linears)
-    outputs += (2 + layer.experts_per_token) * setup.shape.hidden_size
+    outputs += (1 + layer.experts_per_token) * setup.shape.hidden_size
     # Norms on a CPU compute in float32.
     of_norm = size + FLOAT32 * (setup.backend == "cpu" and size < FLOAT32)
     both = size * outputs + of_norm * sum(norm.elements for _, norm in layer.norms)
@@ -242,21 +248,29 @@ def _passing_arrays(setup: TrainingSetup, layer: LayerShape) -> tuple[float, flo
     return tokens * forward + scores, max(tokens * backward + 2 * scores, recurrent)
 
 
-def _passing_around_steps(setup: TrainingSetup, layer: LayerShape) -> float:
-    """Return the bytes that pass in the backward of a recurrence from token to token.
+def _passing(setup: TrainingSetup, layer: LayerShape) -> tuple[float, float]:
+    """Return the bytes that pass in a layer's forward, and in its backward.
 
-    MLX does not get ahead of so many steps. The MLP's backward is over before them: its arrays are
-    then freed, and what they leave for the weights is held.
+    The MLP's backward comes first. MLX gets ahead from a short one into that of attention, or of a
+    short convolution. Of a longer one a part is then over: its arrays are freed, and what they
+    leave for the weights is held. A recurrence has so many operations that all of it is over.
     """
-    recurrent, mlp = _parts(layer)
-    (held, left), (of_recurrent, left_by_it) = _held(setup, layer), _held(setup, recurrent)
-    freed = (held - of_recurrent) - (left - left_by_it)
-    (_, before), (_, after) = _passing_arrays(setup, mlp), _passing_arrays(setup, recurrent)
-    return max(before, after - freed)
+    mixer, mlp = _parts(layer)
+    (held, left), (of_mixer, left_by_it) = _held(setup, layer), _held(setup, mixer)
+    freed = (held - of_mixer) - (left - left_by_it)
+    (forward, _), (forward_mixer, _) = both = [
+        _passing_arrays(setup, each) for each in (mlp, mixer)
+    ]
+    before, after = map(max, both)
+    modules = len(mlp.linears) + len(mlp.norms)
+    modules += 0 if setup.tune.is_full else len(_trained(setup, mlp))
+    ahead = 0.0 if layer.recurrence.state else min(1.0, MODULES_AHEAD / max(1, modules))
+    return forward + forward_mixer, max(before, after + ahead * before - (1 - ahead) * freed)
 
 
 def _parts(layer: LayerShape) -> tuple[LayerShape, LayerShape]:
-    """Return a layer's recurrence, with the first norm of the hidden states, and its MLP."""
+    """Return a layer's attention or recurrence, with the first norm of the hidden states, and its
+    MLP."""
     inner = [
         path
         for path, each in layer.linears
@@ -265,7 +279,7 @@ def _parts(layer: LayerShape) -> tuple[LayerShape, LayerShape]:
     modules = tuple({f"{path.rpartition('.')[0]}." for path in inner})
     around = [path for path, _ in layer.norms if not path.startswith(modules)]
     of_mlp = {*around[1:], *dict(layer.linears)} - {*inner}
-    recurrent = replace(
+    mixer = replace(
         layer,
         linears=tuple(each for each in layer.linears if each[0] not in of_mlp),
         norms=tuple(each for each in layer.norms if each[0] not in of_mlp),
@@ -274,10 +288,11 @@ def _parts(layer: LayerShape) -> tuple[LayerShape, LayerShape]:
         layer,
         linears=tuple(each for each in layer.linears if each[0] in of_mlp),
         norms=tuple(each for each in layer.norms if each[0] in of_mlp),
+        heads=NO_HEADS,
         recurrence=NO_RECURRENCE,
         kept=0,
     )
-    return recurrent, mlp
+    return mixer, mlp
 
 
 def passing_in_fused_attention(setup: TrainingSetup, heads: Heads) -> int:

@@ -294,19 +294,23 @@ def _held(stage: _Stage) -> tuple[int, int]:
 def _passing(stage: _Stage) -> tuple[float, float]:
     """Return the bytes that pass in F, and in I, or in W if there is no I."""
     setup, logits, lowest = stage.setup, _logits(stage), stage.first_backward
-    live = stage.each_kind(lowest, stage.stop)
+    layers = stage.each_layer(lowest)
     of_head: float = HEAD_ARRAYS * setup.message * stage.is_last
-    if not live:
+    if not layers:
         frozen = max(each.during_evaluation for each in stage.each_kind(stage.start, lowest))
         return max(frozen + 2 * logits, of_head + _loss_piece(stage)), 0.0
     joins, ratios = setup.joins_weights or not stage.has_input_gradient, stage.ratios
     if setup.grad_checkpoint and logits:
-        of_head = max(layer.during_evaluation for layer in live)  # it is not held, but passes
+        of_head = max(layer.during_evaluation for layer in layers)  # it is not held, but passes
     of_head += max(logits, _loss_piece(stage))
-    layers = stage.each_layer(lowest)
-    forward = max(of_head, *(layer.during_forward for layer in live))
+    forward = max(of_head, *(layer.during_forward for layer in layers))
     forward += _given_to_gpu(setup, [layer.during_forward for layer in layers])
-    backward = max(layer.during_backward + FLOAT32 * layer.parameters * joins for layer in live)
+    backward = freed = 0.0
+    for layer in reversed(layers):
+        passing = layer.during_backward + FLOAT32 * layer.parameters * joins
+        backward = max(backward, passing - freed)
+        if not setup.grad_checkpoint:
+            freed += layer.after_forward - layer.after_input
     if setup.backend != "cpu" or setup.dtype_bytes < FLOAT32:
         backward += logits  # our own loss, used for float32 on a CPU, needs no more than are held
     backward += _given_to_gpu(setup, [layer.during_backward for layer in layers])
