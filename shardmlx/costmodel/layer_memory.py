@@ -265,7 +265,8 @@ def _passing(setup: TrainingSetup, layer: LayerShape) -> tuple[float, float]:
     modules = len(mlp.linears) + len(mlp.norms)
     modules += 0 if setup.tune.is_full else len(_trained(setup, mlp))
     ahead = 0.0 if layer.recurrence.state else min(1.0, MODULES_AHEAD / max(1, modules))
-    return forward + forward_mixer, max(before, after + ahead * before - (1 - ahead) * freed)
+    at_once, in_turn = before + after, max(before, after - freed)
+    return forward + forward_mixer, ahead * at_once + (1 - ahead) * in_turn
 
 
 def _parts(layer: LayerShape) -> tuple[LayerShape, LayerShape]:
