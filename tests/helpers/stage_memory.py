@@ -28,6 +28,7 @@ from shardmlx.models.parts import find_parts
 from shardmlx.models.slice import Slice
 from shardmlx.partitioners import LayerCosts
 from tests.helpers.family_configs import CONFIGS, LAYERS
+from tests.helpers.further_configs import FURTHER
 from tests.helpers.grids import parse_grid
 from tests.helpers.models_and_batches import build
 from tests.helpers.undeclared_configs import UNDECLARED
@@ -104,7 +105,7 @@ class Case:
 
     @property
     def model_config(self) -> dict[str, Any]:
-        return {**widened({**UNDECLARED, **CONFIGS}[self.family]), **dict(self.changes)}
+        return {**widened({**FURTHER, **UNDECLARED, **CONFIGS}[self.family]), **dict(self.changes)}
 
     @property
     def lora_parameters(self) -> dict[str, Any]:

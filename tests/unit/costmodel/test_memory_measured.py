@@ -43,11 +43,8 @@ DELTA = (("layer_types", ["linear_attention"] * 3 + ["full_attention"]),)
 CONVOLUTION = (("full_attn_idxs", [3]), ("block_dim", 128))
 STATE_SPACE = (("num_heads", 8), ("head_dim", 32), ("state_size", 16), ("intermediate_size", 256))
 
-FAR_OVER_WITH_ADAPTERS = (
-    *("gemma2", "gemma3", "gemma3_text", "qwen2_moe", "exaone_moe", "bailing_moe", "ernie4_5_moe"),
-    *("deepseek_v3", "kimi_k2", "kimi_k25", "glm4_moe_lite", "joyai_llm_flash"),
-)
-"""Families of long activations between four norms, or of experts of which some are shared."""
+FAR_OVER_WITH_ADAPTERS = ("gemma2", "gemma3", "gemma3_text")
+"""Families of long activations between four norms."""
 FAR_OVER = [
     *(Case("lora", family=each) for each in FAR_OVER_WITH_ADAPTERS),
     Case("lora", length=256, pieces=32, lora=(ATTENTION,)),
@@ -76,6 +73,9 @@ CASES = [
     *(Case(mode, family="mamba2", changes=STATE_SPACE) for mode in ("lora", "full")),
     Case("lora", family="olmo_hybrid", changes=DELTA, length=256),
     Case("full", family="qwen3_5"),
+    # Attention below a gated delta layer, states from token to token, and a long MLP.
+    Case("lora", family="qwen3_5", length=256),
+    *(Case("lora", family=each) for each in ("rwkv7", "afmoe")),
     *FAR_OVER[len(FAR_OVER_WITH_ADAPTERS) :],
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,11 @@ def shape_of(kind: str) -> ModelShape:
 
 def test_none_of_them_is_declared() -> None:
     assert not set(UNDECLARED) & set(FAMILIES)
+
+
+def test_other_ranks_get_a_shape_that_mlx_lms_code_gave() -> None:
+    shape = shape_of("qwen3_5")
+    assert pickle.loads(pickle.dumps(shape)) == shape
 
 
 @kinds_that_run
