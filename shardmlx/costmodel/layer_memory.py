@@ -251,9 +251,9 @@ def _passing_arrays(setup: TrainingSetup, layer: LayerShape) -> tuple[float, flo
 def _passing(setup: TrainingSetup, layer: LayerShape) -> tuple[float, float]:
     """Return the bytes that pass in a layer's forward, and in its backward.
 
-    The MLP's backward comes first. MLX gets ahead from a short one into that of attention, or of a
-    short convolution. Of a longer one a part is then over: its arrays are freed, and what they
-    leave for the weights is held. A recurrence has so many operations that all of it is over.
+    The MLP's backward comes first. MLX gets ahead from a short MLP into attention, or into a short
+    convolution: their arrays pass at once. A part of a longer one, and all before a recurrence, is
+    over then: its arrays are freed, and what they leave for the weights is held.
     """
     mixer, mlp = _parts(layer)
     (held, left), (of_mixer, left_by_it) = _held(setup, layer), _held(setup, mixer)
