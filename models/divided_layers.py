@@ -15,7 +15,7 @@ import mlx.nn as nn
 from shardmlx.errors import UserError, one_line
 from shardmlx.models.layer_shape import Heads
 from shardmlx.models.shape import ModelShape
-from shardmlx.models.shares import Cut, Ranges, TensorShares
+from shardmlx.models.shares import Cut, Ranges, TensorShares, summed
 from shardmlx.models.slice import Slice
 from shardmlx.models.stand_ins import at
 
@@ -33,14 +33,13 @@ def take_share(
     for i, layer in part.layers.items():
         heads, fewer = shape.layer(i).heads, own.layer(i).heads
         for path, cut in shares.cuts(shape.layer(i), rank).items():
-            module = at(layer, path)
             for name in part.names_in(i, path):
                 leaf = name.rpartition(".")[2]
                 part[name] = _share_of(part[name], leaf, cut, is_first=rank == 0)
-            if cut.of_columns:
-                _sum_outputs(module, all_sum)
-                if heads.queries * heads.value_dim == cut.whole:
-                    _count_heads(at(layer, path.rpartition(".")[0]), heads, fewer)
+        values, mlp = summed(shape.layer(i))
+        for path in (values, mlp):
+            _sum_outputs(at(layer, path), all_sum)
+        _count_heads(at(layer, values.rpartition(".")[0]), heads, fewer)
     _check(part, own)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from shardmlx.errors import UserError
-from shardmlx.models.layer_shape import NO_RECURRENCE, LayerShape, Linear
+from shardmlx.models.layer_shape import NO_RECURRENCE, LayerShape
 from shardmlx.models.shape import ModelShape
 
 Ranges = tuple[tuple[int, int], ...]
@@ -64,14 +64,15 @@ class TensorShares:
     def cuts(self, layer: LayerShape, rank: int) -> Mapping[str, Cut]:
         """Return the rank's part of each matrix or array by its path; the others are whole. Raises
         ``ValueError`` with the reason why a layer cannot be divided."""
-        (values, attention), (down, _) = _summed(layer)
-        cuts = dict(self._of_attention(layer, values, attention, rank))
-        return cuts | dict(self._of_mlp(layer, down, rank))
+        values, products = _last_matrices(layer)
+        cuts = dict(self._of_attention(layer, values, rank))
+        for path in products:
+            cuts |= self._of_mlp(layer, path, rank)
+        return cuts
 
-    def _of_attention(
-        self, layer: LayerShape, path: str, values: Linear, rank: int
-    ) -> Iterator[tuple[str, Cut]]:
+    def _of_attention(self, layer: LayerShape, path: str, rank: int) -> Iterator[tuple[str, Cut]]:
         heads, parent = layer.heads, f"{path.rpartition('.')[0]}."
+        values = dict(layer.linears)[path]
         columns = values.inputs // heads.keys
         unit = math.lcm(columns, self.group_size) // columns
         if heads.keys % unit or heads.keys // unit < self.size:
@@ -152,8 +153,8 @@ class TensorShares:
 
     def _share(self, layer: LayerShape, rank: int) -> LayerShape:
         cuts, heads = self.cuts(layer, rank), layer.heads
-        (values, whole), _ = _summed(layer)
-        keys = cuts[values].size * heads.keys // whole.inputs
+        values, _ = _last_matrices(layer)
+        keys = cuts[values].size * heads.keys // cuts[values].whole
         queries, cached = (keys * each // heads.keys for each in (heads.queries, heads.cached))
         linears, arrays = dict(layer.linears), dict(layer.arrays)
         for path, cut in cuts.items():
@@ -175,18 +176,28 @@ WHOLE = TensorShares()
 """The shares of a rank that has whole layers."""
 
 
-def _summed(layer: LayerShape) -> tuple[tuple[str, Linear], tuple[str, Linear]]:
-    """Return the last matrices of attention and of the MLP, with their paths. Raises
-    ``ValueError``."""
+def summed(layer: LayerShape) -> tuple[str, str]:
+    """Return the paths of the two modules whose outputs ranks sum: of attention its last matrix,
+    and that of the MLP, or the module with all experts of a layer."""
+    values, products = _last_matrices(layer)
+    is_dense = len(products) == 1 and not dict(layer.linears)[products[0]].experts
+    return values, products[0] if is_dense else products[0].partition(".")[0]
+
+
+def _last_matrices(layer: LayerShape) -> tuple[str, list[str]]:
+    """Return the paths of the last matrices of attention, and of MLPs. Raises ``ValueError``."""
     if layer.recurrence != NO_RECURRENCE:
         raise ValueError("it has recurrent layers")
     if any(each.source.startswith("latent") for _, each in layer.linears):
         raise ValueError("its keys and values are made of one latent state")
     if layer.is_parallel:
         raise ValueError("it has attention and MLP side by side")
-    of_attention = [(path, each) for path, each in layer.linears if each.source == "values"]
-    of_mlp = [(path, each) for path, each in layer.linears if each.source.startswith("product")]
-    for found, what in ((of_attention, "attention"), (of_mlp, "MLPs")):
-        if len(found) != 1 or "." not in found[0][0]:
-            raise ValueError(f"a layer has {len(found)} {what}")
-    return of_attention[0], of_mlp[0]
+    values = [path for path, each in layer.linears if each.source == "values"]
+    products = [path for path, each in layer.linears if each.source.startswith("product")]
+    if len(values) != 1 or not all("." in path for path in (*values, *products)):
+        raise ValueError(f"a layer has {len(values)} modules of attention")
+    blocks = {path.partition(".")[0] for path in products}
+    norms = [path for path, _ in layer.norms if path.partition(".")[0] in blocks]
+    if len(blocks) != 1 or (len(products) > 1 and norms):
+        raise ValueError(f"a layer has {len(products)} MLPs")
+    return values[0], products

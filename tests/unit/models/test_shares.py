@@ -29,7 +29,8 @@ FORMS: Mapping[str, dict[str, Any]] = CONFIGS | UNDECLARED | FURTHER
 DIVIDED = (
     *("llama", "mistral", "ministral3", "mixtral", "qwen2", "qwen3", "mistral3", "gemma3"),
     *("gemma2", "gemma3_text", "qwen3_moe", "gpt_oss", "phi3", "glm4", "granite", "starcoder2"),
-    *("granitemoe", "minimax_m2", "nemotron", "openelm", "exaone4"),
+    *("granitemoe", "minimax_m2", "nemotron", "openelm", "exaone4", "qwen2_moe", "glm4_moe"),
+    *("solar_open", "llama4", "afmoe"),
 )
 """Families with a row, and of the others those whose code has names or matrices of its own."""
 
@@ -38,7 +39,6 @@ REFUSED = {
     "qwen3_next": "recurrent layers",
     "cohere": "side by side",
     "olmo2": "q_norm",
-    "qwen2_moe": "2 MLPs",
     "gpt_neox": "query_key_value",
     "gemma": "values than ranks: 1",
     "apertus": "alpha_p",
