@@ -6,7 +6,6 @@ layer are followed by a sum. The code of a layer stays mlx-lm's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -15,12 +14,9 @@ import mlx.nn as nn
 from shardmlx.errors import UserError, one_line
 from shardmlx.models.layer_shape import Heads
 from shardmlx.models.shape import ModelShape
-from shardmlx.models.shares import Cut, Ranges, TensorShares, summed
-from shardmlx.models.slice import Slice
+from shardmlx.models.shares import Cut, TensorShares, summed
+from shardmlx.models.slice import Piece, Slice, Sum
 from shardmlx.models.stand_ins import at
-
-Sum = Callable[[mx.array], mx.array]
-"""A lazy sum over the ranks of a group."""
 
 
 def take_share(
@@ -34,38 +30,49 @@ def take_share(
         heads, fewer = shape.layer(i).heads, own.layer(i).heads
         for path, cut in shares.cuts(shape.layer(i), rank).items():
             for name in part.names_in(i, path):
-                leaf = name.rpartition(".")[2]
-                part[name] = _share_of(part[name], leaf, cut, is_first=rank == 0)
+                _take(part, name, cut, is_first=rank == 0)
         values, mlp = summed(shape.layer(i))
         for path in (values, mlp):
             _sum_outputs(at(layer, path), all_sum)
+            if part.training:
+                block = path.rpartition(".")[0] or path
+                _sum_input_gradients(at(layer, block), all_sum)
+                whole = set(part.names_in(i, block)) - part.pieces.keys()
+                part.partial += tuple(name for name in part.trainable if name in whole)
         _count_heads(at(layer, values.rpartition(".")[0]), heads, fewer)
+    part.all_sum = all_sum
     _check(part, own)
 
 
-def _share_of(array: mx.array, leaf: str, cut: Cut, *, is_first: bool) -> mx.array:
-    """Return the rank's part of an array of a matrix, by the array's own name in its module."""
+def _take(part: Slice, name: str, cut: Cut, *, is_first: bool) -> None:
+    """Leave a slice the rank's piece of a parameter of a matrix."""
+    array, leaf = part[name], name.rpartition(".")[2]
+    if cut.of_columns and leaf == "bias":  # which one rank adds, and trains
+        if is_first:
+            part.pieces[name] = Piece(((0, len(array)),), len(array), 0)
+        else:
+            part[name] = mx.zeros_like(array)
+            part.trainable = tuple(each for each in part.trainable if each != name)
+    elif (axis := _axis(array, leaf, cut)) is not None:
+        size = array.shape[axis]
+        part.pieces[name] = piece = Piece(cut.scaled(size), size, axis)
+        part[name] = piece.of(array)
+        if name in part.stored:
+            part.stored[name] = piece.of(part.stored[name])
+
+
+def _axis(array: mx.array, leaf: str, cut: Cut) -> int | None:
+    """Return the side along which an array of a matrix is divided, by its own name there."""
     stacked = array.ndim > 2
     if leaf == "m":
         raise UserError("DoRA norms whole rows, of which each rank has a part", "use LoRA")
-    if leaf == "global_scale":
-        return array
-    if not cut.of_columns:
-        if leaf == "lora_a":
-            return array
-        axis = array.ndim - 1 if leaf == "bias" or (leaf == "lora_b" and not stacked) else -2
-        return _taken(array, cut, axis if array.ndim > 1 else 0)
-    if leaf == "bias":  # which one rank adds
-        return array if is_first else mx.zeros_like(array)
-    if leaf == "lora_b":
-        return array
-    return _taken(array, cut, 0 if leaf == "lora_a" and not stacked else -1)
-
-
-def _taken(array: mx.array, cut: Cut, axis: int) -> mx.array:
-    ranges: Ranges = cut.scaled(array.shape[axis])
-    parts = [mx.take(array, mx.arange(start, stop), axis=axis) for start, stop in ranges]
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=axis)
+    if leaf in ("global_scale", "lora_b" if cut.of_columns else "lora_a"):
+        return None
+    if cut.of_columns:
+        return 0 if leaf == "lora_a" and not stacked else array.ndim - 1
+    if leaf == "bias" or (leaf == "lora_b" and not stacked):
+        return array.ndim - 1
+    return max(0, array.ndim - 2)
 
 
 def _sum_outputs(module: nn.Module, all_sum: Sum) -> None:
@@ -74,6 +81,26 @@ def _sum_outputs(module: nn.Module, all_sum: Sum) -> None:
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> mx.array:
         return all_sum(kind.__call__(self, *args, **kwargs))
+
+    module.__class__ = type(kind.__name__, (kind,), {"__call__": call})
+
+
+def _sum_input_gradients(module: nn.Module, all_sum: Sum) -> None:
+    """Let a module, of which each rank has a part, give the group's sum of its input's gradients.
+    MLX's sum itself passes gradients on as they are."""
+    kind: Any = type(module)
+
+    @mx.custom_function
+    def same(x: mx.array) -> mx.array:
+        return x
+
+    @same.vjp
+    def summed(x: mx.array, gradient: mx.array, _: mx.array) -> mx.array:
+        return all_sum(gradient)
+
+    def call(self: nn.Module, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        outputs: mx.array = kind.__call__(self, same(x), *args, **kwargs)
+        return outputs
 
     module.__class__ = type(kind.__name__, (kind,), {"__call__": call})
 

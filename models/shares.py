@@ -192,7 +192,7 @@ def _last_matrices(layer: LayerShape) -> tuple[str, list[str]]:
         raise ValueError("its keys and values are made of one latent state")
     if layer.is_parallel:
         raise ValueError("it has attention and MLP side by side")
-    values = [path for path, each in layer.linears if each.source == "values"]
+    values = [path for path, each in layer.linears if each.source.startswith("values")]
     products = [path for path, each in layer.linears if each.source.startswith("product")]
     if len(values) != 1 or not all("." in path for path in (*values, *products)):
         raise ValueError(f"a layer has {len(values)} modules of attention")

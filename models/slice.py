@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,6 +24,30 @@ from shardmlx.models.packed_positions import PackedPositions
 from shardmlx.models.parts import Parts, find_parts
 from shardmlx.models.recurrence import use_chunks
 from shardmlx.models.stand_ins import at
+
+Sum = Callable[[mx.array], mx.array]
+"""A lazy sum over the ranks of a group."""
+
+
+class Piece(NamedTuple):
+    """Half-open ``ranges`` of an array with ``whole`` rows, columns or the like along ``axis``."""
+
+    ranges: tuple[tuple[int, int], ...]
+    whole: int
+    axis: int
+
+    def of(self, array: mx.array) -> mx.array:
+        """Return the piece of a whole array."""
+        parts = [mx.take(array, mx.arange(*each), axis=self.axis) for each in self.ranges]
+        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=self.axis)
+
+    def put(self, piece: mx.array, whole: mx.array) -> None:
+        """Set the piece in a whole array."""
+        before, at = (slice(None),) * self.axis, 0
+        for start, stop in self.ranges:
+            following = at + stop - start
+            whole[(*before, slice(start, stop))] = piece[(*before, slice(at, following))]
+            at = following
 
 
 class Slice:
@@ -66,6 +90,12 @@ class Slice:
         self.output_size = parts.width if self.is_last else self.hidden_size
         self.share = ""
         """The share that the slice has of its layers, in the names of its caches."""
+        self.pieces: dict[str, Piece] = {}
+        """The places of parameters in whole ones, where others of a group have the rest."""
+        self.partial: tuple[str, ...] = ()
+        """Trained parameters that are whole, in parts of the layers that are not: ``all_sum`` of
+        the group makes their gradients whole."""
+        self.all_sum: Sum | None = None
         self.chooses_caches = hasattr(model, "make_cache")
         # The module and the name in it of each parameter.
         self._slots: Mapping[str, tuple[nn.Module, str]] = {

@@ -28,7 +28,7 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.modelfiles.safetensors_header import INDEX_FILE
 from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CONFIG_FILE
 from shardmlx.models.config_reader import parse_config
-from shardmlx.models.slice import Slice
+from shardmlx.models.slice import Piece, Slice
 from shardmlx.pipeline.plan import Plan
 
 COPIED_SUFFIXES = (".json", ".jinja", ".model", ".txt")
@@ -53,6 +53,14 @@ class TensorSpec(NamedTuple):
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * DTYPES[self.dtype].size
+
+    def in_whole(self, pieces: Mapping[str, Piece]) -> TensorSpec:
+        """Return the tensor's spec, of which this may be a piece."""
+        if (piece := pieces.get(self.name)) is None:
+            return self
+        shape = list(self.shape)
+        shape[piece.axis] = piece.whole
+        return self._replace(shape=tuple(shape))
 
 
 def specs_of(arrays: Mapping[str, mx.array]) -> list[TensorSpec]:
@@ -81,6 +89,8 @@ class Collector:
         replica, _ = plan.mesh.coordinates(transport.rank)
         self._holds = holds or (lambda name: replica == 0)
         self._parts = parts
+        self._pieces: dict[str, list[tuple[int, TensorSpec, Piece]]] = {}
+        """The ranks that each have a piece of a tensor, by its name, and these pieces."""
         self.name = transport.name(transport.rank)
 
     def gather(self, trained_only: bool) -> list[tuple[int, list[TensorSpec]]] | None:
@@ -92,30 +102,55 @@ class Collector:
             for name in (part.trainable if trained_only else part.parameters())
             if self._holds(name)
         }
+        pieces = {
+            name: piece
+            for part in self._parts
+            for name, piece in part.pieces.items()
+            if name in mine
+        }
         seen: set[str] = set()
         sources = []
-        for rank, specs in enumerate(self._transport.all_gather(specs_of(mine))):
-            new = [spec for spec in specs if spec.name not in seen]
+        self._pieces.clear()
+        for rank, (specs, divided) in enumerate(
+            self._transport.all_gather((specs_of(mine), pieces))
+        ):
+            for spec in specs:
+                if spec.name in divided:
+                    place = rank, spec, divided[spec.name]
+                    self._pieces.setdefault(spec.name, []).append(place)
+            new = [spec.in_whole(divided) for spec in specs if spec.name not in seen]
             seen.update(spec.name for spec in new)
             if new:
                 sources.append((rank, new))
         if self._transport.rank == 0:
             return sources
-        for spec in dict(sources).get(self._transport.rank, ()):
-            handle = self._transport.send(self._own(spec), 0, OBJECT_TAG)
-            self._wait(handle, f"saving {spec.name}, sending to", 0)
+        for owner, specs in sources:
+            for spec in specs:
+                senders = [rank for rank, _, _ in self._pieces.get(spec.name, ())] or [owner]
+                if self._transport.rank in senders:
+                    handle = self._transport.send(self._own(spec), 0, OBJECT_TAG)
+                    self._wait(handle, f"saving {spec.name}, sending to", 0)
         return None
 
     def receive(self, rank: int, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, mx.array]]:
         """Yield, on rank 0, the tensors of ``rank`` one by one."""
         for spec in specs:
-            if rank == 0:
-                yield spec.name, self._own(spec)
+            if spec.name not in self._pieces:
+                yield spec.name, self._received(rank, spec)
                 continue
-            array = new_buffer(spec.shape, DTYPES[spec.dtype])
-            handle = self._transport.receive(array, rank, OBJECT_TAG)
-            self._wait(handle, f"saving {spec.name}, waiting for", rank)
-            yield spec.name, array
+            whole = mx.zeros(spec.shape, DTYPES[spec.dtype])
+            for member, own, piece in self._pieces[spec.name]:
+                piece.put(self._received(member, own), whole)
+            mx.eval(whole)
+            yield spec.name, whole
+
+    def _received(self, rank: int, spec: TensorSpec) -> mx.array:
+        if rank == 0:
+            return self._own(spec)
+        array = new_buffer(spec.shape, DTYPES[spec.dtype])
+        handle = self._transport.receive(array, rank, OBJECT_TAG)
+        self._wait(handle, f"saving {spec.name}, waiting for", rank)
+        return array
 
     def _own(self, spec: TensorSpec) -> mx.array:
         array = mx.contiguous(next(part[spec.name] for part in self._parts if spec.name in part))

@@ -107,8 +107,8 @@ class FineTune(Spec):
     master_weights: bool = option(
         False, "update float32 copies of trained 16-bit weights", flag=False
     )
-    sum_dtype: str = _pipeline(
-        SUM_DTYPES[0], "type of gradients between replicas", choices=SUM_DTYPES
+    sum_dtype: str = option(
+        SUM_DTYPES[0], "type of gradients between replicas", flag=False, choices=SUM_DTYPES
     )
     checkpoint_dir: str | None = _checkpoints(
         None,

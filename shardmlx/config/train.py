@@ -221,6 +221,9 @@ class TrainConfig(
         minimum=0,
         unset="none, or warmup in lr_schedule",
     )
+    tensor_parallel: int = _pipeline(
+        1, "ranks that compute each layer together", metavar="RANKS", minimum=1
+    )
     sweep: str | None = _training(
         None, "adapters to train side by side: a YAML file of names and options", metavar="FILE"
     )
@@ -242,6 +245,8 @@ class TrainConfig(
         if not self.is_full:
             object.__setattr__(self, "lora_parameters", checked_lora(self.lora_parameters))
         check_optimizer_config(self.optimizer_config)
+        if self.tensor_parallel > 1:
+            self._check_shares()
         self._fill_lr_schedule()
         check_replica_rows(self.replica_rows)
         check_loss_scale(self.loss_scale)
@@ -261,6 +266,21 @@ class TrainConfig(
         ):
             complaint = f"is {getattr(self, name)} with --sweep"
             refuse(name, complaint, remedy, when=is_set and self.sweep is not None)
+
+    def _check_shares(self) -> None:
+        """Check what stands beside ``tensor_parallel``; replicas then divide nothing."""
+        for name, is_set, remedy in (
+            ("fine_tune_type", self.fine_tune_type == "dora", "use lora"),
+            ("optimizer", self.optimizer in ("muon", "adafactor"), "use adam, adamw or sgd"),
+            ("zero", bool(self.zero), "leave it out"),
+            ("unfreeze_all", self.unfreeze_all, "leave it out"),
+            ("checkpoint_dir", self.checkpoint_dir is not None, "leave it out"),
+            ("sweep", self.sweep is not None, "train one after the other"),
+            ("stage_map", self.stage_map is not None, "give --pipeline-stages"),
+        ):
+            complaint = f"is {getattr(self, name)} with --tensor-parallel {self.tensor_parallel}"
+            refuse(name, complaint, remedy, when=is_set)
+        object.__setattr__(self, "zero", 0)
 
     def _check_together(self) -> None:
         self._check_sweep()

@@ -28,7 +28,7 @@ HANDLING_SECONDS = {"cpu": 1e-9, "metal": 0.0}
 does not compute. Measured on an x86 server; a GPU is assumed to compute meanwhile."""
 
 ROUNDING_SECONDS = {"bfloat16": 4.2e-9, "int8": 5e-9}
-"""Seconds to round and widen a gradient, by --sum-dtype: measured on an x86 core."""
+"""Seconds to round and widen a gradient, by sum_dtype: measured on an x86 core."""
 
 
 class StageGathers(NamedTuple):

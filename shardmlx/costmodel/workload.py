@@ -16,6 +16,7 @@ from shardmlx.modelfiles.published_packing import check_packing, published_packi
 from shardmlx.modelfiles.safetensors_header import DTYPE_BITS
 from shardmlx.modelfiles.tensors import loaded_name
 from shardmlx.models.shape import ModelShape
+from shardmlx.models.shares import TensorShares
 from shardmlx.partitioners import LayerCosts
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -44,6 +45,18 @@ class ModelSizes:
         """The ``weight_sizes`` with a tied matrix at both ends, whose stages both hold it."""
         sizes = self.weight_sizes
         return replace(sizes, head=sizes.head + self.shape.tied * sizes.embedding)
+
+
+def shared(
+    whole: ModelShape, sizes: LayerCosts, shares: TensorShares, rank: int
+) -> tuple[ModelShape, LayerCosts]:
+    """Return the shape and the bytes of weights of the part that a rank of a group holds."""
+    own = shares.of(whole, rank)
+    layers = tuple(
+        size * own.layer(i).parameters / whole.layer(i).parameters
+        for i, size in enumerate(sizes.layers)
+    )
+    return own, replace(sizes, layers=layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,4 +99,4 @@ WIRE_FORMATS: Mapping[str, WireFormat] = {
     "bfloat16": BFloat16(),
     "int8": Int8(),
 }
-"""The wire format for each ``--sum-dtype``."""
+"""The wire format for each ``sum_dtype``."""

@@ -43,6 +43,7 @@ from shardmlx.distributed.messages import (
     in_a_row,
     new_buffer,
 )
+from shardmlx.distributed.mlx_group import losses_named
 from shardmlx.distributed.sums import Sums
 from shardmlx.distributed.transport import Transport
 from shardmlx.distributed.wire_formats import WIRE_FORMATS
@@ -135,7 +136,8 @@ class Engine:
         self.recorder = recorder or Recorder()
         self.replica, self.pipeline_rank = plan.mesh.coordinates(transport.rank)
         self.stages = {stage.index: stage for stage in stages}
-        replicas = plan.mesh.replicas_of(self.pipeline_rank)
+        self._share = plan.mesh.share(transport.rank)
+        replicas = plan.mesh.replicas_of(self.pipeline_rank, self._share)
         tied = any(stage.part.shares(name) for stage in stages for name in stage.names)
         room = SUM_BUFFER_BYTES if len(replicas) > 1 or tied else 4
         sums = Sums(transport, new_buffer((room // 4,), mx.float32), WIRE_FORMATS[sum_dtype])
@@ -217,6 +219,7 @@ class Engine:
         self._runs += 1
         run.to_receive.extend(action for action in actions if action.kind is Kind.RECV_F)
         transport, before = self.transport, str(self.transport.activity)
+        sharing = self.plan.mesh.sharing(transport.rank)
         try:
             for _ in range(PREPOSTED):
                 self._post_input(run)
@@ -224,7 +227,8 @@ class Engine:
                 self._current = action
                 transport.activity.begin(f"{before}, {_in_words(action)}")
                 transport.activity.check(self._who)
-                self._act(action, run)
+                with losses_named(transport, sharing, self._who):
+                    self._act(action, run)
             for action, handle in run.outbox:
                 self._current = action
                 self._wait(action, handle, "sending", "to")
@@ -261,7 +265,8 @@ class Engine:
             else:
                 out = stage.evaluate(microbatch, x)
         if stage.part.is_last:
-            run.results[j] = out.item() if out.ndim == 0 else np.array(out)
+            if self._share == 0:  # the others that share the stage would count again
+                run.results[j] = out.item() if out.ndim == 0 else np.array(out)
         elif s + 1 in self.stages:
             run.arrays[Action(s + 1, Kind.RECV_F, j)] = out
         else:
@@ -338,7 +343,7 @@ class Engine:
 
     def _peer(self, action: Action) -> int:
         placement = self.plan.stage_map.placement
-        return self.plan.mesh.rank(self.replica, placement[action.neighbour])
+        return self.plan.mesh.rank(self.replica, placement[action.neighbour]) + self._share
 
     def _message(self, action: Action) -> tuple[int, ...]:
         """Name a message: both ends name it alike, and no other message so."""

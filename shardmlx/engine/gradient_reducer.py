@@ -66,10 +66,13 @@ class GradientReducer:
         self._sums = sums
         self._shards = shards
         replica, pipeline_rank = plan.mesh.coordinates(transport.rank)
-        self._replicas = plan.mesh.replicas_of(pipeline_rank)
+        self._share = share = plan.mesh.share(transport.rank)
+        self._replicas = plan.mesh.replicas_of(pipeline_rank, share)
         self._replica = replica
         ends = {plan.stage_map.placement[0], plan.stage_map.placement[-1]}
-        self._holders = tuple(sorted(rank for end in ends for rank in plan.mesh.replicas_of(end)))
+        self._holders = tuple(
+            sorted(rank for end in ends for rank in plan.mesh.replicas_of(end, share))
+        )
         self._stages = stages
         self._shared = sorted(
             {name for stage in stages for name in stage.names if stage.part.shares(name)}
@@ -146,6 +149,8 @@ class GradientReducer:
         for stage, name in self._own:
             stage.gradients[name] = self._own[stage, name]
         self._own.clear()
+        for stage in self._stages:
+            stage.sum_partial_gradients()
 
     def _finish_buckets(self, what: Callable[[], str]) -> None:
         """End all sums, and keep those of the weights that this replica updates."""
@@ -211,7 +216,8 @@ class GradientReducer:
             gradient
             for stage in self._stages
             for name, gradient in stage.gradients.items()
-            if name not in self._shared or stage.part.is_first
+            if (name not in self._shared or stage.part.is_first)
+            and (self._share == 0 or name in stage.part.pieces)
         ]
         squares: list[float] = []
         # One bucket at a time: the squares of all gradients would exist together.

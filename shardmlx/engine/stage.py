@@ -292,6 +292,13 @@ class Stage:
         for _, layer in groupby(names, layer_of):
             mx.eval([self.gradients[name] for name in layer])
 
+    def sum_partial_gradients(self) -> None:
+        """Sum the gradients that each rank of a group has a part of, in the same order on all."""
+        if self.part.all_sum is not None:
+            for name in self.part.partial:
+                self.gradients[name] = self.part.all_sum(self.gradients[name])
+            mx.eval([self.gradients[name] for name in self.part.partial])
+
     def _add(self, pending: _Pending) -> None:
         gradients, pending.weight_gradients = pending.weight_gradients, {}
         self._add_up(gradients)

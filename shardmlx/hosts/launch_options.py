@@ -108,7 +108,13 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
     if flags.hostfile is not None and takes_hostfile and "hostfile" not in given.names:
         # The hostfile that mpirun reads describes the machines, too.
         options = replaced(options, hostfile=flags.hostfile)
-    chose_directory = bool(restarts and trains and read.train and read.checkpoint_dir is None)
+    chose_directory = bool(
+        restarts
+        and trains
+        and read.train
+        and read.checkpoint_dir is None
+        and read.tensor_parallel == 1
+    )
     if chose_directory:
         directory = Path(read.adapter_path) / "checkpoints"
         options = replaced(options, checkpoint_dir=str(directory))

@@ -22,7 +22,7 @@ from shardmlx.costmodel.memory_limits import (
     how_to_allow,
     would_take,
 )
-from shardmlx.costmodel.workload import ModelSizes
+from shardmlx.costmodel.workload import ModelSizes, shared
 from shardmlx.errors import UserError
 from shardmlx.inference.prefix_cache import MOST_BORDERS, cuttable, most_copies
 from shardmlx.models.shape import ModelShape
@@ -240,16 +240,10 @@ def _drafting(draft: ModelSizes, setup: GenerationSetup) -> int:
 
 def setups_of(setup: GenerationSetup, shares: TensorShares) -> list[GenerationSetup]:
     """Return the facts of the ranks of a stage, whose shares have fewer heads and columns."""
-    whole, sizes = setup.shape, setup.weight_sizes
     found = []
     for rank in range(shares.size):
-        own = shares.of(whole, rank)
-        layers = tuple(
-            size * own.layer(i).parameters / whole.layer(i).parameters
-            for i, size in enumerate(sizes.layers)
-        )
+        own, weight_sizes = shared(setup.shape, setup.weight_sizes, shares, rank)
         beside = setup.beside if rank == 0 else 0
-        weight_sizes = replace(sizes, layers=layers)
         found.append(replace(setup, shape=own, weight_sizes=weight_sizes, beside=beside))
     return found
 

@@ -53,10 +53,15 @@ class Mesh:
         first = self.rank(*self.coordinates(rank))
         return tuple(range(first, first + self.tp))
 
-    def replicas_of(self, pipeline_rank: int) -> tuple[int, ...]:
-        """Return the world ranks that hold the same stages, one in each replica."""
-        return tuple(self.rank(replica, pipeline_rank) for replica in range(self.dp))
+    def share(self, rank: int) -> int:
+        """Return the place of a world rank among those that share its stages."""
+        return rank % self.tp
+
+    def replicas_of(self, pipeline_rank: int, share: int = 0) -> tuple[int, ...]:
+        """Return the world ranks that hold the same share of the same stages, one a replica."""
+        return tuple(self.rank(replica, pipeline_rank) + share for replica in range(self.dp))
 
     def pipeline_of(self, replica: int) -> tuple[int, ...]:
         """Return the world ranks of one replica, in pipeline order."""
-        return tuple(self.rank(replica, stage_rank) for stage_rank in range(self.pp))
+        first = self.rank(replica, 0)
+        return tuple(range(first, first + self.pp * self.tp))

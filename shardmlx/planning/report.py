@@ -121,7 +121,7 @@ def bottleneck(choice: Choice) -> str:
             max(each.exposed for each in ranks)
         ),
         "sums over replicas: up to {}; use a faster cable, fewer replicas, or a shorter type "
-        "(--sum-dtype)": prediction.reduce_seconds,
+        "(sum_dtype)": prediction.reduce_seconds,
         "optimizer: {}; use a larger --batch-size, or --grad-accumulation-steps": (
             prediction.update_seconds
         ),

@@ -34,7 +34,7 @@ from shardmlx.costmodel.memory_limits import (
     would_take,
 )
 from shardmlx.costmodel.predict import Prediction, predict
-from shardmlx.costmodel.workload import Workload
+from shardmlx.costmodel.workload import Workload, shared
 from shardmlx.distributed.agreement import AgreedError, on_all_ranks, on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import few_widths
@@ -54,6 +54,9 @@ from shardmlx.loading.rank_setup import (
 )
 from shardmlx.loading.tokenizer import read_tokenizer
 from shardmlx.modelfiles.model_files import open_model
+from shardmlx.modelfiles.tensors import read_quantisation
+from shardmlx.models.shape import ModelShape
+from shardmlx.models.shares import TensorShares
 from shardmlx.models.slice import Slice
 from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.plan import Plan
@@ -90,6 +93,7 @@ class PlannedRun:
     workload: Workload
     cluster: Cluster
     plan: Plan
+    shares: TensorShares
     slices: Sequence[Slice]
     data: DataSets | None
     sizes: Mapping[str, int]
@@ -131,7 +135,12 @@ def plan_run(
         config = asked.with_iters(max(asked.iters, asked.grad_accumulation_steps))
     agree = partial(on_all_ranks, transport)
     spec = replace(RunSpec.of(config), runs=runs)
-    run = agree("dividing the ranks", partial(spec.for_ranks, transport.size))
+    packing = read_quantisation(opened.config)
+    shares = TensorShares(
+        (1,) * config.tensor_parallel, 1 if packing is None else packing.largest_group
+    )
+    groups = agree("sharing layers", partial(_groups, shares, opened.shape, transport.size))
+    run = agree("dividing the ranks", partial(spec.for_ranks, groups))
     # First, since mlx-lm cannot even freeze some models that cannot be trained.
     inputs = gather_plan_inputs(
         transport,
@@ -144,7 +153,7 @@ def plan_run(
         partial(build_model, opened.path, run.fine_tune, config.seed, opened.adapters),
     )
     # Wrong options are found before the data is read.
-    agree("planning", partial(_check_layout, run, inputs, opened, model))
+    agree("planning", partial(_check_layout, run, _of_groups(inputs, shares), opened, model))
     agree("building the optimizer", partial(optimizer_of, run.fine_tune))
     outputs = OutputOptions.of(config)
     check = partial(check_output, outputs, run.fine_tune, opened.path)
@@ -162,8 +171,10 @@ def plan_run(
             run = replace(run, fine_tune=FineTune.of(config))
             reporter.say(f"--epochs {epochs:g}: {config.iters} steps")
         inputs = measure_again(transport, inputs, run.machines)
-        choice = agree("choosing a plan", partial(choose_plan, run, inputs, opened, lengths))
+        grouped = _of_groups(inputs, shares)
+        choice = agree("choosing a plan", partial(choose_plan, run, grouped, opened, lengths))
         plan, slices = agree("planning", partial(_of_model, choice.plan, choice.run, opened, model))
+        plan = replace(plan, mesh=replace(plan.mesh, tp=shares.size))
         compare_plans(transport, plan.digest)
     for part in (slices[index] for index in plan.stages_of(transport.rank)):
         part.stored = {name: stored[name] for name in part.trainable if name in stored}
@@ -180,7 +191,8 @@ def plan_run(
             f"({trained / 1e6:.3f}M/{total / 1e6:.3f}M)"
         )
     way, share = choice.run, lengths.counted_share(plan.pack)
-    memory, backend = choice.assessment.memory, inputs.cluster.backend
+    memory = [each for each in choice.assessment.memory for _ in shares.weights]
+    backend = inputs.cluster.backend
     return PlannedRun(
         asked=run,
         way=way,
@@ -191,14 +203,44 @@ def plan_run(
         identity=asdict(config),
         options=config.to_adapter_config(),
         changed=config.changed,
-        workload=replace(inputs.sizes, batch=way.batch, fine_tune=way.fine_tune, counted=share),
+        workload=replace(grouped.sizes, batch=way.batch, fine_tune=way.fine_tune, counted=share),
         cluster=inputs.cluster,
         plan=plan,
+        shares=shares,
         slices=slices,
         data=data,
         sizes=sizes,
         lengths=lengths,
         limits=limit_memory(transport.rank, inputs.budgets, memory, backend, reporter),
+    )
+
+
+def _groups(shares: TensorShares, shape: ModelShape, ranks: int) -> int:
+    """Return how many groups of ``shares`` so many ranks are. Raises ``UserError``."""
+    shares.check(shape)
+    if ranks % shares.size:
+        raise UserError(
+            f"--tensor-parallel {shares.size}: {ranks} ranks are no groups of {shares.size} each",
+            f"start mpirun with -n {shares.size} or a multiple of it",
+        )
+    return ranks // shares.size
+
+
+def _of_groups(inputs: PlanInputs[Workload], shares: TensorShares) -> PlanInputs[Workload]:
+    """Return the inputs of a plan for groups, each a machine with the least memory of its ranks and
+    the largest of their shares."""
+    across, cluster, sizes = shares.size, inputs.cluster, inputs.sizes
+    parts = [shared(sizes.shape, sizes.weight_sizes, shares, rank) for rank in range(across)]
+    shape, weight_sizes = max(parts, key=lambda each: sum(each[1].layers))
+    least = [
+        min(range(first, first + across), key=cluster.capacity)
+        for first in range(0, cluster.size, across)
+    ]
+    return replace(
+        inputs,
+        sizes=replace(sizes, shape=shape, weight_sizes=weight_sizes),
+        cluster=replace(cluster, machines=tuple(cluster.machines[rank] for rank in least)),
+        budgets=tuple(inputs.budgets[rank] for rank in least),
     )
 
 
@@ -338,11 +380,12 @@ def choose_plan(
 
 def _headline(run: RunSpec, plan: Plan) -> str:
     mesh, stages, rows = plan.mesh, plural(plan.stage_map.num_stages, "stage"), ""
+    across = f" x {mesh.tp} tensor parallel" if mesh.tp > 1 else ""
     if plan.replica_rows:
         rows = f" at most, rows {' + '.join(map(str, plan.replica_rows))}"
     return (
         f"{run.model}: {plural(mesh.size, 'rank')} = {mesh.dp} data parallel x "
-        f"{mesh.pp} pipeline parallel, {stages}, {plan.schedule}, batches of "
+        f"{mesh.pp} pipeline parallel{across}, {stages}, {plan.schedule}, batches of "
         f"{run.batch.batch_size} in {plan.microbatches} micro-batches a replica{rows}"
     )
 
@@ -354,6 +397,6 @@ def _without_effect(run: RunSpec, plan: Plan) -> list[str]:
         return []
     return [
         *([f"--zero {tune.zero}"] if tune.zero else []),
-        *([f"--sum-dtype {tune.sum_dtype}"] if tune.sum_dtype != SUM_DTYPES[0] else []),
+        *([f"sum_dtype {tune.sum_dtype}"] if tune.sum_dtype != SUM_DTYPES[0] else []),
         *([f"--replica-rows {rows}"] if (rows := run.batch.replica_rows) else []),
     ]

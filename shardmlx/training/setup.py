@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 from mlx.optimizers import Optimizer
 
 from shardmlx.checkpoint.resume import Resumption, prepare_resumption
@@ -15,6 +17,7 @@ from shardmlx.checkpoint.run_identity import identity_of
 from shardmlx.common.formatting import gibibytes, numbers_of
 from shardmlx.common.reporter import Reporter
 from shardmlx.distributed.agreement import on_all_ranks
+from shardmlx.distributed.mlx_group import join_group
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.divided_weights import DividedWeights
 from shardmlx.engine.engine import Engine
@@ -22,6 +25,9 @@ from shardmlx.engine.gathered_stage import build_stages
 from shardmlx.engine.objectives import Objective
 from shardmlx.engine.stage import Stage
 from shardmlx.loading.rank_setup import SETUP_SECONDS, OpenedModel
+from shardmlx.models.divided_layers import take_share
+from shardmlx.models.shape import ModelShape
+from shardmlx.models.slice import Slice
 from shardmlx.pipeline.plan import Plan
 from shardmlx.training.planned_run import PlannedRun, optimizer_of
 
@@ -129,7 +135,8 @@ def _load(
             part.share_frozen(stage.part)
             part.load()
     else:
-        opened.weights.load(parts, opened.shape, reporter)
+        _take_shares(planned, transport, parts, opened.shape)
+        opened.weights.load(parts, opened.shape, reporter, shares=planned.shares)
     stages = build_stages(
         planned.slices,
         own,
@@ -149,6 +156,22 @@ def _load(
         }
         show_ranks(planned, transport.hosts, reporter, columns)
     return weights, stages
+
+
+def _take_shares(
+    planned: PlannedRun, transport: Transport, parts: Sequence[Slice], shape: ModelShape
+) -> None:
+    """Leave unread slices this rank's share of their layers. Collective."""
+    if planned.shares.size == 1:
+        return
+    group = join_group(transport, planned.plan.mesh.sharing(transport.rank))
+    all_sum = partial(mx.distributed.all_sum, group=group)
+
+    def take() -> None:
+        for part in parts:
+            take_share(part, shape, planned.shares, group.rank(), all_sum)
+
+    on_all_ranks(transport, "sharing layers", take)
 
 
 def show_ranks(

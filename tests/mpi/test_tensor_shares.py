@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.helpers.jobs import AFTER_A_KILL, PROGRAMS, Job
-from tests.helpers.mpirun import mlx_lm, mpirun
+from tests.helpers.models_and_batches import load_weights
+from tests.helpers.mpirun import events, mlx_lm, mpirun
 from tests.helpers.rank_pool import run_in_pool
 from tests.helpers.small_models import small_directory
 
@@ -56,6 +58,40 @@ def test_two_stages_of_two_ranks_generate_and_evaluate(
         run_in_pool(ranks, "-m", "shardmlx.evaluate", *words, timeout=60.0).well()
         losses.append(json.loads(output.read_text())["loss"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "how"),
+    [
+        ("lora", 2, ()),
+        ("full", 4, ("--pipeline-stages", "2", "--recompute", "full")),
+        ("lora", 4, ("--data-parallel", "2")),
+    ],
+)
+def test_training_is_that_of_one_process(
+    kind: str, ranks: int, how: tuple[str, ...], small: Path, pirate: Path, tmp_path: Path
+) -> None:
+    """Losses, gradients, and the weights that are saved, which are whole."""
+    losses, weights = [], []
+    runs: dict[int, tuple[str, ...]] = {1: (), ranks: ("--tensor-parallel", "2", *how)}
+    for count, shared in runs.items():
+        output, metrics = tmp_path / f"{count}", tmp_path / f"{count}.jsonl"
+        run_in_pool(
+            count,
+            *("-m", "shardmlx.train", "--model", small, "--data", pirate),
+            *shared,
+            *("--fine-tune-type", kind, "--num-layers", "4", "--optimizer", "sgd"),
+            *("--learning-rate", "0.01", "--iters", "3", "--steps-per-report", "1"),
+            *("--max-seq-length", "64", "--val-batches", "1"),
+            *("--adapter-path", output, "--metrics-file", metrics),
+        ).well()
+        steps = events(metrics, "train")
+        losses.append([each[key] for each in steps for key in ("loss", "grad_norm")])
+        weights.append(load_weights(output))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert weights[1].keys() == weights[0].keys()
+    for name, array in weights[0].items():
+        np.testing.assert_allclose(weights[1][name], array, atol=1e-6, err_msg=name)
 
 
 def test_a_rank_of_a_group_that_dies(small: Path) -> None:

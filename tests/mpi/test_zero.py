@@ -32,7 +32,7 @@ ONLY_IN_FILE = {
 }
 
 
-def flags_of(directory: Path, model: Path, data: Path, *more: str) -> list[str | Path]:
+def flags_of(directory: Path, model: Path, data: Path, *more: str | Path) -> list[str | Path]:
     directory.mkdir(exist_ok=True)
     return [
         *("--model", model, "--data", data, "--adapter-path", directory / "out"),
@@ -48,7 +48,7 @@ class Run:
     that it has left."""
 
     def __init__(
-        self, directory: Path, model: Path, data: Path, *more: str, ranks: int = 2
+        self, directory: Path, model: Path, data: Path, *more: str | Path, ranks: int = 2
     ) -> None:
         self.checkpoints = directory / "checkpoints"
         train_well(ranks, *flags_of(directory, model, data, *more))
@@ -129,19 +129,25 @@ def test_float32_copies_begin_with_what_the_model_has_in_float32(
         assert np.abs(copies[name] - weights).max() < 2e-6, "three steps of 1e-7"
 
 
-SHORT = ("--pipeline-stages", "2", "--sum-dtype", "int8")
 KILLS = [
-    ("scatter:5", 4, ("--zero", "1", *SHORT, "--replica-rows", "3,1")),
-    ("gathering:5", 2, ("--zero", "3", "--recompute", "full")),
+    ("scatter:5", 4, "int8", ("--zero", "1", "--pipeline-stages", "2", "--replica-rows", "3,1")),
+    ("gathering:5", 2, "float32", ("--zero", "3", "--recompute", "full")),
 ]
 
 
-@pytest.mark.parametrize(("when", "ranks", "more"), KILLS)
+@pytest.mark.parametrize(("when", "ranks", "sums", "more"), KILLS)
 def test_a_replica_that_is_killed_in_an_exchange_costs_no_more_than_steps(
-    when: str, ranks: int, more: tuple[str, ...], small: Path, pirate: Path, tmp_path: Path
+    when: str,
+    ranks: int,
+    sums: str,
+    more: tuple[str | Path, ...],
+    small: Path,
+    pirate: Path,
+    tmp_path: Path,
 ) -> None:
     """It is named, and the run goes on from its newest checkpoint as if nothing had happened: to
     the bit, also what int8 rounds off of sums."""
+    more = (*more, *in_file(tmp_path / "sums.yaml", sum_dtype=sums))
     whole = Run(tmp_path / "whole", small, pirate, *more, ranks=ranks)
     killed = tmp_path / "killed"
     arguments = [*flags_of(killed, small, pirate, *more), "--timeout", "5"]

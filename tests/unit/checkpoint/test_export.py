@@ -17,6 +17,7 @@ from shardmlx.checkpoint.export import Collector, SaveError, save_adapters, save
 from shardmlx.common import durable_files
 from shardmlx.common.durable_files import flush_to_disk
 from shardmlx.distributed.messages import TransportError
+from shardmlx.models.slice import Piece
 from shardmlx.pipeline.mesh import Mesh
 from tests.helpers.checkpoints import as_bytes, on_ranks, tensors_of, whole
 from tests.helpers.local_transport import LocalTransport
@@ -32,6 +33,10 @@ class Part(dict[str, mx.array]):
     @property
     def trainable(self) -> list[str]:
         return list(self)
+
+    @property
+    def pieces(self) -> dict[str, Piece]:
+        return {}
 
     def parameters(self) -> dict[str, mx.array]:
         return self

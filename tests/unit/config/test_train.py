@@ -141,6 +141,15 @@ def test_gradient_checkpointing_is_full_recomputation() -> None:
     assert load("--grad-checkpoint", "--recompute", "full").recompute == "full"
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("fine-tune-type", "dora"), ("optimizer", "muon"), ("zero", "1")]
+)
+def test_what_tensor_shares_cannot_do_is_refused(name: str, value: str) -> None:
+    error = error_of("--tensor-parallel", "2", f"--{name}", value)
+    assert f"--{name} is {value} with --tensor-parallel 2" in str(error)
+    assert load("--tensor-parallel", "2").zero == 0
+
+
 def test_the_adapter_config_is_what_mlx_lm_reads() -> None:
     written = json.loads(json.dumps(TrainConfig(num_layers=4).to_adapter_config()))
     assert written["fine_tune_type"] == "lora"
