@@ -33,6 +33,8 @@ _NEEDED: Mapping[str, tuple[str, ...]] = {
 }
 """The types that mlx-lm knows, and the numbers that each requires."""
 _NOT_SCALING = ("rope_theta", "partial_rotary_factor", "rope_type", "type")
+_BESIDE_SCALING = ("rope_theta", "partial_rotary_factor", "llama_4_scaling_beta")
+"""Keys of ``rope_parameters`` that no ``rope_scaling`` replaces: the last weights queries."""
 _OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
     "gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
     "mimo_v2_flash": {"rope_local_base_freq": "swa_rope_theta"},
@@ -154,8 +156,8 @@ def _with_older(fields: Mapping[str, Any]) -> dict[str, Any]:
         full = said.get(FULL) or {}
         kept = {key: value for key, value in full.items() if key not in ("rope_type", "type")}
         return {**fields, SAID: {**said, FULL: {**kept, **old}}}
-    share = {key: fields.get(key, said.get(key)) for key in ("rope_theta", "partial_rotary_factor")}
-    kept = {key: value for key, value in share.items() if value is not None}
+    beside = {key: fields.get(key, said.get(key)) for key in _BESIDE_SCALING}
+    kept = {key: value for key, value in beside.items() if value is not None}
     return {**fields, SAID: {**kept, **old}}
 
 

@@ -154,7 +154,6 @@ _OWN: dict[str, dict[str, Any]] = {
         **LATENT_AND_ROUTED,
         "first_k_dense_replace": 0,
         "n_group": 1,
-        "rope_scaling": None,
         "rope_parameters": {**YARN, "rope_theta": 10000.0, "llama_4_scaling_beta": 0.1},
     },
     "glm4_moe": {
