@@ -52,9 +52,9 @@ from shardmlx.inference.drafts import (
     Drafter,
     Drafting,
     HeadDrafter,
-    accepted,
 )
 from shardmlx.inference.prefix_cache import CachedPrefix, KeptPrefix, PrefixCache
+from shardmlx.inference.rounds import Round, Rounds
 from shardmlx.inference.sampler import packed_width, unpack
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 from shardmlx.inference.scheduler import Item, ItemKind, Scheduler
@@ -81,21 +81,6 @@ class _Sequence:
         return len(self.tokens) > self.prompt
 
 
-@dataclass(slots=True)
-class _Returning:
-    """An item whose ``tokens`` the last rank sends, a row for each sequence, or after each draft,
-    and one for each guess. It ``began`` before its ``draft`` was made, and took so many seconds
-    ``on_rank_0``, if there are others."""
-
-    item: Item
-    tokens: np.ndarray
-    handle: Handle
-    draft: Draft
-    began: float
-    on_rank_0: float = 0.0
-    is_void: bool = False
-
-
 class FirstStage:
     """Rank 0: prompts come in here, and tokens come out. With a ``prefix_cache`` the KV caches of
     ended sequences are kept for prompts that begin like them, within the scheduler's capacity, and
@@ -119,15 +104,14 @@ class FirstStage:
         self.drafted = NO_DRAFTS
         """Counts of all sequences that have ended."""
         self._sequences: dict[int, _Sequence] = {}
-        self._returning: deque[_Returning] = deque()
-        # Tokens of a round that come after its first, and how many the stages are to forget.
-        self._ahead: deque[tuple[int, SampledToken]] = deque()
-        self._rejected: dict[int, int] = {}
+        self._rounds = Rounds()
+        # Tokens of a round that come after its first.
+        self._others: deque[tuple[int, SampledToken]] = deque()
         self._stored: tuple[tuple[int, str], ...] = ()
 
     @property
     def is_idle(self) -> bool:
-        return self._scheduler.is_idle and not self._returning
+        return self._scheduler.is_idle and not self._rounds
 
     @property
     def kept_tokens(self) -> int:
@@ -156,18 +140,18 @@ class FirstStage:
     def drafts(self, sequence: int) -> DraftCounts:
         """Count the drafts of a sequence, of those accepted the ones that ``step`` has returned."""
         counts = self._sequences[sequence].drafts
-        ahead = sum(number == sequence for number, _ in self._ahead)  # the last was no draft
-        return replace(counts, accepted=counts.accepted - max(ahead - 1, 0))
+        others = sum(number == sequence for number, _ in self._others)  # the last was no draft
+        return replace(counts, accepted=counts.accepted - max(others - 1, 0))
 
     def finish(self, sequence: int) -> None:
         """End a sequence: to be called when ``step`` has returned its last token."""
         known = self._sequences.pop(sequence)
         self.drafting.drafter.forget(sequence)
         # It may have ended within a round, whose other tokens have entered.
-        others = deque(each for each in self._ahead if each[0] != sequence)
-        self._reject(sequence, known, len(self._ahead) - len(others))
-        self._ahead = others
-        self._drop(sequence, known)
+        others = deque(each for each in self._others if each[0] != sequence)
+        known.position -= self._rounds.reject(sequence, len(self._others) - len(others))
+        self._others = others
+        self._make_void(sequence, known)
         self.drafted += known.drafts
         keep = self._prefix_cache is not None and known.position > 0
         if self._scheduler.finish(sequence, keep=keep) and self._prefix_cache is not None:
@@ -176,9 +160,7 @@ class FirstStage:
 
     def cancel(self, sequence: int) -> None:
         """Give up a sequence at any time before its end. ``step`` returns no more tokens of it."""
-        # Not rounds that begin with a guess: the one before has come, or is among these.
-        awaited = [each.item for each in self._returning if each.item.guess is None]
-        if any(sequence in item.sequences for item in awaited):
+        if self._rounds.awaits(sequence):
             self._sequences[sequence].is_cancelled = True
         else:
             self.finish(sequence)
@@ -187,11 +169,9 @@ class FirstStage:
         """Tell the other ranks that all is well while nothing is generated, and store what is kept.
         Raises as ``step``."""
         item, files, cache = self._scheduler.idle_item(), self._worker.files, self._prefix_cache
-        if files is None or cache is None:
-            self._tell(item)
-            return
-        kept = files.that_fit(cache.kept)
-        if (keys := _keys(kept)) == self._stored:
+        kept = files.that_fit(cache.kept) if files is not None and cache is not None else {}
+        keys = _keys(kept)
+        if files is None or keys == self._stored:
             self._tell(item)
             return
         self._stored = keys
@@ -210,7 +190,7 @@ class FirstStage:
 
     def _tell(self, item: Item) -> None:
         self._worker.begin(None)
-        item = replace(item, rejected=self._take_rejected())
+        item = replace(item, rejected=self._rounds.take_rejected())
         self._worker.announce(item)
         self._worker.outbox.drain(UNSENT)
         self._worker.retract()
@@ -220,8 +200,8 @@ class FirstStage:
         """Do what is to be done next, and return pairs of (sequence, token) that have come. Raises
         ``EngineError`` and what transports raise, with rank, stage and item."""
         with self._worker.named_errors():
-            if self._ahead:
-                return [self._given(*self._ahead.popleft())]
+            if self._others:
+                return [self._given(*self._others.popleft())]
             if came := self._take():
                 return came
             self._make_room()
@@ -233,11 +213,11 @@ class FirstStage:
             if (on := self._draft_on()) is not None:
                 self._issue(*on, began)
                 return []
-            if not self._returning:
+            if not self._rounds:
                 return []
-            self._foresee([each.item for each in self._returning])
-            self._worker.item = self._returning[0].item
-            self._worker.wait(self._returning[0].handle, self._last)
+            self._foresee([each.item for each in self._rounds])
+            self._worker.item = self._rounds[0].item
+            self._worker.wait(self._rounds[0].handle, self._last)
             return self._take()
 
     def stream(self, answers: Mapping[int, IncrementalDetokenizer]) -> Iterator[tuple[int, str]]:
@@ -259,36 +239,18 @@ class FirstStage:
         self._worker.begin(None)
 
     def _issue(self, item: Item, draft: Draft, began: float) -> None:
-        guess = draft.tokens[0] if draft.goes_on else None
-        drafts, guesses = draft.tokens[draft.goes_on :], self._guesses(item, draft)
-        length, rejected = item.length + len(drafts), self._take_rejected()
-        item = replace(item, length=length, rejected=rejected)
-        item = replace(item, guess=guess, drafts=drafts, guesses=guesses)
+        item = self._prepare(item, draft)
         worker = self._worker
         worker.begin(item)
-        for number in item.put_back:
-            if number in self._sequences:
-                self._sequences[number].position = 0
-                self._sequences[number].borders = ()
-            self.drafting.drafter.forget(number)
-        if item.prefix is not None:
-            sequence = self._sequences[item.sequences[0]]
-            sequence.position, sequence.borders = item.prefix.length, item.prefix.borders
-            if item.params is not None:
-                sequence.cached = item.prefix.length
-        if item.border:
-            self._sequences[item.sequences[0]].borders += (item.border,)
-        if self._head_drafter is not None and not item.samples:
-            sequence = self._sequences[item.sequences[0]]
-            stop = sequence.position + item.length + 1
-            item = replace(item, following=tuple(sequence.tokens[sequence.position + 1 : stop]))
         worker.announce(item)
-        if item.samples and self._last:
+        if item.samples:
             width = packed_width([self._sequences[number].params for number in item.sequences])
             rows = len(item.sequences) * item.length + item.guesses
             sampled = np.zeros((rows, width), np.int32)
-            handle = worker.transport.receive(sampled, self._last, TOKENS_TAG)
-            self._returning.append(_Returning(item, sampled, handle, draft, began))
+            handle = Handle(sampled, done=True)
+            if self._last:
+                handle = worker.transport.receive(sampled, self._last, TOKENS_TAG)
+            self._rounds.append(Round(item, sampled, handle, draft, began))
         graph = worker.graph_of(item, worker.inputs(item))
         inputs = np.frombuffer(buffer_of(graph.inputs), np.int32).reshape(graph.inputs.shape)
         for row, number in zip(inputs, item.sequences, strict=True):
@@ -300,15 +262,41 @@ class FirstStage:
         if not self._last and item.samples:
             self._foresee([item])
         worker.finish(graph)
+        if item.samples:
+            self._rounds[-1].on_rank_0 = time.perf_counter() - began
         if self._last:
-            if item.samples:
-                self._returning[-1].on_rank_0 = time.perf_counter() - began
             worker.pass_on(graph)
             self._read_prompt(item)
         elif item.samples:
-            sampled = np.array(graph.outputs)
-            handle = Handle(sampled, done=True)
-            self._returning.append(_Returning(item, sampled, handle, draft, began))
+            sampled[:] = np.array(graph.outputs)
+
+    def _prepare(self, item: Item, draft: Draft) -> Item:
+        """Return an item as it is announced, with what it changes noted of its sequences."""
+        drafts = draft.tokens[draft.goes_on :]
+        item = replace(
+            item,
+            length=item.length + len(drafts),
+            guess=draft.tokens[0] if draft.goes_on else None,
+            drafts=drafts,
+            guesses=self._guesses(item, draft),
+            rejected=self._rounds.take_rejected(),
+        )
+        for number in item.put_back:
+            if number in self._sequences:
+                self._sequences[number].position = 0
+                self._sequences[number].borders = ()
+            self.drafting.drafter.forget(number)
+        sequence = self._sequences[item.sequences[0]]
+        if item.prefix is not None:
+            sequence.position, sequence.borders = item.prefix.length, item.prefix.borders
+            if item.params is not None:
+                sequence.cached = item.prefix.length
+        if item.border:
+            sequence.borders += (item.border,)
+        if self._head_drafter is not None and not item.samples:
+            stop = sequence.position + item.length + 1
+            item = replace(item, following=tuple(sequence.tokens[sequence.position + 1 : stop]))
+        return item
 
     def _draft(self, item: Item) -> Draft:
         """Guess the tokens after the next of a sequence that is alone in its group. Its first step
@@ -320,8 +308,8 @@ class FirstStage:
 
     def _draft_on(self) -> tuple[Item, Draft] | None:
         """Return a round of what may follow the drafts of the only sequence, and its draft."""
-        under_way = [each for each in self._returning if not each.is_void]
-        is_full = len(self._returning) >= self.drafting.back_off.stages
+        under_way = self._rounds.valid
+        is_full = len(self._rounds) >= self.drafting.back_off.stages
         if len(self._sequences) > 1 or not under_way or is_full:
             return None
         item, known = under_way[0].item, self._alone(under_way[0].item)
@@ -359,16 +347,6 @@ class FirstStage:
         known = self._sequences[item.sequences[0]]
         return known if known.params.grammar is None else None
 
-    def _reject(self, sequence: int, known: _Sequence, count: int) -> None:
-        """Have the stages forget the last ``count`` tokens that have entered."""
-        if count > 0:
-            known.position -= count
-            self._rejected[sequence] = self._rejected.get(sequence, 0) + count
-
-    def _take_rejected(self) -> tuple[tuple[int, int], ...]:
-        rejected, self._rejected = self._rejected, {}
-        return tuple(rejected.items())
-
     def _foresee(self, under_way: Sequence[Item]) -> None:
         """Build the graph of the item that likely comes next, while others are ``under_way``."""
         # After a round it depends on how many drafts were right.
@@ -382,58 +360,54 @@ class FirstStage:
 
     def _take(self) -> list[tuple[int, SampledToken]]:
         came: list[tuple[int, SampledToken]] = []
-        # The other tokens of a round come before those of the next.
-        while self._returning and not self._ahead:
-            if not self._worker.has_come(self._returning[0].handle):
+        goes_on = False
+        # A sequence gets one token at a time: others of a round, and those of one that goes on from
+        # it, come with the next steps.
+        while not (self._others or goes_on):
+            back = self._rounds.take(self._worker.has_come)
+            if back is None:
                 break
-            back = self._returning.popleft()
-            if back.is_void:
-                continue
-            item, tokens = back.item, back.tokens[:, 0].tolist()
-            count = 1 + accepted(item.drafts, tokens)
-            goes_on = count == item.length and self._goes_on(item, tokens[count - 1])
-            known = self._alone(item)
-            if known is not None and known.has_begun:
-                seconds = time.perf_counter() - back.began
-                self.drafting.back_off.took(back.draft, count, seconds, back.on_rank_0)
-                drafted, right = len(back.draft.tokens), count - 1 + back.draft.goes_on
-                known.drafts += DraftCounts(int(drafted > 0), drafted, right)
-            if known and item.guesses and self._head_drafter is not None:
-                self._head_drafter.take(
-                    item.sequences[0], len(known.tokens) + count, tokens[-item.guesses :]
-                )
+            item, count = back.item, len(back.right)
+            following = self._rounds.following(back)
+            goes_on = following is not None and following.item.guess == back.right[-1]
+            if following is not None and not goes_on:
+                self.drafting.back_off.missed(following.draft)
+            self._measure(back)
             self._scheduler.returned(item, count, goes_on=goes_on)
             for i, number in enumerate(item.sequences):
                 sequence = self._sequences[number]
                 if sequence.is_cancelled:
-                    self._reject(number, sequence, item.length - 1)
+                    sequence.position -= self._rounds.reject(number, item.length - 1)
                     self.finish(number)
                     continue
-                self._reject(number, sequence, item.length - count)
+                sequence.position -= self._rounds.reject(number, item.length - count)
                 if not goes_on:
-                    self._drop(number, sequence)
+                    self._make_void(number, sequence)
                 rows = back.tokens[i : i + count]
                 first, *others = (unpack(row, sequence.params) for row in rows)
                 came.append(self._given(number, first))
-                self._ahead += ((number, each) for each in others)
+                self._others += ((number, each) for each in others)
         return came
 
-    def _goes_on(self, item: Item, token: int) -> bool:
-        """Return whether a round is under way on the guess that this ``token`` came of an item."""
-        behind = (each for each in self._returning if each.item.guess is not None)
-        following = next((each for each in behind if each.item.sequences == item.sequences), None)
-        if following is not None and following.item.guess != token:
-            self.drafting.back_off.missed(following.draft)
-        return following is not None and following.item.guess == token
+    def _measure(self, back: Round) -> None:
+        """Note of a round that has come what it tells of drafts, and what the head guessed."""
+        known, count = self._alone(back.item), len(back.right)
+        if known is None:
+            return
+        if known.has_begun:
+            seconds = time.perf_counter() - back.began
+            self.drafting.back_off.took(back.draft, count, seconds, back.on_rank_0)
+            drafted, right = len(back.draft.tokens), count - 1 + back.draft.goes_on
+            known.drafts += DraftCounts(int(drafted > 0), drafted, right)
+        if back.item.guesses and self._head_drafter is not None:
+            guessed = back.tokens[-back.item.guesses :, 0].tolist()
+            self._head_drafter.take(back.item.sequences[0], len(known.tokens) + count, guessed)
 
-    def _drop(self, number: int, known: _Sequence) -> None:
+    def _make_void(self, number: int, known: _Sequence) -> None:
         """Have the rounds of a sequence that are under way on a guess come in vain."""
-        for each in self._returning:
-            if each.item.guess is not None and each.item.sequences == (number,):
-                if not each.is_void:
-                    self._reject(number, known, each.item.length)
-                    known.drafts += DraftCounts(drafted=len(each.draft.tokens))
-                each.is_void = True
+        count = self._rounds.make_void(number)
+        known.position -= count
+        known.drafts += DraftCounts(drafted=count)
 
     def _given(self, number: int, sampled: SampledToken) -> tuple[int, SampledToken]:
         self._sequences[number].tokens.append(sampled.token)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from itertools import accumulate, pairwise
@@ -288,3 +289,41 @@ def test_conversations_go_on_after_a_round_in_which_one_ended(
     assert drafted | {2: plain[2]} == plain
     assert plain[0] == answer
     assert rounds.accepted > 0
+
+
+class Single(Drafter):
+    """Drafts of a token each, all of them right."""
+
+    def __init__(self, text: Sequence[int]) -> None:
+        self._text = text
+
+    def draft(
+        self,
+        sequence: int,
+        tokens: Sequence[int],
+        ahead: Sequence[int],
+        pays: Callable[[int], int],
+    ) -> Draft:
+        begin = len(tokens) + len(ahead)
+        return Draft(tuple(self._text[begin : begin + min(pays(0), 1)]))
+
+
+def test_a_step_gives_a_token_at_most_though_rounds_that_go_on_have_come() -> None:
+    """Its caller may end the text with any."""
+    tokens = prompt(12)
+    plain = by_mlx_lm(models("plain")[-1], tokens, 30)
+
+    def work(first_stage: FirstStage) -> list[int]:
+        first_stage.add(0, tokens, SamplingParams(), context=60)
+        text: list[int] = []
+        while not first_stage.is_idle:
+            came = first_stage.step()
+            assert len(came) <= 1
+            text += [sampled.token for _, sampled in came]
+            if len(text) == 29:
+                first_stage.finish(0)
+            time.sleep(0.02 * len(came))  # so that all rounds under way come back
+        return text
+
+    drafting = drafting_of(Single([*tokens, *plain]), 3)
+    assert staged("plain", [1, 2, 1], work, drafting=drafting) == plain[:29]
