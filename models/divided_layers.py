@@ -119,7 +119,8 @@ def _count_heads(attention: nn.Module, heads: Heads, fewer: Heads) -> None:
 
 def _check(part: Slice, own: ModelShape) -> None:
     """Raise ``UserError`` unless a step adds keys and values of as many heads as planned."""
-    caches = part.new_caches()
+    caches, training = part.new_caches(), part.training
+    part.train(False)  # dropout would need keys
     inputs = mx.zeros((1, 1, part.hidden_size), part.dtype)
     try:
         part.extend(mx.zeros((1, 1), mx.int32) if part.is_first else inputs, caches)
@@ -133,3 +134,4 @@ def _check(part: Slice, own: ModelShape) -> None:
             f"({one_line(error)})",
             "leave it out: stages divide the model by layers",
         ) from None
+    part.train(training)

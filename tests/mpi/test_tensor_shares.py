@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.jobs import AFTER_A_KILL, PROGRAMS, Job
 from tests.helpers.models_and_batches import load_weights
-from tests.helpers.mpirun import events, mlx_lm, mpirun
+from tests.helpers.mpirun import events, in_file, mlx_lm, mpirun
 from tests.helpers.rank_pool import run_in_pool
 from tests.helpers.small_models import small_directory
 
@@ -60,16 +60,25 @@ def test_two_stages_of_two_ranks_generate_and_evaluate(
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
+DROPPED = {"rank": 4, "scale": 10.0, "dropout": 0.1, "keys": ["self_attn.v_proj", "mlp.up_proj"]}
+"""Adapters of matrices whose inputs are whole, so that the masks are those of one process."""
+
+
 @pytest.mark.parametrize(
-    ("kind", "ranks", "how"),
+    ("options", "ranks", "how"),
     [
-        ("lora", 2, ()),
-        ("full", 4, ("--pipeline-stages", "2", "--recompute", "full")),
-        ("lora", 4, ("--data-parallel", "2")),
+        ({"lora_parameters": DROPPED}, 2, ()),
+        ({"fine_tune_type": "full"}, 4, ("--pipeline-stages", "2", "--recompute", "full")),
+        ({}, 4, ("--data-parallel", "2")),
     ],
 )
 def test_training_is_that_of_one_process(
-    kind: str, ranks: int, how: tuple[str, ...], small: Path, pirate: Path, tmp_path: Path
+    options: Mapping[str, object],
+    ranks: int,
+    how: tuple[str, ...],
+    small: Path,
+    pirate: Path,
+    tmp_path: Path,
 ) -> None:
     """Losses, gradients, and the weights that are saved, which are whole."""
     losses, weights = [], []
@@ -80,7 +89,7 @@ def test_training_is_that_of_one_process(
             count,
             *("-m", "shardmlx.train", "--model", small, "--data", pirate),
             *shared,
-            *("--fine-tune-type", kind, "--num-layers", "4", "--optimizer", "sgd"),
+            *in_file(tmp_path / "options.yaml", **options, num_layers=4, optimizer="sgd"),
             *("--learning-rate", "0.01", "--iters", "3", "--steps-per-report", "1"),
             *("--max-seq-length", "64", "--val-batches", "1"),
             *("--adapter-path", output, "--metrics-file", metrics),
