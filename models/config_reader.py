@@ -40,12 +40,12 @@ class Config(NamedTuple):
         found = f"is {self.fields[key]!r}" if key in self.fields else "is missing"
         raise UserError(f"config.json: {key} {found}", remedy)
 
-    def count(self, key: str, default: int | None = None) -> int:
+    def count(self, key: str, default: int | None = None, most: int = _MOST_OF_ANYTHING) -> int:
         """Return a whole number above 0; without a ``default`` the field must be there."""
         value = self.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             self.refuse(key, "it must be a whole number above 0")
-        most = MOST_LAYERS if key == "num_hidden_layers" else _MOST_OF_ANYTHING
+        most = MOST_LAYERS if key == "num_hidden_layers" else most
         if value > most:
             self.refuse(key, f"give at most {most}")
         return value

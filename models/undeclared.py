@@ -74,12 +74,24 @@ _ACTIVATIONS = {
 
 _NORMS = ("rms_norm", "layer_norm")
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k")
+"""Names of the number of experts, and of those that a token passes through."""
+
 
 def build_random(config: Mapping[str, Any]) -> nn.Module:
     """Build mlx-lm's model of a config.json with random weights, lazily. Raises ``UserError``."""
     model_type = config.get("model_type")
-    for key in ("num_hidden_layers", "hidden_size", "vocab_size"):
-        Config(config).count(key, 1)
+    text = config.get("text_config")
+    for fields in (Config(config), Config(text if isinstance(text, Mapping) else {})):
+        for key in ("num_hidden_layers", "hidden_size", "vocab_size"):
+            fields.count(key, 1)
+        numbers = [fields.get(key) for key in _EXPERTS]
+        experts = max((each for each in numbers if isinstance(each, int)), default=0)
+        for key in _PER_TOKEN:
+            # Dense models may have the field, too, and some list a number for each layer.
+            if experts > 1 and not isinstance(fields.get(key), list):
+                fields.count(key, 1, experts)
     try:
         code = import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(model_type, model_type)}")
         # Some families write into the fields of their configuration.

@@ -11,6 +11,7 @@ from shardmlx.modelfiles.parts import read_shape
 from shardmlx.modelfiles.tensors import expected_tensors, modules
 from shardmlx.models.config_reader import read_config
 from shardmlx.models.shape import ModelShape
+from tests.helpers.family_configs import CONFIGS
 from tests.helpers.models_and_batches import build, tiny_config
 from tests.helpers.refusals import refusal
 
@@ -125,8 +126,15 @@ def test_a_missing_field_is_named() -> None:
     assert "vocab_size is missing" in str(refusal(ModelShape.from_config, config))
     with pytest.raises(UserError, match="hidden_size is '32': it must be a whole number above 0"):
         read_shape(configuration("mixtral", hidden_size="32"))
-    with pytest.raises(UserError, match="invalid kth 4"):
-        read_shape(configuration("mixtral", num_experts_per_tok=5))
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("number", [-1, 0, 5, "2"])
+def test_a_token_passes_through_some_of_the_experts(model_type: str, number: Any) -> None:
+    config = {**CONFIGS[model_type], "num_experts_per_tok": number}
+    named = f"num_experts_per_tok is {number!r}"
+    assert named in refusal(read_shape, config).problem
+    assert named in refusal(read_shape, {"model_type": "x", "text_config": config}).problem
 
 
 # Reading config.json
