@@ -131,7 +131,7 @@ class OutputOptions(Spec):
     metrics_file: str | None = _output(None, "file of one JSON line a report", metavar="FILE")
     metrics_port: int | None = _output(
         None,
-        "port of rank 0's page of the run, and of /metrics for Prometheus; 0 takes a free one",
+        "port of rank 0's page of the run; 0 takes a free one",
         metavar="PORT",
         minimum=0,
         maximum=65535,

@@ -1,1 +1,1 @@
-"""Shows a run from its metrics: as a page, live or in a file, and for Prometheus."""
+"""Shows a run from its metrics: as a page, live or in a file."""

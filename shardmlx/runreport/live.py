@@ -1,4 +1,4 @@
-"""Show a running job: its page, its events, and its metrics for Prometheus, over HTTP.
+"""Show a running job: its page and its events, over HTTP.
 
 The server runs on threads of the training process, which never waits for them: an event costs it
 one JSON line, and only a request costs more. No MLX, no MPI.
@@ -24,7 +24,6 @@ from shardmlx.common.reporter import finite
 from shardmlx.errors import UserError
 from shardmlx.runreport.metrics_file import MOST_REPORTS, Event, current, read_metrics, thinned
 from shardmlx.runreport.page import render_page
-from shardmlx.runreport.prometheus import Gauges
 
 SECONDS_FOR_A_REQUEST = 20.0
 """Seconds of silence after which a connection is closed."""
@@ -92,25 +91,20 @@ class LivePage:
         self.address = address_of(listener)
         self._metrics_file = metrics_file
         self._log = EventLog()
-        self._gauges = Gauges()
-        self._server = _Server(listener, self._log, self._gauges)
+        self._server = _Server(listener, self._log)
         # Once a second it looks whether it shall end.
         serve = functools.partial(self._server.serve_forever, 1.0)
-        threading.Thread(target=serve, name="metrics", daemon=True).start()
+        threading.Thread(target=serve, name="page", daemon=True).start()
 
     def take(self, event: str, values: Mapping[str, Any]) -> None:
         """Show an event: a listener of ``Reporter``."""
         if event == "start" and values.get("step") and self._metrics_file is not None:
             with contextlib.suppress(UserError):
                 self._log.begin_anew(read_metrics(self._metrics_file)[0])
-        told = {"event": event, **finite(values)}
-        self._log.add(told)
-        self._gauges.take([told])
+        self._log.add({"event": event, **finite(values)})
         if event == "resume":
             # Reports after the step from which the run resumes no longer hold.
-            events = current(self._log.events)
-            self._log.begin_anew(events)
-            self._gauges.take(events, anew=True)
+            self._log.begin_anew(current(self._log.events))
 
     def close(self) -> None:
         """Stop once open pages know the end, or after a second. Hanging connections stay."""
@@ -127,12 +121,11 @@ class LivePage:
 class _Server(ThreadingHTTPServer):
     block_on_close = False
 
-    def __init__(self, listener: socket.socket, log: EventLog, gauges: Gauges) -> None:
+    def __init__(self, listener: socket.socket, log: EventLog) -> None:
         super().__init__(listener.getsockname(), _Handler, bind_and_activate=False)
         self.socket.close()
         self.socket = listener
         self.log = log
-        self.gauges = gauges
         self.hosts = trusted_hosts(listener)
         self.page = render_page([], title="shardmlx: a run", is_live=True).encode()
         self.asked_at = -math.inf
@@ -158,10 +151,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, "text/html", self.server.page)
         elif url.path == "/events":
             self._events(url.query)
-        elif url.path == "/metrics":
-            self._answer(200, "text/plain; version=0.0.4", self.server.gauges.exposition())
         else:
-            self._answer(404, "text/plain", b"there are /, /events and /metrics\n")
+            self._answer(404, "text/plain", b"there are / and /events\n")
 
     do_HEAD = do_GET
 

@@ -163,5 +163,5 @@ def _open_viewers(outputs: OutputOptions, on_event: Listener | None, stack: Exit
     reporter = Reporter(metrics, listeners=listeners)
     stack.callback(reporter.close)
     if page is not None:
-        reporter.say(f"The run at {page.address}, for Prometheus at {page.address}/metrics")
+        reporter.say(f"The run at {page.address}")
     return reporter

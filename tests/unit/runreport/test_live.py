@@ -15,16 +15,12 @@ from typing import Any
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from shardmlx.common.http_listener import bind
-from shardmlx.config.objective import MEANS
 from shardmlx.runreport import live
 from shardmlx.runreport.live import EventLog, LivePage
 from shardmlx.runreport.metrics_file import current
-from tests.helpers.stories import preferences, story
-
-EVIL = 'a "name"\\\nshardmlx_evil 1'
+from tests.helpers.stories import story
 
 
 @pytest.fixture
@@ -43,20 +39,6 @@ def tell(page: LivePage, *events: dict[str, Any]) -> None:
 
 def events(page: LivePage, after: int = 0) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = httpx.get(f"{page.address}/events?after={after}").json()["events"]
-    return found
-
-
-def metrics(page: LivePage) -> dict[tuple[str, str], float]:
-    """Return what Prometheus would read, by name and rank or part."""
-    text = httpx.get(f"{page.address}/metrics").text
-    found = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            labels = [
-                sample.labels[key] for key in ("rank", "host", "part") if key in sample.labels
-            ]
-            name = sample.name.removeprefix("shardmlx_training_")
-            found[name, "/".join(labels)] = sample.value
     return found
 
 
@@ -94,52 +76,8 @@ def test_a_question_waits_for_the_next_event(page: LivePage) -> None:
     assert [[each["step"] for each in answer] for answer in answers] == [[1]]
 
 
-def test_prometheus_is_told_the_last_report(page: LivePage) -> None:
-    run = current(story())
-    tell(page, *run[:-1])
-    found = metrics(page)
-    train = [event for event in run if event["event"] == "train"]
-    last = train[-1]
-    assert found["up", ""] == 1
-    assert (found["step", ""], found["iterations", ""]) == (60, 60)
-    for name, key in (
-        *((each, each) for each in ("loss", "learning_rate", "tokens_per_second", "step_seconds")),
-        ("gradient_norm", "grad_norm"),
-        ("last_report_timestamp_seconds", "time"),
-    ):
-        assert found[name, ""] == last[key]
-    assert found["tokens_total", ""] == sum(event["tokens"] for event in train)
-    assert found["checkpoints_total", ""] == 6
-    assert (found["restarts_total", ""], found["stragglers_total", ""]) == (1, 1)
-    limits = [event for event in run if event["event"] == "start"][-1]["memory_limits"]
-    for rank, part in enumerate(last["ranks"]):
-        assert found["rank_step_seconds", f"{rank}/vm/bubble"] == part["idle_seconds"]
-        assert found["peak_memory_bytes", f"{rank}/vm"] == part["peak_memory_bytes"]
-        planned = found["planned_peak_memory_bytes", f"{rank}/vm"]
-        assert planned == limits[rank]["planned_peak_bytes"]
-        assert found["memory_limit_bytes", f"{rank}/vm"] == limits[rank]["memory_limit_bytes"]
-    tell(page, run[-1])
-    assert metrics(page)["up", ""] == 0
-
-
-def test_prometheus_is_told_what_preferences_say(page: LivePage) -> None:
-    run = current(preferences())
-    tell(page, *run)
-    found = metrics(page)
-    for kind, before in (("train", ""), ("val", "validation_")):
-        last = [event for event in run if event["event"] == kind][-1]
-        assert [found[before + name, ""] for name in MEANS] == [last[name] for name in MEANS]
-
-
-def test_prometheus_reads_what_is_not_finite_or_strange(page: LivePage) -> None:
-    assert metrics(page)["up", ""] == 1
-    layout = {"ranks": [{"host": EVIL}]}
-    tell(page, {"event": "start", "step": 0, "layout": layout, "memory_limits": []})
-    ranks = [{"compute_seconds": 1, "exposed_comm_seconds": 0, "idle_seconds": 0}]
-    tell(page, {"event": "train", "step": 1, "loss": float("nan"), "ranks": ranks, "tokens": 3})
-    found = metrics(page)
-    assert ("loss", "") not in found
-    assert found["rank_step_seconds", f"0/{EVIL}/compute"] == 1
+def test_a_loss_that_is_not_finite_is_told_as_none(page: LivePage) -> None:
+    tell(page, {"event": "train", "step": 1, "loss": float("nan")})
     assert events(page)[-1]["loss"] is None
 
 
@@ -147,14 +85,14 @@ def test_prometheus_reads_what_is_not_finite_or_strange(page: LivePage) -> None:
 def test_a_name_that_is_not_this_machines_is_refused(page: LivePage, host: str) -> None:
     """Against DNS rebinding."""
     tell(page, {"event": "val", "step": 1, "loss": 2.0})
-    for path in ("/", "/events", "/metrics"):
+    for path in ("/", "/events"):
         assert httpx.get(page.address + path, headers={"host": host}).status_code == 421
 
 
 def test_everybody_may_ask_where_others_are_meant() -> None:
     page = LivePage(bind("0.0.0.0", 0))
     port = page.address.rpartition(":")[2]
-    answer = httpx.get(f"http://127.0.0.1:{port}/metrics", headers={"host": "mac.local"})
+    answer = httpx.get(f"http://127.0.0.1:{port}/", headers={"host": "mac.local"})
     assert answer.status_code == 200
     page.close()
 
@@ -177,11 +115,11 @@ def test_who_hangs_holds_up_neither_the_run_nor_others(page: LivePage) -> None:
     with ExitStack() as stack:
         for _ in range(16):
             hanging = stack.enter_context(connected(page))
-            hanging.sendall(b"GET /metrics HTTP/1.1\r\nX-Slow: ")
+            hanging.sendall(b"GET / HTTP/1.1\r\nX-Slow: ")
         start = time.monotonic()
         tell(page, *story()[:5])
         assert time.monotonic() - start < 0.5
-        assert metrics(page)["step", ""] == story()[4]["step"]
+        assert events(page) == story()[:5]
 
 
 def test_an_open_page_learns_of_the_end() -> None:
@@ -220,7 +158,6 @@ def test_a_run_that_resumes_is_shown_whole(tmp_path: Path) -> None:
     before.write_text("".join(f"{json.dumps(each)}\n" for each in lines[: at - 1]) + '{"half')
     page = LivePage(bind("127.0.0.1", 0), str(before))
     tell(page, *lines[at - 1 :])
-    assert metrics(page)["restarts_total", ""] == 1
     page._log.end()
     assert events(page) == current(lines)
     page.close()
