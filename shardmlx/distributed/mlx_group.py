@@ -7,7 +7,6 @@ hang in it, since one has stopped, are ended by the heartbeat.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import socket
@@ -25,6 +24,7 @@ import psutil
 from shardmlx.distributed.agreement import on_all_ranks
 from shardmlx.distributed.fate import HURRY
 from shardmlx.distributed.messages import LOSS_TAG, PeerLost
+from shardmlx.distributed.networks import INCLUDE, is_included
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError, one_line
 
@@ -33,9 +33,6 @@ SECONDS_TO_CONNECT = 2.0
 SECONDS_TO_FIND = 3.0  # more than MPI, or the heartbeat, takes to see that a rank has died
 
 _HERE = "127.0.0.1"
-
-INCLUDE = "OMPI_MCA_btl_tcp_if_include"
-"""The variable in which ``mpirun --mca`` has networks or interfaces."""
 
 
 def join_group(transport: Transport, members: Sequence[int]) -> mx.distributed.Group:
@@ -133,17 +130,6 @@ def _addresses() -> list[str]:
         if name in speeds and each.family == socket.AF_INET and each.address != _HERE
     ]
     named.sort(key=lambda each: -speeds[each[0]])
-    included = os.environ.get(INCLUDE, "")
-    allowed = [address for name, address in named if _is_included(name, address, included)]
+    include = os.environ.get(INCLUDE)
+    allowed = [address for name, address in named if is_included(name, address, include)]
     return allowed or [address for _, address in named]
-
-
-def _is_included(name: str, address: str, included: str) -> bool:
-    """Tell whether a list of interfaces and networks, as Open MPI takes it, has one of these."""
-    for each in included.split(","):
-        with suppress(ValueError):
-            if ipaddress.ip_address(address) in ipaddress.ip_network(each, strict=False):
-                return True
-        if each == name:
-            return True
-    return not included

@@ -19,6 +19,7 @@ from shardmlx.common.reporter import check_writable
 from shardmlx.config.doctor import DoctorConfig
 from shardmlx.costmodel.hostfile import Machine, read_hostfile
 from shardmlx.distributed.agreement import from_rank_0, on_rank_0
+from shardmlx.distributed.networks import INCLUDE
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import AgreedFailure
 from shardmlx.hosts.doctor_hostfile import hostfile_text, machines_of
@@ -32,7 +33,6 @@ from shardmlx.hosts.speed_tests import matmul_flops, measure_link
 from shardmlx.loading.rank_setup import use_device, working_set
 
 SECONDS_FOR_FACTS = 120.0  # for all tools that ask a machine for its facts
-INCLUDE = "OMPI_MCA_btl_tcp_if_include"  # networks or interfaces, set by mpirun --mca
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
@@ -11,6 +10,7 @@ from typing import Any
 
 from shardmlx.common.formatting import gibibytes, plural
 from shardmlx.common.units import GIB
+from shardmlx.distributed.networks import is_included
 from shardmlx.errors import LOCAL_NETWORK
 from shardmlx.hosts.host_facts import WIFI, HostFacts, Interface
 
@@ -147,18 +147,8 @@ def open_routes(routes: Iterable[Route]) -> list[Route]:
 
 def is_used(interface: Interface, include: str | None) -> bool:
     """Return whether Open MPI uses an interface if ``btl_tcp_if_include`` is ``include``."""
-    if interface.is_loopback:
-        return False
-    if not include:
-        return True
-    for word in include.split(","):
-        try:
-            if ipaddress.ip_address(interface.address) in ipaddress.ip_network(word, strict=False):
-                return True
-        except ValueError:
-            if word == interface.name:
-                return True
-    return False
+    included = is_included(interface.name, interface.address, include)
+    return included and not interface.is_loopback
 
 
 def connection_remedy(errors: Iterable[str | None], target: str) -> str:

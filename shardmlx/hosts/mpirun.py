@@ -13,11 +13,12 @@ from pathlib import Path
 
 import psutil
 
+from shardmlx.distributed.networks import INCLUDE
 from shardmlx.errors import UserError
 
 _AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 _INCLUDE = {
-    "OMPI_MCA_btl_tcp_if_include": ("--mca", "btl_tcp_if_include"),
+    INCLUDE: ("--mca", "btl_tcp_if_include"),
     "PRTE_MCA_prte_if_include": ("--prtemca", "prte_if_include"),
 }
 """The networks of ranks and of mpirun's daemons: variable of the environment, and option."""
