@@ -48,7 +48,7 @@ def run(config: EvaluateConfig, transport: Transport, blas: Blas) -> None:
 
     prepared = prepare(config, transport, reporter, read)
     plan = prepared.plan
-    scorer = Scorer(transport, prepared.part, config.batch_size, plan.setup.chunk, plan.shares.size)
+    scorer = Scorer(transport, prepared.part, config.batch_size, plan.setup.chunk, plan.mesh)
     transport.activity.begin("evaluating")
     if prepared.encoder is None:
         # Rank 0 may compute for long between two requests: its own metric, or a prompt.

@@ -14,10 +14,12 @@ import mlx.nn as nn
 import numpy as np
 
 from shardmlx.distributed.messages import Handle, new_buffer
+from shardmlx.distributed.mlx_group import losses_named
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import Sample
 from shardmlx.inference.stage import HIDDEN_TAG, UNSENT, Outbox
 from shardmlx.models.slice import Slice
+from shardmlx.pipeline.mesh import Mesh
 
 Sequences = Sequence[Sequence[int]]
 """Token ids of each sequence, two at least."""
@@ -32,15 +34,17 @@ class Scores:
 
 
 class Scorer:
-    """A rank's part in scoring: stage i on rank i, or ``across`` ranks that share it, ``rows`` and
-    ``chunk`` positions at a time."""
+    """A rank's part in scoring, ``rows`` and ``chunk`` positions at a time: rank i has stage i, or
+    a share of a stage in a ``mesh`` of such."""
 
     def __init__(
-        self, transport: Transport, part: Slice, rows: int, chunk: int, across: int = 1
+        self, transport: Transport, part: Slice, rows: int, chunk: int, mesh: Mesh | None = None
     ) -> None:
         self._transport = transport
         self._part = part
         self._rows, self._chunk = rows, chunk
+        self._sharing = (mesh or Mesh(1, transport.size)).sharing(transport.rank)
+        across = len(self._sharing)
         self._giver, self._taker = transport.rank - across, transport.rank + across
         self._outbox = Outbox(transport)
 
@@ -60,15 +64,17 @@ class Scorer:
             tokens = np.zeros((len(batch), shapes[number][1] + 1), np.int32)
             for row, i in enumerate(batch):
                 tokens[row, : len(sequences[i])] = sequences[i]
+            what = f"{name(rank)}, scoring, batch {number}"
             if due is None:
                 x = mx.array(tokens[:, :-1])
             else:
                 x, handle = due
                 due = self._receive(shapes[number + 1]) if number + 1 < len(shapes) else None
-                what = f"{name(rank)}, scoring, batch {number}, waiting for {name(self._giver)}"
-                self._transport.wait(handle, partial(str, what))
-            hidden = mx.contiguous(self._part(x, attention_chunk=self._chunk))
-            mx.eval(hidden)
+                waiting = f"{what}, waiting for {name(self._giver)}"
+                self._transport.wait(handle, partial(str, waiting))
+            with losses_named(self._transport, self._sharing, partial(str, what)):
+                hidden = mx.contiguous(self._part(x, attention_chunk=self._chunk))
+                mx.eval(hidden)
             if self._part.is_last:
                 logprobs, likeliest = self._scores(hidden, tokens[:, 1:])
                 for row, i in enumerate(batch):

@@ -129,7 +129,7 @@ def test_bad_input(small: Path, tmp_path: Path) -> None:
 def test_a_rank_that_dies(how: str, small: Path) -> None:
     job = mpirun(
         2,
-        *(PROGRAMS / "dying_rank.py", how, "--model", small, "--prompt", PROMPT),
+        *(PROGRAMS / "dying_rank.py", how, "generate", "--model", small, "--prompt", PROMPT),
         *("--max-tokens", "50", "--timeout", "5"),
     )
     assert "Traceback" not in job.output

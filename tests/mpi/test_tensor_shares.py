@@ -103,12 +103,19 @@ def test_training_is_that_of_one_process(
         np.testing.assert_allclose(weights[1][name], array, atol=1e-6, err_msg=name)
 
 
-def test_a_rank_of_a_group_that_dies(small: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "during"), [("generate", "decode of sequence 0"), ("evaluate", "scoring, batch 1")]
+)
+def test_a_rank_of_a_group_that_dies(command: str, during: str, small: Path, pirate: Path) -> None:
+    work: dict[str, tuple[str | Path, ...]] = {
+        "generate": ("--prompt", PROMPT, "--max-tokens", "50"),
+        "evaluate": ("--data", pirate, "--batch-size", "1"),
+    }
     job = mpirun(
         2,
-        *(PROGRAMS / "dying_rank.py", "kill", "--model", small, "--prompt", PROMPT),
-        *("--max-tokens", "50", "--timeout", "5", "--tensor-parallel", "2"),
+        *(PROGRAMS / "dying_rank.py", "kill", command, "--model", small, *work[command]),
+        *("--timeout", "5", "--tensor-parallel", "2"),
     )
     line = replace(job, stdout="").failure(1, *AFTER_A_KILL)  # it may follow unfinished text
-    assert "rank 1 on" in line
+    assert f"{during}: rank 1 on" in line
     assert "died" in line

@@ -1,4 +1,5 @@
-"""``shardmlx.generate`` in which rank 1 dies at its fifth item: argv[1] is "kill" or "raise"."""
+"""``dying_rank.py HOW COMMAND ARGUMENTS``: ``generate`` in which rank 1 fails at its fifth item, or
+``evaluate`` in which it fails after its first batch. HOW is ``kill`` or ``raise``."""
 
 import os
 import signal
@@ -6,30 +7,40 @@ import sys
 from typing import Any
 from unittest.mock import patch
 
+from shardmlx.config.commands import imported
 from shardmlx.main import main
 
 how = sys.argv.pop(1)
 
 
-def failing() -> Any:
-    from shardmlx.inference.generate import run
+def failing(name: str) -> Any:
+    from shardmlx.evaluation.scoring import Scorer
     from shardmlx.inference.stage import StageWorker
 
-    start = StageWorker.start
+    start, scores = StageWorker.start, Scorer._scores
     seen = []
+
+    def fail() -> None:
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RuntimeError("Insufficient Memory")
 
     def spoiled(self: StageWorker, graph: Any) -> None:
         seen.append(graph)
         if self.transport.rank == 1 and len(seen) == 5:
-            if how == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise RuntimeError("Insufficient Memory")
+            fail()
         start(self, graph)
 
+    def spoiled_scores(self: Scorer, hidden: Any, targets: Any) -> Any:
+        if self._transport.rank == 1:
+            fail()
+        return scores(self, hidden, targets)
+
     StageWorker.start = spoiled  # type: ignore[method-assign]
-    return run
+    Scorer._scores = spoiled_scores  # type: ignore[method-assign]
+    return imported(name)
 
 
 if __name__ == "__main__":
-    patch("shardmlx.main.imported", lambda name: failing()).start()
-    raise SystemExit(main(["generate", *sys.argv[1:]]))
+    patch("shardmlx.main.imported", failing).start()
+    raise SystemExit(main(sys.argv[1:]))
