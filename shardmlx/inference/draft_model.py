@@ -104,11 +104,7 @@ class ModelDrafter(Drafter):
         self._enter(sequence, tokens)
 
     def draft(
-        self,
-        sequence: int,
-        tokens: Sequence[int],
-        ahead: Sequence[int],
-        pays: Callable[[int], int],
+        self, sequence: int, tokens: Sequence[int], ahead: Sequence[int], pays: Callable[[int], int]
     ) -> Draft:
         count = pays(KIND)
         if not count:

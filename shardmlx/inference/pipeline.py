@@ -45,14 +45,7 @@ import numpy as np
 
 from shardmlx.distributed.messages import Handle, buffer_of
 from shardmlx.inference.detokenize import IncrementalDetokenizer
-from shardmlx.inference.drafts import (
-    NO_DRAFTS,
-    Draft,
-    DraftCounts,
-    Drafter,
-    Drafting,
-    HeadDrafter,
-)
+from shardmlx.inference.drafts import NO_DRAFTS, Draft, DraftCounts, Drafter, Drafting, HeadDrafter
 from shardmlx.inference.prefix_cache import CachedPrefix, KeptPrefix, PrefixCache
 from shardmlx.inference.rounds import Round, Rounds
 from shardmlx.inference.sampler import packed_width, unpack
@@ -353,10 +346,8 @@ class FirstStage:
         is_sure = not any(
             item.drafts or item.guesses or item.guess is not None for item in under_way
         )
-        if is_sure:
-            likely = self._scheduler.foreseen()
-            if likely is not None:
-                self._worker.foresee(likely)
+        if is_sure and (likely := self._scheduler.foreseen()) is not None:
+            self._worker.foresee(likely)
 
     def _take(self) -> list[tuple[int, SampledToken]]:
         came: list[tuple[int, SampledToken]] = []
