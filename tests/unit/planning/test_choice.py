@@ -328,7 +328,7 @@ LARGE = {"batch_size": 64, "recompute": "none", "schedule": "1f1b", "micro_batch
         ([(32, 10)], {"fine_tune_type": "full"}, "--fine-tune-type lora"),
         ([(32, 10)], LARGE, "--micro-batch-size 1"),
         (
-            [(74, 10)],
+            [(78, 10)],
             {"batch_size": 1, "max_seq_length": 4096, "pack": True, **WHOLE},
             "attention_chunk: auto and loss_chunk: auto",
         ),
