@@ -162,9 +162,7 @@ class LayerShape:
     def mlp(self) -> int:
         """The width between up and down, summed over a token's experts."""
         return sum(
-            each.uses * each.inputs
-            for _, each in self.linears
-            if each.source.startswith(("product", "activations"))
+            each.uses * each.inputs for _, each in self.linears if each.source.startswith("product")
         )
 
     @property

@@ -83,7 +83,6 @@ class ModelShape:
             taken = {key: around[key] for key in outer.text_takes if key in around}
             fields = Config({**outer.defaults, **own, **taken})
         fields = Config({**family.defaults, **fields.fields})
-        fields.count("num_hidden_layers")
         tied = family.tied == "always"
         if not tied:
             default = {"by default": True, "if said": False}.get(outer.tied)
