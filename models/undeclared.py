@@ -75,7 +75,14 @@ _ACTIVATIONS = {
 _NORMS = ("rms_norm", "layer_norm")
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k")
+_PER_TOKEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "top_k_experts",
+    "moe_k",
+    "moe_topk",
+    "moe_top_k",
+)
 """Names of the number of experts, and of those that a token passes through."""
 
 
