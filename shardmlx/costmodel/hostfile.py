@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -57,18 +57,23 @@ def read_hostfile(path: str | Path) -> tuple[Machine, ...]:
     """Return the machines in mpirun's order; ``UserError`` names file, line and value."""
     with file_access("read hostfile", path):
         lines = Path(path).read_bytes().decode(errors="replace").split("\n")
-    of_host: dict[str, list[Machine]] = {}
+    machines: dict[str, Machine] = {}
     for number, line in enumerate(lines, start=1):
         where = f"{path}, line {number}"
         machine = _machine(line, where)
         if machine is None:
             continue
-        of_host.setdefault(host_key(machine.host), []).append(machine)
+        before = machines.setdefault(host_key(machine.host), machine)
+        if before is not machine:
+            raise UserError(
+                f"{where}: host {machine.host!r} is the host of {before.where}",
+                "give it one line, with slots=2 for two ranks",
+            )
         if number == len(lines) and _COMMENT.search(line):
             raise UserError(f"{where}: mpirun reads no comment without a line end", "add one")
-    if not of_host:
+    if not machines:
         raise UserError(f"{path}: no hosts", "write one 'name slots=1' a line")
-    return tuple(map(_merged, of_host.values()))
+    return tuple(machines.values())
 
 
 def machine_of_each_rank(machines: Iterable[Machine]) -> tuple[Machine, ...]:
@@ -123,7 +128,7 @@ KEYS = (*_QUANTITIES, "kind")
 
 
 def _machine(line: str, where: str) -> Machine | None:
-    """Return what a line says of a host; 0 slots if it names none."""
+    """Return what a line says of a host; None if it names none."""
     if "\r" in line:
         raise UserError(
             f"{where}: mpirun reads no Windows line ends", "save the file with Unix ones"
@@ -148,8 +153,17 @@ def _machine(line: str, where: str) -> Machine | None:
         if not re.fullmatch("0*[1-9][0-9]{0,5}", value):
             raise UserError(f"{where}: {key} is {value!r}", "give a whole number from 1")
         counts[counted] = int(value)
-    slots = counts.get("slots", counts.get("most", 0))
+    if not counts:
+        raise UserError(
+            f"{where}: host {host!r} has no slots, and mpirun would start as many ranks there as "
+            "it has cores",
+            f"write {host} slots=1",
+        )
+    slots = counts["slots"] if "slots" in counts else counts["most"]
     facts = _facts(comment, where)
+    memory, wired = facts.get("memory"), facts.get("wired")
+    if memory is not None and wired is not None and wired > memory:
+        raise UserError(f"{where}: host {host!r} wires more memory than it has", "give wired less")
     return Machine(host=host, slots=slots, where=where, login=words[0], **facts)
 
 
@@ -215,35 +229,3 @@ def _quantity(key: str, value: str, where: str) -> float:
         if low <= size <= high:
             return round(size) if units is BYTES else size
     raise UserError(f"{where}: {key} is {value!r}", f"give {least} to {most}, like {example}")
-
-
-def _merged(lines: Sequence[Machine]) -> Machine:
-    """Return the host of these lines, of which each after the first adds a slot."""
-    first, *others = lines
-    facts = {key: getattr(first, key) for key in KEYS}
-    for other in others:
-        if other.slots:
-            raise UserError(
-                f"{other.where}: host {other.host!r} is the host of {first.where}",
-                "mpirun takes either one line with slots, or one line for each slot without",
-            )
-        for key in KEYS:
-            value = getattr(other, key)
-            if value is not None and facts[key] not in (None, value):
-                raise UserError(
-                    f"{other.where}: {key} of {other.host!r} differs from that in {first.where}",
-                    "give it once",
-                )
-            facts[key] = facts[key] if value is None else value
-    if not first.slots and not others:
-        raise UserError(
-            f"{first.where}: host {first.host!r} has no slots, and mpirun would start as many "
-            "ranks there as it has cores",
-            f"write {first.host} slots=1",
-        )
-    memory, wired = facts["memory"], facts["wired"]
-    if memory is not None and wired is not None and wired > memory:
-        raise UserError(
-            f"{first.where}: host {first.host!r} wires more memory than it has", "give wired less"
-        )
-    return replace(first, slots=(first.slots or 1) + len(others), **facts)

@@ -62,11 +62,6 @@ class ModelFiles:
     is_part: bool = False
     note: str = ""
 
-    @property
-    def header_bytes(self) -> int:
-        """Bytes of headers at the beginning of all files."""
-        return sum(header.data_offset for header in self.headers.values())
-
 
 def open_model(name: str, revision: str | None = None) -> ModelFiles:
     """Read a directory, .safetensors file or repository; ``UserError`` names the first fault."""

@@ -41,8 +41,7 @@ def summary(inspection: Inspection) -> str:
     else:
         total = gibibytes(sum(header.file_size for header in files.headers.values()))
         lines.append(
-            f"{plural(len(files.headers), 'file')} of {total}, of which only the headers, "
-            f"{gibibytes(files.header_bytes)}, were read"
+            f"{plural(len(files.headers), 'file')} of {total}, of which only the headers were read"
         )
     return "\n".join(lines)
 
@@ -138,13 +137,11 @@ def as_json(inspection: Inspection, split: Split | None) -> dict[str, Any]:
         "computed_from_config": inspection.is_computed,
         "packing": inspection.packing or None,
         "adapter": dict(files.adapter) if files.adapter is not None else None,
-        "header_bytes": files.header_bytes,
         "total": _part_json(inspection.whole),
         "files": [
             {
                 "file": file,
                 "bytes": header.file_size,
-                "header_bytes": header.data_offset,
                 "tensors": len(header.tensors),
                 "checksum": files.checksums.get(file),
             }

@@ -136,17 +136,6 @@ def test_restart_straggler_and_checkpoints_are_marked(page: webdriver.Chrome) ->
     assert [line for line in log if "rank 1 on vm computes" in line]
 
 
-def test_the_step_times_are_told_apart(page: webdriver.Chrome) -> None:
-    start = [event for event in RUN if event["event"] == "start"][-1]
-    (summary,) = [event for event in RUN if event["event"] == "summary"]
-    said = {row[0]: row[1] for row in rows(page, "#times")}
-    predicted = start["predicted"]
-    assert said["planned, full sequences"] == f"{predicted['full']['step_seconds']:.4f} s"
-    assert said["planned, these data"] == f"{predicted['data']['step_seconds']:.4f} s"
-    after = summary["predicted"]["step_seconds"]
-    assert said["predicted, steps that were run"] == f"{after:.4f} s"
-
-
 def test_layout_schedule_and_options_are_there(page: webdriver.Chrome) -> None:
     assert text(page, ".strip li:last-child").startswith("stage 1 layers 3–4 + lm_head")
     start = [event for event in RUN if event["event"] == "start"][-1]

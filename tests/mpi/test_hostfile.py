@@ -64,9 +64,8 @@ LINES = """\
 studio.lan slots=2  # memory=64GiB flops=27T link=40Gbps
 anna@mini.lan count=1 port=22 // memory=16GiB
 10.0.0.7 max_slots=2 # an address
-book.home
+book.home slots=2
 old slots = 1# memory=8GiB
-book.office
 """
 
 

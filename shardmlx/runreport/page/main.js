@@ -28,7 +28,6 @@ function show() {
   curves();
   rankTable();
   rankCurves();
-  times();
   logTable();
   if (startsShown !== run.starts.length) {
     startsShown = run.starts.length;

@@ -131,68 +131,6 @@ function layoutAndSchedule() {
   );
 }
 
-function times() {
-  const predicted = record(start().predicted),
-    full = record(predicted.full),
-    data = record(predicted.data);
-  const reports = run.trains.map((event) => event.step_seconds).filter(isNumber);
-  const after = record(record(run.summary).predicted),
-    summary = record(run.summary);
-  const none =
-    "not predicted: without times of the machines (--profile, or flops= in the hostfile) the plan knows no seconds";
-  const predictedOr = (each) =>
-    isNumber(each.step_seconds) ? format.seconds(each.step_seconds) : NONE;
-  const mean = meanOver((event) => event.step_seconds);
-  const steps = summary.steps - (number(record(last(run.resumes)).step) ?? 0);
-  const walls = isNumber(summary.seconds) && steps > 0 ? summary.seconds / steps : null;
-  const rows = [
-    [
-      "planned, full sequences",
-      predictedOr(full),
-      isNumber(full.step_seconds)
-        ? `What plan prints: each sequence has ${format.count(full.sequence_length)} tokens, as long as --max-seq-length allows.`
-        : none,
-    ],
-    [
-      "planned, these data",
-      predictedOr(data),
-      isNumber(data.step_seconds)
-        ? `What the run chose its schedule by: sequences of ${format.count(data.sequence_length)} tokens, the mean of the training data.`
-        : none,
-    ],
-    [
-      "measured, one report",
-      reports.length
-        ? `${format.seconds(least(reports))} to ${format.seconds(most(reports))}`
-        : NONE,
-      "What each line of the run prints: the mean of the steps since the line before. Batches of longer sequences take longer.",
-    ],
-    [
-      "measured, all steps",
-      format.seconds(mean),
-      `The mean of all steps, without validation, checkpoints and saving: what the table at the end prints${run.resumes.length ? ", there of the steps since the last restart" : ""}.`,
-    ],
-    [
-      "predicted, steps that were run",
-      predictedOr(after),
-      isNumber(after.step_seconds)
-        ? `Predicted after the run for the sequences that it met, ${format.count(after.sequence_length)} tokens in the mean: what the measured mean is compared with.`
-        : run.summary
-          ? none
-          : "Told at the end of the run.",
-    ],
-    [
-      "by the clock",
-      format.seconds(walls),
-      "All the time since the start, or the last restart, divided by the steps in it: with validation, checkpoints and saving, without loading.",
-    ],
-  ];
-  fill(
-    byId("times"),
-    table(["which", { title: "seconds", number: true }, "what it is"], rows, "Seconds of a step"),
-  );
-}
-
 function logTable() {
   const rows = run.log.map((event, index) => {
     const sign = (kind) =>

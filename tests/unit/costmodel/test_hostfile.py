@@ -109,9 +109,6 @@ def test_a_mistake_in_a_comment_is_named(
         "mac max_slots=3",
         "mac slots=3 slots-max=3 port=22 username=anna",
         "anna@mac slots=3",
-        "mac\nmac\nmac",
-        "mac slots=2\nmac",
-        "mac.home\nmac.office # the same to mpirun\nmac",
     ],
 )
 def test_slots_are_those_that_mpirun_reads(tmp_path: Path, line: str) -> None:
@@ -144,13 +141,6 @@ def test_names_of_one_host_differ_in_case_and_domain_and_addresses_are_whole(
     assert same_host(a, b) is are_same
 
 
-def test_what_is_said_of_a_host_in_several_lines_adds_up(tmp_path: Path) -> None:
-    assert read(tmp_path, "a # memory=8GiB\nb slots=1\na # memory=8GiB flops=1T\n") == (
-        Machine(host="a", slots=2, memory=8 * 2**30, flops=1e12),
-        Machine(host="b"),
-    )
-
-
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -168,8 +158,8 @@ def test_what_is_said_of_a_host_in_several_lines_adds_up(tmp_path: Path) -> None
         ("# no host\n", "hosts: no hosts"),
         ("mac\n", "line 1: host 'mac' has no slots"),
         ("mac slots=1\nmac slots=2\n", "line 2: host 'mac' is the host of "),
+        ("mac.home slots=1\nmac.office slots=1\n", "line 2: host 'mac.office' is the host of "),
         ("fe80::1 slots=1\nFE80::1 slots=1\n", "line 2: host 'FE80::1' is the host of "),
-        ("a # memory=8GiB\na # memory=9GiB\n", "line 2: memory of 'a' differs"),
     ],
 )
 def test_what_mpirun_refuses_or_guesses_is_named(

@@ -65,7 +65,7 @@ def test_layers_that_are_alike_are_one_line(tmp_path: Path, capsys: Capture) -> 
         "mistral: 32 layers, hidden 4096, ffn 14336, 32/8 heads, vocabulary 32768, untied head",
         "trains and generates",
         "291 tensors, 7.25 B parameters, 13.50 GiB of BF16",
-        "1 file of 13.50 GiB, of which only the headers, 35.7 KiB, were read",
+        "1 file of 13.50 GiB, of which only the headers were read",
         "",
         "part           tensors     parameters  dtype  quantisation          bytes  files",
         "embedding            1       134.22 M  BF16   -                  0.25 GiB  model",
