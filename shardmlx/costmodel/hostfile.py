@@ -6,8 +6,8 @@
 
 ``mpirun`` ignores the comment. Every key=value word in it is for the planner and must have a key of
 ``KEYS``; all other words, and comments on lines of their own, are prose. The rest of the line is
-parsed as in mpirun 5 (PRRTE's ``hostfile.c``), but words that mpirun guesses at or silently drops
-are refused.
+parsed as in mpirun 5 (PRRTE's ``hostfile.c``), but a host has one line, with ``slots=``, and words
+that mpirun guesses at or silently drops are refused.
 """
 
 from __future__ import annotations
@@ -93,15 +93,6 @@ def machine_of_each_rank(machines: Iterable[Machine]) -> tuple[Machine, ...]:
 
 _COMMENT = re.compile("#|//")
 
-_SLOTS = ("slots", "count", "cpu")
-_COUNTS = dict.fromkeys(_SLOTS, "slots") | {
-    name: "most"
-    for each in _SLOTS
-    for joint in "-_"
-    for name in (f"max{joint}{each}", f"{each}{joint}max")
-}
-"""The words of mpirun that count slots: those that there are, or the most, which count alone."""
-
 _PASSED_OVER = ("port", "username", "user-name", "user_name")
 
 _FLOPS = {
@@ -142,24 +133,22 @@ def _machine(line: str, where: str) -> Machine | None:
         raise UserError(
             f"{where}: host {words[0]!r}", "write a name or an address, like mac-mini.local"
         )
-    counts: dict[str, int] = {}
+    slots = 0
     for word in words[1:]:
         key, equals, value = word.partition("=")
         if key in _PASSED_OVER and equals:
             continue
-        counted = _COUNTS.get(key)
-        if counted is None or counted in counts or not equals:
+        if key != "slots" or slots or not equals:
             raise UserError(f"{where}: {word!r}", "write 'name slots=1', and all else after a #")
         if not re.fullmatch("0*[1-9][0-9]{0,5}", value):
-            raise UserError(f"{where}: {key} is {value!r}", "give a whole number from 1")
-        counts[counted] = int(value)
-    if not counts:
+            raise UserError(f"{where}: slots is {value!r}", "give a whole number from 1")
+        slots = int(value)
+    if not slots:
         raise UserError(
             f"{where}: host {host!r} has no slots, and mpirun would start as many ranks there as "
             "it has cores",
             f"write {host} slots=1",
         )
-    slots = counts["slots"] if "slots" in counts else counts["most"]
     facts = _facts(comment, where)
     memory, wired = facts.get("memory"), facts.get("wired")
     if memory is not None and wired is not None and wired > memory:

@@ -62,8 +62,8 @@ def test_a_job_starts_with_a_hostfile_for_the_planner(tmp_path: Path) -> None:
 
 LINES = """\
 studio.lan slots=2  # memory=64GiB flops=27T link=40Gbps
-anna@mini.lan count=1 port=22 // memory=16GiB
-10.0.0.7 max_slots=2 # an address
+anna@mini.lan slots=1 port=22 // memory=16GiB
+10.0.0.7 slots=2 # an address
 book.home slots=2
 old slots = 1# memory=8GiB
 """

@@ -1,6 +1,5 @@
 // Curves, drawn by uPlot. All show the same range of steps, and the same place under the pointer.
 const charts = [];
-let axis = "step";
 let zoom = null;
 
 const colour = (name) =>
@@ -8,35 +7,14 @@ const colour = (name) =>
 // The colours are #rrggbb: two digits more make them let others through.
 const faint = (name) => `${colour(name)}50`;
 
-const UNITS = [
-  { name: "s", seconds: 1, upTo: 120 },
-  { name: "min", seconds: 60, upTo: 3 * 3600 },
-  { name: "h", seconds: 3600, upTo: Infinity },
-];
-let unit = UNITS[2];
-let origin = null;
-
-// The unit in which the time of the run is read best, and the time from which it counts.
-function chooseUnit() {
-  origin = beginning();
-  const seconds = most([...run.trains, ...run.vals].map((each) => each.time)) - origin;
-  unit = UNITS.find((each) => !(seconds > each.upTo));
-}
-
-// Where an event stands on the horizontal axis: at its step, or at its time since the beginning.
-function place(event) {
-  if (axis === "step") return number(event.step);
-  return isNumber(event.time) && origin !== null ? (event.time - origin) / unit.seconds : null;
-}
-
-// Columns for uPlot: one of places, and one for each line of {events, get}.
+// Columns for uPlot: one of steps, and one for each line of {events, get}.
 function columnsOf(lines) {
   const rows = new Map();
   lines.forEach(({ events, get }, index) => {
     for (const event of events) {
-      const x = place(event),
+      const x = event.step,
         y = get(event);
-      if (x === null || !isNumber(y)) continue;
+      if (!isNumber(x) || !isNumber(y)) continue;
       if (!rows.has(x)) rows.set(x, new Array(lines.length).fill(null));
       rows.get(x)[index] = y;
     }
@@ -47,7 +25,7 @@ function columnsOf(lines) {
 
 function marks() {
   const from = (events, kind) =>
-    events.map((event) => ({ kind, x: place(event) })).filter((each) => each.x !== null);
+    events.map((event) => ({ kind, x: event.step })).filter((each) => isNumber(each.x));
   return [
     ...from(run.checkpoints, "checkpoint"),
     ...from(run.resumes, "restart"),
@@ -110,7 +88,7 @@ function showRange(u) {
 }
 
 function wholeRange() {
-  const xs = [...run.trains, ...run.vals].map(place).filter(isNumber);
+  const xs = [...run.trains, ...run.vals].map((event) => event.step).filter(isNumber);
   if (!xs.length) return [0, 1];
   const low = least(xs),
     high = most(xs);
@@ -150,25 +128,18 @@ function optionsOf(spec, lines, size) {
         ...axes,
         size: 30,
         space: 60,
-        incrs:
-          axis === "step"
-            ? [
-                1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5,
-                5e5, 1e6,
-              ]
-            : undefined,
-        values: (u, values) =>
-          values.map((value) =>
-            axis === "step" ? format.count(value) : `${tick(value)} ${unit.name}`,
-          ),
+        incrs: [
+          1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5,
+          1e6,
+        ],
+        values: (u, values) => values.map(format.count),
       },
       { ...axes, size: 58, space: 28, values: (u, values) => values.map(tick) },
     ],
     series: [
       {
-        label: axis === "step" ? "step" : unit.name,
-        value: (u, value) =>
-          isNumber(value) ? (axis === "step" ? format.count(value) : value.toFixed(3)) : "",
+        label: "step",
+        value: (u, value) => (isNumber(value) ? format.count(value) : ""),
       },
       ...lines.map((line, index) => ({
         label: line.label,

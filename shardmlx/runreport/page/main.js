@@ -76,19 +76,11 @@ async function ask() {
   }
 }
 
-byId("axis").addEventListener("change", (event) => {
-  axis = event.target.value;
-  zoom = null;
-  chooseUnit();
-  showAnew();
-});
 byId("numbers").addEventListener("toggle", () => {
   if (byId("numbers").open) numberTable();
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", showAnew);
 
-byId("axis").hidden =
-  !DATA.events.some((event) => event.event === "train" && isNumber(event.time)) && !DATA.live;
 byId("about").textContent = DATA.unreadable
   ? `${plural(DATA.unreadable, "line")} of the file could not be read and ${DATA.unreadable === 1 ? "is" : "are"} left out.`
   : "";

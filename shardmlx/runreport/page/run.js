@@ -87,8 +87,8 @@ function layersOf(stage) {
   );
 }
 
-// The mean over reports of what ``get`` finds in one, each weighted by its steps.
-function meanOver(get) {
+// The mean step of a rank over the reports, each weighted by its steps.
+function meanOfRank(rank, field) {
   let total = 0,
     steps = 0,
     before = null;
@@ -98,19 +98,13 @@ function meanOver(get) {
         ? event.step - before
         : event.step - (number(record(run.starts[0]).step) ?? 0);
     before = event.step;
-    const value = get(event);
+    const value = partOf(event, rank)[field];
     if (isNumber(value) && count > 0) {
       total += count * value;
       steps += count;
     }
   }
   return steps ? total / steps : null;
-}
-
-// The mean step of a rank: the summary's own where there is one, else over the reports so far.
-function meanOfRank(rank, field) {
-  const own = run.summary && !run.resumes.length ? partOf(run.summary, rank)[field] : null;
-  return isNumber(own) ? own : meanOver((event) => partOf(event, rank)[field]);
 }
 
 function newest(rank, field) {
