@@ -257,8 +257,8 @@ class FirstStage:
         worker.finish(graph)
         if item.samples:
             self._rounds[-1].on_rank_0 = time.perf_counter() - began
+        worker.pass_on(graph)
         if self._last:
-            worker.pass_on(graph)
             self._read_prompt(item)
         elif item.samples:
             sampled[:] = np.array(graph.outputs)

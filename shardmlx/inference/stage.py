@@ -237,11 +237,12 @@ class StageWorker:
         mx.async_eval(graph.outputs, cache.state)  # type: ignore[no-untyped-call]
 
     def pass_on(self, graph: ItemGraph) -> None:
-        """Send hidden states to the next stage, or sampled tokens from the last one to rank 0."""
+        """Send hidden states to the next stage, or sampled tokens from the last one to rank 0, and
+        forget messages that have been sent."""
         if not self.part.is_last:
             peer = self.transport.rank + len(self._sharing)
             self.outbox.send(graph.outputs, peer, HIDDEN_TAG, self._who())
-        elif self._is_last and graph.item.samples:
+        elif self._is_last and self.last and graph.item.samples:
             self.outbox.send(np.array(graph.outputs), 0, TOKENS_TAG, self._who())
         self.outbox.drain(UNSENT)
 

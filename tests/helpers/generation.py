@@ -25,6 +25,7 @@ from shardmlx.inference.stage import StageWorker
 from shardmlx.loading.build import build_draft_head
 from shardmlx.models.kv_cache import CacheQuantisation
 from shardmlx.models.slice import Slice
+from shardmlx.pipeline.mesh import Mesh
 from tests.helpers.local_transport import LocalNetwork
 
 Texts = dict[int, list[int]]
@@ -67,15 +68,18 @@ def on_ranks(
     said: list[str] | None = None,
     drafting: Drafting | None = None,
     head: Path | None = None,
+    shares: int = 1,
 ) -> Any:
     """Return what ``work`` makes of the first stage, with a rank and a model for each range of
-    layers. The model in the directory ``head`` has the head that drafts. Another ``directory`` has
-    what earlier ranks kept, in ``most_bytes`` if tokens take those that ``bytes_of`` says, and one
-    for each rank if they are on machines ``apart``; ``said`` gets its faults."""
+    layers, or as many as ``shares``, each of which has it whole. The model in the directory
+    ``head`` has the head that drafts. Another ``directory`` has what earlier ranks kept, in
+    ``most_bytes`` if tokens take those that ``bytes_of`` says, and one for each rank if they are on
+    machines ``apart``; ``said`` gets its faults."""
+    mesh = Mesh(1, len(ranges), shares)
 
     def run(transport: Transport) -> Any:
         rank = transport.rank
-        part = Slice(models[rank], *ranges[rank])
+        part = Slice(models[rank], *ranges[mesh.coordinates(rank)[1]])
         of_head = None
         if head is not None and part.is_last:
             of_head = build_draft_head(head, None)
@@ -93,7 +97,7 @@ def on_ranks(
             files.most, files.bytes_of = most_bytes, bytes_of
             told = said if said is not None and rank == 0 else []
             prefixes = find_kept(transport, files, told.append)
-        worker = StageWorker(transport, part, caches, BatchSampler(7), files, of_head)
+        worker = StageWorker(transport, part, caches, BatchSampler(7), files, of_head, mesh=mesh)
         if rank > 0:
             return LaterStage(worker).run()
         scheduler = Scheduler(groups or len(ranges), most, chunk, patience, capacity)
@@ -104,7 +108,7 @@ def on_ranks(
         first_stage.stop()
         return result
 
-    return LocalNetwork(len(ranges)).run(run)[0]
+    return LocalNetwork(mesh.size).run(run)[0]
 
 
 def finish_all(

@@ -17,6 +17,8 @@ from shardmlx.inference.drafts import BackOff, Draft, DraftCounts, Drafter, Draf
 from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
+from shardmlx.inference.scheduler import Item
+from shardmlx.inference.stage import UNSENT, ItemGraph, StageWorker
 from shardmlx.models.kv_cache import CacheQuantisation
 from tests.helpers.generation import by_mlx_lm, counted, finish_all, on_ranks, texts_of
 from tests.helpers.models_and_batches import VOCABULARY, tiny_model
@@ -37,7 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def models(kind: str) -> list[nn.Module]:
     """One for each rank: threads must not share one."""
     family = "qwen3" if kind == "wide" else "llama"
-    made = [tiny_model(family, layers=LAYERS, **KINDS[kind]) for _ in range(3)]
+    made = [tiny_model(family, layers=LAYERS, **KINDS[kind]) for _ in range(4)]
     mx.eval([model.eval().parameters() for model in made])
     return made
 
@@ -130,6 +132,46 @@ def test_a_text_is_the_same(choice: str, cut: list[int]) -> None:
     plain, drafted, counts = both("plain", cut, work, {0: tokens})
     assert drafted == plain
     assert 0 < counts.accepted < counts.drafted
+
+
+@pytest.mark.parametrize("cut", [[4], [2, 2]], ids=str)
+def test_ranks_that_share_a_stage_compute_the_same_items(
+    cut: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the same order, for in sums each waits for the others: with a text that is cancelled, and
+    with kept beginnings. The first rank holds no messages that have been sent."""
+    begun: dict[int, list[Item]] = {rank: [] for rank in range(2 * len(cut))}
+    start = StageWorker.start
+
+    def noted(worker: StageWorker, graph: ItemGraph) -> None:
+        begun[worker.transport.rank].append(graph.item)
+        start(worker, graph)
+
+    monkeypatch.setattr(StageWorker, "start", noted)
+    prompts = {0: prompt(12), 1: prompt(9), 2: prompt(30), 3: prompt(12), 4: prompt(9)}
+
+    def work(first_stage: FirstStage) -> dict[int, list[int]]:
+        texts: dict[int, list[int]] = {}
+        for number in range(3):
+            first_stage.add(number, prompts[number], CHOICES["sampled"], context=60)
+        while not first_stage.step():
+            pass
+        first_stage.cancel(1)
+        texts |= texts_of(first_stage, {0: 20, 1: 30, 2: 15})
+        for number in (3, 4):
+            first_stage.add(number, prompts[number], CHOICES["greedy"], context=60)
+            texts |= texts_of(first_stage, {number: 25})
+        assert len(first_stage._worker.outbox.unsent) <= UNSENT
+        return texts
+
+    plain, drafted, counts = both("plain", cut, work, prompts, shares=2)
+    for number in (3, 4):
+        assert plain[number] == drafted[number]
+        assert plain[number] == by_mlx_lm(models("plain")[0], prompts[number], 25)
+    assert counts.accepted > 0
+    assert begun[0]
+    for rank in range(0, len(begun), 2):
+        assert begun[rank] == begun[rank + 1]
 
 
 @pytest.mark.parametrize(
