@@ -140,7 +140,7 @@ class TrainingReport:
         }
         bar.note(f"loss {values['loss']:.3f}  {values['tokens_per_second']:.0f} tok/s")
         self._reporter.say(_line(values, in_words(means), ranks))
-        self._reporter.event("train", {**values, "ranks": self._as_json(ranks)})
+        self._reporter.event("train", {**values, "ranks": [each.as_json() for each in ranks]})
         self._look_for_stragglers(step, ranks)
         active = [rank.active_memory_bytes for rank in ranks]
         for warning in self._growth.observe(step, values["shapes"], active):
@@ -218,7 +218,7 @@ class TrainingReport:
                 "skipped": self._skipped,
                 "seconds": round(seconds, 3),
                 "checkpoints": checkpoints,
-                "ranks": self._as_json(ranks),
+                "ranks": [each.as_json() for each in ranks],
                 "predicted": {
                     "num_layers": list(planned.plan.stage_map.partition.sizes),
                     "sequence_length": mean_length,
@@ -254,14 +254,6 @@ class TrainingReport:
         times = ("step", "compute", "exposed communication", "bubble")
         memory = ("peak memory", "predicted", "", "of the process", "predicted", "")
         self._reporter.table(("rank", "host", *times, *memory), rows)
-
-    def _as_json(self, ranks: Sequence[RankReport]) -> list[dict[str, Any]]:
-        """Add the peak memory that was planned before the run, for its longest sequence."""
-        limits = self._planned.limits
-        return [
-            {**each.as_json(), "planned_peak_bytes": limits[each.rank].planned.peak}
-            for each in ranks
-        ]
 
 
 def _line(values: Mapping[str, Any], means: str, ranks: Sequence[RankReport]) -> str:

@@ -60,7 +60,7 @@ function timeBar(rank) {
 function memoryBar(rank) {
   const peak = newest(rank, "peak_memory_bytes"),
     limits = limitsOf(rank);
-  const plan = number(limits.planned_peak_bytes) ?? newest(rank, "planned_peak_bytes");
+  const plan = number(limits.planned_peak_bytes);
   const limit = number(limits.memory_limit_bytes);
   const whole = Math.max(limit ?? 0, peak ?? 0, plan ?? 0);
   const over = limit !== null && peak > limit;

@@ -88,7 +88,7 @@ function rankTable() {
       ...PARTS.map((part) => format.seconds(meanOfRank(rank, part.field))),
       timeBar(rank),
       format.bytes(newest(rank, "peak_memory_bytes")),
-      format.bytes(number(limits.planned_peak_bytes) ?? newest(rank, "planned_peak_bytes")),
+      format.bytes(limits.planned_peak_bytes),
       format.bytes(limits.memory_limit_bytes),
       memoryBar(rank),
     ];
