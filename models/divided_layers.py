@@ -33,10 +33,10 @@ def take_share(
                 _take(part, name, cut, is_first=rank == 0)
         values, mlp = summed(shape.layer(i))
         for path in (values, mlp):
-            _sum_outputs(at(layer, path), all_sum)
+            _around(at(layer, path), _unchanged, all_sum)
             if part.training:
                 block = path.rpartition(".")[0] or path
-                _sum_input_gradients(at(layer, block), all_sum)
+                _around(at(layer, block), _sum_of_gradients(all_sum), _unchanged)
                 whole = set(part.names_in(i, block)) - part.pieces.keys()
                 part.partial += tuple(name for name in part.trainable if name in whole)
         _count_heads(at(layer, values.rpartition(".")[0]), heads, fewer)
@@ -75,34 +75,32 @@ def _axis(array: mx.array, leaf: str, cut: Cut) -> int | None:
     return max(0, array.ndim - 2)
 
 
-def _sum_outputs(module: nn.Module, all_sum: Sum) -> None:
-    """Let a module return the group's sum of what its class returns."""
+def _around(module: nn.Module, before: Sum, after: Sum) -> None:
+    """Let a module take what ``before`` makes of its input, and return what ``after`` makes of what
+    its class returns."""
     kind: Any = type(module)
 
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> mx.array:
-        return all_sum(kind.__call__(self, *args, **kwargs))
+    def call(self: nn.Module, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        return after(kind.__call__(self, before(x), *args, **kwargs))
 
     module.__class__ = type(kind.__name__, (kind,), {"__call__": call})
 
 
-def _sum_input_gradients(module: nn.Module, all_sum: Sum) -> None:
-    """Let a module, of which each rank has a part, give the group's sum of its input's gradients.
-    MLX's sum itself passes gradients on as they are."""
-    kind: Any = type(module)
+def _unchanged(x: mx.array) -> mx.array:
+    return x
 
-    @mx.custom_function
-    def same(x: mx.array) -> mx.array:
-        return x
 
-    @same.vjp
+def _sum_of_gradients(all_sum: Sum) -> Sum:
+    """Return a function that changes no input, and sums its gradients over the group: each rank has
+    a part of what takes it. MLX's sum itself passes gradients on as they are."""
+
     def summed(x: mx.array, gradient: mx.array, _: mx.array) -> mx.array:
         return all_sum(gradient)
 
-    def call(self: nn.Module, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        outputs: mx.array = kind.__call__(self, same(x), *args, **kwargs)
-        return outputs
-
-    module.__class__ = type(kind.__name__, (kind,), {"__call__": call})
+    same: Any = mx.custom_function(_unchanged)
+    same.vjp(summed)
+    unchanged: Sum = same
+    return unchanged
 
 
 def _count_heads(attention: nn.Module, heads: Heads, fewer: Heads) -> None:

@@ -24,7 +24,7 @@ from shardmlx.modelfiles.parts import Inspection, inspect_files
 from shardmlx.modelfiles.verify import checksums_to_compare, verify
 from shardmlx.pipeline.stage_map import read_stage_map
 from shardmlx.planning.layout import make_mesh
-from shardmlx.planning.model_report import as_json, part_table, stage_table, summary
+from shardmlx.planning.model_report import as_json, part_table, stage_table, summary, tensor_table
 from shardmlx.planning.weight_split import Split, divide, generation_of
 
 _DEFAULT_PARTITIONER = "balanced"
@@ -52,6 +52,7 @@ class InspectOptions:
     )
     stage_map: str | None = common.stage_map(group=_SPLIT)
     hostfile: str | None = common.hostfile(None, group=_SPLIT)
+    rank: int | None = _split(None, "list the tensors that this rank holds", metavar="N", minimum=0)
     context: int | None = _split(
         None,
         "count the memory of generating, too: tokens of a sequence, prompt included",
@@ -71,7 +72,7 @@ class InspectOptions:
         both = self.stage_map is not None and self.partitioner is not None
         refuse("partitioner", "divides anew, but --stage-map is given", "leave one out", when=both)
         remedy = "give --pipeline-stages, --stage-map or --hostfile"
-        for name in ("partitioner", "context"):
+        for name in ("rank", "partitioner", "context"):
             alone = getattr(self, name) is not None and not self.divides
             refuse(name, "needs a split", remedy, when=alone)
 
@@ -99,8 +100,11 @@ def run(words: Sequence[str]) -> int:
         raise UserError(files.faults[0])
     inspection = inspect_files(files)
     split = _divide(options, inspection)
+    held = None if split is None or options.rank is None else split.rank(options.rank)
     if options.json:
-        print(json.dumps(as_json(inspection, split), indent=2))
+        print(json.dumps(as_json(inspection, split, held), indent=2))
+    elif held is not None:
+        print(tensor_table(held))
     else:
         table = part_table(inspection, fold=not options.all_layers)
         print("\n\n".join([summary(inspection), table, *([stage_table(split)] if split else [])]))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardmlx.common.formatting import columns, count, gibibytes, numbers_of, plural
-from shardmlx.modelfiles.parts import Inspection, Part, rows
+from shardmlx.modelfiles.parts import Inspection, Part, Tensor, rows
 from shardmlx.modelfiles.sources import SUFFIX
 from shardmlx.models.family import APPROXIMATE
 from shardmlx.models.shape import ModelShape
@@ -123,8 +123,17 @@ def stage_table(split: Split) -> str:
     return columns(known, [[line[name] for name in known] for line in lines])
 
 
-def as_json(inspection: Inspection, split: Split | None) -> dict[str, Any]:
-    """Return all of an inspection; every layer by itself."""
+def tensor_table(part: Part) -> str:
+    """Return a table of tensors: what each is, and the file that has it."""
+    lines = [_tensor_json(tensor) for tensor in part.tensors]
+    for line in lines:
+        line["shape"] = " x ".join(map(str, line["shape"])) or "scalar"
+        line["file"] = line["file"] or "-"
+    return columns(list(lines[0]), [[str(each) for each in line.values()] for line in lines])
+
+
+def as_json(inspection: Inspection, split: Split | None, held: Part | None) -> dict[str, Any]:
+    """Return all of an inspection: every layer by itself, and each tensor of those ``held``."""
     files = inspection.files
     result: dict[str, Any] = {
         "model": files.name,
@@ -164,7 +173,20 @@ def as_json(inspection: Inspection, split: Split | None) -> dict[str, Any]:
             }
             for stage, rank in enumerate(split.stage_map.placement)
         ]
+    if held is not None:
+        result["rank"] = [_tensor_json(tensor) for tensor in held.tensors]
     return result
+
+
+def _tensor_json(tensor: Tensor) -> dict[str, Any]:
+    place = tensor.place
+    return {
+        "tensor": tensor.name,
+        "dtype": place.dtype,
+        "shape": list(place.shape),
+        "bytes": place.nbytes,
+        "file": place.file or None,
+    }
 
 
 def _part_json(part: Part) -> dict[str, Any]:

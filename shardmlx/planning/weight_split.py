@@ -35,6 +35,13 @@ class Split:
     def stage(self, stage: int) -> Part:
         return self.inspection.stage(*self.stage_map.partition.ranges[stage])
 
+    def rank(self, rank: int) -> Part:
+        """Return the tensors of all stages of a pipeline rank, each once. Raises ``UserError``."""
+        if rank >= self.stage_map.pp:
+            raise UserError(f"--rank {rank}", f"the ranks are 0 to {self.stage_map.pp - 1}")
+        held = (t for stage in self.stage_map.stages_of(rank) for t in self.stage(stage).tensors)
+        return Part(tuple({tensor.name: tensor for tensor in held}.values()))
+
     def host(self, rank: int) -> str | None:
         """Return the host of a pipeline rank, if it is known."""
         return self.machines[rank].host if self.machines else self.stage_map.host_of(rank)

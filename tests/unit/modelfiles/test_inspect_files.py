@@ -160,10 +160,11 @@ def test_a_stage_map_says_who_runs_what(tiny: str, tmp_path: Path, capsys: Captu
         "stages: [{num_layers: 1, rank: 0, host: a}, {num_layers: 1, rank: 1},"
         " {num_layers: 1, rank: 1}, {num_layers: 1, rank: 0}]"
     )
-    shown = report(capsys, tiny, "--stage-map", str(path))
+    shown = report(capsys, tiny, "--stage-map", str(path), "--rank", "0")
     assert [stage["rank"] for stage in shown["stages"]] == [0, 1, 1, 0]
     assert [stage["host"] for stage in shown["stages"]] == ["a", None, None, "a"]
     assert [stage["tensors"] for stage in shown["stages"]] == [1 + 9, 9, 9, 9 + 2]
+    assert len(shown["rank"]) == 1 + 9 + 9 + 2
 
 
 def test_hosts_show_their_share_of_memory(tiny: str, tmp_path: Path, capsys: Capture) -> None:
@@ -202,6 +203,18 @@ def test_memory_makes_room_for_keys_and_values(tiny: str, tmp_path: Path, capsys
     assert "too much" in error_of(capsys, *common, "--context", "1000000")
 
 
+def test_a_rank_lists_the_tensors_that_it_holds(tiny: str, capsys: Capture) -> None:
+    common = (tiny, "--pipeline-stages", "3", "--rank", "1")
+    shown = report(capsys, *common)
+    places = open_model(tiny).tensors
+    for each in shown["rank"]:
+        place = places[each["tensor"]]
+        found = [each[name] for name in ("dtype", "shape", "bytes", "file")]
+        assert found == [place.dtype, list(place.shape), place.nbytes, place.file]
+    assert sum(each["bytes"] for each in shown["rank"]) == shown["stages"][1]["bytes"]
+    assert len(output(capsys, *common).splitlines()) == 1 + len(shown["rank"])
+
+
 # Bad input
 
 
@@ -211,6 +224,9 @@ def test_memory_makes_room_for_keys_and_values(tiny: str, tmp_path: Path, capsys
         (["--pipeline-stages", "5"], "at most 4"),
         (["--pipeline-stages", "0"], "--pipeline-stages is 0"),
         (["--pipeline-stages", "two"], "'two'"),
+        (["--pipeline-stages", "2", "--rank", "2"], "--rank 2"),
+        (["--pipeline-stages", "2", "--rank", "-1"], "--rank is -1"),
+        (["--rank", "0"], "--rank needs a split"),
         (["--partitioner", "uniform"], "--partitioner needs a split"),
         (["--pipeline-stages", "2", "--partitioner", "best"], "'best'"),
         (["--pipeline-stages", "2", "--context", "0"], "--context is 0"),
