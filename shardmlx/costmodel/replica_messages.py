@@ -7,7 +7,8 @@ than an nth sends more in proportion.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -121,28 +122,17 @@ class Messages:
         mesh, tune, times = self.plan.mesh, self.workload.fine_tune, []
         if mesh.dp == 1 or tune.divides_weights:
             return 0.0
-        ways = 1 if self._gathers_weights else 2
         for rank in range(mesh.pp):
-            numbers = self._gradients(rank) // FLOAT32
+            gradients = sum(self.stages[i].gradients for i in self.plan.stage_map.stages_of(rank))
+            numbers, ways = gradients // FLOAT32, 2
+            # Gradients go there, and these or updated weights come back.
+            there = back = self.workload.sum_bytes(gradients)
+            if tune.divides_optimizer and tune.is_full:
+                back, ways = numbers * self.workload.dtype_bytes, 1
             seconds = numbers * ROUNDING_SECONDS.get(tune.sum_dtype, 0.0)
             rounding = ways * seconds * (mesh.dp - 1) / mesh.dp
-            times.append(self._exchange_seconds(rank, self._summed(rank)) + rounding)
+            times.append(self._exchange_seconds(rank, there + back) + rounding)
         return max(times)
-
-    def _gradients(self, rank: int) -> int:
-        return sum(self.stages[i].gradients for i in self.plan.stage_map.stages_of(rank))
-
-    @property
-    def _gathers_weights(self) -> bool:
-        return self.workload.fine_tune.divides_optimizer and self.workload.fine_tune.is_full
-
-    def _summed(self, rank: int) -> float:
-        """Return the bytes of an update: gradients there, and these or updated weights back."""
-        gradients = self._gradients(rank)
-        there = back = self.workload.sum_bytes(gradients)
-        if self._gathers_weights:
-            back = gradients // FLOAT32 * self.workload.dtype_bytes
-        return there + back
 
     def _exchange_seconds(self, rank: int, nbytes: float, largest: float = 0.0) -> float:
         """Return the seconds in which each replica of a pipeline rank sends the others its part of
@@ -152,13 +142,8 @@ class Messages:
             self.cluster.link_seconds(a, b, nbytes)
             for a, b in zip(group, (*group[1:], group[0]), strict=True)
         )
-        part = max(_parts_of_hosts(self.cluster, group).values())
-        return part * max(len(group) * largest, 1.0) * slowest_link
-
-
-def _parts_of_hosts(cluster: Cluster, group: Sequence[int]) -> dict[str, float]:
-    """Return the part of an array that each host of a group sends to the others."""
-    hosts = [each.host for each in cluster.machines]
-    on_host = {hosts[rank]: sum(hosts[each] == hosts[rank] for each in group) for rank in group}
-    members = len(group)
-    return {host: count * (members - count) / members for host, count in on_host.items()}
+        members = len(group)
+        on_hosts = Counter(self.cluster.machines[each].host for each in group).values()
+        # The largest part of an array that a host of the group sends to the others.
+        part = max(count * (members - count) / members for count in on_hosts)
+        return part * max(members * largest, 1.0) * slowest_link
