@@ -67,10 +67,6 @@ def head_class(kind: Any, names: HeadNames) -> Any:
     return Model
 
 
-def _unchanged(x: mx.array) -> mx.array:
-    return x
-
-
 class DraftHead:
     """The head of a model, of which ``model`` is one layer; it guesses once it is ``beside`` the
     last slice."""
@@ -79,7 +75,7 @@ class DraftHead:
         self._model, self._names = model, names
         model.pop("lm_head", None)
         # The family's code gets hidden states, which need no embedding.
-        model.model["embed_tokens"] = _unchanged
+        model.model["embed_tokens"] = nn.Identity()
 
     @property
     def nbytes(self) -> int:
