@@ -169,14 +169,10 @@ class ModelShape:
     def layer(self, index: int) -> LayerShape:
         return self.kinds[self.pattern[index]]
 
-    def embedding_parameters(self) -> int:
-        """Return the number of parameters of the embedding, on the first stage."""
-        return self.vocab_size * self.hidden_size
-
     def _outside(self) -> int:
         """Return the number of parameters outside of the layers."""
         before = sum(math.prod(sides) for _, sides in self.before)
-        return self.embedding_parameters() + before + self.head_parameters()
+        return self.vocab_size * self.hidden_size + before + self.head_parameters()
 
     def head_parameters(self) -> int:
         """Return the number of parameters of norm and lm_head; a tied lm_head has none."""

@@ -14,7 +14,7 @@ from shardmlx.partitioners import LayerCosts
 def parameter_bytes(shape: ModelShape, size: int = 4) -> LayerCosts:
     """Return the bytes of parameters that have so many each."""
     layers = tuple(shape.layer(i).parameters * float(size) for i in range(shape.num_layers))
-    embedding, head = shape.embedding_parameters(), shape.head_parameters()
+    embedding, head = shape.vocab_size * shape.hidden_size, shape.head_parameters()
     return LayerCosts(layers, embedding * float(size), head * float(size))
 
 

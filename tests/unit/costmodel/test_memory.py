@@ -185,7 +185,7 @@ def test_the_stages_together_hold_the_parameters_of_the_model() -> None:
 
 def test_a_tied_matrix_is_held_at_both_ends_and_once_by_a_rank_that_has_both() -> None:
     tied = setup(replace(SHAPE, tied=True))
-    matrix = 4 * SHAPE.embedding_parameters()
+    matrix = 4 * SHAPE.vocab_size * SHAPE.hidden_size
     stages = {0: stage_memory(tied, 0, 2), 1: stage_memory(tied, 2, 4)}
     assert stages[0].weights == matrix + 2 * 4 * LAYER
     assert stages[1].weights == matrix + 2 * 4 * LAYER + 4 * 8
@@ -225,7 +225,7 @@ def test_stages_at_both_ends_keep_what_is_rounded_off_of_a_tied_matrix() -> None
         of_both = [stage_memory(each, start, stop).optimizer for each in (full, with_errors)]
         return of_both[1] - of_both[0]
 
-    matrix = 2 * 4 * tied.embedding_parameters()
+    matrix = 2 * 4 * tied.vocab_size * tied.hidden_size
     assert [kept(0, 2), kept(1, 3), kept(2, 4), kept(0, 4)] == [matrix, 0, matrix, 0]
 
 
@@ -388,7 +388,7 @@ def test_a_stage_has_layers() -> None:
 
 
 def test_the_update_of_a_matrix_at_an_end_finds_no_gradients_of_layers() -> None:
-    matrix = 4 * SHAPE.embedding_parameters()
+    matrix = 4 * SHAPE.vocab_size * SHAPE.hidden_size
     layers = 2 * 4 * LAYER
     adam = stage_memory(setup(unfreeze_all=True), 0, 2)
     muon = stage_memory(setup(unfreeze_all=True, optimizer="muon"), 0, 2)
