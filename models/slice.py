@@ -185,20 +185,15 @@ class Slice:
         for module in self._parts.values():
             module.train(mode)
 
-    def use_fast_activations(self) -> None:
-        """Replace mlx-lm's SwiGLU by a faster one from now on, if MLX is slow at it."""
-        for layer in self._decoder.layers:
-            use_swiglu(layer, swiglu)
-
-    def use_chunks(self) -> None:
-        """Compute recurrent layers in chunks of tokens from now on, as training needs them."""
+    def prepare_training(self, *, is_selective: bool) -> None:
+        """Compute recurrent layers in chunks of tokens from now on, and SwiGLU faster where MLX is
+        slow at it, or make norms and activations keep only their inputs for the backward pass."""
         for layer in self._decoder.layers:
             use_chunks(layer)
-
-    def recompute_selectively(self) -> None:
-        """Make norms and activations keep only their inputs for the backward pass, from now on."""
-        for layer in self._decoder.layers:
-            recompute_selectively(layer)
+            if is_selective:
+                recompute_selectively(layer)
+            else:
+                use_swiglu(layer, swiglu)
 
     @property
     def drops(self) -> bool:

@@ -87,11 +87,7 @@ class Stage:
         self.needs_input_gradient = needs_input_gradient
         self.savings = savings
         self.checkpoint = savings.recompute == FULL
-        part.use_chunks()
-        if savings.recompute == SELECTIVE:
-            part.recompute_selectively()
-        else:
-            part.use_fast_activations()
+        part.prepare_training(is_selective=savings.recompute == SELECTIVE)
         self.names = part.trainable
         self.gradients: dict[str, mx.array] = {}
         self._pending: dict[int, _Pending] = {}

@@ -102,7 +102,7 @@ def test_the_plan_knows_whose_mlp_computes_its_product_again(family: str) -> Non
     case = Case("full", 0, LAYERS, family=family, recompute=SELECTIVE)
     model = case.model()
     setup = case.setup(weight_sizes(model))
-    Slice(model, 0, LAYERS).recompute_selectively()
+    Slice(model, 0, LAYERS).prepare_training(is_selective=True)
     for layer, kind in zip(model.layers, setup.shape.pattern, strict=True):
         arrays = layer_arrays(setup, setup.shape.kinds[kind])
         (product,) = (each for each in arrays if each.name == "recomputed product of the MLP")
