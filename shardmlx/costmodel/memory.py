@@ -98,10 +98,6 @@ class _Stage:
     def each_layer(self, start: int) -> list[LayerMemory]:
         return [self.kinds[kind] for kind in self.setup.shape.pattern[start : self.stop]]
 
-    def each_kind(self, start: int, stop: int) -> list[LayerMemory]:
-        """Return the memory of layers ``start`` to ``stop``, once for layers that are alike."""
-        return [self.kinds[kind] for kind in sorted({*self.setup.shape.pattern[start:stop]})]
-
     @property
     def ratios(self) -> Ratios:
         """Measured ratios of a stage that stands where this one does, the largest of its layers."""
@@ -297,7 +293,7 @@ def _passing(stage: _Stage) -> tuple[float, float]:
     layers = stage.each_layer(lowest)
     of_head: float = HEAD_ARRAYS * setup.message * stage.is_last
     if not layers:
-        frozen = max(each.during_evaluation for each in stage.each_kind(stage.start, lowest))
+        frozen = max(each.during_evaluation for each in stage.each_layer(stage.start))
         return max(frozen + 2 * logits, of_head + _loss_piece(stage)), 0.0
     joins, ratios = setup.joins_weights or not stage.has_input_gradient, stage.ratios
     if setup.grad_checkpoint and logits:
