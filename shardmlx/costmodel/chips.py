@@ -129,13 +129,7 @@ def _machine(entry: str) -> Machine:
     if match is None:
         raise UserError(f"--machines has {entry!r}", "write chip and memory, as in 'M2 16GB'")
     size = int(match["memory"])
-    memory = size * GIB
-    mac = Machine(
-        host=f"{size}GB",
-        memory=memory,
-        link=THUNDERBOLT,
-        where="--machines",
-    )
+    mac = Machine(host=f"{size}GB", memory=size * GIB, link=THUNDERBOLT, where="--machines")
     if match["chip"] is None:
         return mac
     names = {name.casefold(): name for name in SIZES}
