@@ -70,14 +70,10 @@ class MpirunProcess:
     is_mpirun: bool
     direct: bool
 
-    @property
-    def pid(self) -> int:
-        """Process number."""
-        return self.process.pid
-
     def runs(self) -> bool:
         """Return whether it still runs. Called very often."""
-        return os.getppid() == self.pid if self.direct else process_state(self.pid) != "gone"
+        pid = self.process.pid
+        return os.getppid() == pid if self.direct else process_state(pid) != "gone"
 
     def ensure_end(self, seconds: float = SECONDS_TO_FOLLOW) -> None:
         """Start a process that ends it, unless it ends by itself within ``seconds``.
@@ -88,9 +84,10 @@ class MpirunProcess:
         if not self.process.is_running():  # false for a later process with the same number, too
             return
         with contextlib.suppress(OSError, psutil.Error):
-            started = psutil.Process(self.pid).create_time()
+            pid = self.process.pid
+            started = psutil.Process(pid).create_time()
             subprocess.Popen(
-                [sys.executable, "-P", __file__, *map(str, (self.pid, started, seconds))],
+                [sys.executable, "-P", __file__, *map(str, (pid, started, seconds))],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -104,7 +104,7 @@ class JobShutdown:
             return None
         if self.mpirun is not None and self.mpirun.is_mpirun:
             # Send it to mpirun: Ctrl-C and SIGTERM leave its ranks no time for a checkpoint.
-            return f"kill -USR1 {self.mpirun.pid}"
+            return f"kill -USR1 {self.mpirun.process.pid}"
         return None if under_mpirun() else f"kill -TERM {os.getpid()}"
 
 

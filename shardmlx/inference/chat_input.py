@@ -253,4 +253,4 @@ def find_terminal() -> str | None:
 def _launcher_file(fd: int) -> str | None:
     """Return what mpirun reads from or writes to; None where that is unknown."""
     launcher = find_mpirun()
-    return None if launcher is None else open_file(launcher.pid, fd)
+    return None if launcher is None else open_file(launcher.process.pid, fd)

@@ -51,7 +51,7 @@ def test_the_state_of_a_process(child: subprocess.Popen[bytes]) -> None:
 
 
 def test_mpirun_is_the_parent(mpirun: MpirunProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    be_child_of(mpirun.pid, monkeypatch)
+    be_child_of(mpirun.process.pid, monkeypatch)
     assert find_mpirun() == mpirun
     assert mpirun.runs()
     assert mpirun.is_mpirun
@@ -72,15 +72,15 @@ def test_mpirun_is_found_through_a_script(
 def test_a_parent_that_is_not_the_mpirun_of_this_job_is_none(
     namespace: str, mpirun: MpirunProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    be_child_of(mpirun.pid, monkeypatch)
-    monkeypatch.setenv("PMIX_NAMESPACE", namespace.format(pid=mpirun.pid))
+    be_child_of(mpirun.process.pid, monkeypatch)
+    monkeypatch.setenv("PMIX_NAMESPACE", namespace.format(pid=mpirun.process.pid))
     assert find_mpirun() is None
 
 
 def test_whoever_adopts_a_rank_is_not_its_launcher(
     mpirun: MpirunProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    be_child_of(mpirun.pid, monkeypatch)
+    be_child_of(mpirun.process.pid, monkeypatch)
     monkeypatch.setattr(processes, "_MPIRUN", ("prterun",))
     assert find_mpirun() is None
 
