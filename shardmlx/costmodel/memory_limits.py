@@ -113,11 +113,6 @@ class MemoryLimits:
         return min(self.memory, self.planned.peak + self.cache, self.budget.wirable)
 
     @property
-    def process(self) -> int:
-        """Bytes that the whole process may take."""
-        return self.memory + self.budget.outside
-
-    @property
     def planned_process(self) -> int:
         return self.process_peak(self.planned.peak)
 
@@ -133,7 +128,7 @@ class MemoryLimits:
             "planned_peak_bytes": self.planned.peak,
             "planned_process_bytes": self.planned_process,
             "memory_limit_bytes": self.memory,
-            "process_limit_bytes": self.process,
+            "process_limit_bytes": int(self.budget.process),
             "cache_limit_bytes": self.cache,
             "wired_limit_bytes": self.wired,
             "reasons": {"memory": self.budget.reason},

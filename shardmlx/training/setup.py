@@ -188,7 +188,7 @@ def show_ranks(
         "layers": [_layers_of(planned.plan, rank) for rank in range(len(hosts))],
         **others,
         "planned peak": [gibibytes(each.planned_process) for each in limits],
-        "limit": [gibibytes(each.process) for each in limits],
+        "limit": [gibibytes(each.budget.process) for each in limits],
         "which is": [each.budget.reason for each in limits],
     }
     reporter.table(list(columns), list(zip(*columns.values(), strict=True)))

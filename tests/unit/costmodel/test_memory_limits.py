@@ -140,7 +140,8 @@ def test_of_the_limit_of_a_process_its_arrays_have_what_the_rest_of_it_leaves() 
     taken = would_take(1, mini, round(7.7 * GIB))
     assert [word for word in taken.split() if word[0].isdigit()] == ["1", "8.20", "0.50", "8.00"]
     assert how_to_allow((studio, mini), planned(1, 7.7)) == "give --memory-limit 8.3GiB or more, "
-    assert MemoryLimits(mini, planned(1)[0], "cpu").process == 8 * GIB
+    limits = MemoryLimits(mini, planned(1)[0], "cpu")
+    assert limits.as_json()["process_limit_bytes"] == 8 * GIB
 
 
 def test_the_users_limit_wins_but_no_machine_has_more_than_it_has() -> None:
