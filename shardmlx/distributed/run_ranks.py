@@ -106,11 +106,12 @@ def run_ranks(
     shutdown = JobShutdown(rank)
     write_to_terminal()
     try:
-        with _no_collection():
-            options = read_options(rank)
-            blas = prepare()
-            keep_awake()
-            run = load()
+        # Without garbage collections of what is imported: a tenth of a rank's start.
+        gc.disable()
+        options = read_options(rank)
+        blas = prepare()
+        keep_awake()
+        run = load()
     except UserError as error:
         if rank == 0:
             return _end_job(2, f"error: {one_line(error)}", shutdown)
@@ -119,6 +120,9 @@ def run_ranks(
         time.sleep(SECONDS_FOR_RANK_0)
         shutdown.say(f"error: {shutdown.name}: {one_line(error)}")
         return 2
+    finally:
+        gc.freeze()
+        gc.enable()
     from shardmlx.distributed.agreement import AgreedError
 
     status, text = 0, ""
@@ -134,17 +138,6 @@ def run_ranks(
     except Stopped as stop:
         status, text = 128 + stop.signal, one_line(stop)
     return _end_job(status, text, shutdown, all_leave=True) if rank == 0 else 0
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Spare garbage collections what is imported in the block: a tenth of a rank's start."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def _end_job(status: int, text: str, shutdown: JobShutdown, *, all_leave: bool = False) -> int:
