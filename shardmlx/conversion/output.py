@@ -36,7 +36,6 @@ SMALL_FILES = 64 << 20
 
 _IDENTITY = "export.json"
 _FINISHED = "finished"
-_SOURCE = "source"
 
 
 class OutputDirectory:
@@ -45,7 +44,7 @@ class OutputDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.work = path / WORK
-        self.source = self.work / _SOURCE
+        self.source = self.work / "source"
 
     def rank(self, rank: int) -> Path:
         return self.work / f"rank-{rank}"
@@ -160,11 +159,8 @@ class OutputDirectory:
         flush_directory(self.path)
 
     def _visible(self) -> Collection[str]:
-        return [name for name in self._names() if not name.startswith(".")]
-
-    def _names(self) -> Collection[str]:
         try:
-            return os.listdir(self.path)
+            return [name for name in os.listdir(self.path) if not name.startswith(".")]
         except (FileNotFoundError, NotADirectoryError):
             return ()
         except OSError as error:
