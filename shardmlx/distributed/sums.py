@@ -94,10 +94,8 @@ class Sums:
         must call it.
         """
         bounds = equal_parts(array.size, len(group))
-        parts, kept = (
-            _parts([array], [bounds]),
-            _parts([] if errors is None else [errors], [bounds]),
-        )
+        parts = _parts([array], [bounds])
+        kept = _parts([] if errors is None else [errors], [bounds])
         return self._start(Exchange(tuple(group), parts, kept, True, True, self.wire))
 
     def reduce_scatter(
