@@ -26,7 +26,7 @@ from shardmlx.config.specs import Savings
 from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.buffers import COMPILED_POSITIONS, positions_of_piece
 from shardmlx.engine.objectives import Objective
-from shardmlx.models.activations import exponential, is_slow
+from shardmlx.models.activations import exponential, is_slow, with_gradient
 from shardmlx.models.packed_positions import PackedPositions
 from shardmlx.models.slice import Slice
 
@@ -49,9 +49,8 @@ def token_loss(logits: mx.array, targets: mx.array, counts: mx.array) -> mx.arra
         _, weights, sums = out
         return _slopes(weights, sums, targets, counts * cotangents[0]).reshape(logits.shape)
 
-    loss: Any = mx.custom_function(compute)
-    loss.vjp(gradient)
-    return loss(logits)[0]  # type: ignore[no-any-return]
+    loss: mx.array = with_gradient(compute, gradient)(logits)[0]
+    return loss
 
 
 class _Chunk(NamedTuple):
