@@ -214,8 +214,6 @@ class LayerShape:
 
 def mean_context(length: int, window: int | None) -> float:
     """Return the mean, over positions from 0, of the tokens seen: min(position + 1, window)."""
-    if length < 1:
-        raise ValueError(f"a sequence of {length} tokens")
     if window is None or window >= length:
         return (length + 1) / 2
     return window * (window + 1) / (2 * length) + (length - window) * window / length
