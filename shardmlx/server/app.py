@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
+from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -185,9 +186,8 @@ class Api:
         return JSONResponse({"status": "ok"})
 
     async def _exposition(self, request: Request) -> Response:
-        return Response(
-            self.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8"
-        )
+        text = generate_latest(self.metrics.registry)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 async def read_body(request: Request, most: int) -> bytes:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shardmlx.inference.drafts import NO_DRAFTS, DraftCounts
@@ -48,14 +48,14 @@ class Metrics:
     ``peak_memory`` is that of this rank, in bytes."""
 
     def __init__(self, queue: RequestQueue, peak_memory: Callable[[], int] = int) -> None:
-        self._registry = CollectorRegistry(auto_describe=True)
+        self.registry = CollectorRegistry(auto_describe=True)
         self.counters = {
-            name: Counter(f"shardmlx_{name}", text, labels, registry=self._registry)
+            name: Counter(f"shardmlx_{name}", text, labels, registry=self.registry)
             for (name, text), labels in COUNTERS
         }
         self.histograms = {
             name: Histogram(
-                f"shardmlx_{name}_seconds", text, buckets=buckets, registry=self._registry
+                f"shardmlx_{name}_seconds", text, buckets=buckets, registry=self.registry
             )
             for (name, text), buckets in HISTOGRAMS
         }
@@ -66,10 +66,7 @@ class Metrics:
             ("up", "1 while requests are taken", lambda: queue.unavailable_reason is None),
             ("peak_memory_bytes", "Most that MLX's arrays have taken, on rank 0", peak_memory),
         ):
-            Gauge(f"shardmlx_{name}", text, registry=self._registry).set_function(value)
-
-    def exposition(self) -> bytes:
-        return generate_latest(self._registry)
+            Gauge(f"shardmlx_{name}", text, registry=self.registry).set_function(value)
 
 
 @dataclass(slots=True)
