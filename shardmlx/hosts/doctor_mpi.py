@@ -19,12 +19,12 @@ from shardmlx.common.reporter import check_writable
 from shardmlx.config.doctor import DoctorConfig
 from shardmlx.costmodel.hostfile import Machine, read_hostfile
 from shardmlx.distributed.agreement import from_rank_0, on_rank_0
-from shardmlx.distributed.networks import INCLUDE
+from shardmlx.distributed.networks import INCLUDE, is_included
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import AgreedFailure
 from shardmlx.hosts.doctor_hostfile import hostfile_text, machines_of
 from shardmlx.hosts.doctor_report import check_json, content, progress, show, text, write
-from shardmlx.hosts.findings import Examination, Host, Link, LinkSpeed, Route, is_used, open_routes
+from shardmlx.hosts.findings import Examination, Host, Link, LinkSpeed, Route, open_routes
 from shardmlx.hosts.host_facts import HostFacts, collect
 from shardmlx.hosts.library_probes import broken_parts
 from shardmlx.hosts.probe_script import connect_errors, listen
@@ -139,7 +139,7 @@ class Examiner:
         for (host, each, listener), error in zip(targets, errors, strict=True):
             through = own.get(source_address(each.address) or "")
             name, medium = (through.name, through.medium) if through else (None, None)
-            used = is_used(each, listener.include)
+            used = is_included(each.name, each.address, listener.include)
             found[host] += (Route(name, medium, each.address, each.network, error, used),)
         return found
 

@@ -10,9 +10,8 @@ from typing import Any
 
 from shardmlx.common.formatting import gibibytes, plural
 from shardmlx.common.units import GIB
-from shardmlx.distributed.networks import is_included
 from shardmlx.errors import LOCAL_NETWORK
-from shardmlx.hosts.host_facts import WIFI, HostFacts, Interface
+from shardmlx.hosts.host_facts import WIFI, HostFacts
 
 FAR_SLOWER = 0.6  # share of the best speed of comparable machines or links, at least
 SLOW_CABLE = 60e6  # bytes a second: half of what 1 Gbit/s Ethernet carries
@@ -143,12 +142,6 @@ class Examination:
 def open_routes(routes: Iterable[Route]) -> list[Route]:
     """Return the routes that messages may take."""
     return [route for route in routes if route.used and route.problem is None]
-
-
-def is_used(interface: Interface, include: str | None) -> bool:
-    """Return whether Open MPI uses an interface if ``btl_tcp_if_include`` is ``include``."""
-    included = is_included(interface.name, interface.address, include)
-    return included and not interface.is_loopback
 
 
 def connection_remedy(errors: Iterable[str | None], target: str) -> str:

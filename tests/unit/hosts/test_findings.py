@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from shardmlx.hosts.findings import BrokenPart, Examination, Host, Link, Route, is_used
-from shardmlx.hosts.host_facts import Interface
+from shardmlx.hosts.findings import BrokenPart, Examination, Host, Link, Route
 from tests.helpers.doctor import GB, GIB, VERSIONS, host, link, route, speed
 
 
@@ -137,20 +136,3 @@ def test_links_that_are_slower_than_their_like() -> None:
     ethernet = link("b", "c", speed=speed(0.1 * GB), there=(route("Ethernet"),))
     (line,) = said(link("a", "b"), slow, ethernet)
     assert line.startswith("a - c is 45% as fast as a - b, over Thunderbolt too: ")
-
-
-@pytest.mark.parametrize(
-    ("include", "used"),
-    [
-        (None, True),
-        ("", True),
-        ("192.168.1.0/24,10.25.0.0/24", True),
-        ("en0,bridge0", True),
-        ("192.168.1.0/24", False),
-        ("en0", False),
-    ],
-)
-def test_open_mpi_may_be_told_what_to_use(include: str | None, used: bool) -> None:
-    interface = Interface("bridge0", "10.25.0.1", "10.25.0.0/24", "Thunderbolt")
-    assert is_used(interface, include) == used
-    assert not is_used(Interface("lo0", "127.0.0.1", "127.0.0.0/8"), None)
