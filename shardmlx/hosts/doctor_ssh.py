@@ -180,7 +180,10 @@ def probe_hosts(
             host.answer = answers[host.name]
             host.able = host.is_local or why_not(host.name, host.answer, remote) is None
         answered = [host for host in hosts if host.facts is not None]
-        _ask_machines(answered, probes)
+        heard = _heard({host.name: None for host in answered}, probes, SECONDS_FOR_FACTS)
+        for host in answered:
+            if answer := heard.get(host.name):
+                host.machine = facts_from(answer["machine"])
         if found:
             join_hosts([host for host in answered if host.able])
         _connect(answered, probes)
@@ -203,13 +206,6 @@ def _heard(
     for name, request in requests.items():
         probes[name].send(request)
     return at_once({name: probes[name].receive for name in requests}, seconds)
-
-
-def _ask_machines(hosts: Sequence[ProbedHost], probes: Mapping[str, Probe]) -> None:
-    heard = _heard({host.name: None for host in hosts}, probes, SECONDS_FOR_FACTS)
-    for host in hosts:
-        if answer := heard.get(host.name):
-            host.machine = facts_from(answer["machine"])
 
 
 def join_hosts(hosts: Sequence[ProbedHost]) -> None:
