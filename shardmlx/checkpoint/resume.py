@@ -97,15 +97,6 @@ class Resumption:
     def step(self) -> int:
         return 0 if self.found is None else self.found.manifest.step
 
-    @property
-    def is_in_place(self) -> bool:
-        """True if the run goes on from one of its own checkpoints."""
-        return (
-            self.place is not None
-            and self.found is not None
-            and self.found.store is self.place.store
-        )
-
 
 def prepare_resumption(
     options: CheckpointOptions,

@@ -89,10 +89,11 @@ class Checkpoints:
         for key, error in reader.read(ERRORS, errors.takes):
             errors.restore(key, error)
 
-    def go_on_from(self, point: Point) -> None:
+    def go_on_from(self, found: SoundCheckpoint, point: Point) -> None:
         """Resume the run at a restored ``point``, which is not saved again in the same place."""
         self.mark(point)
-        if self._job.resumption.is_in_place:
+        place = self._job.resumption.place
+        if place is not None and place.store is found.store:
             self._saved_step = point.step
 
     @contextmanager

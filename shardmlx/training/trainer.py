@@ -173,7 +173,7 @@ class Trainer:
         if self._batches is not None:
             set_random_state(self._random, state["random"])
             self._batches.go_to(state["batches"])
-        self._checkpoints.go_on_from(self._point(manifest.step, self._position()))
+        self._checkpoints.go_on_from(found, self._point(manifest.step, self._position()))
         where = found.store.path(manifest.step)
         left = self._options.iters - manifest.step
         self._reporter.go_on()
