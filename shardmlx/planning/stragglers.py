@@ -14,7 +14,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median, median_low
-from typing import Any
 
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.timing import Seconds
@@ -33,28 +32,19 @@ REPORTS_TO_KNOW = 3
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """A rank that computes ``seconds`` a step where ``expected`` would keep up with the others."""
+    """A rank's seconds of computing a step, and those that would keep up with the others."""
 
     step: int
     rank: int
     host: str
-    seconds: float
-    expected: float
+    compute_seconds: float
+    expected_seconds: float
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank} on {self.host} computes {self.seconds:.3g} s a step where "
-            f"{self.expected:.3g} s would keep up with the others: something slows it down"
+            f"rank {self.rank} on {self.host} computes {self.compute_seconds:.3g} s a step where "
+            f"{self.expected_seconds:.3g} s would keep up with the others: something slows it down"
         )
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "rank": self.rank,
-            "host": self.host,
-            "compute_seconds": round(self.seconds, 6),
-            "expected_seconds": round(self.expected, 6),
-        }
 
 
 @dataclass(slots=True)

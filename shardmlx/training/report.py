@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -176,7 +177,7 @@ class TrainingReport:
         seconds = [each.times.compute_seconds for each in ranks]
         for straggler in self._watch.observe(step, seconds, predicted):
             self._reporter.warn(str(straggler))
-            self._reporter.event("straggler", straggler.as_json())
+            self._reporter.event("straggler", asdict(straggler))
 
     def validation(self, step: int, found: Evaluated, seconds: float) -> None:
         """Report the loss of a validation. On rank 0 only."""
