@@ -62,7 +62,7 @@ class Gradients:
     def add(self, results: Results) -> Scores:
         """Take in what the engine made of the step that was begun; return this rank's scores."""
         _, share = self._steps[-1]
-        scores = scores_of(results, share.microbatches, self._job.objective)
+        scores = scores_of(results, share.microbatches, self._job.planned.objective)
         fault = nonfinite_loss(scores.losses, self._transport)
         self._nonfinite_loss = self._nonfinite_loss or fault
         return scores
@@ -159,7 +159,7 @@ class Evaluation:
         if data is None:
             return None
         samples, batch = getattr(data, name), self._job.planned.way.batch
-        objective, steps = self._job.objective, self._job.planned.steps
+        objective, steps = self._job.planned.objective, self._job.planned.steps
         most = {"valid": steps.val_batches, "test": steps.test_batches}.get(name, -1)
         # The starting model judges a data set's batches once, so they stay the same.
         is_limited = objective is not None and objective.has_reference and most != -1
@@ -182,7 +182,7 @@ class Evaluation:
         remaining = available if num_batches == -1 else min(num_batches, available)
         if not remaining:
             return None
-        objective = self._job.objective
+        objective = self._job.planned.objective
 
         def judge(shares: list[Share]) -> tuple[list[float], int]:
             shares = _with_baselines(self._job, shares)
@@ -258,7 +258,7 @@ def answers_of(
 def _with_baselines(job: TrainingRun, shares: list[Share]) -> list[Share]:
     """Return the shares with KTO's reference points, one for each batch: what training has added to
     the likelihood of answers that belong to other prompts. Collective."""
-    if job.objective is None or not job.objective.swaps:
+    if job.planned.objective is None or not job.planned.objective.swaps:
         return shares
     gains = np.zeros(len(shares))
     with evaluating(job):

@@ -124,7 +124,9 @@ class TrainingReport:
             for i, count in enumerate(counts)
             if count
         ]
-        means = means_of((each for of_rank in totals for each in of_rank), self._job.objective)
+        means = means_of(
+            (each for of_rank in totals for each in of_rank), self._job.planned.objective
+        )
         seconds = ranks[0].times.step_seconds
         values: dict[str, Any] = {
             "step": step,

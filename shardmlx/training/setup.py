@@ -22,7 +22,6 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.engine.divided_weights import DividedWeights
 from shardmlx.engine.engine import Engine
 from shardmlx.engine.gathered_stage import build_stages
-from shardmlx.engine.objectives import Objective
 from shardmlx.engine.stage import Stage
 from shardmlx.loading.rank_setup import SETUP_SECONDS, OpenedModel
 from shardmlx.models.divided_layers import take_share
@@ -46,11 +45,6 @@ class TrainingRun:
     resumption: Resumption
     identity: Mapping[str, Any] | None
     number: int = 0
-
-    @property
-    def objective(self) -> Objective | None:
-        """The objective of preferences; None for sft."""
-        return self.planned.objective
 
     @property
     def shares_prompts(self) -> bool:

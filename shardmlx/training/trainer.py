@@ -128,7 +128,7 @@ class Trainer:
         if found is None:
             return
         loss, means = found
-        if self._job.objective is not None:
+        if self._job.planned.objective is not None:
             self._reporter.say(f"Test loss {loss:.3f}{in_words(means)}.")
             self._reporter.event("test", {"loss": loss, **means})
             return
@@ -144,7 +144,7 @@ class Trainer:
 
     def _add_references(self) -> None:
         """Find out what the model says of the answers before its first update, where it matters."""
-        objective = self._job.objective
+        objective = self._job.planned.objective
         if objective is None or not objective.has_reference:
             return
         references = References(self._job, swaps=objective.swaps)
