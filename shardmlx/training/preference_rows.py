@@ -57,24 +57,24 @@ class PreferenceRows:
         """Return a row's answers, the chosen one first. Raises ``UserError``, which names it."""
         if not self.is_paired:
             return [self._labelled(row, where)]
-        keys, messages = self.keys, self.conversations
+        keys, rows = self.keys, self.conversations
         if keys.chat_feature in row and keys.chosen_feature not in row:
-            *prompt, chosen = self._messages(row, keys.chat_feature, where)
+            *prompt, chosen = rows.messages(keys.chat_feature, row, where)
             rejected = self._answer(row, keys.rejected_feature, where)
         elif keys.prompt_feature in row:
             prompt = self._prompt(row, where)
             chosen = self._answer(row, keys.chosen_feature, where)
             rejected = self._answer(row, keys.rejected_feature, where)
         else:
-            *prompt, chosen = self._messages(row, keys.chosen_feature, where)
-            *other, rejected = self._messages(row, keys.rejected_feature, where)
+            *prompt, chosen = rows.messages(keys.chosen_feature, row, where)
+            *other, rejected = rows.messages(keys.rejected_feature, row, where)
             if other != prompt:
                 raise UserError(
                     f"{where}: {keys.chosen_feature} and {keys.rejected_feature} answer other "
                     "prompts: their messages differ before the last",
                     "write one prompt, or take the row out",
                 )
-        pair = [messages.tokenise([*prompt, answer], row, where) for answer in (chosen, rejected)]
+        pair = [rows.tokenise([*prompt, answer], row, where) for answer in (chosen, rejected)]
         for name, (tokens, start) in zip(("chosen", "rejected"), pair, strict=True):
             if start >= len(tokens):
                 raise UserError(f"{where}: its {name} answer is empty", "take the row out")
@@ -92,7 +92,7 @@ class PreferenceRows:
                 "write true for an answer that you want, false for one that you do not",
             )
         if keys.chat_feature in row:
-            messages = self._messages(row, keys.chat_feature, where)
+            messages = self.conversations.messages(keys.chat_feature, row, where)
         else:
             messages = [
                 *self._prompt(row, where),
@@ -108,7 +108,7 @@ class PreferenceRows:
         key = self.keys.prompt_feature
         if isinstance(value_of(row, key, where), str):
             return [self.conversations.message({"role": "user", "content": row[key]}, where)]
-        return self._messages(row, key, where)
+        return self.conversations.messages(key, row, where)
 
     def _answer(self, row: Row, key: str, where: str) -> Row:
         """Return an answer as a message: a text, a message, or a list of one."""
@@ -118,6 +118,3 @@ class PreferenceRows:
         if isinstance(given, list) and len(given) == 1:
             (given,) = given
         return self.conversations.message(given, f"{where}: {key}")
-
-    def _messages(self, row: Row, key: str, where: str) -> list[Row]:
-        return self.conversations.messages(key, row, where)
