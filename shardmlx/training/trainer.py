@@ -207,7 +207,12 @@ class Trainer:
         assert results is not None, "it was yielded to be made"
         self._transport.activity.begin(f"step {step}")
         with self._engine.recorder.span(Span.STEP, f"update {step}"):
-            self._step(step, share, results)
+            self._last_share = share
+            self._report.count(share, self._gradients.add(results))
+            if step % options.grad_accumulation_steps == 0:
+                self._update(step)
+            if mx.get_cache_memory() > options.clear_cache_threshold:
+                mx.clear_cache()
         self._meter.count(step)
         bar.advance()
         if step % options.steps_per_report == 0 or step == options.iters:
@@ -217,16 +222,6 @@ class Trainer:
         self._save_if_due(step)
         self._checkpoints.report()
         return True
-
-    def _step(self, step: int, share: Share, results: Results) -> None:
-        options = self._options
-        scores = self._gradients.add(results)
-        self._last_share = share
-        self._report.count(share, scores)
-        if step % options.grad_accumulation_steps == 0:
-            self._update(step)
-        if mx.get_cache_memory() > options.clear_cache_threshold:
-            mx.clear_cache()
 
     def _update(self, step: int) -> None:
         fault = self._gradients.finish(step)
