@@ -39,7 +39,10 @@ def train_together(runs: Sequence[Run]) -> list[AgreedFailure | None]:
             except Stopped as stop:
                 stopped.append(stop)
             except AgreedError as error:
-                _leave_in_order(runs, error)
+                # The messages of the other runs that are under way are received then.
+                for run in runs:
+                    with suppress(AgreedError):
+                        run.throw(error)
                 raise
         if stopped:
             raise _all_stopped([runs[number] for number in steps], stopped)
@@ -60,13 +63,6 @@ def _make(steps: Sequence[Step]) -> list[Results]:
     for other in others:
         other.recorder.events += engine.recorder.events[begin:]
     return results
-
-
-def _leave_in_order(runs: Sequence[Run], error: AgreedError) -> None:
-    """End the other runs, whose messages under way are received then."""
-    for run in runs:
-        with suppress(AgreedError):
-            run.throw(error)
 
 
 def _all_stopped(others: Sequence[Run], stopped: list[Stopped]) -> Stopped:
