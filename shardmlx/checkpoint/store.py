@@ -32,7 +32,6 @@ from shardmlx.common.durable_files import (
     PARTIAL,
     flush_directory,
     lock_file,
-    pieces_of,
     write_durably,
 )
 from shardmlx.distributed.shared_disks import PROBE
@@ -204,19 +203,18 @@ class Store:
     def fault(self, step: int, file: FileInfo) -> str | None:
         """Return the fault of a file; None if its bytes are as written."""
         path = self.path(step) / file.name
-        digest = hashlib.sha256()
         try:
             size = path.stat().st_size
             if size != file.nbytes:
                 return f"{path} has {size} bytes, not {file.nbytes}"
-            for piece in pieces_of(path):
-                digest.update(piece)
+            with path.open("rb") as content:
+                digest = hashlib.file_digest(content, "sha256").hexdigest()
         except FileNotFoundError:
             return f"{path} is missing"
         except OSError as error:
             return f"{path} cannot be read: {error.strerror or error}"
-        if digest.hexdigest() != file.sha256:
-            return f"{path}: its sha256 is {digest.hexdigest()[:16]}..., not {file.sha256[:16]}..."
+        if digest != file.sha256:
+            return f"{path}: its sha256 is {digest[:16]}..., not {file.sha256[:16]}..."
         return None
 
 
