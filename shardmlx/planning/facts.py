@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from shardmlx.config.specs import RunSpec
 from shardmlx.costmodel.cluster import Cluster
-from shardmlx.costmodel.timing import TYPICAL_LENGTH
 from shardmlx.costmodel.workload import Workload
 from shardmlx.pipeline.stage_map import StageMap
 
@@ -30,12 +29,6 @@ class SequenceLengths:
     def full(cls, length: int) -> SequenceLengths:
         """Return the lengths of rows that all have ``length`` tokens."""
         return cls((length, 0), length, length)
-
-    @classmethod
-    def unread(cls, max_seq_length: int) -> SequenceLengths:
-        """Return the assumed lengths of data that no rank has read yet."""
-        typical = min(max_seq_length, TYPICAL_LENGTH)
-        return cls((max_seq_length, 0), typical, typical)
 
     @property
     def are_alike(self) -> bool:

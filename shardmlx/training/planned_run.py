@@ -335,7 +335,7 @@ def _check_layout(
             "--pack: the model's layers depend on the place of a token in its row",
             "train without --pack",
         )
-    facts = _facts_of(inputs, SequenceLengths.unread(run.batch.max_seq_length))
+    facts = _facts_of(inputs, SequenceLengths.full(run.batch.max_seq_length))
     simplest = ways(run, facts)[0]
     try:
         plan = lay_out(simplest, facts)
