@@ -29,9 +29,6 @@ class Split:
     machines: tuple[Machine, ...] = ()
     generation: GenerationSetup | None = None
 
-    def __post_init__(self) -> None:
-        self.stage_map.check_layers(len(self.inspection.layers))
-
     def stage(self, stage: int) -> Part:
         return self.inspection.stage(*self.stage_map.partition.ranges[stage])
 
