@@ -12,7 +12,6 @@ import os
 import platform
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -25,7 +24,7 @@ import psutil
 from shardmlx.common.process_memory import memory_bounds
 from shardmlx.common.units import MIB
 from shardmlx.distributed.processes import find_mpirun
-from shardmlx.hosts.mpirun import is_of_wheel
+from shardmlx.hosts.mpirun import is_of_wheel, own_addresses
 from shardmlx.hosts.probe_script import versions
 
 SECONDS_TO_SAY = 10.0  # for each tool
@@ -178,14 +177,10 @@ def _disk() -> tuple[str | None, int | None]:
 
 
 def _interfaces(medium_of: Callable[[str], str | None]) -> tuple[Interface, ...]:
-    found = []
-    for label, addresses in psutil.net_if_addrs().items():
-        name = label.partition(":")[0]  # eth0:1 is a second address of eth0
-        for each in addresses:
-            if each.family == socket.AF_INET and each.netmask is not None:
-                network = ipaddress.IPv4Interface(f"{each.address}/{each.netmask}").network
-                found.append(Interface(name, each.address, str(network), medium_of(name)))
-    return tuple(found)
+    return tuple(
+        Interface(name, str(each.ip), str(each.network), medium_of(name))
+        for name, each in own_addresses()
+    )
 
 
 def media_of_ports(text: str) -> dict[str, str | None]:

@@ -56,34 +56,35 @@ def settings_for(hosts: Sequence[str], ranks: int, given: Sequence[str] = ()) ->
     user_maps = mapping or "PRTE_MCA_rmaps_default_mapping_policy" in os.environ
     if not hosts and ranks > _cores() and not user_maps:
         words += ["--oversubscribe", *([] if "--bind-to" in given else ["--bind-to", "none"])]
-    network = common_network(hosts, list(_own_addresses()))
+    network = common_network(hosts, [each for _, each in own_addresses()])
     for variable, option in _INCLUDE.items():
         if network is not None and variable not in os.environ and option[1] not in given:
             words += [*option, network]
     return tuple(words)
 
 
-def common_network(hosts: Sequence[str], own: Sequence[tuple[str, str]]) -> str | None:
-    """Return the network of one of the ``own`` (address, netmask) in which all ``hosts`` have
-    theirs; None if there are names among them, or one host only."""
+def common_network(hosts: Sequence[str], own: Sequence[ipaddress.IPv4Interface]) -> str | None:
+    """Return the network of one of the ``own`` addresses in which all ``hosts`` have theirs; None
+    if there are names among them, or one host only."""
     if len(hosts) < 2:
         return None
     try:
         addresses = [ipaddress.IPv4Address(host) for host in hosts]
     except ValueError:
         return None
-    for address, netmask in own:
-        network = ipaddress.IPv4Network(f"{address}/{netmask}", strict=False)
+    for network in (each.network for each in own):
         if not network.is_loopback and all(each in network for each in addresses):
             return str(network)
     return None
 
 
-def _own_addresses() -> Iterator[tuple[str, str]]:
-    for addresses in psutil.net_if_addrs().values():
+def own_addresses() -> Iterator[tuple[str, ipaddress.IPv4Interface]]:
+    """Yield this machine's interfaces by name, each with an address in its network."""
+    for label, addresses in psutil.net_if_addrs().items():
+        name = label.partition(":")[0]  # eth0:1 is a second address of eth0
         for each in addresses:
             if each.family == socket.AF_INET and each.netmask:
-                yield each.address, each.netmask
+                yield name, ipaddress.IPv4Interface(f"{each.address}/{each.netmask}")
 
 
 def _cores() -> int:

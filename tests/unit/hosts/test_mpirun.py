@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ipaddress import IPv4Interface
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,9 @@ import pytest
 from shardmlx.hosts import mpirun
 from shardmlx.hosts.mpirun import common_network, is_of_wheel, mpirun_path, settings_for
 
-CABLE = ("10.77.0.1", "255.255.255.0")
-WLAN = ("192.168.1.7", "255.255.255.0")
-LOOPBACK = ("127.0.0.1", "255.0.0.0")
+CABLE = IPv4Interface("10.77.0.1/24")
+WLAN = IPv4Interface("192.168.1.7/24")
+LOOPBACK = IPv4Interface("127.0.0.1/8")
 RANKS = ("--mca", "btl_tcp_if_include", "10.77.0.0/24")
 POLICY = "PRTE_MCA_rmaps_default_mapping_policy"
 DAEMONS = ("--prtemca", "prte_if_include", "10.77.0.0/24")
@@ -24,7 +25,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("os.geteuid", lambda: 501)
     monkeypatch.setattr(mpirun, "_cores", lambda: 2)
-    monkeypatch.setattr(mpirun, "_own_addresses", lambda: [LOOPBACK, WLAN, CABLE])
+    own = [("lo0", LOOPBACK), ("en0", WLAN), ("en1", CABLE)]
+    monkeypatch.setattr(mpirun, "own_addresses", lambda: own)
 
 
 def test_root_is_allowed_unless_the_environment_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
