@@ -103,11 +103,11 @@ def _cells(hosts: Sequence[Host]) -> Iterator[tuple[str, Callable[[Host], str | 
     yield "matrix library", lambda host: host.blas
     for dtype in dict.fromkeys(dtype for host in hosts for dtype in host.flops):
         yield f"matmul {dtype}", partial(_speed, dtype)
-    yield "memory", lambda host: _bytes(host.facts.memory)
-    yield "free memory", lambda host: _bytes(host.facts.memory_free)
+    yield "memory", lambda host: size(host.facts.memory)
+    yield "free memory", lambda host: size(host.facts.memory_free)
     yield "memory limit", lambda host: _limit(host.facts)
     yield "wired limit", _wired_limit
-    yield "free disk", lambda host: _bytes(host.facts.disk_free)
+    yield "free disk", lambda host: size(host.facts.disk_free)
     for kind in dict.fromkeys(kind for host in hosts for kind in host.self_test):
         yield kind, partial(_apart, kind)
 
@@ -121,7 +121,8 @@ def _version(package: str, host: Host) -> str | None:
     return host.versions.get(package)
 
 
-def _bytes(count: int | None) -> str | None:
+def size(count: int | None) -> str | None:
+    """Return bytes for people; None where they are unknown."""
     return None if count is None else gibibytes(count)
 
 
@@ -144,7 +145,7 @@ def _wired_limit(host: Host) -> str | None:
     limit = host.facts.wired_limit
     if limit == 0:
         return "left to macOS" + (f": {gibibytes(host.working_set)}" if host.working_set else "")
-    return _bytes(limit)
+    return size(limit)
 
 
 def _advice(host: Host) -> str | None:

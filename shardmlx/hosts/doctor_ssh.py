@@ -16,7 +16,7 @@ from typing import Any
 import shardmlx
 from shardmlx.common.cli import run_command
 from shardmlx.common.environment import launched_rank
-from shardmlx.common.formatting import gibibytes, plural
+from shardmlx.common.formatting import plural
 from shardmlx.common.http_listener import source_address
 from shardmlx.config.doctor import LINE
 from shardmlx.costmodel.hostfile import read_hostfile
@@ -30,6 +30,7 @@ from shardmlx.hosts.doctor_report import (
     host_table,
     progress,
     show,
+    size,
     warnings,
     write,
 )
@@ -281,7 +282,7 @@ def _cells(
         yield package, partial(_version, package)
     yield "system", lambda host: str(host.facts["system"]) if host.facts else None
     yield "chip", lambda host: host.machine.chip if host.machine else None
-    yield "memory", _memory
+    yield "memory", lambda host: size(host.machine.memory) if host.machine else None
     if any(host.link for host in hosts):
         yield "over", _over
     yield "connects to", _connects
@@ -289,10 +290,6 @@ def _cells(
 
 def _version(package: str, host: ProbedHost) -> str | None:
     return (host.versions.get(package) or "none") if host.facts else None
-
-
-def _memory(host: ProbedHost) -> str | None:
-    return gibibytes(host.machine.memory) if host.machine and host.machine.memory else None
 
 
 def _over(host: ProbedHost) -> str | None:
