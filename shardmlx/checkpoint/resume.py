@@ -93,10 +93,6 @@ class Resumption:
     place: Place | None = None
     found: SoundCheckpoint | None = None
 
-    @property
-    def step(self) -> int:
-        return 0 if self.found is None else self.found.manifest.step
-
 
 def prepare_resumption(
     options: CheckpointOptions,

@@ -61,8 +61,8 @@ def resume(
         )
         mine = identity if transport.rank == 0 else None
         checkpoints = CheckpointOptions.of(config)
-        found = prepare_resumption(checkpoints, transport, told, mine, owners=2)
-        return found.step, told.texts
+        found = prepare_resumption(checkpoints, transport, told, mine, owners=2).found
+        return 0 if found is None else found.manifest.step, told.texts
 
     with _locks_that_end():
         (step, texts), *others = on_ranks(directories, work)
