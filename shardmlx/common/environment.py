@@ -44,12 +44,10 @@ class Blas:
     """The matrix library that MLX computes with on this machine."""
 
     name: str
-    threads: int | None
     hint: str = ""
 
     def __str__(self) -> str:
-        threads = f", {self.threads} thread{'s' if self.threads != 1 else ''} a rank"
-        return f"BLAS: {self.name}{threads if self.threads else ''}{self.hint}"
+        return f"BLAS: {self.name}{self.hint}"
 
 
 def prepare() -> Blas:
@@ -60,7 +58,7 @@ def prepare() -> Blas:
     if launched_rank() != 0:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # rank 0 reports for all
     if sys.platform == "darwin":
-        return Blas("Metal and Accelerate", None)
+        return Blas("Metal and Accelerate")
     # MLX has no cache on the CPU: to map memory again costs a few per cent of a step.
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # other C libraries have none
@@ -75,11 +73,10 @@ def _put_openblas_first() -> Blas:
     if not given.isdecimal() or int(given) < 1:
         raise UserError(f"OPENBLAS_NUM_THREADS is {given!r}", "give a number of threads from 1")
     os.environ["OPENBLAS_NUM_THREADS"] = given
-    threads = int(given)
     library = ctypes.util.find_library("openblas")
     if library is None:
         hint = f"; about 16 times as fast with OpenBLAS: {INSTALL_OPENBLAS}"
-        return Blas("MLX's reference BLAS, 1 thread a rank", None, hint)
+        return Blas("MLX's reference BLAS, 1 thread a rank", hint)
     # Global, so that MLX finds its symbols there before those of its own BLAS.
     openblas = ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
     try:
@@ -87,7 +84,7 @@ def _put_openblas_first() -> Blas:
         version = " ".join(openblas.openblas_get_config().decode().split()[:2])
     except AttributeError:
         version = "OpenBLAS"
-    return Blas(version, threads)
+    return Blas(f"{version}, {given} thread{'' if int(given) == 1 else 's'} a rank")
 
 
 def keep_awake() -> None:

@@ -364,7 +364,7 @@ def test_verify_finds_what_is_wrong_with_the_files(
 ) -> None:
     def run(out: Path) -> None:
         how = options(model, out, verify=True)
-        LocalNetwork(1).run(lambda transport: command.run(how, transport, Blas("none", None)))
+        LocalNetwork(1).run(lambda transport: command.run(how, transport, Blas("none")))
 
     run(tmp_path / "well")
     said = capsys.readouterr().out

@@ -75,7 +75,7 @@ def test_two_ranks_have_the_results_of_mlx_lm(
     )
 
     def work(transport: LocalTransport) -> None:
-        command.run(config, transport, Blas("none", None))
+        command.run(config, transport, Blas("none"))
 
     LocalNetwork(2, timeout=60).run(work)
     model = MLXLM(str(small))

@@ -19,7 +19,7 @@ from shardmlx.hosts.findings import Examination, LinkSpeed
 from shardmlx.hosts.speed_tests import measure_link
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 
-BLAS = Blas("OpenBLAS 0.3.21", 1)
+BLAS = Blas("OpenBLAS 0.3.21, 1 thread a rank")
 
 
 class Slow(LocalTransport):

@@ -25,7 +25,7 @@ def conversation(model: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch)
     os.write(write, "".join(f"{line}\n" for line in lines).encode())
     config = CHAT.load(["--model", str(model), "--max-tokens", "8", "--cache-tokens", "256"])
     try:
-        LocalNetwork(2, timeout=20).run(lambda rank: chat.run(config, rank, Blas("none", None)))
+        LocalNetwork(2, timeout=20).run(lambda rank: chat.run(config, rank, Blas("none")))
     finally:
         os.close(read)
         os.close(write)

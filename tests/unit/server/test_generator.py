@@ -45,7 +45,7 @@ def url(small: Path) -> Iterator[str]:
 
     def serve(transport: LocalTransport) -> None:
         transport.stop_requested = asked  # type: ignore[method-assign]
-        run(config, transport, Blas("none", None))
+        run(config, transport, Blas("none"))
 
     address = f"http://127.0.0.1:{port}"
     with ThreadPoolExecutor() as pool:

@@ -94,7 +94,7 @@ def options_of(model: Path, output: Path, lengths: str = "8") -> ProfileOptions:
 def profile(model: Path, output: Path) -> None:
     options = options_of(model, output)
     LocalNetwork(2, timeout=0.3).run(
-        lambda transport: profiling.run(options, transport, Blas("none", None))
+        lambda transport: profiling.run(options, transport, Blas("none"))
     )
 
 
@@ -126,7 +126,7 @@ def test_a_profile_that_cannot_be_written_is_the_error_of_all_ranks(
 
     def rank(transport: Transport) -> None:
         with pytest.raises(AgreedError, match="No space left"):
-            profiling.run(options, transport, Blas("none", None))
+            profiling.run(options, transport, Blas("none"))
 
     LocalNetwork(2).run(rank)
 
@@ -142,7 +142,7 @@ def profiled(
     (directory / "config.json").write_text(json.dumps(config))
     output = directory / "profile.json"
     options = options_of(directory, output, lengths)
-    LocalNetwork(1).run(lambda transport: profiling.run(options, transport, Blas("none", None)))
+    LocalNetwork(1).run(lambda transport: profiling.run(options, transport, Blas("none")))
     (machine,) = read_profile(output).machines
     run = TrainConfig(model=str(directory), num_layers=-1, profile=str(output), pipeline_stages=1)
     return output, machine.samples, run
