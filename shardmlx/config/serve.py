@@ -122,11 +122,6 @@ class ServeConfig(InferenceConfig):
         return (MOST_BODIES + FACTOR_OF_READING) * self.max_body
 
     @property
-    def origins(self) -> list[str]:
-        """The web sites of ``allow_origin``."""
-        return split_names(self.allow_origin)
-
-    @property
     def extra_hosts(self) -> list[str]:
         """The names of ``allow_host``."""
         return [name.lower() for name in split_names(self.allow_host)]

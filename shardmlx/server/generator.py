@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from shardmlx.common.http_listener import trusted_hosts
 from shardmlx.config.inference import LOOKUP
+from shardmlx.config.options import split_names
 from shardmlx.config.serve import KEY_VARIABLE, ServeConfig
 from shardmlx.errors import one_line
 from shardmlx.inference.detokenize import IncrementalDetokenizer
@@ -134,7 +135,7 @@ class RequestServer:
             served,
             api_key=key,
             hosts=trusted_hosts(listeners[0], config.extra_hosts),
-            origins=config.origins,
+            origins=split_names(config.allow_origin),
             max_body_bytes=config.max_body,
             metrics=Metrics(queue, mx.get_peak_memory),
         )

@@ -92,7 +92,7 @@ def test_spellings_of_mlx_lm_mean_the_same() -> None:
     served = SERVE.load(
         ["--allowed-origins", "https://a.org,https://b.org", "--chat-template-args", '{"x": 1}']
     )
-    assert served.origins == ["https://a.org", "https://b.org"]
+    assert served.allow_origin == "https://a.org,https://b.org"
     assert served.template_arguments == {"x": 1}
 
 
