@@ -93,7 +93,7 @@ def machine_of_each_rank(machines: Iterable[Machine]) -> tuple[Machine, ...]:
 
 _COMMENT = re.compile("#|//")
 
-_PASSED_OVER = ("port", "username", "user-name", "user_name")
+_PASSED_OVER = ("port", "username", "user-name", "user_name", "max_slots", "max-slots")
 
 _FLOPS = {
     f"{prefix}{unit}": size for unit in ("", "FLOPS", "FLOP/s") for prefix, size in DECIMAL.items()
