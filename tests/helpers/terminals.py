@@ -64,6 +64,14 @@ class Terminal:
         """Tell whether the terminal has the settings that it had at first."""
         return termios.tcgetattr(self._its) == self._settings
 
+    def becomes_as_before(self) -> bool:
+        """Tell whether it gets these settings within ten seconds: what puts them back after a kill
+        is a process of its own."""
+        end = time.monotonic() + 10
+        while not self.is_as_before() and time.monotonic() < end:
+            time.sleep(0.05)
+        return self.is_as_before()
+
     def _read(self, seconds: float) -> bool:
         if not select.select([self._ours], [], [], seconds)[0]:
             return False

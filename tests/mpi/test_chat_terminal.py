@@ -59,7 +59,7 @@ def test_a_conversation_at_a_terminal(
             status, shown = terminal.end()
             assert status in AFTER_A_KILL, shown
             assert not re.search(r"\x1b\[[0-9;]*[1-9]m", shown)
-            assert terminal.is_as_before()
+            assert terminal.becomes_as_before()
             return
         terminal.type("\x04")
         status, shown = terminal.end()
@@ -67,5 +67,5 @@ def test_a_conversation_at_a_terminal(
         assert "\x1b[0;1m>>" in shown
         assert "Peak memory" in shown
         assert "ABORT" not in shown
-        assert terminal.is_as_before()
+        assert terminal.becomes_as_before()
         assert terminal.running.left_behind() == []
