@@ -119,9 +119,8 @@ def _check(part: Slice, own: ModelShape) -> None:
     """Raise ``UserError`` unless a step adds keys and values of as many heads as planned."""
     caches, training = part.new_caches(), part.training
     part.train(False)  # dropout would need keys
-    inputs = mx.zeros((1, 1, part.hidden_size), part.dtype)
     try:
-        part.extend(mx.zeros((1, 1), mx.int32) if part.is_first else inputs, caches)
+        part.try_step(caches)
         found = {cache.keys.shape[1] for cache in caches if hasattr(cache, "keys")}
         wanted = {own.layer(i).heads.keys for i in part.layers}
         if not found <= wanted:

@@ -145,6 +145,15 @@ class TensorShares:
                     "leave it out: stages divide the model by layers",
                 ) from None
 
+    def groups(self, ranks: int) -> int:
+        """Return how many groups so many ranks are. Raises ``UserError``."""
+        if ranks % self.size:
+            raise UserError(
+                f"--tensor-parallel {self.size}: {ranks} ranks are no stages of {self.size} each",
+                f"start mpirun with -n {self.size} or a multiple of it",
+            )
+        return ranks // self.size
+
     def of(self, shape: ModelShape, rank: int) -> ModelShape:
         """Return the sizes of the model that a rank of the group holds."""
         if self.size == 1:

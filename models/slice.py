@@ -295,6 +295,13 @@ class Slice:
         """Do the same with the next T tokens of each sequence; ``caches`` grow by T."""
         return self._decoder.run(x, caches=caches)
 
+    def try_step(self, caches: Sequence[Any]) -> None:
+        """Extend the slice by a token, lazily, to see whether its code takes the ``caches``: they
+        grow, and nothing is computed. Raises what the code raises."""
+        ids, states = (1, 1), (1, 1, self.hidden_size)
+        x = mx.zeros(ids, mx.int32) if self.is_first else mx.zeros(states, self.dtype)
+        self.extend(x, caches)
+
     def last_logits(self, x: mx.array, count: int = 1) -> mx.array:
         """Return logits (rows * count, V) of the last positions of hidden states (rows, T, D)."""
         return self._decoder.logits(self._decoder.norm(x[:, -count:, :])).flatten(0, 1)

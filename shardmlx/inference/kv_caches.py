@@ -234,14 +234,11 @@ def _packed(cache: Any, how: CacheQuantisation) -> Any:
 
 def check_quantised(part: Slice, how: CacheQuantisation, model_type: str) -> None:
     """Raise ``UserError`` if ``part`` takes no such caches. Nothing is computed, no weight read."""
-    ids, states = mx.zeros((1, 1), mx.int32), mx.zeros((1, 1, part.hidden_size), part.dtype)
-    inputs = ids if part.is_first else states
     caches = part.new_caches()
     try:
-        part.extend(inputs, caches)
-        part.extend(
-            inputs,
-            [_packed(cache, how) if _may_be_quantised(cache) else cache for cache in caches],
+        part.try_step(caches)
+        part.try_step(
+            [_packed(cache, how) if _may_be_quantised(cache) else cache for cache in caches]
         )
     except Exception as error:  # a model's code may raise whatever it likes
         raise UserError(

@@ -57,8 +57,7 @@ class LaterStage:
             copy_into(graph.inputs, inputs)
         worker.start(graph)
         # Its tokens come together with the announcement, which leaves no time to build a graph.
-        is_sure = item.guess is None and not item.drafts
-        if worker.stage == 0 and item.kind is ItemKind.DECODE and is_sure:
+        if worker.stage == 0 and item.kind is ItemKind.DECODE and item.is_plain:
             worker.foresee(Item(item.kind, item.sequences, group=item.group))
         worker.finish(graph)
         worker.pass_on(graph)

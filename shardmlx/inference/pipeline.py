@@ -343,10 +343,8 @@ class FirstStage:
     def _foresee(self, under_way: Sequence[Item]) -> None:
         """Build the graph of the item that likely comes next, while others are ``under_way``."""
         # After a round it depends on how many drafts were right.
-        is_sure = not any(
-            item.drafts or item.guesses or item.guess is not None for item in under_way
-        )
-        if is_sure and (likely := self._scheduler.foreseen()) is not None:
+        are_plain = all(item.is_plain for item in under_way)
+        if are_plain and (likely := self._scheduler.foreseen()) is not None:
             self._worker.foresee(likely)
 
     def _take(self) -> list[tuple[int, SampledToken]]:

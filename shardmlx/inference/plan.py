@@ -129,13 +129,7 @@ def plan_inference(
     map does not fit the ranks, or the sequences not the memory."""
     sizes, cluster, given = inputs.sizes, inputs.cluster, inputs.stage_map
     shape, shares = sizes.shape, TensorShares(config.shares, group_size)
-    across = shares.size
-    size = cluster.size // across
-    if cluster.size % across:
-        raise UserError(
-            f"--tensor-parallel {across}: {cluster.size} ranks are no stages of {across} each",
-            f"start mpirun with -n {across} or a multiple of it",
-        )
+    across, size = shares.size, shares.groups(cluster.size)
     shares.check(shape)
     limit = None if shape.chooses_caches else config.max_kv_size
     most = min(config.batch_size, load.sequences)

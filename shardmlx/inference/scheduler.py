@@ -43,7 +43,7 @@ class ItemKind(Enum):
 class Item:
     """A piece of work that every stage of the pipeline does in turn.
 
-        ``sequences`` are those whose tokens enter, ``length`` of each, in the order of the rows; a
+    ``sequences`` are those whose tokens enter, ``length`` of each, in the order of the rows; a
     prefill has one. If it ``samples``, their next tokens are sampled, after each that enters. The
     ``drafts`` are the tokens that enter after the known one, which may be a ``guess`` too, of what
     comes of the item before: if that is wrong, the item is void. Where the model's head drafts, the
@@ -76,6 +76,11 @@ class Item:
     rejected: tuple[tuple[int, int], ...] = ()
     restored: tuple[tuple[int, str], ...] = ()
     stored: tuple[tuple[int, str], ...] | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """True if nothing is guessed: the next step of the same sequences can be foreseen."""
+        return self.guess is None and not (self.drafts or self.guesses)
 
     def __str__(self) -> str:
         if not self.sequences:

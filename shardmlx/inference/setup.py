@@ -57,7 +57,6 @@ from shardmlx.loading.rank_setup import (
 )
 from shardmlx.loading.tokenizer import read_tokenizer
 from shardmlx.modelfiles.model_files import open_model
-from shardmlx.modelfiles.tensors import read_quantisation
 from shardmlx.models.divided_layers import take_share
 from shardmlx.models.draft_head import DraftHead
 from shardmlx.models.shape import ModelShape
@@ -209,8 +208,7 @@ def prepare(
         )
         sizes = None if draft is None else draft.sizes
         of_head = 0 if head is None else head.nbytes
-        packing = read_quantisation(opened.config)
-        group = 1 if packing is None else packing.largest_group
+        group = opened.group_size
         planned = partial(
             plan_inference, config, inputs, load, opened.digest, sizes, of_head, group
         )

@@ -54,7 +54,6 @@ from shardmlx.loading.rank_setup import (
 )
 from shardmlx.loading.tokenizer import read_tokenizer
 from shardmlx.modelfiles.model_files import open_model
-from shardmlx.modelfiles.tensors import read_quantisation
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.shares import TensorShares
 from shardmlx.models.slice import Slice
@@ -135,10 +134,7 @@ def plan_run(
         config = asked.with_iters(max(asked.iters, asked.grad_accumulation_steps))
     agree = partial(on_all_ranks, transport)
     spec = replace(RunSpec.of(config), runs=runs)
-    packing = read_quantisation(opened.config)
-    shares = TensorShares(
-        (1,) * config.tensor_parallel, 1 if packing is None else packing.largest_group
-    )
+    shares = TensorShares((1,) * config.tensor_parallel, opened.group_size)
     groups = agree("sharing layers", partial(_groups, shares, opened.shape, transport.size))
     run = agree("dividing the ranks", partial(spec.for_ranks, groups))
     # First, since mlx-lm cannot even freeze some models that cannot be trained.
@@ -218,12 +214,7 @@ def plan_run(
 def _groups(shares: TensorShares, shape: ModelShape, ranks: int) -> int:
     """Return how many groups of ``shares`` so many ranks are. Raises ``UserError``."""
     shares.check(shape)
-    if ranks % shares.size:
-        raise UserError(
-            f"--tensor-parallel {shares.size}: {ranks} ranks are no groups of {shares.size} each",
-            f"start mpirun with -n {shares.size} or a multiple of it",
-        )
-    return ranks // shares.size
+    return shares.groups(ranks)
 
 
 def _of_groups(inputs: PlanInputs[Workload], shares: TensorShares) -> PlanInputs[Workload]:
