@@ -1,0 +1,275 @@
+"""The messages between hub and islands, which both import: no disk, no network.
+
+An *island* is one training job with a name. The hub holds the *outer weights*, float32, of all
+trained tensors. They are divided into *fragments*: tensors of consecutive layers, which travel
+together. The *version* of a fragment is the number of outer steps made on it. An island's *base*
+is the version that it last took, and its *difference* is base minus local weights, so that an
+outer step of SGD is ``weights -= rate * mean difference``. Numbers travel in little-endian order.
+
+With a lossy encoding the hub publishes encoded changes. Islands then have the *published* weights,
+the sum of these changes, for their base: what an encoding loses is in the next change.
+
+Two rules let each piece of training count once. A report from the same base as an uncounted one of
+the same island replaces it, since the difference has grown. A report from the base of a counted
+one is refused (409, with the newest ``version``): the island must take that version first.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from shardmlx.common.yaml_reader import is_number
+from shardmlx.errors import UserError
+from shardmlx.islands.encodings import encoding_named
+
+DILOCO, ASYNC, FEDAVG, PARAMETER_SERVER = "diloco", "async", "fedavg", "parameter-server"
+MODES = (DILOCO, ASYNC, FEDAVG, PARAMETER_SERVER)
+
+NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,40}")
+"""Form of an island's name, which is a file's name too."""
+
+_LAYER = re.compile(r"\.(\d+)\.")
+
+
+class ProtocolError(UserError):
+    """Something that the other side may not say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """The way in which islands train and report. The hub sets it; an island learns it as it joins.
+
+    An island reports a fragment every ``inner_steps`` steps, and trains ``overlap`` steps more
+    until it takes the new version. ``elastic`` is the share of the way to the outer weights that it
+    then goes; None for all of it. Raises ``ProtocolError``.
+    """
+
+    mode: str = DILOCO
+    inner_steps: int = 100
+    overlap: int = 0
+    fragments: int = 1
+    encoding: str = "float32"
+    elastic: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ProtocolError(f"mode is {self.mode!r}", f"choose from {', '.join(MODES)}")
+        for name, least in (("inner_steps", 1), ("overlap", 0), ("fragments", 1)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ProtocolError(f"{name} is {value!r}", f"give {least} or more")
+        if self.overlap >= self.inner_steps:
+            problem = f"overlap is {self.overlap} with inner_steps {self.inner_steps}"
+            raise ProtocolError(problem, "give fewer steps: a fragment is merged before its report")
+        if self.elastic is not None and not 0 < self.elastic <= 1:
+            raise ProtocolError(f"elastic is {self.elastic}", "give a share above 0, up to 1")
+        try:
+            encoding_named(self.encoding)
+        except ValueError as error:
+            raise ProtocolError(f"encoding is {self.encoding!r}", str(error)) from None
+
+    @classmethod
+    def of_json(cls, values: Any) -> Terms:
+        """Return the terms that JSON says. Raises ``ProtocolError``."""
+        try:
+            return cls(**values)
+        except TypeError:
+            raise ProtocolError(
+                f"terms {values!r} are of another version", "use the same shardmlx"
+            ) from None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def due(self, step: int) -> tuple[int, ...]:
+        """Return the fragments that an island reports after a step, counted from 1: each once in
+        ``inner_steps``, evenly spaced, the last at their multiples (arXiv:2501.18512)."""
+        place = step % self.inner_steps
+        ends = ((k + 1) * self.inner_steps // self.fragments for k in range(self.fragments))
+        return tuple(k for k, end in enumerate(ends) if end % self.inner_steps == place)
+
+
+class Tensor(NamedTuple):
+    """The name and the shape of a trained tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in float32."""
+        return 4 * math.prod(self.shape)
+
+
+def tensors_of_json(values: Any) -> tuple[Tensor, ...]:
+    """Return the tensors of ``[[name, shape], ...]``. Raises ``ProtocolError``."""
+    try:
+        tensors = tuple(Tensor(name, tuple(shape)) for name, shape in values)
+    except (TypeError, ValueError):
+        tensors = ()
+    names = {each.name for each in tensors}
+    numbers = [number for each in tensors for number in each.shape]
+    if (
+        not tensors
+        or len(names) < len(tensors)
+        or not all(isinstance(name, str) for name in names)
+        or not all(isinstance(number, int) and number > 0 for number in numbers)
+    ):
+        raise ProtocolError("tensors are no list of names and shapes", "use the same shardmlx")
+    return tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Tensors that travel together: their bytes follow each other in this order."""
+
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all in float32."""
+        return sum(each.nbytes for each in self.tensors)
+
+    def encoded_bytes(self, encoding: str) -> int:
+        """Return the length of a body that holds all in this encoding."""
+        return sum(map(encoding_named(encoding).nbytes, (each.shape for each in self.tensors)))
+
+
+def fragments_of(tensors: Sequence[Tensor], count: int) -> tuple[Fragment, ...]:
+    """Divide tensors, which are in the order of layers, into fragments of about equal bytes.
+
+    A layer is never divided. Raises ``ProtocolError`` if there are fewer layers than fragments.
+    """
+    layers = [tuple(of_layer) for _, of_layer in groupby(tensors, _layer_of)]
+    if len(layers) < count:
+        problem = f"fragments is {count}, and the model has {len(layers)} trained layers"
+        raise ProtocolError(problem, f"give {len(layers)} or less")
+    whole = sum(each.nbytes for each in tensors)
+    parts: list[list[Tensor]] = [[]]
+    done = 0
+    for index, layer in enumerate(layers):
+        left = len(layers) - index
+        is_full = done * count >= whole * len(parts) or left <= count - len(parts)
+        if parts[-1] and len(parts) < count and is_full:
+            parts.append([])
+        parts[-1].extend(layer)
+        done += sum(each.nbytes for each in layer)
+    return tuple(Fragment(tuple(part)) for part in parts)
+
+
+def _layer_of(tensor: Tensor) -> str:
+    """Return the number of a tensor's layer, or the module's name outside of layers."""
+    found = _LAYER.search(tensor.name)
+    return found[1] if found else tensor.name.rpartition(".")[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    """The first message of an island: ``POST /join``.
+
+    ``model`` says which model is trained and how: hub and island must agree on each of its values.
+    ``rows`` is the number of rows of the island's data. ``adapter_config`` is what
+    ``adapter_config.json`` holds. Raises ``ProtocolError``.
+    """
+
+    model: Mapping[str, Any]
+    tensors: tuple[Tensor, ...]
+    rows: int
+    adapter_config: Mapping[str, Any]
+
+    @classmethod
+    def of_json(cls, values: Any) -> Join:
+        """Return the message that JSON says. Raises ``ProtocolError``."""
+        mappings = ("model", "adapter_config")
+        if (
+            not isinstance(values, Mapping)
+            or not all(isinstance(values.get(name), Mapping) for name in mappings)
+            or not isinstance(values.get("rows"), int)
+        ):
+            raise ProtocolError("this is no island's first message", "use the same shardmlx")
+        tensors = tensors_of_json(values.get("tensors"))
+        model, adapter_config = (values[name] for name in mappings)
+        return cls(model=model, tensors=tensors, rows=values["rows"], adapter_config=adapter_config)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def check_same(self, other: Join) -> None:
+        """Raise ``ProtocolError`` that names the first difference from another island's model."""
+        for key in dict.fromkeys([*self.model, *other.model]):
+            mine, theirs = self.model.get(key), other.model.get(key)
+            if mine != theirs:
+                raise ProtocolError(
+                    f"the model's {key} is {mine!r}, and the hub's {theirs!r}", "give the same"
+                )
+        for tensor, its in zip(self.tensors, other.tensors, strict=False):
+            if tensor != its:
+                problem = f"{tensor.name} {list(tensor.shape)} stands where the hub has "
+                raise ProtocolError(f"{problem}{its.name} {list(its.shape)}", "train the same")
+        if len(self.tensors) != len(other.tensors):
+            counts = f"{len(self.tensors)} tensors are trained, and the hub has"
+            raise ProtocolError(f"{counts} {len(other.tensors)}", "train the same")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """The hub's answer to ``Join``.
+
+    ``versions`` has one for each fragment, None where no weights have come yet: an island to which
+    the hub says ``seed`` uploads its own for these (``PUT /fragments/K/seed``), and takes the
+    others. ``seqs`` has the last number that the hub acknowledged of this island's reports, 0 for
+    none: one that does not go on from a checkpoint counts on from there.
+    """
+
+    terms: Terms
+    versions: Sequence[int | None]
+    seqs: Sequence[int]
+    seed: bool
+
+    @classmethod
+    def of_json(cls, values: Mapping[str, Any]) -> Joined:
+        return cls(**{**values, "terms": Terms.of_json(values["terms"])})
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """The heartbeat of an island: ``POST /progress``. The answer is {ended, evaluate}."""
+
+    step: int
+    tokens: int
+    loss: float | None = None
+    val_loss: float | None = None
+    leaving: bool = False
+
+    @classmethod
+    def of_json(cls, values: Any) -> Progress:
+        """Return the message that JSON says. Raises ``ProtocolError``."""
+        remedy = "use the same shardmlx"
+        try:
+            progress = cls(**values)
+        except TypeError:
+            raise ProtocolError("this is no progress of an island", remedy) from None
+        losses = [each for each in (progress.loss, progress.val_loss) if each is not None]
+        counts = [progress.step, progress.tokens]
+        are_finite = all(is_number(each) and math.isfinite(each) for each in losses)
+        if not are_finite or not all(type(each) is int for each in counts):
+            raise ProtocolError("progress has a value that is no number", remedy)
+        return progress
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def report_path(fragment: int, seq: int, *, base: int, rows: int, steps: int, tokens: int) -> str:
+    """Return where an island puts its report ``seq``: the encoded difference from version ``base``,
+    made with so many rows, steps and tokens since its last counted one."""
+    counts = f"base={base}&rows={rows}&steps={steps}&tokens={tokens}"
+    return f"/fragments/{fragment}/reports/{seq}?{counts}"

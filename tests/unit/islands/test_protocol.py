@@ -1,0 +1,130 @@
+"""The words of hub and islands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shardmlx.islands.protocol import (
+    Fragment,
+    Join,
+    Joined,
+    Progress,
+    ProtocolError,
+    Tensor,
+    Terms,
+    fragments_of,
+    tensors_of_json,
+)
+
+LAYERS = tuple(
+    Tensor(f"model.layers.{layer}.self_attn.{name}", (4, size))
+    for layer in range(4)
+    for name, size in (("q_proj.lora_a", 2), ("v_proj.lora_a", 3))
+)
+JOIN = Join(model={"type": "llama"}, tensors=LAYERS, rows=7, adapter_config={"num_layers": 4})
+
+
+@pytest.mark.parametrize(
+    ("fragments", "steps"),
+    [(1, {0: [6, 12]}), (2, {0: [3, 9], 1: [6, 12]}), (3, {0: [2, 8], 1: [4, 10], 2: [6, 12]})],
+)
+def test_a_fragment_is_due_once_in_six_steps_and_the_last_one_at_multiples_of_six(
+    fragments: int, steps: dict[int, list[int]]
+) -> None:
+    terms = Terms(inner_steps=6, fragments=fragments)
+    due = [(step, k) for step in range(1, 13) for k in terms.due(step)]
+    assert due == sorted((step, k) for k, of_one in steps.items() for step in of_one)
+
+
+def test_with_more_fragments_than_steps_each_is_due_once_all_the_same() -> None:
+    terms = Terms(inner_steps=2, fragments=5)
+    assert sorted([*terms.due(1), *terms.due(2)]) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"mode": "gossip"}, "gossip"),
+        ({"inner_steps": 0}, "inner_steps is 0"),
+        ({"inner_steps": 4, "overlap": 4}, "overlap is 4"),
+        ({"fragments": True, "inner_steps": "5"}, "'5'"),
+        ({"encoding": "int4"}, "int4"),
+        ({"elastic": 1.5}, "1.5"),
+        ({"unheard": 1}, "unheard"),
+    ],
+)
+def test_terms_that_cannot_be_are_refused_by_name(values: dict[str, Any], named: str) -> None:
+    with pytest.raises(ProtocolError) as refused:
+        Terms.of_json(values)
+    assert named in refused.value.problem
+    assert refused.value.remedy
+
+
+def test_fragments_have_whole_layers_and_about_equal_bytes() -> None:
+    assert [len(each.tensors) for each in fragments_of(LAYERS, 2)] == [4, 4]
+    assert [len(each.tensors) for each in fragments_of(LAYERS, 3)] == [4, 2, 2]
+    assert [len(each.tensors) for each in fragments_of(LAYERS, 4)] == [2, 2, 2, 2]
+    assert sum((each.tensors for each in fragments_of(LAYERS, 3)), ()) == LAYERS
+    with pytest.raises(ProtocolError, match="fragments is 5"):
+        fragments_of(LAYERS, 5)
+
+
+def test_large_tensors_outside_of_layers_are_fragments_of_their_own() -> None:
+    embedding, head = Tensor("model.embed_tokens.weight", (100, 8)), Tensor("lm_head.weight", (9,))
+    parts = fragments_of((embedding, *LAYERS, head), 2)
+    assert [len(each.tensors) for each in parts] == [1, 9]
+
+
+def test_the_length_of_a_body_follows_from_shapes_and_encoding() -> None:
+    fragment = Fragment((Tensor("a", (3, 100)), Tensor("b", (7,))))
+    lengths = {
+        name: fragment.encoded_bytes(name) for name in ("float32", "bfloat16", "int8", "top-k:0.1")
+    }
+    assert fragment.nbytes == 1228
+    assert lengths == {"float32": 1228, "bfloat16": 614, "int8": 319, "top-k:0.1": 248}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, [], 5, [["a"]], [["a", [0]]], [["a", [1]], ["a", [1]]], [[1, [1]]], [["a", "b"]]],
+)
+def test_what_is_no_list_of_tensors_is_refused(value: Any) -> None:
+    with pytest.raises(ProtocolError):
+        tensors_of_json(value)
+
+
+def test_messages_are_the_same_after_their_way_through_json() -> None:
+    import json
+
+    joined = Joined(terms=Terms(elastic=0.5), versions=[3, None], seqs=[1, 0], seed=True)
+    progress = Progress(step=3, tokens=100, val_loss=2.5)
+    for message in (JOIN, joined, progress):
+        assert type(message).of_json(json.loads(json.dumps(message.to_json()))) == message
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"model": {"type": "qwen2"}}, "'qwen2'"),
+        ({"tensors": LAYERS[1:]}, "v_proj"),
+        ({"tensors": LAYERS[:-1]}, "7 tensors"),
+    ],
+)
+def test_another_model_is_refused_by_its_first_difference(
+    changed: dict[str, Any], named: str
+) -> None:
+    values = {"model": JOIN.model, "tensors": LAYERS, "rows": 7, "adapter_config": {}}
+    JOIN.check_same(JOIN)
+    with pytest.raises(ProtocolError) as refused:
+        Join(**{**values, **changed}).check_same(JOIN)
+    assert named in refused.value.problem
+
+
+@pytest.mark.parametrize(
+    "value", [None, {}, {"step": 1, "tokens": "x"}, {"step": 1, "tokens": 2, "loss": float("nan")}]
+)
+def test_progress_that_is_no_number_is_refused(value: Any) -> None:
+    with pytest.raises(ProtocolError):
+        Progress.of_json(value)
