@@ -14,7 +14,14 @@ from tests.helpers.jobs import AFTER_A_KILL, PROGRAMS, Job
 from tests.helpers.models_and_batches import load_weights
 from tests.helpers.mpirun import events, in_file, mlx_lm, mpirun
 from tests.helpers.rank_pool import run_in_pool
-from tests.helpers.small_models import small_directory
+from tests.helpers.shared_texts import (
+    FEW,
+    MODELS,
+    NINE_HEADS,
+    QUANTISED,
+    TOGETHER,
+    expected_texts,
+)
 
 PROMPT = "What is the colour of the sea, and who sails on it?"
 
@@ -36,15 +43,19 @@ def test_two_ranks_with_equal_shares(small: Path, small_quantised: Path, adapter
     check(2, "1,1", "--model", small_quantised, *how, *sampled, drafts=("--draft", "lookup"))
 
 
-def test_three_ranks_and_unequal_shares(small_tokenizer: Path, tmp_path: Path) -> None:
-    model = small_directory(
-        tmp_path / "model",
-        small_tokenizer,
-        hidden_size=72,
-        num_attention_heads=12,
-        num_key_value_heads=6,
-    )
-    check(3, "3,2,1", "--model", model, "--prompt", PROMPT, "--max-tokens", "20")
+@pytest.mark.parametrize(
+    ("ranks", "count", "models"),
+    [(2, 2, MODELS), (4, 2, ("mixtral", NINE_HEADS, QUANTISED)), (3, 3, ("llama",))],
+)
+def test_texts_are_those_of_mlx_lm(ranks: int, count: int, models: Sequence[str]) -> None:
+    """Together, in a conversation that goes on, and with drafts; of nine heads one rank has six."""
+    job = run_in_pool(ranks, PROGRAMS / "shared_texts.py", str(count), *models)
+    found = json.loads(job.well().stdout)
+    assert {name: texts for name, (texts, _, _) in found.items()} == {
+        name: expected_texts(name) for name in models
+    }
+    assert all(cached == len(TOGETHER[0]) + FEW - 1 for _, cached, _ in found.values())
+    assert sum(accepted for *_, accepted in found.values()) > 0 or ranks == 3
 
 
 def test_two_stages_of_two_ranks_generate_and_evaluate(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -17,11 +17,19 @@ from shardmlx.modelfiles.parts import read_shape
 from shardmlx.models.divided_layers import take_share
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.shares import Cut, TensorShares
-from shardmlx.models.slice import Slice
+from shardmlx.models.slice import Slice, Sum
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.further_configs import FURTHER
 from tests.helpers.local_transport import LocalNetwork
 from tests.helpers.models_and_batches import build, tiny_config, with_adapters
+from tests.helpers.shared_texts import (
+    FEW,
+    MODELS,
+    TOGETHER,
+    config_of,
+    expected_texts,
+    shares_of,
+)
 from tests.helpers.undeclared_configs import UNDECLARED
 
 FORMS: Mapping[str, dict[str, Any]] = CONFIGS | UNDECLARED | FURTHER
@@ -53,17 +61,19 @@ def logits_of(part: Slice) -> mx.array:
     return part.last_logits(part.extend(TOKENS, part.new_caches()), TOKENS.size)
 
 
+def sum_of(transport: Transport) -> Sum:
+    """Return the sum over ranks that are threads."""
+    return lambda x: mx.array(np.sum(transport.all_gather(np.array(x)), axis=0))
+
+
 def check(model: nn.Module, shape: ModelShape, shares: TensorShares, most: float = 2e-5) -> None:
     """Check that ranks with ``shares`` of all layers compute the logits of the whole model."""
     models = [deepcopy(model) for _ in shares.weights]
     expected = np.array(logits_of(Slice(model, 0, shape.num_layers)))
 
     def run(transport: Transport) -> np.ndarray:
-        def all_sum(x: mx.array) -> mx.array:
-            return mx.array(np.sum(transport.all_gather(np.array(x)), axis=0))
-
         part = Slice(models[transport.rank], 0, shape.num_layers)
-        take_share(part, shape, shares, transport.rank, all_sum)
+        take_share(part, shape, shares, transport.rank, sum_of(transport))
         held = sum(part[name].size for name in part.parameters() if ".layers." in name)
         quantised = shares.group_size > 1
         own = shares.of(shape, transport.rank)
@@ -120,6 +130,28 @@ def test_weights_that_share_a_scale_stay_together() -> None:
 @pytest.mark.parametrize("family", DIVIDED)
 def test_logits_of_shares_are_those_of_the_whole_model(family: str) -> None:
     check(build(FORMS[family]), read_shape(FORMS[family]), TensorShares((2, 1)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_texts_of_three_and_four_shares(name: str) -> None:
+    """Token by token. ``tests/mpi`` has those of two ranks, and of stages."""
+    model, shape = build(config_of(name)), read_shape(config_of(name))
+    for count in (3, 4)[: shape.layer(0).heads.keys - 2]:
+        models = [deepcopy(model) for _ in range(count)]
+        mx.eval(logits_of(Slice(model, 0, shape.num_layers)))  # and what is no parameter
+
+        def run(transport: Transport, models: Sequence[nn.Module] = models) -> list[int]:
+            part = Slice(models[transport.rank], 0, shape.num_layers)
+            shares = shares_of(name, len(models))
+            take_share(part, shape, shares, transport.rank, sum_of(transport))
+            caches, new, answer = part.new_caches(), TOGETHER[0], list[int]()
+            for _ in range(FEW):
+                logits = part.last_logits(part.extend(mx.array([new]), caches))
+                answer.append(np.array(logits).argmax().tolist())
+                new = answer[-1:]
+            return answer
+
+        assert LocalNetwork(count).run(run) == [expected_texts(name)[0]] * count
 
 
 def test_three_shares_of_three_heads_and_adapters() -> None:
