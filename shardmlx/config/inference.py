@@ -108,7 +108,7 @@ class InferenceConfig(ModelSource):
         None,
         "shares of these ranks in each layer, like 2,1",
         metavar="N,...",
-        unset="equal, as far as heads allow",
+        unset="by memory bandwidth if the hostfile says it, else equal, as far as heads allow",
     )
     batch_size: int = _pipeline(8, "sequences under way at a time, in all groups", minimum=1)
     prefill_step_size: int | None = _pipeline(
@@ -171,7 +171,8 @@ class InferenceConfig(ModelSource):
             f"{self.tensor_shares}: --tensor-parallel {self.tensor_parallel} takes as many numbers "
             "from 1",
             "give one for each rank that shares a layer",
-            when=len(self.shares) != self.tensor_parallel or min(self.shares) < 1,
+            when=bool(self.shares)
+            and (len(self.shares) != self.tensor_parallel or min(self.shares) < 1),
         )
         try:
             is_object = isinstance(self.template_arguments, dict)
@@ -183,9 +184,9 @@ class InferenceConfig(ModelSource):
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """The shares of the ranks that compute a layer together, in proportion."""
+        """The shares of the ranks that compute a layer together, in proportion; () if open."""
         if self.tensor_shares is None:
-            return (1,) * self.tensor_parallel
+            return ()
         words = self.tensor_shares.split(",")
         return tuple(int(each) if each.strip().isdecimal() else 0 for each in words)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from types import MappingProxyType
@@ -82,6 +82,10 @@ BANDWIDTH: Mapping[str, tuple[int, ...]] = MappingProxyType(
 )
 """The GB a second from each chip's memory; two where fewer GPU cores have less."""
 
+_BY_KIND = MappingProxyType(
+    {kind_key(f"Apple {chip}"): 1e9 * min(speeds) for chip, speeds in BANDWIDTH.items()}
+)
+
 _MAC = re.compile(
     r"(?:(?:apple )?(?P<chip>[a-z].*?) +(?:(?P<cores>\d+)[ -]?cores? +)?)?"
     r"(?P<memory>[1-9]\d{0,4}) ?Gi?B",
@@ -106,6 +110,21 @@ def as_macs(machines: Iterable[Machine]) -> tuple[Machine, ...]:
 
 def _wired(memory: int) -> int:
     return memory * 2 // 3 if memory < 36 * GIB else memory * 3 // 4
+
+
+def bandwidth_of(machine: Machine) -> float | None:
+    """Return the bytes a second from a machine's memory, as stated or by its chip: the least of the
+    chip's variants; None if both are unknown."""
+    return machine.bandwidth or _BY_KIND.get(machine.kind or "")
+
+
+def shares_by_bandwidth(machines: Sequence[Machine], size: int) -> tuple[int, ...]:
+    """Return the shares of the ranks of a group of ``size``, in proportion: GB a second from their
+    memories, the least of all groups; equal if one is unknown."""
+    known = [speed for speed in map(bandwidth_of, machines) if speed is not None]
+    if len(known) < len(machines):
+        return (1,) * size
+    return tuple(max(1, round(min(known[place::size], default=0) / 1e9)) for place in range(size))
 
 
 def machines_of(text: str) -> tuple[Machine, ...]:

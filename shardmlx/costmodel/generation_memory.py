@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardmlx.config.inference import WHOLE_CHUNK
 from shardmlx.costmodel.training_setup import BACKENDS
+from shardmlx.costmodel.workload import shared
 from shardmlx.models import kv_cache
 from shardmlx.models.kv_cache import CacheQuantisation
 from shardmlx.models.shape import ModelShape
+from shardmlx.models.shares import TensorShares
 from shardmlx.partitioners import LayerCosts
 
 HIDDEN_ARRAYS, MLP_ARRAYS, QUERY_ARRAYS, SCORE_ARRAYS = 7, 2, 1, 2
@@ -49,6 +51,16 @@ class GenerationSetup:
     """Bytes of the model's head for further tokens on the last stage, if that drafts. The stage
     then has the embedding too, and KV caches of one more layer like its last."""
     backend: str = BACKENDS[0]
+
+
+def setups_of(setup: GenerationSetup, shares: TensorShares) -> list[GenerationSetup]:
+    """Return the facts of the ranks of a stage, whose shares have fewer heads and columns."""
+    found = []
+    for rank in range(shares.size):
+        own, weight_sizes = shared(setup.shape, setup.weight_sizes, shares, rank)
+        beside = setup.beside if rank == 0 else 0
+        found.append(replace(setup, shape=own, weight_sizes=weight_sizes, beside=beside))
+    return found
 
 
 def inference_memory(setup: GenerationSetup, start: int, stop: int) -> int:

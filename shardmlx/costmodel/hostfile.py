@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -91,6 +91,20 @@ def machine_of_each_rank(machines: Iterable[Machine]) -> tuple[Machine, ...]:
     )
 
 
+def as_groups(machines: Sequence[Machine], size: int) -> tuple[Machine, ...]:
+    """Return a machine for each group of ``size`` ranks, with what all of them have together."""
+
+    def together(group: Sequence[Machine], name: str) -> Any:
+        values = [getattr(each, name) for each in group]
+        return None if None in values else sum(values)
+
+    names = ("memory", "wired", "flops")
+    groups = [machines[first : first + size] for first in range(0, len(machines), size)]
+    return tuple(
+        replace(group[0], **{name: together(group, name) for name in names}) for group in groups
+    )
+
+
 _COMMENT = re.compile("#|//")
 
 _PASSED_OVER = ("port", "username", "user-name", "user_name", "max_slots", "max-slots")
@@ -108,6 +122,7 @@ _QUANTITIES: Mapping[str, tuple[Mapping[str, float], str, str, str]] = MappingPr
         "memory": (BYTES, "1MiB", "64GiB", "1PB"),
         "wired": (BYTES, "1MiB", "48GiB", "1PB"),
         "flops": (_FLOPS, "1M", "27T", "1000P"),
+        "bandwidth": (_LINK, "1MB/s", "400GB/s", "1PB/s"),
         "link": (_LINK, "1kB/s", "40Gbps", "1PB/s"),
         "latency": (_SECONDS, "1ns", "30us", "1000s"),
     }

@@ -14,7 +14,7 @@ from shardmlx.modelfiles.model_files import ModelFiles
 from shardmlx.modelfiles.parts import Inspection, Part, inspect_files, needed_shape
 from shardmlx.modelfiles.published_packing import check_packing, published_packing
 from shardmlx.modelfiles.safetensors_header import DTYPE_BITS
-from shardmlx.modelfiles.tensors import loaded_name
+from shardmlx.modelfiles.tensors import loaded_name, scale_group
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.shares import TensorShares
 from shardmlx.partitioners import LayerCosts
@@ -34,6 +34,8 @@ class ModelSizes:
     weight_sizes: LayerCosts
     dtype: str
     quantization: Mapping[str, Any] | None = None
+    group_size: int = 1
+    """The most weights that share a scale."""
 
     @property
     def dtype_bytes(self) -> int:
@@ -149,6 +151,7 @@ def model_sizes(files: ModelFiles, dtype: str | None) -> ModelSizes:
         ),
         dtype=dtype or activation_dtype(inspection),
         quantization=files.config.get("quantization"),
+        group_size=scale_group(files.config),
     )
 
 

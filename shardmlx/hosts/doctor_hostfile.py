@@ -105,6 +105,7 @@ def _line(machine: Machine, remark: str = "") -> str:
         "memory": machine.memory and f"{machine.memory / GIB:.6g}GiB",
         "wired": machine.wired and f"{machine.wired / GIB:.6g}GiB",
         "flops": machine.flops and f"{machine.flops / 1e12:.5g}T",
+        "bandwidth": machine.bandwidth and f"{machine.bandwidth / 1e9:.5g}GB/s",
         "link": machine.link and f"{8 * machine.link / 1e9:.5g}Gbps",
         "latency": machine.latency and f"{1e6 * machine.latency:.5g}us",
         "kind": machine.kind,

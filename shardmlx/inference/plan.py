@@ -10,10 +10,12 @@ from shardmlx.common.digests import bytes_digest
 from shardmlx.common.formatting import gibibytes, numbers_of, plural
 from shardmlx.config.common_options import AUTO, FASTEST, SMALLEST
 from shardmlx.config.inference import NO_DRAFT, InferenceConfig
+from shardmlx.costmodel.chips import shares_by_bandwidth
 from shardmlx.costmodel.generation_memory import (
     GenerationSetup,
     inference_memory,
     kv_cache_memory,
+    setups_of,
 )
 from shardmlx.costmodel.hostfile import Machine
 from shardmlx.costmodel.memory_limits import (
@@ -22,7 +24,7 @@ from shardmlx.costmodel.memory_limits import (
     how_to_allow,
     would_take,
 )
-from shardmlx.costmodel.workload import ModelSizes, shared
+from shardmlx.costmodel.workload import ModelSizes
 from shardmlx.errors import UserError
 from shardmlx.inference.prefix_cache import MOST_BORDERS, cuttable, most_copies
 from shardmlx.models.shape import ModelShape
@@ -121,15 +123,16 @@ def plan_inference(
     model: str,
     draft: ModelSizes | None = None,
     head: int = 0,
-    group_size: int = 1,
 ) -> InferencePlan:
     """Plan a run on the ranks of ``inputs``; ``model`` is the model's digest, and ``draft`` a model
-    that drafts on rank 0, or ``head`` the bytes of the model's own. So many weights as
-    ``group_size`` share a scale. Raises ``UserError`` where layers cannot be divided so, the stage
-    map does not fit the ranks, or the sequences not the memory."""
+    that drafts on rank 0, or ``head`` the bytes of the model's own. Raises ``UserError`` where
+    layers cannot be divided so, the stage map does not fit the ranks, or the sequences not the
+    memory."""
     sizes, cluster, given = inputs.sizes, inputs.cluster, inputs.stage_map
-    shape, shares = sizes.shape, TensorShares(config.shares, group_size)
-    across, size = shares.size, shares.groups(cluster.size)
+    shape, across = sizes.shape, config.tensor_parallel
+    weights = config.shares or shares_by_bandwidth(cluster.machines, across)
+    shares = TensorShares(weights, sizes.group_size)
+    size = shares.groups(cluster.size)
     shares.check(shape)
     limit = None if shape.chooses_caches else config.max_kv_size
     most = min(config.batch_size, load.sequences)
@@ -230,16 +233,6 @@ def _drafting(draft: ModelSizes, setup: GenerationSetup) -> int:
         state_copies=0,
     )
     return inference_memory(of_draft, 0, draft.shape.num_layers)
-
-
-def setups_of(setup: GenerationSetup, shares: TensorShares) -> list[GenerationSetup]:
-    """Return the facts of the ranks of a stage, whose shares have fewer heads and columns."""
-    found = []
-    for rank in range(shares.size):
-        own, weight_sizes = shared(setup.shape, setup.weight_sizes, shares, rank)
-        beside = setup.beside if rank == 0 else 0
-        found.append(replace(setup, shape=own, weight_sizes=weight_sizes, beside=beside))
-    return found
 
 
 def _check_map(

@@ -208,10 +208,7 @@ def prepare(
         )
         sizes = None if draft is None else draft.sizes
         of_head = 0 if head is None else head.nbytes
-        group = opened.group_size
-        planned = partial(
-            plan_inference, config, inputs, load, opened.digest, sizes, of_head, group
-        )
+        planned = partial(plan_inference, config, inputs, load, opened.digest, sizes, of_head)
         plan = on_all_ranks(transport, "planning", planned)
         compare_plans(transport, plan.digest)
         world = None

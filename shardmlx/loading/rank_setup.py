@@ -37,7 +37,7 @@ from shardmlx.loading.discovery import find_weights
 from shardmlx.loading.transfer import Weights
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.modelfiles.parts import needed_shape
-from shardmlx.modelfiles.tensors import read_quantisation
+from shardmlx.modelfiles.tensors import scale_group
 from shardmlx.models.config_reader import read_config
 from shardmlx.models.family import APPROXIMATE
 from shardmlx.models.shape import ModelShape
@@ -70,9 +70,8 @@ class OpenedModel:
 
     @property
     def group_size(self) -> int:
-        """The most weights that share a scale; 1 if they are not quantised."""
-        packing = read_quantisation(self.config)
-        return 1 if packing is None else packing.largest_group
+        """The most weights that share a scale."""
+        return scale_group(self.config)
 
     @property
     def max_positions(self) -> int | None:

@@ -115,6 +115,12 @@ def read_quantisation(config: Mapping[str, Any]) -> QuantisationConfig | None:
     return QuantisationConfig(_quantisation(entry), modules)
 
 
+def scale_group(config: Mapping[str, Any]) -> int:
+    """Return the most weights of a model that share a scale; 1 if they are not quantised."""
+    packing = read_quantisation(config)
+    return 1 if packing is None else packing.largest_group
+
+
 def _quantisation(entry: Mapping[str, Any], where: str = "") -> Quantisation:
     mode = entry.get("mode", "affine")
     bits, group_size = DEFAULTS.get(mode, (4, 64)) if isinstance(mode, str) else (4, 64)

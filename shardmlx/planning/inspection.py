@@ -16,12 +16,19 @@ from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.options import check_options, in_group, refuse, same_as
 from shardmlx.config.specs import ModelSource
-from shardmlx.costmodel.chips import as_macs
-from shardmlx.costmodel.hostfile import Machine, machine_of_each_rank, read_hostfile
+from shardmlx.costmodel.chips import as_macs, shares_by_bandwidth
+from shardmlx.costmodel.hostfile import (
+    Machine,
+    as_groups,
+    machine_of_each_rank,
+    read_hostfile,
+)
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import ModelFiles, find_source, read_model
-from shardmlx.modelfiles.parts import Inspection, inspect_files
+from shardmlx.modelfiles.parts import Inspection, inspect_files, needed_shape
+from shardmlx.modelfiles.tensors import scale_group
 from shardmlx.modelfiles.verify import checksums_to_compare, verify
+from shardmlx.models.shares import TensorShares
 from shardmlx.pipeline.stage_map import read_stage_map
 from shardmlx.planning.layout import make_mesh
 from shardmlx.planning.model_report import as_json, part_table, stage_table, summary, tensor_table
@@ -52,6 +59,9 @@ class InspectOptions:
     )
     stage_map: str | None = common.stage_map(group=_SPLIT)
     hostfile: str | None = common.hostfile(None, group=_SPLIT)
+    tensor_parallel: int = _split(
+        1, "ranks that compute each layer of a stage together", metavar="RANKS", minimum=1
+    )
     rank: int | None = _split(None, "list the tensors that this rank holds", metavar="N", minimum=0)
     context: int | None = _split(
         None,
@@ -69,6 +79,12 @@ class InspectOptions:
         check_options(self)
         if self.verify:
             return
+        refuse(
+            "rank",
+            f"is {self.rank}, and ranks with tensor shares hold parts of tensors",
+            "leave it out",
+            when=self.rank is not None and self.tensor_parallel > 1,
+        )
         both = self.stage_map is not None and self.partitioner is not None
         refuse("partitioner", "divides anew, but --stage-map is given", "leave one out", when=both)
         remedy = "give --pipeline-stages, --stage-map or --hostfile"
@@ -80,7 +96,7 @@ class InspectOptions:
     def divides(self) -> bool:
         """True if the model is to be divided into stages."""
         given = (self.pipeline_stages, self.stage_map, self.hostfile)
-        return any(each is not None for each in given)
+        return any(each is not None for each in given) or self.tensor_parallel > 1
 
 
 LINE = CommandLine(
@@ -123,25 +139,31 @@ def _divide(options: InspectOptions, inspection: Inspection) -> Split | None:
     generation = None
     if options.context is not None:
         generation = generation_of(inspection, options.sequences, options.context)
-    ranks, stage_map = options.pipeline_stages or len(machines), None
+    across, files, stage_map = options.tensor_parallel, inspection.files, None
+    stages = options.pipeline_stages or max(1, len(machines) // across)
     if options.stage_map is not None:
         stage_map = read_stage_map(options.stage_map)
         stage_map.check_pipeline(options.pipeline_stages)
         # Before machines are assigned, since a map of another model matters most.
         stage_map.check_layers(layers)
-        ranks = stage_map.pp
+        stages = stage_map.pp
+    ranks = stages * across
     if machines and ranks > len(machines):
         raise UserError(
             f"{ranks} ranks, but {options.hostfile} has {len(machines)} slots",
             "use as many stages, or add machines",
         )
     machines = machines[:ranks]
+    shares = TensorShares(shares_by_bandwidth(machines, across), scale_group(files.config))
+    if across > 1:
+        shares.check(inspection.shape or needed_shape(files))
+    groups = as_groups(machines, across)
     if stage_map is None:
         name = options.partitioner or _DEFAULT_PARTITIONER
-        stage_map = divide(inspection, name, ranks, machines, generation)
+        stage_map = divide(inspection, name, stages, groups, generation)
     elif machines:
-        make_mesh(stage_map, len(machines), [machine.host for machine in machines])
-    return Split(inspection, stage_map, machines, generation)
+        make_mesh(stage_map, stages, [machine.host for machine in groups])
+    return Split(inspection, stage_map, machines, generation, shares)
 
 
 def _verify(files: ModelFiles, in_json: bool) -> int:

@@ -102,9 +102,13 @@ def _cells(part: Part, files: Sequence[str], each: str = "") -> dict[str, str]:
 def stage_table(split: Split) -> str:
     """Return a table of stages: their places and contents."""
     lines = []
-    for stage, rank in enumerate(split.stage_map.placement):
-        part, memory, nbytes = split.stage(stage), split.memory(rank), split.nbytes(stage)
-        cells = _cells(part, part.files)
+    for stage, rank, share in split.places:
+        part, memory, nbytes = split.stage(stage), split.memory(rank), split.nbytes(stage, share)
+        parameters, held = split.held(stage, share)
+        cells = _cells(part, part.files) | {
+            "parameters": count(parameters),
+            "bytes": gibibytes(held),
+        }
         files = cells.pop("files")
         lines.append(
             {
@@ -169,9 +173,10 @@ def as_json(inspection: Inspection, split: Split | None, held: Part | None) -> d
                 "memory_bytes": split.memory(rank),
                 "layers": list(split.stage_map.partition.ranges[stage]),
                 **_part_json(split.stage(stage)),
-                "generation_bytes": None if split.generation is None else split.nbytes(stage),
+                **dict(zip(("parameters", "bytes"), split.held(stage, share), strict=True)),
+                "generation_bytes": split.nbytes(stage, share) if split.generation else None,
             }
-            for stage, rank in enumerate(split.stage_map.placement)
+            for stage, rank, share in split.places
         ]
     if held is not None:
         result["rank"] = [_tensor_json(tensor) for tensor in held.tensors]

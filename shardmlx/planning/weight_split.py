@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardmlx.costmodel.generation_memory import GenerationSetup, inference_memory
+from shardmlx.costmodel.generation_memory import GenerationSetup, inference_memory, setups_of
 from shardmlx.costmodel.timing import TYPICAL_LENGTH
-from shardmlx.costmodel.workload import DTYPE_BYTES, activation_dtype, model_sizes
+from shardmlx.costmodel.workload import DTYPE_BYTES, activation_dtype, model_sizes, shared
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.parts import Inspection, Part
+from shardmlx.models.shares import WHOLE, TensorShares
 from shardmlx.partitioners import LayerCosts, Problem, get_partitioner
 from shardmlx.pipeline.stage_map import StageMap
 from shardmlx.planning.layout import costs_by_speed
@@ -22,12 +23,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Split:
-    """A model in stages, and the machine of each pipeline rank, if machines are known."""
+    """A model in stages, which ranks have whole, or ``shares`` of, and the machine of each rank, if
+    machines are known."""
 
     inspection: Inspection
     stage_map: StageMap
     machines: tuple[Machine, ...] = ()
     generation: GenerationSetup | None = None
+    shares: TensorShares = WHOLE
+
+    @property
+    def places(self) -> tuple[tuple[int, int, int], ...]:
+        """The stage, rank, and share of the stage, in the order of stages."""
+        of_stages, size = enumerate(self.stage_map.placement), self.shares.size
+        return tuple((i, rank * size + j, j) for i, rank in of_stages for j in range(size))
 
     def stage(self, stage: int) -> Part:
         return self.inspection.stage(*self.stage_map.partition.ranges[stage])
@@ -40,17 +49,32 @@ class Split:
         return Part(tuple({tensor.name: tensor for tensor in held}.values()))
 
     def host(self, rank: int) -> str | None:
-        """Return the host of a pipeline rank, if it is known."""
-        return self.machines[rank].host if self.machines else self.stage_map.host_of(rank)
+        """Return the host of a rank, if it is known."""
+        known = self.stage_map.host_of(rank // self.shares.size)
+        return self.machines[rank].host if self.machines else known
 
     def memory(self, rank: int) -> float | None:
-        """Return the bytes that a pipeline rank may use of its machine, if they are known."""
+        """Return the bytes that a rank may use of its machine, if they are known."""
         return _usable(self.machines[rank]) if self.machines else None
 
-    def nbytes(self, stage: int) -> float:
-        """Return the bytes of a stage: weights, and the memory of generating."""
-        start, stop = self.stage_map.partition.ranges[stage]
-        return _peak(self.inspection, self.generation)(stage, start, stop)
+    def held(self, stage: int, share: int) -> tuple[int, int]:
+        """Return the parameters of a share of a stage, and their bytes."""
+        part, shape = self.stage(stage), self.inspection.shape
+        if shape is None or self.shares.size == 1:
+            return part.parameters, part.nbytes
+        sizes = _sizes(self.inspection)
+        own, own_sizes = shared(shape, sizes, self.shares, share)
+        layers = range(*self.stage_map.partition.ranges[stage])
+        fewer = sum(shape.layer(i).parameters - own.layer(i).parameters for i in layers)
+        less = sum(sizes.layers[i] - own_sizes.layers[i] for i in layers)
+        return part.parameters - fewer, round(part.nbytes - less)
+
+    def nbytes(self, stage: int, share: int) -> float:
+        """Return the bytes of a share of a stage: weights, and the memory of generating."""
+        if self.generation is None:
+            return self.held(stage, share)[1]
+        own = setups_of(self.generation, self.shares)[share]
+        return inference_memory(own, *self.stage_map.partition.ranges[stage])
 
 
 def divide(

@@ -7,7 +7,15 @@ from dataclasses import replace
 import pytest
 
 from shardmlx.common.units import GIB
-from shardmlx.costmodel.chips import HERTZ, SIZES, THUNDERBOLT, as_macs, machines_of
+from shardmlx.costmodel.chips import (
+    HERTZ,
+    SIZES,
+    THUNDERBOLT,
+    as_macs,
+    machines_of,
+    shares_by_bandwidth,
+)
+from shardmlx.costmodel.hostfile import Machine
 from shardmlx.errors import UserError
 
 
@@ -50,6 +58,15 @@ def test_what_a_machine_says_that_it_wires_counts() -> None:
     (mac,) = machines_of("M4 24GB")
     assert as_macs([replace(mac, wired=20 * GIB)])[0].wired == 20 * GIB
     assert as_macs([replace(mac, memory=None)])[0].wired is None
+
+
+def test_shares_go_by_memory_bandwidth_the_least_of_a_chips_variants_and_of_all_groups() -> None:
+    pair = machines_of("M2 Ultra 64GB, M2 16GB")
+    assert shares_by_bandwidth(pair, 2) == (800, 100)
+    assert shares_by_bandwidth((*pair, *reversed(pair)), 2) == (100, 100)
+    max_ = Machine(host="max", kind="apple-m4-max")
+    assert shares_by_bandwidth((max_, replace(max_, bandwidth=5e11)), 2) == (410, 500)
+    assert shares_by_bandwidth((max_, Machine(host="unknown")), 2) == (1, 1)
 
 
 def test_macs_that_are_alike_are_different_hosts_and_one_may_have_memory_alone() -> None:

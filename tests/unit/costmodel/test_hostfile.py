@@ -43,6 +43,7 @@ def test_a_comment_says_what_a_machine_has(tmp_path: Path) -> None:
     [
         ("memory=8GB", "memory", 8_000_000_000),
         ("flops=3.8TFLOPS", "flops", 3.8e12),
+        ("bandwidth=400GB/s", "bandwidth", 4e11),
         ("link=1Gbps", "link", 125e6),
         ("link=1.25GB/s", "link", 1.25e9),
         ("link=3MiB/s", "link", 3 * 2**20),
@@ -52,7 +53,7 @@ def test_a_comment_says_what_a_machine_has(tmp_path: Path) -> None:
 def test_units(tmp_path: Path, comment: str, field: str, value: float) -> None:
     (machine,) = read(tmp_path, f"mac slots=1 # {comment}\n")
     assert getattr(machine, field) == pytest.approx(value, rel=1e-12)
-    others = {"memory", "flops", "link", "latency"} - {field}
+    others = {"memory", "flops", "bandwidth", "link", "latency"} - {field}
     assert all(getattr(machine, each) is None for each in others)
 
 
@@ -82,7 +83,7 @@ def test_comments_on_their_own_lines_are_prose(tmp_path: Path) -> None:
         ("flops=1e999", "'1e999'", "1M to 1000P"),
         ("latency=1e308s", "'1e308s'", "1ns to 1000s"),
         ("memroy=1GiB", "'memroy'", "memory"),
-        ("colour=grey", "'colour'", "memory, wired, flops, link, latency, kind"),
+        ("colour=grey", "'colour'", "memory, wired, flops, bandwidth, link, latency, kind"),
         ("kind=", "kind", "kind=m2-ultra"),
         ("link=1Gbps link=1Gbps", "link", "once"),
         ("memory=8GiB wired=9GiB", "'mac'", "wired"),

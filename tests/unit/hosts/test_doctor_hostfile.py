@@ -21,6 +21,7 @@ MEASURED = Machine(
     memory=64 * GIB,
     wired=48 * GIB,
     flops=27.2e12,
+    bandwidth=8e11,
     link=2e9,
     latency=30.5e-6,
     kind="apple-m2-ultra",
@@ -37,8 +38,8 @@ def test_the_planner_reads_what_was_written(tmp_path: Path) -> None:
     bare = Machine(host="10.0.0.7")
     text = hostfile_text([MEASURED, bare], date="2026-11-21")
     assert text.splitlines()[-2:] == [
-        "studio.local slots=2  # memory=64GiB wired=48GiB flops=27.2T link=16Gbps "
-        "latency=30.5us kind=apple-m2-ultra",
+        "studio.local slots=2  # memory=64GiB wired=48GiB flops=27.2T bandwidth=800GB/s "
+        "link=16Gbps latency=30.5us kind=apple-m2-ultra",
         "10.0.0.7 slots=1",
     ]
     assert read(text, tmp_path) == (MEASURED, bare)

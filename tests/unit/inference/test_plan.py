@@ -258,6 +258,16 @@ def test_ranks_that_share_a_stage_hold_their_heads_and_columns() -> None:
     assert made.mesh.sharing(2) == (2, 3)
 
 
+def test_shares_that_nobody_gives_go_by_memory_bandwidth() -> None:
+    fast, slow = (
+        Machine(host=name, memory=ROOM, kind=f"apple-{name}") for name in ("m2-max", "m2")
+    )
+    config = GenerateConfig(model="m", tensor_parallel=2)
+    machines = Cluster(machines=(fast, slow))
+    inputs = PlanInputs(workload(), machines, budgets_of(machines, None), None, machines)
+    assert plan_inference(config, inputs, ONE, "digest").shares.weights == (400, 100)
+
+
 SHARED: dict[str, Any] = {"tensor_parallel": 2}
 
 

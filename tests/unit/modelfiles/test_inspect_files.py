@@ -193,6 +193,23 @@ def test_generating_takes_keys_and_values_of_every_token(tiny: str, capsys: Capt
         assert after["generation_bytes"] > after["bytes"]
 
 
+def test_shares_of_a_stage_have_fewer_heads_and_columns(
+    tiny: str, tmp_path: Path, capsys: Capture
+) -> None:
+    hosts, given = tmp_path / "hosts", ("--tensor-parallel", "2", "--context", "4096")
+    hosts.write_text("a slots=1 # bandwidth=300GB/s\nb slots=1 # bandwidth=100GB/s\n")
+    (whole,) = report(capsys, tiny, "--pipeline-stages", "1")["stages"]
+    first, second = report(capsys, tiny, *given)["stages"]
+    assert (first["rank"], second["rank"]) == (0, 1)
+    assert first["bytes"] == second["bytes"]
+    layers = sum(part["bytes"] for part in report(capsys, tiny)["parts"] if "layer" in part["part"])
+    assert whole["bytes"] - first["bytes"] == pytest.approx(layers / 2, rel=0.02)  # norms are whole
+    assert first["generation_bytes"] > first["bytes"] == 2 * first["parameters"]
+    stages = report(capsys, tiny, *given, "--hostfile", str(hosts))["stages"]
+    assert [stage["host"] for stage in stages] == ["a", "b"]
+    assert stages[0]["bytes"] > stages[1]["bytes"]
+
+
 def test_memory_makes_room_for_keys_and_values(tiny: str, tmp_path: Path, capsys: Capture) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("a slots=1 # wired=8MiB\nb slots=1 # wired=32MiB\n")
@@ -231,6 +248,8 @@ def test_a_rank_lists_the_tensors_that_it_holds(tiny: str, capsys: Capture) -> N
         (["--pipeline-stages", "2", "--partitioner", "best"], "'best'"),
         (["--pipeline-stages", "2", "--context", "0"], "--context is 0"),
         (["--context", "9"], "--context needs a split"),
+        (["--tensor-parallel", "2", "--rank", "0"], "--rank is 0"),
+        (["--tensor-parallel", "3"], "fewer heads of keys and values than ranks: 2"),
         (["--stage-map", "nowhere.yaml"], "nowhere.yaml"),
         (["--hostfile", "nowhere"], "nowhere"),
         (["--colour"], "'--colour'"),

@@ -134,7 +134,7 @@ def test_fp8_is_shown_as_stored_and_planned_as_it_is_loaded() -> None:
     assert sum(layer.nbytes for layer in inspection.layers) < sum(sizes.layers)
     generation = generation_of(inspection, sequences=1, context=1)
     stage_map = divide(inspection, "uniform", 1, generation=generation)
-    assert Split(inspection, stage_map, (), generation).nbytes(0) > sum(sizes.layers)
+    assert Split(inspection, stage_map, (), generation).nbytes(0, 0) > sum(sizes.layers)
 
 
 def test_headers_without_a_packed_tensor_contradict_the_config() -> None:
