@@ -41,13 +41,35 @@ class Piece(NamedTuple):
         parts = [mx.take(array, mx.arange(*each), axis=self.axis) for each in self.ranges]
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=self.axis)
 
-    def put(self, piece: mx.array, whole: mx.array) -> None:
-        """Set the piece in a whole array."""
-        before, at = (slice(None),) * self.axis, 0
+    @property
+    def size(self) -> int:
+        return sum(stop - start for start, stop in self.ranges)
+
+    @property
+    def everything(self) -> Piece:
+        return self._replace(ranges=((0, self.whole),))
+
+    def common(self, other: Piece) -> list[tuple[slice, slice]]:
+        """Return what both have of the whole array: where in this piece, and in the other."""
+        found, at = [], 0
         for start, stop in self.ranges:
-            following = at + stop - start
-            whole[(*before, slice(start, stop))] = piece[(*before, slice(at, following))]
-            at = following
+            to = 0
+            for first, last in other.ranges:
+                low, high = max(start, first), min(stop, last)
+                if low < high:
+                    size, here, there = high - low, at + low - start, to + low - first
+                    found.append((slice(here, here + size), slice(there, there + size)))
+                to += last - first
+            at += stop - start
+        return found
+
+    def put(self, piece: mx.array, target: mx.array, other: Piece) -> int:
+        """Set in ``target``, an ``other`` piece of the same array, what both have of it; return how
+        many rows or columns that is."""
+        before, common = (slice(None),) * self.axis, self.common(other)
+        for here, there in common:
+            target[(*before, there)] = piece[(*before, here)]
+        return sum(there.stop - there.start for _, there in common)
 
 
 class Slice:

@@ -140,7 +140,7 @@ class Collector:
                 continue
             whole = mx.zeros(spec.shape, DTYPES[spec.dtype])
             for member, own, piece in self._pieces[spec.name]:
-                piece.put(self._received(member, own), whole)
+                piece.put(self._received(member, own), whole, piece.everything)
             mx.eval(whole)
             yield spec.name, whole
 
@@ -245,9 +245,9 @@ def _json(content: Mapping[str, Any], indent: int) -> list[bytes]:
     return [(json.dumps(content, indent=indent) + "\n").encode()]
 
 
-def safetensors_header(specs: Sequence[TensorSpec]) -> bytes:
+def safetensors_header(specs: Sequence[TensorSpec], **metadata: str) -> bytes:
     """Return the bytes before the data of a safetensors file, whose tensors come in this order."""
-    header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "mlx", **metadata}}
     offset = 0
     for spec in specs:
         header[spec.name] = {

@@ -6,20 +6,25 @@ tensors, one by one, to ranks that need them and see no copy.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 import mlx.core as mx
 
 from shardmlx.checkpoint.export import DTYPES
-from shardmlx.checkpoint.store import Manifest, Store, name_of
+from shardmlx.checkpoint.store import PIECES, Manifest, Store, name_of
 from shardmlx.distributed.byte_stream import Incoming, Outgoing
 from shardmlx.distributed.messages import OBJECT_TAG, buffer_of, new_buffer
 from shardmlx.distributed.shared_disks import Disks
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.safetensors_header import Header, PlacedTensor, read_bytes, read_header
+from shardmlx.models.slice import Piece
+
+NO_PIECES: Mapping[str, Piece] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +126,11 @@ class CheckpointReader:
         for theirs in transport.all_gather(mine, "reading the headers of the checkpoint"):
             headers |= theirs
         self._headers = dict(sorted(headers.items()))
+        self._pieces = {
+            file: {name: Piece(*each) for name, each in json.loads(text).items()}
+            for file, header in headers.items()
+            if (text := header.metadata.get(PIECES))
+        }
 
     def names(self, kind: str) -> list[str]:
         """Return the names of all tensors in the files of a kind: ``weights``, for one."""
@@ -129,11 +139,45 @@ class CheckpointReader:
     def _of(self, kind: str) -> dict[str, Header]:
         return {file: each for file, each in self._headers.items() if file.startswith(f"{kind}-")}
 
-    def read(self, kind: str, wanted: Callable[[str], bool]) -> Iterator[tuple[str, mx.array]]:
-        """Yield this rank's tensors from the files of one kind. All ranks must exhaust it."""
+    def read(
+        self, kind: str, wanted: Callable[[str], bool], own: Mapping[str, Piece] = NO_PIECES
+    ) -> Iterator[tuple[str, mx.array]]:
+        """Yield this rank's tensors from the files of one kind: of weights in ``own``, and of what
+        is named after them, these pieces, whatever pieces the files have. All ranks must exhaust
+        it."""
+        begun: dict[str, mx.array] = {}
+        left: dict[str, int] = {}
+
+        def pieces(file: str, name: str) -> tuple[Piece, Piece] | None:
+            """Return the pieces that a file and this rank have; None if both have all."""
+            theirs, mine = (_piece(name, each) for each in (self._pieces.get(file, NO_PIECES), own))
+            some = theirs or mine
+            return some and (theirs or some.everything, mine or some.everything)
+
+        def takes(file: str, name: str) -> bool:
+            both = pieces(file, name)
+            return wanted(name) and (both is None or bool(both[0].common(both[1])))
+
+        for file, name, array in self._stored(kind, takes):
+            if (both := pieces(file, name)) is None:
+                yield name, array
+                continue
+            theirs, mine = both
+            if name not in begun:
+                shape = [*array.shape[: mine.axis], mine.size, *array.shape[mine.axis + 1 :]]
+                begun[name], left[name] = mx.zeros(shape, array.dtype), mine.size
+            left[name] -= theirs.put(array, begun[name], mine)
+            mx.eval(begun[name])
+            if not left[name]:
+                yield name, begun.pop(name)
+
+    def _stored(
+        self, kind: str, takes: Callable[[str, str], bool]
+    ) -> Iterator[tuple[str, str, mx.array]]:
+        """Yield (file, name, tensor) of those that this rank takes."""
         transport, rank = self._transport, self._transport.rank
         for file, header in self._of(kind).items():
-            mine = [name for name in header.tensors if wanted(name)]
+            mine = [name for name in header.tensors if takes(file, name)]
             sees_it = self._found.seen_by.of(rank) in self._found.disks[file]
             lacking = transport.all_gather([] if sees_it else mine, f"reading {file}")
             read, source = partial(read_bytes, self._directory), self._source(file)
@@ -149,13 +193,18 @@ class CheckpointReader:
                         stream.close()
                     elif rank == peer:
                         pieces = Incoming(transport, nbytes, source, OBJECT_TAG, what)
-                        yield name, _filled(tensor, pieces)
+                        yield file, name, _filled(tensor, pieces)
                 if sees_it and name in mine:
-                    yield name, _filled(tensor, tensor.pieces(read))
+                    yield file, name, _filled(tensor, tensor.pieces(read))
 
     def _source(self, file: str) -> int:
         """Return the rank that sends a file to the ranks that do not see it."""
         return self._found.seen_by.groups[self._found.disks[file][0]][0]
+
+
+def _piece(name: str, pieces: Mapping[str, Piece]) -> Piece | None:
+    """Return the piece of a weight, or of what is named after it, if ``pieces`` have one."""
+    return pieces.get(name) or pieces.get(name.rpartition(".")[0])
 
 
 def _filled(tensor: PlacedTensor, pieces: Iterable[bytes | memoryview]) -> mx.array:

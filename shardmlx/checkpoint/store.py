@@ -4,7 +4,7 @@
 
     checkpoints/
         step-0000100/
-            weights-00.safetensors    what is trained on pipeline rank 0, by global names
+            weights-00.safetensors    what rank 0 of a replica trains, by global names
             optimizer-00.safetensors  its optimizer state: the name of the weight, and of the state
             errors-00-01.safetensors  what its replica 1 has rounded off of sums, where that is kept
             ...
@@ -40,6 +40,9 @@ from shardmlx.errors import UserError
 MANIFEST = "checkpoint.json"
 MARKER = "COMMITTED"
 LOCK = ".lock"
+
+PIECES = "pieces"
+"""Name in a file's metadata of the places of its tensors of which other files have the rest."""
 
 FORMAT = 1
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,13 +23,14 @@ import mlx.core as mx
 
 from shardmlx.checkpoint.export import SaveError, safetensors_header, specs_of
 from shardmlx.checkpoint.resume import Storage
-from shardmlx.checkpoint.store import FileInfo, Manifest, Store
+from shardmlx.checkpoint.store import PIECES, FileInfo, Manifest, Store
 from shardmlx.common.durable_files import flush_to_disk
 from shardmlx.distributed import byte_stream
 from shardmlx.distributed.byte_stream import Incoming, Outgoing
 from shardmlx.distributed.messages import CHECKPOINT_TAG, buffer_of, in_a_row, tag_of_run
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import one_line
+from shardmlx.models.slice import Piece
 
 SECONDS_TO_WRITE = 12 * 3600.0
 """Limit of a wait: a slow network may need hours, and signs of life reveal a dead rank."""
@@ -46,12 +48,16 @@ class Snapshot:
     arrays: tuple[mx.array, ...]
 
     @classmethod
-    def of(cls, name: str, tensors: Mapping[str, mx.array]) -> Snapshot:
-        """Hold these tensors, which must not change until they are written."""
+    def of(
+        cls, name: str, tensors: Mapping[str, mx.array], pieces: Mapping[str, Piece] | None = None
+    ) -> Snapshot:
+        """Hold these tensors, which must not change until they are written: of weights in
+        ``pieces``, and of what is named after them, other files have the rest."""
         mx.eval(list(tensors.values()))
         # Parts of larger arrays are held as they are, too.
         arrays = [in_a_row(array) for array in tensors.values()]
-        return cls(name, safetensors_header(specs_of(tensors)), tuple(arrays))
+        metadata = {PIECES: json.dumps(pieces)} if pieces else {}
+        return cls(name, safetensors_header(specs_of(tensors), **metadata), tuple(arrays))
 
     @property
     def nbytes(self) -> int:

@@ -288,6 +288,9 @@ class LayoutOptions(Spec):
     data_parallel: int | None = _pipeline(
         None, "replicas; instead of --pipeline-stages", unset="ranks / --pipeline-stages", minimum=1
     )
+    tensor_parallel: int = _pipeline(
+        1, "ranks that compute each layer together", metavar="RANKS", minimum=1
+    )
     partitioner: str = common.partitioner(group="pipeline")
     schedule: str = _pipeline(
         AUTO,

@@ -221,9 +221,6 @@ class TrainConfig(
         minimum=0,
         unset="none, or warmup in lr_schedule",
     )
-    tensor_parallel: int = _pipeline(
-        1, "ranks that compute each layer together", metavar="RANKS", minimum=1
-    )
     sweep: str | None = _training(
         None, "adapters to train side by side: a YAML file of names and options", metavar="FILE"
     )
@@ -274,7 +271,7 @@ class TrainConfig(
             ("optimizer", self.optimizer in ("muon", "adafactor"), "use adam, adamw or sgd"),
             ("zero", bool(self.zero), "leave it out"),
             ("unfreeze_all", self.unfreeze_all, "leave it out"),
-            ("checkpoint_dir", self.checkpoint_dir is not None, "leave it out"),
+            ("sum_dtype", self.keeps_errors, "use bfloat16"),
             ("sweep", self.sweep is not None, "train one after the other"),
             ("stage_map", self.stage_map is not None, "give --pipeline-stages"),
         ):

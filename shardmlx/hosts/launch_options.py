@@ -108,13 +108,7 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
     if flags.hostfile is not None and takes_hostfile and "hostfile" not in given.names:
         # The hostfile that mpirun reads describes the machines, too.
         options = replaced(options, hostfile=flags.hostfile)
-    chose_directory = bool(
-        restarts
-        and trains
-        and read.train
-        and read.checkpoint_dir is None
-        and read.tensor_parallel == 1
-    )
+    chose_directory = bool(restarts and trains and read.train and read.checkpoint_dir is None)
     if chose_directory:
         directory = Path(read.adapter_path) / "checkpoints"
         options = replaced(options, checkpoint_dir=str(directory))
@@ -208,7 +202,9 @@ def plan_again(
             "give it by --stage-map, and launch can plan again without it",
         )
     for ranks in range(len(machines), 0, -1):
-        alone = replace(layout, stage_map=None, pipeline_stages=ranks, data_parallel=None)
+        alone = replace(
+            layout, stage_map=None, pipeline_stages=ranks, data_parallel=None, tensor_parallel=1
+        )
         if _suits(alone, run.batch, None, machines[:ranks], layers):
             break
     else:
@@ -221,6 +217,9 @@ def plan_again(
     if layout.data_parallel is not None:
         new = {"pipeline_stages": ranks, "data_parallel": 1}
         given = f"--data-parallel {layout.data_parallel}"
+    if layout.tensor_parallel > 1:
+        new = {**new, "pipeline_stages": ranks, "tensor_parallel": 1}
+        given = f"--tensor-parallel {layout.tensor_parallel}"
     unused = f", {len(machines) - ranks} unused" if ranks < len(machines) else ""
     chosen = f"one pipeline of {ranks}" if new else "the run chooses it"
     instead = f", instead of {given}" if stage_map or new else ""
@@ -236,7 +235,9 @@ def _suits(
     layers: int | None,
 ) -> bool:
     """Tell whether the options can be used as they are on these machines, one a rank."""
-    ranks = len(machines)
+    ranks, left_over = divmod(len(machines), layout.tensor_parallel)
+    if left_over or not ranks:
+        return False
     schedule = get_schedule(SIMPLEST if layout.schedule == AUTO else layout.schedule)
     try:
         layout = layout.for_ranks(ranks)

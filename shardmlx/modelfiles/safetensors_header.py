@@ -76,6 +76,7 @@ class Header:
     tensors: Mapping[str, PlacedTensor]
     data_offset: int
     file_size: int
+    metadata: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ def parse_header(text: bytes, file_size: int, where: str | Path) -> Header:
         raise UserError(f"{where}: its header is not valid JSON: {AGAIN}") from None
     if not isinstance(content, dict):
         raise UserError(f"{where}: its header is no JSON object: {AGAIN}")
-    content.pop("__metadata__", None)
+    metadata = content.pop("__metadata__", None) or {}
     data_offset = LENGTH_BYTES + len(text)
     tensors = {
         name: _tensor(entry, Path(where).name, data_offset, f"{where}: tensor {name!r}")
@@ -151,7 +152,7 @@ def parse_header(text: bytes, file_size: int, where: str | Path) -> Header:
         )
     if reached < file_size:
         raise UserError(f"{where} has {file_size - reached} bytes after its last tensor: {AGAIN}")
-    return Header(tensors, data_offset, file_size)
+    return Header(tensors, data_offset, file_size, metadata)
 
 
 def parse_index(text: bytes, where: str | Path) -> Index:

@@ -55,6 +55,12 @@ class Checkpoints:
             self._writer = CheckpointWriter(
                 job.transport, place.store, place.storage, keep, job.number
             )
+        self._pieces = {
+            name: each.part.pieces[name]
+            for each in job.stages
+            for name in each.names
+            if name in each.part.pieces
+        }
         self._point: Point | None = None
         self._errors: Mapping[str, mx.array] = {}
         self._saved_step = 0
@@ -76,13 +82,15 @@ class Checkpoints:
             raise AgreedError(f"the checkpoint of step {found.manifest.step} lacks {name}")
         holds = engine.shards.holds
         mine = {name for stage in stages for name in stage.names if holds(name)}
-        for name, array in reader.read(WEIGHTS, mine.__contains__):
+        for name, array in reader.read(WEIGHTS, mine.__contains__, self._pieces):
             for stage in stages:
                 if name in stage.part:
                     stage.part[name] = array
         updated = {name for name in mine if self._updater.updates(name)}
         state = reader.read(
-            OPTIMIZER, lambda name: "." not in name or name.rpartition(".")[0] in updated
+            OPTIMIZER,
+            lambda name: "." not in name or name.rpartition(".")[0] in updated,
+            self._pieces,
         )
         self._updater.restore(dict(state))
         errors = engine.reducer.errors
@@ -196,8 +204,9 @@ class Checkpoints:
 
     def _parts(self) -> list[Snapshot]:
         """Return this rank's weights, optimizer state and rounding errors, each once in the job."""
-        replica, pipeline_rank = self._job.planned.plan.mesh.coordinates(self._transport.rank)
-        whole = f"{pipeline_rank:02d}"
+        mesh, rank = self._job.planned.plan.mesh, self._transport.rank
+        replica, place = divmod(rank, mesh.pp * mesh.tp)
+        whole = f"{place:02d}"
         part = f"{whole}-{replica:02d}"
         snapshots = []
         if self._errors:
@@ -209,7 +218,9 @@ class Checkpoints:
             name: stage.part[name]
             for stage in self._job.stages
             for name in stage.names
-            if shards.holds(name) and (stage.part.is_first or not stage.part.shares(name))
+            if shards.holds(name)
+            and (stage.part.is_first or not stage.part.shares(name))
+            and (name in self._pieces or mesh.share(rank) == 0)
         }
         state = self._updater.state()
         kept = {
@@ -217,11 +228,13 @@ class Checkpoints:
             for name, array in state.items()
             if "." not in name or name.rpartition(".")[0] in weights
         }
-        if self._transport.rank != 0:
+        if rank != 0:
             kept = {name: array for name, array in kept.items() if "." in name}
         if replica == 0 or shards.weights is not None:
             number = whole if shards.weights is None else part
-            snapshots.append(Snapshot.of(f"{WEIGHTS}-{number}.safetensors", weights))
+            file = f"{WEIGHTS}-{number}.safetensors"
+            snapshots.append(Snapshot.of(file, weights, self._pieces))
         number = part if shards.divides else whole
-        snapshots.append(Snapshot.of(f"{OPTIMIZER}-{number}.safetensors", kept))
+        file = f"{OPTIMIZER}-{number}.safetensors"
+        snapshots.append(Snapshot.of(file, kept, self._pieces))
         return snapshots

@@ -81,7 +81,7 @@ def load_run(
         resumption = Resumption()
         if tune.train:
             divides = tune.divides_optimizer or tune.keeps_errors
-            owners = plan.mesh.size if divides else plan.mesh.pp
+            owners = plan.mesh.size // (1 if divides else plan.mesh.dp)
             resumption = prepare_resumption(
                 planned.checkpoints, transport, reporter, identity, owners
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -75,6 +76,22 @@ DROPPED = {"rank": 4, "scale": 10.0, "dropout": 0.1, "keys": ["self_attn.v_proj"
 """Adapters of matrices whose inputs are whole, so that the masks are those of one process."""
 
 
+def train(
+    ranks: int, output: Path, model: Path, data: Path, *how: str | Path, **options: object
+) -> Path:
+    """Train for three steps; return the directory of the weights, and of ``metrics.jsonl``."""
+    output.mkdir()
+    run_in_pool(
+        ranks,
+        *("-m", "shardmlx.train", "--model", model, "--data", data, *how),
+        *in_file(output / "options.yaml", **options, num_layers=4),
+        *("--learning-rate", "0.01", "--iters", "3", "--steps-per-report", "1"),
+        *("--max-seq-length", "64", "--val-batches", "1"),
+        *("--adapter-path", output, "--metrics-file", output / "metrics.jsonl"),
+    ).well()
+    return output
+
+
 @pytest.mark.parametrize(
     ("options", "ranks", "how"),
     [
@@ -92,26 +109,46 @@ def test_training_is_that_of_one_process(
     tmp_path: Path,
 ) -> None:
     """Losses, gradients, and the weights that are saved, which are whole."""
+    options = {"optimizer": "sgd", **options}
     losses, weights = [], []
-    runs: dict[int, tuple[str, ...]] = {1: (), ranks: ("--tensor-parallel", "2", *how)}
-    for count, shared in runs.items():
-        output, metrics = tmp_path / f"{count}", tmp_path / f"{count}.jsonl"
-        run_in_pool(
-            count,
-            *("-m", "shardmlx.train", "--model", small, "--data", pirate),
-            *shared,
-            *in_file(tmp_path / "options.yaml", **options, num_layers=4, optimizer="sgd"),
-            *("--learning-rate", "0.01", "--iters", "3", "--steps-per-report", "1"),
-            *("--max-seq-length", "64", "--val-batches", "1"),
-            *("--adapter-path", output, "--metrics-file", metrics),
-        ).well()
-        steps = events(metrics, "train")
+    for count, shared in ((1, ()), (ranks, ("--tensor-parallel", "2", *how))):
+        output = train(count, tmp_path / f"{count}", small, pirate, *shared, **options)
+        steps = events(output / "metrics.jsonl", "train")
         losses.append([each[key] for each in steps for key in ("loss", "grad_norm")])
         weights.append(load_weights(output))
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert weights[1].keys() == weights[0].keys()
     for name, array in weights[0].items():
         np.testing.assert_allclose(weights[1][name], array, atol=1e-6, err_msg=name)
+
+
+def test_a_run_that_was_killed_goes_on_with_other_shares(
+    small: Path, pirate: Path, tmp_path: Path
+) -> None:
+    """To the bit in the same layout. Adam's moments are pieces, too."""
+
+    def run(name: str, *how: str, after: str | None = None) -> Path:
+        checkpoints = tmp_path / "checkpoints" / name
+        if after is not None:
+            step = "step-0000002"
+            shutil.copytree(tmp_path / "checkpoints" / after / step, checkpoints / step)
+        saves = ("--checkpoint-dir", checkpoints, "--checkpoint-every", "2")
+        options = {"fine_tune_type": "full", "optimizer": "adam"}
+        return train(2, tmp_path / name, small, pirate, *how, *saves, **options)
+
+    shared, stages = ("--tensor-parallel", "2"), ("--pipeline-stages", "2")
+    wholes = {"shared": run("shared", *shared), "stages": run("stages", *stages)}
+    for name, how, after in (
+        ("the same", shared, "shared"),
+        ("as stages", stages, "shared"),
+        ("as shares", shared, "stages"),
+    ):
+        output = run(name, *how, after=after)
+        assert [each["step"] for each in events(output / "metrics.jsonl", "train")] == [3]
+        weights, expected = load_weights(output), load_weights(wholes[after])
+        most = 0.0 if name == "the same" else 1e-5
+        for each, array in expected.items():
+            np.testing.assert_allclose(weights[each], array, atol=most, err_msg=each)
 
 
 @pytest.mark.parametrize(

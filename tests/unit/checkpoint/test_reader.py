@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
+from shardmlx.checkpoint.reader import CheckpointReader, find_checkpoint
 from shardmlx.checkpoint.store import MANIFEST, MARKER, FileInfo, Store
+from shardmlx.checkpoint.writer import Snapshot
+from shardmlx.distributed.shared_disks import find_disks
+from shardmlx.models.slice import Piece
 from tests.helpers.checkpoints import (
+    as_bytes,
     flip,
     hosts,
     load,
+    manifest_of,
+    on_ranks,
     save,
     search,
     whole,
+    writer_on,
 )
+from tests.helpers.local_transport import LocalTransport
 
 SECOND_FILE = "weights-01.safetensors"
 
@@ -152,3 +163,60 @@ def test_a_step_that_some_disks_completed_is_there_if_they_have_all_of_it(tmp_pa
             shutil.rmtree(Store(base / each / "checkpoints").path(2))
         expected = 1 if missing == "cd" else 2
         assert load(hosts(base, "abcd")) == whole(4, seed=expected), missing
+
+
+def pieces_of(rows: Sequence[tuple[int, int]], columns: tuple[int, int]) -> dict[str, Piece]:
+    return {"up": Piece(tuple(rows), 12, 0), "down": Piece((columns,), 8, 1)}
+
+
+EVEN = [
+    pieces_of([(0, 3), (6, 9)], (0, 4)),  # two matrices in one
+    pieces_of([(3, 6), (9, 12)], (4, 8)),
+]
+UNEVEN = [
+    pieces_of([(0, 4), (6, 10)], (0, 6)),
+    pieces_of([(4, 5), (10, 11)], (6, 7)),
+    pieces_of([(5, 6), (11, 12)], (7, 8)),
+]
+ALL: list[dict[str, Piece]] = [{}]
+
+
+@pytest.mark.parametrize("seen", ["aaa", "abc"])
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [(EVEN, EVEN), (EVEN, UNEVEN), (UNEVEN, EVEN), (EVEN, ALL), (ALL, UNEVEN)],
+)
+def test_a_piece_is_read_from_whatever_pieces_were_written(
+    tmp_path: Path,
+    seen: str,
+    written: Sequence[Mapping[str, Piece]],
+    read: Sequence[Mapping[str, Piece]],
+) -> None:
+    wholes = {"up": mx.arange(60).reshape(12, 5), "down": mx.arange(48).reshape(6, 8)}
+    mx.eval(wholes)
+
+    def part(pieces: Mapping[str, Piece], suffix: str) -> dict[str, mx.array]:
+        cut = {k: pieces[k].of(v) if k in pieces else v for k, v in wholes.items()}
+        return {name + suffix: array for name, array in cut.items()}
+
+    def work(transport: LocalTransport, store: Store) -> None:
+        rank = transport.rank
+        writer = writer_on(transport, store, "rank0", len(written))
+        files = {"weights": "", "optimizer": ".m"}
+        parts = [
+            Snapshot.of(f"{kind}-{rank:02d}.safetensors", part(pieces, suffix), pieces)
+            for pieces in written[rank : rank + 1]
+            for kind, suffix in files.items()
+        ]
+        writer.start(manifest_of(1) if rank == 0 else None, 1, parts)
+        writer.wait()
+        transport.barrier("written")
+        found, _ = find_checkpoint(transport, store, find_disks(transport, store.directory))
+        assert found is not None
+        reader = CheckpointReader(transport, found)
+        own = read[min(rank, len(read) - 1)]
+        for kind, suffix in files.items():
+            got = as_bytes(dict(reader.read(kind, {*part(own, suffix)}.__contains__, own)))
+            assert got == as_bytes(part(own, suffix))
+
+    on_ranks(hosts(tmp_path, seen), work)

@@ -46,6 +46,7 @@ def stage_map(tmp_path: Path) -> str:
         (4, "--pipeline-stages 2"),
         (2, "--pipeline-stages 1 --batch-size 4"),
         (3, "--schedule zb-v"),
+        (4, "--tensor-parallel 2 --data-parallel 2"),
     ],
 )
 def test_what_still_fits_stays(count: int, options: str, model: str) -> None:
@@ -67,6 +68,7 @@ def test_what_still_fits_stays(count: int, options: str, model: str) -> None:
             "--schedule zb-v --batch-size 3 --pipeline-stages 8",
         ),
         (18, "", 16, ""),
+        (3, "--tensor-parallel 2", 3, "--pipeline-stages 3 --tensor-parallel 1"),
     ],
 )
 def test_what_does_not_fit_becomes_one_pipeline(
