@@ -28,7 +28,6 @@ class Point:
 
     step: int
     state: Mapping[str, Any]
-    mine: Any = None
 
 
 class Checkpoints:
@@ -179,8 +178,7 @@ class Checkpoints:
 
     def _manifest(self, point: Point) -> Manifest | None:
         """Return, on rank 0, the manifest of the checkpoint but for its files."""
-        everyone = self._transport.gather(point.mine, what="checkpoint")
-        if everyone is None:
+        if self._transport.rank != 0:
             return None
         assert self._job.identity is not None, "rank 0 has it"
         plan = self._job.planned.plan
@@ -188,7 +186,7 @@ class Checkpoints:
             step=point.step,
             files=(),
             identity=self._job.identity,
-            state={**point.state, "ranks": everyone},
+            state=point.state,
             plan={  # for people to read: any layout can resume it
                 **asdict(plan.mesh),
                 "schedule": plan.schedule,

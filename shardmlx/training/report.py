@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 from mlx_lm.tuner.callbacks import get_reporting_callbacks
 
 from shardmlx.common.formatting import gibibytes, percent
@@ -16,7 +15,6 @@ from shardmlx.costmodel.memory_limits import exceeded
 from shardmlx.engine.trace import Meter, RankReport
 from shardmlx.planning.stragglers import Watch, compute_of_ranks
 from shardmlx.training.batch_feed import Share
-from shardmlx.training.growth import Growth
 from shardmlx.training.losses import Evaluated
 from shardmlx.training.scores import Scores, in_words, means_of
 from shardmlx.training.setup import TrainingRun
@@ -38,8 +36,6 @@ class TrainingReport:
         self._total_tokens = 0
         self._skipped = 0
         self._lengths: Counter[int] = Counter()  # micro-batches by length
-        self._shapes: set[tuple[int, int]] = set()
-        self._growth = Growth(self._hosts, planned.limits)
         self._watch = Watch.of(planned.plan, planned.cluster)
         self._callback: Any = None
 
@@ -63,7 +59,6 @@ class TrainingReport:
         plan = self._planned.plan
         sequences = plan.micro_batch_size if plan.pack else 1
         self._lengths.update(-(-each.shape[1] // sequences) for each in share.microbatches)
-        self._shapes.update(each.shape for each in share.microbatches if each.places is None)
         self._totals.append(scores.total)
         self._tokens.append(share.valid_tokens)
         self._counts.append(share.count)
@@ -73,41 +68,24 @@ class TrainingReport:
         self._skipped += 1
         del self._totals[-steps:], self._tokens[-steps:], self._counts[-steps:]
 
-    def mine(self) -> list[list[float]]:
-        """Return this rank's totals since the last report, by step. Not collective."""
-        return list(self._totals)
-
     def state(self) -> dict[str, Any]:
-        """Return the report's state for a checkpoint, beside ``mine``. Not collective."""
-        return {
-            "tokens": list(self._tokens),
-            "counts": list(self._counts),
-            "total_tokens": self._total_tokens,
-            "skipped": self._skipped,
-        }
+        """Return the report's state for a checkpoint. Not collective."""
+        return {"total_tokens": self._total_tokens + sum(self._tokens), "skipped": self._skipped}
 
-    def restore(self, state: Mapping[str, Any], mine: Sequence[Sequence[Sequence[float]]]) -> None:
-        """Restore ``state`` and, from all ranks of that run, ``mine``."""
-        self._tokens = list(state["tokens"])
-        self._counts = list(state.get("counts", state["tokens"]))  # 0.2.0 had no counts
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore ``state``: the next report is of the steps from here on. Not collective."""
         self._total_tokens = state["total_tokens"]
         self._skipped = state["skipped"]
-        weight = float(self._job.transport.rank == 0)
-        self._totals = [
-            np.atleast_1d(weight * np.sum(of_ranks, axis=0)).tolist()
-            for of_ranks in zip(*mine, strict=True)
-        ]
 
     def step(self, step: int, grad_norm: float | None, bar: Bar) -> None:
         """Report the mean of the steps since the last report, and each rank's work."""
-        report = self._meter.report((self._totals, len(self._shapes)))
+        report = self._meter.report(self._totals)
         tokens, counts = self._tokens, self._counts
         self._totals, self._tokens, self._counts = [], [], []
         self._total_tokens += sum(tokens)
         if report is None:
             return
-        ranks, extras = report
-        totals, shapes = zip(*extras, strict=True)
+        ranks, totals = report
         if not tokens:
             self._reporter.warn(f"step {step}: every step since the last report was skipped")
             return
@@ -139,15 +117,11 @@ class TrainingReport:
             "skipped": self._skipped,
             "step_seconds": seconds,
             "bubble": sum(rank.times.bubble for rank in ranks) / len(ranks),
-            "shapes": max(shapes),
         }
         bar.note(f"loss {values['loss']:.3f}  {values['tokens_per_second']:.0f} tok/s")
         self._reporter.say(_line(values, in_words(means), ranks))
         self._reporter.event("train", {**values, "ranks": [each.as_json() for each in ranks]})
         self._look_for_stragglers(step, ranks)
-        active = [rank.active_memory_bytes for rank in ranks]
-        for warning in self._growth.observe(step, values["shapes"], active):
-            self._reporter.warn(warning)
         if self._callback is not None:
             self._callback.on_train_loss_report(
                 {

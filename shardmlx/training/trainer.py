@@ -168,7 +168,7 @@ class Trainer:
         self._start = self._done = manifest.step
         self.best = Best(**state.get("best", {}))
         self._meter.start_after(manifest.step)
-        self._report.restore(state["report"], state["ranks"])
+        self._report.restore(state["report"])
         self._gradients.restore(state["loss_scale"])
         if self._batches is not None:
             set_random_state(self._random, state["random"])
@@ -269,7 +269,7 @@ class Trainer:
             "best": asdict(self.best),
             **position,
         }
-        return Point(step, state, self._report.mine())
+        return Point(step, state)
 
     def _fault(self) -> Fault | None:
         """Return why the present weights should replace nothing; None if they may.

@@ -254,22 +254,7 @@ def test_what_the_metrics_tell(results: Results, run: str) -> None:
         assert {path.name for path in (whole.checkpoints / name).iterdir()} == {*on_the_page}
     (summary,) = events(whole.metrics, "summary")
     assert summary["checkpoints"]["saved"] == 3
-
-
-def test_a_report_over_the_interruption_is_that_of_the_whole_run(
-    small: Path, pirate: Path, tmp_path: Path
-) -> None:
-    """Steps 4 and 5 were made before, step 6 after: one line tells of all three."""
-    models = {"small": small}
-    flags, whole = arguments("lora", tmp_path / "whole", models, pirate)
-    more, resumed = arguments("lora", tmp_path / "resumed", models, pirate)
-    three = ["--steps-per-report", "3"]
-    train_well(1, *flags, *three)
-    interrupt(whole, resumed, 5)
-    train_well(1, *more, *three)
-    assert resumed.losses()["train", 6] == whole.losses()["train", 6]
-    last = [events(each.metrics, "summary")[0]["tokens"] for each in (whole, resumed)]
-    assert last[0] == last[1]
+    assert events(resumed.metrics, "summary")[0]["tokens"] == summary["tokens"]
 
 
 # Without a shared disk: each rank works in a directory of its own.

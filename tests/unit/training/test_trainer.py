@@ -117,7 +117,6 @@ def test_few_widths_leave_the_losses_as_they_are(
     many = events(options, "train", ranks=2)
     monkeypatch.setattr(batches, "MOST_WIDTHS", 2)
     few = events(options, "train", ranks=2)
-    assert many[-1]["shapes"] > few[-1]["shapes"] == 2
     assert [each["loss"] for each in few] == pytest.approx([each["loss"] for each in many])
 
 
