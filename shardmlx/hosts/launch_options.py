@@ -3,7 +3,7 @@ MLX, no MPI."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,24 +12,23 @@ from shardmlx.common.formatting import plural
 from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.commands import BY_NAME, OF_RANKS
-from shardmlx.config.common_options import AUTO, SIMPLEST
+from shardmlx.config.common_options import AUTO
 from shardmlx.config.options import check_options, flag_of, in_group
-from shardmlx.config.specs import BatchOptions, LayoutOptions, RunSpec
 from shardmlx.config.train import CheckpointOptions
-from shardmlx.costmodel.hostfile import Machine, is_unnamed, read_hostfile, same_host
-from shardmlx.costmodel.workload import Workload
+from shardmlx.costmodel.hostfile import Machine, read_hostfile
 from shardmlx.errors import UserError
 from shardmlx.hosts.reachability import is_local
 from shardmlx.hosts.supervisor import SECONDS_TO_SAVE, JobControl
-from shardmlx.modelfiles.model_files import open_model
-from shardmlx.pipeline.mesh import Mesh
-from shardmlx.pipeline.schedules import get_schedule
-from shardmlx.pipeline.stage_map import StageMap, read_stage_map
-from shardmlx.planning.layout import divide_batch
 
 _MAX_RESTARTS = 3
 
 _MPIRUN = "how they are started"
+
+_LAYOUT = (
+    *("stage_map", "pipeline_stages", "data_parallel", "tensor_parallel"),
+    *("replica_rows", "schedule"),
+)
+"""Options of ``train`` that may not suit fewer ranks."""
 
 _ranks = in_group("ranks and hosts")
 _mpirun = in_group(_MPIRUN)
@@ -72,8 +71,9 @@ LINE = CommandLine(
 class LaunchOptions:
     """The flags of launch, and the options of the command. ``machines`` are in mpirun's order.
 
-    ``run``, ``checkpoints`` and ``config_file`` are those of ``train``; ``chose_directory`` is True
-    if launch lets it save checkpoints, and the user did not say where.
+    ``checkpoints``, ``config_file`` and the names of the options ``in_file`` are those of
+    ``train``; ``chose_directory`` is True if launch lets it save checkpoints, and the user did not
+    say where.
     """
 
     flags: LaunchFlags
@@ -82,9 +82,9 @@ class LaunchOptions:
     ranks: int
     machines: tuple[Machine, ...]
     control: JobControl
-    run: RunSpec | None = None
     checkpoints: CheckpointOptions | None = None
     config_file: str | None = None
+    in_file: Collection[str] = ()
     chose_directory: bool = False
     max_restarts: int = 0
 
@@ -121,9 +121,9 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
         ranks=ranks,
         machines=machines,
         control=_control(command, read, is_here=is_local(machines[0].host)),
-        run=RunSpec.of(read) if trains else None,
         checkpoints=CheckpointOptions.of(read) if trains else None,
         config_file=read.config if trains else None,
+        in_file=given.file.keys(),
         chose_directory=chose_directory,
         max_restarts=restarts,
     )
@@ -179,85 +179,24 @@ def replaced(options: Sequence[str], **new: str | int | None) -> tuple[str, ...]
     return tuple(words)
 
 
-def plan_again(
-    options: Sequence[str],
-    run: RunSpec,
-    machines: Sequence[Machine],
-    file: str | None = None,
-) -> tuple[int, tuple[str, ...], str]:
-    """Return the ranks, the options of ``train`` and a line about them for ``machines``, one a
-    rank: the layout as given if it suits, else one pipeline through as many as there are layers.
-    Raises ``UserError`` if the user's file prevents a necessary change, or no layout suits."""
-    layers, layout = _layers(run), run.layout
-    stage_map = None if layout.stage_map is None else read_stage_map(layout.stage_map)
-    here = plural(len(machines), "rank")
-    if _suits(layout, run.batch, stage_map, machines, layers):
-        return len(machines), tuple(options), f"layout for {here}: as given"
-    cleared = replaced(
-        options, stage_map=None, pipeline_stages=None, data_parallel=None, replica_rows=None
-    )
-    if stage_map is not None and cleared == tuple(options):
+def plan_again(launch: LaunchOptions, ranks: int) -> tuple[tuple[str, ...], str]:
+    """Return the options of ``train`` for fewer ``ranks``, and a line about them: the run chooses
+    its layout, or where the user's file settles one, takes one pipeline. Raises ``UserError`` for a
+    stage map in the file."""
+    here = plural(ranks, "rank")
+    if "stage_map" in launch.in_file:
         raise UserError(
-            f"{file}: stage_map does not suit the {here} left",
+            f"{launch.config_file}: stage_map does not suit the {here} left",
             "give it by --stage-map, and launch can plan again without it",
         )
-    for ranks in range(len(machines), 0, -1):
-        alone = replace(
-            layout, stage_map=None, pipeline_stages=ranks, data_parallel=None, tensor_parallel=1
-        )
-        if _suits(alone, run.batch, None, machines[:ranks], layers):
-            break
-    else:
-        raise UserError(
-            f"no layout of {layout.schedule} for the {here} left", "leave --schedule out"
-        )
-    new, given = {}, str(stage_map)
-    if layout.pipeline_stages is not None:
-        new, given = {"pipeline_stages": ranks}, f"--pipeline-stages {layout.pipeline_stages}"
-    if layout.data_parallel is not None:
-        new = {"pipeline_stages": ranks, "data_parallel": 1}
-        given = f"--data-parallel {layout.data_parallel}"
-    if layout.tensor_parallel > 1:
-        new = {**new, "pipeline_stages": ranks, "tensor_parallel": 1}
-        given = f"--tensor-parallel {layout.tensor_parallel}"
-    unused = f", {len(machines) - ranks} unused" if ranks < len(machines) else ""
-    chosen = f"one pipeline of {ranks}" if new else "the run chooses it"
-    instead = f", instead of {given}" if stage_map or new else ""
-    line = f"layout for {plural(ranks, 'rank')}{unused}: {chosen}{instead}"
-    return ranks, replaced(cleared, **new), line
-
-
-def _suits(
-    layout: LayoutOptions,
-    batch: BatchOptions,
-    stage_map: StageMap | None,
-    machines: Sequence[Machine],
-    layers: int | None,
-) -> bool:
-    """Tell whether the options can be used as they are on these machines, one a rank."""
-    ranks, left_over = divmod(len(machines), layout.tensor_parallel)
-    if left_over or not ranks:
-        return False
-    schedule = get_schedule(SIMPLEST if layout.schedule == AUTO else layout.schedule)
-    try:
-        layout = layout.for_ranks(ranks)
-        pp = layout.pipeline_stages or ranks if stage_map is None else stage_map.pp
-        mesh = Mesh.for_world(ranks, pp)
-        rows, size = divide_batch(batch, mesh)
-        if stage_map is None:
-            virtual = schedule.default_virtual
-            schedule.check(pp, -(-rows // size), virtual)
-            return layers is None or pp * virtual <= layers
-    except UserError:
-        return False
-    # Hosts are compared as train does, as far as the hostfile names its machines.
-    pairs = ((stage_map.host_of(rank), machines[rank].host) for rank in range(pp))
-    return all(not wanted or is_unnamed(host) or same_host(wanted, host) for wanted, host in pairs)
-
-
-def _layers(run: RunSpec) -> int | None:
-    try:
-        files = open_model(run.model, run.revision)
-        return Workload.of(files, run.fine_tune, run.batch).shape.num_layers
-    except (UserError, OSError):
-        return None
+    options = replaced(launch.options, **dict.fromkeys(_LAYOUT))
+    alone: dict[str, int | str] = {
+        "pipeline_stages": ranks,
+        "data_parallel": 1,
+        "tensor_parallel": 1,
+        "schedule": AUTO,
+    }
+    settled = {name: value for name, value in alone.items() if name in launch.in_file}
+    is_one = not settled.keys().isdisjoint(("pipeline_stages", "data_parallel"))
+    chosen = "one pipeline" if is_one else "the run chooses it"
+    return replaced(options, **settled), f"layout for {here}: {chosen}"

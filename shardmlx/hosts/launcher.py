@@ -16,7 +16,6 @@ from shardmlx.checkpoint.store import MARKER
 from shardmlx.common.cli import BAD_INPUT
 from shardmlx.common.environment import keep_awake
 from shardmlx.common.formatting import plural
-from shardmlx.costmodel.hostfile import machine_of_each_rank
 from shardmlx.errors import Stopped, UserError, one_line
 from shardmlx.hosts.findings import Finding
 from shardmlx.hosts.launch_options import LaunchOptions, plan_again, read_options, replaced
@@ -190,7 +189,7 @@ class Launcher:
     def _next(self, before: Sequence[str]) -> Start:
         """Return the next start, on the hosts that answer; ``before`` are those of the last."""
         launch = self.launch
-        if launch.run is None or launch.checkpoints is None:
+        if launch.checkpoints is None:
             self._wait_for_hosts()
             _say("the server starts again; its prefix cache is lost")
             return Start(launch.hosts, launch.ranks, launch.options)
@@ -207,10 +206,10 @@ class Launcher:
             raise GaveUp(f"the host of rank 0, {findings[first]}")
         ranks, options = launch.ranks, launch.options
         if len(left) < len(launch.hosts):
-            machines = [machine for machine in launch.machines if machine.host in left]
-            each = machine_of_each_rank(machines)[: launch.ranks]
+            slots = sum(each.slots for each in launch.machines if each.host in left)
+            ranks = min(slots, launch.ranks)
             try:
-                ranks, options, line = plan_again(options, launch.run, each, launch.config_file)
+                options, line = plan_again(launch, ranks)
             except UserError as error:
                 raise GaveUp(one_line(error)) from None
             _say(line)

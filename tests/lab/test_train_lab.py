@@ -80,7 +80,7 @@ def test_of_three_hosts_one_goes_and_the_others_go_on(
         (line,) = job.error_lines
         assert "rank 1 on mac2" in line
         assert "launch: goes on without mac2: no login (" in job.stdout
-        assert "one pipeline of 2, instead of --pipeline-stages 3" in job.stdout
+        assert "launch: layout for 2 ranks: the run chooses it" in job.stdout
         (resumed,) = events(home / "metrics", "resume")
         assert resumed["step"] >= SAVED_EVERY
         check_losses(home, expected)

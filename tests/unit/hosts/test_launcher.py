@@ -285,17 +285,17 @@ def test_a_host_that_is_gone_is_dropped_and_taken_back(
     ]
     assert lab.options == [
         "-n 4 --pipeline-stages 4",
-        "-n 3 --pipeline-stages 3 --resume auto",
-        "-n 2 --pipeline-stages 2 --resume auto",
+        "-n 3 --resume auto",
+        "-n 2 --resume auto",
         "-n 4 --pipeline-stages 4 --resume auto",
     ]
     said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("launch: ")]
     assert [line for line in said if "restart" not in line] == [
         f"launch: goes on without {gone('anna@mini.lan')}",
-        "launch: layout for 3 ranks: one pipeline of 3, instead of --pipeline-stages 4",
+        "launch: layout for 3 ranks: the run chooses it",
         f"launch: goes on without {gone('book')}",
         "launch: mini.lan is back",
-        "launch: layout for 2 ranks: one pipeline of 2, instead of --pipeline-stages 4",
+        "launch: layout for 2 ranks: the run chooses it",
         "launch: book is back",
         "launch: all hosts are there: layout as given",
     ]
