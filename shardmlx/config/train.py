@@ -344,10 +344,10 @@ class TrainConfig(
         """Fill and check the schedule; with ``epochs`` it follows once the data is read."""
         if self.lr_schedule is None and not self.warmup:
             return
-        schedule = self._filled(self.lr_schedule)
-        check_lr_schedule(schedule)
+        if self.lr_schedule is not None:
+            check_lr_schedule(self.lr_schedule)
         if self.epochs is None:
-            object.__setattr__(self, "lr_schedule", schedule)
+            object.__setattr__(self, "lr_schedule", self._filled(self.lr_schedule))
 
     def _filled(self, schedule: Mapping[str, Any] | None) -> dict[str, Any]:
         updates = max(1, self.iters // self.grad_accumulation_steps)

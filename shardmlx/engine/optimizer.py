@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.optimizers as optim
@@ -17,7 +17,7 @@ from shardmlx.config.checks import NO_SCALE, OPTIMIZERS
 from shardmlx.config.common_options import AUTO
 from shardmlx.engine.divided_weights import Shards
 from shardmlx.engine.stage import Stage, layer_of
-from shardmlx.errors import UserError
+from shardmlx.errors import UserError, one_line
 
 MASTER = "master"
 """Name of a weight's float32 copy in the optimizer's state."""
@@ -40,21 +40,27 @@ def build_optimizer(
 ) -> optim.Optimizer:
     """Build the optimizer that ``mlx_lm.lora`` would build from the same options.
 
-    Raises ``UserError`` for invalid options.
+    Raises ``UserError`` for options with which it makes no update: one is tried.
     """
     try:
         rate = build_schedule(dict(lr_schedule)) if lr_schedule else learning_rate
-    except (AttributeError, KeyError, TypeError, IndexError, ValueError) as error:
+        if callable(rate):
+            mx.eval(rate(mx.array(1)))
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise UserError(
-            f"lr_schedule {dict(lr_schedule or {})}: {error}; it needs a name out of "
-            "mlx.optimizers.schedulers and its arguments"
+            f"lr_schedule {dict(lr_schedule or {})}: {one_line(error)}",
+            "give the arguments of this schedule in mlx.optimizers",
         ) from None
+    kind = OPTIMIZERS[name].class_name
     try:
-        kind = getattr(optim, OPTIMIZERS[name].class_name)
-        made: optim.Optimizer = kind(learning_rate=rate, **config)
-        return made
-    except (TypeError, ValueError) as error:
-        raise UserError(f"optimizer_config {name}: {error}") from None
+        made, tried = (getattr(optim, kind)(learning_rate=rate, **config) for _ in range(2))
+        mx.eval(tried.apply_gradients({"tried": mx.ones((2, 2))}, {"tried": mx.ones((2, 2))}))
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"optimizer_config {name} {dict(config)}: {one_line(error)}",
+            f"give settings that {kind} of mlx.optimizers takes",
+        ) from None
+    return cast(optim.Optimizer, made)
 
 
 class Updater:

@@ -100,8 +100,9 @@ def run(options: ProfileOptions, transport: Transport, blas: Blas) -> None:
 
 def _read(options: ProfileOptions) -> tuple[dict[str, Any], Workload]:
     check_writable(Path(options.output), "--output")
-    files = open_model(options.model, options.revision)
-    return dict(files.config), Workload.of(files, FineTune.of(options), BatchOptions.of(options))
+    files, fine_tune = open_model(options.model, options.revision), FineTune.of(options)
+    optimizer_of(fine_tune)  # refuses its settings before anything is measured
+    return dict(files.config), Workload.of(files, fine_tune, BatchOptions.of(options))
 
 
 def _chip() -> str:

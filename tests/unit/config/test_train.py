@@ -1,6 +1,5 @@
 """The options of training: mlx_lm.lora's names, defaults and YAML files, and ours beside them."""
 
-import inspect
 import json
 import re
 from dataclasses import FrozenInstanceError, replace
@@ -8,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from shardmlx.config.checks import LR_SCHEDULES, OPTIMIZERS
 from shardmlx.config.options import declared
 from shardmlx.config.train import LINE, TrainConfig
 from shardmlx.errors import UserError
@@ -104,26 +102,6 @@ def test_the_example_of_mlx_lm_loads_unchanged(tmp_path: Path) -> None:
     assert isinstance(config.hf_dataset, dict)
     assert config.hf_dataset["path"] == "billsum"
     assert config.resume_adapter_file is None
-
-
-def test_optimizers_and_their_settings_are_those_of_mlx() -> None:
-    import mlx.optimizers as optim
-
-    for name, facts in OPTIMIZERS.items():
-        cls = getattr(optim, facts.class_name)
-        assert cls.__name__.lower() == name
-        settings = set(inspect.signature(cls).parameters) - {"learning_rate"}
-        assert set(facts.settings) == settings, name
-    assert len(OPTIMIZERS) == 5
-
-
-def test_learning_rate_schedules_are_those_of_mlx() -> None:
-    import mlx.optimizers.schedulers as schedulers
-
-    for name, parameters in LR_SCHEDULES.items():
-        signature = inspect.signature(getattr(schedulers, name)).parameters.values()
-        expected = [p.name if p.default is p.empty else f"[{p.name}]" for p in signature]
-        assert list(parameters) == expected, name
 
 
 @pytest.mark.parametrize("name", ["attention_chunk", "loss_chunk"])
@@ -318,7 +296,7 @@ def test_a_config_is_frozen_and_owns_its_mappings() -> None:
         ("--clear-cache-threshold many", "2GB"),
         ("--report-to wanbd", "wandb, swanlab, tensorboard"),
         ("--lr-schedule cosine", "cosine_decay"),
-        ("--lr-schedule step_decay:fast", "init, decay_rate, step_size"),
+        ("--lr-schedule step_decay:fast", "give numbers"),
         ("--data-parallel 2 --stage-map m", "leave one out"),
         ("--iters many", "shardmlx train --help"),
         ("--iters", "shardmlx train --help"),
@@ -371,10 +349,8 @@ LORA = "lora_parameters: {rank: 8, scale: 2.0, dropout: 0"
         ("hf_dataset: {path: x, test_split: 5}", "test_split 5", "text"),
         ("hf_dataset: {path: x, day: 2024-01-01}", "give plain numbers", ""),
         ("optimizer_config: {adamx: {}}", "'adamx'", "adam"),
-        ("optimizer_config: {adam: {betas: [0.9, 1]}}", "adam.betas [0.9, 1]", "two numbers"),
-        ("optimizer_config: {sgd: {nesterov: true}}", "sgd.nesterov", "momentum"),
+        ("optimizer_config: {adam: 1}", "adam 1", "a mapping"),
         ("lr_schedule: {name: cosine}\nepochs: 2", "'cosine'", "cosine_decay"),
-        ("lr_schedule: {name: cosine_decay, arguments: [1e-5]}", "[1e-05]: cosine_decay", ""),
         ("lr_schedule: {name: step_decay, arguments: [1, 1, 9], warmup: -1}", "-1", "steps"),
         ("loss_scale: 1000", "1000", "a power of two"),
         ("unfreeze_all: true", "fine_tune_type lora", "use full"),

@@ -220,7 +220,19 @@ def test_float32_weights_have_no_copies() -> None:
     [
         ({"name": "cosine"}, {}, "lr_schedule {'name': 'cosine'}: "),
         ({"arguments": [1]}, {}, "lr_schedule {'arguments': [1]}: "),
-        (None, {"momentum": 1}, "optimizer_config adam: "),
+        (
+            {"name": "cosine_decay", "arguments": ["a", 5]},
+            {},
+            "lr_schedule {'name': 'cosine_decay'",
+        ),
+        (
+            {"name": "step_decay", "arguments": [1, 1, 9, 2]},
+            {},
+            "lr_schedule {'name': 'step_decay'",
+        ),
+        (None, {"momentum": 1}, "optimizer_config adam {'momentum': 1}: "),
+        (None, {"betas": [0.9, 1]}, "optimizer_config adam {'betas': [0.9, 1]}: "),
+        (None, {"eps": "small"}, "optimizer_config adam {'eps': 'small'}: "),
     ],
 )
 def test_what_makes_no_optimizer_is_named(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from shardmlx.config.train import LINE, TrainConfig
 from shardmlx.costmodel.chips import BANDWIDTH, SIZES
 from shardmlx.hosts.launch_options import read_options
 from shardmlx.main import main
@@ -41,6 +42,11 @@ def refused(capsys: Capture, *words: str) -> str:
     return said
 
 
+def trained(command: str) -> TrainConfig:
+    """Return the options of ``train`` in a command of launch."""
+    return LINE.load(read_options(shlex.split(command)[2:]).options)
+
+
 def test_macs_are_planned_by_name(capsys: Capture) -> None:
     text = planned(capsys, "--machines", PAIR, "--data-parallel", "1", "-o", "map.yaml")
     assert [line[5:].split()[:2] for line in text.splitlines()[3:5]] == [
@@ -69,16 +75,12 @@ def test_the_longest_sequence_is_in_the_command_that_is_printed(capsys: Capture)
     text = planned(capsys, "--hostfile", "timed", "--max-of", "seq")
     first, *_, command = text.splitlines()
     length = int(first.removeprefix("longest sequence that fits: ").removesuffix(" tokens"))
-    options = read_options(shlex.split(command)[2:])
-    assert options.run is not None
-    assert options.run.batch.max_seq_length == length > 2048
+    assert trained(command).max_seq_length == length > 2048
 
 
 def test_the_largest_micro_batch_is_one_of_as_many_as_there_are_ranks(capsys: Capture) -> None:
     text = planned(capsys, "--hostfile", "timed", "--max-of", "batch")
-    options = read_options(shlex.split(text.splitlines()[-1])[2:])
-    assert options.run is not None
-    batch = options.run.batch
+    batch = trained(text.splitlines()[-1])
     assert batch.batch_size == 2 * (batch.micro_batch_size or 0)
     assert f"{batch.micro_batch_size} x 2048 tokens" in text.splitlines()[0]
 
