@@ -25,6 +25,7 @@ def take_share(
     """Leave the layers of ``part`` the share of a ``rank`` of a group, of a model of ``shape``.
     Nothing is read. Raises ``UserError`` where mlx-lm's code does not take it."""
     own = shares.of(shape, rank)
+    part.share = f".{rank}"
     for i, layer in part.layers.items():
         heads, fewer = shape.layer(i).heads, own.layer(i).heads
         for path, cut in shares.cuts(shape.layer(i), rank).items():

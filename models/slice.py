@@ -110,6 +110,8 @@ class Slice:
         self.dtype: mx.Dtype = states.dtype
         self.hidden_size: int = states.shape[-1]
         self.output_size = parts.width if self.is_last else self.hidden_size
+        self.share = ""
+        """The share that the slice has of its layers, in the names of its caches."""
         self.pieces: dict[str, Piece] = {}
         """The places of parameters in whole ones, where others of a group have the rest."""
         self.partial: tuple[str, ...] = ()
@@ -304,6 +306,12 @@ class Slice:
             return self._decoder.new_caches()
         # mlx-lm keeps the first four tokens too.
         return [RotatingKVCache(max_kv_size, keep=4) for _ in self._decoder.caches]
+
+    @property
+    def cache_names(self) -> tuple[str, ...]:
+        """Names of ``new_caches``, the same for a layer in whichever slice it is."""
+        names = [f"{i}{self.share}" for i in self._decoder.caches]
+        return (*names, "count") if len(names) < len(self._decoder.new_caches()) else (*names,)
 
     def extend(self, x: mx.array, caches: Sequence[Any]) -> mx.array:
         """Do the same with the next T tokens of each sequence; ``caches`` grow by T."""

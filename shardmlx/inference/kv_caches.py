@@ -34,6 +34,14 @@ Caches = list[Any]
 them only where they are written to while both are still used."""
 
 
+@dataclass(frozen=True, slots=True)
+class KeptCaches:
+    """The caches of a kept sequence, and at each border copies of what cannot be cut of them."""
+
+    caches: Caches
+    borders: dict[int, list[Caches]]
+
+
 @dataclass(slots=True)
 class _BatchedCaches:
     """The merged caches of a group, one row for each of its ``sequences``."""
@@ -131,6 +139,16 @@ class KVCaches:
                 for cache in self._alone[sequence]
             ]
             self._borders.setdefault(sequence, {})[item.border] = uncut
+
+    def kept(self, sequence: int) -> KeptCaches:
+        return KeptCaches(self._alone[sequence], self._borders.get(sequence, {}))
+
+    def restore(self, sequence: int, kept: KeptCaches) -> None:
+        """Keep caches that were read for a sequence of this number."""
+        self._alone[sequence] = [*map(_evaluated, kept.caches)]
+        self._borders[sequence] = kept.borders
+        parts = [part for copies in kept.borders.values() for layer in copies for part in layer]
+        mx.eval([part.state for part in parts if part is not None])
 
     def _caches_of(self, sequence: int) -> Caches:
         """Return the caches of a sequence, which shares them with none."""

@@ -46,7 +46,7 @@ import numpy as np
 from shardmlx.distributed.messages import Handle, buffer_of
 from shardmlx.inference.detokenize import IncrementalDetokenizer
 from shardmlx.inference.drafts import NO_DRAFTS, Draft, DraftCounts, Drafter, Drafting, HeadDrafter
-from shardmlx.inference.prefix_cache import CachedPrefix, PrefixCache
+from shardmlx.inference.prefix_cache import CachedPrefix, KeptPrefix, PrefixCache
 from shardmlx.inference.rounds import Round, Rounds
 from shardmlx.inference.sampler import packed_width, unpack
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
@@ -76,9 +76,9 @@ class _Sequence:
 
 class FirstStage:
     """Rank 0: prompts come in here, and tokens come out. With a ``prefix_cache`` the KV caches of
-    ended sequences are kept for prompts that begin like them, within the scheduler's capacity.
-    ``drafting`` lets one step give a sequence several tokens; they come as if by steps of their
-    own."""
+    ended sequences are kept for prompts that begin like them, within the scheduler's capacity, and
+    on the disk where the worker has files. ``drafting`` lets one step give a sequence several
+    tokens; they come as if by steps of their own."""
 
     def __init__(
         self,
@@ -100,6 +100,7 @@ class FirstStage:
         self._rounds = Rounds()
         # Tokens of a round that come after its first.
         self._others: deque[tuple[int, SampledToken]] = deque()
+        self._stored: tuple[tuple[int, str], ...] = ()
 
     @property
     def is_idle(self) -> bool:
@@ -158,9 +159,31 @@ class FirstStage:
             self.finish(sequence)
 
     def keep_alive(self) -> None:
-        """Tell the other ranks that all is well while nothing is generated. Raises as ``step``."""
+        """Tell the other ranks that all is well while nothing is generated, and store what is kept.
+        Raises as ``step``."""
+        item, files, cache = self._scheduler.idle_item(), self._worker.files, self._prefix_cache
+        kept = files.that_fit(cache.kept) if files is not None and cache is not None else {}
+        keys = _keys(kept)
+        if files is None or keys == self._stored:
+            self._tell(item)
+            return
+        self._stored = keys
+        self._tell(replace(item, stored=keys))
+        files.write_index([*kept.values()])
+
+    def restore(self, prefixes: Sequence[KeptPrefix]) -> None:
+        """Keep sequences of which all stages have files, as far as there is room."""
+        assert self._prefix_cache is not None
+        for number, prefix in enumerate(prefixes, -len(prefixes)):
+            self._prefix_cache.keep(number, prefix.tokens.tolist(), prefix.borders)
+        self._make_room()
+        self._scheduler.idle_item()  # takes those without room, which no stage has
+        self._stored = _keys(self._prefix_cache.kept)
+        self._tell(Item(ItemKind.IDLE, restored=self._stored))
+
+    def _tell(self, item: Item) -> None:
         self._worker.begin(None)
-        item = replace(self._scheduler.idle_item(), rejected=self._rounds.take_rejected())
+        item = replace(item, rejected=self._rounds.take_rejected())
         self._worker.announce(item)
         self._worker.outbox.drain(UNSENT)
         self._worker.retract()
@@ -201,7 +224,9 @@ class FirstStage:
                 yield number, text
 
     def stop(self) -> None:
-        """Have all ranks return from ``LaterStage.run``."""
+        """Have all ranks return from ``LaterStage.run``, with all stored that is kept."""
+        if self._worker.files is not None:
+            self.keep_alive()
         self._worker.announce(Item(ItemKind.STOP))
         self._worker.outbox.drain(0)
         self._worker.begin(None)
@@ -393,3 +418,8 @@ class FirstStage:
         if self._prefix_cache is not None and capacity is not None:
             room = capacity - self._scheduler.reserved
             self._scheduler.forget(self._prefix_cache.shrink(room))
+
+
+def _keys(kept: Mapping[int, KeptPrefix]) -> tuple[tuple[int, str], ...]:
+    """Return the kept sequences, each with the name of its files."""
+    return tuple((number, each.key) for number, each in kept.items())

@@ -14,6 +14,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 import numpy as np
 
+from shardmlx.common.digests import bytes_digest
 from shardmlx.models.kv_cache import held
 from shardmlx.models.shape import ModelShape
 
@@ -52,6 +53,17 @@ class KeptPrefix:
     @classmethod
     def of(cls, tokens: Sequence[int], borders: Sequence[int] = ()) -> KeptPrefix:
         return cls(np.array(tokens, np.int32), tuple(borders))
+
+    @property
+    def key(self) -> str:
+        """The name of its files, at whose end is its number of tokens."""
+        digest = bytes_digest(self.tokens.tobytes() + bytes(str(self.borders), "ascii"))
+        return f"{digest[:16]}_{len(self.tokens)}"
+
+
+def tokens_of(key: str) -> int:
+    """Return the number of tokens of the sequence with files of this name."""
+    return int(key.rpartition("_")[2])
 
 
 @dataclass

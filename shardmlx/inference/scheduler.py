@@ -53,7 +53,9 @@ class Item:
     that ends at a ``border``, a number of tokens, stages keep a copy of the states. Each stage
     first moves the ``kept``, sequences that have ended, out of their group and drops the caches of
     those ``put_back``, then copies the prefix, then forgets the ``dropped``, which have ended too.
-    Before all this, of each sequence of ``rejected`` it forgets so many last tokens.
+    Before all this, of each sequence of ``rejected`` it forgets so many last tokens. At last it
+    reads the files of the ``restored``, pairs of a sequence and a key, and has files of the
+    ``stored`` and of no others, unless they are as they were.
     """
 
     kind: ItemKind
@@ -72,6 +74,8 @@ class Item:
     guesses: int = 0
     following: tuple[int, ...] = ()
     rejected: tuple[tuple[int, int], ...] = ()
+    restored: tuple[tuple[int, str], ...] = ()
+    stored: tuple[tuple[int, str], ...] | None = None
 
     @property
     def is_plain(self) -> bool:

@@ -40,6 +40,7 @@ from shardmlx.inference.plan import (
     plan_inference,
 )
 from shardmlx.inference.prefix_cache import PrefixCache
+from shardmlx.inference.prefix_files import PrefixFiles
 from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.sampler import BatchSampler, random_state
 from shardmlx.inference.sampling_params import SamplingParams
@@ -71,7 +72,7 @@ Read = Callable[[PromptEncoder], GenerationLoad]
 class InferenceRun:
     """A run that is ready to start. ``encoder`` is there on rank 0 only, and the ``draft_model`` if
     one drafts, on the last rank the ``head`` if the model's own does; ``grammars`` are those to
-    which answers may keep."""
+    which answers may keep, ``prefix_files`` those of the prefix cache."""
 
     config: InferenceConfig
     transport: Transport
@@ -85,6 +86,7 @@ class InferenceRun:
     draft_model: ModelDrafter | None = None
     head: DraftHead | None = None
     grammars: Grammars | None = None
+    prefix_files: PrefixFiles | None = None
 
     def hold(self, lead: Callable[[PromptEncoder], None]) -> None:
         """Let rank 0 ``lead`` until it stops its first stage, while the others follow; then show
@@ -126,7 +128,7 @@ class InferenceRun:
         caches = KVCaches(lambda: holder.new_caches(setup.max_kv_size), setup.quantisation)
         sampler = BatchSampler(self.random_state, self.grammars)
         return StageWorker(
-            *(self.transport, self.part, caches, sampler, self.head),
+            *(self.transport, self.part, caches, sampler, self.prefix_files, self.head),
             mesh=self.plan.mesh,
         )
 

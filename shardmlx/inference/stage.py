@@ -27,6 +27,7 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.errors import EngineError, one_line
 from shardmlx.inference.drafts import accepted
 from shardmlx.inference.kv_caches import Caches, KVCaches
+from shardmlx.inference.prefix_files import PrefixFiles
 from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.scheduler import Item
 from shardmlx.models.draft_head import DraftHead
@@ -95,13 +96,15 @@ class StageWorker:
 
     ``part`` holds the stage's layers. The first rank of those that share the last stage samples,
     by its ``sampler``. Without shares it has the model's ``head`` if that drafts: the last of
-    ``caches`` is then the head's. ``item`` is at work now: errors name it.
+    ``caches`` is then the head's. Kept sequences have ``files`` where they outlive the job.
+    ``item`` is at work now: errors name it.
     """
 
     transport: Transport
     part: Slice
     caches: KVCaches
     sampler: BatchSampler
+    files: PrefixFiles | None = None
     head: DraftHead | None = None
     item: Item | None = None
     mesh: Mesh | None = None
@@ -134,6 +137,11 @@ class StageWorker:
         """Move caches, and forget sampling states, as an item says of sequences that have left."""
         self.sampler.close([*item.kept, *item.dropped])
         self.caches.update(item)
+        if self.files is not None:
+            for sequence, key in item.restored:
+                self.caches.restore(sequence, self.files.read(key))
+            if item.stored is not None:
+                self.files.mirror({key: self.caches.kept(each) for each, key in item.stored})
 
     def build(self, item: Item, inputs: mx.array, *, is_foreseen: bool = False) -> ItemGraph:
         """Build the graph of an item, to be computed later. That of one which ``is_foreseen``, and

@@ -8,10 +8,13 @@ from socket import socket
 from shardmlx.common.environment import Blas
 from shardmlx.common.http_listener import bind_both
 from shardmlx.common.reporter import Reporter
+from shardmlx.config.inference import HEAD
 from shardmlx.config.serve import ServeConfig
 from shardmlx.distributed.transport import Transport
 from shardmlx.inference.grammars import share_grammars
 from shardmlx.inference.plan import GenerationLoad
+from shardmlx.inference.prefix_cache import KeptPrefix
+from shardmlx.inference.prefix_files import find_kept, open_prefix_files
 from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.setup import prepare, typical_load
 
@@ -42,12 +45,25 @@ def run(config: ServeConfig, transport: Transport, blas: Blas) -> None:
     prepared = prepare(config, transport, reporter, read)
     grammars = share_grammars(transport, prepared.encoder, prepared.shape.vocab_size)
     prepared = replace(prepared, grammars=grammars)
+    prefixes: list[KeptPrefix] = []
+    if config.prefix_cache_dir is not None:
+        setup = prepared.plan.setup
+        settings = setup.max_kv_size, str(setup.quantisation), prepared.plan.shares.weights
+        files = open_prefix_files(transport, config.prefix_cache_dir, prepared.part, settings)
+        if prepared.head is not None:
+            files = replace(files, layers=(*files.layers, HEAD))
+        most, bytes_of = config.prefix_cache_size, prepared.plan.kept_bytes
+        prepared = replace(prepared, prefix_files=replace(files, most=most, bytes_of=bytes_of))
+        prefixes = find_kept(transport, files, reporter.warn)
     transport.limit_silence(SECONDS_OF_SILENCE)
 
     def lead(encoder: PromptEncoder) -> None:
         from shardmlx.server.generator import RequestServer
 
         first_stage = prepared.first_stage(PATIENCE)
+        if prefixes:
+            first_stage.restore(prefixes)
+            reporter.say(f"Prefix cache: {first_stage.kept_tokens} tokens read from the disk")
         RequestServer(config, prepared, encoder, first_stage).run(listeners)
         first_stage.stop()
 

@@ -10,12 +10,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generate_step
 
+from shardmlx.config.inference import HEAD
 from shardmlx.distributed.transport import Transport
 from shardmlx.inference.drafts import DraftCounts, Drafting
 from shardmlx.inference.kv_caches import KVCaches
 from shardmlx.inference.later_stage import LaterStage
 from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.prefix_cache import PrefixCache
+from shardmlx.inference.prefix_files import find_kept, open_prefix_files
 from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 from shardmlx.inference.scheduler import Scheduler
@@ -59,13 +61,20 @@ def on_ranks(
     prefix_cache: PrefixCache | None = None,
     max_kv_size: int | None = None,
     quantisation: CacheQuantisation | None = None,
+    directory: Path | None = None,
+    apart: bool = False,
+    most_bytes: int | None = None,
+    bytes_of: Callable[[int], int] = int,
+    said: list[str] | None = None,
     drafting: Drafting | None = None,
     head: Path | None = None,
     shares: int = 1,
 ) -> Any:
     """Return what ``work`` makes of the first stage, with a rank and a model for each range of
     layers, or as many as ``shares``, each of which has it whole. The model in the directory
-    ``head`` has the head that drafts."""
+    ``head`` has the head that drafts. Another ``directory`` has what earlier ranks kept, in
+    ``most_bytes`` if tokens take those that ``bytes_of`` says, and one for each rank if they are on
+    machines ``apart``; ``said`` gets its faults."""
     mesh = Mesh(1, len(ranges), shares)
 
     def run(transport: Transport) -> Any:
@@ -77,11 +86,24 @@ def on_ranks(
             of_head.beside(part)
         holder = of_head or part
         caches = KVCaches(lambda: holder.new_caches(max_kv_size), quantisation)
-        worker = StageWorker(transport, part, caches, BatchSampler(7), of_head, mesh=mesh)
+        files, prefixes = None, []
+        if directory is not None:
+            if apart:
+                transport.hosts = tuple(map(str, range(transport.size)))
+            own = directory / str(rank) if apart else directory
+            files = open_prefix_files(transport, str(own), part, ())
+            if of_head is not None:
+                files.layers += (HEAD,)
+            files.most, files.bytes_of = most_bytes, bytes_of
+            told = said if said is not None and rank == 0 else []
+            prefixes = find_kept(transport, files, told.append)
+        worker = StageWorker(transport, part, caches, BatchSampler(7), files, of_head, mesh=mesh)
         if rank > 0:
             return LaterStage(worker).run()
         scheduler = Scheduler(groups or len(ranges), most, chunk, patience, capacity)
         first_stage = FirstStage(worker, scheduler, prefix_cache, drafting)
+        if prefixes:
+            first_stage.restore(prefixes)
         result = work(first_stage)
         first_stage.stop()
         return result

@@ -190,6 +190,29 @@ def test_conversations_are_kept_put_back_and_share_steps(cut: list[int], models:
     assert counts.accepted > 0
 
 
+def test_a_server_that_starts_anew_reads_the_heads_cache_too(
+    models: Models, tmp_path: Path
+) -> None:
+    path, read = models("glm4_moe", 0.0)
+    first, said = prompt(30), list[str]()
+
+    def work(first_stage: FirstStage) -> tuple[dict[int, list[int]], dict[int, int]]:
+        cached: dict[int, int] = {}
+        first_stage.add(0, [*first, 5, 6], SamplingParams(), context=100)
+        return texts_of(first_stage, {0: 20}, cached), cached
+
+    def started() -> Any:
+        how: Any = {"prefix_cache": PrefixCache(shortest=4), "directory": tmp_path, "said": said}
+        return on_ranks(read, ranges([2], 4), work, drafting=drafting(), head=path, **how)
+
+    (plain, _), (again, cached) = started(), started()
+    assert again == plain
+    assert (cached[0], said) == (31, [])
+    assert {each.stem.split("-")[1] for each in tmp_path.glob("*/*.safetensors")} == {
+        *("0", "1", "2", "3", "mtp")
+    }
+
+
 def test_a_head_in_4_bits_is_loaded_so_whatever_single_layers_are(tmp_path: Path) -> None:
     how = {"group_size": 32, "bits": 4, "model.layers.0.self_attn.q_proj": False}
     path = save_with_head(

@@ -1,0 +1,249 @@
+"""The prefix cache on the disk: a server that starts anew finds the sequences of the one before.
+
+Each rank writes a file a layer of every kept sequence, in mlx-lm's own format, so that another
+stage map finds them too. A file's name ends with the digest of its content: files that were
+half written, or damaged, are found by it. Rank 0 also writes which tokens the sequences have.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
+
+from shardmlx.common.digests import bytes_digest, json_digest, new_digest
+from shardmlx.common.durable_files import PARTIAL, pieces_of, why_not_written
+from shardmlx.distributed.agreement import from_rank_0, on_all_ranks
+from shardmlx.distributed.transport import Transport
+from shardmlx.errors import UserError, one_line
+from shardmlx.inference.kv_caches import KeptCaches, can_be_cut
+from shardmlx.inference.prefix_cache import KeptPrefix, tokens_of
+from shardmlx.models.kv_cache import parts_of
+from shardmlx.models.slice import Slice
+
+INDEX = "prefixes.json"
+
+SAMPLE = 128
+"""Numbers at both ends of each weight by which a model is known: reading all takes long."""
+
+SUFFIX = ".safetensors"
+
+MODEL = re.compile(r"[0-9a-f]{16}")
+"""The name of a model's directory."""
+
+
+@dataclass
+class PrefixFiles:
+    """The files of a rank, in a directory for one model. ``layers`` names each of its caches.
+
+    The files of all machines take at most ``most`` bytes, where that is given, with those of the
+    ``others``: models beside it, each with its bytes, the one that was served longest ago first.
+    ``bytes_of`` says how many a sequence of so many tokens takes on all ranks together.
+    """
+
+    directory: Path
+    layers: tuple[str, ...]
+    most: int | None = None
+    bytes_of: Callable[[int], int] = int
+    others: dict[str, int] = field(default_factory=dict)
+    is_broken: bool = False
+
+    def that_fit(self, kept: Mapping[int, KeptPrefix]) -> dict[int, KeptPrefix]:
+        """Return the sequences used last for which there is room, in their order."""
+        found = dict(kept)
+        while (
+            self.most is not None and self._bytes(each.key for each in found.values()) > self.most
+        ):
+            del found[next(iter(found))]
+        return found
+
+    def _bytes(self, keys: Iterable[str]) -> int:
+        return sum(self.bytes_of(tokens_of(key)) for key in keys)
+
+    def mirror(self, kept: Mapping[str, KeptCaches]) -> None:
+        """Have files of the ``kept`` sequences, by their keys, and of no others."""
+        with self._written():
+            for path, key in self._files().items():
+                if key not in kept:
+                    path.unlink(missing_ok=True)
+            there = {(key, _layer_of(path)) for path, key in self._files().items()}
+            for key, caches in kept.items():
+                if any((key, layer) not in there for layer in self.layers):
+                    self._write(key, caches)
+            if self.most is not None:
+                self._make_room(self.most - self._bytes(kept))
+
+    def write_index(self, kept: Sequence[KeptPrefix]) -> None:
+        """Write which tokens the sequences have, the least recently used first."""
+        with self._written():
+            lines = [{"tokens": each.tokens.tolist(), "borders": each.borders} for each in kept]
+            partial = self.directory / f"{PARTIAL}{INDEX}"
+            partial.write_text(json.dumps(lines), encoding="utf-8")
+            os.replace(partial, self.directory / INDEX)
+
+    def _make_room(self, most: int) -> None:
+        """Take away files of the models that were served longest ago, until there are at most so
+        many bytes of them on all machines: each rank does the same on its own."""
+        while self.others and sum(self.others.values()) > most:
+            model = self.directory.with_name(next(iter(self.others)))
+            del self.others[model.name]
+            for file in _files_of(model):
+                file.unlink(missing_ok=True)
+            with suppress(OSError):  # it has files of others
+                model.rmdir()
+
+    @contextmanager
+    def _written(self) -> Iterator[None]:
+        """Write on while the disk takes what is written; say once that it does not."""
+        try:
+            yield
+        except OSError as error:
+            if not self.is_broken:
+                reason = why_not_written(error, self.directory, 0)
+                print(f"shardmlx: --prefix-cache-dir {self.directory}: {reason}", file=sys.stderr)
+            self.is_broken = True
+
+    def read_index(self) -> list[KeptPrefix]:
+        """Return the sequences that a server kept; none if there is no index that can be read."""
+        try:
+            found = json.loads((self.directory / INDEX).read_bytes())
+            return [KeptPrefix.of(each["tokens"], each["borders"]) for each in found]
+        except (OSError, ValueError, KeyError, TypeError):
+            return []
+
+    def read(self, key: str) -> KeptCaches:
+        """Return the caches of a sequence, which MLX reads when they are evaluated. Raises
+        ``UserError`` for a layer that is missing or damaged."""
+        paths = {_layer_of(path): path for path, at in self._files().items() if at == key}
+        read = [self._read_layer(paths.get(layer), layer) for layer in self.layers]
+        borders = [int(each) for each in read[0][1].get("borders", "").split()]
+        copies: dict[int, list[list[Any]]] = {each: [] for each in borders}
+        for (cache, *uncut), _ in read:
+            left = iter(uncut)
+            for border in borders:
+                parts = parts_of(cache)
+                copies[border].append([None if can_be_cut(part) else next(left) for part in parts])
+        return KeptCaches([cache for (cache, *_), _ in read], copies)
+
+    def _read_layer(self, path: Path | None, layer: str) -> tuple[list[Any], dict[str, str]]:
+        if path is None:
+            raise UserError(f"layer {layer} is missing")
+        try:
+            is_whole = path.stem.rpartition("-")[2] == _digest_of(path)
+            caches, metadata = load_prompt_cache(str(path), return_metadata=True)
+        except (OSError, RuntimeError, ValueError, KeyError) as error:
+            raise UserError(f"{path.name}: {one_line(error)}") from None
+        if not is_whole:
+            raise UserError(f"{path.name} is damaged")
+        return caches, metadata
+
+    def _write(self, key: str, kept: KeptCaches) -> None:
+        borders = " ".join(map(str, kept.borders))
+        for i, layer in enumerate(self.layers):
+            uncut = [part for copies in kept.borders.values() for part in copies[i] if part]
+            partial = self.directory / f"{PARTIAL}{key}-{layer}{SUFFIX}"
+            try:
+                save_prompt_cache(str(partial), [kept.caches[i], *uncut], {"borders": borders})
+            except RuntimeError as error:  # MLX says so that a file cannot be written
+                raise OSError(one_line(error)) from None
+            os.replace(partial, self.directory / f"{key}-{layer}-{_digest_of(partial)}{SUFFIX}")
+
+    def _files(self) -> dict[Path, str]:
+        """Return all complete files, of other ranks on this disk too, and the keys of each."""
+        files = self.directory.glob(f"[!{PARTIAL[0]}]*{SUFFIX}")
+        return {path: path.name.split("-")[0] for path in files}
+
+
+def open_prefix_files(
+    transport: Transport, directory: str, part: Slice, settings: Sequence[Any]
+) -> PrefixFiles:
+    """Return each rank's files for the model whose layers are in ``part``, with caches of these
+    ``settings``. All ranks must call it; raises ``AgreedError``."""
+    everyone = transport.all_gather(_weights_of(part), "comparing weights")
+    weights = {name: digest for mine in everyone for name, digest in mine.items()}
+    model = json_digest([weights, *settings, version("mlx-lm")])[:16]
+    path = Path(directory).expanduser() / model
+
+    def make() -> list[tuple[float, str, int]]:
+        """Return when each model beside this one was served last, its name and its bytes."""
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            os.utime(path)  # it is used now
+            for partial in path.glob(f"{PARTIAL}*"):
+                partial.unlink(missing_ok=True)
+            beside = [each for each in path.parent.iterdir() if MODEL.fullmatch(each.name)]
+            return [
+                (each.stat().st_mtime, each.name, _size(each)) for each in beside if each != path
+            ]
+        except OSError as error:
+            raise UserError(
+                f"--prefix-cache-dir {directory}: {why_not_written(error, path, 0)}"
+            ) from None
+
+    mine = on_all_ranks(transport, "opening the prefix cache", make)
+    # Ranks of one machine have one disk.
+    found = dict(zip(transport.hosts, transport.all_gather(mine, "other models"), strict=True))
+    others: dict[str, int] = {}
+    for _, name, size in sorted(row for rows in found.values() for row in rows):
+        others[name] = others.get(name, 0) + size
+    return PrefixFiles(path, part.cache_names, others=others)
+
+
+def find_kept(
+    transport: Transport, files: PrefixFiles, warn: Callable[[str], None]
+) -> list[KeptPrefix]:
+    """Return the sequences that an earlier server kept and all ranks can read; name the others.
+    All ranks must call it."""
+    index = from_rank_0(transport, "reading the prefix cache", files.read_index)
+    faults: dict[str, str] = {}
+    for kept in index:
+        try:
+            files.read(kept.key)
+        except UserError as error:
+            faults[kept.key] = f"{transport.name(transport.rank)}: {error.problem}"
+    everyone = transport.all_gather(faults, "reading the prefix cache")
+    found = {key: fault for mine in everyone for key, fault in mine.items()}
+    for fault in found.values():
+        warn(f"--prefix-cache-dir {files.directory}: a sequence is passed over: {fault}")
+    return [each for each in index if each.key not in found]
+
+
+def _weights_of(part: Slice) -> dict[str, str]:
+    """Return a digest of each parameter's shape, type and both ends."""
+    digests = {}
+    for name, array in part.parameters().items():
+        flat = array.reshape(-1)
+        ends = mx.concatenate([flat[:SAMPLE], flat[-SAMPLE:]]).view(mx.uint8)
+        about = f"{array.shape} {array.dtype}".encode()
+        digests[name] = bytes_digest(about + np.array(ends).tobytes())
+    return digests
+
+
+def _files_of(model: Path) -> list[Path]:
+    return [*model.glob(f"*{SUFFIX}"), *model.glob(INDEX)]
+
+
+def _size(model: Path) -> int:
+    return sum(file.stat().st_size for file in _files_of(model))
+
+
+def _layer_of(path: Path) -> str:
+    return path.name.split("-")[1]
+
+
+def _digest_of(path: Path) -> str:
+    digest = new_digest()
+    for piece in pieces_of(path):
+        digest.update(piece)
+    return digest.hexdigest()
