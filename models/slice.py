@@ -63,13 +63,16 @@ class Piece(NamedTuple):
             at += stop - start
         return found
 
-    def put(self, piece: mx.array, target: mx.array, other: Piece) -> int:
-        """Set in ``target``, an ``other`` piece of the same array, what both have of it; return how
-        many rows or columns that is."""
-        before, common = (slice(None),) * self.axis, self.common(other)
-        for here, there in common:
+    def put(self, piece: mx.array, other: Piece, target: mx.array | None = None) -> mx.array:
+        """Return ``target``, an ``other`` piece of the same array, zeros at first, with what both
+        have of it."""
+        before = (slice(None),) * self.axis
+        if target is None:
+            sides = (*piece.shape[: self.axis], other.size, *piece.shape[self.axis + 1 :])
+            target = mx.zeros(sides, piece.dtype)
+        for here, there in self.common(other):
             target[(*before, there)] = piece[(*before, here)]
-        return sum(there.stop - there.start for _, there in common)
+        return target
 
 
 class Slice:

@@ -40,6 +40,8 @@ DTYPES: Mapping[str, mx.Dtype] = {
     "I64": mx.int64, "I32": mx.int32, "I16": mx.int16, "I8": mx.int8,
 }  # fmt: skip
 
+_PIECES = "pieces"
+
 SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -140,7 +142,7 @@ class Collector:
                 continue
             whole = mx.zeros(spec.shape, DTYPES[spec.dtype])
             for member, own, piece in self._pieces[spec.name]:
-                piece.put(self._received(member, own), whole, piece.everything)
+                piece.put(self._received(member, own), piece.everything, whole)
             mx.eval(whole)
             yield spec.name, whole
 
@@ -245,9 +247,13 @@ def _json(content: Mapping[str, Any], indent: int) -> list[bytes]:
     return [(json.dumps(content, indent=indent) + "\n").encode()]
 
 
-def safetensors_header(specs: Sequence[TensorSpec], **metadata: str) -> bytes:
-    """Return the bytes before the data of a safetensors file, whose tensors come in this order."""
-    header: dict[str, Any] = {"__metadata__": {"format": "mlx", **metadata}}
+def safetensors_header(
+    specs: Sequence[TensorSpec], pieces: Mapping[str, Piece] | None = None
+) -> bytes:
+    """Return the bytes before the data of a safetensors file, whose tensors come in this order: of
+    weights in ``pieces``, and of what is named after them, other files have the rest."""
+    metadata = {"format": "mlx"} | ({_PIECES: json.dumps(pieces)} if pieces else {})
+    header: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
     for spec in specs:
         header[spec.name] = {
@@ -259,6 +265,11 @@ def safetensors_header(specs: Sequence[TensorSpec], **metadata: str) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data starts aligned
     return len(text).to_bytes(8, "little") + text
+
+
+def pieces_in(metadata: Mapping[str, str]) -> dict[str, Piece]:
+    """Return the ``pieces`` of a header's metadata."""
+    return {name: Piece(*each) for name, each in json.loads(metadata.get(_PIECES, "{}")).items()}
 
 
 def safetensors_pieces(

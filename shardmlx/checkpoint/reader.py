@@ -6,7 +6,7 @@ tensors, one by one, to ranks that need them and see no copy.
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,8 +14,8 @@ from types import MappingProxyType
 
 import mlx.core as mx
 
-from shardmlx.checkpoint.export import DTYPES
-from shardmlx.checkpoint.store import PIECES, Manifest, Store, name_of
+from shardmlx.checkpoint.export import DTYPES, pieces_in
+from shardmlx.checkpoint.store import Manifest, Store, name_of
 from shardmlx.distributed.byte_stream import Incoming, Outgoing
 from shardmlx.distributed.messages import OBJECT_TAG, buffer_of, new_buffer
 from shardmlx.distributed.shared_disks import Disks
@@ -126,11 +126,7 @@ class CheckpointReader:
         for theirs in transport.all_gather(mine, "reading the headers of the checkpoint"):
             headers |= theirs
         self._headers = dict(sorted(headers.items()))
-        self._pieces = {
-            file: {name: Piece(*each) for name, each in json.loads(text).items()}
-            for file, header in headers.items()
-            if (text := header.metadata.get(PIECES))
-        }
+        self._pieces = {file: pieces_in(header.metadata) for file, header in headers.items()}
 
     def names(self, kind: str) -> list[str]:
         """Return the names of all tensors in the files of a kind: ``weights``, for one."""
@@ -145,12 +141,10 @@ class CheckpointReader:
         """Yield this rank's tensors from the files of one kind: of weights in ``own``, and of what
         is named after them, these pieces, whatever pieces the files have. All ranks must exhaust
         it."""
-        begun: dict[str, mx.array] = {}
-        left: dict[str, int] = {}
 
         def pieces(file: str, name: str) -> tuple[Piece, Piece] | None:
             """Return the pieces that a file and this rank have; None if both have all."""
-            theirs, mine = (_piece(name, each) for each in (self._pieces.get(file, NO_PIECES), own))
+            theirs, mine = (_piece(name, each) for each in (self._pieces[file], own))
             some = theirs or mine
             return some and (theirs or some.everything, mine or some.everything)
 
@@ -158,18 +152,22 @@ class CheckpointReader:
             both = pieces(file, name)
             return wanted(name) and (both is None or bool(both[0].common(both[1])))
 
+        left = Counter(
+            name
+            for file, header in self._of(kind).items()
+            for name in header.tensors
+            if takes(file, name)
+        )
+        begun: dict[str, mx.array] = {}
         for file, name, array in self._stored(kind, takes):
-            if (both := pieces(file, name)) is None:
-                yield name, array
-                continue
-            theirs, mine = both
-            if name not in begun:
-                shape = [*array.shape[: mine.axis], mine.size, *array.shape[mine.axis + 1 :]]
-                begun[name], left[name] = mx.zeros(shape, array.dtype), mine.size
-            left[name] -= theirs.put(array, begun[name], mine)
-            mx.eval(begun[name])
+            if (both := pieces(file, name)) is not None:
+                theirs, mine = both
+                array = begun[name] = theirs.put(array, mine, begun.get(name))
+                mx.eval(array)
+            left[name] -= 1
             if not left[name]:
-                yield name, begun.pop(name)
+                begun.pop(name, None)
+                yield name, array
 
     def _stored(
         self, kind: str, takes: Callable[[str, str], bool]

@@ -41,9 +41,6 @@ MANIFEST = "checkpoint.json"
 MARKER = "COMMITTED"
 LOCK = ".lock"
 
-PIECES = "pieces"
-"""Name in a file's metadata of the places of its tensors of which other files have the rest."""
-
 FORMAT = 1
 
 _NAME = re.compile(r"step-(\d{7,})")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ import mlx.core as mx
 
 from shardmlx.checkpoint.export import SaveError, safetensors_header, specs_of
 from shardmlx.checkpoint.resume import Storage
-from shardmlx.checkpoint.store import PIECES, FileInfo, Manifest, Store
+from shardmlx.checkpoint.store import FileInfo, Manifest, Store
 from shardmlx.common.durable_files import flush_to_disk
 from shardmlx.distributed import byte_stream
 from shardmlx.distributed.byte_stream import Incoming, Outgoing
@@ -51,13 +50,12 @@ class Snapshot:
     def of(
         cls, name: str, tensors: Mapping[str, mx.array], pieces: Mapping[str, Piece] | None = None
     ) -> Snapshot:
-        """Hold these tensors, which must not change until they are written: of weights in
-        ``pieces``, and of what is named after them, other files have the rest."""
+        """Hold these tensors, which must not change until they are written; ``pieces`` are those of
+        ``safetensors_header``."""
         mx.eval(list(tensors.values()))
         # Parts of larger arrays are held as they are, too.
         arrays = [in_a_row(array) for array in tensors.values()]
-        metadata = {PIECES: json.dumps(pieces)} if pieces else {}
-        return cls(name, safetensors_header(specs_of(tensors), **metadata), tuple(arrays))
+        return cls(name, safetensors_header(specs_of(tensors), pieces), tuple(arrays))
 
     @property
     def nbytes(self) -> int:

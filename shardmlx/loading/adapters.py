@@ -18,6 +18,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
+from shardmlx.checkpoint.export import pieces_in
 from shardmlx.common.yaml_reader import did_you_mean, is_number
 from shardmlx.compat import reads_weight
 from shardmlx.config.checks import FINE_TUNE_TYPES, check_lora_values
@@ -64,9 +65,7 @@ _NAMES = (
 def add_adapters(model: nn.Module, config: Mapping[str, Any], files: Iterable[Path]) -> None:
     """Put adapters, mlx-lm's or PEFT's, into a model: the tensors of ``files``, which ``config``
     describes as adapter_config.json. Raises ``UserError``."""
-    weights: dict[str, mx.array] = {}
-    for file in files:
-        weights |= _read(file)
+    weights = _read(files)
     if PEFT_TYPE in config:
         weights, parameters = convert(config, weights, dict(model.named_modules()))
         config = {"num_layers": len(model.layers), "lora_parameters": parameters}
@@ -123,7 +122,7 @@ def resume_from(model: nn.Module, file: Path, fine_tune: FineTune) -> None:
         remedy = f"name its {adapter_file(file)}" if file.is_dir() else ""
         raise UserError(f"--resume-adapter-file {file}: there is no such file", remedy)
     try:
-        weights = _read(file)
+        weights = _read([file])
         remedy = "use the model and lora_parameters that it was made with"
         if not fine_tune.is_full and any(map(_TENSOR.fullmatch, weights)):
             config = read_adapter_config(file.parent)
@@ -162,12 +161,19 @@ def put(
     model.load_weights(list(weights.items()), strict=False)
 
 
-def _read(file: Path) -> dict[str, mx.array]:
-    try:
-        weights: Any = mx.load(str(file))
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(one_line(error)) from None
-    return weights if isinstance(weights, dict) else {}
+def _read(files: Iterable[Path]) -> dict[str, mx.array]:
+    """Return the tensors of files, of which each may have pieces, lazily. Raises ``UserError``."""
+    found: dict[str, mx.array] = {}
+    for file in files:
+        try:
+            loaded: Any = mx.load(str(file), return_metadata=True)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise UserError(one_line(error)) from None
+        weights, metadata = loaded
+        for name, piece in pieces_in(metadata).items():
+            weights[name] = piece.put(weights[name], piece.everything, found.get(name))
+        found |= weights
+    return found
 
 
 def convert(

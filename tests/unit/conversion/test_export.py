@@ -26,6 +26,7 @@ from shardmlx.conversion.shards import texts_of
 from shardmlx.errors import AgreedFailure, UserError
 from shardmlx.loading import partial_copy
 from shardmlx.modelfiles.model_files import open_model
+from shardmlx.models.slice import Piece
 from tests.helpers.exports import export_alone
 from tests.helpers.hub_server import File, Hub, serve
 from tests.helpers.hugging_face_experts import save_experts_one_by_one
@@ -177,18 +178,23 @@ def test_a_checkpoint_is_fused_like_the_adapters_of_the_same_run(
     adapters = save_lora(tmp_path / "adapters", weights, 1, lora)
     store = Store(tmp_path / "checkpoints")
     partial = store.begin(7)
-    file = "weights-00.safetensors"
-    mx.save_safetensors(str(partial / file), weights)
-    content = (partial / file).read_bytes()
-    info = FileInfo(file, len(content), bytes_digest(content))
-    store.commit(Manifest(7, (info,), {"options": how}, {}, {}, {}))
+    infos, (name_a, name_b) = [], weights
+    # Of ranks with tensor shares.
+    for number, columns in enumerate(((0, 48), (48, 64))):
+        file, piece = f"weights-0{number}.safetensors", Piece((columns,), 64, 1)
+        held = {name_b: piece.of(weights[name_b])} | ({} if number else {name_a: weights[name_a]})
+        metadata = {"pieces": json.dumps({name_b: piece})}
+        mx.save_safetensors(str(partial / file), held, metadata)
+        content = (partial / file).read_bytes()
+        infos.append(FileInfo(file, len(content), bytes_digest(content)))
+    store.commit(Manifest(7, tuple(infos), {"options": how}, {}, {}, {}))
     trees = []
     for number, path in enumerate((adapters, store.directory, store.path(7))):
         export_alone(options(model, tmp_path / str(number), adapter_path=str(path)))
         trees.append(tree(tmp_path / str(number)))
     assert trees[0] == trees[1] == trees[2]
     (store.path(7) / file).write_bytes(content[:-1] + b"?")
-    with pytest.raises(UserError, match=r"weights-00.safetensors: its sha256 "):
+    with pytest.raises(UserError, match=r"weights-01.safetensors: its sha256 "):
         export_alone(options(model, tmp_path / "4", adapter_path=str(store.path(7))))
 
 
