@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.tuner.dora import DoRALinear
 
 from shardmlx.errors import UserError, one_line
 from shardmlx.models.layer_shape import Heads
@@ -31,6 +32,8 @@ def take_share(
         for path, cut in shares.cuts(shape.layer(i), rank).items():
             for name in part.names_in(i, path):
                 _take(part, name, cut, is_first=rank == 0)
+            if cut.of_columns and isinstance(adapted := at(layer, path), DoRALinear):
+                _norm_whole_rows(adapted, all_sum)
         values, mlp = summed(shape.layer(i))
         for path in (values, mlp):
             _around(at(layer, path), _unchanged, all_sum)
@@ -64,9 +67,7 @@ def _take(part: Slice, name: str, cut: Cut, *, is_first: bool) -> None:
 def _axis(array: mx.array, leaf: str, cut: Cut) -> int | None:
     """Return the side along which an array of a matrix is divided, by its own name there."""
     stacked = array.ndim > 2
-    if leaf == "m":
-        raise UserError("DoRA norms whole rows, of which each rank has a part", "use LoRA")
-    if leaf in ("global_scale", "lora_b" if cut.of_columns else "lora_a"):
+    if leaf in ("global_scale", *(("lora_b", "m") if cut.of_columns else ("lora_a",))):
         return None
     if cut.of_columns:
         return 0 if leaf == "lora_a" and not stacked else array.ndim - 1
@@ -82,6 +83,23 @@ def _around(module: nn.Module, before: Sum, after: Sum) -> None:
 
     def call(self: nn.Module, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
         return after(kind.__call__(self, before(x), *args, **kwargs))
+
+    module.__class__ = type(kind.__name__, (kind,), {"__call__": call})
+
+
+def _norm_whole_rows(module: DoRALinear, all_sum: Sum) -> None:
+    """Let DoRA norm the rows of a matrix of which each rank of the group has some columns."""
+    kind: Any = type(module)
+
+    def call(self: Any, x: mx.array) -> mx.array:
+        weight = self._dequantized_weight()
+        added = (self.dropout(x) @ self.lora_a) @ self.lora_b
+        out: mx.array = x @ weight.T + (self.scale * added).astype(x.dtype)
+        adapted = weight + (self.scale * self.lora_b.T) @ self.lora_a.T
+        squares = mx.square(adapted.astype(mx.float32)).sum(axis=1)
+        norms = mx.sqrt(all_sum(mx.stop_gradient(squares)))
+        out = (self.m / norms).astype(x.dtype) * out
+        return out + self.linear.bias if "bias" in self.linear else out
 
     module.__class__ = type(kind.__name__, (kind,), {"__call__": call})
 

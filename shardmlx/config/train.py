@@ -267,7 +267,6 @@ class TrainConfig(
     def _check_shares(self) -> None:
         """Check what stands beside ``tensor_parallel``; replicas then divide nothing."""
         for name, is_set, remedy in (
-            ("fine_tune_type", self.fine_tune_type == "dora", "use lora"),
             ("optimizer", self.optimizer in ("muon", "adafactor"), "use adam, adamw or sgd"),
             ("zero", bool(self.zero), "leave it out"),
             ("unfreeze_all", self.unfreeze_all, "leave it out"),

@@ -97,7 +97,7 @@ def train(
     [
         ({"lora_parameters": DROPPED}, 2, ()),
         ({"fine_tune_type": "full"}, 4, ("--pipeline-stages", "2", "--recompute", "full")),
-        ({}, 4, ("--data-parallel", "2")),
+        ({"fine_tune_type": "dora"}, 4, ("--data-parallel", "2")),
     ],
 )
 def test_training_is_that_of_one_process(

@@ -119,9 +119,7 @@ def test_gradient_checkpointing_is_full_recomputation() -> None:
     assert load("--grad-checkpoint", "--recompute", "full").recompute == "full"
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("fine-tune-type", "dora"), ("optimizer", "muon"), ("zero", "1")]
-)
+@pytest.mark.parametrize(("name", "value"), [("optimizer", "muon"), ("zero", "1")])
 def test_what_tensor_shares_cannot_do_is_refused(name: str, value: str) -> None:
     error = error_of("--tensor-parallel", "2", f"--{name}", value)
     assert f"--{name} is {value} with --tensor-parallel 2" in str(error)

@@ -21,7 +21,7 @@ from shardmlx.models.slice import Slice, Sum
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.further_configs import FURTHER
 from tests.helpers.local_transport import LocalNetwork
-from tests.helpers.models_and_batches import build, tiny_config, with_adapters
+from tests.helpers.models_and_batches import build, move_trained, tiny_config, with_adapters
 from tests.helpers.shared_texts import (
     FEW,
     MODELS,
@@ -161,6 +161,13 @@ def test_three_shares_of_three_heads_and_adapters() -> None:
         check(model, read_shape(CONFIGS[family]), TensorShares((1, 1)))
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_dora_norms_whole_rows(family: str) -> None:
+    """Half of a row of the last matrices is on each rank."""
+    model = move_trained(with_adapters(build(CONFIGS[family]), dora=True))
+    check(model, read_shape(CONFIGS[family]), TensorShares((1, 1)))
+
+
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_quantised_weights_in_whole_groups(family: str) -> None:
     quantisation = {"quantization": {"group_size": 32, "bits": 4}}
@@ -174,9 +181,3 @@ def test_what_cannot_be_divided_is_refused_by_name(family: str) -> None:
         TensorShares((1, 1)).check(read_shape(FORMS[family]))
     assert REFUSED[family] in refusal.value.problem
     assert family in refusal.value.problem
-
-
-def test_dora_is_refused() -> None:
-    model = with_adapters(build(CONFIGS["llama"]), dora=True)
-    with pytest.raises(UserError, match="DoRA"):
-        take_share(Slice(model, 0, 2), read_shape(CONFIGS["llama"]), TensorShares((1, 1)), 0, abs)
