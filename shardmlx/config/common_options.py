@@ -7,7 +7,7 @@ from functools import partial
 
 from shardmlx.common.units import parse_bytes
 from shardmlx.config.options import REQUIRED, option
-from shardmlx.partitioners import partitioner_names
+from shardmlx.partitioners import PARTITIONERS
 
 AUTO = "auto"
 OFF = "off"
@@ -72,7 +72,7 @@ partitioner = partial(
     option,
     AUTO,
     f"how the layers are divided; auto: {FASTEST}, or {SMALLEST} where that does not fit",
-    choices=(AUTO, *partitioner_names()),
+    choices=(AUTO, *PARTITIONERS),
 )
 
 memory_limit = partial(

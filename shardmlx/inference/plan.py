@@ -29,7 +29,7 @@ from shardmlx.errors import UserError
 from shardmlx.inference.prefix_cache import MOST_BORDERS, cuttable, most_copies
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.shares import WHOLE, TensorShares
-from shardmlx.partitioners import DoesNotFitError, LayerCosts, Problem, get_partitioner
+from shardmlx.partitioners import PARTITIONERS, DoesNotFitError, LayerCosts, Problem
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.stage_map import StageMap
 from shardmlx.planning.layout import costs_by_speed, make_mesh
@@ -187,7 +187,7 @@ def plan_inference(
     )
 
     def plan_by(partitioner: str) -> InferencePlan:
-        stage_map = given or get_partitioner(partitioner)(problem)
+        stage_map = given or PARTITIONERS[partitioner](problem)
         return InferencePlan(stage_map, load, groups, setup, model, most_cuttable, shares)
 
     is_open = given is None and size > 1

@@ -29,6 +29,7 @@ from shardmlx.modelfiles.parts import Inspection, inspect_files, needed_shape
 from shardmlx.modelfiles.tensors import scale_group
 from shardmlx.modelfiles.verify import checksums_to_compare, verify
 from shardmlx.models.shares import TensorShares
+from shardmlx.partitioners import PARTITIONERS
 from shardmlx.pipeline.stage_map import read_stage_map
 from shardmlx.planning.layout import make_mesh
 from shardmlx.planning.model_report import as_json, part_table, stage_table, summary, tensor_table
@@ -55,7 +56,10 @@ class InspectOptions:
         minimum=1,
     )
     partitioner: str | None = _split(
-        None, "how --pipeline-stages divides", metavar="NAME", unset=_DEFAULT_PARTITIONER
+        None,
+        "how --pipeline-stages divides",
+        unset=_DEFAULT_PARTITIONER,
+        choices=tuple(PARTITIONERS),
     )
     stage_map: str | None = common.stage_map(group=_SPLIT)
     hostfile: str | None = common.hostfile(None, group=_SPLIT)

@@ -19,7 +19,7 @@ from shardmlx.costmodel.rank_peak import PeakOfActions
 from shardmlx.costmodel.training_setup import TrainingSetup
 from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
-from shardmlx.partitioners import LayerCosts, Problem, get_partitioner
+from shardmlx.partitioners import PARTITIONERS, LayerCosts, Problem
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.schedules import get_schedule
@@ -54,7 +54,7 @@ def lay_out(way: RunSpec, facts: Facts) -> Plan:
     )
     if given is None:
         problem = _problem(plan, workload, cluster, length, facts.lengths.longest[0])
-        stage_map = get_partitioner(layout.partitioner)(problem)
+        stage_map = PARTITIONERS[layout.partitioner](problem)
     plan = replace(plan, stage_map=stage_map, trainable=trainable_stages(workload, stage_map))
     return with_replica_rows(plan, workload, cluster, length)
 

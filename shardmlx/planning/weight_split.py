@@ -13,7 +13,7 @@ from shardmlx.costmodel.workload import DTYPE_BYTES, activation_dtype, model_siz
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.parts import Inspection, Part
 from shardmlx.models.shares import WHOLE, TensorShares
-from shardmlx.partitioners import LayerCosts, Problem, get_partitioner
+from shardmlx.partitioners import PARTITIONERS, LayerCosts, Problem
 from shardmlx.pipeline.stage_map import StageMap
 from shardmlx.planning.layout import costs_by_speed
 
@@ -100,7 +100,7 @@ def divide(
         capacity=tuple(_usable(each) or math.inf for each in machines),
         hosts=tuple(each.host for each in timed),
     )
-    return get_partitioner(partitioner)(problem)
+    return PARTITIONERS[partitioner](problem)
 
 
 def _usable(machine: Machine) -> int | None:

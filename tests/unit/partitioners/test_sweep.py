@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from shardmlx.errors import UserError
-from shardmlx.partitioners import PARTITIONERS, Problem, get_partitioner
+from shardmlx.partitioners import PARTITIONERS, Problem
 from shardmlx.pipeline.stage_map import StageMap
 from tests.helpers.partitions import fits, random_problem, scaled
 
@@ -24,7 +24,7 @@ def random_problems(seed: int) -> list[Problem]:
 def solve(name: str, problem: Problem) -> StageMap | None:
     """None where nothing fits."""
     try:
-        return get_partitioner(name)(problem)
+        return PARTITIONERS[name](problem)
     except UserError as error:
         if name not in ("memory", "hetero") or "too much" not in str(error):
             raise
