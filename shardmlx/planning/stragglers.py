@@ -4,8 +4,7 @@ With measured times (``--profile``), a rank should take the predicted time. Othe
 FLOPs or from data sheets: good enough to divide layers, but off by a factor that differs from rank
 to rank, since the head costs more than its FLOPs and machines reach different shares of their
 peaks. The first reports of the run then set the usual time of a rank: a rank that becomes slow is
-found, and one that is slow from its first step only if a replica on an equal machine runs the same
-stages.
+found, and not one that is slow from its first step.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median, median_low
+from statistics import median
 
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.timing import Seconds
@@ -49,27 +48,14 @@ class Straggler:
 
 @dataclass(slots=True)
 class Watch:
-    """Compares the world ranks of a run at each report and names a straggler once; ``alike[r]`` are
-    the ranks with the same work as r, on equal machines. ``is_measured``: a profile predicts."""
+    """Compares the world ranks of a run at each report and names a straggler once.
+    ``is_measured``: a profile predicts."""
 
     hosts: Sequence[str]
     is_measured: bool = False
-    alike: Sequence[Sequence[int]] = ()
     _first: list[list[float]] = field(default_factory=list)
     _slow_reports: list[int] = field(default_factory=list)
     _named: set[int] = field(default_factory=set)
-
-    @classmethod
-    def of(cls, plan: Plan, cluster: Cluster) -> Watch:
-        """Watch the ranks of a plan on their machines."""
-        machines, mesh = cluster.machines, plan.mesh
-        alike: list[list[int]] = []
-        for rank, machine in enumerate(machines):
-            replicas = mesh.replicas_of(mesh.coordinates(rank)[1])
-            known = machine.flops is not None
-            same = [each for each in replicas if known and machines[each].flops == machine.flops]
-            alike.append([each for each in same if each != rank])
-        return cls([each.host for each in machines], cluster.profile is not None, alike)
 
     def observe(
         self, step: int, measured: Sequence[float], predicted: Sequence[float]
@@ -87,13 +73,7 @@ class Watch:
             return []
         usual = [1.0] * len(ratios)
         if not self.is_measured:
-            own = [median(of_rank) for of_rank in zip(*self._first, strict=True)]
-            # The faster of two replicas sets the usual time of both.
-            alike = self.alike or [()] * len(own)
-            usual = [
-                median_low([mine, *(own[each] for each in others)])
-                for mine, others in zip(own, alike, strict=True)
-            ]
+            usual = [median(of_rank) for of_rank in zip(*self._first, strict=True)]
         slowdowns = [ratio / each for ratio, each in zip(ratios, usual, strict=True)]
         self._slow_reports = self._slow_reports or [0] * len(ratios)
         found = []

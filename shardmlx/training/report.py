@@ -36,7 +36,7 @@ class TrainingReport:
         self._total_tokens = 0
         self._skipped = 0
         self._lengths: Counter[int] = Counter()  # micro-batches by length
-        self._watch = Watch.of(planned.plan, planned.cluster)
+        self._watch = Watch(self._hosts, is_measured=planned.cluster.profile is not None)
         self._callback: Any = None
 
     def open_services(self) -> None:

@@ -78,12 +78,6 @@ def test_but_who_becomes_slower_than_it_was_is() -> None:
     assert [each.rank for each in found] == [1]
 
 
-def test_of_two_replicas_on_machines_alike_the_slow_one_is_named_from_its_first_step() -> None:
-    watch = Watch(HOSTS, alike=[[2], [3], [0], [1]])
-    (straggler,) = reports(watch, *[(1.0, 3.0, 1.0, 4.5)] * 6)
-    assert (straggler.rank, straggler.compute_seconds, straggler.expected_seconds) == (3, 4.5, 3.0)
-
-
 # Of a plan
 
 
@@ -94,25 +88,17 @@ def cluster_of(ranks: int, **what: Any) -> Cluster:
     return Cluster(machines=tuple(Machine(host=host, **what) for host in HOSTS[:ranks]))
 
 
-def plan_for(sizes: tuple[int, ...], dp: int = 1) -> Plan:
+def plan_for(sizes: tuple[int, ...]) -> Plan:
     stage_map = StageMap.from_sizes(sizes)
-    return Plan(Mesh(dp, len(sizes)), stage_map, "1f1b", 8, 1, (True,) * len(sizes))
+    return Plan(Mesh(1, len(sizes)), stage_map, "1f1b", 8, 1, (True,) * len(sizes))
 
 
-def test_replicas_are_alike_where_their_machines_are_known_to_be_as_fast() -> None:
-    plan = plan_for((6, 6), dp=2)
-    assert Watch.of(plan, cluster_of(4, flops=1e12)).alike == [[2], [3], [0], [1]]
-    assert Watch.of(plan, cluster_of(4)).alike == [[], [], [], []]
-    assert Watch.of(plan, cluster_of(4)).hosts == list(HOSTS)
-
-
-def test_of_a_profile_ranks_are_measured_and_compute_all_micro_batches_and_an_update() -> None:
+def test_ranks_compute_all_micro_batches_and_an_update() -> None:
     part = Seconds(1.0, 1.0, 0.5, 0.25)
     nothing = Seconds()
     sample = Sample(rows=1, length=64, layer=part, frozen=part, embedding=nothing, head=nothing)
     machines = tuple(MachineProfile(host, "M2", (sample,)) for host in HOSTS[:2])
     cluster = replace(cluster_of(2), profile=Profile(work_of(WORK), machines))
     plan = plan_for((4, 8))
-    assert Watch.of(plan, cluster).is_measured
     computed = compute_of_ranks(plan, WORK, cluster, 64)
     assert computed == [pytest.approx(8 * layers * 2.5 + layers * 0.25) for layers in (4, 8)]
