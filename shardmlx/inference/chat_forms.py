@@ -149,4 +149,4 @@ def with_single_calls(chat: Sequence[Mapping[str, Any]]) -> list[Message]:
 
 def _call(name: str, arguments: Any) -> str:
     written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return GENERIC_CALLS.before.format(name) + written + GENERIC_CALLS.after
+    return GENERIC_CALLS.begun(name) + written + GENERIC_CALLS.after

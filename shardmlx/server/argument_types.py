@@ -56,17 +56,6 @@ def referred(schema: Schema, root: Schema) -> dict[str, Any]:
     return {**at, **here} if isinstance(at, dict) else here
 
 
-def string_branches(schema: Schema, root: Schema, depth: int = DEEPEST) -> list[Schema]:
-    """Return the choices of a schema of which values may be strings."""
-    if "$ref" in schema:
-        schema = referred(schema, root)
-    choices = schema.get("anyOf") or schema.get("oneOf")
-    if not choices or not depth:
-        return [schema]
-    texts = [each for each in choices if types_of(each, root) & {"string"}]
-    return [one for each in texts for one in string_branches(each, root, depth - 1)]
-
-
 def plainly_typed(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return tools of whose arguments mlx-lm's parsers can tell the type: most look for a ``type``
     and follow no references, so that an ``integer`` that may be ``null`` would come out as text."""

@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any
 
 from shardmlx.errors import PromptTooLong, UserError
-from shardmlx.inference.answer_format import KNOWN, AnswerFormat, Tool
+from shardmlx.inference.answer_format import AnswerFormat, Tool
 from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.server.accepted_fields import Json
@@ -183,13 +183,7 @@ def _forced(chat: ChatBody, tools: Sequence[Tool]) -> Sequence[Tool]:
 
 def _call_rules(chat: ChatBody, tools: Sequence[Tool], known: AnswerFormat) -> list[str]:
     """Return the rules of an answer that calls one of these tools. Raises ``ApiError``."""
-    if known.calls is None:
-        raise refused(
-            f"tool_choice {shown(chat.tool_choice)}: this model writes calls in a format that "
-            f"cannot be asked for: give 'auto' (those of {', '.join(KNOWN)} can)",
-            "tool_choice",
-            "unsupported_parameter",
-        )
+    assert known.calls is not None, "a model with a chat template has a format"
     parallel = chat.parallel_tool_calls is not False and not isinstance(chat.tool_choice, dict)
     return call_rules(tools, known.calls, known.special, parallel=parallel)
 

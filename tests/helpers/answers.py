@@ -58,4 +58,4 @@ def format_of(parser: str, template: str = "") -> AnswerFormat:
     module = import_module(f"mlx_lm.tool_parsers.{parser}")
     parse = module.parse_tool_call
     marks = Marks(module.tool_call_start, module.tool_call_end)
-    return AnswerFormat(None, marks, parse, call_format(parse.__module__, template))
+    return AnswerFormat(None, marks, parse, call_format(marks, template))

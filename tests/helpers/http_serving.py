@@ -12,7 +12,7 @@ from typing import Any
 
 from shardmlx.common.http_listener import bind, trusted_hosts
 from shardmlx.errors import UserError
-from shardmlx.inference.answer_format import AnswerFormat, Marks, Tool, call_format
+from shardmlx.inference.answer_format import AnswerFormat, Marks, Tool, json_calls
 from shardmlx.inference.drafts import DraftCounts
 from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.sampling_params import SampledToken
@@ -81,7 +81,7 @@ class Agent(Letters):
         Marks("<think>", "</think>"),
         Marks("<tool_call>", "</tool_call>"),
         lambda text, tools: json.loads(text),
-        call_format("mlx_lm.tool_parsers.json_tools", ""),
+        json_calls(Marks("<tool_call>", "</tool_call>")),
     )
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from tokenizers import AddedToken
 
 from shardmlx.errors import PromptTooLong, UserError
 from shardmlx.inference import prompts
-from shardmlx.inference.answer_format import HARMONY, call_format
+from shardmlx.inference.answer_format import HARMONY, json_calls
 from shardmlx.inference.prompts import PromptEncoder, PromptRequest, read_prompts, read_stdin
 
 
@@ -100,7 +100,7 @@ def test_the_format_of_answers_is_read_from_the_tokenizer() -> None:
     )
     known = PromptEncoder(tokenizer=tokenizer).answer_format
     assert known.call is not None
-    assert known.calls == call_format("mlx_lm.tool_parsers.json_tools", "")
+    assert known.calls == json_calls(known.call)
     assert known.special == {"<s>": 5}
     harmony: Any = SimpleNamespace(
         chat_template="<|start|>assistant<|channel|>analysis<|message|>",

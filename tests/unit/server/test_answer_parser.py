@@ -15,7 +15,7 @@ from shardmlx.inference.answer_format import (
     HARMONY,
     AnswerFormat,
     Marks,
-    call_format,
+    json_calls,
 )
 from shardmlx.server.answer_parser import Part
 from tests.helpers.answers import call, parser_of, parts_of, said, thought
@@ -28,7 +28,7 @@ TOOLS = [
 ]
 WHOLE = AnswerFormat(THINK, CALLS, lambda text, tools: json.loads(text))
 """Of calls nothing is known but that they can be read once they are whole."""
-JSON = replace(WHOLE, calls=call_format("mlx_lm.tool_parsers.json_tools", ""))
+JSON = replace(WHOLE, calls=json_calls(CALLS))
 IN_TEXT = AnswerFormat(THINK, calls=GENERIC_CALLS)
 
 

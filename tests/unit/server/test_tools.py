@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import openai
 import pytest
 
 from tests.helpers.http_serving import LOOK as TOOL
-from tests.helpers.http_serving import MODEL, Agent, Serving, serving
+from tests.helpers.http_serving import MODEL, Agent, Serving
 
 LOOK: Any = {"type": "function", "function": {**TOOL, "strict": True}}
 CALLS = (
@@ -166,15 +165,6 @@ def test_a_call_may_be_asked_for(
     assert ("(" in grammar.partition("\n")[2].partition("\n")[0]) == (most > 1)
     assert '\\"look\\"' in grammar
     assert len(answer.message.tool_calls) == (1 if options else 2)  # of one that keeps to none
-
-
-def test_formats_that_cannot_be_asked_for(agent: Agent) -> None:
-    other = Agent()
-    other.answer_format = replace(agent.answer_format, calls=None)
-    with serving(encoder=other) as server:
-        client = openai.OpenAI(base_url=f"{server.address}/v1", api_key="x", max_retries=0)
-        with pytest.raises(openai.BadRequestError, match="in a format that cannot be asked for"):
-            ask(client, "?", tools=[LOOK], tool_choice="required")
 
 
 def test_arguments_are_streamed_as_they_come(client: openai.OpenAI) -> None:
