@@ -13,7 +13,8 @@ from shardmlx.config.train import TrainConfig
 PAGES = {
     "options.md": ("train", "report", "plan", "profile", "launch"),
     "options-others.md": (
-        *("export", "evaluate", "generate", "chat", "serve", "inspect", "schedule", "doctor"),
+        *("hub", "export", "evaluate", "generate", "chat", "serve"),
+        *("inspect", "schedule", "doctor"),
     ),
 }
 """The commands of each page."""
@@ -37,8 +38,8 @@ need.
     "options-others.md": f"""\
 # Options of the other commands
 
-The options of `export`, `evaluate`, `generate`, `chat`, `serve`, `inspect`, `schedule` and
-`doctor`, with their units and defaults. Options of training: [options](options.md). {_MADE}
+The options of `hub`, `export`, `evaluate`, `generate`, `chat`, `serve`, `inspect`, `schedule`
+and `doctor`, with their units and defaults. Options of training: [options](options.md). {_MADE}
 
 `generate`, `chat` and `serve` read options from a YAML file too, with `-c FILE`, as `train` does.
 """,

@@ -24,6 +24,25 @@ ANSWERED = {
     "cache-control": "no-store",
 }
 
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "connect-src 'self'",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+"""The Content-Security-Policy of the page: nothing runs and nothing is loaded but its own files."""
+
+FOR_PAGE = {**ANSWERED, "cache-control": "no-cache", "content-security-policy": POLICY}
+"""Headers of a page and its parts."""
+
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 _ELSEWHERE = "192.0.2.1"  # in no own network, by RFC 5737

@@ -75,6 +75,14 @@ COMMANDS = (
             "shardmlx report metrics.jsonl --output run.html",
         ),
     ),
+    Command(
+        *("hub", TRAIN, "exchange weights among islands, which train alone for some steps"),
+        *("islands.hub_options", "islands.hub"),
+        examples=(
+            "shardmlx hub --path lab --islands ann,ben --host 0.0.0.0",
+            "shardmlx hub --path lab --write adapters",
+        ),
+    ),
     _of_ranks(
         *("export", TRAIN, "write the finished model: fused, converted, quantised"),
         *("config.export", "conversion.command"),

@@ -135,7 +135,7 @@ class ServeConfig(InferenceConfig):
             return self.host != "localhost"
 
 
-def check_packages(_: ServeConfig) -> None:
+def check_packages(_: object) -> None:
     """Raise ``UserError`` unless all packages of the ``serve`` extra are installed."""
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:

@@ -13,6 +13,7 @@ from socket import socket
 import mlx.core as mx
 
 from shardmlx.common.http_listener import trusted_hosts
+from shardmlx.common.uvicorn_thread import HttpServer
 from shardmlx.config.inference import LOOKUP
 from shardmlx.config.options import split_names
 from shardmlx.config.serve import KEY_VARIABLE, ServeConfig
@@ -26,9 +27,9 @@ from shardmlx.server.answer_parser import AnswerParser, Part
 from shardmlx.server.app import make_app
 from shardmlx.server.metrics import Metrics
 from shardmlx.server.model_names import names_of
+from shardmlx.server.openai_errors import NO_HTTP
 from shardmlx.server.openai_requests import ServedModel
 from shardmlx.server.request_queue import Delta, GenerationRequest, RequestQueue
-from shardmlx.server.uvicorn_thread import HttpServer
 
 SECONDS_TO_TELL = 0.15  # for the server to tell its clients why the job ends
 SECONDS_TO_SEND = 5.0  # for clients to take what is left for them
@@ -139,7 +140,13 @@ class RequestServer:
             max_body_bytes=config.max_body,
             metrics=Metrics(queue, mx.get_peak_memory),
         )
-        server = HttpServer(app, *listeners, access_log=config.access_log, on_end=self._http_ended)
+        server = HttpServer(
+            app,
+            *listeners,
+            no_http=NO_HTTP,
+            access_log=config.access_log,
+            on_end=self._http_ended,
+        )
         if config.is_open_to_others and key is None:
             self.prepared.reporter.warn(
                 f"everyone who reaches {server.address} may use it: set --api-key or "

@@ -9,29 +9,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shardmlx.common.http_listener import ANSWERED, is_for
+from shardmlx.common.http_listener import ANSWERED, FOR_PAGE, is_for
 from shardmlx.server.openai_errors import ApiError
 
 PAGE_PARTS = "/page/"
-
-POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "connect-src 'self'",
-        "img-src data:",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-        "require-trusted-types-for 'script'",
-        "trusted-types 'none'",
-    )
-)
-"""The Content-Security-Policy of the page: nothing runs and nothing is loaded but its own files."""
-
-FOR_PAGE = {**ANSWERED, "cache-control": "no-cache", "content-security-policy": POLICY}
-"""Headers of the chat page and its parts, which need no key either."""
 
 
 def error_response(error: ApiError, path: str) -> JSONResponse:

@@ -77,6 +77,10 @@ def refused(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
+NO_HTTP = refused("this is no HTTP request, or its head is too long: the API is under /v1").body
+"""Answers what is no HTTP."""
+
+
 def server_fault() -> ApiError:
     """Return the error for what nobody foresaw, whose traceback is on stderr."""
     return ApiError(500, "a fault of the server: its log has more")

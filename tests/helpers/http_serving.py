@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardmlx.common.http_listener import bind, trusted_hosts
+from shardmlx.common.uvicorn_thread import HttpServer
 from shardmlx.errors import UserError
 from shardmlx.inference.answer_format import AnswerFormat, Marks, Tool, json_calls
 from shardmlx.inference.drafts import DraftCounts
@@ -19,9 +20,9 @@ from shardmlx.inference.sampling_params import SampledToken
 from shardmlx.server.answer_parser import AnswerParser
 from shardmlx.server.app import make_app
 from shardmlx.server.model_names import ModelNames
+from shardmlx.server.openai_errors import NO_HTTP
 from shardmlx.server.openai_requests import ServedModel
 from shardmlx.server.request_queue import Delta, FinishReason, GenerationRequest, RequestQueue
-from shardmlx.server.uvicorn_thread import HttpServer
 
 VOCABULARY = 128
 MODEL = "parrot"
@@ -230,7 +231,7 @@ def serving(
             service.run(parrot)
 
     generating = threading.Thread(target=generate)
-    server = HttpServer(app, listener)
+    server = HttpServer(app, listener, no_http=NO_HTTP)
     generating.start()
     server.start()
     try:

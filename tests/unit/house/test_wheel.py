@@ -12,7 +12,10 @@ import pytest
 import shardmlx
 
 ROOT = Path(__file__).parents[3]
-PAGES = ("shardmlx/common/page", "shardmlx/runreport/page", "shardmlx/server/pages")
+PAGES = (
+    *("shardmlx/common/page", "shardmlx/islands/page"),
+    *("shardmlx/runreport/page", "shardmlx/server/pages"),
+)
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionUserMessageParam
 
+from shardmlx.common.http_listener import POLICY
 from shardmlx.server import streaming
 from shardmlx.server.answer_parser import Part
 from shardmlx.server.app import LONG_BODY_BYTES
-from shardmlx.server.guard import POLICY
 from shardmlx.server.request_queue import Delta
 from tests.helpers.http_serving import MODEL, Agent, Letters, Parrot, Serving, Text, serving
 from tests.helpers.shown import shown

@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import shardmlx
-from shardmlx.server.guard import POLICY
+from shardmlx.common.http_listener import POLICY
 
 SOURCE = Path(shardmlx.__file__).parent
 FILES = {

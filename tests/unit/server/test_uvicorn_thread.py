@@ -14,13 +14,13 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from shardmlx.common import http_listener
+from shardmlx.common import http_listener, uvicorn_thread
 from shardmlx.common.http_listener import LOOPBACK, address_of, bind, bind_both, trusted_hosts
+from shardmlx.common.uvicorn_thread import HttpServer
 from shardmlx.config import serve
 from shardmlx.config.serve import ServeConfig, check_packages
 from shardmlx.errors import UserError
-from shardmlx.server import app, uvicorn_thread
-from shardmlx.server.uvicorn_thread import HttpServer
+from shardmlx.server import app
 from tests.helpers.http_serving import Parrot, Serving, serving
 from tests.helpers.refusals import refusal
 
@@ -321,7 +321,7 @@ async def no_content(scope: Scope, receive: Receive, send: Send) -> None:
 
 def test_whoever_waits_is_told_of_the_end_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[BaseException | None] = []
-    server = HttpServer(no_content, bind("127.0.0.1", 0), on_end=ends.append)
+    server = HttpServer(no_content, bind("127.0.0.1", 0), no_http={}, on_end=ends.append)
     server.start()
     server.stop(0)
     assert ends == [None]
@@ -330,7 +330,7 @@ def test_whoever_waits_is_told_of_the_end_and_why(monkeypatch: pytest.MonkeyPatc
         raise RuntimeError("a fault")
 
     monkeypatch.setattr(uvicorn_thread._Server, "main_loop", fail)
-    server = HttpServer(no_content, bind("127.0.0.1", 0), on_end=ends.append)
+    server = HttpServer(no_content, bind("127.0.0.1", 0), no_http={}, on_end=ends.append)
     server.start()
     server.stop(0)
     assert str(ends[1]) == "a fault"
@@ -342,7 +342,7 @@ def test_an_access_log_is_kept_only_if_it_is_asked_for(
     logger = logging.getLogger("uvicorn.access")
     handlers = list(logger.handlers)
     for access_log in (False, True):
-        server = HttpServer(no_content, bind("127.0.0.1", 0), access_log=access_log)
+        server = HttpServer(no_content, bind("127.0.0.1", 0), no_http={}, access_log=access_log)
         server.start()
         httpx.get(f"{server.address}/path")
         server.stop(5)
@@ -374,7 +374,7 @@ def test_this_machine_is_reached_by_ipv4_and_ipv6(host: str) -> None:
     addresses = [*map(address_of, listeners)]
     port = listeners[0].getsockname()[1]
     assert addresses == [f"http://127.0.0.1:{port}", f"http://[::1]:{port}"]
-    server = HttpServer(no_content, *listeners)
+    server = HttpServer(no_content, *listeners, no_http={})
     assert server.address == addresses[0]
     server.start()
     try:
@@ -438,7 +438,7 @@ def test_who_connects_before_the_server_has_started_waits() -> None:
     listener = bind("127.0.0.1", 0)
     with socket.create_connection(listener.getsockname()[:2], timeout=30) as early:
         early.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
-        server = HttpServer(no_content, listener)
+        server = HttpServer(no_content, listener, no_http={})
         server.start()
         assert until(early, b"\r\n").startswith(b"HTTP/1.1 204 ")
         server.stop(5)

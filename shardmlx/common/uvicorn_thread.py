@@ -7,14 +7,14 @@ import json
 import logging
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from shardmlx.common.http_listener import address_of
 from shardmlx.compat import abort_connections, http_protocol
-from shardmlx.server.openai_errors import refused
 
 SECONDS_FOR_HEAD = 20.0
 """Seconds for the head of a request to come, from its first byte."""
@@ -22,28 +22,30 @@ SECONDS_FOR_HEAD = 20.0
 SECONDS_KEPT = 75
 """Seconds for which a connection without a request is kept."""
 
-NO_HTTP = refused("this is no HTTP request, or its head is too long: the API is under /v1")
-
 
 class HttpServer:
     """A server of ``app`` on ``listeners``, which it closes at its end. Then its thread calls
-    ``on_end`` with the error that ended it, or None after ``stop``."""
+    ``on_end`` with the error that ended it, or None after ``stop``. ``no_http`` is the JSON that
+    answers what is no HTTP; a PEM file with ``certificate`` and key makes it HTTPS."""
 
     def __init__(
         self,
         app: ASGIApp,
         *listeners: socket.socket,
+        no_http: Mapping[str, Any],
+        certificate: str | None = None,
         access_log: bool = False,
         on_end: Callable[[BaseException | None], None] = lambda error: None,
     ) -> None:
-        self.address = address_of(listeners[0])
+        address = address_of(listeners[0])
+        self.address = address.replace("http:", "https:") if certificate else address
         self._listeners = listeners
         self._on_end = on_end
         if access_log:
             _log_access()
         config = uvicorn.Config(
             app,
-            http=http_protocol(SECONDS_FOR_HEAD, json.dumps(NO_HTTP.body).encode()),
+            http=http_protocol(SECONDS_FOR_HEAD, json.dumps(no_http).encode()),
             ws="none",
             loop="asyncio",
             lifespan="off",
@@ -52,6 +54,7 @@ class HttpServer:
             log_level=None if access_log else "warning",
             access_log=access_log,
             proxy_headers=False,
+            ssl_certfile=certificate,
             server_header=False,
             timeout_keep_alive=SECONDS_KEPT,
         )

@@ -1,0 +1,114 @@
+"""Makes one difference of those of several islands, and limits each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+
+import numpy as np
+
+from shardmlx.errors import UserError
+
+MEAN, TRIMMED_MEAN, MEDIAN = "mean", "trimmed-mean", "median"
+
+TRIMMED = 0.2
+"""Share of the numbers that the trimmed mean leaves out at each end, at least one of three."""
+
+DELTA = 1e-5
+"""Probability with which the privacy may fail."""
+
+
+def weighted_mean(arrays: Iterable[np.ndarray], weights: Sequence[float]) -> np.ndarray:
+    """Return the mean of float32 arrays, of which one is in memory at a time."""
+    total: np.ndarray | None = None
+    for array, weight in zip(arrays, weights, strict=True):
+        part = array * np.float32(weight)
+        total = part if total is None else np.add(total, part, out=total)
+    if total is None:
+        raise ValueError("no arrays")
+    return total / np.float32(sum(weights))
+
+
+def trimmed_mean(arrays: Iterable[np.ndarray], weights: Sequence[float]) -> np.ndarray:
+    """Return the mean of what is left of each number without the largest and smallest ones (Yin et
+    al., arXiv:1803.01498): one of three islands may lie. ``weights`` do not count."""
+    stacked = np.sort(np.stack(list(arrays)), axis=0)
+    count = len(stacked)
+    cut = min(max(1, int(TRIMMED * count)), (count - 1) // 2)
+    kept = stacked[cut : count - cut]
+    return np.asarray(kept.mean(axis=0, dtype=np.float32))
+
+
+def median(arrays: Iterable[np.ndarray], weights: Sequence[float]) -> np.ndarray:
+    """Return the median of each number. ``weights`` do not count."""
+    return np.asarray(np.median(np.stack(list(arrays)), axis=0), np.float32)
+
+
+AGGREGATES: Mapping[str, Callable[[Iterable[np.ndarray], Sequence[float]], np.ndarray]] = {
+    MEAN: weighted_mean,
+    TRIMMED_MEAN: trimmed_mean,
+    MEDIAN: median,
+}
+
+
+def squared_norm(array: np.ndarray) -> float:
+    """Return the sum of squares, which is not finite if a number is not."""
+    flat = array.reshape(-1).astype(np.float64)
+    return float(flat @ flat)
+
+
+def too_long(norm: float, others: Sequence[float], most_ratio: float | None) -> str | None:
+    """Return why a difference of this norm is refused, or None.
+
+    ``others`` are norms of the other islands' newest differences; their median is the measure.
+    """
+    if not np.isfinite(norm):
+        return "a number of the difference is not finite"
+    usual = float(np.median(others)) if others else 0.0
+    if most_ratio is None or usual == 0 or norm <= most_ratio * usual:
+        return None
+    return f"the difference's norm is {norm:.4g}, over {most_ratio:g} times that of others"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Privacy:
+    """DP-FedAvg (McMahan et al., arXiv:1710.06963): each difference is clipped to the norm
+    ``clip``, and Gaussian noise of ``noise * clip / reports`` is added to the mean. Raises
+    ``UserError``."""
+
+    clip: float | None = None
+    noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.noise and self.clip is None:
+            raise UserError(f"noise is {self.noise:g} without clip", "give --clip too")
+
+    def factor(self, norm: float) -> float:
+        """Return the factor that clips a difference of this norm."""
+        return 1.0 if self.clip is None or norm <= self.clip else self.clip / norm
+
+    def noisy(self, mean: np.ndarray, reports: int, random: np.random.Generator) -> np.ndarray:
+        """Return the mean of so many differences, with noise."""
+        if not self.noise or self.clip is None:
+            return mean
+        deviation = np.float32(self.noise * self.clip / reports)
+        return np.asarray(mean + deviation * random.standard_normal(mean.shape, np.float32))
+
+    def epsilon(self, rounds: int) -> float | None:
+        """Return the epsilon of so many rounds at ``DELTA``, each of which an island may have been
+        in or not; None without noise, or without dp-accounting, Google's library."""
+        if not self.noise or not rounds or find_spec("dp_accounting") is None:
+            return None
+        return _epsilon(self.noise, rounds)
+
+
+@lru_cache(maxsize=1)
+def _epsilon(noise: float, rounds: int) -> float:
+    from dp_accounting import GaussianDpEvent, SelfComposedDpEvent
+    from dp_accounting.rdp import RdpAccountant
+
+    accountant = RdpAccountant()
+    accountant.compose(SelfComposedDpEvent(GaussianDpEvent(noise), rounds))
+    return float(accountant.get_epsilon(DELTA))

@@ -1,0 +1,272 @@
+"""The ASGI application of the hub: requests of islands, and its page. Bodies go to the disk as they
+come, and only from islands with a token."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from shardmlx.common.http_listener import ANSWERED, FOR_PAGE, LOOPBACK, is_for
+from shardmlx.errors import UserError, one_line
+from shardmlx.islands.protocol import Join, Progress
+from shardmlx.islands.rounds import Refusal, Rounds
+from shardmlx.islands.store import CHANGE, PUBLISHED, FragmentStore, Report
+
+MOST_JSON = 16 << 20
+"""Bytes of a JSON body: a line for each of a hundred thousand tensors."""
+
+SECONDS_OF_SILENCE = 30.0
+"""Seconds that a body may stand still."""
+
+LEAST_RATE = 4096
+"""Bytes a second that a body must have on average."""
+
+LONGEST_WAIT = 60.0
+"""Seconds that a request may wait for a version."""
+
+SECONDS_TO_LOOK = 0.05
+"""Seconds between two looks at a version: the thread that makes it needs no word to this one."""
+
+MOST_UPLOADS = 4
+"""Bodies of one island that may be on their way at a time."""
+
+Handler = Callable[[Request, str], Awaitable[Response]]
+"""A function that answers a request of an island, by its name."""
+
+
+def make_app(rounds: Rounds) -> Starlette:
+    """Return the application over the state of a hub."""
+    api = _Api(rounds)
+    number = "/fragments/{k:int}"
+    routes = [
+        Route("/", api.page),
+        Mount("/page", StaticFiles(packages=[("shardmlx.common", "page"), (__package__, "page")])),
+        Route("/status", api.status),
+        Route("/join", api.known(api.join), methods=["POST"]),
+        Route("/progress", api.known(api.progress), methods=["POST"]),
+        Route(number, api.known(api.version)),
+        Route(f"{number}/weights", api.known(api.weights)),
+        Route(f"{number}/change", api.known(api.change)),
+        Route(f"{number}/seed", api.known(api.seed), methods=["PUT"]),
+        Route(f"{number}/reports/{{seq:int}}", api.known(api.report), methods=["PUT"]),
+    ]
+    errors = (UserError, HTTPException, ClientDisconnect, Exception)
+    app = Starlette(routes=routes, exception_handlers=dict.fromkeys(errors, api.answer_error))
+    app.router.redirect_slashes = False
+    return app
+
+
+class _Api:
+    def __init__(self, rounds: Rounds) -> None:
+        self._rounds = rounds
+        self._uploads: Counter[str] = Counter()
+
+    def known(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
+        """Return the endpoint that lets islands with their tokens in, and counts what it refuses
+        of each."""
+
+        async def endpoint(request: Request) -> Response:
+            name = self._name_of(request)
+            self._rounds.hear(name)
+            try:
+                response = await handler(request, name)
+            except UserError as error:
+                if not isinstance(error, Refusal) or not error.more:
+                    self._rounds.islands[name].refused += 1
+                raise
+            for header, value in ANSWERED.items():
+                response.headers.setdefault(header, value)
+            return response
+
+        return endpoint
+
+    def _name_of(self, request: Request) -> str:
+        """Return the name of the island whose token a request has. Raises ``Refusal``."""
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        found = ""
+        for name, token in self._rounds.run.tokens.items():
+            # All are compared, each in a time that does not tell how much agrees.
+            if hmac.compare_digest(given.strip().encode("latin-1"), token.encode()):
+                found = name
+        if scheme.lower() != "bearer" or not found:
+            raise Refusal(401, "the token is none of this hub's", "take the one in tokens/NAME")
+        return found
+
+    async def page(self, request: Request) -> Response:
+        page = Path(__file__).with_name("page") / "hub.html"
+        return FileResponse(page, headers=FOR_PAGE)
+
+    async def status(self, request: Request) -> Response:
+        """Tell all to islands, and to whoever is on this machine."""
+        host = request.client.host if request.client else ""
+        proxied = {"forwarded", "x-forwarded-for", "via"} & {*request.headers.keys()}
+        if host not in LOOPBACK or not is_for(request.headers.get("host", ""), LOOPBACK) or proxied:
+            self._name_of(request)
+        return JSONResponse(self._rounds.status(), headers=ANSWERED)
+
+    async def join(self, request: Request, name: str) -> Response:
+        message = Join.of_json(await _json(request))
+        joined = await asyncio.to_thread(self._rounds.join, name, message)
+        return JSONResponse(joined.to_json())
+
+    async def progress(self, request: Request, name: str) -> Response:
+        message = Progress.of_json(await _json(request))
+        return JSONResponse(self._rounds.progress(name, message))
+
+    async def version(self, request: Request, name: str) -> Response:
+        """Answer once the version of a fragment is above ``after``, or after ``wait`` seconds."""
+        fragment = self._fragment(request)
+        after = _number(request, "after", -1)
+        until = time.monotonic() + min(_number(request, "wait", 0), LONGEST_WAIT)
+        while _version(fragment) <= after and time.monotonic() < until and not self._rounds.ended:
+            await asyncio.sleep(SECONDS_TO_LOOK)
+        return JSONResponse({"version": _version(fragment), "ended": self._rounds.ended})
+
+    async def weights(self, request: Request, name: str) -> Response:
+        fragment = self._fragment(request)
+        return _file(fragment, PUBLISHED, _version(fragment))
+
+    async def change(self, request: Request, name: str) -> Response:
+        return _file(self._fragment(request), CHANGE, _number(request, "version"))
+
+    async def seed(self, request: Request, name: str) -> Response:
+        fragment, number = self._fragment(request), request.path_params["k"]
+        self._rounds.check_seed(name, number)
+
+        def take(body: Path) -> None:
+            self._rounds.seed(name, number, body)
+
+        await self._upload(request, name, fragment, fragment.fragment.nbytes, take)
+        return JSONResponse({"version": 0})
+
+    async def report(self, request: Request, name: str) -> Response:
+        fragment, number = self._fragment(request), request.path_params["k"]
+        report = Report(
+            island=name,
+            seq=request.path_params["seq"],
+            base=_number(request, "base"),
+            rows=max(1, _number(request, "rows")),
+            steps=_number(request, "steps"),
+            tokens=_number(request, "tokens"),
+        )
+        is_new = self._rounds.is_new(report, number)
+        if is_new:
+
+            def take(body: Path) -> None:
+                self._rounds.take(report, number, body)
+
+            await self._upload(request, name, fragment, fragment.report_bytes, take)
+        answer = {"version": fragment.version, "repeated": not is_new, "ended": self._rounds.ended}
+        return JSONResponse(answer)
+
+    def _fragment(self, request: Request) -> FragmentStore:
+        return self._rounds.fragment(request.path_params["k"])
+
+    async def _upload(
+        self,
+        request: Request,
+        name: str,
+        fragment: FragmentStore,
+        length: int,
+        take: Callable[[Path], None],
+    ) -> None:
+        """Write a body of exactly so many bytes to the disk as it comes, and take it."""
+        given = request.headers.get("content-length")
+        if given != str(length):
+            problem = (
+                f"the body has {given or 'an unknown number of'} bytes, and should have {length}"
+            )
+            raise Refusal(400, problem, "send that, with Content-Length")
+        if self._uploads[name] >= MOST_UPLOADS:
+            raise Refusal(429, f"{MOST_UPLOADS} bodies of {name} are coming", "wait", retry=True)
+        self._uploads[name] += 1
+        body = fragment.new_file()
+        try:
+            with body.open("wb") as file:
+                await _received(request, file.write, length)
+            await asyncio.to_thread(take, body)
+        finally:
+            self._uploads[name] -= 1
+            body.unlink(missing_ok=True)
+
+    async def answer_error(self, request: Request, error: Exception) -> Response:
+        if isinstance(error, ClientDisconnect):
+            return Response(status_code=499)  # nobody reads it
+        headers = {**ANSWERED}
+        if isinstance(error, Refusal):
+            status, more = error.status, error.more
+        elif isinstance(error, HTTPException):
+            status, more = error.status_code, {}
+            error = UserError(f"{request.method} {request.url.path}: {error.detail}")
+        else:
+            status, more = (422 if isinstance(error, UserError) else 500), {}
+        if not isinstance(error, UserError):
+            more = {"retry": True}
+            error = UserError(f"a fault of the hub: {one_line(error)}", "see what it printed")
+        if status == 401:
+            self._rounds.strangers[error.problem] += 1
+            headers["www-authenticate"] = "Bearer"
+        answer = {"error": error.problem, "remedy": error.remedy, **more}
+        return JSONResponse(answer, status, headers)
+
+
+def _version(fragment: FragmentStore) -> int:
+    return -1 if fragment.version is None else fragment.version
+
+
+def _file(fragment: FragmentStore, part: str, version: int) -> Response:
+    path = fragment.path(part, version)
+    if version != fragment.version or not path.exists():
+        raise Refusal(404, f"there is no {part} of version {version}", "take the weights")
+    headers = {"x-version": str(version), "etag": f'"{path.parent.parent.name}-{version}"'}
+    return FileResponse(path, headers=headers, media_type="application/octet-stream")
+
+
+def _number(request: Request, name: str, default: int | None = None) -> int:
+    """Return a number of the query. Raises ``Refusal``."""
+    text = request.query_params.get(name, default)
+    if isinstance(text, int):
+        return text
+    if text is None or not text.isascii() or not text.isdigit() or len(text) > 15:
+        raise Refusal(400, f"{name} is {text!r}", "give a whole number")
+    return int(text)
+
+
+async def _json(request: Request) -> Any:
+    """Return a JSON body. Raises ``Refusal``."""
+    body = bytearray()
+    await _received(request, body.extend, MOST_JSON)
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        raise Refusal(400, "the body is no JSON", "use the same shardmlx") from None
+
+
+async def _received(request: Request, take: Callable[[bytes], object], most: int) -> None:
+    """Give a body to ``take``, piece by piece. Raises ``Refusal`` if it is too long or slow."""
+    loop = asyncio.get_running_loop()
+    last = loop.time() + SECONDS_OF_SILENCE + most / LEAST_RATE
+    count = 0
+    try:
+        async with asyncio.timeout(SECONDS_OF_SILENCE) as limit:
+            async for piece in request.stream():
+                count += len(piece)
+                if count > most:
+                    raise Refusal(413, f"the body is longer than {most} bytes", "send no more")
+                take(piece)
+                limit.reschedule(min(last, loop.time() + SECONDS_OF_SILENCE))
+    except TimeoutError:
+        raise Refusal(408, "the body came too slowly", "send it again", retry=True) from None

@@ -1,0 +1,285 @@
+"""The rounds of the hub: who has joined and is present, which reports count, and when.
+
+Any thread may call a method of ``Rounds``; one calls ``close_due``. No outer step is made while a
+report of the same fragment is taken.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardmlx.errors import UserError
+from shardmlx.islands.aggregate import AGGREGATES, squared_norm, too_long
+from shardmlx.islands.hub_options import HubOptions
+from shardmlx.islands.protocol import ASYNC, FEDAVG, Join, Joined, Progress
+from shardmlx.islands.store import Differences, FragmentStore, Report, Run
+
+MOST_POINTS = 400
+"""Losses of an island that are kept for its curve."""
+
+MOST_PENDING = 3
+"""Reports of one island for a fragment that may wait at a time, each from a base of its own."""
+
+
+class Refusal(UserError):
+    """An answer of the hub with an HTTP status from 400, and ``more`` in its JSON."""
+
+    def __init__(self, status: int, problem: str, remedy: str = "", **more: Any) -> None:
+        super().__init__(problem, remedy)
+        self.status = status
+        self.more = more
+
+
+@dataclass(slots=True)
+class Island:
+    """Facts of an island since the hub started."""
+
+    heard: float = -math.inf
+    progress: Progress | None = None
+    leaving: bool = False
+    rows: int = 0
+    late: int = 0
+    refused: int = 0
+    losses: list[tuple[int, float]] = field(default_factory=list)
+
+    def take(self, progress: Progress) -> None:
+        self.progress, self.leaving = progress, progress.leaving
+        if progress.loss is not None and self.losses[-1:] != [(progress.step, progress.loss)]:
+            self.losses = [*self.losses, (progress.step, progress.loss)]
+        if len(self.losses) > MOST_POINTS:
+            self.losses = self.losses[::2]
+
+
+class Rounds:
+    """The state of a hub. ``clock`` returns seconds. Raises ``UserError``."""
+
+    def __init__(self, options: HubOptions, clock: Callable[[], float] = time.monotonic) -> None:
+        self.options = options
+        self.run = Run(Path(options.path), options.names, options.terms)
+        self.islands = {name: Island() for name in self.run.tokens}
+        self.strangers: Counter[str] = Counter()
+        """Requests of nobody known that were refused, by reason."""
+        self._clock = clock
+        self._joining = threading.Lock()
+        self._news = threading.Event()
+        self._since: dict[int, float] = {}
+        self._seeder: str | None = None
+        self._random = np.random.default_rng()
+        for name in self.run.islands & self.islands.keys():
+            # After a restart islands have time to be heard of before a round closes without them.
+            self.islands[name].heard = clock()
+
+    def fragment(self, number: int) -> FragmentStore:
+        if number >= len(self.run.fragments):
+            raise Refusal(404, f"there is no fragment {number}", "join first")
+        return self.run.fragments[number]
+
+    def present(self) -> list[str]:
+        """Return the names of islands that train: heard of lately, and not leaving."""
+        least = self._clock() - self.options.missing_after
+        return sorted(
+            name
+            for name in self.run.islands & self.islands.keys()
+            if self.islands[name].heard >= least and not self.islands[name].leaving
+        )
+
+    def hear(self, name: str) -> None:
+        self.islands[name].heard = self._clock()
+
+    def join(self, name: str, message: Join) -> Joined:
+        """Let an island in, which has the first one's model. Raises ``UserError``."""
+        with self._joining:
+            if self.run.first is not None:
+                message.check_same(self.run.first)
+            self.run.join(name, message)
+            island = self.islands[name]
+            island.leaving, island.rows = False, message.rows
+            fragments = self.run.fragments
+            versions = [each.version for each in fragments]
+            is_seeder = None in versions and self._seeder not in {*self.present()} - {name}
+            if is_seeder:
+                self._seeder = name
+            elif None in versions:
+                problem = f"{self._seeder} is still uploading the first weights"
+                raise Refusal(409, problem, "wait", retry=True)
+            seqs = [_last_seq(each, name) for each in fragments]
+            return Joined(terms=self.run.terms, versions=versions, seqs=seqs, seed=is_seeder)
+
+    def check_seed(self, name: str, number: int) -> None:
+        """Raise ``Refusal`` unless this island is to upload the first weights of a fragment."""
+        if self._seeder != name or self.fragment(number).version is not None:
+            raise Refusal(409, f"fragment {number} needs no weights of {name}", "take the hub's")
+
+    def seed(self, name: str, number: int, body: Path) -> None:
+        """Take the first weights of a fragment from a file."""
+        fragment = self.fragment(number)
+        with fragment.lock:
+            self.check_seed(name, number)
+            if not all(np.isfinite(each).all() for each in fragment.raw(body)):
+                raise Refusal(422, "the weights have a number that is not finite", "train anew")
+            fragment.seed(body)
+
+    def is_new(self, report: Report, number: int) -> bool:
+        """Return whether a report is to be taken, and not known already. Raises ``Refusal``."""
+        fragment, name = self.fragment(number), report.island
+        if fragment.version is None:
+            raise Refusal(409, f"fragment {number} has no weights yet", "wait", retry=True)
+        if report.seq <= _last_seq(fragment, name):
+            return False
+        if report.base > fragment.version:
+            raise Refusal(409, f"version {report.base} is none of this hub's", "join anew")
+        waiting = {each.base for each in fragment.pending if each.island == name}
+        counted = max(fragment.facts.last(name)[1], *(base - 1 for base in waiting), -1)
+        if report.base <= counted:
+            problem = f"a report from version {report.base} is counted already"
+            raise Refusal(409, problem, "take the newest first", version=fragment.version)
+        if len(waiting - {report.base}) == MOST_PENDING:
+            raise Refusal(409, f"{MOST_PENDING} reports of {name} wait", "wait", retry=True)
+        return True
+
+    def take(self, report: Report, number: int, body: Path) -> None:
+        """Take a report whose body is in a file: it counts once this returns. Raises ``Refusal``
+        for what the hub will not count."""
+        fragment = self.fragment(number)
+        try:
+            norm = math.sqrt(sum(map(squared_norm, fragment.decoded(body))))
+        except ValueError as error:
+            raise Refusal(
+                422, f"the difference cannot be decoded: {error}", "report anew"
+            ) from None
+        norms = {**fragment.facts.norms, **{each.island: each.norm for each in fragment.pending}}
+        norms.pop(report.island, None)
+        reason = too_long(norm, [*norms.values()], self.options.max_norm_ratio)
+        if reason is not None:
+            raise Refusal(422, reason, "look at this island's losses, and join anew")
+        with fragment.lock:
+            if not self.is_new(report, number):
+                return
+            self.islands[report.island].late += report.base < (fragment.version or 0)
+            fragment.add(body, replace(report, norm=norm))
+        self._news.set()
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the next report."""
+        self._news.wait(seconds)
+        self._news.clear()
+
+    def close_due(self) -> None:
+        """Make the outer steps that are due. Raises ``OSError``, after which it can be repeated."""
+        for number, fragment in enumerate(self.run.fragments):
+            with fragment.lock:
+                while not self.ended and (reports := self._due(number, fragment)):
+                    self._advance(fragment, reports)
+
+    def _due(self, number: int, fragment: FragmentStore) -> list[Report]:
+        """Return the reports of which an outer step is to be made now."""
+        pending = fragment.pending
+        if not pending:
+            self._since.pop(number, None)
+            return []
+        if self.options.mode == ASYNC:
+            return pending[:1]
+        since = self._since.setdefault(number, self._clock())
+        is_late = self._clock() - since >= self.options.deadline
+        if not is_late and {*self.present()} - {each.island for each in pending}:
+            return []
+        del self._since[number]
+        return pending
+
+    def _advance(self, fragment: FragmentStore, reports: Sequence[Report]) -> None:
+        options, privacy = self.options, self.options.privacy
+        of_islands = [[*own] for _, own in groupby(reports, attrgetter("island"))]
+        # The norm of a sum is at most the sum of norms.
+        factors = [privacy.factor(sum(each.norm for each in own)) for own in of_islands]
+        by_rows = options.mode == FEDAVG and privacy.clip is None
+        weights = [sum(each.rows for each in own) if by_rows else 1 for own in of_islands]
+        base = reports[0].base if options.mode == ASYNC else fragment.version
+        staleness = (fragment.version or 0) - (base or 0)
+
+        def step(
+            now: np.ndarray, momentum: np.ndarray | None, differences: Differences
+        ) -> tuple[np.ndarray, np.ndarray | None]:
+            pairs = zip(differences, factors, strict=True)
+            clipped = (each if factor == 1 else each * np.float32(factor) for each, factor in pairs)
+            mean = AGGREGATES[options.aggregate](clipped, weights)
+            mean = privacy.noisy(mean, len(factors), self._random)
+            count = len(factors)
+            return options.optimizer.step(now, momentum, mean, reports=count, staleness=staleness)
+
+        fragment.advance(reports, step)
+
+    @property
+    def version(self) -> int:
+        """Rounds that all fragments have."""
+        return min((each.version or 0 for each in self.run.fragments), default=0)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all counted reports."""
+        return max((each.facts.tokens for each in self.run.fragments), default=0)
+
+    @property
+    def ended(self) -> bool:
+        """True once the run has the rounds, the tokens or the hours that it is to have."""
+        options = self.options
+        hours = (time.time() - self.run.began) / 3600
+        pairs = (
+            (self.version, options.rounds),
+            (self.tokens, options.tokens),
+            (hours, options.hours),
+        )
+        return any(most is not None and now >= most for now, most in pairs)
+
+    def progress(self, name: str, message: Progress) -> dict[str, bool]:
+        """Take an island's heartbeat, and answer it: the first one present validates."""
+        self.islands[name].take(message)
+        return {"ended": self.ended, "evaluate": self.present()[:1] == [name]}
+
+    def status(self) -> dict[str, Any]:
+        """Return all that the page shows, as JSON."""
+        present, now = self.present(), self._clock()
+        fragments = [
+            {"version": each.version, "reports": [report.island for report in each.pending]}
+            for each in self.run.fragments
+        ]
+        islands = {
+            name: {
+                "joined": name in self.run.islands,
+                "present": name in present,
+                "leaving": island.leaving,
+                "silent": now - island.heard if math.isfinite(island.heard) else None,
+                "progress": None if island.progress is None else island.progress.to_json(),
+                "losses": island.losses,
+                "late": island.late,
+                "refused": island.refused,
+            }
+            for name, island in self.islands.items()
+        }
+        return {
+            "terms": self.run.terms.to_json(),
+            "model": None if self.run.first is None else self.run.first.model,
+            "fragments": fragments,
+            "islands": islands,
+            "strangers": self.strangers,
+            "rounds": self.version,
+            "tokens": self.tokens,
+            "ended": self.ended,
+            "epsilon": self.options.privacy.epsilon(self.version),
+        }
+
+
+def _last_seq(fragment: FragmentStore, name: str) -> int:
+    """Return the last number that was acknowledged of an island's reports."""
+    waiting = [each.seq for each in fragment.pending if each.island == name]
+    return max([fragment.facts.last(name)[0], *waiting])

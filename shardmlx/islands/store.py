@@ -1,0 +1,343 @@
+"""The hub's directory: the newest versions of each fragment, and reports that do not count yet.
+
+``run.json`` has what the first island said, ``tokens/NAME`` the secret of each. ``fragment-000``
+has a directory a version, ``v0000007``: raw float32 tensors one after the other, and facts, which
+say what is counted. A report is a body and its own facts behind it. Names appear once all that
+they name is on the disk, and a report goes once a version counts it: whatever is killed at whatever
+point, the newest version and the reports that it does not count are the whole truth.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import reduce
+from itertools import chain, groupby
+from operator import add, attrgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardmlx.common.durable_files import (
+    PARTIAL,
+    NewFiles,
+    flush_directory,
+    flush_to_disk,
+    lock_file,
+    pieces_of,
+    replace_durably,
+    write_durably,
+)
+from shardmlx.errors import UserError
+from shardmlx.islands.encodings import encoding_named
+from shardmlx.islands.protocol import NAME, Fragment, Join, Tensor, Terms, fragments_of
+from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+
+PUBLISHED, OUTER, MOMENTUM, CHANGE, FACTS = "published", "outer", "momentum", "change", "facts"
+"""Files of a version. ``outer`` and ``change`` are there if the encoding is lossy."""
+
+KEPT = 2
+"""Versions of a fragment on the disk: whoever reads the one before the newest shall finish."""
+
+Differences = Iterator[np.ndarray]
+Step = Callable[[np.ndarray, np.ndarray | None, Differences], tuple[np.ndarray, np.ndarray | None]]
+"""A function of a tensor's weights and momentum, and of the difference of each island, that returns
+the new weights and momentum."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """A difference that an island sent: its number, the version it was made from, its work."""
+
+    island: str
+    seq: int
+    base: int
+    rows: int = 1
+    steps: int = 0
+    tokens: int = 0
+    norm: float = 0.0
+
+    @property
+    def file(self) -> str:
+        return f"{self.island}.{self.seq}.report"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Reports that a version counts: the last number and base of each island's, the norm of its
+    last one, and the tokens of all."""
+
+    counted: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    norms: Mapping[str, float] = field(default_factory=dict)
+    tokens: int = 0
+
+    def last(self, island: str) -> Sequence[int]:
+        """Return the number and the base of an island's last counted report."""
+        return self.counted.get(island, (0, -1))
+
+    def with_reports(self, reports: Sequence[Report]) -> Facts:
+        return Facts(
+            {**self.counted, **{each.island: (each.seq, each.base) for each in reports}},
+            {**self.norms, **{each.island: each.norm for each in reports}},
+            self.tokens + sum(each.tokens for each in reports),
+        )
+
+
+class FragmentStore:
+    """A fragment on the disk."""
+
+    def __init__(self, directory: Path, fragment: Fragment, encoding: str) -> None:
+        self.directory = directory
+        self.fragment = fragment
+        self.report_bytes = fragment.encoded_bytes(encoding)
+        self.lock = threading.Lock()
+        """Held by whoever changes it."""
+        self._encoding = encoding_named(encoding)
+        self.version: int | None = None
+        self.facts = Facts()
+        self.pending: list[Report] = []
+        """Reports that no version counts, by island, those of each in their order."""
+        directory.mkdir(exist_ok=True)
+        for partial in directory.glob(f"{PARTIAL}*"):
+            _remove(partial)
+        versions = sorted(int(each.name[1:]) for each in directory.glob("v*"))
+        if versions:
+            self.version = versions[-1]
+            self.facts = Facts(**json.loads(self.path(FACTS).read_bytes()))
+        for path in directory.glob("*.report"):
+            with path.open("rb") as file:
+                file.seek(self.report_bytes)
+                self.pending.append(Report(**json.load(file)))
+        self._clean()
+
+    def path(self, part: str, version: int | None = None) -> Path:
+        """Return the file of a part of a version, by default of the newest."""
+        number = self.version if version is None else version
+        return self.directory / f"v{number:07}" / part
+
+    def new_file(self) -> Path:
+        """Return the path of a file for a body that is on its way: it is gone at the next start."""
+        return self.directory / f"{PARTIAL}{secrets.token_hex(8)}"
+
+    def seed(self, body: Path) -> None:
+        """Make version 0 of a file with an island's weights."""
+
+        def write(directory: Path) -> None:
+            os.replace(body, directory / PUBLISHED)
+            if self._encoding.is_lossy:
+                shutil.copyfile(directory / PUBLISHED, directory / OUTER)
+
+        self._commit(0, Facts(), write)
+
+    def raw(self, body: Path) -> Iterator[np.ndarray]:
+        """Yield the tensors of a body that is not encoded."""
+        at = 0
+        for tensor in self.fragment.tensors:
+            yield _read(body, at, tensor)
+            at += tensor.nbytes
+
+    def decoded(self, body: Path) -> Iterator[np.ndarray]:
+        """Yield the tensors of an encoded body. Raises ``ValueError`` for what none can be."""
+        at = 0
+        for tensor in self.fragment.tensors:
+            yield self._decoded(body, at, tensor)
+            at += self._encoding.nbytes(tensor.shape)
+
+    def add(self, body: Path, report: Report) -> None:
+        """Keep a report, whose body is a file: once this returns it is not lost. It replaces one
+        from the same base, whose difference it contains."""
+        with body.open("ab") as file:
+            file.write(json.dumps(asdict(report)).encode())
+        replace_durably(body, self.directory / report.file)
+        self.pending = [*self.pending, report]
+        self._clean()
+
+    def advance(self, reports: Sequence[Report], step: Step) -> None:
+        """Make the next version of pending reports: of each, one tensor at a time is in memory."""
+        if self.version is None:
+            raise ValueError("this fragment has no weights yet")
+        old = self.directory / f"v{self.version:07}"
+
+        def write(directory: Path) -> None:
+            at = encoded_at = 0
+            for tensor in self.fragment.tensors:
+                differences = self._differences(reports, encoded_at, tensor)
+                published = _read(old / PUBLISHED, at, tensor)
+                weights = _read(old / OUTER, at, tensor) if self._encoding.is_lossy else published
+                has_momentum = (old / MOMENTUM).exists()
+                momentum = _read(old / MOMENTUM, at, tensor) if has_momentum else None
+                new, momentum = step(weights, momentum, differences)
+                if momentum is not None:
+                    _append(directory / MOMENTUM, momentum)
+                if self._encoding.is_lossy:
+                    _append(directory / OUTER, new)
+                    change = self._encoding.encode(new - published, self._last(encoded_at, tensor))
+                    _append(directory / CHANGE, change)
+                    new = published + self._encoding.decode(change, tensor.shape)
+                _append(directory / PUBLISHED, new)
+                at += tensor.nbytes
+                encoded_at += self._encoding.nbytes(tensor.shape)
+
+        self._commit(self.version + 1, self.facts.with_reports(reports), write)
+
+    def _differences(self, reports: Sequence[Report], at: int, tensor: Tensor) -> Differences:
+        """Yield the difference of each island, the sum of its reports."""
+        for _, own in groupby(reports, attrgetter("island")):
+            bodies = (self.directory / each.file for each in own)
+            yield reduce(add, (self._decoded(body, at, tensor) for body in bodies))
+
+    def _decoded(self, body: Path, at: int, tensor: Tensor) -> np.ndarray:
+        data = np.fromfile(body, np.uint8, self._encoding.nbytes(tensor.shape), offset=at)
+        return self._encoding.decode(data, tensor.shape)
+
+    def _last(self, at: int, tensor: Tensor) -> np.ndarray | None:
+        """Return the last change of a tensor, which helps to encode the next."""
+        if not self.path(CHANGE).exists():
+            return None
+        count = self._encoding.nbytes(tensor.shape)
+        return np.fromfile(self.path(CHANGE), np.uint8, count, offset=at)
+
+    def _commit(self, version: int, facts: Facts, write: Callable[[Path], None]) -> None:
+        """Let ``write`` fill the directory of a version, and then give it its name."""
+        partial = self.directory / f"{PARTIAL}version"
+        _remove(partial)
+        partial.mkdir()
+        write(partial)
+        (partial / FACTS).write_text(json.dumps(asdict(facts)))
+        for path in partial.iterdir():
+            with path.open("rb+") as file:
+                flush_to_disk(file)
+        flush_directory(partial)
+        os.rename(partial, self.directory / f"v{version:07}")
+        flush_directory(self.directory)
+        self.version, self.facts = version, facts
+        self._clean()
+
+    def _clean(self) -> None:
+        """Remove what is not needed any more: counted and replaced reports, old versions."""
+        ordered = sorted(self.pending, key=attrgetter("island", "seq"))
+        newest = {(each.island, each.base): each for each in ordered}
+        kept = [each for each in newest.values() if each.seq > self.facts.last(each.island)[0]]
+        self.pending = kept  # at once: other threads read it
+        for each in ordered:
+            if each not in kept:
+                _remove(self.directory / each.file)
+        for path in self.directory.glob("v*"):
+            if int(path.name[1:]) <= (self.version or 0) - KEPT:
+                _remove(path)
+
+
+def _read(path: Path, at: int, tensor: Tensor) -> np.ndarray:
+    return np.fromfile(path, np.float32, tensor.nbytes // 4, offset=at).reshape(tensor.shape)
+
+
+def _append(path: Path, array: np.ndarray) -> None:
+    with path.open("ab") as file:
+        array.tofile(file)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+class Run:
+    """The hub's whole directory, locked until ``close`` or the end of this process. One thread at a
+    time may change what is not a fragment's. Raises ``UserError``."""
+
+    def __init__(self, directory: Path, islands: Iterable[str], terms: Terms) -> None:
+        self.directory = directory
+        self.terms = terms
+        (directory / "tokens").mkdir(parents=True, exist_ok=True, mode=0o700)
+        in_use = UserError(f"{directory} is used by another hub", "stop it, or name another --path")
+        self._lock = lock_file(directory / "lock", in_use)
+        for name in islands:
+            self._make_token(name)
+        paths = (directory / "tokens").iterdir()
+        self.tokens = {path.name: path.read_text().strip() for path in paths}
+        self.first: Join | None = None
+        self.islands: set[str] = set()
+        """Names of all that ever joined."""
+        self.began = time.time()
+        self.fragments: tuple[FragmentStore, ...] = ()
+        if self._file.exists():
+            self._go_on(json.loads(self._file.read_bytes()))
+
+    @property
+    def _file(self) -> Path:
+        return self.directory / "run.json"
+
+    def close(self) -> None:
+        """Let another hub have the directory."""
+        self._lock.close()
+
+    def _make_token(self, name: str) -> None:
+        if not NAME.fullmatch(name):
+            raise UserError(f"--islands has {name!r}", "give small letters, digits, - and _")
+        path = self.directory / "tokens" / name
+        if not path.exists():
+            partial = self.directory / f"{PARTIAL}token"
+            partial.touch(0o600)
+            write_durably(partial, secrets.token_urlsafe(32).encode())
+            replace_durably(partial, path)
+
+    def _go_on(self, run: Mapping[str, Any]) -> None:
+        for name, value in self.terms.to_json().items():
+            if value != run["terms"][name]:
+                problem = f"{name} is {value}, and {self.directory} has {run['terms'][name]}"
+                raise UserError(problem, "give the same, or another --path")
+        self._open(Join.of_json(run["first"]))
+        self.islands, self.began = set(run["islands"]), run["began"]
+
+    def _open(self, first: Join) -> None:
+        self.fragments = tuple(
+            FragmentStore(self.directory / f"fragment-{k:03}", each, self.terms.encoding)
+            for k, each in enumerate(fragments_of(first.tensors, self.terms.fragments))
+        )
+        self.first = first
+
+    def join(self, island: str, message: Join) -> None:
+        """Write down that an island has joined, of which the first says what is trained."""
+        if self.first is None:
+            self._open(message)
+        self.islands.add(island)
+        content = {
+            "terms": self.terms.to_json(),
+            "first": (self.first or message).to_json(),
+            "islands": sorted(self.islands),
+            "began": self.began,
+        }
+        partial = self.directory / f"{PARTIAL}run.json"
+        write_durably(partial, json.dumps(content).encode())
+        replace_durably(partial, self._file)
+
+    def export(self, output: Path) -> None:
+        """Write the outer weights as adapters, from which ``shardmlx export`` makes a model: one
+        piece of a few MiB is in memory at a time. Raises ``UserError``, ``OSError``."""
+        if self.first is None or any(each.version is None for each in self.fragments):
+            raise UserError(f"{self.directory} has no weights yet", "let an island join")
+        header: dict[str, Any] = {}
+        at = 0
+        for tensor in self.first.tensors:
+            offsets = [at, at + tensor.nbytes]
+            header[tensor.name] = {"dtype": "F32", "shape": tensor.shape, "data_offsets": offsets}
+            at = offsets[1]
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        paths = [each.path(OUTER) for each in self.fragments]
+        raw = [path if path.exists() else path.with_name(PUBLISHED) for path in paths]
+        output.mkdir(parents=True, exist_ok=True)
+        files = NewFiles(output)
+        files.write(ADAPTER_CONFIG_FILE, [json.dumps(self.first.adapter_config, indent=4).encode()])
+        pieces = (piece for path in raw for piece in pieces_of(path))
+        files.write(ADAPTER_FILE, chain([len(text).to_bytes(8, "little"), text], pieces))
+        files.publish()
