@@ -1,31 +1,19 @@
-"""The memory of this process as the system counts it, and its limits.
+"""The memory of this process as the system counts it, and its limit.
 
 No MLX, no MPI. Sources: Documentation/admin-guide/cgroup-v1/memory.rst, cgroup-v2.rst, and proc(5)
-of Linux; getrlimit(2).
+of Linux.
 """
 
 from __future__ import annotations
 
-import os
 import resource
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 _UNLIMITED = 1 << 60
 """Bytes that mean no limit: cgroup v1 writes the largest whole number of pages."""
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryBound:
-    """Limit of bytes for all processes of a host under the same ``name``, of the kind ``what``."""
-
-    name: str
-    nbytes: int
-    what: str
 
 
 def resident_bytes() -> int:
@@ -43,22 +31,12 @@ def peak_resident_bytes() -> int:
     return peak if sys.platform == "darwin" else peak << 10
 
 
-def memory_bounds() -> tuple[MemoryBound, ...]:
-    """Return the limits of this process's memory, beside the size of the machine."""
-    bounds = [*cgroup_bounds()]
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    # Memory that is only mapped counts there too; macOS does not enforce it.
-    if sys.platform != "darwin" and limit != resource.RLIM_INFINITY:
-        memory = psutil.Process().memory_info()
-        nbytes = max(1, limit - memory.vms + memory.rss)
-        bounds.append(MemoryBound(f"process {os.getpid()}", nbytes, "RLIMIT_AS (ulimit -v)"))
-    return tuple(bounds)
-
-
-def cgroup_bounds(
+def memory_limit(
     proc: Path = Path("/proc/self"), mounts: Path = Path("/sys/fs/cgroup")
-) -> Iterator[MemoryBound]:
-    """Yield the limits of the memory cgroups, v1 or v2, that the process of ``proc`` is in."""
+) -> int | None:
+    """Return the least limit of the memory cgroups, v1 or v2, that the process of ``proc`` is in;
+    None without any."""
+    limits = []
     for line in _text(proc / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
@@ -73,8 +51,8 @@ def cgroup_bounds(
         for each in (directory, *directory.parents):
             limit = _text(each / file).strip() if each.is_relative_to(mount) else ""
             if limit.isdecimal() and int(limit) < _UNLIMITED:
-                name = str(each.relative_to(mount))
-                yield MemoryBound(f"cgroup {name}", int(limit), "the memory cgroup")
+                limits.append(int(limit))
+    return min(limits, default=None)
 
 
 def _text(path: Path) -> str:

@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardmlx.common.formatting import gibibytes
-from shardmlx.common.process_memory import MemoryBound
 from shardmlx.common.units import GIB, MIB
 from shardmlx.costmodel.cluster import Cluster
 
@@ -33,7 +32,7 @@ LEAST_CACHE = 32 << 20
 keeps freed memory too."""
 
 BOUND_FRACTION = 0.97
-"""Share of a memory cgroup or RLIMIT_AS for plans: the rest is for mpirun and page tables. A
+"""Share of a memory cgroup for plans: the rest is for mpirun and page tables. A
 process beyond the limit is killed."""
 
 FRAGMENTED = 0.06
@@ -57,10 +56,11 @@ class PlannedMemory:
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """The process of a rank: bytes ``outside`` MLX, own limits, and what macOS wires of all."""
+    """The process of a rank: bytes ``outside`` MLX, the limit of its memory cgroup, which all ranks
+    of the host share, and what macOS wires of all."""
 
     outside: int = 0
-    bounds: tuple[MemoryBound, ...] = ()
+    limit: int | None = None
     working_set: int | None = None
 
 
@@ -139,26 +139,19 @@ def budgets_of(
     cluster: Cluster, limit: int | None = None, processes: Sequence[ProcessMemory] = ()
 ) -> tuple[MemoryBudget, ...]:
     """Return the memory budget of each world rank: the least of ``limit`` (else the usable share of
-    its machine, or Metal's working set for the arrays) and of the process's own bounds, each shared
-    with the ranks of the host under the same bound."""
+    its machine, or Metal's working set for the arrays) and of its memory cgroup."""
     processes = processes or (ProcessMemory(),) * cluster.size
-    hosts = [machine.host for machine in cluster.machines]
-    ranks = Counter(hosts)
-    sharing = Counter(
-        (host, bound.name)
-        for host, process in zip(hosts, processes, strict=True)
-        for bound in process.bounds
-    )
+    ranks = Counter(machine.host for machine in cluster.machines)
     budgets = []
     for rank, (machine, process) in enumerate(zip(cluster.machines, processes, strict=True)):
         count, outside = ranks[machine.host], process.outside
         wirable = None if process.working_set is None else process.working_set // count
         memory = math.inf if machine.memory is None else float(machine.memory)
-        bounds = [
-            (bound.nbytes * BOUND_FRACTION / each, bound.what + _shared(each))
-            for bound in process.bounds
-            for each in [sharing[machine.host, bound.name]]
-        ]
+        bounds = []
+        if process.limit is not None:
+            bounds = [
+                (process.limit * BOUND_FRACTION / count, f"the memory cgroup{_shared(count)}")
+            ]
         most, why = min([(memory, f"all that there is{_shared(count)}"), *bounds])
         if limit is not None:
             total, reason = float(limit), "--memory-limit"

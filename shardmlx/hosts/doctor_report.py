@@ -17,7 +17,6 @@ from shardmlx.common.units import GIB, MIB
 from shardmlx.config.doctor import STDOUT
 from shardmlx.errors import file_access
 from shardmlx.hosts.findings import Examination, Finding, Host, Link, open_routes
-from shardmlx.hosts.host_facts import HostFacts
 
 T = TypeVar("T")
 
@@ -105,7 +104,7 @@ def _cells(hosts: Sequence[Host]) -> Iterator[tuple[str, Callable[[Host], str | 
         yield f"matmul {dtype}", partial(_speed, dtype)
     yield "memory", lambda host: size(host.facts.memory)
     yield "free memory", lambda host: size(host.facts.memory_free)
-    yield "memory limit", lambda host: _limit(host.facts)
+    yield "memory limit", lambda host: size(host.facts.memory_limit) or "the machine's"
     yield "wired limit", _wired_limit
     yield "free disk", lambda host: size(host.facts.disk_free)
     for kind in dict.fromkeys(kind for host in hosts for kind in host.self_test):
@@ -124,12 +123,6 @@ def _version(package: str, host: Host) -> str | None:
 def size(count: int | None) -> str | None:
     """Return bytes for people; None where they are unknown."""
     return None if count is None else gibibytes(count)
-
-
-def _limit(facts: HostFacts) -> str:
-    if facts.memory_limit is None:
-        return "the machine's"
-    return f"{gibibytes(facts.memory_limit)}, {facts.memory_limit_reason}"
 
 
 def _speed(dtype: str, host: Host) -> str | None:

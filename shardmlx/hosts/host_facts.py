@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from shardmlx.common.process_memory import memory_bounds
+from shardmlx.common.process_memory import memory_limit
 from shardmlx.common.units import MIB
 from shardmlx.distributed.processes import find_mpirun
 from shardmlx.hosts.mpirun import is_of_wheel, own_addresses
@@ -72,7 +72,6 @@ class HostFacts:
     disk_free: int | None
     interfaces: tuple[Interface, ...]
     memory_limit: int | None = None
-    memory_limit_reason: str | None = None
     mpirun: str | None = None
     mpirun_is_of_wheel: bool = True
     weak_power: tuple[str, ...] = ()
@@ -90,10 +89,7 @@ def collect() -> HostFacts:
     directory, disk_free = _disk()
     memory = psutil.virtual_memory()
     mpirun = _mpirun()
-    bounds = [(bound.nbytes, bound.what) for bound in memory_bounds()]
-    limit_bytes, reason = min(
-        (each for each in bounds if each[0] < memory.total), default=(None, None)
-    )
+    in_cgroup = memory_limit()
     return HostFacts(
         node=os.environ.get("PMIX_HOSTNAME"),
         system=f"{system} {release} {platform.machine()}",
@@ -108,8 +104,7 @@ def collect() -> HostFacts:
         directory=directory,
         disk_free=disk_free,
         interfaces=_interfaces(media_of_ports(ports).get if is_mac else medium_on_linux),
-        memory_limit=limit_bytes,
-        memory_limit_reason=reason,
+        memory_limit=in_cgroup if in_cgroup and in_cgroup < memory.total else None,
         mpirun=mpirun,
         mpirun_is_of_wheel=mpirun is None or is_of_wheel(Path(mpirun)),
         weak_power=weak_power(*(_said("pmset", *words) or "" for words in _PMSET))

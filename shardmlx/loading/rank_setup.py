@@ -13,7 +13,7 @@ import mlx.core as mx
 import psutil
 
 from shardmlx.common.digests import json_digest
-from shardmlx.common.process_memory import memory_bounds, resident_bytes
+from shardmlx.common.process_memory import memory_limit, resident_bytes
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.common_options import AUTO
 from shardmlx.config.specs import MachineOptions, ModelSource
@@ -216,7 +216,7 @@ def find_budgets(
 def process_memory(later: int = 0) -> ProcessMemory:
     """Return this process's limits, and its bytes beside MLX's arrays, with ``later`` ones."""
     outside = resident_bytes() - mx.get_active_memory() - mx.get_cache_memory()
-    return ProcessMemory(max(0, outside) + GROWTH + later, memory_bounds(), working_set())
+    return ProcessMemory(max(0, outside) + GROWTH + later, memory_limit(), working_set())
 
 
 def working_set() -> int | None:

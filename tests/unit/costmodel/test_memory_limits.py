@@ -10,7 +10,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from shardmlx.common.process_memory import MemoryBound
 from shardmlx.common.units import GIB, MIB, parse_bytes
 from shardmlx.config.inference import InferenceConfig
 from shardmlx.config.train import TrainConfig
@@ -107,8 +106,8 @@ def test_a_hostfile_may_know_what_macos_wires() -> None:
     assert within(small, budgets_of(small, 5 * GIB)).capacity(1) == 5 * GIB
 
 
-def in_cgroup(nbytes: int, name: str = "cgroup job", outside: int = 0) -> ProcessMemory:
-    return ProcessMemory(outside, (MemoryBound(name, nbytes, "the memory cgroup"),))
+def in_cgroup(nbytes: int, outside: int = 0) -> ProcessMemory:
+    return ProcessMemory(outside, nbytes)
 
 
 def test_a_memory_cgroup_counts_if_it_is_the_least() -> None:
@@ -123,8 +122,6 @@ def test_ranks_in_one_cgroup_of_a_host_share_it() -> None:
     together = budgets_of(ONE_MAC, processes=(in_cgroup(4 * GIB), in_cgroup(4 * GIB)))
     assert {budget.process for budget in together} == {BOUND_FRACTION * 2 * GIB}
     assert together[0].reason == "the memory cgroup, shared by 2 ranks"
-    apart = budgets_of(ONE_MAC, processes=(in_cgroup(4 * GIB, "a"), in_cgroup(4 * GIB, "b")))
-    assert {budget.process for budget in apart} == {BOUND_FRACTION * 4 * GIB}
     hosts = budgets_of(MACS, processes=(in_cgroup(4 * GIB), in_cgroup(4 * GIB)))
     assert {budget.process for budget in hosts} == {BOUND_FRACTION * 4 * GIB}
 
@@ -319,7 +316,7 @@ def test_ranks_tell_each_other_what_their_machines_wire(monkeypatch: pytest.Monk
     found = LocalNetwork(2).run(
         lambda transport: find_budgets(transport, ONE_MAC, None, later=5 * (1 - transport.rank))
     )
-    processes = (ProcessMemory(5, (), 11 * GIB), ProcessMemory(0, (), 11 * GIB))
+    processes = (ProcessMemory(5, None, 11 * GIB), ProcessMemory(0, None, 11 * GIB))
     assert found == [budgets_of(ONE_MAC, None, processes)] * 2
     monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "a CPU"})
     assert process_memory().working_set is None
