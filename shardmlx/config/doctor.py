@@ -8,8 +8,6 @@ from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.options import check_options, in_group, refuse
 
-STDOUT = "-"
-
 _SSH = "before mpirun"
 
 _output = in_group("output")
@@ -21,9 +19,7 @@ _ssh = in_group(_SSH)
 class DoctorConfig:
     """The options of an examination. Raises ``OptionError``, a ``UserError``."""
 
-    json: str | None = _output(
-        None, "file for all that was found, as JSON; - for stdout alone", metavar="FILE"
-    )
+    json: str | None = _output(None, "file for all that ranks have found, as JSON", metavar="FILE")
     write_hostfile: str | None = _output(
         None, "hostfile to write, with what was measured, for shardmlx plan", metavar="FILE"
     )
@@ -60,7 +56,7 @@ class DoctorConfig:
             "self_test", "computes on the hosts", "leave out --ssh", when=known and self.self_test
         )
         refuse("write_hostfile", "measures under mpirun", "leave out --ssh", when=known and written)
-        refuse("write_hostfile", "is '-'", "give the name of a file", when=written == STDOUT)
+        refuse("json", "is what ranks find", "leave it out", when=self.by_ssh and self.json)
         unused = program is not None and not self.by_ssh
         refuse("ssh_command", f"is {program!r}", "it is for --ssh and --find", when=unused)
 

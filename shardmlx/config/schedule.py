@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.common_options import SIMPLEST
-from shardmlx.config.options import REQUIRED, check_options, in_group, refuse
+from shardmlx.config.options import REQUIRED, check_options, in_group
 from shardmlx.errors import UserError
 from shardmlx.pipeline.figure import timeline
 from shardmlx.pipeline.lowering import lower, validate
@@ -41,12 +40,9 @@ class ScheduleOptions:
         "actions: compute only; timeline: drawn in time; lowered: with messages",
         choices=PRINTED,
     )
-    json: bool = _output(False, "print makespan, bubble and peak in flight as JSON")
 
     def __post_init__(self) -> None:
         check_options(self)
-        both = self.json and self.print != PRINTED[0]
-        refuse("print", f"is {self.print} with --json", "leave one out", when=both)
 
 
 LINE = CommandLine(
@@ -64,26 +60,12 @@ def run(words: Sequence[str]) -> int:
     virtual = options.virtual_stages
     if virtual is None:
         virtual = schedule.default_virtual
-    units = _costs(options.costs)
     grid = compute_actions(schedule.name, pp, microbatches, virtual)
     placement = schedule.placement(pp, virtual)
     lowered = lower(grid, placement)
     validate(lowered, placement)
-    simulation = simulate(grid, placement, units)
-    if options.json:
-        facts = {
-            "schedule": schedule.name,
-            "pp": pp,
-            "microbatches": microbatches,
-            "virtual": virtual,
-            "costs": astuple(units),
-            "makespan": simulation.makespan,
-            "bubble_fraction": simulation.bubble,
-            "bubble_fraction_of_ranks": simulation.bubbles,
-            "peak_in_flight": simulation.peak_in_flight,
-        }
-        print(json.dumps(facts))
-    elif options.print == "summary":
+    simulation = simulate(grid, placement, _costs(options.costs))
+    if options.print == "summary":
         print(_summary(simulation))
     elif options.print == "timeline":
         print(timeline(simulation))

@@ -23,7 +23,7 @@ from shardmlx.distributed.networks import INCLUDE, is_included
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import AgreedFailure
 from shardmlx.hosts.doctor_hostfile import hostfile_text, machines_of
-from shardmlx.hosts.doctor_report import check_json, content, progress, show, text, write
+from shardmlx.hosts.doctor_report import as_json, progress, text, write
 from shardmlx.hosts.findings import Examination, Host, Link, LinkSpeed, Route, open_routes
 from shardmlx.hosts.host_facts import HostFacts, collect
 from shardmlx.hosts.library_probes import broken_parts
@@ -192,16 +192,18 @@ def _flops(device: mx.Device, seconds: float) -> dict[str, float]:
 
 def _machines(config: DoctorConfig) -> tuple[Machine, ...]:
     """Return the machines of the hostfile, once it is known that all files can be written."""
-    check_json(config.json)
-    if config.write_hostfile is not None:
-        check_writable(Path(config.write_hostfile), "--write-hostfile")
+    for flag, path in (("--json", config.json), ("--write-hostfile", config.write_hostfile)):
+        if path is not None:
+            check_writable(Path(path), flag)
     return () if config.hostfile is None else read_hostfile(config.hostfile)
 
 
 def _report(config: DoctorConfig, examination: Examination, known: Sequence[Machine]) -> int:
     findings = examination.findings()
-    show(text(examination, findings), content(examination, findings), config.json)
+    print(text(examination, findings), flush=True)
+    if config.json is not None:
+        write(config.json, as_json(examination, findings))
     if config.write_hostfile is not None:
         hostfile = hostfile_text(machines_of(examination, known), datetime.date.today().isoformat())
-        write(config.write_hostfile, hostfile, config.json)
+        write(config.write_hostfile, hostfile)
     return len(findings)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import shardmlx
 from shardmlx.common.formatting import columns, gibibytes
-from shardmlx.common.reporter import check_writable
 from shardmlx.common.units import GIB, MIB
-from shardmlx.config.doctor import STDOUT
 from shardmlx.errors import file_access
 from shardmlx.hosts.findings import Examination, Finding, Host, Link, open_routes
 
@@ -31,28 +29,11 @@ def progress(line: str) -> None:
     print(f"doctor: {line}", file=sys.stderr, flush=True)
 
 
-def check_json(target: str | None) -> None:
-    """Raise ``UserError`` if the file of ``--json`` cannot be written."""
-    if target not in (None, STDOUT):
-        check_writable(Path(str(target)), "--json")
-
-
-def show(tables: str, content: Mapping[str, Any], target: str | None) -> None:
-    """Print the tables, and write the content as JSON to a file; or to stdout instead."""
-    as_json = json.dumps(content, indent=1)
-    if target == STDOUT:
-        print(as_json, flush=True)
-        return
-    print(tables, flush=True)
-    if target is not None:
-        write(target, as_json + "\n", target)
-
-
-def write(path: str, content: str, json_target: str | None) -> None:
-    """Write a file, or raise ``UserError``; say so on stdout, unless JSON goes there."""
+def write(path: str, content: str) -> None:
+    """Write a file, or raise ``UserError``; say so on stdout."""
     with file_access("write", path):
         Path(path).write_text(content, encoding="utf-8")
-    print(f"Wrote {path}", file=sys.stderr if json_target == STDOUT else sys.stdout, flush=True)
+    print(f"Wrote {path}", flush=True)
 
 
 def text(examination: Examination, findings: Sequence[Finding]) -> str:
@@ -72,14 +53,15 @@ def warnings(findings: Sequence[Finding]) -> str:
     return "\n".join(f"warning: {each}" for each in findings) or "nothing to warn of"
 
 
-def content(examination: Examination, findings: Sequence[Finding]) -> dict[str, Any]:
-    """Return all findings, for JSON; unknown values are null."""
-    return {
+def as_json(examination: Examination, findings: Sequence[Finding]) -> str:
+    """Return all findings as JSON; unknown values are null."""
+    content = {
         "shardmlx": shardmlx.__version__,
         "hosts": [{**asdict(host), "versions": host.versions} for host in examination.hosts],
         "links": [asdict(link) for link in examination.links],
         "warnings": [asdict(each) for each in findings],
     }
+    return json.dumps(content, indent=1) + "\n"
 
 
 def host_table(

@@ -8,12 +8,11 @@ import shlex
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import shardmlx
 from shardmlx.common.cli import run_command
 from shardmlx.common.environment import launched_rank
 from shardmlx.common.formatting import plural
@@ -26,10 +25,8 @@ from shardmlx.hosts.doctor_find import fastest_links, find_others
 from shardmlx.hosts.doctor_hostfile import found_hostfile
 from shardmlx.hosts.doctor_report import (
     UNKNOWN,
-    check_json,
     host_table,
     progress,
-    show,
     size,
     warnings,
     write,
@@ -113,13 +110,12 @@ def run(words: Sequence[str]) -> int | None:
 
 def _run(words: Sequence[str]) -> int:
     options = LINE.load(words)
-    check_json(options.json)
     hosts = _search(options.write_hostfile) if options.find else listed_hosts(str(options.hostfile))
     progress(f"asking {plural(len(hosts), 'host')} with {options.ssh_command or 'ssh'}")
     report = probe_hosts(hosts, options.ssh_command, options.python, found=options.find)
-    show(report_text(report), report_content(report), options.json)
+    print(report_text(report), flush=True)
     if options.write_hostfile is not None:
-        write(options.write_hostfile, _hostfile(report), options.json)
+        write(options.write_hostfile, _hostfile(report))
     return 1 if options.strict and report.findings else 0
 
 
@@ -299,26 +295,3 @@ def _over(host: ProbedHost) -> str | None:
 def _connects(host: ProbedHost) -> str | None:
     found = [other for other, error in host.errors.items() if error is None]
     return " ".join(found) or ("none" if host.errors else None)
-
-
-def report_content(report: SshReport) -> dict[str, Any]:
-    """Return the findings of ``doctor --ssh``, for JSON."""
-    return {
-        "shardmlx": shardmlx.__version__,
-        "python": report.python,
-        "mpirun": report.mpirun and str(report.mpirun),
-        "hosts": [
-            {
-                "name": host.name,
-                "login": host.login,
-                "address": host.reached,
-                "answers": host.facts is not None,
-                "versions": host.versions,
-                "system": host.facts and host.facts["system"],
-                "machine": host.machine and asdict(host.machine),
-                "connection_errors": host.errors,
-            }
-            for host in report.hosts
-        ],
-        "warnings": [asdict(each) for each in report.findings],
-    }

@@ -1,7 +1,5 @@
 """``shardmlx schedule``: what it prints, and how it ends on bad input."""
 
-import json
-
 import pytest
 
 from shardmlx.main import main
@@ -49,21 +47,6 @@ def test_timeline_draws_the_grid(capsys: pytest.CaptureFixture[str]) -> None:
     assert output(capsys, "--schedule", "zb-h1", *arguments) == (
         "r0 0F0 0F1 .   0I0 0W0 0F2 0I1 0W1 0I2 0W2\nr1 .   1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2\n"
     )
-
-
-def test_json_gives_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    report = json.loads(output(capsys, "--schedule", "1f1b", *SIZE, "--json", "--costs", "1,2,1"))
-    assert report == {
-        "schedule": "1f1b",
-        "pp": 4,
-        "microbatches": 8,
-        "virtual": 1,
-        "costs": [1, 2, 1],
-        "makespan": 44,
-        "bubble_fraction": pytest.approx(3 / 11),
-        "bubble_fraction_of_ranks": pytest.approx([3 / 11] * 4),
-        "peak_in_flight": [4, 3, 2, 1],
-    }
 
 
 def test_without_print_there_is_a_summary_for_people(capsys: pytest.CaptureFixture[str]) -> None:
