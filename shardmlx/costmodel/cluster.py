@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardmlx.costmodel.hostfile import Machine
 from shardmlx.costmodel.measured_memory import with_measurements
@@ -18,8 +19,27 @@ from shardmlx.pipeline.mesh import Mesh
 MEMORY_FRACTION = 0.75
 """Share of a machine's memory for a run on its CPU: the system and other programs have the rest."""
 
+SUM_SECONDS = 450e-6
+"""Seconds of a sum over ranks that share layers, beside its messages: a layer waits for it, and it
+for the layer. Fitted to measurements between two Linux hosts of one core each."""
+
 EFFICIENCY = 0.6
 """Share of peak FLOP/s reached in training: an estimate, replaced by ``--profile``."""
+
+
+class Ring(NamedTuple):
+    """The slowest link between ``members`` that share layers."""
+
+    members: int
+    latency: float
+    byte_seconds: float
+
+    def sum_seconds(self, nbytes: float) -> float:
+        """Return the seconds of a sum: each part goes around twice, as in MLX's ring."""
+        if self.members == 1:
+            return 0.0
+        message = self.latency + nbytes / self.members * self.byte_seconds
+        return 2 * (self.members - 1) * message + SUM_SECONDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +123,15 @@ class Cluster:
         if self.is_same_host(a, b):
             return 0.0
         return max(self.machines[a].latency or 0.0, self.machines[b].latency or 0.0)
+
+    def ring(self, ranks: Sequence[int]) -> Ring:
+        """Return the links of ranks that share layers, from each to the next."""
+        links = [(a, b) for a, b in zip(ranks, (*ranks[1:], ranks[0]), strict=True)]
+        return Ring(
+            members=len(ranks),
+            latency=max(self.latency(*each) for each in links),
+            byte_seconds=max(self.link_seconds(*each, 1.0) for each in links),
+        )
 
     def is_same_host(self, a: int, b: int) -> bool:
         return self.machines[a].host == self.machines[b].host

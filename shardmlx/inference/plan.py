@@ -29,10 +29,11 @@ from shardmlx.errors import UserError
 from shardmlx.inference.prefix_cache import MOST_BORDERS, cuttable, most_copies
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.shares import WHOLE, TensorShares
-from shardmlx.partitioners import PARTITIONERS, DoesNotFitError, LayerCosts, Problem
+from shardmlx.partitioners import PARTITIONERS, DoesNotFitError, LayerCosts
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.stage_map import StageMap
-from shardmlx.planning.layout import costs_by_speed, make_mesh
+from shardmlx.planning.generation import generation_problem
+from shardmlx.planning.layout import make_mesh
 
 if TYPE_CHECKING:
     from shardmlx.loading.rank_setup import PlanInputs
@@ -164,27 +165,10 @@ def plan_inference(
     )
     if draft is not None:
         setup = replace(setup, beside=_drafting(draft, setup))
-    firsts = cluster.machines[::across]
     if given is not None:
-        _check_map(given, config, sizes, firsts)
+        _check_map(given, config, sizes, cluster.machines[::across])
     costs = _costs(sizes, load, rows=-(-most // groups))
-    of_shares = setups_of(setup, shares)
-    capacities = [cluster.capacity(rank) for rank in range(cluster.size)]
-
-    def peak(stage: int, start: int, stop: int) -> float:
-        """Return what the rank of a stage that has the least to spare takes, were it the first."""
-        mine = capacities[stage * across : (stage + 1) * across]
-        taken = (inference_memory(each, start, stop) for each in of_shares)
-        return max(own - room + mine[0] for own, room in zip(taken, mine, strict=True))
-
-    problem = Problem(
-        placement=tuple(range(size)),
-        costs=costs_by_speed(costs, firsts, size),
-        sizes=sizes.held_sizes,
-        peak=peak,
-        capacity=tuple(capacities[::across]),
-        hosts=tuple(machine.host for machine in firsts),
-    )
+    problem = generation_problem(setup, shares, cluster, costs, sizes.held_sizes)
 
     def plan_by(partitioner: str) -> InferencePlan:
         stage_map = given or PARTITIONERS[partitioner](problem)

@@ -15,7 +15,8 @@ from shardmlx.costmodel.predict import Prediction, RankPrediction
 from shardmlx.errors import UserError
 from shardmlx.models.family import APPROXIMATE
 from shardmlx.planning.choice import Choice, choose
-from shardmlx.planning.facts import CLOSE
+from shardmlx.planning.facts import CLOSE, Facts
+from shardmlx.planning.generation import GenerationWay, generation_ways
 
 _NOTABLE = 0.1
 """Share of a step below which a part limits nothing."""
@@ -38,7 +39,7 @@ def report(choice: Choice, stage_map: str | None, start: Sequence[str]) -> str:
         columns(list(ranks[0]), [list(each.values()) for each in ranks]),
         "",
         *speed,
-        *_generation(prediction, facts.cluster),
+        *_generation(facts),
         *([APPROXIMATE] if facts.workload.shape.is_approximate else []),
         "",
         *_how_to_run(choice, stage_map, start),
@@ -46,15 +47,36 @@ def report(choice: Choice, stage_map: str | None, start: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _generation(prediction: Prediction, cluster: Cluster) -> list[str]:
-    """Return the most tokens a second of one text, if every memory's bandwidth is known."""
-    mesh, seconds = prediction.plan.mesh, 0.0
-    for rank, each in enumerate(prediction.ranks):
-        bandwidth = cluster.machines[mesh.rank(0, rank)].bandwidth
-        if bandwidth is None:
-            return []
-        seconds += each.weights / bandwidth
-    return [f"generation: at most {1 / seconds:.3g} tokens/s, since each token reads all weights"]
+def _generation(facts: Facts) -> list[str]:
+    """Return a table of the ways to generate, if every memory's bandwidth is known."""
+    tokens, ways = facts.lengths.longest[0], _ways(facts)
+    if not ways:
+        return []
+    most = ways[0].tokens_per_second
+    lines = [
+        (
+            str(each),
+            gibibytes(each.peak),
+            "?" if math.isinf(each.capacity) else gibibytes(each.capacity),
+            f"{each.tokens_per_second:.3g}",
+            f"{each.tokens_per_second / most:.2f}" if each.fits else "does not fit",
+        )
+        for each in ways
+    ]
+    heads = ("to generate", "fullest rank", "of", "tokens/s at most", "of the fastest")
+    return [
+        "",
+        f"a text of {tokens} tokens, of which each reads all weights:",
+        columns(heads, lines),
+    ]
+
+
+def _ways(facts: Facts) -> list[GenerationWay]:
+    return generation_ways(facts.workload, facts.cluster, facts.lengths.longest[0])
+
+
+def _known(nbytes: float) -> float | None:
+    return None if math.isinf(nbytes) else nbytes
 
 
 def _cells(rank: int, each: RankPrediction, has_times: bool) -> dict[str, str]:
@@ -178,13 +200,23 @@ def as_json(choice: Choice) -> dict[str, Any]:
         "tokens_per_second": timed(prediction.tokens_per_second),
         "bubble": timed(prediction.simulation.bubble),
         "tried": choice.tried,
+        "generation": [
+            {
+                "hosts": each.hosts,
+                "tensor_parallel": each.tensor_parallel,
+                "peak_memory_bytes": each.peak,
+                "capacity_bytes": _known(each.capacity),
+                "tokens_per_second": each.tokens_per_second,
+            }
+            for each in _ways(choice.facts)
+        ],
         "ranks": [
             {
                 "hosts": each.hosts,
                 "layers": each.ranges,
                 "weights_bytes": each.weights,
                 "peak_memory_bytes": each.peak,
-                "capacity_bytes": None if math.isinf(each.capacity) else each.capacity,
+                "capacity_bytes": _known(each.capacity),
                 "forward_seconds": timed(each.seconds.forward),
                 "input_gradient_seconds": timed(each.seconds.input_gradient),
                 "weight_gradient_seconds": timed(each.seconds.weight_gradient),

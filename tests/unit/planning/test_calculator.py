@@ -107,20 +107,16 @@ def test_questions_that_have_no_answer(words: list[str], said: str, capsys: Capt
     assert said in refused(capsys, *words)
 
 
-def test_generation_is_as_fast_as_its_weights_are_read(capsys: Capture) -> None:
-    """100 GB/s of the M2 and 800 of the M1 Ultra, one after the other; unknown for memory alone."""
-    as_json = json.loads(planned(capsys, "--machines", PAIR, "--json"))
-    seconds = sum(
-        rank["weights_bytes"] / bandwidth
-        for rank, bandwidth in zip(as_json["ranks"], (100e9, 800e9), strict=True)
-    )
-    (line,) = [
-        line
-        for line in planned(capsys, "--machines", PAIR).splitlines()
-        if line.startswith("generation: at most ")
-    ]
-    assert float(line.split()[3]) == pytest.approx(1 / seconds, rel=5e-3)
-    assert "generation" not in planned(capsys, "--machines", "16GB, 64GB")
+def test_ways_to_generate_stand_beside_each_other_if_chips_are_known(capsys: Capture) -> None:
+    ways = json.loads(planned(capsys, "--machines", PAIR, "--json"))["generation"]
+    assert [(len(each["hosts"]), each["tensor_parallel"]) for each in ways[:2]] == [(1, 1), (2, 1)]
+    assert ways[0]["hosts"] == ["M1 Ultra 64GB"]
+    assert ways[0]["peak_memory_bytes"] < ways[0]["capacity_bytes"]
+    beside = ways[1]["tokens_per_second"] / ways[0]["tokens_per_second"]
+    lines = planned(capsys, "--machines", PAIR).splitlines()
+    (first,) = [i for i, line in enumerate(lines) if line.startswith("to generate")]
+    assert [line.split()[-1] for line in lines[first + 1 : first + 3]] == ["1.00", f"{beside:.2f}"]
+    assert "to generate" not in planned(capsys, "--machines", "16GB, 64GB")
 
 
 def test_every_chip_has_a_bandwidth() -> None:

@@ -1,0 +1,167 @@
+"""Compare the ways in which given machines generate a text: stages, tensor shares, and both. No
+MLX, no MPI."""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+from dataclasses import dataclass
+
+from shardmlx.common.formatting import plural
+from shardmlx.config.common_options import FASTEST, SMALLEST
+from shardmlx.config.inference import PIPELINED_CHUNK, WHOLE_CHUNK
+from shardmlx.costmodel.chips import bandwidth_of, shares_by_bandwidth
+from shardmlx.costmodel.cluster import Cluster
+from shardmlx.costmodel.generation_memory import GenerationSetup, inference_memory, setups_of
+from shardmlx.costmodel.workload import ModelSizes
+from shardmlx.errors import UserError
+from shardmlx.models.shares import TensorShares
+from shardmlx.partitioners import PARTITIONERS, DoesNotFitError, LayerCosts, Problem
+from shardmlx.pipeline.stage_map import StageMap
+from shardmlx.planning.layout import costs_by_speed
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationWay:
+    """A way to generate a text: stages on ``tensor_parallel`` ranks each, the ``peak`` bytes of the
+    fullest rank and its ``capacity``, and the most tokens of the text a second."""
+
+    hosts: tuple[str, ...]
+    tensor_parallel: int
+    peak: float
+    capacity: float
+    tokens_per_second: float
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.capacity
+
+    def __str__(self) -> str:
+        if len(self.hosts) == 1:
+            return f"{self.hosts[0]} alone"
+        stages = plural(len(self.hosts) // self.tensor_parallel, "stage")
+        return (
+            stages
+            if self.tensor_parallel == 1
+            else f"{stages}, --tensor-parallel {self.tensor_parallel}"
+        )
+
+
+def generation_ways(sizes: ModelSizes, cluster: Cluster, context: int) -> list[GenerationWay]:
+    """Return the ways to generate a text of so many tokens, the fastest first, those that fit
+    before the others; none if the bandwidth of a memory is unknown."""
+    if None in map(bandwidth_of, cluster.machines):
+        return []
+    count = cluster.size
+    alone = [Cluster(machines=(each,), backend=cluster.backend) for each in cluster.machines]
+    tried = [_way(sizes, each, 1, context) for each in (alone if count > 1 else [])]
+    found = [max(tried, key=_worth)] if tried else []
+    for across in (each for each in range(1, count + 1) if count % each == 0):
+        try:
+            found.append(_way(sizes, cluster, across, context))
+        except UserError:
+            continue  # heads or layers are too few
+    return sorted(found, key=_worth, reverse=True)
+
+
+def _worth(way: GenerationWay) -> tuple[bool, float]:
+    return way.fits, way.tokens_per_second
+
+
+def _way(sizes: ModelSizes, cluster: Cluster, across: int, context: int) -> GenerationWay:
+    """Return the way with groups of ``across`` ranks. Raises ``UserError`` if there is none."""
+    shape = sizes.shape
+    shares = TensorShares(shares_by_bandwidth(cluster.machines, across), sizes.group_size)
+    shares.check(shape)
+    stages = shares.groups(cluster.size)
+    is_whole = stages == 1 and cluster.backend != "cpu"
+    setup = GenerationSetup(
+        shape=shape,
+        weight_sizes=sizes.weight_sizes,
+        dtype_bytes=sizes.dtype_bytes,
+        sequences=1,
+        context=context,
+        chunk=WHOLE_CHUNK if is_whole else PIPELINED_CHUNK,
+        backend=cluster.backend,
+    )
+    costs = LayerCosts(tuple(shape.layer(i).flops(context) for i in range(shape.num_layers)))
+    problem = generation_problem(setup, shares, cluster, costs, sizes.held_sizes)
+    way = None
+    for name in (FASTEST, SMALLEST):
+        with suppress(DoesNotFitError):
+            way = _predicted(setup, shares, cluster, PARTITIONERS[name](problem))
+            if way.fits:
+                break
+    if way is None:
+        raise UserError("no division fits", "use more machines")
+    return way
+
+
+def generation_problem(
+    setup: GenerationSetup,
+    shares: TensorShares,
+    cluster: Cluster,
+    costs: LayerCosts,
+    sizes: LayerCosts,
+) -> Problem:
+    """Return the problem of dividing layers of these ``costs`` among stages, each on a group."""
+    across, capacities = shares.size, [cluster.capacity(rank) for rank in range(cluster.size)]
+    firsts, of_shares = cluster.machines[::across], setups_of(setup, shares)
+
+    def peak(stage: int, start: int, stop: int) -> float:
+        """Return what the rank of a stage that has the least to spare takes, were it the first."""
+        mine = capacities[stage * across : (stage + 1) * across]
+        taken = (inference_memory(each, start, stop) for each in of_shares)
+        return max(own - room + mine[0] for own, room in zip(taken, mine, strict=True))
+
+    return Problem(
+        placement=tuple(range(len(firsts))),
+        costs=costs_by_speed(costs, firsts, len(firsts)),
+        sizes=sizes,
+        peak=None if any(map(math.isinf, capacities)) else peak,
+        capacity=tuple(capacities[::across]),
+        hosts=tuple(machine.host for machine in firsts),
+    )
+
+
+def _predicted(
+    setup: GenerationSetup, shares: TensorShares, cluster: Cluster, stage_map: StageMap
+) -> GenerationWay:
+    """Return the way with these stages. A rank reads what a token uses of its weights; each layer
+    sums its hidden state twice, and each stage sends it on."""
+    across, shape = shares.size, setup.shape
+    of_shares, ranges = setups_of(setup, shares), stage_map.partition.ranges
+    bandwidths = [bandwidth_of(each) or math.inf for each in cluster.machines]
+    hidden, seconds, fullest = setup.dtype_bytes * shape.hidden_size, 0.0, (0.0, math.inf)
+    for stage, (start, stop) in enumerate(ranges):
+        ranks = range(stage * across, (stage + 1) * across)
+        reading = 0.0
+        for rank, own in zip(ranks, of_shares, strict=True):
+            reading = max(reading, _read(own, start, stop) / bandwidths[rank])
+            held = inference_memory(own, start, stop), cluster.capacity(rank)
+            fullest = max(fullest, held, key=lambda each: each[0] / each[1])
+        seconds += reading + 2 * (stop - start) * cluster.ring(ranks).sum_seconds(hidden)
+        after = ranks[-1] + 1
+        if after < cluster.size:
+            seconds += cluster.latency(ranks[0], after)
+            seconds += cluster.link_seconds(ranks[0], after, hidden)
+        else:
+            seconds += cluster.latency(ranks[0], 0)  # the token goes back
+    return GenerationWay(
+        hosts=tuple(each.host for each in cluster.machines),
+        tensor_parallel=across,
+        peak=fullest[0],
+        capacity=fullest[1],
+        tokens_per_second=1 / seconds,
+    )
+
+
+def _read(setup: GenerationSetup, start: int, stop: int) -> float:
+    """Return the bytes of weights that a token reads in a stage: of experts those that it uses."""
+    shape, sizes = setup.shape, setup.weight_sizes
+    nbytes = 0.0
+    for layer, size in zip(range(start, stop), sizes.layers[start:stop], strict=True):
+        nbytes += size * shape.layer(layer).active_parameters / shape.layer(layer).parameters
+    if stop == shape.num_layers:
+        nbytes += sizes.head + shape.tied * sizes.embedding
+    return nbytes
