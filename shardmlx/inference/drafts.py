@@ -82,10 +82,6 @@ class Drafter:
         """Take in the prompt of a sequence, as ``draft`` would before its first one."""
         return
 
-    def expect(self, sequence: int, prompt: Sequence[int], predicted: Sequence[int]) -> None:
-        """Note what a client predicts to come after a prompt."""
-        return
-
     def forget(self, sequence: int) -> None:
         """Note that a sequence has ended."""
         return
@@ -94,13 +90,10 @@ class Drafter:
 @dataclass(slots=True)
 class _Ends:
     """A ``text``, and the place after the last of each sequence of ``SHORTEST`` to ``LONGEST``
-    tokens that something follows in it. So many tokens of the sequence are ``read``. If a client
-    ``predicts`` others, drafts are of kinds of their own."""
+    tokens that something follows in it."""
 
     text: list[int] = field(default_factory=list)
     last: dict[tuple[int, ...], int] = field(default_factory=dict)
-    read: int = 0
-    predicts: bool = False
 
     def add(self, tokens: Sequence[int]) -> None:
         for token in tokens:
@@ -119,14 +112,7 @@ class LookupDrafter(Drafter):
 
     def read(self, sequence: int, tokens: Sequence[int]) -> None:
         ends = self._ends.setdefault(sequence, _Ends())
-        ends.add(tokens[ends.read :])
-        ends.read = len(tokens)
-
-    def expect(self, sequence: int, prompt: Sequence[int], predicted: Sequence[int]) -> None:
-        self.read(sequence, prompt)
-        # The prompt's end, behind which it stands, is repeated for the answer to stand behind it.
-        self._ends[sequence].add([*predicted, *prompt[-LONGEST:]])
-        self._ends[sequence].predicts = True
+        ends.add(tokens[len(ends.text) :])
 
     def draft(
         self, sequence: int, tokens: Sequence[int], ahead: Sequence[int], pays: Callable[[int], int]
@@ -137,9 +123,8 @@ class LookupDrafter(Drafter):
         for length in range(LONGEST, SHORTEST - 1, -1):
             begin = ends.last.get(tuple(last[-length:]))
             if begin is not None:
-                kind = length + LONGEST * ends.predicts
                 period = [*ends.text[begin:], *ahead]
-                return Draft(tuple(islice(cycle(period), pays(kind))), kind)
+                return Draft(tuple(islice(cycle(period), pays(length))), length)
         return Draft()
 
     def forget(self, sequence: int) -> None:

@@ -116,15 +116,12 @@ class FirstStage:
         tokens: Sequence[int],
         params: SamplingParams,
         context: int = 0,
-        predicted: Sequence[int] = (),
     ) -> None:
         """Take in a prompt. ``sequence`` is a number that no other has had, ``context`` the most
-        tokens that it may have, where the scheduler has a capacity or there are drafts; what is
-        ``predicted`` of the answer is for these. Raises as ``Scheduler.add``."""
+        tokens that it may have, where the scheduler has a capacity or there are drafts. Raises as
+        ``Scheduler.add``."""
         self._sequences[sequence] = _Sequence(list(tokens), params, context, len(tokens))
         self._scheduler.add(sequence, len(tokens), params, context)
-        if predicted:
-            self.drafting.drafter.expect(sequence, tokens, predicted)
 
     def cached(self, sequence: int) -> int:
         """Return how many prompt tokens came from the prefix cache, once a token has come."""

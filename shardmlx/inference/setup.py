@@ -163,14 +163,12 @@ class InferenceRun:
         *,
         params: SamplingParams | None = None,
         before: Sequence[int] = (),
-        predicted: Sequence[int] = (),
     ) -> IncrementalDetokenizer:
         """Begin the answer to a prompt on rank 0, sampled by ``params``, or as the options say from
-        random stream ``number``. Its text goes on from the tokens ``before`` it, and may have those
-        ``predicted``."""
+        random stream ``number``. Its text goes on from the tokens ``before`` it."""
         answer = IncrementalDetokenizer.of(self._tokenizer, max_tokens, stops, before)
         params = params or replace(self.sampling, stream=number)
-        first_stage.add(number, tokens, params, len(tokens) + max_tokens, predicted)
+        first_stage.add(number, tokens, params, len(tokens) + max_tokens)
         return answer
 
 

@@ -14,7 +14,6 @@ import mlx.core as mx
 
 from shardmlx.common.http_listener import trusted_hosts
 from shardmlx.common.uvicorn_thread import HttpServer
-from shardmlx.config.inference import LOOKUP
 from shardmlx.config.options import split_names
 from shardmlx.config.serve import KEY_VARIABLE, ServeConfig
 from shardmlx.errors import one_line
@@ -61,7 +60,6 @@ class PipelineGenerator:
             request.max_tokens,
             params=request.sampling,
             before=request.tokens if request.continues else (),
-            predicted=request.predicted,
         )
         self._answers[number] = answer, AnswerParser(request.syntax, request.stop)
 
@@ -129,7 +127,6 @@ class RequestServer:
             max_tokens=config.max_tokens,
             sampling=self.prepared.sampling,
             complaint=None if grammars is None else grammars.complaint,
-            takes_predictions=config.draft == LOOKUP,
         )
         app = make_app(
             queue,

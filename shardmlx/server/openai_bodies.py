@@ -17,7 +17,7 @@ from pydantic import (
 from shardmlx.server.accepted_fields import Body, Listed, refuse_unknown
 from shardmlx.server.model_names import ModelNames
 from shardmlx.server.openai_errors import ApiError, refused, shown
-from shardmlx.server.openai_messages import MessageBody, PredictionBody, ToolBody
+from shardmlx.server.openai_messages import MessageBody, ToolBody
 from shardmlx.server.structure import StructuredBody
 
 LIKELIEST = Field(None, ge=0, le=20)
@@ -172,7 +172,6 @@ class ChatBody(RequestBody):
     chat_template_kwargs: Annotated[dict[str, Any] | None, AfterValidator(_plain)] = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
-    prediction: PredictionBody | None = None
 
     @property
     def goes_on(self) -> bool:

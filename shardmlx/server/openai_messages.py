@@ -151,13 +151,6 @@ class MessageBody(Body):
         return refusal if isinstance(refusal, str) else ""
 
 
-class PredictionBody(Body, extra="ignore"):
-    """A text that may come in the answer, as a whole or in parts."""
-
-    type: Literal["content"]
-    content: Content
-
-
 def _is_thought(part: object) -> bool:
     return isinstance(part, dict) and part.get("type") in THINKING
 

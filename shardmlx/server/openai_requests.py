@@ -43,8 +43,7 @@ class ServedModel:
     Prompt and answer together have at most ``most_tokens``; one request makes at most
     ``most_requests`` for generation. ``max_tokens`` and ``sampling`` are defaults. ``streams``
     numbers the random streams of answers without a seed. ``complaint`` says what is wrong with a
-    grammar, empty if nothing is; it is None where answers cannot keep to one. The server
-    ``takes_predictions`` of answers if it looks up drafts, and lets them pass else.
+    grammar, empty if nothing is; it is None where answers cannot keep to one.
     """
 
     names: ModelNames
@@ -55,7 +54,6 @@ class ServedModel:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     streams: Iterator[int] = field(default_factory=count)
     complaint: Callable[[str], str] | None = None
-    takes_predictions: bool = False
 
     def check_number(self, requests: int) -> None:
         """Raise ``ApiError`` for more texts than are served at a time."""
@@ -131,14 +129,7 @@ def read_chat(body: bytes, served: ServedModel) -> ApiRequest:
     )
     logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
     request = _api_request(chat, [tokens], logprobs, served, grammar, continues)
-    predicted: tuple[int, ...] = ()
-    if served.takes_predictions and chat.prediction is not None and chat.prediction.content:
-        content = chat.prediction.content
-        predicted = tokens_of(partial(served.encoder.answer, content), "prediction")
-    each = [
-        replace(one, syntax=syntax if has_parts else None, predicted=predicted)
-        for one in request.requests
-    ]
+    each = [replace(one, syntax=syntax if has_parts else None) for one in request.requests]
     return replace(request, requests=tuple(each), structure=structure.param if structure else None)
 
 

@@ -26,8 +26,7 @@ SOON: Mapping[str, str] = {"retry-after": "2"}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """A request for an answer, which ends before any of the ``stop`` strings: with a ``syntax``,
-    of those in what is said. If it ``continues`` its prompt, it may begin with a space. Tokens are
-    ``predicted`` that may come in it."""
+    of those in what is said. If it ``continues`` its prompt, it may begin with a space."""
 
     tokens: tuple[int, ...]
     max_tokens: int
@@ -35,7 +34,6 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     syntax: AnswerSyntax | None = None
     continues: bool = False
-    predicted: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

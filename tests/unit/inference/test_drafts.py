@@ -324,20 +324,6 @@ def test_a_round_that_is_drafted_on_keeps_within_them_too(
     assert (len(draft.tokens), draft.goes_on) == (guesses, guesses > 0)
 
 
-def test_a_predicted_text_is_looked_up_where_the_prompt_ends() -> None:
-    """Also where the prompt ends like another message in it."""
-    prompt, predicted = [8, 9, 1, 2, 3, 8, 9], [4, 5, 6, 7, 4, 5, 2]
-    drafter = LookupDrafter()
-    drafter.expect(0, prompt, predicted)
-    drafter.read(1, prompt)
-    draft = drafter.draft(0, prompt, (), three)
-    assert draft.tokens == (4, 5, 6)
-    assert draft.kind not in (2, 3, 4)  # those of texts that have not paid
-    assert drafter.draft(1, prompt, (), three).tokens == (1, 2, 3)
-    assert drafter.draft(0, [*prompt, 4, 5, 6, 7], (), three).tokens == (4, 5, 2)
-    assert drafter.draft(0, [*prompt, 4, 5, 6, 0, 1, 2], (), three).tokens == (3, 8, 9)
-
-
 def test_counts() -> None:
     counts = DraftCounts(1, 3, 3) + DraftCounts(1, 3, 0) + DraftCounts(drafted=2)
     assert counts == DraftCounts(rounds=2, drafted=8, accepted=3)

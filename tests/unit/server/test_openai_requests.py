@@ -43,21 +43,6 @@ def chat(body: dict[str, Any] | None = None, /, **parameters: Any) -> ApiRequest
     return read_chat(json.dumps(whole).encode(), terms())
 
 
-def test_a_prediction_is_for_a_server_that_looks_up_drafts() -> None:
-    messages = [{"role": "user", "content": "hello"}]
-    for content in ("hi.", [{"type": "text", "text": "h"}, {"type": "text", "text": "i."}]):
-        prediction = {"type": "content", "content": content}
-        body = json.dumps({"messages": messages, "n": 2, "prediction": prediction}).encode()
-        for takes, tokens in ((True, tuple(map(ord, "hi."))), (False, ())):
-            order = read_chat(body, terms(takes_predictions=takes))
-            assert [each.predicted for each in order.requests] == [tokens, tokens]
-    assert not chat(prediction={"type": "content", "content": ""}).requests[0].predicted
-    for wrong in ({"content": "hi"}, {"type": "content", "content": 3}, "hi"):
-        param, _ = refusal(chat, prediction=wrong)
-        assert param is not None
-        assert param.startswith("prediction")
-
-
 def completion(**parameters: Any) -> ApiRequest:
     whole = {"prompt": "hello", **parameters}
     return read_completion(json.dumps(whole).encode(), terms())
