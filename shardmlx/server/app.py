@@ -36,7 +36,6 @@ from shardmlx.server.replies import Reply
 from shardmlx.server.request_queue import QueueFull, RequestQueue
 from shardmlx.server.responses_api import ResponseReply, read_response
 from shardmlx.server.streaming import AnswerResponse
-from shardmlx.server.tokenizing import detokenized, tokenized
 
 LONG_BODY_BYTES = 100_000
 """Bytes of a body that is read in hundredths of a second. Longer ones have turns of their own."""
@@ -46,13 +45,6 @@ SECONDS_FOR_BODY = 30.0
 _T = TypeVar("_T")
 Read = Callable[[bytes, ServedModel], _T]
 """A function that reads the body of a request. Raises ``ApiError``."""
-
-ANSWERED: Mapping[str, Read[dict[str, Any]]] = {
-    "/v1/messages/count_tokens": counted,
-    "/tokenize": tokenized,
-    "/detokenize": detokenized,
-}
-"""Paths to which nothing is generated."""
 
 GENERATED: Mapping[str, tuple[Read[ApiRequest], type[Reply]]] = {
     "/v1/chat/completions": (read_chat, ChatReply),
@@ -122,7 +114,7 @@ class Api:
     def routes(self) -> list[BaseRoute]:
         answers: Mapping[str, Callable[[Request], Awaitable[Response]]] = {
             **{path: partial(self._generate, *how) for path, how in GENERATED.items()},
-            **{path: partial(self._answer, answer) for path, answer in ANSWERED.items()},
+            "/v1/messages/count_tokens": self._count,
         }
         return [
             Route("/", self._page),
@@ -137,8 +129,8 @@ class Api:
     async def _page(self, request: Request) -> Response:
         return await self._page_files.get_response("chat.html", request.scope)
 
-    async def _answer(self, answer: Read[dict[str, Any]], request: Request) -> Response:
-        return JSONResponse(await self._read(request, answer))
+    async def _count(self, request: Request) -> Response:
+        return JSONResponse(await self._read(request, counted))
 
     async def _read(self, request: Request, read: Read[_T]) -> _T:
         """Return what ``read`` makes of the body, on a thread of its own."""
