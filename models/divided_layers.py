@@ -29,11 +29,15 @@ def take_share(
     part.share = f".{rank}"
     for i, layer in part.layers.items():
         heads, fewer = shape.layer(i).heads, own.layer(i).heads
-        for path, cut in shares.cuts(shape.layer(i), rank).items():
+        cuts = shares.cuts(shape.layer(i), rank)
+        for path, cut in cuts.items():
             for name in part.names_in(i, path):
                 _take(part, name, cut, is_first=rank == 0)
             if cut.of_columns and isinstance(adapted := at(layer, path), DoRALinear):
                 _norm_whole_rows(adapted, all_sum)
+        experts = {path.rpartition(".")[0]: cut for path, cut in cuts.items() if cut.of_experts}
+        for path, cut in experts.items():
+            _hold_experts(at(layer, path), *cut.ranges[0])
         values, mlp = summed(shape.layer(i))
         for path in (values, mlp):
             _around(at(layer, path), _unchanged, all_sum)
@@ -67,6 +71,8 @@ def _take(part: Slice, name: str, cut: Cut, *, is_first: bool) -> None:
 def _axis(array: mx.array, leaf: str, cut: Cut) -> int | None:
     """Return the side along which an array of a matrix is divided, by its own name there."""
     stacked = array.ndim > 2
+    if cut.of_experts:
+        return 0
     if leaf in ("global_scale", *(("lora_b", "m") if cut.of_columns else ("lora_a",))):
         return None
     if cut.of_columns:
@@ -100,6 +106,22 @@ def _norm_whole_rows(module: DoRALinear, all_sum: Sum) -> None:
         norms = mx.sqrt(all_sum(mx.stop_gradient(squares)))
         out = (self.m / norms).astype(x.dtype) * out
         return out + self.linear.bias if "bias" in self.linear else out
+
+    module.__class__ = type(kind.__name__, (kind,), {"__call__": call})
+
+
+def _hold_experts(module: nn.Module, first: int, last: int) -> None:
+    """Let a module of all experts compute those alone that a rank has: the others add nothing."""
+    kind: Any = type(module)
+
+    def call(self: nn.Module, x: mx.array, indices: mx.array) -> mx.array:
+        own = indices.astype(mx.int32) - first
+        is_here = (own >= 0) & (own < last - first)
+        # In the place of another rank's expert one that the token takes here, if there is one: its
+        # weights are read anyway.
+        present = mx.where(is_here, own, 0).max(axis=-1, keepdims=True)
+        found = kind.__call__(self, x, mx.where(is_here, own, present))
+        return mx.where(is_here[..., None], found, 0)
 
     module.__class__ = type(kind.__name__, (kind,), {"__call__": call})
 

@@ -6,6 +6,8 @@ arXiv:1909.08053)::
 
     q, k, v, gate, up   rows: outputs of the rank's heads and columns
     o, down             columns: a part of each output, to be summed
+
+Each rank may have whole experts of a mixture instead (Lepikhin et al., arXiv:2006.16668).
 """
 
 from __future__ import annotations
@@ -28,11 +30,13 @@ BLOCK = 16
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The part of a matrix, or of an array: ``ranges`` of ``whole`` rows, or of columns."""
+    """The part of a matrix, or of an array: ``ranges`` of ``whole`` rows, of columns, or of experts
+    in their stack."""
 
     ranges: Ranges
     whole: int
     of_columns: bool = False
+    of_experts: bool = False
 
     @property
     def size(self) -> int:
@@ -45,10 +49,12 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class TensorShares:
-    """The shares of the ranks of a group, in proportion; ``group_size`` weights share a scale."""
+    """The shares of the ranks of a group, in proportion; ``group_size`` weights share a scale.
+    Ranks have columns of all experts of a mixture, or ``whole_experts``."""
 
     weights: tuple[int, ...] = (1,)
     group_size: int = 1
+    whole_experts: bool = False
 
     @property
     def size(self) -> int:
@@ -67,7 +73,9 @@ class TensorShares:
         values, products = _last_matrices(layer)
         cuts = dict(self._of_attention(layer, values, rank))
         for path in products:
-            cuts |= self._of_mlp(layer, path, rank)
+            has_experts = self.whole_experts and dict(layer.linears)[path].experts
+            divide = self._of_experts if has_experts else self._of_mlp
+            cuts |= divide(layer, path, rank)
         return cuts
 
     def _of_attention(self, layer: LayerShape, path: str, rank: int) -> Iterator[tuple[str, Cut]]:
@@ -133,17 +141,41 @@ class TensorShares:
             else:
                 raise ValueError(f"{name} is not divided by columns")
 
+    def _of_experts(self, layer: LayerShape, path: str, rank: int) -> Iterator[tuple[str, Cut]]:
+        count, parent = dict(layer.linears)[path].experts, f"{path.rpartition('.')[0]}."
+        if count < self.size:
+            raise ValueError(f"it has fewer experts than ranks: {count}")
+        for name, linear in layer.linears:
+            if name.startswith(parent) and linear.experts == count:
+                yield name, Cut((self.bounds(count, rank),), count, of_experts=True)
+
     def check(self, shape: ModelShape) -> None:
         """Raise ``UserError`` where layers cannot be divided so."""
-        for layer in shape.kinds if self.size > 1 else ():
-            try:
+        has_experts = any(layer.experts for layer in shape.kinds)
+        if self.whole_experts and self.size == 1:
+            raise UserError(
+                "expert_parallel divides no layer with --tensor-parallel 1", "leave it out"
+            )
+        if self.whole_experts and not has_experts:
+            raise UserError(f"expert_parallel: {shape.model_type} has no experts", "leave it out")
+        if (reason := self._refusal(shape)) is not None:
+            remedy = "leave it out: stages divide the model by layers"
+            if has_experts and replace(self, whole_experts=True)._refusal(shape) is None:
+                remedy = "give --expert-parallel, to train expert_parallel in the YAML file"
+            raise UserError(
+                f"--tensor-parallel {self.size}: layers of {shape.model_type} cannot be divided: "
+                f"{reason}",
+                remedy,
+            )
+
+    def _refusal(self, shape: ModelShape) -> str | None:
+        """Return the reason why layers cannot be divided so; None if they can."""
+        try:
+            for layer in shape.kinds if self.size > 1 else ():
                 self.cuts(layer, 0)
-            except ValueError as error:
-                raise UserError(
-                    f"--tensor-parallel {self.size}: layers of {shape.model_type} cannot be "
-                    f"divided: {error}",
-                    "leave it out: stages divide the model by layers",
-                ) from None
+        except ValueError as error:
+            return str(error)
+        return None
 
     def groups(self, ranks: int) -> int:
         """Return how many groups so many ranks are. Raises ``UserError``."""
@@ -169,6 +201,8 @@ class TensorShares:
         for path, cut in cuts.items():
             if path in arrays:
                 arrays[path] = (cut.size, *arrays[path][1:])
+            elif cut.of_experts:
+                linears[path] = linears[path]._replace(experts=cut.size)
             elif cut.of_columns:
                 linears[path] = linears[path]._replace(inputs=cut.size)
             else:

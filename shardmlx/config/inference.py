@@ -110,6 +110,9 @@ class InferenceConfig(ModelSource):
         metavar="N,...",
         unset="by memory bandwidth if the hostfile says it, else equal, as far as heads allow",
     )
+    expert_parallel: bool = _pipeline(
+        False, "these ranks have whole experts of a mixture, not columns"
+    )
     batch_size: int = _pipeline(8, "sequences under way at a time, in all groups", minimum=1)
     prefill_step_size: int | None = _pipeline(
         None,

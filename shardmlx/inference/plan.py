@@ -132,7 +132,7 @@ def plan_inference(
     sizes, cluster, given = inputs.sizes, inputs.cluster, inputs.stage_map
     shape, across = sizes.shape, config.tensor_parallel
     weights = config.shares or shares_by_bandwidth(cluster.machines, across)
-    shares = TensorShares(weights, sizes.group_size)
+    shares = TensorShares(weights, sizes.group_size, config.expert_parallel)
     size = shares.groups(cluster.size)
     shares.check(shape)
     limit = None if shape.chooses_caches else config.max_kv_size

@@ -134,7 +134,8 @@ def plan_run(
         config = asked.with_iters(max(asked.iters, asked.grad_accumulation_steps))
     agree = partial(on_all_ranks, transport)
     spec = replace(RunSpec.of(config), runs=runs)
-    shares = TensorShares((1,) * config.tensor_parallel, opened.group_size)
+    equal = (1,) * config.tensor_parallel
+    shares = TensorShares(equal, opened.group_size, config.expert_parallel)
     groups = agree("sharing layers", partial(_groups, shares, opened.shape, transport.size))
     run = agree("dividing the ranks", partial(spec.for_ranks, groups))
     # First, since mlx-lm cannot even freeze some models that cannot be trained.

@@ -1,4 +1,4 @@
-"""Texts of a dozen families, and of two special models, which ranks with tensor shares repeat."""
+"""Texts of a dozen families, and of some special models, which ranks with tensor shares repeat."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ FAMILIES = (
     *("glm4", "granite", "starcoder2"),
 )
 QUANTISED, NINE_HEADS = "llama in 4 bits", "llama with 9 heads"
-MODELS = (*FAMILIES, QUANTISED, NINE_HEADS)
+WHOLE_EXPERTS = "mixtral with whole experts"
+MODELS = (*FAMILIES, QUANTISED, WHOLE_EXPERTS, NINE_HEADS)
 
 TOGETHER = {0: [3, 17, 5, 60, 22, 9, 41, 8, 30, 12, 7, 55], 1: [44, 2, 19, 71, 6]}
 FEW, MANY = 4, 8
@@ -40,7 +41,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
 
 def config_of(model: str) -> dict[str, Any]:
     """Return the configuration, with heads and columns for up to four ranks, or three."""
-    config = CONFIGS[model if model in FAMILIES else "llama"]
+    config = CONFIGS[model.partition(" ")[0]]
     inner = {"text_config": config["text_config"] | _SIZES} if "text_config" in config else _SIZES
     return {**config, **inner, **_SPECIAL.get(model, {})}
 
@@ -48,7 +49,7 @@ def config_of(model: str) -> dict[str, Any]:
 def shares_of(model: str, count: int) -> TensorShares:
     """Return equal shares of so many ranks, but 2:1 of nine heads on two."""
     weights = (2, 1) if (model, count) == (NINE_HEADS, 2) else (1,) * count
-    return TensorShares(weights, 32 if model == QUANTISED else 1)
+    return TensorShares(weights, 32 if model == QUANTISED else 1, model == WHOLE_EXPERTS)
 
 
 def follow_up(answer: Sequence[int]) -> list[int]:

@@ -23,6 +23,7 @@ from tests.helpers.shared_texts import (
     TOGETHER,
     expected_texts,
 )
+from tests.helpers.small_models import small_directory
 
 PROMPT = "What is the colour of the sea, and who sails on it?"
 
@@ -108,11 +109,33 @@ def test_training_is_that_of_one_process(
     pirate: Path,
     tmp_path: Path,
 ) -> None:
-    """Losses, gradients, and the weights that are saved, which are whole."""
+    shared = ("--tensor-parallel", "2", *how)
+    check_training(small, pirate, tmp_path, options, {1: ((), {}), ranks: (shared, {})})
+
+
+def test_training_with_whole_experts(small_tokenizer: Path, pirate: Path, tmp_path: Path) -> None:
+    """Adapters of experts are among the weights."""
+    mixture = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = small_directory(tmp_path / "model", small_tokenizer, **mixture)
+    shared = ("--tensor-parallel", "2")
+    runs = {1: ((), {}), 2: (shared, {"expert_parallel": True})}
+    names = check_training(model, pirate, tmp_path, {}, runs)
+    assert any("switch_mlp.down_proj.lora_b" in name for name in names)
+
+
+def check_training(
+    model: Path,
+    data: Path,
+    directory: Path,
+    options: Mapping[str, object],
+    runs: Mapping[int, tuple[tuple[str, ...], Mapping[str, object]]],
+) -> list[str]:
+    """Check losses, gradients, and the weights that are saved, which are whole, of ``runs`` on so
+    many ranks; return the names of the weights."""
     options = {"optimizer": "sgd", **options}
     losses, weights = [], []
-    for count, shared in ((1, ()), (ranks, ("--tensor-parallel", "2", *how))):
-        output = train(count, tmp_path / f"{count}", small, pirate, *shared, **options)
+    for count, (how, further) in runs.items():
+        output = train(count, directory / f"{count}", model, data, *how, **options, **further)
         steps = events(output / "metrics.jsonl", "train")
         losses.append([each[key] for each in steps for key in ("loss", "grad_norm")])
         weights.append(load_weights(output))
@@ -120,6 +143,7 @@ def test_training_is_that_of_one_process(
     assert weights[1].keys() == weights[0].keys()
     for name, array in weights[0].items():
         np.testing.assert_allclose(weights[1][name], array, atol=1e-6, err_msg=name)
+    return list(weights[0])
 
 
 def test_a_run_that_was_killed_goes_on_with_other_shares(

@@ -280,6 +280,13 @@ def test_the_machine_with_the_smaller_share_may_have_less() -> None:
     assert "rank 1" in str(refusal(partial(plan, load, *room, work=work, **SHARED)))
 
 
+def test_ranks_with_whole_experts_hold_as_much_as_with_columns() -> None:
+    mixture = partial(plan, ONE, ROOM, ROOM, work=workload("mixtral"), **SHARED)
+    columns, experts = mixture(), mixture(expert_parallel=True)
+    assert experts.shares.whole_experts
+    assert experts.memory[1].resident == pytest.approx(columns.memory[1].resident, rel=1e-3)
+
+
 def test_ranks_that_cannot_share_a_stage() -> None:
     said = str(refusal(plan, ONE, ROOM, ROOM, ROOM, **SHARED))
     assert "3 ranks are no stages of 2 each" in said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -152,6 +153,44 @@ def test_greedy_texts_of_three_and_four_shares(name: str) -> None:
             return answer
 
         assert LocalNetwork(count).run(run) == [expected_texts(name)[0]] * count
+
+
+MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss", "qwen2_moe", "glm4_moe", "llama4", "granitemoe")
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_logits_of_shares_with_whole_experts(family: str) -> None:
+    model, shape = build(FORMS[family]), read_shape(FORMS[family])
+    if family == "mixtral":
+        model = move_trained(with_adapters(model))
+    check(model, shape, TensorShares((2, 1), whole_experts=True))
+
+
+def test_whole_experts_where_columns_share_scales() -> None:
+    config = tiny_config("mixtral", layers=2, hidden_size=128)
+    config |= {"quantization": {"group_size": 64, "bits": 4}}
+    shape, shares = read_shape(config), TensorShares((1, 1), group_size=64)
+    with pytest.raises(UserError) as refusal:
+        shares.check(shape)
+    assert "64 columns" in refusal.value.problem
+    assert "--expert-parallel" in refusal.value.remedy
+    shares = replace(shares, whole_experts=True)
+    shares.check(shape)
+    check(build(config), shape, shares)
+    cuts = shares.cuts(shape.layer(0), 1)
+    assert cuts["block_sparse_moe.switch_mlp.up_proj"] == Cut(((2, 4),), 4, of_experts=True)
+    assert "block_sparse_moe.gate" not in cuts
+
+
+@pytest.mark.parametrize(
+    ("family", "count", "problem"),
+    [("llama", 2, "llama"), ("mixtral", 1, "--tensor-parallel 1"), ("mixtral", 5, "fewer")],
+)
+def test_experts_that_are_not_there_are_refused(family: str, count: int, problem: str) -> None:
+    shape = read_shape(FORMS[family] | {"num_attention_heads": 8, "num_key_value_heads": 8})
+    with pytest.raises(UserError) as refusal:
+        TensorShares((1,) * count, whole_experts=True).check(shape)
+    assert problem in refusal.value.problem
 
 
 def test_three_shares_of_three_heads_and_adapters() -> None:
