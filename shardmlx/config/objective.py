@@ -54,17 +54,12 @@ OBJECTIVES: Mapping[str, ObjectiveFacts] = MappingProxyType(
 """The objectives of preferences; ``engine/objectives.py`` has their losses."""
 
 
-MEANS: Mapping[str, str] = MappingProxyType(
-    {
-        "chosen_reward": "Mean reward of chosen answers",
-        "rejected_reward": "Mean reward of rejected answers",
-        "margin": "Mean difference of the rewards of a pair",
-        "accuracy": "Share of pairs whose chosen answer has the higher reward",
-        "chosen_logp": "Mean log-probability of chosen answers",
-        "rejected_logp": "Mean log-probability of rejected answers",
-    }
+MEANS = (
+    *("chosen_reward", "rejected_reward", "margin", "accuracy"),
+    *("chosen_logp", "rejected_logp"),
 )
-"""Means over answers that an objective of preferences reports, with help texts."""
+"""Means over answers that an objective of preferences reports; the accuracy is the share of pairs
+whose chosen answer has the higher reward."""
 
 
 def facts_of(objective: str) -> ObjectiveFacts | None:

@@ -15,7 +15,7 @@ from typing import Any
 from shardmlx.common.reporter import Reporter, check_writable
 from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine, Given, words_of
-from shardmlx.config.options import declared, flag_of, in_group, refuse
+from shardmlx.config.options import declared, in_group
 from shardmlx.config.specs import RunSpec
 from shardmlx.config.train import PASSED_OVER, TrainConfig
 from shardmlx.costmodel.chips import machines_of
@@ -25,7 +25,7 @@ from shardmlx.errors import UserError
 from shardmlx.pipeline.figure import timeline
 from shardmlx.pipeline.stage_map import write_stage_map
 from shardmlx.planning.report import as_json, report
-from shardmlx.planning.training_plan import QUESTIONS, plan_training
+from shardmlx.planning.training_plan import plan_training
 
 _MACHINES = "machines"
 _OUTPUT = "output"
@@ -66,8 +66,8 @@ class PlanOptions(TrainConfig):
 
     max_of: str | None = _output(
         None,
-        "find the longest sequence, largest micro-batch or largest rank of LoRA that fits",
-        choices=tuple(QUESTIONS),
+        "find the longest sequence that fits",
+        choices=("seq",),
     )
     output: str | None = _output(None, "file for the stage map", metavar="FILE", short="-o")
     timeline: bool = _output(False, "draw the step in the terminal")
@@ -80,8 +80,6 @@ class PlanOptions(TrainConfig):
         if self.hostfile is None and self.machines is None:
             example = "give --hostfile FILE, or --machines 'M2 16GB, M1 Ultra 64GB'"
             raise UserError("no machines", example)
-        no_rank = self.max_of == "rank" and self.is_full
-        refuse("max_of", "is rank, of adapters", "--fine-tune-type lora has them", when=no_rank)
 
 
 LINE = CommandLine(
@@ -112,6 +110,9 @@ def run(words: Sequence[str]) -> int:
     """Plan as the words say, and print or write it; ``UserError`` if no plan fits."""
     options, given = LINE.load_given(words)
     run, max_of = RunSpec.of(options), options.max_of
+    if max_of is not None and "max_seq_length" in given.flags:
+        remedy = f"--max-of {max_of} finds it: leave it out"
+        raise UserError("--max-seq-length is given", remedy)
     if options.output:
         check_writable(Path(options.output), "-o")
     if options.machines is not None:
@@ -122,11 +123,8 @@ def run(words: Sequence[str]) -> int:
         planned = plan_training(
             run, machines, backend=options.backend, max_of=max_of, advance=bar.show
         )
-    prediction, found = planned.prediction, planned.asked.answers(run)
-    for name in found:
-        if name in given.flags:
-            remedy = f"--max-of {max_of} finds it: leave it out"
-            raise UserError(f"{flag_of(name)} is given", remedy)
+    prediction = planned.prediction
+    found = {} if max_of is None else {"max_seq_length": planned.asked.batch.max_seq_length}
     if options.timeline:
         planned.facts.cluster.check_speeds()
     if options.output:
@@ -138,9 +136,8 @@ def run(words: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(as_json(planned)))
         return 0
-    if max_of is not None:
-        asked = planned.asked
-        print(QUESTIONS[max_of].format(batch=asked.batch, tune=asked.fine_tune))
+    for length in found.values():
+        print(f"longest sequence that fits: {length} tokens")
     start = ["shardmlx", "launch", "--hostfile", options.hostfile or "HOSTFILE", "train"]
     print(report(planned, options.output, start + _train_words(options, given, found)))
     if options.timeline:

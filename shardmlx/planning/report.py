@@ -187,7 +187,6 @@ def as_json(choice: Choice) -> dict[str, Any]:
         "placement": plan.stage_map.placement,
         "batch_size": run.batch.batch_size,
         "length": choice.facts.lengths.longest[0],
-        "lora_parameters": run.fine_tune.lora_parameters,
         "micro_batch_size": plan.micro_batch_size,
         "microbatches": plan.microbatches,
         "pack": plan.pack,

@@ -1,13 +1,12 @@
 """Plan the training of a model on given machines: from options and a hostfile to a prediction, and
-the longest sequence, the largest micro-batch or rank that fits. No MLX, no MPI."""
+the longest sequence that fits. No MLX, no MPI."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from shardmlx.config.specs import RunSpec
@@ -29,24 +28,11 @@ from shardmlx.planning.suggestions import remedies
 if TYPE_CHECKING:
     from shardmlx.config.train import TrainConfig
 
-QUESTIONS: Mapping[str, str] = MappingProxyType(
-    {
-        "seq": "longest sequence that fits: {batch.max_seq_length} tokens",
-        "batch": "largest micro-batch that fits: {batch.micro_batch_size} x {batch.max_seq_length} "
-        "tokens; a batch may have any number of them",
-        "rank": "largest rank that fits: {tune.lora_parameters[rank]}, in lora_parameters of a "
-        "YAML file",
-    }
-)
-"""The questions, with the words of an answer."""
-
 LONGEST = 2**20
 """Tokens of the longest sequence that is looked at."""
 
 MULTIPLE = 32
 """Tokens to a multiple of which sequences are padded, as in mlx_lm."""
-
-MOST_ROWS = 2**10
 
 BITS = 6
 """Significant bits of an answer, which is within 3% then, as memory is of its plan."""
@@ -62,9 +48,9 @@ def plan_training(
 ) -> Choice:
     """Choose the fastest way that fits of those that ``config`` leaves open, for full rows.
 
-    With ``max_of``, one of ``QUESTIONS``, the run has the largest such value that fits. Times are
-    FLOPs if the speed of a machine is unknown. ``advance`` gets the number of ways examined, and of
-    all. ``UserError`` names a way that fits.
+    With ``max_of``, which is ``seq``, the run has the longest sequences that fit. Times are FLOPs
+    if the speed of a machine is unknown. ``advance`` gets the number of ways examined, and of all.
+    ``UserError`` names a way that fits.
     """
     run = config if isinstance(config, RunSpec) else RunSpec.of(config)
     profile, stage_map = run.machines.profile, run.layout.stage_map
@@ -85,7 +71,7 @@ def plan_training(
         stage_map=None if stage_map is None else read_stage_map(stage_map),
     )
     if max_of is not None:
-        run, facts = _largest(max_of, run, facts)
+        run, facts = _longest(run, facts)
     try:
         return choose(run, facts, advance)
     except DoesNotFitError as error:
@@ -94,32 +80,16 @@ def plan_training(
         raise UserError(f"{where}: {error.fact}; it would fit with", remedy) from None
 
 
-def _largest(question: str, run: RunSpec, facts: Facts) -> tuple[RunSpec, Facts]:
-    """Return the run and the facts with the largest value that fits; the least if none does."""
-    most = {
-        "seq": LONGEST // MULTIPLE,
-        "batch": MOST_ROWS,
-        "rank": facts.workload.shape.hidden_size,
-    }[question]
-    exponents = range(most.bit_length())
+def _longest(run: RunSpec, facts: Facts) -> tuple[RunSpec, Facts]:
+    """Return the run and the facts with the longest sequence that fits; the shortest if none."""
+    exponents = range((LONGEST // MULTIPLE).bit_length())
     rounded = {digits << exponent for digits in range(1, 2**BITS) for exponent in exponents}
-    values = sorted(value for value in rounded if value <= most)
-    fitting = bisect_left(
-        values, True, key=lambda value: not fits(*_with(question, value, run, facts))
-    )
-    return _with(question, values[max(0, fitting - 1)], run, facts)
+    values = sorted(value for value in rounded if value <= LONGEST // MULTIPLE)
 
-
-def _with(question: str, value: int, run: RunSpec, facts: Facts) -> tuple[RunSpec, Facts]:
-    if question == "seq":
+    def with_value(value: int) -> tuple[RunSpec, Facts]:
         length = MULTIPLE * value
         batch = replace(run.batch, max_seq_length=length)
         return replace(run, batch=batch), replace(facts, lengths=SequenceLengths.full(length))
-    if question == "batch":
-        # No rank of a pipeline holds more micro-batches at a time than there are ranks.
-        rows = value * facts.cluster.size
-        return replace(
-            run, batch=replace(run.batch, batch_size=rows, micro_batch_size=value)
-        ), facts
-    parameters = {**run.fine_tune.lora_parameters, "rank": value}
-    return replace(run, fine_tune=replace(run.fine_tune, lora_parameters=parameters)), facts
+
+    fitting = bisect_left(values, True, key=lambda value: not fits(*with_value(value)))
+    return with_value(values[max(0, fitting - 1)])

@@ -78,19 +78,6 @@ def test_the_longest_sequence_is_in_the_command_that_is_printed(capsys: Capture)
     assert trained(command).max_seq_length == length > 2048
 
 
-def test_the_largest_micro_batch_is_one_of_as_many_as_there_are_ranks(capsys: Capture) -> None:
-    text = planned(capsys, "--hostfile", "timed", "--max-of", "batch")
-    batch = trained(text.splitlines()[-1])
-    assert batch.batch_size == 2 * (batch.micro_batch_size or 0)
-    assert f"{batch.micro_batch_size} x 2048 tokens" in text.splitlines()[0]
-
-
-def test_the_largest_rank_is_in_words_and_json(capsys: Capture) -> None:
-    asked = ("--hostfile", "timed", "--max-of", "rank")
-    rank = json.loads(planned(capsys, *asked, "--json"))["lora_parameters"]["rank"]
-    assert planned(capsys, *asked).startswith(f"largest rank that fits: {rank},")
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -98,8 +85,6 @@ def test_the_largest_rank_is_in_words_and_json(capsys: Capture) -> None:
         (["--machines", PAIR, "--hostfile", "timed"], "--machines is given, and --hostfile too"),
         (["--machines", "M2 20GB"], "the nearest is M2 8-core 16GB"),
         (["--machines", "1GB", "--max-of", "seq", "--max-seq-length", "9"], "--max-of seq finds"),
-        (["--machines", "1GB", "--max-of", "batch", "--batch-size", "9"], "--max-of batch finds"),
-        (["--machines", "1GB", "--max-of", "rank", "--fine-tune-type", "full"], "--max-of is rank"),
         (["--machines", "1GB", "--max-of", "layers"], "choose from"),
     ],
 )
