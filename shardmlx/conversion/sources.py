@@ -14,7 +14,7 @@ from shardmlx.checkpoint.store import MANIFEST, Store, step_of
 from shardmlx.common.digests import bytes_digest
 from shardmlx.compat import sources_of
 from shardmlx.errors import UserError
-from shardmlx.loading.adapters import PEFT_FILE, PICKLED, find_adapters
+from shardmlx.loading.adapters import find_adapters
 from shardmlx.loading.hub_download import (
     download,
     fetch_small_files,
@@ -130,8 +130,7 @@ def find_trained(name: str) -> Trained:
     path = Path(name)
     if not path.is_dir():
         raise UserError(f"--adapter-path {name} is no directory", "name that of a finished run")
-    has_tensors = any((path / file).is_file() for file in (ADAPTER_FILE, PEFT_FILE, PICKLED))
-    if has_tensors and (path / ADAPTER_CONFIG_FILE).is_file():
+    if (path / ADAPTER_FILE).is_file() and (path / ADAPTER_CONFIG_FILE).is_file():
         config, file = find_adapters(path)
         return Trained(name, fingerprint(path, [file.name]), config, (file,))
     if (step := step_of(path.absolute().name)) is not None and (path / MANIFEST).is_file():

@@ -16,7 +16,6 @@ from shardmlx.distributed.agreement import AgreedError, from_rank_0, on_all_rank
 from shardmlx.distributed.shared_disks import Disks, find_disks
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError, one_line
-from shardmlx.loading.adapters import adapter_file
 from shardmlx.loading.build import check_can_be_cut
 from shardmlx.loading.hub_download import (
     fetch_small_files,
@@ -30,7 +29,7 @@ from shardmlx.loading.partial_copy import PartialCopy
 from shardmlx.loading.transfer import Holding, LocalFiles, WeightMap, Weights
 from shardmlx.modelfiles.hub import Repository
 from shardmlx.modelfiles.safetensors_header import MODEL_FILES, check_weights
-from shardmlx.modelfiles.sources import CONFIG_FILE, SUFFIX
+from shardmlx.modelfiles.sources import ADAPTER_FILE, CONFIG_FILE, SUFFIX
 from shardmlx.models.config_reader import check_layout, read_config
 
 _LOOKING = "looking for the model"
@@ -156,7 +155,7 @@ def _find_adapters(transport: Transport, reporter: Reporter, source: ModelSource
     path = Path(source.model)
     is_file = path.suffix == SUFFIX
     directory = path.parent if is_file else path
-    file = path.name if is_file else adapter_file(path)
+    file = path.name if is_file else ADAPTER_FILE
 
     def look_first() -> _LocalModel | None:
         with suppress(UserError, OSError):  # building the model reports their fault

@@ -32,11 +32,10 @@ from tests.helpers.hub_server import File, Hub, serve
 from tests.helpers.hugging_face_experts import save_experts_one_by_one
 from tests.helpers.local_transport import LocalNetwork
 from tests.helpers.models_and_batches import (
-    load_arrays,
     save_in_two_files,
     tiny_config,
 )
-from tests.helpers.peft_adapters import save_lora, save_peft
+from tests.helpers.saved_adapters import save_lora
 
 pytestmark = pytest.mark.usefixtures("in_haste")
 
@@ -323,19 +322,6 @@ def test_bad_input_is_one_line(
     monkeypatch.chdir(tmp_path)
     assert message in refusal(options(model, tmp_path / "out", **how))
     assert not (tmp_path / "out").exists()
-
-
-def test_a_lora_of_peft_is_fused_as_its_formula_says(model: Path, tmp_path: Path) -> None:
-    name = "model.layers.1.self_attn.v_proj"
-    before = load_arrays(*model.glob("*.safetensors"))
-    pairs = save_peft(tmp_path / "peft", {name: before[f"{name}.weight"].shape}, use_rslora=True)
-    how = {"adapter_path": str(tmp_path / "peft"), "quantize": None}
-    export_alone(options(model, tmp_path / "out", **how))
-    after = load_arrays(tmp_path / "out" / "model.safetensors")
-    b, a = pairs[name]
-    expected = before[f"{name}.weight"] + 12 / 4**0.5 * (b @ a)
-    assert mx.allclose(after.pop(f"{name}.weight"), expected, atol=1e-4)
-    assert all(mx.array_equal(array, before[name]) for name, array in after.items())
 
 
 def test_adapters_of_another_model_and_whole_models_are_refused(

@@ -22,7 +22,7 @@ from tests.helpers.exports import export_alone
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.models_and_batches import save_model_directory, tensors, tiny_config
-from tests.helpers.peft_adapters import save_random_lora
+from tests.helpers.saved_adapters import save_random_lora
 
 pytestmark = pytest.mark.usefixtures("in_haste")
 

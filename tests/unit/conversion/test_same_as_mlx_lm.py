@@ -24,7 +24,7 @@ from tests.helpers.family_configs import CONFIGS, LAYERS, has_experts
 from tests.helpers.further_configs import FURTHER
 from tests.helpers.hugging_face_experts import save_experts_one_by_one
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
-from tests.helpers.peft_adapters import save_lora, save_random_lora
+from tests.helpers.saved_adapters import save_lora, save_random_lora
 from tests.helpers.undeclared_configs import UNDECLARED
 
 pytestmark = pytest.mark.usefixtures("in_haste")

@@ -21,7 +21,7 @@ from shardmlx.errors import UserError
 from shardmlx.loading.build import build_model, count_parameters, cut
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.models_and_batches import load_arrays, save_model_directory, tiny_config
-from tests.helpers.peft_adapters import save_random_lora
+from tests.helpers.saved_adapters import save_random_lora
 
 LAYERS = 4
 CUTS = [[(0, 4)], [(0, 1), (1, 4)], [(0, 2), (2, 3), (3, 4)]]

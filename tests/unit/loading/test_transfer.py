@@ -33,7 +33,7 @@ from shardmlx.models.shares import WHOLE, TensorShares
 from shardmlx.models.slice import Slice
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.models_and_batches import load_arrays, save_model_directory, tiny_config
-from tests.helpers.peft_adapters import save_peft, save_random_lora
+from tests.helpers.saved_adapters import save_random_lora
 
 LAYERS = 4
 QUIET = Reporter(quiet=True)
@@ -388,19 +388,8 @@ def test_nothing_temporary_is_left_when_loading_fails(llama: Path, temporary: Pa
 # Adapters.
 
 
-def write_peft(path: Path, model: Path) -> None:
-    """LoRA of PEFT on the same layers, and on both ends."""
-    weights = load_arrays(model / "model.safetensors")
-    names = [f"model.layers.{layer}.mlp.up_proj" for layer in (1, 2, 3)]
-    names += ["model.embed_tokens", "lm_head"]
-    save_peft(path, {name: weights[f"{name}.weight"].shape for name in names})
-
-
-@pytest.mark.parametrize("write", [partial(save_random_lora, layers=3), write_peft])
-def test_adapters_that_only_rank_0_has(
-    write: Callable[[Path, Path], object], llama: Path, tmp_path: Path, temporary: Path
-) -> None:
-    write(tmp_path / "adapters", llama)
+def test_adapters_that_only_rank_0_has(llama: Path, tmp_path: Path, temporary: Path) -> None:
+    save_random_lora(tmp_path / "adapters", llama, 3)
 
     def work(transport: LocalTransport) -> bool:
         own = str(tmp_path / "adapters") if transport.rank == 0 else str(tmp_path / "none")
