@@ -16,6 +16,9 @@ MEAN, TRIMMED_MEAN, MEDIAN = "mean", "trimmed-mean", "median"
 TRIMMED = 0.2
 """Share of the numbers that the trimmed mean leaves out at each end, at least one of three."""
 
+PIECE = 1 << 20
+"""Numbers that are in memory in float64 at a time."""
+
 DELTA = 1e-5
 """Probability with which the privacy may fail."""
 
@@ -55,8 +58,9 @@ AGGREGATES: Mapping[str, Callable[[Iterable[np.ndarray], Sequence[float]], np.nd
 
 def squared_norm(array: np.ndarray) -> float:
     """Return the sum of squares, which is not finite if a number is not."""
-    flat = array.reshape(-1).astype(np.float64)
-    return float(flat @ flat)
+    flat = array.reshape(-1)
+    pieces = (flat[at : at + PIECE].astype(np.float64) for at in range(0, flat.size, PIECE))
+    return sum(float(piece @ piece) for piece in pieces)
 
 
 def too_long(norm: float, others: Sequence[float], most_ratio: float | None) -> str | None:

@@ -14,6 +14,7 @@ from shardmlx.config.serve import check_packages
 from shardmlx.errors import UserError, file_access, one_line
 from shardmlx.islands.hub_options import LINE
 from shardmlx.islands.rounds import Rounds
+from shardmlx.islands.store import Run
 
 SECONDS_TO_LOOK = 0.5
 """Seconds between two looks at the deadlines of rounds; a report is seen at once."""
@@ -25,17 +26,17 @@ SECONDS_TO_RETRY = 30.0
 def run(words: Sequence[str]) -> int:
     """Run ``shardmlx hub`` until a signal stops it, or write its weights. Raises ``UserError``."""
     options = LINE.load(words)
+    if options.write is not None:
+        with file_access("write --write", options.write, "name another directory"):
+            Run(Path(options.path), [], None).export(Path(options.write))
+        print(f"{options.write}: the outer weights, as adapters")
+        return 0
     check_packages(options)
 
     from shardmlx.common.uvicorn_thread import HttpServer
     from shardmlx.islands.hub_api import make_app
 
     rounds = Rounds(options)
-    if options.write is not None:
-        with file_access("write --write", options.write, "name another directory"):
-            rounds.run.export(Path(options.write))
-        print(f"{options.write}: the weights after {rounds.version} rounds")
-        return 0
     if options.certificate is not None:
         try:
             ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(options.certificate)

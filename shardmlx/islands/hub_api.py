@@ -8,9 +8,10 @@ import hmac
 import json
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -40,9 +41,10 @@ LONGEST_WAIT = 60.0
 SECONDS_TO_LOOK = 0.05
 """Seconds between two looks at a version: the thread that makes it needs no word to this one."""
 
-MOST_UPLOADS = 4
+MOST_BODIES = 8
 """Bodies of one island that may be on their way at a time."""
 
+T = TypeVar("T")
 Handler = Callable[[Request, str], Awaitable[Response]]
 """A function that answers a request of an island, by its name."""
 
@@ -50,7 +52,7 @@ Handler = Callable[[Request, str], Awaitable[Response]]
 def make_app(rounds: Rounds) -> Starlette:
     """Return the application over the state of a hub."""
     api = _Api(rounds)
-    number = "/fragments/{k:int}"
+    number = "/fragments/{k}"
     routes = [
         Route("/", api.page),
         Mount("/page", StaticFiles(packages=[("shardmlx.common", "page"), (__package__, "page")])),
@@ -61,7 +63,7 @@ def make_app(rounds: Rounds) -> Starlette:
         Route(f"{number}/weights", api.known(api.weights)),
         Route(f"{number}/change", api.known(api.change)),
         Route(f"{number}/seed", api.known(api.seed), methods=["PUT"]),
-        Route(f"{number}/reports/{{seq:int}}", api.known(api.report), methods=["PUT"]),
+        Route(f"{number}/reports/{{seq}}", api.known(api.report), methods=["PUT"]),
     ]
     errors = (UserError, HTTPException, ClientDisconnect, Exception)
     app = Starlette(routes=routes, exception_handlers=dict.fromkeys(errors, api.answer_error))
@@ -72,7 +74,7 @@ def make_app(rounds: Rounds) -> Starlette:
 class _Api:
     def __init__(self, rounds: Rounds) -> None:
         self._rounds = rounds
-        self._uploads: Counter[str] = Counter()
+        self._bodies: Counter[str] = Counter()
 
     def known(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         """Return the endpoint that lets islands with their tokens in, and counts what it refuses
@@ -118,12 +120,12 @@ class _Api:
         return JSONResponse(self._rounds.status(), headers=ANSWERED)
 
     async def join(self, request: Request, name: str) -> Response:
-        message = Join.of_json(await _json(request))
+        message = Join.of_json(await self._json(request, name))
         joined = await asyncio.to_thread(self._rounds.join, name, message)
         return JSONResponse(joined.to_json())
 
     async def progress(self, request: Request, name: str) -> Response:
-        message = Progress.of_json(await _json(request))
+        message = Progress.of_json(await self._json(request, name))
         return JSONResponse(self._rounds.progress(name, message))
 
     async def version(self, request: Request, name: str) -> Response:
@@ -143,8 +145,7 @@ class _Api:
         return _file(self._fragment(request), CHANGE, _number(request, "version"))
 
     async def seed(self, request: Request, name: str) -> Response:
-        fragment, number = self._fragment(request), request.path_params["k"]
-        self._rounds.check_seed(name, number)
+        fragment, number = self._fragment(request), _number(request, "k")
 
         def take(body: Path) -> None:
             self._rounds.seed(name, number, body)
@@ -153,27 +154,26 @@ class _Api:
         return JSONResponse({"version": 0})
 
     async def report(self, request: Request, name: str) -> Response:
-        fragment, number = self._fragment(request), request.path_params["k"]
+        fragment, number = self._fragment(request), _number(request, "k")
         report = Report(
             island=name,
-            seq=request.path_params["seq"],
+            seq=_number(request, "seq"),
             base=_number(request, "base"),
             rows=max(1, _number(request, "rows")),
             steps=_number(request, "steps"),
             tokens=_number(request, "tokens"),
         )
-        is_new = self._rounds.is_new(report, number)
-        if is_new:
 
-            def take(body: Path) -> None:
-                self._rounds.take(report, number, body)
+        def take(body: Path) -> bool:
+            return self._rounds.take(report, number, body)
 
-            await self._upload(request, name, fragment, fragment.report_bytes, take)
+        # Whether it is refused is said behind its body: before it, the answer could get lost.
+        is_new = await self._upload(request, name, fragment, fragment.report_bytes, take)
         answer = {"version": fragment.version, "repeated": not is_new, "ended": self._rounds.ended}
         return JSONResponse(answer)
 
     def _fragment(self, request: Request) -> FragmentStore:
-        return self._rounds.fragment(request.path_params["k"])
+        return self._rounds.fragment(_number(request, "k"))
 
     async def _upload(
         self,
@@ -181,26 +181,52 @@ class _Api:
         name: str,
         fragment: FragmentStore,
         length: int,
-        take: Callable[[Path], None],
-    ) -> None:
-        """Write a body of exactly so many bytes to the disk as it comes, and take it."""
+        take: Callable[[Path], T],
+    ) -> T:
+        """Write a body of so many bytes to the disk as it comes; return what ``take`` does."""
         given = request.headers.get("content-length")
         if given != str(length):
             problem = (
                 f"the body has {given or 'an unknown number of'} bytes, and should have {length}"
             )
             raise Refusal(400, problem, "send that, with Content-Length")
-        if self._uploads[name] >= MOST_UPLOADS:
-            raise Refusal(429, f"{MOST_UPLOADS} bodies of {name} are coming", "wait", retry=True)
-        self._uploads[name] += 1
         body = fragment.new_file()
+
+        def finish() -> T:
+            # The thread goes on if the server stops: nobody else may remove what it uses.
+            try:
+                return take(body)
+            finally:
+                body.unlink(missing_ok=True)
+
         try:
-            with body.open("wb") as file:
+            with self._place(name), body.open("wb") as file:
                 await _received(request, file.write, length)
-            await asyncio.to_thread(take, body)
-        finally:
-            self._uploads[name] -= 1
+        except BaseException:
             body.unlink(missing_ok=True)
+            raise
+        return await asyncio.to_thread(finish)
+
+    async def _json(self, request: Request, name: str) -> Any:
+        """Return a JSON body. Raises ``Refusal``."""
+        body = bytearray()
+        with self._place(name):
+            await _received(request, body.extend, MOST_JSON)
+        try:
+            return json.loads(body)
+        except (ValueError, RecursionError):
+            raise Refusal(400, "the body is no JSON", "use the same shardmlx") from None
+
+    @contextmanager
+    def _place(self, name: str) -> Iterator[None]:
+        """Count a body that is on its way. Raises ``Refusal`` if there are too many."""
+        if self._bodies[name] >= MOST_BODIES:
+            raise Refusal(429, f"{MOST_BODIES} bodies of {name} are coming", "wait", retry=True)
+        self._bodies[name] += 1
+        try:
+            yield
+        finally:
+            self._bodies[name] -= 1
 
     async def answer_error(self, request: Request, error: Exception) -> Response:
         if isinstance(error, ClientDisconnect):
@@ -236,23 +262,13 @@ def _file(fragment: FragmentStore, part: str, version: int) -> Response:
 
 
 def _number(request: Request, name: str, default: int | None = None) -> int:
-    """Return a number of the query. Raises ``Refusal``."""
-    text = request.query_params.get(name, default)
+    """Return a number of the path or the query. Raises ``Refusal``."""
+    text = request.path_params.get(name) or request.query_params.get(name, default)
     if isinstance(text, int):
         return text
     if text is None or not text.isascii() or not text.isdigit() or len(text) > 15:
         raise Refusal(400, f"{name} is {text!r}", "give a whole number")
     return int(text)
-
-
-async def _json(request: Request) -> Any:
-    """Return a JSON body. Raises ``Refusal``."""
-    body = bytearray()
-    await _received(request, body.extend, MOST_JSON)
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
-        raise Refusal(400, "the body is no JSON", "use the same shardmlx") from None
 
 
 async def _received(request: Request, take: Callable[[bytes], object], most: int) -> None:

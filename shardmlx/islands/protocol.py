@@ -172,11 +172,13 @@ def _layer_of(tensor: Tensor) -> str:
 class Join:
     """The first message of an island: ``POST /join``.
 
-    ``model`` says which model is trained and how: hub and island must agree on each of its values.
-    ``rows`` is the number of rows of the island's data. ``adapter_config`` is what
-    ``adapter_config.json`` holds. Raises ``ProtocolError``.
+    ``name`` is what the island calls itself: its token must say the same. ``model`` says which
+    model is trained and how: hub and island must agree on each of its values. ``rows`` is the
+    number of rows of the island's data. ``adapter_config`` is what ``adapter_config.json`` holds.
+    Raises ``ProtocolError``.
     """
 
+    name: str
     model: Mapping[str, Any]
     tensors: tuple[Tensor, ...]
     rows: int
@@ -185,16 +187,13 @@ class Join:
     @classmethod
     def of_json(cls, values: Any) -> Join:
         """Return the message that JSON says. Raises ``ProtocolError``."""
-        mappings = ("model", "adapter_config")
-        if (
-            not isinstance(values, Mapping)
-            or not all(isinstance(values.get(name), Mapping) for name in mappings)
-            or not isinstance(values.get("rows"), int)
+        kinds = {"name": str, "model": dict, "rows": int, "adapter_config": dict, "tensors": list}
+        if not isinstance(values, dict) or not all(
+            isinstance(values.get(name), kind) for name, kind in kinds.items()
         ):
             raise ProtocolError("this is no island's first message", "use the same shardmlx")
-        tensors = tensors_of_json(values.get("tensors"))
-        model, adapter_config = (values[name] for name in mappings)
-        return cls(model=model, tensors=tensors, rows=values["rows"], adapter_config=adapter_config)
+        own = {name: values[name] for name in kinds}
+        return cls(**{**own, "tensors": tensors_of_json(values["tensors"])})
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -99,6 +99,9 @@ class Rounds:
 
     def join(self, name: str, message: Join) -> Joined:
         """Let an island in, which has the first one's model. Raises ``UserError``."""
+        if message.name != name:
+            problem = f"the token is that of {name}, and --name is {message.name}"
+            raise Refusal(403, problem, "give that name, or its own token")
         with self._joining:
             if self.run.first is not None:
                 message.check_same(self.run.first)
@@ -116,21 +119,19 @@ class Rounds:
             seqs = [_last_seq(each, name) for each in fragments]
             return Joined(terms=self.run.terms, versions=versions, seqs=seqs, seed=is_seeder)
 
-    def check_seed(self, name: str, number: int) -> None:
-        """Raise ``Refusal`` unless this island is to upload the first weights of a fragment."""
-        if self._seeder != name or self.fragment(number).version is not None:
-            raise Refusal(409, f"fragment {number} needs no weights of {name}", "take the hub's")
-
     def seed(self, name: str, number: int, body: Path) -> None:
-        """Take the first weights of a fragment from a file."""
+        """Take the first weights of a fragment from a file. Raises ``Refusal``."""
         fragment = self.fragment(number)
         with fragment.lock:
-            self.check_seed(name, number)
+            if self._seeder != name or fragment.version is not None:
+                raise Refusal(
+                    409, f"fragment {number} needs no weights of {name}", "take the hub's"
+                )
             if not all(np.isfinite(each).all() for each in fragment.raw(body)):
                 raise Refusal(422, "the weights have a number that is not finite", "train anew")
             fragment.seed(body)
 
-    def is_new(self, report: Report, number: int) -> bool:
+    def _is_new(self, report: Report, number: int) -> bool:
         """Return whether a report is to be taken, and not known already. Raises ``Refusal``."""
         fragment, name = self.fragment(number), report.island
         if fragment.version is None:
@@ -148,10 +149,12 @@ class Rounds:
             raise Refusal(409, f"{MOST_PENDING} reports of {name} wait", "wait", retry=True)
         return True
 
-    def take(self, report: Report, number: int, body: Path) -> None:
-        """Take a report whose body is in a file: it counts once this returns. Raises ``Refusal``
-        for what the hub will not count."""
+    def take(self, report: Report, number: int, body: Path) -> bool:
+        """Take a report whose body is in a file: once this returns, it counts. Returns whether it
+        did not already. Raises ``Refusal`` for what the hub will not count."""
         fragment = self.fragment(number)
+        if not self._is_new(report, number):
+            return False
         try:
             norm = math.sqrt(sum(map(squared_norm, fragment.decoded(body))))
         except ValueError as error:
@@ -164,11 +167,12 @@ class Rounds:
         if reason is not None:
             raise Refusal(422, reason, "look at this island's losses, and join anew")
         with fragment.lock:
-            if not self.is_new(report, number):
-                return
+            if not self._is_new(report, number):  # another may have come meanwhile
+                return False
             self.islands[report.island].late += report.base < (fragment.version or 0)
             fragment.add(body, replace(report, norm=norm))
         self._news.set()
+        return True
 
     def wait(self, seconds: float) -> None:
         """Wait for the next report."""

@@ -43,6 +43,9 @@ from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 PUBLISHED, OUTER, MOMENTUM, CHANGE, FACTS = "published", "outer", "momentum", "change", "facts"
 """Files of a version. ``outer`` and ``change`` are there if the encoding is lossy."""
 
+LEAST_TOKEN = 16
+"""Characters of a token at least."""
+
 KEPT = 2
 """Versions of a fragment on the disk: whoever reads the one before the newest shall finish."""
 
@@ -250,27 +253,51 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def _token(path: Path) -> str:
+    token = path.read_text(encoding="latin-1").strip()
+    if len(token) < LEAST_TOKEN or not token.isascii():
+        problem = f"{path} has no {LEAST_TOKEN} letters and digits"
+        raise UserError(problem, "remove it, and start anew with --islands")
+    return token
+
+
 class Run:
     """The hub's whole directory, locked until ``close`` or the end of this process. One thread at a
     time may change what is not a fragment's. Raises ``UserError``."""
 
-    def __init__(self, directory: Path, islands: Iterable[str], terms: Terms) -> None:
+    def __init__(self, directory: Path, islands: Iterable[str], terms: Terms | None) -> None:
+        """Open a directory for these islands and all that it knows; without terms as it is."""
         self.directory = directory
-        self.terms = terms
+        self.terms = terms or Terms()
         (directory / "tokens").mkdir(parents=True, exist_ok=True, mode=0o700)
         in_use = UserError(f"{directory} is used by another hub", "stop it, or name another --path")
         self._lock = lock_file(directory / "lock", in_use)
-        for name in islands:
-            self._make_token(name)
-        paths = (directory / "tokens").iterdir()
-        self.tokens = {path.name: path.read_text().strip() for path in paths}
+        self.tokens: dict[str, str] = {}
         self.first: Join | None = None
         self.islands: set[str] = set()
         """Names of all that ever joined."""
         self.began = time.time()
         self.fragments: tuple[FragmentStore, ...] = ()
-        if self._file.exists():
-            self._go_on(json.loads(self._file.read_bytes()))
+        try:
+            for name in islands:
+                self._make_token(name)
+            for path in (directory / "tokens").iterdir():
+                if NAME.fullmatch(path.name):
+                    self.tokens[path.name] = _token(path)
+            if self._file.exists():
+                self._go_on(json.loads(self._file.read_bytes()), terms)
+        except BaseException:
+            self.close()
+            raise
+
+    def _go_on(self, run: Mapping[str, Any], terms: Terms | None) -> None:
+        self.terms = Terms.of_json(run["terms"])
+        for name, own in self.terms.to_json().items():
+            if terms is not None and getattr(terms, name) != own:
+                problem = f"{name} is {getattr(terms, name)}, and {self.directory} has {own}"
+                raise UserError(problem, "give the same, or another --path")
+        self._open(Join.of_json(run["first"]))
+        self.islands, self.began = set(run["islands"]), run["began"]
 
     @property
     def _file(self) -> Path:
@@ -289,14 +316,6 @@ class Run:
             partial.touch(0o600)
             write_durably(partial, secrets.token_urlsafe(32).encode())
             replace_durably(partial, path)
-
-    def _go_on(self, run: Mapping[str, Any]) -> None:
-        for name, value in self.terms.to_json().items():
-            if value != run["terms"][name]:
-                problem = f"{name} is {value}, and {self.directory} has {run['terms'][name]}"
-                raise UserError(problem, "give the same, or another --path")
-        self._open(Join.of_json(run["first"]))
-        self.islands, self.began = set(run["islands"]), run["began"]
 
     def _open(self, first: Join) -> None:
         self.fragments = tuple(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,11 @@ from tests.helpers.island_hub import RunningHub, running_hub
 
 TENSORS = (Tensor("model.layers.0.lora_a", (2, 3)), Tensor("model.layers.1.lora_a", (4,)))
 JOIN = Join(
-    model={"type": "llama"}, tensors=TENSORS, rows=5, adapter_config={"fine_tune_type": "lora"}
+    name="ann",
+    model={"type": "llama"},
+    tensors=TENSORS,
+    rows=5,
+    adapter_config={"fine_tune_type": "lora"},
 )
 START = np.arange(10, dtype=np.float32)
 
@@ -26,9 +31,10 @@ class Client:
     def __init__(self, hub: RunningHub, name: str, http: httpx.Client) -> None:
         http.headers["authorization"] = f"Bearer {hub.tokens[name]}"
         self.http = http
+        self.name = name
 
     def join(self, message: Join = JOIN) -> httpx.Response:
-        return self.http.post("/join", json=message.to_json())
+        return self.http.post("/join", json=replace(message, name=self.name).to_json())
 
     def seed(self) -> None:
         assert self.join().json()["seed"] is True

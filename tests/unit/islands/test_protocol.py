@@ -23,7 +23,9 @@ LAYERS = tuple(
     for layer in range(4)
     for name, size in (("q_proj.lora_a", 2), ("v_proj.lora_a", 3))
 )
-JOIN = Join(model={"type": "llama"}, tensors=LAYERS, rows=7, adapter_config={"num_layers": 4})
+JOIN = Join(
+    name="ann", model={"type": "llama"}, tensors=LAYERS, rows=7, adapter_config={"num_layers": 4}
+)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +117,13 @@ def test_messages_are_the_same_after_their_way_through_json() -> None:
 def test_another_model_is_refused_by_its_first_difference(
     changed: dict[str, Any], named: str
 ) -> None:
-    values = {"model": JOIN.model, "tensors": LAYERS, "rows": 7, "adapter_config": {}}
+    values = {
+        "name": "ann",
+        "model": JOIN.model,
+        "tensors": LAYERS,
+        "rows": 7,
+        "adapter_config": {},
+    }
     JOIN.check_same(JOIN)
     with pytest.raises(ProtocolError) as refused:
         Join(**{**values, **changed}).check_same(JOIN)

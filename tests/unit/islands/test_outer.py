@@ -1,0 +1,113 @@
+"""Outer steps and aggregates beside their formulas."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from shardmlx.errors import UserError
+from shardmlx.islands.aggregate import (
+    Privacy,
+    median,
+    squared_norm,
+    too_long,
+    trimmed_mean,
+    weighted_mean,
+)
+from shardmlx.islands.outer import OuterOptimizer
+
+RANDOM = np.random.default_rng(0)
+WEIGHTS, FIRST, SECOND = (RANDOM.standard_normal((5, 7), np.float32) for _ in range(3))
+
+
+def test_nesterov_is_that_of_torch_in_float32() -> None:
+    optimizer = OuterOptimizer()
+    weights, momentum = optimizer.step(WEIGHTS, None, FIRST)
+    weights, momentum = optimizer.step(weights, momentum, SECOND)
+    buffer, theta = FIRST.astype(np.float64), WEIGHTS.astype(np.float64)
+    theta = theta - 0.7 * (FIRST + 0.9 * buffer)
+    buffer = 0.9 * buffer + SECOND
+    theta = theta - 0.7 * (SECOND + 0.9 * buffer)
+    assert weights.dtype == np.float32
+    np.testing.assert_allclose(weights, theta, atol=1e-6)
+    assert momentum is not None
+    np.testing.assert_allclose(momentum, buffer, atol=1e-6)
+
+
+def test_average_takes_the_mean_of_weights_to_the_bit() -> None:
+    weights, momentum = OuterOptimizer(name="average").step(WEIGHTS, None, FIRST)
+    assert momentum is None
+    np.testing.assert_array_equal(weights, WEIGHTS - FIRST)
+    np.testing.assert_array_equal(weights, OuterOptimizer(name="sgd").step(WEIGHTS, None, FIRST)[0])
+
+
+def test_elastic_is_pulled_by_each_report() -> None:
+    weights, _ = OuterOptimizer(name="elastic").step(WEIGHTS, None, FIRST, reports=3)
+    np.testing.assert_allclose(weights, WEIGHTS - 0.1 * 3 * FIRST, atol=1e-6)
+    assert OuterOptimizer(name="elastic", rate=0.25).elastic == 0.25
+    assert OuterOptimizer().elastic is None
+
+
+def test_a_report_three_versions_old_moves_a_quarter() -> None:
+    weights, _ = OuterOptimizer(name="sgd").step(WEIGHTS, None, FIRST, staleness=3)
+    np.testing.assert_allclose(weights, WEIGHTS - FIRST / 4, atol=1e-6)
+
+
+def test_an_average_with_a_learning_rate_is_refused() -> None:
+    with pytest.raises(UserError, match=r"0\.5"):
+        OuterOptimizer(name="average", rate=0.5)
+
+
+def test_the_mean_adds_in_order_and_divides_once() -> None:
+    arrays = [WEIGHTS, FIRST, SECOND]
+    expected = (WEIGHTS * np.float32(2) + FIRST * np.float32(1) + SECOND * np.float32(5)) / (
+        np.float32(8)
+    )
+    np.testing.assert_array_equal(weighted_mean(arrays, [2, 1, 5]), expected)
+    np.testing.assert_array_equal(WEIGHTS, arrays[0])
+
+
+@pytest.mark.parametrize("robust", [trimmed_mean, median])
+@pytest.mark.parametrize("liar", [1e30, -1e30, 0.0])
+def test_one_liar_of_four_moves_a_robust_aggregate_no_further_than_the_honest_lie(
+    robust: object, liar: float
+) -> None:
+    honest = [np.full(6, value, np.float32) for value in (1.0, 1.5, 2.0)]
+    assert callable(robust)
+    found = robust([*honest, np.full(6, liar, np.float32)], [1] * 4)
+    assert found.dtype == np.float32
+    assert (found >= 1).all()
+    assert (found <= 2).all()
+
+
+def test_a_trimmed_mean_of_one_or_two_leaves_none_out() -> None:
+    np.testing.assert_array_equal(trimmed_mean([FIRST], [1]), FIRST)
+    np.testing.assert_array_equal(trimmed_mean([FIRST, SECOND], [1, 1]), (FIRST + SECOND) / 2)
+
+
+def test_a_norm_far_beyond_others_is_named() -> None:
+    assert too_long(5.0, [1.0, 1.2, 9.0], 5) is None
+    assert "6.1" in (too_long(6.1, [1.0, 1.2, 9.0], 5) or "")
+    assert too_long(1e9, [], 5) is None
+    assert too_long(1e9, [1.0], None) is None
+    assert too_long(math.nan, [], None) is not None
+    assert squared_norm(np.array([3, 4], np.float32)) == 25
+
+
+def test_clipping_shortens_to_the_norm_and_noise_goes_with_the_reports() -> None:
+    privacy = Privacy(clip=2.0, noise=0.5)
+    assert (privacy.factor(1.9), privacy.factor(8.0)) == (1.0, 0.25)
+    zeros = np.zeros(100_000, np.float32)
+    noisy = privacy.noisy(zeros, 10, np.random.default_rng(1))
+    assert float(noisy.std()) == pytest.approx(0.5 * 2.0 / 10, rel=0.02)
+    assert Privacy().noisy(zeros, 10, np.random.default_rng(1)) is zeros
+    with pytest.raises(UserError, match="--clip"):
+        Privacy(noise=1.0)
+
+
+def test_epsilon_is_the_accountants() -> None:
+    pytest.importorskip("dp_accounting")
+    assert Privacy(clip=1.0, noise=4.0).epsilon(100) == pytest.approx(14.13, abs=0.01)
+    assert Privacy().epsilon(100) is None

@@ -1,0 +1,232 @@
+"""The hub's directory: nothing acknowledged is lost, nothing counts twice, whatever is killed."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardmlx.errors import UserError
+from shardmlx.islands.protocol import Fragment, Join, Tensor, Terms
+from shardmlx.islands.store import (
+    CHANGE,
+    MOMENTUM,
+    OUTER,
+    PUBLISHED,
+    Differences,
+    FragmentStore,
+    Report,
+    Run,
+)
+from tests.helpers.crashes import Crash, calls
+
+TENSORS = (Tensor("model.layers.0.lora_a", (2, 3)), Tensor("model.layers.1.lora_a", (4,)))
+START = np.arange(10, dtype=np.float32)
+JOIN = Join(
+    name="ann", model={"type": "llama"}, tensors=TENSORS, rows=1, adapter_config={"rank": 8}
+)
+
+
+def opened(directory: Path, encoding: str = "float32") -> FragmentStore:
+    return FragmentStore(directory, Fragment(TENSORS), encoding)
+
+
+def seeded(directory: Path, encoding: str = "float32") -> FragmentStore:
+    store = opened(directory, encoding)
+    body = store.new_file()
+    body.write_bytes(START.tobytes())
+    store.seed(body)
+    return store
+
+
+def put(store: FragmentStore, island: str, seq: int, base: int, value: float) -> Report:
+    body = store.new_file()
+    body.write_bytes(np.full(10, value, np.float32).tobytes())
+    report = Report(island=island, seq=seq, base=base, tokens=1, norm=value)
+    store.add(body, report)
+    return report
+
+
+def weights(store: FragmentStore, part: str = PUBLISHED) -> list[float]:
+    return [float(each) for each in np.fromfile(store.path(part), np.float32)]
+
+
+def summed(
+    now: np.ndarray, momentum: np.ndarray | None, differences: Differences
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """An outer step that shows how often each report counts: they are powers of ten."""
+    momentum = np.zeros_like(now) if momentum is None else momentum
+    return now - sum(differences), momentum + 1
+
+
+def by_file(directory: Path) -> Sequence[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_a_version_has_what_its_reports_add_and_only_two_are_kept(tmp_path: Path) -> None:
+    store = seeded(tmp_path)
+    for seq in (1, 2, 3):
+        put(store, "ann", seq, seq - 1, 10)
+        put(store, "ben", seq, seq - 1, 100)
+        store.advance(store.pending, summed)
+    assert store.version == 3
+    assert weights(store) == (START - 330).tolist()
+    assert weights(store, MOMENTUM) == [3.0] * 10
+    assert by_file(tmp_path) == ["v0000002", "v0000003"]
+    assert store.facts.tokens == 6
+
+
+def test_reports_of_one_island_from_two_bases_are_one_difference(tmp_path: Path) -> None:
+    store = seeded(tmp_path)
+    put(store, "ann", 1, 0, 10)
+    put(store, "ann", 2, 1, 100)
+    seen: list[list[float]] = []
+
+    def step(
+        now: np.ndarray, momentum: np.ndarray | None, differences: Differences
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        seen.append([float(each.reshape(-1)[0]) for each in differences])
+        return now, None
+
+    store.advance(store.pending, step)
+    assert seen == [[110.0], [110.0]]
+
+
+def test_a_report_from_the_same_base_replaces_the_one_that_it_contains(tmp_path: Path) -> None:
+    store = seeded(tmp_path)
+    put(store, "ann", 1, 0, 10)
+    put(store, "ann", 2, 0, 20)
+    assert [each.seq for each in store.pending] == [2]
+    assert by_file(tmp_path) == ["ann.2.report", "v0000000"]
+
+
+@pytest.mark.parametrize("encoding", ["bfloat16", "top-k:0.2", "low-rank:1"])
+def test_what_a_lossy_encoding_leaves_out_of_a_change_is_in_the_next(
+    tmp_path: Path, encoding: str
+) -> None:
+    store = seeded(tmp_path, encoding)
+    change = np.linspace(-1.01, 2.3, 10, dtype=np.float32)
+
+    def moved(
+        now: np.ndarray, momentum: np.ndarray | None, differences: Differences
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        part = change[:6] if now.size == 6 else change[6:]
+        return now + part.reshape(now.shape), None
+
+    def kept(
+        now: np.ndarray, momentum: np.ndarray | None, differences: Differences
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        return now, None
+
+    for step in (moved, *[kept] * 12):
+        before = np.fromfile(store.path(PUBLISHED), np.float32)
+        store.advance([], step)
+        decoded = np.concatenate([each.reshape(-1) for each in store.decoded(store.path(CHANGE))])
+        after = np.fromfile(store.path(PUBLISHED), np.float32)
+        np.testing.assert_array_equal(after, before + decoded)
+    np.testing.assert_allclose(weights(store, OUTER), START + change, rtol=1e-6)
+    np.testing.assert_allclose(weights(store), START + change, atol=1e-4)
+
+
+def test_after_a_death_at_any_point_no_report_is_lost_and_none_counts_twice(
+    tmp_path: Path,
+) -> None:
+    """The two reports that were acknowledged before, and the one that may or may not be."""
+    for at in count():
+        directory = tmp_path / str(at)
+        store = seeded(directory)
+        put(store, "ann", 1, 0, 10)
+        put(store, "ben", 1, 0, 100)
+        try:
+            with calls(at):
+                put(store, "ben", 2, 0, 1000)
+                store.advance(store.pending, summed)
+                put(store, "ann", 2, 1, 20)
+                put(store, "ann", 3, 1, 40)
+                store.advance(store.pending, summed)
+        except Crash:
+            store = opened(directory)
+        else:
+            assert at > 20
+            break
+        while store.pending:
+            store.advance(store.pending, summed)
+        counted = {name: store.facts.last(name)[0] for name in ("ann", "ben")}
+        grown = {1: 10, 2: 30, 3: 50}[counted["ann"]] + {1: 100, 2: 1000}[counted["ben"]]
+        assert weights(opened(directory)) == (START - grown).tolist()
+        assert set(by_file(directory)) <= {f"v{version:07}" for version in range(4)}
+
+
+def test_after_a_death_at_any_point_of_a_seed_it_is_whole_or_not_there(tmp_path: Path) -> None:
+    for at in count():
+        try:
+            with calls(at):
+                seeded(tmp_path / str(at), "int8")
+        except Crash:
+            store = opened(tmp_path / str(at), "int8")
+        else:
+            assert at > 3
+            return
+        assert store.version in (None, 0)
+        assert store.version is None or weights(store, OUTER) == START.tolist()
+
+
+def test_tokens_are_secret_stay_and_are_those_of_good_names(tmp_path: Path) -> None:
+    run = Run(tmp_path, ["ann", "ben"], Terms())
+    tokens = dict(run.tokens)
+    assert sorted(tokens) == ["ann", "ben"]
+    assert len({*tokens.values()}) == 2
+    assert stat.S_IMODE((tmp_path / "tokens" / "ann").stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "tokens").stat().st_mode) == 0o700
+    with pytest.raises(UserError, match="another hub"):
+        Run(tmp_path, [], Terms())
+    run.close()
+    (tmp_path / "tokens" / ".DS_Store").write_bytes(b"\xff\xfe")
+    run = Run(tmp_path, ["ben", "cid"], Terms())
+    assert {name: run.tokens[name] for name in tokens} == tokens
+    run.close()
+    for name in ("../ann", "Ann", "", "a b"):
+        with pytest.raises(UserError, match="--islands"):
+            Run(tmp_path / "other", [name], Terms()).close()
+    (tmp_path / "tokens" / "ann").write_text("\n")
+    with pytest.raises(UserError, match="tokens/ann"):
+        Run(tmp_path, [], Terms())
+
+
+def test_a_restart_goes_on_and_refuses_other_terms(tmp_path: Path) -> None:
+    run = Run(tmp_path, ["ann"], Terms(inner_steps=7, fragments=2))
+    run.join("ann", JOIN)
+    run.close()
+    again = Run(tmp_path, [], Terms(inner_steps=7, fragments=2))
+    assert (again.first, again.islands, again.began) == (JOIN, {"ann"}, run.began)
+    assert [each.fragment.tensors for each in again.fragments] == [TENSORS[:1], TENSORS[1:]]
+    again.close()
+    with pytest.raises(UserError, match="inner_steps is 8"):
+        Run(tmp_path, [], replace(run.terms, inner_steps=8))
+
+
+@pytest.mark.parametrize("encoding", ["float32", "int8"])
+def test_exported_weights_are_adapters_that_safetensors_reads(
+    tmp_path: Path, encoding: str
+) -> None:
+    from safetensors.numpy import load_file
+
+    run = Run(tmp_path / "hub", ["ann"], Terms(fragments=2, encoding=encoding))
+    run.join("ann", JOIN)
+    with pytest.raises(UserError, match="no weights"):
+        run.export(tmp_path / "out")
+    for store, part in zip(run.fragments, (START[:6], START[6:]), strict=True):
+        body = store.new_file()
+        body.write_bytes(part.tobytes())
+        store.seed(body)
+    run.export(tmp_path / "out")
+    run.close()
+    found = load_file(tmp_path / "out" / "adapters.safetensors")
+    np.testing.assert_array_equal(found[TENSORS[0].name], START[:6].reshape(2, 3))
+    np.testing.assert_array_equal(found[TENSORS[1].name], START[6:])
+    assert by_file(tmp_path / "out") == ["adapter_config.json", "adapters.safetensors"]
