@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from shardmlx.config import common_options as common
+from shardmlx.config.checks import check_shares
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.common_options import AUTO
 from shardmlx.config.options import check_options, in_group, refuse
@@ -169,14 +170,7 @@ class InferenceConfig(ModelSource):
             f"give {LOOKUP}, or a model",
             when=self.draft == HEAD and self.tensor_parallel > 1,
         )
-        refuse(
-            "tensor_shares",
-            f"{self.tensor_shares}: --tensor-parallel {self.tensor_parallel} takes as many numbers "
-            "from 1",
-            "give one for each rank that shares a layer",
-            when=bool(self.shares)
-            and (len(self.shares) != self.tensor_parallel or min(self.shares) < 1),
-        )
+        check_shares(self.tensor_shares, self.tensor_parallel)
         try:
             is_object = isinstance(self.template_arguments, dict)
         except ValueError:
@@ -184,14 +178,6 @@ class InferenceConfig(ModelSource):
         complaint = f"is {self.chat_template_config!r}"
         remedy = 'give a JSON object, like {"enable_thinking": false}'
         refuse("chat_template_config", complaint, remedy, when=not is_object)
-
-    @property
-    def shares(self) -> tuple[int, ...]:
-        """The shares of the ranks that compute a layer together, in proportion; () if open."""
-        if self.tensor_shares is None:
-            return ()
-        words = self.tensor_shares.split(",")
-        return tuple(int(each) if each.strip().isdecimal() else 0 for each in words)
 
     @property
     def cache_quantisation(self) -> CacheQuantisation | None:

@@ -291,6 +291,12 @@ class LayoutOptions(Spec):
     tensor_parallel: int = _pipeline(
         1, "ranks that compute each layer together", metavar="RANKS", minimum=1
     )
+    tensor_shares: str | None = option(
+        None,
+        "shares of these ranks in each layer, like 2,1",
+        flag=False,
+        unset="by memory bandwidth if the hostfile says it, else equal, as far as heads allow",
+    )
     partitioner: str = common.partitioner(group="pipeline")
     schedule: str = _pipeline(
         AUTO,

@@ -30,6 +30,12 @@ _LAYOUT = (
 )
 """Options of ``train`` that may not suit fewer ranks."""
 
+_OF_HOSTS = {
+    "stage_map": "give it by --stage-map, and launch can plan again without it",
+    "tensor_shares": "leave it out, and launch can plan again",
+}
+"""Keys of a file that suit its hosts alone, and what to do instead."""
+
 _ranks = in_group("ranks and hosts")
 _mpirun = in_group(_MPIRUN)
 
@@ -184,11 +190,10 @@ def plan_again(launch: LaunchOptions, ranks: int) -> tuple[tuple[str, ...], str]
     its layout, or where the user's file settles one, takes one pipeline. Raises ``UserError`` for a
     stage map in the file."""
     here = plural(ranks, "rank")
-    if "stage_map" in launch.in_file:
-        raise UserError(
-            f"{launch.config_file}: stage_map does not suit the {here} left",
-            "give it by --stage-map, and launch can plan again without it",
-        )
+    for name, remedy in _OF_HOSTS.items():
+        if name in launch.in_file:
+            fault = f"{launch.config_file}: {name} does not suit the {here} left"
+            raise UserError(fault, remedy)
     options = replaced(launch.options, **dict.fromkeys(_LAYOUT))
     alone: dict[str, int | str] = {
         "pipeline_stages": ranks,

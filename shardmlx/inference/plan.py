@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardmlx.common.digests import bytes_digest
 from shardmlx.common.formatting import gibibytes, numbers_of, plural
+from shardmlx.config.checks import shares_of
 from shardmlx.config.common_options import AUTO, FASTEST, SMALLEST
 from shardmlx.config.inference import NO_DRAFT, InferenceConfig
 from shardmlx.costmodel.chips import shares_by_bandwidth
@@ -131,7 +132,7 @@ def plan_inference(
     memory."""
     sizes, cluster, given = inputs.sizes, inputs.cluster, inputs.stage_map
     shape, across = sizes.shape, config.tensor_parallel
-    weights = config.shares or shares_by_bandwidth(cluster.machines, across)
+    weights = shares_of(config.tensor_shares) or shares_by_bandwidth(cluster.machines, across)
     shares = TensorShares(weights, sizes.group_size, config.expert_parallel)
     size = shares.groups(cluster.size)
     shares.check(shape)

@@ -16,6 +16,7 @@ from mlx.optimizers import Optimizer
 
 from shardmlx.common.formatting import plural
 from shardmlx.common.reporter import Reporter, check_writable
+from shardmlx.config.checks import shares_of
 from shardmlx.config.data import DataOptions
 from shardmlx.config.objective import ObjectiveOptions
 from shardmlx.config.specs import SUM_DTYPES, FineTune, ModelSource, RunSpec
@@ -26,6 +27,7 @@ from shardmlx.config.train import (
     StepOptions,
     TrainConfig,
 )
+from shardmlx.costmodel.chips import shares_by_bandwidth
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.memory_limits import (
     MemoryLimits,
@@ -33,7 +35,7 @@ from shardmlx.costmodel.memory_limits import (
     how_to_allow,
     would_take,
 )
-from shardmlx.costmodel.predict import Prediction, predict
+from shardmlx.costmodel.predict import Prediction, planned_memory, predict
 from shardmlx.costmodel.workload import Workload, shared
 from shardmlx.distributed.agreement import AgreedError, on_all_ranks, on_rank_0
 from shardmlx.distributed.transport import Transport
@@ -145,6 +147,9 @@ def plan_run(
         run.machines,
         config.stage_map,
     )
+    weights = shares_of(config.tensor_shares)
+    weights = weights or shares_by_bandwidth(inputs.cluster.machines, shares.size)
+    shares = replace(shares, weights=weights)
     model, stored = agree(
         "building the model",
         partial(build_model, opened.path, run.fine_tune, config.seed, opened.adapters),
@@ -188,7 +193,7 @@ def plan_run(
             f"({trained / 1e6:.3f}M/{total / 1e6:.3f}M)"
         )
     way, share = choice.run, lengths.counted_share(plan.pack)
-    memory = [each for each in choice.assessment.memory for _ in shares.weights]
+    memory = agree("planning the memory", partial(_memory_of_ranks, choice, inputs, shares))
     backend = inputs.cluster.backend
     return PlannedRun(
         asked=run,
@@ -219,21 +224,52 @@ def _groups(shares: TensorShares, shape: ModelShape, ranks: int) -> int:
 
 
 def _of_groups(inputs: PlanInputs[Workload], shares: TensorShares) -> PlanInputs[Workload]:
-    """Return the inputs of a plan for groups, each a machine with the least memory of its ranks and
-    the largest of their shares."""
-    across, cluster, sizes = shares.size, inputs.cluster, inputs.sizes
-    parts = [shared(sizes.shape, sizes.weight_sizes, shares, rank) for rank in range(across)]
-    shape, weight_sizes = max(parts, key=lambda each: sum(each[1].layers))
-    least = [
-        min(range(first, first + across), key=cluster.capacity)
+    """Return the inputs of a plan for groups, each a machine with the memory of the rank that has
+    the least for its share, and the largest of these shares."""
+    across, cluster = shares.size, inputs.cluster
+    scarcest = [
+        min(
+            range(first, first + across),
+            key=lambda rank: cluster.capacity(rank) / shares.weights[rank % across],
+        )
         for first in range(0, cluster.size, across)
     ]
+    parts = _parts(inputs.sizes, shares)
+    fullest = (parts[rank % across] for rank in scarcest)
     return replace(
         inputs,
-        sizes=replace(sizes, shape=shape, weight_sizes=weight_sizes),
-        cluster=replace(cluster, machines=tuple(cluster.machines[rank] for rank in least)),
-        budgets=tuple(inputs.budgets[rank] for rank in least),
+        sizes=max(fullest, key=lambda part: sum(part.weight_sizes.layers)),
+        cluster=replace(cluster, machines=tuple(cluster.machines[rank] for rank in scarcest)),
+        budgets=tuple(inputs.budgets[rank] for rank in scarcest),
     )
+
+
+def _parts(whole: Workload, shares: TensorShares) -> list[Workload]:
+    """Return the work of each rank of a group."""
+    found = []
+    for rank in range(shares.size):
+        shape, sizes = shared(whole.shape, whole.weight_sizes, shares, rank)
+        found.append(replace(whole, shape=shape, weight_sizes=sizes))
+    return found
+
+
+def _memory_of_ranks(
+    choice: Choice, inputs: PlanInputs[Workload], shares: TensorShares
+) -> list[PlannedMemory]:
+    """Return the memory that each rank takes for its share. Raises ``UserError`` if one lacks some:
+    the plan was made for another rank of its group."""
+    facts = choice.facts
+    whole = replace(facts, workload=inputs.sizes).work(choice.run)
+    of_shares = [
+        planned_memory(choice.plan, part, facts.cluster, facts.lengths.longest)
+        for part in _parts(whole, shares)
+    ]
+    memory = [each for of_group in zip(*of_shares, strict=True) for each in of_group]
+    for rank, each in enumerate(memory):
+        if each.peak > inputs.cluster.capacity(rank):
+            problem = would_take(rank, inputs.budgets[rank], each.peak)
+            raise UserError(problem, "give tensor_shares that suit the memories")
+    return memory
 
 
 def check_valid(config: TrainConfig, sizes: Mapping[str, int]) -> None:

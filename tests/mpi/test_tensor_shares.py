@@ -109,8 +109,8 @@ def test_training_is_that_of_one_process(
     pirate: Path,
     tmp_path: Path,
 ) -> None:
-    shared = ("--tensor-parallel", "2", *how)
-    check_training(small, pirate, tmp_path, options, {1: ((), {}), ranks: (shared, {})})
+    shared, uneven = ("--tensor-parallel", "2", *how), {"tensor_shares": "2,1"}
+    check_training(small, pirate, tmp_path, options, {1: ((), {}), ranks: (shared, uneven)})
 
 
 def test_training_with_whole_experts(small_tokenizer: Path, pirate: Path, tmp_path: Path) -> None:

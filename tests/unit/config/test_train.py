@@ -126,6 +126,14 @@ def test_what_tensor_shares_cannot_do_is_refused(name: str, value: str) -> None:
     assert load("--tensor-parallel", "2").zero == 0
 
 
+@pytest.mark.parametrize("ranks", ["1", "3"])
+def test_there_is_a_share_for_each_rank(ranks: str, tmp_path: Path) -> None:
+    file = write(tmp_path, "tensor_shares: 2,1")
+    assert load("-c", file, "--tensor-parallel", "2").tensor_shares == "2,1"
+    error = error_of("-c", file, "--tensor-parallel", ranks)
+    assert f"2,1: --tensor-parallel {ranks} " in error.problem
+
+
 def test_the_adapter_config_is_what_mlx_lm_reads() -> None:
     written = json.loads(json.dumps(TrainConfig(num_layers=4).to_adapter_config()))
     assert written["fine_tune_type"] == "lora"

@@ -49,10 +49,19 @@ def test_a_layout_in_the_file_is_overruled_by_one_pipeline(
     assert line == "layout for 3 ranks: one pipeline"
 
 
-def test_a_stage_map_in_the_file_cannot_be_taken_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settled", "remedy"),
+    [
+        ("stage_map: map.yaml", "--stage-map"),
+        ("{tensor_parallel: 2, tensor_shares: '2,1'}", "leave it out"),
+    ],
+)
+def test_what_suits_its_hosts_alone_cannot_be_taken_out(
+    settled: str, remedy: str, tmp_path: Path
+) -> None:
     file = tmp_path / "run.yaml"
-    file.write_text("stage_map: map.yaml\n")
+    file.write_text(f"{settled}\n")
     with pytest.raises(UserError) as error:
         layout(1, "--train", "-c", str(file))
     assert str(file) in error.value.problem
-    assert "--stage-map" in error.value.remedy
+    assert remedy in error.value.remedy
