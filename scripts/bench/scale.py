@@ -28,7 +28,7 @@ from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.planning.choice import Choice, choose
 from shardmlx.planning.facts import Facts, SequenceLengths
-from shardmlx.planning.report import as_json, bottleneck
+from shardmlx.planning.report import bottleneck
 
 GIB = 2**30
 
@@ -156,7 +156,13 @@ def main() -> None:
             plans[str(case)] = str(error)
             continue
         lines.append(line(case, planned))
-        plans[str(case)] = as_json(planned)
+        plans[str(case)] = {
+            "way": planned.way,
+            "num_layers": planned.plan.stage_map.partition.sizes,
+            "placement": planned.plan.stage_map.placement,
+            "step_seconds": planned.prediction.step_seconds,
+            "peak_memory_bytes": [each.peak for each in planned.prediction.ranks],
+        }
     width = len(HEADER)
     print(columns(HEADER, [(*row, *[""] * (width - len(row))) for row in lines]))
     if options.json:

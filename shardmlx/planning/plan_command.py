@@ -5,7 +5,6 @@ No MLX, no MPI. Only the model's headers are read, or config.json alone.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from shardmlx.costmodel.training_setup import BACKENDS
 from shardmlx.errors import UserError
 from shardmlx.pipeline.figure import timeline
 from shardmlx.pipeline.stage_map import write_stage_map
-from shardmlx.planning.report import as_json, report
+from shardmlx.planning.report import report
 from shardmlx.planning.training_plan import plan_training
 
 _MACHINES = "machines"
@@ -32,7 +31,7 @@ _OUTPUT = "output"
 
 _SHOWN = (
     *("model", "revision", "hostfile", "machines", "backend", "profile", "max_of", "output"),
-    *("timeline", "json", "config", "fine_tune_type", "num_layers", "optimizer"),
+    *("timeline", "config", "fine_tune_type", "num_layers", "optimizer"),
     *("batch_size", "max_seq_length", "pipeline_stages", "data_parallel", "replica_rows"),
     *("partitioner", "stage_map", "schedule", "micro_batch_size", "recompute", "pack"),
     *("zero", "sum_dtype", "memory_limit", "dtype"),
@@ -71,7 +70,6 @@ class PlanOptions(TrainConfig):
     )
     output: str | None = _output(None, "file for the stage map", metavar="FILE", short="-o")
     timeline: bool = _output(False, "draw the step in the terminal")
-    json: bool = _output(False, "print the plan as JSON")
 
     def __post_init__(self) -> None:
         super(PlanOptions, self).__post_init__()
@@ -133,9 +131,6 @@ def run(words: Sequence[str]) -> int:
         named = () if options.machines is not None else stage_map.hosts
         hosts = (None if host is None or is_unnamed(host) else host for host in named)
         write_stage_map(replace(stage_map, model=run.model, hosts=tuple(hosts)), options.output)
-    if options.json:
-        print(json.dumps(as_json(planned)))
-        return 0
     for length in found.values():
         print(f"longest sequence that fits: {length} tokens")
     start = ["shardmlx", "launch", "--hostfile", options.hostfile or "HOSTFILE", "train"]

@@ -1,4 +1,4 @@
-"""Write a chosen plan as text for people and as JSON for programs. No MLX, no MPI."""
+"""Write a chosen plan as text. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 from shardmlx.common.formatting import columns, gibibytes, numbers_of
 from shardmlx.config.specs import NONE
@@ -16,7 +15,7 @@ from shardmlx.errors import UserError
 from shardmlx.models.family import APPROXIMATE
 from shardmlx.planning.choice import Choice, choose
 from shardmlx.planning.facts import CLOSE, Facts
-from shardmlx.planning.generation import GenerationWay, generation_ways
+from shardmlx.planning.generation import generation_ways
 
 _NOTABLE = 0.1
 """Share of a step below which a part limits nothing."""
@@ -49,7 +48,8 @@ def report(choice: Choice, stage_map: str | None, start: Sequence[str]) -> str:
 
 def _generation(facts: Facts) -> list[str]:
     """Return a table of the ways to generate, if every memory's bandwidth is known."""
-    tokens, ways = facts.lengths.longest[0], _ways(facts)
+    tokens = facts.lengths.longest[0]
+    ways = generation_ways(facts.workload, facts.cluster, tokens)
     if not ways:
         return []
     most = ways[0].tokens_per_second
@@ -69,14 +69,6 @@ def _generation(facts: Facts) -> list[str]:
         f"a text of {tokens} tokens, of which each reads all weights:",
         columns(heads, lines),
     ]
-
-
-def _ways(facts: Facts) -> list[GenerationWay]:
-    return generation_ways(facts.workload, facts.cluster, facts.lengths.longest[0])
-
-
-def _known(nbytes: float) -> float | None:
-    return None if math.isinf(nbytes) else nbytes
 
 
 def _cells(rank: int, each: RankPrediction, has_times: bool) -> dict[str, str]:
@@ -167,62 +159,3 @@ def _how_to_run(choice: Choice, stage_map: str | None, start: Sequence[str]) -> 
     if stage_map is None:
         return ["write the stage map with -o MAP.yaml, then run:", command]
     return [f"wrote {stage_map}; run:", command]
-
-
-def as_json(choice: Choice) -> dict[str, Any]:
-    """Return all numbers: bytes, seconds, tokens a second; None for times that are not known."""
-    prediction, run = choice.prediction, choice.run
-    plan = prediction.plan
-    has_times = choice.facts.cluster.unit == "seconds"
-
-    def timed(value: float) -> float | None:
-        return value if has_times else None
-
-    return {
-        "pp": plan.mesh.pp,
-        "dp": plan.mesh.dp,
-        "schedule": plan.schedule,
-        "virtual": plan.stage_map.virtual,
-        "num_layers": plan.stage_map.partition.sizes,
-        "placement": plan.stage_map.placement,
-        "batch_size": run.batch.batch_size,
-        "length": choice.facts.lengths.longest[0],
-        "micro_batch_size": plan.micro_batch_size,
-        "microbatches": plan.microbatches,
-        "pack": plan.pack,
-        "rows": plan.shares,
-        "recompute": run.batch.recomputed,
-        "divides_weights": plan.mesh.dp > 1 and run.fine_tune.divides_weights,
-        "step_seconds": timed(prediction.step_seconds),
-        "update_seconds": timed(prediction.update_seconds),
-        "reduce_seconds": timed(prediction.reduce_seconds),
-        "tokens_per_second": timed(prediction.tokens_per_second),
-        "bubble": timed(prediction.simulation.bubble),
-        "tried": choice.tried,
-        "generation": [
-            {
-                "hosts": each.hosts,
-                "tensor_parallel": each.tensor_parallel,
-                "peak_memory_bytes": each.peak,
-                "capacity_bytes": _known(each.capacity),
-                "tokens_per_second": each.tokens_per_second,
-            }
-            for each in _ways(choice.facts)
-        ],
-        "ranks": [
-            {
-                "hosts": each.hosts,
-                "layers": each.ranges,
-                "weights_bytes": each.weights,
-                "peak_memory_bytes": each.peak,
-                "capacity_bytes": _known(each.capacity),
-                "forward_seconds": timed(each.seconds.forward),
-                "input_gradient_seconds": timed(each.seconds.input_gradient),
-                "weight_gradient_seconds": timed(each.seconds.weight_gradient),
-                "busy_seconds": timed(each.busy),
-                "exposed_comm_seconds": timed(each.exposed),
-                "bubble": timed(each.bubble),
-            }
-            for each in prediction.ranks
-        ],
-    }
