@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 
@@ -35,7 +35,7 @@ class Gathered:
     """A weight that replicas gather when they need it.
 
     Replicas that do not own it receive it into its ``place`` in a ``room``, which other weights use
-    before and after. Weights of one ``kind`` may have one owner; they are all in one room.
+    before and after. Weights of one ``kind`` have one owner, and are all in one room.
     """
 
     nbytes: int
@@ -63,24 +63,17 @@ class Held:
         return self.weights + 3 * self.trained
 
 
-WORTH_IT = 0.9
-"""Largest share of the other division's fullest replica at which slower gathers are worth it."""
-
-
 def owners_of_gathered(weights: Mapping[str, Gathered], members: int) -> dict[str, int]:
-    """Divide weights among ``members`` so that each sends as much of a layer as the others, and the
-    one that holds the most holds little.
+    """Divide weights among ``members`` so that each sends as much of a layer as the others.
 
-    One owner for all weights of a kind is best, since it needs no places for them. If a replica
-    then holds much more, because matrices at the ends are trained too, each weight has an owner of
-    its own. Trained weights are divided apart: a large frozen matrix does not make up for gradients
-    and optimizer state.
+    All weights of a kind have one owner, which needs no places for them. Trained weights are
+    divided apart: a large frozen matrix does not make up for gradients and optimizer state.
     """
-    by_kind, one_by_one = ways = [
-        _divided(weights, members, how) for how in (_by_kind, _one_by_one)
-    ]
-    most, other = (max(each.with_update for each in held_by(weights, way, members)) for way in ways)
-    return by_kind if WORTH_IT * most <= other else one_by_one
+    found: dict[str, int] = {}
+    for is_trained in (False, True):
+        some = {name: each for name, each in weights.items() if each.is_trained is is_trained}
+        found |= _by_kind(some, members)
+    return found
 
 
 def held_by(weights: Mapping[str, Gathered], owned: Mapping[str, int], members: int) -> list[Held]:
@@ -95,18 +88,6 @@ def held_by(weights: Mapping[str, Gathered], owned: Mapping[str, int], members: 
             else:
                 places[each.place] = max(each.nbytes, places.get(each.place, 0))
         found.append(Held(own[False], own[True], sum(places.values())))
-    return found
-
-
-def _divided(
-    weights: Mapping[str, Gathered],
-    members: int,
-    divide: Callable[[Mapping[str, Gathered], int], dict[str, int]],
-) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for is_trained in (False, True):
-        some = {name: each for name, each in weights.items() if each.is_trained is is_trained}
-        found |= divide(some, members)
     return found
 
 
@@ -127,7 +108,3 @@ def _by_kind(weights: Mapping[str, Gathered], members: int) -> dict[str, int]:
         of_room[owner[kind]] += size
         taken[owner[kind]] += size
     return {name: owner[each.kind] for name, each in weights.items()}
-
-
-def _one_by_one(weights: Mapping[str, Gathered], members: int) -> dict[str, int]:
-    return owners({name: each.nbytes for name, each in weights.items()}, members)
