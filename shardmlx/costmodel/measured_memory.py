@@ -53,16 +53,18 @@ class MemorySample:
 
 
 def sample_ranges(pattern: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the layers that are measured as stages, two each: the scheduler gets from one into the
-    next. ``pattern`` has the kind of each layer."""
+    """Return the layers that are measured as stages, of one kind each: two where they are
+    neighbours, for the scheduler gets from one into the next. ``pattern`` has each layer's kind."""
     count = len(pattern)
     kinds = []
     for kind in range(max(pattern) + 1):
-        inner = [i for i in range(1, count - 2) if pattern[i] == kind]
-        alike = [i for i in inner if pattern[i + 1] == kind]
-        start = [*alike, *inner, pattern.index(kind)][0]
-        kinds.append((start, min(start + 2, count)))
-    return [(0, 2), (count - 2, count), *kinds]
+        inner = [i for i in range(1, count - 1) if pattern[i] == kind]
+        pairs = [(i, i + 2) for i in inner if i + 1 in inner]
+        start = [*inner, pattern.index(kind)][0]
+        kinds.append([*pairs, (start, start + 1)][0])
+    first = 2 if pattern[0] == pattern[1] else 1
+    last = 2 if pattern[-1] == pattern[-2] else 1
+    return [(0, first), (count - last, count), *kinds]
 
 
 def with_measurements(

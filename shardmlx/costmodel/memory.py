@@ -99,18 +99,19 @@ class _Stage:
         return [self.kinds[kind] for kind in self.setup.shape.pattern[start : self.stop]]
 
     @property
-    def ratios(self) -> Ratios:
-        """Measured ratios of a stage that stands where this one does, the largest of its layers."""
-        measured = self.setup.measured
+    def ratios(self) -> list[Ratios]:
+        """Measured ratios of each layer with a backward pass: of the model's last one those with
+        the head, of layers like its first those without a gradient for their input if none is."""
+        measured, (first, *_) = self.setup.measured, self.setup.shape.pattern
+        pattern = self.setup.shape.pattern[self.first_backward : self.stop]
         if measured is None:
-            return Ratios()
-        if self.is_last:
-            return measured.last
-        kinds = {*self.setup.shape.pattern[self.first_backward : self.stop]}
-        most = Ratios(*map(max, zip(*(measured.kinds[kind] for kind in kinds), strict=True)))
-        if self.has_input_gradient:
-            return most
-        return most._replace(during_backward=measured.first.during_backward)
+            return [Ratios()] * len(pattern)
+        kinds = list(measured.kinds)
+        if not self.has_input_gradient:
+            backward = measured.first.during_backward
+            kinds[first] = kinds[first]._replace(during_backward=backward)
+        found = [kinds[kind] for kind in pattern]
+        return [*found[:-1], measured.last] if self.is_last else found
 
     @property
     def trained_layers(self) -> list[int]:
@@ -299,18 +300,23 @@ def _passing(stage: _Stage) -> tuple[float, float]:
     if setup.grad_checkpoint and logits:
         of_head = max(layer.during_evaluation for layer in layers)  # it is not held, but passes
     of_head += max(logits, _loss_piece(stage))
-    forward = max(of_head, *(layer.during_forward for layer in layers))
-    forward += _given_to_gpu(setup, [layer.during_forward for layer in layers])
+    top = ratios[-1]
+    forward = top.during_forward * of_head
     backward = freed = 0.0
-    for layer in reversed(layers):
+    # Logits go before all layers' passes but the last one's, unless the head waits for its W.
+    gone = 0 if setup.tune.unfreeze_all else logits
+    for layer, ratio in zip(reversed(layers), reversed(ratios), strict=True):
+        forward = max(forward, ratio.during_forward * layer.during_forward)
         passing = layer.during_backward + FLOAT32 * layer.parameters * joins
-        backward = max(backward, passing - freed)
+        backward = max(backward, ratio.during_backward * passing - freed)
+        freed = max(freed, gone)
         if not setup.grad_checkpoint:
             freed += layer.after_forward - layer.after_input
+    waiting = _given_to_gpu(setup, [layer.during_forward for layer in layers])
+    beside = _given_to_gpu(setup, [layer.during_backward for layer in layers])
     if setup.backend != "cpu" or setup.dtype_bytes < FLOAT32:
-        backward += logits  # our own loss, used for float32 on a CPU, needs no more than are held
-    backward += _given_to_gpu(setup, [layer.during_backward for layer in layers])
-    return ratios.during_forward * forward, ratios.during_backward * backward
+        beside += logits  # our own loss, used for float32 on a CPU, needs no more than are held
+    return forward + top.during_forward * waiting, backward + top.during_backward * beside
 
 
 def _given_to_gpu(setup: TrainingSetup, passing: Collection[float]) -> float:

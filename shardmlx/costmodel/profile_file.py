@@ -18,7 +18,7 @@ from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError, file_access
 from shardmlx.modelfiles.tensors import read_quantisation
 
-FORMAT = 1
+FORMAT = 2
 
 _AGAIN = "measure again with shardmlx profile"
 

@@ -148,9 +148,9 @@ def test_profiles_of_several_files_are_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("{", "[]", "{}", '{"format": 2}', '{"format": 1, "work": {}, "machines": []}'),
-        '{"format": 1, "work": {}, "machines": [{"host": "a"}]}',
-        '{"format": 1, "work": 7, "machines": [1]}',
+        *("{", "[]", "{}", '{"format": 1}', '{"format": 2, "work": {}, "machines": []}'),
+        '{"format": 2, "work": {}, "machines": [{"host": "a"}]}',
+        '{"format": 2, "work": 7, "machines": [1]}',
     ],
 )
 def test_what_is_no_profile_is_refused_in_one_line(text: str, tmp_path: Path) -> None:

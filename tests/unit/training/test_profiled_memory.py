@@ -8,11 +8,18 @@ import pytest
 
 from shardmlx.config.specs import FULL, NONE, SELECTIVE, FineTune
 from shardmlx.config.train import TrainConfig
-from shardmlx.costmodel.measured_memory import with_measurements
+from shardmlx.costmodel.measured_memory import (
+    MemorySample,
+    StageBytes,
+    sample_ranges,
+    with_measurements,
+)
+from shardmlx.costmodel.memory import stage_memory
+from shardmlx.costmodel.training_setup import TrainingSetup
 from shardmlx.loading.build import unfreeze
 from shardmlx.modelfiles.parts import read_shape
 from shardmlx.training.sample_model import SampleModel, build_sample_model
-from tests.helpers.stage_memory import LENGTH, ROWS, Case, before_others, measure
+from tests.helpers.stage_memory import LENGTH, ROWS, Case, before_others, measure, weight_sizes
 
 UNDER, OVER = 0.03, 0.05
 """Parts by which a prediction with a profile may lie under and over the measured peak: on a free
@@ -56,6 +63,42 @@ def test_with_a_profile_a_peak_is_known_to_three_per_cent(case: Case) -> None:
         elif peak <= (1 + OVER) * measured.peak:
             return
     pytest.fail(f"at most {measured.peak} of the predicted {peak} bytes were reached")
+
+
+def test_a_layer_passes_what_was_measured_of_its_kind_alone() -> None:
+    case = Case("lora", family="qwen3_5")
+    by_rule = case.setup(weight_sizes(case.model()))
+    pattern = by_rule.shape.pattern
+    assert pattern == (0, 1, 0, 1)
+    times = (2.0, 0.5)
+
+    def passing(setup: TrainingSetup, start: int, stop: int) -> tuple[int, int]:
+        stage = stage_memory(setup, start, stop)
+        backward = stage.during_input if start > 0 else stage.during_weight
+        return stage.during_forward, backward
+
+    def measured(start: int, stop: int) -> StageBytes:
+        (factor,) = {times[kind] for kind in pattern[start:stop]}
+        stage = stage_memory(by_rule, start, stop)
+        forward, backward = (round(factor * each) for each in passing(by_rule, start, stop))
+        return StageBytes(stage.after_forward, stage.after_input, forward, backward)
+
+    first, last, *kinds = (measured(*each) for each in sample_ranges(pattern))
+    sample = MemorySample(
+        rows=ROWS,
+        length=LENGTH,
+        savings=case.savings,
+        first=first,
+        last=last,
+        kinds=tuple(kinds),
+    )
+    setup = with_measurements(by_rule, [[sample]])
+    alone = [passing(setup, i, i + 1) for i in range(len(pattern))]
+    for i, kind in enumerate(pattern):
+        expected = [times[kind] * each for each in passing(by_rule, i, i + 1)]
+        assert alone[i] == pytest.approx(expected, abs=1)
+    # The upper layer's backward comes first, and is the greater here.
+    assert passing(setup, 1, 3) == tuple(map(max, alone[1], alone[2]))
 
 
 def test_between_and_beyond_its_samples_a_profile_grows_like_the_rule() -> None:
