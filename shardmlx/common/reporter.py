@@ -78,6 +78,11 @@ class Reporter:
         quiet = self._console.quiet
         return Reporter(metrics_file, quiet=quiet, listeners=self._listeners, name=name)
 
+    def listen(self, listener: Listener) -> None:
+        """Tell one more listener of events, where any are told."""
+        if not self._console.quiet:
+            self._listeners += (listener,)
+
     def say(self, text: str) -> None:
         self._console.print(f"{self._name}: {text}" if self._name else text, markup=False)
 

@@ -55,6 +55,7 @@ _rate = in_group("the learning rate")
 _pipeline = in_group("pipeline")
 _output = in_group("reports")
 _checkpoints = in_group("checkpoints and failures")
+_islands = in_group("islands")
 
 BEST = "best"
 
@@ -92,6 +93,7 @@ class StepOptions(Spec):
     early_stop: int | None = _checkpoints(
         None,
         "stop after this many validations in a row without a better loss",
+        flag=False,
         metavar="VALIDATIONS",
         minimum=1,
         unset="never",
@@ -107,7 +109,7 @@ class StepOptions(Spec):
         choices=("stop", "skip"),
     )
     max_grad_norm: float | None = _pipeline(
-        None, "clip the global gradient norm to this", metavar="NORM", above=0
+        None, "clip the global gradient norm to this", flag=False, metavar="NORM", above=0
     )
     loss_scale: float | str | None = _pipeline(
         None,
@@ -153,6 +155,19 @@ class OutputOptions(Spec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class IslandOptions(Spec):
+    """The hub with which the run exchanges its weights, and its name there."""
+
+    island: str | None = _islands(
+        None,
+        "train as an island: address of the shardmlx hub, like http://HOST:8750",
+        metavar="URL",
+        unset="none: the run trains alone",
+    )
+    name: str | None = _islands(None, "name of the island at the hub", metavar="NAME")
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointOptions(Spec):
     """The place of checkpoints, and the one from which a run of ``iters`` steps goes on."""
 
@@ -184,6 +199,7 @@ class CheckpointOptions(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(
+    IslandOptions,
     CheckpointOptions,
     OutputOptions,
     StepOptions,
@@ -283,8 +299,25 @@ class TrainConfig(
             refuse(name, complaint, remedy, when=is_set)
         object.__setattr__(self, "zero", 0)
 
+    def _check_island(self) -> None:
+        """Check what stands beside ``island``: all islands train the same tensors, whole."""
+        fits = self.island is None or self.island.startswith(("http://", "https://"))
+        refuse("island", f"is {self.island!r}", "give http://HOST:PORT", when=not fits)
+        has_one = (self.island is None) == (self.name is None)
+        refuse("name", f"is {self.name} with island {self.island}", "give both", when=not has_one)
+        for name, is_set, remedy in (
+            ("train", not self.train, "train, or test without it"),
+            ("sweep", self.sweep is not None, "train one after the other"),
+            ("tensor_parallel", self.tensor_parallel > 1, "give --pipeline-stages"),
+            ("early_stop", self.early_stop is not None, "end the run at the hub"),
+            ("keep", self.keep == BEST, "take the hub's weights"),
+        ):
+            complaint = f"is {getattr(self, name)} with --island"
+            refuse(name, complaint, remedy, when=is_set and self.island is not None)
+
     def _check_together(self) -> None:
         self._check_sweep()
+        self._check_island()
         for name, is_set in (("early_stop", self.early_stop), ("keep", self.keep == BEST)):
             refuse(
                 name,

@@ -42,7 +42,8 @@ class StageMemory:
     room: int
     """Part of ``weights`` in buffers for others' weights, which all stages of a rank share."""
     optimizer: int
-    """Optimizer state from the first update on, of the fullest replica, and rounding errors."""
+    """Optimizer state from the first update on, of the fullest replica, rounding errors, and copies
+    of trained weights."""
     gradients: int
     """Float32 sums of the replica's gradients, from the first W to the update."""
     after_forward: int
@@ -182,7 +183,8 @@ def stage_memory(setup: TrainingSetup, start: int, stop: int) -> StageMemory:
         weights=round(weights),
         room=round(room),
         optimizer=_updated(stage, parameters) * _state_bytes(setup)
-        + FLOAT32 * setup.tune.error_copies * _in_sums(stage, parameters),
+        + FLOAT32 * setup.tune.error_copies * _in_sums(stage, parameters)
+        + FLOAT32 * setup.workload.copies * summed,
         gradients=FLOAT32 * summed,
         after_forward=after_forward,
         after_input=after_input if stage.has_input_gradient else 0,

@@ -64,11 +64,13 @@ def shared(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload(ModelSizes):
     """A model, what a run trains of it, and its batches; ``counted`` is the share of the tokens
-    that count in the loss. Raises ``UserError`` if the model cannot be trained so."""
+    that count in the loss, ``copies`` how many float32 copies of trained weights an island holds.
+    Raises ``UserError`` if the model cannot be trained so."""
 
     fine_tune: FineTune
     batch: BatchOptions
     counted: float = 1.0
+    copies: int = 0
 
     @classmethod
     def of(cls, files: ModelFiles, fine_tune: FineTune, batch: BatchOptions) -> Workload:

@@ -98,6 +98,19 @@ class Updater:
         """Tell whether this rank updates a weight of its stages, and holds the state for it."""
         return self._shards is None or self._shards.is_mine(name)
 
+    def trained(self, name: str) -> mx.array:
+        """Return a weight as it is trained: its float32 copy if it has one."""
+        holders = (stage.part for stage in self._stages if name in stage.names)
+        return self._masters.get(name, next(holders)[name])
+
+    def replace(self, name: str, array: mx.array) -> None:
+        """Set a weight to a float32 array, on each rank that holds it."""
+        for part in (stage.part for stage in self._stages if name in stage.names):
+            if self._has_masters and part[name].dtype != mx.float32 and self.updates(name):
+                self._masters[name] = array
+            part[name] = array.astype(part[name].dtype)
+            mx.eval(array, part[name])
+
     def apply(self, scale: float = 1.0) -> None:
         """Update the weights with the gradients times ``scale``, and forget the gradients.
 

@@ -162,22 +162,24 @@ class ErrorFeedback:
     def __init__(self, encoding: Encoding) -> None:
         self._encoding = encoding
         self.errors: dict[str, np.ndarray] = {}
+        """The part that each tensor's differences have lost so far."""
         self.before: dict[str, Data] = {}
+        """The bytes of the last difference, where they help to encode the next."""
+        self._sent: dict[str, tuple[np.ndarray, Data]] = {}
 
     def encode(self, name: str, array: np.ndarray) -> Data:
-        """Return the bytes of a difference, which counts as sent."""
+        """Return the bytes of a difference, which counts once it is ``taken``."""
         if not self._encoding.is_lossy:
             return self._encoding.encode(array)
         if name in self.errors:
             array = array + self.errors[name]
         data = self._encoding.encode(array, self.before.get(name))
-        self.errors[name] = array - self._encoding.decode(data, array.shape)
-        if self._encoding.warm_starts:
-            self.before[name] = data
+        self._sent[name] = array - self._encoding.decode(data, array.shape), data
         return data
 
-    def forget(self, names: Iterable[str]) -> None:
-        """Begin anew: the last differences of these tensors were not taken."""
-        for name in names:
-            self.errors.pop(name, None)
-            self.before.pop(name, None)
+    def taken(self, names: Iterable[str]) -> None:
+        """Note that the last differences of these tensors have arrived."""
+        for name in self._sent.keys() & {*names}:
+            self.errors[name], data = self._sent.pop(name)
+            if self._encoding.warm_starts:
+                self.before[name] = data

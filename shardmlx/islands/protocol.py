@@ -86,6 +86,12 @@ class Terms:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
+    @property
+    def copies(self) -> int:
+        """Float32 copies that an island has of each trained weight: its base, what its encoding has
+        lost, and with an overlap both of a report that is under way."""
+        return (1 + encoding_named(self.encoding).is_lossy) * (1 + (self.overlap > 0))
+
     def due(self, step: int) -> tuple[int, ...]:
         """Return the fragments that an island reports after a step, counted from 1: each once in
         ``inner_steps``, evenly spaced, the last at their multiples (arXiv:2501.18512)."""

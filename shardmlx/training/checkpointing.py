@@ -17,9 +17,10 @@ from shardmlx.common.formatting import gibibytes
 from shardmlx.distributed.agreement import AgreedError
 from shardmlx.distributed.version_check import package_versions
 from shardmlx.engine.optimizer import Updater
+from shardmlx.training.island import Island
 from shardmlx.training.setup import TrainingRun
 
-WEIGHTS, OPTIMIZER, ERRORS = "weights", "optimizer", "errors"
+WEIGHTS, OPTIMIZER, ERRORS, ISLAND = "weights", "optimizer", "errors", "island"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,11 @@ class Checkpoints:
     Only ``updating`` gives out the updater: weights cannot change while they are written.
     """
 
-    def __init__(self, job: TrainingRun, updater: Updater) -> None:
+    def __init__(self, job: TrainingRun, updater: Updater, island: Island | None = None) -> None:
         self._job = job
         self._transport = job.transport
         self._updater = updater
+        self._island = island
         self._writer = None
         if (place := job.resumption.place) is not None:
             keep = job.planned.checkpoints.keep_checkpoints
@@ -95,6 +97,8 @@ class Checkpoints:
         errors = engine.reducer.errors
         for key, error in reader.read(ERRORS, errors.takes):
             errors.restore(key, error)
+        if self._island is not None and (before := found.manifest.state.get(ISLAND)):
+            self._island.restore(before, reader.read(ISLAND, self._island.takes))
 
     def go_on_from(self, found: SoundCheckpoint, point: Point) -> None:
         """Resume the run at a restored ``point``, which is not saved again in the same place."""
@@ -209,6 +213,8 @@ class Checkpoints:
         snapshots = []
         if self._errors:
             snapshots.append(Snapshot.of(f"{ERRORS}-{part}.safetensors", self._errors))
+        if self._island is not None and (arrays := self._island.arrays()):
+            snapshots.append(Snapshot.of(f"{ISLAND}-{part}.safetensors", arrays))
         shards = self._job.engine.shards
         if replica != 0 and not shards.divides:
             return snapshots

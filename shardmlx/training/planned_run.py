@@ -23,6 +23,7 @@ from shardmlx.config.specs import SUM_DTYPES, FineTune, ModelSource, RunSpec
 from shardmlx.config.train import (
     BEST,
     CheckpointOptions,
+    IslandOptions,
     OutputOptions,
     StepOptions,
     TrainConfig,
@@ -37,12 +38,14 @@ from shardmlx.costmodel.memory_limits import (
 )
 from shardmlx.costmodel.predict import Prediction, planned_memory, predict
 from shardmlx.costmodel.workload import Workload, shared
-from shardmlx.distributed.agreement import AgreedError, on_all_ranks, on_rank_0
+from shardmlx.distributed.agreement import AgreedError, from_rank_0, on_all_ranks, on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import few_widths
 from shardmlx.engine.objectives import Objective
 from shardmlx.engine.optimizer import build_optimizer
 from shardmlx.errors import UserError
+from shardmlx.islands.client import Hub
+from shardmlx.islands.protocol import Terms
 from shardmlx.loading.build import build_model, count_parameters, cut
 from shardmlx.loading.rank_setup import (
     SETUP_SECONDS,
@@ -88,6 +91,7 @@ class PlannedRun:
     steps: StepOptions
     outputs: OutputOptions
     checkpoints: CheckpointOptions
+    island: IslandOptions
     identity: Mapping[str, Any]
     options: Mapping[str, Any]
     changed: Sequence[str]
@@ -138,12 +142,23 @@ def plan_run(
     spec = replace(RunSpec.of(config), runs=runs)
     equal = (1,) * config.tensor_parallel
     shares = TensorShares(equal, opened.group_size, config.expert_parallel)
+    copies = 0
+    if (url := config.island) is not None:
+
+        def terms() -> Terms:
+            hub = Hub.of(url, str(config.name), reporter.say)
+            return hub.persist(hub.terms)
+
+        with transport.longer_timeout(SETUP_SECONDS):
+            copies = from_rank_0(transport, "asking the hub", terms).copies
     groups = agree("sharing layers", partial(_groups, shares, opened.shape, transport.size))
     run = agree("dividing the ranks", partial(spec.for_ranks, groups))
     # First, since mlx-lm cannot even freeze some models that cannot be trained.
     inputs = gather_plan_inputs(
         transport,
-        lambda: Workload.of(open_model(str(opened.path)), run.fine_tune, run.batch),
+        lambda: replace(
+            Workload.of(open_model(str(opened.path)), run.fine_tune, run.batch), copies=copies
+        ),
         run.machines,
         config.stage_map,
     )
@@ -202,6 +217,7 @@ def plan_run(
         steps=StepOptions.of(config),
         outputs=outputs,
         checkpoints=CheckpointOptions.of(config),
+        island=IslandOptions.of(config),
         identity=asdict(config),
         options=config.to_adapter_config(),
         changed=config.changed,
@@ -276,7 +292,7 @@ def check_valid(config: TrainConfig, sizes: Mapping[str, int]) -> None:
     """Raise ``AgreedError`` if the run chooses by validations, and has none."""
     if config.train and not sizes["valid"] and (config.early_stop or config.keep == BEST):
         raise AgreedError(
-            f"{config.data} has no validation set, by which --early-stop and --keep best decide",
+            f"{config.data} has no validation set, by which early_stop and --keep best decide",
             "add one, or leave them out",
         )
 

@@ -28,6 +28,7 @@ from shardmlx.models.divided_layers import take_share
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
 from shardmlx.pipeline.plan import Plan
+from shardmlx.training.island import Membership, join
 from shardmlx.training.planned_run import PlannedRun, optimizer_of
 
 
@@ -43,6 +44,7 @@ class TrainingRun:
     engine: Engine
     optimizer: Optimizer
     resumption: Resumption
+    membership: Membership | None
     identity: Mapping[str, Any] | None
     number: int = 0
 
@@ -85,6 +87,7 @@ def load_run(
             resumption = prepare_resumption(
                 planned.checkpoints, transport, reporter, identity, owners
             )
+        membership = join(planned, transport, reporter)
         weights, stages = _load(planned, transport, reporter, opened, beside)
     engine = Engine(
         plan,
@@ -102,6 +105,7 @@ def load_run(
         engine=engine,
         optimizer=optimizer_of(tune),
         resumption=resumption,
+        membership=membership,
         identity=identity,
         number=len(beside),
     )

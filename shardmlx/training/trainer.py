@@ -8,6 +8,7 @@ import math
 import signal
 import time
 from collections.abc import Generator, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ from shardmlx.loading.rank_setup import SETUP_SECONDS
 from shardmlx.modelfiles.safetensors_header import INDEX_FILE
 from shardmlx.modelfiles.sources import ADAPTER_FILE
 from shardmlx.training.batch_feed import BatchFeed, Share, StopRequested
-from shardmlx.training.checkpointing import Checkpoints, Point
+from shardmlx.training.checkpointing import ISLAND, Checkpoints, Point
+from shardmlx.training.island import Island
 from shardmlx.training.losses import Evaluation, Gradients
 from shardmlx.training.references import References
 from shardmlx.training.report import TrainingReport
@@ -66,7 +68,11 @@ class Trainer:
         self._collector = Collector(planned.plan, job.transport, parts, holds)
         masters = planned.way.fine_tune.master_weights
         updater = Updater(job.optimizer, job.stages, shards, masters=masters)
-        self._checkpoints = Checkpoints(job, updater)
+        self._island: Island | None = None
+        if job.membership is not None:
+            batch = planned.way.batch
+            self._island = Island(job.membership, job.engine, updater, job.reporter, batch)
+        self._checkpoints = Checkpoints(job, updater, self._island)
         self._gradients = Gradients(job)
         self._soundness = Soundness(
             job.transport, job.stages, shards.holds, lambda: updater.has_moved
@@ -97,6 +103,7 @@ class Trainer:
         try:
             left = options.iters - self._start
             with (
+                nullcontext() if self._island is None else self._island.running(self._start),
                 self._reporter.bar("training", options.iters, self._start) as bar,
                 BatchFeed(
                     self._plan, self._transport, self._batches, left, self._job.number
@@ -197,6 +204,9 @@ class Trainer:
             if not self._validate(step):
                 return False  # nothing is under way yet
             self._transport.activity.begin(f"step {step}")
+        if self._island is not None and self._island.ended:
+            self._reporter.say(f"step {step}: the hub has ended the run")
+            return False
         with self._engine.recorder.span(Span.STEP, f"batch {step}"):
             # The next batch is drawn after the validation's, as in mlx-lm, and travels while this
             # step computes. A checkpoint of this step resumes with it, not with the one after.
@@ -211,6 +221,7 @@ class Trainer:
             self._report.count(share, self._gradients.add(results))
             if step % options.grad_accumulation_steps == 0:
                 self._update(step)
+            self._exchange(step, share)
             if mx.get_cache_memory() > options.clear_cache_threshold:
                 mx.clear_cache()
         self._meter.count(step)
@@ -243,6 +254,15 @@ class Trainer:
         self._gradients.used()
         self._soundness.count(made=True)
 
+    def _exchange(self, step: int, share: Share) -> None:
+        """Report to the hub, and take what came from it, if the run is an island."""
+        if self._island is None:
+            return
+        is_last = step == self._options.iters
+        problem = self._island.after(step, share.valid_tokens, is_last=is_last)
+        if problem is not None:
+            raise AgreedFailure(f"step {step}: {problem}: {self._keep()}")
+
     def _pass_over(self, step: int, what: str) -> None:
         """Leave out the steps since the last update, or end the run: ``what`` is not finite."""
         if self._options.on_nan == "stop":
@@ -267,6 +287,7 @@ class Trainer:
             "report": self._report.state(),
             "loss_scale": self._gradients.state(),
             "best": asdict(self.best),
+            **({} if self._island is None else {ISLAND: self._island.state()}),
             **position,
         }
         return Point(step, state)
@@ -331,6 +352,8 @@ class Trainer:
 
     def _validate(self, step: int) -> bool:
         """Return False where training is over, since no validation got better any more."""
+        if self._island is not None and not self._island.evaluates:
+            return True
         start, options = time.monotonic(), self._options
         found = self._evaluation.loss("valid", options.val_batches, "validating")
         self._meter.skip(step)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.helpers.models_and_batches import load_arrays
-from tests.helpers.mpirun import events, train, train_well
+from tests.helpers.mpirun import events, in_file, train, train_well
 
 COMMON: tuple[str, ...] = (
     "--num-layers",
@@ -23,7 +24,6 @@ COMMON: tuple[str, ...] = (
 )
 COMMON += ("--learning-rate", "3e-2", "--steps-per-eval", "4", "--val-batches", "-1")
 COMMON += ("--steps-per-report", "2", "--save-every", "2", "--iters", "60")
-CHOICE = ("--keep", "best", "--early-stop", "2")
 
 
 def adapters(directory: Path) -> dict[str, np.ndarray]:
@@ -38,7 +38,8 @@ def test_the_best_is_kept_and_training_stops_and_stays_stopped(
     run: tuple[str | Path, ...] = ("--model", small, "--data", pirate, *COMMON)
     kept = tmp_path / "kept"
     flags: tuple[str | Path, ...] = (
-        *CHOICE,
+        *("--keep", "best"),
+        *in_file(tmp_path / "config.yaml", early_stop=2),
         "--adapter-path",
         kept,
         "--checkpoint-dir",
@@ -78,13 +79,13 @@ def test_rows_are_shown_with_what_counts(small: Path, pirate: Path, tmp_path: Pa
     assert not [*tmp_path.iterdir()], "nothing was written"
 
 
-@pytest.mark.parametrize("flags", [("--keep", "best"), ("--early-stop", "3")])
+@pytest.mark.parametrize("options", [{"keep": "best"}, {"early_stop": 3}])
 def test_without_a_validation_set_there_is_no_best(
-    flags: tuple[str, str], small: Path, pirate: Path, tmp_path: Path
+    options: dict[str, Any], small: Path, pirate: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "train.jsonl").write_bytes((pirate / "train.jsonl").read_bytes())
     run = ("--model", small, "--data", tmp_path, "--iters", "2", "--num-layers", "-1")
-    job = train(2, *run, *flags, cwd=tmp_path)
+    job = train(2, *run, *in_file(tmp_path / "config.yaml", **options), cwd=tmp_path)
     assert job.returncode == 2
     (line,) = job.error_lines
     assert "validation set" in line

@@ -21,11 +21,12 @@ OPTIONS = (
     *("--fine-tune-type", "full", "--num-layers", "-1", "--batch-size", "4"),
     *("--micro-batch-size", "1", "--learning-rate", "1e-3", "--iters", str(STEPS)),
     *("--steps-per-report", "1", "--val-batches", "0", "--checkpoint-every", "3"),
-    *("--optimizer", "adamw", "--max-grad-norm", "0.5", "--no-pack"),
+    *("--optimizer", "adamw", "--no-pack"),
     *("--pipeline-stages", "1", "--dtype", "bfloat16"),
 )
 ONLY_IN_FILE = {
     "loss_scale": "auto",
+    "max_grad_norm": 0.5,
     "unfreeze_all": True,
     "master_weights": True,
     "keep_checkpoints": 9,

@@ -1,0 +1,307 @@
+"""The hub as an island sees it, over plain HTTP: only rank 0 of an island calls it.
+
+Whatever fails on the way is tried again, for whoever waits to say how long: no report is lost, and
+the hub counts none twice. A download goes on where it broke off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import math
+import os
+import shutil
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from http import HTTPStatus
+from types import MappingProxyType
+from typing import IO, Any, TypeVar
+
+from shardmlx.errors import UserError, one_line
+from shardmlx.islands.protocol import Join, Joined, Progress, Terms
+
+T = TypeVar("T")
+
+TOKEN = "SHARDMLX_ISLAND_TOKEN"
+"""Environment variable with the secret that the hub made for this island."""
+
+PATIENCE = 60.0
+"""Seconds without a sign of the hub after which an island goes on alone."""
+
+SOCKET_SECONDS = 60.0
+"""Seconds that a connection may stand still; the hub answers within them."""
+
+SECONDS_TO_CHECK = 900.0
+"""Seconds in which the hub reads, checks and writes a report: of all of a large model, perhaps."""
+
+POLL_SECONDS = 20
+"""Seconds after which the hub answers a wait in any case."""
+
+PAUSES = (0.5, 10.0)
+"""Seconds between two tries: the first, and the longest, each twice the one before."""
+
+SECONDS_TO_LEAVE = 3.0
+"""Seconds for the last heartbeat, for which the end of a run waits."""
+
+HEARTBEAT_SECONDS = 10.0
+"""Seconds between two heartbeats: the hub takes an island for missing after some more."""
+
+
+class HubAway(Exception):
+    """The lack of an answer, which may come later; ``is_there`` if the hub itself said so."""
+
+    def __init__(self, message: str, is_there: bool = False) -> None:
+        super().__init__(message)
+        self.is_there = is_there
+
+
+class HubRefusal(UserError):
+    """The hub's own words; ``status`` is HTTP's, ``answer`` all of the hub's JSON."""
+
+    def __init__(self, status: int, answer: Mapping[str, Any]) -> None:
+        super().__init__(answer.get("error", f"status {status}"), answer.get("remedy", ""))
+        self.status = status
+        self.answer = answer
+
+
+class Hub:
+    """The hub at ``url``. Methods try once, and raise ``HubAway`` or ``HubRefusal``; ``persist``
+    tries again, and tells ``say`` so. Any thread may call them."""
+
+    def __init__(self, url: str, token: str, say: Callable[[str], None]) -> None:
+        self.url = url.rstrip("/")
+        self._token = token
+        self._say = say
+        self.heard = time.monotonic()
+        """The time at which the last bytes came or went."""
+        self.closed = threading.Event()
+        """Set once the run is over: nothing is tried again then."""
+
+    @classmethod
+    def of(cls, url: str, name: str, say: Callable[[str], None]) -> Hub:
+        """Return the hub for the island ``name``, whose token is in the environment. Raises
+        ``UserError``."""
+        token = os.environ.get(TOKEN, "").strip()
+        if not token:
+            raise UserError(
+                f"--island {url}: {TOKEN} is not set",
+                f"set it to the content of tokens/{name} in the hub's directory",
+            )
+        return cls(url, token, say)
+
+    def persist(self, attempt: Callable[[], T], patience: float = PATIENCE) -> T:
+        """Return what ``attempt`` returns, which is repeated after ``HubAway``. Raises
+        ``UserError`` after ``patience`` seconds in which the hub gave no sign."""
+        pause, longest = PAUSES
+        answered = time.monotonic()
+        while True:
+            try:
+                return attempt()
+            except HubAway as error:
+                problem = one_line(error)
+                if error.is_there:
+                    answered = time.monotonic()
+            if pause == PAUSES[0]:
+                self._say(f"--island {self.url}: {problem}; trying again")
+            if self.closed.wait(pause) or time.monotonic() > max(self.heard, answered) + patience:
+                raise UserError(
+                    f"--island {self.url}: no answer in {patience:g} s: {problem}",
+                    "start shardmlx hub, or see whether this machine reaches it",
+                )
+            pause = min(2 * pause, longest)
+
+    def terms(self) -> Terms:
+        """Return what the hub asks of islands."""
+        return Terms.of_json(self._json("GET", "/status")["terms"])
+
+    def join(self, message: Join) -> Joined:
+        return Joined.of_json(self._json("POST", "/join", message.to_json()))
+
+    def progress(self, message: Progress) -> Mapping[str, Any]:
+        answer: Mapping[str, Any] = self._json("POST", "/progress", message.to_json())
+        return answer
+
+    def version(self, fragment: int, after: int) -> tuple[int, bool]:
+        """Return a fragment's version, at once if it is above ``after``, else soon, and whether the
+        run has ended."""
+        path = f"/fragments/{fragment}?after={after}&wait={POLL_SECONDS}"
+        answer = self._json("GET", path)
+        return int(answer["version"]), bool(answer["ended"])
+
+    def put(self, path: str, body: IO[bytes]) -> None:
+        """Upload a whole file: a report, or a seed."""
+        length = body.seek(0, os.SEEK_END)
+        body.seek(0)
+        headers = {"content-length": str(length), "content-type": "application/octet-stream"}
+        watched = _Watched(body, self._hear)
+        with self._answer("PUT", path, watched, headers, SECONDS_TO_CHECK) as answer:
+            answer.read()
+
+    def get(self, path: str, into: IO[bytes], patience: float = math.inf) -> int:
+        """Download into an empty file; return the version. This one method persists by itself,
+        since it knows what has come already."""
+        etag = ""
+
+        def attempt() -> int:
+            nonlocal etag
+            start = into.seek(0, os.SEEK_END)
+            headers = {"range": f"bytes={start}-", "if-range": etag} if start else {}
+            with self._answer("GET", path, headers=headers) as answer:
+                if answer.status != HTTPStatus.PARTIAL_CONTENT:
+                    into.seek(0)
+                    into.truncate()
+                etag = answer.headers["etag"] or ""
+                left = int(answer.headers["content-length"])
+                begin = into.tell()
+                shutil.copyfileobj(_Watched(answer, self._hear), into)
+                if into.tell() - begin < left:
+                    raise HubAway(f"{path} broke off")
+                return int(answer.headers["x-version"])
+
+        return self.persist(attempt, patience)
+
+    def _hear(self) -> None:
+        self.heard = time.monotonic()
+
+    def _json(self, method: str, path: str, message: Any = None) -> Any:
+        body = None if message is None else json.dumps(message).encode()
+        with self._answer(method, path, body, {"content-type": "application/json"}) as answer:
+            return json.loads(answer.read())
+
+    @contextlib.contextmanager
+    def _answer(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        headers: Mapping[str, str] = MappingProxyType({}),
+        seconds: float = SOCKET_SECONDS,
+    ) -> Iterator[Any]:
+        request = urllib.request.Request(
+            self.url + path,
+            data=body,
+            headers={**headers, "authorization": f"Bearer {self._token}"},
+            method=method,
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=seconds) as answer:
+                yield answer
+        except urllib.error.HTTPError as error:
+            raise self._refusal(error) from None
+        # URLError, timeouts and lost connections are all OSErrors.
+        except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
+            raise HubAway(one_line(error)) from None
+
+    def _refusal(self, error: urllib.error.HTTPError) -> Exception:
+        try:
+            answer = json.loads(error.read(1 << 16))
+            assert isinstance(answer, dict)
+        except (OSError, http.client.HTTPException, ValueError, AssertionError):
+            answer = {"error": f"--island {self.url}: status {error.code}, which is no hub's"}
+        asks_again = bool(answer.get("retry"))
+        if error.code < HTTPStatus.INTERNAL_SERVER_ERROR and not asks_again:
+            return HubRefusal(error.code, answer)
+        return HubAway(answer.get("error", str(error.code)), asks_again)
+
+
+class _Watched:
+    """A file whose reader is told of: a large one may take hours."""
+
+    def __init__(self, file: Any, tell: Callable[[], None]) -> None:
+        self._file = file
+        self._tell = tell
+
+    def read(self, size: int = -1) -> bytes:
+        self._tell()
+        data: bytes = self._file.read(size)
+        return data
+
+
+class Exchange:
+    """A report, its ``body`` in a file, on its way to the hub, and the version of the fragment that
+    follows on its way back, into the same file."""
+
+    def __init__(self, hub: Hub, fragment: int, base: int, path: str, body: IO[bytes]) -> None:
+        self._hub, self._path, self._fragment, self._base = hub, path, fragment, base
+        self.body = body
+        self.version = base
+        self.is_change = False
+        """True for the encoded change from the base, False for the weights in float32."""
+        self.refusal: str | None = None
+        """The reason why the hub does not want the report, which is then lost."""
+        self.ended = False
+        """True once the run has ended: no newer version may come."""
+        self.error: Exception | None = None
+        self.is_done = threading.Event()
+        threading.Thread(target=self._run, name=f"fragment {fragment}", daemon=True).start()
+
+    def _run(self) -> None:
+        hub, k = self._hub, self._fragment
+        try:
+            self._report()
+            newest = partial(hub.version, k, self._base)
+            while self.version <= self._base and not (self.ended or hub.closed.wait(0.05)):
+                self.version, self.ended = hub.persist(newest, math.inf)
+            if self.version > self._base:
+                self._download()
+        except Exception as error:
+            self.error = error
+        self.is_done.set()
+
+    def _report(self) -> None:
+        try:
+            self._hub.persist(partial(self._hub.put, self._path, self.body), math.inf)
+        except HubRefusal as refusal:
+            if refusal.status == HTTPStatus.UNPROCESSABLE_ENTITY:
+                self.refusal = str(refusal)
+            elif "version" not in refusal.answer:  # it has counted this before
+                raise
+
+    def _download(self) -> None:
+        self.body.truncate(0)
+        if self.version == self._base + 1:
+            path = f"/fragments/{self._fragment}/change?version={self.version}"
+            try:
+                self.version = self._hub.get(path, self.body)
+                self.is_change = True
+                return
+            except HubRefusal as refusal:
+                if refusal.status != HTTPStatus.NOT_FOUND:
+                    raise
+        self.version = self._hub.get(f"/fragments/{self._fragment}/weights", self.body)
+
+
+class Heartbeat:
+    """A thread that tells the hub how far the run is, and hears what it wants of this island."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._progress = Progress(step=0, tokens=0)
+        self._is_over = threading.Event()
+        self.ended = False
+        self.evaluates = True
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def tell(self, progress: Progress) -> None:
+        """Set what the next heartbeats say."""
+        self._progress = progress
+
+    def leave(self) -> None:
+        """Say that the island leaves; return within seconds, heard or not."""
+        self._is_over.set()
+        self._thread.join(SECONDS_TO_LEAVE)
+
+    def _run(self) -> None:
+        leaving = None
+        while not leaving:
+            leaving = leaving is not None and self._is_over.wait(HEARTBEAT_SECONDS)
+            with contextlib.suppress(HubAway, HubRefusal):
+                answer = self._hub.progress(replace(self._progress, leaving=leaving))
+                self.ended, self.evaluates = bool(answer["ended"]), bool(answer["evaluate"])

@@ -1,0 +1,431 @@
+"""Train as an island: report to a hub what was trained, and take what it makes of all reports.
+
+All ranks of the island take part, tensor by tensor; only rank 0 talks to the hub, on a thread for
+each fragment that is under way::
+
+    ranks    update 98, 99, 100   differences to rank 0   101, 102, ...   new weights from rank 0
+    thread                                  upload, wait for the next version, download
+
+The ranks keep what they train between the two, on top of the new weights.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from tempfile import NamedTemporaryFile
+from typing import IO, Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from shardmlx.common.reporter import Reporter
+from shardmlx.config.specs import BatchOptions
+from shardmlx.distributed.agreement import AgreedError, from_rank_0, on_rank_0
+from shardmlx.distributed.messages import OBJECT_TAG, Handle
+from shardmlx.distributed.transport import Transport
+from shardmlx.engine.engine import Engine
+from shardmlx.engine.optimizer import Updater
+from shardmlx.errors import one_line
+from shardmlx.islands.client import PATIENCE, Exchange, Heartbeat, Hub
+from shardmlx.islands.encodings import Encoding, ErrorFeedback, encoding_named
+from shardmlx.islands.protocol import (
+    Join,
+    Joined,
+    Progress,
+    Tensor,
+    fragments_of,
+    report_path,
+)
+from shardmlx.loading.rank_setup import SETUP_SECONDS
+from shardmlx.training.planned_run import PlannedRun
+
+BASE, ERROR, BEFORE = "base", "error", "before"
+"""Kinds of arrays in a checkpoint: weights of the hub, and of an encoding what it lost and sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """An island's place at the hub, which only rank 0 has."""
+
+    joined: Joined
+    tensors: tuple[Tensor, ...]
+    hub: Hub | None
+
+
+def join(planned: PlannedRun, transport: Transport, reporter: Reporter) -> Membership | None:
+    """Join the hub that the options name. All ranks must call it. Raises ``AgreedError``."""
+    url, name = planned.island.island, planned.island.name
+    if url is None or name is None:
+        return None
+    shapes = {each: tuple(part[each].shape) for part in planned.slices for each in part.trainable}
+    # All islands have them in one order, whatever their stages are.
+    tensors = tuple(Tensor(each, shapes[each]) for each in sorted(shapes, key=_place))
+    options, hub = planned.options, None
+    kept = ("model", "fine_tune_type", "num_layers", "lora_parameters")
+    message = Join(
+        name=name,
+        model={"config": planned.plan.model, **{each: options[each] for each in kept[1::2]}},
+        tensors=tensors,
+        rows=planned.sizes["train"],
+        adapter_config={each: options[each] for each in kept},
+    )
+
+    def ask() -> Joined:
+        nonlocal hub
+        hub = Hub.of(url, name, reporter.say)
+        return hub.persist(partial(hub.join, message))
+
+    return Membership(from_rank_0(transport, "joining the hub", ask), tensors, hub)
+
+
+def _place(name: str) -> list[Any]:
+    return [int(each) if each.isdecimal() else each for each in re.split(r"(\d+)", name)]
+
+
+class Came(NamedTuple):
+    """A version that has come, as the change from the base or as weights. ``is_lost`` if the hub
+    did not want what was reported."""
+
+    fragment: int
+    version: int
+    is_change: bool
+    is_lost: bool = False
+
+
+class Island:
+    """The part of one rank in an island. Methods are collective unless they say not."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        engine: Engine,
+        updater: Updater,
+        reporter: Reporter,
+        batch: BatchOptions,
+    ) -> None:
+        self._transport, self._reporter = engine.transport, reporter
+        self._engine, self._updater, self._hub = engine, updater, membership.hub
+        self._batch = batch
+        self._joined, self._terms = membership.joined, membership.joined.terms
+        self._fragments = fragments_of(membership.tensors, self._terms.fragments)
+        self._encoding = encoding_named(self._terms.encoding)
+        self._feedback = ErrorFeedback(self._encoding)
+        rank = self._transport.rank
+        mine = {name for stage in engine.stages.values() for name in stage.names}
+        held = {name for name in mine if engine.shards.holds(name)}
+        updated = {name for name in held if updater.updates(name)}
+        everyone = self._transport.all_gather((held, updated), "sharing the weights of the hub")
+        self._holders = {
+            each.name: [peer for peer, (theirs, _) in enumerate(everyone) if each.name in theirs]
+            for each in membership.tensors
+        }
+        self._owners = {
+            each.name: next(peer for peer, (_, own) in enumerate(everyone) if each.name in own)
+            for each in membership.tensors
+        }
+        self._mine, self._held = mine, held
+        self._owned = {name for name in held if self._owners[name] == rank}
+        self._base: dict[str, mx.array] = {}
+        self._reported: dict[str, mx.array] = {}
+        """Local weights of the reports that are under way."""
+        self._under_way: dict[int, tuple[int, int]] = {}
+        """Updates and tokens at the report of a fragment that waits for its next version."""
+        self._exchanges: dict[int, Exchange] = {}
+        count = len(self._fragments)
+        self._versions: list[int | None] = [None] * count
+        self._seqs = list(self._joined.seqs)
+        self._counted = [(0, 0)] * count
+        """Updates and tokens that the reports of a fragment have counted."""
+        self._tokens = 0
+        self._losses: dict[str, float] = {}
+        self.ended, self.evaluates = False, True
+        self._heartbeat: Heartbeat | None = None
+        if self._hub is not None:
+            reporter.listen(self._listen)
+
+    def state(self) -> dict[str, Any]:
+        """Return what ``restore`` needs beside ``arrays``. Not collective."""
+        counted = {"counted": self._counted, "tokens": self._tokens}
+        return {"versions": self._versions, "seqs": self._seqs, **counted}
+
+    def arrays(self) -> dict[str, mx.array]:
+        """Return the arrays that a checkpoint needs of this rank. Not collective."""
+        feedback = {ERROR: self._feedback.errors, BEFORE: self._feedback.before}
+        return {f"{BASE}.{name}": self._base[name] for name in self._owned} | {
+            f"{kind}.{name}": mx.array(array)
+            for kind, arrays in feedback.items()
+            for name, array in arrays.items()
+        }
+
+    def takes(self, key: str) -> bool:
+        """Tell whether this rank needs an array of a checkpoint. Not collective."""
+        kind, _, name = key.partition(".")
+        return name in (self._held if kind == BASE else self._owned)
+
+    def restore(self, state: Mapping[str, Any], arrays: Iterable[tuple[str, mx.array]]) -> None:
+        """Go on from a checkpoint, if its fragments are the hub's. Not collective."""
+        kept = {BASE: self._base, ERROR: {}, BEFORE: {}}
+        for key, array in arrays:
+            kind, _, name = key.partition(".")
+            kept[kind][name] = array
+        if len(state["versions"]) != len(self._fragments):
+            return
+        self._feedback.errors = {name: np.array(each) for name, each in kept[ERROR].items()}
+        self._feedback.before = {name: np.array(each) for name, each in kept[BEFORE].items()}
+        self._versions, self._seqs = list(state["versions"]), list(state["seqs"])
+        self._counted, self._tokens = [*map(tuple, state["counted"])], state["tokens"]
+
+    @contextmanager
+    def running(self, step: int) -> Iterator[None]:
+        """Give the hub the weights that it lacks, and take its others, unless the checkpoint of
+        this ``step`` had them; then be present at the hub in the block. Raises ``AgreedError``."""
+        if self._hub is not None:
+            self._heartbeat = Heartbeat(self._hub)
+        try:
+            self._start(step // self._batch.grad_accumulation_steps)
+            yield
+        finally:
+            if self._hub is not None and self._heartbeat is not None:
+                self._heartbeat.leave()
+                self._hub.closed.set()
+
+    def _start(self, update: int) -> None:
+        with self._transport.longer_timeout(SETUP_SECONDS):
+            for k, newest in enumerate(self._joined.versions):
+                mine = self._versions[k]
+                if newest is None or mine is None:
+                    self._counted[k] = (update, self._tokens)
+                if newest is None:
+                    self._seed(k)
+                elif mine is None:
+                    self._take_whole(k)
+                elif mine > newest:
+                    raise AgreedError(
+                        f"the hub has version {newest} of fragment {k}, and the checkpoint {mine}",
+                        "start the hub from its newest directory, or give another --checkpoint-dir",
+                    )
+
+    def after(self, step: int, tokens: int, *, is_last: bool) -> str | None:
+        """Exchange what is due after a step; return why the run cannot go on, if it cannot."""
+        self._tokens += tokens
+        if self._heartbeat is not None:
+            loss, val_loss = map(self._losses.get, ("train", "val"))
+            self._heartbeat.tell(
+                Progress(step=step, tokens=self._tokens, loss=loss, val_loss=val_loss)
+            )
+        update, left = divmod(step, self._batch.grad_accumulation_steps)
+        if left:
+            return None
+        due = self._terms.due(update)
+        problem = self._take_what_came(update, bool(due))
+        for k in due:
+            if problem is None and k not in self._under_way:
+                self._report(k, update)
+        if problem is None and self._under_way and (is_last or (due and not self._terms.overlap)):
+            problem = self._take_what_came(update, True, is_last=is_last)
+        return problem
+
+    def _listen(self, event: str, values: Mapping[str, Any]) -> None:
+        if event in ("train", "val") and math.isfinite(values["loss"]):
+            self._losses[event] = values["loss"]
+
+    def _report(self, k: int, update: int) -> None:
+        """Send the hub the difference of a fragment."""
+        (updates, tokens), self._under_way[k] = self._counted[k], (update, self._tokens)
+        self._seqs[k] += 1
+        body = self._collect(k, self._encoding, self._encoded)
+        self._reported |= {name: self._updater.trained(name) for name in self._names(k)}
+        if self._hub is None or body is None:
+            return
+        base, steps = self._versions[k], update - updates
+        rows = self._batch.batch_size * self._batch.grad_accumulation_steps
+        assert base is not None, "it was taken or given at the start"
+        counts = {"rows": steps * rows, "steps": steps, "tokens": self._tokens - tokens}
+        path = report_path(k, self._seqs[k], base=base, **counts)
+        self._exchanges[k] = Exchange(self._hub, k, base, path, body)
+
+    def _encoded(self, name: str) -> np.ndarray:
+        # A base that local weights cannot be is no difference.
+        base = self._base[name].astype(self._updater.trained(name).dtype).astype(mx.float32)
+        return self._feedback.encode(name, np.array(base - self._local(name)))
+
+    def _local(self, name: str) -> mx.array:
+        return self._updater.trained(name).astype(mx.float32)
+
+    def _names(self, k: int) -> list[str]:
+        """Return the names of a fragment's tensors that this rank holds."""
+        return [each.name for each in self._fragments[k].tensors if each.name in self._held]
+
+    def _take_what_came(self, update: int, is_due: bool, *, is_last: bool = False) -> str | None:
+        """Take new versions of fragments that were reported long enough ago, and hear what the hub
+        wants of this island; return why the run cannot go on, if it cannot."""
+        overlap, reported = self._terms.overlap, self._under_way
+        awaited = [k for k, (at, _) in reported.items() if is_last or update >= at + overlap]
+        if not (awaited or is_due):
+            return None
+        # The run waits for each once, and takes late ones when they are there.
+        patient = [k for k in awaited if is_last or update == reported[k][0] + overlap]
+        with self._transport.longer_timeout(SETUP_SECONDS):
+            came, problem, self.ended, self.evaluates = self._transport.broadcast(
+                self._what_came(awaited, patient, update), what="waiting for the hub"
+            )
+        for each in came:
+            exchange = self._exchanges.pop(each.fragment, None)
+            self._take(each, None if exchange is None else exchange.body)
+            self._counted[each.fragment] = self._under_way.pop(each.fragment)
+        return None if problem is None else str(problem)
+
+    def _what_came(
+        self, awaited: Sequence[int], patient: Sequence[int], update: int
+    ) -> tuple[list[Came], str | None, bool, bool] | None:
+        """Return, on rank 0, the versions that have come, after a wait for those of ``patient``,
+        why the run cannot go on, and what the hub wants."""
+        hub, heartbeat = self._hub, self._heartbeat
+        if hub is None or heartbeat is None:
+            return None
+        self._wait(hub, [self._exchanges[k] for k in patient], update)
+        came, problem, hub_ended = [], None, heartbeat.ended
+        for k in awaited:
+            exchange = self._exchanges[k]
+            if not exchange.is_done.is_set():
+                continue
+            if exchange.refusal is not None:
+                self._reporter.warn(f"update {update}: the hub refused it: {exchange.refusal}")
+            hub_ended = hub_ended or exchange.ended
+            if exchange.error is None and exchange.version != self._versions[k]:
+                is_lost = exchange.refusal is not None
+                came.append(Came(k, exchange.version, exchange.is_change, is_lost))
+            elif exchange.error is not None:
+                problem = one_line(exchange.error)
+        return came, problem, hub_ended, heartbeat.evaluates
+
+    def _wait(self, hub: Hub, exchanges: Sequence[Exchange], update: int) -> None:
+        """Wait, on rank 0, as long as bytes come or go, and ``PATIENCE`` seconds more."""
+        start = time.monotonic()
+        self._transport.activity.begin(f"update {update}, waiting for the hub at {hub.url}")
+        while not all(each.is_done.wait(0.02) for each in exchanges):
+            if self._transport.failure is not None:
+                raise self._transport.failure
+            if self._transport.stop_requested() is not None:
+                return
+            if time.monotonic() > max(start, hub.heard) + PATIENCE:
+                self._reporter.warn(
+                    f"update {update}: {hub.url} gave no new weights in {PATIENCE:g} s: the run "
+                    "goes on, and takes them when they come"
+                )
+                return
+
+    def _seed(self, k: int) -> None:
+        """Give the hub a fragment's first weights."""
+        whole = Encoding()
+        body = self._collect(k, whole, lambda name: whole.encode(np.array(self._local(name))))
+        for name in self._names(k):
+            self._base[name] = self._local(name)
+            mx.eval(self._base[name])
+
+        def upload() -> None:
+            if self._hub is not None and body is not None:
+                with body:
+                    self._hub.persist(partial(self._hub.put, f"/fragments/{k}/seed", body))
+
+        on_rank_0(self._transport, "uploading the first weights", upload)
+        self._versions[k] = 0
+
+    def _take_whole(self, k: int) -> None:
+        """Take a fragment's newest weights."""
+        body = self._new_file()
+
+        def download() -> int | None:
+            if self._hub is None or body is None:
+                return None
+            return self._hub.get(f"/fragments/{k}/weights", body, PATIENCE)
+
+        version = from_rank_0(self._transport, "downloading weights", download)
+        assert version is not None, "rank 0 has it"
+        self._take(Came(k, version, is_change=False), body)
+
+    def _take(self, came: Came, body: IO[bytes] | None) -> None:
+        """Take a version of a fragment, whose bytes rank 0 has in a file."""
+        k, encoding = came.fragment, self._encoding if came.is_change else Encoding()
+        if body is not None:
+            body.seek(0)
+        for tensor in self._fragments[k].tensors:
+            data = self._handed_out(tensor, encoding, body)
+            if data is not None:
+                base = mx.array(encoding.decode(data, tensor.shape))
+                self._merge(tensor.name, self._base[tensor.name] + base if came.is_change else base)
+        names = [each.name for each in self._fragments[k].tensors if each.name in self._mine]
+        if not came.is_lost:
+            self._feedback.taken(names)
+        self._engine.shards.start_gather(names)
+        self._engine.shards.finish_gather()
+        self._versions[k] = came.version
+        # An island that was set back to a checkpoint goes on behind all of its reports.
+        self._seqs[k] = max(self._seqs[k], self._joined.seqs[k])
+        if body is not None:
+            body.close()
+
+    def _merge(self, name: str, base: mx.array) -> None:
+        """Set a base, and local weights to it, with what was trained since the report on top."""
+        now, reported = self._updater.trained(name), self._reported.pop(name, None)
+        weight = base
+        if reported is not None:
+            then = reported.astype(mx.float32)
+            if self._terms.elastic is not None:
+                weight = then + self._terms.elastic * (base - then)
+            if now is not reported:
+                weight = weight + (now.astype(mx.float32) - then)
+        self._updater.replace(name, weight)
+        self._base[name] = base
+
+    def _collect(
+        self, k: int, encoding: Encoding, encoded: Callable[[str], np.ndarray]
+    ) -> IO[bytes] | None:
+        """Return, on rank 0, a file of the encoded tensors of a fragment."""
+        rank = self._transport.rank
+        body = self._new_file()
+        for tensor in self._fragments[k].tensors:
+            owner = self._owners[tensor.name]
+            if rank not in (0, owner):
+                continue
+            data = (
+                encoded(tensor.name)
+                if rank == owner
+                else np.empty(encoding.nbytes(tensor.shape), np.uint8)
+            )
+            if owner != 0:
+                way = self._transport.receive if rank == 0 else self._transport.send
+                self._finish(way(data, owner if rank == 0 else 0, OBJECT_TAG), tensor.name)
+            if body is not None:
+                body.write(data.data)
+        return body
+
+    def _handed_out(
+        self, tensor: Tensor, encoding: Encoding, body: IO[bytes] | None
+    ) -> np.ndarray | None:
+        """Return a tensor's bytes on the ranks that hold it; rank 0 has them in a file."""
+        rank, holders = self._transport.rank, self._holders[tensor.name]
+        nbytes = encoding.nbytes(tensor.shape)
+        if body is not None:
+            data = np.frombuffer(bytearray(body.read(nbytes)), np.uint8)
+            for peer in holders:
+                if peer != 0:
+                    self._finish(self._transport.send(data, peer, OBJECT_TAG), tensor.name)
+        elif rank in holders:
+            data = np.empty(nbytes, np.uint8)
+            self._finish(self._transport.receive(data, 0, OBJECT_TAG), tensor.name)
+        return data if rank in holders else None
+
+    def _new_file(self) -> IO[bytes] | None:
+        """Return, on rank 0, a file that goes away as it is closed: fragments may be large."""
+        return None if self._hub is None else NamedTemporaryFile()
+
+    def _finish(self, handle: Handle, name: str) -> None:
+        who = self._transport.name(self._transport.rank)
+        self._transport.wait(handle, lambda: f"{who}, exchanging {name} with the hub")
