@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
-"""Measure export: fusing beside cp of the same bytes, and quantising on one core and on two ranks.
+"""Measure export: fusing beside cp of the same bytes, and quantising on one core and on all.
 
     python scripts/bench/export.py [--layers N] [--only fuse|quantise] [--directory DIR]
 
 A random Llama in bfloat16, of 134 MB a layer, with adapters on all of its layers; its files are
 dropped from the page cache before each turn. ``cp`` and ``sync`` beside ``export --adapter-path``;
-then ``export --quantize 4`` on a rank with one core, on a rank with all, and on two ranks with a
-core each. Seconds of exports are those that the command says: without Python's start.
-About five minutes on two cores.
+then ``export --quantize 4`` with one core, and with all. Seconds of exports are those that the
+command says: without Python's start. About five minutes on two cores.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from pathlib import Path
 from _compare import Spread, Table, by_turns, environment, machine, mpirun, parser_of, publish
 
 FUSE, CP = "export, fused", "cp and sync"
-ONE, ALL, TWO = "1 rank, 1 core", "1 rank, all cores", "2 ranks, 1 core each"
+ONE, ALL = "1 core", "all cores"
 
 HIDDEN, WIDTH, HEADS, KV_HEADS, RANK = 2048, 8192, 16, 16, 8
 SIDES = {
@@ -95,11 +94,11 @@ def copied(model: Path, out: Path) -> float:
     return time.monotonic() - began
 
 
-def exported(model: Path, out: Path, ranks: int, bind: str, *how: object) -> float:
+def exported(model: Path, out: Path, bind: str, *how: object) -> float:
     """Return the seconds that the command says."""
     dropped(model)
     shutil.rmtree(out, ignore_errors=True)
-    command = mpirun(ranks, "-m", "shardmlx.export", model, "-o", out, *how, bind=bind)
+    command = mpirun(1, "-m", "shardmlx.export", model, "-o", out, *how, bind=bind)
     threads = 1 if bind == "core" else os.cpu_count() or 1
     done = subprocess.run(
         list(map(str, command)),
@@ -138,12 +137,11 @@ def main() -> None:
         groups: dict[str, dict[str, Callable[[], float]]] = {
             "fuse": {
                 CP: lambda: copied(model, out),
-                FUSE: lambda: exported(model, out, 1, "none", *fuse),
+                FUSE: lambda: exported(model, out, "none", *fuse),
             },
             "quantise": {
-                ONE: lambda: exported(model, out, 1, "core", *four),
-                ALL: lambda: exported(model, out, 1, "none", *four),
-                TWO: lambda: exported(model, out, 2, "core", *four),
+                ONE: lambda: exported(model, out, "core", *four),
+                ALL: lambda: exported(model, out, "none", *four),
             },
         }
         for heading, contenders in groups.items():

@@ -83,7 +83,7 @@ COMMANDS = (
             "shardmlx hub --path lab --write adapters",
         ),
     ),
-    _of_ranks(
+    Command(
         *("export", TRAIN, "write the finished model: fused, converted, quantised"),
         *("config.export", "conversion.command"),
         examples=(

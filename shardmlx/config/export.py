@@ -9,7 +9,7 @@ from types import MappingProxyType
 from shardmlx.common.units import GIB, parse_bytes
 from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
-from shardmlx.config.options import REQUIRED, check_options, in_group, refuse
+from shardmlx.config.options import REQUIRED, check_options, in_group, refuse, same_as
 from shardmlx.config.specs import ModelSource
 from shardmlx.modelfiles.tensors import DEFAULTS
 
@@ -25,7 +25,6 @@ _GROUPS: Mapping[str, tuple[int, ...]] = MappingProxyType(
 
 _CONTENT = "content"
 _FILES = "files"
-_RANKS = "ranks"
 
 _HOW = "give it in one word: --quantize BITS:GROUP:MODE, or a recipe"
 _REFUSED = {
@@ -41,7 +40,6 @@ _REFUSED = {
 
 _content = in_group(_CONTENT)
 _files = in_group(_FILES)
-_ranks = in_group(_RANKS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +83,12 @@ def _one_of(what: str, text: str, allowed: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExportOptions(ModelSource):
+class ExportOptions:
     """The model to make of another, and its place. Raises ``OptionError``, a ``UserError``."""
 
     model: str = common.model(REQUIRED, positional=True, group=None)
+    revision: str | None = same_as(ModelSource, "revision")
+    device: str = same_as(ModelSource, "device")
     output_dir: str = _files(
         REQUIRED, "directory for the finished model", metavar="DIR", short="-o"
     )
@@ -113,8 +113,6 @@ class ExportOptions(ModelSource):
         5 * GIB, "size of a file at most", metavar="SIZE", unset="5GiB", above=0, parse=parse_bytes
     )
     verify: bool = _files(False, "look for what is wrong with the files; status 1 if something is")
-
-    timeout: float = common.timeout(group=_RANKS)
 
     def __post_init__(self) -> None:
         check_options(self)

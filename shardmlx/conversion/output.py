@@ -6,8 +6,8 @@
         unfinished-export/
             export.json                  what is exported, and how: another export is refused
             source/                      of a model on the hub the tensor that is being read
-            rank-0/model-00001-of-...    its size from the beginning, holes where nothing is yet
-            rank-0/complete-tensors.jsonl   which tensors are there, with their digests
+            weights/model-00001-of-...   its size from the beginning, holes where nothing is yet
+            weights/complete-tensors.jsonl   which tensors are there, with their digests
             config.json, ...             all else, once the tensors are complete
             finished                     written last: what is left to do is to move files up
 """
@@ -45,9 +45,7 @@ class OutputDirectory:
         self.path = path
         self.work = path / WORK
         self.source = self.work / "source"
-
-    def rank(self, rank: int) -> Path:
-        return self.work / f"rank-{rank}"
+        self.weights = self.work / "weights"
 
     def check(self) -> None:
         """Refuse a directory that has something in it, other than an unfinished export."""
@@ -73,13 +71,9 @@ class OutputDirectory:
                 )
         return True
 
-    def check_room(self, shards: Shards, ranks: Iterable[int], more: int) -> None:
-        """Refuse to begin the files of ``ranks``, and ``more`` bytes, if the disk is too small."""
-        sizes = {
-            self.rank(rank) / file: size
-            for rank in ranks
-            for file, size in shards.manifest(rank).sizes.items()
-        }
+    def check_room(self, shards: Shards, more: int) -> None:
+        """Refuse to begin the files, and ``more`` bytes, if the disk is too small."""
+        sizes = {self.weights / file: size for file, size in shards.manifest().sizes.items()}
         begun = sum(path.stat().st_blocks * 512 for path in sizes if path.exists())
         needed = more + sum(sizes.values()) - begun
         there = self.path.absolute()
@@ -125,21 +119,13 @@ class OutputDirectory:
             "command again: it goes on where it was"
         )
 
-    @property
-    def state(self) -> str:
-        """State of the directory: ``complete`` if files are only to be moved up."""
-        if self.is_complete:
-            return "complete"
-        is_published = self._visible() and not self.work.is_dir()
-        return "published" if is_published else "unfinished"
-
     def publish(self) -> None:
         """Move files up, config.json last, which makes the directory a model; remove the rest."""
         marker = self.work / _FINISHED
         if marker.exists():
             texts = {self.work / name for name in json.loads(marker.read_text())}
             config = self.work / CONFIG_FILE
-            shards = sorted(self.work.glob("rank-*/*.*"))
+            shards = sorted(self.weights.glob("*.*"))
             self._move(path for path in shards if path.suffix == SUFFIX)
             self._move(sorted(texts - {config}))
             self._move([config])
@@ -171,11 +157,7 @@ def identity_of(
     options: ExportOptions, model: str, adapters: str, shards: Shards
 ) -> dict[str, str]:
     """Return an export's identity, equal for equal bytes: ``model``, ``adapters`` name contents."""
-    heads = b"".join(
-        head
-        for rank in sorted(set(shards.writers.values()))
-        for head in shards.manifest(rank).heads.values()
-    )
+    heads = b"".join(shards.manifest().heads.values())
     return {
         "model": options.model,
         "content of the model": model,
@@ -183,12 +165,11 @@ def identity_of(
         "quantize": str(options.quantize),
         "dequantize": str(options.dequantize),
         "dtype": str(options.dtype),
-        "ranks": str(len(set(shards.writers.values()))),
         "layout": bytes_digest(heads),
         "mlx": version("mlx"),
         "mlx-lm": version("mlx-lm"),
     }
 
 
-_SHOWN = ("model", "quantize", "dtype", "dequantize", "ranks", "mlx", "mlx-lm")
+_SHOWN = ("model", "quantize", "dtype", "dequantize", "mlx", "mlx-lm")
 """Parts of the identity of an export to show to the user."""

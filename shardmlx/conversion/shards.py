@@ -48,39 +48,32 @@ def divide(specs: Iterable[TensorSpec], most: int) -> list[list[TensorSpec]]:
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """The files of a model, by name, and the rank that writes each."""
+    """The files of a model, by name, with their tensors."""
 
     files: Mapping[str, Sequence[TensorSpec]]
-    writers: Mapping[str, int]
 
     @property
     def nbytes(self) -> int:
         return sum(spec.nbytes for specs in self.files.values() for spec in specs)
 
-    def of(self, rank: int) -> dict[str, Sequence[TensorSpec]]:
-        return {file: each for file, each in self.files.items() if self.writers[file] == rank}
-
-    def manifest(self, rank: int) -> ModelManifest:
-        """Return the beginning of the files that a rank writes."""
-        heads = {file: safetensors_header(specs) for file, specs in self.of(rank).items()}
+    def manifest(self) -> ModelManifest:
+        """Return the beginning of the files."""
+        heads = {file: safetensors_header(specs) for file, specs in self.files.items()}
         sizes = {
             file: len(heads[file]) + sum(spec.nbytes for spec in specs)
-            for file, specs in self.of(rank).items()
+            for file, specs in self.files.items()
         }
         return ModelManifest("", {}, heads, sizes)
 
 
-def plan_shards(of_ranks: Sequence[Sequence[TensorSpec]], most: int) -> Shards:
-    """Divide each rank's tensors into files; one rank has the files that mlx-lm writes."""
-    divided = [(rank, each) for rank, specs in enumerate(of_ranks) for each in divide(specs, most)]
+def plan_shards(specs: Iterable[TensorSpec], most: int) -> Shards:
+    """Divide tensors into the files that mlx-lm writes."""
+    divided = divide(specs, most)
     count = len(divided)
     names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     if count == 1:
         names = ["model.safetensors"]
-    return Shards(
-        files={name: specs for name, (_, specs) in zip(names, divided, strict=True)},
-        writers={name: rank for name, (rank, _) in zip(names, divided, strict=True)},
-    )
+    return Shards(dict(zip(names, divided, strict=True)))
 
 
 def texts_of(

@@ -122,7 +122,6 @@ class Trained:
     identity: str
     config: Mapping[str, Any]
     files: tuple[Path, ...]
-    is_checkpoint: bool = False
 
 
 def find_trained(name: str) -> Trained:
@@ -165,5 +164,4 @@ def _of_checkpoint(name: str, store: Store, step: int) -> Trained:
         bytes_digest(manifest.to_json()),
         {key: made_with[key] for key in described_by},
         tuple(store.path(step) / file.name for file in files),
-        is_checkpoint=True,
     )

@@ -6,7 +6,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, nullcontext
+from contextlib import closing
 
 import mlx.core as mx
 
@@ -33,32 +33,29 @@ def write_files(
     output: OutputDirectory,
     model: LazyModel,
     shards: Shards,
-    rank: int,
     reporter: Reporter,
     bring: Callable[[str], None],
     *,
     goes_on: bool,
-    may_stop: bool,
 ) -> None:
-    """Write a rank's files, using up ``model``; ``bring`` is called before a tensor, or an expert,
-    is computed. Raises ``UserError``, or ``Stopped`` after Ctrl-C if it ``may_stop``."""
-    specs = [spec for each in shards.of(rank).values() for spec in each]
+    """Write the files, using up ``model``; ``bring`` is called before a tensor, or an expert, is
+    computed. Raises ``UserError``, or ``Stopped`` after Ctrl-C."""
+    specs = [spec for each in shards.files.values() for spec in each]
     names = {spec.name for spec in specs}
-    manifest = shards.manifest(rank)
-    copy = PartialCopy(output.rank(rank), manifest, kept=True, option="-o", new_digest=Crc32)
+    manifest = shards.manifest()
+    copy = PartialCopy(output.weights, manifest, kept=True, option="-o", new_digest=Crc32)
     with closing(copy):
         done = copy.sound(names) if goes_on else set()
         if done:
             reporter.say(f"going on: {len(done)} of {plural(len(names), 'tensor')} are written")
-        for name in model.weights.keys() - (names - done):
-            del model.weights[name]  # other ranks' tensors, or written ones
+        for name in done:
+            del model.weights[name]
         written, total = copy.nbytes(done), max(1, sum(spec.nbytes for spec in specs) // MEGABYTE)
         most = max((_step_bytes(model, spec) for spec in specs), default=0)
 
         def begin(nbytes: int, room: int = most) -> None:
             """Wait until so many bytes may be computed, and fit beside those that wait."""
-            asked = [] if signals is None else signals.wait(0.0)
-            if stops := [each for each in asked if each != signal.SIGCONT]:
+            if stops := [each for each in signals.wait(0.0) if each != signal.SIGCONT]:
                 background.finish()
                 copy.flush()
                 raise Stopped(
@@ -69,7 +66,7 @@ def write_files(
 
         try:
             with (
-                closing(Signals()) if may_stop else nullcontext() as signals,
+                closing(Signals()) as signals,
                 _BackgroundWriter(copy) as background,
                 reporter.bar("export, MB", total, written // MEGABYTE) as bar,
             ):

@@ -30,7 +30,7 @@ from shardmlx.hosts.library_probes import broken_parts
 from shardmlx.hosts.probe_script import connect_errors, listen
 from shardmlx.hosts.self_test import differences
 from shardmlx.hosts.speed_tests import matmul_flops, measure_link
-from shardmlx.loading.rank_setup import use_device, working_set
+from shardmlx.loading.rank_setup import choose_device, working_set
 
 SECONDS_FOR_FACTS = 120.0  # for all tools that ask a machine for its facts
 
@@ -48,7 +48,7 @@ def run(config: DoctorConfig, transport: Transport, blas: Blas) -> None:
     """Examine, show and write; ``AgreedFailure`` for ``--strict``. All ranks must call it."""
     known = on_rank_0(transport, "reading the hostfile", lambda: _machines(config))
     say = progress if transport.rank == 0 else lambda line: None
-    use_device(config.device, transport, say)
+    choose_device(transport, config.device, say)
     examination = Examiner(transport, config.seconds, say).examine(blas, self_test=config.self_test)
     count = from_rank_0(transport, "reporting", lambda: _report(config, examination, known or ()))
     if any(link.speed is None for link in examination.links):

@@ -110,7 +110,7 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
         raise UserError("doctor --ssh and --find start no ranks", "run it without launch")
     trains = command == "train"
     restarts = _restarts(command, flags.max_restarts)
-    takes_hostfile = command not in ("export", "profile")
+    takes_hostfile = command != "profile"
     if flags.hostfile is not None and takes_hostfile and "hostfile" not in given.names:
         # The hostfile that mpirun reads describes the machines, too.
         options = replaced(options, hostfile=flags.hostfile)

@@ -85,7 +85,7 @@ def open_on_all_ranks(
 ) -> Iterator[OpenedModel]:
     """Choose the device, find the model and ``adapters``, read config.json. Collective. Raises
     ``AgreedError``."""
-    use_device(source.device, transport, reporter.say)
+    choose_device(transport, source.device, reporter.say)
     with transport.longer_timeout(SETUP_SECONDS):
         weights = find_weights(transport, reporter, source, adapters)
     with closing(weights):
@@ -174,18 +174,19 @@ def _find_cluster(transport: Transport, hosts_file: str | None, profiles: str | 
     return Cluster(machines=machines, profile=profile, backend=this_backend())
 
 
-def use_device(name: str, transport: Transport, say: Callable[[str], object]) -> None:
-    """Compute on the ``cpu`` or the ``gpu`` of all ranks; ``auto`` leaves the choice to MLX.
-    Collective, before there are arrays. Raises ``AgreedError`` where a rank lacks the device."""
+def choose_device(transport: Transport, name: str, say: Callable[[str], object]) -> None:
+    """Do ``use_device`` on all ranks, which must call it. Raises ``AgreedError``."""
+    on_all_ranks(transport, "choosing the device", partial(use_device, name, say))
 
-    def use() -> None:
+
+def use_device(name: str, say: Callable[[str], object]) -> None:
+    """Compute on the ``cpu`` or the ``gpu``; ``auto`` leaves the choice to MLX. To be called before
+    there are arrays. Raises ``UserError`` where MLX lacks the device."""
+    if name != AUTO:
         device = mx.Device(getattr(mx, name))
         if not mx.is_available(device):
             raise UserError(f"--device {name}: MLX has none here", "use --device auto")
         mx.set_default_device(device)
-
-    if name != AUTO:
-        on_all_ranks(transport, "choosing the device", use)
         say(f"Computing on the {name.upper()}")
 
 

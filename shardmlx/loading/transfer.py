@@ -259,22 +259,6 @@ class Weights:
         self.read = model.read
         self.adapters = None if adapters is None else str(adapters.path)
 
-    def bring(
-        self,
-        stages: Sequence[tuple[int, int]],
-        shape: ModelShape,
-        reporter: Reporter,
-        shares: TensorShares = WHOLE,
-    ) -> None:
-        """Bring the tensors of this rank's stages, each a range of layers, of which ranks may have
-        ``shares``. All ranks must call it.
-
-        All ranks have built the model, lazily, from ``path`` and ``adapters``, which may be gone
-        afterwards.
-        """
-        for what, files in self._files.items():
-            files.fill(stages, shape, reporter, what, shares if what == "weights" else WHOLE)
-
     def load(
         self,
         parts: Sequence[Slice],
@@ -283,10 +267,15 @@ class Weights:
         further: Sequence[tuple[int, int]] = (),
         shares: TensorShares = WHOLE,
     ) -> None:
-        """Bring and read this rank's slices, as ``bring``; bring ``further`` layers, which others
-        read then. All ranks must call it."""
-        stages = [(part.start, part.stop) for part in parts]
-        self.bring([*stages, *further], shape, reporter, shares)
+        """Bring the tensors of this rank's slices, of whose layers ranks may have ``shares``, and
+        read them; bring ``further`` layers, which others read then. All ranks must call it.
+
+        All ranks have built the model, lazily, from ``path`` and ``adapters``, which may be gone
+        afterwards.
+        """
+        stages = [*((part.start, part.stop) for part in parts), *further]
+        for what, files in self._files.items():
+            files.fill(stages, shape, reporter, what, shares if what == "weights" else WHOLE)
         for part in parts:
             part.load()
         self.close()

@@ -32,7 +32,7 @@ from shardmlx.costmodel.workload import Workload
 from shardmlx.distributed.agreement import from_rank_0, on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.loading.build import unfreeze
-from shardmlx.loading.rank_setup import SETUP_SECONDS, this_backend, use_device
+from shardmlx.loading.rank_setup import SETUP_SECONDS, choose_device, this_backend
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.training.planned_run import optimizer_of
 from shardmlx.training.sample_model import SampleModel, build_sample_model, update_seconds
@@ -81,7 +81,7 @@ def run(options: ProfileOptions, transport: Transport, blas: Blas) -> None:
     with transport.longer_timeout(SETUP_SECONDS):
         model_config, workload = from_rank_0(transport, "reading the model", lambda: _read(options))
     reporter.say(str(blas))
-    use_device(options.device, transport, reporter.say)
+    choose_device(transport, options.device, reporter.say)
     shape = workload.shape
     _, pattern = shape.unlike_layers(max(length for _, length in shapes))
     built = build_sample_model(model_config, workload.dtype)

@@ -79,7 +79,7 @@ def test_help_ends_with_two_examples_that_the_command_takes(
 
 def test_commands_of_ranks_are_those_that_can_be_launched() -> None:
     use = ("generate", "chat", "serve", "evaluate")
-    assert ("train", "export", *use, "doctor", "profile") == OF_RANKS
+    assert ("train", *use, "doctor", "profile") == OF_RANKS
 
 
 def test_an_entry_is_a_shim_and_imports_no_entry() -> None:

@@ -388,10 +388,7 @@ def test_every_command_of_ranks_can_be_launched(
     assert graceful.control.seconds > 600
 
 
-WITHOUT_HOSTFILE = ("export", "profile")
-
-
-@pytest.mark.parametrize("command", [each for each in OF_RANKS if each not in WITHOUT_HOSTFILE])
+@pytest.mark.parametrize("command", [each for each in OF_RANKS if each != "profile"])
 def test_the_command_is_told_what_the_machines_have(command: str, lab: Lab) -> None:
     """By the hostfile of mpirun, unless it is given another one."""
     hosts = str(lab.path / "hosts")
