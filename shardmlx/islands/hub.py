@@ -7,6 +7,7 @@ import ssl
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 from shardmlx.common.http_listener import bind_both
@@ -27,8 +28,9 @@ def run(words: Sequence[str]) -> int:
     """Run ``shardmlx hub`` until a signal stops it, or write its weights. Raises ``UserError``."""
     options = LINE.load(words)
     if options.write is not None:
-        with file_access("write --write", options.write, "name another directory"):
-            Run(Path(options.path), [], None).export(Path(options.write))
+        refused = file_access("write --write", options.write, "name another directory")
+        with refused, closing(Run(Path(options.path), [], None)) as whole:
+            whole.export(Path(options.write))
         print(f"{options.write}: the outer weights, as adapters")
         return 0
     check_packages(options)

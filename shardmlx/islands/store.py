@@ -281,7 +281,7 @@ class Run:
         try:
             for name in islands:
                 self._make_token(name)
-            for path in (directory / "tokens").iterdir():
+            for path in sorted((directory / "tokens").iterdir()):
                 if NAME.fullmatch(path.name):
                     self.tokens[path.name] = _token(path)
             if self._file.exists():

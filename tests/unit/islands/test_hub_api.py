@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import re
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+import pytest
+from safetensors.numpy import load_file
 
-from shardmlx.islands.protocol import Join, Tensor
+from shardmlx.common.http_listener import POLICY
+from shardmlx.islands import hub_api
+from shardmlx.islands.encodings import encoding_named
+from shardmlx.islands.protocol import Join, Progress, Tensor
+from shardmlx.main import main
 from tests.helpers.island_hub import RunningHub, running_hub
 
 TENSORS = (Tensor("model.layers.0.lora_a", (2, 3)), Tensor("model.layers.1.lora_a", (4,)))
@@ -81,3 +94,221 @@ def test_two_islands_join_report_and_get_the_mean_of_their_weights(tmp_path: Pat
         assert ben.report(np.full(10, 3)).status_code == 200
         assert ann.version(after=0) == 1
         assert ann.weights() == (START - 2).tolist()
+
+
+def test_a_repeated_report_counts_once_and_one_that_contains_it_is_told_the_version(
+    tmp_path: Path,
+) -> None:
+    with clients(tmp_path, missing_after=0.5) as (_, ann, _ben):
+        ann.report(np.full(10, 1))
+        assert ann.report(np.full(10, 1)).json()["repeated"] is True
+        assert ann.version(after=0) == 1
+        refusal = ann.report(np.full(10, 2), seq=2)
+        assert (refusal.status_code, refusal.json()["version"]) == (409, 1)
+        assert ann.weights() == (START - 1).tolist()
+
+
+def test_a_download_goes_on_where_it_broke_off_and_begins_anew_with_a_new_version(
+    tmp_path: Path,
+) -> None:
+    with clients(tmp_path, missing_after=0.5) as (_, ann, _ben):
+        first = ann.http.get("/fragments/0/weights")
+        assert (first.headers["x-version"], len(first.content)) == ("0", 40)
+        resumed = {"range": "bytes=8-", "if-range": first.headers["etag"]}
+        rest = ann.http.get("/fragments/0/weights", headers=resumed)
+        assert (rest.status_code, rest.content) == (206, first.content[8:])
+        ann.report(np.full(10, 1))
+        assert ann.version(after=0) == 1
+        whole = ann.http.get("/fragments/0/weights", headers=resumed)
+        assert (whole.status_code, whole.headers["x-version"]) == (200, "1")
+        assert ann.http.get("/fragments/0/change?version=1").status_code == 404
+
+
+def test_the_encoded_change_leads_from_one_version_to_the_next(tmp_path: Path) -> None:
+    with clients(tmp_path, missing_after=0.5, encoding="int8") as (hub, ann, _ben):
+        encoding = encoding_named("int8")
+        parts = np.split(np.linspace(-1, 1, 10, dtype=np.float32), [6])
+        body = b"".join(encoding.encode(part).tobytes() for part in parts)
+        query = "base=0&rows=1&steps=1&tokens=1"
+        assert ann.http.put(f"/fragments/0/reports/1?{query}", content=body).status_code == 200
+        assert ann.version(after=0) == 1
+        change = ann.http.get("/fragments/0/change?version=1")
+        assert change.headers["x-version"] == "1"
+        (tmp_path / "change").write_bytes(change.content)
+        moved = [each.reshape(-1) for each in hub.rounds.fragment(0).decoded(tmp_path / "change")]
+        assert ann.weights() == (START + np.concatenate(moved)).tolist()
+        assert ann.http.get("/fragments/0/change?version=0").status_code == 404
+
+
+@pytest.mark.parametrize("token", ["", "Bearer", "Bearer wrong", "Basic {0}", "Bearer {0}x", "{0}"])
+def test_without_an_islands_token_nothing_is_told_or_taken(tmp_path: Path, token: str) -> None:
+    with clients(tmp_path) as (hub, ann, _):
+        ann.http.headers["authorization"] = token.format(hub.tokens["ann"])
+        for path in ("/fragments/0", "/fragments/0/weights", "/fragments/0/change?version=1"):
+            assert ann.http.get(path).status_code == 401
+        assert ann.report(START).status_code == 401
+        assert ann.join().status_code == 401
+        assert ann.http.get("/status", headers={"host": "elsewhere"}).status_code == 401
+        assert hub.rounds.strangers.total() == 6
+        assert hub.rounds.fragment(0).pending == []
+
+
+def test_the_own_machine_sees_status_and_page_but_no_token(tmp_path: Path) -> None:
+    with clients(tmp_path) as (hub, ann, _):
+        del ann.http.headers["authorization"]
+        ann.http.post("/progress", json={})
+        status = ann.http.get("/status")
+        assert status.status_code == 200
+        assert not any(token in status.text for token in hub.tokens.values())
+        assert [*status.json()["islands"]] == ["ann", "ben"]
+        for header in ("forwarded", "x-forwarded-for"):
+            assert ann.http.get("/status", headers={header: "1.2.3.4"}).status_code == 401
+        page = ann.http.get("/")
+        assert page.headers["content-security-policy"] == POLICY
+        parts = re.findall(r'(?:href|src)="(page/[^"]+)"', page.text)
+        assert len(parts) == 5
+        assert {ann.http.get(f"/{part}").status_code for part in parts} == {200}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/fragments/0/reports/1?base=0&rows=1&steps=1&tokens=1", b"x" * 39, 400),
+        ("/fragments/0/reports/1?base=0&rows=1&steps=1&tokens=1", b"x" * 4096, 400),
+        ("/fragments/0/reports/1?base=-1&rows=1&steps=1&tokens=1", b"x" * 40, 400),
+        ("/fragments/0/reports/1?rows=1&steps=1&tokens=1", b"x" * 40, 400),
+        ("/fragments/0/reports/..%2f..%2fx?base=0&rows=1&steps=1&tokens=1", b"x" * 40, 404),
+        (f"/fragments/0/reports/{'9' * 5000}?base=0&rows=1&steps=1&tokens=1", b"x" * 40, 400),
+        ("/fragments/9/reports/1?base=0&rows=1&steps=1&tokens=1", b"x" * 40, 404),
+        ("/fragments/0/seed", b"x" * 40, 409),
+    ],
+)
+def test_a_wrong_upload_is_refused_counted_and_leaves_nothing(
+    tmp_path: Path, path: str, body: bytes, status: int
+) -> None:
+    with clients(tmp_path) as (hub, ann, _):
+        before = sorted(tmp_path.rglob("*"))
+        answer = ann.http.put(path, content=body)
+        assert answer.status_code == status
+        assert sorted(answer.json()) == ["error", "remedy"]
+        assert sorted(tmp_path.rglob("*")) == before
+        assert hub.rounds.islands["ann"].refused == (0 if "%2f" in path else 1)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/page/../store.py", "/page/%2e%2e/store.py", "/page//etc/passwd", "/tokens/ann"),
+        *("/page/..%2f..%2fpyproject.toml", "/fragments/../tokens/ann", "/run.json"),
+    ],
+)
+def test_no_path_leads_to_a_file_that_is_not_the_pages(tmp_path: Path, path: str) -> None:
+    with clients(tmp_path) as (hub, _, _ben), closing(connected(hub)) as connection:
+        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        assert connection.recv(12) in (b"HTTP/1.1 404", b"HTTP/1.1 401")
+
+
+def connected(hub: RunningHub) -> socket.socket:
+    host, port = hub.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
+def test_a_body_that_dawdles_is_cut_off_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_api, "SECONDS_OF_SILENCE", 0.2)
+    with clients(tmp_path) as (hub, _, _ben), closing(connected(hub)) as connection:
+        head = [
+            "PUT /fragments/0/reports/1?base=0&rows=1&steps=1&tokens=1 HTTP/1.1",
+            *("Host: localhost", f"Authorization: Bearer {hub.tokens['ann']}"),
+            *("Content-Length: 40", "", "12345"),
+        ]
+        connection.sendall("\r\n".join(head).encode())
+        assert connection.recv(12) == b"HTTP/1.1 408"
+        assert [*tmp_path.rglob("partial-*")] == []
+
+
+def test_a_client_that_vanishes_in_a_body_leaves_nothing(tmp_path: Path) -> None:
+    with clients(tmp_path) as (hub, ann, _):
+        with closing(connected(hub)) as connection:
+            head = "PUT /fragments/0/reports/1?base=0&rows=1&steps=1&tokens=1 HTTP/1.1"
+            known = f"Host: localhost\r\nAuthorization: Bearer {hub.tokens['ann']}"
+            connection.sendall(f"{head}\r\n{known}\r\nContent-Length: 40\r\n\r\n123".encode())
+            while not [*tmp_path.rglob("partial-*")]:
+                time.sleep(0.01)
+        while [*tmp_path.rglob("partial-*")]:
+            time.sleep(0.01)
+        assert ann.report(np.full(10, 1)).status_code == 200
+
+
+def test_a_flood_of_bodies_of_one_island_is_bounded_and_another_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_api, "MOST_BODIES", 2)
+    with clients(tmp_path) as (hub, ann, ben), ExitStack() as stack:
+        known = f"Host: localhost\r\nAuthorization: Bearer {hub.tokens['ann']}"
+        for _ in range(2):
+            connection = stack.enter_context(closing(connected(hub)))
+            head = f"POST /join HTTP/1.1\r\n{known}\r\nContent-Length: 40\r\n\r\n1"
+            connection.sendall(head.encode())
+        while ann.report(np.full(10, 1)).status_code != 429:
+            time.sleep(0.01)
+        assert ann.join().json()["retry"] is True
+        assert ben.report(np.full(10, 1)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/join", b"[" * 100_000, 400),
+        ("/join", b"{}", 422),
+        ("/progress", b'{"step": 1, "tokens": 1, "loss": NaN}', 422),
+        ("/progress", b'{"step": 1, "tokens": 1, "unheard": 2}', 422),
+    ],
+)
+def test_json_that_is_no_message_is_refused(
+    tmp_path: Path, path: str, body: bytes, status: int
+) -> None:
+    with clients(tmp_path) as (_, ann, _ben):
+        assert ann.http.post(path, content=body).status_code == status
+
+
+def test_progress_is_shown_and_the_first_present_island_is_to_validate(tmp_path: Path) -> None:
+    with clients(tmp_path) as (_, ann, ben):
+        message = Progress(step=5, tokens=70, loss=2.5).to_json()
+        assert ben.http.post("/progress", json=message).json() == {
+            "ended": False,
+            "evaluate": False,
+        }
+        assert ann.http.post("/progress", json=message).json()["evaluate"] is True
+        island = ben.http.get("/status").json()["islands"]["ben"]
+        assert (island["present"], island["losses"], island["late"]) == (True, [[5, 2.5]], 0)
+
+
+def test_the_command_serves_over_tls_until_it_is_stopped_and_writes_the_weights(
+    tmp_path: Path,
+) -> None:
+    pem = tmp_path / "hub.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    new = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject]
+    subprocess.run([*new, "-keyout", str(pem), "-out", str(tmp_path / "crt")], check=True)
+    pem.write_bytes(pem.read_bytes() + (tmp_path / "crt").read_bytes())
+    words = ["hub", "--path", str(tmp_path / "lab"), "--islands", "ann", "--port", "0"]
+    command = [sys.executable, "-m", "shardmlx", *words, "--certificate", str(pem)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        (url,) = re.findall(r"https://\S+:\d+", said)
+        token = (tmp_path / "lab" / "tokens" / "ann").read_text()
+        assert token not in said
+        trusted = ssl.create_default_context(cafile=pem)
+        url = url.replace("127.0.0.1", "localhost")
+        with httpx.Client(base_url=url, verify=trusted) as http:
+            http.headers["authorization"] = f"Bearer {token}"
+            assert http.post("/join", json=JOIN.to_json()).json()["seed"] is True
+            http.put("/fragments/0/seed", content=START.tobytes()).raise_for_status()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 130
+    assert main([*words[:3], "--write", str(tmp_path / "out")]) == 0
+    found = load_file(tmp_path / "out" / "adapters.safetensors")
+    np.testing.assert_array_equal(found[TENSORS[1].name], START[6:])

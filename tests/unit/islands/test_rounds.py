@@ -1,0 +1,297 @@
+"""Rounds: when they close, and which reports count in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardmlx.errors import UserError
+from shardmlx.islands.hub_options import HubOptions
+from shardmlx.islands.protocol import Join, Joined, Progress, Tensor
+from shardmlx.islands.rounds import Refusal, Rounds
+from shardmlx.islands.store import PUBLISHED, Report
+
+JOIN = Join(name="ann", model={}, tensors=(Tensor("a", (4,)),), rows=1, adapter_config={})
+
+
+class Hub:
+    """A hub with a clock that stands, whose only tensor is four equal numbers, at first 0."""
+
+    def __init__(self, path: Path, *, joins: str = "ann,ben", **options: Any) -> None:
+        options = {"outer_optimizer": "average", **options}
+        self.options = HubOptions(path=str(path), islands="ann,ben,cid", **options)
+        self.joins = joins
+        self.time = 0.0
+        self.open()
+
+    def open(self) -> None:
+        self.rounds = Rounds(self.options, lambda: self.time)
+        if self.rounds.run.first is None:
+            for name in self.joins.split(","):
+                self.join(name)
+                if self.fragment.version is None:
+                    self.rounds.seed(name, 0, self.body(0.0))
+
+    def restart(self) -> None:
+        self.rounds.run.close()
+        self.open()
+
+    @property
+    def fragment(self) -> Any:
+        return self.rounds.fragment(0)
+
+    def join(self, name: str) -> Joined:
+        self.rounds.hear(name)
+        return self.rounds.join(name, replace(JOIN, name=name))
+
+    def body(self, value: float) -> Path:
+        path: Path = self.fragment.new_file()
+        path.write_bytes(np.full(4, value, np.float32).tobytes())
+        return path
+
+    def report(self, name: str, value: float, seq: int = 1, base: int = 0, rows: int = 1) -> bool:
+        """Put a report whose outer step would be to minus its value."""
+        self.rounds.hear(name)
+        report = Report(island=name, seq=seq, base=base, rows=rows, tokens=10)
+        return self.rounds.take(report, 0, self.body(value))
+
+    def close(self) -> tuple[int, float]:
+        """Close what is due; return the version and its number."""
+        self.rounds.close_due()
+        return self.fragment.version, float(
+            np.fromfile(self.fragment.path(PUBLISHED), np.float32)[0]
+        )
+
+
+Make = Callable[..., Hub]
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[Make]:
+    """A function of options that makes one hub."""
+    hubs: list[Hub] = []
+
+    def make(**options: Any) -> Hub:
+        hubs.append(Hub(tmp_path, **options))
+        return hubs[-1]
+
+    yield make
+    for hub in hubs:
+        hub.rounds.run.close()
+
+
+def refused(hub: Hub, *args: Any, **options: Any) -> Refusal:
+    with pytest.raises(Refusal) as refusal:
+        hub.report(*args, **options)
+    return refusal.value
+
+
+def test_a_round_closes_once_all_that_are_present_have_reported(made: Make) -> None:
+    hub = made()
+    assert hub.report("ann", 1)
+    assert hub.close() == (0, 0)
+    hub.report("ben", 3)
+    assert hub.close() == (1, -2)
+
+
+def test_it_does_not_wait_for_one_unheard_for_a_minute_nor_for_one_that_leaves(
+    made: Make,
+) -> None:
+    hub = made()
+    hub.time = 30
+    hub.report("ann", 1)
+    assert hub.close() == (0, 0)
+    hub.time = 61
+    assert hub.rounds.present() == ["ann"]
+    assert hub.close() == (1, -1)
+    hub.rounds.hear("ben")
+    hub.report("ann", 1, seq=2, base=1)
+    assert hub.close() == (1, -1)
+    hub.rounds.progress("ben", Progress(step=1, tokens=1, leaving=True))
+    assert hub.close() == (2, -2)
+
+
+def test_after_the_deadline_it_closes_without_the_late_one_who_counts_in_the_next(
+    made: Make,
+) -> None:
+    hub = made(deadline=5)
+    hub.report("ann", 1)
+    assert hub.close() == (0, 0)
+    hub.time = 6
+    assert hub.close() == (1, -1)
+    hub.report("ben", 4)
+    assert hub.rounds.islands["ben"].late == 1
+    hub.report("ann", 2, seq=2, base=1)
+    assert hub.close() == (2, -4)
+
+
+def test_a_repeated_report_is_acknowledged_and_counts_once(made: Make) -> None:
+    hub = made(joins="ann")
+    assert hub.report("ann", 1)
+    assert not hub.report("ann", 1)
+    assert hub.close() == (1, -1)
+    assert not hub.report("ann", 1)
+    assert hub.close() == (1, -1)
+    hub.restart()
+    assert not hub.report("ann", 1)
+    assert hub.join("ann").seqs == [1]
+
+
+def test_a_difference_that_contains_a_counted_one_is_refused_with_the_version_to_take(
+    made: Make,
+) -> None:
+    hub = made(joins="ann")
+    hub.report("ann", 1)
+    hub.close()
+    refusal = refused(hub, "ann", 2, seq=2, base=0)
+    assert (refusal.status, refusal.more) == (409, {"version": 1})
+    assert hub.report("ann", 2, seq=2, base=1)
+
+
+def test_a_version_of_another_hub_is_refused(made: Make) -> None:
+    assert refused(made(), "ann", 1, base=3).status == 409
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_number_that_is_not_finite_is_refused_and_leaves_no_file(
+    made: Make, value: float
+) -> None:
+    hub = made()
+    assert refused(hub, "ann", value).status == 422
+    assert hub.fragment.pending == []
+
+
+def test_a_norm_beyond_five_times_the_others_is_refused(made: Make) -> None:
+    hub = made(max_norm_ratio=5, joins="ann,ben,cid")
+    hub.report("ann", 1)
+    hub.report("ben", 2)
+    assert refused(hub, "cid", 8).status == 422
+    assert hub.report("cid", 7)
+    hub.close()
+    hub.restart()
+    assert refused(hub, "ann", 30, seq=2, base=1).status == 422
+
+
+def test_fedavg_weighs_by_rows(made: Make) -> None:
+    hub = made(mode="fedavg")
+    hub.report("ann", 1, rows=30)
+    hub.report("ben", 5, rows=10)
+    assert hub.close() == (1, -2)
+
+
+def test_with_clipping_all_weigh_the_same_and_no_norm_is_above_it(made: Make) -> None:
+    hub = made(mode="fedavg", clip=2.0)  # a norm is twice the number
+    hub.report("ann", 0.5, rows=100)
+    hub.report("ben", 50)
+    assert hub.close() == (1, -0.75)
+
+
+def test_an_asynchronous_report_counts_at_once_and_the_less_the_older_it_is(
+    made: Make,
+) -> None:
+    hub = made(mode="async", outer_optimizer="sgd", joins="ann,ben")
+    hub.report("ann", 1)
+    assert hub.close() == (1, -1)
+    hub.report("ann", 1, seq=2, base=1)
+    assert hub.close() == (2, -2)
+    hub.report("ben", 6)
+    assert hub.close() == (3, -4)
+
+
+def test_a_median_does_not_follow_one_liar_of_three(made: Make) -> None:
+    hub = made(aggregate="median", joins="ann,ben,cid")
+    for name, value in (("ann", 1.0), ("ben", 2.0), ("cid", 1e20)):
+        hub.report(name, value)
+    assert hub.close() == (1, -2)
+
+
+def test_a_parameter_server_reports_each_step_and_takes_the_mean(made: Make) -> None:
+    hub = made(mode="parameter-server", outer_optimizer=None)
+    assert (hub.options.terms.inner_steps, hub.options.optimizer.name) == (1, "sgd")
+    hub.report("ann", 1)
+    hub.report("ben", 2)
+    assert hub.close() == (1, -1.5)
+
+
+def test_after_a_restart_islands_have_time_to_be_heard_of(made: Make) -> None:
+    hub = made()
+    hub.report("ann", 1)
+    hub.time = 1000
+    hub.restart()
+    assert hub.rounds.present() == ["ann", "ben"]
+    assert hub.close() == (0, 0)
+    hub.time = 1061
+    assert hub.close() == (1, -1)
+
+
+def test_the_run_ends_after_its_rounds_and_keeps_reports_for_a_longer_one(
+    made: Make,
+) -> None:
+    hub = made(joins="ann", rounds=1)
+    hub.report("ann", 1)
+    hub.close()
+    answer = hub.rounds.progress("ann", Progress(step=1, tokens=1))
+    assert answer == {"ended": True, "evaluate": True}
+    hub.report("ann", 1, seq=2, base=1)
+    assert hub.close() == (1, -1)
+    hub.options = replace(hub.options, rounds=None, tokens=20)
+    hub.restart()
+    assert hub.close() == (2, -2)
+    assert (hub.rounds.tokens, hub.rounds.ended) == (20, True)
+
+
+def test_only_the_first_seeds_and_another_does_if_it_dies(tmp_path: Path) -> None:
+    rounds = Rounds(HubOptions(path=str(tmp_path), islands="ann,ben"), lambda: now[0])
+    now = [0.0]
+    rounds.hear("ann")
+    assert rounds.join("ann", JOIN).seed
+    rounds.hear("ben")
+    with pytest.raises(Refusal) as refusal:
+        rounds.join("ben", replace(JOIN, name="ben"))
+    assert refusal.value.more == {"retry": True}
+    now[0] = 61
+    rounds.hear("ben")
+    joined = rounds.join("ben", replace(JOIN, name="ben"))
+    assert (joined.seed, joined.versions) == (True, [None])
+    with pytest.raises(Refusal):
+        rounds.seed("ann", 0, tmp_path / "absent")
+    with pytest.raises(Refusal, match="--name is cid"):
+        rounds.join("ann", replace(JOIN, name="cid"))
+    with pytest.raises(UserError, match=r"b \[4\]"):
+        rounds.join("ann", replace(JOIN, tensors=(Tensor("b", (4,)),)))
+    rounds.run.close()
+
+
+def test_no_more_than_three_reports_of_an_island_wait(made: Make) -> None:
+    hub = made(deadline=1)
+    for version in range(4):
+        hub.time += 10
+        hub.report("ann", 1, seq=version + 1, base=version)
+        hub.close()
+        hub.time += 10
+        hub.close()
+    hub.options = replace(hub.options, rounds=1)
+    hub.restart()
+    for base in range(3):
+        hub.report("ben", 1, seq=base + 1, base=base)
+    assert refused(hub, "ben", 1, seq=9, base=3).more == {"retry": True}
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"clip": 1.0}, "clip"),
+        ({"mode": "fedavg", "clip": 1.0, "aggregate": "median"}, "clip"),
+        ({"mode": "fedavg", "noise": 1.0}, "noise"),
+        ({"mode": "parameter-server", "overlap": 1}, "overlap"),
+        ({"encoding": "zip"}, "zip"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        HubOptions(path="lab", **options)
