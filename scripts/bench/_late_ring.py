@@ -24,12 +24,12 @@ def late(milliseconds: float) -> None:
     reached = mlx_group._reached
 
     def relayed(
-        transport: Transport, peers: Sequence[int], offers: Sequence[tuple[list[str], int]]
+        transport: Transport, peers: Sequence[int], offers: Sequence[mlx_group.Offer]
     ) -> dict[int, str]:
         own_core(transport.rank)
         found = reached(transport, peers, offers)
         for peer in peers if milliseconds else ():
-            port = str(offers[peer][1])
+            port = str(offers[peer].port)
             words = (RELAY, port, found[peer], port, str(milliseconds / 1000))
             relay = subprocess.Popen([sys.executable, *map(str, words)])
             atexit.register(relay.kill)

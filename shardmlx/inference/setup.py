@@ -211,7 +211,7 @@ def prepare(
         compare_plans(transport, plan.digest)
         world = None
         if plan.shares.size > 1:
-            world = join_group(transport, plan.mesh.sharing(transport.rank))
+            world = join_group(transport, plan.mesh.sharing(transport.rank), reporter)
 
         def build() -> tuple[Slice, int, ModelDrafter | None]:
             model = build_to_generate(

@@ -133,7 +133,7 @@ def _load(
             part.share_frozen(stage.part)
             part.load()
     else:
-        _take_shares(planned, transport, parts, opened.shape)
+        _take_shares(planned, transport, reporter, parts, opened.shape)
         opened.weights.load(parts, opened.shape, reporter, shares=planned.shares)
     stages = build_stages(
         planned.slices,
@@ -157,12 +157,16 @@ def _load(
 
 
 def _take_shares(
-    planned: PlannedRun, transport: Transport, parts: Sequence[Slice], shape: ModelShape
+    planned: PlannedRun,
+    transport: Transport,
+    reporter: Reporter,
+    parts: Sequence[Slice],
+    shape: ModelShape,
 ) -> None:
     """Leave unread slices this rank's share of their layers. Collective."""
     if planned.shares.size == 1:
         return
-    group = join_group(transport, planned.plan.mesh.sharing(transport.rank))
+    group = join_group(transport, planned.plan.mesh.sharing(transport.rank), reporter)
     all_sum = partial(mx.distributed.all_sum, group=group)
 
     def take() -> None:

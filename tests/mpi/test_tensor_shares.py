@@ -175,6 +175,20 @@ def test_a_run_that_was_killed_goes_on_with_other_shares(
             np.testing.assert_allclose(weights[each], array, atol=most, err_msg=each)
 
 
+def test_rdma_is_taken_where_all_ranks_have_it() -> None:
+    """MLX is a stand-in, for no machine of the tests has RDMA; the messages are real."""
+    job = run_in_pool(2, PROGRAMS / "fake_rdma.py").well()
+    said, *lines = job.stdout.splitlines()
+    assert said == "Tensor shares are summed over RDMA (jaccl)"
+    for rank, line in enumerate(lines):
+        rdma, ring = json.loads(line)
+        mesh = [[None, "rdma_en5"], ["rdma_en6", None]]
+        assert rdma == ["jaccl", "MLX_RANK", "MLX_IBV_DEVICES", [mesh], "abcbcdede"]
+        backend, *names, [hosts], _ = ring
+        assert (backend, names) == ("ring", ["MLX_RANK", "MLX_HOSTFILE"])
+        assert hosts[rank][0].startswith("0.0.0.0:")
+
+
 @pytest.mark.parametrize(
     ("command", "during"), [("generate", "decode of sequence 0"), ("evaluate", "scoring, batch 1")]
 )

@@ -14,6 +14,7 @@ from itertools import pairwise
 
 import mlx.core as mx
 
+from shardmlx.common.reporter import Reporter
 from shardmlx.distributed.mlx_group import join_group
 from shardmlx.distributed.mpi import MPITransport
 from shardmlx.inference.drafts import BackOff, Drafting, LookupDrafter
@@ -67,7 +68,7 @@ transport = MPITransport(timeout=20.0)
 try:
     across = int(sys.argv[1])
     mesh = Mesh(1, transport.size // across, across)
-    group = join_group(transport, mesh.sharing(transport.rank))
+    group = join_group(transport, mesh.sharing(transport.rank), Reporter(quiet=True))
     found = {name: generate(name) for name in sys.argv[2:]}
     if transport.rank == 0:
         print(json.dumps(found))

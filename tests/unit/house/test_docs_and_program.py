@@ -80,6 +80,7 @@ VARIABLE = re.compile(
 BETWEEN_PROCESSES = {
     "MLX_RANK",
     "MLX_HOSTFILE",
+    "MLX_IBV_DEVICES",
     "SHARDMLX_LAUNCHED",
     "SHARDMLX_TERMINAL",
     "OMPI_MCA_btl_tcp_flags",
