@@ -5,7 +5,6 @@ No MLX, no MPI. No weight is read, unless ``--verify`` has checksums to compare.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,7 +31,7 @@ from shardmlx.models.shares import TensorShares
 from shardmlx.partitioners import PARTITIONERS
 from shardmlx.pipeline.stage_map import read_stage_map
 from shardmlx.planning.layout import make_mesh
-from shardmlx.planning.model_report import as_json, part_table, stage_table, summary, tensor_table
+from shardmlx.planning.model_report import part_table, stage_table, summary, tensor_table
 from shardmlx.planning.weight_split import Split, divide, generation_of
 
 _DEFAULT_PARTITIONER = "balanced"
@@ -76,7 +75,6 @@ class InspectOptions:
     sequences: int = _split(1, "sequences at once, with --context", minimum=1)
 
     all_layers: bool = _output(False, "show a line for every layer")
-    json: bool = _output(False, "print all of it as JSON")
     verify: bool = _output(False, "look for what is wrong with the files; status 1 if something is")
 
     def __post_init__(self) -> None:
@@ -115,23 +113,21 @@ def run(words: Sequence[str]) -> int:
     options = LINE.load(words)
     files = read_model(find_source(options.model, options.revision))
     if options.verify:
-        return _verify(files, options.json)
+        return _verify(files)
     if files.faults:
         raise UserError(files.faults[0])
     inspection = inspect_files(files)
-    split = _divide(options, inspection)
-    held = None if split is None or options.rank is None else split.rank(options.rank)
-    if options.json:
-        print(json.dumps(as_json(inspection, split, held), indent=2))
-    elif held is not None:
-        print(tensor_table(held))
+    split = divided(options, inspection)
+    if split is not None and options.rank is not None:
+        print(tensor_table(split.rank(options.rank)))
     else:
         table = part_table(inspection, fold=not options.all_layers)
         print("\n\n".join([summary(inspection), table, *([stage_table(split)] if split else [])]))
     return 0
 
 
-def _divide(options: InspectOptions, inspection: Inspection) -> Split | None:
+def divided(options: InspectOptions, inspection: Inspection) -> Split | None:
+    """Return the split that is asked for, if any. Raises ``UserError``."""
     if not options.divides:
         return None
     machines: tuple[Machine, ...] = ()
@@ -170,21 +166,12 @@ def _divide(options: InspectOptions, inspection: Inspection) -> Split | None:
     return Split(inspection, stage_map, machines, generation, shares)
 
 
-def _verify(files: ModelFiles, in_json: bool) -> int:
+def _verify(files: ModelFiles) -> int:
     total = sum(files.paths[file].stat().st_size for file in checksums_to_compare(files))
     with Reporter().bar("checksums, MB", max(1, total // MEGABYTE)) as bar:
         verification = verify(files, lambda count: bar.advance(count / MEGABYTE))
     faults = verification.faults
-    if in_json:
-        result = {
-            "model": files.name,
-            "revision": files.revision,
-            "checked": verification.checked,
-            "faults": faults,
-        }
-        print(json.dumps(result, indent=2))
-    else:
-        lines = [f"checked: {each}" for each in verification.checked]
-        lines += [f"wrong: {each}" for each in faults]
-        print("\n".join([*lines, plural(len(faults), "fault") if faults else "all is well"]))
+    lines = [f"checked: {each}" for each in verification.checked]
+    lines += [f"wrong: {each}" for each in faults]
+    print("\n".join([*lines, plural(len(faults), "fault") if faults else "all is well"]))
     return 1 if faults else 0

@@ -1,12 +1,11 @@
-"""Write an inspection as text for people and as JSON for programs. No MLX, no MPI."""
+"""Write an inspection as text. No MLX, no MPI."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from shardmlx.common.formatting import columns, count, gibibytes, numbers_of, plural
-from shardmlx.modelfiles.parts import Inspection, Part, Tensor, rows
+from shardmlx.modelfiles.parts import Inspection, Part, rows
 from shardmlx.modelfiles.sources import SUFFIX
 from shardmlx.models.family import APPROXIMATE
 from shardmlx.models.shape import ModelShape
@@ -129,77 +128,9 @@ def stage_table(split: Split) -> str:
 
 def tensor_table(part: Part) -> str:
     """Return a table of tensors: what each is, and the file that has it."""
-    lines = [_tensor_json(tensor) for tensor in part.tensors]
-    for line in lines:
-        line["shape"] = " x ".join(map(str, line["shape"])) or "scalar"
-        line["file"] = line["file"] or "-"
-    return columns(list(lines[0]), [[str(each) for each in line.values()] for line in lines])
-
-
-def as_json(inspection: Inspection, split: Split | None, held: Part | None) -> dict[str, Any]:
-    """Return all of an inspection: every layer by itself, and each tensor of those ``held``."""
-    files = inspection.files
-    result: dict[str, Any] = {
-        "model": files.name,
-        "revision": files.revision,
-        "note": files.note or None,
-        "model_type": files.config.get("model_type"),
-        "abilities": inspection.abilities if files.config else None,
-        "num_layers": len(inspection.layers),
-        "tied": inspection.tied,
-        "computed_from_config": inspection.is_computed,
-        "packing": inspection.packing or None,
-        "adapter": dict(files.adapter) if files.adapter is not None else None,
-        "total": _part_json(inspection.whole),
-        "files": [
-            {
-                "file": file,
-                "bytes": header.file_size,
-                "tensors": len(header.tensors),
-                "checksum": files.checksums.get(file),
-            }
-            for file, header in files.headers.items()
-        ],
-        "parts": [
-            {"part": row.name, **_part_json(row.parts[0])} for row in rows(inspection, fold=False)
-        ],
-    }
-    if split is not None:
-        result["stages"] = [
-            {
-                "stage": stage,
-                "rank": rank,
-                "host": split.host(rank),
-                "memory_bytes": split.memory(rank),
-                "layers": list(split.stage_map.partition.ranges[stage]),
-                **_part_json(split.stage(stage)),
-                **dict(zip(("parameters", "bytes"), split.held(stage, share), strict=True)),
-                "generation_bytes": split.nbytes(stage, share) if split.generation else None,
-            }
-            for stage, rank, share in split.places
-        ]
-    if held is not None:
-        result["rank"] = [_tensor_json(tensor) for tensor in held.tensors]
-    return result
-
-
-def _tensor_json(tensor: Tensor) -> dict[str, Any]:
-    place = tensor.place
-    return {
-        "tensor": tensor.name,
-        "dtype": place.dtype,
-        "shape": list(place.shape),
-        "bytes": place.nbytes,
-        "file": place.file or None,
-    }
-
-
-def _part_json(part: Part) -> dict[str, Any]:
-    return {
-        "tensors": len(part.tensors),
-        "parameters": part.parameters,
-        "bytes": part.nbytes,
-        "dtypes": part.dtypes,
-        "quantisation": part.quantisations,
-        "files": list(part.files),
-    }
+    lines = []
+    for tensor in part.tensors:
+        place = tensor.place
+        shape = " x ".join(map(str, place.shape)) or "scalar"
+        lines.append((tensor.name, place.dtype, shape, str(place.nbytes), place.file or "-"))
+    return columns(("tensor", "dtype", "shape", "bytes", "file"), lines)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from shardmlx.main import main
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.modelfiles.parts import inspect_files, rows
 from shardmlx.models.family import APPROXIMATE
+from shardmlx.planning.inspection import LINE, divided
 from shardmlx.planning.weight_split import Split, divide
 from tests.helpers.fake_models import (
     MISTRAL_7B,
@@ -42,8 +42,19 @@ def output(capsys: Capture, *arguments: str) -> str:
     return captured.out
 
 
-def report(capsys: Capture, *arguments: str) -> Any:
-    return json.loads(output(capsys, *arguments, "--json"))
+def split_of(model: str, *arguments: str) -> Split:
+    split = divided(LINE.load([model, *arguments]), inspect_files(open_model(model)))
+    assert split is not None
+    return split
+
+
+def bytes_of(split: Split) -> list[int]:
+    """The bytes that each rank holds of a stage."""
+    return [split.held(stage, share)[1] for stage, _, share in split.places]
+
+
+def to_generate(split: Split) -> list[float]:
+    return [split.nbytes(stage, share) for stage, _, share in split.places]
 
 
 def error_of(capsys: Capture, *arguments: str) -> str:
@@ -74,7 +85,7 @@ def test_layers_that_are_alike_are_one_line(tmp_path: Path, capsys: Capture) -> 
     ]
 
 
-def test_quantisation_is_shown_with_its_overrides(tmp_path: Path, capsys: Capture) -> None:
+def test_quantisation_is_shown_with_its_overrides(tmp_path: Path) -> None:
     quantization = {
         "bits": 4,
         "group_size": 32,
@@ -83,11 +94,11 @@ def test_quantisation_is_shown_with_its_overrides(tmp_path: Path, capsys: Captur
     }
     model = str(write(tmp_path, model_files(TINY | {"quantization": quantization})))
     four, eight = "4-bit, group 32", "8-bit, group 32"
-    found = {part["part"]: {*part["quantisation"]} for part in report(capsys, model)["parts"]}
+    inspection = inspect_files(open_model(model))
+    found = {row.name: {*row.parts[0].quantisations} for row in rows(inspection, fold=False)}
     assert found["embedding"] == found["layer 0"] == found["layer 3"] == {four}
     assert found["layer 1"] == {four, eight}
     assert found["norm and head"] == {"8-bit, group 64"}
-    inspection = inspect_files(open_model(model))
     assert [row.name for row in rows(inspection)] == [
         "embedding", "layer 0", "layer 1", "layers 2-3", "norm and head",
     ]  # fmt: skip
@@ -102,12 +113,13 @@ def test_adapters_show_layers_rank_and_scale(tmp_path: Path, capsys: Capture) ->
     assert "layers 2-3    2 x 2  2 x 1.02 k  F32" in text
 
 
-def test_a_checkpoint_is_listed_by_layer(tmp_path: Path, capsys: Capture) -> None:
+def test_a_checkpoint_is_listed_by_layer(tmp_path: Path) -> None:
     """Weights and optimizer state may go by the same names."""
     state = adapters(range(2, 4))["adapters.safetensors"]
     files = {"weights.safetensors": state, "optimizer.safetensors": state}
-    parts = report(capsys, str(write(tmp_path / "step-0000100", files)))["parts"]
-    assert {part["part"]: part["tensors"] for part in parts} == {
+    inspection = inspect_files(open_model(str(write(tmp_path / "step-0000100", files))))
+    found = rows(inspection, fold=False)
+    assert {row.name: len(row.parts[0].tensors) for row in found} == {
         "layer 0": 0, "layer 1": 0, "layer 2": 4, "layer 3": 4,
     }  # fmt: skip
 
@@ -121,17 +133,15 @@ def test_a_family_that_is_not_declared_is_read_from_its_code(
     assert APPROXIMATE in shown
     assert "generates, but cannot be trained" in shown
     assert "jamba: 4 layers, hidden 32, ffn 64, 4/2 heads, vocabulary 97" in shown
-    assert [s["layers"] for s in report(capsys, model, "--pipeline-stages", "2")["stages"]] == [
-        [0, 2],
-        [2, 4],
-    ]
+    split = split_of(model, "--pipeline-stages", "2")
+    assert split.stage_map.partition.ranges == ((0, 2), (2, 4))
 
 
 def test_a_model_that_cannot_run_is_shown_with_the_reason(tmp_path: Path, capsys: Capture) -> None:
     save_model_directory(tmp_path, UNDECLARED["talkie"])
     shown = output(capsys, str(tmp_path))
     assert "cannot run: mlx-lm's model of type 'talkie' cannot be cut into stages" in shown
-    assert len(report(capsys, str(tmp_path))["parts"]) > LAYERS
+    assert len(rows(inspect_files(open_model(str(tmp_path))), fold=False)) > LAYERS
 
 
 def test_heads_are_those_of_layers_that_have_some(tmp_path: Path, capsys: Capture) -> None:
@@ -154,82 +164,83 @@ def test_the_stages_together_hold_every_tensor_once(tmp_path: Path, tied: bool) 
         assert sorted(names) == sorted([*inspection.files.tensors, *twice])
 
 
-def test_a_stage_map_says_who_runs_what(tiny: str, tmp_path: Path, capsys: Capture) -> None:
+def test_a_stage_map_says_who_runs_what(tiny: str, tmp_path: Path) -> None:
     path = tmp_path / "map.yaml"
     path.write_text(
         "stages: [{num_layers: 1, rank: 0, host: a}, {num_layers: 1, rank: 1},"
         " {num_layers: 1, rank: 1}, {num_layers: 1, rank: 0}]"
     )
-    shown = report(capsys, tiny, "--stage-map", str(path), "--rank", "0")
-    assert [stage["rank"] for stage in shown["stages"]] == [0, 1, 1, 0]
-    assert [stage["host"] for stage in shown["stages"]] == ["a", None, None, "a"]
-    assert [stage["tensors"] for stage in shown["stages"]] == [1 + 9, 9, 9, 9 + 2]
-    assert len(shown["rank"]) == 1 + 9 + 9 + 2
+    split = split_of(tiny, "--stage-map", str(path))
+    assert [rank for _, rank, _ in split.places] == [0, 1, 1, 0]
+    assert [split.host(rank) for _, rank, _ in split.places] == ["a", None, None, "a"]
+    assert [len(split.stage(stage).tensors) for stage in range(4)] == [1 + 9, 9, 9, 9 + 2]
+    assert len(split.rank(0).tensors) == 1 + 9 + 9 + 2
 
 
 def test_hosts_show_their_share_of_memory(tiny: str, tmp_path: Path, capsys: Capture) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("big slots=1  # memory=1GiB flops=3T\nsmall slots=1  # memory=3MiB flops=1T\n")
-    stages = report(capsys, tiny, "--hostfile", str(hosts))["stages"]
-    assert [stage["host"] for stage in stages] == ["big", "small"]
-    assert [stage["layers"] for stage in stages] == [[0, 3], [3, 4]]
+    split = split_of(tiny, "--hostfile", str(hosts))
+    assert [split.host(rank) for rank in (0, 1)] == ["big", "small"]
+    assert split.stage_map.partition.ranges == ((0, 3), (3, 4))
     text = output(capsys, tiny, "--hostfile", str(hosts))
-    share = stages[1]["bytes"] / 2**21  # a Mac lets the GPU use two thirds
+    share = bytes_of(split)[1] / 2**21  # a Mac lets the GPU use two thirds
     assert f"{share:.1%} of 2.0 MiB" in text.splitlines()[-1]
 
 
-def test_generating_takes_keys_and_values_of_every_token(tiny: str, capsys: Capture) -> None:
-    weights = report(capsys, tiny, "--pipeline-stages", "2")["stages"]
-    assert [stage["generation_bytes"] for stage in weights] == [None, None]
+def test_generating_takes_keys_and_values_of_every_token(tiny: str) -> None:
     short, long = (
-        report(capsys, tiny, "--pipeline-stages", "2", "--context", str(tokens), "--sequences", "3")
+        split_of(tiny, "--pipeline-stages", "2", "--context", str(tokens), "--sequences", "3")
         for tokens in (4096, 8192)
     )
-    for before, after in zip(short["stages"], long["stages"], strict=True):
-        start, stop = after["layers"]
-        token = 2 * TINY["num_key_value_heads"] * 16 * 2  # k and v of a layer, heads of 16, bf16
-        added = after["generation_bytes"] - before["generation_bytes"]
+    token = 2 * TINY["num_key_value_heads"] * 16 * 2  # k and v of a layer, heads of 16, bf16
+    for stage, (start, stop) in enumerate(long.stage_map.partition.ranges):
+        added = to_generate(long)[stage] - to_generate(short)[stage]
         assert added == 3 * 4096 * token * (stop - start)
-        assert after["generation_bytes"] > after["bytes"]
+        assert to_generate(long)[stage] > bytes_of(long)[stage]
 
 
-def test_shares_of_a_stage_have_fewer_heads_and_columns(
-    tiny: str, tmp_path: Path, capsys: Capture
-) -> None:
+def test_shares_of_a_stage_have_fewer_heads_and_columns(tiny: str, tmp_path: Path) -> None:
     hosts, given = tmp_path / "hosts", ("--tensor-parallel", "2", "--context", "4096")
     hosts.write_text("a slots=1 # bandwidth=300GB/s\nb slots=1 # bandwidth=100GB/s\n")
-    (whole,) = report(capsys, tiny, "--pipeline-stages", "1")["stages"]
-    first, second = report(capsys, tiny, *given)["stages"]
-    assert (first["rank"], second["rank"]) == (0, 1)
-    assert first["bytes"] == second["bytes"]
-    layers = sum(part["bytes"] for part in report(capsys, tiny)["parts"] if "layer" in part["part"])
-    assert whole["bytes"] - first["bytes"] == pytest.approx(layers / 2, rel=0.02)  # norms are whole
-    assert first["generation_bytes"] > first["bytes"] == 2 * first["parameters"]
-    stages = report(capsys, tiny, *given, "--hostfile", str(hosts))["stages"]
-    assert [stage["host"] for stage in stages] == ["a", "b"]
-    assert stages[0]["bytes"] > stages[1]["bytes"]
+    (whole,) = bytes_of(split_of(tiny, "--pipeline-stages", "1"))
+    split = split_of(tiny, *given)
+    assert [rank for _, rank, _ in split.places] == [0, 1]
+    first, second = bytes_of(split)
+    assert first == second
+    layers = sum(layer.nbytes for layer in split.inspection.layers)
+    assert whole - first == pytest.approx(layers / 2, rel=0.02)  # norms are whole
+    assert to_generate(split)[0] > first == 2 * split.held(0, 0)[0]
+    split = split_of(tiny, *given, "--hostfile", str(hosts))
+    assert [split.host(rank) for rank in (0, 1)] == ["a", "b"]
+    first, second = bytes_of(split)
+    assert first > second
 
 
 def test_memory_makes_room_for_keys_and_values(tiny: str, tmp_path: Path, capsys: Capture) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("a slots=1 # wired=8MiB\nb slots=1 # wired=32MiB\n")
     common = (tiny, "--hostfile", str(hosts), "--partitioner", "memory")
-    stages = report(capsys, *common, "--context", "20000")["stages"]
-    assert [stage["layers"] for stage in stages] == [[0, 1], [1, 4]]
-    assert all(stage["generation_bytes"] <= stage["memory_bytes"] for stage in stages)
+    split = split_of(*common, "--context", "20000")
+    assert split.stage_map.partition.ranges == ((0, 1), (1, 4))
+    for rank, needed in enumerate(to_generate(split)):
+        assert needed <= (split.memory(rank) or 0)
     assert "too much" in error_of(capsys, *common, "--context", "1000000")
 
 
 def test_a_rank_lists_the_tensors_that_it_holds(tiny: str, capsys: Capture) -> None:
-    common = (tiny, "--pipeline-stages", "3", "--rank", "1")
-    shown = report(capsys, *common)
-    places = open_model(tiny).tensors
-    for each in shown["rank"]:
-        place = places[each["tensor"]]
-        found = [each[name] for name in ("dtype", "shape", "bytes", "file")]
-        assert found == [place.dtype, list(place.shape), place.nbytes, place.file]
-    assert sum(each["bytes"] for each in shown["rank"]) == shown["stages"][1]["bytes"]
-    assert len(output(capsys, *common).splitlines()) == 1 + len(shown["rank"])
+    common = (tiny, "--pipeline-stages", "3")
+    header, *lines = output(capsys, *common, "--rank", "1").splitlines()
+    assert header.split() == ["tensor", "dtype", "shape", "bytes", "file"]
+    places, total = open_model(tiny).tensors, 0
+    for line in lines:
+        name, dtype, *shape, nbytes, file = line.replace(" x ", " ").split()
+        place = places[name]
+        assert (dtype, file) == (place.dtype, place.file)
+        assert (*map(int, shape),) == place.shape
+        assert int(nbytes) == place.nbytes
+        total += place.nbytes
+    assert total == bytes_of(split_of(*common))[1]
 
 
 # Bad input
@@ -315,6 +326,6 @@ def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch, tiny: str) -> Non
 
 
 def test_a_reader_that_goes_away_is_no_error(tiny: str, tmp_path: Path) -> None:
-    command = f"{sys.executable} -m shardmlx.inspect {tiny} --all-layers --json | head -1"
+    command = f"{sys.executable} -m shardmlx.inspect {tiny} --all-layers | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("{\n", "")
+    assert (done.stdout, done.stderr) == (f"{tiny}\n", "")
