@@ -10,51 +10,19 @@ from typing import Any
 from shardmlx.server.accepted_fields import Json
 from shardmlx.server.openai_errors import refused, shown
 
-_TEXT = {"type": "string"}
-_NUMBER = {"type": "integer"}
-_TEXTS = {"type": "array", "items": _TEXT}
-
-
-def _takes(required: str, **properties: Json) -> Json:
-    return {"type": "object", "properties": properties, "required": required.split()}
-
-
 FIELDS: Mapping[str, str] = {
     "function": "arguments",
     "custom": "input",
-    "local_shell": "action",
-    "shell": "action",
-    "apply_patch": "operation",
     "tool_search": "arguments",
 }
 """The kinds of tools, and the field of a calling item that becomes the function's arguments."""
 
-FUNCTIONS: Mapping[str, Json] = {
-    "custom": {"parameters": _takes("input", input=_TEXT)},
-    "local_shell": {
-        "description": "Runs a command on the user's machine",
-        "parameters": _takes(
-            "command", command=_TEXTS, working_directory=_TEXT, timeout_ms=_NUMBER
-        ),
-    },
-    "shell": {
-        "description": "Runs commands of a shell on the user's machine",
-        "parameters": _takes(
-            "commands", commands=_TEXTS, timeout_ms=_NUMBER, max_output_length=_NUMBER
-        ),
-    },
-    "apply_patch": {
-        "description": "Creates, changes or deletes a file; diff is in the V4A format",
-        "parameters": _takes(
-            "type path",
-            type={"type": "string", "enum": ["create_file", "update_file", "delete_file"]},
-            path=_TEXT,
-            diff=_TEXT,
-        ),
-    },
-    "tool_search": {},
+ONE_TEXT: Json = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
 }
-"""The function of a chat that stands for a tool of each kind, beside what the tool itself says."""
+"""The parameters of the function that stands for a tool of kind "custom"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +52,10 @@ class ClientTool:
             return {**named, "arguments": arguments, "status": status}
         if not isinstance(given, dict):
             return None
-        match self.kind:
-            case "custom":
-                text = given.get("input")
-                return {**named, "input": text if isinstance(text, str) else arguments}
-            case "local_shell":
-                return {"action": {"type": "exec", "env": {}, **given}}
-            case "tool_search":
-                return {"arguments": given, "execution": "client"}
-        return {FIELDS[self.kind]: given}
+        if self.kind == "custom":
+            text = given.get("input")
+            return {**named, "input": text if isinstance(text, str) else arguments}
+        return {"arguments": given, "execution": "client"}
 
 
 def named_tool(kind: str, given: Mapping[str, Any]) -> ClientTool:
@@ -106,16 +69,7 @@ def call_of(item: Mapping[str, Any]) -> tuple[ClientTool, Any]:
     kind = str(item["type"]).removesuffix("_call").removesuffix("_tool")
     tool = named_tool(kind, item)
     given = item.get(FIELDS[kind])
-    if kind == "custom":
-        return tool, {"input": given}
-    if kind in ("local_shell", "shell") and isinstance(given, dict):
-        drop = {"type": "exec", "env": {}}
-        given = {
-            name: each
-            for name, each in given.items()
-            if each is not None and drop.get(name, ...) != each
-        }
-    return tool, given
+    return tool, {"input": given} if kind == "custom" else given
 
 
 def functions_of(tool: Mapping[str, Any], where: str) -> Iterator[tuple[str, ClientTool, Json]]:
@@ -127,29 +81,22 @@ def functions_of(tool: Mapping[str, Any], where: str) -> Iterator[tuple[str, Cli
                 own = ClientTool(named.kind, named.name, str(tool.get("name")))
                 yield at, own, {**function, "name": own.in_chat}
         return
-    if str(kind) not in FIELDS or _runs_there(tool):
+    runs_there = kind == "tool_search" and tool.get("execution") != "client"
+    if str(kind) not in FIELDS or runs_there:
         raise refused(
-            f"{where}: no client runs this tool of type {shown(kind)}: leave it out",
+            f"{where}: a tool of type {shown(kind)} is not understood here: give it as a function",
             f"{where}.type",
         )
     named = ClientTool(str(kind), str(tool.get("name") or kind))
     given = {name: tool[name] for name in ("description", "parameters") if tool.get(name)}
-    function = {"name": named.name, **FUNCTIONS.get(named.kind, {}), **given}
+    custom = {"parameters": ONE_TEXT} if kind == "custom" else {}
+    function = {"name": named.name, **custom, **given}
     form = tool.get("format")
     if isinstance(form, dict) and form.get("definition"):
         syntax = f"The input keeps to this grammar ({form.get('syntax')}):\n{form['definition']}"
         description = str(given.get("description", ""))
         function["description"] = "\n\n".join(filter(None, [description, syntax]))
     yield where, named, function
-
-
-def _runs_there(tool: Mapping[str, Any]) -> bool:
-    """Return whether a tool of a kind that either side can run is to run on the server."""
-    if tool.get("type") == "tool_search":
-        return tool.get("execution") != "client"
-    environment = tool.get("environment")
-    kind = environment.get("type", "local") if isinstance(environment, dict) else "local"
-    return tool.get("type") == "shell" and bool(kind != "local")
 
 
 def listed(objects: Any, where: str) -> Iterator[tuple[str, Json]]:

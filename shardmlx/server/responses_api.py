@@ -125,24 +125,16 @@ def _add_item(chat: TranslatedChat, where: str, item: Json) -> None:
         raise refused(f"{where}: an item of type {shown(given)} is not understood here", where)
 
 
-CALLS = frozenset(f"{kind}_call" for kind in FIELDS) - {"custom_call"} | {"custom_tool_call"}
-OUTPUTS = frozenset(f"{call}_output" for call in CALLS) - {"tool_search_call_output"} | {
-    "tool_search_output"
-}
+CALLS = ("function_call", "custom_tool_call", "tool_search_call")
+OUTPUTS = ("function_call_output", "custom_tool_call_output", "tool_search_output")
 
 
 def _output(item: Json) -> Any:
-    """Return what a tool gave: a text, or parts of it, or JSON of what else it is."""
-    output = item.get("output")
-    if item["type"] == "tool_search_output":
-        found = listed(item.get("tools") or [], "tools")
-        output = {"tools": [tool.get("name") for _, tool in found]}
-    if item["type"] == "apply_patch_call_output" and not output:
-        output = item.get("status")
-    is_plain = output is None or isinstance(output, str)
-    if is_plain or item["type"] in ("function_call_output", "custom_tool_call_output"):
-        return output
-    return json.dumps(output, ensure_ascii=False)
+    """Return what a tool gave: a text, or parts of it, or JSON of the tools that were found."""
+    if item["type"] != "tool_search_output":
+        return item.get("output")
+    found = listed(item.get("tools") or [], "tools")
+    return json.dumps({"tools": [tool.get("name") for _, tool in found]}, ensure_ascii=False)
 
 
 def _add_answered(chat: TranslatedChat, where: str, kind: str, item: Json) -> None:

@@ -117,24 +117,6 @@ CLIENTS_OWN = [
         {"name": "apply_patch", "arguments": {"input": "x"}},
     ),
     (
-        {"type": "local_shell"},
-        function_in("local_shell", '{"command": ["ls"]}'),
-        {"type": "local_shell_call", "action": {"type": "exec", "env": {}, "command": ["ls"]}},
-        {"name": "local_shell", "arguments": {"command": ["ls"]}},
-    ),
-    (
-        {"type": "shell", "environment": {"type": "local"}},
-        function_in("shell", '{"commands": ["ls"]}'),
-        {"type": "shell_call", "action": {"commands": ["ls"]}},
-        {"name": "shell", "arguments": {"commands": ["ls"]}},
-    ),
-    (
-        {"type": "apply_patch"},
-        function_in("apply_patch", '{"type": "delete_file", "path": "a"}'),
-        {"type": "apply_patch_call", "operation": {"type": "delete_file", "path": "a"}},
-        {"name": "apply_patch", "arguments": {"type": "delete_file", "path": "a"}},
-    ),
-    (
         FIND,
         function_in("tool_search", '{"at": "sea"}'),
         {"type": "tool_search_call", "execution": "client", "arguments": {"at": "sea"}},
@@ -182,9 +164,9 @@ def test_tools_that_the_client_runs(
 
 def test_a_call_of_such_a_tool_that_is_cut_off_is_text(client: openai.OpenAI) -> None:
     """Nobody shall run it."""
-    said = function_in("local_shell", '{"command": ["rm"]}')
-    for tool, kind in (({"type": "local_shell"}, "message"), (LOOK, "function_call")):
-        said = said.replace("local_shell", str(tool.get("name", "local_shell")))
+    said = function_in("apply_patch", '{"input": ["rm"]}')
+    for tool, kind in ((PATCH, "message"), (LOOK, "function_call")):
+        said = said.replace("apply_patch", tool["name"])
         most = said.index('"]}')
         answer = client.responses.create(
             model=MODEL, input=said, tools=[tool], max_output_tokens=most
@@ -203,7 +185,7 @@ CODEX: dict[str, Any] = {
          "content": [{"type": "input_text", "text": "<environment_context/>"}]},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi."}]},
     ],
-    "tools": [LOOK, PATCH, {"type": "local_shell"}, IN_NAMESPACE, FIND],
+    "tools": [LOOK, PATCH, IN_NAMESPACE, FIND],
     "tool_choice": "auto",
     "parallel_tool_calls": False,
     "reasoning": {"effort": "medium", "summary": "auto"},
@@ -230,7 +212,7 @@ def test_a_request_of_codex(served: Serving, agent: Agent) -> None:
         "hi.",
     ]
     names = [tool["function"]["name"] for tool in agent.tools]
-    assert names == ["look", "apply_patch", "local_shell", "mcp__notes__find", "tool_search"]
+    assert names == ["look", "apply_patch", "mcp__notes__find", "tool_search"]
     assert "start: /x/" in agent.tools[1]["function"]["description"]
 
 
@@ -262,9 +244,9 @@ def tool(**says: Any) -> dict[str, Any]:
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id", ""),
         ({"extra_body": {"n": 2}}, "n", ""),
-        (tool(type="web_search"), "tools.0.type", "no client runs"),
-        (tool(type="tool_search"), "tools.0.type", "no client runs"),
-        (tool(type="shell", environment={"type": "container"}), "tools.0.type", "no client runs"),
+        (tool(type="web_search"), "tools.0.type", "not understood here"),
+        (tool(type="tool_search"), "tools.0.type", "not understood here"),
+        (tool(type="local_shell"), "tools.0.type", "not understood here"),
         (tool(type="teleport"), "tools.0.type", "'teleport'"),
         (tool(**{**LOOK, "name": "?"}), "tools.0.name", ""),
         (tool(**{**LOOK, "parameters": 5}), "tools.0.parameters", ""),
