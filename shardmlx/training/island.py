@@ -223,7 +223,7 @@ class Island:
         if left:
             return None
         due = self._terms.due(update)
-        problem = self._take_what_came(update, bool(due))
+        problem = self._take_what_came(update, bool(due), is_last=is_last)
         for k in due:
             if problem is None and k not in self._under_way:
                 self._report(k, update)
