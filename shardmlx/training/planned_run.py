@@ -19,7 +19,7 @@ from shardmlx.common.reporter import Reporter, check_writable
 from shardmlx.config.checks import shares_of
 from shardmlx.config.data import DataOptions
 from shardmlx.config.objective import ObjectiveOptions
-from shardmlx.config.specs import SUM_DTYPES, FineTune, ModelSource, RunSpec
+from shardmlx.config.specs import FineTune, ModelSource, RunSpec
 from shardmlx.config.train import (
     BEST,
     CheckpointOptions,
@@ -197,8 +197,6 @@ def plan_run(
         part.stored = {name: stored[name] for name in part.trainable if name in stored}
     check_valid(config, sizes)
     reporter.say(_headline(choice.run, plan))
-    if ignored := _without_effect(run, plan):
-        reporter.warn(f"{' '.join(ignored)}: no effect with one replica")
     if config.train:
         if choice.run != run:
             reporter.say(str(choice))
@@ -432,15 +430,3 @@ def _headline(run: RunSpec, plan: Plan) -> str:
         f"{mesh.pp} pipeline parallel{across}, {stages}, {plan.schedule}, batches of "
         f"{run.batch.batch_size} in {plan.microbatches} micro-batches a replica{rows}"
     )
-
-
-def _without_effect(run: RunSpec, plan: Plan) -> list[str]:
-    """Return the options of replicas that are given where there is one."""
-    tune = run.fine_tune
-    if not tune.train or plan.mesh.dp > 1:
-        return []
-    return [
-        *([f"--zero {tune.zero}"] if tune.zero else []),
-        *([f"sum_dtype {tune.sum_dtype}"] if tune.sum_dtype != SUM_DTYPES[0] else []),
-        *([f"--replica-rows {rows}"] if (rows := run.batch.replica_rows) else []),
-    ]

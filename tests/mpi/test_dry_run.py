@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from tests.helpers.mpirun import in_file, train_well
+from tests.helpers.mpirun import train_well
 
 
 def test_a_dry_run_says_what_a_run_would_do_and_does_nothing(
@@ -37,17 +37,3 @@ def test_a_dry_run_says_what_a_run_would_do_and_does_nothing(
 def test_without_mpirun_and_speeds_there_is_a_plan_too(small: Path, pirate: Path) -> None:
     job = train_well(1, "--model", small, "--data", pirate, "--num-layers", "4", "--dry-run")
     assert "Time of a step: not known: measure it with shardmlx profile" in job.stdout
-
-
-def test_an_option_that_has_no_effect_in_this_layout_is_said(
-    small: Path, pirate: Path, tmp_path: Path
-) -> None:
-    """It is no error: a run that goes on with fewer machines may have it."""
-    file = in_file(tmp_path / "sums.yaml", sum_dtype="int8")
-    options = ("--zero", "3", "--replica-rows", "auto", *file)
-    common = ("--model", small, "--data", pirate, "--num-layers", "4", "--dry-run", *options)
-    said = train_well(2, *common, "--data-parallel", "1").stdout
-    assert (
-        "warning: --zero 3 sum_dtype int8 --replica-rows auto: no effect with one replica" in said
-    )
-    assert "2 ranks = 1 data parallel x 2 pipeline parallel" in said
