@@ -292,7 +292,6 @@ class TrainConfig(
             ("zero", bool(self.zero), "leave it out"),
             ("unfreeze_all", self.unfreeze_all, "leave it out"),
             ("sum_dtype", self.keeps_errors, "use bfloat16"),
-            ("sweep", self.sweep is not None, "train one after the other"),
             ("stage_map", self.stage_map is not None, "give --pipeline-stages"),
         ):
             complaint = f"is {getattr(self, name)} with --tensor-parallel {self.tensor_parallel}"

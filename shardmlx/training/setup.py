@@ -128,12 +128,12 @@ def _load(
         _, pipeline_rank = plan.mesh.coordinates(transport.rank)
         weights = DividedWeights(transport.rank, plan.mesh.replicas_of(pipeline_rank), parts)
     savings = work.savings(planned.cluster.backend)
+    _take_shares(planned, transport, reporter, parts, opened.shape, beside)
     if beside:
         for part, stage in zip(parts, beside[0].stages, strict=True):
             part.share_frozen(stage.part)
             part.load()
     else:
-        _take_shares(planned, transport, reporter, parts, opened.shape)
         opened.weights.load(parts, opened.shape, reporter, shares=planned.shares)
     stages = build_stages(
         planned.slices,
@@ -162,16 +162,20 @@ def _take_shares(
     reporter: Reporter,
     parts: Sequence[Slice],
     shape: ModelShape,
+    beside: Sequence[TrainingRun],
 ) -> None:
     """Leave unread slices this rank's share of their layers. Collective."""
-    if planned.shares.size == 1:
+    mesh, rank = planned.plan.mesh, transport.rank
+    if mesh.tp == 1:
         return
-    group = join_group(transport, planned.plan.mesh.sharing(transport.rank), reporter)
-    all_sum = partial(mx.distributed.all_sum, group=group)
+    all_sum = beside[0].stages[0].part.all_sum if beside else None
+    if all_sum is None:
+        group = join_group(transport, mesh.sharing(rank), reporter)
+        all_sum = partial(mx.distributed.all_sum, group=group)
 
     def take() -> None:
         for part in parts:
-            take_share(part, shape, planned.shares, group.rank(), all_sum)
+            take_share(part, shape, planned.shares, mesh.share(rank), all_sum)
 
     on_all_ranks(transport, "sharing layers", take)
 

@@ -67,9 +67,10 @@ def plan_sweep(
         return runs
 
     runs = from_rank_0(transport, "reading the sweep", read)
+    most = transport.size // config.tensor_parallel
     whole = in_one(config, runs)
     if whole.stage_map is None and whole.data_parallel is None and whole.pipeline_stages is None:
-        whole = replace(whole, pipeline_stages=transport.size, lr_schedule=whole.asked_lr_schedule)
+        whole = replace(whole, pipeline_stages=most, lr_schedule=whole.asked_lr_schedule)
     sets: dict[str, DataSets] = {}
 
     def read_data() -> DataSets:
@@ -101,7 +102,7 @@ def plan_sweep(
         raise AgreedError(
             f"--sweep {config.sweep}: adapters train side by side in one pipeline, and there are "
             f"{replicas} replicas",
-            f"give --pipeline-stages {transport.size}",
+            f"give --pipeline-stages {most}",
         )
     return planned, runs, sets, sizes
 

@@ -85,8 +85,8 @@ def train(
     run_in_pool(
         ranks,
         *("-m", "shardmlx.train", "--model", model, "--data", data, *how),
-        *in_file(output / "options.yaml", **options, num_layers=4),
-        *("--learning-rate", "0.01", "--iters", "3", "--steps-per-report", "1"),
+        *in_file(output / "options.yaml", **{"learning_rate": 0.01, **options}, num_layers=4),
+        *("--iters", "3", "--steps-per-report", "1"),
         *("--max-seq-length", "64", "--val-batches", "1"),
         *("--adapter-path", output, "--metrics-file", output / "metrics.jsonl"),
     ).well()
@@ -121,6 +121,19 @@ def test_training_with_whole_experts(small_tokenizer: Path, pirate: Path, tmp_pa
     runs = {1: ((), {}), 2: (shared, {"expert_parallel": True})}
     names = check_training(model, pirate, tmp_path, {}, runs)
     assert any("switch_mlp.down_proj.lora_b" in name for name in names)
+
+
+def test_a_sweep_trains_as_in_one_process(small: Path, pirate: Path, tmp_path: Path) -> None:
+    sweep = tmp_path / "sweep.yaml"
+    sweep.write_text("high: {learning_rate: 0.1}\nlow: {learning_rate: 0.01, seed: 3}\n")
+    alone, shared = (
+        train(ranks, tmp_path / f"{ranks}", small, pirate, "--sweep", sweep, *how, optimizer="sgd")
+        for ranks, how in ((1, ()), (2, ("--tensor-parallel", "2")))
+    )
+    for name in ("high", "low"):
+        expected, weights = load_weights(alone / name), load_weights(shared / name)
+        for each, array in expected.items():
+            np.testing.assert_allclose(weights[each], array, atol=1e-5, err_msg=each)
 
 
 def check_training(
