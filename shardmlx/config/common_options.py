@@ -20,7 +20,7 @@ FASTEST, SMALLEST = "balanced", "memory"
 model_argument = partial(
     option,
     REQUIRED,
-    "directory, .safetensors file, or Hugging Face repository (OWNER/NAME); headers are enough",
+    "directory, or Hugging Face repository (OWNER/NAME); headers are enough",
     metavar="MODEL",
     positional=True,
 )

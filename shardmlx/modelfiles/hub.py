@@ -24,7 +24,7 @@ from shardmlx.modelfiles.safetensors_header import (
     header_length,
     parse_header,
 )
-from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, CONFIG_FILE, Directory
+from shardmlx.modelfiles.sources import CONFIG_FILE, Directory
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
@@ -36,7 +36,7 @@ _CONNECTIONS = 8
 _ATTEMPTS = 3  # a connection that breaks is tried again
 _PAUSE = 0.3  # seconds, once after the first attempt and twice after the second
 _OFFLINE = "no internet? give a local directory"
-_KEY_FILES = (CONFIG_FILE, ADAPTER_CONFIG_FILE, INDEX_FILE, "model.safetensors")
+_KEY_FILES = (CONFIG_FILE, INDEX_FILE, "model.safetensors")
 
 
 class Unreachable(UserError):
@@ -76,7 +76,6 @@ def no_directory(name: str, error: Unreachable) -> UserError:
 class Repository:
     """The files of one commit on the hub."""
 
-    is_part = False
     note = ""
     missing = "the repository is incomplete: tell its owner, or try another --revision"
     paths: Mapping[str, Path]

@@ -1,7 +1,6 @@
 """A model as its files describe it: config.json, index and the headers of its safetensors files.
 
-From a directory, a single file, or a Hugging Face repository; no weight is read. Adapters, and
-directories of safetensors files without a config.json, such as checkpoints, are read as well.
+From a directory or a Hugging Face repository; no weight is read.
 """
 
 from __future__ import annotations
@@ -25,13 +24,10 @@ from shardmlx.modelfiles.safetensors_header import (
     parse_index,
 )
 from shardmlx.modelfiles.sources import (
-    ADAPTER_CONFIG_FILE,
-    ADAPTER_FILE,
     CONFIG_FILE,
     PACKING_FILE,
     SUFFIX,
     Directory,
-    SingleFile,
 )
 from shardmlx.models.config_reader import check_layout, parse_config
 
@@ -42,16 +38,14 @@ Source = Directory | Repository
 class ModelFiles:
     """Facts about a model that are known without reading its weights.
 
-    ``config`` is empty without a config.json, ``tensors`` without weights. ``sizes`` (bytes) and
+    ``tensors`` are empty without weights. ``sizes`` (bytes) and
     ``checksums`` (sha256, or the git blob id of small files) come from the hub, ``paths`` are of
-    local files only. ``faults`` say why the files are not one model; a name in two files then comes
-    as ``FILE:NAME`` too. ``is_part`` marks a single file of a larger model.
+    local files only. ``faults`` say why the files are not one model.
     """
 
     name: str
     revision: str | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
-    adapter: Mapping[str, Any] | None = None
     headers: Mapping[str, Header] = field(default_factory=dict)
     tensors: Mapping[str, PlacedTensor] = field(default_factory=dict)
     index: Index | None = None
@@ -59,12 +53,11 @@ class ModelFiles:
     checksums: Mapping[str, str] = field(default_factory=dict)
     paths: Mapping[str, Path] = field(default_factory=dict)
     faults: tuple[str, ...] = ()
-    is_part: bool = False
     note: str = ""
 
 
 def open_model(name: str, revision: str | None = None) -> ModelFiles:
-    """Read a directory, .safetensors file or repository; ``UserError`` names the first fault."""
+    """Read a directory or a repository; ``UserError`` names the first fault."""
     return sound(find_source(name, revision))
 
 
@@ -93,7 +86,9 @@ def find_source(name: str, revision: str | None = None) -> Source:
     if path.exists():
         if revision is not None:
             raise UserError(f"--revision {revision} of {name}, which is here", "leave it out")
-        return Directory(path) if path.is_dir() else SingleFile(path)
+        if not path.is_dir():
+            raise UserError(f"{name} is a file", "name the directory that holds config.json")
+        return Directory(path)
     if name.startswith((".", "/", "~")) or name.endswith(SUFFIX):
         raise UserError(f"{name} does not exist: check the path")
     return find_repository(name, revision)
@@ -103,33 +98,24 @@ def read_model(source: Source) -> ModelFiles:
     """Read the description of the model; ``faults`` tells about its tensors."""
     present = set(source.files)
     check_layout(source.name, present)
-    config: Mapping[str, Any] = {}
-    adapter = None
-    index = None
-    if CONFIG_FILE in present:
-        # A model, even with adapters beside it: trained with --adapter-path MODEL.
-        config = parse_config(source.read(CONFIG_FILE), source.where(CONFIG_FILE))
-        if PACKING_FILE in present and not config.keys() & {"quantization", "quantization_config"}:
-            packing = parse_config(source.read(PACKING_FILE), source.where(PACKING_FILE))
-            config = {**config, "quantization_config": {"quant_method": "modelopt", **packing}}
-    elif {ADAPTER_FILE, ADAPTER_CONFIG_FILE} <= present:
-        text = source.read(ADAPTER_CONFIG_FILE)
-        adapter = parse_config(text, source.where(ADAPTER_CONFIG_FILE))
-    if adapter is None and INDEX_FILE in present:
-        index = parse_index(source.read(INDEX_FILE), source.where(INDEX_FILE))
-    files = _weight_files(source, adapter is not None, bool(config), index)
-    if not files and not config:
+    if CONFIG_FILE not in present:
         raise UserError(
-            f"{source.name} is no model: it has no {CONFIG_FILE} and no {SUFFIX} file: name the "
-            "directory or repository that has them"
+            f"{source.name} is no model: it has no {CONFIG_FILE}",
+            "name the directory or repository that has it",
         )
-    is_loose = not config and index is None and adapter is None
-    headers, tensors, faults = _read_tensors(source, files, index, is_loose)
+    config = parse_config(source.read(CONFIG_FILE), source.where(CONFIG_FILE))
+    if PACKING_FILE in present and not config.keys() & {"quantization", "quantization_config"}:
+        packing = parse_config(source.read(PACKING_FILE), source.where(PACKING_FILE))
+        config = {**config, "quantization_config": {"quant_method": "modelopt", **packing}}
+    index = None
+    if INDEX_FILE in present:
+        index = parse_index(source.read(INDEX_FILE), source.where(INDEX_FILE))
+    files = sorted(file for file in fnmatch.filter(present, MODEL_FILES) if "/" not in file)
+    headers, tensors, faults = _read_tensors(source, files, index)
     return ModelFiles(
         name=source.name,
         revision=source.revision,
         config=config,
-        adapter=adapter,
         headers=headers,
         tensors=tensors,
         index=index,
@@ -137,28 +123,14 @@ def read_model(source: Source) -> ModelFiles:
         checksums=source.checksums,
         paths=source.paths,
         faults=tuple(faults),
-        is_part=source.is_part,
         note=source.note,
     )
 
 
-def _weight_files(
-    source: Source, is_adapter: bool, has_config: bool, index: Index | None
-) -> list[str]:
-    """Return the files that mlx-lm loads of a model; all files of other directories."""
-    if is_adapter:
-        return [ADAPTER_FILE]
-    if isinstance(source, SingleFile):
-        return [source.file]
-    all_files = sorted(f for f in source.files if f.endswith(SUFFIX) and "/" not in f)
-    files = fnmatch.filter(all_files, MODEL_FILES)
-    return files if has_config or index is not None or files else all_files
-
-
 def _read_tensors(
-    source: Source, files: Sequence[str], index: Index | None, is_loose: bool
+    source: Source, files: Sequence[str], index: Index | None
 ) -> tuple[dict[str, Header], dict[str, PlacedTensor], list[str]]:
-    """Return headers, tensors, faults of ``files``; a checkpoint's, ``is_loose``, share names."""
+    """Return headers, tensors and faults of ``files``."""
     indexed = index.files if index else {}
     named_files = {*indexed.values()}
     others = sorted({*fnmatch.filter(source.files, MODEL_FILES)} - named_files)
@@ -179,9 +151,7 @@ def _read_tensors(
     for file, header in headers.items():
         for name, tensor in header.tensors.items():
             first = tensors.setdefault(name, tensor)
-            if first is not tensor and is_loose:
-                tensors[f"{file}:{name}"] = tensor
-            elif first is not tensor:
+            if first is not tensor:
                 faults.append(
                     f"tensor {name!r} is in both {first.file} and {file} of {source.name}: "
                     "take the file away that does not belong to the model"

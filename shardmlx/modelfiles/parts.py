@@ -35,8 +35,8 @@ from shardmlx.models.shape import ModelShape
 EMBEDDING, HEAD, OTHER, DROPPED = "embedding", "head", "other", "not loaded"
 """Names of the parts other than decoder layers; ``head`` is the final norm and the head."""
 
-_LAYER = re.compile(r"(?:^|[.:])(?:layers|h|blocks)\.(\d+)\.")
-_HEAD = re.compile(r"(?:^|[:.])(?:lm_head|model\.norm)\.")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_HEAD = re.compile(r"(?:^|\.)(?:lm_head|model\.norm)\.")
 _PACKED = ("U8", "I8", "I32", "U32", "F4", "F8_E4M3", "F8_E5M2")
 _FLOATS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
@@ -151,12 +151,7 @@ def inspect_files(files: ModelFiles) -> Inspection:
     found = shape_of(files)
     shape = None if isinstance(found, str) else found
     is_computed = not files.tensors
-    if is_computed:
-        if not files.config:
-            raise UserError(f"{files.name} has no tensors: name the model that it belongs to")
-        tensors = planned_tensors(files.config)
-    else:
-        tensors = dict(files.tensors)
+    tensors = planned_tensors(files.config) if is_computed else dict(files.tensors)
     columns = {}
     if shape is not None:
         family = modules(shape)
@@ -218,10 +213,10 @@ def _traced(config: str, sides: tuple[tuple[str, tuple[int, ...]], ...]) -> Mode
 
 
 def shape_of(files: ModelFiles) -> ModelShape | str:
-    """Return the model's shape, or why these tensors have none: no config.json, or of a model that
-    cannot be divided. Raises ``UserError`` for a broken config.json."""
+    """Return the model's shape, or why these tensors have none, as those of a model that cannot be
+    divided. Raises ``UserError`` for a broken config.json."""
     try:
-        return read_shape(files.config, files.tensors) if files.config else "no config.json"
+        return read_shape(files.config, files.tensors)
     except UserError as error:
         if not files.tensors or is_declared(files.config):
             raise
@@ -230,10 +225,6 @@ def shape_of(files: ModelFiles) -> ModelShape | str:
 
 def needed_shape(files: ModelFiles) -> ModelShape:
     """Return the model's shape. Raises ``UserError`` if it has none."""
-    if not files.config:
-        raise UserError(
-            f"{files.name} has no config.json, or an empty one", "name the directory of a model"
-        )
     shape = read_shape(files.config, files.tensors)
     check_packing(files.config, shape)
     return shape

@@ -1,4 +1,4 @@
-"""Sources of the files of a model: a directory, or one file. Repositories are in ``hub``."""
+"""A directory with the files of a model. Repositories are in ``hub``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ class Directory:
     and ``sizes``. ``missing`` is the remedy for an absent file. Methods raise ``UserError``."""
 
     revision: str | None = None
-    is_part = False
     note = ""
     missing = "copy it too"
 
@@ -59,22 +58,6 @@ class Directory:
                 yield read_header(self.path / file)
             except UserError as error:
                 yield error
-
-
-class SingleFile(Directory):
-    """A .safetensors file, with the config.json beside it, if there is one."""
-
-    def __init__(self, path: Path) -> None:
-        if path.suffix != SUFFIX or not path.is_file():
-            raise UserError(
-                f"{path} is no {SUFFIX} file: name such a file, or the directory of a model"
-            )
-        super().__init__(path.parent)
-        self.name = str(path)
-        self.file = path.name
-        self.is_part = path.name != "model.safetensors"
-        beside = {CONFIG_FILE} if path.name != ADAPTER_FILE else {ADAPTER_CONFIG_FILE}
-        self.files = [name for name in self.files if name in {path.name, *beside}]
 
 
 _CHECKSUM = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")

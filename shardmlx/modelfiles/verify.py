@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,11 +54,7 @@ def verify(files: ModelFiles, advance: Callable[[int], None] = lambda count: Non
     if files.index is not None:
         faults += _index(files, files.index)
         checked.append("index: files, tensors, total size")
-    if files.adapter is not None:
-        faults += _adapters(files)
-        checked.append("adapters: pairs, ranks, layers")
-    else:
-        checked.append(_family(files, faults))
+    checked.append(_family(files, faults))
     known = checksums_to_compare(files)
     if known:
         for file in known:
@@ -101,7 +96,7 @@ def _family(files: ModelFiles, faults: list[str]) -> str:
     tensors = {loaded_name(name, shape): place for name, place in files.tensors.items()}
     family = modules(shape)
     if is_stored_otherwise(tensors, family, shape):
-        if shape.missing and not files.is_part:
+        if shape.missing:
             faults.append(f"tensor {shape.missing!r} is missing: {_remedy(files)}")
         return (
             f"tensors not compared: Hugging Face stores {shape.model_type} otherwise than mlx-lm, "
@@ -141,8 +136,7 @@ def _differences(
     for name, sides in expected.items():
         place = tensors.get(name)
         if place is None:
-            if not files.is_part:
-                yield f"tensor {name!r} is missing: {_remedy(files)}"
+            yield f"tensor {name!r} is missing: {_remedy(files)}"
         elif place.shape != sides and (shape.is_declared or sorted(place.shape) != sorted(sides)):
             # Only rows tell what mlx-lm turns, as it turns convolutions.
             yield (
@@ -172,37 +166,6 @@ def _wrong_dtype(name: str, place: PlacedTensor, expected: Mapping[str, object])
         return None if place.dtype == "U8" else "scales of this mode are U8"
     is_float = place.dtype.startswith(("F", "BF"))
     return None if is_float else "a floating-point dtype was expected"
-
-
-_ADAPTER = re.compile(r"(?P<module>.+)\.(?P<part>lora_a|lora_b|m)")
-
-
-def _adapters(files: ModelFiles) -> Iterator[str]:
-    """Pairs of (D, rank) and (rank, D') matrices, of the rank that the config says."""
-    parameters = (files.adapter or {}).get("lora_parameters")
-    rank = parameters.get("rank") if isinstance(parameters, dict) else None
-    for name, place in files.tensors.items():
-        match = _ADAPTER.fullmatch(name)
-        if match is None:
-            yield f"tensor {name!r} of {place.file} is no adapter: lora_a, lora_b or m"
-            continue
-        if match["part"] == "m" or len(place.shape) < 2:
-            continue
-        is_a = match["part"] == "lora_a"
-        partner = f"{match['module']}.{'lora_b' if is_a else 'lora_a'}"
-        if partner not in files.tensors:
-            yield f"tensor {name!r} of {place.file} has no {partner!r} beside it"
-        # The leading axis of experts is their number, and lora_a is stored the other way round.
-        own = (
-            {place.shape[-1], place.shape[-2]}
-            if len(place.shape) > 2
-            else {place.shape[1 if is_a else 0]}
-        )
-        if isinstance(rank, int) and rank not in own:
-            yield (
-                f"tensor {name!r} of {place.file} has shape {list(place.shape)}, but "
-                f"adapter_config.json says rank {rank}"
-            )
 
 
 def _checksum(path: Path, known: str, advance: Callable[[int], None]) -> Iterator[str]:

@@ -21,12 +21,9 @@ def summary(inspection: Inspection) -> str:
         lines.append(files.note)
     if inspection.shape is not None:
         lines.append(_family(inspection.shape))
-    elif files.adapter is not None:
-        lines.append(_adapter(inspection))
     if inspection.shape is not None and inspection.shape.is_approximate:
         lines.append(APPROXIMATE)
-    if files.config:
-        lines.append(inspection.abilities)
+    lines.append(inspection.abilities)
     cells = _cells(whole, ())
     packing = "" if cells["quantisation"] == "-" else f", {cells['quantisation']}"
     lines.append(
@@ -59,19 +56,6 @@ def _family(shape: ModelShape) -> str:
         f"{shape.model_type}: {shape.num_layers} layers, hidden {shape.hidden_size}, "
         f"ffn {widest.width}, {heads.queries}/{heads.keys} heads, "
         f"vocabulary {shape.vocab_size}{experts}, {'tied' if shape.tied else 'untied'} head"
-    )
-
-
-def _adapter(inspection: Inspection) -> str:
-    config = inspection.files.adapter or {}
-    parameters = config.get("lora_parameters")
-    settings = parameters if isinstance(parameters, dict) else {}
-    said = ", ".join(f"{key} {settings[key]}" for key in ("rank", "scale") if key in settings)
-    adapted = [i for i, layer in enumerate(inspection.layers) if layer.tensors]
-    layers = f"layers {adapted[0]}-{adapted[-1]}" if adapted else "no layer"
-    return (
-        f"{config.get('fine_tune_type', 'lora')} adapters of {config.get('model', 'a model')}: "
-        f"{layers}{', ' if said else ''}{said}"
     )
 
 

@@ -59,14 +59,6 @@ def test_mistrals_own_layout_alone_is_refused_by_all(tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
-def test_one_file_is_read_with_the_config_beside_it(tmp_path: Path) -> None:
-    write(tmp_path, model_files(TINY, shards=3))
-    files = open_model(str(tmp_path / "model-00002-of-00003.safetensors"))
-    assert files.is_part
-    assert files.config["model_type"] == "llama"
-    assert list(files.headers) == ["model-00002-of-00003.safetensors"]
-
-
 def test_a_config_alone_is_a_model_without_tensors_whose_sizes_are_computed(
     tmp_path: Path,
 ) -> None:
@@ -84,10 +76,8 @@ def test_a_config_alone_is_a_model_without_tensors_whose_sizes_are_computed(
 def test_a_model_with_adapters_beside_it_is_a_model(tmp_path: Path) -> None:
     """As a run with --adapter-path MODEL leaves it."""
     files = open_model(str(write(tmp_path, model_files(TINY) | adapters(range(2, 4)))))
-    assert files.adapter is None
     assert files.config["hidden_size"] == 64
     assert list(files.headers) == ["model.safetensors"]
-    assert len(open_model(str(tmp_path / "adapters.safetensors")).tensors) == 4
 
 
 @pytest.mark.parametrize(
@@ -101,7 +91,7 @@ def test_a_model_with_adapters_beside_it_is_a_model(tmp_path: Path) -> None:
         ),
         (
             lambda d: write(d, {"config.json": text_file(TINY)}) / "config.json",
-            "config.json is no .safetensors file: name such a file, or the directory",
+            "config.json is a file: name the directory that holds config.json",
         ),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 from shardmlx.main import main
 from shardmlx.modelfiles.model_files import find_source, read_model
 from shardmlx.modelfiles.verify import Verification, verify
-from tests.helpers.fake_models import TINY, Tensors, adapters, dump, model_files, tensors_of, write
+from tests.helpers.fake_models import TINY, Tensors, dump, model_files, tensors_of, write
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.further_configs import FURTHER
 from tests.helpers.hub_server import text_file
@@ -190,16 +190,6 @@ def test_checksums_find_what_headers_do_not(tmp_path: Path) -> None:
     config = snapshot / "config.json"
     config.write_text(config.read_text() + " ")
     assert any(str(config) in fault and "git id" in fault for fault in faults(snapshot))
-
-
-def test_adapters_are_pairs_of_the_rank_that_they_claim(tmp_path: Path) -> None:
-    assert faults(write(tmp_path / "sound", adapters(range(2)))) == []
-    lying = adapters(range(1), rank=8, lora_parameters={"rank": 16})
-    assert faults(write(tmp_path / "rank", lying)) == [
-        f"tensor 'model.layers.0.self_attn.q_proj.lora_{half}' of adapters.safetensors has shape "
-        f"{shape}, but adapter_config.json says rank 16"
-        for half, shape in (("a", [64, 8]), ("b", [8, 64]))
-    ]
 
 
 def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
