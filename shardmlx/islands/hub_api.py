@@ -8,8 +8,7 @@ import hmac
 import json
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -186,10 +185,8 @@ class _Api:
         """Write a body of so many bytes to the disk as it comes; return what ``take`` does."""
         given = request.headers.get("content-length")
         if given != str(length):
-            problem = (
-                f"the body has {given or 'an unknown number of'} bytes, and should have {length}"
-            )
-            raise Refusal(400, problem, "send that, with Content-Length")
+            problem = f"the body should have {length} bytes, and Content-Length is {given}"
+            raise Refusal(400, problem, "send that many")
         body = fragment.new_file()
 
         def finish() -> T:
@@ -200,8 +197,8 @@ class _Api:
                 body.unlink(missing_ok=True)
 
         try:
-            with self._place(name), body.open("wb") as file:
-                await _received(request, file.write, length)
+            with body.open("wb") as file:
+                await self._receive(request, name, file.write, length)
         except BaseException:
             body.unlink(missing_ok=True)
             raise
@@ -210,21 +207,33 @@ class _Api:
     async def _json(self, request: Request, name: str) -> Any:
         """Return a JSON body. Raises ``Refusal``."""
         body = bytearray()
-        with self._place(name):
-            await _received(request, body.extend, MOST_JSON)
+        await self._receive(request, name, body.extend, MOST_JSON)
         try:
             return json.loads(body)
         except (ValueError, RecursionError):
             raise Refusal(400, "the body is no JSON", "use the same shardmlx") from None
 
-    @contextmanager
-    def _place(self, name: str) -> Iterator[None]:
-        """Count a body that is on its way. Raises ``Refusal`` if there are too many."""
+    async def _receive(
+        self, request: Request, name: str, take: Callable[[bytes], object], most: int
+    ) -> None:
+        """Give a body to ``take``, piece by piece. Raises ``Refusal`` if it is too long or slow, or
+        one of too many of this island."""
+        loop = asyncio.get_running_loop()
+        last = loop.time() + SECONDS_OF_SILENCE + most / LEAST_RATE
+        count = 0
         if self._bodies[name] >= MOST_BODIES:
             raise Refusal(429, f"{MOST_BODIES} bodies of {name} are coming", "wait", retry=True)
         self._bodies[name] += 1
         try:
-            yield
+            async with asyncio.timeout(SECONDS_OF_SILENCE) as limit:
+                async for piece in request.stream():
+                    count += len(piece)
+                    if count > most:
+                        raise Refusal(413, f"the body is longer than {most} bytes", "send no more")
+                    take(piece)
+                    limit.reschedule(min(last, loop.time() + SECONDS_OF_SILENCE))
+        except TimeoutError:
+            raise Refusal(408, "the body came too slowly", "send it again", retry=True) from None
         finally:
             self._bodies[name] -= 1
 
@@ -234,13 +243,13 @@ class _Api:
         headers = {**ANSWERED}
         if isinstance(error, Refusal):
             status, more = error.status, error.more
+        elif isinstance(error, UserError):
+            status, more = 422, {}
         elif isinstance(error, HTTPException):
             status, more = error.status_code, {}
             error = UserError(f"{request.method} {request.url.path}: {error.detail}")
         else:
-            status, more = (422 if isinstance(error, UserError) else 500), {}
-        if not isinstance(error, UserError):
-            more = {"retry": True}
+            status, more = 500, {"retry": True}
             error = UserError(f"a fault of the hub: {one_line(error)}", "see what it printed")
         if status == 401:
             self._rounds.strangers[error.problem] += 1
@@ -255,7 +264,7 @@ def _version(fragment: FragmentStore) -> int:
 
 def _file(fragment: FragmentStore, part: str, version: int) -> Response:
     path = fragment.path(part, version)
-    if version != fragment.version or not path.exists():
+    if not path.exists():
         raise Refusal(404, f"there is no {part} of version {version}", "take the weights")
     headers = {"x-version": str(version), "etag": f'"{path.parent.parent.name}-{version}"'}
     return FileResponse(path, headers=headers, media_type="application/octet-stream")
@@ -269,20 +278,3 @@ def _number(request: Request, name: str, default: int | None = None) -> int:
     if text is None or not text.isascii() or not text.isdigit() or len(text) > 15:
         raise Refusal(400, f"{name} is {text!r}", "give a whole number")
     return int(text)
-
-
-async def _received(request: Request, take: Callable[[bytes], object], most: int) -> None:
-    """Give a body to ``take``, piece by piece. Raises ``Refusal`` if it is too long or slow."""
-    loop = asyncio.get_running_loop()
-    last = loop.time() + SECONDS_OF_SILENCE + most / LEAST_RATE
-    count = 0
-    try:
-        async with asyncio.timeout(SECONDS_OF_SILENCE) as limit:
-            async for piece in request.stream():
-                count += len(piece)
-                if count > most:
-                    raise Refusal(413, f"the body is longer than {most} bytes", "send no more")
-                take(piece)
-                limit.reschedule(min(last, loop.time() + SECONDS_OF_SILENCE))
-    except TimeoutError:
-        raise Refusal(408, "the body came too slowly", "send it again", retry=True) from None

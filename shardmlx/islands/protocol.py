@@ -40,8 +40,16 @@ class ProtocolError(UserError):
     """Something that the other side may not say."""
 
 
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Fields that travel as JSON."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class Terms(Message):
     """The way in which islands train and report. The hub sets it; an island learns it as it joins.
 
     An island reports a fragment every ``inner_steps`` steps, and trains ``overlap`` steps more
@@ -82,9 +90,6 @@ class Terms:
             raise ProtocolError(
                 f"terms {values!r} are of another version", "use the same shardmlx"
             ) from None
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     @property
     def copies(self) -> int:
@@ -175,7 +180,7 @@ def _layer_of(tensor: Tensor) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Join:
+class Join(Message):
     """The first message of an island: ``POST /join``.
 
     ``name`` is what the island calls itself: its token must say the same. ``model`` says which
@@ -201,9 +206,6 @@ class Join:
         own = {name: values[name] for name in kinds}
         return cls(**{**own, "tensors": tensors_of_json(values["tensors"])})
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     def check_same(self, other: Join) -> None:
         """Raise ``ProtocolError`` that names the first difference from another island's model."""
         for key in dict.fromkeys([*self.model, *other.model]):
@@ -222,7 +224,7 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joined:
+class Joined(Message):
     """The hub's answer to ``Join``.
 
     ``versions`` has one for each fragment, None where no weights have come yet: an island to which
@@ -240,12 +242,9 @@ class Joined:
     def of_json(cls, values: Mapping[str, Any]) -> Joined:
         return cls(**{**values, "terms": Terms.of_json(values["terms"])})
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class Progress(Message):
     """The heartbeat of an island: ``POST /progress``. The answer is {ended, evaluate}."""
 
     step: int
@@ -268,9 +267,6 @@ class Progress:
         if not are_finite or not all(type(each) is int for each in counts):
             raise ProtocolError("progress has a value that is no number", remedy)
         return progress
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def report_path(fragment: int, seq: int, *, base: int, rows: int, steps: int, tokens: int) -> str:

@@ -48,7 +48,6 @@ class Island:
     heard: float = -math.inf
     progress: Progress | None = None
     leaving: bool = False
-    rows: int = 0
     late: int = 0
     refused: int = 0
     losses: list[tuple[int, float]] = field(default_factory=list)
@@ -67,6 +66,8 @@ class Rounds:
     def __init__(self, options: HubOptions, clock: Callable[[], float] = time.monotonic) -> None:
         self.options = options
         self.run = Run(Path(options.path), options.names, options.terms)
+        if not self.run.tokens:
+            raise UserError(f"{options.path} has no tokens", "give --islands NAME,NAME")
         self.islands = {name: Island() for name in self.run.tokens}
         self.strangers: Counter[str] = Counter()
         """Requests of nobody known that were refused, by reason."""
@@ -106,8 +107,7 @@ class Rounds:
             if self.run.first is not None:
                 message.check_same(self.run.first)
             self.run.join(name, message)
-            island = self.islands[name]
-            island.leaving, island.rows = False, message.rows
+            self.islands[name].leaving = False
             fragments = self.run.fragments
             versions = [each.version for each in fragments]
             is_seeder = None in versions and self._seeder not in {*self.present()} - {name}
@@ -124,10 +124,8 @@ class Rounds:
         fragment = self.fragment(number)
         with fragment.lock:
             if self._seeder != name or fragment.version is not None:
-                raise Refusal(
-                    409, f"fragment {number} needs no weights of {name}", "take the hub's"
-                )
-            if not all(np.isfinite(each).all() for each in fragment.raw(body)):
+                raise Refusal(409, f"fragment {number} needs no weights of {name}", "join anew")
+            if not all(np.isfinite(each).all() for each in fragment.decoded(body, is_seed=True)):
                 raise Refusal(422, "the weights have a number that is not finite", "train anew")
             fragment.seed(body)
 
@@ -158,9 +156,8 @@ class Rounds:
         try:
             norm = math.sqrt(sum(map(squared_norm, fragment.decoded(body))))
         except ValueError as error:
-            raise Refusal(
-                422, f"the difference cannot be decoded: {error}", "report anew"
-            ) from None
+            problem = f"the difference cannot be decoded: {error}"
+            raise Refusal(422, problem, "use the same shardmlx") from None
         norms = {**fragment.facts.norms, **{each.island: each.norm for each in fragment.pending}}
         norms.pop(report.island, None)
         reason = too_long(norm, [*norms.values()], self.options.max_norm_ratio)
@@ -238,12 +235,10 @@ class Rounds:
         """True once the run has the rounds, the tokens or the hours that it is to have."""
         options = self.options
         hours = (time.time() - self.run.began) / 3600
-        pairs = (
-            (self.version, options.rounds),
-            (self.tokens, options.tokens),
-            (hours, options.hours),
-        )
-        return any(most is not None and now >= most for now, most in pairs)
+        so_far = (self.version, self.tokens, hours)
+        most = (options.rounds, options.tokens, options.hours)
+        pairs = zip(so_far, most, strict=True)
+        return any(limit is not None and now >= limit for now, limit in pairs)
 
     def progress(self, name: str, message: Progress) -> dict[str, bool]:
         """Take an island's heartbeat, and answer it: the first one present validates."""

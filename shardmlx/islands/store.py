@@ -36,12 +36,14 @@ from shardmlx.common.durable_files import (
     write_durably,
 )
 from shardmlx.errors import UserError
-from shardmlx.islands.encodings import encoding_named
+from shardmlx.islands.encodings import Encoding, encoding_named
 from shardmlx.islands.protocol import NAME, Fragment, Join, Tensor, Terms, fragments_of
 from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 
 PUBLISHED, OUTER, MOMENTUM, CHANGE, FACTS = "published", "outer", "momentum", "change", "facts"
 """Files of a version. ``outer`` and ``change`` are there if the encoding is lossy."""
+
+FLOAT32 = encoding_named("float32")
 
 LEAST_TOKEN = 16
 """Characters of a token at least."""
@@ -139,19 +141,12 @@ class FragmentStore:
 
         self._commit(0, Facts(), write)
 
-    def raw(self, body: Path) -> Iterator[np.ndarray]:
-        """Yield the tensors of a body that is not encoded."""
-        at = 0
+    def decoded(self, body: Path, *, is_seed: bool = False) -> Iterator[np.ndarray]:
+        """Yield the tensors of a body. Raises ``ValueError`` for what none can be."""
+        encoding, at = FLOAT32 if is_seed else self._encoding, 0
         for tensor in self.fragment.tensors:
-            yield _read(body, at, tensor)
-            at += tensor.nbytes
-
-    def decoded(self, body: Path) -> Iterator[np.ndarray]:
-        """Yield the tensors of an encoded body. Raises ``ValueError`` for what none can be."""
-        at = 0
-        for tensor in self.fragment.tensors:
-            yield self._decoded(body, at, tensor)
-            at += self._encoding.nbytes(tensor.shape)
+            yield _read(body, at, tensor, encoding)
+            at += encoding.nbytes(tensor.shape)
 
     def add(self, body: Path, report: Report) -> None:
         """Keep a report, whose body is a file: once this returns it is not lost. It replaces one
@@ -166,27 +161,30 @@ class FragmentStore:
         """Make the next version of pending reports: of each, one tensor at a time is in memory."""
         if self.version is None:
             raise ValueError("this fragment has no weights yet")
-        old = self.directory / f"v{self.version:07}"
+        old, encoding = self.directory / f"v{self.version:07}", self._encoding
 
         def write(directory: Path) -> None:
             at = encoded_at = 0
             for tensor in self.fragment.tensors:
+                encoded = encoding.nbytes(tensor.shape)
                 differences = self._differences(reports, encoded_at, tensor)
                 published = _read(old / PUBLISHED, at, tensor)
-                weights = _read(old / OUTER, at, tensor) if self._encoding.is_lossy else published
+                weights = _read(old / OUTER, at, tensor) if encoding.is_lossy else published
                 has_momentum = (old / MOMENTUM).exists()
                 momentum = _read(old / MOMENTUM, at, tensor) if has_momentum else None
                 new, momentum = step(weights, momentum, differences)
                 if momentum is not None:
                     _append(directory / MOMENTUM, momentum)
-                if self._encoding.is_lossy:
+                if encoding.is_lossy:
                     _append(directory / OUTER, new)
-                    change = self._encoding.encode(new - published, self._last(encoded_at, tensor))
+                    has_last = (old / CHANGE).exists()
+                    last = _bytes(old / CHANGE, encoded_at, encoded) if has_last else None
+                    change = encoding.encode(new - published, last)
                     _append(directory / CHANGE, change)
-                    new = published + self._encoding.decode(change, tensor.shape)
+                    new = published + encoding.decode(change, tensor.shape)
                 _append(directory / PUBLISHED, new)
                 at += tensor.nbytes
-                encoded_at += self._encoding.nbytes(tensor.shape)
+                encoded_at += encoded
 
         self._commit(self.version + 1, self.facts.with_reports(reports), write)
 
@@ -194,18 +192,7 @@ class FragmentStore:
         """Yield the difference of each island, the sum of its reports."""
         for _, own in groupby(reports, attrgetter("island")):
             bodies = (self.directory / each.file for each in own)
-            yield reduce(add, (self._decoded(body, at, tensor) for body in bodies))
-
-    def _decoded(self, body: Path, at: int, tensor: Tensor) -> np.ndarray:
-        data = np.fromfile(body, np.uint8, self._encoding.nbytes(tensor.shape), offset=at)
-        return self._encoding.decode(data, tensor.shape)
-
-    def _last(self, at: int, tensor: Tensor) -> np.ndarray | None:
-        """Return the last change of a tensor, which helps to encode the next."""
-        if not self.path(CHANGE).exists():
-            return None
-        count = self._encoding.nbytes(tensor.shape)
-        return np.fromfile(self.path(CHANGE), np.uint8, count, offset=at)
+            yield reduce(add, (_read(body, at, tensor, self._encoding) for body in bodies))
 
     def _commit(self, version: int, facts: Facts, write: Callable[[Path], None]) -> None:
         """Let ``write`` fill the directory of a version, and then give it its name."""
@@ -237,8 +224,12 @@ class FragmentStore:
                 _remove(path)
 
 
-def _read(path: Path, at: int, tensor: Tensor) -> np.ndarray:
-    return np.fromfile(path, np.float32, tensor.nbytes // 4, offset=at).reshape(tensor.shape)
+def _read(path: Path, at: int, tensor: Tensor, encoding: Encoding = FLOAT32) -> np.ndarray:
+    return encoding.decode(_bytes(path, at, encoding.nbytes(tensor.shape)), tensor.shape)
+
+
+def _bytes(path: Path, at: int, count: int) -> np.ndarray:
+    return np.fromfile(path, np.uint8, count, offset=at)
 
 
 def _append(path: Path, array: np.ndarray) -> None:
