@@ -297,6 +297,9 @@ class LayoutOptions(Spec):
         flag=False,
         unset="by memory bandwidth if the hostfile says it, else equal, as far as heads allow",
     )
+    expert_parallel: bool = option(
+        False, "ranks of --tensor-parallel have whole experts of a mixture, not columns", flag=False
+    )
     partitioner: str = common.partitioner(group="pipeline")
     schedule: str = _pipeline(
         AUTO,

@@ -238,9 +238,6 @@ class TrainConfig(
         minimum=0,
         unset="none, or warmup in lr_schedule",
     )
-    expert_parallel: bool = option(
-        False, "ranks of --tensor-parallel have whole experts of a mixture, not columns", flag=False
-    )
     sweep: str | None = _training(
         None, "adapters to train side by side: a YAML file of names and options", metavar="FILE"
     )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from shardmlx.costmodel.hostfile import Machine
 from shardmlx.costmodel.measured_memory import with_measurements
 from shardmlx.costmodel.profile_file import MachineProfile, Profile
+from shardmlx.costmodel.ring import Ring
 from shardmlx.costmodel.timing import ModelSeconds, Speed
 from shardmlx.costmodel.training_setup import BACKENDS, TrainingSetup
 from shardmlx.costmodel.workload import Workload
@@ -19,27 +19,8 @@ from shardmlx.pipeline.mesh import Mesh
 MEMORY_FRACTION = 0.75
 """Share of a machine's memory for a run on its CPU: the system and other programs have the rest."""
 
-SUM_SECONDS = 450e-6
-"""Seconds of a sum over ranks that share layers, beside its messages: a layer waits for it, and it
-for the layer. Fitted to measurements between two Linux hosts of one core each."""
-
 EFFICIENCY = 0.6
 """Share of peak FLOP/s reached in training: an estimate, replaced by ``--profile``."""
-
-
-class Ring(NamedTuple):
-    """The slowest link between ``members`` that share layers."""
-
-    members: int
-    latency: float
-    byte_seconds: float
-
-    def sum_seconds(self, nbytes: float) -> float:
-        """Return the seconds of a sum: each part goes around twice, as in MLX's ring."""
-        if self.members == 1:
-            return 0.0
-        message = self.latency + nbytes / self.members * self.byte_seconds
-        return 2 * (self.members - 1) * message + SUM_SECONDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +114,15 @@ class Cluster:
             byte_seconds=max(self.link_seconds(*each, 1.0) for each in links),
         )
 
+    def with_rings(self, across: int) -> Cluster:
+        """Return the cluster whose groups of ``across`` ranks, neighbours, share layers."""
+        if across == 1:
+            return self
+        firsts = (rank - rank % across for rank in range(self.size))
+        rings = [self.ring(range(first, first + across)) for first in firsts]
+        machines = zip(self.machines, rings, strict=True)
+        return replace(self, machines=tuple(replace(each, ring=ring) for each, ring in machines))
+
     def is_same_host(self, a: int, b: int) -> bool:
         return self.machines[a].host == self.machines[b].host
 
@@ -148,9 +138,16 @@ def pipeline_seconds(
     """Return a micro-batch's times on each pipeline rank, of its slowest or the given replica."""
     clocks = [cluster.clock(rank, workload) for rank in range(mesh.size)]
     seconds = {clock: clock.seconds(workload, rows, length) for clock in dict.fromkeys(clocks)}
+    hidden = rows * length * workload.shape.hidden_size * workload.dtype_bytes
+
+    def of_rank(rank: int) -> ModelSeconds:
+        ring, alone = cluster.machines[rank].ring, seconds[clocks[rank]]
+        known = ring is not None and cluster.unit == "seconds"
+        return alone.with_sums(ring.sum_seconds(hidden)) if ring and known else alone
+
     return [
         max(
-            (seconds[clocks[each]] for each in _counted(mesh, rank, replica)),
+            map(of_rank, _counted(mesh, rank, replica)),
             key=lambda times: times.stage(0, len(times.layers)).microbatch,
         )
         for rank in range(mesh.pp)

@@ -23,6 +23,7 @@ from typing import Any
 
 from shardmlx.common.units import BYTES, DECIMAL, split_quantity
 from shardmlx.common.yaml_reader import did_you_mean
+from shardmlx.costmodel.ring import Ring
 from shardmlx.errors import UserError, file_access
 
 
@@ -45,6 +46,8 @@ class Machine:
     """Bytes a second to other machines, each way."""
     latency: float | None = None
     """Seconds, one way."""
+    ring: Ring | None = None
+    """The links of the ranks for which it stands, if they compute layers together."""
     kind: str | None = None
     """Name shared by identical machines: a measurement of one holds for all."""
     where: str = field(default="", compare=False)

@@ -88,6 +88,18 @@ class ModelSeconds:
         embedding, head = self.embedding.microbatch, self.head.microbatch
         return LayerCosts(layers, max(0.0, embedding), max(0.0, head))
 
+    def with_sums(self, seconds: float) -> ModelSeconds:
+        """Return the times with two sums a layer in F, and two where a gradient comes back."""
+        layers = tuple(
+            replace(
+                each,
+                forward=each.forward + 2 * seconds,
+                input_gradient=each.input_gradient + 2 * seconds * (i >= self.first_trained),
+            )
+            for i, each in enumerate(self.layers)
+        )
+        return replace(self, layers=layers)
+
     def stage(self, start: int, stop: int) -> Seconds:
         """Return the times of layers ``start`` to ``stop`` as a stage, as the engine runs it.
 

@@ -72,7 +72,9 @@ class Choice:
     def way(self) -> str:
         """The way in words, as ``plan`` and a run print it."""
         plan, run = self.plan, self.run
-        ranks = plural(plan.mesh.pp, "rank")
+        ranks, across = plural(plan.mesh.pp, "rank"), run.layout.tensor_parallel
+        if across > 1:
+            ranks = f"{plural(plan.mesh.pp, 'stage')} of {across} ranks with tensor shares"
         if plan.mesh.dp > 1:
             ranks = f"{plural(plan.mesh.dp, 'replica')} x {ranks}"
         if plan.stage_map.num_stages > plan.mesh.pp:

@@ -52,6 +52,8 @@ class Facts:
     cluster: Cluster
     lengths: SequenceLengths
     stage_map: StageMap | None = None
+    whole: Facts | None = None
+    """The facts of single ranks, where these are of groups with tensor shares."""
 
     def work(self, way: RunSpec) -> Workload:
         share = self.lengths.counted_share(way.batch.pack)

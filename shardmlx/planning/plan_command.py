@@ -24,7 +24,7 @@ from shardmlx.errors import UserError
 from shardmlx.pipeline.figure import timeline
 from shardmlx.pipeline.stage_map import write_stage_map
 from shardmlx.planning.report import report
-from shardmlx.planning.training_plan import plan_training
+from shardmlx.planning.training_plan import plan_training, with_shares
 
 _MACHINES = "machines"
 _OUTPUT = "output"
@@ -112,6 +112,9 @@ def run(words: Sequence[str]) -> int:
         remedy = f"--max-of {max_of} finds it: leave it out"
         raise UserError("--max-seq-length is given", remedy)
     if options.output:
+        if options.tensor_parallel > 1:
+            across = f"--tensor-parallel {options.tensor_parallel}"
+            raise UserError(f"-o is given with {across}, which takes no map", "leave it out")
         check_writable(Path(options.output), "-o")
     if options.machines is not None:
         machines = machines_of(options.machines)
@@ -131,10 +134,12 @@ def run(words: Sequence[str]) -> int:
         named = () if options.machines is not None else stage_map.hosts
         hosts = (None if host is None or is_unnamed(host) else host for host in named)
         write_stage_map(replace(stage_map, model=run.model, hosts=tuple(hosts)), options.output)
+    others = [] if max_of is not None else with_shares(options, machines, planned)
     for length in found.values():
         print(f"longest sequence that fits: {length} tokens")
     start = ["shardmlx", "launch", "--hostfile", options.hostfile or "HOSTFILE", "train"]
-    print(report(planned, options.output, start + _train_words(options, given, found)))
+    words = start + _train_words(options, given, found)
+    print(report(planned, options.output, words, others))
     if options.timeline:
         print("\n" + timeline(prediction.simulation, shutil.get_terminal_size((160, 24)).columns))
     return 0

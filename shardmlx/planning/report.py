@@ -23,12 +23,16 @@ _NOTABLE = 0.1
 _NO_TIMES = "times are not known: they need chips in --machines, or flops=27T in the hostfile"
 
 
-def report(choice: Choice, stage_map: str | None, start: Sequence[str]) -> str:
-    """Return the plan, ranks, limits, and the command that runs it, which begins with ``start``."""
+def report(
+    choice: Choice, stage_map: str | None, start: Sequence[str], others: Sequence[Choice] = ()
+) -> str:
+    """Return the plan, ranks, limits, the ``others`` with tensor shares, and the command that runs
+    it, which begins with ``start``."""
     prediction, facts = choice.prediction, choice.facts
     rows = f"batches of {choice.run.batch.batch_size} x {facts.lengths.longest[0]} tokens"
     has_times = facts.cluster.unit == "seconds"
-    ranks = [_cells(rank, each, has_times) for rank, each in enumerate(prediction.ranks)]
+    across = choice.run.layout.tensor_parallel
+    ranks = [_cells(rank, each, across, has_times) for rank, each in enumerate(prediction.ranks)]
     speed = [_NO_TIMES]
     if has_times:
         speed = [_speed(prediction, facts.cluster), f"bottleneck: {bottleneck(choice)}"]
@@ -38,6 +42,7 @@ def report(choice: Choice, stage_map: str | None, start: Sequence[str]) -> str:
         columns(list(ranks[0]), [list(each.values()) for each in ranks]),
         "",
         *speed,
+        *(_beside(choice, each) for each in others),
         *_generation(facts),
         *([APPROXIMATE] if facts.workload.shape.is_approximate else []),
         "",
@@ -48,8 +53,8 @@ def report(choice: Choice, stage_map: str | None, start: Sequence[str]) -> str:
 
 def _generation(facts: Facts) -> list[str]:
     """Return a table of the ways to generate, if every memory's bandwidth is known."""
-    tokens = facts.lengths.longest[0]
-    ways = generation_ways(facts.workload, facts.cluster, tokens)
+    tokens, whole = facts.lengths.longest[0], facts.whole or facts
+    ways = generation_ways(whole.workload, whole.cluster, tokens)
     if not ways:
         return []
     most = ways[0].tokens_per_second
@@ -71,8 +76,20 @@ def _generation(facts: Facts) -> list[str]:
     ]
 
 
-def _cells(rank: int, each: RankPrediction, has_times: bool) -> dict[str, str]:
-    seconds, others = each.seconds, len(each.hosts) - 1
+def _beside(choice: Choice, other: Choice) -> str:
+    """Say what tensor shares gain or lose."""
+    seconds, peak = other.prediction.step_seconds, max(r.peak for r in other.prediction.ranks)
+    ratio = seconds / choice.prediction.step_seconds
+    worth = f"{ratio:.2f} times as long" if ratio > 1 else f"{1 / ratio:.2f} times as fast"
+    across = other.run.layout.tensor_parallel
+    return (
+        f"with --tensor-parallel {across}: step {_seconds(seconds)}, {worth}, "
+        f"{gibibytes(peak)} on the fullest rank"
+    )
+
+
+def _cells(rank: int, each: RankPrediction, across: int, has_times: bool) -> dict[str, str]:
+    seconds, others = each.seconds, len(each.hosts) * across - 1
     cells = {
         "rank": str(rank),
         "host": f"{each.hosts[0]} +{others}" if others else each.hosts[0],
@@ -129,7 +146,8 @@ def bottleneck(choice: Choice) -> str:
             f"memory, on {fullest.hosts[0]} first: with enough of it on every machine a step would "
             f"be {gain:.2f} times as fast"
         )
-    compute = f"compute, on {max(ranks, key=lambda each: each.busy).hosts[0]} first"
+    of_shares = " and sums of tensor shares" * (choice.run.layout.tensor_parallel > 1)
+    compute = f"compute{of_shares}, on {max(ranks, key=lambda each: each.busy).hosts[0]} first"
     parts = {
         "links: {} waits for messages; use a faster cable, or a larger --batch-size": (
             max(each.exposed for each in ranks)
@@ -149,13 +167,20 @@ def bottleneck(choice: Choice) -> str:
 
 def _how_to_run(choice: Choice, stage_map: str | None, start: Sequence[str]) -> list[str]:
     plan, run = choice.plan, choice.run
-    words = [*start, "--stage-map", stage_map or "MAP.yaml", "--schedule", plan.schedule]
+    across = run.layout.tensor_parallel
+    divided = ["--stage-map", stage_map or "MAP.yaml"]
+    if across > 1:
+        divided = ["--pipeline-stages", str(plan.mesh.pp)]
+        divided += ["--tensor-parallel", str(across)] * ("--tensor-parallel" not in start)
+    words = [*start, *divided, "--schedule", plan.schedule]
     words += ["--micro-batch-size", str(plan.micro_batch_size)]
     if plan.replica_rows:
         words += ["--replica-rows", ",".join(map(str, plan.replica_rows))]
     words += ["--zero", "3"] * (run.fine_tune.divides_weights and "--zero" not in start)
     words += ["--recompute", run.batch.recomputed] * (run.batch.recomputed != NONE)
     command = shlex.join(words)
+    if across > 1:
+        return ["run:", command]
     if stage_map is None:
         return ["write the stage map with -o MAP.yaml, then run:", command]
     return [f"wrote {stage_map}; run:", command]

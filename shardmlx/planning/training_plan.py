@@ -6,11 +6,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardmlx.config.specs import RunSpec
-from shardmlx.costmodel.chips import as_macs
+from shardmlx.config.checks import shares_of
+from shardmlx.config.specs import LayoutOptions, RunSpec
+from shardmlx.costmodel.chips import as_macs, shares_by_bandwidth
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine, machine_of_each_rank
 from shardmlx.costmodel.memory_limits import budgets_of, within
@@ -19,10 +21,12 @@ from shardmlx.costmodel.training_setup import BACKENDS
 from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import open_model
+from shardmlx.models.shares import TensorShares
 from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.stage_map import read_stage_map
 from shardmlx.planning.choice import Choice, choose, fits
 from shardmlx.planning.facts import Facts, SequenceLengths
+from shardmlx.planning.groups import in_groups
 from shardmlx.planning.suggestions import remedies
 
 if TYPE_CHECKING:
@@ -70,14 +74,42 @@ def plan_training(
         lengths=SequenceLengths.full(run.batch.max_seq_length),
         stage_map=None if stage_map is None else read_stage_map(stage_map),
     )
+    if run.layout.tensor_parallel > 1:
+        facts = _of_groups(facts, run.layout)
     if max_of is not None:
         run, facts = _longest(run, facts)
     try:
         return choose(run, facts, advance)
     except DoesNotFitError as error:
         remedy = "; ".join(remedies(run, facts)) or "more machines, or machines with more memory"
-        where = cluster.machines[error.rank].where
+        where = facts.cluster.machines[error.rank].where
         raise UserError(f"{where}: {error.fact}; it would fit with", remedy) from None
+
+
+def _of_groups(facts: Facts, layout: LayoutOptions) -> Facts:
+    """Return the facts of groups of ranks that share layers. Raises ``UserError``."""
+    work, cluster = facts.workload, facts.cluster
+    weights = shares_of(layout.tensor_shares)
+    weights = weights or shares_by_bandwidth(cluster.machines, layout.tensor_parallel)
+    shares = TensorShares(weights, work.group_size, layout.expert_parallel)
+    shares.check(work.shape)
+    shares.groups(cluster.size)
+    work, cluster, _ = in_groups(work, cluster, shares)
+    return replace(facts, workload=work, cluster=cluster, whole=facts)
+
+
+def with_shares(config: TrainConfig, machines: Sequence[Machine], planned: Choice) -> list[Choice]:
+    """Return the choices for the same run with tensor shares, for each number of ranks that can
+    have some; none if the times of messages are unknown, or it has shares already."""
+    cluster, found = planned.facts.cluster, []
+    is_timed = cluster.unit == "seconds" and cluster.knows_messages
+    if config.tensor_parallel > 1 or not is_timed:
+        return []
+    for across in range(2, cluster.size + 1):
+        with suppress(UserError):
+            other = replace(config, tensor_parallel=across)
+            found.append(plan_training(other, machines, backend=cluster.backend))
+    return found
 
 
 def _longest(run: RunSpec, facts: Facts) -> tuple[RunSpec, Facts]:

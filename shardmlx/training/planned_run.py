@@ -37,7 +37,7 @@ from shardmlx.costmodel.memory_limits import (
     would_take,
 )
 from shardmlx.costmodel.predict import Prediction, planned_memory, predict
-from shardmlx.costmodel.workload import Workload, shared
+from shardmlx.costmodel.workload import Workload
 from shardmlx.distributed.agreement import AgreedError, from_rank_0, on_all_ranks, on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import few_widths
@@ -66,6 +66,7 @@ from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.plan import Plan
 from shardmlx.planning.choice import Choice, choose
 from shardmlx.planning.facts import Facts, SequenceLengths
+from shardmlx.planning.groups import in_groups, parts_of
 from shardmlx.planning.layout import lay_out
 from shardmlx.planning.suggestions import remedies
 from shardmlx.planning.ways import ways
@@ -220,7 +221,7 @@ def plan_run(
         options=config.to_adapter_config(),
         changed=config.changed,
         workload=replace(grouped.sizes, batch=way.batch, fine_tune=way.fine_tune, counted=share),
-        cluster=inputs.cluster,
+        cluster=inputs.cluster.with_rings(shares.size),
         plan=plan,
         shares=shares,
         slices=slices,
@@ -238,33 +239,10 @@ def _groups(shares: TensorShares, shape: ModelShape, ranks: int) -> int:
 
 
 def _of_groups(inputs: PlanInputs[Workload], shares: TensorShares) -> PlanInputs[Workload]:
-    """Return the inputs of a plan for groups, each a machine with the memory of the rank that has
-    the least for its share, and the largest of these shares."""
-    across, cluster = shares.size, inputs.cluster
-    scarcest = [
-        min(
-            range(first, first + across),
-            key=lambda rank: cluster.capacity(rank) / shares.weights[rank % across],
-        )
-        for first in range(0, cluster.size, across)
-    ]
-    parts = _parts(inputs.sizes, shares)
-    fullest = (parts[rank % across] for rank in scarcest)
-    return replace(
-        inputs,
-        sizes=max(fullest, key=lambda part: sum(part.weight_sizes.layers)),
-        cluster=replace(cluster, machines=tuple(cluster.machines[rank] for rank in scarcest)),
-        budgets=tuple(inputs.budgets[rank] for rank in scarcest),
-    )
-
-
-def _parts(whole: Workload, shares: TensorShares) -> list[Workload]:
-    """Return the work of each rank of a group."""
-    found = []
-    for rank in range(shares.size):
-        shape, sizes = shared(whole.shape, whole.weight_sizes, shares, rank)
-        found.append(replace(whole, shape=shape, weight_sizes=sizes))
-    return found
+    """Return the inputs of a plan for groups of ranks."""
+    sizes, cluster, scarcest = in_groups(inputs.sizes, inputs.cluster, shares)
+    budgets = tuple(inputs.budgets[rank] for rank in scarcest)
+    return replace(inputs, sizes=sizes, cluster=cluster, budgets=budgets)
 
 
 def _memory_of_ranks(
@@ -276,7 +254,7 @@ def _memory_of_ranks(
     whole = replace(facts, workload=inputs.sizes).work(choice.run)
     of_shares = [
         planned_memory(choice.plan, part, facts.cluster, facts.lengths.longest)
-        for part in _parts(whole, shares)
+        for part in parts_of(whole, shares)
     ]
     memory = [each for of_group in zip(*of_shares, strict=True) for each in of_group]
     for rank, each in enumerate(memory):

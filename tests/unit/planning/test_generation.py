@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from shardmlx.costmodel.cluster import SUM_SECONDS, Cluster
+from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine
+from shardmlx.costmodel.ring import SUM_SECONDS
 from shardmlx.costmodel.workload import ModelSizes
 from shardmlx.modelfiles.parts import read_shape
 from shardmlx.partitioners import LayerCosts

@@ -1,0 +1,57 @@
+"""Groups of ranks that compute layers together, as machines of a plan to train. No MLX, no MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shardmlx.costmodel.cluster import Cluster
+from shardmlx.costmodel.hostfile import Machine
+from shardmlx.costmodel.workload import Workload, shared
+from shardmlx.models.shares import TensorShares
+
+
+def parts_of(whole: Workload, shares: TensorShares) -> list[Workload]:
+    """Return the work of each rank of a group."""
+    found = []
+    for rank in range(shares.size):
+        shape, sizes = shared(whole.shape, whole.weight_sizes, shares, rank)
+        found.append(replace(whole, shape=shape, weight_sizes=sizes))
+    return found
+
+
+def in_groups(
+    whole: Workload, cluster: Cluster, shares: TensorShares
+) -> tuple[Workload, Cluster, list[int]]:
+    """Return the work and the machines of a plan for groups, and the rank that stands for each: the
+    one with the least memory for its share. A group is as fast as its slowest rank."""
+    across, parts, ringed = shares.size, parts_of(whole, shares), cluster.with_rings(shares.size)
+    groups = [range(first, first + across) for first in range(0, cluster.size, across)]
+    scarcest = [
+        min(group, key=lambda rank: cluster.capacity(rank) / shares.weights[rank % across])
+        for group in groups
+    ]
+    fullest = (parts[rank % across] for rank in scarcest)
+    work = max(fullest, key=lambda part: sum(part.weight_sizes.layers))
+    machines = [
+        replace(
+            ringed.machines[rank],
+            flops=_as_fast(work, parts, [cluster.machines[each] for each in group]),
+        )
+        for group, rank in zip(groups, scarcest, strict=True)
+    ]
+    return work, replace(cluster, machines=tuple(machines)), scarcest
+
+
+def _flops(work: Workload) -> float:
+    return sum(work.shape.layer(i).flops(1) for i in range(work.shape.num_layers))
+
+
+def _as_fast(work: Workload, parts: Sequence[Workload], members: Sequence[Machine]) -> float | None:
+    """Return the FLOP/s that would do ``work`` while the slowest of a group does its part."""
+    slowest = float("inf")
+    for part, machine in zip(parts, members, strict=True):
+        if machine.flops is None:
+            return None
+        slowest = min(slowest, machine.flops * _flops(work) / _flops(part))
+    return slowest
