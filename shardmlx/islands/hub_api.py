@@ -158,6 +158,7 @@ class _Api:
             island=name,
             seq=_number(request, "seq"),
             base=_number(request, "base"),
+            after=_number(request, "after", 0),
             rows=max(1, _number(request, "rows")),
             steps=_number(request, "steps"),
             tokens=_number(request, "tokens"),

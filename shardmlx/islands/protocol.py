@@ -9,9 +9,11 @@ outer step of SGD is ``weights -= rate * mean difference``. Numbers travel in li
 With a lossy encoding the hub publishes encoded changes. Islands then have the *published* weights,
 the sum of these changes, for their base: what an encoding loses is in the next change.
 
-Two rules let each piece of training count once. A report from the same base as an uncounted one of
-the same island replaces it, since the difference has grown. A report from the base of a counted
-one is refused (409, with the newest ``version``): the island must take that version first.
+Two rules let each piece of training count once. A report says ``after``: its difference contains
+those of all uncounted reports of this island from the same base with higher numbers, and replaces
+them. An island that joined anew without a checkpoint contains none, and its reports add up. A
+report from the base of a counted one is refused (409, with the newest ``version``): the island must
+take that version first.
 """
 
 from __future__ import annotations
@@ -269,8 +271,11 @@ class Progress(Message):
         return progress
 
 
-def report_path(fragment: int, seq: int, *, base: int, rows: int, steps: int, tokens: int) -> str:
+def report_path(
+    fragment: int, seq: int, *, base: int, rows: int, steps: int, tokens: int, after: int = 0
+) -> str:
     """Return where an island puts its report ``seq``: the encoded difference from version ``base``,
-    made with so many rows, steps and tokens since its last counted one."""
-    counts = f"base={base}&rows={rows}&steps={steps}&tokens={tokens}"
+    made with so many rows, steps and tokens since its last counted one; it contains those of its
+    reports from this base with numbers above ``after``."""
+    counts = f"base={base}&rows={rows}&steps={steps}&tokens={tokens}&after={after}"
     return f"/fragments/{fragment}/reports/{seq}?{counts}"

@@ -29,7 +29,7 @@ MOST_POINTS = 400
 """Losses of an island that are kept for its curve."""
 
 MOST_PENDING = 3
-"""Reports of one island for a fragment that may wait at a time, each from a base of its own."""
+"""Reports of one island for a fragment that may wait at a time."""
 
 
 class Refusal(UserError):
@@ -138,12 +138,11 @@ class Rounds:
             return False
         if report.base > fragment.version:
             raise Refusal(409, f"version {report.base} is none of this hub's", "join anew")
-        waiting = {each.base for each in fragment.pending if each.island == name}
-        counted = max(fragment.facts.last(name)[1], *(base - 1 for base in waiting), -1)
-        if report.base <= counted:
+        waiting = [each for each in fragment.pending if each.island == name]
+        if report.base <= fragment.facts.last(name)[1]:
             problem = f"a report from version {report.base} is counted already"
             raise Refusal(409, problem, "take the newest first", version=fragment.version)
-        if len(waiting - {report.base}) == MOST_PENDING:
+        if sum(not report.replaces(each) for each in waiting) >= MOST_PENDING:
             raise Refusal(409, f"{MOST_PENDING} reports of {name} wait", "wait", retry=True)
         return True
 

@@ -64,6 +64,7 @@ class Report:
     island: str
     seq: int
     base: int
+    after: int = 0
     rows: int = 1
     steps: int = 0
     tokens: int = 0
@@ -72,6 +73,11 @@ class Report:
     @property
     def file(self) -> str:
         return f"{self.island}.{self.seq}.report"
+
+    def replaces(self, other: Report) -> bool:
+        """Tell whether this difference contains another one."""
+        same = (self.island, self.base) == (other.island, other.base)
+        return same and self.after < other.seq < self.seq
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +155,8 @@ class FragmentStore:
             at += encoding.nbytes(tensor.shape)
 
     def add(self, body: Path, report: Report) -> None:
-        """Keep a report, whose body is a file: once this returns it is not lost. It replaces one
-        from the same base, whose difference it contains."""
+        """Keep a report, whose body is a file: once this returns it is not lost. It replaces
+        those that it contains."""
         with body.open("ab") as file:
             file.write(json.dumps(asdict(report)).encode())
         replace_durably(body, self.directory / report.file)
@@ -213,8 +219,12 @@ class FragmentStore:
     def _clean(self) -> None:
         """Remove what is not needed any more: counted and replaced reports, old versions."""
         ordered = sorted(self.pending, key=attrgetter("island", "seq"))
-        newest = {(each.island, each.base): each for each in ordered}
-        kept = [each for each in newest.values() if each.seq > self.facts.last(each.island)[0]]
+        kept = [
+            each
+            for each in ordered
+            if each.seq > self.facts.last(each.island)[0]
+            and not any(other.replaces(each) for other in ordered)
+        ]
         self.pending = kept  # at once: other threads read it
         for each in ordered:
             if each not in kept:

@@ -44,10 +44,12 @@ def seeded(directory: Path, encoding: str = "float32") -> FragmentStore:
     return store
 
 
-def put(store: FragmentStore, island: str, seq: int, base: int, value: float) -> Report:
+def put(
+    store: FragmentStore, island: str, seq: int, base: int, value: float, after: int = 0
+) -> Report:
     body = store.new_file()
     body.write_bytes(np.full(10, value, np.float32).tobytes())
-    report = Report(island=island, seq=seq, base=base, tokens=1, norm=value)
+    report = Report(island=island, seq=seq, base=base, after=after, tokens=1, norm=value)
     store.add(body, report)
     return report
 
@@ -97,12 +99,17 @@ def test_reports_of_one_island_from_two_bases_are_one_difference(tmp_path: Path)
     assert seen == [[110.0], [110.0]]
 
 
-def test_a_report_from_the_same_base_replaces_the_one_that_it_contains(tmp_path: Path) -> None:
+def test_a_report_replaces_those_that_it_contains_and_no_others(tmp_path: Path) -> None:
     store = seeded(tmp_path)
     put(store, "ann", 1, 0, 10)
     put(store, "ann", 2, 0, 20)
     assert [each.seq for each in store.pending] == [2]
     assert by_file(tmp_path) == ["ann.2.report", "v0000000"]
+    put(store, "ann", 3, 0, 30, after=2)  # it has joined anew
+    put(store, "ann", 4, 0, 40, after=2)
+    put(store, "ann", 5, 1, 50)
+    put(store, "ben", 6, 0, 60)
+    assert [each.seq for each in store.pending] == [2, 4, 5, 6]
 
 
 @pytest.mark.parametrize("encoding", ["bfloat16", "top-k:0.2", "low-rank:1"])
