@@ -281,7 +281,6 @@ def test_a_layer_beyond_all_models_is_none(number: str) -> None:
     ("name", "content", "named"),
     [
         ("model.safetensors", b"\0" * 8, "model.safetensors"),
-        ("model.safetensors.index.json", b'{"weight_map": {"a": "b", "a": "c"}}', "'a' twice"),
         ("config.json", TINY | {"hidden_size": "big"}, "hidden_size is 'big'"),
         ("config.json", TINY | {"quantization": 4}, "quantization is 4"),
         ("config.json", TINY | {"num_hidden_layers": 2**70}, "10000"),
