@@ -29,8 +29,8 @@ class CallFormat:
 
     A model that is made to call writes ``first``, calls with ``between`` them, and ``last``; a call
     is ``before``, with its name in the place of ``{}``, the arguments, a JSON object, and
-    ``after``. Names match ``names``. Where ``between`` is None there is but one call. A ``thought``
-    between these marks may come before all.
+    ``after``. Where ``between`` is None there is but one call. A ``thought`` between these marks
+    may come before all.
 
     Arguments are passed on while they come: ``opening`` matches what stands before them, after the
     answer's mark of calls or the call before, with the call's ``name``; ``closing`` what may follow
@@ -43,7 +43,6 @@ class CallFormat:
     between: str | None = ""
     first: str = ""
     last: str = ""
-    names: str = r"[\w.-]+"
     thought: Marks | None = None
     opening: re.Pattern[str] | None = None
     closing: re.Pattern[str] | None = None
@@ -54,7 +53,6 @@ class CallFormat:
         return self.before.replace("{}", name)
 
 
-_ANY_NAME = r"[\w.:-]+"
 _OBJECT = r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"arguments"\s*:\s*(?=\{)'
 
 
@@ -64,7 +62,6 @@ def json_calls(marks: Marks) -> CallFormat:
         f'{marks.start}\n{{"name": "{{}}", "arguments": ',
         f"}}\n{marks.end}",
         between="\n",
-        names=_ANY_NAME,
         opening=re.compile(rf"\s*{_OBJECT}"),
         closing=re.compile(r"\s*\}\s*"),
     )
@@ -83,20 +80,8 @@ _MISTRAL = CallFormat(
 _MISTRAL_WITH_MARKS = CallFormat(
     "[TOOL_CALLS]{}[ARGS]",
     "",
-    opening=re.compile(r"\s*(?:\[TOOL_CALLS\])?\s*(?P<name>[\w-]+)\s*\[ARGS\]\s*(?=\{)"),
+    opening=re.compile(r"\s*(?:\[TOOL_CALLS\])?\s*(?P<name>[\w.:-]+)\s*\[ARGS\]\s*(?=\{)"),
     closing=re.compile(r"\s*"),
-)
-
-_KIMI = CallFormat(
-    "<|tool_call_begin|>functions.{}:0<|tool_call_argument_begin|>",
-    "<|tool_call_end|>",
-    first="<|tool_calls_section_begin|>",
-    last="<|tool_calls_section_end|>",
-    opening=re.compile(
-        r"\s*(?:<\|tool_call_end\|>)?\s*(?:<\|tool_call_begin\|>)?\s*(?:functions\.)?"
-        r"(?P<name>[^\s:<]+):\d+\s*<\|tool_call_argument_begin\|>\s*(?=\{)"
-    ),
-    closing=re.compile(r"\s*(?:<\|tool_call_end\|>)?\s*"),
 )
 
 HARMONY_CALLS = CallFormat(
@@ -113,18 +98,16 @@ LLAMA3_CALLS = CallFormat('{"name": "{}", "parameters": ', "}", between=None, wa
 https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1/
 """
 
-GENERIC_CALLS = CallFormat(
-    '{"name": "{}", "arguments": ', "}", between="\n", names=_ANY_NAME, way="generic"
-)
+GENERIC_CALLS = CallFormat('{"name": "{}", "arguments": ', "}", between="\n", way="generic")
 """The format for models whose template knows no tools: a message tells them of it."""
 
 
 def call_format(marks: Marks, template: str) -> CallFormat:
     """Return the format in which a model is made to call, by its marks and its chat template. Where
-    its own arguments are no JSON, as those of GLM, Qwen3-Coder and MiniMax, these are."""
+    its own arguments are no JSON, as those of GLM, Qwen3-Coder and Kimi, these are."""
     if marks.start == "[TOOL_CALLS]":
         return _MISTRAL_WITH_MARKS if "[ARGS]" in template else _MISTRAL
-    return _KIMI if marks.start == _KIMI.first else json_calls(marks)
+    return json_calls(marks)
 
 
 Tool = Mapping[str, Any]

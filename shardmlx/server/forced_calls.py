@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 
 from shardmlx.inference.answer_format import CallFormat, Tool
-from shardmlx.server.openai_errors import refused, shown
 from shardmlx.server.structure import LITTLE_SPACE, closed, json_term, terms
 
 
@@ -14,7 +12,7 @@ def call_rules(
     tools: Sequence[Tool], written: CallFormat, special: Mapping[str, int], *, parallel: bool
 ) -> list[str]:
     """Return the rules of a ``body`` that calls one of ``tools``, or several if calls may be
-    ``parallel``. Raises ``ApiError`` for a name that the format has no place for."""
+    ``parallel``."""
 
     def said(text: str) -> str:
         return " ".join(terms(text, special))
@@ -25,13 +23,6 @@ def call_rules(
         rules.append("THOUGHT: /(?s:.*)/")
     for number, tool in enumerate(tools):
         name = tool["function"]["name"]
-        if not re.fullmatch(written.names, name):
-            raise refused(
-                f"tool_choice: this model's format of calls has no place for the name "
-                f"{shown(name)}: give 'auto'",
-                "tool_choice",
-                "unsupported_parameter",
-            )
         schema = closed({"type": "object", **tool["function"]["parameters"]})
         rules.append(f"arguments_{number}: {json_term(schema, LITTLE_SPACE)}")
         before, after = said(written.begun(name)), said(written.after)

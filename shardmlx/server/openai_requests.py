@@ -140,13 +140,7 @@ def _structure(chat: ChatBody, tools: Sequence[Tool], known: AnswerFormat) -> St
     structure = chat.structure()
     if structure is None or not tools:
         return structure
-    try:
-        return structure.or_body(_call_rules(chat, tools, known))
-    except ApiError as error:
-        why = str(error).partition(": give")[0]
-        raise refused(
-            f"{structure.param} and tools in one request: {why}: give one of the two", "tools"
-        ) from None
+    return structure.or_body(_call_rules(chat, tools, known))
 
 
 def _forced(chat: ChatBody, tools: Sequence[Tool]) -> Sequence[Tool]:
@@ -173,7 +167,7 @@ def _forced(chat: ChatBody, tools: Sequence[Tool]) -> Sequence[Tool]:
 
 
 def _call_rules(chat: ChatBody, tools: Sequence[Tool], known: AnswerFormat) -> list[str]:
-    """Return the rules of an answer that calls one of these tools. Raises ``ApiError``."""
+    """Return the rules of an answer that calls one of these tools."""
     assert known.calls is not None, "a model with a chat template has a format"
     parallel = chat.parallel_tool_calls is not False and not isinstance(chat.tool_choice, dict)
     return call_rules(tools, known.calls, known.special, parallel=parallel)

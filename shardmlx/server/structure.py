@@ -122,7 +122,9 @@ class Structure:
     def or_body(self, others: Sequence[str]) -> Structure:
         """Return this structure or the ``body`` of others. Raises ``ApiError`` if it is whole."""
         if self.is_whole:
-            raise refused(f"{self.param} is a grammar of the whole answer", self.param)
+            raise refused(
+                f"{self.param} is a grammar of the whole answer: give it, or tools", self.param
+            )
         first, second = (
             [rules[0].replace("body", name, 1), *rules[1:]]
             for name, rules in (("said", self.rules), ("calls", others))

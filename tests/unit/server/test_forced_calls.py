@@ -149,9 +149,3 @@ def test_gpt_oss_may_think_before_it_calls() -> None:
         arguments = {"at": "", "deep": 1, "day": "mon"}
         *_, called = parts_of(text, len(text), HARMONY, tools=[PLAIN])
         assert (called.name, json.loads(called.text)) == ("look", arguments)
-
-
-def test_a_name_that_a_format_has_no_place_for_is_refused() -> None:
-    with pytest.raises(ApiError, match="the name 'a:b'") as caught:
-        grammar("kimi_k2", [tool("a:b")])
-    assert caught.value.status == 400
