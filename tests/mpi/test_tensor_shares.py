@@ -203,18 +203,30 @@ def test_rdma_is_taken_where_all_ranks_have_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "during"), [("generate", "decode of sequence 0"), ("evaluate", "scoring, batch 1")]
+    ("how", "command", "during", "said"),
+    [
+        ("kill", "generate", "decode of sequence 0", "died"),
+        ("kill", "evaluate", "scoring, batch 1", "died"),
+        (
+            "stop",
+            "generate",
+            "decode of sequence 0",
+            "no sign of life for 3 s: its process is stopped",
+        ),
+    ],
 )
-def test_a_rank_of_a_group_that_dies(command: str, during: str, small: Path, pirate: Path) -> None:
+def test_a_rank_of_a_group_that_dies_or_stops(
+    how: str, command: str, during: str, said: str, small: Path, pirate: Path
+) -> None:
     work: dict[str, tuple[str | Path, ...]] = {
         "generate": ("--prompt", PROMPT, "--max-tokens", "50"),
         "evaluate": ("--data", pirate, "--batch-size", "1"),
     }
     job = mpirun(
         2,
-        *(PROGRAMS / "dying_rank.py", "kill", command, "--model", small, *work[command]),
-        *("--timeout", "5", "--tensor-parallel", "2"),
+        *(PROGRAMS / "dying_rank.py", how, command, "--model", small, *work[command]),
+        *("--timeout", "4", "--tensor-parallel", "2"),
     )
     line = replace(job, stdout="").failure(1, *AFTER_A_KILL)  # it may follow unfinished text
     assert f"{during}: rank 1 on" in line
-    assert "died" in line
+    assert said in line

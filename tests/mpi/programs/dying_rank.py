@@ -1,5 +1,5 @@
 """``dying_rank.py HOW COMMAND ARGUMENTS``: ``generate`` in which rank 1 fails at its fifth item, or
-``evaluate`` in which it fails after its first batch. HOW is ``kill`` or ``raise``."""
+``evaluate`` in which it fails after its first batch. HOW is ``kill``, ``stop`` or ``raise``."""
 
 import os
 import signal
@@ -21,8 +21,8 @@ def failing(name: str) -> Any:
     seen = []
 
     def fail() -> None:
-        if how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
+        if how != "raise":
+            os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
         raise RuntimeError("Insufficient Memory")
 
     def spoiled(self: StageWorker, graph: Any) -> None:
