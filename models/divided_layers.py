@@ -70,16 +70,12 @@ def _take(part: Slice, name: str, cut: Cut, *, is_first: bool) -> None:
 
 def _axis(array: mx.array, leaf: str, cut: Cut) -> int | None:
     """Return the side along which an array of a matrix is divided, by its own name there."""
-    stacked = array.ndim > 2
-    if cut.of_experts:
-        return 0
-    if leaf in ("global_scale", *(("lora_b", "m") if cut.of_columns else ("lora_a",))):
+    is_stacked, whole = array.ndim > 2, ("lora_b", "m") if cut.of_columns else ("lora_a",)
+    if leaf in ("global_scale", *whole) and not cut.of_experts:
         return None
-    if cut.of_columns:
-        return 0 if leaf == "lora_a" and not stacked else array.ndim - 1
-    if leaf == "bias" or (leaf == "lora_b" and not stacked):
-        return array.ndim - 1
-    return max(0, array.ndim - 2)
+    if leaf in ("lora_a", "lora_b") and not is_stacked:
+        return 0 if cut.of_columns else 1
+    return cut.axis(array.ndim, leaf)
 
 
 def _around(module: nn.Module, before: Sum, after: Sum) -> None:

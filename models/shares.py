@@ -42,6 +42,12 @@ class Cut:
     def size(self) -> int:
         return sum(stop - start for start, stop in self.ranges)
 
+    def axis(self, sides: int, leaf: str) -> int:
+        """Return the side that is divided of an array with so many, a matrix or beside one."""
+        if self.of_experts:
+            return 0
+        return sides - 1 if self.of_columns or leaf == "bias" else max(0, sides - 2)
+
     def scaled(self, size: int) -> Ranges:
         """Return the ranges in an array that packs all of them into ``size``."""
         return tuple((a * size // self.whole, b * size // self.whole) for a, b in self.ranges)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -113,11 +114,15 @@ def is_needed(name: str, shape: ModelShape, start: int, stop: int) -> bool:
     return True
 
 
-def rows_of_shares(
-    tensors: Mapping[str, PlacedTensor], shape: ModelShape, shares: TensorShares
+def parts_of_shares(
+    tensors: Mapping[str, PlacedTensor],
+    shape: ModelShape,
+    shares: TensorShares,
+    *,
+    scattered: bool,
 ) -> list[dict[str, tuple[str, PlacedTensor]]]:
-    """Return, for each rank of a group, the tensors of which it reads some rows alone: their names
-    and places. Other parts do not lie in one piece, or have another form when they are loaded."""
+    """Return, for each rank of a group, the tensors of which it reads a part alone: their names and
+    places, also ``scattered`` ones. Others have two parts, or another form when they are loaded."""
     found: list[dict[str, tuple[str, PlacedTensor]]] = [{} for _ in shares.weights]
     if shares.size == 1 or not shape.is_declared:
         return found
@@ -129,14 +134,29 @@ def rows_of_shares(
                 continue
             own = path.removeprefix(f"{shape.names.layers}{layer}.")
             cut = cuts[shape.pattern[layer]].get(own)
-            if cut is None or cut.of_columns or len(cut.ranges) > 1:
+            if cut is None or len(cut.ranges) > 1 or (cut.of_columns and leaf == "bias"):
                 continue
-            if tensor.shape[:1] == (cut.whole,):
-                row = tensor.nbytes // cut.whole
-                start, stop = (tensor.start + row * each for each in cut.ranges[0])
-                place = replace(tensor, start=start, end=stop)
-                mine[name] = f"{name}[{cut.ranges[0][0]}:{cut.ranges[0][1]}]", place
+            axis = cut.axis(len(tensor.shape), leaf)
+            size = (*tensor.shape, 0)[axis]
+            # Columns of weights in few bits are packed.
+            if size and cut.whole % size == 0 and (cut.of_columns or size == cut.whole):
+                first, last = cut.scaled(size)[0]
+                place = _part(tensor, axis, first, last)
+                if scattered or place.run == place.stride:
+                    mine[name] = f"{name}[{':, ' * axis}{first}:{last}]", place
     return found
+
+
+def _part(tensor: PlacedTensor, axis: int, first: int, last: int) -> PlacedTensor:
+    """Return the place of a range of a tensor along an axis."""
+    outer = math.prod(tensor.shape[:axis])
+    stride = tensor.nbytes // outer
+    one = stride // tensor.shape[axis]
+    start, run = tensor.start + first * one, (last - first) * one
+    end = start + (outer - 1) * stride + run
+    if outer == 1:  # it lies in one piece
+        run = stride = 1
+    return replace(tensor, start=start, end=end, run=run, stride=stride)
 
 
 @dataclass(frozen=True, slots=True)

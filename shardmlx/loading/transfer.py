@@ -28,8 +28,8 @@ from shardmlx.loading.manifest import (
     ModelManifest,
     Transfer,
     is_needed,
+    parts_of_shares,
     plan_transfers,
-    rows_of_shares,
 )
 from shardmlx.loading.partial_copy import PartialCopy
 from shardmlx.modelfiles.hub import Repository
@@ -115,10 +115,12 @@ class LocalFiles:
                 if any(is_needed(name, shape, start, stop) for start, stop in stages)
             }
         if self.weight_map.manifest.places is None:
-            rows = rows_of_shares(tensors, shape, shares)
-            own = rows[self.transport.rank % shares.size]
+            # The hub sends what lies together.
+            scattered = Holding.HUB not in self.weight_map.holdings
+            of_ranks = parts_of_shares(tensors, shape, shares, scattered=scattered)
+            own = of_ranks[self.transport.rank % shares.size]
             mine = {own[name][0] if name in own else name for name in mine}
-            tensors |= dict(each for of_rank in rows for each in of_rank.values())
+            tensors |= dict(each for of_rank in of_ranks for each in of_rank.values())
         if self.copy is not None:
             self.copy.tensors = tensors
         moved = self._bring(self.weight_map, tensors, mine, reporter, what)
@@ -235,13 +237,16 @@ def _pass_on(
     if position + 1 < len(transfer.chain):
         peer = transfer.chain[position + 1]
         following = Outgoing(transport, place.nbytes, peer, OBJECT_TAG, what, incoming)
-    offset = place.start
+    done = 0
     for piece in incoming or place.pieces(read):
         if following is not None:
             following.write(piece)
         if incoming is not None and copy is not None:
-            copy.write(place.file, offset, piece)
-        offset += len(piece)
+            rest = memoryview(piece)
+            for offset, count in place.places(done, len(piece)):
+                copy.write(place.file, offset, rest[:count])
+                rest = rest[count:]
+        done += len(piece)
         advance(len(piece))
     if following is not None:
         following.close()

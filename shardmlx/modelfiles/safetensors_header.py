@@ -52,21 +52,42 @@ def read_bytes(directory: Path, file: str, offset: int, count: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class PlacedTensor:
-    """A tensor at the bytes ``start`` to ``end`` of ``file``, which is empty until one exists."""
+    """A tensor at the bytes ``start`` to ``end`` of ``file``, which is empty until one exists; or a
+    part of one: the first ``run`` of each ``stride`` bytes there."""
 
     file: str
     dtype: str
     shape: tuple[int, ...]
     start: int
     end: int
+    run: int = 1
+    stride: int = 1
 
     @property
     def nbytes(self) -> int:
-        return self.end - self.start
+        return -(-(self.end - self.start) // self.stride) * self.run
 
     def pieces(self, read: ReadBytes) -> Iterator[bytes]:
-        for start in range(self.start, self.end, _PIECE):
-            yield read(self.file, start, min(_PIECE, self.end - start))
+        step = max(1, _PIECE // self.stride) * self.stride
+        for start in range(self.start, self.end, step):
+            piece = read(self.file, start, min(step, self.end - start))
+            if self.run < self.stride:
+                begins = range(0, len(piece), self.stride)
+                piece = b"".join([piece[at : at + self.run] for at in begins])
+            yield piece
+
+    def places(self, done: int, count: int) -> Iterator[tuple[int, int]]:
+        """Yield, of so many bytes after the first that are ``done``, those that lie together: where
+        they begin in the file, and how many they are."""
+        if self.run == self.stride:
+            yield self.start + done, count
+            return
+        end = done + count
+        while done < end:
+            row, within = divmod(done, self.run)
+            length = min(self.run - within, end - done)
+            yield self.start + row * self.stride + within, length
+            done += length
 
 
 @dataclass(frozen=True, slots=True)
