@@ -202,7 +202,7 @@ class Nesterov:
 
 def saved(made: Mapping[str, dict[str, Any]], name: str) -> Weights:
     files = Path(made[name]["adapter_path"]).glob("[am]*.safetensors")
-    return {each: np.array(array) for each, array in load_arrays(*files).items()}
+    return {each: np.array(array.astype(mx.float32)) for each, array in load_arrays(*files).items()}
 
 
 def check_equal(found: Weights, expected: Weights) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -187,3 +188,39 @@ def test_an_island_outlives_a_hub_that_is_away_and_loses_nothing(
     LocalNetwork(2).run(lambda rank: train_model(TrainConfig(**alone), rank))
     for name, array in saved({"alone": alone}, "alone").items():
         np.testing.assert_allclose(saved(made, "ann")[name], array, atol=1e-6, err_msg=name)
+
+
+BF16: dict[str, Any] = {"dtype": "bfloat16", "master_weights": True, "zero": 1}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"zero": 3}, id="weights divided"),
+        pytest.param(BF16, id="master weights"),
+        pytest.param({"zero": 0, "grad_accumulation_steps": 2, "iters": 4 * H}, id="accumulated"),
+    ],
+)
+def test_replicas_that_train_on_while_they_wait_end_with_the_hubs_weights(
+    options: dict[str, Any],
+    islands: Callable[..., dict[str, dict[str, Any]]],
+    tokens: Callable[[RunningHub], None],
+    tmp_path: Path,
+) -> None:
+    made = islands(2, **FULL, **{"iters": 2 * H, "pipeline_stages": 1, **options})
+    how: dict[str, Any] = {"inner_steps": H, "overlap": 2, "fragments": 3, "encoding": "int8"}
+    with running_hub(tmp_path / "hub", "ann,bob", **how) as hub:
+        tokens(hub)
+        train_islands(hub, made, {"ann": 2})
+        assert [each["version"] for each in hub.rounds.status()["fragments"]] == [2, 2, 2]
+        newest = weights_of(hub)
+        tensors = {each.name: each for each in hub.rounds.run.fragments[-1].fragment.tensors}
+    for name in made:
+        found = saved(made, name)
+        if "dtype" in options:
+            newest = {each: rounded(array) for each, array in newest.items()}
+        check_equal(found, {each: newest[each] for each in tensors})
+
+
+def rounded(array: np.ndarray) -> np.ndarray:
+    return np.array(mx.array(array).astype(mx.bfloat16).astype(mx.float32))
