@@ -38,9 +38,8 @@ Source = Directory | Repository
 class ModelFiles:
     """Facts about a model that are known without reading its weights.
 
-    ``tensors`` are empty without weights. ``sizes`` (bytes) and
-    ``checksums`` (sha256, or the git blob id of small files) come from the hub, ``paths`` are of
-    local files only. ``faults`` say why the files are not one model.
+    ``tensors`` are empty without weights. ``sizes`` (bytes) and ``checksums`` (sha256) come from
+    the hub, ``paths`` are of local files only. ``faults`` say why the files are not one model.
     """
 
     name: str

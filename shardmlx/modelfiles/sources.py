@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -22,8 +20,8 @@ RECORD = "complete-tensors.jsonl"
 
 
 class Directory:
-    """A model in a directory, perhaps a snapshot in the hub's cache, with the hub's ``checksums``
-    and ``sizes``. ``missing`` is the remedy for an absent file. Methods raise ``UserError``."""
+    """A model in a directory, perhaps a snapshot in the hub's cache; the hub alone tells ``sizes``
+    and ``checksums``. ``missing`` is the remedy for an absent file. Methods raise ``UserError``."""
 
     revision: str | None = None
     note = ""
@@ -37,11 +35,7 @@ class Directory:
         self.files: Sequence[str] = names
         self.paths: Mapping[str, Path] = {name: path / name for name in names}
         self.sizes: Mapping[str, int] = {}
-        self.checksums: Mapping[str, str] = {
-            name: checksum
-            for name, file in self.paths.items()
-            if (checksum := _known_checksum(file)) is not None
-        }
+        self.checksums: Mapping[str, str] = {}
 
     def where(self, file: str) -> str:
         """Return how a message names a file."""
@@ -58,21 +52,3 @@ class Directory:
                 yield read_header(self.path / file)
             except UserError as error:
                 yield error
-
-
-_CHECKSUM = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
-
-
-def _known_checksum(path: Path) -> str | None:
-    """Return the checksum that huggingface-hub recorded at the download of a file, if any."""
-    if path.is_symlink():
-        # snapshots/COMMIT/FILE -> ../../blobs/CHECKSUM, which may be a link again.
-        blob = Path(os.readlink(path))
-        is_checksum = blob.parent.name == "blobs" and _CHECKSUM.fullmatch(blob.name)
-        return blob.name if is_checksum else None
-    metadata = path.parent / ".cache" / "huggingface" / "download" / f"{path.name}.metadata"
-    try:
-        _, checksum, _ = metadata.read_text(encoding="utf-8").split(maxsplit=2)
-    except (OSError, ValueError):
-        return None
-    return checksum if _CHECKSUM.fullmatch(checksum) else None

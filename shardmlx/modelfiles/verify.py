@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from shardmlx.common.durable_files import pieces_of
 from shardmlx.common.formatting import plural
-from shardmlx.errors import file_access
 from shardmlx.modelfiles.model_files import ModelFiles
 from shardmlx.modelfiles.parts import shape_of
 from shardmlx.modelfiles.safetensors_header import Index, PlacedTensor
@@ -27,8 +23,6 @@ from shardmlx.modelfiles.tensors import (
 from shardmlx.models.shape import ModelShape
 
 _SHOWN = 20
-_GITS_ID = 40
-"""Letters of the id that git gives a small file; a sha256 has 64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +33,8 @@ class Verification:
     checked: tuple[str, ...]
 
 
-def verify(files: ModelFiles, advance: Callable[[int], None] = lambda count: None) -> Verification:
-    """Check headers, sizes, names, shapes and checksums; ``advance`` gets the bytes hashed."""
+def verify(files: ModelFiles) -> Verification:
+    """Check headers, sizes, names and shapes."""
     faults = list(files.faults)
     checked = [
         f"{plural(len(files.headers), 'header')}: offsets, sizes, overlaps, duplicate tensors",
@@ -55,19 +49,7 @@ def verify(files: ModelFiles, advance: Callable[[int], None] = lambda count: Non
         faults += _index(files, files.index)
         checked.append("index: files, tensors, total size")
     checked.append(_family(files, faults))
-    known = checksums_to_compare(files)
-    if known:
-        for file in known:
-            faults += _checksum(files.paths[file], files.checksums[file], advance)
-        checked.append(f"checksums that the hub gave: {plural(len(known), 'file')}")
-    else:
-        checked.append("checksums not compared: none are known of files that are here")
     return Verification(tuple(faults), tuple(checked))
-
-
-def checksums_to_compare(files: ModelFiles) -> list[str]:
-    """Return the local files with a checksum of the hub."""
-    return sorted(files.checksums.keys() & files.paths.keys())
 
 
 def _index(files: ModelFiles, index: Index) -> Iterator[str]:
@@ -166,18 +148,3 @@ def _wrong_dtype(name: str, place: PlacedTensor, expected: Mapping[str, object])
         return None if place.dtype == "U8" else "scales of this mode are U8"
     is_float = place.dtype.startswith(("F", "BF"))
     return None if is_float else "a floating-point dtype was expected"
-
-
-def _checksum(path: Path, known: str, advance: Callable[[int], None]) -> Iterator[str]:
-    # Git's id of a file, its sha1 after a prefix, serves here only to find damage.
-    is_git = len(known) == _GITS_ID
-    digest = hashlib.sha1(usedforsecurity=False) if is_git else hashlib.sha256()
-    with file_access("read", path):
-        if is_git:
-            digest.update(f"blob {path.stat().st_size}\0".encode())
-        for piece in pieces_of(path):
-            digest.update(piece)
-            advance(len(piece))
-    if (found := digest.hexdigest()) != known:
-        kind = "git id" if is_git else "sha256"
-        yield f"{path} has the {kind} {found}, the hub's has {known}: download it again"

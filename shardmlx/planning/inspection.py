@@ -1,6 +1,6 @@
 """Carries out ``shardmlx inspect``: reads headers, divides the model as asked, shows the result.
 
-No MLX, no MPI. No weight is read, unless ``--verify`` has checksums to compare.
+No MLX, no MPI. No weight is read.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardmlx.common.formatting import plural
-from shardmlx.common.reporter import Reporter
-from shardmlx.common.units import MEGABYTE
 from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.options import check_options, in_group, refuse, same_as
@@ -26,7 +24,7 @@ from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import ModelFiles, find_source, read_model
 from shardmlx.modelfiles.parts import Inspection, inspect_files, needed_shape
 from shardmlx.modelfiles.tensors import scale_group
-from shardmlx.modelfiles.verify import checksums_to_compare, verify
+from shardmlx.modelfiles.verify import verify
 from shardmlx.models.shares import TensorShares
 from shardmlx.partitioners import PARTITIONERS
 from shardmlx.pipeline.stage_map import read_stage_map
@@ -167,9 +165,7 @@ def divided(options: InspectOptions, inspection: Inspection) -> Split | None:
 
 
 def _verify(files: ModelFiles) -> int:
-    total = sum(files.paths[file].stat().st_size for file in checksums_to_compare(files))
-    with Reporter().bar("checksums, MB", max(1, total // MEGABYTE)) as bar:
-        verification = verify(files, lambda count: bar.advance(count / MEGABYTE))
+    verification = verify(files)
     faults = verification.faults
     lines = [f"checked: {each}" for each in verification.checked]
     lines += [f"wrong: {each}" for each in faults]

@@ -106,24 +106,6 @@ def test_a_revision_of_a_directory_is_refused(tmp_path: Path) -> None:
     assert "--revision main of" in error_of(tmp_path, "main")
 
 
-def test_checksums_come_from_the_cache_and_from_local_downloads(tmp_path: Path) -> None:
-    large, small = "a" * 64, "b" * 40
-    files = model_files(TINY)
-    blobs = tmp_path / "models--me--tiny" / "blobs"
-    snapshot = tmp_path / "models--me--tiny" / "snapshots" / COMMIT
-    write(blobs, {large: files["model.safetensors"], small: files["config.json"]})
-    snapshot.mkdir(parents=True)
-    (snapshot / "model.safetensors").symlink_to(f"../../blobs/{large}")
-    (snapshot / "config.json").symlink_to(f"../../blobs/{small}")
-    known = {"model.safetensors": large, "config.json": small}
-    assert open_model(str(snapshot)).checksums == known
-
-    local = write(tmp_path / "local", files)
-    metadata = local / ".cache" / "huggingface" / "download"
-    write(metadata, {"model.safetensors.metadata": text_file(f"{COMMIT}\n{large}\n1.5\n".encode())})
-    assert open_model(str(local)).checksums == {"model.safetensors": large}
-
-
 # The hub. Every call is a process of its own, since huggingface-hub reads its settings once, in a
 # Python that has neither MLX nor MPI.
 
