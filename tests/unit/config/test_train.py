@@ -119,10 +119,18 @@ def test_gradient_checkpointing_is_full_recomputation() -> None:
     assert load("--grad-checkpoint", "--recompute", "full").recompute == "full"
 
 
-@pytest.mark.parametrize(("name", "value"), [("optimizer", "muon"), ("zero", "1")])
-def test_what_tensor_shares_cannot_do_is_refused(name: str, value: str) -> None:
-    error = error_of("--tensor-parallel", "2", f"--{name}", value)
-    assert f"--{name} is {value} with --tensor-parallel 2" in str(error)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("optimizer", "muon"), ("optimizer", "adafactor"), ("zero", 1), ("zero", 3)),
+        *(("unfreeze_all", True), ("sum_dtype", "int8"), ("stage_map", "map.yaml")),
+    ],
+)
+def test_what_tensor_shares_cannot_do_is_refused(name: str, value: object, tmp_path: Path) -> None:
+    kind = "full" if name == "unfreeze_all" else "lora"
+    file = write(tmp_path, f"{name}: {value}\nfine_tune_type: {kind}")
+    error = error_of("-c", file, "--tensor-parallel", "2")
+    assert re.search(rf"{name.replace('_', '.')} is {value} with --tensor-parallel 2", str(error))
     assert load("--tensor-parallel", "2").zero == 0
 
 

@@ -182,6 +182,11 @@ def test_whole_experts_where_columns_share_scales() -> None:
     assert "block_sparse_moe.gate" not in cuts
 
 
+def test_an_mlp_with_fewer_blocks_of_columns_than_ranks_is_refused() -> None:
+    with pytest.raises(UserError, match="16 columns, of which 16 stay together"):
+        TensorShares((1, 1)).check(read_shape(tiny_config("llama", intermediate_size=16)))
+
+
 @pytest.mark.parametrize(
     ("family", "count", "problem"),
     [("llama", 2, "llama"), ("mixtral", 1, "--tensor-parallel 1"), ("mixtral", 5, "fewer")],
