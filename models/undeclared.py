@@ -85,6 +85,9 @@ _PER_TOKEN = (
 )
 """Names of the number of experts, and of those that a token passes through."""
 
+_DIVISORS = ("num_attention_heads", "num_key_value_heads", "n_group", "n_groups", "mamba_n_groups")
+"""Counts by which mlx-lm divides: MLX ends the process where it reshapes to 0 groups."""
+
 
 def build_random(config: Mapping[str, Any]) -> nn.Module:
     """Build mlx-lm's model of a config.json with random weights, lazily. Raises ``UserError``."""
@@ -93,6 +96,9 @@ def build_random(config: Mapping[str, Any]) -> nn.Module:
     for fields in (Config(config), Config(text if isinstance(text, Mapping) else {})):
         for key in ("num_hidden_layers", "hidden_size", "vocab_size"):
             fields.count(key, 1)
+        for key in _DIVISORS:
+            if fields.get(key) == 0:  # some list a number for each layer
+                fields.count(key)
         numbers = [fields.get(key) for key in _EXPERTS]
         experts = max((each for each in numbers if isinstance(each, int)), default=0)
         for key in _PER_TOKEN:

@@ -137,6 +137,13 @@ def test_a_token_passes_through_some_of_the_experts(model_type: str, number: Any
     assert named in refusal(read_shape, {"model_type": "x", "text_config": config}).problem
 
 
+@pytest.mark.parametrize("key", ["n_group", "num_key_value_heads"])
+def test_a_count_by_which_mlx_lm_divides_is_not_0(key: str) -> None:
+    config = {**CONFIGS["mixtral"], key: 0}
+    assert f"{key} is 0" in refusal(read_shape, config).problem
+    assert f"{key} is 0" in refusal(read_shape, {"model_type": "x", "text_config": config}).problem
+
+
 # Reading config.json
 
 
