@@ -6,12 +6,14 @@ layer are followed by a sum. The code of a layer stays mlx-lm's.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tuner.dora import DoRALinear
 
+from shardmlx.compat import COVERED
 from shardmlx.errors import UserError, one_line
 from shardmlx.models.layer_shape import Heads
 from shardmlx.models.shape import ModelShape
@@ -80,13 +82,16 @@ def _axis(array: mx.array, leaf: str, cut: Cut) -> int | None:
 
 def _around(module: nn.Module, before: Sum, after: Sum) -> None:
     """Let a module take what ``before`` makes of its input, and return what ``after`` makes of what
-    its class returns."""
+    its class returns. Its functions can still be bound otherwise."""
     kind: Any = type(module)
+    is_first = not hasattr(kind, COVERED)
 
-    def call(self: nn.Module, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        return after(kind.__call__(self, before(x), *args, **kwargs))
+    def call(self: Any, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        own = getattr(self, COVERED) if is_first else partial(kind.__call__, self)
+        return after(own(before(x), *args, **kwargs))
 
-    module.__class__ = type(kind.__name__, (kind,), {"__call__": call})
+    covered = {COVERED: kind.__call__} if is_first else {}
+    module.__class__ = type(kind.__name__, (kind,), {"__call__": call, **covered})
 
 
 def _norm_whole_rows(module: DoRALinear, all_sum: Sum) -> None:

@@ -139,8 +139,17 @@ def keep_probability(dropout: Any) -> float:
     return float(dropout._p_1)
 
 
+COVERED = "covered_call"
+"""The name by which a class keeps the ``__call__`` of mlx-lm that its own one covers."""
+
+
+def _covered(module: Any, method: str) -> str:
+    return COVERED if method == "__call__" and hasattr(type(module), COVERED) else method
+
+
 def calls(module: Any, name: str, method: str = "__call__") -> bool:
     """Tell whether a method of a module is a function that uses the global ``name``."""
+    method = _covered(module, method)
     code = getattr(getattr(type(module), method, None), "__code__", None)
     return code is not None and name in code.co_names
 
@@ -174,6 +183,7 @@ def rebind(module: Any, name: str, function: Callable[..., Any], method: str = "
     kind = type(module)
     if not calls(module, name, method):
         raise AttributeError(f"{kind.__module__}.{kind.__name__} does not call {name}")
+    method = _covered(module, method)
     code = getattr(kind, method)
     if code.__globals__.get(name) is not function:
         module.__class__ = type(kind.__name__, (kind,), {method: with_global(code, name, function)})

@@ -20,11 +20,15 @@ from shardmlx.config.specs import NONE, Savings
 from shardmlx.costmodel.memory import StageMemory, stage_memory
 from shardmlx.costmodel.rank_peak import PeakOfActions
 from shardmlx.costmodel.training_setup import TrainingSetup
+from shardmlx.costmodel.workload import shared
 from shardmlx.engine.batches import MicroBatch, pack
 from shardmlx.engine.optimizer import Updater, build_optimizer
 from shardmlx.engine.stage import Stage
 from shardmlx.modelfiles.parts import read_shape
+from shardmlx.models.divided_layers import take_share
 from shardmlx.models.parts import find_parts
+from shardmlx.models.shape import ModelShape
+from shardmlx.models.shares import TensorShares
 from shardmlx.models.slice import Slice
 from shardmlx.partitioners import LayerCosts
 from tests.helpers.family_configs import CONFIGS, LAYERS
@@ -69,7 +73,7 @@ def widened(config: Mapping[str, Any]) -> dict[str, Any]:
 class Case:
     """A family, what is trained of it, and the layers of the stage.
 
-    ``changes`` are fields of its widened config.
+    ``changes`` are fields of its widened config. Of ``shares`` the stage has the first.
     """
 
     mode: str
@@ -84,12 +88,14 @@ class Case:
     packed: bool = False
     length: int = LENGTH
     changes: tuple[tuple[str, Any], ...] = ()
+    shares: tuple[int, ...] = (1,)
 
     def __str__(self) -> str:
         special = [key for key, _ in self.lora] + [f"{key} {value}" for key, value in self.changes]
         special += [self.recompute] * (self.recompute != NONE)
         special += [f"pieces of {self.pieces}"] * (self.pieces is not None)
         special += ["counted"] * self.counted_only
+        special += ["share of " + ":".join(map(str, self.shares))] * (len(self.shares) > 1)
         special += ["bfloat16"] * (self.dtype_bytes == 2) + ["packed"] * self.packed
         special += [str(self.length)] * (self.length != LENGTH)
         return "-".join([self.family, self.mode, f"{self.start}to{self.stop}", *special])
@@ -124,9 +130,21 @@ class Case:
         mx.eval(model.parameters())
         return model
 
+    def share(self, sizes: LayerCosts) -> tuple[ModelShape, LayerCosts]:
+        """Return the shape of the stage's share of the model, and the bytes of its weights."""
+        return shared(read_shape(self.model_config), sizes, TensorShares(self.shares), 0)
+
+    def take_share(self, part: Slice) -> None:
+        """Leave the stage its share. Sums are of one rank, and take no memory, as MLX's."""
+        if len(self.shares) > 1:
+            shape = read_shape(self.model_config)
+            take_share(part, shape, TensorShares(self.shares), 0, lambda x: x)
+            mx.eval(part.parameters())
+
     def setup(self, sizes: LayerCosts) -> TrainingSetup:
+        shape, sizes = self.share(sizes)
         work = workload(
-            read_shape(self.model_config),
+            shape,
             {2: "bfloat16", 4: "float32"}[self.dtype_bytes],
             sizes,
             fine_tune_type=self.mode,
@@ -206,6 +224,7 @@ def measure(case: Case) -> tuple[Measured, LayerCosts]:
     model = case.model()
     sizes = weight_sizes(model)
     part = Slice(model, case.start, case.stop)
+    case.take_share(part)
     del model
     stage = Stage(1, part, needs_input_gradient=case.start > 0, savings=case.savings)
     updater = Updater(build_optimizer("adam", 1e-4, None, {}), [stage])

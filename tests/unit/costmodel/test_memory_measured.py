@@ -11,7 +11,6 @@ from shardmlx.config.specs import FULL, RECOMPUTE, SELECTIVE
 from shardmlx.costmodel.generation_memory import GenerationSetup, inference_memory
 from shardmlx.costmodel.layer_memory import layer_arrays
 from shardmlx.engine.stage import Stage
-from shardmlx.modelfiles.parts import read_shape
 from shardmlx.models.activations import RecomputedMLP
 from shardmlx.models.slice import Slice
 from tests.helpers.family_configs import CONFIGS, LAYERS
@@ -60,6 +59,8 @@ CASES = [
     *(Case("lora", lora=(each,)) for each in (ATTENTION, DROPS)),
     Case("lora", changes=(QUANTISED,)),
     Case("dora"),
+    *(Case(mode, shares=each) for mode, each in (("lora", (1, 1)), ("full", (2, 1)))),
+    Case("lora", length=256, pieces=32, recompute=SELECTIVE, shares=(1, 1)),
     Case("full", recompute=FULL),
     Case("lora", 2, 4, recompute=FULL, changes=LOGITS),
     Case("full", 2, 4, changes=LOGITS, dtype_bytes=2),
@@ -112,15 +113,18 @@ def test_the_plan_knows_whose_mlp_computes_its_product_again(family: str) -> Non
         assert recomputes == (product.nbytes > 0)
 
 
-@pytest.mark.parametrize("chunk", [128, 1024])
-def test_prefill_of_a_long_prompt_holds_the_scores_of_a_chunk(chunk: int) -> None:
-    case, length = Case("lora", 0, 3), 1024
+@pytest.mark.parametrize(("chunk", "shares"), [(128, (1,)), (1024, (1,)), (1024, (1, 1))])
+def test_prefill_of_a_long_prompt_holds_the_scores_of_a_chunk(
+    chunk: int, shares: tuple[int, ...]
+) -> None:
+    case, length = Case("lora", 0, 3, shares=shares), 1024
     model = build(case.model_config)
     mx.eval(model.parameters())
-    sizes, part = weight_sizes(model), Slice(model, 0, 3)
+    (shape, sizes), part = case.share(weight_sizes(model)), Slice(model, 0, 3)
+    case.take_share(part)
     del model
     setup = GenerationSetup(
-        shape=read_shape(case.model_config),
+        shape=shape,
         weight_sizes=sizes,
         dtype_bytes=4,
         sequences=1,
