@@ -50,7 +50,7 @@ class Piece(NamedTuple):
         return self._replace(ranges=((0, self.whole),))
 
     def common(self, other: Piece) -> list[tuple[slice, slice]]:
-        """Return what both have of the whole array: where in this piece, and in the other."""
+        """Return what both have along the same axis: where in this piece, and in the other."""
         found, at = [], 0
         for start, stop in self.ranges:
             to = 0
@@ -63,9 +63,15 @@ class Piece(NamedTuple):
             at += stop - start
         return found
 
+    def meets(self, other: Piece) -> bool:
+        return other.axis != self.axis or bool(self.common(other))
+
     def put(self, piece: mx.array, other: Piece, target: mx.array | None = None) -> mx.array:
         """Return ``target``, an ``other`` piece of the same array, zeros at first, with what both
         have of it."""
+        if other.axis != self.axis:  # columns of experts, and whole ones
+            part = other.of(self.put(piece, self.everything))
+            return part if target is None else target + part
         before = (slice(None),) * self.axis
         if target is None:
             sides = (*piece.shape[: self.axis], other.size, *piece.shape[self.axis + 1 :])

@@ -6,7 +6,6 @@ tensors, one by one, to ranks that need them and see no copy.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -150,24 +149,17 @@ class CheckpointReader:
 
         def takes(file: str, name: str) -> bool:
             both = pieces(file, name)
-            return wanted(name) and (both is None or bool(both[0].common(both[1])))
+            return wanted(name) and (both is None or both[0].meets(both[1]))
 
-        left = Counter(
-            name
-            for file, header in self._of(kind).items()
-            for name in header.tensors
-            if takes(file, name)
-        )
         begun: dict[str, mx.array] = {}
         for file, name, array in self._stored(kind, takes):
-            if (both := pieces(file, name)) is not None:
-                theirs, mine = both
-                array = begun[name] = theirs.put(array, mine, begun.get(name))
-                mx.eval(array)
-            left[name] -= 1
-            if not left[name]:
-                begun.pop(name, None)
+            if (both := pieces(file, name)) is None:
                 yield name, array
+                continue
+            theirs, mine = both
+            begun[name] = theirs.put(array, mine, begun.get(name))
+            mx.eval(begun[name])
+        yield from begun.items()
 
     def _stored(
         self, kind: str, takes: Callable[[str, str], bool]

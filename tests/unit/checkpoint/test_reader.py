@@ -178,13 +178,25 @@ UNEVEN = [
     pieces_of([(4, 5), (10, 11)], (6, 7)),
     pieces_of([(5, 6), (11, 12)], (7, 8)),
 ]
+ACROSS = [
+    {"up": Piece(((0, 2),), 5, 1), "down": Piece(((0, 2), (4, 5)), 6, 0)},
+    {"up": Piece(((2, 5),), 5, 1), "down": Piece(((2, 4), (5, 6)), 6, 0)},
+]
 ALL: list[dict[str, Piece]] = [{}]
 
 
 @pytest.mark.parametrize("seen", ["aaa", "abc"])
 @pytest.mark.parametrize(
     ("written", "read"),
-    [(EVEN, EVEN), (EVEN, UNEVEN), (UNEVEN, EVEN), (EVEN, ALL), (ALL, UNEVEN)],
+    [
+        (EVEN, EVEN),
+        (EVEN, UNEVEN),
+        (UNEVEN, EVEN),
+        (EVEN, ALL),
+        (ALL, UNEVEN),
+        (ACROSS, UNEVEN),
+        (EVEN, ACROSS),
+    ],
 )
 def test_a_piece_is_read_from_whatever_pieces_were_written(
     tmp_path: Path,
