@@ -144,21 +144,18 @@ def check_replica_rows(value: str | None) -> None:
     refuse("replica_rows", f"is {value}", remedy, when=not are_rows)
 
 
-def shares_of(text: str | None) -> tuple[int, ...]:
-    """Return the shares of ranks that compute a layer together, in proportion; () if open."""
+def shares_of(text: str | None, ranks: int) -> tuple[int, ...]:
+    """Return the shares, in proportion, of so many ranks that compute a layer together; () if they
+    are open. Raises ``OptionError``."""
     words = [] if text is None else text.split(",")
-    return tuple(int(each) if each.strip().isdecimal() else 0 for each in words)
-
-
-def check_shares(text: str | None, ranks: int) -> None:
-    """Check that these are the shares of so many ranks."""
-    shares = shares_of(text)
+    shares = tuple(int(each) if each.strip().isdecimal() else 0 for each in words)
     refuse(
         "tensor_shares",
         f"{text}: --tensor-parallel {ranks} takes as many numbers from 1",
         "give one for each rank that shares a layer",
         when=bool(shares) and (len(shares) != ranks or min(shares) < 1),
     )
+    return shares
 
 
 def parse_loss_scale(text: str) -> float | str:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from shardmlx.config import common_options as common
-from shardmlx.config.checks import check_shares
+from shardmlx.config.checks import shares_of
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.common_options import AUTO
 from shardmlx.config.options import check_options, in_group, refuse
@@ -170,7 +170,7 @@ class InferenceConfig(ModelSource):
             f"give {LOOKUP}, or a model",
             when=self.draft == HEAD and self.tensor_parallel > 1,
         )
-        check_shares(self.tensor_shares, self.tensor_parallel)
+        shares_of(self.tensor_shares, self.tensor_parallel)
         try:
             is_object = isinstance(self.template_arguments, dict)
         except ValueError:

@@ -18,10 +18,10 @@ from shardmlx.config.checks import (
     check_lr_schedule,
     check_optimizer_config,
     check_replica_rows,
-    check_shares,
     checked_lora,
     filled_lr_schedule,
     parse_loss_scale,
+    shares_of,
 )
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.common_options import AUTO, OFF
@@ -259,7 +259,7 @@ class TrainConfig(
         if not self.is_full:
             object.__setattr__(self, "lora_parameters", checked_lora(self.lora_parameters))
         check_optimizer_config(self.optimizer_config)
-        check_shares(self.tensor_shares, self.tensor_parallel)
+        shares_of(self.tensor_shares, self.tensor_parallel)
         if self.tensor_parallel > 1:
             self._check_shares()
         self._fill_lr_schedule()

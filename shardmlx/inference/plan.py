@@ -132,7 +132,8 @@ def plan_inference(
     memory."""
     sizes, cluster, given = inputs.sizes, inputs.cluster, inputs.stage_map
     shape, across = sizes.shape, config.tensor_parallel
-    weights = shares_of(config.tensor_shares) or shares_by_bandwidth(cluster.machines, across)
+    weights = shares_of(config.tensor_shares, across)
+    weights = weights or shares_by_bandwidth(cluster.machines, across)
     shares = TensorShares(weights, sizes.group_size, config.expert_parallel)
     size = shares.groups(cluster.size)
     shares.check(shape)

@@ -89,7 +89,7 @@ def plan_training(
 def _of_groups(facts: Facts, layout: LayoutOptions) -> Facts:
     """Return the facts of groups of ranks that share layers. Raises ``UserError``."""
     work, cluster = facts.workload, facts.cluster
-    weights = shares_of(layout.tensor_shares)
+    weights = shares_of(layout.tensor_shares, layout.tensor_parallel)
     weights = weights or shares_by_bandwidth(cluster.machines, layout.tensor_parallel)
     shares = TensorShares(weights, work.group_size, layout.expert_parallel)
     shares.check(work.shape)

@@ -163,7 +163,7 @@ def plan_run(
         run.machines,
         config.stage_map,
     )
-    weights = shares_of(config.tensor_shares)
+    weights = shares_of(config.tensor_shares, shares.size)
     weights = weights or shares_by_bandwidth(inputs.cluster.machines, shares.size)
     shares = replace(shares, weights=weights)
     model, stored = agree(
