@@ -26,6 +26,7 @@ from shardmlx.engine.stage import Stage
 from shardmlx.loading.rank_setup import SETUP_SECONDS, OpenedModel
 from shardmlx.models.divided_layers import take_share
 from shardmlx.models.shape import ModelShape
+from shardmlx.models.shares import WHOLE
 from shardmlx.models.slice import Slice
 from shardmlx.pipeline.plan import Plan
 from shardmlx.training.island import Membership, join
@@ -134,7 +135,9 @@ def _load(
             part.share_frozen(stage.part)
             part.load()
     else:
-        opened.weights.load(parts, opened.shape, reporter, shares=planned.shares)
+        # DoRA begins with the norms of whole rows.
+        shares = WHOLE if work.fine_tune.fine_tune_type == "dora" else planned.shares
+        opened.weights.load(parts, opened.shape, reporter, shares=shares)
     stages = build_stages(
         planned.slices,
         own,

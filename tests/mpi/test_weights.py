@@ -151,3 +151,16 @@ def test_each_rank_downloads_its_part_from_the_hub(small: Path, hub: Hub, tmp_pa
     assert re.search(
         r"^weights: [\d.]+ [GMK]iB over MPI, [\d.]+ [GMK]iB from the hub in", job.stdout, re.M
     )
+
+
+def test_dora_begins_with_whole_rows(small: Path, pirate: Path, tmp_path: Path) -> None:
+    """A rank with tensor shares, which has no model, is sent more than its columns for it."""
+    group, losses = machines(tmp_path, 2, small), []
+    shutil.copytree(pirate, group.homes[0] / "data")
+    words = ("--model", "model", "--data", "data", *TRAIN, "--fine-tune-type", "dora")
+    for ranks, how in ((1, ()), (2, ("--tensor-parallel", "2"))):
+        some = Machines(group.homes[:ranks])
+        some.run("train", *words, *how, "--metrics-file", f"{ranks}.jsonl").well()
+        metrics = group.homes[0] / f"{ranks}.jsonl"
+        losses.append([each["loss"] for each in events(metrics, "train")])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
