@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
-from types import MappingProxyType
 from typing import IO, Any, TypeVar
 
 from shardmlx.errors import UserError, one_line
@@ -180,13 +179,13 @@ class Hub:
         method: str,
         path: str,
         body: Any = None,
-        headers: Mapping[str, str] = MappingProxyType({}),
+        headers: Mapping[str, str] | None = None,
         seconds: float = SOCKET_SECONDS,
     ) -> Iterator[Any]:
         request = urllib.request.Request(
             self.url + path,
             data=body,
-            headers={**headers, "authorization": f"Bearer {self._token}"},
+            headers={**(headers or {}), "authorization": f"Bearer {self._token}"},
             method=method,
         )
         try:
@@ -264,17 +263,18 @@ class Exchange:
                 raise
 
     def _download(self) -> None:
-        self.body.truncate(0)
-        if self.version == self._base + 1:
-            path = f"/fragments/{self._fragment}/change?version={self.version}"
+        place, self.is_change = f"/fragments/{self._fragment}", self.version == self._base + 1
+        if self.is_change:
+            self.body.truncate(0)
             try:
-                self.version = self._hub.get(path, self.body)
-                self.is_change = True
-                return
-            except HubRefusal as refusal:
+                self.version = self._hub.get(f"{place}/change?version={self.version}", self.body)
+            except HubRefusal as refusal:  # there is a newer one, or the weights are as long
+                self.is_change = False
                 if refusal.status != HTTPStatus.NOT_FOUND:
                     raise
-        self.version = self._hub.get(f"/fragments/{self._fragment}/weights", self.body)
+        if not self.is_change:
+            self.body.truncate(0)
+            self.version = self._hub.get(f"{place}/weights", self.body)
 
 
 class Heartbeat:

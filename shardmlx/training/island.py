@@ -27,7 +27,6 @@ import numpy as np
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.specs import BatchOptions
 from shardmlx.distributed.agreement import AgreedError, from_rank_0, on_rank_0
-from shardmlx.distributed.messages import OBJECT_TAG, Handle
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.engine import Engine
 from shardmlx.engine.optimizer import Updater
@@ -239,7 +238,7 @@ class Island:
         """Send the hub the difference of a fragment."""
         (updates, tokens), self._under_way[k] = self._counted[k], (update, self._tokens)
         self._seqs[k] += 1
-        body = self._collect(k, self._encoding, self._encoded)
+        body = self._collect(k, self._encoded)
         self._reported |= {name: self._updater.trained(name) for name in self._names(k)}
         if self._hub is None or body is None:
             return
@@ -324,7 +323,7 @@ class Island:
     def _seed(self, k: int) -> None:
         """Give the hub a fragment's first weights."""
         whole = Encoding()
-        body = self._collect(k, whole, lambda name: whole.encode(np.array(self._local(name))))
+        body = self._collect(k, lambda name: whole.encode(np.array(self._local(name))))
         for name in self._names(k):
             self._base[name] = self._local(name)
             mx.eval(self._base[name])
@@ -356,9 +355,10 @@ class Island:
         if body is not None:
             body.seek(0)
         for tensor in self._fragments[k].tensors:
-            data = self._handed_out(tensor, encoding, body)
+            data = self._handed_out(tensor, encoding.nbytes(tensor.shape), body)
             if data is not None:
-                base = mx.array(encoding.decode(data, tensor.shape))
+                came_as = np.frombuffer(data, np.uint8)
+                base = mx.array(encoding.decode(came_as, tensor.shape))
                 self._merge(tensor.name, self._base[tensor.name] + base if came.is_change else base)
         names = [each.name for each in self._fragments[k].tensors if each.name in self._mine]
         if not came.is_lost:
@@ -384,48 +384,31 @@ class Island:
         self._updater.replace(name, weight)
         self._base[name] = base
 
-    def _collect(
-        self, k: int, encoding: Encoding, encoded: Callable[[str], np.ndarray]
-    ) -> IO[bytes] | None:
+    def _collect(self, k: int, encoded: Callable[[str], np.ndarray]) -> IO[bytes] | None:
         """Return, on rank 0, a file of the encoded tensors of a fragment."""
-        rank = self._transport.rank
-        body = self._new_file()
-        for tensor in self._fragments[k].tensors:
-            owner = self._owners[tensor.name]
-            if rank not in (0, owner):
-                continue
-            data = (
-                encoded(tensor.name)
-                if rank == owner
-                else np.empty(encoding.nbytes(tensor.shape), np.uint8)
-            )
-            if owner != 0:
-                way = self._transport.receive if rank == 0 else self._transport.send
-                self._finish(way(data, owner if rank == 0 else 0, OBJECT_TAG), tensor.name)
-            if body is not None:
+        rank, body = self._transport.rank, self._new_file()
+        for name in (each.name for each in self._fragments[k].tensors):
+            owner, what = self._owners[name], f"reporting {name}"
+            data = encoded(name) if rank == owner else None
+            if rank == 0 and owner != 0:
+                data = self._transport.receive_object(owner, what)
+            elif rank == owner != 0:
+                self._transport.send_object(data, 0, what)
+            if body is not None and data is not None:
                 body.write(data.data)
         return body
 
-    def _handed_out(
-        self, tensor: Tensor, encoding: Encoding, body: IO[bytes] | None
-    ) -> np.ndarray | None:
+    def _handed_out(self, tensor: Tensor, nbytes: int, body: IO[bytes] | None) -> bytes | None:
         """Return a tensor's bytes on the ranks that hold it; rank 0 has them in a file."""
-        rank, holders = self._transport.rank, self._holders[tensor.name]
-        nbytes = encoding.nbytes(tensor.shape)
-        if body is not None:
-            data = np.frombuffer(bytearray(body.read(nbytes)), np.uint8)
-            for peer in holders:
-                if peer != 0:
-                    self._finish(self._transport.send(data, peer, OBJECT_TAG), tensor.name)
-        elif rank in holders:
-            data = np.empty(nbytes, np.uint8)
-            self._finish(self._transport.receive(data, 0, OBJECT_TAG), tensor.name)
-        return data if rank in holders else None
+        holders, what = self._holders[tensor.name], f"taking {tensor.name}"
+        if body is None:
+            is_one = self._transport.rank in holders
+            return self._transport.receive_object(0, what) if is_one else None
+        data = body.read(nbytes)
+        for peer in filter(None, holders):
+            self._transport.send_object(data, peer, what)
+        return data if 0 in holders else None
 
     def _new_file(self) -> IO[bytes] | None:
         """Return, on rank 0, a file that goes away as it is closed: fragments may be large."""
         return None if self._hub is None else NamedTemporaryFile()
-
-    def _finish(self, handle: Handle, name: str) -> None:
-        who = self._transport.name(self._transport.rank)
-        self._transport.wait(handle, lambda: f"{who}, exchanging {name} with the hub")
