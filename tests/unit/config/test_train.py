@@ -142,6 +142,25 @@ def test_there_is_a_share_for_each_rank(ranks: str, tmp_path: Path) -> None:
     assert f"2,1: --tensor-parallel {ranks} " in error.problem
 
 
+ISLAND = ("--island", "http://hub:8750", "--name", "ann")
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--sweep", (*ISLAND, "--sweep", "runs.yaml")),
+        ("--keep", (*ISLAND, "--keep", "best")),
+        ("--tensor-parallel", (*ISLAND, "--tensor-parallel", "2")),
+        ("--name", ISLAND[:2]),
+        ("--name", ISLAND[2:]),
+        ("--island", ("--island", "hub:8750", "--name", "ann")),
+    ],
+)
+def test_what_an_island_cannot_do_is_refused(flag: str, words: tuple[str, ...]) -> None:
+    assert load(*ISLAND).island == "http://hub:8750"
+    assert error_of(*words).problem.startswith(flag)
+
+
 def test_the_adapter_config_is_what_mlx_lm_reads() -> None:
     written = json.loads(json.dumps(TrainConfig(num_layers=4).to_adapter_config()))
     assert written["fine_tune_type"] == "lora"

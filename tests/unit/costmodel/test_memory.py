@@ -23,6 +23,7 @@ from shardmlx.costmodel.memory import StageMemory, stage_memory
 from shardmlx.costmodel.rank_peak import PeakOfActions
 from shardmlx.costmodel.training_setup import TrainingSetup
 from shardmlx.engine.buffers import SUM_BUFFER_BYTES
+from shardmlx.islands.protocol import Terms
 from shardmlx.modelfiles.parts import read_shape
 from shardmlx.models.shape import ModelShape
 from shardmlx.pipeline.actions import Grid, Kind
@@ -227,6 +228,25 @@ def test_stages_at_both_ends_keep_what_is_rounded_off_of_a_tied_matrix() -> None
 
     matrix = 2 * 4 * tied.vocab_size * tied.hidden_size
     assert [kept(0, 2), kept(1, 3), kept(2, 4), kept(0, 4)] == [matrix, 0, matrix, 0]
+
+
+@pytest.mark.parametrize(
+    ("terms", "copies"),
+    [
+        ({}, 1),
+        ({"encoding": "int8"}, 2),
+        ({"encoding": "top-k:0.1", "overlap": 1}, 4),
+    ],
+)
+def test_an_island_holds_copies_of_what_it_trains(terms: dict[str, Any], copies: int) -> None:
+    assert Terms(**terms).copies == copies
+    alone = setup(fine_tune_type="full", num_layers=2)
+    island = replace(alone, workload=replace(alone.workload, copies=copies))
+    more = [
+        stage_memory(island, *each).resident - stage_memory(alone, *each).resident
+        for each in ((0, 3), (3, 4))
+    ]
+    assert more == [4 * copies * LAYER, 4 * copies * LAYER]
 
 
 def test_layers_below_the_first_trained_one_hold_nothing() -> None:
