@@ -15,6 +15,8 @@ from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.generation_memory import GenerationSetup, inference_memory, setups_of
 from shardmlx.costmodel.workload import ModelSizes
 from shardmlx.errors import UserError
+from shardmlx.models.layer_shape import LayerShape
+from shardmlx.models.shape import ModelShape
 from shardmlx.models.shares import TensorShares
 from shardmlx.partitioners import PARTITIONERS, DoesNotFitError, LayerCosts, Problem
 from shardmlx.pipeline.stage_map import StageMap
@@ -24,13 +26,15 @@ from shardmlx.planning.layout import costs_by_speed
 @dataclass(frozen=True, slots=True)
 class GenerationWay:
     """A way to generate a text: stages on ``tensor_parallel`` ranks each, the ``peak`` bytes of the
-    fullest rank and its ``capacity``, and the most tokens of the text a second."""
+    fullest rank and its ``capacity``, and the most tokens of the text a second. Ranks may have
+    ``whole_experts``."""
 
     hosts: tuple[str, ...]
     tensor_parallel: int
     peak: float
     capacity: float
     tokens_per_second: float
+    whole_experts: bool = False
 
     @property
     def fits(self) -> bool:
@@ -44,6 +48,7 @@ class GenerationWay:
             stages
             if self.tensor_parallel == 1
             else f"{stages}, --tensor-parallel {self.tensor_parallel}"
+            + " --expert-parallel" * self.whole_experts
         )
 
 
@@ -57,10 +62,9 @@ def generation_ways(sizes: ModelSizes, cluster: Cluster, context: int) -> list[G
     tried = [_way(sizes, each, 1, context) for each in (alone if count > 1 else [])]
     found = [max(tried, key=_worth)] if tried else []
     for across in (each for each in range(1, count + 1) if count % each == 0):
-        try:
-            found.append(_way(sizes, cluster, across, context))
-        except UserError:
-            continue  # heads or layers are too few
+        for whole_experts in (False, True):
+            with suppress(UserError):  # heads, experts or layers are too few
+                found.append(_way(sizes, cluster, across, context, whole_experts))
     return sorted(found, key=_worth, reverse=True)
 
 
@@ -68,10 +72,13 @@ def _worth(way: GenerationWay) -> tuple[bool, float]:
     return way.fits, way.tokens_per_second
 
 
-def _way(sizes: ModelSizes, cluster: Cluster, across: int, context: int) -> GenerationWay:
+def _way(
+    sizes: ModelSizes, cluster: Cluster, across: int, context: int, whole_experts: bool = False
+) -> GenerationWay:
     """Return the way with groups of ``across`` ranks. Raises ``UserError`` if there is none."""
     shape = sizes.shape
-    shares = TensorShares(shares_by_bandwidth(cluster.machines, across), sizes.group_size)
+    weights = shares_by_bandwidth(cluster.machines, across)
+    shares = TensorShares(weights, sizes.group_size, whole_experts)
     shares.check(shape)
     stages = shares.groups(cluster.size)
     is_whole = stages == 1 and cluster.backend != "cpu"
@@ -137,7 +144,7 @@ def _predicted(
         ranks = range(stage * across, (stage + 1) * across)
         reading = 0.0
         for rank, own in zip(ranks, of_shares, strict=True):
-            reading = max(reading, _read(own, start, stop) / bandwidths[rank])
+            reading = max(reading, _read(own, shape, start, stop) / bandwidths[rank])
             held = inference_memory(own, start, stop), cluster.capacity(rank)
             fullest = max(fullest, held, key=lambda each: each[0] / each[1])
         seconds += reading + 2 * (stop - start) * cluster.ring(ranks).sum_seconds(hidden)
@@ -153,15 +160,31 @@ def _predicted(
         peak=fullest[0],
         capacity=fullest[1],
         tokens_per_second=1 / seconds,
+        whole_experts=shares.whole_experts,
     )
 
 
-def _read(setup: GenerationSetup, start: int, stop: int) -> float:
-    """Return the bytes of weights that a token reads in a stage: of experts those that it uses."""
+def _read(setup: GenerationSetup, whole: ModelShape, start: int, stop: int) -> float:
+    """Return the bytes of weights that a token reads in a stage: of experts those that it uses, or
+    of whole ones as many as on the busiest rank, on average."""
     shape, sizes = setup.shape, setup.weight_sizes
     nbytes = 0.0
     for layer, size in zip(range(start, stop), sizes.layers[start:stop], strict=True):
-        nbytes += size * shape.layer(layer).active_parameters / shape.layer(layer).parameters
+        own, of_all = shape.layer(layer), whole.layer(layer)
+        read: float = own.active_parameters
+        if own.experts < of_all.experts:
+            one = sum(each.parameters / each.copies for _, each in own.linears if each.experts)
+            read -= one * (own.experts_per_token - _busiest(of_all, own.experts))
+        nbytes += size * read / own.parameters
     if stop == shape.num_layers:
         nbytes += sizes.head + shape.tied * sizes.embedding
     return nbytes
+
+
+def _busiest(layer: LayerShape, held: int) -> float:
+    """Return how many of the ``held`` experts a token takes on the busiest rank, on average: half a
+    normal distribution above the mean, if it takes any as likely."""
+    count, taken = layer.experts, layer.experts_per_token
+    mean = taken * held / count
+    variance = mean * (1 - held / count) * (count - taken) / (count - 1)
+    return min(mean + math.sqrt(2 * variance / math.pi), taken, held)
