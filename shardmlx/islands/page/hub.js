@@ -63,7 +63,7 @@ function show(status) {
   const strangers = Object.values(status.strangers).reduce((a, b) => a + b, 0);
   const notes = [
     status.ended ? "The run has ended." : "The run goes on.",
-    strangers ? `${shown(strangers)} requests without a token were refused.` : "",
+    strangers ? `Requests refused for want of a token: ${shown(strangers)}.` : "",
     status.epsilon === null ? "" : `Privacy: epsilon ${status.epsilon.toFixed(2)}.`,
   ];
   byId("state").textContent = notes.filter(Boolean).join(" ");
