@@ -242,9 +242,9 @@ def _passing_arrays(setup: TrainingSetup, layer: LayerShape) -> tuple[float, flo
     recurrence = layer.recurrence
     recurrent = FLOAT32 * rows * min(setup.length, PIECE) * recurrence.passing
     if recurrence.loops:
-        # States of steps to come, and the gradients of what goes into the steps.
+        # States of steps to come, and the gradients of what goes into the steps and comes out.
         recurrent += FLOAT32 * rows * TASKS_AHEAD * recurrence.state
-        recurrent += size * tokens * recurrence.convolved
+        recurrent += 2 * size * tokens * recurrence.convolved
     return tokens * forward + scores, max(tokens * backward + 2 * scores, recurrent)
 
 
