@@ -299,8 +299,9 @@ class TrainConfig(
         """Check what stands beside ``island``: all islands train the same tensors, whole."""
         fits = self.island is None or self.island.startswith(("http://", "https://"))
         refuse("island", f"is {self.island!r}", "give http://HOST:PORT", when=not fits)
-        has_one = (self.island is None) == (self.name is None)
-        refuse("name", f"is {self.name} with island {self.island}", "give both", when=not has_one)
+        for name, other in (("island", "name"), ("name", "island")):
+            complaint, lacks = f"is {getattr(self, name)} without {other}", not getattr(self, other)
+            refuse(name, complaint, f"give --{other}", when=getattr(self, name) and lacks)
         for name, is_set, remedy in (
             ("train", not self.train, "train, or test without it"),
             ("sweep", self.sweep is not None, "train one after the other"),

@@ -151,7 +151,7 @@ ISLAND = ("--island", "http://hub:8750", "--name", "ann")
         ("--sweep", (*ISLAND, "--sweep", "runs.yaml")),
         ("--keep", (*ISLAND, "--keep", "best")),
         ("--tensor-parallel", (*ISLAND, "--tensor-parallel", "2")),
-        ("--name", ISLAND[:2]),
+        ("--island", ISLAND[:2]),
         ("--name", ISLAND[2:]),
         ("--island", ("--island", "hub:8750", "--name", "ann")),
     ],
