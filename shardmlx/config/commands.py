@@ -9,8 +9,7 @@ from typing import Any
 
 TRAIN = "Train"
 USE = "Use a model"
-PREPARE = "Look before you run"
-START = "Start ranks"
+PREPARE = "Look before you run, and start"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +170,7 @@ COMMANDS = (
         alone=True,
     ),
     Command(
-        *("launch", START, "run any of these on ranks: launch -n 2 train, --hostfile F train"),
+        *("launch", PREPARE, "run any of these on ranks: launch -n 2 train, --hostfile F train"),
         *("hosts.launch_options", "hosts.launcher"),
         examples=(
             "shardmlx launch -n 2 train --model Qwen/Qwen3-0.6B --data my-data",
