@@ -139,7 +139,8 @@ MAY_CHANGE = """
     resume on_nan timeout hostfile data_parallel profile zero loss_scale report_to
     project_name trust_remote_code long_sequences text_feature train config prompt_feature
     completion_feature chat_feature chosen_feature rejected_feature label_feature warmup hf_dataset
-    loss_on show_data early_stop keep sweep tensor_parallel tensor_shares
+    loss_on show_data early_stop keep sweep tensor_parallel tensor_shares expert_parallel
+    island name
 """
 """Options of layout, length, reports and paths, and those whose effect on the data is compared."""
 
