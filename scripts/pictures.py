@@ -102,7 +102,7 @@ def take_run(metrics: Path) -> None:
 
 def serve_and_take(model: Path) -> None:
     """Start a server on two ranks, take the pictures of its page, and end it."""
-    command = ["-m", "shardmlx", "launch", "-n", "2", "serve", "--model", str(model), "--port", "0"]
+    command = ["-m", "shardmlx.launch", "-n", "2", "serve", "--model", str(model), "--port", "0"]
     with tempfile.TemporaryFile("w+") as said:
         server = subprocess.Popen([sys.executable, *command], stdout=said, stderr=said, cwd=ROOT)
         try:

@@ -1,4 +1,4 @@
-"""Runs one command: ``shardmlx COMMAND``, or ``python -m shardmlx COMMAND``.
+"""Runs one command: ``shardmlx COMMAND``, or ``python -m shardmlx.COMMAND``.
 
 Only the modules of that command are imported, so that a command that needs neither MLX nor MPI
 starts neither.

@@ -29,7 +29,7 @@ _MALLOC_OPTIONS = {
 """Settings by which glibc keeps freed memory, as numbered in its ``malloc.h``."""
 
 LAUNCHED = "SHARDMLX_LAUNCHED"
-"""Variable that ``shardmlx launch`` sets for its jobs, which need not say how to stop them. It
+"""Variable that ``shardmlx.launch`` sets for its jobs, which need not say how to stop them. It
 names a file that rank 0 makes when all ranks have ended well."""
 
 TERMINAL = "SHARDMLX_TERMINAL"

@@ -14,7 +14,7 @@ PREPARE = "Look before you run, and start"
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command: ``shardmlx NAME``; under mpirun ``python -m shardmlx.NAME``.
+    """A command: ``shardmlx NAME``, or ``python -m shardmlx.NAME``.
 
     ``options`` is the module of its command line ``LINE``, or ``module:name``, and ``run`` that of
     the function ``run``: each is imported where it is needed. ``examples`` end its help. A command

@@ -1,4 +1,4 @@
-"""Carries out ``shardmlx inspect``: reads headers, divides the model as asked, shows the result.
+"""Carries out ``shardmlx.inspect``: reads headers, divides the model as asked, shows the result.
 
 No MLX, no MPI. No weight is read.
 """

@@ -1,4 +1,4 @@
-"""``shardmlx inspect`` in a Python without MLX and MPI, as often as a test likes."""
+"""``shardmlx.inspect`` in a Python without MLX and MPI, as often as a test likes."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_hosts_find_each_other_and_launch_reads_what_is_written(lab: Lab) -> Non
         2,
         command=lab.command(
             "mac1",
-            *(sys.executable, "-m", "shardmlx", "launch", "--hostfile", "found"),
+            *(sys.executable, "-m", "shardmlx.launch", "--hostfile", "found"),
             *("--ssh-command", lab.agent, "--mpirun-options", "--bind-to none"),
             *("doctor", "--seconds", "0.1"),
         ),

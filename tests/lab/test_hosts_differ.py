@@ -38,7 +38,7 @@ def test_another_version_is_refused_by_ranks_and_by_launch_and_so_is_an_unknown_
     )
     launch = lab.command(
         "mac1",
-        *(sys.executable, "-m", "shardmlx", "launch", "--hostfile", lab.hostfile),
+        *(sys.executable, "-m", "shardmlx.launch", "--hostfile", lab.hostfile),
         *("--ssh-command", lab.agent, f"--mpirun-options={' '.join(lab.mpirun_options)}"),
         *("train", "--model", "model", "--data", "data"),
     )

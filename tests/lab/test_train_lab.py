@@ -70,7 +70,7 @@ def test_of_three_hosts_one_goes_and_the_others_go_on(
 
         command = lab.command(
             "mac1",
-            *(sys.executable, "-m", "shardmlx", "launch", "--hostfile", lab.hostfile),
+            *(sys.executable, "-m", "shardmlx.launch", "--hostfile", lab.hostfile),
             *("--ssh-command", lab.agent, f"--mpirun-options={' '.join(lab.mpirun_options)}"),
             *("train", *TRAIN, "--checkpoint-dir", "checkpoints", "--timeout", "6"),
             *("--checkpoint-every", str(SAVED_EVERY), "--pipeline-stages", "3"),

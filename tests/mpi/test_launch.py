@@ -58,7 +58,7 @@ class Lab:
         options = ["--mpirun-options", "--oversubscribe --bind-to none", *flags]
         return Running(
             [
-                *(sys.executable, "-m", "shardmlx", "launch", *options, "train", *self.training),
+                *(sys.executable, "-m", "shardmlx.launch", *options, "train", *self.training),
                 *("--checkpoint-dir", str(self.checkpoints), "--checkpoint-every", "5"),
                 *("--adapter-path", str(self.path / "adapters")),
                 *("--metrics-file", str(self.path / "metrics"), *training),

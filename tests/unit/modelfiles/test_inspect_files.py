@@ -1,4 +1,4 @@
-"""``shardmlx inspect``: what it shows, and how it ends on bad input."""
+"""``python -m shardmlx.inspect``: what it shows, and how it ends on bad input."""
 
 from __future__ import annotations
 
@@ -302,6 +302,6 @@ def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch, tiny: str) -> Non
 
 
 def test_a_reader_that_goes_away_is_no_error(tiny: str, tmp_path: Path) -> None:
-    command = f"{sys.executable} -m shardmlx inspect {tiny} --all-layers | head -1"
+    command = f"{sys.executable} -m shardmlx.inspect {tiny} --all-layers | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == (f"{tiny}\n", "")

@@ -1,4 +1,4 @@
-"""``shardmlx plan MODEL --hostfile F``: what it prints, writes and refuses."""
+"""``python -m shardmlx.plan MODEL --hostfile F``: what it prints, writes and refuses."""
 
 from __future__ import annotations
 
