@@ -23,7 +23,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from shardmlx.common.yaml_reader import is_number
 from shardmlx.errors import UserError
@@ -35,6 +35,8 @@ MODES = (DILOCO, ASYNC, FEDAVG, PARAMETER_SERVER)
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,40}")
 """Form of an island's name, which is a file's name too."""
 
+SAME = "use the same shardmlx"
+
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
@@ -44,7 +46,16 @@ class ProtocolError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Fields that travel as JSON."""
+    """Fields that travel as JSON. A subclass checks them when it is built."""
+
+    @classmethod
+    def of_json(cls, values: Any) -> Self:
+        """Return the message that JSON says. Raises ``ProtocolError``."""
+        try:
+            return cls(**values)
+        except TypeError:
+            problem = f"{cls.__name__} has other fields: {ascii(values)[:200]}"
+            raise ProtocolError(problem, SAME) from None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -82,16 +93,6 @@ class Terms(Message):
             encoding_named(self.encoding)
         except ValueError as error:
             raise ProtocolError(f"encoding is {self.encoding!r}", str(error)) from None
-
-    @classmethod
-    def of_json(cls, values: Any) -> Terms:
-        """Return the terms that JSON says. Raises ``ProtocolError``."""
-        try:
-            return cls(**values)
-        except TypeError:
-            raise ProtocolError(
-                f"terms {values!r} are of another version", "use the same shardmlx"
-            ) from None
 
     @property
     def copies(self) -> int:
@@ -133,7 +134,7 @@ def tensors_of_json(values: Any) -> tuple[Tensor, ...]:
         or not all(isinstance(name, str) for name in names)
         or not all(isinstance(number, int) and number > 0 for number in numbers)
     ):
-        raise ProtocolError("tensors are no list of names and shapes", "use the same shardmlx")
+        raise ProtocolError("tensors are no list of names and shapes", SAME)
     return tensors
 
 
@@ -197,16 +198,12 @@ class Join(Message):
     rows: int
     adapter_config: Mapping[str, Any]
 
-    @classmethod
-    def of_json(cls, values: Any) -> Join:
-        """Return the message that JSON says. Raises ``ProtocolError``."""
-        kinds = {"name": str, "model": dict, "rows": int, "adapter_config": dict, "tensors": list}
-        if not isinstance(values, dict) or not all(
-            isinstance(values.get(name), kind) for name, kind in kinds.items()
-        ):
-            raise ProtocolError("this is no island's first message", "use the same shardmlx")
-        own = {name: values[name] for name in kinds}
-        return cls(**{**own, "tensors": tensors_of_json(values["tensors"])})
+    def __post_init__(self) -> None:
+        mappings = self.model, self.adapter_config
+        are_mappings = all(isinstance(each, Mapping) for each in mappings)
+        if not are_mappings or not isinstance(self.name, str) or type(self.rows) is not int:
+            raise ProtocolError("this is no island's first message", SAME)
+        object.__setattr__(self, "tensors", tensors_of_json(self.tensors))
 
     def check_same(self, other: Join) -> None:
         """Raise ``ProtocolError`` that names the first difference from another island's model."""
@@ -240,9 +237,9 @@ class Joined(Message):
     seqs: Sequence[int]
     seed: bool
 
-    @classmethod
-    def of_json(cls, values: Mapping[str, Any]) -> Joined:
-        return cls(**{**values, "terms": Terms.of_json(values["terms"])})
+    def __post_init__(self) -> None:
+        if not isinstance(self.terms, Terms):
+            object.__setattr__(self, "terms", Terms.of_json(self.terms))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,20 +252,11 @@ class Progress(Message):
     val_loss: float | None = None
     leaving: bool = False
 
-    @classmethod
-    def of_json(cls, values: Any) -> Progress:
-        """Return the message that JSON says. Raises ``ProtocolError``."""
-        remedy = "use the same shardmlx"
-        try:
-            progress = cls(**values)
-        except TypeError:
-            raise ProtocolError("this is no progress of an island", remedy) from None
-        losses = [each for each in (progress.loss, progress.val_loss) if each is not None]
-        counts = [progress.step, progress.tokens]
+    def __post_init__(self) -> None:
+        losses = [each for each in (self.loss, self.val_loss) if each is not None]
         are_finite = all(is_number(each) and math.isfinite(each) for each in losses)
-        if not are_finite or not all(type(each) is int for each in counts):
-            raise ProtocolError("progress has a value that is no number", remedy)
-        return progress
+        if not are_finite or {type(self.step), type(self.tokens)} != {int}:
+            raise ProtocolError("progress has a value that is no number", SAME)
 
 
 def report_path(
