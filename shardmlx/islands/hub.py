@@ -38,7 +38,8 @@ def run(words: Sequence[str]) -> int:
     from shardmlx.common.uvicorn_thread import HttpServer
     from shardmlx.islands.hub_api import make_app
 
-    rounds = Rounds(options)
+    with file_access("write to --path", options.path, "name another directory"):
+        rounds = Rounds(options)
     if options.certificate is not None:
         try:
             ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(options.certificate)

@@ -299,5 +299,8 @@ def test_the_command_serves_over_tls_until_it_is_stopped_and_writes_the_weights(
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 130
     assert main([*words[:3], "--write", str(tmp_path / "out")]) == 0
+    assert main(["hub", "--path", str(tmp_path / "none"), "--write", str(tmp_path / "out")]) == 2
+    assert not (tmp_path / "none").exists()
+    assert main(["hub", "--path", "/proc/none", "--islands", "ann"]) == 2
     found = load_file(tmp_path / "out" / "adapters.safetensors")
     np.testing.assert_array_equal(found[TENSORS[1].name], START[6:])
