@@ -33,14 +33,7 @@ from shardmlx.engine.optimizer import Updater
 from shardmlx.errors import one_line
 from shardmlx.islands.client import PATIENCE, Exchange, Heartbeat, Hub
 from shardmlx.islands.encodings import Encoding, ErrorFeedback, encoding_named
-from shardmlx.islands.protocol import (
-    Join,
-    Joined,
-    Progress,
-    Tensor,
-    fragments_of,
-    report_path,
-)
+from shardmlx.islands.protocol import Join, Joined, Progress, Tensor, fragments_of, report_path
 from shardmlx.loading.rank_setup import SETUP_SECONDS
 from shardmlx.training.planned_run import PlannedRun
 
