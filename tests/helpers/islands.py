@@ -165,6 +165,7 @@ def simulated(
     *,
     every: int,
     weights: Mapping[str, int] | None = None,
+    elastic: float = 1.0,
 ) -> Weights:
     """Return the weights after all rounds of ``outer`` steps, of (name, weights, difference)."""
     theta: Weights = {}
@@ -182,8 +183,14 @@ def simulated(
                     found = {name: theta[tensor] - local[name][tensor] for name in made}
                     mix = mean(found, weights or dict.fromkeys(made, 1))
                     theta[tensor] = outer(tensor, theta[tensor], mix)
-                for name in made:
-                    simulation.set(name, theta)
+                for name, own in local.items():
+                    merged = dict(theta)
+                    if elastic != 1:
+                        share = np.float32(elastic)
+                        merged = {
+                            each: own[each] + share * (theta[each] - own[each]) for each in own
+                        }
+                    simulation.set(name, merged)
 
     Simulated(alone(made, tmp_path), run)
     return theta

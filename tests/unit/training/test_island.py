@@ -90,6 +90,23 @@ def test_fedavg_weighs_islands_by_their_rows(
         check_equal(weights_of(hub), expected)
 
 
+def test_elastic_averaging_pulls_islands_and_hub_to_each_other(
+    islands: Callable[..., dict[str, dict[str, Any]]],
+    tokens: Callable[[RunningHub], None],
+    tmp_path: Path,
+) -> None:
+    made = islands(2, **LORA)
+    how: dict[str, Any] = {"outer_optimizer": "elastic", "outer_learning_rate": 0.25}
+    with running_hub(tmp_path / "hub", "ann,bob", inner_steps=H, **how) as hub:
+        tokens(hub)
+        train_islands(hub, made, {})
+
+        def outer(name: str, weights: np.ndarray, mix: np.ndarray) -> np.ndarray:
+            return np.asarray(weights - np.float32(0.5) * mix)
+
+        check_equal(weights_of(hub), simulated(made, tmp_path, outer, every=H, elastic=0.25))
+
+
 def test_a_parameter_server_is_data_parallel(
     islands: Callable[..., dict[str, dict[str, Any]]],
     tokens: Callable[[RunningHub], None],
@@ -180,8 +197,8 @@ def test_an_island_outlives_a_hub_that_is_away_and_loses_nothing(
         config = TrainConfig(**made["ann"], island=hub.url, name="ann")
         LocalNetwork(2).run(lambda rank: train_model(config, rank, on_event=listen))
         (hub,) = restarted
-        # The report of step 2 H came late, so there was none of step 3 H.
-        assert hub.rounds.version == 3
+        # If the report of step 2 H came later than step 3 H, that step made none.
+        assert hub.rounds.version in (3, 4)
         check_equal(saved(made, "ann"), weights_of(hub))
     assert f"{hub.url} gave no new weights in 0.3 s" in capsys.readouterr().out
     alone = {**made["ann"], "adapter_path": str(tmp_path / "alone")}
