@@ -47,17 +47,13 @@ class Assessment:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
     """The chosen way, of ``tried`` ways, to do as ``asked``, by these ``facts``, with a
-    ``prediction`` for rows of mean length. ``relative_seconds`` are a step's beside the simplest
-    way's, 1 if that does not fit for what is ``lacking``; ``is_limited`` if any did not fit."""
+    ``prediction`` for rows of mean length."""
 
     asked: RunSpec
     facts: Facts
     assessment: Assessment
     prediction: Prediction
     tried: int
-    relative_seconds: float
-    lacking: str | None
-    is_limited: bool
 
     @property
     def run(self) -> RunSpec:
@@ -94,12 +90,7 @@ class Choice:
         return ", ".join(parts)
 
     def __str__(self) -> str:
-        worth = "as the simplest way"
-        if self.lacking is not None:
-            worth = f"the simplest way does not fit: {self.lacking}"
-        elif self.relative_seconds < 1:
-            worth = f"predicted {1 / self.relative_seconds:.2f} times as fast as the simplest way"
-        return f"chosen: {self.way}: {worth}"
+        return f"chosen: {self.way}"
 
 
 def assess(way: RunSpec, facts: Facts) -> Assessment:
@@ -155,19 +146,12 @@ def choose(
         return complexity(each.way), each.way.layout.schedule != SIMPLEST, fullness
 
     best = min((each for each in search.found.values() if each.seconds <= limit), key=preference)
-    is_limited = search.is_limited
-    first = search.found.get(0) or search.assessed(search.ways[0])
-    # No fact of its memory is lacking where it cannot be laid out.
-    lacking = None if first else getattr(search.failures[-1], "fact", None)
     return Choice(
         asked=run,
         facts=facts,
         assessment=best,
         prediction=_predicted(best.plan, facts.work(best.way), facts),
         tried=len(search.ways),
-        relative_seconds=1.0 if first is None else best.seconds / first.seconds,
-        lacking=lacking,
-        is_limited=is_limited,
     )
 
 
@@ -207,11 +191,6 @@ class _Search:
     def shortest(self) -> float:
         """Seconds of the fastest way so far."""
         return min((each.seconds for each in self.found.values()), default=math.inf)
-
-    @property
-    def is_limited(self) -> bool:
-        """True if some way did not fit."""
-        return bool(self.failures) or not all(self._room.values())
 
     def most_promising_first(self) -> list[tuple[float, int]]:
         """Return (lower bound of a step's seconds, place) of each way, last resorts last."""

@@ -58,9 +58,3 @@ class Facts:
     def work(self, way: RunSpec) -> Workload:
         share = self.lengths.counted_share(way.batch.pack)
         return replace(self.workload, batch=way.batch, fine_tune=way.fine_tune, counted=share)
-
-    @property
-    def with_all_memory(self) -> Facts:
-        """The same facts with unlimited memory."""
-        machines = (replace(each, memory=None, wired=None) for each in self.cluster.machines)
-        return replace(self, cluster=replace(self.cluster, machines=tuple(machines)))

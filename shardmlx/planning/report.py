@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
-from contextlib import suppress
 
 from shardmlx.common.formatting import columns, gibibytes, numbers_of
 from shardmlx.config.specs import NONE
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.predict import Prediction, RankPrediction
-from shardmlx.errors import UserError
 from shardmlx.models.family import APPROXIMATE
-from shardmlx.planning.choice import Choice, choose
-from shardmlx.planning.facts import CLOSE, Facts
+from shardmlx.planning.choice import Choice
+from shardmlx.planning.facts import Facts
 from shardmlx.planning.generation import generation_ways
 
 _NOTABLE = 0.1
@@ -134,18 +132,8 @@ def _speed(prediction: Prediction, cluster: Cluster) -> str:
 
 def bottleneck(choice: Choice) -> str:
     """Return the part that limits the speed of a step, and the change that would help."""
-    prediction, best = choice.prediction, choice
+    prediction = choice.prediction
     step, ranks = prediction.step_seconds, prediction.ranks
-    if choice.is_limited:
-        with suppress(UserError):  # a partitioner may need to know the memory
-            best = choose(choice.asked, choice.facts.with_all_memory)
-    gain = step / best.prediction.step_seconds
-    if gain > 1 + CLOSE:
-        fullest = max(ranks, key=lambda each: each.peak / each.capacity)
-        return (
-            f"memory, on {fullest.hosts[0]} first: with enough of it on every machine a step would "
-            f"be {gain:.2f} times as fast"
-        )
     of_shares = " and sums of tensor shares" * (choice.run.layout.tensor_parallel > 1)
     compute = f"compute{of_shares}, on {max(ranks, key=lambda each: each.busy).hosts[0]} first"
     parts = {

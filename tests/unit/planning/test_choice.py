@@ -191,7 +191,6 @@ def test_the_weights_of_a_quantised_model_cannot_be_trained_themselves(tmp_path:
 def test_layers_are_divided_by_speed(model: Path) -> None:
     choice = chosen(model, macs((64, 10), (64, 10)), **ONE_STAGE_EACH)
     assert sizes(choice) in ((16, 16), (17, 15))
-    assert choice.lacking is None
     choice = chosen(model, macs((64, 20), (64, 10)), **ONE_STAGE_EACH)
     placed = zip(choice.plan.stage_map.placement, sizes(choice), strict=True)
     fast, slow = (size for _, size in sorted(placed))
@@ -199,11 +198,10 @@ def test_layers_are_divided_by_speed(model: Path) -> None:
 
 
 def test_what_does_not_fit_on_a_small_machine_goes_to_a_large_one(model: Path) -> None:
-    run, facts = asked(model, macs((64, 10), (8, 10)), **ONE_STAGE_EACH)
-    choice = choose(run, facts)
+    choice = chosen(model, macs((64, 10), (8, 10)), **ONE_STAGE_EACH)
     assert fits(choice)
     assert max(sizes(choice)) > 20
-    unlimited = choose(run, facts.with_all_memory)
+    unlimited = chosen(model, macs((64, 10), (64, 10)), **ONE_STAGE_EACH)
     assert unlimited.prediction.step_seconds < choice.prediction.step_seconds
 
 
@@ -224,7 +222,6 @@ def test_replicas_are_taken_where_they_beat_the_longest_pipeline(model: Path) ->
     fast = chosen(model, macs(*room))
     assert fast.plan.mesh == Mesh(2, 1)
     assert not divides(fast), "each machine holds all weights"
-    assert fast.relative_seconds < 1
     assert str(fast).startswith("chosen: 2 replicas x 1 rank, 1f1b, ")
     assert chosen(model, macs(*room, link=None)).plan.mesh == Mesh(1, 2)
     unknown = (Machine(host="a"), Machine(host="a"))
@@ -438,7 +435,8 @@ def test_replicas_that_gather_together_have_as_many_micro_batches(model: Path) -
 def test_rows_are_packed_where_that_saves_padding(small: Path) -> None:
     choice = chosen(small, ranks(*ROOM), PADDED)
     assert choice.plan.pack
-    assert choice.relative_seconds < 0.75
+    padded = chosen(small, ranks(*ROOM), PADDED, pack=False)
+    assert choice.assessment.seconds / padded.assessment.seconds < 0.75
     assert not chosen(small, ranks(*ROOM), ALIKE, micro_batch_size=1).plan.pack
     run, facts = asked(small, ranks(*ROOM), PADDED)
     shape = replace(facts.workload.shape, has_dynamic_rope=True)
@@ -465,9 +463,9 @@ def test_short_rows_go_several_to_a_micro_batch(are_alike: bool, small: Path) ->
 def test_a_schedule_with_a_smaller_bubble_is_taken(small: Path) -> None:
     choice = chosen(small, ranks(*ROOM), ALIKE, micro_batch_size=1)
     assert choice.plan.schedule != "1f1b"
-    assert 1 / choice.relative_seconds > 1.05
-    ratio = f"{1 / choice.relative_seconds:.2f} times as fast as the simplest way"
-    assert str(choice) == f"chosen: {choice.way}: predicted {ratio}"
+    simplest = chosen(small, ranks(*ROOM), ALIKE, micro_batch_size=1, schedule="1f1b")
+    assert simplest.assessment.seconds / choice.assessment.seconds > 1.05
+    assert str(choice) == f"chosen: {choice.way}"
     assert lacking("training.md", "choice", str(choice)) == set()
 
 
@@ -488,8 +486,6 @@ def test_what_is_given_is_taken(small: Path) -> None:
     assert (choice.plan.schedule, choice.plan.pack) == ("zb-h1", False)
     assert (run.batch.recompute, run.batch.micro_batch_size) == ("full", 1)
     assert (run.layout.partitioner, run.fine_tune.zero) == ("uniform", 0)
-    assert choice.relative_seconds == 1
-    assert str(choice).endswith(": as the simplest way")
 
 
 def test_a_stage_map_leaves_the_schedules_that_it_suits(small: Path) -> None:
@@ -510,8 +506,6 @@ def test_what_does_not_fit_as_fast_as_can_be_is_made_to_fit(small: Path) -> None
             break
         seen.add(choice.run.batch.recompute)
         seconds.append(choice.assessment.seconds)
-        if choice.lacking is not None:
-            assert f"the simplest way does not fit: {choice.lacking}" in str(choice)
     else:
         pytest.fail("there was always a way")
     assert seen == set(RECOMPUTE)
@@ -523,7 +517,7 @@ def test_what_does_not_fit_as_fast_as_can_be_is_made_to_fit(small: Path) -> None
 def test_one_rank_orders_nothing(small: Path) -> None:
     choice = chosen(small, ranks(GIB), ALIKE)
     assert (choice.plan.schedule, choice.plan.micro_batch_size) == ("1f1b", 8)
-    assert str(choice) == "chosen: 1 rank, 1f1b, 1 micro-batch of 8: as the simplest way"
+    assert str(choice) == "chosen: 1 rank, 1f1b, 1 micro-batch of 8"
 
 
 def test_logits_are_computed_where_tokens_count_if_that_is_faster(tmp_path: Path) -> None:
