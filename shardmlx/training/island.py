@@ -132,6 +132,8 @@ class Island:
         count = len(self._fragments)
         self._versions: list[int | None] = [None] * count
         self._seqs = list(self._joined.seqs)
+        self._after = list(self._joined.seqs)
+        """The last number of a fragment's reports before its base was taken."""
         self._counted = [(0, 0)] * count
         """Updates and tokens that the reports of a fragment have counted."""
         self._tokens = 0
@@ -144,7 +146,8 @@ class Island:
     def state(self) -> dict[str, Any]:
         """Return what ``restore`` needs beside ``arrays``. Not collective."""
         counted = {"counted": self._counted, "tokens": self._tokens}
-        return {"versions": self._versions, "seqs": self._seqs, **counted}
+        numbers = {"seqs": self._seqs, "after": self._after}
+        return {"versions": self._versions, **numbers, **counted}
 
     def arrays(self) -> dict[str, mx.array]:
         """Return the arrays that a checkpoint needs of this rank. Not collective."""
@@ -171,6 +174,7 @@ class Island:
         self._feedback.errors = {name: np.array(each) for name, each in kept[ERROR].items()}
         self._feedback.before = {name: np.array(each) for name, each in kept[BEFORE].items()}
         self._versions, self._seqs = list(state["versions"]), list(state["seqs"])
+        self._after = list(state["after"])
         self._counted, self._tokens = [*map(tuple, state["counted"])], state["tokens"]
 
     @contextmanager
@@ -239,7 +243,7 @@ class Island:
         rows = self._batch.batch_size * self._batch.grad_accumulation_steps
         assert base is not None, "it was taken or given at the start"
         counts = {"rows": steps * rows, "steps": steps, "tokens": self._tokens - tokens}
-        path = report_path(k, self._seqs[k], base=base, **counts)
+        path = report_path(k, self._seqs[k], base=base, after=self._after[k], **counts)
         self._exchanges[k] = Exchange(self._hub, k, base, path, body)
 
     def _encoded(self, name: str) -> np.ndarray:
@@ -360,7 +364,7 @@ class Island:
         self._engine.shards.finish_gather()
         self._versions[k] = came.version
         # An island that was set back to a checkpoint goes on behind all of its reports.
-        self._seqs[k] = max(self._seqs[k], self._joined.seqs[k])
+        self._seqs[k] = self._after[k] = max(self._seqs[k], self._joined.seqs[k])
         if body is not None:
             body.close()
 
