@@ -106,10 +106,11 @@ class StepOptions(Spec):
     on_nan: str = _checkpoints(
         "stop",
         "if loss or gradient is not finite: stop, or skip",
+        flag=False,
         choices=("stop", "skip"),
     )
     max_grad_norm: float | None = _pipeline(
-        None, "clip the global gradient norm to this", flag=False, metavar="NORM", above=0
+        None, "clip the global gradient norm to this", metavar="NORM", above=0
     )
     loss_scale: float | str | None = _pipeline(
         None,

@@ -266,7 +266,7 @@ class Trainer:
     def _pass_over(self, step: int, what: str) -> None:
         """Leave out the steps since the last update, or end the run: ``what`` is not finite."""
         if self._options.on_nan == "stop":
-            advice = "lower --learning-rate, or pass over such steps with --on-nan skip"
+            advice = "lower --learning-rate, or pass over such steps with on_nan: skip"
             raise AgreedFailure(f"step {step}: {what}: {self._keep()}; {advice}")
         self._soundness.count(made=False)
         if self._soundness.is_lost:

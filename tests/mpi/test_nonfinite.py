@@ -28,7 +28,7 @@ def flags(small: Path, pirate: Path, tmp_path: Path) -> list[str | Path]:
     ]
 
 
-def overflow(n: int, flags: list[str | Path], *more: str, step: int | str = 3) -> Job:
+def overflow(n: int, flags: list[str | Path], *more: str | Path, step: int | str = 3) -> Job:
     return run_in_pool(n, PROGRAMS / "nonfinite_rank.py", str(step), *flags, *more)
 
 
@@ -38,7 +38,7 @@ def test_the_run_stops_and_keeps_what_it_had(flags: list[str | Path], tmp_path: 
     assert re.search(
         r"failed: step 3: the gradient of model\.layers\.4\.\S+ is not finite on rank [01] on \S+, "
         r"stage [01]: the run up to step 2 is in \S+/checkpoints/step-0000002; lower "
-        r"--learning-rate, or pass over such steps with --on-nan skip",
+        r"--learning-rate, or pass over such steps with on_nan: skip",
         line,
     )
     (saved,) = events(tmp_path / "metrics.jsonl", "checkpoint")
@@ -50,7 +50,7 @@ def test_the_run_stops_and_keeps_what_it_had(flags: list[str | Path], tmp_path: 
 
 
 def test_or_passes_over_the_step(flags: list[str | Path], tmp_path: Path) -> None:
-    job = overflow(2, flags, "--on-nan", "skip").well()
+    job = overflow(2, flags, *in_file(tmp_path / "skip.yaml", on_nan="skip")).well()
     assert "warning: step 3: the gradient of model.layers.4" in job.stdout
     assert "the update is skipped" in job.stdout
     reports = events(tmp_path / "metrics.jsonl", "train")
@@ -66,13 +66,14 @@ SCALED = (
     *("--fine-tune-type", "full"),
 )
 
+LORA = {"rank": 4, "scale": 2.0, "dropout": 0.3}
+SCALES = {"loss_scale": "auto", "lora_parameters": LORA, "keep_checkpoints": 9}
+
 
 @pytest.fixture
 def scaled(flags: list[str | Path], tmp_path: Path) -> list[str | Path]:
     """The flags of a run that scales its loss."""
-    lora = {"rank": 4, "scale": 2.0, "dropout": 0.3}
-    options = {"loss_scale": "auto", "lora_parameters": lora, "keep_checkpoints": 9}
-    return [*flags, *in_file(tmp_path / "config.yaml", **options)]
+    return [*flags, *in_file(tmp_path / "config.yaml", **SCALES)]
 
 
 def losses_and_scales(directory: Path) -> tuple[dict[int, float], dict[int, list[float]]]:
@@ -130,9 +131,10 @@ def test_an_update_of_several_steps_that_overflows_is_that_of_a_run_in_which_non
 
 
 def test_a_gradient_that_no_loss_scale_makes_finite_leaves_it_as_it_was(
-    scaled: list[str | Path], tmp_path: Path
+    flags: list[str | Path], tmp_path: Path
 ) -> None:
-    job = overflow(2, scaled, "--on-nan", "skip", step="always")
+    skips = in_file(tmp_path / "config.yaml", **SCALES, on_nan="skip")
+    job = overflow(2, flags, *skips, step="always")
     job.failure(1)
     assert "again, with the loss scaled by 1\n" in job.stdout
     assert "warning: step 1: the gradient of model.layers.4" in job.stdout
@@ -171,7 +173,8 @@ def test_a_run_that_skips_most_of_its_updates_fails_and_saves_nothing(
     flags: list[str | Path], earlier: dict[str, bytes], tmp_path: Path
 ) -> None:
     """Its first update makes weights of 1e30, with which no other can be made."""
-    much = ["--learning-rate", "1e30", "--on-nan", "skip", "--iters", "50"]
+    skips = in_file(tmp_path / "skip.yaml", on_nan="skip")
+    much = ["--learning-rate", "1e30", *skips, "--iters", "50"]
     job = train(1, *flags, *much, "--save-every", "1", "--checkpoint-every", "1")
     line = job.failure(1)
     assert "failed: step 7: " in line
@@ -203,7 +206,8 @@ def test_weights_that_give_no_finite_loss_replace_nothing_where_steps_may_be_ski
     flags: list[str | Path], earlier: dict[str, bytes], tmp_path: Path
 ) -> None:
     """One of two updates was made, and no weight is infinite."""
-    much = ["--learning-rate", "1e30", "--on-nan", "skip", "--iters", "2"]
+    skips = in_file(tmp_path / "skip.yaml", on_nan="skip")
+    much = ["--learning-rate", "1e30", *skips, "--iters", "2"]
     line = train(1, *flags, *much).failure(1)
     assert "failed: step 2: with its weights the loss of the last batch is not finite: " in line
     assert digest(tmp_path / "out") == earlier
