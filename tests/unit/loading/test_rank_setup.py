@@ -64,7 +64,7 @@ def test_every_rank_opens_the_same_model(model: Path) -> None:
     assert first[:3] == (model, "", 2)
 
 
-@pytest.mark.parametrize(("text", "fault"), [("{", "config.json"), ("{}", "an empty one")])
+@pytest.mark.parametrize(("text", "fault"), [("{", "config.json"), ("{}", "type None")])
 def test_a_bad_configuration_is_the_error_of_all_ranks(model: Path, text: str, fault: str) -> None:
     (model / "config.json").write_text(text)
     first, second = on_two_ranks(partial(opened, model))
