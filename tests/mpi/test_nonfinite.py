@@ -174,7 +174,7 @@ def test_a_run_that_skips_most_of_its_updates_fails_and_saves_nothing(
 ) -> None:
     """Its first update makes weights of 1e30, with which no other can be made."""
     skips = in_file(tmp_path / "skip.yaml", on_nan="skip")
-    much = ["--learning-rate", "1e30", *skips, "--iters", "50"]
+    much: list[str | Path] = ["--learning-rate", "1e30", *skips, "--iters", "50"]
     job = train(1, *flags, *much, "--save-every", "1", "--checkpoint-every", "1")
     line = job.failure(1)
     assert "failed: step 7: " in line
@@ -207,7 +207,7 @@ def test_weights_that_give_no_finite_loss_replace_nothing_where_steps_may_be_ski
 ) -> None:
     """One of two updates was made, and no weight is infinite."""
     skips = in_file(tmp_path / "skip.yaml", on_nan="skip")
-    much = ["--learning-rate", "1e30", *skips, "--iters", "2"]
+    much: list[str | Path] = ["--learning-rate", "1e30", *skips, "--iters", "2"]
     line = train(1, *flags, *much).failure(1)
     assert "failed: step 2: with its weights the loss of the last batch is not finite: " in line
     assert digest(tmp_path / "out") == earlier
