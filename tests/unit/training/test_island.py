@@ -179,7 +179,6 @@ def test_an_island_outlives_a_hub_that_is_away_and_loses_nothing(
 ) -> None:
     """With the average for an outer optimizer, one island trains as if it were alone."""
     made = islands(1, **LORA, iters=4 * H, optimizer="sgd")
-    monkeypatch.setattr(island, "PATIENCE", 0.3)
     how: dict[str, Any] = {"inner_steps": H, "outer_optimizer": "average"}
     with ExitStack() as stack:
         hub = stack.enter_context(running_hub(tmp_path / "hub", "ann", **how))
@@ -189,9 +188,11 @@ def test_an_island_outlives_a_hub_that_is_away_and_loses_nothing(
         def listen(event: str, values: Mapping[str, Any]) -> None:
             if event == "train" and values["step"] == H + 1:
                 stack.close()
+                monkeypatch.setattr(island, "PATIENCE", 0.3)
             if event == "train" and values["step"] == 3 * H - 1:
                 again = running_hub(tmp_path / "hub", "ann", port=port, **how)
                 restarted.append(stack.enter_context(again))
+                monkeypatch.setattr(island, "PATIENCE", 60.0)
 
         restarted: list[RunningHub] = []
         config = TrainConfig(**made["ann"], island=hub.url, name="ann")
