@@ -22,7 +22,7 @@ from urllib.parse import parse_qs, urlsplit
 from shardmlx.common.http_listener import ANSWERED, address_of, is_for, trusted_hosts
 from shardmlx.common.reporter import finite
 from shardmlx.errors import UserError
-from shardmlx.runreport.metrics_file import MOST_REPORTS, Event, current, read_metrics, thinned
+from shardmlx.runreport.metrics_file import Event, current, read_metrics
 from shardmlx.runreport.page import render_page
 
 SECONDS_FOR_A_REQUEST = 20.0
@@ -50,17 +50,12 @@ class EventLog:
         with self._news:
             self.events = list(events)
             self.identity = secrets.token_hex(8)
-            self._reports = sum(each["event"] == "train" for each in events)
             self._news.notify_all()
 
     def add(self, event: Event) -> None:
-        """Add an event; every second report is dropped once there are very many."""
         with self._news:
             self.events.append(event)
-            self._reports += event["event"] == "train"
             self._news.notify_all()
-        if self._reports > 2 * MOST_REPORTS:
-            self.begin_anew(thinned(self.events, MOST_REPORTS))
 
     def end(self) -> None:
         with self._news:
@@ -100,7 +95,7 @@ class LivePage:
         """Show an event: a listener of ``Reporter``."""
         if event == "start" and values.get("step") and self._metrics_file is not None:
             with contextlib.suppress(UserError):
-                self._log.begin_anew(read_metrics(self._metrics_file)[0])
+                self._log.begin_anew(read_metrics(self._metrics_file))
         self._log.add({"event": event, **finite(values)})
         if event == "resume":
             # Reports after the step from which the run resumes no longer hold.

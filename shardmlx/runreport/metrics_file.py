@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +15,19 @@ Event = dict[str, Any]
 KNOWN = frozenset({"start", "train", "val", "test", "checkpoint", "resume", "straggler", "summary"})
 """Events that a run writes; others are ignored."""
 
-MOST_REPORTS = 5000
-"""Limit of training reports shown for a run; beyond it, every second one goes, again and again."""
 
-
-def read_metrics(path: str | Path) -> tuple[list[Event], int]:
-    """Return the events that ``train --metrics-file`` wrote, and the number of unreadable lines: no
-    JSON objects with an event, and a number for a step, like the last one of a killed run. Raises
+def read_metrics(path: str | Path) -> list[Event]:
+    """Return the events that ``train --metrics-file`` wrote, without unreadable lines: no JSON
+    objects with an event, and a number for a step, like the last one of a killed run. Raises
     ``UserError`` if the file cannot be read or has no event."""
     path = Path(path)
     remedy = "name the file that train --metrics-file wrote"
     with file_access("read metrics file", path, remedy):
         lines = path.read_bytes().splitlines()
-    parsed = [_parse(line) for line in lines if line.strip()]
-    readable = [event for event in parsed if event is not None]
-    events = [event for event in readable if event["event"] in KNOWN]
+    events = [event for event in map(_parse, lines) if event and event["event"] in KNOWN]
     if not events:
-        problem = f"{path} has no metrics of a run in its {len(parsed)} lines"
-        raise UserError(problem, remedy)
-    return events, len(parsed) - len(readable)
+        raise UserError(f"{path} has no metrics of a run in its {len(lines)} lines", remedy)
+    return events
 
 
 def _parse(line: bytes) -> Event | None:
@@ -66,14 +60,4 @@ def current(events: Iterable[Event]) -> list[Event]:
                 if each["event"] not in ("summary", "test") and each.get("step", 0) <= step
             ]
         kept.append(event)
-    return thinned(kept)
-
-
-def thinned(events: Sequence[Event], most: int = MOST_REPORTS) -> list[Event]:
-    """Leave out every second report, counted from the last, until at most ``most`` are left."""
-    kept = list(events)
-    while sum(each["event"] == "train" for each in kept) > most:
-        reports = [i for i, each in enumerate(kept) if each["event"] == "train"]
-        dropped = set(reports[-2::-2])
-        kept = [each for i, each in enumerate(kept) if i not in dropped]
     return kept

@@ -41,11 +41,9 @@ _SCRIPTS = (
 )
 
 
-def render_page(
-    events: Sequence[Event], *, title: str, unreadable: int = 0, is_live: bool = False
-) -> str:
-    """Return a run's page as HTML, which names ``unreadable`` lines; a live one asks its server."""
-    data: dict[str, Any] = {"events": events, "unreadable": unreadable, "live": is_live}
+def render_page(events: Sequence[Event], *, title: str, is_live: bool = False) -> str:
+    """Return a run's page as HTML; a live one asks its server."""
+    data: dict[str, Any] = {"events": events, "live": is_live}
     style, script = (Markup("\n".join(map(_part, names))) for names in (_STYLES, _SCRIPTS))
     return _template().render(
         title=title,
@@ -130,13 +128,10 @@ LINE = CommandLine(
 def run(words: Sequence[str]) -> int:
     """Write the page of ``shardmlx report``, and print where it is. Raises ``UserError``."""
     options = LINE.load(words)
-    told, unreadable = read_metrics(options.metrics)
-    events = current(told)
-    page = render_page(events, title=options.metrics, unreadable=unreadable)
+    events = current(read_metrics(options.metrics))
+    page = render_page(events, title=options.metrics)
     with file_access("write --output", options.file, "name another file"):
         options.file.write_text(page, encoding="utf-8")
-    words = f"{plural(sum(event['event'] == 'train' for event in events), 'report')} of training"
-    if unreadable:
-        words += f"; {plural(unreadable, 'line')} of the file could not be read"
-    print(f"{options.file}: {words}")
+    reports = sum(event["event"] == "train" for event in events)
+    print(f"{options.file}: {plural(reports, 'report')} of training")
     return 0

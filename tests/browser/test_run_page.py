@@ -143,7 +143,6 @@ def test_layout_schedule_and_options_are_there(page: webdriver.Chrome) -> None:
     assert page.execute_script("return document.querySelectorAll('.action').length") == len(timed)
     assert "0F0 0F1" in text(page, ".actions")
     assert "2 ranks: 1 data parallel × 2 pipeline parallel" in text(page, "#summary")
-    assert "1 line of the file could not be read" in text(page, "footer")
     assert page.execute_script("return performance.getEntriesByType('resource').length") == 0
     said = dict(
         page.execute_script(

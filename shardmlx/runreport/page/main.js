@@ -81,9 +81,6 @@ byId("numbers").addEventListener("toggle", () => {
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", showAnew);
 
-byId("about").textContent = DATA.unreadable
-  ? `${plural(DATA.unreadable, "line")} of the file could not be read and ${DATA.unreadable === 1 ? "is" : "are"} left out.`
-  : "";
 DATA.events.forEach(take);
 show();
 if (DATA.live) ask();

@@ -18,7 +18,7 @@ import pytest
 
 from shardmlx.common.http_listener import bind
 from shardmlx.runreport import live
-from shardmlx.runreport.live import EventLog, LivePage
+from shardmlx.runreport.live import LivePage
 from shardmlx.runreport.metrics_file import current
 from tests.helpers.stories import story
 
@@ -173,17 +173,3 @@ def test_a_process_ends_whoever_hangs() -> None:
         "raise SystemExit(3)"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 3
-
-
-def test_of_very_many_reports_every_second_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "MOST_REPORTS", 10)
-    log = EventLog()
-    log.add({"event": "start"})
-    run = log.identity
-    for step in range(1, 26):
-        log.add({"event": "train", "step": step})
-    answer = log.after(20, run)
-    assert answer["run"] != run, "who has seen what went is told everything"
-    steps = [each.get("step") for each in answer["events"]]
-    assert steps == [None, *range(1, 22, 4), *range(22, 26)]
-    assert [each["step"] for each in log.after(answer["last"] - 1, answer["run"])["events"]] == [25]

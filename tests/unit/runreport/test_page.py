@@ -61,8 +61,8 @@ def data_of(page: str) -> Any:
 
 
 def test_the_page_holds_the_events_as_they_are() -> None:
-    page = render_page(story(), title="run", unreadable=3)
-    assert data_of(page) == {"events": story(), "unreadable": 3, "live": False}
+    page = render_page(story(), title="run")
+    assert data_of(page) == {"events": story(), "live": False}
 
 
 def test_what_a_file_says_becomes_no_markup() -> None:
