@@ -60,6 +60,11 @@ class Linear(NamedTuple):
         return self.applied or (self.uses * self.inputs, self.uses * self.outputs)
 
     @property
+    def stack(self) -> tuple[int, ...]:
+        """The first side of the array of experts; none for a single matrix."""
+        return (self.experts,) if self.experts else ()
+
+    @property
     def copies(self) -> int:
         return max(1, self.experts)
 

@@ -76,7 +76,7 @@ def layer_memory(setup: TrainingSetup, layer: LayerShape) -> LayerMemory:
         recomputed = whole if setup.grad_checkpoint else whole - after_forward
     forward, backward = _passing(setup, layer)
     return LayerMemory(
-        parameters=_trained_parameters(setup, layer),
+        parameters=sum(map(math.prod, shapes_of_layer(setup, layer))),
         after_forward=after_forward,
         after_input=after_input,
         during_evaluation=PASSING_MARGIN * forward,
@@ -321,12 +321,18 @@ def _trained(setup: TrainingSetup, layer: LayerShape) -> list[Linear]:
     return [each for each in found if each.applied is None or setup.tune.is_full]
 
 
-def _trained_parameters(setup: TrainingSetup, layer: LayerShape) -> int:
+def shapes_of_layer(setup: TrainingSetup, layer: LayerShape) -> Iterator[tuple[int, ...]]:
+    """Yield the shapes of a layer's trained weights, but for the order of a matrix's sides."""
     if setup.tune.is_full:
-        return layer.parameters
-    has_magnitudes = setup.tune.fine_tune_type == "dora"
-    return sum(
-        each.copies
-        * (setup.lora.get("rank", 8) * (each.inputs + each.outputs) + has_magnitudes * each.outputs)
-        for each in _trained(setup, layer)
-    )
+        for _, each in layer.linears:
+            yield (*each.stack, each.outputs, each.inputs)
+            yield from [(*each.stack, each.outputs)] * each.bias
+        for _, norm in layer.norms:
+            yield from [norm.sides] * (1 + norm.bias)
+        yield from (sides for _, sides in layer.arrays)
+        return
+    rank, has_magnitudes = setup.lora.get("rank", 8), setup.tune.fine_tune_type == "dora"
+    for each in _trained(setup, layer):
+        yield (*each.stack, rank, each.inputs)
+        yield (*each.stack, each.outputs, rank)
+        yield from [(*each.stack, each.outputs)] * has_magnitudes

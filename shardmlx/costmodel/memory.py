@@ -18,7 +18,12 @@ from functools import lru_cache
 
 from shardmlx.config.checks import OPTIMIZERS
 from shardmlx.costmodel.divided import divided
-from shardmlx.costmodel.layer_memory import TASKS_AHEAD, LayerMemory, layer_memory
+from shardmlx.costmodel.layer_memory import (
+    TASKS_AHEAD,
+    LayerMemory,
+    layer_memory,
+    shapes_of_layer,
+)
 from shardmlx.costmodel.training_setup import FLOAT32, Ratios, TrainingSetup
 from shardmlx.engine.buffers import BUCKET_BYTES, positions_of_piece
 
@@ -151,6 +156,16 @@ class _Stage:
         if not self.setup.tune.unfreeze_all or self.setup.tune.divides_optimizer:
             return embedding
         return embedding * (1 + _state_bytes(self.setup) / self.setup.dtype_bytes)
+
+
+def trained_shapes(setup: TrainingSetup) -> list[tuple[int, ...]]:
+    """Return the shapes of all trained weights of the model."""
+    shape, work = setup.shape, setup.workload
+    layers = range(work.first_trained_layer, shape.num_layers)
+    found = [each for i in layers for each in shapes_of_layer(setup, shape.layer(i))]
+    whole = _Stage(setup, 0, shape.num_layers, _kinds(setup))
+    width = shape.hidden_size
+    return found + [(end // width, width) for end in whole.trained_ends]
 
 
 @lru_cache(maxsize=64)

@@ -5,8 +5,10 @@ No MLX, no MPI. Only the model's headers are read, or config.json alone.
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ _OUTPUT = "output"
 
 _SHOWN = (
     *("model", "revision", "hostfile", "machines", "backend", "profile", "max_of", "output"),
-    *("timeline", "config", "fine_tune_type", "num_layers", "optimizer"),
+    *("timeline", "islands", "config", "fine_tune_type", "num_layers", "optimizer"),
     *("batch_size", "max_seq_length", "pipeline_stages", "data_parallel", "replica_rows"),
     *("partitioner", "stage_map", "schedule", "micro_batch_size", "recompute", "pack"),
     *("zero", "sum_dtype", "memory_limit", "dtype"),
@@ -70,6 +72,11 @@ class PlanOptions(TrainConfig):
     )
     output: str | None = _output(None, "file for the stage map", metavar="FILE", short="-o")
     timeline: bool = _output(False, "draw the step in the terminal")
+    islands: str | None = _output(
+        None,
+        "show what islands of such machines wait for, on lines of so many Mbit/s up: 20,100",
+        metavar="SPEEDS",
+    )
 
     def __post_init__(self) -> None:
         super(PlanOptions, self).__post_init__()
@@ -78,6 +85,20 @@ class PlanOptions(TrainConfig):
         if self.hostfile is None and self.machines is None:
             example = "give --hostfile FILE, or --machines 'M2 16GB, M1 Ultra 64GB'"
             raise UserError("no machines", example)
+        if self.islands is not None and (
+            len(self.lines) < 2 or not all(0 < each < math.inf for each in self.lines)
+        ):
+            remedy = "give the Mbit/s of two lines or more: 20,100"
+            raise UserError(f"--islands {self.islands}", remedy)
+        if self.islands is not None and self.tensor_parallel > 1:
+            raise UserError("--islands is given with --tensor-parallel", "leave one out")
+
+    @property
+    def lines(self) -> tuple[float, ...]:
+        """The bit/s of each island's line upwards; empty unless ``islands`` has numbers."""
+        with suppress(ValueError):
+            return tuple(1e6 * float(each) for each in (self.islands or "").split(","))
+        return ()
 
 
 LINE = CommandLine(
@@ -126,7 +147,7 @@ def run(words: Sequence[str]) -> int:
         )
     prediction = planned.prediction
     found = {} if max_of is None else {"max_seq_length": planned.asked.batch.max_seq_length}
-    if options.timeline:
+    if options.timeline or options.islands:
         planned.facts.cluster.check_speeds()
     if options.output:
         stage_map = prediction.plan.stage_map
@@ -139,7 +160,7 @@ def run(words: Sequence[str]) -> int:
         print(f"longest sequence that fits: {length} tokens")
     start = ["shardmlx", "launch", "--hostfile", options.hostfile or "HOSTFILE", "train"]
     words = start + _train_words(options, given, found)
-    print(report(planned, options.output, words, others))
+    print(report(planned, options.output, words, others, options.lines))
     if options.timeline:
         print("\n" + timeline(prediction.simulation, shutil.get_terminal_size((160, 24)).columns))
     return 0

@@ -14,6 +14,7 @@ from shardmlx.models.family import APPROXIMATE
 from shardmlx.planning.choice import Choice
 from shardmlx.planning.facts import Facts
 from shardmlx.planning.generation import generation_ways
+from shardmlx.planning.island_lines import OVERLAP, TERMS, exchanges
 
 _NOTABLE = 0.1
 """Share of a step below which a part limits nothing."""
@@ -22,10 +23,14 @@ _NO_TIMES = "times are not known: they need chips in --machines, or flops=27T in
 
 
 def report(
-    choice: Choice, stage_map: str | None, start: Sequence[str], others: Sequence[Choice] = ()
+    choice: Choice,
+    stage_map: str | None,
+    start: Sequence[str],
+    others: Sequence[Choice] = (),
+    lines_of_islands: Sequence[float] = (),
 ) -> str:
-    """Return the plan, ranks, limits, the ``others`` with tensor shares, and the command that runs
-    it, which begins with ``start``."""
+    """Return the plan, ranks, limits, the ``others`` with tensor shares, islands on lines of so
+    many bit/s, and the command that runs the plan, which begins with ``start``."""
     prediction, facts = choice.prediction, choice.facts
     rows = f"batches of {choice.run.batch.batch_size} x {facts.lengths.longest[0]} tokens"
     has_times = facts.cluster.unit == "seconds"
@@ -42,6 +47,7 @@ def report(
         *speed,
         *(_beside(choice, each) for each in others),
         *_generation(facts),
+        *(_islands(choice, lines_of_islands) if lines_of_islands else []),
         *([APPROXIMATE] if facts.workload.shape.is_approximate else []),
         "",
         *_how_to_run(choice, stage_map, start),
@@ -70,6 +76,27 @@ def _generation(facts: Facts) -> list[str]:
     return [
         "",
         f"a text of {tokens} tokens, of which each reads all weights:",
+        columns(heads, lines),
+    ]
+
+
+def _islands(choice: Choice, lines_of_islands: Sequence[float]) -> list[str]:
+    """Return a table of what islands on these lines wait for."""
+    lines = [
+        (
+            each.way,
+            gibibytes(each.nbytes),
+            _seconds(each.seconds),
+            f"{each.waiting:.0%}",
+            f"{each.overlapped:.0%}",
+        )
+        for each in exchanges(choice, lines_of_islands)
+    ]
+    heads = (f"{len(lines_of_islands)} islands", "each way", "takes", "waiting", "overlapped")
+    return [
+        "",
+        f"islands that are each as planned, a round of {TERMS.inner_steps} steps, waiting with "
+        f"--overlap 0 and {OVERLAP}:",
         columns(heads, lines),
     ]
 

@@ -13,6 +13,7 @@ from shardmlx.hosts.launch_options import read_options
 from shardmlx.main import main
 from shardmlx.pipeline.stage_map import read_stage_map
 from shardmlx.planning.generation import generation_ways
+from shardmlx.planning.island_lines import exchanges
 from shardmlx.planning.training_plan import plan_training
 from tests.helpers.fake_models import write_config
 from tests.helpers.models_and_batches import tiny_config
@@ -84,6 +85,9 @@ def test_the_longest_sequence_is_in_the_command_that_is_printed(capsys: Capture)
         (["--machines", "M2 20GB"], "the nearest is M2 8-core 16GB"),
         (["--machines", "1GB", "--max-of", "seq", "--max-seq-length", "9"], "--max-of seq finds"),
         (["--machines", "1GB", "--max-of", "layers"], "choose from"),
+        (["--machines", PAIR, "--islands", "20"], "--islands 20"),
+        (["--machines", PAIR, "--islands", "20,nan"], "--islands 20,nan"),
+        (["--machines", PAIR, "--islands", "20,0"], "--islands 20,0"),
     ],
 )
 def test_questions_that_have_no_answer(words: list[str], said: str, capsys: Capture) -> None:
@@ -101,6 +105,25 @@ def test_ways_to_generate_stand_beside_each_other_if_chips_are_known(capsys: Cap
     (first,) = [i for i, line in enumerate(lines) if line.startswith("to generate")]
     assert [line.split()[-1] for line in lines[first + 1 : first + 3]] == ["1.00", f"{beside:.2f}"]
     assert "to generate" not in planned(capsys, "--machines", "16GB, 64GB")
+
+
+def test_islands_wait_less_the_less_they_send_and_overlap_hides_it(capsys: Capture) -> None:
+    choice = plan_training(TrainConfig(model="model"), machines_of(PAIR))
+    ways = {each.way: each for each in exchanges(choice, [100e6, 20e6])}
+    step = choice.prediction.step_seconds
+    (plain, short), sums = (
+        (ways[each] for each in ("float32", "int8")),
+        ways["data parallel, each step"],
+    )
+    assert plain.seconds == plain.nbytes * 8 / 20e6
+    assert plain.waiting == pytest.approx(2 * plain.seconds / (2 * plain.seconds + 100 * step))
+    assert short.waiting < plain.waiting < sums.waiting
+    assert short.overlapped == 0.0
+    assert sums.nbytes == plain.nbytes
+    lines = planned(capsys, "--machines", PAIR, "--islands", "100,20").splitlines()
+    (first,) = [i for i, line in enumerate(lines) if line.startswith("2 islands")]
+    shown = [line.split("  ")[0] for line in lines[first + 1 : first + 1 + len(ways)]]
+    assert shown == [*ways]
 
 
 def test_every_chip_has_a_bandwidth() -> None:

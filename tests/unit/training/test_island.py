@@ -13,6 +13,10 @@ import numpy as np
 import pytest
 
 from shardmlx.config.train import TrainConfig
+from shardmlx.costmodel.chips import machines_of
+from shardmlx.islands.encodings import ENCODINGS
+from shardmlx.planning.island_lines import exchanges
+from shardmlx.planning.training_plan import plan_training
 from shardmlx.training import island
 from shardmlx.training.command import train_model
 from tests.helpers.island_hub import RunningHub, running_hub
@@ -69,6 +73,11 @@ def test_diloco_is_the_simulation_to_the_bit(
         check_equal(weights_of(hub), expected)
         for name in made:
             check_equal(saved(made, name), expected)
+        config = TrainConfig(model=made["ann"]["model"], **options)
+        planned = plan_training(config, machines_of("M2 16GB"))
+        (fragment,) = hub.rounds.run.fragments
+        for each in exchanges(planned, [20e6, 100e6])[: len(ENCODINGS)]:
+            assert each.nbytes == fragment.fragment.encoded_bytes(each.way)
 
 
 def average(name: str, weights: np.ndarray, mix: np.ndarray) -> np.ndarray:

@@ -1,0 +1,57 @@
+"""What islands wait for on their lines, beside replicas and a pipeline. No MLX, no MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shardmlx.costmodel.memory import trained_shapes
+from shardmlx.costmodel.training_setup import TrainingSetup
+from shardmlx.islands.encodings import ENCODINGS
+from shardmlx.islands.protocol import Fragment, Tensor, Terms
+from shardmlx.planning.choice import Choice
+
+TERMS = Terms()
+"""The usual ones of a hub."""
+
+OVERLAP = TERMS.inner_steps - 1
+
+
+class Exchange(NamedTuple):
+    """A way to train together: what an island sends and gets at a time, ``nbytes`` each, in
+    ``seconds`` each, and the shares of the time that it waits, alone and with all the overlap."""
+
+    way: str
+    nbytes: int
+    seconds: float
+    waiting: float
+    overlapped: float
+
+
+def exchanges(choice: Choice, lines: Sequence[float]) -> list[Exchange]:
+    """Return the ways for islands that are each as planned, on ``lines`` of so many bit/s upwards:
+    by encoding of islands, then with messages in each step."""
+    run, step, count = choice.run, choice.prediction.step_seconds, len(lines)
+    setup = TrainingSetup(workload=choice.facts.work(run), rows=1, length=1)
+    shapes = trained_shapes(setup)
+    fragment = Fragment(tuple(Tensor("", shape) for shape in shapes))
+
+    def exchange(way: str, nbytes: float, turns: int, steps: int, hidden: float) -> Exchange:
+        seconds = 8 * nbytes / min(lines)
+        waits = turns * seconds, max(0.0, turns * seconds - hidden)
+        shares = (each / (each + steps * step) for each in waits)
+        return Exchange(way, round(nbytes), seconds, *shares)
+
+    sums = setup.workload.sum_bytes(fragment.nbytes) * 2 * (count - 1) / count
+    # Of the rows of all islands; those between two others send gradients too.
+    batch = run.batch.batch_size * choice.facts.lengths.longest[0]
+    hidden_states = setup.message * batch * count * min(2, count - 1)
+    return [
+        *(
+            # The hub's answer is as long, and comes when the report is there.
+            exchange(name, fragment.encoded_bytes(name), 2, TERMS.inner_steps, OVERLAP * step)
+            for name in ENCODINGS
+        ),
+        exchange("data parallel, each step", sums, 1, 1, 0.0),
+        exchange("pipeline, each step", hidden_states, 1, 1, step),
+    ]
