@@ -1,4 +1,4 @@
-"""What islands wait for on their lines, beside replicas and a pipeline. No MLX, no MPI."""
+"""Compute what islands wait for on their lines, beside replicas and a pipeline. No MLX, no MPI."""
 
 from __future__ import annotations
 
