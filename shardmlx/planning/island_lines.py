@@ -43,7 +43,7 @@ def exchanges(choice: Choice, lines: Sequence[float]) -> list[Exchange]:
         return Exchange(way, round(nbytes), seconds, *shares)
 
     sums = setup.workload.sum_bytes(fragment.nbytes) * 2 * (count - 1) / count
-    # Of the rows of all islands; those between two others send gradients too.
+    # A step has the rows of all islands; one between two others sends gradients too.
     batch = run.batch.batch_size * choice.facts.lengths.longest[0]
     hidden_states = setup.message * batch * count * min(2, count - 1)
     return [
