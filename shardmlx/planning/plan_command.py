@@ -33,7 +33,7 @@ _OUTPUT = "output"
 
 _SHOWN = (
     *("model", "revision", "hostfile", "machines", "backend", "profile", "max_of", "output"),
-    *("timeline", "islands", "config", "fine_tune_type", "num_layers", "optimizer"),
+    *("timeline", "island_lines", "config", "fine_tune_type", "num_layers", "optimizer"),
     *("batch_size", "max_seq_length", "pipeline_stages", "data_parallel", "replica_rows"),
     *("partitioner", "stage_map", "schedule", "micro_batch_size", "recompute", "pack"),
     *("zero", "sum_dtype", "memory_limit", "dtype"),
@@ -72,7 +72,7 @@ class PlanOptions(TrainConfig):
     )
     output: str | None = _output(None, "file for the stage map", metavar="FILE", short="-o")
     timeline: bool = _output(False, "draw the step in the terminal")
-    islands: str | None = _output(
+    island_lines: str | None = _output(
         None,
         "show what islands of such machines wait for, on lines of so many Mbit/s up: 20,100",
         metavar="SPEEDS",
@@ -85,19 +85,19 @@ class PlanOptions(TrainConfig):
         if self.hostfile is None and self.machines is None:
             example = "give --hostfile FILE, or --machines 'M2 16GB, M1 Ultra 64GB'"
             raise UserError("no machines", example)
-        if self.islands is not None and (
+        if self.island_lines is not None and (
             len(self.lines) < 2 or not all(0 < each < math.inf for each in self.lines)
         ):
             remedy = "give the Mbit/s of two lines or more: 20,100"
-            raise UserError(f"--islands {self.islands}", remedy)
-        if self.islands is not None and self.tensor_parallel > 1:
-            raise UserError("--islands is given with --tensor-parallel", "leave one out")
+            raise UserError(f"--island-lines {self.island_lines}", remedy)
+        if self.island_lines is not None and self.tensor_parallel > 1:
+            raise UserError("--island-lines is given with --tensor-parallel", "leave one out")
 
     @property
     def lines(self) -> tuple[float, ...]:
-        """The bit/s of each island's line upwards; empty unless ``islands`` has numbers."""
+        """The bit/s of each island's line upwards; empty unless ``island_lines`` has numbers."""
         with suppress(ValueError):
-            return tuple(1e6 * float(each) for each in (self.islands or "").split(","))
+            return tuple(1e6 * float(each) for each in (self.island_lines or "").split(","))
         return ()
 
 
@@ -147,7 +147,7 @@ def run(words: Sequence[str]) -> int:
         )
     prediction = planned.prediction
     found = {} if max_of is None else {"max_seq_length": planned.asked.batch.max_seq_length}
-    if options.timeline or options.islands:
+    if options.timeline or options.island_lines:
         planned.facts.cluster.check_speeds()
     if options.output:
         stage_map = prediction.plan.stage_map

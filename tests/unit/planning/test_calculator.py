@@ -85,9 +85,9 @@ def test_the_longest_sequence_is_in_the_command_that_is_printed(capsys: Capture)
         (["--machines", "M2 20GB"], "the nearest is M2 8-core 16GB"),
         (["--machines", "1GB", "--max-of", "seq", "--max-seq-length", "9"], "--max-of seq finds"),
         (["--machines", "1GB", "--max-of", "layers"], "choose from"),
-        (["--machines", PAIR, "--islands", "20"], "--islands 20"),
-        (["--machines", PAIR, "--islands", "20,nan"], "--islands 20,nan"),
-        (["--machines", PAIR, "--islands", "20,0"], "--islands 20,0"),
+        (["--machines", PAIR, "--island-lines", "20"], "--island-lines 20"),
+        (["--machines", PAIR, "--island-lines", "20,nan"], "--island-lines 20,nan"),
+        (["--machines", PAIR, "--island-lines", "20,0"], "--island-lines 20,0"),
     ],
 )
 def test_questions_that_have_no_answer(words: list[str], said: str, capsys: Capture) -> None:
@@ -120,7 +120,7 @@ def test_islands_wait_less_the_less_they_send_and_overlap_hides_it(capsys: Captu
     assert short.waiting < plain.waiting < sums.waiting
     assert short.overlapped == 0.0
     assert sums.nbytes == plain.nbytes
-    lines = planned(capsys, "--machines", PAIR, "--islands", "100,20").splitlines()
+    lines = planned(capsys, "--machines", PAIR, "--island-lines", "100,20").splitlines()
     (first,) = [i for i, line in enumerate(lines) if line.startswith("2 islands")]
     shown = [line.split("  ")[0] for line in lines[first + 1 : first + 1 + len(ways)]]
     assert shown == [*ways]
