@@ -142,7 +142,7 @@ def manifest_of(repository: Repository) -> ModelManifest:
     }
     digest = hashlib.sha256(f"{repository.name}@{repository.revision}".encode())
     for file in sorted(heads):
-        digest.update(f" {file} {files.checksums.get(file)} ".encode() + heads[file])
+        digest.update(f" {file} ".encode() + heads[file])
     texts = {name: repository.read(name) for name in TEXTS if name in repository.files}
     sizes = {file: header.file_size for file, header in files.headers.items()}
     return ModelManifest(digest.hexdigest(), texts, heads, sizes)

@@ -44,17 +44,14 @@ SAMPLE_BYTES = 512
 @dataclass(frozen=True, slots=True)
 class ModelManifest:
     """The beginning of a copy: small files, and head and size in bytes of each weight file. ``key``
-    differs for other weights; ``places`` are the tensors', if heads are no safetensors headers."""
+    differs for other weights."""
 
     key: str
     texts: Mapping[str, bytes]
     heads: Mapping[str, bytes]
     sizes: Mapping[str, int]
-    places: Mapping[str, PlacedTensor] | None = None
 
     def tensors(self) -> dict[str, PlacedTensor]:
-        if self.places is not None:
-            return dict(self.places)
         tensors: dict[str, PlacedTensor] = {}
         for file, head in self.heads.items():
             tensors |= parse_header(head[LENGTH_BYTES:], self.sizes[file], file).tensors

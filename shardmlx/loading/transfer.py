@@ -114,13 +114,12 @@ class LocalFiles:
                 for name in tensors
                 if any(is_needed(name, shape, start, stop) for start, stop in stages)
             }
-        if self.weight_map.manifest.places is None:
-            # The hub sends what lies together.
-            scattered = Holding.HUB not in self.weight_map.holdings
-            of_ranks = parts_of_shares(tensors, shape, shares, scattered=scattered)
-            own = of_ranks[self.transport.rank % shares.size]
-            mine = {own[name][0] if name in own else name for name in mine}
-            tensors |= dict(each for of_rank in of_ranks for each in of_rank.values())
+        # The hub sends what lies together.
+        scattered = Holding.HUB not in self.weight_map.holdings
+        of_ranks = parts_of_shares(tensors, shape, shares, scattered=scattered)
+        own = of_ranks[self.transport.rank % shares.size]
+        mine = {own[name][0] if name in own else name for name in mine}
+        tensors |= dict(each for of_rank in of_ranks for each in of_rank.values())
         if self.copy is not None:
             self.copy.tensors = tensors
         moved = self._bring(self.weight_map, tensors, mine, reporter, what)

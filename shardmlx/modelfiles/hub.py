@@ -54,7 +54,7 @@ def find_repository(name: str, revision: str | None) -> Directory | Repository:
     try:
         with hub_errors(name, revision):
             timeout = constants.HF_HUB_ETAG_TIMEOUT
-            info = HfApi().model_info(name, revision=revision, files_metadata=True, timeout=timeout)
+            info = HfApi().model_info(name, revision=revision, timeout=timeout)
         return Repository(name, revision, info)
     except Unreachable as error:
         cached = (try_to_load_from_cache(name, file, revision=revision) for file in _KEY_FILES)
@@ -81,17 +81,10 @@ class Repository:
     paths: Mapping[str, Path]
 
     def __init__(self, name: str, asked: str | None, info: ModelInfo) -> None:
-        siblings = info.siblings or []
         self.name = name
         self._asked = asked
         self.revision = info.sha
-        self.files: Sequence[str] = [each.rfilename for each in siblings]
-        self.sizes: Mapping[str, int] = {
-            each.rfilename: each.size for each in siblings if each.size is not None
-        }
-        self.checksums: Mapping[str, str] = {
-            each.rfilename: each.lfs.sha256 for each in siblings if each.lfs is not None
-        }
+        self.files: Sequence[str] = [each.rfilename for each in info.siblings or ()]
         self.paths = {}
 
     def where(self, file: str) -> str:

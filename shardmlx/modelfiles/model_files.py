@@ -18,7 +18,6 @@ from shardmlx.modelfiles.safetensors_header import (
     INDEX_FILE,
     MODEL_FILES,
     Header,
-    Index,
     PlacedTensor,
     check_weights,
     parse_index,
@@ -38,8 +37,8 @@ Source = Directory | Repository
 class ModelFiles:
     """Facts about a model that are known without reading its weights.
 
-    ``tensors`` are empty without weights. ``sizes`` (bytes) and ``checksums`` (sha256) come from
-    the hub, ``paths`` are of local files only. ``faults`` say why the files are not one model.
+    ``tensors`` are empty without weights. The ``index`` has the file of each, where there is one;
+    ``paths`` are of local files only. ``faults`` say why the files are not one model.
     """
 
     name: str
@@ -47,9 +46,7 @@ class ModelFiles:
     config: Mapping[str, Any] = field(default_factory=dict)
     headers: Mapping[str, Header] = field(default_factory=dict)
     tensors: Mapping[str, PlacedTensor] = field(default_factory=dict)
-    index: Index | None = None
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    checksums: Mapping[str, str] = field(default_factory=dict)
+    index: Mapping[str, str] | None = None
     paths: Mapping[str, Path] = field(default_factory=dict)
     faults: tuple[str, ...] = ()
     note: str = ""
@@ -118,8 +115,6 @@ def read_model(source: Source) -> ModelFiles:
         headers=headers,
         tensors=tensors,
         index=index,
-        sizes=source.sizes,
-        checksums=source.checksums,
         paths=source.paths,
         faults=tuple(faults),
         note=source.note,
@@ -127,10 +122,10 @@ def read_model(source: Source) -> ModelFiles:
 
 
 def _read_tensors(
-    source: Source, files: Sequence[str], index: Index | None
+    source: Source, files: Sequence[str], index: Mapping[str, str] | None
 ) -> tuple[dict[str, Header], dict[str, PlacedTensor], list[str]]:
     """Return headers, tensors and faults of ``files``."""
-    indexed = index.files if index else {}
+    indexed = index or {}
     named_files = {*indexed.values()}
     others = sorted({*fnmatch.filter(source.files, MODEL_FILES)} - named_files)
     remedy = source.missing

@@ -100,14 +100,6 @@ class Header:
     metadata: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Index:
-    """An index. ``files``: tensor -> file name. ``total_size``: bytes of all tensors, if given."""
-
-    files: Mapping[str, str]
-    total_size: int | None = None
-
-
 def read_header(path: str | Path) -> Header:
     """Read and check one file's header; ``UserError`` names the file and the tensor."""
     with file_access("read", path), open(path, "rb") as file:
@@ -174,21 +166,17 @@ def parse_header(text: bytes, file_size: int, where: str | Path) -> Header:
     return Header(tensors, data_offset, file_size, metadata)
 
 
-def parse_index(text: bytes, where: str | Path) -> Index:
-    """Read a ``model.safetensors.index.json``; ``UserError`` when it is none."""
+def parse_index(text: bytes, where: str | Path) -> Mapping[str, str]:
+    """Return each tensor's file by a ``model.safetensors.index.json``; ``UserError`` when it is
+    none."""
     check_pointer(text, where)
     try:
-        content = json.loads(text)
-        files = content["weight_map"]
-        total_size = (content.get("metadata") or {}).get("total_size")
+        files: Mapping[str, str] = json.loads(text)["weight_map"]
         if not all(isinstance(name, str) for name in files.values()):
             raise TypeError("no file names")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{where} is no index with a weight_map: {AGAIN}") from None
-    # Some tools write it as 1.2e10.
-    if isinstance(total_size, float) and total_size.is_integer():
-        total_size = int(total_size)
-    return Index(files, total_size if _is_size(total_size) else None)
+    return files
 
 
 def check_weights(where: str | Path, files: Sequence[str]) -> None:

@@ -20,8 +20,8 @@ RECORD = "complete-tensors.jsonl"
 
 
 class Directory:
-    """A model in a directory, perhaps a snapshot in the hub's cache; the hub alone tells ``sizes``
-    and ``checksums``. ``missing`` is the remedy for an absent file. Methods raise ``UserError``."""
+    """A model in a directory, perhaps a snapshot in the hub's cache. ``missing`` is the remedy for
+    an absent file. Methods raise ``UserError``."""
 
     revision: str | None = None
     note = ""
@@ -34,8 +34,6 @@ class Directory:
             names = sorted(entry.name for entry in path.iterdir() if entry.is_file())
         self.files: Sequence[str] = names
         self.paths: Mapping[str, Path] = {name: path / name for name in names}
-        self.sizes: Mapping[str, int] = {}
-        self.checksums: Mapping[str, str] = {}
 
     def where(self, file: str) -> str:
         """Return how a message names a file."""
