@@ -177,7 +177,7 @@ class ChatBody(RequestBody):
     def goes_on(self) -> bool:
         """True if the answer goes on from the last message. Raises ``ApiError``."""
         last = self.messages[-1]
-        goes_on = bool(self.continue_final_message or last.is_begun)
+        goes_on = bool(self.continue_final_message)
         if goes_on and last.role != "assistant":
             raise refused(
                 f"the last message is of role {last.role!r}: an answer goes on from one of the "

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator, model_validator
+from pydantic import Field, PlainValidator
 
 from shardmlx.inference.answer_format import Tool
 from shardmlx.server.accepted_fields import Body, Listed, refuse_unknown
@@ -21,14 +21,8 @@ TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal":
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Names for what a model thought before it answered: DeepSeek's, OpenRouter's, Ollama's."""
 
-THINKING = ("thinking", "redacted_thinking", "reasoning")
-"""Types of parts that hold a thought: Anthropic's and Mistral's, and LangChain's."""
-
-MEANINGFUL = ("function_call", "audio", "images")
+MEANINGFUL = ("function_call", "audio", "images", "prefix", "partial")
 """Fields that ask for what is not supported, unless they are empty."""
-
-BEGUN = ("prefix", "partial")
-"""Fields of a last message from which the answer goes on: Mistral's and DeepSeek's, Moonshot's."""
 
 NO_PARAMETERS = {"type": "object", "properties": {}}
 
@@ -108,22 +102,6 @@ class MessageBody(Body):
     tool_calls: Listed[CallBody] | None = None
     tool_call_id: str | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _apart(cls, given: Any) -> Any:
-        """Take thoughts out of the parts of the content, to where other clients have them."""
-        parts = given.get("content") if isinstance(given, dict) else None
-        if not isinstance(parts, list):
-            return given
-        said = [part for part in parts if not _is_thought(part)]
-        thought = "".join(_thought_part(part) for part in parts if _is_thought(part))
-        return {**given, "content": said, **({"reasoning_content": thought} if thought else {})}
-
-    @property
-    def is_begun(self) -> bool:
-        """True if the answer is to go on from this message."""
-        return any((self.model_extra or {}).get(name) is True for name in BEGUN)
-
     def for_template(self, where: str) -> dict[str, Any]:
         """Return the message for a chat template. Raises ``ApiError``, which calls it ``where``."""
         extra = self.model_extra or {}
@@ -149,14 +127,3 @@ class MessageBody(Body):
             raise refused(f"{where}.content is missing: give a text", f"{where}.content")
         refusal = extra.get("refusal")  # OpenAI's models say it instead
         return refusal if isinstance(refusal, str) else ""
-
-
-def _is_thought(part: object) -> bool:
-    return isinstance(part, dict) and part.get("type") in THINKING
-
-
-def _thought_part(part: Mapping[str, Any]) -> str:
-    text = part.get("thinking") or part.get("reasoning") or part.get("text") or ""
-    if isinstance(text, list):  # Mistral's
-        return "".join(map(_part, text))
-    return text if isinstance(text, str) else ""

@@ -118,28 +118,6 @@ def test_arguments_in_a_history_are_an_object(
     assert result["content"] == ""
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        {"type": "thinking", "thinking": "Hm", "signature": ""},
-        {"type": "thinking", "thinking": [{"type": "text", "text": "Hm"}]},
-        {"type": "reasoning", "text": "Hm"},
-    ],
-)
-def test_thoughts_among_the_parts_of_a_message_are_thoughts(
-    client: openai.OpenAI, agent: Agent, part: dict[str, Any]
-) -> None:
-    parts = [part, {"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "Fog"}]
-    messages: Any = [
-        {"role": "user", "content": "?"},
-        {"role": "assistant", "content": parts, "reasoning_content": None},
-        {"role": "user", "content": "So?."},
-    ]
-    client.chat.completions.create(model=MODEL, messages=messages)
-    thought = {"role": "assistant", "content": "Fog", "reasoning_content": "Hm"}
-    assert agent.messages[1] == thought
-
-
 def test_choices_of_tools(client: openai.OpenAI, agent: Agent) -> None:
     (choice,) = ask(client, CALLS, tools=[LOOK], tool_choice="none").choices
     assert choice.finish_reason == "stop"
