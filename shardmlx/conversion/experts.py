@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,13 +53,6 @@ class Stored:
     def read(self, start: int, count: int) -> bytes:
         """Return some of the array's bytes, from ``start`` on. Raises ``OSError``."""
         return read_exactly(self.file.descriptor, self.start + start, count, self.file.name)
-
-    def expect(self, start: int, count: int) -> None:
-        """Let the system read ahead from ``start`` on."""
-        if hasattr(os, "posix_fadvise"):
-            with suppress(OSError):
-                descriptor, start = self.file.descriptor, self.start + start
-                os.posix_fadvise(descriptor, start, count, os.POSIX_FADV_WILLNEED)
 
 
 def stored_arrays(path: Path, read: Mapping[str, mx.array]) -> dict[int, Stored]:

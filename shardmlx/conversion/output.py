@@ -61,14 +61,12 @@ class OutputDirectory:
             begun = json.loads((self.work / _IDENTITY).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return False  # killed before it had begun
-        for key, value in identity.items():
-            if begun.get(key) != value:
-                was = begun.get(key)
-                differs = f"{key} {was}, not {value}" if key in _SHOWN else f"another {key}"
-                raise UserError(
-                    f"-o {self.path} has an unfinished export with {differs}",
-                    f"go on with the same command, or remove {self.work}",
-                )
+        if begun != identity:
+            differing = [key for key in identity if begun.get(key) != identity[key]]
+            raise UserError(
+                f"-o {self.path} has an unfinished export with another {' and '.join(differing)}",
+                f"go on with the same command, or remove {self.work}",
+            )
         return True
 
     def check_room(self, shards: Shards, more: int) -> None:
@@ -169,7 +167,3 @@ def identity_of(
         "mlx": version("mlx"),
         "mlx-lm": version("mlx-lm"),
     }
-
-
-_SHOWN = ("model", "quantize", "dtype", "dequantize", "mlx", "mlx-lm")
-"""Parts of the identity of an export to show to the user."""

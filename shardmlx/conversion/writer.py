@@ -26,7 +26,7 @@ from shardmlx.loading.partial_copy import PartialCopy
 
 _PIECE = 4 << 20
 _AHEAD = 8 * _PIECE
-"""Bytes of an unchanged tensor that the system reads ahead, and that may wait to be written."""
+"""Bytes of an unchanged tensor that may wait to be written."""
 
 
 def write_files(
@@ -95,11 +95,9 @@ def _computed(
     if (stored := model.stored.get(spec.name)) is not None:
         del array
         bring(spec.name)
-        stored.expect(0, _AHEAD)
         for start in range(0, stored.nbytes, step):
             count = min(step, stored.nbytes - start)
             begin(count, _AHEAD)
-            stored.expect(start + _AHEAD, step)
             yield spec.name, memoryview(stored.read(start, count))
     elif (experts := model.experts.get(spec.name)) is not None:
         names = {spec.name, *(n for n in model.weights if model.experts.get(n) is experts)}
