@@ -29,6 +29,7 @@ NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
+    "tools": "tools",
 }
 """Anthropic's names for other fields of a chat."""
 
@@ -46,9 +47,9 @@ class Block(Body):
     type: str
     text: str = ""
     thinking: str | None = None
-    id: Any = None
-    name: Any = None
-    input: Any = None
+    id: str = ""
+    name: str = ""
+    input: Json | None = None
     tool_use_id: str | None = None
     content: Annotated[Listed[Block], BeforeValidator(_in_blocks)] = Field(default_factory=list)
     is_error: bool = False
@@ -115,7 +116,7 @@ def as_chat(asked: MessagesBody) -> TranslatedChat:
     output = asked.output_config or OutputBody()
     refuse_unknown({name: value for name, value in extra.items() if name not in SAME})
     refuse_unknown(output.model_extra, "output_config.")
-    chat = TranslatedChat({name: extra[name] for name in SAME & extra.keys()}, dict(NAMES))
+    chat = TranslatedChat({name: extra[name] for name in SAME & extra.keys()}, NAMES)
     thinks = (asked.thinking or {}).get("type") != "disabled"
     chat.body |= {
         "max_tokens": asked.max_tokens,
@@ -144,24 +145,25 @@ def as_chat(asked: MessagesBody) -> TranslatedChat:
 def _add_message(chat: TranslatedChat, where: str, role: str, blocks: list[Block]) -> None:
     """Add what blocks say: a message, and one for each result of a tool."""
     message: Json = {"role": role, "content": ""}
-    place = where.removesuffix(".content")
     if role == "assistant":
-        chat.add(place, message)
+        chat.messages.append(message)
     for at, block in _known(blocks, role, where):
         if block.type == "thinking":
             message["reasoning_content"] = block.thinking
         elif block.type == "tool_use":
-            chat.add_call(at, "input", block.id, block.name, block.input)
+            chat.add_call(block.id, block.name, block.input)
         elif block.type == "tool_result":
             found = _known(block.content, "tool", f"{at}.content")
             said = "Error: " * block.is_error + "\n".join(each.text for _, each in found)
-            chat.add(at, {"role": "tool", "tool_call_id": block.tool_use_id, "content": said})
+            chat.messages.append(
+                {"role": "tool", "tool_call_id": block.tool_use_id, "content": said}
+            )
     texts = [block.text for block in blocks if block.type == "text"]
     if role == "system":
         texts = list(filter(None, (BILLING.sub("", text) for text in texts)))
     message["content"] = ("" if role == "assistant" else "\n").join(texts)
     if texts and role != "assistant":
-        chat.add(place, message)
+        chat.messages.append(message)
 
 
 def _known(blocks: list[Block], role: str, where: str) -> Iterator[tuple[str, Block]]:
@@ -184,7 +186,7 @@ def _add_tool(chat: TranslatedChat, where: str, tool: Mapping[str, Any]) -> None
             f"{where}.type",
         )
     function = {name: tool.get(name) for name in ("name", "description")}
-    chat.add_tool(where, "input_schema", {**function, "parameters": tool.get("input_schema")})
+    chat.add_tool({**function, "parameters": tool.get("input_schema")})
 
 
 def _choice(choice: Mapping[str, Any]) -> Json:

@@ -72,14 +72,14 @@ def call_of(item: Mapping[str, Any]) -> tuple[ClientTool, Any]:
     return tool, {"input": given} if kind == "custom" else given
 
 
-def functions_of(tool: Mapping[str, Any], where: str) -> Iterator[tuple[str, ClientTool, Json]]:
-    """Yield place, tool and function of all that stand for a tool. Raises ``ApiError``."""
+def functions_of(tool: Mapping[str, Any], where: str) -> Iterator[tuple[ClientTool, Json]]:
+    """Yield tool and function of all that stand for a tool. Raises ``ApiError``."""
     kind = tool.get("type")
     if kind == "namespace":
         for place, inner in listed(tool.get("tools"), f"{where}.tools"):
-            for at, named, function in functions_of(inner, place):
+            for named, function in functions_of(inner, place):
                 own = ClientTool(named.kind, named.name, str(tool.get("name")))
-                yield at, own, {**function, "name": own.in_chat}
+                yield own, {**function, "name": own.in_chat}
         return
     runs_there = kind == "tool_search" and tool.get("execution") != "client"
     if str(kind) not in FIELDS or runs_there:
@@ -96,7 +96,7 @@ def functions_of(tool: Mapping[str, Any], where: str) -> Iterator[tuple[str, Cli
         syntax = f"The input keeps to this grammar ({form.get('syntax')}):\n{form['definition']}"
         description = str(given.get("description", ""))
         function["description"] = "\n\n".join(filter(None, [description, syntax]))
-    yield where, named, function
+    yield named, function
 
 
 def listed(objects: Any, where: str) -> Iterator[tuple[str, Json]]:

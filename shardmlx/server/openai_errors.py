@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,17 +58,12 @@ class ApiError(Exception):
         return TYPES.get(self.status, usual)
 
     def called(self, names: Mapping[str, str]) -> ApiError:
-        """Return the error for an API that has other ``names`` for fields and what is within."""
-        path = (self.param or "").split(".")
-        prefixes = [".".join(path[:length]) for length in range(len(path), 0, -1)]
-        known = next((prefix for prefix in prefixes if prefix in names), None)
-        if self.param is None or known is None:
+        """Return the error for an API that has other ``names`` for some fields of a chat."""
+        field = (self.param or "").partition(".")[0]
+        if field not in names:
             return self
-        param = names[known] + self.param.removeprefix(known)
-        # Where a message names its field: not within the words of a template.
-        field = rf"(?:^|(?<=`)){re.escape(self.param)}(?!\w)"
-        message = re.sub(field, lambda _: param, str(self), count=1)
-        return ApiError(self.status, message, param=param, code=self.code, headers=self.headers)
+        message = f"{names[field]}, in words of a chat: {self}"
+        return ApiError(self.status, message, param=names[field], code=self.code)
 
 
 def refused(message: str, param: str | None = None, code: str | None = None) -> ApiError:

