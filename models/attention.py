@@ -37,13 +37,15 @@ class ChunkedMask:
 
     Each position sees itself and those before it in its sequence, or only the last ``window`` of
     these. ``chunk`` is the most queries of a piece, from 1. ``fuses`` says whether the device holds
-    no scores where MLX's own attention takes the place of pieces.
+    no scores where MLX's own attention takes the place of pieces. Where sequences share prefixes,
+    ``places`` have them all, and ``taken`` are the indices of ``PackedPositions.whole``.
     """
 
     chunk: int
     window: int | None = None
     places: PackedPositions | None = None
     fuses: bool = False
+    taken: tuple[mx.array, mx.array] | None = None
 
     def pieces(self, length: int) -> Iterator[QueryChunk]:
         """Yield the pieces of a row of ``length`` in order."""
@@ -93,6 +95,10 @@ def attend(
     """Return mlx-lm's ``scaled_dot_product_attention``, in pieces for a ``ChunkedMask`` unless the
     device fuses it."""
     if isinstance(mask, ChunkedMask):
+        if mask.taken is not None:
+            sources, own = mask.taken
+            q, k, v = (each[:, :, sources] for each in (queries, keys, values))
+            return attention_in_pieces(q, k, v, scale, mask, sinks)[:, :, own]
         is_fused = mask.fuses and fuses_attention(
             queries.shape[2],
             mask.window,

@@ -17,9 +17,10 @@ a model can run in this way.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from copy import copy, deepcopy
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -33,6 +34,7 @@ from shardmlx.models.carried import Kept, first_argument
 from shardmlx.models.packed_positions import PackedPositions
 from shardmlx.models.parts import Parts
 from shardmlx.models.recurrence import use_pieces
+from shardmlx.models.ropes import ropes_of, rotating
 from shardmlx.models.stand_ins import InPlaceOf, at, with_layers
 
 ATTENTION, MASK = "scaled_dot_product_attention", "create_attention_mask"
@@ -79,6 +81,10 @@ class Decoder:
                 if calls(module, ATTENTION):
                     rebind(module, ATTENTION, attend)
             use_pieces(layer)
+        attentions = [[m for m in each.modules() if calls(m, ATTENTION)] for each in parts.layers]
+        self._ropes = [rope for m in chain(*attentions[start:stop]) for rope in ropes_of(m)]
+        # Without a module for it, attention may rotate by the place in the row.
+        self.takes_shared_prefixes = all(map(ropes_of, chain(*attentions)))
         self.embedding = parts.embedding
         self._carrier = parts.carrier
         self._fuses = fuses
@@ -160,7 +166,12 @@ class Decoder:
             with suppress(_AllGiven):
                 self._call(self._from_tokens, _Run(x, None, [], {}, given=given), every)
             run = run._replace(x=self._carrier.begin(given))
-        self._call(self._from_states, run, every)
+        with (
+            rotating(self._ropes, mx.array(places.positions))
+            if places is not None and places.shares_prefixes
+            else nullcontext()
+        ):
+            self._call(self._from_states, run, every)
         if caches is not None and self._counts:
             count = mx.zeros((x.shape[0], 1, x.shape[1], 1), mx.int8)
             caches[-1].update_and_fetch(count, count)
@@ -222,6 +233,10 @@ class Decoder:
     ) -> Any:
         """Return the mask for layers; our own for attention in pieces and packed rows."""
         places, chunk = (None, None) if self._now is None else (self._now.places, self._now.chunk)
+        if cache is None and places is not None and places.shares_prefixes:
+            whole, *taken = places.whole()
+            sources, own = map(mx.array, taken)
+            return ChunkedMask(chunk or len(sources), window_size, whole, taken=(sources, own))
         if cache is None and not how.get("return_array") and chunk and chunk < h.shape[1]:
             return ChunkedMask(chunk, window_size, places, self._fuses)
         if cache is None and places is not None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 from mlx_lm.models import rope_utils
@@ -20,12 +23,40 @@ from shardmlx.models.rope_parameters import (
     tells_layers_apart,
     type_of,
 )
+from shardmlx.models.stand_ins import InPlaceOf
 
 ROPES = (nn.RoPE, rope_utils.YarnRoPE, rope_utils.Llama3RoPE, rope_utils.SuScaledRoPE)
 """Kinds of rotary embeddings that some families replace by the plain one."""
 
 STATIC = (*ROPES, rope_utils.ProportionalRoPE, DeepseekV2YarnRotaryEmbedding)
 """Kinds whose frequencies do not change with the length of the text."""
+
+
+def ropes_of(attention: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Return the module with the name of each of its own rotary embeddings of these kinds."""
+    own = attention.children().items()
+    return [(attention, name) for name, child in own if isinstance(child, STATIC)]
+
+
+@contextmanager
+def rotating(ropes: Sequence[tuple[nn.Module, str]], positions: mx.array) -> Iterator[None]:
+    """Rotate the tokens (1, ..., T, D) of a row by their ``positions`` (T,), in this context."""
+
+    def rotate(rope: Any, x: mx.array, *_: Any, **__: Any) -> mx.array:
+        # Treat each position as if it were a sequence of one token, after so many others.
+        apart = x.moveaxis(-2, 0)
+        rotated = rope(apart.reshape(len(positions), -1, 1, x.shape[-1]), offset=positions)
+        back: mx.array = rotated.reshape(apart.shape).moveaxis(0, -2)
+        return back
+
+    before = [module[name] for module, name in ropes]
+    for (module, name), rope in zip(ropes, before, strict=True):
+        module[name] = InPlaceOf(rope, partial(rotate, rope))
+    try:
+        yield
+    finally:
+        for (module, name), rope in zip(ropes, before, strict=True):
+            module[name] = rope
 
 
 def fit_ropes(model: nn.Module, config: Mapping[str, Any]) -> list[str]:

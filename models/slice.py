@@ -115,6 +115,7 @@ class Slice:
         self._embedding_dropouts = key_every_dropout(parts.embedding)
         self._head_dropouts = [*chain(*map(key_every_dropout, head.values()))]
         states = self._first_states(model)
+        self.takes_shared_prefixes = decoder.takes_shared_prefixes
         self.dtype: mx.Dtype = states.dtype
         self.hidden_size: int = states.shape[-1]
         self.output_size = parts.width if self.is_last else self.hidden_size

@@ -372,15 +372,20 @@ def split(batch: Batch, dp: int, replica: int, micro_batch_size: int) -> list[Mi
     ]
 
 
-def pack(batch: Batch, count: int, together: int = 1) -> list[MicroBatch]:
+def pack(
+    batch: Batch, count: int, together: int = 1, *, shares_prompts: bool = False
+) -> list[MicroBatch]:
     """Pack the rows into ``count`` micro-batches of one row each, about equally long.
 
     There is no padding. Longest rows first, each goes to the shortest micro-batch so far (LPT:
     Graham 1969), with the others of its ``together``. No micro-batch gets longer than the longest
-    row times rows / ``count``.
+    row times rows / ``count``. With ``shares_prompts`` the second of a pair shares the prompt of
+    the first, which is there once.
     """
     # Tokens after the last counted target have no effect.
-    lengths = np.clip(batch.spans[:, 1], 1, batch.shape[1])
+    ends = np.clip(batch.spans[:, 1], 1, batch.shape[1])
+    begins = _shared(batch, ends) if shares_prompts else np.zeros_like(ends)
+    lengths = ends - begins
     packed: list[list[int]] = [[] for _ in range(count)]
     for group in np.argsort(-lengths.reshape(-1, together).sum(axis=1), kind="stable").tolist():
         rows = range(group * together, (group + 1) * together)
@@ -390,8 +395,18 @@ def pack(batch: Batch, count: int, together: int = 1) -> list[MicroBatch]:
             batch,
             places=PackedPositions(
                 np.repeat(np.array(rows, np.int32), lengths[rows]),
-                np.concatenate([np.arange(length, dtype=np.int32) for length in lengths[rows]]),
+                np.concatenate([np.arange(begins[r], ends[r], dtype=np.int32) for r in rows]),
             ),
         )
         for rows in map(sorted, packed)
     ]
+
+
+def _shared(batch: Batch, ends: np.ndarray) -> np.ndarray:
+    """Return how many positions the second of each pair has as the first, with no target that
+    counts: 0 for the first."""
+    alike = (batch.tokens[0::2] == batch.tokens[1::2]).cumprod(axis=1).sum(axis=1)
+    uncounted = np.maximum(batch.spans[1::2, 0] - 1, 0)
+    shared = np.zeros_like(ends)
+    shared[1::2] = np.minimum.reduce([alike, uncounted, ends[0::2], ends[1::2] - 1])
+    return shared

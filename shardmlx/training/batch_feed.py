@@ -47,8 +47,9 @@ class Share:
 
 class BatchFeed:
     """The next ``count`` of rank 0's ``batches``, for all ranks; the feeds of ``run``s may take
-    turns. Methods are collective. With an error that all ranks raise together, the context receives
-    all messages under way."""
+    turns. If it ``shares_prompts``, batches are packed with the prompt of a pair once, in half as
+    many micro-batches. Methods are collective. With an error that all ranks raise together, the
+    context receives all messages under way."""
 
     def __init__(
         self,
@@ -57,11 +58,14 @@ class BatchFeed:
         batches: Iterator[Batch] | None,
         count: int,
         run: int = 0,
+        *,
+        shares_prompts: bool = False,
     ) -> None:
         self._plan = plan
         self._transport = transport
         self._batches = batches
         self._left = count
+        self._shares_prompts = shares_prompts
         self._tag = tag_of_run(BATCH_TAG, run)
         self._ahead = 0
         self._replica, _ = plan.mesh.coordinates(transport.rank)
@@ -156,8 +160,10 @@ class BatchFeed:
 
     def _divide(self, part: MicroBatch) -> list[MicroBatch]:
         plan = self._plan
-        if plan.pack:
-            return pack(part, plan.microbatches_of(self._replica), plan.together)
+        if plan.pack or self._shares_prompts:
+            count, shares = plan.microbatches_of(self._replica), self._shares_prompts
+            count = -(-count // 2) if shares else count
+            return pack(part, count, plan.together, shares_prompts=shares)
         return split(part, 1, 0, plan.micro_batch_size)
 
     def _post(self, array: Array, peer: int) -> None:

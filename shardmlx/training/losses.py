@@ -231,8 +231,11 @@ def evaluate_batches(
     """Return what ``evaluate`` says of the shares of so many batches, which are on rank 0; several
     at once keep all stages busy. Collective."""
     plan, found = job.planned.plan, []
-    at_once = -(-4 * plan.mesh.pp // plan.microbatches)
-    feed = BatchFeed(plan, job.transport, batches, count, job.number)
+    microbatches = -(-plan.microbatches // 2) if job.shares_prompts else plan.microbatches
+    at_once = -(-4 * plan.mesh.pp // microbatches)
+    feed = BatchFeed(
+        plan, job.transport, batches, count, job.number, shares_prompts=job.shares_prompts
+    )
     job.transport.activity.begin(description)
     with evaluating(job), job.reporter.bar(description, count) as bar, feed:
         while shares := feed.take(at_once):

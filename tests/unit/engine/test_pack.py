@@ -89,6 +89,22 @@ def test_every_position_that_counts_is_there_once_and_none_gets_too_long(seed: i
     assert all(0 < each.shape[1] <= size * longest for each in packed)
 
 
+def test_of_a_pair_the_prompt_is_there_once() -> None:
+    """Up to its last token, after which both answers begin."""
+    prompts = [[1, 2, 3], [1, 2, 3], [4], [4]]
+    answers = [[20, 21], [20, 30, 31], [40, 41], [50]]
+    rows = [(prompt + answer, len(prompt)) for prompt, answer in zip(prompts, answers, strict=True)]
+    (packed,) = pack(make_batch(rows, 2048), 1, together=2, shares_prompts=True)
+    assert packed.inputs.tolist() == [[1, 2, 3, 20, 21, 3, 20, 30, 31, 4, 40, 41, 4, 50]]
+    assert packed.answer_of.tolist() == [[0] * 5 + [1] * 4 + [2] * 3 + [3] * 2]
+    assert packed.places is not None
+    whole, sources, own = packed.places.whole()
+    assert whole.rows.tolist() == [0] * 5 + [1] * 6 + [2] * 3 + [3] * 2
+    assert whole.positions.tolist() == [*range(5), *range(6), *range(3), *range(2)]
+    assert sources.tolist() == [*range(5), 0, 1, *range(5, 14)]
+    assert own.tolist() == [*range(5), *range(7, 16)]
+
+
 # Who sees whom.
 
 

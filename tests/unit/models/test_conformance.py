@@ -29,7 +29,7 @@ from shardmlx.models.shape import ModelShape
 from shardmlx.models.slice import Slice
 from shardmlx.pipeline.plan import Plan
 from shardmlx.planning.training_plan import plan_training
-from tests.helpers.cut_models import check_continued, check_logits
+from tests.helpers.cut_models import check_continued, check_logits, check_pairs
 from tests.helpers.engines import NOTHING, WEIGHTS, engine_of, gradients_of, train_on
 from tests.helpers.family_configs import CONFIGS, LAYERS, has_experts
 from tests.helpers.generation import by_mlx_lm, run_pipeline
@@ -121,6 +121,22 @@ def test_a_run_can_be_planned_from_the_config_alone(family: str, tmp_path: Path)
 @families
 def test_logits_of_stages_are_those_of_the_whole_model(family: str) -> None:
     check_logits(model_of(family, bits=4), CUTS[1], TOKENS)
+
+
+BY_PLACE = {"exaone4", "exaone_moe", "llama4_text", "smollm3"}
+"""Families some of whose layers have no rotary embedding."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        each
+        for each in CONFIGS
+        if shape_of(each).takes_packed and shape_of(each).family.takes_pieces
+    ],
+)
+def test_answers_are_as_likely_with_the_prompt_of_a_pair_once(family: str) -> None:
+    check_pairs(model_of(family), CUTS[1], shares_prompts=family not in BY_PLACE)
 
 
 PIECES = Savings(attention_chunk=12, loss_chunk=20, recompute="selective")

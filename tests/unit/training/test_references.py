@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,10 +12,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from shardmlx.common.reporter import Reporter
 from shardmlx.config.train import TrainConfig
-from shardmlx.training.command import train_model
+from shardmlx.training.command import prepare_training, train_model
+from shardmlx.training.losses import Evaluation, evaluate_batches
 from shardmlx.training.references import FILE
-from tests.helpers.local_transport import LocalNetwork
+from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.models_and_batches import load_arrays
 from tests.helpers.preference_data import preference_directory
 
@@ -86,6 +89,28 @@ def test_full_fine_tunes_dora_and_an_objective_without_reference(
     one, two = train(1, "one", **ONE, **options), train(2, "two", **TWO, **options)
     np.testing.assert_allclose(losses(two), losses(one), rtol=1e-5)
     np.testing.assert_allclose(losses(two, "val"), losses(one, "val"), rtol=1e-5)
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto", "simpo"])
+def test_prompts_of_pairs_are_read_once_where_nothing_is_learnt(
+    objective: str, small: Path, data: Path, tmp_path: Path
+) -> None:
+    kind = "singles" if objective == "kto" else "pairs"
+    given: dict[str, Any] = {"objective": objective, "batch_size": 4, "num_layers": -1, **ONE}
+    given |= {"model": str(small), "data": str(data / kind), "max_seq_length": 128}
+
+    def lengths(rank: LocalTransport) -> tuple[int, int]:
+        config = TrainConfig(**given, adapter_path=str(tmp_path))
+        job = prepare_training(config, rank, Reporter(quiet=True))
+        batches = Evaluation(job, np.random.RandomState(0)).batches("train", loop=False)
+        assert batches is not None
+        batch = next(batches)
+        (parts,) = evaluate_batches(job, iter([batch]), 1, "", lambda shares: shares)
+        computed = sum(math.prod(part.shape) for share in parts for part in share.microbatches)
+        return computed, int(batch.spans[:, 1].sum() - batch.spans[1::2, 0].sum() + 2)
+
+    ((computed, once),) = LocalNetwork(1).run(lengths)
+    assert (computed == once) == (objective != "kto")
 
 
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
