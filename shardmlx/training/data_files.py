@@ -17,9 +17,6 @@ Row = Mapping[str, Any]
 _MOST_NAMES = 5
 """Limit of unread files that a message names."""
 
-_POINTER = b"version https://git-lfs.github.com/"
-"""Prefix of a file that stands for one that git-lfs has not fetched."""
-
 
 def find_data_file(directory: Path, name: str) -> Path:
     """Return the file of a set: NAME.jsonl, unless NAME.csv or NAME.parquet is there alone."""
@@ -43,8 +40,6 @@ def row_name(place: Path | str, i: int) -> str:
 
 def parse_rows(path: Path, content: bytes) -> list[Row]:
     """Return the rows of a data file with this content. Raises `UserError`."""
-    if content.startswith(_POINTER):
-        raise UserError(f"{path} is a pointer of git-lfs, not the data", "git lfs pull")
     return READERS[path.suffix](path, content)
 
 

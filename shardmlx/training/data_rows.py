@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,9 +21,6 @@ from shardmlx.training.chat_template import KNOWN_ROLES, ChatTemplate
 
 _LONGEST = 60
 """Characters of a value that a message shows."""
-
-_SURROGATE = re.compile("[\ud800-\udfff]")
-"""Half of a surrogate pair: JSON can write it, but it is no text."""
 
 _TAKE_OUT = "write text (a number in quotes), or take the row out"
 _MESSAGES = (
@@ -88,7 +84,7 @@ def _tokenise_text(tokenizer: TokenizerWrapper, key: str, row: Row, where: str) 
     try:
         tokens = list(tokenizer.encode(text))
     except Exception as error:
-        raise _not_tokenised(error, row, where) from None
+        raise _not_tokenised(error, where) from None
     if not text.strip() and not tokens:
         raise _no_text(text, f"{where}: {key}")
     if not tokens or tokens[-1] != tokenizer.eos_token_id:
@@ -150,7 +146,7 @@ class Conversations:
         except UserError:
             raise
         except Exception as error:
-            raise _not_tokenised(error, row, where) from None
+            raise _not_tokenised(error, where) from None
 
     def _counts(self, i: int, message: Row, messages: Sequence[Row], where: str) -> bool:
         """Return whether a message counts in the loss, which it may deny itself."""
@@ -316,12 +312,10 @@ def _no_text(value: Any, name: str) -> UserError:
     return UserError(f"{name} is {shown(value)}, not text", _TAKE_OUT)
 
 
-def _not_tokenised(error: Exception, row: Row, where: str) -> UserError:
+def _not_tokenised(error: Exception, where: str) -> UserError:
     what = f"it has no key {error}" if isinstance(error, KeyError) else one_line(error)
     if isinstance(error, TemplateError):
         what = f"the model's chat template says: {what}"
-    elif found := _SURROGATE.search(json.dumps(row, ensure_ascii=False, default=str)):
-        what = f"it has {shown(found[0])}, half of a surrogate pair, which is no character"
     return UserError(f"{where} cannot be tokenised: {what}", "mend the row, or take it out")
 
 

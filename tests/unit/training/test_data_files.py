@@ -235,13 +235,6 @@ def test_two_files_of_one_set_are_refused(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet"])
-def test_a_pointer_of_git_lfs_is_named(ending: str) -> None:
-    content = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
-    with pytest.raises(UserError, match=rf"^train\.{ending} is a pointer .*: git lfs pull$"):
-        parse_rows(Path(f"train.{ending}"), content)
-
-
 @pytest.mark.parametrize(
     "content", [b'[{"text": "a"}]', b'[\n{"text": "a"}\n]', b'{\n  "text": "a"\n}\n']
 )
