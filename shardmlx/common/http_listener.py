@@ -95,17 +95,11 @@ def _listening(family: int, address: Any) -> socket.socket:
     return listener
 
 
-_EXPLAINED = {
-    errno.EADDRINUSE: ("{0}port {2} of {1} is taken", "give another, or 0 for any that is free"),
-    errno.EACCES: ("{0}port {2} is for the system's own services", "give one from 1024"),
-    errno.EADDRNOTAVAIL: ("{0}host {1} is no address of this machine", "give one, or 0.0.0.0"),
-}
-
-
 def _explained(host: str, port: int, prefix: str, error: OSError) -> UserError:
-    fails = f"{{0}}host {{1}} {{0}}port {{2}}: {error.strerror or one_line(error)}"
-    problem, remedy = _EXPLAINED.get(error.errno or 0, (fails, ""))
-    return UserError(problem.format(prefix, host, port), remedy)
+    return UserError(
+        f"{prefix}host {host} {prefix}port {port}: {error.strerror or one_line(error)}",
+        "give an address of this machine, and a port from 1024 that is free, or 0 for any",
+    )
 
 
 def source_address(target: str) -> str | None:

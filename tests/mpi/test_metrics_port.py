@@ -67,7 +67,7 @@ def test_a_port_that_is_taken_ends_the_run_before_anything_is_loaded(
         job = mpirun(1, "-m", "shardmlx.train", *flags, cwd=tmp_path)
     assert job.returncode == 2
     assert job.error_lines == [
-        f"shardmlx: error: --metrics-port {port} of 127.0.0.1 is taken: give another, or 0 for any "
-        "that is free"
+        f"shardmlx: error: --metrics-host 127.0.0.1 --metrics-port {port}: Address already in use: "
+        "give an address of this machine, and a port from 1024 that is free, or 0 for any"
     ]
     assert job.stdout == ""
