@@ -13,20 +13,10 @@ from shardmlx.config.objective import MEANS
 _SETS = {"train": "training", "val": "validation", "test": "test"}
 """Data set of an event, by its name in TensorBoard."""
 
-_OF_A_REPORT = {
-    "learning_rate": "learning_rate",
-    "gradient_norm": "grad_norm",
-    "tokens_per_second": "tokens_per_second",
-    "step_seconds": "step_seconds",
-    "bubble": "bubble",
-}
-"""Fields of a report of training, by their names in TensorBoard."""
+_OF_A_REPORT = ("learning_rate", "grad_norm", "tokens_per_second", "step_seconds", "bubble")
+"""Fields of a report of training."""
 
-_OF_A_RANK = {
-    "compute_seconds": "compute_seconds",
-    "exposed_communication_seconds": "exposed_comm_seconds",
-    "bubble_seconds": "idle_seconds",
-}
+_OF_A_RANK = ("compute_seconds", "exposed_comm_seconds", "idle_seconds")
 
 
 class TensorBoardLog:
@@ -66,11 +56,11 @@ def _summaries(event: str, values: Mapping[str, Any]) -> Iterator[Any]:
             if values.get(name) is not None:
                 yield scalar(f"{name}/{_SETS[event]}", values[name])
     if event == "train":
-        for name, field in _OF_A_REPORT.items():
-            if values[field] is not None:
-                yield scalar(name, values[field])
+        for name in _OF_A_REPORT:
+            if values[name] is not None:
+                yield scalar(name, values[name])
         for each in values["ranks"]:
             rank = f"rank_{each['rank']}"
-            for name, field in _OF_A_RANK.items():
-                yield scalar(f"{rank}/{name}", each[field])
+            for name in _OF_A_RANK:
+                yield scalar(f"{rank}/{name}", each[name])
             yield scalar(f"{rank}/peak_memory_gib", each["peak_memory_bytes"] / GIB)

@@ -52,10 +52,10 @@ def test_the_values_are_those_of_the_run(tmp_path: Path) -> None:
 
     assert found["loss/training"] == told("loss")
     assert found["learning_rate"] == told("learning_rate")
-    assert found["gradient_norm"] == told("grad_norm")
+    assert found["grad_norm"] == told("grad_norm")
     assert found["tokens_per_second"] == told("tokens_per_second")
     assert [step for step, _ in found["loss/validation"]] == [1, 10, 20, 30, 40, 50, 60]
-    seconds = [value for _, value in found["rank_1/bubble_seconds"]]
+    seconds = [value for _, value in found["rank_1/idle_seconds"]]
     assert seconds == pytest.approx([event["ranks"][1]["idle_seconds"] for event in train])
     log.close()
 
