@@ -89,11 +89,6 @@ class TrainingReport:
         if not tokens:
             self._reporter.warn(f"step {step}: every step since the last report was skipped")
             return
-        if 0 in tokens:
-            self._reporter.warn(
-                f"step {step}: {tokens.count(0)} of {len(tokens)} steps since the last report had "
-                "no token that counts in the loss: the mean is of the others"
-            )
         if not any(tokens):
             return
         # ``totals[rank][i]`` are the sums of step i.

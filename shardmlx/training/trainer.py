@@ -186,9 +186,6 @@ class Trainer:
         self._reporter.go_on()
         self._report.start(manifest.step)
         self._reporter.say(f"Resumed from {where}: {left} of {self._options.iters} steps are left")
-        then, now = manifest.plan.get("backend"), self._job.planned.cluster.backend
-        if then not in (None, now):
-            self._reporter.warn(f"it was computed on {then}, now on {now}: sums round otherwise")
         self._reporter.event("resume", {"step": manifest.step, "checkpoint": str(where)})
 
     def _iterate(
