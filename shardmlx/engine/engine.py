@@ -137,6 +137,7 @@ class Engine:
         self.replica, self.pipeline_rank = plan.mesh.coordinates(transport.rank)
         self.stages = {stage.index: stage for stage in stages}
         self._share = plan.mesh.share(transport.rank)
+        self._sharing = plan.mesh.sharing(transport.rank)
         replicas = plan.mesh.replicas_of(self.pipeline_rank, self._share)
         tied = any(stage.part.shares(name) for stage in stages for name in stage.names)
         room = SUM_BUFFER_BYTES if len(replicas) > 1 or tied else 4
@@ -184,13 +185,18 @@ class Engine:
         found: list[Results] = [{} for _ in steps]
         for j, result in run.results.items():
             found[j // run.size][j % run.size] = result
+
+        def summing() -> str:
+            return f"{self._who()}, summing gradients"
+
         for number, step in enumerate(steps):
             if step.reduce or step.engine.shards.weights is not None:
                 key_of_sum = (self._runs, -1 - number, self.pipeline_rank)
-                with self.recorder.span(Span.REDUCE, "sum over replicas", key_of_sum):
-                    step.engine.reducer.finish(
-                        lambda: f"{self._who()}, summing gradients", ends_update=step.reduce
-                    )
+                with (
+                    self.recorder.span(Span.REDUCE, "sum over replicas", key_of_sum),
+                    losses_named(self.transport, self._sharing, summing),
+                ):
+                    step.engine.reducer.finish(summing, ends_update=step.reduce)
         return found
 
     def evaluate(self, microbatches: Sequence[MicroBatch]) -> Results:
@@ -219,7 +225,6 @@ class Engine:
         self._runs += 1
         run.to_receive.extend(action for action in actions if action.kind is Kind.RECV_F)
         transport, before = self.transport, str(self.transport.activity)
-        sharing = self.plan.mesh.sharing(transport.rank)
         try:
             for _ in range(PREPOSTED):
                 self._post_input(run)
@@ -227,7 +232,7 @@ class Engine:
                 self._current = action
                 transport.activity.begin(f"{before}, {_in_words(action)}")
                 transport.activity.check(self._who)
-                with losses_named(transport, sharing, self._who):
+                with losses_named(transport, self._sharing, self._who):
                     self._act(action, run)
             for action, handle in run.outbox:
                 self._current = action

@@ -32,7 +32,9 @@ _LAYOUT = (
 
 _OF_HOSTS = {
     "stage_map": "give it by --stage-map, and launch can plan again without it",
-    "tensor_shares": "leave it out, and launch can plan again",
+    **dict.fromkeys(
+        ("tensor_shares", "expert_parallel"), "leave it out, and launch can plan again"
+    ),
 }
 """Keys of a file that suit its hosts alone, and what to do instead."""
 

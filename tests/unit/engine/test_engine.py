@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from shardmlx.config.specs import NO_SAVINGS, NONE, RECOMPUTE, Savings
-from shardmlx.distributed.messages import TransportTimeout
+from shardmlx.distributed.messages import PeerLost, TransportTimeout
 from shardmlx.engine.batches import split
 from shardmlx.engine.optimizer import Updater, build_optimizer
 from shardmlx.engine.trace import Span, rank_times
@@ -252,6 +252,29 @@ def test_a_failing_action_is_named_with_rank_host_and_stage() -> None:
     what = "rank 1 on localhost, stage 1, input gradient of micro-batch 0 (1I0): TypeError: "
     with pytest.raises(EngineError, match=f"^{re.escape(what)}"):
         LocalNetwork(2).run(work)
+
+
+def test_a_rank_that_is_lost_in_sums_of_parts_of_gradients_is_named() -> None:
+    plan = Layout("gpipe", 1).plan(2, rows=1)
+    plan = replace(plan, mesh=replace(plan.mesh, tp=2))
+
+    def lost(*message: Any) -> Any:
+        raise PeerLost("rank 1 on localhost died")
+
+    def broken(array: Any) -> Any:
+        raise RuntimeError("[ring] Receiving from socket 5 failed")
+
+    def step(transport: LocalTransport) -> None:
+        engine = engine_of(transport, plan, tiny_model(layers=2))
+        if transport.rank == 0:
+            part = engine.stages[0].part
+            part.partial, part.all_sum = part.trainable[:1], broken
+            transport.progress = lost  # type: ignore[method-assign]
+            train_on(engine, random_batch(1))
+
+    what = "rank 0 on localhost, summing gradients: rank 1 on localhost died"
+    with pytest.raises(PeerLost, match=f"^{re.escape(what)}"):
+        LocalNetwork(2).run(step)
 
 
 def test_a_wait_that_times_out_names_action_and_peer() -> None:

@@ -54,6 +54,7 @@ def test_a_layout_in_the_file_is_overruled_by_one_pipeline(
     [
         ("stage_map: map.yaml", "--stage-map"),
         ("{tensor_parallel: 2, tensor_shares: '2,1'}", "leave it out"),
+        ("{tensor_parallel: 2, expert_parallel: true}", "leave it out"),
     ],
 )
 def test_what_suits_its_hosts_alone_cannot_be_taken_out(
