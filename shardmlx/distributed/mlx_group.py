@@ -62,9 +62,9 @@ class Offer(NamedTuple):
 
 def join_group(
     transport: Transport, members: Sequence[int], reporter: Reporter
-) -> mx.distributed.Group:
-    """Return MLX's group of this rank with the other ``members``, in their order. All ranks must
-    call it, those of other groups with theirs. Raises ``AgreedError``."""
+) -> Callable[[mx.array], mx.array]:
+    """Join MLX's group of this rank with the other ``members``, in their order; return its lazy
+    sum. All ranks must call it, those of other groups with theirs. Raises ``AgreedError``."""
     number = members.index(transport.rank)
     interfaces = _interfaces()
     with socket.create_server(("", 0), backlog=len(members)) as server:
@@ -107,7 +107,7 @@ def join_group(
             raise UserError("this process is in another group of MLX", "start a new one")
         return group
 
-    return on_all_ranks(transport, WHAT, join)
+    return partial(mx.distributed.all_sum, group=on_all_ranks(transport, WHAT, join))
 
 
 def mesh_of(offers: Sequence[Offer]) -> list[list[str | None]] | None:

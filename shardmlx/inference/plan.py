@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 
 from shardmlx.common.digests import bytes_digest
 from shardmlx.common.formatting import gibibytes, numbers_of, plural
-from shardmlx.config.checks import shares_of
 from shardmlx.config.common_options import AUTO, FASTEST, SMALLEST
 from shardmlx.config.inference import NO_DRAFT, InferenceConfig
-from shardmlx.costmodel.chips import shares_by_bandwidth
 from shardmlx.costmodel.generation_memory import (
     GenerationSetup,
     inference_memory,
@@ -34,6 +32,7 @@ from shardmlx.partitioners import PARTITIONERS, DoesNotFitError, LayerCosts
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.stage_map import StageMap
 from shardmlx.planning.generation import generation_problem
+from shardmlx.planning.groups import asked_shares
 from shardmlx.planning.layout import make_mesh
 
 if TYPE_CHECKING:
@@ -131,12 +130,8 @@ def plan_inference(
     layers cannot be divided so, the stage map does not fit the ranks, or the sequences not the
     memory."""
     sizes, cluster, given = inputs.sizes, inputs.cluster, inputs.stage_map
-    shape, across = sizes.shape, config.tensor_parallel
-    weights = shares_of(config.tensor_shares, across)
-    weights = weights or shares_by_bandwidth(cluster.machines, across)
-    shares = TensorShares(weights, sizes.group_size, config.expert_parallel)
-    size = shares.groups(cluster.size)
-    shares.check(shape)
+    shape, shares = sizes.shape, asked_shares(config, sizes, cluster)
+    across, size = shares.size, cluster.size // shares.size
     limit = None if shape.chooses_caches else config.max_kv_size
     most = min(config.batch_size, load.sequences)
     quantisation = config.cache_quantisation

@@ -209,18 +209,17 @@ def prepare(
         planned = partial(plan_inference, config, inputs, load, opened.digest, sizes, of_head)
         plan = on_all_ranks(transport, "planning", planned)
         compare_plans(transport, plan.digest)
-        world = None
-        if plan.shares.size > 1:
-            world = join_group(transport, plan.mesh.sharing(transport.rank), reporter)
+        all_sum, mesh = None, plan.mesh
+        if mesh.tp > 1:
+            all_sum = join_group(transport, mesh.sharing(transport.rank), reporter)
 
         def build() -> tuple[Slice, int, ModelDrafter | None]:
             model = build_to_generate(
                 opened.path, dtype=config.dtype, adapter_path=opened.adapters, seed=config.seed
             )
             part = Slice(model, *plan.ranges[transport.rank])
-            if world is not None:
-                all_sum = partial(mx.distributed.all_sum, group=world)
-                take_share(part, shape, plan.shares, world.rank(), all_sum)
+            if all_sum is not None:
+                take_share(part, shape, plan.shares, mesh.share(transport.rank), all_sum)
             if config.cache_quantisation is not None:
                 check_quantised(part, config.cache_quantisation, shape.model_type)
             state, drafter = random_state(), None

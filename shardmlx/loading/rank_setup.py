@@ -37,7 +37,6 @@ from shardmlx.loading.discovery import find_weights
 from shardmlx.loading.transfer import Weights
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.modelfiles.parts import needed_shape
-from shardmlx.modelfiles.tensors import scale_group
 from shardmlx.models.config_reader import read_config
 from shardmlx.models.family import APPROXIMATE
 from shardmlx.models.shape import ModelShape
@@ -67,11 +66,6 @@ class OpenedModel:
     def digest(self) -> str:
         """Digest of config.json, which identifies the model."""
         return json_digest(self.config)
-
-    @property
-    def group_size(self) -> int:
-        """The most weights that share a scale."""
-        return scale_group(self.config)
 
     @property
     def max_positions(self) -> int | None:

@@ -5,10 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from shardmlx.config.checks import shares_of
+from shardmlx.config.inference import InferenceConfig
+from shardmlx.config.specs import LayoutOptions
+from shardmlx.costmodel.chips import shares_by_bandwidth
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine
-from shardmlx.costmodel.workload import Workload, shared
+from shardmlx.costmodel.workload import ModelSizes, Workload, shared
 from shardmlx.models.shares import TensorShares
+
+
+def asked_shares(
+    options: LayoutOptions | InferenceConfig, sizes: ModelSizes, cluster: Cluster
+) -> TensorShares:
+    """Return the shares that a run asks for, or leaves to the bandwidths of memories. Raises
+    ``UserError`` where layers, or the ranks, cannot be divided so."""
+    across = options.tensor_parallel
+    weights = shares_of(options.tensor_shares, across)
+    weights = weights or shares_by_bandwidth(cluster.machines, across)
+    shares = TensorShares(weights, sizes.group_size, options.expert_parallel)
+    shares.check(sizes.shape)
+    shares.groups(cluster.size)
+    return shares
 
 
 def parts_of(whole: Workload, shares: TensorShares) -> list[Workload]:

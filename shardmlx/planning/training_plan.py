@@ -10,9 +10,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardmlx.config.checks import shares_of
-from shardmlx.config.specs import LayoutOptions, RunSpec
-from shardmlx.costmodel.chips import as_macs, shares_by_bandwidth
+from shardmlx.config.specs import RunSpec
+from shardmlx.costmodel.chips import as_macs
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine, machine_of_each_rank
 from shardmlx.costmodel.memory_limits import budgets_of, within
@@ -21,12 +20,11 @@ from shardmlx.costmodel.training_setup import BACKENDS
 from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import open_model
-from shardmlx.models.shares import TensorShares
 from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.stage_map import read_stage_map
 from shardmlx.planning.choice import Choice, choose, fits
 from shardmlx.planning.facts import Facts, SequenceLengths
-from shardmlx.planning.groups import in_groups
+from shardmlx.planning.groups import asked_shares, in_groups
 from shardmlx.planning.suggestions import remedies
 
 if TYPE_CHECKING:
@@ -75,7 +73,9 @@ def plan_training(
         stage_map=None if stage_map is None else read_stage_map(stage_map),
     )
     if run.layout.tensor_parallel > 1:
-        facts = _of_groups(facts, run.layout)
+        shares = asked_shares(run.layout, facts.workload, cluster)
+        work, grouped, _ = in_groups(facts.workload, cluster, shares)
+        facts = replace(facts, workload=work, cluster=grouped, whole=facts)
     if max_of is not None:
         run, facts = _longest(run, facts)
     try:
@@ -84,18 +84,6 @@ def plan_training(
         remedy = "; ".join(remedies(run, facts)) or "more machines, or machines with more memory"
         where = facts.cluster.machines[error.rank].where
         raise UserError(f"{where}: {error.fact}; it would fit with", remedy) from None
-
-
-def _of_groups(facts: Facts, layout: LayoutOptions) -> Facts:
-    """Return the facts of groups of ranks that share layers. Raises ``UserError``."""
-    work, cluster = facts.workload, facts.cluster
-    weights = shares_of(layout.tensor_shares, layout.tensor_parallel)
-    weights = weights or shares_by_bandwidth(cluster.machines, layout.tensor_parallel)
-    shares = TensorShares(weights, work.group_size, layout.expert_parallel)
-    shares.check(work.shape)
-    shares.groups(cluster.size)
-    work, cluster, _ = in_groups(work, cluster, shares)
-    return replace(facts, workload=work, cluster=cluster, whole=facts)
 
 
 def with_shares(config: TrainConfig, machines: Sequence[Machine], planned: Choice) -> list[Choice]:

@@ -16,7 +16,6 @@ from mlx.optimizers import Optimizer
 
 from shardmlx.common.formatting import plural
 from shardmlx.common.reporter import Reporter, check_writable
-from shardmlx.config.checks import shares_of
 from shardmlx.config.data import DataOptions
 from shardmlx.config.objective import ObjectiveOptions
 from shardmlx.config.specs import FineTune, ModelSource, RunSpec
@@ -28,7 +27,6 @@ from shardmlx.config.train import (
     StepOptions,
     TrainConfig,
 )
-from shardmlx.costmodel.chips import shares_by_bandwidth
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.memory_limits import (
     MemoryLimits,
@@ -59,14 +57,13 @@ from shardmlx.loading.rank_setup import (
 )
 from shardmlx.loading.tokenizer import read_tokenizer
 from shardmlx.modelfiles.model_files import open_model
-from shardmlx.models.shape import ModelShape
 from shardmlx.models.shares import TensorShares
 from shardmlx.models.slice import Slice
 from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.plan import Plan
 from shardmlx.planning.choice import Choice, choose
 from shardmlx.planning.facts import Facts, SequenceLengths
-from shardmlx.planning.groups import in_groups, parts_of
+from shardmlx.planning.groups import asked_shares, in_groups, parts_of
 from shardmlx.planning.layout import lay_out
 from shardmlx.planning.suggestions import remedies
 from shardmlx.planning.ways import ways
@@ -141,8 +138,6 @@ def plan_run(
         config = asked.with_iters(max(asked.iters, asked.grad_accumulation_steps))
     agree = partial(on_all_ranks, transport)
     spec = replace(RunSpec.of(config), runs=runs)
-    equal = (1,) * config.tensor_parallel
-    shares = TensorShares(equal, opened.group_size, config.expert_parallel)
     copies = 0
     if (url := config.island) is not None:
 
@@ -152,20 +147,18 @@ def plan_run(
 
         with transport.longer_timeout(SETUP_SECONDS):
             copies = from_rank_0(transport, "asking the hub", terms).copies
-    groups = agree("sharing layers", partial(_groups, shares, opened.shape, transport.size))
-    run = agree("dividing the ranks", partial(spec.for_ranks, groups))
     # First, since mlx-lm cannot even freeze some models that cannot be trained.
     inputs = gather_plan_inputs(
         transport,
         lambda: replace(
-            Workload.of(open_model(str(opened.path)), run.fine_tune, run.batch), copies=copies
+            Workload.of(open_model(str(opened.path)), spec.fine_tune, spec.batch), copies=copies
         ),
-        run.machines,
+        spec.machines,
         config.stage_map,
     )
-    weights = shares_of(config.tensor_shares, shares.size)
-    weights = weights or shares_by_bandwidth(inputs.cluster.machines, shares.size)
-    shares = replace(shares, weights=weights)
+    asked_of = partial(asked_shares, spec.layout, inputs.sizes, inputs.cluster)
+    shares = agree("sharing layers", asked_of)
+    run = agree("dividing the ranks", partial(spec.for_ranks, transport.size // shares.size))
     model, stored = agree(
         "building the model",
         partial(build_model, opened.path, run.fine_tune, config.seed, opened.adapters),
@@ -230,12 +223,6 @@ def plan_run(
         lengths=lengths,
         limits=limit_memory(transport.rank, inputs.budgets, memory, backend, reporter),
     )
-
-
-def _groups(shares: TensorShares, shape: ModelShape, ranks: int) -> int:
-    """Return how many groups of ``shares`` so many ranks are. Raises ``UserError``."""
-    shares.check(shape)
-    return shares.groups(ranks)
 
 
 def _of_groups(inputs: PlanInputs[Workload], shares: TensorShares) -> PlanInputs[Workload]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 from mlx.optimizers import Optimizer
 
 from shardmlx.checkpoint.resume import Resumption, prepare_resumption
@@ -171,10 +169,8 @@ def _take_shares(
     mesh, rank = planned.plan.mesh, transport.rank
     if mesh.tp == 1:
         return
-    all_sum = beside[0].stages[0].part.all_sum if beside else None
-    if all_sum is None:
-        group = join_group(transport, mesh.sharing(rank), reporter)
-        all_sum = partial(mx.distributed.all_sum, group=group)
+    joined = beside[0].stages[0].part.all_sum if beside else None
+    all_sum = joined or join_group(transport, mesh.sharing(rank), reporter)
 
     def take() -> None:
         for part in parts:

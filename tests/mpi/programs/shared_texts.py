@@ -9,10 +9,7 @@ import shardmlx.common.prepared
 import json
 import sys
 import traceback
-from functools import partial
 from itertools import pairwise
-
-import mlx.core as mx
 
 from shardmlx.common.reporter import Reporter
 from shardmlx.distributed.mlx_group import join_group
@@ -47,8 +44,7 @@ def generate(name: str) -> tuple[list[list[int]], int, int] | None:
     shape, stage = read_shape(config), mesh.coordinates(transport.rank)[1]
     bounds = [*pairwise(shape.num_layers * i // mesh.pp for i in range(mesh.pp + 1))]
     part = Slice(build(config).eval(), *bounds[stage])
-    all_sum = partial(mx.distributed.all_sum, group=group)
-    take_share(part, shape, shares_of(name, mesh.tp), group.rank(), all_sum)
+    take_share(part, shape, shares_of(name, mesh.tp), mesh.share(transport.rank), all_sum)
     caches = KVCaches(part.new_caches)
     worker = StageWorker(transport, part, caches, BatchSampler(7), mesh=mesh)
     if transport.rank:
@@ -68,7 +64,7 @@ transport = MPITransport(timeout=20.0)
 try:
     across = int(sys.argv[1])
     mesh = Mesh(1, transport.size // across, across)
-    group = join_group(transport, mesh.sharing(transport.rank), Reporter(quiet=True))
+    all_sum = join_group(transport, mesh.sharing(transport.rank), Reporter(quiet=True))
     found = {name: generate(name) for name in sys.argv[2:]}
     if transport.rank == 0:
         print(json.dumps(found))

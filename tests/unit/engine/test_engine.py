@@ -258,7 +258,7 @@ def test_a_rank_that_is_lost_in_sums_of_parts_of_gradients_is_named() -> None:
     plan = Layout("gpipe", 1).plan(2, rows=1)
     plan = replace(plan, mesh=replace(plan.mesh, tp=2))
 
-    def lost(*message: Any) -> Any:
+    def lost(handle: Any, seconds: float) -> bool:
         raise PeerLost("rank 1 on localhost died")
 
     def broken(array: Any) -> Any:
