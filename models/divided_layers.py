@@ -35,9 +35,11 @@ def take_share(
         for path, cut in cuts.items():
             for name in part.names_in(i, path):
                 _take(part, name, cut, is_first=rank == 0)
-            if cut.of_columns and isinstance(adapted := at(layer, path), DoRALinear):
+            if cut.of == "inputs" and isinstance(adapted := at(layer, path), DoRALinear):
                 _norm_whole_rows(adapted, all_sum)
-        experts = {path.rpartition(".")[0]: cut for path, cut in cuts.items() if cut.of_experts}
+        experts = {
+            path.rpartition(".")[0]: cut for path, cut in cuts.items() if cut.of == "experts"
+        }
         for path, cut in experts.items():
             _hold_experts(at(layer, path), *cut.ranges[0])
         values, mlp = summed(shape.layer(i))
@@ -56,7 +58,7 @@ def take_share(
 def _take(part: Slice, name: str, cut: Cut, *, is_first: bool) -> None:
     """Leave a slice the rank's piece of a parameter of a matrix."""
     array, leaf = part[name], name.rpartition(".")[2]
-    if cut.of_columns and leaf == "bias":  # which one rank adds, and trains
+    if cut.of == "inputs" and leaf == "bias":  # which one rank adds, and trains
         if is_first:
             part.pieces[name] = Piece(((0, len(array)),), len(array), 0)
         else:
@@ -72,11 +74,11 @@ def _take(part: Slice, name: str, cut: Cut, *, is_first: bool) -> None:
 
 def _axis(array: mx.array, leaf: str, cut: Cut) -> int | None:
     """Return the side along which an array of a matrix is divided, by its own name there."""
-    is_stacked, whole = array.ndim > 2, ("lora_b", "m") if cut.of_columns else ("lora_a",)
-    if leaf in ("global_scale", *whole) and not cut.of_experts:
+    is_stacked, whole = array.ndim > 2, ("lora_b", "m") if cut.of == "inputs" else ("lora_a",)
+    if leaf in ("global_scale", *whole) and cut.of != "experts":
         return None
     if leaf in ("lora_a", "lora_b") and not is_stacked:
-        return 0 if cut.of_columns else 1
+        return 0 if cut.of == "inputs" else 1
     return cut.axis(array.ndim, leaf)
 
 

@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Literal
 
 from shardmlx.errors import UserError
 from shardmlx.models.layer_shape import NO_RECURRENCE, LayerShape
@@ -30,13 +31,12 @@ BLOCK = 16
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The part of a matrix, or of an array: ``ranges`` of ``whole`` rows, of columns, or of experts
-    in their stack."""
+    """The part of a matrix, or of an array: ``ranges`` of ``whole`` outputs, which are rows, of
+    inputs, which are columns, or of experts in their stack."""
 
     ranges: Ranges
     whole: int
-    of_columns: bool = False
-    of_experts: bool = False
+    of: Literal["outputs", "inputs", "experts"] = "outputs"
 
     @property
     def size(self) -> int:
@@ -44,9 +44,9 @@ class Cut:
 
     def axis(self, sides: int, leaf: str) -> int:
         """Return the side that is divided of an array with so many, a matrix or beside one."""
-        if self.of_experts:
+        if self.of == "experts":
             return 0
-        return sides - 1 if self.of_columns or leaf == "bias" else max(0, sides - 2)
+        return sides - 1 if self.of == "inputs" or leaf == "bias" else max(0, sides - 2)
 
     def scaled(self, size: int) -> Ranges:
         """Return the ranges in an array that packs all of them into ``size``."""
@@ -96,15 +96,15 @@ class TensorShares:
             )
         first, last = (unit * each for each in self.bounds(heads.keys // unit, rank))
 
-        def cut(size: int, *, of_columns: bool = False) -> Cut:
+        def cut(size: int) -> Cut:
             each = size // heads.keys
-            return Cut(((first * each, last * each),), size, of_columns)
+            return Cut(((first * each, last * each),), size)
 
         queries, keys = heads.queries * heads.key_dim, heads.keys * heads.key_dim
         outputs, held = heads.queries * heads.value_dim, heads.keys * heads.value_dim
         if values.inputs != outputs:
             raise ValueError(f"{path} has other inputs than its heads")
-        yield path, cut(values.inputs, of_columns=True)
+        yield path, replace(cut(values.inputs), of="inputs")
         for name, linear in layer.linears:
             if not name.startswith(parent) or name == path:
                 continue
@@ -133,7 +133,7 @@ class TensorShares:
         if width % block or width // block < self.size:
             raise ValueError(f"its MLP has {width} columns, of which {block} stay together")
         first, last = (block * each for each in self.bounds(width // block, rank))
-        yield path, Cut(((first, last),), width, of_columns=True)
+        yield path, Cut(((first, last),), width, of="inputs")
         for name, _ in (*layer.norms, *layer.arrays):
             if name.startswith(parent):
                 raise ValueError(f"{name} takes the whole MLP")
@@ -153,17 +153,17 @@ class TensorShares:
             raise ValueError(f"it has fewer experts than ranks: {count}")
         for name, linear in layer.linears:
             if name.startswith(parent) and linear.experts == count:
-                yield name, Cut((self.bounds(count, rank),), count, of_experts=True)
+                yield name, Cut((self.bounds(count, rank),), count, of="experts")
 
     def check(self, shape: ModelShape) -> None:
         """Raise ``UserError`` where layers cannot be divided so."""
         has_experts = any(layer.experts for layer in shape.kinds)
-        if self.whole_experts and self.size == 1:
+        if self.whole_experts and (self.size == 1 or not has_experts):
             raise UserError(
-                "expert_parallel divides no layer with --tensor-parallel 1", "leave it out"
+                f"expert_parallel divides nothing of {shape.model_type} with --tensor-parallel "
+                f"{self.size}",
+                "leave it out",
             )
-        if self.whole_experts and not has_experts:
-            raise UserError(f"expert_parallel: {shape.model_type} has no experts", "leave it out")
         if (reason := self._refusal(shape)) is not None:
             remedy = "leave it out: stages divide the model by layers"
             if has_experts and replace(self, whole_experts=True)._refusal(shape) is None:
@@ -207,12 +207,8 @@ class TensorShares:
         for path, cut in cuts.items():
             if path in arrays:
                 arrays[path] = (cut.size, *arrays[path][1:])
-            elif cut.of_experts:
-                linears[path] = linears[path]._replace(experts=cut.size)
-            elif cut.of_columns:
-                linears[path] = linears[path]._replace(inputs=cut.size)
             else:
-                linears[path] = linears[path]._replace(outputs=cut.size)
+                linears[path] = linears[path]._replace(**{cut.of: cut.size})
         return replace(
             layer,
             linears=tuple(linears.items()),

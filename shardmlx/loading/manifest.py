@@ -131,12 +131,12 @@ def parts_of_shares(
                 continue
             own = path.removeprefix(f"{shape.names.layers}{layer}.")
             cut = cuts[shape.pattern[layer]].get(own)
-            if cut is None or len(cut.ranges) > 1 or (cut.of_columns and leaf == "bias"):
+            if cut is None or len(cut.ranges) > 1 or (cut.of == "inputs" and leaf == "bias"):
                 continue
             axis = cut.axis(len(tensor.shape), leaf)
             size = (*tensor.shape, 0)[axis]
             # Columns of weights in few bits are packed.
-            if size and cut.whole % size == 0 and (cut.of_columns or size == cut.whole):
+            if size and cut.whole % size == 0 and (cut.of == "inputs" or size == cut.whole):
                 first, last = cut.scaled(size)[0]
                 place = _part(tensor, axis, first, last)
                 if scattered or place.run == place.stride:

@@ -111,10 +111,10 @@ def test_six_and_three_of_nine_heads() -> None:
         "self_attn.q_proj": Cut(((0, 48),), 72),
         "self_attn.k_proj": Cut(((0, 16),), 24),
         "self_attn.v_proj": Cut(((0, 16),), 24),
-        "self_attn.o_proj": Cut(((0, 48),), 72, of_columns=True),
+        "self_attn.o_proj": Cut(((0, 48),), 72, of="inputs"),
         "mlp.gate_proj": Cut(((0, 128),), 192),
         "mlp.up_proj": Cut(((0, 128),), 192),
-        "mlp.down_proj": Cut(((0, 128),), 192, of_columns=True),
+        "mlp.down_proj": Cut(((0, 128),), 192, of="inputs"),
     }
     assert shares.cuts(layer, 1)["self_attn.q_proj"] == Cut(((48, 72),), 72)
 
@@ -178,7 +178,7 @@ def test_whole_experts_where_columns_share_scales() -> None:
     shares.check(shape)
     check(build(config), shape, shares)
     cuts = shares.cuts(shape.layer(0), 1)
-    assert cuts["block_sparse_moe.switch_mlp.up_proj"] == Cut(((2, 4),), 4, of_experts=True)
+    assert cuts["block_sparse_moe.switch_mlp.up_proj"] == Cut(((2, 4),), 4, of="experts")
     assert "block_sparse_moe.gate" not in cuts
 
 
