@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 from shardmlx.errors import UserError
 from shardmlx.models.layer_shape import NO_RECURRENCE, LayerShape
@@ -208,7 +208,8 @@ class TensorShares:
             if path in arrays:
                 arrays[path] = (cut.size, *arrays[path][1:])
             else:
-                linears[path] = linears[path]._replace(**{cut.of: cut.size})
+                fewer: dict[str, Any] = {cut.of: cut.size}
+                linears[path] = linears[path]._replace(**fewer)
         return replace(
             layer,
             linears=tuple(linears.items()),
