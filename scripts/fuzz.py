@@ -34,7 +34,7 @@ from shardmlx.checkpoint.store import FileInfo, Manifest
 from shardmlx.common.formatting import columns
 from shardmlx.config.train import LINE
 from shardmlx.costmodel.hostfile import read_hostfile
-from shardmlx.costmodel.profile_file import read_profile
+from shardmlx.costmodel.profile_file import FORMAT, read_profile
 from shardmlx.errors import UserError
 from shardmlx.main import main as run
 from shardmlx.modelfiles.parts import planned_tensors
@@ -140,7 +140,7 @@ def profile() -> Target:
     part = {"forward": 0.1, "input_gradient": 0.2, "weight_gradient": 0.1, "update": 0.01}
     seed = json.dumps(
         {
-            "format": 1,
+            "format": FORMAT,
             "work": {"hidden_size": 64, "dtype": "float32", "lora_keys": None},
             "machines": [
                 {
@@ -233,17 +233,6 @@ def safetensors() -> Target:
     return Target("safetensors", HEADERS, read_header, "x.safetensors", framed)
 
 
-def inspect_file() -> Target:
-    """Return the target for ``inspect`` of a single file."""
-    return Target(
-        "inspect FILE",
-        HEADERS,
-        lambda path: command(run, "inspect", path),
-        "model.safetensors",
-        framed,
-    )
-
-
 def inspect_config() -> Target:
     """Return the target for models of which there is only config.json."""
 
@@ -296,8 +285,8 @@ def plan_hosts() -> Target:
 
 
 TARGETS = (
-    stage_map, train_config, hostfile, profile, safetensors, inspect_file, inspect_config,
-    inspect_index, plan_hosts, manifest,
+    stage_map, train_config, hostfile, profile, safetensors, inspect_config, inspect_index,
+    plan_hosts, manifest,
 )  # fmt: skip
 """Functions that make the targets. Add a function like these to add a reader."""
 

@@ -17,10 +17,10 @@ from tests.helpers.mpirun import events, in_file, mlx_lm, mpirun
 from tests.helpers.rank_pool import run_in_pool
 from tests.helpers.shared_texts import (
     FEW,
-    MODELS,
     NINE_HEADS,
     QUANTISED,
     TOGETHER,
+    WHOLE_EXPERTS,
     expected_texts,
 )
 from tests.helpers.small_models import small_directory
@@ -47,7 +47,11 @@ def test_two_ranks_with_equal_shares(small: Path, small_quantised: Path, adapter
 
 @pytest.mark.parametrize(
     ("ranks", "count", "models"),
-    [(2, 2, MODELS), (4, 2, ("mixtral", NINE_HEADS, QUANTISED)), (3, 3, ("llama",))],
+    [
+        (2, 2, ("gemma3", "gpt_oss", QUANTISED, WHOLE_EXPERTS)),
+        (4, 2, ("mixtral", NINE_HEADS)),
+        (3, 3, ("llama",)),
+    ],
 )
 def test_texts_are_those_of_mlx_lm(ranks: int, count: int, models: Sequence[str]) -> None:
     """Together, in a conversation that goes on, and with drafts; of nine heads one rank has six."""

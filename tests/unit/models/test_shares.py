@@ -135,7 +135,7 @@ def test_logits_of_shares_are_those_of_the_whole_model(family: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_texts_of_three_and_four_shares(name: str) -> None:
-    """Token by token. ``tests/mpi`` has those of two ranks, and of stages."""
+    """Token by token. ``tests/mpi`` has some of two ranks, and of stages."""
     model, shape = build(config_of(name)), read_shape(config_of(name))
     for count in (3, 4)[: shape.layer(0).heads.keys - 2]:
         models = [deepcopy(model) for _ in range(count)]

@@ -9,8 +9,8 @@ import pytest
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 NAMES = (
-    "stage map", "train config", "hostfile", "profile", "safetensors", "inspect FILE",
-    "inspect config", "inspect index", "plan --hostfile", "manifest",
+    "stage map", "train config", "hostfile", "profile", "safetensors", "inspect config",
+    "inspect index", "plan --hostfile", "manifest",
 )  # fmt: skip
 
 

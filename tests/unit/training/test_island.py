@@ -157,7 +157,7 @@ def test_async_takes_each_report_at_once(
         assert any(is_newest)
 
 
-@pytest.mark.parametrize("encoding", ["int8", "top-k:0.1", "low-rank:2"])
+@pytest.mark.parametrize("encoding", ["top-k:0.1", "low-rank:2"])
 def test_islands_that_send_less_have_the_hubs_weights_and_learn(
     encoding: str,
     islands: Callable[..., dict[str, dict[str, Any]]],
