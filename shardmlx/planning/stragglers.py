@@ -1,10 +1,7 @@
 """Find ranks that are slower than expected, beside the others. No MLX, no MPI.
 
-With measured times (``--profile``), a rank should take the predicted time. Other predictions are
-FLOPs or from data sheets: good enough to divide layers, but off by a factor that differs from rank
-to rank, since the head costs more than its FLOPs and machines reach different shares of their
-peaks. The first reports of the run then set the usual time of a rank: a rank that becomes slow is
-found, and not one that is slow from its first step.
+The first reports of a run set the usual time of a rank: one that becomes slow is found, and not one
+that is slow from its first step.
 """
 
 from __future__ import annotations
@@ -14,11 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from shardmlx.costmodel.cluster import Cluster
-from shardmlx.costmodel.timing import Seconds
-from shardmlx.costmodel.workload import Workload
-from shardmlx.pipeline.plan import Plan
-
 TOLERANCE = 1.25
 """Factor by which a rank may exceed its expected time, relative to the others."""
 
@@ -26,7 +18,7 @@ REPORTS_IN_A_ROW = 3
 """Slow reports in a row that make a straggler; fewer are a hiccup: a page fault, a backup."""
 
 REPORTS_TO_KNOW = 3
-"""Number of reports that set the usual time if nothing was measured; the first may warm up."""
+"""Number of reports that set the usual time; the first may warm up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,34 +40,24 @@ class Straggler:
 
 @dataclass(slots=True)
 class Watch:
-    """Compares the world ranks of a run at each report and names a straggler once.
-    ``is_measured``: a profile predicts."""
+    """Compares the world ranks of a run at each report and names a straggler once."""
 
     hosts: Sequence[str]
-    is_measured: bool = False
-    _first: list[list[float]] = field(default_factory=list)
+    _first: list[Sequence[float]] = field(default_factory=list)
     _slow_reports: list[int] = field(default_factory=list)
     _named: set[int] = field(default_factory=set)
 
-    def observe(
-        self, step: int, measured: Sequence[float], predicted: Sequence[float]
-    ) -> list[Straggler]:
-        """Return the new stragglers, by the compute of a step on each world rank: ``measured`` in
-        seconds, ``predicted`` in any unit. A report without some rank is ignored."""
-        ratios = [
-            seconds / cost if cost > 0 else math.nan
-            for seconds, cost in zip(measured, predicted, strict=True)
-        ]
-        if len(ratios) < 2 or not all(math.isfinite(each) and each > 0 for each in ratios):
+    def observe(self, step: int, measured: Sequence[float]) -> list[Straggler]:
+        """Return the new stragglers, by the seconds that each world rank computes in a step. A
+        report without some rank is ignored."""
+        if len(measured) < 2 or not all(math.isfinite(each) and each > 0 for each in measured):
             return []
-        if not self.is_measured and len(self._first) < REPORTS_TO_KNOW:
-            self._first.append(ratios)
+        if len(self._first) < REPORTS_TO_KNOW:
+            self._first.append(measured)
             return []
-        usual = [1.0] * len(ratios)
-        if not self.is_measured:
-            usual = [median(of_rank) for of_rank in zip(*self._first, strict=True)]
-        slowdowns = [ratio / each for ratio, each in zip(ratios, usual, strict=True)]
-        self._slow_reports = self._slow_reports or [0] * len(ratios)
+        usual = [median(of_rank) for of_rank in zip(*self._first, strict=True)]
+        slowdowns = [seconds / each for seconds, each in zip(measured, usual, strict=True)]
+        self._slow_reports = self._slow_reports or [0] * len(measured)
         found = []
         for rank, slowdown in enumerate(slowdowns):
             others = median(slowdowns[:rank] + slowdowns[rank + 1 :])
@@ -89,21 +71,3 @@ class Watch:
                 Straggler(step, rank, self.hosts[rank], seconds, seconds / slowdown * others)
             )
         return found
-
-
-def compute_of_ranks(plan: Plan, workload: Workload, cluster: Cluster, length: int) -> list[float]:
-    """Return each world rank's compute of a step, with its share of the update, in the unit."""
-    stage_map = plan.stage_map
-    computed = []
-    for rank in range(plan.mesh.size):
-        model = cluster.clock(rank, workload).seconds(workload, plan.micro_batch_size, length)
-        replica, pipeline_rank = plan.mesh.coordinates(rank)
-        ranges = [stage_map.partition.ranges[s] for s in stage_map.stages_of(pipeline_rank)]
-        total = sum((model.stage(*ends) for ends in ranges), Seconds())
-        # The last micro-batch may have fewer rows, but packed ones are alike.
-        count = plan.shares[replica] / plan.micro_batch_size
-        if plan.pack:
-            count = plan.microbatches_of(replica)
-        update = total.update / workload.batch.grad_accumulation_steps
-        computed.append(plan.runs * count * total.microbatch + update)
-    return computed

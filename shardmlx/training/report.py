@@ -13,7 +13,7 @@ from shardmlx.common.formatting import gibibytes, percent
 from shardmlx.common.reporter import Bar
 from shardmlx.costmodel.memory_limits import exceeded
 from shardmlx.engine.trace import Meter, RankReport
-from shardmlx.planning.stragglers import Watch, compute_of_ranks
+from shardmlx.planning.stragglers import Watch
 from shardmlx.training.batch_feed import Share
 from shardmlx.training.losses import Evaluated
 from shardmlx.training.scores import Scores, in_words, means_of
@@ -26,7 +26,7 @@ class TrainingReport:
 
     def __init__(self, job: TrainingRun, meter: Meter) -> None:
         self._job = job
-        self._planned = planned = job.planned
+        self._planned = job.planned
         self._hosts = job.transport.hosts
         self._meter = meter
         self._reporter = job.reporter
@@ -36,7 +36,7 @@ class TrainingReport:
         self._total_tokens = 0
         self._skipped = 0
         self._lengths: Counter[int] = Counter()  # micro-batches by length
-        self._watch = Watch(self._hosts, is_measured=planned.cluster.profile is not None)
+        self._watch = Watch(self._hosts)
         self._callback: Any = None
 
     def open_services(self) -> None:
@@ -138,15 +138,8 @@ class TrainingReport:
         return round(total / self._lengths.total())
 
     def _look_for_stragglers(self, step: int, ranks: Sequence[RankReport]) -> None:
-        planned = self._planned
-        predicted = compute_of_ranks(
-            planned.plan,
-            planned.workload,
-            planned.cluster,
-            self._mean_length,
-        )
         seconds = [each.times.compute_seconds for each in ranks]
-        for straggler in self._watch.observe(step, seconds, predicted):
+        for straggler in self._watch.observe(step, seconds):
             self._reporter.warn(str(straggler))
             self._reporter.event("straggler", asdict(straggler))
 
