@@ -10,7 +10,7 @@ from shardmlx.common.formatting import gibibytes, plural
 from shardmlx.common.process_memory import peak_resident_bytes
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.export import ExportOptions
-from shardmlx.conversion.lazy_model import LazyModel, build_lazily
+from shardmlx.conversion.lazy_model import build_lazily
 from shardmlx.conversion.output import SMALL_FILES, OutputDirectory, identity_of
 from shardmlx.conversion.shards import plan_shards, texts_of
 from shardmlx.conversion.sources import Source, Trained, find_trained, open_source
@@ -58,7 +58,8 @@ def _write(
     reporter: Reporter,
 ) -> None:
     """Compute and write all tensors, and then the other files."""
-    model = _build(source, trained, options)
+    model = build_lazily(source.path, trained, options, has_files=source.has_files)
+    gc.collect()  # modules hold unused weights, in cycles
     shards = plan_shards(specs_of(model.weights), options.max_shard)
     adapters = "none" if trained is None else trained.identity
     identity = identity_of(options, source.identity, adapters, shards)
@@ -71,9 +72,3 @@ def _write(
     model.read.clear()
     write_files(output, model, shards, reporter, source.bring, goes_on=goes_on)
     output.complete(texts)
-
-
-def _build(source: Source, trained: Trained | None, options: ExportOptions) -> LazyModel:
-    model = build_lazily(source.path, trained, options, has_files=source.has_files)
-    gc.collect()  # modules hold unused weights, in cycles
-    return model
