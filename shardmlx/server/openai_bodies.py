@@ -40,10 +40,6 @@ def _in_a_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-def _in_an_object(value: object) -> object:
-    return {} if value == [] else value  # PHP writes an empty one so
-
-
 def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MOST
 
@@ -110,9 +106,7 @@ class SamplingBody(Body):
     min_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=MOST)
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**64), AfterValidator(_another)] = None
-    logit_bias: Annotated[dict[TokenId, Bias], BeforeValidator(_in_an_object)] = Field(
-        default_factory=dict
-    )
+    logit_bias: dict[TokenId, Bias] = Field(default_factory=dict)
     xtc_probability: float | None = Field(None, ge=0, le=1)
     xtc_threshold: float | None = Field(None, ge=0, le=0.5)
     repetition_penalty: float | None = Field(None, ge=0, le=10)

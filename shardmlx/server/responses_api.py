@@ -40,18 +40,8 @@ NAMES = {
 }
 """The Responses API's names for other fields of a chat."""
 
-REPEATED: Json = {
-    "instructions": None,
-    "max_output_tokens": None,
-    "metadata": {},
-    "parallel_tool_calls": True,
-    "tool_choice": "auto",
-    "tools": [],
-}
-"""Fields that a response says again, as they hold where they are not given."""
-
-IF_GIVEN = ("temperature", "top_p", "text", "reasoning")
-"""Fields that a response says again where they are given."""
+REPEATED: Json = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
+"""Fields that each response says again, as they hold where they are not given."""
 
 
 def _in_items(given: object) -> object:
@@ -96,7 +86,7 @@ def read_response(body: bytes, served: ServedModel) -> ApiRequest:
         if item.get("type") in ("tool_search_output", "additional_tools"):
             _add_tools(chat, tools, item.get("tools") or [], f"{where}.tools")
     given = asked.model_dump(exclude_none=True)
-    repeated = REPEATED | {name: given[name] for name in (*REPEATED, *IF_GIVEN) if name in given}
+    repeated = REPEATED | {name: given[name] for name in REPEATED if name in given}
     return replace(chat.read(served), repeated=repeated, client_tools=tools)
 
 

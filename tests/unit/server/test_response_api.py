@@ -220,7 +220,7 @@ def test_a_request_of_codex(served: Serving, agent: Agent) -> None:
 def test_a_call_may_be_asked_for(client: openai.OpenAI, served: Serving, choice: Any) -> None:
     """By a grammar, and the response says what was asked; so does each event that has it."""
     how: Any = {"model": MODEL, "input": CALL, "tools": [LOOK], "tool_choice": choice}
-    more: Any = {"instructions": "Look.", "max_output_tokens": 200, "parallel_tool_calls": False}
+    more: Any = {"parallel_tool_calls": False}
     answer = client.responses.create(**how, **more)
     assert '\\"look\\"' in str(served.parrot.added[-1].sampling.grammar)
     assert answer.output[-1].name == "look"
