@@ -13,8 +13,10 @@ from pathlib import Path
 
 import psutil
 
+from shardmlx.config.serve import KEY_VARIABLE
 from shardmlx.distributed.networks import INCLUDE
 from shardmlx.errors import UserError
+from shardmlx.islands.client import TOKEN
 
 _AS_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 _INCLUDE = {
@@ -22,6 +24,8 @@ _INCLUDE = {
     "PRTE_MCA_prte_if_include": ("--prtemca", "prte_if_include"),
 }
 """The networks of ranks and of mpirun's daemons: variable of the environment, and option."""
+_SECRETS = (KEY_VARIABLE, TOKEN)
+"""Variables that rank 0 needs wherever it is: no command line shows their values."""
 
 
 def mpirun_path() -> Path:
@@ -60,6 +64,9 @@ def settings_for(hosts: Sequence[str], ranks: int, given: Sequence[str] = ()) ->
     for variable, option in _INCLUDE.items():
         if network is not None and variable not in os.environ and option[1] not in given:
             words += [*option, network]
+    for name in _SECRETS:
+        if hosts and name in os.environ and name not in given:
+            words += ["-x", name]
     return tuple(words)
 
 

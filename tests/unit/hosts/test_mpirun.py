@@ -21,7 +21,7 @@ DAEMONS = ("--prtemca", "prte_if_include", "10.77.0.0/24")
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make this machine one of two cores and two networks, and its user not root."""
-    for name in (*mpirun._AS_ROOT, *mpirun._INCLUDE, POLICY):
+    for name in (*mpirun._AS_ROOT, *mpirun._INCLUDE, *mpirun._SECRETS, POLICY):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("os.geteuid", lambda: 501)
     monkeypatch.setattr(mpirun, "_cores", lambda: 2)
@@ -69,6 +69,16 @@ def test_messages_keep_to_the_network_of_the_addresses_in_the_hostfile(
 )
 def test_no_network_is_named_where_it_is_not_known(hosts: tuple[str, ...]) -> None:
     assert common_network(hosts, [LOOPBACK, WLAN, CABLE]) is None
+
+
+def test_other_hosts_get_secrets_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [*mpirun._SECRETS]
+    for name in names:
+        monkeypatch.setenv(name, "secret")
+    assert settings_for((), 2) == ()
+    hosts = ("mac1", "mac2")
+    assert settings_for(hosts, 2) == ("-x", names[0], "-x", names[1])
+    assert settings_for(hosts, 2, ("-x", names[0])) == ("-x", names[1])
 
 
 def test_an_mpirun_that_pip_did_not_install_is_told_from_ours(tmp_path: Path) -> None:
