@@ -129,12 +129,14 @@ class _Api:
 
     async def version(self, request: Request, name: str) -> Response:
         """Answer once the version of a fragment is above ``after``, or after ``wait`` seconds."""
-        fragment = self._fragment(request)
-        after = _number(request, "after", -1)
+        number, after = _number(request, "k"), _number(request, "after", -1)
         until = time.monotonic() + min(_number(request, "wait", 0), LONGEST_WAIT)
-        while _version(fragment) <= after and time.monotonic() < until and not self._rounds.ended:
+        while True:
+            ended = self._rounds.ended  # asked first: the version is then the last
+            version = self._rounds.version_for(name, number, after)
+            if version > after or ended or time.monotonic() >= until:
+                return JSONResponse({"version": version, "ended": ended})
             await asyncio.sleep(SECONDS_TO_LOOK)
-        return JSONResponse({"version": _version(fragment), "ended": self._rounds.ended})
 
     async def weights(self, request: Request, name: str) -> Response:
         fragment = self._fragment(request)

@@ -170,6 +170,14 @@ class Rounds:
         self._news.set()
         return True
 
+    def version_for(self, name: str, number: int, after: int) -> int:
+        """Return the version of a fragment that an island takes after ``after``: this one if it
+        is to wait. In ``async`` it waits for the one that counts its own report, not another's."""
+        fragment = self.fragment(number)
+        waits = any(each.island == name for each in fragment.pending) and not self.ended
+        is_early = waits and self.options.mode == ASYNC
+        return after if is_early or fragment.version is None else fragment.version
+
     def wait(self, seconds: float) -> None:
         """Wait for the next report."""
         self._news.wait(seconds)

@@ -203,6 +203,17 @@ def test_an_asynchronous_report_counts_at_once_and_the_less_the_older_it_is(
     assert hub.close() == (3, -4)
 
 
+def test_an_asynchronous_island_takes_no_version_that_lacks_its_report(made: Make) -> None:
+    hub = made(mode="async", joins="ann,ben")
+    hub.report("ann", 1)
+    assert hub.close() == (1, -1)
+    hub.report("ben", 2)
+    assert hub.rounds.version_for("ann", 0, after=0) == 1
+    assert hub.rounds.version_for("ben", 0, after=0) == 0
+    hub.close()
+    assert hub.rounds.version_for("ben", 0, after=0) == 2
+
+
 def test_a_median_does_not_follow_one_liar_of_three(made: Make) -> None:
     hub = made(aggregate="median", joins="ann,ben,cid")
     for name, value in (("ann", 1.0), ("ben", 2.0), ("cid", 1e20)):
