@@ -75,6 +75,9 @@ class Rounds:
         self._joining = threading.Lock()
         self._news = threading.Event()
         self._since: dict[int, float] = {}
+        self._refused: dict[tuple[str, int], int] = {}
+        """The base of an island's last refused difference of a fragment: it waits for the next
+        version, and the round not for it."""
         self._seeder: str | None = None
         self._random = np.random.default_rng()
         for name in self.run.islands & self.islands.keys():
@@ -120,11 +123,13 @@ class Rounds:
             return Joined(terms=self.run.terms, versions=versions, seqs=seqs, seed=is_seeder)
 
     def seed(self, name: str, number: int, body: Path) -> None:
-        """Take the first weights of a fragment from a file. Raises ``Refusal``."""
+        """Take the first weights of a fragment from a file: of whoever comes first, for the one
+        that was asked may be taken for dead. Raises ``Refusal``."""
         fragment = self.fragment(number)
         with fragment.lock:
-            if self._seeder != name or fragment.version is not None:
-                raise Refusal(409, f"fragment {number} needs no weights of {name}", "join anew")
+            if fragment.version is not None:
+                problem = f"fragment {number} needs no weights of {name}"
+                raise Refusal(409, problem, "take the newest", version=fragment.version)
             if not all(np.isfinite(each).all() for each in fragment.decoded(body, is_seed=True)):
                 raise Refusal(422, "the weights have a number that is not finite", "train anew")
             fragment.seed(body)
@@ -157,10 +162,12 @@ class Rounds:
         except ValueError as error:
             problem = f"the difference cannot be decoded: {error}"
             raise Refusal(422, problem, "use the same shardmlx") from None
-        norms = {**fragment.facts.norms, **{each.island: each.norm for each in fragment.pending}}
+        last = {name: norm for name, norm in fragment.facts.norms.items() if name in self.present()}
+        norms = {**last, **{each.island: each.norm for each in fragment.pending}}
         norms.pop(report.island, None)
         reason = too_long(norm, [*norms.values()], self.options.max_norm_ratio)
         if reason is not None:
+            self._refused[report.island, number] = report.base
             raise Refusal(422, reason, "look at this island's losses, and join anew")
         with fragment.lock:
             if not self._is_new(report, number):  # another may have come meanwhile
@@ -200,7 +207,12 @@ class Rounds:
             return pending[:1]
         since = self._since.setdefault(number, self._clock())
         is_late = self._clock() - since >= self.options.deadline
-        if not is_late and {*self.present()} - {each.island for each in pending}:
+        refused = {
+            name
+            for name in self.present()
+            if self._refused.get((name, number), -1) == self.run.fragments[number].version
+        }
+        if not is_late and {*self.present()} - {each.island for each in pending} - refused:
             return []
         del self._since[number]
         return pending

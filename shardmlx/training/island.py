@@ -26,12 +26,12 @@ import numpy as np
 
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.specs import BatchOptions
-from shardmlx.distributed.agreement import AgreedError, from_rank_0, on_rank_0
+from shardmlx.distributed.agreement import AgreedError, from_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.engine import Engine
 from shardmlx.engine.optimizer import Updater
 from shardmlx.errors import one_line
-from shardmlx.islands.client import PATIENCE, Exchange, Heartbeat, Hub
+from shardmlx.islands.client import PATIENCE, Exchange, Heartbeat, Hub, HubRefusal
 from shardmlx.islands.encodings import Encoding, ErrorFeedback, encoding_named
 from shardmlx.islands.protocol import Join, Joined, Progress, Tensor, fragments_of, report_path
 from shardmlx.loading.rank_setup import SETUP_SECONDS
@@ -318,20 +318,29 @@ class Island:
                 return
 
     def _seed(self, k: int) -> None:
-        """Give the hub a fragment's first weights."""
+        """Give the hub a fragment's first weights, or take those that it has by now."""
         whole = Encoding()
         body = self._collect(k, lambda name: whole.encode(np.array(self._local(name))))
         for name in self._names(k):
             self._base[name] = self._local(name)
             mx.eval(self._base[name])
 
-        def upload() -> None:
-            if self._hub is not None and body is not None:
+        def is_taken() -> bool:
+            if self._hub is None or body is None:
+                return False
+            try:
                 with body:
                     self._hub.persist(partial(self._hub.put, f"/fragments/{k}/seed", body))
+            except HubRefusal as refusal:
+                if "version" not in refusal.answer:
+                    raise
+                return False
+            return True
 
-        on_rank_0(self._transport, "uploading the first weights", upload)
-        self._versions[k] = 0
+        if from_rank_0(self._transport, "uploading the first weights", is_taken):
+            self._versions[k] = 0
+        else:
+            self._take_whole(k)
 
     def _take_whole(self, k: int) -> None:
         """Take a fragment's newest weights."""

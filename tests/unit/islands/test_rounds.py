@@ -177,6 +177,25 @@ def test_a_norm_beyond_five_times_the_others_is_refused(made: Make) -> None:
     assert refused(hub, "ann", 30, seq=2, base=1).status == 422
 
 
+def test_a_round_does_not_wait_for_one_whose_difference_it_refused(made: Make) -> None:
+    hub = made(max_norm_ratio=5)
+    hub.report("ann", 1)
+    assert hub.close() == (0, 0)
+    assert refused(hub, "ben", 8).status == 422
+    assert hub.close() == (1, -1)
+    hub.report("ann", 1, seq=2, base=1)
+    assert hub.close() == (1, -1)
+
+
+def test_norms_are_compared_with_those_of_islands_that_are_present(made: Make) -> None:
+    hub = made(max_norm_ratio=5)
+    hub.report("ann", 1)
+    hub.report("ben", 1)
+    assert hub.close() == (1, -1)
+    hub.time = 61
+    assert hub.report("ann", 9, seq=2, base=1)
+
+
 def test_fedavg_weighs_by_rows(made: Make) -> None:
     hub = made(mode="fedavg")
     hub.report("ann", 1, rows=30)
@@ -256,7 +275,9 @@ def test_the_run_ends_after_its_rounds_and_keeps_reports_for_a_longer_one(
     assert (hub.rounds.tokens, hub.rounds.ended) == (20, True)
 
 
-def test_only_the_first_seeds_and_another_does_if_it_dies(tmp_path: Path) -> None:
+def test_only_the_first_seeds_and_another_does_if_it_dies_and_the_first_whole_one_counts(
+    tmp_path: Path,
+) -> None:
     rounds = Rounds(HubOptions(path=str(tmp_path), islands="ann,ben"), lambda: now[0])
     now = [0.0]
     rounds.hear("ann")
@@ -269,8 +290,12 @@ def test_only_the_first_seeds_and_another_does_if_it_dies(tmp_path: Path) -> Non
     rounds.hear("ben")
     joined = rounds.join("ben", replace(JOIN, name="ben"))
     assert (joined.seed, joined.versions) == (True, [None])
-    with pytest.raises(Refusal):
-        rounds.seed("ann", 0, tmp_path / "absent")
+    body = rounds.fragment(0).new_file()
+    body.write_bytes(bytes(16))
+    rounds.seed("ann", 0, body)  # she was alive, and came first
+    with pytest.raises(Refusal) as refusal:
+        rounds.seed("ben", 0, body)
+    assert (refusal.value.status, refusal.value.more) == (409, {"version": 0})
     with pytest.raises(Refusal, match="--name is cid"):
         rounds.join("ann", replace(JOIN, name="cid"))
     with pytest.raises(UserError, match=r"b \[4\]"):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import mlx.core as mx
 import numpy as np
@@ -14,6 +14,7 @@ import pytest
 
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.chips import machines_of
+from shardmlx.islands.client import Hub, HubAway
 from shardmlx.islands.encodings import ENCODINGS
 from shardmlx.planning.island_lines import exchanges
 from shardmlx.planning.training_plan import plan_training
@@ -184,8 +185,18 @@ def test_an_island_outlives_a_hub_that_is_away_and_loses_nothing(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """With the average for an outer optimizer, one island trains as if it were alone."""
+    """With the average for an outer optimizer, one island trains as if it were alone. Of its first
+    weights, it never hears that they have come."""
     made = islands(1, **LORA, iters=4 * H, optimizer="sgd")
+    put, seeds = Hub.put, list[str]()
+
+    def put_unheard(hub: Hub, path: str, body: IO[bytes]) -> None:
+        put(hub, path, body)
+        if path.endswith("seed"):
+            seeds.append(path)
+            raise HubAway("the answer got lost")
+
+    monkeypatch.setattr(Hub, "put", put_unheard)
     how: dict[str, Any] = {"inner_steps": H, "outer_optimizer": "average"}
     with ExitStack() as stack:
         hub = stack.enter_context(running_hub(tmp_path / "hub", "ann", **how))
@@ -208,6 +219,7 @@ def test_an_island_outlives_a_hub_that_is_away_and_loses_nothing(
         # If the report of step 2 H came later than step 3 H, that step made none.
         assert hub.rounds.version in (3, 4)
         check_equal(saved(made, "ann"), weights_of(hub))
+    assert seeds == ["/fragments/0/seed"]  # the second is told that there are weights
     assert f"{hub.url} gave no new weights in 0.3 s" in capsys.readouterr().out
     alone = {**made["ann"], "adapter_path": str(tmp_path / "alone")}
     LocalNetwork(2).run(lambda rank: train_model(TrainConfig(**alone), rank))
