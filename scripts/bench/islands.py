@@ -1,0 +1,120 @@
+#!/usr/bin/env python3
+"""Losses of SmolLM2's full fine-tune: data parallel, and four islands whose hub has 3 encodings.
+
+    python scripts/bench/islands.py [--only WORD ...] [--steps 20] [--rounds 3] [--json FILE]
+
+Data parallel is one process with batches of four rows of 32 tokens; each island has a quarter of
+the same rows, a process and a row a step, and reports every 20 steps. All weights but the embedding
+are trained with Adam, 1e-5. Losses are those of the validation set, and for islands of the hub's
+outer weights. Nothing is timed, so it does not matter what else the machine does.
+
+Half an hour of CPU time, 12 GB of memory, 7 GB of disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from _compare import Table, machine, parser_of, publish, run
+from _islands import running_hub, train_islands
+from _models import PIRATE, SMOLLM2, check_prepared
+from _training import as_flags
+
+START, TOGETHER = "before", "data parallel"
+ENCODINGS = ("float32", "int8", "top-k:0.1")
+NAMES = ("ann", "bob", "cem", "dia")
+LENGTH = 32
+TEXTS = 40
+"""Texts of the validation set that losses are means of."""
+
+TRAINING = {
+    "model": SMOLLM2, "fine_tune_type": "full", "num_layers": -1, "optimizer": "adam",
+    "learning_rate": 1e-5, "max_seq_length": LENGTH + 1, "val_batches": 0, "save_every": 10**9,
+    "no_pack": True,
+}  # fmt: skip
+
+
+def words(command: str, **flags: object) -> list[str]:
+    return [sys.executable, "-m", "shardmlx", command, *as_flags(flags)]
+
+
+def write_data(directory: Path) -> None:
+    """Write the data of all, and of each island: every fourth row, without the chat template, which
+    is most of a short row."""
+    texts = {}
+    for split in ("train", "valid"):
+        rows = map(json.loads, (PIRATE / f"{split}.jsonl").read_text().splitlines())
+        told = [" ".join(turn["content"] for turn in row["messages"]) for row in rows]
+        texts[split] = [json.dumps({"text": text}) + "\n" for text in told]
+    parts = {TOGETHER: slice(None)}
+    parts |= {name: slice(i, None, len(NAMES)) for i, name in enumerate(NAMES)}
+    for name, own in parts.items():
+        (directory / name).mkdir()
+        splits = {"train": texts["train"][own], "valid": texts["valid"], "test": texts["valid"]}
+        for split, lines in splits.items():
+            (directory / name / f"{split}.jsonl").write_text("".join(lines))
+
+
+def loss_of(adapters: Path | None, directory: Path) -> float:
+    """Return the loss of the model, or of what was trained of it."""
+    output, more = directory / "loss.json", {} if adapters is None else {"adapter_path": adapters}
+    limits = {"max_seq_length": LENGTH + 1, "limit": TEXTS, "output": output}
+    run(words("evaluate", model=SMOLLM2, data=directory / TOGETHER, **limits, **more))
+    return float(json.loads(output.read_text())["loss"])
+
+
+def train_apart(encoding: str, out: Path, directory: Path, options: argparse.Namespace) -> None:
+    """Train islands to the end of the run, and write what the hub made of it."""
+    path, flags = directory / "hub", {**TRAINING, "iters": options.rounds * options.steps}
+    own: dict[str, dict[str, object]] = {
+        name: {**flags, "batch_size": 1, "data": directory / name, "adapter_path": path / name}
+        for name in NAMES
+    }
+    terms = {"encoding": encoding, "inner_steps": options.steps, "rounds": options.rounds}
+    with running_hub(path, NAMES, **terms) as port:
+        train_islands(path, dict.fromkeys(NAMES, port), own)
+    run(words("hub", path=path, write=out))
+
+
+def train_together(out: Path, directory: Path, options: argparse.Namespace) -> None:
+    sizes = {"batch_size": len(NAMES), "iters": options.rounds * options.steps}
+    run(words("train", **TRAINING, **sizes, data=directory / TOGETHER, adapter_path=out))
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--only", nargs="*", default=[], help="words of which a run has one")
+    parser.add_argument("--steps", type=int, default=20, help="steps between two reports")
+    options = parser.parse_args()
+    check_prepared()
+    options.rounds = options.rounds or (1 if options.quick else 3)
+    options.steps = 1 if options.quick else options.steps
+    facts = machine()
+    losses: dict[str, float] = {}
+    for name in (START, TOGETHER, *ENCODINGS):
+        if options.only and not any(word in name for word in options.only):
+            continue
+        with tempfile.TemporaryDirectory() as made:
+            directory, out = Path(made), Path(made, "out")
+            write_data(directory)
+            if name == TOGETHER:
+                train_together(out, directory, options)
+            elif name != START:
+                train_apart(name, out, directory, options)
+            losses[name] = loss_of(None if name == START else out, directory)
+        print(name, f"{losses[name]:.4f}", flush=True)
+    base = losses.get(TOGETHER)
+    beside = {
+        name: f"{100 * (loss / base - 1):+.2f}%" if base else "" for name, loss in losses.items()
+    }
+    lines = [(name, f"{loss:.4f}", beside[name]) for name, loss in losses.items()]
+    table = Table("SmolLM2-135M, full", ("what", "validation", "beside data parallel"), lines)
+    publish(options, facts, [table], {"losses": losses})
+
+
+if __name__ == "__main__":
+    main()
