@@ -81,8 +81,8 @@ def _truth(text: str) -> bool:
 class CommandLine(Generic[Options]):
     """The command line of a command, made from the dataclass of its options.
 
-    Help lists ``groups`` first, and only the options in ``shown``. Keys of a YAML file that are
-    ``passed_over`` have a hint what to write instead.
+    Help lists ``groups`` first, and only the options in ``shown``. Flags that are ``refused`` have
+    a reason; keys of a YAML file that are ``passed_over`` have a hint what to write instead.
     ``needs`` are options of which flags or file give at least one, and ``needs_remedy`` says what
     to give. Rank 0 calls ``check`` with the options of a run.
     """
@@ -92,6 +92,7 @@ class CommandLine(Generic[Options]):
     description: str
     groups: Sequence[str] = ()
     shown: Collection[str] | None = None
+    refused: Mapping[str, str] = field(default_factory=dict)
     passed_over: Mapping[str, str] = field(default_factory=dict)
     epilog: str = ""
     needs: Collection[str] = ()
@@ -201,6 +202,8 @@ class CommandLine(Generic[Options]):
         known = declared(self.options)
         word = next((word for word in words if word.startswith("-")), words[0])
         flag = word.partition("=")[0]
+        if flag in self.refused:
+            return UserError(f"{flag} is not here", self.refused[flag])
         key = flag.lstrip("-").removeprefix("no-").replace("-", "_")
         flags = [each.flag[2:] for each in known if each.rules.flag and not each.rules.positional]
         remedy = did_you_mean(flag.lstrip("-"), flags, "--")

@@ -26,6 +26,18 @@ _GROUPS: Mapping[str, tuple[int, ...]] = MappingProxyType(
 _CONTENT = "content"
 _FILES = "files"
 
+_HOW = "give it in one word: --quantize BITS:GROUP:MODE, or a recipe"
+_REFUSED = {
+    "--save-path": "use -o",
+    "--mlx-path": "use -o",
+    "--q-bits": _HOW,
+    "--q-group-size": _HOW,
+    "--q-mode": _HOW,
+    "--quant-predicate": _HOW,
+    "--upload-repo": "upload what is finished: hf upload OWNER/NAME DIR",
+}
+"""Options of mlx_lm.fuse and mlx_lm.convert that are not here, and what to do instead."""
+
 _content = in_group(_CONTENT)
 _files = in_group(_FILES)
 
@@ -117,4 +129,5 @@ LINE = CommandLine(
     command="export",
     description="Write a finished model: adapters fused, converted, quantised, tensor by tensor.",
     groups=(_CONTENT, _FILES),
+    refused=_REFUSED,
 )

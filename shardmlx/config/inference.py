@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from shardmlx.config import common_options as common
@@ -23,6 +24,17 @@ PIPELINE = "pipeline"
 _PROMPT = "prompt"
 _CHAT = "chat"
 _EVALUATED = "what is evaluated"
+
+_IS_PIPELINE = "ranks are always a pipeline here: leave it out"
+
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "--pipeline": _IS_PIPELINE,
+        "--use-default-chat-template": "transformers has no default any more: give the model a "
+        "chat_template.jinja",
+    }
+)
+"""Options of mlx_lm's commands that no command has here, and why."""
 
 NO_DRAFT, LOOKUP, HEAD = "none", "lookup", "mtp"
 
@@ -203,6 +215,16 @@ class InferenceConfig(ModelSource):
 
 DEFAULT_PROMPT = "hello"
 
+_AS_WITHOUT = "layers compute as mlx_lm does without it: leave it out"
+_REFUSED_GENERATE = {
+    **REFUSED,
+    "--image": "models here read text alone",
+    "--prompt-cache-file": "KV caches live as long as the command: chat and serve keep prefixes",
+    "--quantize-activations": _AS_WITHOUT,
+    "-qa": _AS_WITHOUT,
+}
+"""Options of mlx_lm.generate that are not here, and why."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateConfig(InferenceConfig):
@@ -236,6 +258,7 @@ GENERATE = CommandLine(
     command="generate",
     description="Generate text through pipeline stages, one MPI rank each.",
     groups=(MODEL, _PROMPT),
+    refused=_REFUSED_GENERATE,
 )
 
 
@@ -260,7 +283,16 @@ CHAT = CommandLine(
     command="chat",
     description="Talk with a model in the terminal, through pipeline stages, one MPI rank each.",
     groups=(MODEL, _CHAT),
+    refused=REFUSED,
 )
+
+
+_REFUSED_EVALUATE = {
+    **REFUSED,
+    "--output-dir": "name the file: --output results.json",
+    "--max-length": "it is called --max-seq-length",
+}
+"""Options of mlx_lm.evaluate that are not here, and why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,5 +337,6 @@ EVALUATE = CommandLine(
     description="Measure a model through pipeline stages: perplexity of texts, or tasks.",
     groups=(MODEL, _EVALUATED),
     shown={each.name for each in fields(EvaluateConfig)} - _OF_SAMPLING - _OF_DRAFTS,
+    refused=_REFUSED_EVALUATE,
     check=EvaluateConfig.check_together,
 )

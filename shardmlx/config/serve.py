@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 from shardmlx.common.units import parse_bytes
 from shardmlx.config.command_line import CommandLine
-from shardmlx.config.inference import MODEL, InferenceConfig, most_tokens
+from shardmlx.config.inference import MODEL, REFUSED, InferenceConfig, most_tokens
 from shardmlx.config.options import in_group, refuse, split_names
 from shardmlx.errors import UserError
 from shardmlx.models.kv_cache import held
@@ -18,6 +18,17 @@ _SERVER = "server"
 
 _PACKAGES = ("starlette", "uvicorn", "pydantic")
 """The packages of the ``serve`` extra."""
+
+_REFUSED = {
+    **REFUSED,
+    "--log-level": "give --access-log for a line of each request",
+    "--chat-template": "write it into the model's chat_template.jinja",
+    "--decode-concurrency": "give --batch-size, for prompts and answers together",
+    "--prompt-concurrency": "give --batch-size, for prompts and answers together",
+    "--prompt-cache-size": "give --cache-tokens: KV caches are counted in tokens",
+    "--prompt-cache-bytes": "give --cache-tokens: KV caches are counted in tokens",
+}
+"""Options of mlx_lm.server that are not here, and why."""
 
 KEY_VARIABLE = "SHARDMLX_API_KEY"
 """The environment variable that may hold the key, which a command line shows to all."""
@@ -136,5 +147,6 @@ LINE = CommandLine(
     command="serve",
     description="Serve a model with OpenAI's API and a chat page, through one MPI rank a stage.",
     groups=(MODEL, _SERVER),
+    refused=_REFUSED,
     check=check_packages,
 )

@@ -71,6 +71,7 @@ LINE = CommandLine(
     description="Check the hosts, print the mpirun line of a command, and run it. Training that "
     "fails starts again from its newest checkpoint, on hosts that answer; a server on the same.",
     epilog="What follows COMMAND are its own options. With a hostfile, run it on the first host.",
+    refused={"--ssh": "launch uses ssh by itself: shardmlx launch --hostfile FILE train ..."},
 )
 
 

@@ -105,6 +105,7 @@ def test_doctor_with_ssh_is_asked_by_one_rank(monkeypatch: pytest.MonkeyPatch) -
         ("train --train --pipeline-stages 2 --data-parallel 2", "launch -n 4 train ..."),
         ("train --model m", "give --model and --data"),
         ("launch -n 2 train", "give --model and --data"),
+        ("launch --ssh train", "shardmlx launch --hostfile FILE train"),
         ("launch --hostfile train --model m", "shardmlx launch --hostfile FILE train ..."),
         ("launch -n generate --model m", "shardmlx launch --ranks N generate ..."),
     ],

@@ -1,13 +1,16 @@
-"""Options of mlx_lm, and of commands that generate text."""
+"""Options of mlx_lm: taken by our commands, or refused by name with a reason."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+from typing import Any
 
 import pytest
 from mlx_lm import lora
 
-from shardmlx.config.inference import GENERATE, GenerateConfig
+from shardmlx.config.command_line import CommandLine
+from shardmlx.config.inference import CHAT, GENERATE, GenerateConfig
 from shardmlx.config.serve import LINE as SERVE
 from shardmlx.config.serve import ServeConfig
 from shardmlx.config.train import LINE as TRAIN
@@ -18,8 +21,42 @@ def flags_of(parser: argparse.ArgumentParser) -> set[str]:
     return {flag for action in parser._actions for flag in action.option_strings}
 
 
-def test_every_flag_of_mlx_lm_lora_is_taken() -> None:
+def server_flags(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Return the flags of mlx_lm.server, which builds its parser in ``main``."""
+    from mlx_lm import server
+
+    class Built(Exception):
+        pass
+
+    def stop(parser: argparse.ArgumentParser, *args: Any) -> None:
+        raise Built(parser)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    with pytest.raises(Built) as built:
+        server.main()
+    return flags_of(built.value.args[0])
+
+
+def test_every_flag_of_mlx_lm_is_taken_or_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, ours in (("generate", GENERATE), ("chat", CHAT)):
+        theirs = importlib.import_module(f"mlx_lm.{name}").setup_arg_parser()
+        assert flags_of(theirs) <= flags_of(ours.parser()) | {*ours.refused}
+    assert server_flags(monkeypatch) <= flags_of(SERVE.parser()) | {*SERVE.refused}
     assert flags_of(lora.build_parser()) <= flags_of(TRAIN.parser())
+
+
+@pytest.mark.parametrize(
+    ("line", "words", "reason"),
+    [
+        (CHAT, "--pipeline", "ranks are always a pipeline here"),
+        (SERVE, "--log-level INFO", "give --access-log"),
+        (SERVE, "--prompt-cache-bytes 1GB", "give --cache-tokens"),
+    ],
+)
+def test_a_flag_that_is_not_here_says_why(line: CommandLine[Any], words: str, reason: str) -> None:
+    assert str(refusal(line.load, words.split())).startswith(
+        f"{words.split()[0]} is not here: {reason}"
+    )
 
 
 @pytest.mark.parametrize(

@@ -338,6 +338,7 @@ def test_a_config_is_frozen_and_owns_its_mappings() -> None:
         ("--fast", "shardmlx train --help"),
         ("fast", "shardmlx train --help"),
         ("--lora-parameters 8", "lora_parameters into the YAML file"),
+        ("--lora-alpha 32", "alpha: 16"),
         ("--no-unfreeze-all", "unfreeze_all into the YAML file"),
     ],
 )

@@ -340,7 +340,9 @@ def test_ways_of_quantising_that_there_are_not(text: str) -> None:
         LINE.load(["model", "-o", "out", "--quantize", text])
 
 
-def test_an_output_has_a_name() -> None:
+def test_flags_of_mlx_lm_say_what_to_use_here() -> None:
+    with pytest.raises(UserError, match="--upload-repo is not here: upload what is fin"):
+        LINE.load(["model", "-o", "out", "--upload-repo", "me/it"])
     with pytest.raises(OptionError, match="output_dir is empty"):
         ExportOptions(model="model", output_dir="")
 
