@@ -46,23 +46,17 @@ class DoctorConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        program = self.ssh_command
+        written, program = self.write_hostfile, self.ssh_command
         known = self.ssh and not self.find
         lacks = known and self.hostfile is None
         refuse("ssh", "has no hosts", "give --hostfile F, or --find instead", when=lacks)
         unneeded = self.find and self.hostfile
         refuse("find", "asks the network for hosts", "leave out --hostfile", when=unneeded)
-        for name, given in (
-            ("self_test", self.self_test),
-            ("write_hostfile", known and self.write_hostfile),
-            ("json", self.json),
-        ):
-            refuse(
-                name,
-                "is what ranks find",
-                "leave it out, or --ssh and --find",
-                when=self.by_ssh and given,
-            )
+        refuse(
+            "self_test", "computes on the hosts", "leave out --ssh", when=known and self.self_test
+        )
+        refuse("write_hostfile", "measures under mpirun", "leave out --ssh", when=known and written)
+        refuse("json", "is what ranks find", "leave it out", when=self.by_ssh and self.json)
         unused = program is not None and not self.by_ssh
         refuse("ssh_command", f"is {program!r}", "it is for --ssh and --find", when=unused)
 

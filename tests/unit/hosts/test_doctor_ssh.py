@@ -150,11 +150,11 @@ def test_a_talk_ends_what_it_has_started(tmp_path: Path) -> None:
         (["--ssh-command", "ssh"], "--ssh-command is 'ssh': it is for --ssh and --find"),
         (
             ["--ssh", "--hostfile", "F", "--write-hostfile", "G"],
-            "--write-hostfile is what ranks find: leave it out, or --ssh and --find",
+            "--write-hostfile measures under mpirun: leave out --ssh",
         ),
         (
             ["--ssh", "--hostfile", "F", "--json", "G"],
-            "--json is what ranks find: leave it out, or --ssh and --find",
+            "--json is what ranks find: leave it out",
         ),
     ],
 )
