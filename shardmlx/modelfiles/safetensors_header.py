@@ -200,7 +200,8 @@ def _is_size(value: Any) -> bool:
 
 def _tensor(entry: Any, file: str, data_offset: int, where: str) -> PlacedTensor:
     fields = entry if isinstance(entry, dict) else {}
-    dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
+    values: list[Any] = [fields.get(key) for key in ("dtype", "shape", "data_offsets")]
+    dtype, shape, offsets = values
     if isinstance(dtype, str) and dtype not in DTYPE_BITS:
         raise UserError(
             f"{where} has dtype {dtype!r}: convert it to one of {', '.join(DTYPE_BITS)}"
