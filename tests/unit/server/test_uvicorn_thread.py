@@ -358,7 +358,7 @@ def test_a_port_that_is_taken() -> None:
     with bind("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
         caught = refusal(bind, "127.0.0.1", port)
-    assert f"--port {port} of 127.0.0.1" in caught.problem
+    assert f"--host 127.0.0.1 --port {port}" in caught.problem
 
 
 @pytest.mark.parametrize("host", ["nowhere.invalid", "192.0.2.1", "x" * 300])
