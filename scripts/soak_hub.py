@@ -79,7 +79,7 @@ class Island(threading.Thread):
             grown += self._random.randint(1, 9)
             seq += 1
             self._sent = seq, grown
-            path = report_path(0, seq, base=base, rows=1, steps=1, tokens=1, after=after)
+            path = report_path(0, seq, base=base, rows=1, tokens=1, after=after)
             answer = self._ask("PUT", path, np.full(NUMBERS, grown, np.float32).tobytes())
             if answer.status_code == 200:
                 self._acknowledged = grown
@@ -87,15 +87,15 @@ class Island(threading.Thread):
             else:
                 assert "version" in answer.json(), answer.text
                 self.counts["refused, for a version is to be taken first"] += 1
-            wait = 2 * self._random.random()
-            newest = self._ask("GET", f"/fragments/0?after={base}&wait={int(wait)}").json()
+            time.sleep(self._random.random())
+            (newest,) = self._ask("GET", "/status").json()["fragments"]
             if newest["version"] > base:
                 left = grown - self._acknowledged
                 base, grown, after = self._take(), left, seq
 
     def _join(self) -> Joined:
         tensor = Tensor("model.layers.0.lora_a", (NUMBERS,))
-        message = Join(name=self.name, model={}, tensors=(tensor,), rows=1, adapter_config={})
+        message = Join(name=self.name, model={}, tensors=(tensor,), adapter_config={})
         joined = Joined.of_json(self._ask("POST", "/join", message.to_json()).json())
         if joined.seed:
             self._ask("PUT", "/fragments/0/seed", bytes(4 * NUMBERS))

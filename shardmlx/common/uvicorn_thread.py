@@ -26,7 +26,8 @@ SECONDS_KEPT = 75
 class HttpServer:
     """A server of ``app`` on ``listeners``, which it closes at its end. Then its thread calls
     ``on_end`` with the error that ended it, or None after ``stop``. ``no_http`` is the JSON that
-    answers what is no HTTP; a PEM file with ``certificate`` and key makes it HTTPS."""
+    answers what is no HTTP; a PEM file with ``certificate`` and key makes it HTTPS. Requests beyond
+    ``most_connections`` get 503."""
 
     def __init__(
         self,
@@ -34,6 +35,7 @@ class HttpServer:
         *listeners: socket.socket,
         no_http: Mapping[str, Any],
         certificate: str | None = None,
+        most_connections: int | None = None,
         access_log: bool = False,
         on_end: Callable[[BaseException | None], None] = lambda error: None,
     ) -> None:
@@ -55,6 +57,7 @@ class HttpServer:
             access_log=access_log,
             proxy_headers=False,
             ssl_certfile=certificate,
+            limit_concurrency=most_connections,
             server_header=False,
             timeout_keep_alive=SECONDS_KEPT,
         )

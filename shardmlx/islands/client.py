@@ -11,7 +11,6 @@ import http.client
 import json
 import math
 import os
-import shutil
 import threading
 import time
 import urllib.error
@@ -23,7 +22,7 @@ from http import HTTPStatus
 from typing import IO, Any, TypeVar
 
 from shardmlx.errors import UserError, one_line
-from shardmlx.islands.protocol import Join, Joined, Progress, Terms
+from shardmlx.islands.protocol import Join, Joined, Progress, Refusal, Terms
 
 T = TypeVar("T")
 
@@ -31,19 +30,16 @@ TOKEN = "SHARDMLX_ISLAND_TOKEN"
 """Environment variable with the secret that the hub made for this island."""
 
 PATIENCE = 60.0
-"""Seconds without a sign of the hub after which an island goes on alone."""
-
-SOCKET_SECONDS = 60.0
-"""Seconds that a connection may stand still; the hub answers within them."""
+"""Seconds without a sign of the hub after which an island goes on alone; the hub answers before."""
 
 SECONDS_TO_CHECK = 900.0
 """Seconds in which the hub reads, checks and writes a report: of all of a large model, perhaps."""
 
-POLL_SECONDS = 20
-"""Seconds after which the hub answers a wait in any case."""
-
 PAUSES = (0.5, 10.0)
 """Seconds between two tries: the first, and the longest, each twice the one before."""
+
+PIECE = 1 << 16
+"""Bytes that are sent or written at a time."""
 
 SECONDS_TO_LEAVE = 3.0
 """Seconds for the last heartbeat, for which the end of a run waits."""
@@ -53,25 +49,12 @@ HEARTBEAT_SECONDS = 10.0
 
 
 class HubAway(Exception):
-    """The lack of an answer, which may come later; ``is_there`` if the hub itself said so."""
-
-    def __init__(self, message: str, is_there: bool = False) -> None:
-        super().__init__(message)
-        self.is_there = is_there
-
-
-class HubRefusal(UserError):
-    """The hub's own words; ``status`` is HTTP's, ``answer`` all of the hub's JSON."""
-
-    def __init__(self, status: int, answer: Mapping[str, Any]) -> None:
-        super().__init__(answer.get("error", f"status {status}"), answer.get("remedy", ""))
-        self.status = status
-        self.answer = answer
+    """The lack of an answer, which may come later."""
 
 
 class Hub:
-    """The hub at ``url``. Methods try once, and raise ``HubAway`` or ``HubRefusal``; ``persist``
-    tries again, and tells ``say`` so. Any thread may call them."""
+    """The hub at ``url``. Methods try once, and raise ``HubAway`` or ``Refusal``; ``persist`` tries
+    again, and tells ``say`` so. Any thread may call them."""
 
     def __init__(self, url: str, token: str, say: Callable[[str], None]) -> None:
         self.url = url.rstrip("/")
@@ -95,8 +78,8 @@ class Hub:
         return cls(url, token, say)
 
     def persist(self, attempt: Callable[[], T], patience: float = PATIENCE) -> T:
-        """Return what ``attempt`` returns, which is repeated after ``HubAway``. Raises
-        ``UserError`` after ``patience`` seconds in which the hub gave no sign."""
+        """Return what ``attempt`` returns, which is repeated after ``HubAway`` and if the hub says
+        ``retry``. Raises ``UserError`` after ``patience`` seconds without a sign of the hub."""
         pause, longest = PAUSES
         answered = time.monotonic()
         while True:
@@ -104,8 +87,10 @@ class Hub:
                 return attempt()
             except HubAway as error:
                 problem = one_line(error)
-                if error.is_there:
-                    answered = time.monotonic()
+            except Refusal as refusal:
+                if not refusal.more.get("retry"):
+                    raise
+                problem, answered = refusal.problem, time.monotonic()
             if pause == PAUSES[0]:
                 self._say(f"--island {self.url}: {problem}; trying again")
             if self.closed.wait(pause) or time.monotonic() > max(self.heard, answered) + patience:
@@ -129,8 +114,7 @@ class Hub:
     def version(self, fragment: int, after: int) -> tuple[int, bool]:
         """Return a fragment's version, at once if it is above ``after``, else soon, and whether the
         run has ended."""
-        path = f"/fragments/{fragment}?after={after}&wait={POLL_SECONDS}"
-        answer = self._json("GET", path)
+        answer = self._json("GET", f"/fragments/{fragment}?after={after}")
         return int(answer["version"]), bool(answer["ended"])
 
     def put(self, path: str, body: IO[bytes]) -> None:
@@ -138,8 +122,8 @@ class Hub:
         length = body.seek(0, os.SEEK_END)
         body.seek(0)
         headers = {"content-length": str(length), "content-type": "application/octet-stream"}
-        watched = _Watched(body, self._hear)
-        with self._answer("PUT", path, watched, headers, SECONDS_TO_CHECK) as answer:
+        pieces = self._pieces(body)
+        with self._answer("PUT", path, pieces, headers, SECONDS_TO_CHECK) as answer:
             answer.read()
 
     def get(self, path: str, into: IO[bytes], patience: float = math.inf) -> int:
@@ -158,15 +142,18 @@ class Hub:
                 etag = answer.headers["etag"] or ""
                 left = int(answer.headers["content-length"])
                 begin = into.tell()
-                shutil.copyfileobj(_Watched(answer, self._hear), into)
+                into.writelines(self._pieces(answer))
                 if into.tell() - begin < left:
                     raise HubAway(f"{path} broke off")
                 return int(answer.headers["x-version"])
 
         return self.persist(attempt, patience)
 
-    def _hear(self) -> None:
-        self.heard = time.monotonic()
+    def _pieces(self, file: Any) -> Iterator[bytes]:
+        """Yield the bytes of a file, and note that some come: a large one may take hours."""
+        while piece := file.read(PIECE):
+            self.heard = time.monotonic()
+            yield piece
 
     def _json(self, method: str, path: str, message: Any = None) -> Any:
         body = None if message is None else json.dumps(message).encode()
@@ -180,7 +167,7 @@ class Hub:
         path: str,
         body: Any = None,
         headers: Mapping[str, str] | None = None,
-        seconds: float = SOCKET_SECONDS,
+        seconds: float = PATIENCE,
     ) -> Iterator[Any]:
         request = urllib.request.Request(
             self.url + path,
@@ -199,27 +186,13 @@ class Hub:
 
     def _refusal(self, error: urllib.error.HTTPError) -> Exception:
         try:
-            answer = json.loads(error.read(1 << 16))
-            assert isinstance(answer, dict)
-        except (OSError, http.client.HTTPException, ValueError, AssertionError):
-            answer = {"error": f"--island {self.url}: status {error.code}, which is no hub's"}
-        asks_again = bool(answer.get("retry"))
-        if error.code < HTTPStatus.INTERNAL_SERVER_ERROR and not asks_again:
-            return HubRefusal(error.code, answer)
-        return HubAway(answer.get("error", str(error.code)), asks_again)
-
-
-class _Watched:
-    """A file whose reader is told of: a large one may take hours."""
-
-    def __init__(self, file: Any, tell: Callable[[], None]) -> None:
-        self._file = file
-        self._tell = tell
-
-    def read(self, size: int = -1) -> bytes:
-        self._tell()
-        data: bytes = self._file.read(size)
-        return data
+            answer = dict(json.loads(error.read(1 << 16)))
+            problem = answer.pop("error")
+        except (OSError, http.client.HTTPException, LookupError, TypeError, ValueError):
+            problem, answer = f"--island {self.url}: status {error.code}, which is no hub's", {}
+            if error.code >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                return HubAway(problem)
+        return Refusal(error.code, problem, answer.pop("remedy", ""), **answer)
 
 
 class Exchange:
@@ -256,10 +229,10 @@ class Exchange:
     def _report(self) -> None:
         try:
             self._hub.persist(partial(self._hub.put, self._path, self.body), math.inf)
-        except HubRefusal as refusal:
+        except Refusal as refusal:
             if refusal.status == HTTPStatus.UNPROCESSABLE_ENTITY:
                 self.refusal = str(refusal)
-            elif "version" not in refusal.answer:  # it has counted this before
+            elif "version" not in refusal.more:  # it has counted this before
                 raise
 
     def _download(self) -> None:
@@ -268,7 +241,7 @@ class Exchange:
             self.body.truncate(0)
             try:
                 self.version = self._hub.get(f"{place}/change?version={self.version}", self.body)
-            except HubRefusal as refusal:  # there is a newer one, or the weights are as long
+            except Refusal as refusal:  # there is a newer one, or the weights are as long
                 self.is_change = False
                 if refusal.status != HTTPStatus.NOT_FOUND:
                     raise
@@ -302,6 +275,6 @@ class Heartbeat:
         leaving = None
         while not leaving:
             leaving = leaving is not None and self._is_over.wait(HEARTBEAT_SECONDS)
-            with contextlib.suppress(HubAway, HubRefusal):
+            with contextlib.suppress(HubAway, Refusal):
                 answer = self._hub.progress(replace(self._progress, leaving=leaving))
                 self.ended, self.evaluates = bool(answer["ended"]), bool(answer["evaluate"])

@@ -17,6 +17,9 @@ from shardmlx.islands.hub_options import LINE
 from shardmlx.islands.rounds import Rounds
 from shardmlx.islands.store import Run
 
+MOST_CONNECTIONS = 200
+"""Connections at a time, strangers' too: macOS gives a process 256 files."""
+
 SECONDS_TO_LOOK = 0.5
 """Seconds between two looks at the deadlines of rounds; a report is seen at once."""
 
@@ -53,6 +56,7 @@ def run(words: Sequence[str]) -> int:
         *bind_both(options.host, options.port),
         no_http={"error": "this is no HTTP request", "remedy": "see whether it needs https"},
         certificate=options.certificate,
+        most_connections=MOST_CONNECTIONS,
         on_end=ends.append,
     )
     server.start()

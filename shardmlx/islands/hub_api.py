@@ -21,8 +21,8 @@ from starlette.staticfiles import StaticFiles
 
 from shardmlx.common.http_listener import ANSWERED, FOR_PAGE, LOOPBACK, is_for
 from shardmlx.errors import UserError, one_line
-from shardmlx.islands.protocol import Join, Progress
-from shardmlx.islands.rounds import Refusal, Rounds
+from shardmlx.islands.protocol import Join, Progress, Refusal
+from shardmlx.islands.rounds import Rounds
 from shardmlx.islands.store import CHANGE, PUBLISHED, FragmentStore, Report
 
 MOST_JSON = 16 << 20
@@ -31,11 +31,8 @@ MOST_JSON = 16 << 20
 SECONDS_OF_SILENCE = 30.0
 """Seconds that a body may stand still."""
 
-LEAST_RATE = 4096
-"""Bytes a second that a body must have on average."""
-
-LONGEST_WAIT = 60.0
-"""Seconds that a request may wait for a version."""
+SECONDS_TO_WAIT = 20.0
+"""Seconds that a request may wait for a version, less than islands wait for an answer."""
 
 SECONDS_TO_LOOK = 0.05
 """Seconds between two looks at a version: the thread that makes it needs no word to this one."""
@@ -128,9 +125,9 @@ class _Api:
         return JSONResponse(self._rounds.progress(name, message))
 
     async def version(self, request: Request, name: str) -> Response:
-        """Answer once the version of a fragment is above ``after``, or after ``wait`` seconds."""
-        number, after = _number(request, "k"), _number(request, "after", -1)
-        until = time.monotonic() + min(_number(request, "wait", 0), LONGEST_WAIT)
+        """Answer once the version of a fragment is above ``after``, or after some seconds."""
+        number, after = _number(request, "k"), _number(request, "after")
+        until = time.monotonic() + SECONDS_TO_WAIT
         while True:
             ended = self._rounds.ended  # asked first: the version is then the last
             version = self._rounds.version_for(name, number, after)
@@ -151,20 +148,13 @@ class _Api:
         def take(body: Path) -> None:
             self._rounds.seed(name, number, body)
 
-        await self._upload(request, name, fragment, fragment.fragment.nbytes, take)
+        await self._upload(request, name, fragment, fragment.seed_bytes, take)
         return JSONResponse({"version": 0})
 
     async def report(self, request: Request, name: str) -> Response:
         fragment, number = self._fragment(request), _number(request, "k")
-        report = Report(
-            island=name,
-            seq=_number(request, "seq"),
-            base=_number(request, "base"),
-            after=_number(request, "after", 0),
-            rows=max(1, _number(request, "rows")),
-            steps=_number(request, "steps"),
-            tokens=_number(request, "tokens"),
-        )
+        names = ("seq", "base", "after", "rows", "tokens")
+        report = Report(island=name, **{each: _number(request, each) for each in names})
 
         def take(body: Path) -> bool:
             return self._rounds.take(report, number, body)
@@ -214,16 +204,14 @@ class _Api:
         try:
             return json.loads(body)
         except (ValueError, RecursionError):
-            raise Refusal(400, "the body is no JSON", "use the same shardmlx") from None
+            raise Refusal(400, "the body is no JSON") from None
 
     async def _receive(
         self, request: Request, name: str, take: Callable[[bytes], object], most: int
     ) -> None:
         """Give a body to ``take``, piece by piece. Raises ``Refusal`` if it is too long or slow, or
         one of too many of this island."""
-        loop = asyncio.get_running_loop()
-        last = loop.time() + SECONDS_OF_SILENCE + most / LEAST_RATE
-        count = 0
+        count, loop = 0, asyncio.get_running_loop()
         if self._bodies[name] >= MOST_BODIES:
             raise Refusal(429, f"{MOST_BODIES} bodies of {name} are coming", "wait", retry=True)
         self._bodies[name] += 1
@@ -234,7 +222,7 @@ class _Api:
                     if count > most:
                         raise Refusal(413, f"the body is longer than {most} bytes", "send no more")
                     take(piece)
-                    limit.reschedule(min(last, loop.time() + SECONDS_OF_SILENCE))
+                    limit.reschedule(loop.time() + SECONDS_OF_SILENCE)
         except TimeoutError:
             raise Refusal(408, "the body came too slowly", "send it again", retry=True) from None
         finally:
@@ -273,11 +261,9 @@ def _file(fragment: FragmentStore, part: str, version: int) -> Response:
     return FileResponse(path, headers=headers, media_type="application/octet-stream")
 
 
-def _number(request: Request, name: str, default: int | None = None) -> int:
+def _number(request: Request, name: str) -> int:
     """Return a number of the path or the query. Raises ``Refusal``."""
-    text = request.path_params.get(name) or request.query_params.get(name, default)
-    if isinstance(text, int):
-        return text
-    if text is None or not text.isascii() or not text.isdigit() or len(text) > 15:
+    text = request.path_params.get(name) or request.query_params.get(name, "")
+    if not text.isascii() or not text.isdigit() or len(text) > 15:
         raise Refusal(400, f"{name} is {text!r}", "give a whole number")
     return int(text)

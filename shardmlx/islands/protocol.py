@@ -22,7 +22,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Any, NamedTuple, Self
 
 from shardmlx.common.yaml_reader import is_number
@@ -35,13 +35,21 @@ MODES = (DILOCO, ASYNC, FEDAVG, PARAMETER_SERVER)
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,40}")
 """Form of an island's name, which is a file's name too."""
 
-SAME = "use the same shardmlx"
+AGREE = "train the same model and tensors as the other islands"
+
+MOST_NUMBERS = 1 << 40
+"""Numbers along a side of a tensor, at most."""
 
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
-class ProtocolError(UserError):
-    """Something that the other side may not say."""
+class Refusal(UserError):
+    """An answer of the hub with an HTTP status from 400, and ``more`` in its JSON."""
+
+    def __init__(self, status: int, problem: str, remedy: str = "", /, **more: Any) -> None:
+        super().__init__(problem, remedy)
+        self.status = status
+        self.more = more
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +58,14 @@ class Message:
 
     @classmethod
     def of_json(cls, values: Any) -> Self:
-        """Return the message that JSON says. Raises ``ProtocolError``."""
+        """Return the message that JSON says. Raises ``UserError``."""
         try:
             return cls(**values)
-        except TypeError:
-            problem = f"{cls.__name__} has other fields: {ascii(values)[:200]}"
-            raise ProtocolError(problem, SAME) from None
+        except UserError:
+            raise
+        except (TypeError, ValueError):
+            problem = f"{cls.__name__} is none: {ascii(values)[:200]}"
+            raise UserError(problem, "use the same shardmlx") from None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -67,7 +77,7 @@ class Terms(Message):
 
     An island reports a fragment every ``inner_steps`` steps, and trains ``overlap`` steps more
     until it takes the new version. ``elastic`` is the share of the way to the outer weights that it
-    then goes; None for all of it. Raises ``ProtocolError``.
+    then goes; None for all of it. Raises ``UserError``.
     """
 
     mode: str = DILOCO
@@ -78,21 +88,15 @@ class Terms(Message):
     elastic: float | None = None
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ProtocolError(f"mode is {self.mode!r}", f"choose from {', '.join(MODES)}")
-        for name, least in (("inner_steps", 1), ("overlap", 0), ("fragments", 1)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise ProtocolError(f"{name} is {value!r}", f"give {least} or more")
         if self.overlap >= self.inner_steps:
             problem = f"overlap is {self.overlap} with inner_steps {self.inner_steps}"
-            raise ProtocolError(problem, "give fewer steps: a fragment is merged before its report")
+            raise UserError(problem, "give fewer steps: a fragment is merged before its report")
         if self.elastic is not None and not 0 < self.elastic <= 1:
-            raise ProtocolError(f"elastic is {self.elastic}", "give a share above 0, up to 1")
+            raise UserError(f"elastic is {self.elastic}", "give a share above 0, up to 1")
         try:
             encoding_named(self.encoding)
         except ValueError as error:
-            raise ProtocolError(f"encoding is {self.encoding!r}", str(error)) from None
+            raise UserError(f"encoding is {self.encoding!r}", str(error)) from None
 
     @property
     def copies(self) -> int:
@@ -114,55 +118,29 @@ class Tensor(NamedTuple):
     name: str
     shape: tuple[int, ...]
 
+    def __str__(self) -> str:
+        return f"{self.name} {list(self.shape)}"
+
     @property
     def nbytes(self) -> int:
         """Bytes in float32."""
         return 4 * math.prod(self.shape)
 
 
-def tensors_of_json(values: Any) -> tuple[Tensor, ...]:
-    """Return the tensors of ``[[name, shape], ...]``. Raises ``ProtocolError``."""
-    try:
-        tensors = tuple(Tensor(name, tuple(shape)) for name, shape in values)
-    except (TypeError, ValueError):
-        tensors = ()
-    names = {each.name for each in tensors}
-    numbers = [number for each in tensors for number in each.shape]
-    if (
-        not tensors
-        or len(names) < len(tensors)
-        or not all(isinstance(name, str) for name in names)
-        or not all(isinstance(number, int) and number > 0 for number in numbers)
-    ):
-        raise ProtocolError("tensors are no list of names and shapes", SAME)
-    return tensors
+def body_bytes(tensors: Sequence[Tensor], encoding: str) -> int:
+    """Return the length of a body that holds tensors in this encoding."""
+    return sum(map(encoding_named(encoding).nbytes, (each.shape for each in tensors)))
 
 
-@dataclass(frozen=True, slots=True)
-class Fragment:
-    """Tensors that travel together: their bytes follow each other in this order."""
-
-    tensors: tuple[Tensor, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all in float32."""
-        return sum(each.nbytes for each in self.tensors)
-
-    def encoded_bytes(self, encoding: str) -> int:
-        """Return the length of a body that holds all in this encoding."""
-        return sum(map(encoding_named(encoding).nbytes, (each.shape for each in self.tensors)))
-
-
-def fragments_of(tensors: Sequence[Tensor], count: int) -> tuple[Fragment, ...]:
+def fragments_of(tensors: Sequence[Tensor], count: int) -> tuple[tuple[Tensor, ...], ...]:
     """Divide tensors, which are in the order of layers, into fragments of about equal bytes.
 
-    A layer is never divided. Raises ``ProtocolError`` if there are fewer layers than fragments.
+    A layer is never divided. Raises ``UserError`` if there are fewer layers than fragments.
     """
     layers = [tuple(of_layer) for _, of_layer in groupby(tensors, _layer_of)]
     if len(layers) < count:
         problem = f"fragments is {count}, and the model has {len(layers)} trained layers"
-        raise ProtocolError(problem, f"give {len(layers)} or less")
+        raise UserError(problem, f"give {len(layers)} or less")
     whole = sum(each.nbytes for each in tensors)
     parts: list[list[Tensor]] = [[]]
     done = 0
@@ -173,7 +151,7 @@ def fragments_of(tensors: Sequence[Tensor], count: int) -> tuple[Fragment, ...]:
             parts.append([])
         parts[-1].extend(layer)
         done += sum(each.nbytes for each in layer)
-    return tuple(Fragment(tuple(part)) for part in parts)
+    return tuple(map(tuple, parts))
 
 
 def _layer_of(tensor: Tensor) -> str:
@@ -187,39 +165,35 @@ class Join(Message):
     """The first message of an island: ``POST /join``.
 
     ``name`` is what the island calls itself: its token must say the same. ``model`` says which
-    model is trained and how: hub and island must agree on each of its values. ``rows`` is the
-    number of rows of the island's data. ``adapter_config`` is what ``adapter_config.json`` holds.
-    Raises ``ProtocolError``.
+    model is trained and how: hub and island must agree on each of its values. ``adapter_config`` is
+    what ``adapter_config.json`` holds. Raises ``TypeError`` and ``ValueError``.
     """
 
     name: str
     model: Mapping[str, Any]
     tensors: tuple[Tensor, ...]
-    rows: int
     adapter_config: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        mappings = self.model, self.adapter_config
-        are_mappings = all(isinstance(each, Mapping) for each in mappings)
-        if not are_mappings or not isinstance(self.name, str) or type(self.rows) is not int:
-            raise ProtocolError("this is no island's first message", SAME)
-        object.__setattr__(self, "tensors", tensors_of_json(self.tensors))
+        tensors = tuple(Tensor(str(name), tuple(shape)) for name, shape in self.tensors)
+        sizes = [size for each in tensors for size in each.shape]
+        if not sizes or {*map(type, sizes)} != {int} or min(sizes) < 1 or max(sizes) > MOST_NUMBERS:
+            raise ValueError("a shape that no tensor has")
+        if len({each.name for each in tensors}) < len(tensors):
+            raise ValueError("two tensors of one name")
+        object.__setattr__(self, "tensors", tensors)
+        object.__setattr__(self, "model", dict(self.model))
+        object.__setattr__(self, "adapter_config", dict(self.adapter_config))
 
     def check_same(self, other: Join) -> None:
-        """Raise ``ProtocolError`` that names the first difference from another island's model."""
-        for key in dict.fromkeys([*self.model, *other.model]):
-            mine, theirs = self.model.get(key), other.model.get(key)
-            if mine != theirs:
-                raise ProtocolError(
-                    f"the model's {key} is {mine!r}, and the hub's {theirs!r}", "give the same"
-                )
-        for tensor, its in zip(self.tensors, other.tensors, strict=False):
+        """Raise ``UserError`` that names the first difference from another island's model."""
+        for key in [*self.model, *other.model]:
+            mine, its = self.model.get(key), other.model.get(key)
+            if mine != its:
+                raise UserError(f"the model's {key} is {mine!r}, and the hub's {its!r}", AGREE)
+        for tensor, its in zip_longest(self.tensors, other.tensors, fillvalue="no tensor"):
             if tensor != its:
-                problem = f"{tensor.name} {list(tensor.shape)} stands where the hub has "
-                raise ProtocolError(f"{problem}{its.name} {list(its.shape)}", "train the same")
-        if len(self.tensors) != len(other.tensors):
-            counts = f"{len(self.tensors)} tensors are trained, and the hub has"
-            raise ProtocolError(f"{counts} {len(other.tensors)}", "train the same")
+                raise UserError(f"{tensor} stands where the hub has {its}", AGREE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,14 +230,12 @@ class Progress(Message):
         losses = [each for each in (self.loss, self.val_loss) if each is not None]
         are_finite = all(is_number(each) and math.isfinite(each) for each in losses)
         if not are_finite or {type(self.step), type(self.tokens)} != {int}:
-            raise ProtocolError("progress has a value that is no number", SAME)
+            raise ValueError("a value that is no number")
 
 
-def report_path(
-    fragment: int, seq: int, *, base: int, rows: int, steps: int, tokens: int, after: int = 0
-) -> str:
+def report_path(fragment: int, seq: int, *, base: int, after: int, rows: int, tokens: int) -> str:
     """Return where an island puts its report ``seq``: the encoded difference from version ``base``,
-    made with so many rows, steps and tokens since its last counted one; it contains those of its
-    reports from this base with numbers above ``after``."""
-    counts = f"base={base}&rows={rows}&steps={steps}&tokens={tokens}&after={after}"
+    made with so many rows and tokens since its last counted one; it contains those of its reports
+    from this base with numbers above ``after``."""
+    counts = f"base={base}&after={after}&rows={rows}&tokens={tokens}"
     return f"/fragments/{fragment}/reports/{seq}?{counts}"

@@ -22,7 +22,7 @@ import numpy as np
 from shardmlx.errors import UserError
 from shardmlx.islands.aggregate import AGGREGATES, squared_norm, too_long
 from shardmlx.islands.hub_options import HubOptions
-from shardmlx.islands.protocol import ASYNC, FEDAVG, Join, Joined, Progress
+from shardmlx.islands.protocol import ASYNC, FEDAVG, Join, Joined, Progress, Refusal
 from shardmlx.islands.store import Differences, FragmentStore, Report, Run
 
 MOST_POINTS = 400
@@ -30,15 +30,6 @@ MOST_POINTS = 400
 
 MOST_PENDING = 3
 """Reports of one island for a fragment that may wait at a time."""
-
-
-class Refusal(UserError):
-    """An answer of the hub with an HTTP status from 400, and ``more`` in its JSON."""
-
-    def __init__(self, status: int, problem: str, remedy: str = "", **more: Any) -> None:
-        super().__init__(problem, remedy)
-        self.status = status
-        self.more = more
 
 
 @dataclass(slots=True)
@@ -223,7 +214,7 @@ class Rounds:
         # The norm of a sum is at most the sum of norms.
         factors = [privacy.factor(sum(each.norm for each in own)) for own in of_islands]
         by_rows = options.mode == FEDAVG and privacy.clip is None
-        weights = [sum(each.rows for each in own) if by_rows else 1 for own in of_islands]
+        weights = [max(1, sum(each.rows for each in own)) if by_rows else 1 for own in of_islands]
         base = reports[0].base if options.mode == ASYNC else fragment.version
         staleness = (fragment.version or 0) - (base or 0)
 

@@ -37,7 +37,7 @@ from shardmlx.common.durable_files import (
 )
 from shardmlx.errors import UserError
 from shardmlx.islands.encodings import Encoding, encoding_named
-from shardmlx.islands.protocol import NAME, Fragment, Join, Tensor, Terms, fragments_of
+from shardmlx.islands.protocol import NAME, Join, Tensor, Terms, body_bytes, fragments_of
 from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 
 PUBLISHED, OUTER, MOMENTUM, CHANGE, FACTS = "published", "outer", "momentum", "change", "facts"
@@ -66,7 +66,6 @@ class Report:
     base: int
     after: int = 0
     rows: int = 1
-    steps: int = 0
     tokens: int = 0
     norm: float = 0.0
 
@@ -104,13 +103,14 @@ class Facts:
 class FragmentStore:
     """A fragment on the disk."""
 
-    def __init__(self, directory: Path, fragment: Fragment, encoding: str) -> None:
+    def __init__(self, directory: Path, tensors: Sequence[Tensor], encoding: str) -> None:
         self.directory = directory
-        self.fragment = fragment
-        self.report_bytes = fragment.encoded_bytes(encoding)
+        self.tensors = tensors
         self.lock = threading.Lock()
         """Held by whoever changes it."""
         self._encoding = encoding_named(encoding)
+        self.report_bytes = body_bytes(tensors, encoding)
+        self.seed_bytes = body_bytes(tensors, "float32")
         self.version: int | None = None
         self.facts = Facts()
         self.pending: list[Report] = []
@@ -150,7 +150,7 @@ class FragmentStore:
     def decoded(self, body: Path, *, is_seed: bool = False) -> Iterator[np.ndarray]:
         """Yield the tensors of a body. Raises ``ValueError`` for what none can be."""
         encoding, at = FLOAT32 if is_seed else self._encoding, 0
-        for tensor in self.fragment.tensors:
+        for tensor in self.tensors:
             yield _read(body, at, tensor, encoding)
             at += encoding.nbytes(tensor.shape)
 
@@ -171,7 +171,7 @@ class FragmentStore:
 
         def write(directory: Path) -> None:
             at = encoded_at = 0
-            for tensor in self.fragment.tensors:
+            for tensor in self.tensors:
                 encoded = encoding.nbytes(tensor.shape)
                 differences = self._differences(reports, encoded_at, tensor)
                 published = _read(old / PUBLISHED, at, tensor)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from shardmlx.costmodel.memory import trained_shapes
 from shardmlx.costmodel.training_setup import TrainingSetup
 from shardmlx.islands.encodings import ENCODINGS
-from shardmlx.islands.protocol import Fragment, Tensor, Terms
+from shardmlx.islands.protocol import Tensor, Terms, body_bytes
 from shardmlx.planning.choice import Choice
 
 TERMS = Terms()
@@ -33,8 +33,7 @@ def exchanges(choice: Choice, lines: Sequence[float]) -> list[Exchange]:
     by encoding of islands, then with messages in each step."""
     run, step, count = choice.run, choice.prediction.step_seconds, len(lines)
     setup = TrainingSetup(workload=choice.facts.work(run), rows=1, length=1)
-    shapes = trained_shapes(setup)
-    fragment = Fragment(tuple(Tensor("", shape) for shape in shapes))
+    tensors = [Tensor("", shape) for shape in trained_shapes(setup)]
 
     def exchange(way: str, nbytes: float, turns: int, steps: int, hidden: float) -> Exchange:
         seconds = 8 * nbytes / min(lines)
@@ -42,14 +41,14 @@ def exchanges(choice: Choice, lines: Sequence[float]) -> list[Exchange]:
         shares = (each / (each + steps * step) for each in waits)
         return Exchange(way, round(nbytes), seconds, *shares)
 
-    sums = setup.workload.sum_bytes(fragment.nbytes) * 2 * (count - 1) / count
+    sums = setup.workload.sum_bytes(body_bytes(tensors, "float32")) * 2 * (count - 1) / count
     # A step has the rows of all islands; one between two others sends gradients too.
     batch = run.batch.batch_size * choice.facts.lengths.longest[0]
     hidden_states = setup.message * batch * count * min(2, count - 1)
     return [
         *(
             # The hub's answer is as long, and comes when the report is there.
-            exchange(name, fragment.encoded_bytes(name), 2, TERMS.inner_steps, OVERLAP * step)
+            exchange(name, body_bytes(tensors, name), 2, TERMS.inner_steps, OVERLAP * step)
             for name in ENCODINGS
         ),
         exchange("data parallel, each step", sums, 1, 1, 0.0),

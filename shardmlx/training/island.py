@@ -31,9 +31,17 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.engine.engine import Engine
 from shardmlx.engine.optimizer import Updater
 from shardmlx.errors import one_line
-from shardmlx.islands.client import PATIENCE, Exchange, Heartbeat, Hub, HubRefusal
+from shardmlx.islands.client import PATIENCE, Exchange, Heartbeat, Hub
 from shardmlx.islands.encodings import Encoding, ErrorFeedback, encoding_named
-from shardmlx.islands.protocol import Join, Joined, Progress, Tensor, fragments_of, report_path
+from shardmlx.islands.protocol import (
+    Join,
+    Joined,
+    Progress,
+    Refusal,
+    Tensor,
+    fragments_of,
+    report_path,
+)
 from shardmlx.loading.rank_setup import SETUP_SECONDS
 from shardmlx.training.planned_run import PlannedRun
 
@@ -64,7 +72,6 @@ def join(planned: PlannedRun, transport: Transport, reporter: Reporter) -> Membe
         name=name,
         model={"config": planned.plan.model, **{each: options[each] for each in kept[1::2]}},
         tensors=tensors,
-        rows=planned.sizes["train"],
         adapter_config={each: options[each] for each in kept},
     )
 
@@ -190,6 +197,8 @@ class Island:
             if self._hub is not None and self._heartbeat is not None:
                 self._heartbeat.leave()
                 self._hub.closed.set()
+                for exchange in self._exchanges.values():
+                    exchange.body.close()
 
     def _start(self, update: int) -> None:
         with self._transport.longer_timeout(SETUP_SECONDS):
@@ -239,11 +248,11 @@ class Island:
         self._reported |= {name: self._updater.trained(name) for name in self._names(k)}
         if self._hub is None or body is None:
             return
-        base, steps = self._versions[k], update - updates
-        rows = self._batch.batch_size * self._batch.grad_accumulation_steps
+        base = self._versions[k]
+        rows = (update - updates) * self._batch.batch_size * self._batch.grad_accumulation_steps
         assert base is not None, "it was taken or given at the start"
-        counts = {"rows": steps * rows, "steps": steps, "tokens": self._tokens - tokens}
-        path = report_path(k, self._seqs[k], base=base, after=self._after[k], **counts)
+        counts = {"after": self._after[k], "rows": rows, "tokens": self._tokens - tokens}
+        path = report_path(k, self._seqs[k], base=base, **counts)
         self._exchanges[k] = Exchange(self._hub, k, base, path, body)
 
     def _encoded(self, name: str) -> np.ndarray:
@@ -256,7 +265,7 @@ class Island:
 
     def _names(self, k: int) -> list[str]:
         """Return the names of a fragment's tensors that this rank holds."""
-        return [each.name for each in self._fragments[k].tensors if each.name in self._held]
+        return [each.name for each in self._fragments[k] if each.name in self._held]
 
     def _take_what_came(self, update: int, is_due: bool, *, is_last: bool = False) -> str | None:
         """Take new versions of fragments that were reported long enough ago, and hear what the hub
@@ -331,8 +340,8 @@ class Island:
             try:
                 with body:
                     self._hub.persist(partial(self._hub.put, f"/fragments/{k}/seed", body))
-            except HubRefusal as refusal:
-                if "version" not in refusal.answer:
+            except Refusal as refusal:
+                if "version" not in refusal.more:
                     raise
                 return False
             return True
@@ -360,13 +369,13 @@ class Island:
         k, encoding = came.fragment, self._encoding if came.is_change else Encoding()
         if body is not None:
             body.seek(0)
-        for tensor in self._fragments[k].tensors:
+        for tensor in self._fragments[k]:
             data = self._handed_out(tensor, encoding.nbytes(tensor.shape), body)
             if data is not None:
                 came_as = np.frombuffer(data, np.uint8)
                 base = mx.array(encoding.decode(came_as, tensor.shape))
                 self._merge(tensor.name, self._base[tensor.name] + base if came.is_change else base)
-        names = [each.name for each in self._fragments[k].tensors if each.name in self._mine]
+        names = [each.name for each in self._fragments[k] if each.name in self._mine]
         if not came.is_lost:
             self._feedback.taken(names)
         self._engine.shards.start_gather(names)
@@ -393,7 +402,7 @@ class Island:
     def _collect(self, k: int, encoded: Callable[[str], np.ndarray]) -> IO[bytes] | None:
         """Return, on rank 0, a file of the encoded tensors of a fragment."""
         rank, body = self._transport.rank, self._new_file()
-        for name in (each.name for each in self._fragments[k].tensors):
+        for name in (each.name for each in self._fragments[k]):
             owner, what = self._owners[name], f"reporting {name}"
             data = encoded(name) if rank == owner else None
             if rank == 0 and owner != 0:

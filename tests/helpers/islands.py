@@ -35,7 +35,7 @@ def weights_of(hub: RunningHub) -> Weights:
     for fragment in hub.rounds.run.fragments:
         data = fragment.path(PUBLISHED, fragment.version or 0).read_bytes()
         numbers, start = np.frombuffer(data, np.float32), 0
-        for tensor in fragment.fragment.tensors:
+        for tensor in fragment.tensors:
             end = start + tensor.nbytes // 4
             found[tensor.name] = numbers[start:end].reshape(tensor.shape)
             start = end

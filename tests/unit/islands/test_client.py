@@ -14,15 +14,14 @@ import pytest
 
 from shardmlx.errors import UserError
 from shardmlx.islands import client
-from shardmlx.islands.client import TOKEN, Hub, HubRefusal
-from shardmlx.islands.protocol import Join, Tensor
+from shardmlx.islands.client import TOKEN, Hub
+from shardmlx.islands.protocol import Join, Refusal, Tensor
 from tests.helpers.island_hub import running_hub
 
 JOIN = Join(
     name="ann",
     model={"fine_tune_type": "lora"},
     tensors=(Tensor("model.layers.0.lora_a", (2, 3)),),
-    rows=1,
     adapter_config={},
 )
 WHOLE = bytes(range(256)) * 40
@@ -99,7 +98,7 @@ def test_a_hub_that_is_not_there_is_named_with_what_to_do() -> None:
 def test_what_is_no_hub_is_said_to_be_none() -> None:
     with (
         served(lambda request: request.send_error(404)) as hub,
-        pytest.raises(HubRefusal, match=hub.url),
+        pytest.raises(Refusal, match=hub.url),
     ):
         hub.persist(hub.terms, 0.1)
 
@@ -113,7 +112,7 @@ def test_an_island_needs_its_own_token(tmp_path: Path, monkeypatch: pytest.Monke
         for token, status in (("wrong", 401), (running.tokens["bob"], 403)):
             monkeypatch.setenv(TOKEN, token)
             hub = Hub.of(running.url, "ann", print)
-            with pytest.raises(HubRefusal) as refused:
+            with pytest.raises(Refusal) as refused:
                 hub.persist(partial(hub.join, JOIN))
             assert refused.value.status == status
             assert refused.value.remedy

@@ -32,7 +32,6 @@ JOIN = Join(
     name="ann",
     model={"type": "llama"},
     tensors=TENSORS,
-    rows=5,
     adapter_config={"fine_tune_type": "lora"},
 )
 START = np.arange(10, dtype=np.float32)
@@ -56,12 +55,12 @@ class Client:
     def report(
         self, difference: Any, seq: int = 1, base: int = 0, rows: int = 1, **more: Any
     ) -> httpx.Response:
-        query = f"base={base}&rows={rows}&steps=3&tokens=7"
+        query = f"base={base}&after=0&rows={rows}&tokens=7"
         body = np.asarray(difference, np.float32).tobytes()
         return self.http.put(f"/fragments/0/reports/{seq}?{query}", content=body, **more)
 
     def version(self, after: int) -> int:
-        return int(self.http.get(f"/fragments/0?after={after}&wait=10").json()["version"])
+        return int(self.http.get(f"/fragments/0?after={after}").json()["version"])
 
     def weights(self) -> list[float]:
         content = self.http.get("/fragments/0/weights").content
@@ -129,7 +128,7 @@ def test_the_encoded_change_leads_from_one_version_to_the_next(tmp_path: Path) -
         encoding = encoding_named("int8")
         parts = np.split(np.linspace(-1, 1, 10, dtype=np.float32), [6])
         body = b"".join(encoding.encode(part).tobytes() for part in parts)
-        query = "base=0&rows=1&steps=1&tokens=1"
+        query = "base=0&after=0&rows=1&tokens=1"
         assert ann.http.put(f"/fragments/0/reports/1?{query}", content=body).status_code == 200
         assert ann.version(after=0) == 1
         change = ann.http.get("/fragments/0/change?version=1")
@@ -173,12 +172,12 @@ def test_the_own_machine_sees_status_and_page_but_no_token(tmp_path: Path) -> No
 def test_wrong_uploads_are_refused_counted_and_leave_nothing(tmp_path: Path) -> None:
     with clients(tmp_path) as (hub, ann, _):
         before = sorted(tmp_path.rglob("*"))
-        counts = "base=0&rows=1&steps=1&tokens=1"
+        counts = "base=0&after=0&rows=1&tokens=1"
         for path, nbytes, status in (
             (f"/fragments/0/reports/1?{counts}", 39, 400),
             (f"/fragments/0/reports/1?{counts}", 4096, 400),
-            ("/fragments/0/reports/1?base=-1&rows=1&steps=1&tokens=1", 40, 400),
-            ("/fragments/0/reports/1?rows=1&steps=1&tokens=1", 40, 400),
+            ("/fragments/0/reports/1?base=-1&after=0&rows=1&tokens=1", 40, 400),
+            ("/fragments/0/reports/1?after=0&rows=1&tokens=1", 40, 400),
             (f"/fragments/0/reports/{'9' * 5000}?{counts}", 40, 400),
             (f"/fragments/9/reports/1?{counts}", 40, 404),
             (f"/fragments/0/reports/..%2f..%2fx?{counts}", 40, 404),
@@ -212,7 +211,7 @@ def test_a_body_that_dawdles_is_cut_off_and_leaves_nothing(
     monkeypatch.setattr(hub_api, "SECONDS_OF_SILENCE", 0.2)
     with clients(tmp_path) as (hub, _, _ben), closing(connected(hub)) as connection:
         head = [
-            "PUT /fragments/0/reports/1?base=0&rows=1&steps=1&tokens=1 HTTP/1.1",
+            "PUT /fragments/0/reports/1?base=0&after=0&rows=1&tokens=1 HTTP/1.1",
             *("Host: localhost", f"Authorization: Bearer {hub.tokens['ann']}"),
             *("Content-Length: 40", "", "12345"),
         ]
@@ -224,7 +223,7 @@ def test_a_body_that_dawdles_is_cut_off_and_leaves_nothing(
 def test_a_client_that_vanishes_in_a_body_leaves_nothing(tmp_path: Path) -> None:
     with clients(tmp_path) as (hub, ann, _):
         with closing(connected(hub)) as connection:
-            head = "PUT /fragments/0/reports/1?base=0&rows=1&steps=1&tokens=1 HTTP/1.1"
+            head = "PUT /fragments/0/reports/1?base=0&after=0&rows=1&tokens=1 HTTP/1.1"
             known = f"Host: localhost\r\nAuthorization: Bearer {hub.tokens['ann']}"
             connection.sendall(f"{head}\r\n{known}\r\nContent-Length: 40\r\n\r\n123".encode())
             while not [*tmp_path.rglob("partial-*")]:

@@ -12,11 +12,11 @@ import pytest
 
 from shardmlx.errors import UserError
 from shardmlx.islands.hub_options import HubOptions
-from shardmlx.islands.protocol import Join, Joined, Progress, Tensor
-from shardmlx.islands.rounds import Refusal, Rounds
+from shardmlx.islands.protocol import Join, Joined, Progress, Refusal, Tensor
+from shardmlx.islands.rounds import Rounds
 from shardmlx.islands.store import PUBLISHED, Report
 
-JOIN = Join(name="ann", model={}, tensors=(Tensor("a", (4,)),), rows=1, adapter_config={})
+JOIN = Join(name="ann", model={}, tensors=(Tensor("a", (4,)),), adapter_config={})
 
 
 class Hub:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from shardmlx.errors import UserError
-from shardmlx.islands.protocol import Fragment, Join, Tensor, Terms
+from shardmlx.islands.protocol import Join, Tensor, Terms
 from shardmlx.islands.store import (
     CHANGE,
     MOMENTUM,
@@ -27,13 +27,11 @@ from tests.helpers.crashes import Crash, calls
 
 TENSORS = (Tensor("model.layers.0.lora_a", (2, 3)), Tensor("model.layers.1.lora_a", (4,)))
 START = np.arange(10, dtype=np.float32)
-JOIN = Join(
-    name="ann", model={"type": "llama"}, tensors=TENSORS, rows=1, adapter_config={"rank": 8}
-)
+JOIN = Join(name="ann", model={"type": "llama"}, tensors=TENSORS, adapter_config={"rank": 8})
 
 
 def opened(directory: Path, encoding: str = "float32") -> FragmentStore:
-    return FragmentStore(directory, Fragment(TENSORS), encoding)
+    return FragmentStore(directory, TENSORS, encoding)
 
 
 def seeded(directory: Path, encoding: str = "float32") -> FragmentStore:
@@ -211,7 +209,7 @@ def test_a_restart_goes_on_and_refuses_other_terms(tmp_path: Path) -> None:
     run.close()
     again = Run(tmp_path, [], Terms(inner_steps=7, fragments=2))
     assert (again.first, again.islands, again.began) == (JOIN, {"ann"}, run.began)
-    assert [each.fragment.tensors for each in again.fragments] == [TENSORS[:1], TENSORS[1:]]
+    assert [each.tensors for each in again.fragments] == [TENSORS[:1], TENSORS[1:]]
     again.close()
     with pytest.raises(UserError, match="inner_steps is 8"):
         Run(tmp_path, [], replace(run.terms, inner_steps=8))

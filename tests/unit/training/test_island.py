@@ -16,6 +16,7 @@ from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.chips import machines_of
 from shardmlx.islands.client import Hub, HubAway
 from shardmlx.islands.encodings import ENCODINGS
+from shardmlx.islands.protocol import body_bytes
 from shardmlx.planning.island_lines import exchanges
 from shardmlx.planning.training_plan import plan_training
 from shardmlx.training import island
@@ -77,7 +78,7 @@ def check_planned(hub: RunningHub, made: Mapping[str, Any], options: Mapping[str
     planned = plan_training(config, machines_of("M2 16GB"))
     (fragment,) = hub.rounds.run.fragments
     for each in exchanges(planned, [20e6, 100e6])[: len(ENCODINGS)]:
-        assert each.nbytes == fragment.fragment.encoded_bytes(each.way)
+        assert each.nbytes == body_bytes(fragment.tensors, each.way)
 
 
 def average(name: str, weights: np.ndarray, mix: np.ndarray) -> np.ndarray:
@@ -170,7 +171,7 @@ def test_islands_that_send_less_have_the_hubs_weights_and_learn(
         events = train_islands(hub, made, {"ann": 2})
         assert hub.rounds.version == 4
         newest = weights_of(hub)
-    tensors = hub.rounds.run.fragments[1].fragment.tensors
+    tensors = hub.rounds.run.fragments[1].tensors
     for name in made:
         check_equal(saved(made, name), {each.name: newest[each.name] for each in tensors})
     # The hub lets the first island validate for all.
@@ -227,6 +228,25 @@ def test_an_island_outlives_a_hub_that_is_away_and_loses_nothing(
         np.testing.assert_allclose(saved(made, "ann")[name], array, atol=1e-6, err_msg=name)
 
 
+def test_an_island_that_joins_anew_replaces_none_of_its_reports_that_wait(
+    islands: Callable[..., dict[str, dict[str, Any]]],
+    tokens: Callable[[RunningHub], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a checkpoint it has nothing of what it reported before."""
+    made = islands(1, **LORA, iters=H)
+    monkeypatch.setattr(island, "PATIENCE", 1.0)
+    with running_hub(tmp_path / "hub", "ann,bob", inner_steps=H) as hub:
+        tokens(hub)
+        hub.rounds.run.islands.add("bob")
+        hub.rounds.hear("bob")  # the round waits for it
+        for _ in range(2):
+            train_islands(hub, made, {})
+        pending = hub.rounds.fragment(0).pending
+        assert [(each.seq, each.after, each.base) for each in pending] == [(1, 0, 0), (2, 1, 0)]
+
+
 BF16: dict[str, Any] = {"dtype": "bfloat16", "master_weights": True, "zero": 1}
 
 
@@ -252,7 +272,7 @@ def test_replicas_that_train_on_while_they_wait_end_with_the_hubs_weights(
         train_islands(hub, made, {"ann": 2})
         assert [each["version"] for each in hub.rounds.status()["fragments"]] == [ROUNDS] * 2
         newest = weights_of(hub)
-        tensors = {each.name: each for each in hub.rounds.run.fragments[-1].fragment.tensors}
+        tensors = {each.name: each for each in hub.rounds.run.fragments[-1].tensors}
     for name in made:
         found = saved(made, name)
         if "dtype" in options:
