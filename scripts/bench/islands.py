@@ -43,8 +43,7 @@ def words(command: str, **flags: object) -> list[str]:
 
 
 def write_data(directory: Path) -> None:
-    """Write the data of all, and of each island: every fourth row, without the chat template, which
-    is most of a short row."""
+    """Write the data of all, and of each island: every fourth row, without a chat template."""
     texts = {}
     for split in ("train", "valid"):
         rows = map(json.loads, (PIRATE / f"{split}.jsonl").read_text().splitlines())
@@ -59,11 +58,11 @@ def write_data(directory: Path) -> None:
             (directory / name / f"{split}.jsonl").write_text("".join(lines))
 
 
-def loss_of(adapters: Path | None, directory: Path) -> float:
-    """Return the loss of the model, or of what was trained of it."""
-    output, more = directory / "loss.json", {} if adapters is None else {"adapter_path": adapters}
+def loss_of(directory: Path, **trained: Path) -> float:
+    """Return the loss of a model, with the adapters that a hub wrote or without."""
+    output = directory / "loss.json"
     limits = {"max_seq_length": LENGTH + 1, "limit": TEXTS, "output": output}
-    run(words("evaluate", model=SMOLLM2, data=directory / TOGETHER, **limits, **more))
+    run(words("evaluate", data=directory / TOGETHER, **limits, **{"model": SMOLLM2, **trained}))
     return float(json.loads(output.read_text())["loss"])
 
 
@@ -91,7 +90,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="steps between two reports")
     options = parser.parse_args()
     check_prepared()
-    options.rounds = options.rounds or (1 if options.quick else 3)
+    options.rounds = 1 if options.quick else options.rounds or 3
     options.steps = 1 if options.quick else options.steps
     facts = machine()
     losses: dict[str, float] = {}
@@ -99,13 +98,15 @@ def main() -> None:
         if options.only and not any(word in name for word in options.only):
             continue
         with tempfile.TemporaryDirectory() as made:
-            directory, out = Path(made), Path(made, "out")
+            directory, out, trained = Path(made), Path(made, "out"), dict[str, Path]()
             write_data(directory)
             if name == TOGETHER:
                 train_together(out, directory, options)
+                trained = {"model": out}
             elif name != START:
                 train_apart(name, out, directory, options)
-            losses[name] = loss_of(None if name == START else out, directory)
+                trained = {"adapter_path": out}
+            losses[name] = loss_of(directory, **trained)
         print(name, f"{losses[name]:.4f}", flush=True)
     base = losses.get(TOGETHER)
     beside = {
