@@ -89,7 +89,7 @@ def planned_bytes(run: Run, steps: int) -> int:
     reports, and of what comes back."""
     total = 0
     for k, each in enumerate(run.fragments):
-        whole, report = each.fragment.nbytes, each.report_bytes
+        whole, report = each.seed_bytes, each.report_bytes
         is_lossy = encoding_named(run.terms.encoding).is_lossy
         reports = sum(k in run.terms.due(step) for step in range(1, steps + 1))
         back = report if is_lossy else whole
