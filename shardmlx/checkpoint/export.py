@@ -25,7 +25,7 @@ from shardmlx.common.durable_files import (
 )
 from shardmlx.distributed.messages import OBJECT_TAG, Handle, buffer_of, new_buffer
 from shardmlx.distributed.transport import Transport
-from shardmlx.modelfiles.safetensors_header import INDEX_FILE
+from shardmlx.modelfiles.safetensors_header import INDEX_FILE, header_of
 from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CONFIG_FILE
 from shardmlx.models.config_reader import parse_config
 from shardmlx.models.slice import Piece, Slice
@@ -252,19 +252,7 @@ def safetensors_header(
 ) -> bytes:
     """Return the bytes before the data of a safetensors file, whose tensors come in this order: of
     weights in ``pieces``, and of what is named after them, other files have the rest."""
-    metadata = {"format": "mlx"} | ({_PIECES: json.dumps(pieces)} if pieces else {})
-    header: dict[str, Any] = {"__metadata__": metadata}
-    offset = 0
-    for spec in specs:
-        header[spec.name] = {
-            "dtype": spec.dtype,
-            "shape": list(spec.shape),
-            "data_offsets": [offset, offset + spec.nbytes],
-        }
-        offset += spec.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data starts aligned
-    return len(text).to_bytes(8, "little") + text
+    return header_of(specs, **({_PIECES: json.dumps(pieces)} if pieces else {}))
 
 
 def pieces_in(metadata: Mapping[str, str]) -> dict[str, Piece]:

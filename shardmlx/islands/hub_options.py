@@ -6,7 +6,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardmlx.config.command_line import CommandLine
-from shardmlx.config.options import REQUIRED, check_options, in_group, option, refuse, split_names
+from shardmlx.config.options import (
+    REQUIRED,
+    check_options,
+    in_group,
+    option,
+    refuse,
+    same_as,
+    split_names,
+)
+from shardmlx.config.serve import ServeConfig
 from shardmlx.islands.aggregate import AGGREGATES, MEAN, Privacy
 from shardmlx.islands.outer import AVERAGE, NESTEROV, RATES, SGD, OuterOptimizer
 from shardmlx.islands.protocol import DILOCO, FEDAVG, MODES, PARAMETER_SERVER, Terms
@@ -83,9 +92,7 @@ class HubOptions:
     rounds: int | None = _rounds(None, "rounds after which the run ends", minimum=1)
     tokens: int | None = _rounds(None, "tokens of all islands after which it ends", minimum=1)
     hours: float | None = _rounds(None, "hours after which it ends", metavar="HOURS", above=0)
-    host: str = _server(
-        "127.0.0.1", "address to listen at; 0.0.0.0 lets other machines in", metavar="ADDRESS"
-    )
+    host: str = same_as(ServeConfig, "host")
     port: int = _server(
         8750, "port to listen at; 0 takes a free one", metavar="PORT", minimum=0, maximum=65535
     )

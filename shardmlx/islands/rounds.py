@@ -200,8 +200,8 @@ class Rounds:
         is_late = self._clock() - since >= self.options.deadline
         refused = {
             name
-            for name in self.present()
-            if self._refused.get((name, number), -1) == self.run.fragments[number].version
+            for (name, k), base in self._refused.items()
+            if (k, base) == (number, fragment.version)
         }
         if not is_late and {*self.present()} - {each.island for each in pending} - refused:
             return []

@@ -38,6 +38,7 @@ from shardmlx.common.durable_files import (
 from shardmlx.errors import UserError
 from shardmlx.islands.encodings import Encoding, encoding_named
 from shardmlx.islands.protocol import NAME, Join, Tensor, Terms, body_bytes, fragments_of
+from shardmlx.modelfiles.safetensors_header import header_of
 from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 
 PUBLISHED, OUTER, MOMENTUM, CHANGE, FACTS = "published", "outer", "momentum", "change", "facts"
@@ -347,19 +348,12 @@ class Run:
         piece of a few MiB is in memory at a time. Raises ``UserError``, ``OSError``."""
         if self.first is None or any(each.version is None for each in self.fragments):
             raise UserError(f"{self.directory} has no weights yet", "let an island join")
-        header: dict[str, Any] = {}
-        at = 0
-        for tensor in self.first.tensors:
-            offsets = [at, at + tensor.nbytes]
-            header[tensor.name] = {"dtype": "F32", "shape": tensor.shape, "data_offsets": offsets}
-            at = offsets[1]
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
+        header = header_of((each.name, each.shape, "F32") for each in self.first.tensors)
         paths = [each.path(OUTER) for each in self.fragments]
         raw = [path if path.exists() else path.with_name(PUBLISHED) for path in paths]
         output.mkdir(parents=True, exist_ok=True)
         files = NewFiles(output)
         files.write(ADAPTER_CONFIG_FILE, [json.dumps(self.first.adapter_config, indent=4).encode()])
         pieces = (piece for path in raw for piece in pieces_of(path))
-        files.write(ADAPTER_FILE, chain([len(text).to_bytes(8, "little"), text], pieces))
+        files.write(ADAPTER_FILE, chain([header], pieces))
         files.publish()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -48,6 +48,20 @@ def read_bytes(directory: Path, file: str, offset: int, count: int) -> bytes:
     """Return bytes of a file in a directory. Raises ``OSError`` if it ends before."""
     with (directory / file).open("rb") as content:
         return read_exactly(content.fileno(), offset, count, str(directory / file))
+
+
+def header_of(tensors: Iterable[tuple[str, Sequence[int], str]], **metadata: str) -> bytes:
+    """Return the bytes before the data of a file that mlx-lm reads, of tensors by name, shape and
+    type, in the order of their data."""
+    header: dict[str, Any] = {"__metadata__": {"format": "mlx", **metadata}}
+    offset = 0
+    for name, shape, dtype in tensors:
+        end = offset + math.prod(shape) * DTYPE_BITS[dtype] // 8
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data starts aligned
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 @dataclass(frozen=True, slots=True)
