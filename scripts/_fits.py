@@ -20,7 +20,7 @@ from shardmlx.config.commands import BY_NAME
 from shardmlx.config.common_options import AUTO, OFF
 from shardmlx.config.specs import FULL, NONE, SELECTIVE
 from shardmlx.config.train import TrainConfig
-from shardmlx.costmodel.chips import SIZES, as_macs, machines_of
+from shardmlx.costmodel.chips import CHIPS, as_macs, machines_of
 from shardmlx.costmodel.hostfile import Machine, read_hostfile
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import open_model
@@ -229,7 +229,8 @@ def shares(only: str | None = None) -> str:
     """Return by how much a reader's tokens come sooner with tensor shares of two Macs, for each of
     ``SUMS``, in 16 and in 4 bits; a dash where the largest Macs that are sold do not hold them."""
     largest = {
-        chip: max(SIZES[chip][max(SIZES[chip])]) for chip in ("M4", "M4 Pro", "M4 Max", "M3 Ultra")
+        name: max(CHIPS[name].sizes[max(CHIPS[name].sizes)])
+        for name in ("M4", "M4 Pro", "M4 Max", "M3 Ultra")
     }
     macs = as_macs(machines_of(", ".join(f"{chip} {size}GB" for chip, size in largest.items())))
     rows = []

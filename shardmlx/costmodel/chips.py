@@ -12,10 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from types import MappingProxyType
+from typing import NamedTuple
 
 from shardmlx.common.units import GIB
 from shardmlx.config.options import split_names
 from shardmlx.costmodel.hostfile import Machine, kind_key
+from shardmlx.costmodel.ring import RDMA_SUM_SECONDS
 from shardmlx.errors import UserError
 
 CORE_FLOPS = 2 * 128
@@ -32,58 +34,44 @@ michaelstinkerings.org/apple-m5-gpu-roofline-analysis."""
 THUNDERBOLT = 2e9
 """Bytes a second, each way: TCP over Thunderbolt 4, measured at jiribrejcha.net."""
 
-SIZES: Mapping[str, Mapping[int, tuple[int, ...]]] = MappingProxyType(
-    {
-        "M1": {7: (8, 16), 8: (8, 16)},
-        "M1 Pro": {14: (16, 32), 16: (16, 32)},
-        "M1 Max": {24: (32, 64), 32: (32, 64)},
-        "M1 Ultra": {48: (64, 128), 64: (64, 128)},
-        "M2": {8: (8, 16, 24), 10: (8, 16, 24)},
-        "M2 Pro": {16: (16, 32), 19: (16, 32)},
-        "M2 Max": {30: (32, 64), 38: (32, 64, 96)},
-        "M2 Ultra": {60: (64, 128, 192), 76: (64, 128, 192)},
-        "M3": {8: (8, 16, 24), 10: (8, 16, 24)},
-        "M3 Pro": {14: (18, 36), 18: (18, 36)},
-        "M3 Max": {30: (36, 96), 40: (48, 64, 128)},
-        "M3 Ultra": {60: (96, 256), 80: (96, 256, 512)},
-        "M4": {8: (16, 24), 10: (16, 24, 32)},
-        "M4 Pro": {16: (24, 48, 64), 20: (24, 48, 64)},
-        "M4 Max": {32: (36,), 40: (48, 64, 128)},
-        "M5": {8: (16, 24), 10: (16, 24, 32)},
-        "M5 Pro": {16: (24, 48, 64), 20: (24, 48, 64)},
-        "M5 Max": {32: (36,), 40: (48, 64, 128)},
-        "M5 Ultra": {64: (96,), 80: (96, 256, 512)},
-    }
-)
-"""The GB of memory that each chip is sold with, by its GPU cores."""
 
-BANDWIDTH: Mapping[str, tuple[int, ...]] = MappingProxyType(
+class Chip(NamedTuple):
+    """The GB a second from a chip's memory, two where fewer GPU cores have less; and the GB of
+    memory that it is sold with, by its GPU cores."""
+
+    bandwidth: tuple[int, ...]
+    sizes: Mapping[int, tuple[int, ...]]
+
+
+CHIPS: Mapping[str, Chip] = MappingProxyType(
     {
-        "M1": (68,),
-        "M1 Pro": (200,),
-        "M1 Max": (400,),
-        "M1 Ultra": (800,),
-        "M2": (100,),
-        "M2 Pro": (200,),
-        "M2 Max": (400,),
-        "M2 Ultra": (800,),
-        "M3": (100,),
-        "M3 Pro": (150,),
-        "M3 Max": (300, 400),
-        "M3 Ultra": (819,),
-        "M4": (120,),
-        "M4 Pro": (273,),
-        "M4 Max": (410, 546),
-        "M5": (153,),
-        "M5 Pro": (307,),
-        "M5 Max": (460, 614),
-        "M5 Ultra": (1200,),
+        "M1": Chip((68,), {7: (8, 16), 8: (8, 16)}),
+        "M1 Pro": Chip((200,), {14: (16, 32), 16: (16, 32)}),
+        "M1 Max": Chip((400,), {24: (32, 64), 32: (32, 64)}),
+        "M1 Ultra": Chip((800,), {48: (64, 128), 64: (64, 128)}),
+        "M2": Chip((100,), {8: (8, 16, 24), 10: (8, 16, 24)}),
+        "M2 Pro": Chip((200,), {16: (16, 32), 19: (16, 32)}),
+        "M2 Max": Chip((400,), {30: (32, 64), 38: (32, 64, 96)}),
+        "M2 Ultra": Chip((800,), {60: (64, 128, 192), 76: (64, 128, 192)}),
+        "M3": Chip((100,), {8: (8, 16, 24), 10: (8, 16, 24)}),
+        "M3 Pro": Chip((150,), {14: (18, 36), 18: (18, 36)}),
+        "M3 Max": Chip((300, 400), {30: (36, 96), 40: (48, 64, 128)}),
+        "M3 Ultra": Chip((819,), {60: (96, 256), 80: (96, 256, 512)}),
+        "M4": Chip((120,), {8: (16, 24), 10: (16, 24, 32)}),
+        "M4 Pro": Chip((273,), {16: (24, 48, 64), 20: (24, 48, 64)}),
+        "M4 Max": Chip((410, 546), {32: (36,), 40: (48, 64, 128)}),
+        "M5": Chip((153,), {8: (16, 24), 10: (16, 24, 32)}),
+        "M5 Pro": Chip((307,), {16: (24, 48, 64), 20: (24, 48, 64)}),
+        "M5 Max": Chip((460, 614), {32: (36,), 40: (48, 64, 128)}),
+        "M5 Ultra": Chip((1200,), {64: (96,), 80: (96, 256, 512)}),
     }
 )
-"""The GB a second from each chip's memory; two where fewer GPU cores have less."""
+
+WITH_RDMA = ("M3 Ultra", "M4 Pro", "M4 Max", "M5 Pro", "M5 Max", "M5 Ultra")
+"""Chips with Thunderbolt 5, between which macOS 26.2 has RDMA: Apple's technical note 3205."""
 
 _BY_KIND = MappingProxyType(
-    {kind_key(f"Apple {chip}"): 1e9 * min(speeds) for chip, speeds in BANDWIDTH.items()}
+    {kind_key(f"Apple {name}"): 1e9 * min(chip.bandwidth) for name, chip in CHIPS.items()}
 )
 
 _MAC = re.compile(
@@ -151,13 +139,13 @@ def _machine(entry: str) -> Machine:
     mac = Machine(host=f"{size}GB", memory=size * GIB, link=THUNDERBOLT, where="--machines")
     if match["chip"] is None:
         return mac
-    names = {name.casefold(): name for name in SIZES}
+    names = {name.casefold(): name for name in CHIPS}
     chip = names.get(" ".join(match["chip"].casefold().split()))
     if chip is None:
         (near,) = get_close_matches(match["chip"].casefold(), names, n=1, cutoff=0)
         raise UserError(f"--machines has {entry!r}: unknown chip", f"the nearest is {names[near]}")
     asked = match["cores"]
-    sold = [(cores, gigabytes) for cores, sizes in SIZES[chip].items() for gigabytes in sizes]
+    sold = [(cores, gigabytes) for cores, sizes in CHIPS[chip].sizes.items() for gigabytes in sizes]
     fitting = [cores for cores, each in sold if each == size and asked in (None, str(cores))]
     if not fitting:
         cores, each = min(
@@ -170,6 +158,7 @@ def _machine(entry: str) -> Machine:
         mac,
         host=f"{chip} {size}GB",
         flops=cores * CORE_FLOPS * HERTZ[chip.split()[0]],
-        bandwidth=1e9 * BANDWIDTH[chip][-1 if cores == max(SIZES[chip]) else 0],
+        bandwidth=1e9 * CHIPS[chip].bandwidth[-1 if cores == max(CHIPS[chip].sizes) else 0],
+        rdma=RDMA_SUM_SECONDS if chip in WITH_RDMA else None,
         kind=kind_key(f"Apple {chip}"),
     )

@@ -108,11 +108,18 @@ class Cluster:
     def ring(self, ranks: Sequence[int]) -> Ring:
         """Return the links of ranks that share layers, from each to the next."""
         links = [(a, b) for a, b in zip(ranks, (*ranks[1:], ranks[0]), strict=True)]
+        rdma = [self.machines[rank].rdma for rank in ranks]
         return Ring(
             members=len(ranks),
             latency=max(self.latency(*each) for each in links),
             byte_seconds=max(self.link_seconds(*each, 1.0) for each in links),
+            rdma=None if None in rdma else max(filter(None, rdma)),
         )
+
+    @property
+    def has_rdma(self) -> bool:
+        """True if the machines sum over RDMA."""
+        return None not in (each.rdma for each in self.machines)
 
     def with_rings(self, across: int) -> Cluster:
         """Return the cluster whose groups of ``across`` ranks, neighbours, share layers."""

@@ -46,6 +46,8 @@ class Machine:
     """Bytes a second to other machines, each way."""
     latency: float | None = None
     """Seconds, one way."""
+    rdma: float | None = None
+    """Seconds of a sum over RDMA with other machines that have it."""
     ring: Ring | None = None
     """The links of the ranks for which it stands, if they compute layers together."""
     kind: str | None = None
@@ -128,6 +130,7 @@ _QUANTITIES: Mapping[str, tuple[Mapping[str, float], str, str, str]] = MappingPr
         "bandwidth": (_LINK, "1MB/s", "400GB/s", "1PB/s"),
         "link": (_LINK, "1kB/s", "40Gbps", "1PB/s"),
         "latency": (_SECONDS, "1ns", "30us", "1000s"),
+        "rdma": (_SECONDS, "1ns", "30us", "1s"),
     }
 )
 """The keys of a comment: units, the least plausible value, an example, the most plausible one."""

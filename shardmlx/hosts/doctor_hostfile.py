@@ -9,6 +9,7 @@ from dataclasses import replace
 from shardmlx.common.units import GIB
 from shardmlx.costmodel import chips
 from shardmlx.costmodel.hostfile import Machine, host_key, is_unnamed, kind_key
+from shardmlx.costmodel.ring import RDMA_SUM_SECONDS
 from shardmlx.errors import UserError
 from shardmlx.hosts.findings import Examination, Host
 from shardmlx.hosts.host_facts import HostFacts
@@ -73,6 +74,7 @@ def _with_facts(machine: Machine, facts: HostFacts, wired: int | None) -> Machin
         machine,
         memory=memory,
         wired=min(wired, memory) if wired and memory else wired,
+        rdma=machine.rdma or (RDMA_SUM_SECONDS if facts.has_rdma else None),
         kind=machine.kind or kind_key(facts.chip or "") or None,
     )
 
@@ -108,6 +110,7 @@ def _line(machine: Machine, remark: str = "") -> str:
         "bandwidth": machine.bandwidth and f"{machine.bandwidth / 1e9:.5g}GB/s",
         "link": machine.link and f"{8 * machine.link / 1e9:.5g}Gbps",
         "latency": machine.latency and f"{1e6 * machine.latency:.5g}us",
+        "rdma": machine.rdma and f"{1e6 * machine.rdma:.5g}us",
         "kind": machine.kind,
     }
     words = [f"{key}={value}" for key, value in facts.items() if value]

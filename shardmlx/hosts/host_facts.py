@@ -72,6 +72,7 @@ class HostFacts:
     disk_free: int | None
     interfaces: tuple[Interface, ...]
     memory_limit: int | None = None
+    has_rdma: bool = False
     mpirun: str | None = None
     mpirun_is_of_wheel: bool = True
     weak_power: tuple[str, ...] = ()
@@ -105,6 +106,7 @@ def collect() -> HostFacts:
         disk_free=disk_free,
         interfaces=_interfaces(media_of_ports(ports).get if is_mac else medium_on_linux),
         memory_limit=in_cgroup if in_cgroup and in_cgroup < memory.total else None,
+        has_rdma="rdma_" in ((_said("ibv_devices") if is_mac else None) or ""),
         mpirun=mpirun,
         mpirun_is_of_wheel=mpirun is None or is_of_wheel(Path(mpirun)),
         weak_power=weak_power(*(_said("pmset", *words) or "" for words in _PMSET))

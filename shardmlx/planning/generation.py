@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 from shardmlx.common.formatting import plural
 from shardmlx.config.common_options import FASTEST, SMALLEST
@@ -27,7 +28,7 @@ from shardmlx.planning.layout import costs_by_speed
 class GenerationWay:
     """A way to generate a text: stages on ``tensor_parallel`` ranks each, the ``peak`` bytes of the
     fullest rank and its ``capacity``, and the most tokens of the text a second. Ranks may have
-    ``whole_experts``."""
+    ``whole_experts``, and sum over RDMA."""
 
     hosts: tuple[str, ...]
     tensor_parallel: int
@@ -35,36 +36,44 @@ class GenerationWay:
     capacity: float
     tokens_per_second: float
     whole_experts: bool = False
+    has_rdma: bool = False
 
     @property
     def fits(self) -> bool:
         return self.peak <= self.capacity
 
+    @property
+    def options(self) -> str:
+        """The options of ``generate`` that ask for it."""
+        if self.tensor_parallel == 1:
+            return ""
+        experts = " --expert-parallel" * self.whole_experts
+        return f"--tensor-parallel {self.tensor_parallel}{experts}"
+
     def __str__(self) -> str:
         if len(self.hosts) == 1:
             return f"{self.hosts[0]} alone"
         stages = plural(len(self.hosts) // self.tensor_parallel, "stage")
-        return (
-            stages
-            if self.tensor_parallel == 1
-            else f"{stages}, --tensor-parallel {self.tensor_parallel}"
-            + " --expert-parallel" * self.whole_experts
-        )
+        links = "over RDMA" * self.has_rdma
+        return ", ".join(filter(None, (stages, self.options, links)))
 
 
 def generation_ways(sizes: ModelSizes, cluster: Cluster, context: int) -> list[GenerationWay]:
     """Return the ways to generate a text of so many tokens, the fastest first, those that fit
-    before the others; none if the bandwidth of a memory is unknown."""
+    before the others; none if the bandwidth of a memory is unknown. Sums are counted over TCP, too,
+    where there is RDMA."""
     if None in map(bandwidth_of, cluster.machines):
         return []
     count = cluster.size
     alone = [Cluster(machines=(each,), backend=cluster.backend) for each in cluster.machines]
     tried = [_way(sizes, each, 1, context) for each in (alone if count > 1 else [])]
     found = [max(tried, key=_worth)] if tried else []
+    tcp = replace(cluster, machines=tuple(replace(each, rdma=None) for each in cluster.machines))
     for across in (each for each in range(1, count + 1) if count % each == 0):
-        for whole_experts in (False, True):
+        links = [cluster, tcp] if across > 1 and cluster.has_rdma else [tcp]
+        for whole_experts, each in product((False, True), links):
             with suppress(UserError):  # heads, experts or layers are too few
-                found.append(_way(sizes, cluster, across, context, whole_experts))
+                found.append(_way(sizes, each, across, context, whole_experts))
     return sorted(found, key=_worth, reverse=True)
 
 
@@ -161,6 +170,7 @@ def _predicted(
         capacity=fullest[1],
         tokens_per_second=1 / seconds,
         whole_experts=shares.whole_experts,
+        has_rdma=across > 1 and cluster.has_rdma,
     )
 
 

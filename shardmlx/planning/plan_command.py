@@ -26,7 +26,7 @@ from shardmlx.errors import UserError
 from shardmlx.pipeline.figure import timeline
 from shardmlx.pipeline.stage_map import write_stage_map
 from shardmlx.planning.report import report
-from shardmlx.planning.training_plan import plan_training, with_shares
+from shardmlx.planning.training_plan import fastest_first, plan_training, with_shares
 
 _MACHINES = "machines"
 _OUTPUT = "output"
@@ -145,6 +145,9 @@ def run(words: Sequence[str]) -> int:
         planned = plan_training(
             run, machines, backend=options.backend, max_of=max_of, advance=bar.show
         )
+    others = [] if max_of is not None else with_shares(options, machines, planned)
+    if "tensor_parallel" not in given.names and not options.output and not options.island_lines:
+        planned, *others = fastest_first(planned, others)
     prediction = planned.prediction
     found = {} if max_of is None else {"max_seq_length": planned.asked.batch.max_seq_length}
     if options.timeline or options.island_lines:
@@ -155,7 +158,6 @@ def run(words: Sequence[str]) -> int:
         named = () if options.machines is not None else stage_map.hosts
         hosts = (None if host is None or is_unnamed(host) else host for host in named)
         write_stage_map(replace(stage_map, model=run.model, hosts=tuple(hosts)), options.output)
-    others = [] if max_of is not None else with_shares(options, machines, planned)
     for length in found.values():
         print(f"longest sequence that fits: {length} tokens")
     start = ["shardmlx", "launch", "--hostfile", options.hostfile or "HOSTFILE", "train"]

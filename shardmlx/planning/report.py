@@ -12,7 +12,6 @@ from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.predict import Prediction, RankPrediction
 from shardmlx.models.family import APPROXIMATE
 from shardmlx.planning.choice import Choice
-from shardmlx.planning.facts import Facts
 from shardmlx.planning.generation import generation_ways
 from shardmlx.planning.island_lines import OVERLAP, TERMS, exchanges
 
@@ -46,7 +45,7 @@ def report(
         "",
         *speed,
         *(_beside(choice, each) for each in others),
-        *_generation(facts),
+        *_generation(choice, start),
         *(_islands(choice, lines_of_islands) if lines_of_islands else []),
         *([APPROXIMATE] if facts.workload.shape.is_approximate else []),
         "",
@@ -55,9 +54,10 @@ def report(
     return "\n".join(lines)
 
 
-def _generation(facts: Facts) -> list[str]:
-    """Return a table of the ways to generate, if every memory's bandwidth is known."""
-    tokens, whole = facts.lengths.longest[0], facts.whole or facts
+def _generation(choice: Choice, start: Sequence[str]) -> list[str]:
+    """Return a table of the ways to generate, and the fastest one's command, if every memory's
+    bandwidth is known."""
+    tokens, whole = choice.facts.lengths.longest[0], choice.facts.whole or choice.facts
     ways = generation_ways(whole.workload, whole.cluster, tokens)
     if not ways:
         return []
@@ -72,11 +72,16 @@ def _generation(facts: Facts) -> list[str]:
         )
         for each in ways
     ]
+    fastest, where = ways[0], [*start[: start.index("train")], "generate"]
+    if len(fastest.hosts) == 1:
+        where = ["on", f"{fastest.hosts[0]}:", "shardmlx", "generate"]
+    words = [*where, "--model", shlex.quote(choice.run.model), *fastest.options.split()]
     heads = ("to generate", "fullest rank", "of", "tokens/s at most", "of the fastest")
     return [
         "",
         f"a text of {tokens} tokens, of which each reads all weights:",
         columns(heads, lines),
+        *(["the fastest: " + " ".join(words)] if fastest.fits else []),
     ]
 
 

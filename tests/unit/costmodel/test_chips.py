@@ -8,8 +8,8 @@ import pytest
 
 from shardmlx.common.units import GIB
 from shardmlx.costmodel.chips import (
+    CHIPS,
     HERTZ,
-    SIZES,
     THUNDERBOLT,
     as_macs,
     machines_of,
@@ -20,8 +20,8 @@ from shardmlx.errors import UserError
 
 
 def test_every_chip_from_m1_to_m5_is_known_with_each_memory_that_it_is_sold_with() -> None:
-    assert {chip.split()[0] for chip in SIZES} == HERTZ.keys() == {f"M{i}" for i in range(1, 6)}
-    for chip, variants in SIZES.items():
+    assert {chip.split()[0] for chip in CHIPS} == HERTZ.keys() == {f"M{i}" for i in range(1, 6)}
+    for chip, (_, variants) in CHIPS.items():
         for cores, sizes in variants.items():
             for size in sizes:
                 (mac,) = as_macs(machines_of(f"{chip} {cores}-core {size}GB"))

@@ -83,7 +83,7 @@ def test_comments_on_their_own_lines_are_prose(tmp_path: Path) -> None:
         ("flops=1e999", "'1e999'", "1M to 1000P"),
         ("latency=1e308s", "'1e308s'", "1ns to 1000s"),
         ("memroy=1GiB", "'memroy'", "memory"),
-        ("colour=grey", "'colour'", "memory, wired, flops, bandwidth, link, latency, kind"),
+        ("colour=grey", "'colour'", "memory, wired, flops, bandwidth, link, latency, rdma, kind"),
         ("kind=", "kind", "kind=m2-ultra"),
         ("link=1Gbps link=1Gbps", "link", "once"),
         ("memory=8GiB wired=9GiB", "'mac'", "wired"),

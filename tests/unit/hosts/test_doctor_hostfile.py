@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine, machine_of_each_rank, read_hostfile
+from shardmlx.costmodel.ring import RDMA_SUM_SECONDS
 from shardmlx.hosts.doctor_hostfile import hostfile_text, machines_of
 from shardmlx.hosts.findings import Examination
 from shardmlx.hosts.host_facts import Interface
@@ -24,6 +25,7 @@ MEASURED = Machine(
     bandwidth=8e11,
     link=2e9,
     latency=30.5e-6,
+    rdma=30 * 1e-6,
     kind="apple-m2-ultra",
 )
 
@@ -39,7 +41,7 @@ def test_the_planner_reads_what_was_written(tmp_path: Path) -> None:
     text = hostfile_text([MEASURED, bare], date="2026-11-21")
     assert text.splitlines()[-2:] == [
         "studio.local slots=2  # memory=64GiB wired=48GiB flops=27.2T bandwidth=800GB/s "
-        "link=16Gbps latency=30.5us kind=apple-m2-ultra",
+        "link=16Gbps latency=30.5us rdma=30us kind=apple-m2-ultra",
         "10.0.0.7 slots=1",
     ]
     assert read(text, tmp_path) == (MEASURED, bare)
@@ -68,12 +70,16 @@ def test_whatever_is_measured_can_be_read(
 
 
 def test_without_a_hostfile_machines_go_by_the_names_that_mpirun_has(tmp_path: Path) -> None:
-    hosts = (host("mac1", of={"node": "mac1.local"}), host("mac2", 1, ranks=(1, 2)))
+    hosts = (
+        host("mac1", of={"node": "mac1.local", "has_rdma": True}),
+        host("mac2", 1, ranks=(1, 2)),
+    )
     first, second = machines_of(Examination(hosts, (link("mac1", "mac2"),)))
     assert (first.host, first.slots, second.host, second.slots) == ("mac1.local", 1, "mac2", 2)
     assert first.memory == 64 * GIB
     assert first.flops == 21e12  # bfloat16, in which GPUs train
     assert (first.link, first.latency) == (2 * GB, 3e-5)
+    assert (first.rdma, second.rdma) == (RDMA_SUM_SECONDS, None)
     assert first.kind == "apple-m2-ultra"
     assert [each.host for each in read(hostfile_text((first, second)), tmp_path)] == [
         "mac1.local",

@@ -133,6 +133,7 @@ def test_a_mac_is_asked_with_its_own_tools(monkeypatch: pytest.MonkeyPatch) -> N
     answers = {
         "machdep.cpu.brand_string": "Apple M2 Ultra",
         "iogpu.wired_limit_mb": "57344",
+        "ibv_devices": "device          node GUID\n------\nrdma_en5        8096a9d9edbaac05",
         "batt": ON_BATTERY,
         "-g": SETTINGS.format(0),
         "-listallhardwareports": HARDWARE_PORTS_OF_A_MACBOOK,
@@ -143,6 +144,7 @@ def test_a_mac_is_asked_with_its_own_tools(monkeypatch: pytest.MonkeyPatch) -> N
     facts = host_facts.collect()
     assert facts.chip == "Apple M2 Ultra"
     assert facts.weak_power == ("on battery power",)
+    assert facts.has_rdma
     assert facts.wired_limit == 56 << 30
     assert facts.interfaces == (
         Interface("lo0", "127.0.0.1", "127.0.0.0/8", None),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardmlx.config.train import LINE, TrainConfig
-from shardmlx.costmodel.chips import BANDWIDTH, SIZES, machines_of
+from shardmlx.costmodel.chips import machines_of
 from shardmlx.hosts.launch_options import read_options
 from shardmlx.main import main
 from shardmlx.pipeline.stage_map import read_stage_map
@@ -124,8 +124,3 @@ def test_islands_wait_less_the_less_they_send_and_overlap_hides_it(capsys: Captu
     (first,) = [i for i, line in enumerate(lines) if line.startswith("2 islands")]
     shown = [line.split("  ")[0] for line in lines[first + 1 : first + 1 + len(ways)]]
     assert shown == [*ways]
-
-
-def test_every_chip_has_a_bandwidth() -> None:
-    assert {chip: len(each) for chip, each in BANDWIDTH.items()}.keys() == SIZES.keys()
-    assert all(len(each) <= len(SIZES[chip]) for chip, each in BANDWIDTH.items())

@@ -50,6 +50,20 @@ def test_a_token_reads_a_share_of_all_weights_and_sums_twice_a_layer() -> None:
     ]
 
 
+def test_where_there_is_rdma_sums_are_counted_over_it_and_over_tcp() -> None:
+    tcp = seconds(generation_ways(sizes(), machines(2), 100), 2, 2)
+    ways = generation_ways(sizes(), machines(2, rdma=3e-5), 100)
+    found = {str(each): 1 / each.tokens_per_second for each in ways}
+    faster = 2 * LAYERS * (SUM_SECONDS + 2 * 1e-4 - 3e-5)
+    assert found["1 stage, --tensor-parallel 2"] == pytest.approx(tcp)
+    assert found["1 stage, --tensor-parallel 2, over RDMA"] == pytest.approx(tcp - faster)
+    lacking = machines(2, rdma=3e-5)
+    lacking = replace(
+        lacking, machines=(replace(lacking.machines[0], rdma=None), lacking.machines[1])
+    )
+    assert not any(each.has_rdma for each in generation_ways(sizes(), lacking, 100))
+
+
 def test_four_machines_are_stages_of_shares_too_and_late_messages_make_stages_better() -> None:
     near = generation_ways(sizes(num_key_value_heads=4), machines(4), 100)
     assert seconds(near, 4, 4) < seconds(near, 4, 2) < seconds(near, 4, 1)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from shardmlx.config.inference import GENERATE
 from shardmlx.config.train import LINE
 from shardmlx.costmodel.cluster import Cluster, pipeline_seconds
 from shardmlx.costmodel.hostfile import Machine
@@ -62,7 +63,7 @@ def test_plan_says_what_tensor_shares_gain_or_lose(tmp_path: Path, capsys: Captu
     words = ("plan", str(model), "--hostfile", str(hosts), "--num-layers", "-1")
 
     def planned(*more: str, latency: str = "1us") -> str:
-        facts = f"memory=8GiB flops=10G bandwidth=100GB/s link=100GB/s latency={latency}"
+        facts = f"memory=8GiB flops=10G bandwidth=100MB/s link=100GB/s latency={latency}"
         hosts.write_text(f"a slots=1 # {facts}\nb slots=1 # {facts}\n")
         assert main([*words, *more]) == 0
         return capsys.readouterr().out
@@ -76,6 +77,17 @@ def test_plan_says_what_tensor_shares_gain_or_lose(tmp_path: Path, capsys: Captu
         assert ratio > 1
         steps.append(seconds)
     assert steps[1] > steps[0] + 4 * 4 * 2 * 9e-3
+
+    said = planned("--batch-size", "1")
+    assert "1 stage of 2 ranks with tensor shares" in said
+    assert re.search("^with --tensor-parallel 1: step .* times as long", said, re.MULTILINE)
+    assert said.splitlines()[-1].count("--tensor-parallel 2") == 1
+    (fastest,) = re.findall("^the fastest: shardmlx (.*)", said, re.MULTILINE)
+    way = GENERATE.load(read_options(shlex.split(fastest)[1:]).options)
+    assert (way.model, way.tensor_parallel) == (str(model), 2)
+    kept = planned("--batch-size", "1", "--tensor-parallel", "1")
+    assert "2 ranks, 1f1b" in kept
+    assert "times as fast" in kept
 
     said = planned("--tensor-parallel", "2")
     layout = LINE.load(read_options(shlex.split(said.splitlines()[-1])[2:]).options)
