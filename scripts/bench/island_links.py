@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""How long islands wait for a hub behind links of 20 Mbit/s and 50 ms, and what goes over them.
+"""How long islands wait for a hub behind links of 20 Mbit/s and 50 ms, and what goes over them;
+and how long two replicas wait for each other.
 
     python scripts/bench/island_links.py [--only WORD ...] [--steps 100] [--json FILE]
 
@@ -9,25 +10,38 @@ for them; an island that reports every 100 steps waits less, and not at all if i
 meanwhile. Shares are of an island's own time after its first step. The planned bytes are those of
 all reports and all weights, by the protocol.
 
-Five minutes on two cores.
+Data parallel is one job, a row a replica: its hosts are network namespaces (root, Linux) with such
+a link between them, and its bytes what they send, headers too. It is beside islands that report
+each step.
+
+Six minutes on two cores.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from _compare import ROOT, Table, machine, parser_of, publish
+from _compare import ROOT, Table, machine, parser_of, publish, run
 from _islands import running_hub, train_islands
 from _models import check_prepared, make_long_rows, make_wide, of_width
 from _slow_link import SlowLink
+from _training import as_flags, events_of
+
+sys.path.insert(0, str(ROOT))
 
 from shardmlx.islands.encodings import encoding_named
 from shardmlx.islands.store import Run
+from tests.helpers.hosts import Lab, hosts, missing
 
 RATE, DELAY = 20e6 / 8, 0.05
 NAMES = ("ann", "bob")
@@ -55,6 +69,9 @@ KINDS = {
     "the same, 4 fragments, --overlap 40": Kind({"fragments": 4, "overlap": 40}),
     "the same, --encoding int8": Kind({"fragments": 4, "overlap": 40, "encoding": "int8"}),
 }
+
+TOGETHER, MOST_TOGETHER = "data parallel", 8
+SENT = "/sys/class/net/eth0/statistics/tx_bytes"
 
 
 def measure(kind: Kind, steps: int, model: Path, data: Path) -> dict[str, Any]:
@@ -84,6 +101,38 @@ def measure(kind: Kind, steps: int, model: Path, data: Path) -> dict[str, Any]:
         }
 
 
+def measure_together(steps: int, model: Path, data: Path) -> dict[str, Any]:
+    """Return the clock of each replica, and the bytes of the link between them."""
+    line = (sys.executable, ROOT / "scripts/bench/_late_line.py", str(DELAY))
+    rate = f"{8 * RATE / 1e6:g}mbit"
+    with tempfile.TemporaryDirectory() as made, hosts(Path(made), 2, rate=rate, line=line) as lab:
+        for host in lab.hosts:
+            shutil.copytree(model, lab.home(host) / "model")
+            shutil.copytree(data, lab.home(host) / "data")
+        flags = {
+            **TRAINING, "model": "model", "data": "data", "batch_size": 2, "pipeline_stages": 1,
+            "iters": 1 + min(steps, MOST_TOGETHER), "steps_per_report": 1, "adapter_path": "out",
+            "metrics_file": "metrics.jsonl", "zero": 0,
+        }  # fmt: skip
+        before = sent_bytes(lab)
+        run(lab.mpirun(2, "-m", "shardmlx.train", *as_flags(flags)), timeout=500)
+        sent = sent_bytes(lab) - before
+        events = events_of(lab.home("mac1") / "metrics.jsonl")
+    made_steps = [each for each in events if each["event"] == "train"][1:]
+    seconds = sum(each["step_seconds"] for each in made_steps)
+    clocks = []
+    for rank in range(2):
+        waited = sum(each["ranks"][rank]["exposed_comm_seconds"] for each in made_steps)
+        of_rank = {"seconds": seconds, "waited": waited, "worked": 0.0, "steps": len(made_steps)}
+        clocks.append(of_rank)
+    return {"clocks": clocks, "bytes": sent}
+
+
+def sent_bytes(lab: Lab) -> int:
+    counters = (lab.command(host, "cat", SENT) for host in lab.hosts)
+    return sum(int(subprocess.check_output(each)) for each in counters)
+
+
 def planned_bytes(run: Run, steps: int) -> int:
     """Return the bytes of the weights that the first island gives and the others take, of all
     reports, and of what comes back."""
@@ -100,7 +149,7 @@ def planned_bytes(run: Run, steps: int) -> int:
 def cells(name: str, found: dict[str, Any]) -> tuple[str, ...]:
     """Return a line of the table, of the island that waited most."""
     clock = max(found["clocks"], key=waits)
-    own = clock["seconds"] - clock["waited"] - clock["worked"]
+    own, planned = clock["seconds"] - clock["waited"] - clock["worked"], found.get("planned_bytes")
     return (
         name,
         f"{own / clock['steps']:.2f} s",
@@ -108,7 +157,7 @@ def cells(name: str, found: dict[str, Any]) -> tuple[str, ...]:
         f"{100 * clock['worked'] / clock['seconds']:.1f}%",
         f"{100 * own / clock['seconds']:.1f}%",
         f"{found['bytes'] / 1e6:.1f} MB",
-        f"{100 * (found['bytes'] / found['planned_bytes'] - 1):+.1f}%",
+        f"{100 * (found['bytes'] / planned - 1):+.1f}%" if planned else "",
     )
 
 
@@ -126,14 +175,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         model = make_wide(Path(made, "model"), **of_width(128))
         data = make_long_rows(Path(made, "data"))
-        for name, kind in KINDS.items():
+        measures: dict[str, Callable[[int, Path, Path], dict[str, Any]]] = {
+            name: partial(measure, kind) for name, kind in KINDS.items()
+        }
+        if lacks := missing():
+            print(f"no {TOGETHER}: {lacks}", file=sys.stderr)
+        else:
+            measures = {TOGETHER: measure_together, **measures}
+        for name, measured in measures.items():
             if not options.only or any(word in name for word in options.only):
-                found = measure(kind, options.steps, model, data)
+                found = measured(options.steps, model, data)
                 results.append({"kind": name, **found})
                 lines.append(cells(name, found))
                 print("  ".join(lines[-1]), flush=True)
     header = ("reports", "a step computes", "it waits", "encodes, merges", "computes")
-    table = Table("Two islands", (*header, "bytes", "beside the plan"), lines)
+    table = Table("Two islands, or replicas", (*header, "bytes", "beside the plan"), lines)
     publish(options, facts, [table], {"links": results})
 
 

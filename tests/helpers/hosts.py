@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import SkipTest
@@ -177,12 +177,14 @@ def hosts(
     *,
     slots: int = 1,
     rate: str | None = None,
+    line: Sequence[str | Path] = (),
     cgroups: Mapping[str, Cgroup] | None = None,
 ) -> Iterator[Lab]:
     """Yield a lab of ``count`` hosts on one switch, running; skip the test where there can be none.
 
-    ``rate`` limits each host's link in both directions, in ``tc``'s words: ``20mbit``. A host that
-    has one of the ``cgroups`` runs everything in it.
+    ``rate`` limits each host's link in both directions, in ``tc``'s words: ``20mbit``. ``line`` is
+    a command that takes the switch's place: it gets the name of each host's port. A host that has
+    one of the ``cgroups`` runs everything in it.
     """
     require()
     names = [f"mac{number}" for number in range(1, count + 1)]
@@ -206,6 +208,12 @@ def hosts(
                 )
             )
             _connect(holders[name], switch, number, rate)
+        if line:
+            ports = [f"port{number}" for number in range(1, count + 1)]
+            for port in ports:
+                _in(switch, "--net", "ip", "link", "set", port, "nomaster")
+            enter = ("nsenter", "--target", str(switch.pid), "--net")
+            stack.enter_context(_started(*enter, *line, *ports))
         lab = Lab(directory, holders, slots, cgroups or {})
         yield lab
 
@@ -221,17 +229,20 @@ def _seen_by_all() -> list[Path]:
     return [path for path in inside if not any(other in path.parents for other in inside)]
 
 
-@contextmanager
-def _holding(*command: str | Path) -> Iterator[subprocess.Popen[str]]:
-    """Start a process with new namespaces, and wait until it says ``up``.
+def _holding(*command: str | Path) -> contextlib.AbstractContextManager[subprocess.Popen[str]]:
+    """Start a process with new namespaces, which end with it, and wait until it says ``up``."""
+    return _started("unshare", *command)
 
-    It ends, and they with it, when its stdin is closed: also if this process is killed.
-    """
+
+@contextmanager
+def _started(*command: str | Path) -> Iterator[subprocess.Popen[str]]:
+    """Start a process, and wait until it says ``up``. It ends when its stdin is closed: also if
+    this process is killed."""
     with subprocess.Popen(
-        ["unshare", *map(str, command)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [*map(str, command)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "up\n", f"unshare {command} failed"
+        assert process.stdout.readline() == "up\n", f"{command} failed"
         yield process
 
 
