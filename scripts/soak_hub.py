@@ -124,9 +124,9 @@ class Island(threading.Thread):
             time.sleep(0.05)
 
 
-def started(directory: Path, port: int) -> subprocess.Popen[str]:
+def started(directory: Path, port: int, options: str = OPTIONS) -> subprocess.Popen[str]:
     words = ["hub", "--path", str(directory), "--islands", ",".join(NAMES), "--port", str(port)]
-    command = [sys.executable, "-m", "shardmlx", *words, *OPTIONS.split()]
+    command = [sys.executable, "-m", "shardmlx", *words, *options.split()]
     hub = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert hub.stdout is not None
     assert "page" in hub.stdout.readline()
