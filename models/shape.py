@@ -43,8 +43,6 @@ class ModelShape:
     """Reason why the model cannot be trained; empty if it can."""
     refused: frozenset[str] = frozenset()
     """Names of tensors of an undeclared model that mlx-lm has no place for, if not quantised."""
-    missing: str = ""
-    """Name of the first tensor of such a model that mlx-lm would not find as it loads."""
     before: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Modules that are called before the layers, beside the embedding, with the sides of their
     weights: the first layer's stage has them."""
@@ -56,7 +54,8 @@ class ModelShape:
     """True if rotary embeddings change with the length of the text."""
     family: Family = field(compare=False, repr=False)
     """The row of the text model, or the facts of an undeclared one that its code tells."""
-    outer_family: Family = field(compare=False, repr=False)
+    renames: tuple[tuple[str, str], ...] = ()
+    """Prefixes that mlx-lm replaces as it loads, with replacements: the first match counts."""
     chooses_caches: bool
     """True if mlx-lm's model makes its KV caches itself, and ignores ``--max-kv-size``."""
 
@@ -109,7 +108,7 @@ class ModelShape:
             ),
             has_dynamic_rope="dynamic" in (scaling.get("type"), scaling.get("rope_type")),
             family=family,
-            outer_family=outer,
+            renames=outer.renames,
             chooses_caches=outer.windows is not no_windows,
         )
 

@@ -162,9 +162,8 @@ def traced_shape(config: Mapping[str, Any], stored: Mapping[str, Sides]) -> Mode
     ]
     kept = [each for cache in caches for each in parts_of(cache)]
     are_merged = all(hasattr(each, "merge") for each in kept)
-    loaded, fault = _loaded(model, stored)
+    loaded = _loaded(model, stored)
     own = {name for name, _ in tree_flatten(model.parameters())}
-    missing = next(iter(sorted(own - loaded.keys())), "") if loaded else fault
     is_stored_so = not stored or f"{names.embedding}.weight" in stored
     stored_names = {} if is_stored_so else _stored_names(loaded, names.embedding)
     before = _sides(parts.before)
@@ -202,11 +201,9 @@ def traced_shape(config: Mapping[str, Any], stored: Mapping[str, Sides]) -> Mode
         names=_names_by(stored_names, names) if stored_names else names,
         has_dynamic_rope=not all(isinstance(each, STATIC) for each in ropes),
         family=seen,
-        outer_family=seen,
         chooses_caches=hasattr(model, "make_cache"),
         untrained=_fault_of_gradient(decoder, layers),
         refused=frozenset(origin or name for name, origin in loaded.items() if name not in own),
-        missing=missing,
     )
 
 
@@ -243,18 +240,16 @@ def _loops(path: str, sides: Sides) -> bool:
     return "rg_lru" in path or (path.endswith("A_log") and len(sides) == 2)
 
 
-def _loaded(model: nn.Module, stored: Mapping[str, Sides]) -> tuple[dict[str, str], str]:
+def _loaded(model: nn.Module, stored: Mapping[str, Sides]) -> dict[str, str]:
     """Return the names that mlx-lm's code gives arrays of such sides as it loads them, each with
-    its stored name, empty where numbers are changed; none, and why, if it does not load them."""
+    its stored name, empty where numbers are changed; none if it does not load them."""
     arrays = {name: mx.zeros(sides) for name, sides in stored.items()}
     before = {id(array): name for name, array in arrays.items()}
     try:
         loaded = model.sanitize(dict(arrays)) if hasattr(model, "sanitize") else arrays
-    except KeyError as error:
-        return {}, str(error.args[0])
     except FAULTS:
-        return {}, ""
-    return {name: before.get(id(array), "") for name, array in loaded.items()}, ""
+        return {}
+    return {name: before.get(id(array), "") for name, array in loaded.items()}
 
 
 def _stored_names(loaded: Mapping[str, str], embedding: str) -> dict[str, str]:

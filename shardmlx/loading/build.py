@@ -29,6 +29,7 @@ from shardmlx.modelfiles.published_packing import check_packing, published_packi
 from shardmlx.models.config_reader import read_config
 from shardmlx.models.draft_head import ONE_LAYER, DraftHead, head_class
 from shardmlx.models.families import ANOTHER, HEADS, is_declared
+from shardmlx.models.loaded import without_spare_head
 from shardmlx.models.parts import find_parts
 from shardmlx.models.rope_parameters import with_rope
 from shardmlx.models.ropes import fit_ropes
@@ -65,7 +66,7 @@ def load_lazily(
     filled = with_rope(config) | changes
     try:
         model, config = load_model(
-            path, lazy=True, model_config=filled, get_model_classes=classes or _without_spare_head
+            path, lazy=True, model_config=filled, get_model_classes=classes or without_spare_head
         )
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
         remedy = ""
@@ -76,24 +77,6 @@ def load_lazily(
         fault = f"{path}: mlx-lm cannot build this model: {one_line(error)}"
         raise UserError(fault, remedy) from None
     return model, config, fit_ropes(model, filled)
-
-
-def _without_spare_head(config: dict[str, Any]) -> tuple[Any, Any]:
-    """Return mlx-lm's classes, but no lm_head of tied embeddings, which some families refuse."""
-    kind, args = model_classes(config)
-    text = config.get("text_config") or {}
-    if config.get("tie_word_embeddings", text.get("tie_word_embeddings")) is False:
-        return kind, args
-
-    class Model(kind):  # type: ignore[misc, valid-type]
-        def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-            weights = super().sanitize(weights) if hasattr(kind, "sanitize") else weights
-            if any("lm_head" in name for name, _ in self.named_modules()):
-                return weights
-            return {name: each for name, each in weights.items() if "lm_head." not in name}
-
-    Model.__module__ = kind.__module__
-    return Model, args
 
 
 def build_model(

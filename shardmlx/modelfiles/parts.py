@@ -6,7 +6,8 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby
@@ -22,10 +23,10 @@ from shardmlx.modelfiles.tensors import (
     Module,
     Quantisation,
     expected_tensors,
-    infer_quantisation,
     is_dropped,
     loaded_name,
     modules,
+    packing_of,
     read_quantisation,
 )
 from shardmlx.models.config_reader import MOST_LAYERS
@@ -156,11 +157,15 @@ def inspect_files(files: ModelFiles) -> Inspection:
     if shape is not None:
         family = modules(shape)
         columns = {path: each.weight[-1] for path, each in family.items() if each.is_quantisable}
-    packed = _packings(tensors, files.config, columns)
+    quantisation = read_quantisation(files.config) if "quantization" in files.config else None
     parts: dict[str | int, list[Tensor]] = {}
     for name, place in tensors.items():
         path, _, leaf = name.rpartition(".")
-        how = packed.get(path) if leaf in ("weight", *QUANTISED_PARTS) else None
+        how = None
+        if leaf in ("weight", *QUANTISED_PARTS):
+            weight, scales = (tensors.get(f"{path}.{each}") for each in ("weight", "scales"))
+            hint = quantisation.of(path) if quantisation is not None else None
+            how = packing_of(weight, scales, columns.get(path), hint)
         parameters = math.prod(place.shape)
         if how is not None:
             # Counted like mlx-lm: the weights that packed words encode, without scales.
@@ -201,15 +206,22 @@ def read_shape(
 def _traced(config: str, sides: tuple[tuple[str, tuple[int, ...]], ...]) -> ModelShape:
     """Return the shape of a model that no row declares; a run asks twice, and a large one takes
     seconds."""
-    try:
+    fields = json.loads(config)
+    with needs_mlx_lm(fields.get("model_type")):
         from shardmlx.models.undeclared import traced_shape
+    return traced_shape(fields, dict(sides))
+
+
+@contextmanager
+def needs_mlx_lm(kind: object) -> Iterator[None]:
+    """Import parts of mlx-lm in the block. Raises ``UserError`` if it is not installed."""
+    try:
+        yield
     except ImportError:
-        kind = json.loads(config).get("model_type")
         raise UserError(
             f"models of type {kind!r} are read with mlx-lm, which is not installed",
             "pip install mlx-lm",
         ) from None
-    return traced_shape(json.loads(config), dict(sides))
 
 
 def shape_of(files: ModelFiles) -> ModelShape | str:
@@ -261,26 +273,6 @@ def place_of(name: str, shape: ModelShape | None) -> str | int:
     if _HEAD.search(name) or name.startswith(ends):
         return HEAD
     return OTHER
-
-
-def _packings(
-    tensors: Mapping[str, PlacedTensor], config: Mapping[str, Any], columns: Mapping[str, int]
-) -> dict[str, Quantisation | None]:
-    """Return how the weights with scales were packed; ``columns`` are known widths."""
-    quantisation = read_quantisation(config) if "quantization" in config else None
-    packed: dict[str, Quantisation | None] = {}
-    for name, scales in tensors.items():
-        path, _, leaf = name.rpartition(".")
-        weight = tensors.get(f"{path}.weight")
-        if leaf == "scales" and weight is not None and weight.shape and scales.shape:
-            packed[path] = infer_quantisation(
-                weight.shape[-1],
-                scales.shape[-1],
-                scales.dtype,
-                columns.get(path),
-                quantisation.of(path) if quantisation is not None else None,
-            )
-    return packed
 
 
 def planned_tensors(config: Mapping[str, Any]) -> dict[str, PlacedTensor]:

@@ -6,13 +6,14 @@ Follows mlx-lm's model files and ``mlx_lm.utils.load_model``, which decide the l
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.published_packing import Packing, published_packing
+from shardmlx.modelfiles.safetensors_header import PlacedTensor
 from shardmlx.models.layer_shape import LayerShape
 from shardmlx.models.shape import ModelShape
 
@@ -63,13 +64,6 @@ class Quantisation:
         packed = (*rows, columns * self.bits // _WORD_BITS)
         is_affine = self.mode == "affine"
         return {"weight": packed, "scales": scales} | ({"biases": scales} if is_affine else {})
-
-
-_KNOWN = (
-    *(Quantisation(bits, group) for group in (64, 32, 128, 16) for bits in (4, 8, 3, 6, 5, 2)),
-    *(Quantisation(*pair, mode) for mode, pair in DEFAULTS.items() if mode != "affine"),
-)
-"""Quantisations, the likely ones first: all modes but affine have one pair each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,19 +124,24 @@ def _quantisation(entry: Mapping[str, Any], where: str = "") -> Quantisation:
         raise UserError(f"config.json: quantization{where}: {error}") from None
 
 
-def infer_quantisation(
-    packed: int, scales: int, scales_dtype: str, columns: int | None, hint: Quantisation | None
+def packing_of(
+    weight: PlacedTensor | None,
+    scales: PlacedTensor | None,
+    columns: int | None,
+    hint: Quantisation | None,
 ) -> Quantisation | None:
-    """Return a weight's packing by its last axis, in words, and its scales'; None if none fits."""
-    is_affine = scales_dtype != "U8"
-    found = [
-        each
-        for each in _KNOWN
-        if is_affine == (each.mode == "affine")
-        and packed * _WORD_BITS == scales * each.group_size * each.bits
-        and columns in (None, scales * each.group_size)
-    ]
-    return hint if hint in found else next(iter(found), None)
+    """Return how a weight with scales was packed; None if it was not. mlx-lm tells it from
+    ``columns``, too; where these are unknown, ``hint`` is taken."""
+    if weight is None or scales is None or not (weight.shape and scales.shape):
+        return None
+    if columns is None or not scales.shape[-1]:
+        return hint
+    bits, group = weight.shape[-1] * _WORD_BITS // columns, columns // scales.shape[-1]
+    modes = [mode for mode in DEFAULTS if mode != "affine" and DEFAULTS[mode] == (bits, group)]
+    try:
+        return Quantisation(bits, group, modes[0] if scales.dtype == "U8" and modes else "affine")
+    except UserError:
+        return hint
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,25 +186,10 @@ def _layer(layer: LayerShape) -> Iterator[tuple[str, Module]]:
 
 def loaded_name(name: str, shape: ModelShape) -> str:
     """Return the name under which mlx-lm loads a tensor."""
-    for beginning, instead in shape.outer_family.renames:
+    for beginning, instead in shape.renames:
         if name.startswith(beginning):
             return instead + name.removeprefix(beginning)
     return name
-
-
-def is_stored_otherwise(
-    names: Container[str], modules: Mapping[str, Module], shape: ModelShape
-) -> bool:
-    """Return whether layers have other tensors on disk than in mlx-lm, which cuts or joins some as
-    it loads them: then none has all of its weights, or none of a kind in an undeclared model."""
-
-    def is_whole(layer: int) -> bool:
-        prefix = f"{shape.names.layers}{layer}."
-        own = ((path, each) for path, each in modules.items() if path.startswith(prefix))
-        return all((path if each.bare else f"{path}.weight") in names for path, each in own)
-
-    whole = {shape.pattern[i] for i in range(shape.num_layers) if is_whole(i)}
-    return len(whole) < (1 if shape.is_declared else len(shape.kinds))
 
 
 def expected_tensors(
@@ -231,9 +215,6 @@ def is_dropped(name: str, shape: ModelShape) -> bool:
     if is_tied_head or _COMPUTED.search(name):
         return True
     is_scale, is_of_others = _SCALES.search(name), OTHER_SENSES.search(name)
-    if shape.is_declared:
-        is_wrapped = shape.outer_family is not shape.family
-        return bool((is_scale and shape.family.unpacks_fp8) or (is_of_others and is_wrapped))
     layer = re.match(rf"{re.escape(shape.names.layers)}(\d+)\.", name)
     is_further = layer is not None and int(layer[1]) >= shape.num_layers
     return name not in shape.refused and bool(is_scale or is_of_others or is_further)

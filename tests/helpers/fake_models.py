@@ -17,6 +17,7 @@ TINY: dict[str, Any] = {
     "intermediate_size": 128,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
     "vocab_size": 100,
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",

@@ -9,9 +9,10 @@ from mlx.utils import tree_flatten
 
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.parts import planned_tensors
+from shardmlx.modelfiles.safetensors_header import PlacedTensor
 from shardmlx.modelfiles.tensors import (
     Quantisation,
-    infer_quantisation,
+    packing_of,
     read_quantisation,
 )
 from tests.helpers.fake_models import MISTRAL_7B, MISTRAL_LARGE
@@ -79,19 +80,17 @@ def test_a_quantisation_that_mlx_does_not_have_is_refused(entry: Any, named: str
         read_quantisation({"quantization": entry})
 
 
-def test_quantisation_is_inferred_from_packed_shapes_as_mlx_lm_infers_it() -> None:
-    for how in (Quantisation(4, 64), Quantisation(3, 32), Quantisation(8, 128)):
-        shapes = how.shapes((10, 512))
-        packed, scales = shapes["weight"][-1], shapes["scales"][-1]
-        assert infer_quantisation(packed, scales, "BF16", 512, None) == how
-    shapes = Quantisation(4, 16, "nvfp4").shapes((10, 512))
-    assert infer_quantisation(shapes["weight"][-1], shapes["scales"][-1], "U8", 512, None) == (
-        Quantisation(4, 16, "nvfp4")
-    )
-    assert infer_quantisation(7, 3, "BF16", 512, None) is None
-    # Without the family: what the config says, where it fits; 8-bit of 64 looks like 4-bit of 128.
-    assert infer_quantisation(128, 8, "BF16", None, Quantisation(8, 64)) == Quantisation(8, 64)
-    assert infer_quantisation(128, 8, "BF16", None, Quantisation(4, 128)) == Quantisation(4, 128)
+def test_packing_is_told_from_shapes_as_mlx_lm_tells_it() -> None:
+    hint = Quantisation(8, 32)
+    for how in (Quantisation(4, 64), Quantisation(3, 32), Quantisation(4, 16, "nvfp4")):
+        dtype = "BF16" if how.mode == "affine" else "U8"
+        weight, scales = (
+            PlacedTensor("", dtype, how.shapes((10, 512))[part], 0, 0)
+            for part in ("weight", "scales")
+        )
+        assert packing_of(weight, scales, 512, hint) == how
+        assert packing_of(weight, scales, None, hint) == packing_of(weight, scales, 7, hint) == hint
+        assert packing_of(weight, None, 512, hint) is None
 
 
 def test_mlx_reads_back_what_is_said_of_packed_weights() -> None:
