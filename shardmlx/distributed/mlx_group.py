@@ -29,7 +29,7 @@ from shardmlx.common.reporter import Reporter
 from shardmlx.distributed.agreement import on_all_ranks
 from shardmlx.distributed.fate import HURRY
 from shardmlx.distributed.messages import GATHER_TAG, LOSS_TAG, PeerLost
-from shardmlx.distributed.networks import INCLUDE, is_included
+from shardmlx.distributed.networks import INCLUDE, is_included, own_addresses
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import EngineError, UserError, one_line
 
@@ -189,10 +189,7 @@ def _interfaces() -> list[tuple[str, IPv4Interface]]:
     """Return this host's interfaces, the fastest link first; those alone that MPI may use."""
     speeds = {name: each.speed for name, each in psutil.net_if_stats().items() if each.isup}
     named = [
-        (name, IPv4Interface(f"{each.address}/{each.netmask or 32}"))
-        for name, addresses in psutil.net_if_addrs().items()
-        for each in addresses
-        if name in speeds and each.family == socket.AF_INET and each.address != _HERE
+        (name, each) for name, each in own_addresses() if name in speeds and not each.is_loopback
     ]
     named.sort(key=lambda each: -speeds[each[0]])
     include = os.environ.get(INCLUDE)

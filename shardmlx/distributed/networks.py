@@ -1,9 +1,13 @@
-"""The networks that Open MPI may use, as it was told. No MLX, no MPI."""
+"""The networks of this machine, and those that Open MPI may use. No MLX, no MPI."""
 
 from __future__ import annotations
 
 import ipaddress
+import socket
+from collections.abc import Iterator
 from contextlib import suppress
+
+import psutil
 
 INCLUDE = "OMPI_MCA_btl_tcp_if_include"
 """The variable in which ``mpirun --mca`` has networks or interfaces."""
@@ -21,3 +25,12 @@ def is_included(name: str, address: str, include: str | None) -> bool:
         if word == name:
             return True
     return False
+
+
+def own_addresses() -> Iterator[tuple[str, ipaddress.IPv4Interface]]:
+    """Yield this machine's interfaces by name, each with an address in its network."""
+    for label, addresses in psutil.net_if_addrs().items():
+        name = label.partition(":")[0]  # eth0:1 is a second address of eth0
+        for each in addresses:
+            if each.family == socket.AF_INET and each.netmask:
+                yield name, ipaddress.IPv4Interface(f"{each.address}/{each.netmask}")

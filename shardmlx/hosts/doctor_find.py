@@ -11,8 +11,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-import psutil
-
+from shardmlx.distributed.networks import own_addresses
 from shardmlx.errors import LOCAL_NETWORK, UserError, one_line
 from shardmlx.hosts.host_facts import ETHERNET, THUNDERBOLT, VIRTUAL, WIFI, Interface
 from shardmlx.hosts.reachability import is_local
@@ -40,8 +39,7 @@ def find_others(progress: Callable[[str], None]) -> dict[str, str]:
             f"cannot ask the network ({one_line(error)})",
             "see whether it is up, and which program has its port (lsof -i udp:5353)",
         ) from None
-    own = {each.address for addresses in psutil.net_if_addrs().values() for each in addresses}
-    others = others_of(announced, own)
+    others = others_of(announced, {str(each.ip) for _, each in own_addresses()})
     if not others:
         raise UserError(
             f"no other machine has announced ssh within {SECONDS_TO_HEAR:g} s",

@@ -14,7 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ import psutil
 
 from shardmlx.common.process_memory import memory_limit
 from shardmlx.common.units import MIB
+from shardmlx.distributed.networks import own_addresses
 from shardmlx.distributed.processes import find_mpirun
-from shardmlx.hosts.mpirun import is_of_wheel, own_addresses
+from shardmlx.hosts.mpirun import is_of_wheel
 from shardmlx.hosts.probe_script import versions
 
 SECONDS_TO_SAY = 10.0  # for each tool
@@ -87,6 +88,7 @@ def collect() -> HostFacts:
     cores = os.cpu_count() if is_mac else len(os.sched_getaffinity(0))
     limit = _said("sysctl", "-n", "iogpu.wired_limit_mb") if is_mac else ""
     ports = (_said("networksetup", "-listallhardwareports") if is_mac else None) or ""
+    medium_of = media_of_ports(ports).get if is_mac else medium_on_linux
     directory, disk_free = _disk()
     memory = psutil.virtual_memory()
     mpirun = _mpirun()
@@ -104,7 +106,10 @@ def collect() -> HostFacts:
         wired_limit=int(limit) * MIB if limit and limit.isdecimal() else None,
         directory=directory,
         disk_free=disk_free,
-        interfaces=_interfaces(media_of_ports(ports).get if is_mac else medium_on_linux),
+        interfaces=tuple(
+            Interface(name, str(each.ip), str(each.network), medium_of(name))
+            for name, each in own_addresses()
+        ),
         memory_limit=in_cgroup if in_cgroup and in_cgroup < memory.total else None,
         has_rdma="rdma_" in ((_said("ibv_devices") if is_mac else None) or ""),
         mpirun=mpirun,
@@ -171,13 +176,6 @@ def _disk() -> tuple[str | None, int | None]:
         return directory, shutil.disk_usage(directory).free
     except OSError:
         return None, None
-
-
-def _interfaces(medium_of: Callable[[str], str | None]) -> tuple[Interface, ...]:
-    return tuple(
-        Interface(name, str(each.ip), str(each.network), medium_of(name))
-        for name, each in own_addresses()
-    )
 
 
 def media_of_ports(text: str) -> dict[str, str | None]:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import ipaddress
 import os
 import shutil
-import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
 import psutil
 
 from shardmlx.config.serve import KEY_VARIABLE
-from shardmlx.distributed.networks import INCLUDE
+from shardmlx.distributed.networks import INCLUDE, own_addresses
 from shardmlx.errors import UserError
 from shardmlx.islands.client import TOKEN
 
@@ -83,15 +82,6 @@ def common_network(hosts: Sequence[str], own: Sequence[ipaddress.IPv4Interface])
         if not network.is_loopback and all(each in network for each in addresses):
             return str(network)
     return None
-
-
-def own_addresses() -> Iterator[tuple[str, ipaddress.IPv4Interface]]:
-    """Yield this machine's interfaces by name, each with an address in its network."""
-    for label, addresses in psutil.net_if_addrs().items():
-        name = label.partition(":")[0]  # eth0:1 is a second address of eth0
-        for each in addresses:
-            if each.family == socket.AF_INET and each.netmask:
-                yield name, ipaddress.IPv4Interface(f"{each.address}/{each.netmask}")
 
 
 def _cores() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
@@ -19,14 +20,12 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.hosts.findings import LinkSpeed
 
 SECONDS_OF_PINGS = 0.3
-FEWEST_PINGS, MOST_PINGS = 5, 400
-WARM_UPS = 5  # messages before measuring: the first open the connection
 
 SMALLEST_BYTES, LARGEST_BYTES = 1 << 16, 1 << 26  # a transfer: up to a large micro-batch
-TRANSFERS_A_MEASUREMENT = 2  # at least, of the measured size
+SMALLEST_MATRIX, LARGEST_MATRIX = 256, 4096
+RUNS = 3  # of the measured size, at least
 
-LARGEST_MATRIX = 4096
-RUNS_OF_A_MATRIX = 3
+_END = -1  # in the place of a size: nothing more comes
 
 
 class _LinkEnd:
@@ -71,99 +70,76 @@ def measure_link(
     peer = _LinkEnd(transport, second if is_first else first, tag)
     try:
         if is_first:
-            latency = _ping(peer)
-            there = _push(peer, seconds, latency)
+            latency, there = _push(peer, seconds)
             _pull(peer)
             return LinkSpeed(latency=latency, there=there, back=peer.hear())
-        latency = _pong(peer)
         _pull(peer)
-        peer.say(_push(peer, seconds, latency))
+        _, back = _push(peer, seconds)
+        peer.say(back)
     except TransportTimeout as timeout:
         return str(timeout)
     return None
 
 
-def _ping(peer: _LinkEnd) -> float:
-    """Return half of the median round trip."""
+def _push(peer: _LinkEnd, seconds: float) -> tuple[float, float]:
+    """Return half of the median round trip, and the bytes a second that go to the other end, which
+    calls ``_pull``."""
 
-    def round_trip() -> float:
-        start = time.perf_counter()
-        peer.say(0)
-        peer.hear()
-        return time.perf_counter() - start
+    def transfer(size: int) -> Callable[[], None]:
+        data = new_buffer((size,), mx.uint8)
 
-    warm = min(round_trip() for _ in range(WARM_UPS))
-    count = min(max(int(SECONDS_OF_PINGS / max(warm, 1e-9)), FEWEST_PINGS), MOST_PINGS)
-    peer.say(count)
-    latency = statistics.median(round_trip() for _ in range(count)) / 2
-    peer.say(latency)
-    return latency
+        def run() -> None:
+            peer.say(size)
+            if size:
+                peer.send(data)
+            peer.hear()
 
+        return run
 
-def _pong(peer: _LinkEnd) -> float:
-    """Answer ``_ping``; return the latency that the other end has found."""
-
-    def answer(count: int) -> None:
-        for _ in range(count):
-            peer.say(peer.hear())
-
-    answer(WARM_UPS)
-    answer(int(peer.hear()))
-    return peer.hear()
-
-
-def _push(peer: _LinkEnd, seconds: float, latency: float) -> float:
-    """Return the bytes a second that go to the other end, which calls ``_pull``."""
-    size, rates, end = SMALLEST_BYTES, list[float](), time.perf_counter() + seconds
-    data = new_buffer((size,), mx.uint8)
-    while True:
-        peer.say(size)
-        start = time.perf_counter()
-        peer.send(data)
-        peer.hear()
-        now = time.perf_counter()
-        # The final message, which confirms everything, takes a latency of its own.
-        taken = max(now - start - latency, 1e-9)
-        rates.append(size / taken)
-        larger = 4 * size
-        if larger <= LARGEST_BYTES and 4 * taken * TRANSFERS_A_MEASUREMENT <= end - now:
-            size, rates = larger, []
-            data = new_buffer((size,), mx.uint8)
-        elif now >= end and len(rates) >= TRANSFERS_A_MEASUREMENT:
-            break
-    peer.say(0)
-    return statistics.median(rates)
+    _, round_trip = _median_seconds(transfer, 0, 0, SECONDS_OF_PINGS)
+    size, taken = _median_seconds(transfer, SMALLEST_BYTES, LARGEST_BYTES, seconds)
+    peer.say(_END)
+    return round_trip / 2, size / max(taken - round_trip, 1e-9)
 
 
 def _pull(peer: _LinkEnd) -> None:
     """Take the messages of ``_push``."""
     data = new_buffer((0,), mx.uint8)
-    while size := int(peer.hear()):
+    while (size := int(peer.hear())) != _END:
         if data.size != size:
             data = new_buffer((size,), mx.uint8)
-        peer.receive(data)
+        if size:
+            peer.receive(data)
         peer.say(1)
+
+
+def _median_seconds(
+    prepare: Callable[[int], Callable[[], None]], size: int, largest: int, seconds: float
+) -> tuple[int, float]:
+    """Return a size and the median time that ``prepare(size)()`` takes. For ``seconds`` it runs: at
+    sizes that double, up to the ``largest``, while ``RUNS`` of the next one fit, which may take
+    eight times as long."""
+    run, taken, end = prepare(size), list[float](), time.perf_counter() + seconds
+    while True:
+        start = time.perf_counter()
+        run()
+        now = time.perf_counter()
+        taken.append(now - start)
+        if size < largest and 8 * taken[-1] * RUNS < end - now:
+            if len(taken) > 1:  # the first compiles, or opens the connection
+                size, taken = 2 * size, []
+                run = prepare(size)
+        elif now >= end and len(taken) >= RUNS:
+            return size, statistics.median(taken)
 
 
 def matmul_flops(dtype: mx.Dtype, seconds: float) -> float:
     """Return the FLOP/s of square matrix products of the size that suits the default device."""
-    size, rates, end = 256, list[float](), time.perf_counter() + seconds
-    a = _matrix(size, dtype)
-    while True:
-        start = time.perf_counter()
-        mx.eval(a @ a)
-        now = time.perf_counter()
-        rates.append(2 * size**3 / (now - start))
-        # Large enough that starting takes no time; the first run of a size compiles.
-        larger = size < LARGEST_MATRIX and 8 * (now - start) * RUNS_OF_A_MATRIX < end - now
-        if larger and len(rates) > 1:
-            size, rates = 2 * size, []
-            a = _matrix(size, dtype)
-        elif now >= end and len(rates) >= RUNS_OF_A_MATRIX:
-            return statistics.median(rates)
 
+    def product(size: int) -> Callable[[], None]:
+        a = (mx.random.uniform(shape=(size, size)) - 0.5).astype(dtype)
+        mx.eval(a)
+        return lambda: mx.eval(a @ a)
 
-def _matrix(size: int, dtype: mx.Dtype) -> mx.array:
-    array = (mx.random.uniform(shape=(size, size)) - 0.5).astype(dtype)
-    mx.eval(array)
-    return array
+    size, taken = _median_seconds(product, SMALLEST_MATRIX, LARGEST_MATRIX, seconds)
+    return 2 * size**3 / taken
