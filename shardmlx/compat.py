@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import mlx.core as mx
-    from _typeshed import SupportsWrite
 
 
 TESTED = {"mlx": "0.32", "mlx-lm": "0.32"}
@@ -47,20 +46,6 @@ def is_untested(package: str, number: str) -> bool:
     """Return whether a library is of a newer minor version than those in ``TESTED``."""
     minors = [tuple(map(int, re.findall(r"\d+", each)[:2])) for each in (number, TESTED[package])]
     return minors[0] > minors[1]
-
-
-class QuietParser(argparse.ArgumentParser):
-    """An argument parser that prints nothing unless ``prints``, and exits all the same.
-
-    argparse of Python 3.11 to 3.14: help, usage and version pass through ``_print_message``. When
-    it breaks: override ``print_help``, ``print_usage`` and the version action one by one.
-    """
-
-    prints = True
-
-    def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
-        if self.prints:
-            super()._print_message(message, file)
 
 
 class HelpOfWholeWords(argparse.HelpFormatter):
@@ -326,14 +311,6 @@ def trims_first_space(detokenizer: Any) -> bool:
     from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer
 
     return isinstance(detokenizer, BPEStreamingDetokenizer)
-
-
-def mpi_handle(mpi: Any, communicator: Any) -> int:
-    """Return a communicator of mpi4py as C calls take it; ``mpi`` is the module ``mpi4py.MPI``.
-
-    mpi4py 4.1.2: ``MPI._handleof``. When it breaks: ``communicator.handle``, if there is one.
-    """
-    return int(mpi._handleof(communicator))
 
 
 def hub_transport_error() -> type[Exception]:

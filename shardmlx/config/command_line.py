@@ -6,14 +6,16 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
+from io import StringIO
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import shardmlx
 from shardmlx.common.environment import LAUNCHED
 from shardmlx.common.yaml_reader import check_keys, did_you_mean, read_yaml
-from shardmlx.compat import HelpOfWholeWords, QuietParser
+from shardmlx.compat import HelpOfWholeWords
 from shardmlx.config.commands import BY_NAME
 from shardmlx.config.options import Declared, OptionError, declared, flag_of, with_home
 from shardmlx.errors import UserError
@@ -40,7 +42,7 @@ class Given:
         return frozenset(self.flags) | frozenset(self.file)
 
 
-class CommandParser(QuietParser):
+class CommandParser(argparse.ArgumentParser):
     """A parser that raises ``UserError`` where argparse would print its usage and exit."""
 
     examples: tuple[str, ...] = ()
@@ -84,7 +86,7 @@ class CommandLine(Generic[Options]):
     Help lists ``groups`` first, and only the options in ``shown``. Flags that are ``refused`` have
     a reason; keys of a YAML file that are ``passed_over`` have a hint what to write instead.
     ``needs`` are options of which flags or file give at least one, and ``needs_remedy`` says what
-    to give. Rank 0 calls ``check`` with the options of a run.
+    to give. Rank 0 calls ``check`` with the options of a run. One of ``commands`` follows, if any.
     """
 
     options: type[Options]
@@ -94,34 +96,34 @@ class CommandLine(Generic[Options]):
     shown: Collection[str] | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
     passed_over: Mapping[str, str] = field(default_factory=dict)
+    commands: Sequence[str] = ()
     epilog: str = ""
     needs: Collection[str] = ()
     needs_remedy: str = ""
     check: Callable[[Options], None] | None = None
 
-    def parser(self, rank: int = 0, *, shows_all: bool = False) -> CommandParser:
+    def parser(self, *, shows_all: bool = False) -> CommandParser:
         """Build the parser, whose result holds only the flags that were given.
 
-        ``--help`` and ``--version`` print on rank 0 and exit with status 0 on every rank.
         ``--help-all`` is another word for ``--help`` of a parser that ``shows_all``.
         """
         options = declared(self.options)
         flags = [each for each in options if each.rules.flag]
-        words = [each.metavar for each in options if each.rules.positional]
+        words = [each.metavar for each in options if each.rules.positional] + ["[OPTIONS]"]
+        words += ["COMMAND [OPTIONS OF COMMAND]"] if self.commands else []
         only_in_file = ", ".join(each.name for each in options if not each.rules.flag)
         epilog = self.epilog
         if only_in_file and (shows_all or self.shown is None):
             epilog = f"{epilog} In the YAML file only: {only_in_file}.".strip()
         parser = CommandParser(
             prog=f"shardmlx {self.command}",
-            usage=" ".join([f"shardmlx {self.command}", *words, "[OPTIONS]"]),
+            usage=" ".join([f"shardmlx {self.command}", *words]),
             description=self.description,
             epilog=epilog,
             argument_default=argparse.SUPPRESS,
             allow_abbrev=False,
             formatter_class=HelpOfWholeWords,
         )
-        parser.prints = rank == 0
         parser.examples = BY_NAME[self.command].examples
         version = f"shardmlx {shardmlx.__version__}"
         parser.add_argument("--version", action="version", version=version)
@@ -143,10 +145,12 @@ class CommandLine(Generic[Options]):
 
         A key of the file without a value (``key:`` or ``key: null``) counts as not given. Other
         ranks than 0, whose options rank 0's replace, read no file, and take from the flags only
-        how long they wait for rank 0. ``UserError`` names the flag, or the file and its key.
+        how long they wait for rank 0; for ``--help`` they exit too, and print nothing.
+        ``UserError`` names the flag, or the file and its key.
         """
         if rank:
-            flags = vars(self._parser_for(argv, rank).parse_known_args(argv)[0])
+            with redirect_stdout(StringIO()):
+                flags = vars(self.parser().parse_known_args(argv)[0])
             known = declared(self.options)
             needed = {each.name for each in known if each.default is None} | {"timeout"}
             return self.options(**{key: flags[key] for key in flags.keys() & needed})
@@ -157,7 +161,7 @@ class CommandLine(Generic[Options]):
 
     def load_given(self, argv: Sequence[str]) -> tuple[Options, Given]:
         """Build the options as ``load``, and return those that flags and file gave."""
-        parser = self._parser_for(argv)
+        parser = self.parser(shows_all="--help-all" in argv)
         namespace, unknown = parser.parse_known_args(argv)
         if unknown:
             raise self._unknown(unknown)
@@ -166,47 +170,30 @@ class CommandLine(Generic[Options]):
             raise UserError(f"{self.command} has no {next(iter(self.needs))}", self.needs_remedy)
         return options, given
 
-    def load_before(
-        self, argv: Sequence[str], commands: Sequence[str]
-    ) -> tuple[Options, str, tuple[str, ...]]:
+    def load_before(self, argv: Sequence[str]) -> tuple[Options, str, tuple[str, ...]]:
         """Build the options before one of ``commands``, and return it and its own words too."""
-        before = list(takewhile(lambda word: word not in commands, argv))
-        parser = self._parser_for(before)
-        options = {flag: each for each in declared(self.options) for flag in each.flags}
-        known = {*options, "--help", "--help-all", "--version"}
-        for word in before:
-            # A word with a space is the value of an option.
-            is_flag = word.startswith("--") and " " not in word
-            if is_flag and word.partition("=")[0] not in known:
-                raise self._unknown([word])
-        last = options.get(before[-1]) if before else None
-        if last is not None and last.metavar and len(before) < len(argv):
-            command = argv[len(before)]
-            remedy = f"give it: {parser.prog} {last.flag} {last.metavar} {command} ..."
+        before = list(takewhile(lambda word: word not in self.commands, argv))
+        command, *words = argv[len(before) :] or [""]
+        known = {flag: each for each in declared(self.options) for flag in each.flags}
+        last = known.get(before[-1]) if before else None
+        if last is not None and last.metavar and command:
+            remedy = f"give it: shardmlx {self.command} {last.flag} {last.metavar} {command} ..."
             raise UserError(f"{before[-1]} has no value before {command}", remedy)
-        parser.usage = f"{parser.prog} [OPTIONS] COMMAND [OPTIONS OF COMMAND]"
-        names = ", ".join(commands)
-        parser.add_argument("command", metavar="COMMAND", choices=commands, help=names)
-        parser.add_argument(
-            "words", metavar="...", nargs=argparse.REMAINDER, help="its own options"
-        )
-        flags = vars(parser.parse_args(argv))
-        command, words = flags.pop("command"), flags.pop("words")
-        return self._build(flags)[0], command, tuple(words)
-
-    def _parser_for(self, argv: Sequence[str], rank: int = 0) -> CommandParser:
-        return self.parser(rank, shows_all="--help-all" in argv)
+        options, _ = self.load_given(before)
+        if not command:
+            raise UserError(f"{self.command} has no command", f"give {', '.join(self.commands)}")
+        return options, command, tuple(words)
 
     def _unknown(self, words: Sequence[str]) -> UserError:
-        """Return the error for the first flag among words that the parser does not know."""
+        """Return the error for words that the parser does not know."""
         known = declared(self.options)
-        word = next((word for word in words if word.startswith("-")), words[0])
+        word = words[0]
         flag = word.partition("=")[0]
         if flag in self.refused:
             return UserError(f"{flag} is not here", self.refused[flag])
         key = flag.lstrip("-").removeprefix("no-").replace("-", "_")
         flags = [each.flag[2:] for each in known if each.rules.flag and not each.rules.positional]
-        remedy = did_you_mean(flag.lstrip("-"), flags, "--")
+        remedy = did_you_mean(flag.lstrip("-"), flags, "--") or did_you_mean(word, self.commands)
         if key in (each.name for each in known if not each.rules.flag):
             remedy = f"write {key} into the YAML file: -c FILE"
         remedy = remedy or f"see shardmlx {self.command} --help"

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator
 import mpi4py
 
 from shardmlx.common.environment import launched_rank
-from shardmlx.compat import mpi_handle
 from shardmlx.distributed.fate import (
     HURRY,
     OWN_SLEEP,
@@ -328,7 +327,7 @@ def abort(code: int, shutdown: JobShutdown) -> None:
     _keep_in_touch(seconds)
     shutdown.ensure_mpirun_ends()
     if is_up and under_mpirun():  # otherwise Open MPI prints a block about a missing help file
-        world = ctypes.c_void_p(mpi_handle(MPI, MPI.COMM_WORLD))
+        world = ctypes.c_void_p(MPI.COMM_WORLD.handle)
         _library().MPI_Abort(world, code)
     os._exit(code)
 

@@ -70,7 +70,8 @@ LINE = CommandLine(
     command="launch",
     description="Check the hosts, print the mpirun line of a command, and run it. Training that "
     "fails starts again from its newest checkpoint, on hosts that answer; a server on the same.",
-    epilog="What follows COMMAND are its own options. With a hostfile, run it on the first host.",
+    commands=OF_RANKS,
+    epilog=f"COMMAND is one of {', '.join(OF_RANKS)}. With a hostfile, run it on the first host.",
     refused={"--ssh": "launch uses ssh by itself: shardmlx launch --hostfile FILE train ..."},
 )
 
@@ -103,7 +104,7 @@ class LaunchOptions:
 
 def read_options(argv: Sequence[str]) -> LaunchOptions:
     """Read the flags of launch, then a command and its own options. Raises ``UserError``."""
-    flags, command, options = LINE.load_before(argv, OF_RANKS)
+    flags, command, options = LINE.load_before(argv)
     if "-n" in options:
         remedy = f"give it before: shardmlx launch -n N {command} ..."
         raise UserError(f"-n stands after {command}", remedy)

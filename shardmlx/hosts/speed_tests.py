@@ -23,9 +23,11 @@ SECONDS_OF_PINGS = 0.3
 
 SMALLEST_BYTES, LARGEST_BYTES = 1 << 16, 1 << 26  # a transfer: up to a large micro-batch
 SMALLEST_MATRIX, LARGEST_MATRIX = 256, 4096
-RUNS = 3  # of the measured size, at least
+RUNS = 3
+"""Measurements of a size, at least."""
 
-_END = -1  # in the place of a size: nothing more comes
+_END = -1
+"""The word, in the place of a size, that nothing more comes."""
 
 
 class _LinkEnd:

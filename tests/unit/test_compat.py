@@ -9,13 +9,12 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
-import io
 import re
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -93,20 +92,6 @@ def defined(tree: ast.Module) -> Iterator[str]:
             yield node.target.id
 
 
-def test_argparse_prints_through_one_method() -> None:
-    output = io.StringIO()
-    for prints in (True, False):
-        parser = compat.QuietParser(prog="it")
-        parser.add_argument("--version", action="version", version="it 1")
-        parser.prints = prints
-        for flag in ("--help", "--version"):
-            with redirect_stdout(output), pytest.raises(SystemExit):
-                parser.parse_args([flag])
-    assert output.getvalue().count("usage: it") == output.getvalue().count("it 1") == 1, (
-        f"argparse of Python {sys.version} broke compat.QuietParser: {compat.QuietParser.__doc__}"
-    )
-
-
 def test_argparse_breaks_help_between_words() -> None:
     parser = argparse.ArgumentParser(formatter_class=compat.HelpOfWholeWords)
     parser.add_argument("--it", help=" ".join(["--write-hostfile"] * 40))
@@ -155,8 +140,7 @@ def test_each_part_of_a_library_is_tried() -> None:
     ours = [each for each in vars(compat).values() if inspect.getmodule(each) is compat]
     named = {each for each in ours if "breaks:" in (each.__doc__ or "")}
     # Some have tests of their own, and one is a question, to which no is an answer.
-    others = {compat.mpi_handle, compat.QuietParser, compat.HelpOfWholeWords}
-    others |= {compat.gpu_fuses_attention}
+    others = {compat.HelpOfWholeWords, compat.gpu_fuses_attention}
     assert named == {*PROBES} | others
 
 
@@ -173,13 +157,3 @@ def test_threads_that_watch_loads_leave_mlx_as_it_was() -> None:
         assert not inside.wait(0.1)
     other.join()
     assert mx.load is load
-
-
-def test_mpi4py_gives_the_handle_of_a_communicator() -> None:
-    program = (
-        "import ctypes; from mpi4py import MPI; from shardmlx.compat import mpi_handle; "
-        "size = ctypes.c_int(); world = ctypes.c_void_p(mpi_handle(MPI, MPI.COMM_WORLD)); "
-        "ctypes.CDLL(MPI.__file__).MPI_Comm_size(world, ctypes.byref(size)); print(size.value)"
-    )
-    with contract(compat.mpi_handle, "mpi4py"):
-        assert run_alone(program) == "1"

@@ -73,7 +73,7 @@ def test_help_ends_with_two_examples_that_the_command_takes(
     for program, first, *words in map(shlex.split, command.examples):
         name, own = first, tuple(words)
         if first == "launch":
-            _, name, own = BY_NAME["launch"].line.load_before(words, OF_RANKS)
+            _, name, own = BY_NAME["launch"].line.load_before(words)
         assert (program, command.name in (first, name)) == ("shardmlx", True)
         assert BY_NAME[name].line.load_given(own)[1].names
 
