@@ -56,14 +56,9 @@ class KeptPrefix:
 
     @property
     def key(self) -> str:
-        """The name of its files, at whose end is its number of tokens."""
+        """The name of its files."""
         digest = bytes_digest(self.tokens.tobytes() + bytes(str(self.borders), "ascii"))
         return f"{digest[:16]}_{len(self.tokens)}"
-
-
-def tokens_of(key: str) -> int:
-    """Return the number of tokens of the sequence with files of this name."""
-    return int(key.rpartition("_")[2])
 
 
 @dataclass

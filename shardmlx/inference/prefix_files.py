@@ -11,9 +11,9 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from shardmlx.distributed.agreement import from_rank_0, on_all_ranks
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError, one_line
 from shardmlx.inference.kv_caches import KeptCaches, can_be_cut
-from shardmlx.inference.prefix_cache import KeptPrefix, tokens_of
+from shardmlx.inference.prefix_cache import KeptPrefix
 from shardmlx.models.kv_cache import parts_of
 from shardmlx.models.slice import Slice
 
@@ -47,29 +47,22 @@ MODEL = re.compile(r"[0-9a-f]{16}")
 class PrefixFiles:
     """The files of a rank, in a directory for one model. ``layers`` names each of its caches.
 
-    The files of all machines take at most ``most`` bytes, where that is given, with those of the
-    ``others``: models beside it, each with its bytes, the one that was served longest ago first.
-    ``bytes_of`` says how many a sequence of so many tokens takes on all ranks together.
+    The files of all machines take at most ``most`` bytes, where that is given; those of a sequence
+    of so many tokens as many as ``bytes_of`` says.
     """
 
     directory: Path
     layers: tuple[str, ...]
-    most: int | None = None
-    bytes_of: Callable[[int], int] = int
-    others: dict[str, int] = field(default_factory=dict)
+    most: int | None
+    bytes_of: Callable[[int], int]
     is_broken: bool = False
 
     def that_fit(self, kept: Mapping[int, KeptPrefix]) -> dict[int, KeptPrefix]:
         """Return the sequences used last for which there is room, in their order."""
-        found = dict(kept)
-        while (
-            self.most is not None and self._bytes(each.key for each in found.values()) > self.most
-        ):
+        found, most = dict(kept), sys.maxsize if self.most is None else self.most
+        while sum(self.bytes_of(len(each.tokens)) for each in found.values()) > most:
             del found[next(iter(found))]
         return found
-
-    def _bytes(self, keys: Iterable[str]) -> int:
-        return sum(self.bytes_of(tokens_of(key)) for key in keys)
 
     def mirror(self, kept: Mapping[str, KeptCaches]) -> None:
         """Have files of the ``kept`` sequences, by their keys, and of no others."""
@@ -81,8 +74,6 @@ class PrefixFiles:
             for key, caches in kept.items():
                 if any((key, layer) not in there for layer in self.layers):
                     self._write(key, caches)
-            if self.most is not None:
-                self._make_room(self.most - self._bytes(kept))
 
     def write_index(self, kept: Sequence[KeptPrefix]) -> None:
         """Write which tokens the sequences have, the least recently used first."""
@@ -91,17 +82,6 @@ class PrefixFiles:
             partial = self.directory / f"{PARTIAL}{INDEX}"
             partial.write_text(json.dumps(lines), encoding="utf-8")
             os.replace(partial, self.directory / INDEX)
-
-    def _make_room(self, most: int) -> None:
-        """Take away files of the models that were served longest ago, until there are at most so
-        many bytes of them on all machines: each rank does the same on its own."""
-        while self.others and sum(self.others.values()) > most:
-            model = self.directory.with_name(next(iter(self.others)))
-            del self.others[model.name]
-            for file in _files_of(model):
-                file.unlink(missing_ok=True)
-            with suppress(OSError):  # it has files of others
-                model.rmdir()
 
     @contextmanager
     def _written(self) -> Iterator[None]:
@@ -166,38 +146,36 @@ class PrefixFiles:
 
 
 def open_prefix_files(
-    transport: Transport, directory: str, part: Slice, settings: Sequence[Any]
+    transport: Transport,
+    directory: str,
+    part: Slice,
+    settings: Sequence[Any],
+    most: int | None,
+    bytes_of: Callable[[int], int],
 ) -> PrefixFiles:
     """Return each rank's files for the model whose layers are in ``part``, with caches of these
-    ``settings``. All ranks must call it; raises ``AgreedError``."""
+    ``settings``. Where they may take ``most`` bytes, those of other models in the directory go. All
+    ranks must call it; raises ``AgreedError``."""
     everyone = transport.all_gather(_weights_of(part), "comparing weights")
     weights = {name: digest for mine in everyone for name, digest in mine.items()}
     model = json_digest([weights, *settings, version("mlx-lm")])[:16]
     path = Path(directory).expanduser() / model
 
-    def make() -> list[tuple[float, str, int]]:
-        """Return when each model beside this one was served last, its name and its bytes."""
+    def make() -> None:
         try:
             path.mkdir(parents=True, exist_ok=True)
-            os.utime(path)  # it is used now
             for partial in path.glob(f"{PARTIAL}*"):
                 partial.unlink(missing_ok=True)
-            beside = [each for each in path.parent.iterdir() if MODEL.fullmatch(each.name)]
-            return [
-                (each.stat().st_mtime, each.name, _size(each)) for each in beside if each != path
-            ]
+            for model in path.parent.iterdir():
+                if most is not None and model != path and MODEL.fullmatch(model.name):
+                    _remove(model)
         except OSError as error:
             raise UserError(
                 f"--prefix-cache-dir {directory}: {why_not_written(error, path, 0)}"
             ) from None
 
-    mine = on_all_ranks(transport, "opening the prefix cache", make)
-    # Ranks of one machine have one disk.
-    found = dict(zip(transport.hosts, transport.all_gather(mine, "other models"), strict=True))
-    others: dict[str, int] = {}
-    for _, name, size in sorted(row for rows in found.values() for row in rows):
-        others[name] = others.get(name, 0) + size
-    return PrefixFiles(path, part.cache_names, others=others)
+    on_all_ranks(transport, "opening the prefix cache", make)
+    return PrefixFiles(path, part.cache_names, most, bytes_of)
 
 
 def find_kept(
@@ -230,12 +208,12 @@ def _weights_of(part: Slice) -> dict[str, str]:
     return digests
 
 
-def _files_of(model: Path) -> list[Path]:
-    return [*model.glob(f"*{SUFFIX}"), *model.glob(INDEX)]
-
-
-def _size(model: Path) -> int:
-    return sum(file.stat().st_size for file in _files_of(model))
+def _remove(model: Path) -> None:
+    """Take away the files of a model; ranks of one machine may do so at the same time."""
+    for file in (*model.glob(f"*{SUFFIX}"), *model.glob(INDEX)):
+        file.unlink(missing_ok=True)
+    with suppress(OSError):  # it has files of others
+        model.rmdir()
 
 
 def _layer_of(path: Path) -> str:

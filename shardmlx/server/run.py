@@ -49,11 +49,13 @@ def run(config: ServeConfig, transport: Transport, blas: Blas) -> None:
     if config.prefix_cache_dir is not None:
         setup = prepared.plan.setup
         settings = setup.max_kv_size, str(setup.quantisation), prepared.plan.shares.weights
-        files = open_prefix_files(transport, config.prefix_cache_dir, prepared.part, settings)
+        files = open_prefix_files(
+            *(transport, config.prefix_cache_dir, prepared.part, settings),
+            *(config.prefix_cache_size, prepared.plan.kept_bytes),
+        )
         if prepared.head is not None:
             files = replace(files, layers=(*files.layers, HEAD))
-        most, bytes_of = config.prefix_cache_size, prepared.plan.kept_bytes
-        prepared = replace(prepared, prefix_files=replace(files, most=most, bytes_of=bytes_of))
+        prepared = replace(prepared, prefix_files=files)
         prefixes = find_kept(transport, files, reporter.warn)
     transport.limit_silence(SECONDS_OF_SILENCE)
 

@@ -88,13 +88,10 @@ def on_ranks(
         caches = KVCaches(lambda: holder.new_caches(max_kv_size), quantisation)
         files, prefixes = None, []
         if directory is not None:
-            if apart:
-                transport.hosts = tuple(map(str, range(transport.size)))
             own = directory / str(rank) if apart else directory
-            files = open_prefix_files(transport, str(own), part, ())
+            files = open_prefix_files(transport, str(own), part, (), most_bytes, bytes_of)
             if of_head is not None:
                 files.layers += (HEAD,)
-            files.most, files.bytes_of = most_bytes, bytes_of
             told = said if said is not None and rank == 0 else []
             prefixes = find_kept(transport, files, told.append)
         worker = StageWorker(transport, part, caches, BatchSampler(7), files, of_head, mesh=mesh)

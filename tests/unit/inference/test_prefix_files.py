@@ -122,7 +122,7 @@ def test_files_go_with_the_sequences_that_are_forgotten(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_what_was_used_longest_ago_goes_where_there_is_no_room(apart: bool, tmp_path: Path) -> None:
-    """Also of other models: their files on all machines count together."""
+    """And other models go, if there is a limit."""
 
     def files(kind: str = "*") -> list[Path]:
         return [each for each in tmp_path.rglob(kind) if each.is_file()]
@@ -133,7 +133,7 @@ def test_what_was_used_longest_ago_goes_where_there_is_no_room(apart: bool, tmp_
     foreign.mkdir()
     reverse = PROMPT[::-1]
     how: dict[str, Any] = {"seed": 2, "apart": apart, "bytes_of": lambda tokens: size}
-    serve(tmp_path, PROMPT, **how, most_bytes=2 * size)
+    serve(tmp_path, PROMPT, **how)
     assert {*earlier} < {*files()}
     serve(tmp_path, reverse, **how, most_bytes=2 * size)
     assert not any(each.parent.exists() for each in earlier)
