@@ -155,6 +155,11 @@ class AnswerFormat:
         return cls(thought, calls=LLAMA3_CALLS if writes_llamas else GENERIC_CALLS, special=special)
 
     @property
+    def takes_several(self) -> bool:
+        """True if an answer may have several calls."""
+        return self.calls is None or self.calls.between is not None
+
+    @property
     def way(self) -> str | None:
         """The way in which the model is told of tools; None if there is none."""
         return None if self.calls is None else self.calls.way

@@ -44,8 +44,6 @@ def template_text(
         knows_calls = "tool" in str(tokenizer.chat_template) and not tools
         forms = [chat, told] if knows_calls else [told]
         chat, must_hold, tools = told, description(tools) if tools else "", ()
-    if way == "llama3":
-        forms.append(with_single_calls(chat))
     if any(message.get("role") == "system" for message in chat[1:]):
         chat = with_one_system(chat)
         forms.append(chat)
@@ -128,23 +126,6 @@ def without_system(chat: Sequence[Mapping[str, Any]]) -> list[Message]:
     if not (rest and rest[0]["role"] == "user"):
         return [{**system, "role": "user"}, *rest]
     return [{**rest[0], "content": f"{system['content']}\n\n{rest[0]['content']}"}, *rest[1:]]
-
-
-def with_single_calls(chat: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """Return a chat in which each call of an answer is a message of its own, before its result."""
-    groups: list[list[Message]] = []
-    waiting: dict[str, list[list[Message]]] = {}
-    for message in map(dict, chat):
-        calls = message.get("tool_calls") or []
-        for number, call in enumerate(calls):
-            content = "" if number else message["content"]
-            groups.append([{**message, "content": content, "tool_calls": [call]}])
-            waiting.setdefault(call.get("id", ""), []).append(groups[-1])
-        if called := waiting.get(message.get("tool_call_id", "")) if not calls else None:
-            called.pop(0).append(message)
-        elif not calls:
-            groups.append([message])
-    return [message for group in groups for message in group]
 
 
 def _call(name: str, arguments: Any) -> str:

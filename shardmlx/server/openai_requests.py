@@ -123,7 +123,7 @@ def read_chat(body: bytes, served: ServedModel) -> ApiRequest:
         format=known,
         tools=tools,
         is_thinking=is_thinking,
-        parallel=chat.parallel_tool_calls is not False,
+        parallel=chat.parallel_tool_calls is not False and known.takes_several,
         continues=continues,
     )
     logprobs = (chat.top_logprobs or 0) if chat.logprobs else None

@@ -6,7 +6,6 @@ from typing import Any
 
 from shardmlx.inference.chat_forms import (
     description,
-    with_single_calls,
     with_tools_as_text,
     without_system,
 )
@@ -74,17 +73,3 @@ def test_the_system_message_within_the_first_of_the_user() -> None:
     ]
     assert without_system([BOSS, answered]) == [{**BOSS, "role": "user"}, answered]
     assert without_system([BOSS]) == [{**BOSS, "role": "user"}]
-
-
-def test_each_call_alone_before_its_result() -> None:
-    sea, sky = called(1, "sea"), called(2, "sky")
-    chat = [ASKED, BOTH, result(2, "Blue."), result(1, "Ships."), result(3, "?"), SAID]
-    assert with_single_calls(chat) == [
-        ASKED,
-        {**BOTH, "tool_calls": [sea]},
-        result(1, "Ships."),
-        {"role": "assistant", "content": "", "tool_calls": [sky]},
-        result(2, "Blue."),
-        result(3, "?"),
-        SAID,
-    ]

@@ -227,18 +227,12 @@ def test_several_system_messages_as_the_template_takes_them(
     assert encoder.chat(chat) == encoder.text(text)[-len(encoder.chat(chat)) :]
 
 
-def test_llama_3_is_told_by_its_template(small_tokenizer: Path) -> None:
-    """One call in a message is all that it takes."""
-    way, text = told(small_tokenizer, LLAMA, [TOOL])
-    assert way == "llama3"
+def test_llama_3_is_told_by_its_template_and_calls_once_in_an_answer(small_tokenizer: Path) -> None:
+    encoder = encoder_with(small_tokenizer, LLAMA)
+    assert encoder.answer_format.way == "llama3"
+    assert not encoder.answer_format.takes_several
+    text = encoder.untokenized(*encoder.chat(HISTORY[:2], [TOOL]))
     assert text.startswith('[{"type": "function", "function": {"name": "look"')
-    calls = text[text.index("[assistant]") :].replace("\n\n", "\n").split("\n")
-    assert calls[:4] == [
-        '[assistant] {"name": "look", "parameters": {"at": "sea"}}',
-        "[ipython] Ships.",
-        '[assistant] {"name": "look", "parameters": {"at": "sky"}}',
-        "[ipython] Blue.",
-    ]
 
 
 def test_a_chat_that_no_form_of_a_template_takes_is_refused(small_tokenizer: Path) -> None:
