@@ -184,7 +184,8 @@ class ChatBody(RequestBody):
 
 
 class CompletionBody(RequestBody):
-    """The body of a request to /v1/completions; each prompt is a text, or token ids."""
+    """The body of a request to /v1/completions; each prompt is a text, or token ids. ``logprobs``
+    is the number of likeliest tokens to list beside each."""
 
     prompt: Annotated[tuple[str | tuple[int, ...], ...], PlainValidator(_prompts)]
     logprobs: Annotated[int | None, BeforeValidator(_number_or_no)] = LIKELIEST

@@ -27,7 +27,7 @@ class ChoicesReply(Reply):
 
     def __init__(self, request: ApiRequest, model: str, token_text: TokenText) -> None:
         super().__init__(request, model, token_text)
-        self.logprobs: list[dict[str, list[Any]]] = [{} for _ in request.requests]
+        self._logprobs: list[list[Json]] = [[] for _ in request.requests]
         self._reasons: list[FinishReason | None] = [None for _ in request.requests]
         self.head: Json = {
             "id": f"{self.PREFIX}-{self.id}",
@@ -42,9 +42,8 @@ class ChoicesReply(Reply):
     def _add(self, index: int, delta: Delta) -> Iterator[Json]:
         logprobs, parts = None, delta.parts
         if self.request.logprobs is not None:
-            logprobs = self._logprobs(delta, len(self._text(index, "said")))
-            for name, values in logprobs.items():
-                self.logprobs[index].setdefault(name, []).extend(values)
+            logprobs = {"content": [*map(self._of_token, delta.sampled)]}
+            self._logprobs[index] += logprobs["content"]
             if delta.sampled and not parts:
                 parts = (Part("said", ""),)
         for part in parts:
@@ -61,7 +60,8 @@ class ChoicesReply(Reply):
     @property
     def whole(self) -> Json:
         choices = [
-            self._choice(index, logprobs or None) for index, logprobs in enumerate(self.logprobs)
+            self._choice(index, {"content": content} if content else None)
+            for index, content in enumerate(self._logprobs)
         ]
         return {**self.head, "object": self.WHOLE, "choices": choices, "usage": self.usage}
 
@@ -101,9 +101,26 @@ class ChoicesReply(Reply):
     def _part(self, index: int, part: Part | None, logprobs: Json | None) -> Json:
         """Take in a part of an answer, and return the choice of a chunk with it, or of the last."""
 
-    @abstractmethod
-    def _logprobs(self, delta: Delta, length: int) -> Json:
-        """Return the log-probabilities of a delta, before which ``length`` characters came."""
+    def _calls(self, index: int) -> list[Part]:
+        return [block for block in self.blocks[index] if block.kind == "call"]
+
+    def _told(self, index: int, name: str, what: Any, logprobs: Json | None) -> Json:
+        reason: str | None = self._reasons[index]
+        if reason == "stop" and self._calls(index):
+            reason = "tool_calls"
+        return {"index": index, name: what, "logprobs": logprobs, "finish_reason": reason}
+
+    def _of_token(self, sampled: SampledToken) -> Json:
+        likeliest = [self._token(token, logprob) for token, logprob in sampled.top]
+        return {**self._token(sampled.token, sampled.logprob), "top_logprobs": likeliest}
+
+    def _token(self, token: int, logprob: float | None) -> Json:
+        text = self.token_text(token)
+        # A part of a character has no text of its own.
+        characters = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
+        # JSON has no infinity: OpenAI writes -9999.
+        known = logprob if logprob is not None and math.isfinite(logprob) else -9999.0
+        return {"token": text, "logprob": known, "bytes": characters}
 
 
 class ChatReply(ChoicesReply):
@@ -137,31 +154,6 @@ class ChatReply(ChoicesReply):
                 delta = {"content" if part.kind == "said" else "reasoning_content": part.text}
         return self._told(index, "delta", delta, logprobs)
 
-    def _calls(self, index: int) -> list[Part]:
-        return [block for block in self.blocks[index] if block.kind == "call"]
-
-    def _told(self, index: int, name: str, what: Json, logprobs: Json | None) -> Json:
-        reason: str | None = self._reasons[index]
-        if reason == "stop" and self._calls(index):
-            reason = "tool_calls"
-        return {"index": index, name: what, "logprobs": logprobs, "finish_reason": reason}
-
-    def _logprobs(self, delta: Delta, length: int) -> Json:
-        content = [
-            {
-                **self._token(sampled.token, sampled.logprob),
-                "top_logprobs": [self._token(token, logprob) for token, logprob in sampled.top],
-            }
-            for sampled in delta.sampled
-        ]
-        return {"content": content}
-
-    def _token(self, token: int, logprob: float | None) -> Json:
-        text = self.token_text(token)
-        # A part of a character has no text of its own.
-        characters = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
-        return {"token": text, "logprob": _finite(logprob), "bytes": characters}
-
 
 class CompletionReply(ChoicesReply):
     PREFIX = "cmpl"
@@ -169,40 +161,14 @@ class CompletionReply(ChoicesReply):
     CHUNK = "text_completion"
 
     def _choice(self, index: int, logprobs: Json | None) -> Json:
-        return self._told(index, self._text(index, "said"), logprobs)
+        return self._told(index, "text", self._text(index, "said"), logprobs)
 
     def _part(self, index: int, part: Part | None, logprobs: Json | None) -> Json:
         if part is not None:
             self._take(index, part)
-        return self._told(index, "" if part is None else part.text, logprobs)
-
-    def _told(self, index: int, text: str, logprobs: Json | None) -> Json:
-        reason = self._reasons[index]
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-
-    def _logprobs(self, delta: Delta, length: int) -> Json:
-        texts = [self.token_text(sampled.token) for sampled in delta.sampled]
-        offsets = [length + sum(map(len, texts[:place])) for place in range(len(texts))]
-        return {
-            "tokens": texts,
-            "token_logprobs": [_finite(sampled.logprob) for sampled in delta.sampled],
-            "top_logprobs": [self._likeliest(sampled) for sampled in delta.sampled],
-            "text_offset": offsets,
-        }
-
-    def _likeliest(self, sampled: SampledToken) -> Json:
-        """Return the likeliest tokens, and the sampled one; of two that read alike, the first."""
-        likeliest: Json = {}
-        for token, logprob in (*sampled.top, (sampled.token, sampled.logprob)):
-            likeliest.setdefault(self.token_text(token), _finite(logprob))
-        return likeliest
+        return self._told(index, "text", "" if part is None else part.text, logprobs)
 
 
 def _call(call: Part) -> Json:
     function = {"name": call.name, "arguments": call.text}
     return {"id": call.id, "type": "function", "function": function}
-
-
-def _finite(logprob: float | None) -> float:
-    """Return a log-probability for JSON, which has no infinity: OpenAI writes -9999."""
-    return logprob if logprob is not None and math.isfinite(logprob) else -9999.0

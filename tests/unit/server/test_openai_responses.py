@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -148,8 +148,9 @@ def test_whole_replies() -> None:
     ]
 
 
-def test_logprobs_of_a_chat() -> None:
-    reply = chat(logprobs=2)
+@pytest.mark.parametrize("kind", [chat, completion])
+def test_logprobs(kind: Callable[..., ChoicesReply]) -> None:
+    reply = kind(logprobs=2)
     sampled = SampledToken(1, -0.25, ((1, -0.25), (4, -1.5)))
     (chunk,) = reply.add(0, Delta(said("Hi"), (sampled,), 1))
     expected = {
@@ -169,33 +170,9 @@ def test_logprobs_of_a_chat() -> None:
     list(reply.add(0, Delta((), (), 2, 0, "stop")))
     assert reply.whole["choices"][0]["logprobs"] == expected
     # A part of a character has no bytes and no text yet, and still its logprob.
-    (chunk,) = chat(logprobs=0).add(0, Delta((), (SampledToken(3, -1.0),), 1))
+    (chunk,) = kind(logprobs=0).add(0, Delta((), (SampledToken(3, -1.0),), 1))
     (token,) = chunk["choices"][0]["logprobs"]["content"]
     assert (token["bytes"], token["logprob"]) == (None, -1.0)
-
-
-def test_logprobs_of_a_completion() -> None:
-    reply = completion(logprobs=1)
-    list(reply.add(0, Delta(said("Hi"), (SampledToken(1, -0.5, ((1, -0.5),)),), 1)))
-    both = (SampledToken(2, -1.0, ((4, -0.75),)), SampledToken(4, -2.0, ((5, -0.125),)))
-    list(reply.add(0, Delta(said(" thereé"), both, 3, 0, "length")))
-    assert reply.whole["choices"][0]["logprobs"] == {
-        "tokens": ["Hi", " there", "é"],
-        "token_logprobs": [-0.5, -1.0, -2.0],
-        "top_logprobs": [
-            {"Hi": -0.5},
-            {"é": -0.75, " there": -1.0},  # the sampled one is always among them
-            {"Hi": -0.125, "é": -2.0},
-        ],
-        "text_offset": [0, 2, 8],
-    }
-
-
-def test_of_tokens_that_read_alike_the_likelier_is_shown() -> None:
-    reply = completion(logprobs=2)
-    list(reply.add(0, Delta(said("Hi"), (SampledToken(5, -3.0, ((1, -0.5), (5, -3.0))),), 1)))
-    (top,) = reply.logprobs[0]["top_logprobs"]
-    assert top == {"Hi": -0.5}
 
 
 @pytest.mark.parametrize("impossible", [-math.inf, math.nan])
