@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import secrets
-import string
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -146,8 +145,7 @@ def json_call(incoming: Incoming, name: str) -> Reading:
 
 def begun_call(name: str) -> Part:
     """Return the part with which a call begins, with an id of its own."""
-    letters = string.ascii_letters + string.digits
-    return Part("call", "", name, "".join(secrets.choice(letters) for _ in range(ID_LENGTH)))
+    return Part("call", "", name, secrets.token_hex(ID_LENGTH)[:ID_LENGTH])
 
 
 # Calls between marks, as Qwen, Mistral, Kimi, GLM and most others write them. Arguments are passed

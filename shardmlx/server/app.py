@@ -23,7 +23,7 @@ from starlette.staticfiles import StaticFiles
 from shardmlx.config.serve import MOST_BODIES
 from shardmlx.server.anthropic_api import MessageReply, counted, read_message
 from shardmlx.server.guard import PAGE_PARTS, Guard, error_response
-from shardmlx.server.metrics import CLIENT_GONE, Metrics, RequestCounter
+from shardmlx.server.metrics import Metrics
 from shardmlx.server.openai_errors import ApiError, server_fault
 from shardmlx.server.openai_requests import (
     ApiRequest,
@@ -71,11 +71,7 @@ def make_app(
     None for any; ``origins`` are other sites whose pages may use the API, "*" for any.
     """
     api = Api(queue, served, max_body_bytes, metrics or Metrics(queue))
-    endpoints = [route.path for route in api.routes if isinstance(route, Route)]
-    middleware = [
-        Middleware(RequestCounter, metrics=api.metrics, endpoints=endpoints),
-        Middleware(Guard, api_key=api_key, hosts=hosts),
-    ]
+    middleware = [Middleware(Guard, api_key=api_key, hosts=hosts)]
     if origins:  # outermost: preflights have no key, and errors are for such pages to read too
         cross_origin = Middleware(
             CORSMiddleware,
@@ -211,7 +207,7 @@ async def read_body(request: Request, most: int) -> bytes:
 async def _answer_error(request: Request, error: Exception) -> Response:
     where = f"{request.method} {request.url.path}"
     if isinstance(error, ClientDisconnect):
-        return Response(status_code=CLIENT_GONE)  # for the count: nobody reads it
+        return Response()  # nobody reads it
     if isinstance(error, HTTPException):
         said = {
             404: f"there is nothing at {where}: the API is under /v1",

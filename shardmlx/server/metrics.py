@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shardmlx.inference.drafts import NO_DRAFTS, DraftCounts
 from shardmlx.server.request_queue import Delta, RequestQueue
 
-CLIENT_GONE = 499
-"""nginx's status for a request whose client did not wait for the end."""
-
 COUNTERS = (
-    (
-        ("requests", "HTTP requests; status 499 where the client did not wait for the end"),
-        ("endpoint", "status"),
-    ),
     (("texts", "Answers by how they ended: stop, length, cancelled, error"), ("end",)),
     (("prompt_tokens", "Tokens of the prompts of all answers"), ()),
     (("cached_tokens", "Tokens of prompts that came from the prefix cache"), ()),
@@ -60,9 +52,9 @@ class Metrics:
             for (name, text), buckets in HISTOGRAMS
         }
         for name, text, value in (
-            ("texts_under_way", "Answers being generated", lambda: queue.load().under_way),
-            ("texts_waiting", "Requests that wait for their turn", lambda: queue.load().waiting),
-            ("kept_tokens", "Tokens in the prefix cache", lambda: queue.load().kept_tokens),
+            ("texts_under_way", "Answers being generated", lambda: queue.load[0]),
+            ("texts_waiting", "Requests that wait for their turn", lambda: queue.load[1]),
+            ("kept_tokens", "Tokens in the prefix cache", lambda: queue.kept_tokens),
             ("up", "1 while requests are taken", lambda: queue.unavailable_reason is None),
             ("peak_memory_bytes", "Most that MLX's arrays have taken, on rank 0", peak_memory),
         ):
@@ -108,32 +100,3 @@ class RequestMeter:
         if not self.has_ended:
             self.has_ended = True
             self.metrics.counters["texts"].labels(how).inc()
-
-
-class RequestCounter:
-    """ASGI middleware that counts requests."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics, endpoints: Iterable[str]) -> None:
-        self._app = app
-        self._metrics = metrics
-        self._endpoints = frozenset(endpoints)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        said = status = CLIENT_GONE
-
-        async def watch(message: Message) -> None:
-            nonlocal said, status
-            said = message.get("status", said)
-            if message["type"] == "http.response.body" and not message.get("more_body", False):
-                status = said
-            await send(message)
-
-        try:
-            await self._app(scope, receive, watch)
-        except Exception:
-            status = 500
-            raise
-        finally:
-            # A path is the client's to invent: it must not become a label of its own.
-            endpoint = scope["path"] if scope["path"] in self._endpoints else "other"
-            self._metrics.counters["requests"].labels(endpoint, str(status)).inc()

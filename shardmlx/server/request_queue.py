@@ -69,15 +69,6 @@ class ServiceEnded(ApiError):
         super().__init__(503, message, code="service_ended", headers={"retry-after": "10"})
 
 
-@dataclass(frozen=True, slots=True)
-class QueueLoad:
-    """The number of requests under way and waiting, and of tokens in the prefix cache."""
-
-    under_way: int = 0
-    waiting: int = 0
-    kept_tokens: int = 0
-
-
 class Generator(Protocol):
     """A generator of answers, a token at a time: a ``PipelineGenerator``. It is idle between
     answers: a step is then a sign of life to other ranks."""
@@ -157,7 +148,8 @@ class RequestQueue:
         self.ended: str | None = None
         """The reason why no more requests are taken; None while they are."""
         self._deadline: float | None = None
-        self._kept_tokens = 0
+        self.kept_tokens = 0
+        """Tokens in the prefix cache, after the last step."""
         self._looked: float | None = None
 
     # On the event loop of the server.
@@ -190,10 +182,11 @@ class RequestQueue:
         """Seconds for which the last step has lasted."""
         return 0.0 if self._looked is None else time.monotonic() - self._looked
 
-    def load(self) -> QueueLoad:
+    @property
+    def load(self) -> tuple[int, int]:
+        """The number of requests under way, and of those that wait for their turn."""
         with self._changed:
-            waiting = len(self._waiting)
-            return QueueLoad(len(self._open) - waiting, waiting, self._kept_tokens)
+            return len(self._open) - len(self._waiting), len(self._waiting)
 
     def close(self, seconds: float) -> None:
         """Take no more requests, and have ``run`` return once the open ones have ended, or after
@@ -232,7 +225,7 @@ class RequestQueue:
                     elif self._close(number):
                         generator.cancel(number)
                 self._pass_on(generator.step())
-                self._kept_tokens = generator.kept_tokens
+                self.kept_tokens = generator.kept_tokens
         except BaseException as error:
             self.fail(one_line(error))
             raise

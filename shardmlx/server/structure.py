@@ -1,7 +1,6 @@
 """The structure that a request wants its answer to have, as a grammar. No MLX, no MPI.
 
-OpenAI's ``response_format``, and the ``structured_outputs`` and ``guided_*`` of vLLM; the grammar
-is llguidance's Lark.
+OpenAI's ``response_format``, and vLLM's ``structured_outputs``; the grammar is llguidance's Lark.
 """
 
 from __future__ import annotations
@@ -59,10 +58,6 @@ class StructureBody(Body):
 class StructuredBody(Body):
     response_format: ResponseFormatBody | None = None
     structured_outputs: StructureBody | None = None
-    guided_json: Schema | None = None
-    guided_regex: str | None = None
-    guided_choice: Listed[str] | None = None
-    guided_grammar: str | None = None
 
     def structure(self) -> Structure | None:
         """Return what structure is asked for; None if none is. Raises ``ApiError``."""
@@ -93,10 +88,6 @@ class StructuredBody(Body):
             ("structured_outputs", "regex", other.regex),
             ("structured_outputs", "choice", other.choice),
             ("structured_outputs", "grammar", other.grammar),
-            ("guided_json", "json", self.guided_json),
-            ("guided_regex", "regex", self.guided_regex),
-            ("guided_choice", "choice", self.guided_choice),
-            ("guided_grammar", "grammar", self.guided_grammar),
         ]
 
 

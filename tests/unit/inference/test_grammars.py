@@ -20,7 +20,7 @@ from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.sampling_params import BROKEN, SamplingParams
 from shardmlx.server.forced_calls import call_rules
 from shardmlx.server.openai_errors import ApiError
-from shardmlx.server.structure import StructuredBody, grammar_of
+from shardmlx.server.structure import StructureBody, StructuredBody, grammar_of
 from tests.helpers.answers import format_of, parts_of
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 
@@ -52,7 +52,7 @@ def grammars(encoder: PromptEncoder) -> Grammars:
 def asked(
     grammars: Grammars, end: str | None = None, special: dict[str, int] | None = None, **fields: Any
 ) -> str:
-    structure = StructuredBody(**fields).structure()
+    structure = StructuredBody(structured_outputs=StructureBody(**fields)).structure()
     assert structure is not None
     return structure.grammar(grammars.complaint, end, special or {})
 
@@ -133,7 +133,7 @@ def test_a_schema_is_satisfied_whatever_the_model_says(
     number: int, encoder: PromptEncoder, grammars: Grammars
 ) -> None:
     schema, holds = CASES[number]
-    grammar = asked(grammars, guided_json=schema)
+    grammar = asked(grammars, json=schema)
     for seed in range(2):
         value = json.loads(answer(encoder, grammars, grammar, seed))
         assert holds(value), value
@@ -141,15 +141,15 @@ def test_a_schema_is_satisfied_whatever_the_model_says(
 
 def test_patterns_choices_and_grammars(encoder: PromptEncoder, grammars: Grammars) -> None:
     for fields, pattern in (
-        ({"guided_regex": r"\d{2}/[ab]+x{1}"}, r"\d{2}/[ab]+x"),
-        ({"guided_choice": ["port", 'star"board']}, 'port|star"board'),
-        ({"guided_grammar": 'start: "a" B\nB: /[xy]{3}/'}, "a[xy]{3}"),
+        ({"regex": r"\d{2}/[ab]+x{1}"}, r"\d{2}/[ab]+x"),
+        ({"choice": ["port", 'star"board']}, 'port|star"board'),
+        ({"grammar": 'start: "a" B\nB: /[xy]{3}/'}, "a[xy]{3}"),
     ):
         assert re.fullmatch(pattern, answer(encoder, grammars, asked(grammars, **fields)))
 
 
 def test_a_thought_comes_first_and_is_free(encoder: PromptEncoder, grammars: Grammars) -> None:
-    grammar = asked(grammars, "e", guided_choice=["aye"])
+    grammar = asked(grammars, "e", choice=["aye"])
     assert re.fullmatch(r"[^e]*eaye", answer(encoder, grammars, grammar), re.DOTALL)
 
 
@@ -171,11 +171,11 @@ def grammars_of(encoder: PromptEncoder) -> Grammars:
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"guided_choice": ["<think>aye</think>"]}, "<think>aye</think>"),
-        ({"guided_choice": ["<think>aye", "<think>aye"]}, "<think>aye"),
-        ({"guided_regex": "<think>[a]{2}</think>"}, "<think>aa</think>"),
-        ({"guided_json": {"const": "<think>"}}, '"<think>"'),
-        ({"guided_grammar": 'start: "<think>" "aye"'}, "<think>aye"),
+        ({"choice": ["<think>aye</think>"]}, "<think>aye</think>"),
+        ({"choice": ["<think>aye", "<think>aye"]}, "<think>aye"),
+        ({"regex": "<think>[a]{2}</think>"}, "<think>aa</think>"),
+        ({"json": {"const": "<think>"}}, '"<think>"'),
+        ({"grammar": 'start: "<think>" "aye"'}, "<think>aye"),
     ],
 )
 def test_added_tokens_that_are_not_special_are_text(
@@ -189,9 +189,9 @@ def test_special_tokens_that_a_structure_spells_are_letters(marked: PromptEncode
     grammars = grammars_of(marked)
     end = marked.tokenizer.convert_tokens_to_ids("<|end|>")
     for fields, text in (
-        ({"guided_choice": ["<|end|>aye"]}, "<|end|>aye"),
-        ({"guided_json": {"enum": ["<|end|>"]}}, '"<|end|>"'),
-        ({"guided_regex": r"<\|end\|>"}, "<|end|>"),
+        ({"choice": ["<|end|>aye"]}, "<|end|>aye"),
+        ({"json": {"enum": ["<|end|>"]}}, '"<|end|>"'),
+        ({"regex": r"<\|end\|>"}, "<|end|>"),
     ):
         tokens = sampled(grammars, asked(grammars, **fields))
         assert end not in tokens
@@ -202,7 +202,7 @@ def test_special_tokens_that_a_structure_spells_are_letters(marked: PromptEncode
 def test_a_thought_ends_with_the_token_of_its_mark(mark: str, marked: PromptEncoder) -> None:
     grammars = grammars_of(marked)
     special = {"[/THINK]": marked.tokenizer.convert_tokens_to_ids("[/THINK]")}
-    grammar = asked(grammars, mark, special, guided_choice=["aye"])
+    grammar = asked(grammars, mark, special, choice=["aye"])
     matcher = grammars.matcher(grammar)
     for token in marked.tokenizer.encode(f"Hm.{mark}aye", add_special_tokens=False):
         assert matcher.allowed()[0, token].item()
@@ -216,23 +216,23 @@ ITSELF = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref
 @pytest.mark.parametrize(
     "fields",
     [
-        {"guided_json": {"$ref": "#"}},
-        {"guided_json": {"anyOf": [{"$ref": "#"}]}},
-        {"guided_json": ITSELF},
-        {"guided_grammar": "start: start"},
+        {"json": {"$ref": "#"}},
+        {"json": {"anyOf": [{"$ref": "#"}]}},
+        {"json": ITSELF},
+        {"grammar": "start: start"},
     ],
 )
 def test_what_is_only_itself_is_refused(fields: dict[str, Any], grammars: Grammars) -> None:
-    for thought_end in (None, "e") if "guided_json" in fields else (None,):
+    for thought_end in (None, "e") if "json" in fields else (None,):
         with pytest.raises(ApiError) as caught:
             asked(grammars, thought_end, **fields)
-        assert (caught.value.status, caught.value.param) == (400, next(iter(fields)))
+        assert (caught.value.status, caught.value.param) == (400, "structured_outputs")
 
 
 def test_an_answer_that_cannot_go_on_is_broken(
     grammars: Grammars, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    grammar = asked(grammars, guided_grammar='start: "a" start')
+    grammar = asked(grammars, grammar='start: "a" start')
     assert sampled(grammars, grammar)[-1] == BROKEN
     assert len(capsys.readouterr().err.splitlines()) == 1
 

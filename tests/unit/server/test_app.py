@@ -87,7 +87,7 @@ def test_a_full_queue_says_when_to_come_again() -> None:
     with serving(most_open=2) as server, client_of(server) as client:
         server.parrot.goes_on.clear()
         with client.completions.create(model=MODEL, prompt="hello", n=2, stream=True):
-            server.until(lambda: server.service.load().waiting == 2)
+            server.until(lambda: server.service.load[1] == 2)
             with pytest.raises(openai.RateLimitError) as caught:
                 client.completions.create(model=MODEL, prompt="hello")
             assert caught.value.code == "queue_full"
@@ -380,18 +380,13 @@ def test_the_page_and_its_parts_are_served_and_kept_while_they_are_the_same(
         assert httpx.get(shared.address + path).status_code == 404, path
 
 
-def test_metrics_count_requests_texts_and_tokens() -> None:
+def test_metrics_count_texts_and_tokens() -> None:
     with serving() as server:
         post(server, {"prompt": "hello.", "max_tokens": 9})
         post(server, {"prompt": "hello", "max_tokens": 3})
-        post(server, {"prompt": ""})
-        httpx.get(f"{server.address}/anything/{'x' * 100}")
         text = httpx.get(f"{server.address}/metrics")
         assert text.headers["content-type"].startswith("text/plain; version=0.0.4")
         for name, value in {
-            'shardmlx_requests_total{endpoint="/v1/completions",status="200"}': 2,
-            'shardmlx_requests_total{endpoint="/v1/completions",status="400"}': 1,
-            'shardmlx_requests_total{endpoint="other",status="404"}': 1,
             'shardmlx_texts_total{end="stop"}': 1,
             'shardmlx_texts_total{end="length"}': 1,
             "shardmlx_prompt_tokens_total": 11,
@@ -409,7 +404,6 @@ def test_metrics_count_requests_texts_and_tokens() -> None:
             "shardmlx_peak_memory_bytes": 0,
         }.items():
             assert f"\n{name} {value:.1f}\n" in text.text, name
-        assert "xxx" not in text.text
 
 
 def test_a_short_request_does_not_wait_for_a_long_one_and_few_long_ones_wait() -> None:

@@ -128,8 +128,8 @@ def test_a_structure_or_a_call() -> None:
                 shapes.add(parser)
     assert "generic" in shapes & calls
     assert calls | shapes == {"generic", "json_tools", "qwen3_coder"}
-    with pytest.raises(ApiError, match="guided_grammar"):
-        Structure("guided_grammar", ["start: /a/"], is_whole=True).or_body([])
+    with pytest.raises(ApiError, match="structured_outputs"):
+        Structure("structured_outputs", ["start: /a/"], is_whole=True).or_body([])
 
 
 def test_gpt_oss_may_think_before_it_calls() -> None:

@@ -168,7 +168,7 @@ def test_an_answer_may_go_on_from_the_last_message(more: dict[str, Any]) -> None
 
 
 def test_an_answer_with_a_structure_is_said_to_the_letter() -> None:
-    body = {"messages": BEGUN[:1], "guided_choice": [" <think>a</think>"]}
+    body = {"messages": BEGUN[:1], "structured_outputs": {"choice": [" <think>a</think>"]}}
     served = terms(encoder=Agent(), complaint=lambda grammar: "")
     (request,) = read_chat(json.dumps(body).encode(), served).requests
     parts = AnswerParser(request.syntax)
@@ -354,7 +354,7 @@ def test_bodies_that_mean_no_good_are_refused_in_a_line(body: bytes) -> None:
         ("messages", 1000 * [{}]),
         ("messages", [{"role": "assistant", "content": "a", "tool_calls": 1000 * [{}]}]),
         ("tools", 1000 * [{"type": "function"}]),
-        ("guided_choice", 1000 * [1]),
+        ("structured_outputs", {"choice": 1000 * [1]}),
         ("chat_template_kwargs", {f"a{n}": [] for n in range(1000)}),
     ],
 )

@@ -12,7 +12,6 @@ from shardmlx.server.request_queue import (
     Delta,
     GenerationRequest,
     QueueFull,
-    QueueLoad,
     RequestQueue,
     ServiceEnded,
 )
@@ -103,12 +102,12 @@ def test_more_than_fits_is_refused_and_fits_again_when_a_text_has_ended() -> Non
 
 def test_load_counts_texts_from_their_first_piece() -> None:
     async def session(service: RequestQueue, parrot: Parrot) -> None:
-        assert service.load() == QueueLoad(0, 0, 0)
+        assert (*service.load, service.kept_tokens) == (0, 0, 0)
         answers = [service.submit([request("a")]) for _ in range(3)]
-        await until(lambda: service.load() == QueueLoad(1, 2, 7))
+        await until(lambda: (*service.load, service.kept_tokens) == (1, 2, 7))
         parrot.goes_on.set()
         await asyncio.gather(*map(text_of, answers))
-        assert service.load() == QueueLoad(0, 0, 7)
+        assert (*service.load, service.kept_tokens) == (0, 0, 7)
 
     run(session, Parrot(at_once=1, steps=1))
 
@@ -135,12 +134,12 @@ def test_a_step_that_does_not_end_is_seen() -> None:
 def test_a_text_is_cancelled_while_it_waits_and_while_it_is_made() -> None:
     async def session(service: RequestQueue, parrot: Parrot) -> None:
         first, second = (service.submit([request("a")]) for _ in range(2))
-        await until(lambda: service.load() == QueueLoad(1, 1, 7))
+        await until(lambda: (*service.load, service.kept_tokens) == (1, 1, 7))
         second.cancel()
         await until(lambda: parrot.cancelled == [1])
         first.cancel()
         await until(lambda: parrot.cancelled == [1, 0])
-        assert service.load() == QueueLoad(0, 0, 7)
+        assert (*service.load, service.kept_tokens) == (0, 0, 7)
 
     run(session, Parrot(at_once=1, steps=1))
 
@@ -223,7 +222,7 @@ def test_fail_ends_what_is_open_at_once_and_says_why() -> None:
         with pytest.raises(ServiceEnded, match=r": rank 1 is lost$"):
             await text_of(answer)
         goes_on.set()
-        await until(lambda: service.load() == QueueLoad(0, 0, 7))
+        await until(lambda: (*service.load, service.kept_tokens) == (0, 0, 7))
         ended.append(service)
 
     ended: list[RequestQueue] = []

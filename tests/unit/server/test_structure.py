@@ -23,6 +23,9 @@ SCHEMA = {
 RULE = f"%json {json.dumps({**SCHEMA, 'x-guidance': {'whitespace_pattern': SPACE}})}"
 
 
+PARTS = ("json", "json_object", "regex", "choice", "grammar")
+
+
 class Thinker(Letters):
     answer_format = AnswerFormat(Marks("<think>", "</think>"))
 
@@ -45,8 +48,11 @@ def terms(complaint: Callable[[str], str] | None, encoder: Letters | None = None
 
 
 def grammar(encoder: Letters | None = None, knows: bool = True, **fields: Any) -> str | None:
+    """That of a chat with these fields, or with such a part of ``structured_outputs``."""
     served = terms(complaint if knows else None, encoder)
-    body = json.dumps({"messages": [{"role": "user", "content": "hi"}], **fields}).encode()
+    named = {name: fields.pop(name) for name in [*fields] if name in PARTS}
+    more = {**fields, "structured_outputs": named} if named else fields
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}], **more}).encode()
     (request,) = read_chat(body, served).requests
     return request.sampling.grammar
 
@@ -65,9 +71,8 @@ NAMED = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "
     "fields",
     [
         {"response_format": NAMED},
-        {"structured_outputs": {"json": SCHEMA}},
-        {"guided_json": SCHEMA},
-        {"guided_json": json.dumps(SCHEMA)},
+        {"json": SCHEMA},
+        {"json": json.dumps(SCHEMA)},
     ],
 )
 def test_a_schema(fields: dict[str, Any]) -> None:
@@ -82,16 +87,16 @@ def test_an_object_has_the_properties_that_are_named_unless_its_schema_says_more
         ({**named, "allOf": [{"required": ["b"]}]}, None),
         ({"type": "object"}, None),
     ):
-        rule = str(grammar(guided_json=schema)).partition("%json ")[2]
+        rule = str(grammar(json=schema)).partition("%json ")[2]
         assert json.loads(rule).get("additionalProperties") is says
 
 
 @pytest.mark.parametrize(
     ("fields", "body"),
     [
-        ({"guided_regex": r"[0-9]{2}/\d\n"}, r"/[0-9]{2}\/\d\n/"),
-        ({"structured_outputs": {"regex": "a\\/b\n"}}, r"/a\/b\n/"),
-        ({"guided_choice": ["yes", 'n"o']}, '"yes" | "n\\"o"'),
+        ({"regex": r"[0-9]{2}/\d\n"}, r"/[0-9]{2}\/\d\n/"),
+        ({"regex": "a\\/b\n"}, r"/a\/b\n/"),
+        ({"choice": ["yes", 'n"o']}, '"yes" | "n\\"o"'),
     ],
 )
 def test_a_pattern_and_a_choice(fields: dict[str, Any], body: str) -> None:
@@ -102,20 +107,20 @@ def test_any_object_and_a_grammar_as_it_is() -> None:
     any_object = grammar(response_format={"type": "json_object"})
     assert any_object is not None
     assert any_object.startswith('start: body\nbody: %json {"type": "object", "x-guid')
-    assert any_object == grammar(structured_outputs={"json_object": True})
-    assert grammar(guided_grammar='start: "a"') == 'start: "a"'
+    assert any_object == grammar(json_object=True)
+    assert grammar(grammar='start: "a"') == 'start: "a"'
 
 
 def test_of_a_model_that_thinks_only_the_answer_has_a_structure() -> None:
-    assert grammar(Thinker(), guided_choice=["a"]) == (
+    assert grammar(Thinker(), choice=["a"]) == (
         'start: thought body\nbody: "a"\nthought[suffix="</think>"]: /(?s:.*)/'
     )
-    assert refusal(encoder=Thinker(), guided_grammar="start: A")[0] == "guided_grammar"
+    assert refusal(encoder=Thinker(), grammar="start: A")[0] == "structured_outputs"
 
 
 def test_completions_have_it_too() -> None:
     served = terms(complaint)
-    body = json.dumps({"prompt": "hi", "guided_choice": ["a"]}).encode()
+    body = json.dumps({"prompt": "hi", "structured_outputs": {"choice": ["a"]}}).encode()
     (request,) = read_completion(body, served).requests
     assert request.sampling.grammar == 'start: body\nbody: "a"'
 
@@ -123,14 +128,14 @@ def test_completions_have_it_too() -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "named"),
     [
-        ({"guided_json": {"type": "objct"}}, "guided_json", "objct"),
-        ({"guided_json": "{"}, "guided_json", "an object"),
-        ({"guided_json": "[]"}, "guided_json", "an object"),
-        ({"response_format": NAMED, "guided_regex": "a"}, "response_format", "guided_regex"),
+        ({"json": {"type": "objct"}}, "structured_outputs", "objct"),
+        ({"json": "{"}, "structured_outputs.json", "an object"),
+        ({"json": "[]"}, "structured_outputs.json", "an object"),
+        ({"response_format": NAMED, "regex": "a"}, "response_format", "structured_outputs"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "missing"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "'xml'"),
-        ({"guided_choice": []}, "guided_choice", "texts"),
-        ({"guided_choice": ["a"], "knows": False}, "guided_choice", "pip install llguidance"),
+        ({"choice": []}, "structured_outputs", "texts"),
+        ({"choice": ["a"], "knows": False}, "structured_outputs", "pip install llguidance"),
     ],
 )
 def test_what_cannot_be(fields: dict[str, Any], param: str, named: str) -> None:
@@ -140,6 +145,6 @@ def test_what_cannot_be(fields: dict[str, Any], param: str, named: str) -> None:
 
 
 def test_a_grammar_that_would_keep_all_answers_waiting_is_refused() -> None:
-    assert refusal(guided_choice=20_000 * ["word"])[0] == "guided_choice"
+    assert refusal(choice=20_000 * ["word"])[0] == "structured_outputs"
     optional = {"type": "object", "properties": {f"p{n}": {"type": "null"} for n in range(9000)}}
-    assert refusal(guided_json=optional)[0] == "guided_json"
+    assert refusal(json=optional)[0] == "structured_outputs"

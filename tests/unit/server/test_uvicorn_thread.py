@@ -94,9 +94,9 @@ def test_who_vanishes_while_waiting_is_cancelled(stream: bool) -> None:
         server.parrot.goes_on.clear()
         with connected(server) as connection:
             connection.sendall(whole(stream))
-            server.until(lambda: server.service.load().waiting == 1)
+            server.until(lambda: server.service.load[1] == 1)
         server.until(lambda: server.parrot.cancelled == [0])
-        assert server.service.load().waiting == 0
+        assert server.service.load[1] == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -110,13 +110,11 @@ def test_who_vanishes_in_the_middle_is_cancelled_at_the_next_token(stream: bool)
             text = server.parrot.texts[0]
             step_ends.clear()
             server.parrot.goes_on.set()
-        gone = '\nshardmlx_requests_total{endpoint="/v1/completions",status="499"} 1.0\n'
-        server.until(lambda: gone in httpx.get(f"{server.address}/metrics").text)
+        cancelled = 'shardmlx_texts_total{end="cancelled"} 1.0'
+        server.until(lambda: cancelled in httpx.get(f"{server.address}/metrics").text)
         generated = text.generated
         step_ends.set()
         server.until(lambda: server.parrot.cancelled == [0])
-        cancelled = 'shardmlx_texts_total{end="cancelled"} 1.0'
-        assert cancelled in httpx.get(f"{server.address}/metrics").text
         assert 3 <= generated <= text.generated <= generated + 1
 
 
@@ -128,23 +126,13 @@ def test_all_texts_of_who_vanishes_are_cancelled() -> None:
         server.until(lambda: sorted(server.parrot.cancelled) == [0, 1, 2])
 
 
-def test_who_leaves_at_the_last_event_has_waited_for_the_end() -> None:
-    with serving() as server:
-        with connected(server) as connection:
-            connection.sendall(whole(True, prompt="aye."))
-            until(connection, b"data: [DONE]")
-        whole_one = '\nshardmlx_requests_total{endpoint="/v1/completions",status="200"} 1.0\n'
-        server.until(lambda: whole_one in httpx.get(f"{server.address}/metrics").text)
-
-
 def test_who_vanishes_in_the_middle_of_a_body_leaves_no_trace(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with serving() as server:
         with connected(server) as connection:
             connection.sendall(head("/v1/completions", "Content-Length: 100") + b'{"prompt"')
-        gone = '\nshardmlx_requests_total{endpoint="/v1/completions",status="499"} 1.0\n'
-        server.until(lambda: gone in httpx.get(f"{server.address}/metrics").text)
+        assert httpx.get(f"{server.address}/health").status_code == 200
         assert server.parrot.added == []
     assert caplog.messages == []
 
@@ -155,7 +143,7 @@ def test_who_reads_slowly_holds_up_nobody() -> None:
         answer = httpx.post(f"{server.address}/v1/completions", json=asked, timeout=60.0)
         assert answer.json()["choices"][0]["text"] == 40 * "hello"
         server.until(lambda: server.parrot.is_idle)
-        only_one = '\nshardmlx_requests_total{endpoint="/v1/completions",status="200"} 1.0\n'
+        only_one = '\nshardmlx_texts_total{end="length"} 1.0\n'
         assert only_one in httpx.get(f"{server.address}/metrics").text
     assert server.parrot.cancelled == []
 
