@@ -43,10 +43,7 @@ KINDS = {
     ONE: Kind({"dtype": "float32"}),
     "bfloat16, master_weights": Kind({"dtype": "bfloat16", "master_weights": True}),
     "bfloat16": Kind({"dtype": "bfloat16"}),
-    "float16, master_weights, loss_scale: auto": Kind({"dtype": "float16", "master_weights": True}),
-    "float16, master_weights, loss_scale: none": Kind(
-        {"dtype": "float16", "master_weights": True, "loss_scale": "none"}
-    ),
+    "float16, master_weights": Kind({"dtype": "float16", "master_weights": True}),
     TWO: Kind({"dtype": "float32"}, rows=2),
     "float32, two replicas": Kind({"dtype": "float32"}, ranks=2, rows=2),
     "--sum-dtype bfloat16": Kind({"dtype": "float32", "sum_dtype": "bfloat16"}, ranks=2, rows=2),

@@ -7,7 +7,6 @@ optimizers and schedules are tried by MLX itself (``engine.optimizer.build_optim
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -46,9 +45,6 @@ _DATASET: Mapping[str, Check] = {
     },
 }
 """Keys that ``mlx_lm.tuner.datasets`` reads, and our weight."""
-
-NO_SCALE = "none"
-"""The word for a loss that is not scaled."""
 
 FINE_TUNE_TYPES = ("lora", "dora", "full")
 
@@ -156,22 +152,6 @@ def shares_of(text: str | None, ranks: int) -> tuple[int, ...]:
         when=bool(shares) and (len(shares) != ranks or min(shares) < 1),
     )
     return shares
-
-
-def parse_loss_scale(text: str) -> float | str:
-    """Return the number that ``text`` is; words stay words."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-def check_loss_scale(value: float | str | None) -> None:
-    """Check that it is None, ``auto``, ``none`` or a power of two."""
-    fits = value in (None, AUTO, NO_SCALE) or (
-        isinstance(value, float) and math.frexp(value)[0] == 0.5
-    )
-    refuse("loss_scale", f"is {value!r}", "give auto, none, or a power of two", when=not fits)
 
 
 def parse_lr_schedule(text: str) -> dict[str, Any]:

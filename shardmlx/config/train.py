@@ -12,15 +12,12 @@ from typing import Any
 from shardmlx.common.units import parse_bytes
 from shardmlx.config import common_options as common
 from shardmlx.config.checks import (
-    NO_SCALE,
     check_hf_dataset,
-    check_loss_scale,
     check_lr_schedule,
     check_optimizer_config,
     check_replica_rows,
     checked_lora,
     filled_lr_schedule,
-    parse_loss_scale,
     shares_of,
 )
 from shardmlx.config.command_line import CommandLine
@@ -111,13 +108,6 @@ class StepOptions(Spec):
     )
     max_grad_norm: float | None = _pipeline(
         None, "clip the global gradient norm to this", metavar="NORM", above=0
-    )
-    loss_scale: float | str | None = _pipeline(
-        None,
-        "factor of the loss: auto, none, or a power of two; auto for float16 if not given",
-        flag=False,
-        parse=parse_loss_scale,
-        no=NO_SCALE,
     )
     clear_cache_threshold: int = _training(
         0, "size above which MLX's cache is emptied", metavar="SIZE", minimum=0, parse=parse_bytes
@@ -265,7 +255,6 @@ class TrainConfig(
             self._check_shares()
         self._fill_lr_schedule()
         check_replica_rows(self.replica_rows)
-        check_loss_scale(self.loss_scale)
         self.check_objective()
         self._check_together()
 

@@ -289,12 +289,6 @@ class RoundingErrors:
             mx.eval(kept)
             self._errors.update(zip(sizes, kept, strict=True))
 
-    def scale(self, ratio: float) -> None:
-        """Scale the errors for gradients ``ratio`` times as large."""
-        for name in self._errors:
-            self._errors[name] = self._errors[name] * ratio
-            mx.eval(self._errors[name])
-
     def forget(self) -> None:
         """Start again without errors."""
         self._errors.clear()

@@ -1,11 +1,8 @@
-"""mlx-lm's optimizers and learning-rate schedules, over the weights of one rank's stages, and the
-factor of the loss.
-"""
+"""mlx-lm's optimizers and learning-rate schedules, over the weights of one rank's stages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, cast
 
@@ -13,23 +10,13 @@ import mlx.core as mx
 import mlx.optimizers as optim
 from mlx_lm.tuner.utils import build_schedule
 
-from shardmlx.config.checks import NO_SCALE, OPTIMIZERS
-from shardmlx.config.common_options import AUTO
+from shardmlx.config.checks import OPTIMIZERS
 from shardmlx.engine.divided_weights import Shards
 from shardmlx.engine.stage import Stage, layer_of
 from shardmlx.errors import UserError, one_line
 
 MASTER = "master"
 """Name of a weight's float32 copy in the optimizer's state."""
-
-FIRST = 2.0**16
-"""Initial factor of a loss scale that adapts."""
-
-LEAST, MOST = 1.0, 2.0**24
-"""Limits of the factor: gradients that overflow without one overflow for another reason."""
-
-UPDATES_TO_GROW = 2000
-"""Updates without an overflow after which the factor is doubled."""
 
 
 def build_optimizer(
@@ -203,49 +190,3 @@ class Updater:
             else:
                 tree[key] = array
         self.optimizer.state = tree
-
-
-@dataclass(slots=True)
-class LossScale:
-    """The factor of the loss, so that gradients too small for float16 are not lost; the same on all
-    ranks. If it ``adapts``, it follows the gradients.
-
-    Factors are powers of two, which can be undone without rounding (Micikevicius et al.,
-    arXiv:1710.03740).
-    """
-
-    factor: float = 1.0
-    adapts: bool = False
-    good: int = 0
-    """Updates since the factor last changed."""
-
-    @classmethod
-    def of(cls, option: float | str | None, dtype: str) -> LossScale:
-        """Return the loss scale that ``loss_scale`` asks for, for activations of a type."""
-        if option is None:
-            option = AUTO if dtype == "float16" else NO_SCALE
-        if option == NO_SCALE:
-            return cls()
-        return cls(FIRST, adapts=True) if option == AUTO else cls(float(option))
-
-    def updated(self) -> None:
-        """Note that an update was made."""
-        self.good += 1
-        if self.adapts and self.good >= UPDATES_TO_GROW and self.factor < MOST:
-            self.factor, self.good = 2 * self.factor, 0
-
-    def overflowed(self) -> bool:
-        """Halve the factor, if that may help; return whether it was halved."""
-        if not self.adapts or self.factor <= LEAST:
-            return False
-        self.factor, self.good = self.factor / 2, 0
-        return True
-
-    def state(self) -> list[float]:
-        """Return the state for a checkpoint."""
-        return [self.factor, self.good]
-
-    def restore(self, state: list[float]) -> None:
-        """Restore ``state``; with another option the factor begins anew."""
-        if self.adapts:
-            self.factor, self.good = float(state[0]), int(state[1])

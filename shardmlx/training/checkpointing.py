@@ -95,7 +95,9 @@ class Checkpoints:
         )
         self._updater.restore(dict(state))
         errors = engine.reducer.errors
-        for key, error in reader.read(ERRORS, errors.takes):
+        # Earlier versions could scale the loss, and so what was rounded off of its gradients.
+        is_scaled = found.manifest.state.get("loss_scale", [1.0])[0] != 1.0
+        for key, error in () if is_scaled else reader.read(ERRORS, errors.takes):
             errors.restore(key, error)
         if self._island is not None and (before := found.manifest.state.get(ISLAND)):
             self._island.restore(before, reader.read(ISLAND, self._island.takes))

@@ -12,7 +12,6 @@ import numpy as np
 
 from shardmlx.engine.batches import BASELINE, REFERENCE, Batch, Batches, MicroBatch
 from shardmlx.engine.engine import Results, Step
-from shardmlx.engine.optimizer import LossScale
 from shardmlx.training.batch_feed import BatchFeed, Share
 from shardmlx.training.scores import Scores, means_of, scores_of
 from shardmlx.training.setup import TrainingRun
@@ -22,23 +21,13 @@ T = TypeVar("T")
 
 
 class Gradients:
-    """The mean gradients of the steps since the last update. Methods are collective.
-
-    If a gradient overflows, the whole update is computed again with half the factor of the loss, so
-    that no batch is lost. Factors are powers of two: the gradients equal those of a run that began
-    with the lower one, except for float16's smallest numbers, and for the int8 rounding errors of
-    earlier sums, which are lost.
-    """
+    """The mean gradients of the steps since the last update. Methods are collective."""
 
     def __init__(self, job: TrainingRun) -> None:
         self._job = job
         self._options = job.planned.steps
         self._engine = job.engine
-        self._stages = job.stages
-        self._transport = job.transport
-        self._reporter = job.reporter
-        self._loss_scale = LossScale.of(self._options.loss_scale, job.planned.workload.dtype)
-        self._steps: list[tuple[int, Share]] = []
+        self._shares: list[Share] = []
         self._nonfinite_loss: str | None = None
         self.norm = 0.0
         """The norm of the mean gradient of all weights, once the update is complete."""
@@ -46,97 +35,54 @@ class Gradients:
     @property
     def counted_steps(self) -> int:
         """Number of steps of this update with a token that counts in the loss."""
-        return sum(share.count > 0 for _, share in self._steps)
+        return sum(share.count > 0 for share in self._shares)
 
     @property
     def scale(self) -> float:
         """Factor from the stages' gradients to the mean gradient."""
-        return 1 / max(1, self.counted_steps) / self._loss_scale.factor
+        return 1 / max(1, self.counted_steps)
 
     def begin(self, step: int, share: Share) -> Step:
         """Return the engine's part of one step, which is to be made before ``add``."""
         (share,) = _with_baselines(self._job, [share])
-        self._steps.append((step, share))
-        return self._of_engine(step, share)
-
-    def add(self, results: Results) -> Scores:
-        """Take in what the engine made of the step that was begun; return this rank's scores."""
-        _, share = self._steps[-1]
-        scores = scores_of(results, share.microbatches, self._job.planned.objective)
-        fault = nonfinite_loss(scores.losses, self._transport)
-        self._nonfinite_loss = self._nonfinite_loss or fault
-        return scores
-
-    def finish(self, step: int) -> str | None:
-        """Set ``norm`` after the last step; if it is not finite, return the cause."""
-        before = self._loss_scale.state()
-        self._find_norm()
-        while not math.isfinite(self.norm):
-            is_loss, what = self._fault()
-            if is_loss or not self._loss_scale.overflowed():
-                # No factor would help, so the earlier one stays.
-                self._loss_scale.restore(before)
-                return what
-            factor = self._loss_scale.factor
-            self._reporter.say(f"step {step}: {what}: again, with the loss scaled by {factor:g}")
-            self._engine.forget_gradients()
-            for each in self._steps:
-                self._of_engine(*each).run()
-            self._find_norm()
-        return None
-
-    def used(self) -> None:
-        """Begin the next update after this one was made."""
-        factor = self._loss_scale.factor
-        self._loss_scale.updated()
-        self._rescale_from(factor)
-        self._begin()
-
-    def forget(self) -> None:
-        """Begin the next update without making this one."""
-        self._engine.forget_gradients()
-        self._begin()
-
-    def state(self) -> list[float]:
-        """Return the state for a checkpoint: the loss scale."""
-        return self._loss_scale.state()
-
-    def restore(self, state: list[float]) -> None:
-        self._loss_scale.restore(state)
-        self._rescale_from(state[0])
-
-    def _of_engine(self, step: int, share: Share) -> Step:
+        self._shares.append(share)
         return Step(
             self._engine,
             share.microbatches,
-            scale=self._loss_scale.factor / max(1, share.count),
+            scale=1 / max(1, share.count),
             key=(self._options.seed, step),
             reduce=step % self._options.grad_accumulation_steps == 0,
         )
 
-    def _find_norm(self) -> None:
+    def add(self, results: Results) -> Scores:
+        """Take in what the engine made of the step that was begun; return this rank's scores."""
+        scores = scores_of(results, self._shares[-1].microbatches, self._job.planned.objective)
+        fault = nonfinite_loss(scores.losses, self._job.transport)
+        self._nonfinite_loss = self._nonfinite_loss or fault
+        return scores
+
+    def finish(self) -> str | None:
+        """Set ``norm`` after the last step; if it is not finite, return the cause."""
         # Compute the norm on all ranks, so that all skip the same updates.
-        norm = self._engine.gradient_norm(self._nonfinite_loss is not None)
-        self.norm = self.scale * norm
-
-    def _fault(self) -> tuple[bool, str]:
-        """Return whether a loss is not finite, as the closer cause, and the fault's name."""
-        mine = nonfinite_gradient(self._stages, self._transport)
+        self.norm = self.scale * self._engine.gradient_norm(self._nonfinite_loss is not None)
+        if math.isfinite(self.norm):
+            return None
+        mine = nonfinite_gradient(self._job.stages, self._job.transport)
         pair = (self._nonfinite_loss, mine)
-        found: list[Any] = self._transport.all_gather(pair, "NaN")
-        losses, gradients = (list(filter(None, each)) for each in zip(*found, strict=True))
-        if losses:
-            return True, losses[0]
-        return False, gradients[0] if gradients else "the norm of the gradient is not finite"
+        found: list[Any] = self._job.transport.all_gather(pair, "NaN")
+        # A loss is the closer cause.
+        causes = [cause for each in zip(*found, strict=True) for cause in each if cause]
+        return causes[0] if causes else "the norm of the gradient is not finite"
 
-    def _rescale_from(self, factor: float) -> None:
-        """Scale the rounding errors of gradients with another loss scale to the present one."""
-        if self._loss_scale.factor != factor:
-            self._engine.reducer.errors.scale(self._loss_scale.factor / factor)
-
-    def _begin(self) -> None:
-        self._steps.clear()
+    def used(self) -> None:
+        """Begin the next update after this one was made."""
+        self._shares.clear()
         self._nonfinite_loss = None
+
+    def forget(self) -> None:
+        """Begin the next update without making this one."""
+        self._engine.forget_gradients()
+        self.used()
 
 
 class Evaluated(NamedTuple):

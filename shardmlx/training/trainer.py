@@ -176,7 +176,6 @@ class Trainer:
         self.best = Best(**state.get("best", {}))
         self._meter.start_after(manifest.step)
         self._report.restore(state["report"])
-        self._gradients.restore(state["loss_scale"])
         if self._batches is not None:
             set_random_state(self._random, state["random"])
             self._batches.go_to(state["batches"])
@@ -232,7 +231,7 @@ class Trainer:
         return True
 
     def _update(self, step: int) -> None:
-        fault = self._gradients.finish(step)
+        fault = self._gradients.finish()
         self._grad_norm = norm = self._gradients.norm
         if fault is not None:
             self._pass_over(step, fault)
@@ -263,7 +262,9 @@ class Trainer:
     def _pass_over(self, step: int, what: str) -> None:
         """Leave out the steps since the last update, or end the run: ``what`` is not finite."""
         if self._options.on_nan == "stop":
-            advice = "lower --learning-rate, or pass over such steps with on_nan: skip"
+            is_short = self._job.planned.workload.dtype == "float16"
+            advice = "give --dtype bfloat16" if is_short else "lower --learning-rate"
+            advice += ", or pass over such steps with on_nan: skip"
             raise AgreedFailure(f"step {step}: {what}: {self._keep()}; {advice}")
         self._soundness.count(made=False)
         if self._soundness.is_lost:
@@ -282,7 +283,6 @@ class Trainer:
         """Return the run after the update of ``step``; batches from ``position`` are to come."""
         state = {
             "report": self._report.state(),
-            "loss_scale": self._gradients.state(),
             "best": asdict(self.best),
             **({} if self._island is None else {ISLAND: self._island.state()}),
             **position,

@@ -39,7 +39,6 @@ def train(
     optimizer: str = "adamw",
     settings: Mapping[str, Any] | None = None,
     accumulated: int = 1,
-    loss_scale: float = 1.0,
     **how: Any,
 ) -> list[Trained]:
     """Train with two rows in each of a replica's micro-batches, as many as the pipeline is deep;
@@ -55,9 +54,9 @@ def train(
             for part in range(accumulated):
                 batch = random_batch(2 * layout.pp * layout.dp, 7 * step + part, longest=30)
                 key, last = (step, part), part == accumulated - 1
-                losses.append(train_on(engine, batch, 2, scale=loss_scale, key=key, reduce=last))
-            norms.append(engine.gradient_norm() / loss_scale)
-            updater.apply(1 / norms[-1] / loss_scale)
+                losses.append(train_on(engine, batch, 2, key=key, reduce=last))
+            norms.append(engine.gradient_norm())
+            updater.apply(1 / norms[-1])
             losses.append(engine.evaluate(split(batch, layout.dp, engine.replica, 2)))
         parts, weights = [stage.part for stage in stages], shards.weights
         trained = {name: stage.part[name] for stage in stages for name in stage.names}

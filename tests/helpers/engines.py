@@ -54,11 +54,11 @@ def engine_of(
 
 
 def train_on(
-    engine: Engine, batch: Batch, micro_batch_size: int = 1, *, scale: float = 1.0, **how: Any
+    engine: Engine, batch: Batch, micro_batch_size: int = 1, **how: Any
 ) -> dict[int, float]:
     """Make a step on the engine's rows of a batch; return the loss of each micro-batch."""
     mine = split(batch, engine.plan.mesh.dp, engine.replica, micro_batch_size)
-    return engine.train_step(mine, scale=scale / batch.valid_tokens, **how)
+    return engine.train_step(mine, scale=1 / batch.valid_tokens, **how)
 
 
 def gradients_of(engine: Engine) -> Gradients:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shutil
@@ -11,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.helpers.jobs import AFTER_A_KILL, PROGRAMS, Job
+from tests.helpers.jobs import PROGRAMS, Job
 from tests.helpers.models_and_batches import load_weights
-from tests.helpers.mpirun import events, in_file, mpirun, train, train_well
+from tests.helpers.mpirun import events, in_file, train, train_well
 from tests.helpers.rank_pool import run_in_pool
 
 
@@ -28,8 +27,8 @@ def flags(small: Path, pirate: Path, tmp_path: Path) -> list[str | Path]:
     ]
 
 
-def overflow(n: int, flags: list[str | Path], *more: str | Path, step: int | str = 3) -> Job:
-    return run_in_pool(n, PROGRAMS / "nonfinite_rank.py", str(step), *flags, *more)
+def overflow(n: int, flags: list[str | Path], *more: str | Path) -> Job:
+    return run_in_pool(n, PROGRAMS / "nonfinite_rank.py", "3", *flags, *more)
 
 
 def test_the_run_stops_and_keeps_what_it_had(flags: list[str | Path], tmp_path: Path) -> None:
@@ -59,87 +58,6 @@ def test_or_passes_over_the_step(flags: list[str | Path], tmp_path: Path) -> Non
     assert all(math.isfinite(report["loss"]) for report in reports)
     (summary,) = events(tmp_path / "metrics.jsonl", "summary")
     assert summary["skipped"] == 1
-
-
-SCALED = (
-    *("--pipeline-stages", "1", "--checkpoint-every", "2"),
-    *("--fine-tune-type", "full"),
-)
-
-LORA = {"rank": 4, "scale": 2.0, "dropout": 0.3}
-SCALES = {"loss_scale": "auto", "lora_parameters": LORA, "keep_checkpoints": 9}
-
-
-@pytest.fixture
-def scaled(flags: list[str | Path], tmp_path: Path) -> list[str | Path]:
-    """The flags of a run that scales its loss."""
-    return [*flags, *in_file(tmp_path / "config.yaml", **SCALES)]
-
-
-def losses_and_scales(directory: Path) -> tuple[dict[int, float], dict[int, list[float]]]:
-    """Of each step, and of each checkpoint."""
-    losses = {each["step"]: each["loss"] for each in events(directory / "metrics.jsonl", "train")}
-    manifests = sorted((directory / "checkpoints").glob("step-*/checkpoint.json"))
-    states = [json.loads(path.read_text()) for path in manifests]
-    return losses, {each["step"]: each["state"]["loss_scale"] for each in states}
-
-
-def test_a_loss_scale_that_was_too_large_is_halved_on_all_ranks(
-    scaled: list[str | Path], tmp_path: Path
-) -> None:
-    """The step is computed again, and nothing is lost. Nor is it where a replica is killed in the
-    very step: the run goes on from the checkpoint before, to the bit."""
-    job = overflow(2, scaled, *SCALED).well()
-    assert "is not finite on rank" in job.stdout
-    assert ": again, with the loss scaled by 32768" in job.stdout
-    losses, scales = losses_and_scales(tmp_path)
-    assert list(losses) == [1, 2, 3, 4, 5]
-    assert scales == {2: [65536.0, 2], 4: [32768.0, 2], 5: [32768.0, 3]}
-    (summary,) = events(tmp_path / "metrics.jsonl", "summary")
-    assert summary["skipped"] == 0
-    weights = load_weights(tmp_path / "out")
-
-    (tmp_path / "metrics.jsonl").unlink()
-    shutil.rmtree(tmp_path / "checkpoints")
-    program = PROGRAMS / "nonfinite_rank.py", "3:kill"
-    line = mpirun(2, *program, *scaled, *SCALED, "--timeout", "5").failure(*AFTER_A_KILL)
-    assert re.search(r"failed: rank 0 on .+: rank 1 on \S+ died \(was it killed", line)
-    before, scales_before = losses_and_scales(tmp_path)
-    assert (list(before), scales_before) == ([1, 2], {2: [65536.0, 2]})
-    job = overflow(2, scaled, *SCALED, step=1).well()
-    assert "step-0000002: 3 of 5 steps are left" in job.stdout
-    assert losses_and_scales(tmp_path) == (losses, scales)
-    resumed = load_weights(tmp_path / "out")
-    assert all(np.array_equal(resumed[name], weights[name]) for name in weights)
-
-
-def test_an_update_of_several_steps_that_overflows_is_that_of_a_run_in_which_none_does(
-    scaled: list[str | Path], tmp_path: Path
-) -> None:
-    """To the bit: factors are powers of two. Dropout draws the same masks again."""
-    flags = [*scaled, "--iters", "6", "--grad-accumulation-steps", "2", "--zero", "3"]
-    flags += ["--checkpoint-every", "100"]
-    job = overflow(2, flags, step=2).well()
-    assert "step 4: the gradient of model.layers.4" in job.stdout
-    found = losses_and_scales(tmp_path)[0], load_weights(tmp_path / "out")
-    (tmp_path / "metrics.jsonl").unlink()
-    shutil.rmtree(tmp_path / "checkpoints")
-    job = train_well(2, *flags)
-    assert losses_and_scales(tmp_path)[0] == found[0]
-    weights = load_weights(tmp_path / "out")
-    assert all(np.array_equal(weights[name], found[1][name]) for name in weights)
-
-
-def test_a_gradient_that_no_loss_scale_makes_finite_leaves_it_as_it_was(
-    flags: list[str | Path], tmp_path: Path
-) -> None:
-    skips = in_file(tmp_path / "config.yaml", **SCALES, on_nan="skip")
-    job = overflow(2, flags, *skips, step="always")
-    job.failure(1)
-    assert "again, with the loss scaled by 1\n" in job.stdout
-    assert "warning: step 1: the gradient of model.layers.4" in job.stdout
-    assert "step 2: the gradient of model.layers.4" in job.stdout
-    assert job.stdout.count("again, with the loss scaled by 32768") > 1
 
 
 def test_a_loss_that_is_not_finite_names_its_micro_batch(flags: list[str | Path]) -> None:

@@ -25,7 +25,6 @@ OPTIONS = (
     *("--pipeline-stages", "1", "--dtype", "bfloat16"),
 )
 ONLY_IN_FILE = {
-    "loss_scale": "auto",
     "max_grad_norm": 0.5,
     "unfreeze_all": True,
     "master_weights": True,

@@ -385,7 +385,6 @@ LORA = "lora_parameters: {rank: 8, scale: 2.0, dropout: 0"
         ("optimizer_config: {adam: 1}", "adam 1", "a mapping"),
         ("lr_schedule: {name: cosine}\nepochs: 2", "'cosine'", "cosine_decay"),
         ("lr_schedule: {name: step_decay, arguments: [1, 1, 9], warmup: -1}", "-1", "steps"),
-        ("loss_scale: 1000", "1000", "a power of two"),
         ("unfreeze_all: true", "fine_tune_type lora", "use full"),
         ("master_weights: true", "fine_tune_type lora", "leave it out"),
         ("master_weights: true\nfine_tune_type: full\ndtype: float32", "float32", "leave one"),

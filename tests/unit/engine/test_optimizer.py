@@ -11,11 +11,6 @@ import pytest
 
 from shardmlx.config.checks import OPTIMIZERS
 from shardmlx.engine.optimizer import (
-    FIRST,
-    LEAST,
-    MOST,
-    UPDATES_TO_GROW,
-    LossScale,
     Updater,
     build_optimizer,
 )
@@ -251,42 +246,3 @@ def test_a_layer_of_a_text_model_in_a_wrapper_is_one_layer_too(prefix: str) -> N
         f"{prefix}model.layers.1",
         f"{prefix}model.layers.11",
     ]
-
-
-# The factor of the loss: found by itself, or given.
-
-
-@pytest.mark.parametrize(
-    ("option", "dtype", "factor", "adapts"),
-    [
-        (None, "float16", FIRST, True),
-        (None, "bfloat16", 1.0, False),
-        ("auto", "float32", FIRST, True),
-        ("none", "float16", 1.0, False),
-        (0.25, "bfloat16", 0.25, False),
-    ],
-)
-def test_an_option_and_a_type_decide_the_factor(
-    option: float | str | None, dtype: str, factor: float, adapts: bool
-) -> None:
-    scale = LossScale.of(option, dtype)
-    assert scale == LossScale(factor, adapts)
-    assert scale.overflowed() is adapts
-    assert scale.factor == (factor / 2 if adapts else factor)
-
-
-def test_the_factor_doubles_after_many_updates_since_an_overflow_within_its_limits() -> None:
-    scale = LossScale(FIRST, adapts=True, good=UPDATES_TO_GROW - 1)
-    assert scale.overflowed()
-    for _ in range(UPDATES_TO_GROW - 1):
-        scale.updated()
-    assert scale.factor == FIRST / 2
-    again = LossScale.of("auto", "float16")
-    again.restore(scale.state())
-    for each in (scale, again):
-        each.updated()
-        assert (each.factor, each.good) == (FIRST, 0)
-    assert not LossScale(LEAST, adapts=True).overflowed(), "the gradient itself is not finite"
-    most = LossScale(MOST, adapts=True, good=UPDATES_TO_GROW)
-    most.updated()
-    assert most.factor == MOST

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from shardmlx.engine.engine import Engine
-from shardmlx.engine.gradient_reducer import GradientReducer
 from tests.helpers.checkpoints import Tensors, as_bytes
 from tests.helpers.engines import engine_of, train_on
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
@@ -55,24 +54,6 @@ def test_in_all_it_stays_the_same(layout: Layout) -> None:
         largest = np.abs(total).max()
         assert largest > 0
         assert np.abs(after[name] - total).max() <= 1e-6 * largest
-
-
-def test_it_follows_the_scale_of_the_loss() -> None:
-    """As if gradients had been twice as large before."""
-    plan = BEFORE.plan(LAYERS, 2)
-    models = [tiny_model(tied=True, layers=LAYERS) for _ in range(BEFORE.ranks)]
-
-    def errors(transport: LocalTransport, scale: float) -> GradientReducer:
-        engine = engine_of(transport, plan, models[transport.rank], sum_dtype="int8")
-        train_on(engine, random_batch(4), scale=scale)
-        return engine.reducer
-
-    def work(transport: LocalTransport) -> None:
-        once, twice = errors(transport, 1.0), errors(transport, 2.0)
-        once.errors.scale(2.0)
-        assert as_bytes(once.errors.state()) == as_bytes(twice.errors.state())
-
-    LocalNetwork(BEFORE.ranks).run(work)
 
 
 def totals(parts: Sequence[Mapping[str, mx.array]]) -> Gradients:

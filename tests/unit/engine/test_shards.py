@@ -93,11 +93,6 @@ def test_gradients_that_travel_in_int8() -> None:
     assert short[0].norms == pytest.approx(whole[0].norms, rel=1e-2)
 
 
-def test_a_loss_that_is_scaled_by_a_power_of_two_changes_no_bit() -> None:
-    usual = trained(TWO, "adam", OPTIMIZER)
-    assert trained(TWO, "adam", OPTIMIZER, loss_scale=4096.0) == usual
-
-
 @pytest.mark.parametrize(
     ("layout", "tied"),
     [

@@ -65,16 +65,25 @@ def tensors(directory: Path, pattern: str) -> Bytes:
     return as_bytes(load_arrays(*directory.glob(pattern)))
 
 
-def interrupted(before: Run, directory: Path, *, lacks: str = "none", backend: str = "cpu") -> None:
+def interrupted(
+    before: Run,
+    directory: Path,
+    *,
+    lacks: str = "none",
+    backend: str = "cpu",
+    scale: float | None = None,
+) -> None:
     """Leave in ``directory`` what a run had when it was killed after its checkpoint of step 2, but
-    for a kind of files, and as if it had run on another ``backend``."""
+    for a kind of files, and as if it had run on another ``backend``, or scaled its loss."""
     step = 2
     store, manifest = Store(directory / "checkpoints"), before.store.manifest(step)
     files = tuple(file for file in manifest.files if not file.name.startswith(lacks))
     partial = store.begin(step)
     for file in files:
         shutil.copy(before.store.path(step) / file.name, partial)
-    store.commit(replace(manifest, files=files, plan={**manifest.plan, "backend": backend}))
+    state = manifest.state if scale is None else {**manifest.state, "loss_scale": [scale, 2]}
+    plan = {**manifest.plan, "backend": backend}
+    store.commit(replace(manifest, files=files, plan=plan, state=state))
 
 
 @pytest.mark.parametrize(
@@ -113,11 +122,7 @@ def test_a_run_begins_without_them_after_an_older_checkpoint(
 ) -> None:
     whole = Run(tmp_path / "a", 2, small_tied, pirate)
     interrupted(whole, tmp_path / "b", lacks="errors")
-    assert Run(tmp_path / "b", 2, small_tied, pirate).weights != whole.weights, "they matter"
-
-
-def test_they_follow_another_loss_scale(small_tied: Path, pirate: Path, tmp_path: Path) -> None:
-    """A power of two changes no bit."""
-    whole = Run(tmp_path / "a", 2, small_tied, pirate)
-    interrupted(whole, tmp_path / "b")
-    assert Run(tmp_path / "b", 2, small_tied, pirate, loss_scale=2.0).weights == whole.weights
+    without = Run(tmp_path / "b", 2, small_tied, pirate).weights
+    assert without != whole.weights, "they matter"
+    interrupted(whole, tmp_path / "c", scale=65536.0)
+    assert Run(tmp_path / "c", 2, small_tied, pirate).weights == without, "of a scaled loss"
