@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from shardmlx.checkpoint.reader import CheckpointReader, SoundCheckpoint
 from shardmlx.checkpoint.store import Manifest
-from shardmlx.checkpoint.writer import SECONDS_TO_WRITE, CheckpointWriter, Saved, Snapshot
+from shardmlx.checkpoint.writer import SECONDS_TO_WRITE, CheckpointWriter, Snapshot
 from shardmlx.common.formatting import gibibytes
 from shardmlx.distributed.agreement import AgreedError
 from shardmlx.distributed.version_check import package_versions
@@ -52,7 +52,7 @@ class Checkpoints:
         self._island = island
         self._writer = None
         if (place := job.resumption.place) is not None:
-            keep = job.planned.checkpoints.keep_checkpoints
+            keep = job.planned.config.keep_checkpoints
             self._writer = CheckpointWriter(
                 job.transport, place.store, place.storage, keep, job.number
             )
@@ -67,9 +67,8 @@ class Checkpoints:
         self._saved_step = 0
         self._waits: list[Callable[[], None]] = []
         """Waits until the last save has written its arrays, and until all of it is on the disks."""
-        self._exposed: list[float] = []
-        """Seconds for which training has waited, by save."""
-        self._saved: list[Saved] = []
+        self._exposed = 0.0
+        """Seconds for which training has waited for the last save."""
 
     def restore(self, found: SoundCheckpoint) -> None:
         stages, engine = self._job.stages, self._job.engine
@@ -131,7 +130,7 @@ class Checkpoints:
         start = time.monotonic()
         self._writer.start(self._manifest(point), point.step, self._parts())
         self._waits = [self._writer.release, self._writer.wait]
-        self._exposed.append(time.monotonic() - start)
+        self._exposed = time.monotonic() - start
         self._saved_step = point.step
         return point.step
 
@@ -146,9 +145,8 @@ class Checkpoints:
             with self._transport.longer_timeout(SECONDS_TO_WRITE):
                 self._waits[0]()
                 seconds = time.monotonic() - start
-                self._exposed[-1] += max(
-                    self._transport.all_gather(seconds, "waiting for the checkpoint")
-                )
+                waits = self._transport.all_gather(seconds, "waiting for the checkpoint")
+                self._exposed += max(waits)
             del self._waits[0]
 
     def report(self) -> None:
@@ -158,11 +156,9 @@ class Checkpoints:
         saved = self._writer.take_saved()
         if saved is None:
             return
-        self._saved.append(saved)
-        exposed = self._exposed[-1]
         self._job.reporter.say(
             f"step {saved.step}: checkpoint of {gibibytes(saved.nbytes)} written in "
-            f"{saved.seconds:.1f} s, for which training waited {exposed:.2f} s"
+            f"{saved.seconds:.1f} s, for which training waited {self._exposed:.2f} s"
         )
         self._job.reporter.event(
             "checkpoint",
@@ -170,17 +166,9 @@ class Checkpoints:
                 "step": saved.step,
                 "bytes": saved.nbytes,
                 "seconds": round(saved.seconds, 3),
-                "exposed_seconds": round(exposed, 3),
+                "exposed_seconds": round(self._exposed, 3),
             },
         )
-
-    def summary(self) -> dict[str, Any]:
-        """Return rank 0's summary of all complete checkpoints. Not collective."""
-        return {
-            "saved": len(self._saved),
-            "seconds": round(sum(each.seconds for each in self._saved), 3),
-            "exposed_seconds": round(sum(self._exposed), 3),
-        }
 
     def _manifest(self, point: Point) -> Manifest | None:
         """Return, on rank 0, the manifest of the checkpoint but for its files."""

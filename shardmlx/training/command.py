@@ -51,7 +51,7 @@ def run(
         reporter = on_rank_0(
             transport,
             "opening the report",
-            partial(_open_viewers, OutputOptions.of(config), on_event, stack),
+            partial(_open_viewers, config, on_event, stack),
         ) or Reporter(quiet=True)
         if blas is not None:
             reporter.say(str(blas))
@@ -89,12 +89,11 @@ def dry_run(config: TrainConfig, transport: Transport, reporter: Reporter) -> No
     show_ranks(planned, transport.hosts, reporter, {})
     if config.train:
         reporter.say(_time(planned))
-        outputs = planned.outputs
         for what, place in (
-            ("the model" if planned.way.fine_tune.is_full else "adapters", outputs.adapter_path),
-            ("checkpoints", planned.checkpoints.checkpoint_dir),
-            ("metrics", outputs.metrics_file),
-            ("a trace", outputs.trace),
+            ("the model" if config.is_full else "adapters", config.adapter_path),
+            ("checkpoints", config.checkpoint_dir),
+            ("metrics", config.metrics_file),
+            ("a trace", config.trace),
         ):
             if place is not None:
                 is_there = ", which is there" if Path(place).exists() else ""
@@ -129,7 +128,7 @@ def show_data(config: TrainConfig, rows: int, transport: Transport, reporter: Re
 
 
 def _time(planned: PlannedRun) -> str:
-    step, iters = planned.seconds(planned.mean_length), planned.steps.iters
+    step, iters = planned.seconds(planned.mean_length), planned.config.iters
     if step is None:
         return (
             "Time of a step: not known: measure it with shardmlx profile, and give --profile, or "

@@ -60,13 +60,13 @@ class Membership:
 
 def join(planned: PlannedRun, transport: Transport, reporter: Reporter) -> Membership | None:
     """Join the hub that the options name. All ranks must call it. Raises ``AgreedError``."""
-    url, name = planned.island.island, planned.island.name
+    url, name = planned.config.island, planned.config.name
     if url is None or name is None:
         return None
     shapes = {each: tuple(part[each].shape) for part in planned.slices for each in part.trainable}
     # All islands have them in one order, whatever their stages are.
     tensors = tuple(Tensor(each, shapes[each]) for each in sorted(shapes, key=_place))
-    options, hub = planned.options, None
+    options, hub = planned.config.to_adapter_config(), None
     kept = ("model", "fine_tune_type", "num_layers", "lora_parameters")
     message = Join(
         name=name,

@@ -25,7 +25,7 @@ class Gradients:
 
     def __init__(self, job: TrainingRun) -> None:
         self._job = job
-        self._options = job.planned.steps
+        self._options = job.planned.config
         self._engine = job.engine
         self._shares: list[Share] = []
         self._nonfinite_loss: str | None = None
@@ -105,8 +105,8 @@ class Evaluation:
         if data is None:
             return None
         samples, batch = getattr(data, name), self._job.planned.way.batch
-        objective, steps = self._job.planned.objective, self._job.planned.steps
-        most = {"valid": steps.val_batches, "test": steps.test_batches}.get(name, -1)
+        objective, config = self._job.planned.objective, self._job.planned.config
+        most = {"valid": config.val_batches, "test": config.test_batches}.get(name, -1)
         # The starting model judges a data set's batches once, so they stay the same.
         is_limited = objective is not None and objective.has_reference and most != -1
         return Batches(

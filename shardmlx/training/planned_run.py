@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import mlx.nn as nn
 from mlx.optimizers import Optimizer
@@ -19,14 +18,7 @@ from shardmlx.common.reporter import Reporter, check_writable
 from shardmlx.config.data import DataOptions
 from shardmlx.config.objective import ObjectiveOptions
 from shardmlx.config.specs import FineTune, ModelSource, RunSpec
-from shardmlx.config.train import (
-    BEST,
-    CheckpointOptions,
-    IslandOptions,
-    OutputOptions,
-    StepOptions,
-    TrainConfig,
-)
+from shardmlx.config.train import BEST, OutputOptions, TrainConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.memory_limits import (
     MemoryLimits,
@@ -77,22 +69,14 @@ _PACKAGES = {"tensorboard": "tensorboardX"}
 class PlannedRun:
     """A run with a plan that fits, before any weight is read.
 
-    ``asked`` is the run as the user wants it, ``way`` the same with nothing left open. ``identity``
-    are all options by name, ``options`` the same as adapter_config.json has them, and ``changed``
-    those that are not at their defaults.
-    ``data`` is on rank 0 only, the ``sizes`` of its sets on all; ``slices`` are of all stages.
+    ``asked`` is the run as the user wants it, ``way`` the same with nothing left open. ``data`` is
+    on rank 0 only, the ``sizes`` of its sets on all; ``slices`` are of all stages.
     """
 
+    config: TrainConfig
     asked: RunSpec
     way: RunSpec
     objective: Objective | None
-    steps: StepOptions
-    outputs: OutputOptions
-    checkpoints: CheckpointOptions
-    island: IslandOptions
-    identity: Mapping[str, Any]
-    options: Mapping[str, Any]
-    changed: Sequence[str]
     workload: Workload
     cluster: Cluster
     plan: Plan
@@ -166,8 +150,7 @@ def plan_run(
     # Wrong options are found before the data is read.
     agree("planning", partial(_check_layout, run, _of_groups(inputs, shares), opened, model))
     agree("building the optimizer", partial(optimizer_of, run.fine_tune))
-    outputs = OutputOptions.of(config)
-    check = partial(check_output, outputs, run.fine_tune, opened.path)
+    check = partial(check_output, config, run.fine_tune, opened.path)
     on_rank_0(transport, "checking the output", check)
     with transport.longer_timeout(SETUP_SECONDS):
         data = on_rank_0(
@@ -203,16 +186,10 @@ def plan_run(
     memory = agree("planning the memory", partial(_memory_of_ranks, choice, inputs, shares))
     backend = inputs.cluster.backend
     return PlannedRun(
+        config=config,
         asked=run,
         way=way,
         objective=Objective.of(ObjectiveOptions.of(config)),
-        steps=StepOptions.of(config),
-        outputs=outputs,
-        checkpoints=CheckpointOptions.of(config),
-        island=IslandOptions.of(config),
-        identity=asdict(config),
-        options=config.to_adapter_config(),
-        changed=config.changed,
         workload=replace(grouped.sizes, batch=way.batch, fine_tune=way.fine_tune, counted=share),
         cluster=inputs.cluster.with_rings(shares.size),
         plan=plan,

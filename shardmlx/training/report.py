@@ -41,12 +41,12 @@ class TrainingReport:
 
     def open_services(self) -> None:
         """Start the services of ``--report-to`` that mlx-lm knows. On rank 0 only."""
-        outputs = self._planned.outputs
+        config = self._planned.config
         self._callback = get_reporting_callbacks(
-            ",".join(each for each in outputs.services if each != "tensorboard"),
-            project_name=outputs.project_name,
-            log_dir=outputs.adapter_path,
-            config=self._planned.options,
+            ",".join(each for each in config.services if each != "tensorboard"),
+            project_name=config.project_name,
+            log_dir=config.adapter_path,
+            config=config.to_adapter_config(),
         )
 
     def start(self, step: int) -> None:
@@ -156,7 +156,7 @@ class TrainingReport:
                 | {f"val_{name}": value for name, value in means.items()}
             )
 
-    def summary(self, seconds: float, checkpoints: Mapping[str, Any]) -> None:
+    def summary(self, seconds: float) -> None:
         """Report the use of time and memory, beside the predictions. Not collective."""
         ranks = self._meter.summary()
         if not ranks:
@@ -178,11 +178,10 @@ class TrainingReport:
         self._reporter.event(
             "summary",
             {
-                "steps": planned.steps.iters,
+                "steps": planned.config.iters,
                 "tokens": self._total_tokens,
                 "skipped": self._skipped,
                 "seconds": round(seconds, 3),
-                "checkpoints": checkpoints,
                 "ranks": [each.as_json() for each in ranks],
                 "predicted": {
                     "num_layers": list(planned.plan.stage_map.partition.sizes),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +71,11 @@ def load_run(
     plan, tune = planned.plan, planned.way.fine_tune
 
     def identify() -> dict[str, Any] | None:
-        data, checkpoints = planned.data, planned.checkpoints
-        if data is None or not (checkpoints.checkpoint_dir or checkpoints.named):
+        data, config = planned.data, planned.config
+        if data is None or not (config.checkpoint_dir or config.named):
             return None
         read = opened.weights.read
-        return identity_of(planned.identity, opened.path, data.train, data.valid, read)
+        return identity_of(asdict(config), opened.path, data.train, data.valid, read)
 
     with transport.longer_timeout(SETUP_SECONDS):
         identity = on_all_ranks(transport, "reading which model it is", identify)
@@ -83,9 +83,7 @@ def load_run(
         if tune.train:
             divides = tune.divides_optimizer or tune.keeps_errors
             owners = plan.mesh.size // (1 if divides else plan.mesh.dp)
-            resumption = prepare_resumption(
-                planned.checkpoints, transport, reporter, identity, owners
-            )
+            resumption = prepare_resumption(planned.config, transport, reporter, identity, owners)
         membership = join(planned, transport, reporter)
         weights, stages = _load(planned, transport, reporter, opened, beside)
     engine = Engine(

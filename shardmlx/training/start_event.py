@@ -19,10 +19,10 @@ def facts_of(planned: PlannedRun, hosts: Sequence[str], step: int) -> dict[str, 
     lengths = {"data": planned.mean_length, "full": planned.way.batch.max_seq_length - 1}
     return {
         "step": step,
-        "iters": planned.steps.iters,
+        "iters": planned.config.iters,
         "version": shardmlx.__version__,
-        "options": planned.options,
-        "changed": planned.changed,
+        "options": planned.config.to_adapter_config(),
+        "changed": planned.config.changed,
         "chosen": planned.way.answers(planned.asked),
         "sizes": planned.sizes,
         "layout": _layout(planned.plan, hosts),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from shardmlx.config.data import DataOptions
 from shardmlx.config.objective import ObjectiveOptions
 from shardmlx.config.specs import FineTune
 from shardmlx.config.sweep import DECIDE_LOSS, in_one, read_sweep
-from shardmlx.config.train import CheckpointOptions, OutputOptions, StepOptions, TrainConfig
+from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.agreement import AgreedError, from_rank_0, on_all_ranks, on_rank_0
 from shardmlx.distributed.messages import MOST_RUNS
 from shardmlx.distributed.transport import Transport
@@ -96,8 +96,7 @@ def plan_sweep(
         runs = on_all_ranks(transport, "counting the steps", count_steps)
         steps = [f"{plural(each.iters, 'step')} of {name}" for name, each in runs.items()]
         reporter.say(f"--epochs {config.epochs:g}: {', '.join(steps)}")
-        longest = max(runs.values(), key=lambda each: each.iters)
-        planned = replace(planned, steps=StepOptions.of(longest))
+        planned = replace(planned, config=max(runs.values(), key=lambda each: each.iters))
     if (replicas := planned.plan.mesh.dp) > 1:
         raise AgreedError(
             f"--sweep {config.sweep}: adapters train side by side in one pipeline, and there are "
@@ -120,10 +119,10 @@ def prepare_sweep(
             plan = partial(_of_run, options, whole, opened, sets.get(name), sizes[name])
             planned[name] = on_all_ranks(transport, f"planning {name}", plan)
         for each in planned.values():
-            check = partial(check_output, each.outputs, each.way.fine_tune, opened.path)
+            check = partial(check_output, each.config, each.way.fine_tune, opened.path)
             on_rank_0(transport, "checking the output", check)
         for name, each in planned.items():
-            file = each.outputs.metrics_file
+            file = each.config.metrics_file
             metrics = Path(file) if file else None
             own = reporter.of_run(name, metrics)
             stack.callback(own.close)
@@ -146,6 +145,7 @@ def _of_run(
     model, _ = build_model(opened.path, tune, config.seed, opened.adapters)
     return replace(
         whole,
+        config=config,
         asked=replace(
             whole.asked,
             fine_tune=FineTune.of(config),
@@ -157,12 +157,6 @@ def _of_run(
             batch=replace(whole.way.batch, objective=config.objective),
         ),
         objective=Objective.of(ObjectiveOptions.of(config)),
-        steps=StepOptions.of(config),
-        outputs=OutputOptions.of(config),
-        checkpoints=CheckpointOptions.of(config),
-        identity=asdict(config),
-        options=config.to_adapter_config(),
-        changed=config.changed,
         plan=replace(whole.plan, together=config.together),
         slices=cut(model, whole.plan.stage_map.partition.ranges),
         data=None if data is None else _own(data),
@@ -199,7 +193,7 @@ def _compare(
     comparable: defaultdict[str, dict[str, float]] = defaultdict(dict)
     for name, trainer in trainers.items():
         if trainer.best.loss is not None:
-            means = str([jobs[name].planned.identity[option] for option in DECIDE_LOSS])
+            means = str([getattr(jobs[name].planned.config, option) for option in DECIDE_LOSS])
             comparable[means][name] = trainer.best.loss
     winners = []
     for group in comparable.values():

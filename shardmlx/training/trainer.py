@@ -52,15 +52,14 @@ class Trainer:
         planned = job.planned
         self._job = job
         self._plan = planned.plan
-        self._options = options = planned.steps
-        self._checkpoint_every = planned.checkpoints.checkpoint_every
-        self.place = Path(planned.outputs.adapter_path)
+        self._options = options = planned.config
+        self.place = Path(options.adapter_path)
         self._output = self.place / LAST_PLACE if options.keep == BEST else self.place
         self.best = Best()
         self._transport = job.transport
         self._reporter = job.reporter
         self._engine = job.engine
-        trace = Path(planned.outputs.trace) if planned.outputs.trace else None
+        trace = Path(options.trace) if options.trace else None
         self._meter = Meter(job.transport, job.engine.recorder, trace)
         self._report = TrainingReport(job, self._meter)
         shards, parts = job.engine.shards, [stage.part for stage in job.stages]
@@ -121,7 +120,7 @@ class Trainer:
             raise Stopped(request.number, f"stopped by {name}: {kept}") from None
         is_saved = self._save_last()
         self._meter.write_trace()
-        self._report.summary(time.monotonic() - start, self._checkpoints.summary())
+        self._report.summary(time.monotonic() - start)
         if is_saved:
             self._reporter.say(f"Saved to {self._output}")
         if options.keep == BEST and self.best.step is not None:
@@ -307,7 +306,8 @@ class Trainer:
 
     def _save_if_due(self, step: int) -> None:
         saves, checkpoints = (
-            step % every == 0 for every in (self._options.save_every, self._checkpoint_every)
+            step % every == 0
+            for every in (self._options.save_every, self._options.checkpoint_every)
         )
         if not (saves or checkpoints):
             return
@@ -392,7 +392,7 @@ class Trainer:
         if self._job.planned.way.fine_tune.is_full:
             save_model(self._collector, self._job.model_path, directory)
         else:
-            save_adapters(self._collector, directory, self._job.planned.options, copy_as)
+            save_adapters(self._collector, directory, self._options.to_adapter_config(), copy_as)
 
     def _later_output(self) -> bool:
         found = self._job.resumption.found

@@ -253,7 +253,6 @@ def test_what_the_metrics_tell(results: Results, run: str) -> None:
         on_the_page = re.findall(r"^ {8}(\S+)", shown("stop-and-resume.md", "checkpoint"), re.M)
         assert {path.name for path in (whole.checkpoints / name).iterdir()} == {*on_the_page}
     (summary,) = events(whole.metrics, "summary")
-    assert summary["checkpoints"]["saved"] == 3
     assert events(resumed.metrics, "summary")[0]["tokens"] == summary["tokens"]
 
 
