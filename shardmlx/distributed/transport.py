@@ -204,7 +204,7 @@ class Transport(ABC):
 
     def send_object(self, value: Any, peer: int, what: str = "send", tag: int = OBJECT_TAG) -> None:
         """Send one Python object; return once it is on its way."""
-        self._finish(self._post(pickle.dumps(value), peer, tag), what, peer)
+        self._finish(self.post_object(pickle.dumps(value), peer, tag), what, peer)
 
     def receive_object(self, peer: int, what: str = "receive", tag: int = OBJECT_TAG) -> Any:
         """Return the next object from ``peer``."""
@@ -223,7 +223,7 @@ class Transport(ABC):
         if self.rank != 0:
             return self.receive_object(0, what)
         payload = pickle.dumps(value)
-        posted = [self._post(payload, peer, OBJECT_TAG) for peer in range(1, self.size)]
+        posted = [self.post_object(payload, peer, OBJECT_TAG) for peer in range(1, self.size)]
         for peer, handles in enumerate(posted, 1):
             self._finish(handles, what, peer)
         return value
@@ -245,7 +245,8 @@ class Transport(ABC):
         """Return once every rank has come here. All ranks must call it."""
         self.all_gather(None, what)
 
-    def _post(self, payload: bytes, peer: int, tag: int) -> list[Handle]:
+    def post_object(self, payload: bytes, peer: int, tag: int) -> list[Handle]:
+        """Start to send a pickled object, which ``receive_object`` returns to the peer."""
         size = np.array([len(payload)], np.int64)
         data = np.frombuffer(payload, np.uint8)
         return [self.send(size, peer, tag), self.send(data, peer, tag)]

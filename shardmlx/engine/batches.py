@@ -280,7 +280,7 @@ class Batches(Iterator[Batch]):
         self._random = random
         self._loop = loop
         self._widths = widths
-        self._drawn_from: Mapping[str, Any] = {}
+        self._drawn_from: dict[str, Any] = {}
         self._order: Sequence[int] = ()
         self._next = 0
         self._epochs = 0
@@ -308,7 +308,7 @@ class Batches(Iterator[Batch]):
         """Return the samples at which the first batches begin, before any is drawn: of all, in any
         order, if there are fewer."""
         random = np.random.RandomState()
-        set_random_state(random, random_state(self._random))
+        random.set_state(random_state(self._random))
         return [self._starts[i] for i in random.permutation(len(self._starts))[:count].tolist()]
 
     def _draw(self, random: np.random.RandomState) -> None:
@@ -328,7 +328,7 @@ class Batches(Iterator[Batch]):
             return
         self._drawn_from = position["drawn_from"]
         random = np.random.RandomState()
-        set_random_state(random, self._drawn_from)
+        random.set_state(self._drawn_from)
         self._draw(random)
         self._epochs, self._next = position["epoch"], position["next"]
 
@@ -349,17 +349,10 @@ def swapped(samples: Samples) -> Samples:
 
 
 def random_state(random: np.random.RandomState) -> dict[str, Any]:
-    """Return the state of a generator as JSON."""
+    """Return the state of a generator as JSON, which its ``set_state`` takes."""
     state = random.get_state(legacy=False)
     numbers = state["state"]
     return {**state, "state": {"key": numbers["key"].tolist(), "pos": int(numbers["pos"])}}
-
-
-def set_random_state(random: np.random.RandomState, state: Mapping[str, Any]) -> None:
-    """Set the state that ``random_state`` returned."""
-    numbers = state["state"]
-    key = np.array(numbers["key"], np.uint32)
-    random.set_state({**state, "state": {"key": key, "pos": numbers["pos"]}})
 
 
 def split(batch: Batch, dp: int, replica: int, micro_batch_size: int) -> list[MicroBatch]:

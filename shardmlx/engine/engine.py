@@ -75,11 +75,6 @@ class Step:
     key: tuple[int, ...] = (0,)
     reduce: bool = True
 
-    def run(self) -> Results:
-        """Make the step. All ranks must call it."""
-        (results,) = self.engine.train_steps([self])
-        return results
-
 
 @dataclass(slots=True)
 class _Run:
@@ -168,7 +163,8 @@ class Engine:
         log-probabilities of its answers; nothing elsewhere. Raises ``EngineError`` or
         ``TransportError``, which name rank, stage and action.
         """
-        return Step(self, microbatches, scale, key, reduce).run()
+        (results,) = self.train_steps([Step(self, microbatches, scale, key, reduce)])
+        return results
 
     def train_steps(self, steps: Sequence[Step]) -> list[Results]:
         """Make a step of each of several engines that differ only in what they train, this one the

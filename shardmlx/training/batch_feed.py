@@ -1,27 +1,24 @@
 """Send batches from rank 0 to all ranks, one step ahead.
 
-Each rank gets the tokens of its replica's rows. Before each step, as late as possible, rank 0 also
-says whether a signal asks the run to stop. Each rank gets, with one tag::
-
-    outline tokens [known] ... stop | outline tokens [known] ... stop | ...
-
-Batches sent ahead are received before the word to stop: a run that stops leaves no message under
-way.
+Each rank gets its replica's rows. Before each step, as late as possible, rank 0 also says whether a
+signal asks the run to stop. Batches sent ahead are received before this word: a run that stops
+leaves no message under way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import pickle
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from types import TracebackType
-
-import numpy as np
+from typing import Any
 
 from shardmlx.distributed.agreement import AgreedError
-from shardmlx.distributed.messages import BATCH_TAG, Array, Handle, tag_of_run
+from shardmlx.distributed.messages import BATCH_TAG, Handle, tag_of_run
 from shardmlx.distributed.transport import Transport
-from shardmlx.engine.batches import KNOWN, Batch, MicroBatch, pack, split
+from shardmlx.engine.batches import Batch, MicroBatch, pack, split
 from shardmlx.errors import AgreedFailure
 from shardmlx.pipeline.plan import Plan
 
@@ -88,15 +85,14 @@ class BatchFeed:
         if not self._ahead:
             return []
         if self._batches is not None:
-            number = np.array([self._transport.stop_requested() or 0], np.int32)
-            for peer in range(1, self._transport.size):
-                self._post(number, peer)
+            number = self._transport.stop_requested()
+            self._post(number, range(1, self._transport.size))
             shares = self._receive()
         else:
             shares = self._receive()
-            number = self._come(np.empty(1, np.int32))
-        if number[0]:
-            raise StopRequested(int(number[0]))
+            number = self._come()
+        if number is not None:
+            raise StopRequested(number)
         return shares
 
     def __enter__(self) -> BatchFeed:
@@ -113,44 +109,25 @@ class BatchFeed:
             self._receive()
 
     def _send(self, batch: Batch) -> None:
-        for replica, (start, stop) in enumerate(pairwise(self._plan.starts)):
-            wholes = [batch] if batch.swapped is None else [batch, batch.swapped]
-            parts = [each.rows(start, stop) for each in wholes]
-            if replica == self._replica:
+        wholes = [batch] if batch.swapped is None else [batch, batch.swapped]
+        for replica, bounds in enumerate(pairwise(self._plan.starts)):
+            parts = [each.rows(*bounds) for each in wholes]
+            peers = self._plan.mesh.pipeline_of(replica)
+            if self._transport.rank in peers:
                 self._own.append(self._share(parts, batch.valid_tokens))
-            messages = []
-            for left, part in zip(reversed(range(len(parts))), parts, strict=True):
-                known = [] if part.known is None else [part.known]
-                head = (batch.valid_tokens, left, part.tokens.shape[1], len(known))
-                messages += [np.array([*head, *part.spans.flat], np.int64), part.tokens, *known]
-            for peer in self._plan.mesh.pipeline_of(replica):
-                if peer != self._transport.rank:
-                    for message in messages:
-                        self._post(np.ascontiguousarray(message), peer)
+            others = [peer for peer in peers if peer != self._transport.rank]
+            self._post((parts, batch.valid_tokens), others)
 
     def _receive(self) -> list[Share]:
         """Receive all messages under way, and return their shares."""
         count, self._ahead = self._ahead, 0
         if self._batches is None:
-            return [self._receive_share() for _ in range(count)]
+            return [self._share(*self._come()) for _ in range(count)]
         sent, self._sent = self._sent, []
         for handle, peer in sent:
-            self._transport.wait(handle, self._doing("sending to", peer))
+            self._transport.wait(handle, partial(self._sending, peer))
         own, self._own = self._own, []
         return own
-
-    def _receive_share(self) -> Share:
-        rows, parts, left = self._plan.shares[self._replica], [], 1
-        while left:
-            outline = self._come(np.empty(4 + 2 * rows, np.int64))
-            valid_tokens, left, width, is_known = outline[:4].tolist()
-            spans = outline[4:].reshape(rows, 2).astype(np.int32)
-            tokens = self._come(np.empty((rows, width), np.int32))
-            known = self._come(np.empty((rows, KNOWN))) if is_known else None
-            first_row = self._plan.starts[self._replica]
-            widths = self._plan.widths
-            parts.append(MicroBatch(tokens, spans, first_row, widths=widths, known=known))
-        return self._share(parts, valid_tokens)
 
     def _share(self, parts: Sequence[MicroBatch], valid_tokens: int) -> Share:
         plan, first = self._plan, parts[0]
@@ -166,14 +143,15 @@ class BatchFeed:
             return pack(part, count, plan.together, shares_prompts=shares)
         return split(part, 1, 0, plan.micro_batch_size)
 
-    def _post(self, array: Array, peer: int) -> None:
-        self._sent.append((self._transport.send(array, peer, self._tag), peer))
+    def _post(self, value: Any, peers: Iterable[int]) -> None:
+        payload = pickle.dumps(value)
+        for peer in peers:
+            sent = self._transport.post_object(payload, peer, self._tag)
+            self._sent += [(handle, peer) for handle in sent]
 
-    def _come(self, array: np.ndarray) -> np.ndarray:
-        handle = self._transport.receive(array, 0, self._tag)
-        self._transport.wait(handle, self._doing("waiting for", 0))
-        return array
+    def _come(self) -> Any:
+        return self._transport.receive_object(0, "next batch", self._tag)
 
-    def _doing(self, how: str, peer: int) -> Callable[[], str]:
+    def _sending(self, peer: int) -> str:
         me, other = (self._transport.name(rank) for rank in (self._transport.rank, peer))
-        return lambda: f"{me}, next batch, {how} {other}"
+        return f"{me}, next batch, sending to {other}"

@@ -22,7 +22,7 @@ from shardmlx.common.formatting import plural
 from shardmlx.common.reporter import Bar
 from shardmlx.config.train import BEST
 from shardmlx.distributed.agreement import from_rank_0, on_rank_0
-from shardmlx.engine.batches import random_state, set_random_state
+from shardmlx.engine.batches import random_state
 from shardmlx.engine.engine import Results, Step
 from shardmlx.engine.optimizer import Updater
 from shardmlx.engine.trace import Meter, Span
@@ -176,7 +176,7 @@ class Trainer:
         self._meter.start_after(manifest.step)
         self._report.restore(state["report"])
         if self._batches is not None:
-            set_random_state(self._random, state["random"])
+            self._random.set_state(state["random"])
             self._batches.go_to(state["batches"])
         self._checkpoints.go_on_from(found, self._point(manifest.step, self._position()))
         where = found.store.path(manifest.step)

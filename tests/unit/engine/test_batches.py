@@ -24,7 +24,6 @@ from shardmlx.engine.batches import (
     make_batch,
     padded_width,
     random_state,
-    set_random_state,
     split,
 )
 from shardmlx.engine.loss import token_loss
@@ -145,7 +144,7 @@ class _Loop:
 
     def restore(self, text: str) -> None:
         random, position = json.loads(text)
-        set_random_state(self._random, random)
+        self._random.set_state(random)
         self._batches.go_to(position)
 
 
@@ -168,7 +167,7 @@ def test_the_state_of_a_generator_survives_its_text() -> None:
     random, again = np.random.RandomState(3), np.random.RandomState(4)
     random.standard_normal()  # keeps the second of two for the next call
     random.randint(9, size=700)
-    set_random_state(again, json.loads(json.dumps(random_state(random))))
+    again.set_state(json.loads(json.dumps(random_state(random))))
     assert random.standard_normal(9).tolist() == again.standard_normal(9).tolist()
     assert random.permutation(99).tolist() == again.permutation(99).tolist()
 
