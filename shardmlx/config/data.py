@@ -46,12 +46,6 @@ class DataOptions(FeatureKeys):
     objective: str = same_as(BatchOptions, "objective")
     batch_size: int = same_as(BatchOptions, "batch_size")
     max_seq_length: int = same_as(BatchOptions, "max_seq_length")
-    long_sequences: str = option(
-        "cut",
-        "what to do with sequences longer than --max-seq-length",
-        choices=("cut", "error"),
-        flag=False,
-    )
     mask_prompt: bool = _data(False, "the same as --loss-on last")
     loss_on: str | None = _data(
         None,

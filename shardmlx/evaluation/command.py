@@ -76,7 +76,6 @@ def read_texts(
         data=str(config.data),
         hf_dataset=None,
         max_seq_length=config.max_seq_length,
-        long_sequences="cut",
         mask_prompt=config.mask_prompt,
         trust_remote_code=config.trust_remote_code,
         batch_size=1,

@@ -324,21 +324,13 @@ def _check(
 ) -> None:
     """Raise ``UserError`` for a row that is too long, or has a token unknown to the model."""
     lengths, most = samples.lengths, options.max_seq_length
-    for limit, what, remedy in (
-        (
-            max_positions if max_positions is not None and max_positions < most else None,
-            f"the model's limit is {max_positions}",
+    if max_positions is not None and max_positions < most and (lengths > max_positions).any():
+        row = int((lengths > max_positions).argmax())
+        raise UserError(
+            f"{row_name(name, row)} has {lengths[row]} tokens, and the model's limit is "
+            f"{max_positions}",
             f"use --max-seq-length {max_positions} to cut it",
-        ),
-        (
-            most if options.long_sequences == "error" else None,
-            f"--max-seq-length is {most}",
-            "raise it, split the text, or use long_sequences: cut",
-        ),
-    ):
-        if limit is not None and (lengths > limit).any():
-            row = int((lengths > limit).argmax())
-            raise UserError(f"{row_name(name, row)} has {lengths[row]} tokens, and {what}", remedy)
+        )
     if vocabulary is not None:
         unknown = np.flatnonzero(token_ids(samples.tokens) >= vocabulary)
         begins = samples.bounds[:, 0]

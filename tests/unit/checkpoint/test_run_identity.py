@@ -137,7 +137,7 @@ MAY_CHANGE = """
     replica_rows pack partitioner schedule micro_batch_size metrics_file metrics_port
     metrics_host trace checkpoint_dir checkpoint_every keep_checkpoints checkpoint_storage
     resume on_nan timeout hostfile data_parallel profile zero report_to
-    project_name trust_remote_code long_sequences text_feature train config prompt_feature
+    project_name trust_remote_code text_feature train config prompt_feature
     completion_feature chat_feature chosen_feature rejected_feature label_feature warmup hf_dataset
     loss_on show_data early_stop keep sweep tensor_parallel tensor_shares expert_parallel
     island name

@@ -203,9 +203,6 @@ def test_a_sequence_that_is_too_long_is_cut_or_named(tmp_path: Path) -> None:
     assert error.problem.startswith(f"{tmp_path}/train.jsonl:2 has 9 tokens")
     assert "--max-seq-length 8" in error.remedy
     assert len(read(directory, max_positions=8, max_seq_length=8).train) == 2
-    error = error_of(directory, max_seq_length=8, long_sequences="error")
-    assert error.problem.startswith(f"{tmp_path}/train.jsonl:2 has 9 tokens")
-    assert "long_sequences" in error.remedy
 
 
 class Open(Letters):
