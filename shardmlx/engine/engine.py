@@ -181,18 +181,15 @@ class Engine:
         found: list[Results] = [{} for _ in steps]
         for j, result in run.results.items():
             found[j // run.size][j % run.size] = result
-
-        def summing() -> str:
-            return f"{self._who()}, summing gradients"
-
         for number, step in enumerate(steps):
             if step.reduce or step.engine.shards.weights is not None:
+                reducer = step.engine.reducer
                 key_of_sum = (self._runs, -1 - number, self.pipeline_rank)
                 with (
                     self.recorder.span(Span.REDUCE, "sum over replicas", key_of_sum),
-                    losses_named(self.transport, self._sharing, summing),
+                    losses_named(self.transport, self._sharing, reducer.doing),
                 ):
-                    step.engine.reducer.finish(summing, ends_update=step.reduce)
+                    reducer.finish(ends_update=step.reduce)
         return found
 
     def evaluate(self, microbatches: Sequence[MicroBatch]) -> Results:
@@ -307,8 +304,8 @@ class Engine:
         if (array.shape, array.dtype) != expected:
             raise ValueError(f"{action} sends {array.dtype} {array.shape}, planned {expected}")
         run.outbox = [(sent, handle) for sent, handle in run.outbox if not handle.done]
-        self.recorder.mark(Span.SEND, str(action), self._message(action))
-        handle = self.transport.send(in_a_row(array), self._peer(action), _tag(action))
+        with self.recorder.span(Span.SEND, str(action), self._message(action)):
+            handle = self.transport.send(in_a_row(array), self._peer(action), _tag(action))
         run.outbox.append((action, handle))
 
     def _receive(self, action: Action, run: _Run) -> None:

@@ -85,6 +85,10 @@ class GradientReducer:
         self._own: dict[tuple[Stage, str], mx.array] = {}
         self._who = transport.name(transport.rank)
 
+    def doing(self) -> str:
+        """Return how messages name this rank's wait for a sum."""
+        return f"{self._who}, summing gradients"
+
     def parts(self, stage: Stage) -> list[list[str]]:
         """Divide the stage's trained weights into buckets, in the order in which gradients come."""
         if len(self._replicas) == 1:
@@ -98,7 +102,7 @@ class GradientReducer:
             return
         if stage.reduces_each:
             # At most one bucket is held besides the new one.
-            self._finish_buckets(lambda: f"{self._who}, summing gradients")
+            self._finish_buckets()
         # An owner's weights are contiguous.
         names.sort(key=self._shards.owner)
         total = _in_one([stage.gradients.pop(name) for name in names])
@@ -139,24 +143,24 @@ class GradientReducer:
         self._own.clear()
         self.errors.forget()
 
-    def finish(self, what: Callable[[], str], *, ends_update: bool = True) -> None:
+    def finish(self, *, ends_update: bool = True) -> None:
         """Wait for all sums. If the step ``ends_update``, ``stage.gradients`` then hold the sums of
         all its steps, for the weights that this replica updates."""
-        self._finish_buckets(what)
+        self._finish_buckets()
         if not ends_update:
             return
-        self._sum_shared(what)
+        self._sum_shared()
         for stage, name in self._own:
             stage.gradients[name] = self._own[stage, name]
         self._own.clear()
         for stage in self._stages:
             stage.sum_partial_gradients()
 
-    def _finish_buckets(self, what: Callable[[], str]) -> None:
+    def _finish_buckets(self) -> None:
         """End all sums, and keep those of the weights that this replica updates."""
         self._start_held()
         for started, buckets in self._started:
-            self._sums.wait(started, what)
+            self._sums.wait(started, self.doing)
             for bucket in buckets:
                 self.errors.keep(bucket.sizes, bucket.errors)
                 self._keep(bucket)
@@ -179,7 +183,7 @@ class GradientReducer:
                 part = mx.array(np.array(part))
             self._own[key] = part
 
-    def _sum_shared(self, what: Callable[[], str]) -> None:
+    def _sum_shared(self) -> None:
         """Sum each shared weight's gradient over all stages that hold it, this rank's first."""
         for name in self._shared:
             holders = [stage for stage in self._stages if name in stage.gradients]
@@ -190,7 +194,7 @@ class GradientReducer:
             mx.eval(total)
             sizes = {name: total.size}
             errors = self.errors.take(sizes)
-            self._sums.wait(self._sums.all_reduce(total, self._holders, errors), what)
+            self._sums.wait(self._sums.all_reduce(total, self._holders, errors), self.doing)
             self.errors.keep(sizes, errors)
             for stage in holders:
                 stage.gradients[name] = total.reshape(shape)

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.optimizers as optim
+from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import build_schedule
 
 from shardmlx.config.checks import OPTIMIZERS
@@ -169,13 +170,8 @@ class Updater:
     def state(self) -> dict[str, mx.array]:
         """Return the optimizer's state: a weight's as ``WEIGHT.KEY``, the common one as ``KEY``,
         and float32 copies as ``WEIGHT.master``."""
-        state = {f"{name}.{MASTER}": array for name, array in self._masters.items()}
-        for name, value in self.optimizer.state.items():
-            if isinstance(value, dict):
-                state.update({f"{name}.{key}": array for key, array in value.items()})
-            else:
-                state[name] = value
-        return state
+        masters = {f"{name}.{MASTER}": array for name, array in self._masters.items()}
+        return masters | dict(tree_flatten(self.optimizer.state))
 
     def restore(self, state: Mapping[str, mx.array]) -> None:
         """Restore ``state``, in whatever layout it was made."""

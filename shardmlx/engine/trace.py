@@ -30,7 +30,7 @@ class Span(StrEnum):
 
     COMPUTE = "compute"
     RECEIVE = "receive"  # from the start of waiting for a message until it is there
-    SEND = "send"  # the moment at which a message was posted
+    SEND = "send"  # posting a message
     REDUCE = "reduce"  # waiting for sums over replicas
     GATHER = "gather"  # waiting for weights of other replicas, while computing
     UPDATE = "update"  # the optimizer
@@ -63,11 +63,6 @@ class Recorder:
         start = clock()
         yield
         self.events.append(Event(span, label, start, clock(), key))
-
-    def mark(self, span: Span, label: str, key: tuple[int, ...] = ()) -> None:
-        """Record a moment."""
-        now = clock()
-        self.events.append(Event(span, label, now, now, key))
 
     def take(self) -> list[Event]:
         """Return the events so far, and start anew."""

@@ -30,9 +30,8 @@ class TrainingReport:
         self._hosts = job.transport.hosts
         self._meter = meter
         self._reporter = job.reporter
-        self._totals: list[list[float]] = []
-        self._tokens: list[int] = []
-        self._counts: list[int] = []
+        self._steps: list[tuple[list[float], int, int]] = []
+        """Of each step since the last report: this rank's sums, and all ranks' tokens and count."""
         self._total_tokens = 0
         self._skipped = 0
         self._lengths: Counter[int] = Counter()  # micro-batches by length
@@ -59,18 +58,16 @@ class TrainingReport:
         plan = self._planned.plan
         sequences = plan.micro_batch_size if plan.pack else 1
         self._lengths.update(-(-each.shape[1] // sequences) for each in share.microbatches)
-        self._totals.append(scores.total)
-        self._tokens.append(share.valid_tokens)
-        self._counts.append(share.count)
+        self._steps.append((scores.total, share.valid_tokens, share.count))
 
     def pass_over(self, steps: int) -> None:
         """Leave out the losses of the last steps, which led to no update. Not collective."""
         self._skipped += 1
-        del self._totals[-steps:], self._tokens[-steps:], self._counts[-steps:]
+        del self._steps[-steps:]
 
     def state(self) -> dict[str, Any]:
         """Return the report's state for a checkpoint. Not collective."""
-        return {"total_tokens": self._total_tokens + sum(self._tokens), "skipped": self._skipped}
+        return {"total_tokens": self._total_tokens + self._tokens, "skipped": self._skipped}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore ``state``: the next report is of the steps from here on. Not collective."""
@@ -79,22 +76,20 @@ class TrainingReport:
 
     def step(self, step: int, grad_norm: float | None, bar: Bar) -> None:
         """Report the mean of the steps since the last report, and each rank's work."""
-        report = self._meter.report(self._totals)
-        tokens, counts = self._tokens, self._counts
-        self._totals, self._tokens, self._counts = [], [], []
-        self._total_tokens += sum(tokens)
+        steps, tokens, self._steps = self._steps, self._tokens, []
+        report = self._meter.report([total for total, _, _ in steps])
+        self._total_tokens += tokens
         if report is None:
             return
         ranks, totals = report
-        if not tokens:
+        if not steps:
             self._reporter.warn(f"step {step}: every step since the last report was skipped")
             return
-        if not any(tokens):
+        if not tokens:
             return
-        # ``totals[rank][i]`` are the sums of step i.
         losses = [
-            sum(of_rank[i][0] for of_rank in totals) / count
-            for i, count in enumerate(counts)
+            sum(total[0] for total in of_ranks) / count
+            for (_, _, count), *of_ranks in zip(steps, *totals, strict=True)
             if count
         ]
         means = means_of(
@@ -105,8 +100,8 @@ class TrainingReport:
             "step": step,
             "loss": sum(losses) / len(losses),
             **means,
-            "tokens": sum(tokens),
-            "tokens_per_second": sum(tokens) / len(tokens) / seconds,
+            "tokens": tokens,
+            "tokens_per_second": tokens / len(steps) / seconds,
             "learning_rate": float(self._job.optimizer.learning_rate.item()),
             "grad_norm": grad_norm,
             "skipped": self._skipped,
@@ -130,6 +125,11 @@ class TrainingReport:
                     **means,
                 }
             )
+
+    @property
+    def _tokens(self) -> int:
+        """Tokens that count in the steps since the last report."""
+        return sum(tokens for _, tokens, _ in self._steps)
 
     @property
     def _mean_length(self) -> int:

@@ -26,7 +26,6 @@ from shardmlx.models.divided_layers import take_share
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.shares import WHOLE
 from shardmlx.models.slice import Slice
-from shardmlx.pipeline.plan import Plan
 from shardmlx.training.island import Membership, join
 from shardmlx.training.planned_run import PlannedRun, optimizer_of
 
@@ -184,26 +183,18 @@ def show_ranks(
     others: Mapping[str, Sequence[str]],
 ) -> None:
     """Print the layers of each rank, other columns by their heads, and its planned memory."""
-    limits = planned.limits
+    plan, limits = planned.plan, planned.limits
+    ranges = plan.stage_map.partition.ranges
     columns = {
         "rank": [str(rank) for rank in range(len(hosts))],
         "host": hosts,
-        "layers": [_layers_of(planned.plan, rank) for rank in range(len(hosts))],
+        "layers": [
+            ", ".join(numbers_of(*ranges[stage]) for stage in plan.stages_of(rank))
+            for rank in range(len(hosts))
+        ],
         **others,
         "planned peak": [gibibytes(each.planned_process) for each in limits],
         "limit": [gibibytes(each.budget.process) for each in limits],
         "which is": [each.budget.reason for each in limits],
     }
     reporter.table(list(columns), list(zip(*columns.values(), strict=True)))
-
-
-def _layers_of(plan: Plan, rank: int) -> str:
-    """Return a text such as ``layers 0-11 + embedding``."""
-    ranges = [plan.stage_map.partition.ranges[stage] for stage in plan.stages_of(rank)]
-    text = ", ".join(numbers_of(*layers) for layers in ranges)
-    ends = []
-    if ranges[0][0] == 0:
-        ends.append("embedding")
-    if ranges[-1][1] == plan.stage_map.partition.num_layers:
-        ends.append("lm_head")
-    return " + ".join([f"layers {text}", *ends])
