@@ -131,34 +131,6 @@ class ChatTemplate:
         except Exception:  # a template may raise anything
             return None
 
-    # Where the answer begins.
-
-    def answer_start(
-        self, messages: Sequence[Message], tools: Tools, tokens: Sequence[int], where: str
-    ) -> int:
-        """Return the number of the first token of the last message; ``UserError`` names ``where``.
-
-        It begins after the generation prompt, as in mlx-lm. Some templates add to that prompt, such
-        as the mark of a thought, or write earlier messages differently when another follows: the
-        answer is then searched in the text.
-        """
-        opens = messages[-1]["role"] == "assistant"
-        try:
-            prompt = self.tokens(messages[:-1], tools, add_generation_prompt=opens)
-        except Exception:  # a template may require another order, or raise anything
-            prompt = None
-        if prompt is not None and list(tokens[: len(prompt)]) == list(prompt):
-            return len(prompt)
-        text = self.text(messages, tools)
-        place = self._place_of_answer(messages, tools, text, opens)
-        if place is None:
-            raise UserError(
-                f"{where}: it cannot be told where the last message begins in what the chat "
-                "template writes",
-                "take the row out, or train without --mask-prompt and --objective",
-            )
-        return self._token_at(text, place, tokens, self._ends(text, tokens))
-
     # Which tokens count.
 
     def counted(
@@ -171,7 +143,16 @@ class ChatTemplate:
     ) -> list[bool]:
         """Return for each token whether it belongs to a message that ``counts``, with the mark of
         its end; if the template marks what the assistant says, whether that counts. ``UserError``
-        names ``where`` if the text does not show where a message lies."""
+        names ``where`` if the text does not show where a message lies.
+
+        A message begins after the generation prompt, as in mlx-lm. Some templates add to that
+        prompt, such as the mark of a thought, or write earlier messages differently when another
+        follows: the message is then searched in the text.
+        """
+        if counts[-1] and not any(counts[:-1]):
+            start = self._tokens_before(messages, tools, tokens)
+            if start is not None:
+                return [i >= start for i in range(len(tokens))]
         marked = self._marked(messages, tools)
         if marked is not None and list(counts) == [m["role"] == "assistant" for m in messages]:
             return marked
@@ -186,13 +167,24 @@ class ChatTemplate:
                 raise UserError(
                     f"{where}: it cannot be told where message {i} lies in what the chat template "
                     "writes",
-                    "take the row out, or use --loss-on last",
+                    "take the row out, or train without --loss-on, --mask-prompt and --objective",
                 )
             begin, end = (self._token_at(text, place, tokens, ends) for place in bounds)
             mask[begin:end] = [True] * (end - begin)
         if marked is not None:
             mask = list(map(all, zip(mask, marked, strict=True)))
         return mask
+
+    def _tokens_before(
+        self, messages: Sequence[Message], tools: Tools, tokens: Sequence[int]
+    ) -> int | None:
+        """Return how many tokens stand before the last message, if all begin with its prompt's."""
+        opens = messages[-1]["role"] == "assistant"
+        try:
+            prompt = self.tokens(messages[:-1], tools, add_generation_prompt=opens)
+        except Exception:  # a template may require another order, or raise anything
+            return None
+        return len(prompt) if list(tokens[: len(prompt)]) == list(prompt) else None
 
     def _marked(self, messages: Sequence[Message], tools: Tools) -> list[bool] | None:
         """Return which tokens the template marks as the assistant's; None if it marks none."""

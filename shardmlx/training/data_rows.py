@@ -130,13 +130,10 @@ class Conversations:
         messages = [
             {key: value for key, value in each.items() if key not in _SWITCHES} for each in messages
         ]
-        is_last = [False] * (len(messages) - 1) + [True]
         try:
             tokens = self.template.tokens(messages, tools)
             if all(counts):
                 return tokens, 0
-            if counts == is_last:
-                return tokens, self.template.answer_start(messages, tools, tokens, where)
             mask = self.template.counted(messages, tools, tokens, counts, where)
             start = next((i for i, counted in enumerate(mask) if counted), len(tokens))
             return [

@@ -56,6 +56,20 @@ BEFORE = {
 }
 
 
+def start_of(
+    template: ChatTemplate,
+    messages: list[dict[str, Any]],
+    tokens: list[int],
+    tools: list[dict[str, Any]] | None = None,
+    where: str = "row",
+) -> int:
+    """Where the last message begins if it alone counts, which it does to the end."""
+    counts = [False] * (len(messages) - 1) + [True]
+    mask = template.counted(messages, tools, tokens, counts, where)
+    assert mask == sorted(mask)
+    return mask.count(False)
+
+
 def start_by_oracle(kind: Kind, text: str, tokens: list[int], tokenizer: Any) -> int:
     """Find the last header, and what the template would have opened; then decode token by token
     until the text is longer than that."""
@@ -84,7 +98,7 @@ def test_an_answer_begins_where_a_slow_reader_finds_it(
         tokens = template.tokens(messages)
         text = template.text(messages)
         assert tokenizer.decode(tokens) == text
-        found = template.answer_start(messages, None, tokens, "row")
+        found = start_of(template, messages, tokens)
         assert found == start_by_oracle(kind, text, tokens, tokenizer), (answer, text)
 
 
@@ -96,7 +110,7 @@ def test_where_the_prompt_is_the_beginning_an_answer_begins_as_in_mlx_lm() -> No
             row = {"messages": [*before, last], "tools": [CALL]}
             tokens, start = ChatDataset([row], tokenizer, mask_prompt=True).process(row)
             assert template.tokens(row["messages"], [CALL]) == tokens
-            assert template.answer_start(row["messages"], [CALL], tokens, "row") == start
+            assert start_of(template, row["messages"], tokens, [CALL]) == start
 
 
 @pytest.mark.parametrize("name", ["opens a thought", "ends a thought"])
@@ -105,7 +119,7 @@ def test_a_call_is_all_learnt(name: str) -> None:
     template = ChatTemplate(tokenizer := tokenizer_with(KINDS[name].template))
     messages = [said("user", "hello"), said("assistant", None, tool_calls=[CALL])]
     tokens = template.tokens(messages)
-    start = template.answer_start(messages, None, tokens, "row")
+    start = start_of(template, messages, tokens)
     assert tokenizer.decode(tokens[start:]).startswith("<tool_call>")
 
 
@@ -124,7 +138,7 @@ def test_a_row_whose_answer_is_not_found_is_named() -> None:
     )  # fmt: skip
     messages = [said("user", "hello"), said("assistant", "you")]
     with pytest.raises(UserError) as error:
-        template.answer_start(messages, None, template.tokens(messages), "train.jsonl:3")
+        start_of(template, messages, template.tokens(messages), where="train.jsonl:3")
     assert "train.jsonl:3" in error.value.problem
     assert "--mask-prompt" in error.value.remedy
 
