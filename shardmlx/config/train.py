@@ -74,88 +74,7 @@ PASSED_OVER: Mapping[str, str] = MappingProxyType(
 )
 """Keys of older YAML files that mlx_lm.lora passes over, and what to write instead."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class StepOptions(Spec):
-    """The steps of a run, what stands between them, and what each update does."""
-
-    iters: int = _steps(1000, "steps to train for")
-    seed: int = _training(0, "seed of data, dropout, new weights", minimum=0, maximum=2**32 - 1)
-    grad_accumulation_steps: int = same_as(BatchOptions, "grad_accumulation_steps")
-    steps_per_report: int = _steps(10, "steps between reports")
-    steps_per_eval: int = _steps(200, "steps between validations")
-    val_batches: int = _batches(25, "batches of one validation; -1 for all, 0 for none")
-    test_batches: int = _batches(500, "batches of the test; -1 for all")
-    save_every: int = _steps(100, "steps between saved adapters")
-    early_stop: int | None = _checkpoints(
-        None,
-        "stop after this many validations in a row without a better loss",
-        flag=False,
-        metavar="VALIDATIONS",
-        minimum=1,
-        unset="never",
-    )
-    keep: str = _checkpoints(
-        "last",
-        "best: --adapter-path has the weights of the best validation; the last are in last/",
-        choices=("last", BEST),
-    )
-    on_nan: str = _checkpoints(
-        "stop",
-        "if loss or gradient is not finite: stop, or skip",
-        flag=False,
-        choices=("stop", "skip"),
-    )
-    max_grad_norm: float | None = _pipeline(
-        None, "clip the global gradient norm to this", metavar="NORM", above=0
-    )
-    clear_cache_threshold: int = _training(
-        0, "size above which MLX's cache is emptied", metavar="SIZE", minimum=0, parse=parse_bytes
-    )
-
-
 REPORTERS = ("wandb", "swanlab", "tensorboard")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputOptions(Spec):
-    """The places to which a run writes its weights, its events and its trace."""
-
-    adapter_path: str = _training("adapters", "directory of the adapters", metavar="DIR")
-    metrics_file: str | None = _output(None, "file of one JSON line a report", metavar="FILE")
-    metrics_port: int | None = _output(
-        None,
-        "port of rank 0's page of the run; 0 takes a free one",
-        metavar="PORT",
-        minimum=0,
-        maximum=65535,
-    )
-    metrics_host: str = option(
-        "127.0.0.1", "address at which it does; others than this machine's own need it", flag=False
-    )
-    report_to: str | None = _output(
-        None, f"services to log to, with commas between: {', '.join(REPORTERS)}", metavar="NAMES"
-    )
-    project_name: str | None = _output(None, "name of the project there", metavar="NAME")
-    trace: str | None = _output(None, "file of what each rank did, for Perfetto", metavar="FILE")
-
-    @property
-    def services(self) -> tuple[str, ...]:
-        """The names in ``report_to``, in lower case."""
-        return tuple(name.lower() for name in split_names(self.report_to))
-
-
-@dataclass(frozen=True, kw_only=True)
-class IslandOptions(Spec):
-    """The hub with which the run exchanges its weights, and its name there."""
-
-    island: str | None = _islands(
-        None,
-        "train as an island: address of the shardmlx hub, like http://HOST:8750",
-        metavar="URL",
-        unset="none: the run trains alone",
-    )
-    name: str | None = _islands(None, "name of the island at the hub", metavar="NAME")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +99,7 @@ class CheckpointOptions(Spec):
         "auto: from the newest good checkpoint; never; or the directory of one",
         metavar="DIR",
     )
-    iters: int = same_as(StepOptions, "iters")
+    iters: int = _steps(1000, "steps to train for")
 
     @property
     def named(self) -> Path | None:
@@ -190,10 +109,7 @@ class CheckpointOptions(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(
-    IslandOptions,
     CheckpointOptions,
-    OutputOptions,
-    StepOptions,
     LayoutOptions,
     MachineOptions,
     BatchOptions,
@@ -232,6 +148,61 @@ class TrainConfig(
     sweep: str | None = _training(
         None, "adapters to train side by side: a YAML file of names and options", metavar="FILE"
     )
+    seed: int = _training(0, "seed of data, dropout, new weights", minimum=0, maximum=2**32 - 1)
+    steps_per_report: int = _steps(10, "steps between reports")
+    steps_per_eval: int = _steps(200, "steps between validations")
+    val_batches: int = _batches(25, "batches of one validation; -1 for all, 0 for none")
+    test_batches: int = _batches(500, "batches of the test; -1 for all")
+    save_every: int = _steps(100, "steps between saved adapters")
+    early_stop: int | None = _checkpoints(
+        None,
+        "stop after this many validations in a row without a better loss",
+        flag=False,
+        metavar="VALIDATIONS",
+        minimum=1,
+        unset="never",
+    )
+    keep: str = _checkpoints(
+        "last",
+        "best: --adapter-path has the weights of the best validation; the last are in last/",
+        choices=("last", BEST),
+    )
+    on_nan: str = _checkpoints(
+        "stop",
+        "if loss or gradient is not finite: stop, or skip",
+        flag=False,
+        choices=("stop", "skip"),
+    )
+    max_grad_norm: float | None = _pipeline(
+        None, "clip the global gradient norm to this", metavar="NORM", above=0
+    )
+    clear_cache_threshold: int = _training(
+        0, "size above which MLX's cache is emptied", metavar="SIZE", minimum=0, parse=parse_bytes
+    )
+    adapter_path: str = _training("adapters", "directory of the adapters", metavar="DIR")
+    metrics_file: str | None = _output(None, "file of one JSON line a report", metavar="FILE")
+    metrics_port: int | None = _output(
+        None,
+        "port of rank 0's page of the run; 0 takes a free one",
+        metavar="PORT",
+        minimum=0,
+        maximum=65535,
+    )
+    metrics_host: str = option(
+        "127.0.0.1", "address at which it does; others than this machine's own need it", flag=False
+    )
+    report_to: str | None = _output(
+        None, f"services to log to, with commas between: {', '.join(REPORTERS)}", metavar="NAMES"
+    )
+    project_name: str | None = _output(None, "name of the project there", metavar="NAME")
+    trace: str | None = _output(None, "file of what each rank did, for Perfetto", metavar="FILE")
+    island: str | None = _islands(
+        None,
+        "train as an island: address of the shardmlx hub, like http://HOST:8750",
+        metavar="URL",
+        unset="none: the run trains alone",
+    )
+    name: str | None = _islands(None, "name of the island at the hub", metavar="NAME")
     timeout: float = common.timeout(group="checkpoints and failures")
 
     def __post_init__(self) -> None:
@@ -392,6 +363,11 @@ class TrainConfig(
             return self.iters
         # A pass leaves out an incomplete last batch, as in mlx-lm.
         return max(1, round(self.epochs * max(1, rows // self.batch_size)))
+
+    @property
+    def services(self) -> tuple[str, ...]:
+        """The names in ``report_to``, in lower case."""
+        return tuple(name.lower() for name in split_names(self.report_to))
 
     def with_iters(self, iters: int) -> TrainConfig:
         """Return the same for so many steps, in the place of ``epochs``."""

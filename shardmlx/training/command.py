@@ -13,7 +13,7 @@ from shardmlx.common.environment import Blas
 from shardmlx.common.formatting import plural
 from shardmlx.common.http_listener import bind
 from shardmlx.common.reporter import Listener, Reporter
-from shardmlx.config.train import OutputOptions, TrainConfig
+from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.agreement import on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import WANTED, token_ids
@@ -142,23 +142,23 @@ def _time(planned: PlannedRun) -> str:
     )
 
 
-def _open_viewers(outputs: OutputOptions, on_event: Listener | None, stack: ExitStack) -> Reporter:
+def _open_viewers(config: TrainConfig, on_event: Listener | None, stack: ExitStack) -> Reporter:
     """Open metrics file, live page and TensorBoard; the stack closes them."""
     listeners = [] if on_event is None else [on_event]
     page = None
-    if outputs.metrics_port is not None:
+    if config.metrics_port is not None:
         # Its servers and clients take a tenth of a second to import.
         from shardmlx.runreport.live import LivePage
 
-        listener = bind(outputs.metrics_host, outputs.metrics_port, "--metrics-")
-        page = LivePage(listener, outputs.metrics_file)
+        listener = bind(config.metrics_host, config.metrics_port, "--metrics-")
+        page = LivePage(listener, config.metrics_file)
         stack.callback(page.close)
         listeners.append(page.take)
-    if "tensorboard" in outputs.services:
-        board = TensorBoardLog(outputs.adapter_path)
+    if "tensorboard" in config.services:
+        board = TensorBoardLog(config.adapter_path)
         stack.callback(board.close)
         listeners.append(board.take)
-    metrics = Path(outputs.metrics_file) if outputs.metrics_file else None
+    metrics = Path(config.metrics_file) if config.metrics_file else None
     reporter = Reporter(metrics, listeners=listeners)
     stack.callback(reporter.close)
     if page is not None:

@@ -18,7 +18,7 @@ from shardmlx.common.reporter import Reporter, check_writable
 from shardmlx.config.data import DataOptions
 from shardmlx.config.objective import ObjectiveOptions
 from shardmlx.config.specs import FineTune, ModelSource, RunSpec
-from shardmlx.config.train import BEST, OutputOptions, TrainConfig
+from shardmlx.config.train import BEST, TrainConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.memory_limits import (
     MemoryLimits,
@@ -150,8 +150,7 @@ def plan_run(
     # Wrong options are found before the data is read.
     agree("planning", partial(_check_layout, run, _of_groups(inputs, shares), opened, model))
     agree("building the optimizer", partial(optimizer_of, run.fine_tune))
-    check = partial(check_output, config, run.fine_tune, opened.path)
-    on_rank_0(transport, "checking the output", check)
+    on_rank_0(transport, "checking the output", partial(check_output, config, opened.path))
     with transport.longer_timeout(SETUP_SECONDS):
         data = on_rank_0(
             transport, "reading the data", read or partial(read_sets, config, opened, reporter)
@@ -247,26 +246,26 @@ def optimizer_of(fine_tune: FineTune) -> Optimizer:
     )
 
 
-def check_output(outputs: OutputOptions, tune: FineTune, model_path: Path) -> None:
+def check_output(config: TrainConfig, model_path: Path) -> None:
     """Raise ``UserError``, before hours of work, if the run's outputs cannot be written."""
-    for service in outputs.services:
+    for service in config.services:
         package = _PACKAGES.get(service, service)
         if find_spec(package) is None:
             raise UserError(
                 f"--report-to {service}: {package} is not installed", f"pip install {package}"
             )
-    if outputs.trace is not None:
-        check_writable(Path(outputs.trace), "--trace")
-    if not tune.train:
+    if config.trace is not None:
+        check_writable(Path(config.trace), "--trace")
+    if not config.train:
         return
-    output = Path(outputs.adapter_path)
+    output = Path(config.adapter_path)
     existing = next(path for path in (output, *output.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise UserError(
             f"--adapter-path {output} cannot be written: {existing} is not a directory that you "
             "may write to"
         )
-    if tune.is_full and output.resolve() == model_path.resolve():
+    if config.is_full and output.resolve() == model_path.resolve():
         raise UserError(
             f"--adapter-path {output} is the model itself",
             "name another directory, so that the model you start from stays",

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardmlx.common.reporter import Reporter
-from shardmlx.config.specs import FineTune
-from shardmlx.config.train import OutputOptions, TrainConfig
+from shardmlx.config.train import TrainConfig
 from shardmlx.errors import UserError
 from shardmlx.loading import rank_setup
 from shardmlx.training import planned_run
@@ -28,9 +27,8 @@ def test_a_service_without_its_package_says_what_to_install(
 ) -> None:
     monkeypatch.setattr(planned_run, "find_spec", lambda name: None)
     config = TrainConfig(report_to=services, adapter_path=str(tmp_path))
-    outputs, tune = OutputOptions.of(config), FineTune.of(config)
     with pytest.raises(UserError) as refused:
-        planned_run.check_output(outputs, tune, tmp_path / "model")
+        planned_run.check_output(config, tmp_path / "model")
     assert str(refused.value).startswith(line)
 
 
