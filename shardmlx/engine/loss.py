@@ -75,14 +75,6 @@ class HeadInput:
     weights: np.ndarray | None = None
 
 
-class HeadOutput(NamedTuple):
-    """The result, its gradient for the states, and the input of ``Head.add_gradients``."""
-
-    result: mx.array
-    gradient: mx.array
-    given: HeadInput
-
-
 class Head:
     """The lm_head of the last slice, and the loss, in pieces.
 
@@ -120,8 +112,9 @@ class Head:
             mx.eval(sums)
         return sums if self._objective is None else -sums
 
-    def result_and_gradient(self, given: HeadInput) -> HeadOutput:
-        """Compute the result, and the gradient of the batch's loss for the states."""
+    def result_and_gradient(self, given: HeadInput) -> tuple[mx.array, mx.array, HeadInput]:
+        """Compute the result, the gradient of the batch's loss for the states, and the input of
+        ``add_gradients``."""
         sums, gradients = self._new_sums(given), []
         scale = mx.array(given.scale if self._objective is None else 1.0)
         weights = self._weights
@@ -144,7 +137,7 @@ class Head:
             # In float32: float16 has no room for the scale of the loss alone.
             counted = (counted * mx.array(factors)[:, None]).astype(counted.dtype)
         whole = mx.zeros((rows * length, width), given.states.dtype).at[mx.array(numbers)]
-        return HeadOutput(sums, whole.add(counted).reshape(rows, length, width), given)
+        return sums, whole.add(counted).reshape(rows, length, width), given
 
     def _new_sums(self, given: HeadInput) -> mx.array:
         if self._objective is None:

@@ -69,12 +69,11 @@ _PACKAGES = {"tensorboard": "tensorboardX"}
 class PlannedRun:
     """A run with a plan that fits, before any weight is read.
 
-    ``asked`` is the run as the user wants it, ``way`` the same with nothing left open. ``data`` is
+    ``config`` is the run as the user wants it, ``way`` the same with nothing left open. ``data`` is
     on rank 0 only, the ``sizes`` of its sets on all; ``slices`` are of all stages.
     """
 
     config: TrainConfig
-    asked: RunSpec
     way: RunSpec
     objective: Objective | None
     workload: Workload
@@ -186,7 +185,6 @@ def plan_run(
     backend = inputs.cluster.backend
     return PlannedRun(
         config=config,
-        asked=run,
         way=way,
         objective=Objective.of(ObjectiveOptions.of(config)),
         workload=replace(grouped.sizes, batch=way.batch, fine_tune=way.fine_tune, counted=share),

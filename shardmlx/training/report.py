@@ -31,7 +31,7 @@ class TrainingReport:
         self._meter = meter
         self._reporter = job.reporter
         self._steps: list[tuple[list[float], int, int]] = []
-        """Of each step since the last report: this rank's sums, and all ranks' tokens and count."""
+        """Steps since the last report: sums of this rank, and tokens and count of all."""
         self._total_tokens = 0
         self._skipped = 0
         self._lengths: Counter[int] = Counter()  # micro-batches by length

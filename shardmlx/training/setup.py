@@ -23,9 +23,7 @@ from shardmlx.engine.gathered_stage import build_stages
 from shardmlx.engine.stage import Stage
 from shardmlx.loading.rank_setup import SETUP_SECONDS, OpenedModel
 from shardmlx.models.divided_layers import take_share
-from shardmlx.models.shape import ModelShape
 from shardmlx.models.shares import WHOLE
-from shardmlx.models.slice import Slice
 from shardmlx.training.island import Membership, join
 from shardmlx.training.planned_run import PlannedRun, optimizer_of
 
@@ -124,7 +122,16 @@ def _load(
         _, pipeline_rank = plan.mesh.coordinates(transport.rank)
         weights = DividedWeights(transport.rank, plan.mesh.replicas_of(pipeline_rank), parts)
     savings = work.savings(planned.cluster.backend)
-    _take_shares(planned, transport, reporter, parts, opened.shape, beside)
+    if (mesh := plan.mesh).tp > 1:
+        joined = beside[0].stages[0].part.all_sum if beside else None
+        all_sum = joined or join_group(transport, mesh.sharing(transport.rank), reporter)
+
+        def take() -> None:
+            for part in parts:
+                share = mesh.share(transport.rank)
+                take_share(part, opened.shape, planned.shares, share, all_sum)
+
+        on_all_ranks(transport, "sharing layers", take)
     if beside:
         for part, stage in zip(parts, beside[0].stages, strict=True):
             part.share_frozen(stage.part)
@@ -152,28 +159,6 @@ def _load(
         }
         show_ranks(planned, transport.hosts, reporter, columns)
     return weights, stages
-
-
-def _take_shares(
-    planned: PlannedRun,
-    transport: Transport,
-    reporter: Reporter,
-    parts: Sequence[Slice],
-    shape: ModelShape,
-    beside: Sequence[TrainingRun],
-) -> None:
-    """Leave unread slices this rank's share of their layers. Collective."""
-    mesh, rank = planned.plan.mesh, transport.rank
-    if mesh.tp == 1:
-        return
-    joined = beside[0].stages[0].part.all_sum if beside else None
-    all_sum = joined or join_group(transport, mesh.sharing(rank), reporter)
-
-    def take() -> None:
-        for part in parts:
-            take_share(part, shape, planned.shares, mesh.share(rank), all_sum)
-
-    on_all_ranks(transport, "sharing layers", take)
 
 
 def show_ranks(

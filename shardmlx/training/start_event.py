@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import shardmlx
+from shardmlx.config.specs import RunSpec
 from shardmlx.pipeline.plan import Plan
 from shardmlx.training.planned_run import PlannedRun
 
@@ -15,6 +16,7 @@ MOST_SPANS = 4000
 
 def facts_of(planned: PlannedRun, hosts: Sequence[str], step: int) -> dict[str, Any]:
     """Return the facts of a run that begins after ``step``, JSON-able."""
+    asked = RunSpec.of(planned.config).for_ranks(planned.plan.mesh.size // planned.plan.mesh.tp)
     # The data's mean length, and that of the longest input, which ``plan`` assumes.
     lengths = {"data": planned.mean_length, "full": planned.way.batch.max_seq_length - 1}
     return {
@@ -23,7 +25,7 @@ def facts_of(planned: PlannedRun, hosts: Sequence[str], step: int) -> dict[str, 
         "version": shardmlx.__version__,
         "options": planned.config.to_adapter_config(),
         "changed": planned.config.changed,
-        "chosen": planned.way.answers(planned.asked),
+        "chosen": planned.way.answers(asked),
         "sizes": planned.sizes,
         "layout": _layout(planned.plan, hosts),
         "schedule": _schedule(planned),

@@ -13,7 +13,7 @@ from shardmlx.common.formatting import plural
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.data import DataOptions
 from shardmlx.config.objective import ObjectiveOptions
-from shardmlx.config.specs import FineTune, RunSpec
+from shardmlx.config.specs import FineTune
 from shardmlx.config.sweep import DECIDE_LOSS, in_one, read_sweep
 from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.agreement import AgreedError, from_rank_0, on_all_ranks, on_rank_0
@@ -146,7 +146,6 @@ def _of_run(
     return replace(
         whole,
         config=config,
-        asked=replace(RunSpec.of(config), layout=whole.asked.layout),
         way=replace(
             whole.way,
             fine_tune=tune,

@@ -65,8 +65,7 @@ class Trainer:
         shards, parts = job.engine.shards, [stage.part for stage in job.stages]
         holds = None if shards.weights is None else shards.holds
         self._collector = Collector(planned.plan, job.transport, parts, holds)
-        masters = planned.way.fine_tune.master_weights
-        updater = Updater(job.optimizer, job.stages, shards, masters=masters)
+        updater = Updater(job.optimizer, job.stages, shards, masters=options.master_weights)
         self._island: Island | None = None
         if job.membership is not None:
             batch = planned.way.batch
@@ -389,7 +388,7 @@ class Trainer:
         return True
 
     def _write(self, directory: Path, copy_as: str | None) -> None:
-        if self._job.planned.way.fine_tune.is_full:
+        if self._options.is_full:
             save_model(self._collector, self._job.model_path, directory)
         else:
             save_adapters(self._collector, directory, self._options.to_adapter_config(), copy_as)
