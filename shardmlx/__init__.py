@@ -7,10 +7,6 @@ importing shardmlx starts neither MLX nor MPI. All else may change from release 
 from __future__ import annotations
 
 import importlib
-import sys
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import spec_from_file_location
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -101,19 +97,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _Commands(MetaPathFinder):
-    """Finds ``shardmlx.NAME`` of a command, for ``python -m``: the program is ``__main__``."""
-
-    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
-        package, _, name = fullname.rpartition(".")
-        if package != __name__:
-            return None
-        from shardmlx.config.commands import BY_NAME
-
-        program = __file__.replace("__init__", "__main__")
-        return spec_from_file_location(fullname, program) if name in BY_NAME else None
-
-
-sys.meta_path.append(_Commands())

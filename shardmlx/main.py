@@ -41,6 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(lambda: _without_a_command(name))
 
 
+def run_module(name: str) -> None:
+    """Run the command whose module ``shardmlx.NAME`` is the program, and exit with its status."""
+    raise SystemExit(main([name, *sys.argv[1:]]))
+
+
 def _on_ranks(command: Command, words: Sequence[str]) -> int:
     if command.without_ranks is not None:
         status = imported(command.without_ranks)(words)
