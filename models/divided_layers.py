@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx_lm.tuner.dora import DoRALinear
 
 from shardmlx.compat import COVERED
-from shardmlx.errors import UserError, one_line
+from shardmlx.errors import refusing
 from shardmlx.models.layer_shape import Heads
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.shares import Cut, TensorShares, summed
@@ -162,16 +162,13 @@ def _check(part: Slice, own: ModelShape) -> None:
     """Raise ``UserError`` unless a step adds keys and values of as many heads as planned."""
     caches, training = part.new_caches(), part.training
     part.train(False)  # dropout would need keys
-    try:
+    with refusing(
+        f"--tensor-parallel: mlx-lm's code of {own.model_type} takes no part of its heads",
+        "leave it out: stages divide the model by layers",
+    ):
         part.try_step(caches)
         found = {cache.keys.shape[1] for cache in caches if hasattr(cache, "keys")}
         wanted = {own.layer(i).heads.keys for i in part.layers}
         if not found <= wanted:
             raise ValueError(f"its caches have {found} heads")
-    except Exception as error:  # a model's code may raise whatever it likes
-        raise UserError(
-            f"--tensor-parallel: mlx-lm's code of {own.model_type} takes no part of its heads "
-            f"({one_line(error)})",
-            "leave it out: stages divide the model by layers",
-        ) from None
     part.train(training)

@@ -39,7 +39,6 @@ _FAMILIES = {
     "smollm3": Family(bias="attention_bias", mlp_bias="mlp_bias"),
     "qwen2": Family(takes_head_dim=False, bias=True, output_bias=False),
     "qwen3": Family(norms_heads=True, tied="as said"),
-    "ministral3": Family(windows=windows_by_type, unpacks_fp8=True),
     "gemma2": GEMMA2,
     "gemma3_text": Family(
         norms_heads=True,
@@ -53,22 +52,12 @@ _FAMILIES = {
             "sliding_window_pattern": 6,
         },
     ),
-    # Text models beside a vision tower, which mlx-lm ignores.
+    # A text model beside a vision tower, which mlx-lm ignores.
     "gemma3": Family(
         defaults={"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208},
         windows=windows_by_period,
-        text_default="gemma3_text",
+        text_type="gemma3_text",
         text_takes=("vocab_size",),
-    ),
-    "mistral3": Family(
-        tied="if said",
-        text_types=("ministral3", "mistral4"),
-        text_default="llama",
-        renames=(
-            ("model.language_model.", "language_model.model."),
-            ("model.", "language_model.model."),
-            ("lm_head.", "language_model.lm_head."),
-        ),
     ),
 }
 FAMILIES: Mapping[str, Family] = MappingProxyType(dict(sorted(_FAMILIES.items())))
@@ -96,7 +85,5 @@ HEADS: Mapping[str, HeadNames] = MappingProxyType(
 
 
 def is_declared(config: Mapping[str, Any]) -> bool:
-    """Return whether rows declare the model of a config.json, and the text model in it."""
-    outer, text = FAMILIES.get(str(config.get("model_type"))), config.get("text_config")
-    text_type = text.get("model_type") if isinstance(text, Mapping) else None
-    return outer is not None and (text_type not in outer.text_types or text_type in FAMILIES)
+    """Return whether a row declares the model of a config.json."""
+    return str(config.get("model_type")) in FAMILIES

@@ -33,15 +33,11 @@ class Family:
     scores: int = 1
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of mlx-lm for fields missing in config.json, or in its text model."""
-    tied: Literal["always", "by default", "if said", "as said"] = "by default"
+    tied: Literal["always", "by default", "as said"] = "by default"
     """Condition for the embedding to be the lm_head; ``as said`` needs the field."""
     norm_bias: bool = False
     """True if the final norm has a bias."""
     head_has_bias: bool = False
-    unpacks_fp8: bool = False
-    """True if mlx-lm multiplies weights in fp8 with their scales as it loads."""
-    renames: tuple[tuple[str, str], ...] = ()
-    """Prefixes that mlx-lm replaces as it loads, with replacements: the first match counts."""
     takes_pieces: bool = True
     """False if attention adds something to its scores that pieces do not support."""
     takes_packed: bool = True
@@ -50,10 +46,8 @@ class Family:
     """False if mlx-lm's layers generate with one sequence at a time."""
     takes_cuts: bool = True
     """False if a layer keeps a state, which cannot be cut to a beginning of the sequence."""
-    text_default: str = ""
+    text_type: str = ""
     """The ``model_type`` of the ``text_config`` with its own family; empty if there is none."""
-    text_types: tuple[str, ...] = ()
-    """Types of text models that mlx-lm looks for beside it."""
     text_takes: tuple[str, ...] = ()
     """Fields that the text model takes from the outer config.json, over its own."""
 

@@ -13,8 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
 from shardmlx.compat import model_classes
-from shardmlx.errors import one_line
-from shardmlx.models.stand_ins import FAULTS
+from shardmlx.errors import FAULTS, one_line
 
 
 def without_spare_head(config: dict[str, Any]) -> tuple[Any, Any]:

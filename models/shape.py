@@ -26,13 +26,11 @@ class Names(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Sizes of a decoder-only transformer: ``kinds`` of layers, and each layer's in ``pattern``.
-
-    ``text_type`` is the ``model_type`` of the text model inside, empty for an undeclared family.
-    """
+    """Sizes of a decoder-only transformer: ``kinds`` of layers, and each layer's in ``pattern``."""
 
     model_type: str
-    text_type: str
+    is_declared: bool
+    """True if a family declares the sizes; otherwise some are guessed."""
     hidden_size: int
     vocab_size: int
     tied: bool
@@ -43,6 +41,8 @@ class ModelShape:
     """Reason why the model cannot be trained; empty if it can."""
     refused: frozenset[str] = frozenset()
     """Names of tensors of an undeclared model that mlx-lm has no place for, if not quantised."""
+    unchanged: frozenset[str] = frozenset()
+    """Names of tensors of such a model that mlx-lm loads as they are."""
     before: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Modules that are called before the layers, beside the embedding, with the sides of their
     weights: the first layer's stage has them."""
@@ -54,8 +54,6 @@ class ModelShape:
     """True if rotary embeddings change with the length of the text."""
     family: Family = field(compare=False, repr=False)
     """The row of the text model, or the facts of an undeclared one that its code tells."""
-    renames: tuple[tuple[str, str], ...] = ()
-    """Prefixes that mlx-lm replaces as it loads, with replacements: the first match counts."""
     chooses_caches: bool
     """True if mlx-lm's model makes its KV caches itself, and ignores ``--max-kv-size``."""
 
@@ -70,33 +68,31 @@ class ModelShape:
         """Read the config.json of a declared family; ``UserError`` names its field."""
         model_type = config["model_type"]
         family = outer = FAMILIES[model_type]
-        fields, text_type = Config(config), model_type
-        if outer.text_default:
+        fields = Config(config)
+        if outer.text_type:
             own = fields.get("text_config")
             if not isinstance(own, Mapping):
                 fields.refuse("text_config", AGAIN)
-            inner_type = own.get("model_type")
-            text_type = inner_type if inner_type in outer.text_types else outer.text_default
-            family = FAMILIES[text_type]
+            family = FAMILIES[outer.text_type]
             around = {**outer.defaults, **config}
             taken = {key: around[key] for key in outer.text_takes if key in around}
             fields = Config({**outer.defaults, **own, **taken})
         fields = Config({**family.defaults, **fields.fields})
         tied = family.tied == "always"
         if not tied:
-            default = {"by default": True, "if said": False}.get(outer.tied)
+            default = True if outer.tied == "by default" else None
             tied = fields.switch("tie_word_embeddings", default)
         scaling = fields.get("rope_scaling", {})
         if scaling.get("truncate") is False:
             raise UserError(
                 "config.json: truncate is false", "mlx-lm's yarn always rounds: leave it out"
             )
-        prefix = "language_model." if outer.text_default else ""
+        prefix = "language_model." if outer.text_type else ""
         model = f"{prefix}model."
         return cls.of_layers(
             family.layers(fields),
             model_type=model_type,
-            text_type=text_type,
+            is_declared=True,
             hidden_size=fields.count("hidden_size"),
             vocab_size=fields.count("vocab_size"),
             tied=tied,
@@ -108,14 +104,8 @@ class ModelShape:
             ),
             has_dynamic_rope="dynamic" in (scaling.get("type"), scaling.get("rope_type")),
             family=family,
-            renames=outer.renames,
             chooses_caches=outer.windows is not no_windows,
         )
-
-    @property
-    def is_declared(self) -> bool:
-        """True if a family declares the sizes; otherwise some are guessed."""
-        return bool(self.text_type)
 
     @property
     def is_approximate(self) -> bool:

@@ -19,6 +19,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
+from shardmlx.errors import FAULTS
 from shardmlx.models.carried import (
     HIDDEN,
     Carrier,
@@ -31,9 +32,6 @@ from shardmlx.models.carried import (
 
 _SIZE, _LARGER = (1, 3), (2, 5)
 """Rows and tokens with which a model is examined; two sizes show the axes of an array."""
-
-FAULTS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""Errors of code that gets other things than it takes, or that does not fit a config.json."""
 
 
 class InPlaceOf:

@@ -23,7 +23,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import MODEL_REMAPPING
 
 from shardmlx.compat import calls, rebind
-from shardmlx.errors import UserError, one_line
+from shardmlx.errors import FAULTS, UserError, one_line, refusing
 from shardmlx.models.attention import ChunkedMask, attend
 from shardmlx.models.carried import first_argument
 from shardmlx.models.config_reader import Config
@@ -49,7 +49,7 @@ from shardmlx.models.parts import find_parts
 from shardmlx.models.recurrence import use_chunks
 from shardmlx.models.ropes import STATIC, fit_ropes
 from shardmlx.models.shape import ModelShape, Names
-from shardmlx.models.stand_ins import FAULTS, InPlaceOf, at
+from shardmlx.models.stand_ins import InPlaceOf, at
 
 TOKENS = 3
 """Tokens of the trace: so few that mlx-lm does not sort them by expert."""
@@ -106,14 +106,12 @@ def build_random(config: Mapping[str, Any]) -> nn.Module:
             if experts > 1 and not isinstance(fields.get(key), list):
                 fields.count(key, 1, experts)
     try:
-        code = import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(model_type, model_type)}")
-        # Some families write into the fields of their configuration.
-        model: nn.Module = code.Model(code.ModelArgs.from_dict(deepcopy(dict(config))))
+        with refusing(f"mlx-lm cannot build this model of type {model_type!r}", ANOTHER):
+            code = import_module(f"mlx_lm.models.{MODEL_REMAPPING.get(model_type, model_type)}")
+            # Some families write into the fields of their configuration.
+            model: nn.Module = code.Model(code.ModelArgs.from_dict(deepcopy(dict(config))))
     except (ImportError, SystemExit):  # a model of mlx-lm exits where a package is missing
         raise UserError(f"mlx-lm has no model of type {model_type!r}", ANOTHER) from None
-    except FAULTS as error:
-        fault = f"mlx-lm cannot build this model of type {model_type!r}: {one_line(error)}"
-        raise UserError(fault, ANOTHER) from None
     # Without this each array hangs on the keys of all random ones before, which a trace visits.
     mx.eval(mx.random.state)
     fit_ropes(model, config)
@@ -187,7 +185,7 @@ def traced_shape(config: Mapping[str, Any], stored: Mapping[str, Sides]) -> Mode
     return ModelShape.of_layers(
         layers,
         model_type=str(config.get("model_type")),
-        text_type="",
+        is_declared=False,
         hidden_size=parts.width,
         before=tuple((_stored_path(path, stored_names), sides) for path, sides in before.items()),
         after=tuple(
@@ -203,6 +201,7 @@ def traced_shape(config: Mapping[str, Any], stored: Mapping[str, Sides]) -> Mode
         family=seen,
         chooses_caches=hasattr(model, "make_cache"),
         untrained=_fault_of_gradient(decoder, layers),
+        unchanged=frozenset(name for name, origin in loaded.items() if name == origin),
         refused=frozenset(origin or name for name, origin in loaded.items() if name not in own),
     )
 

@@ -39,6 +39,29 @@ def file_access(action: str, where: object, remedy: str = "") -> Iterator[None]:
         raise UserError(f"cannot {action} {where}: {error.strerror or error}", remedy) from None
 
 
+FAULTS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""Errors of a library's code that gets other things than it takes."""
+
+
+@contextlib.contextmanager
+def refusing(what: str, remedy: str = "") -> Iterator[None]:
+    """Make any of ``FAULTS`` in the block a ``UserError``, which says ``what`` in front of it."""
+    try:
+        yield
+    except UserError:
+        raise
+    except FAULTS as error:
+        raise UserError(f"{what}: {one_line(error)}", remedy) from None
+
+
 def unknown_token(where: str, token: int, vocabulary: int) -> UserError:
     """Return the error for a token id that is none of the model's: MLX would read, and in training
     write, memory that is not the model's."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ from shardmlx.conversion.experts import (
     stored_arrays,
 )
 from shardmlx.conversion.sources import Trained
-from shardmlx.errors import UserError, one_line
+from shardmlx.errors import UserError, refusing
 from shardmlx.loading.adapters import add_adapters
 from shardmlx.loading.build import load_lazily
 from shardmlx.modelfiles.model_files import check_model_files
@@ -145,7 +145,7 @@ def _finish(
         return array.astype(to) if floats and is_cast(name_of(name)) else array
 
     if trained is not None:
-        with _refusing(f"mlx-lm cannot fuse {trained.name} into this model"):
+        with redirect_stdout(io.StringIO()), refusing(f"mlx-lm cannot fuse {trained.name}"):
             _fuse(model, options.dequantize)
     else:
         cast()
@@ -168,18 +168,6 @@ def _check_floats(path: Path, read: Mapping[str, mx.array], model: nn.Module) ->
                     "of model",
                     "take the model in 16 bits",
                 )
-
-
-@contextmanager
-def _refusing(what: str) -> Iterator[None]:
-    """Turn errors of mlx-lm into one line, and drop its output."""
-    try:
-        with redirect_stdout(io.StringIO()):
-            yield
-    except UserError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
-        raise UserError(f"{what}: {one_line(error)}") from None
 
 
 def _fuse(model: nn.Module, dequantize: bool) -> None:
@@ -211,7 +199,8 @@ def _quantise(
     """Quantise as ``mlx_lm.convert``: quantised weights stay as they are."""
     predicate = None
     names = {name for name, _ in tree_flatten(model.parameters())}
-    with _refusing(f"--quantize: mlx-lm cannot quantise this model {how}"):
+    what = f"--quantize: mlx-lm cannot quantise this model {how}"
+    with redirect_stdout(io.StringIO()), refusing(what):
         if how.recipe is not None:
             predicate = mixed_quant_predicate_builder(how.recipe, model, how.group_size)
         quantised, config = quantize_model(

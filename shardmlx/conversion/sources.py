@@ -26,7 +26,7 @@ from shardmlx.loading.hub_download import (
 from shardmlx.loading.manifest import ModelManifest, fingerprint
 from shardmlx.loading.partial_copy import PartialCopy
 from shardmlx.modelfiles.hub import Repository
-from shardmlx.modelfiles.model_files import check_model_files
+from shardmlx.modelfiles.model_files import check_model_files, directory_of
 from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CONFIG_FILE
 
 _WEIGHTS = "weights-"
@@ -94,10 +94,8 @@ class OnHub(Source):
 @contextmanager
 def open_source(model: str, revision: str | None, room: Path) -> Iterator[Source]:
     """Open a model here, cached or on the hub, with tensors in ``room``. Raises ``UserError``."""
-    path = Path(model)
-    if path.is_file():
-        raise UserError(f"{model} is a file", "name the directory that holds config.json")
-    repository = None if path.exists() else open_repository(model, revision)
+    here = directory_of(model, revision)
+    repository = None if here is not None else open_repository(model, revision)
     if repository is None:
         yield in_directory(find_model(model, revision))
         return

@@ -14,7 +14,7 @@ from shardmlx.modelfiles.model_files import ModelFiles
 from shardmlx.modelfiles.parts import Inspection, Part, inspect_files, needed_shape
 from shardmlx.modelfiles.published_packing import check_packing, published_packing
 from shardmlx.modelfiles.safetensors_header import DTYPE_BITS
-from shardmlx.modelfiles.tensors import loaded_name, scale_group
+from shardmlx.modelfiles.tensors import scale_group
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.shares import TensorShares
 from shardmlx.partitioners import LayerCosts
@@ -162,10 +162,8 @@ def activation_dtype(inspection: Inspection) -> str:
     quantised, or of the embedding, if the norm has no weight."""
     shape = inspection.shape
     norm = "model.norm" if shape is None else shape.names.norm or shape.names.embedding
-    named = {
-        t.name if shape is None else loaded_name(t.name, shape): t.place.dtype
-        for t in (*inspection.head.tensors, *inspection.embedding.tensors)
-    }
+    ends = (*inspection.head.tensors, *inspection.embedding.tensors)
+    named = {each.name: each.place.dtype for each in ends}
     stored = named.get(f"{norm}.scales") or named.get(f"{norm}.weight", "none")
     if stored not in DTYPES:
         raise UserError(

@@ -16,7 +16,7 @@ from shardmlx.common.yaml_reader import did_you_mean
 from shardmlx.compat import reads_weight
 from shardmlx.config.checks import FINE_TUNE_TYPES, check_lora_values
 from shardmlx.config.specs import FineTune
-from shardmlx.errors import UserError, file_access, one_line
+from shardmlx.errors import UserError, file_access, refusing
 from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from shardmlx.models.config_reader import parse_config
 
@@ -40,10 +40,8 @@ def make_adapters(
     model: nn.Module, num_layers: int, parameters: Mapping[str, Any], kind: str
 ) -> None:
     """Add new adapters to the last layers, or to modules named in whole. Raises ``UserError``."""
-    try:
+    with refusing(kind):
         linear_to_lora_layers(model, num_layers, dict(parameters), use_dora=kind == "dora")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{kind}: {one_line(error)}") from None
 
 
 def check_keys(model: nn.Module, keys: list[str] | None) -> None:
@@ -110,10 +108,8 @@ def _read(files: Iterable[Path]) -> dict[str, mx.array]:
     """Return the tensors of files, of which each may have pieces, lazily. Raises ``UserError``."""
     found: dict[str, mx.array] = {}
     for file in files:
-        try:
+        with refusing(str(file)):
             loaded: Any = mx.load(str(file), return_metadata=True)
-        except (OSError, ValueError, RuntimeError) as error:
-            raise UserError(one_line(error)) from None
         weights, metadata = loaded
         for name, piece in pieces_in(metadata).items():
             weights[name] = piece.put(weights[name], piece.everything, found.get(name))

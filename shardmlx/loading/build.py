@@ -15,7 +15,7 @@ from mlx_lm.utils import get_total_parameters, load_config, load_model
 
 from shardmlx.compat import model_classes
 from shardmlx.config.specs import FineTune
-from shardmlx.errors import UserError, one_line
+from shardmlx.errors import UserError, refusing
 from shardmlx.loading.adapters import (
     add_adapters,
     check_keys,
@@ -56,26 +56,17 @@ def load_lazily(
     built in place of mlx-lm's, from a config.json with ``changes``. Raises ``UserError``."""
     own = read_config(path)
     packing = published_packing(own)
-    try:
+    file = path / "generation_config.json"
+    with refusing(f"{file} cannot be read", "take it away, or copy it again"):
         config = load_config(path)
-    except (AttributeError, OSError, ValueError, RecursionError) as error:
-        file = path / "generation_config.json"
-        raise UserError(
-            f"{file} cannot be read: {one_line(error)}", "take it away, or copy it again"
-        ) from None
     filled = with_rope(config) | changes
-    try:
+    remedy = "" if is_declared(own) else ANOTHER
+    if packing is not None:
+        remedy = f"it is {packing}: take the model in 16 bits"
+    with refusing(f"{path}: mlx-lm cannot build this model", remedy):
         model, config = load_model(
             path, lazy=True, model_config=filled, get_model_classes=classes or without_spare_head
         )
-    except (ValueError, KeyError, TypeError, AttributeError, OSError, RuntimeError) as error:
-        remedy = ""
-        if packing is not None:
-            remedy = f"it is {packing}: take the model in 16 bits"
-        elif not is_declared(own):
-            remedy = ANOTHER
-        fault = f"{path}: mlx-lm cannot build this model: {one_line(error)}"
-        raise UserError(fault, remedy) from None
     return model, config, fit_ropes(model, filled)
 
 

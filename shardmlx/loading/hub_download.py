@@ -9,7 +9,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
-from shardmlx.errors import UserError
 from shardmlx.loading.manifest import TEXTS, ModelManifest
 from shardmlx.loading.partial_copy import PartialCopy
 from shardmlx.modelfiles.hub import (
@@ -19,7 +18,7 @@ from shardmlx.modelfiles.hub import (
     hub_errors,
     no_directory,
 )
-from shardmlx.modelfiles.model_files import read_model, sound
+from shardmlx.modelfiles.model_files import directory_of, read_model, sound
 from shardmlx.modelfiles.safetensors_header import PlacedTensor
 from shardmlx.modelfiles.sources import SUFFIX, Directory
 
@@ -88,13 +87,8 @@ def download(
 
 def find_model(model: str, revision: str | None) -> Path:
     """Return a model's directory, downloaded at ``revision`` if need be. Raises ``UserError``."""
-    path = Path(model)
-    if path.is_dir():
-        if revision is not None:
-            raise UserError(f"--revision {revision} of {model}, which is here", "leave it out")
+    if (path := directory_of(model, revision)) is not None:
         return path
-    if path.exists():
-        raise UserError(f"{model} is a file", "name the directory that holds config.json")
     from huggingface_hub import snapshot_download
 
     try:

@@ -24,7 +24,7 @@ from shardmlx.modelfiles.safetensors_header import (
     read_header,
 )
 from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, CONFIG_FILE
-from shardmlx.modelfiles.tensors import OTHER_SENSES, QUANTISED_PARTS, is_dropped, loaded_name
+from shardmlx.modelfiles.tensors import OTHER_SENSES, QUANTISED_PARTS, is_dropped
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.shares import TensorShares
 
@@ -121,13 +121,15 @@ def parts_of_shares(
     """Return, for each rank of a group, the tensors of which it reads a part alone: their names and
     places, also ``scattered`` ones. Others have two parts, or another form when they are loaded."""
     found: list[dict[str, tuple[str, PlacedTensor]]] = [{} for _ in shares.weights]
-    if shares.size == 1 or not shape.is_declared:
+    if shares.size == 1:
         return found
     for rank, mine in enumerate(found):
         cuts = [shares.cuts(kind, rank) for kind in shape.kinds]
         for name, tensor in tensors.items():
-            layer, (path, _, leaf) = place_of(name, shape), loaded_name(name, shape).rpartition(".")
+            layer, (path, _, leaf) = place_of(name, shape), name.rpartition(".")
             if not isinstance(layer, int) or leaf not in ("weight", "bias", *QUANTISED_PARTS):
+                continue
+            if not shape.is_declared and name not in shape.unchanged:
                 continue
             own = path.removeprefix(f"{shape.names.layers}{layer}.")
             cut = cuts[shape.pattern[layer]].get(own)

@@ -78,16 +78,23 @@ def check_model_files(model_dir: str | Path) -> dict[str, Path]:
 
 def find_source(name: str, revision: str | None = None) -> Source:
     """Find the files of a model; raise ``UserError`` when it is neither here nor on the hub."""
+    path = directory_of(name, revision)
+    return find_repository(name, revision) if path is None else Directory(path)
+
+
+def directory_of(name: str, revision: str | None = None) -> Path | None:
+    """Return the directory of a model that is here; None if its name may be one on the hub, and
+    ``UserError`` if it cannot."""
     path = Path(name).expanduser()
     if path.exists():
-        if revision is not None:
-            raise UserError(f"--revision {revision} of {name}, which is here", "leave it out")
         if not path.is_dir():
             raise UserError(f"{name} is a file", "name the directory that holds config.json")
-        return Directory(path)
+        if revision is not None:
+            raise UserError(f"--revision {revision} of {name}, which is here", "leave it out")
+        return path
     if name.startswith((".", "/", "~")) or name.endswith(SUFFIX):
         raise UserError(f"{name} does not exist: check the path")
-    return find_repository(name, revision)
+    return None
 
 
 def read_model(source: Source) -> ModelFiles:

@@ -24,7 +24,6 @@ from shardmlx.modelfiles.tensors import (
     Quantisation,
     expected_tensors,
     is_dropped,
-    loaded_name,
     modules,
     packing_of,
     read_quantisation,
@@ -254,7 +253,6 @@ def part_of(name: str, shape: ModelShape | None) -> str | int:
 def place_of(name: str, shape: ModelShape | None) -> str | int:
     """Return the part that a tensor belongs to by its name: layers may come after the last."""
     if shape is not None:
-        name = loaded_name(name, shape)
         # An undeclared model may have other lists of layers.
         is_other = not shape.is_declared and not name.startswith(shape.names.layers)
         if is_other and _LAYER.search(name):

@@ -105,8 +105,8 @@ def check_packing(
     if packing.method != "fp8" or packing.loaded is not None:
         return
     is_refused = any(name.endswith("weight_scale_inv") for name in shape.refused)
-    if is_refused or (shape.is_declared and not shape.family.unpacks_fp8):
-        kind = shape.text_type or shape.model_type
+    if is_refused or shape.is_declared:
+        kind = shape.model_type
         raise UserError(f"config.json: mlx-lm does not unpack fp8 of type {kind}", _16_BITS)
 
 

@@ -184,14 +184,6 @@ def _layer(layer: LayerShape) -> Iterator[tuple[str, Module]]:
         yield path, Module(array, is_quantisable=False, bare=True)
 
 
-def loaded_name(name: str, shape: ModelShape) -> str:
-    """Return the name under which mlx-lm loads a tensor."""
-    for beginning, instead in shape.renames:
-        if name.startswith(beginning):
-            return instead + name.removeprefix(beginning)
-    return name
-
-
 def expected_tensors(
     modules: Mapping[str, Module], quantised: Callable[[str, Module], Quantisation | None]
 ) -> dict[str, tuple[int, ...]]:

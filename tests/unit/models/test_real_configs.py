@@ -44,7 +44,8 @@ DENSE: dict[str, tuple[float, dict[str, Any]]] = {
     "Mistral-Small-3.2-24B": (23.57, {
         "model_type": "mistral3",
         "vision_config": {"model_type": "pixtral", "hidden_size": 1024},
-        "text_config": sizes("mistral", 5120, 40, 32, 8, 32768, 131072, head_dim=128),
+        "text_config": sizes(
+            "mistral", 5120, 40, 32, 8, 32768, 131072, head_dim=128, rms_norm_eps=1e-5),
     }),
     "Qwen3-8B": (8.190735360, sizes(
         "qwen3", 4096, 36, 32, 8, 12288, 151936, head_dim=128, **UNTIED)),

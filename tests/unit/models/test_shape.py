@@ -15,15 +15,8 @@ from tests.helpers.family_configs import CONFIGS
 from tests.helpers.models_and_batches import build, tiny_config
 from tests.helpers.refusals import refusal
 
-SUPPORTED = ("mistral", "llama", "ministral3", "qwen2", "qwen3")
+SUPPORTED = ("mistral", "llama", "qwen2", "qwen3")
 
-ROPE: dict[str, Any] = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 1.0,
-    "original_max_position_embeddings": 64,
-    "llama_4_scaling_beta": 0.1,
-}
 SLIDING: dict[str, Any] = {
     "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
     "sliding_window": 8,
@@ -31,9 +24,8 @@ SLIDING: dict[str, Any] = {
 
 
 def configuration(model_type: str, **changes: Any) -> dict[str, Any]:
-    own = {"rope_parameters": ROPE, "head_dim": 16} if model_type == "ministral3" else {}
     sizes = {"intermediate_size": 48, "vocab_size": 64}
-    return tiny_config(model_type, layers=3, **{**sizes, **own, **changes})
+    return tiny_config(model_type, layers=3, **{**sizes, **changes})
 
 
 # Parameters
@@ -45,7 +37,6 @@ def configuration(model_type: str, **changes: Any) -> dict[str, Any]:
         *(configuration(name, tie_word_embeddings=True) for name in SUPPORTED),
         configuration("mistral", head_dim=16),
         configuration("llama", num_key_value_heads=None, **SLIDING),
-        configuration("ministral3", head_dim=None, **SLIDING),
         configuration("qwen2", head_dim=16),  # which mlx-lm passes over
     ],
     ids=lambda config: config["model_type"],
@@ -165,17 +156,3 @@ def test_a_missing_or_broken_config_is_named(tmp_path: Path, text: bytes | None)
 
 def test_a_missing_model_directory_is_named(tmp_path: Path) -> None:
     assert "nowhere" in str(refusal(read_config, tmp_path / "nowhere"))
-
-
-@pytest.mark.parametrize(
-    ("text_type", "expected"),
-    [("mistral", "llama"), ("ministral3", "ministral3"), ("qwen2", "llama"), (["x"], "llama")],
-)
-def test_the_text_model_in_a_wrapper_is_the_one_mlx_lm_builds(
-    text_type: Any, expected: str
-) -> None:
-    text = {**tiny_config(), "model_type": text_type}
-    del text["tie_word_embeddings"]
-    shape = ModelShape.from_config({"model_type": "mistral3", "text_config": text})
-    assert (shape.model_type, shape.text_type, shape.tied) == ("mistral3", expected, False)
-    assert not shape.chooses_caches
