@@ -1,9 +1,8 @@
 """Marks by which an answer says what it thought, and the formats of calls of tools that can be
-asked for, or passed on while they come. No MLX, no MPI."""
+asked for. No MLX, no MPI."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,11 +29,7 @@ class CallFormat:
     A model that is made to call writes ``first``, calls with ``between`` them, and ``last``; a call
     is ``before``, with its name in the place of ``{}``, the arguments, a JSON object, and
     ``after``. Where ``between`` is None there is but one call. A ``thought`` between these marks
-    may come before all.
-
-    Arguments are passed on while they come: ``opening`` matches what stands before them, after the
-    answer's mark of calls or the call before, with the call's ``name``; ``closing`` what may follow
-    the last. ``way`` names how a model is told of tools, and how its calls are read.
+    may come before all. ``way`` names how a model is told of tools, and how its calls are read.
     """
 
     before: str
@@ -44,8 +39,6 @@ class CallFormat:
     first: str = ""
     last: str = ""
     thought: Marks | None = None
-    opening: re.Pattern[str] | None = None
-    closing: re.Pattern[str] | None = None
     way: Literal["own", "llama3", "generic"] = "own"
 
     def begun(self, name: str) -> str:
@@ -53,36 +46,15 @@ class CallFormat:
         return self.before.replace("{}", name)
 
 
-_OBJECT = r'\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,\s*"arguments"\s*:\s*(?=\{)'
-
-
 def json_calls(marks: Marks) -> CallFormat:
-    """Return the format of calls that are JSON objects, each between the ``marks`` of a model."""
-    return CallFormat(
-        f'{marks.start}\n{{"name": "{{}}", "arguments": ',
-        f"}}\n{marks.end}",
-        between="\n",
-        opening=re.compile(rf"\s*{_OBJECT}"),
-        closing=re.compile(r"\s*\}\s*"),
-    )
+    """Return the format in which a model with these ``marks`` is made to call: JSON objects, each
+    between them, or a list where no mark ends a call. Arguments of GLM's, Qwen3-Coder's and others'
+    own calls are no JSON."""
+    before = '{"name": "{}", "arguments": '
+    if not marks.end:
+        return CallFormat(before, "}", between=", ", first=f"{marks.start}[", last="]")
+    return CallFormat(f"{marks.start}\n{before}", f"}}\n{marks.end}", between="\n")
 
-
-_MISTRAL = CallFormat(
-    '{"name": "{}", "arguments": ',
-    "}",
-    between=", ",
-    first="[TOOL_CALLS][",
-    last="]",
-    opening=re.compile(rf"[\s\[,}}]*{_OBJECT}"),
-    closing=re.compile(r"\s*\}\s*\]?\s*"),
-)
-
-_MISTRAL_WITH_MARKS = CallFormat(
-    "[TOOL_CALLS]{}[ARGS]",
-    "",
-    opening=re.compile(r"\s*(?:\[TOOL_CALLS\])?\s*(?P<name>[\w.:-]+)\s*\[ARGS\]\s*(?=\{)"),
-    closing=re.compile(r"\s*"),
-)
 
 HARMONY_CALLS = CallFormat(
     "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>",
@@ -100,14 +72,6 @@ https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1/
 
 GENERIC_CALLS = CallFormat('{"name": "{}", "arguments": ', "}", between="\n", way="generic")
 """The format for models whose template knows no tools: a message tells them of it."""
-
-
-def call_format(marks: Marks, template: str) -> CallFormat:
-    """Return the format in which a model is made to call, by its marks and its chat template. Where
-    its own arguments are no JSON, as those of GLM, Qwen3-Coder and Kimi, these are."""
-    if marks.start == "[TOOL_CALLS]":
-        return _MISTRAL_WITH_MARKS if "[ARGS]" in template else _MISTRAL
-    return json_calls(marks)
 
 
 Tool = Mapping[str, Any]
@@ -149,8 +113,7 @@ class AnswerFormat:
         is_told = "tools" in text or not isinstance(template, str)
         if is_told and tokenizer.has_tool_calling:
             call = Marks(tokenizer.tool_call_start, tokenizer.tool_call_end)
-            calls = call_format(call, text)
-            return cls(thought, call, tokenizer.tool_parser, calls, special)
+            return cls(thought, call, tokenizer.tool_parser, json_calls(call), special)
         writes_llamas = is_told and all(word in str(template) for word in LLAMA3_WORDS)
         return cls(thought, calls=LLAMA3_CALLS if writes_llamas else GENERIC_CALLS, special=special)
 

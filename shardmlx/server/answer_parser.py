@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -26,8 +27,8 @@ Kind = Literal["thought", "said", "call"]
 
 @dataclass(slots=True)
 class Part:
-    """A piece of what an answer thinks or says, or of the arguments of a call, which are JSON. A
-    call begins with a part that has its ``name`` and ``id``."""
+    """A piece of what an answer thinks or says; or a whole call, with its ``name`` and ``id``, and
+    the JSON of its arguments, which are an object."""
 
     kind: Kind
     text: str
@@ -120,37 +121,27 @@ def _thought(incoming: Incoming, marks: Marks) -> Reading:
     yield from passed_on(incoming, [marks.end], "thought", trims=True)
 
 
-def json_call(incoming: Incoming, name: str) -> Reading:
-    """Yield the call of this name whose JSON object begins here, in pieces as it comes."""
-    yield begun_call(name)
-    depth, in_text, is_escaped, is_whole = 0, False, False, False
-    while not is_whole and (incoming.text or not incoming.is_last):
-        end = len(incoming.text)
-        for place, character in enumerate(incoming.text, 1):
-            if in_text:
-                in_text = is_escaped or character != '"'
-                is_escaped = character == "\\" and not is_escaped
-            elif character == '"':
-                in_text = True
-            elif character in "{}":
-                depth += 1 if character == "{" else -1
-                if depth == 0:
-                    end, is_whole = place, True
-                    break
-        if end:
-            yield Part("call", incoming.cut(end))
-        else:
-            yield None
+def up_to(incoming: Incoming, marks: Sequence[str]) -> Generator[None, None, tuple[str, str]]:
+    """Wait for the first of ``marks``, or the answer's end; take the text before it, and the mark,
+    and return both."""
+    while True:
+        end, mark = before_any(marks, incoming.text, is_last=True)
+        if mark or incoming.is_last:
+            return incoming.cut(end), incoming.cut(len(mark))
+        yield None
 
 
-def begun_call(name: str) -> Part:
-    """Return the part with which a call begins, with an id of its own."""
-    return Part("call", "", name, secrets.token_hex(ID_LENGTH)[:ID_LENGTH])
+def whole_call(name: Any, arguments: Any) -> Part:
+    """Return a call with an id of its own. Raises ``ValueError`` or ``TypeError`` unless arguments
+    are an object, or the JSON of one."""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    if not isinstance(json.loads(text), dict) or not isinstance(name, str):
+        raise TypeError("a name is a text, and arguments are an object")
+    return Part("call", text, name, secrets.token_hex(ID_LENGTH)[:ID_LENGTH])
 
 
-# Calls between marks, as Qwen, Mistral, Kimi, GLM and most others write them. Arguments are passed
-# on while they come, if ``CallFormat`` says what stands around such JSON; others are read once they
-# are whole, by mlx-lm's parsers.
+# Calls between marks, as Qwen, Mistral, Kimi, GLM and most others write them. They are read once
+# they are whole: JSON by itself, others by mlx-lm's parsers.
 
 
 def marked_answer(incoming: Incoming, syntax: AnswerSyntax) -> Reading:
@@ -167,49 +158,34 @@ def marked_answer(incoming: Incoming, syntax: AnswerSyntax) -> Reading:
 
 
 def _calls(incoming: Incoming, syntax: AnswerSyntax, marks: Marks) -> Reading:
-    known, has_come = syntax.format.calls, False
-    while True:
-        opening = known.opening.match(incoming.text) if known and known.opening else None
-        if opening is not None:
-            incoming.cut(opening.end())
-            yield from json_call(incoming, opening["name"])
-            has_come = True
-            continue
-        is_marked = bool(marks.end) and marks.end in incoming.text
-        if is_marked or incoming.is_last:
-            break
-        yield None
-    text, end, incoming.text = (
-        incoming.text.partition(marks.end) if is_marked else (incoming.text, "", "")
-    )
-    if has_come:
-        after = known.closing.match(text) if known and known.closing else None
-        text = text[after.end() :] if after else text
-    else:
-        calls = _read(text, syntax) if is_marked or not marks.end else None
-        yield from calls or ()
-        text = f"{marks.start}{text}{end}" if calls is None else ""
-    if text:
-        yield Part("said", text)
+    text, end = yield from up_to(incoming, [marks.end] if marks.end else [])
+    calls = None if marks.end and not end else _read(text, syntax)
+    yield from calls or [Part("said", f"{marks.start}{text}{end}")]
+
+
+def _listed(parsed: Any) -> list[Any]:
+    return parsed if isinstance(parsed, list) else [parsed]
+
+
+def _is_call(parsed: Any) -> bool:
+    return isinstance(parsed, dict) and {"name", "arguments"} <= parsed.keys()
 
 
 def _read(text: str, syntax: AnswerSyntax) -> list[Part] | None:
     """Return the calls in a text; None if it cannot be read."""
     assert syntax.format.parse is not None, "a model with marks has a parser"
+    calls: Any = None
+    with suppress(ValueError, RecursionError):
+        calls = _listed(json.loads(text))
     try:
-        parsed = syntax.format.parse(text, plainly_typed(syntax.tools))
-        calls = parsed if isinstance(parsed, list) else [parsed]
-        return [part for each in calls for part in (begun_call(each["name"]), _arguments(each))]
+        if not calls or not all(map(_is_call, calls)):
+            calls = _listed(syntax.format.parse(text, plainly_typed(syntax.tools)))
+        return [
+            whole_call(each["name"], each.get("arguments", each.get("parameters", {})))
+            for each in calls
+        ]
     except Exception:  # a parser may raise whatever it likes
         return None
-
-
-def _arguments(parsed: Mapping[str, Any]) -> Part:
-    arguments = parsed.get("arguments", parsed.get("parameters", {}))
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    if not isinstance(json.loads(text), dict) or not isinstance(parsed["name"], str):
-        raise TypeError("a name is a text, and arguments are an object")
-    return Part("call", text)
 
 
 # Calls that are JSON within the text: those of Llama 3, and of models that know no tools.
@@ -229,6 +205,8 @@ OPENING = (
 MAY_OPEN = re.compile(LEAD + r'(?:\{\s*(?:"(?:t?y?p?e?|n?a?m?e?)(?:"[\s\w.:,"-]{0,300})?)?)?\Z')
 """Text at the end that may be the beginning of a call."""
 
+JSON = json.JSONDecoder()
+
 END = "</tool_call>"
 
 AFTER = re.compile(rf"\A(?:[\s}}\]`;,]|{END})*")
@@ -246,11 +224,23 @@ def json_answer(incoming: Incoming, syntax: AnswerSyntax) -> Reading:
         if text := incoming.cut(length):
             yield Part("said", text)
         if found:
-            incoming.cut(len(found[0]))
-            yield from json_call(incoming, found["name"])
+            yield from _json_call(incoming, found)
             yield from _closing(incoming)
         elif not incoming.is_last:
             yield None
+
+
+def _json_call(incoming: Incoming, opening: re.Match[str]) -> Reading:
+    """Yield the call that begins here with its ``opening``; one that is cut off counts as said."""
+    while True:
+        with suppress(ValueError, RecursionError):
+            _, end = JSON.raw_decode(incoming.text, len(opening[0]))
+            yield whole_call(opening["name"], incoming.cut(end)[len(opening[0]) :])
+            return
+        if incoming.is_last:
+            yield Part("said", incoming.cut(len(incoming.text)))
+            return
+        yield None
 
 
 def _unclear(incoming: Incoming) -> int:
@@ -309,8 +299,11 @@ def harmony_answer(incoming: Incoming, syntax: AnswerSyntax) -> Reading:
         incoming.text = text
         called = FUNCTION.search(head) if syntax.tools else None
         if called is not None:
-            yield begun_call(called["name"])
-            yield from passed_on(incoming, ENDS, "call")
+            text, _ = yield from up_to(incoming, ENDS)
+            try:
+                yield whole_call(called["name"], text)
+            except (ValueError, TypeError, RecursionError):
+                yield Part("said", text)
         else:
             is_thought = THOUGHTS.search(head) and syntax.format.thought is not None
             yield from passed_on(incoming, ENDS, "thought" if is_thought else "said")
@@ -346,7 +339,7 @@ class AnswerParser:
                 yield from self._said(part.text, is_last=False)
                 continue
             yield from self._said("", is_last=True)
-            self._calls += bool(part.id)
+            self._calls += part.kind == "call"
             if self._parallel or self._calls <= 1 or part.kind != "call":
                 yield part
         if is_last and self.stop is None:

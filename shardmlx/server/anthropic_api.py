@@ -266,7 +266,7 @@ class MessageReply(BlockReply):
         reason, stop = ("end_turn" if delta.stop is None else "stop_sequence"), delta.stop
         if delta.finish_reason == "length":
             reason, stop = "max_tokens", None
-        elif any(_content(block)["type"] == "tool_use" for block in self.blocks[0]):
+        elif any(block.kind == "call" for block in self.blocks[0]):
             reason, stop = "tool_use", None
         self._reason = {"stop_reason": reason, "stop_sequence": stop}
         yield {"type": "message_delta", "delta": self._reason, "usage": self._usage}
@@ -274,10 +274,7 @@ class MessageReply(BlockReply):
 
 def _content(block: Part) -> Json:
     if block.kind == "call":
-        try:
-            given = json.loads(block.text)
-        except ValueError:  # it was cut off: nobody shall take it for a call without arguments
-            return {"type": "text", "text": block.text}
+        given = json.loads(block.text)
         return {"type": "tool_use", "id": block.id, "name": block.name, "input": given}
     kind = KINDS[block.kind]
     # Nobody signs the thoughts of a model of one's own.

@@ -40,18 +40,12 @@ class ClientTool:
             return self.name
         return f"{self.namespace.removesuffix('__')}__{self.name}"
 
-    def called(self, arguments: str) -> Json | None:
-        """Return the fields of an item that calls it; None if cut off, and no function."""
-        try:
-            given = json.loads(arguments)
-        except ValueError:
-            given = None
+    def called(self, arguments: str) -> Json:
+        """Return the fields of an item that calls it with these arguments, which are JSON."""
         named = {"name": self.name} | ({"namespace": self.namespace} if self.namespace else {})
         if self.kind == "function":
-            status = "completed" if isinstance(given, dict) else "incomplete"
-            return {**named, "arguments": arguments, "status": status}
-        if not isinstance(given, dict):
-            return None
+            return {**named, "arguments": arguments}
+        given = json.loads(arguments)
         if self.kind == "custom":
             text = given.get("input")
             return {**named, "input": text if isinstance(text, str) else arguments}

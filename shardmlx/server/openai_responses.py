@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -16,14 +15,14 @@ from shardmlx.server.replies import Reply, TokenText
 from shardmlx.server.request_queue import Delta, FinishReason
 
 
-class ChoicesReply(Reply):
-    """The reply to one request of OpenAI's older APIs, with a choice for each answer."""
+class ChatReply(Reply):
+    """The reply to one request of OpenAI's older APIs, with a choice for each answer: to a chat."""
 
     done = b"data: [DONE]\n\n"
     sign_of_life = b": still here\n\n"
-    PREFIX: ClassVar[str]
-    WHOLE: ClassVar[str]
-    CHUNK: ClassVar[str]
+    PREFIX: ClassVar = "chatcmpl"
+    WHOLE: ClassVar = "chat.completion"
+    CHUNK: ClassVar = "chat.completion.chunk"
 
     def __init__(self, request: ApiRequest, model: str, token_text: TokenText) -> None:
         super().__init__(request, model, token_text)
@@ -38,6 +37,11 @@ class ChoicesReply(Reply):
     def event(self, body: Json) -> bytes:
         # ASCII only: some clients take U+2028 for the end of a line.
         return b"data: " + json.dumps(body).encode() + b"\n\n"
+
+    def opening(self) -> Iterator[Json]:
+        for index in range(len(self.blocks)):
+            begun = {"role": "assistant", "content": ""}
+            yield self._chunk(self._told(index, "delta", begun, None))
 
     def _add(self, index: int, delta: Delta) -> Iterator[Json]:
         logprobs, parts = None, delta.parts
@@ -93,13 +97,27 @@ class ChoicesReply(Reply):
     def _text(self, index: int, kind: Kind) -> str:
         return "".join(block.text for block in self.blocks[index] if block.kind == kind)
 
-    @abstractmethod
     def _choice(self, index: int, logprobs: Json | None) -> Json:
         """Return a choice of the whole reply."""
+        text = self._text(index, "said")
+        message: Json = {"role": "assistant", "content": text, "refusal": None}
+        if thought := self._text(index, "thought"):
+            message["reasoning_content"] = thought
+        if calls := self._calls(index):
+            message["content"] = text or None
+            message["tool_calls"] = [_call(call) for call in calls]
+        return self._told(index, "message", message, logprobs)
 
-    @abstractmethod
     def _part(self, index: int, part: Part | None, logprobs: Json | None) -> Json:
         """Take in a part of an answer, and return the choice of a chunk with it, or of the last."""
+        delta: Json = {}
+        if part is not None:
+            self._take(index, part)
+            if part.kind == "call":
+                delta = {"tool_calls": [{"index": len(self._calls(index)) - 1, **_call(part)}]}
+            else:
+                delta = {"content" if part.kind == "said" else "reasoning_content": part.text}
+        return self._told(index, "delta", delta, logprobs)
 
     def _calls(self, index: int) -> list[Part]:
         return [block for block in self.blocks[index] if block.kind == "call"]
@@ -123,42 +141,13 @@ class ChoicesReply(Reply):
         return {"token": text, "logprob": known, "bytes": characters}
 
 
-class ChatReply(ChoicesReply):
-    PREFIX = "chatcmpl"
-    WHOLE = "chat.completion"
-    CHUNK = "chat.completion.chunk"
-
-    def opening(self) -> Iterator[Json]:
-        for index in range(len(self.blocks)):
-            begun = {"role": "assistant", "content": ""}
-            yield self._chunk(self._told(index, "delta", begun, None))
-
-    def _choice(self, index: int, logprobs: Json | None) -> Json:
-        text = self._text(index, "said")
-        message: Json = {"role": "assistant", "content": text, "refusal": None}
-        if thought := self._text(index, "thought"):
-            message["reasoning_content"] = thought
-        if calls := self._calls(index):
-            message["content"] = text or None
-            message["tool_calls"] = [_call(call) for call in calls]
-        return self._told(index, "message", message, logprobs)
-
-    def _part(self, index: int, part: Part | None, logprobs: Json | None) -> Json:
-        delta: Json = {}
-        if part is not None:
-            begins = self._take(index, part)
-            if part.kind == "call":
-                said = _call(part) if begins else {"function": {"arguments": part.text}}
-                delta = {"tool_calls": [{"index": len(self._calls(index)) - 1, **said}]}
-            else:
-                delta = {"content" if part.kind == "said" else "reasoning_content": part.text}
-        return self._told(index, "delta", delta, logprobs)
-
-
-class CompletionReply(ChoicesReply):
+class CompletionReply(ChatReply):
     PREFIX = "cmpl"
     WHOLE = "text_completion"
     CHUNK = "text_completion"
+
+    def opening(self) -> Iterator[Json]:
+        yield from ()
 
     def _choice(self, index: int, logprobs: Json | None) -> Json:
         return self._told(index, "text", self._text(index, "said"), logprobs)

@@ -42,16 +42,14 @@ class Reply(ABC):
 
     def _begins(self, index: int, part: Part) -> bool:
         blocks = self.blocks[index]
-        return bool(part.id) or not blocks or blocks[-1].kind != part.kind
+        return part.kind == "call" or not blocks or blocks[-1].kind != part.kind
 
-    def _take(self, index: int, part: Part) -> bool:
-        """Take a part into the blocks of answer ``index``; return whether it begins one."""
-        begins = self._begins(index, part)
-        if begins:
+    def _take(self, index: int, part: Part) -> None:
+        """Take a part into the blocks of answer ``index``."""
+        if self._begins(index, part):
             self.blocks[index].append(replace(part))
         else:
             self.blocks[index][-1].text += part.text
-        return begins
 
     @property
     def prompt_tokens(self) -> int:

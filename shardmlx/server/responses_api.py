@@ -171,6 +171,15 @@ CONTENTS: Mapping[Kind, Json] = {
 """Contents of items, beside their texts."""
 
 
+TOLD: Mapping[str, tuple[str, str]] = {
+    "function_call": ("function_call_arguments", "arguments"),
+    "custom_tool_call": ("custom_tool_call_input", "input"),
+    "tool_search_call": ("", ""),
+}
+"""The events that tell what a call is given, and the field of its item that has it; none tell it of
+the last."""
+
+
 class ResponseReply(BlockReply):
     """The reply to one request to /v1/responses: each block is an item of its output."""
 
@@ -236,39 +245,27 @@ class ResponseReply(BlockReply):
         yield from super()._add(index, delta)
 
     def _begun(self, block: Part) -> Iterator[Json]:
-        if block.kind == "call" and self._tool(block).kind != "function":
-            return  # it comes at once
+        if block.kind == "call":
+            return  # all is told at its end
         item = {**self._item(replace(block, text="")), "status": "in_progress"}
-        if "content" not in item:
-            yield self._event("output_item.added", item=item)
-        else:
-            yield self._event("output_item.added", item={**item, "content": []})
-            yield self._of_content("content_part.added", part=item["content"][0])
+        yield self._event("output_item.added", item={**item, "content": []})
+        yield self._of_content("content_part.added", part=item["content"][0])
 
     def _more(self, part: Part) -> Iterator[Json]:
         if part.kind != "call":
             yield self._of_text("delta", part.kind, delta=part.text)
-        elif part.text and self._tool(self.blocks[0][-1]).kind == "function":
-            yield self._of_item("function_call_arguments.delta", delta=part.text)
 
     def _ended(self, block: Part) -> Iterator[Json]:
-        if block.kind == "call" and self._tool(block).called(block.text) is None:
-            # It was cut off: nobody shall run it.
-            self.blocks[0][-1] = block = Part("said", block.text)
-            yield from self._begun(block)
-            yield from self._more(block)
         item = self._item(block)
         if block.kind != "call":
             yield self._of_text("done", block.kind, text=block.text)
             yield self._of_content("content_part.done", part=item["content"][0])
-        elif item["type"] == "function_call":
-            done = {"name": item["name"], "arguments": item["arguments"]}
-            yield self._of_item("function_call_arguments.done", **done)
         else:
-            yield self._event("output_item.added", item={**item, "status": "in_progress"})
-            if item["type"] == "custom_tool_call":
-                yield self._of_item("custom_tool_call_input.delta", delta=item["input"])
-                yield self._of_item("custom_tool_call_input.done", input=item["input"])
+            begun, (event, field) = {**item, "status": "in_progress"}, TOLD[item["type"]]
+            yield self._event("output_item.added", item={**begun, field: ""} if field else begun)
+            if field:
+                yield self._of_item(f"{event}.delta", delta=item[field])
+                yield self._of_item(f"{event}.done", **{"name": item["name"], field: item[field]})
         yield self._event("output_item.done", item=item)
 
     def _end(self, delta: Delta) -> Iterator[Json]:
@@ -286,7 +283,7 @@ class ResponseReply(BlockReply):
             return {**head, **ITEMS[block.kind], "content": [content]}
         tool = self._tool(block)
         kind = "custom_tool_call" if tool.kind == "custom" else f"{tool.kind}_call"
-        return {**head, "type": kind, "call_id": block.id, **(tool.called(block.text) or {})}
+        return {**head, "type": kind, "call_id": block.id, **tool.called(block.text)}
 
     def _item_id(self, kind: Kind, at: int | None = None) -> str:
         return f"{PREFIXES[kind]}_{self.id}_{self._last if at is None else at}"

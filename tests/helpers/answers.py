@@ -12,7 +12,7 @@ from shardmlx.inference.answer_format import (
     LLAMA3_CALLS,
     AnswerFormat,
     Marks,
-    call_format,
+    json_calls,
 )
 from shardmlx.server.answer_parser import AnswerParser, AnswerSyntax, Part
 
@@ -49,7 +49,7 @@ def parts_of(text: str, size: int, known: AnswerFormat, **syntax: Any) -> list[P
     return joined
 
 
-def format_of(parser: str, template: str = "") -> AnswerFormat:
+def format_of(parser: str) -> AnswerFormat:
     """The format of a model whose calls this parser of mlx-lm reads, or none of its own does."""
     if parser == "gpt-oss":
         return HARMONY
@@ -58,4 +58,4 @@ def format_of(parser: str, template: str = "") -> AnswerFormat:
     module = import_module(f"mlx_lm.tool_parsers.{parser}")
     parse = module.parse_tool_call
     marks = Marks(module.tool_call_start, module.tool_call_end)
-    return AnswerFormat(None, marks, parse, call_format(marks, template))
+    return AnswerFormat(None, marks, parse, json_calls(marks))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,9 +25,7 @@ TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
     for name in ("look", "hear")
 ]
-WHOLE = AnswerFormat(THINK, CALLS, lambda text, tools: json.loads(text))
-"""Of calls nothing is known but that they can be read once they are whole."""
-JSON = replace(WHOLE, calls=json_calls(CALLS))
+JSON = AnswerFormat(THINK, CALLS, lambda text, tools: json.loads(text), json_calls(CALLS))
 IN_TEXT = AnswerFormat(THINK, calls=GENERIC_CALLS)
 
 
@@ -37,7 +34,6 @@ LOOKS, HEARS = call("look", '{"at": "sea"}'), call("hear", "{}")
 HEAR = '<tool_call>{"name": "hear", "arguments": {}}</tool_call>'
 
 
-@pytest.mark.parametrize("known", [JSON, WHOLE], ids=["in pieces", "whole"])
 @pytest.mark.parametrize("size", [1, 7, 1000])
 @pytest.mark.parametrize(
     ("text", "parts"),
@@ -57,8 +53,8 @@ HEAR = '<tool_call>{"name": "hear", "arguments": {}}</tool_call>'
         ("<think>for ever", [thought("for ever")]),
     ],
 )
-def test_calls_between_marks(text: str, size: int, parts: list[Part], known: AnswerFormat) -> None:
-    assert parts_of(text, size, known, tools=TOOLS) == parts
+def test_calls_between_marks(text: str, size: int, parts: list[Part]) -> None:
+    assert parts_of(text, size, JSON, tools=TOOLS) == parts
 
 
 BARE_LOOK = '{"name": "look", "arguments": {"at": "a }\\" sea"}}'
@@ -82,7 +78,7 @@ SEEN, HEARD = call("look", '{"at": "a }\\" sea"}'), call("hear", '{"in": {}}')
             [SEEN, HEARD],
         ),
         (f"<think>so {{</think>\n{BARE_LOOK} ok", [thought("so {"), SEEN, said("ok")]),
-        (BARE_LOOK[:-7], [call("look", '{"at": "a }\\"')]),
+        (f"So: {BARE_LOOK[:-7]}", [said(f"So: {BARE_LOOK[:-7]}")]),
         *(
             (text, [said(text)])
             for text in (
@@ -128,22 +124,23 @@ def test_messages_in_channels(text: str, size: int, parts: list[Part]) -> None:
     assert parts_of(text, size, HARMONY, tools=TOOLS) == parts
 
 
-def test_arguments_come_while_they_are_written() -> None:
-    """What stands in a text of theirs is no mark and no brace."""
-    arguments = r'{"at": "a } \" </tool_call> \\", "in": {"x": [1]}}'
-    parser = parser_of(JSON, tools=TOOLS)
-    begun = [
-        *parser.take(f'<tool_call>{{"name": "look", "arguments": {arguments[:9]}', is_last=False)
-    ]
-    assert begun[1:] == [call("", arguments[:9])]
-    for character in arguments[9:]:
-        assert [*parser.take(character, is_last=False)] == [call("", character)]
-    assert [*parser.take("}</tool_call>\nSo", is_last=True)] == [said("So")]
+CUT = CHANNEL.index("sea")
 
 
 @pytest.mark.parametrize("size", [1, 1000])
-def test_a_call_that_is_cut_off_has_the_arguments_that_came(size: int) -> None:
-    assert parts_of(LOOK[:-17], size, JSON, tools=TOOLS) == [call("look", '{"at": "se')]
+@pytest.mark.parametrize(
+    ("known", "text", "parts"),
+    [
+        (JSON, LOOK[:-17], [said(LOOK[:-17])]),
+        (HARMONY, CHANNEL[:CUT], [said('{"at": "')]),
+        (HARMONY, CHANNEL.replace("}", ""), [said('{"at": "sea"')]),
+    ],
+)
+def test_a_call_that_is_cut_off_is_text(
+    known: AnswerFormat, text: str, parts: list[Part], size: int
+) -> None:
+    """Nobody shall run it."""
+    assert parts_of(text, size, known, tools=TOOLS) == parts
 
 
 @pytest.mark.parametrize("size", [1, 1000])
@@ -177,7 +174,6 @@ def test_without_tools_nothing_is_a_call(known: AnswerFormat, text: str, told: s
     ("known", "text"),
     [
         (JSON, LOOK + HEAR),
-        (WHOLE, LOOK + HEAR),
         (IN_TEXT, f"{LOOK}\n{BARE_HEAR}"),
         (HARMONY, f"{CHANNEL}<|start|>assistant{CHANNEL}"),
     ],
@@ -198,7 +194,8 @@ def test_ids_are_such_as_mistrals_template_takes() -> None:
 )
 def test_what_a_parser_makes_of_nonsense_is_no_call(parsed: Any) -> None:
     known = AnswerFormat(None, CALLS, lambda text, tools: parsed)
-    assert parts_of(HEAR, 1000, known, tools=TOOLS) == [said(HEAR)]
+    text = "<tool_call>hear</tool_call>"
+    assert parts_of(text, 1000, known, tools=TOOLS) == [said(text)]
 
 
 def test_words_are_not_held_back() -> None:

@@ -11,7 +11,7 @@ from shardmlx.inference.drafts import DraftCounts
 from shardmlx.inference.sampling_params import SampledToken
 from shardmlx.server.answer_parser import Part
 from shardmlx.server.openai_requests import ApiRequest
-from shardmlx.server.openai_responses import ChatReply, ChoicesReply, CompletionReply
+from shardmlx.server.openai_responses import ChatReply, CompletionReply
 from shardmlx.server.request_queue import Delta, GenerationRequest
 
 WORDS: Mapping[int, str] = {1: "Hi", 2: " there", 3: "\N{REPLACEMENT CHARACTER}", 4: "é", 5: "Hi"}
@@ -45,7 +45,7 @@ def completion(**options: Any) -> CompletionReply:
     return CompletionReply(order(**options), "ours", WORDS.__getitem__)
 
 
-def chunks(reply: ChoicesReply, *deltas: tuple[int, Delta]) -> list[dict[str, Any]]:
+def chunks(reply: ChatReply, *deltas: tuple[int, Delta]) -> list[dict[str, Any]]:
     sent = [*reply.opening()]
     for index, delta in deltas:
         sent += reply.add(index, delta)
@@ -149,7 +149,7 @@ def test_whole_replies() -> None:
 
 
 @pytest.mark.parametrize("kind", [chat, completion])
-def test_logprobs(kind: Callable[..., ChoicesReply]) -> None:
+def test_logprobs(kind: Callable[..., ChatReply]) -> None:
     reply = kind(logprobs=2)
     sampled = SampledToken(1, -0.25, ((1, -0.25), (4, -1.5)))
     (chunk,) = reply.add(0, Delta(said("Hi"), (sampled,), 1))

@@ -145,28 +145,23 @@ def test_a_call_may_be_asked_for(
     assert len(answer.message.tool_calls) == (1 if options else 2)  # of one that keeps to none
 
 
-def test_arguments_are_streamed_as_they_come(client: openai.OpenAI) -> None:
-    pieces: list[list[str]] = []
-    for chunk in ask(client, CALLS, tools=[LOOK], stream=True):
-        for call in chunk.choices[0].delta.tool_calls or []:
-            if call.id:
-                assert call.function.name == "look"
-                pieces.append([])
-            pieces[call.index].append(call.function.arguments)
-    whole = [("".join(each), len(each)) for each in pieces]
-    assert whole == [('{"at": "sea"}', 14), ('{"at": "sky"}', 14)]
+def test_each_call_is_streamed_whole(client: openai.OpenAI) -> None:
+    chunks = [each.choices[0] for each in ask(client, CALLS, tools=[LOOK], stream=True)]
+    calls = [call for each in chunks for call in each.delta.tool_calls or []]
+    assert [(call.index, call.function.name, call.function.arguments) for call in calls] == [
+        (0, "look", '{"at": "sea"}'),
+        (1, "look", '{"at": "sky"}'),
+    ]
+    assert len({call.id for call in calls}) == 2
+    assert chunks[-1].finish_reason == "tool_calls"
 
 
-@pytest.mark.parametrize("length", [60, CALLS.index('ea"}')])
-def test_a_call_that_is_cut_off(client: openai.OpenAI, length: int) -> None:
-    """Before its arguments it is text, within them it has those that came, as OpenAI's have."""
+def test_a_call_that_is_cut_off_is_text(client: openai.OpenAI) -> None:
+    length = CALLS.index('ea"}')
     (choice,) = ask(client, CALLS, tools=[LOOK], max_tokens=length).choices
     assert choice.finish_reason == "length"
-    if length == 60:
-        assert choice.message.tool_calls is None
-        assert choice.message.content == CALLS[25:60]
-    else:
-        assert choice.message.tool_calls[0].function.arguments == '{"at": "s'
+    assert choice.message.tool_calls is None
+    assert choice.message.content == CALLS[25:length]
 
 
 def test_thoughts(client: openai.OpenAI) -> None:
