@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import shlex
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -90,17 +89,6 @@ class ProbedHost:
         return words if len(words) == 4 else []
 
 
-@dataclass(frozen=True, slots=True)
-class SshReport:
-    """The hosts of a hostfile, asked for one interpreter's path, and their faults. ``mpirun`` is
-    this machine's."""
-
-    python: str
-    mpirun: Path | None
-    hosts: tuple[ProbedHost, ...]
-    findings: tuple[Finding, ...]
-
-
 def run(words: Sequence[str]) -> int | None:
     """Ask the hosts with ssh; return the exit status, or None if ranks are to look."""
     if not {"--ssh", "--find"} & set(words):
@@ -112,11 +100,24 @@ def _run(words: Sequence[str]) -> int:
     options = LINE.load(words)
     hosts = _search(options.write_hostfile) if options.find else listed_hosts(str(options.hostfile))
     progress(f"asking {plural(len(hosts), 'host')} with {options.ssh_command or 'ssh'}")
-    report = probe_hosts(hosts, options.ssh_command, options.python, found=options.find)
-    print(report_text(report), flush=True)
+    mpirun, findings = _own_mpirun(options.python)
+    remote = RemoteLogin.of(options.ssh_command, options.python, mpirun)
+    hosts, faults = probe_hosts(hosts, remote, found=options.find)
+    findings += faults
+    print(report_text(hosts, findings, mpirun, options.python), flush=True)
     if options.write_hostfile is not None:
-        write(options.write_hostfile, _hostfile(report))
-    return 1 if options.strict and report.findings else 0
+        write(options.write_hostfile, _hostfile(hosts))
+    return 1 if options.strict and findings else 0
+
+
+def _own_mpirun(python: str) -> tuple[Path, list[Finding]]:
+    """Return the mpirun of this machine, or where it would be, and what is wrong with it."""
+    try:
+        mpirun = mpirun_path()
+    except UserError as error:
+        missing = Finding(None, error.problem, error.remedy)
+        return Path(python).with_name("mpirun"), [missing]
+    return mpirun, [] if is_of_wheel(mpirun) else [foreign_mpirun(None, sys.executable)]
 
 
 def listed_hosts(hostfile: str) -> list[ProbedHost]:
@@ -136,9 +137,9 @@ def _search(target: str | None) -> list[ProbedHost]:
     ]
 
 
-def _hostfile(report: SshReport) -> str:
+def _hostfile(hosts: Sequence[ProbedHost]) -> str:
     """Return a hostfile of those that can run ranks; ``UserError`` if only this machine can."""
-    able = [host for host in report.hosts if host.able]
+    able = [host for host in hosts if host.able]
     if all(host.is_local for host in able):
         raise UserError("no other machine can run ranks", "see the warnings, then try again")
     remarks = {host.login: " over ".join(filter(None, (host.name, _over(host)))) for host in able}
@@ -147,24 +148,14 @@ def _hostfile(report: SshReport) -> str:
 
 
 def probe_hosts(
-    hosts: Sequence[ProbedHost], agent: str | None, python: str, *, found: bool = False
-) -> SshReport:
-    """Ask hosts, and this machine, which comes first if it is none of them. Hosts that were
-    ``found`` are joined by ``join_hosts``."""
+    hosts: Sequence[ProbedHost], remote: RemoteLogin, *, found: bool = False
+) -> tuple[Sequence[ProbedHost], list[Finding]]:
+    """Ask hosts, and this machine, which comes first if it is none of them; return them and their
+    faults. Hosts that were ``found`` are joined by ``join_hosts``."""
     if not any(host.is_local for host in hosts):
         # mpirun starts here, and its daemons connect back.
         name = socket.gethostname()
         hosts = [ProbedHost(name, name, is_local=True), *hosts]
-    findings, mpirun = [], None
-    try:
-        mpirun = mpirun_path()
-        daemon = str(mpirun.with_name("prted"))
-        if not is_of_wheel(mpirun):
-            findings.append(foreign_mpirun(None, sys.executable))
-    except UserError as error:
-        findings.append(Finding(None, error.problem, error.remedy))
-        daemon = str(Path(python).with_name("prted"))
-    remote = RemoteLogin(tuple(shlex.split(agent or "ssh")), python, daemon)
     look_up = {host.name: partial(_look_up, host.name) for host in hosts}
     addresses = at_once(look_up, SECONDS_TO_RESOLVE)
     for host in hosts:
@@ -184,10 +175,9 @@ def probe_hosts(
         if found:
             join_hosts([host for host in answered if host.able])
         _connect(answered, probes)
-    findings += find(hosts, remote)
     moved = {host.login: host.login for host in hosts if host.login != logins[host.name]}
-    findings += check_hosts(moved, remote).values()  # ssh may know their keys by name alone
-    return SshReport(python, mpirun, tuple(hosts), tuple(findings))
+    refused = check_hosts(moved, remote).values()  # ssh may know their keys by name alone
+    return hosts, [*find(hosts, remote), *refused]
 
 
 def _look_up(name: str) -> str | None:
@@ -258,14 +248,15 @@ def find(hosts: Sequence[ProbedHost], remote: RemoteLogin) -> Iterator[Finding]:
                 yield Finding(host.name, problem, connection_remedy([error], other))
 
 
-def report_text(report: SshReport) -> str:
+def report_text(
+    hosts: Sequence[ProbedHost], findings: Sequence[Finding], mpirun: Path, python: str
+) -> str:
     """Return a table of the hosts, and a line for each finding."""
     # On a network there may be many that are not the user's.
-    hosts = [host for host in report.hosts if host.announced is None or host.facts is not None]
-    table = host_table([host.name for host in hosts], hosts, _cells(hosts))
-    mpirun = report.mpirun or "mpirun"
-    python = f"{mpirun} starts ranks with the same Python on all hosts: {report.python}"
-    return "\n\n".join([table, python, warnings(report.findings)])
+    shown = [host for host in hosts if host.announced is None or host.facts is not None]
+    table = host_table([host.name for host in shown], shown, _cells(shown))
+    same = f"{mpirun} starts ranks with the same Python on all hosts: {python}"
+    return "\n\n".join([table, same, warnings(findings)])
 
 
 def _cells(

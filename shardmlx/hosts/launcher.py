@@ -137,9 +137,9 @@ class Launcher:
         flags = self.launch.flags
         if flags.hostfile is None:
             return {}
-        agent, daemon = shlex.split(flags.ssh_command or "ssh"), str(self.mpirun.with_name("prted"))
         logins = {each.host: each.login for each in self.launch.machines}
-        return check_hosts(logins, RemoteLogin(tuple(agent), flags.python, daemon))
+        remote = RemoteLogin.of(flags.ssh_command, flags.python, self.mpirun)
+        return check_hosts(logins, remote)
 
     def _words(self, start: Start, hostfile: Path | None) -> list[str]:
         launch, flags = self.launch, self.launch.flags

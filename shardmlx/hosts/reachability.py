@@ -142,6 +142,11 @@ class RemoteLogin:
     python: str
     daemon: str
 
+    @classmethod
+    def of(cls, agent: str | None, python: str, mpirun: Path) -> RemoteLogin:
+        """Return the login by an agent, ssh if None, on hosts that have mpirun at the same path."""
+        return cls(tuple(shlex.split(agent or "ssh")), python, str(mpirun.with_name("prted")))
+
     def command(self, login: str | None) -> list[str]:
         """Return the command line that starts the probe; on this machine without a ``login``."""
         words = [self.python, "-c", _BOOT, self.daemon]

@@ -14,6 +14,8 @@ from shardmlx.hosts.doctor_find import fastest_links, others_of
 from shardmlx.hosts.doctor_hostfile import found_hostfile
 from shardmlx.hosts.doctor_ssh import ProbedHost, address_of, join_hosts, probe_hosts
 from shardmlx.hosts.host_facts import Interface
+from shardmlx.hosts.mpirun import mpirun_path
+from shardmlx.hosts.reachability import RemoteLogin
 from shardmlx.main import main
 from tests.helpers.doctor import GIB, facts
 
@@ -106,13 +108,14 @@ def test_a_name_that_nobody_knows_is_asked_at_the_address_that_it_announced(
     agent.chmod(0o755)
     mini = ProbedHost("mini.invalid", "mini.invalid", is_local=False, announced="127.0.0.9")
     gone = ProbedHost("gone.invalid", "gone.invalid", is_local=False, announced="127.0.0.8")
-    report = probe_hosts([mini, gone], str(agent), sys.executable, found=True)
-    assert [(host.name, host.able) for host in report.hosts] == [
+    remote = RemoteLogin.of(str(agent), sys.executable, mpirun_path())
+    hosts, _ = probe_hosts([mini, gone], remote, found=True)
+    assert [(host.name, host.able) for host in hosts] == [
         (ME, True),
         ("mini.invalid", True),
         ("gone.invalid", False),
     ]
-    assert report.hosts[0].is_local
+    assert hosts[0].is_local
     assert mini.login == "127.0.0.9"
     assert mini.machine is not None
     assert mini.machine.memory is not None

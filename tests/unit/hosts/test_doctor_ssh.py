@@ -14,13 +14,13 @@ import shardmlx
 from shardmlx.hosts import probe_script
 from shardmlx.hosts.doctor_ssh import (
     ProbedHost,
-    SshReport,
     address_of,
     find,
     listed_hosts,
     probe_hosts,
     report_text,
 )
+from shardmlx.hosts.mpirun import mpirun_path
 from shardmlx.hosts.reachability import Probe, RemoteLogin
 from shardmlx.main import main
 from tests.helpers.doctor import VERSIONS
@@ -42,8 +42,11 @@ def hosts_at(path: Path, *names: str) -> str:
     return str(path)
 
 
-def lines(found: SshReport) -> list[str]:
-    return [str(finding) for finding in found.findings]
+def probed(agent: str, hostfile: str, python: str = sys.executable) -> tuple[Any, list[str], str]:
+    """Return the hosts, their faults as lines, and what is printed."""
+    remote = RemoteLogin.of(agent, python, mpirun_path())
+    hosts, findings = probe_hosts(listed_hosts(hostfile), remote)
+    return hosts, [*map(str, findings)], report_text(hosts, findings, mpirun_path(), python)
 
 
 def test_hosts_with_which_all_is_well(tmp_path: Path) -> None:
@@ -51,13 +54,11 @@ def test_hosts_with_which_all_is_well(tmp_path: Path) -> None:
     connection = "export SSH_CONNECTION='127.0.0.1 4000 127.0.0.1 22'; echo Welcome!"
     agent = agent_at(tmp_path / "agent", connection)
     hostfile = hosts_at(tmp_path / "hosts", ME, "mini.invalid")
-    found = probe_hosts(listed_hosts(hostfile), agent, sys.executable)
-    here, mini = found.hosts
-    assert [str(finding) for finding in found.findings] == []
+    (here, mini), faults, text = probed(agent, hostfile)
+    assert faults == []
     assert (here.is_local, mini.is_local) == (True, False)
     assert here.versions["shardmlx"] == mini.versions["shardmlx"] == shardmlx.__version__
     assert (here.errors, mini.errors) == ({"mini.invalid": None}, {ME: None})
-    text = report_text(found)
     assert "without a password" in text
     assert "nothing to warn of" in text
     assert mini.reached == "127.0.0.1"
@@ -74,24 +75,19 @@ def test_a_host_that_ssh_cannot_reach_and_one_that_is_silent(
     )
     hostfile = hosts_at(tmp_path / "hosts", ME, "gone.invalid", "silent.invalid")
     began = time.monotonic()
-    found = probe_hosts(
-        listed_hosts(hostfile), agent_at(tmp_path / "agent", script), sys.executable
-    )
+    _, (refused, silent), text = probed(agent_at(tmp_path / "agent", script), hostfile)
     assert time.monotonic() - began < 30
-    refused, silent = lines(found)
     assert refused.startswith("gone.invalid: no login (ssh: connect to host gone.invalid port")
     assert silent.startswith("silent.invalid: no answer within 3 s: see whether it is on, and try")
-    assert "unknown" in report_text(found)
+    assert "unknown" in text
 
 
 def test_an_agent_and_a_python_that_are_not_there(tmp_path: Path) -> None:
     # The machine where mpirun is called is asked, though it runs no rank.
     hostfile = hosts_at(tmp_path / "hosts", "mini.invalid")
-    found = probe_hosts(listed_hosts(hostfile), str(tmp_path / "nothing"), "/nowhere/python")
-    assert f"{ME}: cannot run /nowhere/python (No such file or directory): see --python" in lines(
-        found
-    )
-    assert lines(found)[-1].startswith(f"mini.invalid: cannot run {tmp_path}/nothing (")
+    _, faults, _ = probed(str(tmp_path / "nothing"), hostfile, "/nowhere/python")
+    assert f"{ME}: cannot run /nowhere/python (No such file or directory): see --python" in faults
+    assert faults[-1].startswith(f"mini.invalid: cannot run {tmp_path}/nothing (")
 
 
 def asked(name: str, **changes: Any) -> ProbedHost:
