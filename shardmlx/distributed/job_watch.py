@@ -99,9 +99,8 @@ class JobWatch:
 
     def fail(self, error: Exception) -> None:
         """Make the main thread's next wait raise ``error``; end the job if none comes soon."""
-        if self._activity.failure is None:
-            self._activity.failure = error
-            self._listen()
+        self._activity.fail(error)
+        self._listen()
 
     def close(self) -> None:
         """Leave in order."""

@@ -73,6 +73,10 @@ class Activity:
         waiting = self._waiting
         return waiting() if waiting else f"{self._name}, {self._doing}"
 
+    def fail(self, error: Exception) -> None:
+        """Set ``failure``, unless there is one."""
+        self.failure = self.failure or error
+
     def check(self, what: Callable[[], str]) -> None:
         """Raise ``failure`` if there is one; a ``PeerLost`` names ``what`` this rank does."""
         failure = self.failure
@@ -186,8 +190,7 @@ class Transport(ABC):
         The main thread's next wait raises ``error``; without a wait soon, the job ends all the
         same. Only the first failure counts.
         """
-        if self.activity.failure is None:
-            self.activity.failure = error
+        self.activity.fail(error)
 
     def stop_requested(self) -> int | None:
         """Return, on rank 0, the number of a signal that asked some rank to stop, if any did."""

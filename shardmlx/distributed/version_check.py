@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from shardmlx.compat import KNOWN_BAD, TESTED, is_untested
+from shardmlx.compat import KNOWN_BAD
 from shardmlx.distributed.agreement import AgreedError
 from shardmlx.distributed.transport import Transport
 
@@ -38,29 +37,17 @@ def source_digest(package: Path = ROOT) -> str:
 
 def compare_versions(transport: Transport) -> None:
     """Raise ``AgreedError`` unless all ranks run the same versions, none of them known to be bad.
-    Rank 0 warns of versions newer than the tested ones. All ranks must call it, first
-    of all."""
-    everyone = transport.all_gather((package_versions(), source_digest()), "comparing versions")
-    wanted, source = everyone[0]
-    for rank, (versions, other_source) in enumerate(everyone):
-        who = f"{transport.name(rank)}, unlike {transport.name(0)},"
-        for package, number in wanted.items():
-            if versions.get(package) != number:
+    All ranks must call it, first of all."""
+    mine = package_versions() | {"files of shardmlx": source_digest()[:8]}
+    wanted, *others = transport.all_gather(mine, "comparing versions")
+    for rank, versions in enumerate(others, 1):
+        for what, number in wanted.items():
+            if versions.get(what) != number:
                 raise AgreedError(
-                    f"{who} has {package} {versions.get(package)} instead of {number}: install "
-                    "the same version on all machines"
+                    f"{transport.name(rank)}, unlike {transport.name(0)}, has {what} "
+                    f"{versions.get(what)} instead of {number}",
+                    "install the same version on all machines",
                 )
-        if other_source != source:
-            raise AgreedError(
-                f"{who} has other files of shardmlx {wanted['shardmlx']}: install the same on all "
-                "machines"
-            )
-    for package, tested in TESTED.items():
-        number = wanted[package]
-        if why := KNOWN_BAD.get(package, {}).get(number):
-            raise AgreedError(f"{package} {number} {why}: install another version")
-        if transport.rank == 0 and is_untested(package, number):
-            print(
-                f"shardmlx: warning: {package} {number} is newer than {tested}, the newest tested",
-                file=sys.stderr,
-            )
+    for package, bad in KNOWN_BAD.items():
+        if why := bad.get(wanted[package]):
+            raise AgreedError(f"{package} {wanted[package]} {why}", "install another version")

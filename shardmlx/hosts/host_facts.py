@@ -32,8 +32,6 @@ SECONDS_TO_SAY = 10.0  # for each tool
 
 _ADDED_PATH = "/usr/sbin:/sbin:/usr/bin:/bin"  # may be missing in a login without a terminal
 
-_PMSET = ("-g", "batt"), ("-g",)
-
 WIFI = "Wi-Fi"
 THUNDERBOLT = "Thunderbolt"
 ETHERNET = "Ethernet"
@@ -114,9 +112,7 @@ def collect() -> HostFacts:
         has_rdma="rdma_" in ((_said("ibv_devices") if is_mac else None) or ""),
         mpirun=mpirun,
         mpirun_is_of_wheel=mpirun is None or is_of_wheel(Path(mpirun)),
-        weak_power=weak_power(*(_said("pmset", *words) or "" for words in _PMSET))
-        if is_mac
-        else (),
+        weak_power=weak_power(_said("pmset", "-g") or "" if is_mac else ""),
     )
 
 
@@ -161,10 +157,11 @@ def _mpirun() -> str | None:
     return None
 
 
-def weak_power(sources: str, settings: str) -> tuple[str, ...]:
-    """Return what slows a Mac down, by its ``pmset -g batt`` and ``pmset -g``."""
+def weak_power(settings: str) -> tuple[str, ...]:
+    """Return what slows this machine down; ``settings`` are those of a Mac, ``pmset -g``."""
+    battery = psutil.sensors_battery()
     found = {
-        "on battery power": "'Battery Power'" in sources,
+        "on battery power": battery is not None and battery.power_plugged is False,
         "in Low Power Mode": re.search(r"^\s*(low)?powermode\s+1\b", settings, re.MULTILINE),
     }
     return tuple(name for name, is_so in found.items() if is_so)

@@ -69,12 +69,6 @@ def test_what_carries_a_device_of_a_mac() -> None:
 
 
 # pmset as in public posts of macOS 13 to 15.
-ON_BATTERY = """Now drawing from 'Battery Power'
- -InternalBattery-0 (id=22282339)	84%; discharging; 5:35 remaining present: true
-"""
-ON_MAINS = """Now drawing from 'AC Power'
- -InternalBattery-0 (id=22282339)	100%; charged; 0:00 remaining present: true
-"""
 SETTINGS = """System-wide power settings:
 Currently in use:
  standby              1
@@ -85,12 +79,20 @@ Currently in use:
 """
 
 
-def test_a_mac_on_battery_or_in_low_power_mode_says_so() -> None:
-    assert weak_power(ON_MAINS, SETTINGS.format(0)) == ()
-    assert weak_power(ON_BATTERY, SETTINGS.format(1)) == ("on battery power", "in Low Power Mode")
-    assert weak_power(ON_MAINS, " powermode            1\n") == ("in Low Power Mode",)  # M4 Max
-    assert weak_power(ON_MAINS, " powermode            2\n") == ()  # its High Power Mode
-    assert weak_power("", "") == ()
+def plugged(monkeypatch: pytest.MonkeyPatch, is_plugged: bool | None) -> None:
+    battery = SimpleNamespace(power_plugged=is_plugged)
+    monkeypatch.setattr(psutil, "sensors_battery", lambda: battery)
+
+
+def test_a_machine_on_battery_or_in_low_power_mode_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugged(monkeypatch, True)
+    assert weak_power(SETTINGS.format(0)) == ()
+    assert weak_power(" powermode            1\n") == ("in Low Power Mode",)  # M4 Max
+    assert weak_power(" powermode            2\n") == ()  # its High Power Mode
+    plugged(monkeypatch, False)
+    assert weak_power(SETTINGS.format(1)) == ("on battery power", "in Low Power Mode")
+    monkeypatch.setattr(psutil, "sensors_battery", lambda: None)
+    assert weak_power("") == ()
 
 
 def test_this_machine_has_memory_and_addresses() -> None:
@@ -134,13 +136,13 @@ def test_a_mac_is_asked_with_its_own_tools(monkeypatch: pytest.MonkeyPatch) -> N
         "machdep.cpu.brand_string": "Apple M2 Ultra",
         "iogpu.wired_limit_mb": "57344",
         "ibv_devices": "device          node GUID\n------\nrdma_en5        8096a9d9edbaac05",
-        "batt": ON_BATTERY,
         "-g": SETTINGS.format(0),
         "-listallhardwareports": HARDWARE_PORTS_OF_A_MACBOOK,
     }
     monkeypatch.setattr("sys.platform", "darwin")
     monkeypatch.setattr(host_facts, "_said", lambda *command: answers[command[-1]])
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: ADDRESSES)
+    plugged(monkeypatch, False)
     facts = host_facts.collect()
     assert facts.chip == "Apple M2 Ultra"
     assert facts.weak_power == ("on battery power",)
