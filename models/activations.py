@@ -131,7 +131,7 @@ def _linear(x: mx.array, weight: mx.array, bias: mx.array | None = None) -> mx.a
 
 
 def _swiglu(gate: mx.array, up: mx.array) -> mx.array:
-    return gate * sigmoid(gate) * up
+    return _compute(gate, up)[0]
 
 
 def _gradients_of_inputs(primals: Arrays, cotangent: mx.array, output: mx.array) -> Arrays:
@@ -151,8 +151,7 @@ def _product(gate: mx.array, up: mx.array, *linear: mx.array) -> mx.array:
 def _gradients_with_linear(primals: Arrays, cotangent: mx.array, output: mx.array) -> Arrays:
     gate, up, *linear = primals
     gate, up = mx.depends([gate, up], [cotangent])
-    weights = sigmoid(gate)
-    product = gate * weights * up
+    product, weights = _compute(gate, up)
     _, (of_product, *of_linear) = mx.vjp(_linear, [product, *linear], [cotangent])
     gradients = swiglu_gradients(gate, up, weights, of_product)
     # I computes the product that W needs, since W would hold two arrays for it.

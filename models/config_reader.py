@@ -8,7 +8,7 @@ from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from shardmlx.errors import UserError
+from shardmlx.errors import UserError, file_access
 from shardmlx.models.rope_parameters import with_rope
 
 MOST_LAYERS = 10_000
@@ -86,17 +86,14 @@ def read_config(model_dir: str | Path) -> dict[str, Any]:
     path = directory / "config.json"
     if not directory.is_dir():
         raise UserError(f"model directory {directory} does not exist", "check --model")
-    try:
-        return parse_config(path.read_bytes(), path)
-    except FileNotFoundError:
+    with file_access("read", path, "copy it again, or chmod it"):
+        if path.exists():
+            return parse_config(path.read_bytes(), path)
         check_layout(directory, {each.name for each in directory.iterdir()})
-        raise UserError(
-            f"model directory {directory} has no config.json",
-            "name a directory in the Hugging Face layout",
-        ) from None
-    except OSError as error:
-        what = error.strerror or error
-        raise UserError(f"cannot read {path}: {what}", "copy it again, or chmod it") from None
+    raise UserError(
+        f"model directory {directory} has no config.json",
+        "name a directory in the Hugging Face layout",
+    )
 
 
 def check_layout(where: str | Path, files: Container[str]) -> None:

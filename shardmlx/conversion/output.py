@@ -143,12 +143,10 @@ class OutputDirectory:
         flush_directory(self.path)
 
     def _visible(self) -> Collection[str]:
-        try:
-            return [name for name in os.listdir(self.path) if not name.startswith(".")]
-        except (FileNotFoundError, NotADirectoryError):
+        if not self.path.is_dir():
             return ()
-        except OSError as error:
-            raise UserError(f"-o {self.path} cannot be read: {error.strerror or error}") from None
+        with file_access("read -o", self.path, "name another directory"):
+            return [name for name in os.listdir(self.path) if not name.startswith(".")]
 
 
 def identity_of(

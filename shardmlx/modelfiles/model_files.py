@@ -37,8 +37,8 @@ Source = Directory | Repository
 class ModelFiles:
     """Facts about a model that are known without reading its weights.
 
-    ``tensors`` are empty without weights. The ``index`` has the file of each, where there is one;
-    ``paths`` are of local files only. ``faults`` say why the files are not one model.
+    ``tensors`` are empty without weights, ``paths`` are of local files only. ``faults`` say why the
+    files are not one model.
     """
 
     name: str
@@ -46,7 +46,6 @@ class ModelFiles:
     config: Mapping[str, Any] = field(default_factory=dict)
     headers: Mapping[str, Header] = field(default_factory=dict)
     tensors: Mapping[str, PlacedTensor] = field(default_factory=dict)
-    index: Mapping[str, str] | None = None
     paths: Mapping[str, Path] = field(default_factory=dict)
     faults: tuple[str, ...] = ()
     note: str = ""
@@ -121,7 +120,6 @@ def read_model(source: Source) -> ModelFiles:
         config=config,
         headers=headers,
         tensors=tensors,
-        index=index,
         paths=source.paths,
         faults=tuple(faults),
         note=source.note,

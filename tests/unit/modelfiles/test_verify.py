@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from shardmlx.main import main
 from shardmlx.modelfiles.model_files import find_source, read_model
 from shardmlx.modelfiles.verify import Verification, verify
-from tests.helpers.fake_models import TINY, Tensors, dump, model_files, tensors_of, write
+from tests.helpers.fake_models import TINY, Tensors, model_files, tensors_of, write
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.further_configs import FURTHER
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
@@ -38,15 +37,9 @@ def model(path: Path, config: dict[str, Any] = TINY, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize("quantisation", [{}, {"quantization": {"bits": 4, "group_size": 32}}])
-@pytest.mark.parametrize(
-    "family",
-    [
-        *("llama", "gemma", "cohere", "phi", "apertus", "mixtral", "gpt_oss", "deepseek_v3"),
-        *("mistral3", "qwen3_5", "lfm2"),
-    ],
-)
+@pytest.mark.parametrize("family", ["llama", "gemma", "gpt_oss", "mistral3", "qwen3_5"])
 def test_what_mlx_writes_is_sound(family: str, quantisation: Any, tmp_path: Path) -> None:
-    """Plain and tied, norms of all kinds, no gate, other arrays, experts, latent, inside a wrapper.
+    """Plain and tied, experts, inside a wrapper, recurrent.
 
     test_inspect_tensors.py compares the tensors of every family with mlx-lm's.
     """
@@ -114,21 +107,6 @@ def test_all_files_are_looked_at_not_only_the_first_that_is_damaged(tmp_path: Pa
         path.write_bytes(path.read_bytes()[:-5])
     found = faults(tmp_path)
     assert sum("is truncated: 5 bytes are missing" in fault for fault in found) == 2
-
-
-def test_the_index_is_compared_with_the_files(tmp_path: Path) -> None:
-    write(tmp_path, model_files(TINY, shards=2))
-    path = tmp_path / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    files = index["weight_map"]
-    names = sorted(set(files.values()))
-    del files["model.norm.weight"]
-    files["lm_head.weight"] = names[0]
-    files["model.layers.9.weight"] = names[0]
-    dump(path, index)
-    expected = ("model.layers.9.weight", "model.norm.weight", "lm_head.weight")
-    for fault, name in zip(faults(tmp_path), expected, strict=True):
-        assert f"'{name}'" in fault
 
 
 def test_a_model_that_mlx_lm_does_not_build_is_said(tmp_path: Path) -> None:
