@@ -44,7 +44,8 @@ class HttpServer:
         self._listeners = listeners
         self._on_end = on_end
         if access_log:
-            _log_access()
+            logging.basicConfig(format="%(asctime)s %(message)s")
+            logging.getLogger("uvicorn.access").setLevel(logging.INFO)
         config = uvicorn.Config(
             app,
             http=http_protocol(SECONDS_FOR_HEAD, json.dumps(no_http).encode()),
@@ -104,14 +105,3 @@ class _Server(uvicorn.Server):
         # uvicorn would cancel what is left, and log a traceback for each.
         asyncio.get_running_loop().call_later(self.grace, abort_connections, self)
         await super().shutdown(sockets)
-
-
-def _log_access() -> None:
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    logger = logging.getLogger("uvicorn.access")
-    logger.setLevel(logging.INFO)
-    if not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-        logger.addHandler(handler)
-        logger.propagate = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -125,14 +124,6 @@ class ServeConfig(InferenceConfig):
     def extra_hosts(self) -> list[str]:
         """The names of ``allow_host``."""
         return [name.lower() for name in split_names(self.allow_host)]
-
-    @property
-    def is_open_to_others(self) -> bool:
-        """True if other machines can reach the server."""
-        try:
-            return not ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host != "localhost"
 
 
 def check_packages(_: object) -> None:

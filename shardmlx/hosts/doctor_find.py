@@ -6,15 +6,16 @@ Avahi. Open MPI is used over IPv4: of IPv6 nothing is asked. No MLX, no MPI.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from shardmlx.distributed.networks import own_addresses
 from shardmlx.errors import LOCAL_NETWORK, UserError, one_line
 from shardmlx.hosts.host_facts import ETHERNET, THUNDERBOLT, VIRTUAL, WIFI, Interface
-from shardmlx.hosts.reachability import is_local
+from shardmlx.hosts.reachability import at_once, is_local
 
 SERVICE = "_ssh._tcp.local."
 SECONDS_TO_HEAR = 3.0  # the library asks four times
@@ -33,7 +34,7 @@ def find_others(progress: Callable[[str], None]) -> dict[str, str]:
     without a word.
     """
     try:
-        announced = asyncio.run(_listen(progress))
+        announced = _listen(progress)
     except (OSError, RuntimeError) as error:  # the second is zeroconf's, without an interface
         raise UserError(
             f"cannot ask the network ({one_line(error)})",
@@ -49,31 +50,27 @@ def find_others(progress: Callable[[str], None]) -> dict[str, str]:
     return others
 
 
-async def _listen(progress: Callable[[str], None]) -> dict[str, list[str]]:
+def _listen(progress: Callable[[str], None]) -> dict[str, list[str]]:
     """Return the IPv4 addresses of the machines that announce ssh, by name."""
     # Only this needs it, and takes as long to import as all of doctor.
-    from zeroconf import IPVersion
-    from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
+    from zeroconf import IPVersion, ServiceBrowser, Zeroconf
 
     # It prints a traceback for each interface that macOS hides.
     logging.getLogger("zeroconf").setLevel(logging.CRITICAL)
-    heard: dict[str, AsyncServiceInfo] = {}
+    heard: set[str] = set()
 
     def note(*, name: str, **_: object) -> None:
-        heard[name] = AsyncServiceInfo(SERVICE, name)
+        heard.add(name)
 
-    async with AsyncZeroconf(ip_version=IPVersion.V4Only) as network:
+    with Zeroconf(ip_version=IPVersion.V4Only) as network:
         progress(f"listening for {SECONDS_TO_HEAR:g} s to machines that announce ssh")
-        browser = AsyncServiceBrowser(network.zeroconf, SERVICE, handlers=[note])
-        await asyncio.sleep(SECONDS_TO_HEAR)
-        await browser.async_cancel()
-        milliseconds = 1000 * SECONDS_TO_ADDRESS
-        found = list(heard.values())
-        await asyncio.gather(
-            *(each.async_request(network.zeroconf, milliseconds) for each in found)
-        )
+        with ServiceBrowser(network, SERVICE, handlers=[note]):
+            time.sleep(SECONDS_TO_HEAR)
+        ask = partial(network.get_service_info, SERVICE, timeout=1000 * SECONDS_TO_ADDRESS)
+        found = at_once({name: partial(ask, name) for name in heard}, 2 * SECONDS_TO_ADDRESS)
+    known = filter(None, found.values())
     return {
-        (each.server or "").rstrip("."): each.parsed_addresses(IPVersion.V4Only) for each in found
+        (each.server or "").rstrip("."): each.parsed_addresses(IPVersion.V4Only) for each in known
     }
 
 

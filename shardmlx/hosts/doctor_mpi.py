@@ -93,7 +93,7 @@ class Examiner:
             ranks=self._ranks[self._mine],
             facts=facts[self._mine],
             mpi=transport.library and transport.library.removeprefix("Open MPI v"),
-            blas=str(replace(blas, hint="")).removeprefix("BLAS: "),
+            blas=blas.name,
             blas_hint=INSTALL_OPENBLAS if blas.hint else "",
             device="GPU" if device.type == mx.DeviceType.gpu else "CPU",
             working_set=working_set(),

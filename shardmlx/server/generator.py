@@ -144,7 +144,7 @@ class RequestServer:
             access_log=config.access_log,
             on_end=self._http_ended,
         )
-        if config.is_open_to_others and key is None:
+        if trusted_hosts(listeners[0]) is None and key is None:
             self.prepared.reporter.warn(
                 f"everyone who reaches {server.address} may use it: set --api-key or "
                 f"${KEY_VARIABLE}"

@@ -325,18 +325,17 @@ def test_whoever_waits_is_told_of_the_end_and_why(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_access_log_is_kept_only_if_it_is_asked_for(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    logger = logging.getLogger("uvicorn.access")
-    handlers = list(logger.handlers)
-    for access_log in (False, True):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own
+    monkeypatch.setattr(logging.getLogger("uvicorn.access"), "propagate", True)
+    for access_log in (True, False):
         server = HttpServer(no_content, bind("127.0.0.1", 0), no_http={}, access_log=access_log)
         server.start()
         httpx.get(f"{server.address}/path")
         server.stop(5)
         err = capsys.readouterr().err
         assert ('"GET /path HTTP/1.1" 204' in err) == access_log
-    logger.handlers = handlers
 
 
 # Sockets.
