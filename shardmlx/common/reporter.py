@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import (
@@ -25,15 +25,10 @@ from rich.progress import (
 from rich.text import Text
 
 from shardmlx.common.formatting import columns, without_controls
-from shardmlx.errors import UserError
-
-T = TypeVar("T")
+from shardmlx.errors import file_access
 
 Listener = Callable[[str, Mapping[str, Any]], None]
 """Function called with the name and the values of an event."""
-
-SHOW_PROGRESS_FROM = 2000
-"""Number of items from which a bar is of use."""
 
 
 class Reporter:
@@ -138,16 +133,6 @@ class Reporter:
             if started:
                 self._progress.stop()
 
-    def track(self, description: str, items: Sequence[T]) -> Iterator[T]:
-        """Iterate with a bar if there is much to do."""
-        if len(items) < SHOW_PROGRESS_FROM:
-            yield from items
-            return
-        with self.bar(description, len(items)) as bar:
-            for item in items:
-                yield item
-                bar.advance()
-
     def close(self) -> None:
         if self._metrics is not None:
             self._metrics.close()
@@ -191,12 +176,9 @@ def _shown_in_terminal() -> bool:
 
 def check_writable(path: Path, flag: str) -> None:
     """Raise ``UserError`` unless a file can be written there, whose content stays unchanged."""
-    try:
-        if not path.parent.exists():
-            path.parent.mkdir(parents=True)
+    with file_access("write", f"{flag} {path}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()
         path.open("ab").close()
         if is_new:
             path.unlink()
-    except OSError as error:
-        raise UserError(f"{flag} {path} cannot be written: {error.strerror}") from None
