@@ -93,6 +93,26 @@ dtype = partial(
     choices=("float32", "bfloat16", "float16"),
 )
 
+tensor_shares = partial(
+    option,
+    None,
+    "shares of these ranks in each layer, like 2,1",
+    metavar="N,...",
+    unset="by memory bandwidth if the hostfile says it, else equal, as far as heads allow",
+)
+
+expert_parallel = partial(
+    option, False, "ranks of --tensor-parallel have whole experts of a mixture, not columns"
+)
+
+port = partial(
+    option,
+    help="port to listen at; 0 takes a free one",
+    metavar="PORT",
+    minimum=0,
+    maximum=65535,
+)
+
 timeout = partial(
     option,
     600.0,

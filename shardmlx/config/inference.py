@@ -105,15 +105,8 @@ class InferenceConfig(ModelSource):
     tensor_parallel: int = _pipeline(
         1, "ranks that compute each layer together, for a token sooner", metavar="RANKS", minimum=1
     )
-    tensor_shares: str | None = _pipeline(
-        None,
-        "shares of these ranks in each layer, like 2,1",
-        metavar="N,...",
-        unset="by memory bandwidth if the hostfile says it, else equal, as far as heads allow",
-    )
-    expert_parallel: bool = _pipeline(
-        False, "these ranks have whole experts of a mixture, not columns"
-    )
+    tensor_shares: str | None = common.tensor_shares(group=PIPELINE)
+    expert_parallel: bool = common.expert_parallel(group=PIPELINE)
     batch_size: int = _pipeline(8, "sequences under way at a time, in all groups", minimum=1)
     prefill_step_size: int | None = _pipeline(
         None,

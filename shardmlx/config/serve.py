@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from shardmlx.common.units import parse_bytes
+from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.inference import MODEL, REFUSED, InferenceConfig, most_tokens
 from shardmlx.config.options import in_group, refuse, split_names
@@ -50,9 +51,7 @@ class ServeConfig(InferenceConfig):
     host: str = _server(
         "127.0.0.1", "address to listen at; 0.0.0.0 lets other machines in", metavar="ADDRESS"
     )
-    port: int = _server(
-        8080, "port to listen at; 0 takes a free one", metavar="PORT", minimum=0, maximum=65535
-    )
+    port: int = common.port(8080, group=_SERVER)
     served_model_name: Sequence[str] = _server(
         [],
         "names of the model in requests; answers have the first",

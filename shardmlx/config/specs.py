@@ -291,15 +291,8 @@ class LayoutOptions(Spec):
     tensor_parallel: int = _pipeline(
         1, "ranks that compute each layer together", metavar="RANKS", minimum=1
     )
-    tensor_shares: str | None = option(
-        None,
-        "shares of these ranks in each layer, like 2,1",
-        flag=False,
-        unset="by memory bandwidth if the hostfile says it, else equal, as far as heads allow",
-    )
-    expert_parallel: bool = option(
-        False, "ranks of --tensor-parallel have whole experts of a mixture, not columns", flag=False
-    )
+    tensor_shares: str | None = common.tensor_shares(flag=False)
+    expert_parallel: bool = common.expert_parallel(flag=False)
     partitioner: str = common.partitioner(group="pipeline")
     schedule: str = _pipeline(
         AUTO,

@@ -181,12 +181,8 @@ class TrainConfig(
     )
     adapter_path: str = _training("adapters", "directory of the adapters", metavar="DIR")
     metrics_file: str | None = _output(None, "file of one JSON line a report", metavar="FILE")
-    metrics_port: int | None = _output(
-        None,
-        "port of rank 0's page of the run; 0 takes a free one",
-        metavar="PORT",
-        minimum=0,
-        maximum=65535,
+    metrics_port: int | None = common.port(
+        None, help="port of rank 0's page of the run; 0 takes a free one", group="reports"
     )
     metrics_host: str = option(
         "127.0.0.1", "address at which it does; others than this machine's own need it", flag=False

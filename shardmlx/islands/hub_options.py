@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.options import (
     REQUIRED,
@@ -93,9 +94,7 @@ class HubOptions:
     tokens: int | None = _rounds(None, "tokens of all islands after which it ends", minimum=1)
     hours: float | None = _rounds(None, "hours after which it ends", metavar="HOURS", above=0)
     host: str = same_as(ServeConfig, "host")
-    port: int = _server(
-        8750, "port to listen at; 0 takes a free one", metavar="PORT", minimum=0, maximum=65535
-    )
+    port: int = common.port(8750, group=_SERVER)
     certificate: str | None = _server(
         None, "PEM file of a certificate and its key, for HTTPS", metavar="FILE"
     )
