@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -21,8 +21,12 @@ from shardmlx.hosts.findings import LinkSpeed
 
 SECONDS_OF_PINGS = 0.3
 
-SMALLEST_BYTES, LARGEST_BYTES = 1 << 16, 1 << 26  # a transfer: up to a large micro-batch
-SMALLEST_MATRIX, LARGEST_MATRIX = 256, 4096
+TRANSFERS = tuple(1 << bits for bits in range(16, 27, 2))
+"""Bytes of transfers, up to a large micro-batch."""
+
+MATRICES = (256, 512, 1024, 2048, 4096)
+"""Rows and columns of matrices."""
+
 RUNS = 3
 """Measurements of a size, at least."""
 
@@ -98,8 +102,8 @@ def _push(peer: _LinkEnd, seconds: float) -> tuple[float, float]:
 
         return run
 
-    _, round_trip = _median_seconds(transfer, 0, 0, SECONDS_OF_PINGS)
-    size, taken = _median_seconds(transfer, SMALLEST_BYTES, LARGEST_BYTES, seconds)
+    _, round_trip = _median_seconds(transfer, (0,), 1, SECONDS_OF_PINGS)
+    size, taken = _median_seconds(transfer, TRANSFERS, 4, seconds)
     peer.say(_END)
     return round_trip / 2, size / max(taken - round_trip, 1e-9)
 
@@ -116,21 +120,26 @@ def _pull(peer: _LinkEnd) -> None:
 
 
 def _median_seconds(
-    prepare: Callable[[int], Callable[[], None]], size: int, largest: int, seconds: float
+    prepare: Callable[[int], Callable[[], None]], sizes: Sequence[int], growth: int, seconds: float
 ) -> tuple[int, float]:
-    """Return a size and the median time that ``prepare(size)()`` takes. For ``seconds`` it runs: at
-    sizes that double, up to the ``largest``, while ``RUNS`` of the next one fit, which may take
-    eight times as long."""
-    run, taken, end = prepare(size), list[float](), time.perf_counter() + seconds
+    """Return a size, and the median time that ``prepare(size)()`` takes.
+
+    For ``seconds`` it runs, at the largest of ``sizes`` of which ``RUNS`` fit: each takes
+    ``growth`` times as long as the one before.
+    """
+    larger, end = iter(sizes[1:]), time.perf_counter() + seconds
+    size, taken = sizes[0], list[float]()
+    run = prepare(size)
     while True:
         start = time.perf_counter()
         run()
         now = time.perf_counter()
         taken.append(now - start)
-        if size < largest and 8 * taken[-1] * RUNS < end - now:
-            if len(taken) > 1:  # the first compiles, or opens the connection
-                size, taken = 2 * size, []
-                run = prepare(size)
+        # The first run of a size compiles, or opens the connection.
+        fits = len(taken) > 1 and growth * taken[-1] * RUNS < end - now
+        if fits and (following := next(larger, None)) is not None:
+            size, taken = following, []
+            run = prepare(size)
         elif now >= end and len(taken) >= RUNS:
             return size, statistics.median(taken)
 
@@ -143,5 +152,5 @@ def matmul_flops(dtype: mx.Dtype, seconds: float) -> float:
         mx.eval(a)
         return lambda: mx.eval(a @ a)
 
-    size, taken = _median_seconds(product, SMALLEST_MATRIX, LARGEST_MATRIX, seconds)
+    size, taken = _median_seconds(product, MATRICES, 8, seconds)
     return 2 * size**3 / taken
