@@ -26,6 +26,7 @@ from shardmlx import compat
 from shardmlx.hosts.library_probes import PROBES, tried_with
 from tests.helpers.further_configs import FURTHER
 from tests.helpers.models_and_batches import build
+from tests.helpers.sources import nodes
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,12 +63,11 @@ DOCUMENTED = {"_exit", "_replace"}
 def test_private_parts_of_libraries_are_touched_in_compat_alone() -> None:
     """A name with an underscore is touched only on ``self``, ``cls`` or something of our own."""
     files = [path for name in ("shardmlx", "models", "partitioners") for path in sources(name)]
-    trees = {path: ast.parse(path.read_text()) for path in files}
-    ours = DOCUMENTED.union(*map(defined, trees.values()))
+    ours = DOCUMENTED.union(*map(defined, files))
     found = [
         f"{path}:{node.lineno}: {ast.unparse(node)}"
-        for path, tree in trees.items()
-        for node in ast.walk(tree)
+        for path in files
+        for node in nodes(path)
         if isinstance(node, ast.Attribute)
         and re.match(r"_[^_]", node.attr)
         and node.attr not in ours
@@ -81,9 +81,9 @@ def sources(directory: str) -> Iterator[Path]:
     return (ROOT / directory).rglob("*.py")
 
 
-def defined(tree: ast.Module) -> Iterator[str]:
+def defined(path: Path) -> Iterator[str]:
     """Names with an underscore that a file of ours gives to something."""
-    for node in ast.walk(tree):
+    for node in nodes(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.name
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
