@@ -269,7 +269,7 @@ class Engine:
             run.arrays[Action(s + 1, Kind.RECV_F, j)] = out
         else:
             run.arrays[Action(s, Kind.SEND_F, j)] = out
-            if run.train and (stage.is_trained or stage.needs_input_gradient):
+            if run.train and (stage.names or stage.needs_input_gradient):
                 gradient = Action(s, Kind.RECV_B, j)
                 run.posted[gradient] = self._post(gradient, stage.cotangent(j))
 

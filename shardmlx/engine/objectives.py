@@ -159,7 +159,8 @@ class Objective:
         return None if how.preferences is None else cls(how)
 
     @property
-    def _facts(self) -> ObjectiveFacts:
+    def facts(self) -> ObjectiveFacts:
+        """What its rows are, and what it compares with."""
         facts = self.how.preferences
         assert facts is not None, "sft has none"
         return facts
@@ -167,19 +168,9 @@ class Objective:
     @property
     def _values(self) -> tuple[Values, Values]:
         """Loss and reward."""
-        if not isinstance(own := self._facts, OwnObjective):
+        if not isinstance(own := self.facts, OwnObjective):
             return LOSSES[self.how.objective]
         return own.loss, own.reward or (_gain if own.has_reference else _logp)
-
-    @property
-    def is_paired(self) -> bool:
-        """True if chosen and rejected answers alternate."""
-        return self._facts.is_paired
-
-    @property
-    def has_reference(self) -> bool:
-        """True if it compares with the model as the run started."""
-        return self._facts.has_reference
 
     @property
     def swaps(self) -> bool:

@@ -101,11 +101,6 @@ class Stage:
     reduces_each = False
     """True if gradients are summed over replicas after each micro-batch, not once a step."""
 
-    @property
-    def is_trained(self) -> bool:
-        """True if the stage has trained weights."""
-        return bool(self.names)
-
     def forward(
         self,
         j: int,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -124,19 +124,14 @@ def rank_times(events: Sequence[Sequence[Event]], offsets: Sequence[float]) -> l
 
 
 def write_chrome_trace(
-    path: Path,
-    events: Iterable[tuple[int, Event]],
-    offsets: Sequence[float],
-    names: Mapping[int, str],
+    path: Path, of_ranks: Sequence[tuple[Sequence[Event], float]], names: Sequence[str]
 ) -> None:
-    """Write (rank, event) pairs as Chrome trace events: opens in Perfetto and chrome://tracing."""
-    records: list[dict[str, object]] = [
-        {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}}
-        for rank, name in names.items()
-    ]
-    for rank, event in events:
-        start = event.start + offsets[rank]
-        records.append(
+    """Write each rank's events, with the offset of its clock, as Chrome trace events: they open in
+    Perfetto and chrome://tracing."""
+    records: list[dict[str, object]] = []
+    for rank, ((events, offset), name) in enumerate(zip(of_ranks, names, strict=True)):
+        records.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}})
+        records += [
             {
                 "ph": "X",
                 "pid": rank,
@@ -144,10 +139,11 @@ def write_chrome_trace(
                 "tid": {Span.STEP: 0, Span.SEND: 2}.get(event.span, 1),
                 "name": event.label,
                 "cat": event.span.value,
-                "ts": round(start * 1e6, 1),
+                "ts": round((event.start + offset) * 1e6, 1),
                 "dur": round((event.end - event.start) * 1e6, 1),
             }
-        )
+            for event in events
+        ]
     path.write_text(json.dumps({"traceEvents": records, "displayTimeUnit": "ms"}))
 
 
@@ -205,18 +201,13 @@ class Meter:
         """Count from the step after ``step`` on."""
         self._first_step = self._last_step = self._reported_step = step
 
-    def count(self, step: int) -> None:
-        """Count the events since the last call to training step ``step``."""
+    def count(self, step: int, *, is_training: bool = True) -> None:
+        """Count the events since the last call to training step ``step``, unless they are others,
+        such as validation's."""
         events = self.recorder.take()
-        self._window += events
-        self._last_step = step
-        self._keep(step, events)
-
-    def skip(self, step: int) -> None:
-        """Leave out the events since the last call, such as validation's."""
-        self._keep(step, self.recorder.take())
-
-    def _keep(self, step: int, events: Sequence[Event]) -> None:
+        if is_training:
+            self._window += events
+            self._last_step = step
         if self.trace is not None and step - self._first_step <= TRACED_STEPS:
             self._traced += events
 
@@ -248,12 +239,8 @@ class Meter:
         gathered = self.transport.gather((self._traced, self._offset), what="trace")
         if gathered is not None:
             self.trace.parent.mkdir(parents=True, exist_ok=True)
-            write_chrome_trace(
-                self.trace,
-                ((rank, event) for rank, (events, _) in enumerate(gathered) for event in events),
-                [offset for _, offset in gathered],
-                {rank: self.transport.name(rank) for rank in range(self.transport.size)},
-            )
+            names = [self.transport.name(rank) for rank in range(self.transport.size)]
+            write_chrome_trace(self.trace, gathered, names)
 
 
 def _reports(

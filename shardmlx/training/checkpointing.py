@@ -216,14 +216,11 @@ class Checkpoints:
             and (stage.part.is_first or not stage.part.shares(name))
             and (name in self._pieces or mesh.share(rank) == 0)
         }
-        state = self._updater.state()
         kept = {
             name: array
-            for name, array in state.items()
-            if "." not in name or name.rpartition(".")[0] in weights
+            for name, array in self._updater.state().items()
+            if (name.rpartition(".")[0] in weights if "." in name else rank == 0)
         }
-        if rank != 0:
-            kept = {name: array for name, array in kept.items() if "." in name}
         if replica == 0 or shards.weights is not None:
             number = whole if shards.weights is None else part
             file = f"{WEIGHTS}-{number}.safetensors"

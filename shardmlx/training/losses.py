@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from shardmlx.engine.batches import BASELINE, REFERENCE, Batch, Batches, MicroBatch
 from shardmlx.engine.engine import Results, Step
 from shardmlx.training.batch_feed import BatchFeed, Share
-from shardmlx.training.scores import Scores, means_of, scores_of
+from shardmlx.training.scores import means_of, scores_of
 from shardmlx.training.setup import TrainingRun
 from shardmlx.training.soundness import nonfinite_gradient, nonfinite_loss
 
@@ -44,7 +43,7 @@ class Gradients:
 
     def begin(self, step: int, share: Share) -> Step:
         """Return the engine's part of one step, which is to be made before ``add``."""
-        (share,) = _with_baselines(self._job, [share])
+        _set_baselines(self._job, [share])
         self._shares.append(share)
         return Step(
             self._engine,
@@ -54,12 +53,13 @@ class Gradients:
             reduce=step % self._options.grad_accumulation_steps == 0,
         )
 
-    def add(self, results: Results) -> Scores:
-        """Take in what the engine made of the step that was begun; return this rank's scores."""
-        scores = scores_of(results, self._shares[-1].microbatches, self._job.planned.objective)
-        fault = nonfinite_loss(scores.losses, self._job.transport)
+    def add(self, results: Results) -> list[float]:
+        """Take in what the engine made of the step that was begun; return this rank's sums."""
+        parts, objective = self._shares[-1].microbatches, self._job.planned.objective
+        losses, sums = scores_of(results, parts, objective)
+        fault = nonfinite_loss(losses, self._job.transport)
         self._nonfinite_loss = self._nonfinite_loss or fault
-        return scores
+        return sums
 
     def finish(self) -> str | None:
         """Set ``norm`` after the last step; if it is not finite, return the cause."""
@@ -85,11 +85,8 @@ class Gradients:
         self.used()
 
 
-class Evaluated(NamedTuple):
-    """The mean loss of a data set, and what preferences say of it."""
-
-    loss: float
-    means: Mapping[str, float]
+Evaluated = tuple[float, Mapping[str, float]]
+"""The mean loss of a data set, and what preferences say of it."""
 
 
 class Evaluation:
@@ -108,7 +105,7 @@ class Evaluation:
         objective, config = self._job.planned.objective, self._job.planned.config
         most = {"valid": config.val_batches, "test": config.test_batches}.get(name, -1)
         # The starting model judges a data set's batches once, so they stay the same.
-        is_limited = objective is not None and objective.has_reference and most != -1
+        is_limited = objective is not None and objective.facts.has_reference and most != -1
         return Batches(
             samples,
             batch.batch_size,
@@ -131,10 +128,10 @@ class Evaluation:
         objective = self._job.planned.objective
 
         def judge(shares: list[Share]) -> tuple[list[float], int]:
-            shares = _with_baselines(self._job, shares)
+            _set_baselines(self._job, shares)
             parts = [each for share in shares for each in share.microbatches]
-            scores = scores_of(self._job.engine.evaluate(parts), parts, objective)
-            return scores.total, sum(share.count for share in shares)
+            _, sums = scores_of(self._job.engine.evaluate(parts), parts, objective)
+            return sums, sum(share.count for share in shares)
 
         batches = self.batches(name, loop=False)
         found = evaluate_batches(self._job, batches, remaining, description, judge)
@@ -146,7 +143,7 @@ class Evaluation:
         if gathered is None or not count:
             return None
         loss = float(sum(total[0] for total in gathered)) / count
-        return Evaluated(loss, means_of(gathered, objective))
+        return loss, means_of(gathered, objective)
 
     def is_finite(self, share: Share) -> bool:
         """Return, on all ranks, whether all of them find finite losses of a batch."""
@@ -201,27 +198,17 @@ def answers_of(
         yield *parts[j], logps
 
 
-def _with_baselines(job: TrainingRun, shares: list[Share]) -> list[Share]:
-    """Return the shares with KTO's reference points, one for each batch: what training has added to
-    the likelihood of answers that belong to other prompts. Collective."""
+def _set_baselines(job: TrainingRun, shares: list[Share]) -> None:
+    """Set KTO's reference points in the shares, one for each batch: what training has added to the
+    likelihood of answers that belong to other prompts. Collective."""
     if job.planned.objective is None or not job.planned.objective.swaps:
-        return shares
+        return
     gains = np.zeros(len(shares))
     with evaluating(job):
         for i, part, logps in answers_of(job, [share.swapped for share in shares]):
             gains[i] += (logps - part.known_of(REFERENCE)).sum()
     means = np.sum(job.transport.all_gather(gains, "KTO's reference point"), axis=0)
-    return [
-        replace(
-            share,
-            microbatches=[_set_baseline(each, mean / share.count) for each in share.microbatches],
-        )
-        for share, mean in zip(shares, means, strict=True)
-    ]
-
-
-def _set_baseline(part: MicroBatch, gain: float) -> MicroBatch:
-    assert part.known is not None, "an objective knows its rows"
-    known = part.known.copy()
-    known[:, BASELINE] = max(0.0, gain)
-    return replace(part, known=known)
+    for share, mean in zip(shares, means, strict=True):
+        for part in share.microbatches:
+            assert part.known is not None, "an objective knows its rows"
+            part.known[:, BASELINE] = max(0.0, mean / share.count)

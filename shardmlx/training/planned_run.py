@@ -164,7 +164,7 @@ def plan_run(
             reporter.say(f"--epochs {epochs:g}: {config.iters} steps")
         inputs = measure_again(transport, inputs, run.machines)
         grouped = _of_groups(inputs, shares)
-        choice = agree("choosing a plan", partial(choose_plan, run, grouped, opened, lengths))
+        choice = agree("choosing a plan", partial(choose_plan, run, grouped, lengths))
         plan, slices = agree("planning", partial(_of_model, choice.plan, choice.run, opened, model))
         plan = replace(plan, mesh=replace(plan.mesh, tp=shares.size))
         compare_plans(transport, plan.digest)
@@ -341,9 +341,7 @@ def _of_model(
     return replace(plan, trainable=trainable, model=opened.digest), slices
 
 
-def choose_plan(
-    run: RunSpec, inputs: PlanInputs[Workload], opened: OpenedModel, lengths: SequenceLengths
-) -> Choice:
+def choose_plan(run: RunSpec, inputs: PlanInputs[Workload], lengths: SequenceLengths) -> Choice:
     """Return the chosen way to train. Raises ``UserError`` if none fits in memory."""
     facts = _facts_of(inputs, lengths)
     try:

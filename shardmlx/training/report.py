@@ -16,7 +16,7 @@ from shardmlx.engine.trace import Meter, RankReport
 from shardmlx.planning.stragglers import Watch
 from shardmlx.training.batch_feed import Share
 from shardmlx.training.losses import Evaluated
-from shardmlx.training.scores import Scores, in_words, means_of
+from shardmlx.training.scores import in_words, means_of
 from shardmlx.training.setup import TrainingRun
 from shardmlx.training.start_event import facts_of
 
@@ -53,12 +53,12 @@ class TrainingReport:
         if self._job.transport.rank == 0:
             self._reporter.event("start", facts_of(self._planned, self._hosts, step))
 
-    def count(self, share: Share, scores: Scores) -> None:
-        """Take in a step with this rank's ``scores``. Not collective."""
+    def count(self, share: Share, sums: list[float]) -> None:
+        """Take in a step with this rank's ``sums`` of ``scores_of``. Not collective."""
         plan = self._planned.plan
         sequences = plan.micro_batch_size if plan.pack else 1
         self._lengths.update(-(-each.shape[1] // sequences) for each in share.microbatches)
-        self._steps.append((scores.total, share.valid_tokens, share.count))
+        self._steps.append((sums, share.valid_tokens, share.count))
 
     def pass_over(self, steps: int) -> None:
         """Leave out the losses of the last steps, which led to no update. Not collective."""
@@ -111,7 +111,9 @@ class TrainingReport:
         bar.note(f"loss {values['loss']:.3f}  {values['tokens_per_second']:.0f} tok/s")
         self._reporter.say(_line(values, in_words(means), ranks))
         self._reporter.event("train", {**values, "ranks": [each.as_json() for each in ranks]})
-        self._look_for_stragglers(step, ranks)
+        for straggler in self._watch.observe(step, [each.times.compute_seconds for each in ranks]):
+            self._reporter.warn(str(straggler))
+            self._reporter.event("straggler", asdict(straggler))
         if self._callback is not None:
             self._callback.on_train_loss_report(
                 {
@@ -136,12 +138,6 @@ class TrainingReport:
         """Mean length of the run's micro-batches; times are nearly proportional to it."""
         total = sum(length * count for length, count in self._lengths.items())
         return round(total / self._lengths.total())
-
-    def _look_for_stragglers(self, step: int, ranks: Sequence[RankReport]) -> None:
-        seconds = [each.times.compute_seconds for each in ranks]
-        for straggler in self._watch.observe(step, seconds):
-            self._reporter.warn(str(straggler))
-            self._reporter.event("straggler", asdict(straggler))
 
     def validation(self, step: int, found: Evaluated, seconds: float) -> None:
         """Report the loss of a validation. On rank 0 only."""

@@ -189,7 +189,7 @@ class SampleModel:
         for j in range(repeats):
             with lap("F"):
                 stage.forward(j, microbatch, x, scale=1 / (rows * length))
-            if not stage.is_trained:
+            if not stage.names:
                 continue
             if not part.is_last:
                 stage.fill_cotangent(j, mx.ones_like(stage.cotangent(j)))

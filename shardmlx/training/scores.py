@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -20,24 +20,13 @@ _SUMS = (
 ties by half. A reward is what training has made an answer likelier, times beta."""
 
 
-class Scores(NamedTuple):
-    """Results of a step on this rank: losses by micro-batch, and ``_SUMS`` of preferences."""
-
-    losses: Mapping[int, float] = {}
-    sums: Sequence[float] = ()
-
-    @property
-    def total(self) -> list[float]:
-        """The summed loss, and the other sums."""
-        return [sum(self.losses.values()), *self.sums]
-
-
 def scores_of(
     results: Results, microbatches: Sequence[MicroBatch], objective: Objective | None
-) -> Scores:
-    """Return the scores of the engine's results, which a rank without the last stage lacks."""
+) -> tuple[Mapping[int, float], list[float]]:
+    """Return the losses by micro-batch of the engine's results, which a rank without the last stage
+    lacks; and the summed loss, with ``_SUMS`` of preferences."""
     if objective is None:
-        return Scores(results)
+        return results, [sum(results.values())]
     losses, sums = {}, np.zeros(len(_SUMS))
     for j, logps in results.items():
         microbatch, given = microbatches[j], mx.array(logps)
@@ -46,15 +35,15 @@ def scores_of(
         wanted = microbatch.known_of(WANTED) > 0
         for i, values in enumerate((np.ones(len(wanted)), rewards, logps)):
             sums[2 * i : 2 * i + 2] += values[wanted].sum(), values[~wanted].sum()
-        if objective.is_paired:
+        if objective.facts.is_paired:
             margins = rewards[0::2] - rewards[1::2]
             sums[-1] += (margins > 0).sum() + (margins == 0).sum() / 2
-    return Scores(losses, sums.tolist())
+    return losses, [sum(losses.values()), *sums.tolist()]
 
 
 def means_of(totals: Iterable[Sequence[float]], objective: Objective | None) -> dict[str, float]:
-    """Return the ``MEANS`` of answers, from ranks' ``Scores.total``: those of which there are any;
-    nothing without preferences."""
+    """Return the ``MEANS`` of answers, those of which there are any, from what ``scores_of`` sums
+    on each rank; nothing without preferences."""
     if objective is None:
         return {}
     sums = np.sum([total[1:] for total in totals], axis=0)
@@ -65,7 +54,7 @@ def means_of(totals: Iterable[Sequence[float]], objective: Objective | None) -> 
         for side in ("chosen", "rejected")
         if named[side]
     }
-    if objective.is_paired:
+    if objective.facts.is_paired:
         pairs = max(1.0, named["chosen"])
         means["margin"] = (named["chosen_reward"] - named["rejected_reward"]) / pairs
         means["accuracy"] = named["right"] / pairs

@@ -17,8 +17,7 @@ MOST_SPANS = 4000
 def facts_of(planned: PlannedRun, hosts: Sequence[str], step: int) -> dict[str, Any]:
     """Return the facts of a run that begins after ``step``, JSON-able."""
     asked = RunSpec.of(planned.config).for_ranks(planned.plan.mesh.size // planned.plan.mesh.tp)
-    # The data's mean length, and that of the longest input, which ``plan`` assumes.
-    lengths = {"data": planned.mean_length, "full": planned.way.batch.max_seq_length - 1}
+    length = planned.mean_length
     return {
         "step": step,
         "iters": planned.config.iters,
@@ -29,10 +28,7 @@ def facts_of(planned: PlannedRun, hosts: Sequence[str], step: int) -> dict[str, 
         "sizes": planned.sizes,
         "layout": _layout(planned.plan, hosts),
         "schedule": _schedule(planned),
-        "predicted": {
-            name: {"sequence_length": length, "step_seconds": planned.seconds(length)}
-            for name, length in lengths.items()
-        },
+        "predicted": {"data": {"sequence_length": length, "step_seconds": planned.seconds(length)}},
         "memory_limits": [each.as_json() for each in planned.limits],
     }
 

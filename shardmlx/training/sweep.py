@@ -118,8 +118,7 @@ def prepare_sweep(
             check_valid(options, sizes[name])
             plan = partial(_of_run, options, whole, opened, sets.get(name), sizes[name])
             planned[name] = on_all_ranks(transport, f"planning {name}", plan)
-        for each in planned.values():
-            check = partial(check_output, each.config, opened.path)
+            check = partial(check_output, options, opened.path)
             on_rank_0(transport, "checking the output", check)
         for name, each in planned.items():
             file = each.config.metrics_file

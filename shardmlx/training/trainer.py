@@ -133,13 +133,12 @@ class Trainer:
         if found is None:
             return
         loss, means = found
-        if self._job.planned.objective is not None:
-            self._reporter.say(f"Test loss {loss:.3f}{in_words(means)}.")
-            self._reporter.event("test", {"loss": loss, **means})
-            return
-        perplexity = math.exp(min(loss, 700.0))
-        self._reporter.say(f"Test loss {loss:.3f}, Test ppl {perplexity:.3f}.")
-        self._reporter.event("test", {"loss": loss, "perplexity": perplexity})
+        said = in_words(means)
+        if self._job.planned.objective is None:
+            means = {"perplexity": math.exp(min(loss, 700.0))}
+            said = f", Test ppl {means['perplexity']:.3f}"
+        self._reporter.say(f"Test loss {loss:.3f}{said}.")
+        self._reporter.event("test", {"loss": loss, **means})
 
     def _open_output(self) -> None:
         output = self._output
@@ -150,7 +149,7 @@ class Trainer:
     def _add_references(self) -> None:
         """Find out what the model says of the answers before its first update, where it matters."""
         objective = self._job.planned.objective
-        if objective is None or not objective.has_reference:
+        if objective is None or not objective.facts.has_reference:
             return
         references = References(self._job, swaps=objective.swaps)
         try:
@@ -159,7 +158,7 @@ class Trainer:
                 references.complete(name, self._evaluation.batches(name, loop=False), most)
         except StopRequested as request:
             raise Stopped(request.number, "no step was made yet") from None
-        self._meter.skip(0)
+        self._meter.count(0, is_training=False)
 
     def _resume(self) -> None:
         found = self._job.resumption.found
@@ -352,12 +351,12 @@ class Trainer:
             return True
         start, options = time.monotonic(), self._options
         found = self._evaluation.loss("valid", options.val_batches, "validating")
-        self._meter.skip(step)
+        self._meter.count(step, is_training=False)
         if found is not None:
             self._report.validation(step, found, time.monotonic() - start)
         if step == 1:
             return True  # before the first update there is nothing to choose from
-        loss: float | None = self._transport.broadcast(found and found.loss, what="the loss")
+        loss: float | None = self._transport.broadcast(found and found[0], what="the loss")
         self.best = self.best.after(step, loss)
         if options.keep == BEST and self.best.step == step:
             with self._transport.longer_timeout(SETUP_SECONDS):

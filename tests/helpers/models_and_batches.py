@@ -272,7 +272,7 @@ class Layout:
 def backward(stage: Stage, j: int) -> mx.array | None:
     """I, then W, of one micro-batch, as far as the stage has them; the gradient for its input."""
     gradient = stage.backward_input(j) if stage.needs_input_gradient else None
-    if stage.is_trained:
+    if stage.names:
         stage.backward_weight(j)
     return gradient
 

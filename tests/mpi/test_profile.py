@@ -75,7 +75,6 @@ def test_a_run_says_what_was_predicted_and_what_was_measured(planned: Job, direc
     for rank, peak in zip(summary["ranks"], predicted["peak_memory_bytes"], strict=True):
         assert rank["peak_memory_bytes"] == pytest.approx(peak, rel=0.25)
     (start,) = events(directory / "metrics.jsonl", "start")
-    assert start["predicted"]["full"]["step_seconds"] > 0
     assert 0 < start["schedule"]["makespan_seconds"] <= start["predicted"]["data"]["step_seconds"]
 
 

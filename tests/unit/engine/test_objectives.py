@@ -143,7 +143,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_the_objective_of_a_module_is_the_function_in_it(own: str) -> None:
     ours, theirs = Objective(ObjectiveOptions(objective=own)), objective_of("dpo, hinge")
     ours.how.check_objective()
-    assert (ours.is_paired, ours.has_reference, ours.swaps) == (True, True, False)
+    assert (ours.facts.is_paired, ours.facts.has_reference, ours.swaps) == (True, True, False)
     (part,), logps = split(batch_of(6), 1, 0, 6), mx.array(LOGPS.astype(np.float32))
     for compute in (Objective.losses, Objective.slopes, Objective.rewards):
         np.testing.assert_array_equal(compute(ours, logps, part), compute(theirs, logps, part))
@@ -228,7 +228,7 @@ def test_loss_and_gradients_are_those_of_one_process(
 ) -> None:
     objective, batch = objective_of(case), batch_of(8)
     expected, gradients = one_process(tiny_model(), batch, objective)
-    together = 2 if objective.is_paired else 1
+    together = 2 if objective.facts.is_paired else 1
     plan = replace(layout.plan(8, 8 // layout.dp, 2, pack=packed), together=together)
 
     def step(transport: Any) -> Any:

@@ -256,7 +256,7 @@ def test_a_frozen_stage_above_trained_ones_passes_the_gradient_on() -> None:
     model.freeze()
     model.layers[0].unfreeze()
     stage = stage_of(model, 1, 3)
-    assert not stage.is_trained
+    assert not stage.names
     x = hidden_states(MICROBATCHES[0])
     stage.forward(0, MICROBATCHES[0], x, scale=SCALE)
     cotangent = hidden_states(MICROBATCHES[0], seed=8)

@@ -4,7 +4,6 @@ nothing fits."""
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -557,7 +556,6 @@ def test_plan_and_a_run_choose_the_same_way_from_the_same_facts(
     given = TrainConfig(model=str(tmp_path), num_layers=-1, batch_size=8, max_seq_length=512)
     run = RunSpec.of(given)
     workload = Workload.of(open_model(str(tmp_path)), run.fine_tune, run.batch)
-    opened: Any = SimpleNamespace(shape=workload.shape)
     for machines in CLUSTERS:
         cluster = macs(*machines, link=link)
         wiring = as_macs(cluster.machines)
@@ -567,9 +565,9 @@ def test_plan_and_a_run_choose_the_same_way_from_the_same_facts(
             planned = plan_training(run, cluster.machines)
         except UserError:
             with pytest.raises(UserError):
-                choose_plan(run, inputs, opened, SequenceLengths.full(512))
+                choose_plan(run, inputs, SequenceLengths.full(512))
             continue
-        of_run = choose_plan(run, inputs, opened, SequenceLengths.full(512))
+        of_run = choose_plan(run, inputs, SequenceLengths.full(512))
         assert (of_run.asked, of_run.facts) == (planned.asked, planned.facts)
         assert (of_run.way, of_run.plan) == (planned.way, planned.plan)
         assert of_run.prediction.step_seconds == planned.prediction.step_seconds

@@ -26,9 +26,9 @@ def microbatch(wanted: list[int]) -> MicroBatch:
 
 def test_means_of_pairs_from_two_ranks() -> None:
     objective = Objective(ObjectiveOptions(objective="dpo", beta=0.1))
-    mine = scores_of({0: LOGPS}, [microbatch([1, 0] * 3)], objective)
-    assert mine.losses == {0: pytest.approx(sum(math.log1p(math.exp(-x)) for x in (2, 0, -1)))}
-    means = means_of([mine.total, [0.0] * len(mine.total)], objective)
+    losses, mine = scores_of({0: LOGPS}, [microbatch([1, 0] * 3)], objective)
+    assert losses == {0: pytest.approx(sum(math.log1p(math.exp(-x)) for x in (2, 0, -1)))}
+    means = means_of([mine, [0.0] * len(mine)], objective)
     assert means == pytest.approx(
         {
             "chosen_reward": 0.1 * (10 + 0 - 5) / 3,
@@ -45,8 +45,8 @@ def test_means_of_pairs_from_two_ranks() -> None:
 
 def test_of_answers_that_are_not_there_nothing_is_said() -> None:
     objective = Objective(ObjectiveOptions(objective="kto"))
-    scores = scores_of({0: LOGPS[:2]}, [microbatch([1, 1])], objective)
-    means = means_of([scores.total], objective)
+    _, sums = scores_of({0: LOGPS[:2]}, [microbatch([1, 1])], objective)
+    means = means_of([sums], objective)
     assert means == pytest.approx({"chosen_reward": 0.0, "chosen_logp": -20.0})
     assert in_words(means) == ", rewards 0.000 and none"
     assert means_of([[1.0]], None) == {}
