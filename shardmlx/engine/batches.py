@@ -40,6 +40,7 @@ def token_ids(tokens: np.ndarray) -> np.ndarray:
     return ids
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Samples(Sequence[Sample]):
     """Samples in one array: 4 bytes a token, where Python's numbers take 36.
 
@@ -48,12 +49,9 @@ class Samples(Sequence[Sample]):
     (samples, KNOWN), float64, is what an objective of preferences knows; None without one.
     """
 
-    def __init__(
-        self, tokens: np.ndarray, bounds: np.ndarray, known: np.ndarray | None = None
-    ) -> None:
-        self.tokens = tokens
-        self.bounds = bounds
-        self.known = known
+    tokens: np.ndarray
+    bounds: np.ndarray
+    known: np.ndarray | None = None
 
     @property
     def lengths(self) -> np.ndarray:

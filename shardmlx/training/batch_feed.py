@@ -42,41 +42,31 @@ class Share:
     swapped: list[MicroBatch] = field(default_factory=list)
 
 
+@dataclass(slots=True)
 class BatchFeed:
-    """The next ``count`` of rank 0's ``batches``, for all ranks; the feeds of ``run``s may take
+    """The next ``left`` of rank 0's ``batches``, for all ranks; the feeds of ``run``s may take
     turns. If it ``shares_prompts``, batches are packed with the prompt of a pair once, in half as
     many micro-batches. Methods are collective. With an error that all ranks raise together, the
     context receives all messages under way."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        transport: Transport,
-        batches: Iterator[Batch] | None,
-        count: int,
-        run: int = 0,
-        *,
-        shares_prompts: bool = False,
-    ) -> None:
-        self._plan = plan
-        self._transport = transport
-        self._batches = batches
-        self._left = count
-        self._shares_prompts = shares_prompts
-        self._tag = tag_of_run(BATCH_TAG, run)
-        self._ahead = 0
-        self._replica, _ = plan.mesh.coordinates(transport.rank)
-        self._own: list[Share] = []
-        self._sent: list[tuple[Handle, int]] = []
+    plan: Plan
+    transport: Transport
+    batches: Iterator[Batch] | None
+    left: int
+    run: int = 0
+    shares_prompts: bool = False
+    _ahead: int = 0
+    _own: list[Share] = field(default_factory=list)
+    _sent: list[tuple[Handle, int]] = field(default_factory=list)
 
     def send_ahead(self, count: int = 1) -> None:
         """Send so many batches from rank 0, as long as there are any; returns at once."""
-        count = min(count, self._left)
-        self._left -= count
+        count = min(count, self.left)
+        self.left -= count
         self._ahead += count
-        if self._batches is not None:
+        if self.batches is not None:
             for _ in range(count):
-                self._send(next(self._batches))
+                self._send(next(self.batches))
 
     def take(self, count: int = 1) -> list[Share]:
         """Return the shares sent ahead, else the next ``count``, or fewer; or ``StopRequested``."""
@@ -84,9 +74,9 @@ class BatchFeed:
             self.send_ahead(count)
         if not self._ahead:
             return []
-        if self._batches is not None:
-            number = self._transport.stop_requested()
-            self._post(number, range(1, self._transport.size))
+        if self.batches is not None:
+            number = self.transport.stop_requested()
+            self._post(number, range(1, self.transport.size))
             shares = self._receive()
         else:
             shares = self._receive()
@@ -110,35 +100,36 @@ class BatchFeed:
 
     def _send(self, batch: Batch) -> None:
         wholes = [batch] if batch.swapped is None else [batch, batch.swapped]
-        for replica, bounds in enumerate(pairwise(self._plan.starts)):
+        for replica, bounds in enumerate(pairwise(self.plan.starts)):
             parts = [each.rows(*bounds) for each in wholes]
-            peers = self._plan.mesh.pipeline_of(replica)
-            if self._transport.rank in peers:
+            peers = self.plan.mesh.pipeline_of(replica)
+            if self.transport.rank in peers:
                 self._own.append(self._share(parts, batch.valid_tokens))
-            others = [peer for peer in peers if peer != self._transport.rank]
+            others = [peer for peer in peers if peer != self.transport.rank]
             self._post((parts, batch.valid_tokens), others)
 
     def _receive(self) -> list[Share]:
         """Receive all messages under way, and return their shares."""
         count, self._ahead = self._ahead, 0
-        if self._batches is None:
+        if self.batches is None:
             return [self._share(*self._come()) for _ in range(count)]
         sent, self._sent = self._sent, []
         for handle, peer in sent:
-            self._transport.wait(handle, partial(self._sending, peer))
+            self.transport.wait(handle, partial(self._sending, peer))
         own, self._own = self._own, []
         return own
 
     def _share(self, parts: Sequence[MicroBatch], valid_tokens: int) -> Share:
-        plan, first = self._plan, parts[0]
+        plan, first = self.plan, parts[0]
         microbatches, *swapped = map(self._divide, parts)
         count = valid_tokens if first.known is None else sum(plan.shares) // plan.together
         return Share(microbatches, valid_tokens, count, *swapped)
 
     def _divide(self, part: MicroBatch) -> list[MicroBatch]:
-        plan = self._plan
-        if plan.pack or self._shares_prompts:
-            count, shares = plan.microbatches_of(self._replica), self._shares_prompts
+        plan = self.plan
+        if plan.pack or self.shares_prompts:
+            replica, _ = plan.mesh.coordinates(self.transport.rank)
+            count, shares = plan.microbatches_of(replica), self.shares_prompts
             count = -(-count // 2) if shares else count
             return pack(part, count, plan.together, shares_prompts=shares)
         return split(part, 1, 0, plan.micro_batch_size)
@@ -146,12 +137,12 @@ class BatchFeed:
     def _post(self, value: Any, peers: Iterable[int]) -> None:
         payload = pickle.dumps(value)
         for peer in peers:
-            sent = self._transport.post_object(payload, peer, self._tag)
+            sent = self.transport.post_object(payload, peer, tag_of_run(BATCH_TAG, self.run))
             self._sent += [(handle, peer) for handle in sent]
 
     def _come(self) -> Any:
-        return self._transport.receive_object(0, "next batch", self._tag)
+        return self.transport.receive_object(0, "next batch", tag_of_run(BATCH_TAG, self.run))
 
     def _sending(self, peer: int) -> str:
-        me, other = (self._transport.name(rank) for rank in (self._transport.rank, peer))
+        me, other = (self.transport.name(rank) for rank in (self.transport.rank, peer))
         return f"{me}, next batch, sending to {other}"

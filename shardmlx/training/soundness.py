@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -45,22 +45,16 @@ class Best:
         return replace(self, misses=self.misses + 1, last=loss)
 
 
+@dataclass(frozen=True, slots=True)
 class Soundness:
     """The updates of a run, made or skipped on all ranks together, and the weights that this rank
     ``holds``; ``has_moved`` says whether an update has changed one that it updates."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        stages: Sequence[Stage],
-        holds: Callable[[str], bool],
-        has_moved: Callable[[], bool],
-    ) -> None:
-        self._transport = transport
-        self._stages = stages
-        self._holds = holds
-        self._has_moved = has_moved
-        self._made: deque[bool] = deque(maxlen=WINDOW)
+    transport: Transport
+    stages: Sequence[Stage]
+    holds: Callable[[str], bool]
+    has_moved: Callable[[], bool]
+    _made: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def count(self, *, made: bool) -> None:
         self._made.append(made)
@@ -77,17 +71,17 @@ class Soundness:
             return Fault(f"{skipped} of the last {total} updates were skipped", TAMER)
         weights = (
             (stage, name, stage.part[name])
-            for stage in self._stages
-            for name in filter(self._holds, stage.names)
+            for stage in self.stages
+            for name in filter(self.holds, stage.names)
         )
-        mine = _first_nonfinite("weight", weights, self._transport)
-        found = self._transport.all_gather(mine, "looking at the weights")
+        mine = _first_nonfinite("weight", weights, self.transport)
+        found = self.transport.all_gather(mine, "looking at the weights")
         weight = next(filter(None, found), None)
         return None if weight is None else Fault(weight, TAMER)
 
     def unmoved(self) -> Fault | None:
         """Return why there is nothing to save yet; None if there is. All ranks must call it."""
-        if any(self._transport.all_gather(self._has_moved(), "looking for an update")):
+        if any(self.transport.all_gather(self.has_moved(), "looking for an update")):
             return None
         if True not in self._made:
             return Fault("no update was made yet", "train for more steps")
