@@ -160,7 +160,7 @@ class Objective:
 
     @property
     def facts(self) -> ObjectiveFacts:
-        """What its rows are, and what it compares with."""
+        """Facts of its rows, and of what it compares with."""
         facts = self.how.preferences
         assert facts is not None, "sft has none"
         return facts
