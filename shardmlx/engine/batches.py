@@ -7,7 +7,7 @@ position in the data can be saved and restored.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, overload
 
 import numpy as np
@@ -247,6 +247,7 @@ def make_batch(samples: Sequence[Sample], max_seq_length: int, widths: Sequence[
     return Batch(tokens, spans, 0, widths=widths, known=known)
 
 
+@dataclass(eq=False)
 class Batches(Iterator[Batch]):
     """Global batches in mlx-lm's order, given a ``random`` in the state of its ``np.random``.
 
@@ -256,57 +257,48 @@ class Batches(Iterator[Batch]):
     With ``most`` the data set is only so many batches, evenly spread.
     """
 
-    def __init__(
-        self,
-        samples: Sequence[Sample],
-        batch_size: int,
-        max_seq_length: int,
-        random: np.random.RandomState,
-        *,
-        loop: bool = False,
-        widths: Sequence[int] = (),
-        swaps: bool = False,
-        most: int | None = None,
-    ) -> None:
-        self._samples = samples
-        self._swaps = swaps
-        starts = range(0, len(samples) - batch_size + 1, batch_size)
-        count = len(starts) if most is None else min(most, len(starts))
+    samples: Sequence[Sample]
+    batch_size: int
+    max_seq_length: int
+    random: np.random.RandomState
+    loop: bool = False
+    widths: Sequence[int] = ()
+    swaps: bool = False
+    most: int | None = None
+    _drawn_from: dict[str, Any] = field(default_factory=dict)
+    _order: Sequence[int] = ()
+    _next: int = 0
+    _epochs: int = 0
+
+    def __post_init__(self) -> None:
+        starts = range(0, len(self.samples) - self.batch_size + 1, self.batch_size)
+        count = len(starts) if self.most is None else min(self.most, len(starts))
         self._starts = [starts[i * len(starts) // count] for i in range(count)]
-        self._batch_size = batch_size
-        self._max_seq_length = max_seq_length
-        self._random = random
-        self._loop = loop
-        self._widths = widths
-        self._drawn_from: dict[str, Any] = {}
-        self._order: Sequence[int] = ()
-        self._next = 0
-        self._epochs = 0
 
     def __next__(self) -> Batch:
         if self._next == len(self._order):
-            if self._epochs and not self._loop:
+            if self._epochs and not self.loop:
                 raise StopIteration
-            self._drawn_from = random_state(self._random)
-            self._draw(self._random)
+            self._drawn_from = random_state(self.random)
+            self._draw(self.random)
         start = self._starts[self._order[self._next]]
         self._next += 1
         return self.at(start)
 
     def at(self, start: int) -> Batch:
         """Return the batch that begins at a sample."""
-        samples = self._samples[start : start + self._batch_size]
-        batch = make_batch(samples, self._max_seq_length, self._widths)
-        if not (self._swaps and isinstance(samples, Samples)):
+        samples = self.samples[start : start + self.batch_size]
+        batch = make_batch(samples, self.max_seq_length, self.widths)
+        if not (self.swaps and isinstance(samples, Samples)):
             return batch
-        others = make_batch(swapped(samples), self._max_seq_length, self._widths)
+        others = make_batch(swapped(samples), self.max_seq_length, self.widths)
         return replace(batch, swapped=others)
 
     def first(self, count: int) -> list[int]:
         """Return the samples at which the first batches begin, before any is drawn: of all, in any
         order, if there are fewer."""
         random = np.random.RandomState()
-        random.set_state(random_state(self._random))
+        random.set_state(random_state(self.random))
         return [self._starts[i] for i in random.permutation(len(self._starts))[:count].tolist()]
 
     def _draw(self, random: np.random.RandomState) -> None:

@@ -65,30 +65,14 @@ class _InFlight:
 class GatheredStage(Stage):
     """A stage that gathers each layer before it computes it, in forward and backward.
 
-    This replica holds a part of ``weights``. All replicas run the same micro-batches in the same
-    order. The gradients equal those of ``Stage``.
+    This replica holds a part of ``weights``; ``how`` is as for ``Stage``. All replicas run the same
+    micro-batches in the same order. The gradients equal those of ``Stage``.
     """
 
     reduces_each = True
 
-    def __init__(
-        self,
-        index: int,
-        part: Slice,
-        weights: DividedWeights,
-        *,
-        needs_input_gradient: bool,
-        savings: Savings = NO_SAVINGS,
-        objective: Objective | None = None,
-    ) -> None:
-        super().__init__(
-            index,
-            part,
-            needs_input_gradient=needs_input_gradient,
-            savings=savings,
-            compiled=False,
-            objective=objective,
-        )
+    def __init__(self, index: int, part: Slice, weights: DividedWeights, **how: Any) -> None:
+        super().__init__(index, part, compiled=False, **how)
         self._weights = weights
         self._in_flight: dict[int, _InFlight] = {}
         self._trained = [
@@ -99,7 +83,7 @@ class GatheredStage(Stage):
         self._last_names = tuple(n for n in self._trained[-1] if n not in self._trained[0])
         # The lowest group with a backward; a gradient for stages below passes through all groups.
         with_gradients = [group for group, names in enumerate(self._trained) if names]
-        self._lowest = 0 if needs_input_gradient or not with_gradients else with_gradients[0]
+        self._lowest = 0 if self.needs_input_gradient or not with_gradients else with_gradients[0]
 
     def forward(
         self,

@@ -43,7 +43,7 @@ MOST_UNEVEN = 1.25
 class _Bucket:
     stage: Stage
     sizes: Mapping[str, int]
-    ends: Sequence[int]  # the end of each replica's part, if each updates its own
+    ends: Sequence[int]  # the end of each replica's part, where each updates its own
     total: mx.array
     errors: mx.array | None
 
@@ -108,14 +108,15 @@ class GradientReducer:
         total = _in_one([stage.gradients.pop(name) for name in names])
         sizes = {name: stage.part[name].size for name in names}
         errors = self.errors.take(sizes)
-        if not self._shards.divides:
-            started = self._sums.all_reduce(total, self._replicas, errors)
-            self._started.append((started, [_Bucket(stage, sizes, (), total, errors)]))
-            return
         owned = [0] * len(self._replicas)
         for name, size in sizes.items():
             owned[self._shards.owner(name)] += size
-        self._held.append(_Bucket(stage, sizes, [0, *accumulate(owned)], total, errors))
+        bucket = _Bucket(stage, sizes, [0, *accumulate(owned)], total, errors)
+        if not self._shards.divides:
+            started = self._sums.all_reduce(total, self._replicas, errors)
+            self._started.append((started, [bucket]))
+            return
+        self._held.append(bucket)
         if stage.reduces_each or self._keeps_all_busy():
             self._start_held()
 

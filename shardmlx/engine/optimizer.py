@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, cast
 
@@ -51,6 +52,7 @@ def build_optimizer(
     return cast(optim.Optimizer, made)
 
 
+@dataclass(eq=False)
 class Updater:
     """The optimizer for all trained weights on this rank, shared ones counted once.
 
@@ -62,39 +64,33 @@ class Updater:
     its last bit before the weight does.
     """
 
-    def __init__(
-        self,
-        optimizer: optim.Optimizer,
-        stages: Sequence[Stage],
-        shards: Shards | None = None,
-        *,
-        masters: bool = False,
-    ) -> None:
-        self.optimizer = optimizer
-        self._stages = stages
-        self._shards = shards
-        self._has_masters = masters
-        self._masters: dict[str, mx.array] = {}
-        self.has_moved = False
-        """True once an update has changed a weight on this rank, as it is stored."""
-        for stage in stages if masters else ():
+    optimizer: optim.Optimizer
+    stages: Sequence[Stage]
+    shards: Shards | None = None
+    masters: bool = False
+    has_moved: bool = field(default=False, init=False)
+    """True once an update has changed a weight on this rank, as it is stored."""
+    _masters: dict[str, mx.array] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for stage in self.stages if self.masters else ():
             for name in filter(self.updates, stage.part.stored):
                 self._masters[name] = stage.part.stored[name]
             stage.part.stored.clear()
 
     def updates(self, name: str) -> bool:
         """Tell whether this rank updates a weight of its stages, and holds the state for it."""
-        return self._shards is None or self._shards.is_mine(name)
+        return self.shards is None or self.shards.is_mine(name)
 
     def trained(self, name: str) -> mx.array:
         """Return a weight as it is trained: its float32 copy if it has one."""
-        holders = (stage.part for stage in self._stages if name in stage.names)
+        holders = (stage.part for stage in self.stages if name in stage.names)
         return self._masters.get(name, next(holders)[name])
 
     def replace(self, name: str, array: mx.array) -> None:
         """Set a weight to a float32 array, on each rank that holds it."""
-        for part in (stage.part for stage in self._stages if name in stage.names):
-            if self._has_masters and part[name].dtype != mx.float32 and self.updates(name):
+        for part in (stage.part for stage in self.stages if name in stage.names):
+            if self.masters and part[name].dtype != mx.float32 and self.updates(name):
                 self._masters[name] = array
             part[name] = array.astype(part[name].dtype)
             mx.eval(array, part[name])
@@ -111,7 +107,7 @@ class Updater:
         weights.clear()
         old: dict[str, mx.array] = {}
         new: dict[str, mx.array] = {}
-        for stage in self._stages:
+        for stage in self.stages:
             for name in filter(self.updates, stage.names):
                 if name in self._masters:
                     self._masters[name] = updated[name]
@@ -126,11 +122,11 @@ class Updater:
             mx.eval([self.optimizer.state.get(name, {}) for name in mine])
             mx.eval([updated.pop(name) for name in mine], [new[name] for name in mine])
             self._compare(old, {name: new.pop(name) for name in mine})
-            if self._shards is not None:
-                self._shards.start_gather(layer)
+            if self.shards is not None:
+                self.shards.start_gather(layer)
         mx.eval(self.optimizer.state)
-        if self._shards is not None:
-            self._shards.finish_gather()
+        if self.shards is not None:
+            self.shards.finish_gather()
 
     def _compare(self, old: dict[str, mx.array], new: Mapping[str, mx.array]) -> None:
         """Note whether any ``new`` weight differs from its ``old`` one, and drop the old ones."""
@@ -146,14 +142,14 @@ class Updater:
         or their float32 copies."""
         gradients: dict[str, mx.array] = {}
         weights: dict[str, mx.array] = {}
-        for stage in self._stages:
+        for stage in self.stages:
             for name in filter(self.updates, stage.names):
                 weight = stage.part[name]
                 # Gradients of matrices are transposed, and the optimizer reads them several times.
                 gradient = mx.contiguous(stage.gradients[name])
                 if scale != 1.0:
                     gradient = gradient * scale
-                if self._has_masters and weight.dtype != mx.float32:
+                if self.masters and weight.dtype != mx.float32:
                     weight = self._masters.setdefault(name, weight.astype(mx.float32))
                 weights[name], gradients[name] = weight, gradient.astype(weight.dtype)
             stage.gradients.clear()
@@ -162,7 +158,7 @@ class Updater:
     def _layers(self) -> list[list[str]]:
         """Return the trained weights, layer by layer. Matrices at the ends of the model, the
         largest, come last, when the gradients of all layers are gone."""
-        trained = dict.fromkeys(name for stage in self._stages for name in stage.names)
+        trained = dict.fromkeys(name for stage in self.stages for name in stage.names)
         layers = [(layer, list(names)) for layer, names in groupby(trained, layer_of)]
         layers.sort(key=lambda each: not each[0].rpartition(".")[2].isdigit())
         return [names for _, names in layers]

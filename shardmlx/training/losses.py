@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,17 +20,15 @@ from shardmlx.training.soundness import nonfinite_gradient, nonfinite_loss
 T = TypeVar("T")
 
 
+@dataclass(slots=True)
 class Gradients:
     """The mean gradients of the steps since the last update. Methods are collective."""
 
-    def __init__(self, job: TrainingRun) -> None:
-        self._job = job
-        self._options = job.planned.config
-        self._engine = job.engine
-        self._shares: list[Share] = []
-        self._nonfinite_loss: str | None = None
-        self.norm = 0.0
-        """The norm of the mean gradient of all weights, once the update is complete."""
+    job: TrainingRun
+    norm: float = 0.0
+    """The norm of the mean gradient of all weights, once the update is complete."""
+    _shares: list[Share] = field(default_factory=list)
+    _nonfinite_loss: str | None = None
 
     @property
     def counted_steps(self) -> int:
@@ -43,33 +42,33 @@ class Gradients:
 
     def begin(self, step: int, share: Share) -> Step:
         """Return the engine's part of one step, which is to be made before ``add``."""
-        _set_baselines(self._job, [share])
+        _set_baselines(self.job, [share])
         self._shares.append(share)
         return Step(
-            self._engine,
+            self.job.engine,
             share.microbatches,
             scale=1 / max(1, share.count),
-            key=(self._options.seed, step),
-            reduce=step % self._options.grad_accumulation_steps == 0,
+            key=(self.job.planned.config.seed, step),
+            reduce=step % self.job.planned.config.grad_accumulation_steps == 0,
         )
 
     def add(self, results: Results) -> list[float]:
         """Take in what the engine made of the step that was begun; return this rank's sums."""
-        parts, objective = self._shares[-1].microbatches, self._job.planned.objective
+        parts, objective = self._shares[-1].microbatches, self.job.planned.objective
         losses, sums = scores_of(results, parts, objective)
-        fault = nonfinite_loss(losses, self._job.transport)
+        fault = nonfinite_loss(losses, self.job.transport)
         self._nonfinite_loss = self._nonfinite_loss or fault
         return sums
 
     def finish(self) -> str | None:
         """Set ``norm`` after the last step; if it is not finite, return the cause."""
         # Compute the norm on all ranks, so that all skip the same updates.
-        self.norm = self.scale * self._engine.gradient_norm(self._nonfinite_loss is not None)
+        self.norm = self.scale * self.job.engine.gradient_norm(self._nonfinite_loss is not None)
         if math.isfinite(self.norm):
             return None
-        mine = nonfinite_gradient(self._job.stages, self._job.transport)
+        mine = nonfinite_gradient(self.job.stages, self.job.transport)
         pair = (self._nonfinite_loss, mine)
-        found: list[Any] = self._job.transport.all_gather(pair, "NaN")
+        found: list[Any] = self.job.transport.all_gather(pair, "NaN")
         # A loss is the closer cause.
         causes = [cause for each in zip(*found, strict=True) for cause in each if cause]
         return causes[0] if causes else "the norm of the gradient is not finite"
@@ -81,7 +80,7 @@ class Gradients:
 
     def forget(self) -> None:
         """Begin the next update without making this one."""
-        self._engine.forget_gradients()
+        self.job.engine.forget_gradients()
         self.used()
 
 
@@ -89,20 +88,20 @@ Evaluated = tuple[float, Mapping[str, float]]
 """The mean loss of a data set, and what preferences say of it."""
 
 
+@dataclass(frozen=True, slots=True)
 class Evaluation:
     """Losses of data sets; all methods are collective. ``random`` draws batches, as in mlx-lm."""
 
-    def __init__(self, job: TrainingRun, random: np.random.RandomState) -> None:
-        self._job = job
-        self._random = random
+    job: TrainingRun
+    random: np.random.RandomState
 
     def batches(self, name: str, *, loop: bool) -> Batches | None:
         """Return, on rank 0, the batches of a data set. Not collective."""
-        data = self._job.planned.data
+        data = self.job.planned.data
         if data is None:
             return None
-        samples, batch = getattr(data, name), self._job.planned.way.batch
-        objective, config = self._job.planned.objective, self._job.planned.config
+        samples, batch = getattr(data, name), self.job.planned.way.batch
+        objective, config = self.job.planned.objective, self.job.planned.config
         most = {"valid": config.val_batches, "test": config.test_batches}.get(name, -1)
         # The starting model judges a data set's batches once, so they stay the same.
         is_limited = objective is not None and objective.facts.has_reference and most != -1
@@ -110,9 +109,9 @@ class Evaluation:
             samples,
             batch.batch_size,
             batch.max_seq_length,
-            self._random,
+            self.random,
             loop=loop,
-            widths=self._job.planned.plan.widths,
+            widths=self.job.planned.plan.widths,
             swaps=objective is not None and objective.swaps,
             most=most if is_limited else None,
         )
@@ -120,26 +119,26 @@ class Evaluation:
     def loss(self, name: str, num_batches: int, description: str) -> Evaluated | None:
         """Return, on rank 0, the mean loss of a token, or pair, and what preferences say; None
         elsewhere, and if no token counts."""
-        planned, transport = self._job.planned, self._job.transport
+        planned, transport = self.job.planned, self.job.transport
         available = planned.sizes[name] // planned.way.batch.batch_size
         remaining = available if num_batches == -1 else min(num_batches, available)
         if not remaining:
             return None
-        objective = self._job.planned.objective
+        objective = self.job.planned.objective
 
         def judge(shares: list[Share]) -> tuple[list[float], int]:
-            _set_baselines(self._job, shares)
+            _set_baselines(self.job, shares)
             parts = [each for share in shares for each in share.microbatches]
-            _, sums = scores_of(self._job.engine.evaluate(parts), parts, objective)
+            _, sums = scores_of(self.job.engine.evaluate(parts), parts, objective)
             return sums, sum(share.count for share in shares)
 
         batches = self.batches(name, loop=False)
-        found = evaluate_batches(self._job, batches, remaining, description, judge)
+        found = evaluate_batches(self.job, batches, remaining, description, judge)
         totals, counts = zip(*found, strict=True)
         count = sum(counts)
         gathered = transport.gather(np.sum(totals, axis=0), what=description)
         if not count:
-            self._job.reporter.warn(f"{description}: no token of these batches counts: no loss")
+            self.job.reporter.warn(f"{description}: no token of these batches counts: no loss")
         if gathered is None or not count:
             return None
         loss = float(sum(total[0] for total in gathered)) / count
@@ -147,10 +146,10 @@ class Evaluation:
 
     def is_finite(self, share: Share) -> bool:
         """Return, on all ranks, whether all of them find finite losses of a batch."""
-        with evaluating(self._job):
-            results = self._job.engine.evaluate(share.microbatches)
+        with evaluating(self.job):
+            results = self.job.engine.evaluate(share.microbatches)
         is_finite = all(np.isfinite(each).all() for each in results.values())
-        return all(self._job.transport.all_gather(is_finite, "trying the weights"))
+        return all(self.job.transport.all_gather(is_finite, "trying the weights"))
 
 
 @contextmanager
