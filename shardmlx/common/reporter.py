@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from rich.console import Console
 from rich.progress import (
@@ -27,8 +27,13 @@ from rich.text import Text
 from shardmlx.common.formatting import columns, without_controls
 from shardmlx.errors import file_access
 
+T = TypeVar("T")
+
 Listener = Callable[[str, Mapping[str, Any]], None]
 """Function called with the name and the values of an event."""
+
+SHOW_PROGRESS_FROM = 2000
+"""Number of items from which a bar is of use."""
 
 
 class Reporter:
@@ -132,6 +137,16 @@ class Reporter:
             self._progress.remove_task(task)
             if started:
                 self._progress.stop()
+
+    def track(self, description: str, items: Sequence[T]) -> Iterator[T]:
+        """Iterate with a bar if there is much to do."""
+        if len(items) < SHOW_PROGRESS_FROM:
+            yield from items
+            return
+        with self.bar(description, len(items)) as bar:
+            for item in items:
+                yield item
+                bar.advance()
 
     def close(self) -> None:
         if self._metrics is not None:

@@ -66,7 +66,7 @@ def _listen(progress: Callable[[str], None]) -> dict[str, list[str]]:
         progress(f"listening for {SECONDS_TO_HEAR:g} s to machines that announce ssh")
         with ServiceBrowser(network, SERVICE, handlers=[note]):
             time.sleep(SECONDS_TO_HEAR)
-        ask = partial(network.get_service_info, SERVICE, timeout=1000 * SECONDS_TO_ADDRESS)
+        ask = partial(network.get_service_info, SERVICE, timeout=int(1000 * SECONDS_TO_ADDRESS))
         found = at_once({name: partial(ask, name) for name in heard}, 2 * SECONDS_TO_ADDRESS)
     known = filter(None, found.values())
     return {

@@ -102,11 +102,11 @@ def _run(words: Sequence[str]) -> int:
     progress(f"asking {plural(len(hosts), 'host')} with {options.ssh_command or 'ssh'}")
     mpirun, findings = _own_mpirun(options.python)
     remote = RemoteLogin.of(options.ssh_command, options.python, mpirun)
-    hosts, faults = probe_hosts(hosts, remote, found=options.find)
+    asked, faults = probe_hosts(hosts, remote, found=options.find)
     findings += faults
-    print(report_text(hosts, findings, mpirun, options.python), flush=True)
+    print(report_text(asked, findings, mpirun, options.python), flush=True)
     if options.write_hostfile is not None:
-        write(options.write_hostfile, _hostfile(hosts))
+        write(options.write_hostfile, _hostfile(asked))
     return 1 if options.strict and findings else 0
 
 
