@@ -61,8 +61,7 @@ def overlap(text: str, mark: str) -> int:
 class TokenText:
     """The text of tokens as they come, as if all were decoded at once, though only a few are.
 
-    Without tokens ``before`` it, it may lose the space with which it begins (``trims``). A
-    tokenizer that ``cleans`` takes away the space before short words.
+    Without tokens ``before`` it, it may lose the space with which it begins (``trims``).
     """
 
     def __init__(
@@ -71,9 +70,8 @@ class TokenText:
         before: Sequence[int] = (),
         *,
         trims: bool = False,
-        cleans: bool = False,
     ) -> None:
-        self._decode, self._cleans = decode, cleans
+        self._decode = decode
         self._trims = trims and not before
         starts = (n for n in range(FEW, 2 * FEW) if decode([*before[-n:]])[:1] != INCOMPLETE)
         self._begin(before[-next(starts, FEW) :])
@@ -91,7 +89,7 @@ class TokenText:
         text = self._decode(self._window) if self._window else ""
         new = len(self._window) - self._settled
         is_sure = is_last or new > MOST
-        held = 0 if is_sure else self._unsure(text)
+        held = 0 if is_sure else len(text) - len(text.rstrip(INCOMPLETE))
         begin, self._given = self._given, max(self._given, len(text) - held)
         segment = text[begin : self._given]
         if new >= FEW and not held:
@@ -99,13 +97,6 @@ class TokenText:
         if self._trims and segment:
             segment, self._trims = segment.removeprefix(" "), False
         return segment
-
-    def _unsure(self, text: str) -> int:
-        """Return how many characters at the end of ``text`` the next token may change."""
-        if unsure := len(text) - len(text.rstrip(INCOMPLETE)):
-            return unsure
-        space = text.rfind(" ", -3) if self._cleans else -1
-        return len(text) - space if space >= 0 else 0
 
 
 @dataclass(slots=True)
@@ -136,12 +127,8 @@ class IncrementalDetokenizer:
         before: Sequence[int] = (),
     ) -> IncrementalDetokenizer:
         """Return a new answer, whose text goes on from the tokens ``before`` it."""
-        words = TokenText(
-            tokenizer.decode,
-            before,
-            trims=trims_first_space(tokenizer.detokenizer),
-            cleans=bool(getattr(tokenizer, "clean_up_tokenization_spaces", False)),
-        )
+        trims = trims_first_space(tokenizer.detokenizer)
+        words = TokenText(tokenizer.decode, before, trims=trims)
         eos = frozenset(tokenizer.eos_token_ids)
         return cls(words, eos, max_tokens, stops or StopStrings())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import select
@@ -17,6 +16,7 @@ from shardmlx.errors import PromptTooLong, UserError, file_access, unknown_token
 from shardmlx.inference.answer_format import AnswerFormat, Tool
 from shardmlx.inference.chat_forms import template_text
 from shardmlx.inference.control_tokens import broken, control_tokens, encode_without
+from shardmlx.training.data_files import parse_row
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -185,13 +185,8 @@ class PromptRequest:
 def read_prompts(path: str | Path, max_tokens: int) -> list[PromptRequest]:
     """Read the JSON lines of ``generate --prompts``, but empty ones; ``max_tokens`` is that of
     lines without their own. Raises ``UserError``, which names file, line and value."""
-    try:
-        with file_access("read --prompts", path):
-            text = Path(path).read_bytes().decode()
-    except UnicodeDecodeError as error:
-        raise UserError(f"--prompts {path} is no UTF-8 text: {error.reason}") from None
-    # Not splitlines: JSON texts may hold other line ends, like U+2028.
-    lines = enumerate(text.split("\n"), start=1)
+    with file_access("read --prompts", path):
+        lines = enumerate(Path(path).read_bytes().split(b"\n"), start=1)
     requests = [
         _request(line, f"{path}:{number}", max_tokens) for number, line in lines if line.strip()
     ]
@@ -217,13 +212,8 @@ def read_stdin(fd: int = 0) -> str:
     return text
 
 
-def _request(line: str, where: str, max_tokens: int) -> PromptRequest:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not valid JSON ({error})", "mend the line") from None
-    if not isinstance(row, dict):
-        raise UserError(f"{where} is {line.strip()}", 'write {"prompt": ...}')
+def _request(line: bytes, where: str, max_tokens: int) -> PromptRequest:
+    row = parse_row(line, where)
     check_keys(row, KEYS, where, f"the keys are {', '.join(KEYS)}")
     if ("prompt" in row) == ("messages" in row):
         found = "both" if "prompt" in row else "neither"

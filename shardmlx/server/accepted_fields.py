@@ -41,7 +41,6 @@ def _whole(value: Any) -> Any:
 # Fields that change no answer, whatever they say.
 # OpenAI's: "prediction" is a guess that saves time; "max_tool_calls" counts tools of the server.
 # Anthropic's: "context_management" is what may be forgotten of a history: nothing is.
-# llama.cpp's: parameters of samplers change nothing, since NEUTRAL keeps the samplers off.
 # Others: Ollama's, Open WebUI's, vLLM's, OpenRouter's, mlx_lm.server's.
 _IGNORED = """
     user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention
@@ -51,12 +50,8 @@ _IGNORED = """
     betas billing_policy cache_control container context_management diagnostics inference_geo speed
     output_config.task_budget
 
-    cache_prompt id_slot slot_id n_keep timings_per_token return_progress repeat_last_n dry_base
-    dry_allowed_length dry_penalty_last_n dry_sequence_breakers dynatemp_exponent mirostat_tau
-    mirostat_eta
-
-    keep_alive chat_id session_id conversation_id id request_id priority cache_salt route
-    num_draft_tokens
+    cache_prompt id_slot timings_per_token return_progress keep_alive chat_id session_id
+    conversation_id id request_id priority cache_salt route num_draft_tokens
 """
 
 IGNORED = frozenset(_IGNORED.split())
@@ -65,32 +60,21 @@ EMPTY: tuple[Any, ...] = (False, 0, "", [], {})
 """Values that ask for nothing."""
 
 SWITCHED_ON = """
-    skip_special_tokens spaces_between_special_tokens add_generation_prompt detokenize
-    include_reasoning separate_reasoning parse_tool_calls do_sample add_bos_token enable_thinking
-    think
+    skip_special_tokens spaces_between_special_tokens add_generation_prompt include_reasoning
+    separate_reasoning parse_tool_calls do_sample enable_thinking think
 """
 
-ONE = """
-    n best_of length_penalty typical_p typical repeat_penalty num_beams guidance_scale
-    encoder_repetition_penalty tfs_z
-"""
-
-MINUS_ONE = "top_n_sigma n_predict reasoning_budget thinking_budget"
-
-SAMPLERS = "penalties dry top_n_sigma top_k typ_p top_p min_p xtc temperature"
-"""llama.cpp's samplers in their usual order."""
+ONE = "n best_of length_penalty typical_p repeat_penalty"
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(SWITCHED_ON.split(), (True,)),
     **dict.fromkeys(ONE.split(), (1,)),
-    **dict.fromkeys(MINUS_ONE.split(), (-1,)),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "modalities": ([], ["text"]),
     "include": ([], ["reasoning.encrypted_content"]),
     "truncation": ("disabled",),
-    "samplers": ("edkypmxt", "", [], SAMPLERS.split()),
-    "reasoning_format": ("auto", "none"),
+    "reasoning_format": ("auto",),
 }
 """Unsupported fields that ask for something where they are empty, and values that do not."""
 

@@ -305,8 +305,7 @@ def harmony_answer(incoming: Incoming, syntax: AnswerSyntax) -> Reading:
             except (ValueError, TypeError, RecursionError):
                 yield Part("said", text)
         else:
-            is_thought = THOUGHTS.search(head) and syntax.format.thought is not None
-            yield from passed_on(incoming, ENDS, "thought" if is_thought else "said")
+            yield from passed_on(incoming, ENDS, "thought" if THOUGHTS.search(head) else "said")
 
 
 class AnswerParser:

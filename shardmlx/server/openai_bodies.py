@@ -162,7 +162,6 @@ class ChatBody(RequestBody):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
-    reasoning_format: str | None = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, AfterValidator(_plain)] = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None

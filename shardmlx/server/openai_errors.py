@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 INVALID = "invalid_request_error"
@@ -17,23 +18,19 @@ TYPES = {
 """The types of errors in OpenAI's API and in Anthropic's, by their status."""
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """An error that answers a request with this HTTP ``status``; ``param`` is what is wrong."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.param = param
-        self.code = code
-        self.headers = dict(headers or {})
+    status: int
+    message: str
+    _: KW_ONLY
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] | None = None
+
+    def __str__(self) -> str:
+        return self.message
 
     @property
     def body(self) -> dict[str, Any]:
@@ -63,7 +60,7 @@ class ApiError(Exception):
         if field not in names:
             return self
         message = f"{names[field]}, in words of a chat: {self}"
-        return ApiError(self.status, message, param=names[field], code=self.code)
+        return replace(self, message=message, param=names[field])
 
 
 def refused(message: str, param: str | None = None, code: str | None = None) -> ApiError:

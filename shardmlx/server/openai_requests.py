@@ -113,16 +113,13 @@ def read_chat(body: bytes, served: ServedModel) -> ApiRequest:
         thought_end = known.thought.end
     structure = _structure(chat, tools, known)
     grammar = structure.grammar(served.complaint, thought_end, known.special) if structure else None
-    if chat.reasoning_format == "none":
-        known = replace(known, thought=None)
-    is_thinking = thought_end is not None and known.thought is not None
     # An answer with a structure is said to the letter.
     continues = goes_on or (structure is not None and not tools)
-    has_parts = is_thinking or tools or (known.thought is not None and not continues)
+    has_parts = thought_end is not None or tools or (known.thought is not None and not continues)
     syntax = AnswerSyntax(
         format=known,
         tools=tools,
-        is_thinking=is_thinking,
+        is_thinking=thought_end is not None,
         parallel=chat.parallel_tool_calls is not False and known.takes_several,
         continues=continues,
     )

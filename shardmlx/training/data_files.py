@@ -45,10 +45,11 @@ def parse_rows(path: Path, content: bytes) -> list[Row]:
 
 def _read_json_lines(path: Path, content: bytes) -> list[Row]:
     # In bytes, since text has line ends, such as U+2028, that JSON does not have.
-    return [_parse(line, row_name(path, i)) for i, line in enumerate(io.BytesIO(content))]
+    return [parse_row(line, row_name(path, i)) for i, line in enumerate(io.BytesIO(content))]
 
 
-def _parse(line: bytes, where: str) -> Row:
+def parse_row(line: bytes, where: str) -> Row:
+    """Return the JSON object of a line. Raises ``UserError``, which calls it ``where``."""
     remedy = (
         "mend it: one object on each line; jq -c '.[]?' makes that of an array, jq -c . of objects"
     )

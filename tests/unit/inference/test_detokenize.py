@@ -76,15 +76,6 @@ def bpe(spaces: pre_tokenizers.PreTokenizer, decoder: decoders.Decoder) -> Token
     return made
 
 
-def word_piece() -> Tokenizer:
-    made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()
-    made.train_from_iterator(
-        TEXTS, trainers.WordPieceTrainer(vocab_size=60, special_tokens=["[UNK]"])
-    )
-    return made
-
-
 def byte_level() -> Tokenizer:
     return bpe(pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel())
 
@@ -101,28 +92,21 @@ def metaspace() -> Tokenizer:
     return bpe(pre_tokenizers.Metaspace(), decoders.Metaspace())
 
 
-@pytest.mark.parametrize("cleans", [False, True])
-@pytest.mark.parametrize("make", [byte_level, sentence_piece, metaspace, word_piece])
-def test_the_text_is_that_of_all_tokens_at_once(
-    make: Callable[[], Tokenizer], cleans: bool
-) -> None:
-    tokenizer: Any = PreTrainedTokenizerFast(
-        tokenizer_object=make(),
-        clean_up_tokenization_spaces=cleans,
-        clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output=cleans,
-    )
+@pytest.mark.parametrize("make", [byte_level, sentence_piece, metaspace])
+def test_the_text_is_that_of_all_tokens_at_once(make: Callable[[], Tokenizer]) -> None:
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=make())
     for text in TEXTS:
         tokens = tokenizer.encode(text)
-        words = TokenText(tokenizer.decode, cleans=cleans)
+        words = TokenText(tokenizer.decode)
         came = [words.take(token, is_last=False) for token in tokens]
         assert "".join([*came, words.take(None, is_last=True)]) == tokenizer.decode(tokens)
         assert sum(map(bool, came)) > len(tokens) // 4, "it comes while it is written"
         before = tokens[: len(tokens) // 2]
         if not tokenizer.decode(before).endswith("\ufffd"):
-            more = TokenText(tokenizer.decode, before, trims=True, cleans=cleans)
+            more = TokenText(tokenizer.decode, before, trims=True)
             rest = [more.take(token, is_last=False) for token in tokens[len(before) :]]
             whole = tokenizer.decode(before) + "".join([*rest, more.take(None, is_last=True)])
-            assert whole == tokenizer.decode(tokens) or cleans
+            assert whole == tokenizer.decode(tokens)
 
 
 @pytest.mark.parametrize("piece", ["a", " ", "\ufffd", " a", ""])
@@ -134,7 +118,7 @@ def test_few_tokens_are_decoded_at_a_time(piece: str) -> None:
         most = max(most, len(tokens))
         return piece * len(tokens)
 
-    words = TokenText(decode, cleans=True)
+    words = TokenText(decode)
     came = [words.take(1, is_last=number == 999) for number in range(1000)]
     assert "".join(came) == piece * 1000
     assert most < 80

@@ -167,9 +167,6 @@ def test_a_call_that_is_cut_off_is_text(client: openai.OpenAI) -> None:
 def test_thoughts(client: openai.OpenAI) -> None:
     (choice,) = ask(client, "~hm</think>Aye.").choices  # as after a template that opens the thought
     assert (choice.message.reasoning_content, choice.message.content) == ("~hm", "Aye")
-    whole = {"reasoning_format": "none"}
-    (choice,) = ask(client, "<think>hm</think>Aye.", extra_body=whole).choices
-    assert choice.message.content == "<think>hm</think>Aye"
 
 
 def test_logprobs_are_of_all_tokens(client: openai.OpenAI) -> None:
