@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from shardmlx.common.units import parse_bytes
 from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.inference import MODEL, REFUSED, InferenceConfig, most_tokens
@@ -87,14 +86,6 @@ class ServeConfig(InferenceConfig):
     prefix_cache_dir: str | None = _server(
         None, "directory, on each machine, that keeps them for the next start", metavar="DIR"
     )
-    prefix_cache_size: int | None = _server(
-        None,
-        "size of all that is in it at most, on all machines together",
-        metavar="SIZE",
-        unset="what --cache-tokens take, for each model",
-        above=0,
-        parse=parse_bytes,
-    )
     max_queue: int = _server(64, "requests that may wait", metavar="REQUESTS", minimum=0)
     max_body: int = _server(4_000_000, "size of a request at most", metavar="BYTES", minimum=1000)
     grace: float = _server(
@@ -109,8 +100,6 @@ class ServeConfig(InferenceConfig):
         object.__setattr__(self, "cache_tokens", held(self.cache_tokens))
         unused = self.prefix_cache_dir is not None and not self.prefix_cache
         refuse("prefix_cache_dir", "needs --prefix-cache", "leave one of them out", when=unused)
-        alone = self.prefix_cache_size is not None and self.prefix_cache_dir is None
-        refuse("prefix_cache_size", "is for --prefix-cache-dir", "name that too", when=alone)
         is_key = self.api_key is None or (self.api_key.isascii() and self.api_key.strip())
         refuse("api_key", "is empty or not ASCII", "give letters and digits", when=not is_key)
 

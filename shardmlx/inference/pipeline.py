@@ -159,7 +159,7 @@ class FirstStage:
         """Tell the other ranks that all is well while nothing is generated, and store what is kept.
         Raises as ``step``."""
         item, files, cache = self._scheduler.idle_item(), self._worker.files, self._prefix_cache
-        kept = files.that_fit(cache.kept) if files is not None and cache is not None else {}
+        kept = {} if files is None or cache is None else cache.kept
         keys = _keys(kept)
         if files is None or keys == self._stored:
             self._tell(item)

@@ -25,7 +25,7 @@ from shardmlx.costmodel.memory_limits import (
 )
 from shardmlx.costmodel.workload import ModelSizes
 from shardmlx.errors import UserError
-from shardmlx.inference.prefix_cache import MOST_BORDERS, cuttable, most_copies
+from shardmlx.inference.prefix_cache import cuttable, most_copies
 from shardmlx.models.shape import ModelShape
 from shardmlx.models.shares import WHOLE, TensorShares
 from shardmlx.partitioners import PARTITIONERS, DoesNotFitError, LayerCosts
@@ -103,18 +103,6 @@ class InferencePlan:
         of_shares = setups_of(self.setup, self.shares)
         for each in self.stage_map.partition.ranges:
             yield from ((setup, each) for setup in of_shares)
-
-    def kept_bytes(self, tokens: int) -> int:
-        """Return the bytes of a kept sequence of so many ``tokens`` at most, on all ranks."""
-        alone = replace(
-            self.setup,
-            sequences=1,
-            context=tokens,
-            chunk=0,
-            cache_tokens=None,
-            state_copies=MOST_BORDERS,
-        )
-        return kv_cache_memory(alone, 0, alone.shape.num_layers)
 
 
 def plan_inference(

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -39,30 +38,14 @@ SAMPLE = 128
 
 SUFFIX = ".safetensors"
 
-MODEL = re.compile(r"[0-9a-f]{16}")
-"""The name of a model's directory."""
-
 
 @dataclass
 class PrefixFiles:
-    """The files of a rank, in a directory for one model. ``layers`` names each of its caches.
-
-    The files of all machines take at most ``most`` bytes, where that is given; those of a sequence
-    of so many tokens as many as ``bytes_of`` says.
-    """
+    """The files of a rank, in a directory for one model. ``layers`` names each of its caches."""
 
     directory: Path
     layers: tuple[str, ...]
-    most: int | None
-    bytes_of: Callable[[int], int]
     is_broken: bool = False
-
-    def that_fit(self, kept: Mapping[int, KeptPrefix]) -> dict[int, KeptPrefix]:
-        """Return the sequences used last for which there is room, in their order."""
-        found, most = dict(kept), sys.maxsize if self.most is None else self.most
-        while sum(self.bytes_of(len(each.tokens)) for each in found.values()) > most:
-            del found[next(iter(found))]
-        return found
 
     def mirror(self, kept: Mapping[str, KeptCaches]) -> None:
         """Have files of the ``kept`` sequences, by their keys, and of no others."""
@@ -146,16 +129,10 @@ class PrefixFiles:
 
 
 def open_prefix_files(
-    transport: Transport,
-    directory: str,
-    part: Slice,
-    settings: Sequence[Any],
-    most: int | None,
-    bytes_of: Callable[[int], int],
+    transport: Transport, directory: str, part: Slice, settings: Sequence[Any]
 ) -> PrefixFiles:
     """Return each rank's files for the model whose layers are in ``part``, with caches of these
-    ``settings``. Where they may take ``most`` bytes, those of other models in the directory go. All
-    ranks must call it; raises ``AgreedError``."""
+    ``settings``. All ranks must call it; raises ``AgreedError``."""
     everyone = transport.all_gather(_weights_of(part), "comparing weights")
     weights = {name: digest for mine in everyone for name, digest in mine.items()}
     model = json_digest([weights, *settings, version("mlx-lm")])[:16]
@@ -166,16 +143,13 @@ def open_prefix_files(
             path.mkdir(parents=True, exist_ok=True)
             for partial in path.glob(f"{PARTIAL}*"):
                 partial.unlink(missing_ok=True)
-            for model in path.parent.iterdir():
-                if most is not None and model != path and MODEL.fullmatch(model.name):
-                    _remove(model)
         except OSError as error:
             raise UserError(
                 f"--prefix-cache-dir {directory}: {why_not_written(error, path, 0)}"
             ) from None
 
     on_all_ranks(transport, "opening the prefix cache", make)
-    return PrefixFiles(path, part.cache_names, most, bytes_of)
+    return PrefixFiles(path, part.cache_names)
 
 
 def find_kept(
@@ -206,14 +180,6 @@ def _weights_of(part: Slice) -> dict[str, str]:
         about = f"{array.shape} {array.dtype}".encode()
         digests[name] = bytes_digest(about + np.array(ends).tobytes())
     return digests
-
-
-def _remove(model: Path) -> None:
-    """Take away the files of a model; ranks of one machine may do so at the same time."""
-    for file in (*model.glob(f"*{SUFFIX}"), *model.glob(INDEX)):
-        file.unlink(missing_ok=True)
-    with suppress(OSError):  # it has files of others
-        model.rmdir()
 
 
 def _layer_of(path: Path) -> str:

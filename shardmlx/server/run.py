@@ -49,10 +49,7 @@ def run(config: ServeConfig, transport: Transport, blas: Blas) -> None:
     if config.prefix_cache_dir is not None:
         setup = prepared.plan.setup
         settings = setup.max_kv_size, str(setup.quantisation), prepared.plan.shares.weights
-        files = open_prefix_files(
-            *(transport, config.prefix_cache_dir, prepared.part, settings),
-            *(config.prefix_cache_size, prepared.plan.kept_bytes),
-        )
+        files = open_prefix_files(transport, config.prefix_cache_dir, prepared.part, settings)
         if prepared.head is not None:
             files = replace(files, layers=(*files.layers, HEAD))
         prepared = replace(prepared, prefix_files=files)

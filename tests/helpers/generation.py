@@ -62,9 +62,6 @@ def on_ranks(
     max_kv_size: int | None = None,
     quantisation: CacheQuantisation | None = None,
     directory: Path | None = None,
-    apart: bool = False,
-    most_bytes: int | None = None,
-    bytes_of: Callable[[int], int] = int,
     said: list[str] | None = None,
     drafting: Drafting | None = None,
     head: Path | None = None,
@@ -72,9 +69,8 @@ def on_ranks(
 ) -> Any:
     """Return what ``work`` makes of the first stage, with a rank and a model for each range of
     layers, or as many as ``shares``, each of which has it whole. The model in the directory
-    ``head`` has the head that drafts. Another ``directory`` has what earlier ranks kept, in
-    ``most_bytes`` if tokens take those that ``bytes_of`` says, and one for each rank if they are on
-    machines ``apart``; ``said`` gets its faults."""
+    ``head`` has the head that drafts. Another ``directory`` has what earlier ranks kept;
+    ``said`` gets its faults."""
     mesh = Mesh(1, len(ranges), shares)
 
     def run(transport: Transport) -> Any:
@@ -88,8 +84,7 @@ def on_ranks(
         caches = KVCaches(lambda: holder.new_caches(max_kv_size), quantisation)
         files, prefixes = None, []
         if directory is not None:
-            own = directory / str(rank) if apart else directory
-            files = open_prefix_files(transport, str(own), part, (), most_bytes, bytes_of)
+            files = open_prefix_files(transport, str(directory), part, ())
             if of_head is not None:
                 files.layers += (HEAD,)
             told = said if said is not None and rank == 0 else []

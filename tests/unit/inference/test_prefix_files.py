@@ -120,30 +120,6 @@ def test_files_go_with_the_sequences_that_are_forgotten(tmp_path: Path) -> None:
     assert len([*tmp_path.rglob("*.safetensors")]) == LAYERS
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_what_was_used_longest_ago_goes_where_there_is_no_room(apart: bool, tmp_path: Path) -> None:
-    """And other models go, if there is a limit."""
-
-    def files(kind: str = "*") -> list[Path]:
-        return [each for each in tmp_path.rglob(kind) if each.is_file()]
-
-    serve(tmp_path, PROMPT, apart=apart)
-    earlier, size = files(), sum(each.stat().st_size for each in files())
-    foreign = earlier[0].parent.with_name("no-model")
-    foreign.mkdir()
-    reverse = PROMPT[::-1]
-    how: dict[str, Any] = {"seed": 2, "apart": apart, "bytes_of": lambda tokens: size}
-    serve(tmp_path, PROMPT, **how)
-    assert {*earlier} < {*files()}
-    serve(tmp_path, reverse, **how, most_bytes=2 * size)
-    assert not any(each.parent.exists() for each in earlier)
-    assert foreign.exists()
-    assert len(files("*.safetensors")) == 2 * LAYERS
-    serve(tmp_path, reverse, **how, most_bytes=size)
-    assert len(files("*.safetensors")) == LAYERS
-    assert serve(tmp_path, reverse, **how)[1] > 0
-
-
 def test_a_disk_that_takes_nothing_holds_nobody_up(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

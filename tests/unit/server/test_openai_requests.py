@@ -305,8 +305,7 @@ def test_also_within_messages_and_stream_options() -> None:
     [
         {"user": "ann", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"},
         {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}},
-        {"modalities": ["text"], "best_of": 1, "n": 1, "do_sample": True, "typical": 1.0},
-        {"detokenize": True, "num_beams": 1, "guidance_scale": 1.0, "add_bos_token": True},
+        {"modalities": ["text"], "best_of": 1, "n": 1, "do_sample": True},
         {"stop": "", "top_logprobs": 0, "logprobs": False},
         {"stop": ["", ""], "stream_options": {}, "presence_penalty": 0},
         {"a_switch_of_tomorrow": False, "its_list": [], "its_map": {}, "its_text": "", "its_0": 0},
