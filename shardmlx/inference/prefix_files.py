@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import file_digest
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import numpy as np
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from shardmlx.common.digests import bytes_digest, json_digest, new_digest
-from shardmlx.common.durable_files import PARTIAL, pieces_of, why_not_written
+from shardmlx.common.durable_files import PARTIAL, why_not_written
 from shardmlx.distributed.agreement import from_rank_0, on_all_ranks
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError, one_line
@@ -187,7 +188,5 @@ def _layer_of(path: Path) -> str:
 
 
 def _digest_of(path: Path) -> str:
-    digest = new_digest()
-    for piece in pieces_of(path):
-        digest.update(piece)
-    return digest.hexdigest()
+    with path.open("rb") as file:
+        return file_digest(file, new_digest).hexdigest()
