@@ -3,6 +3,8 @@ relay before the ring of tensor shares."""
 
 from __future__ import annotations
 
+import shardmlx.common.prepared
+
 import atexit
 import subprocess
 import sys
