@@ -36,6 +36,8 @@ class GenerationSetup:
     """Tokens of the longest sequence, prompt included."""
     chunk: int = WHOLE_CHUNK
     """Tokens of a prompt computed at a time; 0 leaves out the arrays that exist only meanwhile."""
+    longest: int | None = None
+    """Tokens of the longest prompt, or of the largest step, if they are known."""
     max_kv_size: int | None = None
     """Tokens that the KV cache of a sequence keeps at most."""
     cache_tokens: int | None = None
@@ -121,7 +123,7 @@ def _quantised(setup: GenerationSetup, how: CacheQuantisation, elements: int, to
 
 def _passing(setup: GenerationSetup) -> int:
     """Return the elements that exist while a layer computes a chunk."""
-    shape, chunk = setup.shape, min(setup.context, setup.chunk)
+    shape, chunk = setup.shape, min(setup.longest or setup.context, setup.chunk)
     most = 0
     for layer in shape.kinds:
         heads = layer.heads

@@ -140,6 +140,7 @@ def plan_inference(
         sequences=most,
         context=load.context,
         chunk=config.chunk(size, cluster.backend),
+        longest=max(load.prompt, most + config.most_drafts) if load.capacity is None else None,
         max_kv_size=limit,
         cache_tokens=load.capacity,
         quantisation=quantisation,
