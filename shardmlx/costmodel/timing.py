@@ -116,9 +116,8 @@ class ModelSeconds:
         if stop <= self.first_trained:
             return Seconds(forward)
         # Only layers with a backward pass are recomputed.
-        again = COMPUTED_AGAIN[self.recompute] * sum(
-            each.forward for each in self.layers[max(start, self.first_trained) : stop]
-        )
+        trained = self.layers[max(start, self.first_trained) : stop]
+        again = COMPUTED_AGAIN[self.recompute] * max(0.0, sum(each.forward for each in trained))
         backward = max(0.0, total.input_gradient + total.weight_gradient) + again
         if start <= self.first_trained:
             return Seconds(forward, 0.0, backward, update)
