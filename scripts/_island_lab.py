@@ -20,13 +20,13 @@ from tests.helpers.jobs import Running
 from tests.helpers.mpirun import in_file
 
 RANKS = dict.fromkeys(NAMES, 1) | {NAMES[-1]: 2}
-STEPS, FRAGMENTS = 20, 2
-HUB = f"--inner-steps {STEPS} --fragments {FRAGMENTS} --overlap 5 --deadline 5 --missing-after 15"
+STEPS, FRAGMENTS = 10, 2
+HUB = f"--inner-steps {STEPS} --fragments {FRAGMENTS} --overlap 3 --deadline 5 --missing-after 15"
 PATIENCE = 90.0
 """Seconds for what must happen; two heartbeats and the start of a rank on a busy machine."""
 
 TRAINING: dict[str, Any] = {
-    "fine_tune_type": "full", "num_layers": -1, "optimizer": "adam", "learning_rate": 5e-4,
+    "fine_tune_type": "full", "num_layers": -1, "optimizer": "adam", "learning_rate": 1e-3,
     "batch_size": 4, "max_seq_length": 64, "iters": 10**7, "steps_per_report": 10,
     "steps_per_eval": 100, "val_batches": 1, "save_every": 10**9, "checkpoint_every": 50,
     "timeout": 20, "schedule": "1f1b",
