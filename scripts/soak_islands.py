@@ -243,11 +243,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="soak-") as directory:
         soak = Soak(Path(directory), options.seed)
         tokens = soak.disturbed(options.events)
+        for what, count in sorted(soak.counts.items()):
+            print(f"{what}: {count}")
+        print(f"named within {soak.slowest:.0f} s", flush=True)
         for seed in range(1, options.undisturbed + 1):
             soak.undisturbed(tokens, seed)
-    for what, count in sorted(soak.counts.items()):
-        print(f"{what}: {count}")
-    print(f"named within {soak.slowest:.0f} s")
     last, *others = (curve[-1] for curve in soak.curves)
     least, most = min(others, default=last), max(others, default=last)
     is_within = abs(last - (least + most) / 2) <= 1.5 * (most - least)
