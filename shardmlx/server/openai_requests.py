@@ -16,7 +16,6 @@ from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.server.accepted_fields import Json
 from shardmlx.server.answer_parser import AnswerSyntax
 from shardmlx.server.client_tools import ClientTool
-from shardmlx.server.forced_calls import call_rules
 from shardmlx.server.model_names import ModelNames
 from shardmlx.server.openai_bodies import (
     ALL_THAT_FIT,
@@ -28,7 +27,7 @@ from shardmlx.server.openai_bodies import (
 )
 from shardmlx.server.openai_errors import ApiError, refused, shown
 from shardmlx.server.request_queue import GenerationRequest
-from shardmlx.server.structure import Structure
+from shardmlx.server.structure import Structure, call_rules
 
 COLDEST = 1e-3
 """Lower temperatures count as 0: logits divided by them would leave float16's range."""

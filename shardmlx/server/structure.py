@@ -1,4 +1,5 @@
-"""The structure that a request wants its answer to have, as a grammar. No MLX, no MPI.
+"""The structure that a request wants its answer to have, or a call of a tool, as a grammar. No MLX,
+no MPI.
 
 OpenAI's ``response_format``, and vLLM's ``structured_outputs``; the grammar is llguidance's Lark.
 """
@@ -15,6 +16,7 @@ from pydantic import Field
 from pydantic import Json as FromJson
 
 from shardmlx.errors import UserError
+from shardmlx.inference.answer_format import CallFormat, Tool
 from shardmlx.server.accepted_fields import Body, Listed
 from shardmlx.server.openai_errors import refused
 
@@ -200,3 +202,29 @@ def escaped(pattern: str) -> str:
     """Return a pattern for between two slashes, in one line."""
     told = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
     return re.sub(r"(?s)\\.|[/\n]", lambda found: told.get(found[0], found[0]), pattern)
+
+
+def call_rules(
+    tools: Sequence[Tool], written: CallFormat, special: Mapping[str, int], *, parallel: bool
+) -> list[str]:
+    """Return the rules of a ``body`` that calls one of ``tools``, or several if calls may be
+    ``parallel``."""
+
+    def said(text: str) -> str:
+        return " ".join(terms(text, special))
+
+    thought, more, rules = "", "", []
+    if written.thought is not None:
+        thought = f"({said(written.thought.start)} THOUGHT {said(written.thought.end)})?"
+        rules.append("THOUGHT: /(?s:.*)/")
+    for number, tool in enumerate(tools):
+        name = tool["function"]["name"]
+        schema = closed({"type": "object", **tool["function"]["parameters"]})
+        rules.append(f"arguments_{number}: {json_term(schema, LITTLE_SPACE)}")
+        before, after = said(written.begun(name)), said(written.after)
+        rules.append(f"call_{number}: {before} arguments_{number} {after}")
+    rules.append(f"call: {' | '.join(f'call_{number}' for number in range(len(tools)))}")
+    if parallel and written.between is not None:
+        more = f"({said(written.between)} call)*"
+    body = [thought, said(written.first), "call", more, said(written.last)]
+    return [f"body: {' '.join(filter(None, body))}", *rules]

@@ -18,9 +18,8 @@ from shardmlx.inference.grammars import Grammars, share_grammars
 from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.sampling_params import BROKEN, SamplingParams
-from shardmlx.server.forced_calls import call_rules
 from shardmlx.server.openai_errors import ApiError
-from shardmlx.server.structure import StructureBody, StructuredBody, grammar_of
+from shardmlx.server.structure import StructureBody, StructuredBody, call_rules, grammar_of
 from tests.helpers.answers import format_of, parts_of
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 

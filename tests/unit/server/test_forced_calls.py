@@ -13,9 +13,8 @@ import pytest
 from mlx_lm import tool_parsers
 
 from shardmlx.inference.answer_format import HARMONY
-from shardmlx.server.forced_calls import call_rules
 from shardmlx.server.openai_errors import ApiError
-from shardmlx.server.structure import Structure, grammar_of, json_term
+from shardmlx.server.structure import Structure, call_rules, grammar_of, json_term
 from tests.helpers.answers import BARE_JSON, format_of, parts_of
 
 llguidance: Any = pytest.importorskip("llguidance", reason="needs llguidance: pip install it")
