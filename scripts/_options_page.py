@@ -116,7 +116,8 @@ def page(name: str) -> str:
 
 def _tables(options: list[Declared]) -> Iterator[str]:
     """Yield a table for each group of options, those of the YAML file last."""
-    groups = dict.fromkeys(each.rules.group for each in options if each.rules.flag)
+    found = dict.fromkeys(each.rules.group for each in options if each.rules.flag)
+    groups = sorted(found, key=lambda group: group is not None)
     for group in groups:
         some = [each for each in options if each.rules.flag and each.rules.group == group]
         if group is not None and len(groups) > 1:

@@ -32,7 +32,7 @@ from shardmlx.islands.protocol import Join, Joined, Progress, Tensor, report_pat
 
 NAMES = ("ann", "ben", "cid", "dee")
 NUMBERS = 1000
-OPTIONS = "--outer-optimizer elastic --outer-learning-rate 1 --deadline 0.5 --missing-after 1"
+OPTIONS = "--outer-optimizer elastic:1 --deadline 0.5"
 SECONDS_TO_SETTLE = 20.0
 
 

@@ -9,15 +9,15 @@ from importlib.util import find_spec
 
 import numpy as np
 
-from shardmlx.errors import UserError
+from shardmlx.config.options import Spec, in_group, refuse
+from shardmlx.islands.outer import ROUNDS
 
 MEAN, TRIMMED_MEAN, MEDIAN = "mean", "trimmed-mean", "median"
 
 TRIMMED = 0.2
 """Share of the numbers that the trimmed mean leaves out at each end, at least one of three."""
 
-PIECE = 1 << 20
-"""Numbers that are in memory in float64 at a time."""
+_rounds = in_group(ROUNDS)
 
 DELTA = 1e-5
 """Probability with which the privacy may fail."""
@@ -59,8 +59,7 @@ AGGREGATES: Mapping[str, Callable[[Iterable[np.ndarray], Sequence[float]], np.nd
 def squared_norm(array: np.ndarray) -> float:
     """Return the sum of squares, which is not finite if a number is not."""
     flat = array.reshape(-1)
-    pieces = (flat[at : at + PIECE].astype(np.float64) for at in range(0, flat.size, PIECE))
-    return sum(float(piece @ piece) for piece in pieces)
+    return float(np.einsum("i,i", flat, flat, dtype=np.float64))
 
 
 def too_long(norm: float, others: Sequence[float], most_ratio: float | None) -> str | None:
@@ -76,18 +75,22 @@ def too_long(norm: float, others: Sequence[float], most_ratio: float | None) -> 
     return f"the difference's norm is {norm:.4g}, over {most_ratio:g} times that of others"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Privacy:
+@dataclass(frozen=True, kw_only=True)
+class Privacy(Spec):
     """DP-FedAvg (McMahan et al., arXiv:1710.06963): each difference is clipped to the norm
     ``clip``, and Gaussian noise of ``noise * clip / reports`` is added to the mean. Raises
     ``UserError``."""
 
-    clip: float | None = None
-    noise: float = 0.0
+    clip: float | None = _rounds(
+        None, "norm to which fedavg shortens a difference", metavar="NORM", above=0
+    )
+    noise: float = _rounds(
+        0.0, "Gaussian noise, in --clip, on the sum of differences", metavar="FACTOR", minimum=0
+    )
 
     def __post_init__(self) -> None:
-        if self.noise and self.clip is None:
-            raise UserError(f"noise is {self.noise:g} without clip", "give --clip too")
+        lacks_clip = self.noise and self.clip is None
+        refuse("noise", f"is {self.noise:g} without clip", "give --clip too", when=lacks_clip)
 
     def factor(self, norm: float) -> float:
         """Return the factor that clips a difference of this norm."""

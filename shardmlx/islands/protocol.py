@@ -26,11 +26,18 @@ from itertools import groupby, zip_longest
 from typing import Any, NamedTuple, Self
 
 from shardmlx.common.yaml_reader import is_number
+from shardmlx.config.options import OptionError, Spec, check_options, in_group, refuse
 from shardmlx.errors import UserError
 from shardmlx.islands.encodings import encoding_named
+from shardmlx.islands.outer import AVERAGE, NESTEROV, ROUNDS, SGD, OuterOptimizer
 
 DILOCO, ASYNC, FEDAVG, PARAMETER_SERVER = "diloco", "async", "fedavg", "parameter-server"
 MODES = (DILOCO, ASYNC, FEDAVG, PARAMETER_SERVER)
+
+TRAINING = "what islands do"
+"""Group of options."""
+
+_training, _rounds = map(in_group, (TRAINING, ROUNDS))
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,40}")
 """Form of an island's name, which is a file's name too."""
@@ -52,7 +59,7 @@ class Refusal(UserError):
         self.more = more
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Message:
     """Fields that travel as JSON. A subclass checks them when it is built."""
 
@@ -71,32 +78,55 @@ class Message:
         return asdict(self)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms(Message):
+@dataclass(frozen=True, kw_only=True)
+class Terms(Message, Spec):
     """The way in which islands train and report. The hub sets it; an island learns it as it joins.
 
-    An island reports a fragment every ``inner_steps`` steps, and trains ``overlap`` steps more
-    until it takes the new version. ``elastic`` is the share of the way to the outer weights that it
-    then goes; None for all of it. Raises ``UserError``.
+    Raises ``OptionError``.
     """
 
-    mode: str = DILOCO
-    inner_steps: int = 100
-    overlap: int = 0
-    fragments: int = 1
-    encoding: str = "float32"
-    elastic: float | None = None
+    mode: str = _training(DILOCO, "when differences count, and by what weights", choices=MODES)
+    inner_steps: int = _training(
+        100, "steps between two reports of an island; 1 for a parameter server", minimum=1
+    )
+    overlap: int = _training(0, "steps that it trains on while it waits for a round", minimum=0)
+    fragments: int = _training(
+        1, "parts of the model, which are sent one after the other", minimum=1
+    )
+    encoding: str = _training(
+        "float32",
+        "form of differences: float32, bfloat16, int8, top-k:SHARE, low-rank:RANK",
+        metavar="FORM",
+    )
+    outer_optimizer: str | None = _rounds(
+        None,
+        "what makes new weights of differences, with its learning rate: "
+        "nesterov:RATE,MOMENTUM, sgd:RATE, average, elastic:RATE",
+        unset=f"{NESTEROV}:0.7,0.9; {AVERAGE} for {FEDAVG}, {SGD} for {PARAMETER_SERVER}",
+        metavar="NAME",
+    )
 
     def __post_init__(self) -> None:
-        if self.overlap >= self.inner_steps:
-            problem = f"overlap is {self.overlap} with inner_steps {self.inner_steps}"
-            raise UserError(problem, "give fewer steps: a fragment is merged before its report")
-        if self.elastic is not None and not 0 < self.elastic <= 1:
-            raise UserError(f"elastic is {self.elastic}", "give a share above 0, up to 1")
-        try:
-            encoding_named(self.encoding)
-        except ValueError as error:
-            raise UserError(f"encoding is {self.encoding!r}", str(error)) from None
+        check_options(self)
+        if self.mode == PARAMETER_SERVER:
+            object.__setattr__(self, "inner_steps", 1)
+        refuse(
+            "overlap",
+            f"is {self.overlap} with inner_steps {self.inner_steps}",
+            "give fewer steps: a fragment is merged before its report",
+            when=self.overlap >= self.inner_steps,
+        )
+        for name, made_of in (("encoding", encoding_named), ("outer_optimizer", OuterOptimizer.of)):
+            text = getattr(self, name)
+            try:
+                made_of(text or NESTEROV)
+            except ValueError as error:
+                raise OptionError(name, f"is {text!r}", str(error)) from None
+
+    @property
+    def optimizer(self) -> OuterOptimizer:
+        usual = {FEDAVG: AVERAGE, PARAMETER_SERVER: SGD}.get(self.mode, NESTEROV)
+        return OuterOptimizer.of(self.outer_optimizer or usual)
 
     @property
     def copies(self) -> int:
@@ -160,7 +190,7 @@ def _layer_of(tensor: Tensor) -> str:
     return found[1] if found else tensor.name.rpartition(".")[0]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Join(Message):
     """The first message of an island: ``POST /join``.
 
@@ -196,7 +226,7 @@ class Join(Message):
                 raise UserError(f"{tensor} stands where the hub has {its}", AGREE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Joined(Message):
     """The hub's answer to ``Join``.
 
@@ -216,7 +246,7 @@ class Joined(Message):
             object.__setattr__(self, "terms", Terms.of_json(self.terms))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Progress(Message):
     """The heartbeat of an island: ``POST /progress``. The answer is {ended, evaluate}."""
 

@@ -28,6 +28,9 @@ from shardmlx.islands.store import Differences, FragmentStore, Report, Run
 MOST_POINTS = 400
 """Losses of an island that are kept for its curve."""
 
+SECONDS_MISSING = 60.0
+"""Seconds without a sign of an island after which rounds do not wait for it."""
+
 MOST_PENDING = 3
 """Reports of one island for a fragment that may wait at a time."""
 
@@ -82,7 +85,7 @@ class Rounds:
 
     def present(self) -> list[str]:
         """Return the names of islands that train: heard of lately, and not leaving."""
-        least = self._clock() - self.options.missing_after
+        least = self._clock() - SECONDS_MISSING
         return sorted(
             name
             for name in self.run.islands & self.islands.keys()
@@ -209,7 +212,7 @@ class Rounds:
         return pending
 
     def _advance(self, fragment: FragmentStore, reports: Sequence[Report]) -> None:
-        options, privacy = self.options, self.options.privacy
+        options, privacy, optimizer = self.options, self.options.privacy, self.options.optimizer
         of_islands = [[*own] for _, own in groupby(reports, attrgetter("island"))]
         # The norm of a sum is at most the sum of norms.
         factors = [privacy.factor(sum(each.norm for each in own)) for own in of_islands]
@@ -226,7 +229,7 @@ class Rounds:
             mean = AGGREGATES[options.aggregate](clipped, weights)
             mean = privacy.noisy(mean, len(factors), self._random)
             count = len(factors)
-            return options.optimizer.step(now, momentum, mean, reports=count, staleness=staleness)
+            return optimizer.step(now, momentum, mean, reports=count, staleness=staleness)
 
         fragment.advance(reports, step)
 

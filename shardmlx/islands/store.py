@@ -296,10 +296,12 @@ class Run:
 
     def _go_on(self, run: Mapping[str, Any], terms: Terms | None) -> None:
         self.terms = Terms.of_json(run["terms"])
-        for name, own in self.terms.to_json().items():
-            if terms is not None and getattr(terms, name) != own:
-                problem = f"{name} is {getattr(terms, name)}, and {self.directory} has {own}"
-                raise UserError(problem, "give the same, or another --path")
+        if terms is not None:
+            for name, own in self.terms.to_json().items():
+                if getattr(terms, name) != own and name != "outer_optimizer":
+                    problem = f"{name} is {getattr(terms, name)}, and {self.directory} has {own}"
+                    raise UserError(problem, "give the same, or another --path")
+            self.terms = terms
         self._open(Join.of_json(run["first"]))
         self.islands, self.began = set(run["islands"]), run["began"]
 

@@ -392,8 +392,8 @@ class Island:
         weight = base
         if reported is not None:
             then = reported.astype(mx.float32)
-            if self._terms.elastic is not None:
-                weight = then + self._terms.elastic * (base - then)
+            if (share := self._terms.optimizer.elastic) != 1:
+                weight = then + share * (base - then)
             if now is not reported:
                 weight = weight + (now.astype(mx.float32) - then)
         self._updater.replace(name, weight)

@@ -98,7 +98,7 @@ def test_two_islands_join_report_and_get_the_mean_of_their_weights(tmp_path: Pat
 def test_a_repeated_report_counts_once_and_one_that_contains_it_is_told_the_version(
     tmp_path: Path,
 ) -> None:
-    with clients(tmp_path, missing_after=0.05) as (_, ann, _ben):
+    with clients(tmp_path, deadline=0.05) as (_, ann, _ben):
         ann.report(np.full(10, 1))
         assert ann.report(np.full(10, 1)).json()["repeated"] is True
         assert ann.version(after=0) == 1
@@ -110,7 +110,7 @@ def test_a_repeated_report_counts_once_and_one_that_contains_it_is_told_the_vers
 def test_a_download_goes_on_where_it_broke_off_and_begins_anew_with_a_new_version(
     tmp_path: Path,
 ) -> None:
-    with clients(tmp_path, missing_after=0.05) as (_, ann, _ben):
+    with clients(tmp_path, deadline=0.05) as (_, ann, _ben):
         first = ann.http.get("/fragments/0/weights")
         assert (first.headers["x-version"], len(first.content)) == ("0", 40)
         resumed = {"range": "bytes=8-", "if-range": first.headers["etag"]}
@@ -124,7 +124,7 @@ def test_a_download_goes_on_where_it_broke_off_and_begins_anew_with_a_new_versio
 
 
 def test_the_encoded_change_leads_from_one_version_to_the_next(tmp_path: Path) -> None:
-    with clients(tmp_path, missing_after=0.05, encoding="int8") as (hub, ann, _ben):
+    with clients(tmp_path, deadline=0.05, encoding="int8") as (hub, ann, _ben):
         encoding = encoding_named("int8")
         parts = np.split(np.linspace(-1, 1, 10, dtype=np.float32), [6])
         body = b"".join(encoding.encode(part).tobytes() for part in parts)

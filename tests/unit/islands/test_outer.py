@@ -23,7 +23,7 @@ WEIGHTS, FIRST, SECOND = (RANDOM.standard_normal((5, 7), np.float32) for _ in ra
 
 
 def test_nesterov_is_that_of_torch_in_float32() -> None:
-    optimizer = OuterOptimizer()
+    optimizer = OuterOptimizer.of("nesterov")
     weights, momentum = optimizer.step(WEIGHTS, None, FIRST)
     weights, momentum = optimizer.step(weights, momentum, SECOND)
     buffer, theta = FIRST.astype(np.float64), WEIGHTS.astype(np.float64)
@@ -37,27 +37,38 @@ def test_nesterov_is_that_of_torch_in_float32() -> None:
 
 
 def test_average_takes_the_mean_of_weights_to_the_bit() -> None:
-    weights, momentum = OuterOptimizer(name="average").step(WEIGHTS, None, FIRST)
+    weights, momentum = OuterOptimizer.of("average").step(WEIGHTS, None, FIRST)
     assert momentum is None
     np.testing.assert_array_equal(weights, WEIGHTS - FIRST)
-    np.testing.assert_array_equal(weights, OuterOptimizer(name="sgd").step(WEIGHTS, None, FIRST)[0])
+    np.testing.assert_array_equal(weights, OuterOptimizer.of("sgd").step(WEIGHTS, None, FIRST)[0])
 
 
 def test_elastic_is_pulled_by_each_report() -> None:
-    weights, _ = OuterOptimizer(name="elastic").step(WEIGHTS, None, FIRST, reports=3)
+    weights, _ = OuterOptimizer.of("elastic").step(WEIGHTS, None, FIRST, reports=3)
     np.testing.assert_allclose(weights, WEIGHTS - 0.1 * 3 * FIRST, atol=1e-6)
-    assert OuterOptimizer(name="elastic", rate=0.25).elastic == 0.25
-    assert OuterOptimizer().elastic is None
+    assert OuterOptimizer.of("elastic:0.25").elastic == 0.25
+    assert OuterOptimizer.of("nesterov").elastic == 1
 
 
 def test_a_report_three_versions_old_moves_a_quarter() -> None:
-    weights, _ = OuterOptimizer(name="sgd").step(WEIGHTS, None, FIRST, staleness=3)
+    weights, _ = OuterOptimizer.of("sgd").step(WEIGHTS, None, FIRST, staleness=3)
     np.testing.assert_allclose(weights, WEIGHTS - FIRST / 4, atol=1e-6)
 
 
-def test_an_average_with_a_learning_rate_is_refused() -> None:
-    with pytest.raises(UserError, match=r"0\.5"):
-        OuterOptimizer(name="average", rate=0.5)
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("average:0.5", "sgd:RATE"),
+        ("elastic:1.5", "elastic:0.1"),
+        ("nesterov:0.7,0.9,1", "nesterov:0.7,0.9"),
+        ("sgd:x", "numbers"),
+        ("sgd:nan", "sgd:1"),
+        ("adam", "nesterov, sgd"),
+    ],
+)
+def test_an_optimizer_that_is_none_is_refused_with_what_to_give(text: str, remedy: str) -> None:
+    with pytest.raises(ValueError, match=remedy):
+        OuterOptimizer.of(text)
 
 
 def test_the_mean_adds_in_order_and_divides_once() -> None:

@@ -46,7 +46,7 @@ def test_with_more_fragments_than_steps_each_is_due_once_all_the_same() -> None:
     [
         ({"inner_steps": 4, "overlap": 4}, "overlap is 4"),
         ({"encoding": "int4"}, "int4"),
-        ({"elastic": 1.5}, "1.5"),
+        ({"outer_optimizer": "elastic:1.5"}, "1.5"),
         ({"unheard": 1}, "unheard"),
     ],
 )
@@ -93,7 +93,9 @@ def test_what_is_no_list_of_tensors_is_refused(value: Any) -> None:
 def test_messages_are_the_same_after_their_way_through_json() -> None:
     import json
 
-    joined = Joined(terms=Terms(elastic=0.5), versions=[3, None], seqs=[1, 0], seed=True)
+    joined = Joined(
+        terms=Terms(outer_optimizer="elastic:0.5"), versions=[3, None], seqs=[1, 0], seed=True
+    )
     progress = Progress(step=3, tokens=100, val_loss=2.5)
     for message in (JOIN, joined, progress):
         assert type(message).of_json(json.loads(json.dumps(message.to_json()))) == message

@@ -242,7 +242,7 @@ def test_a_median_does_not_follow_one_liar_of_three(made: Make) -> None:
 
 def test_a_parameter_server_reports_each_step_and_takes_the_mean(made: Make) -> None:
     hub = made(mode="parameter-server", outer_optimizer=None)
-    assert (hub.options.terms.inner_steps, hub.options.optimizer.name) == (1, "sgd")
+    assert (hub.options.inner_steps, hub.options.optimizer.name) == (1, "sgd")
     hub.report("ann", 1)
     hub.report("ben", 2)
     assert hub.close() == (1, -1.5)

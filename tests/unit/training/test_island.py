@@ -107,8 +107,8 @@ def test_elastic_averaging_pulls_islands_and_hub_to_each_other(
     tmp_path: Path,
 ) -> None:
     made = islands(2, **LORA)
-    how: dict[str, Any] = {"outer_optimizer": "elastic", "outer_learning_rate": 0.25}
-    with running_hub(tmp_path / "hub", "ann,bob", inner_steps=H, **how) as hub:
+    how: dict[str, Any] = {"inner_steps": H, "outer_optimizer": "elastic:0.25"}
+    with running_hub(tmp_path / "hub", "ann,bob", **how) as hub:
         tokens(hub)
         train_islands(hub, made, {})
 
