@@ -44,6 +44,10 @@ PIECE = 1 << 16
 SECONDS_TO_LEAVE = 3.0
 """Seconds for the last heartbeat, for which the end of a run waits."""
 
+OWN, CHANGE, WEIGHTS, INSTEAD = "own", "change", "weights", "instead"
+"""Forms in which a version comes: the island's first weights, the encoded change from its base, all
+weights, and all weights in the place of a report that the hub refused."""
+
 HEARTBEAT_SECONDS = 10.0
 """Seconds between two heartbeats: the hub takes an island for missing after some more."""
 
@@ -111,12 +115,6 @@ class Hub:
         answer: Mapping[str, Any] = self._json("POST", "/progress", message.to_json())
         return answer
 
-    def version(self, fragment: int, after: int) -> tuple[int, bool]:
-        """Return a fragment's version, at once if it is above ``after``, else soon, and whether the
-        run has ended."""
-        answer = self._json("GET", f"/fragments/{fragment}?after={after}")
-        return int(answer["version"]), bool(answer["ended"])
-
     def put(self, path: str, body: IO[bytes]) -> None:
         """Upload a whole file: a report, or a seed."""
         length = body.seek(0, os.SEEK_END)
@@ -126,28 +124,38 @@ class Hub:
         with self._answer("PUT", path, pieces, headers, SECONDS_TO_CHECK) as answer:
             answer.read()
 
-    def get(self, path: str, into: IO[bytes], patience: float = math.inf) -> int:
-        """Download into an empty file; return the version. This one method persists by itself,
-        since it knows what has come already."""
-        etag = ""
+    def take(self, fragment: int, after: int | None, into: IO[bytes]) -> tuple[int, bool]:
+        """Download the version of a fragment above ``after``, once there is one, or the newest if
+        that is None, into a file. Return the version, and whether its bytes are the encoded change
+        from ``after``. This one method persists by itself, since it knows what has come already.
 
-        def attempt() -> int:
+        Raises ``Refusal`` with ``ended`` if no version will come.
+        """
+        path = f"/fragments/{fragment}" + ("" if after is None else f"?after={after}")
+        etag = ""
+        into.truncate(0)
+
+        def attempt() -> tuple[int, bool] | None:
             nonlocal etag
             start = into.seek(0, os.SEEK_END)
             headers = {"range": f"bytes={start}-", "if-range": etag} if start else {}
             with self._answer("GET", path, headers=headers) as answer:
+                if answer.status == HTTPStatus.NO_CONTENT and not self.closed.is_set():
+                    return None
                 if answer.status != HTTPStatus.PARTIAL_CONTENT:
                     into.seek(0)
                     into.truncate()
                 etag = answer.headers["etag"] or ""
-                left = int(answer.headers["content-length"])
+                left = int(answer.headers["content-length"] or 0)
                 begin = into.tell()
                 into.writelines(self._pieces(answer))
-                if into.tell() - begin < left:
+                if into.tell() - begin < left or not left:
                     raise HubAway(f"{path} broke off")
-                return int(answer.headers["x-version"])
+                return int(answer.headers["x-version"]), answer.headers["x-part"] == "change"
 
-        return self.persist(attempt, patience)
+        while (came := self.persist(attempt, math.inf)) is None:
+            pass
+        return came
 
     def _pieces(self, file: Any) -> Iterator[bytes]:
         """Yield the bytes of a file, and note that some come: a large one may take hours."""
@@ -196,58 +204,51 @@ class Hub:
 
 
 class Exchange:
-    """A report, its ``body`` in a file, on its way to the hub, and the version of the fragment that
-    follows on its way back, into the same file."""
+    """A body on its way to the hub, and the version of the fragment that follows on its way back,
+    into the same file. The body is put at ``path``: a report from version ``base``, or first
+    weights; for None it is empty, and the newest version is all that is asked for."""
 
-    def __init__(self, hub: Hub, fragment: int, base: int, path: str, body: IO[bytes]) -> None:
+    def __init__(
+        self, hub: Hub, fragment: int, base: int | None, path: str | None, body: IO[bytes]
+    ) -> None:
         self._hub, self._path, self._fragment, self._base = hub, path, fragment, base
         self.body = body
-        self.version = base
-        self.is_change = False
-        """True for the encoded change from the base, False for the weights in float32."""
-        self.refusal: str | None = None
+        self.version: int | None = None
+        """None if no version has come: later because of an ``error``, or the end of the run."""
+        self.form = WEIGHTS
+        self.refusal = ""
         """The reason why the hub does not want the report, which is then lost."""
-        self.ended = False
-        """True once the run has ended: no newer version may come."""
         self.error: Exception | None = None
         self.is_done = threading.Event()
         threading.Thread(target=self._run, name=f"fragment {fragment}", daemon=True).start()
 
     def _run(self) -> None:
-        hub, k = self._hub, self._fragment
         try:
-            self._report()
-            newest = partial(hub.version, k, self._base)
-            while self.version <= self._base and not (self.ended or hub.closed.wait(0.05)):
-                self.version, self.ended = hub.persist(newest, math.inf)
-            if self.version > self._base:
-                self._download()
+            self._put()
+            if self.form == OWN:
+                self.version = 0
+            else:
+                after = None if self.form == INSTEAD else self._base
+                self.version, is_change = self._hub.take(self._fragment, after, self.body)
+                if is_change:
+                    self.form = CHANGE
         except Exception as error:
-            self.error = error
+            if not isinstance(error, Refusal) or "ended" not in error.more:
+                self.error = error
         self.is_done.set()
 
-    def _report(self) -> None:
+    def _put(self) -> None:
+        if self._path is None:
+            return
         try:
             self._hub.persist(partial(self._hub.put, self._path, self.body), math.inf)
+            if self._base is None:
+                self.form = OWN
         except Refusal as refusal:
-            if refusal.status == HTTPStatus.UNPROCESSABLE_ENTITY:
-                self.refusal = str(refusal)
-            elif "version" not in refusal.more:  # it has counted this before
+            if refusal.status == HTTPStatus.UNPROCESSABLE_ENTITY and self._base is not None:
+                self.form, self.refusal = INSTEAD, str(refusal)
+            elif "version" not in refusal.more:  # it has counted this before, or others' weights
                 raise
-
-    def _download(self) -> None:
-        place, self.is_change = f"/fragments/{self._fragment}", self.version == self._base + 1
-        if self.is_change:
-            self.body.truncate(0)
-            try:
-                self.version = self._hub.get(f"{place}/change?version={self.version}", self.body)
-            except Refusal as refusal:  # there is a newer one, or the weights are as long
-                self.is_change = False
-                if refusal.status != HTTPStatus.NOT_FOUND:
-                    raise
-        if not self.is_change:
-            self.body.truncate(0)
-            self.version = self._hub.get(f"{place}/weights", self.body)
 
 
 class Heartbeat:

@@ -56,10 +56,8 @@ def make_app(rounds: Rounds) -> Starlette:
         Route("/join", api.known(api.join), methods=["POST"]),
         Route("/progress", api.known(api.progress), methods=["POST"]),
         Route(number, api.known(api.version)),
-        Route(f"{number}/weights", api.known(api.weights)),
-        Route(f"{number}/change", api.known(api.change)),
         Route(f"{number}/seed", api.known(api.seed), methods=["PUT"]),
-        Route(f"{number}/reports/{{seq}}", api.known(api.report), methods=["PUT"]),
+        Route(f"{number}/reports/{{life}}-{{base}}", api.known(api.report), methods=["PUT"]),
     ]
     errors = (UserError, HTTPException, ClientDisconnect, Exception)
     app = Starlette(routes=routes, exception_handlers=dict.fromkeys(errors, api.answer_error))
@@ -125,22 +123,26 @@ class _Api:
         return JSONResponse(self._rounds.progress(name, message))
 
     async def version(self, request: Request, name: str) -> Response:
-        """Answer once the version of a fragment is above ``after``, or after some seconds."""
-        number, after = _number(request, "k"), _number(request, "after")
+        """Answer with a fragment's newest version, once it is above ``after``: with the encoded
+        change if one leads there, or else with the weights. 204 says that none has come yet."""
+        fragment, number = self._fragment(request), _number(request, "k")
+        after = _number(request, "after") if "after" in request.query_params else -1
         until = time.monotonic() + SECONDS_TO_WAIT
         while True:
             ended = self._rounds.ended  # asked first: the version is then the last
             version = self._rounds.version_for(name, number, after)
-            if version > after or ended or time.monotonic() >= until:
-                return JSONResponse({"version": version, "ended": ended})
+            if version > after:
+                break
+            if ended:
+                raise Refusal(410, "the run has ended", ended=True)
+            if time.monotonic() >= until:
+                return Response(status_code=204)
             await asyncio.sleep(SECONDS_TO_LOOK)
-
-    async def weights(self, request: Request, name: str) -> Response:
-        fragment = self._fragment(request)
-        return _file(fragment, PUBLISHED, _version(fragment))
-
-    async def change(self, request: Request, name: str) -> Response:
-        return _file(self._fragment(request), CHANGE, _number(request, "version"))
+        has_change = version == after + 1 and fragment.path(CHANGE, version).exists()
+        part = CHANGE if has_change else PUBLISHED
+        etag = f'"{number}-{version}-{part}"'
+        headers = {"x-version": str(version), "x-part": part, "etag": etag}
+        return FileResponse(fragment.path(part, version), headers=headers)
 
     async def seed(self, request: Request, name: str) -> Response:
         fragment, number = self._fragment(request), _number(request, "k")
@@ -153,16 +155,15 @@ class _Api:
 
     async def report(self, request: Request, name: str) -> Response:
         fragment, number = self._fragment(request), _number(request, "k")
-        names = ("seq", "base", "after", "rows", "tokens")
-        report = Report(island=name, **{each: _number(request, each) for each in names})
+        counts = {each: _number(request, each) for each in ("life", "base", "rows", "tokens")}
+        report = Report(island=name, **counts)
 
-        def take(body: Path) -> bool:
-            return self._rounds.take(report, number, body)
+        def take(body: Path) -> None:
+            self._rounds.take(report, number, body)
 
         # Whether it is refused is said behind its body: before it, the answer could get lost.
-        is_new = await self._upload(request, name, fragment, fragment.report_bytes, take)
-        answer = {"version": fragment.version, "repeated": not is_new, "ended": self._rounds.ended}
-        return JSONResponse(answer)
+        await self._upload(request, name, fragment, fragment.report_bytes, take)
+        return JSONResponse({"version": fragment.version, "ended": self._rounds.ended})
 
     def _fragment(self, request: Request) -> FragmentStore:
         return self._rounds.fragment(_number(request, "k"))
@@ -211,18 +212,20 @@ class _Api:
     ) -> None:
         """Give a body to ``take``, piece by piece. Raises ``Refusal`` if it is too long or slow, or
         one of too many of this island."""
-        count, loop = 0, asyncio.get_running_loop()
+        count, stream = 0, request.stream()
         if self._bodies[name] >= MOST_BODIES:
             raise Refusal(429, f"{MOST_BODIES} bodies of {name} are coming", "wait", retry=True)
         self._bodies[name] += 1
         try:
-            async with asyncio.timeout(SECONDS_OF_SILENCE) as limit:
-                async for piece in request.stream():
-                    count += len(piece)
-                    if count > most:
-                        raise Refusal(413, f"the body is longer than {most} bytes", "send no more")
-                    take(piece)
-                    limit.reschedule(loop.time() + SECONDS_OF_SILENCE)
+            while True:
+                async with asyncio.timeout(SECONDS_OF_SILENCE):
+                    piece = await anext(stream, b"")
+                if not piece:
+                    return
+                count += len(piece)
+                if count > most:
+                    raise Refusal(413, f"the body is longer than {most} bytes", "send no more")
+                await asyncio.to_thread(take, piece)  # a slow disk stops nobody else
         except TimeoutError:
             raise Refusal(408, "the body came too slowly", "send it again", retry=True) from None
         finally:
@@ -247,18 +250,6 @@ class _Api:
             headers["www-authenticate"] = "Bearer"
         answer = {"error": error.problem, "remedy": error.remedy, **more}
         return JSONResponse(answer, status, headers)
-
-
-def _version(fragment: FragmentStore) -> int:
-    return -1 if fragment.version is None else fragment.version
-
-
-def _file(fragment: FragmentStore, part: str, version: int) -> Response:
-    path = fragment.path(part, version)
-    if not path.exists():
-        raise Refusal(404, f"there is no {part} of version {version}", "take the weights")
-    headers = {"x-version": str(version), "etag": f'"{path.parent.parent.name}-{version}"'}
-    return FileResponse(path, headers=headers, media_type="application/octet-stream")
 
 
 def _number(request: Request, name: str) -> int:

@@ -9,11 +9,10 @@ outer step of SGD is ``weights -= rate * mean difference``. Numbers travel in li
 With a lossy encoding the hub publishes encoded changes. Islands then have the *published* weights,
 the sum of these changes, for their base: what an encoding loses is in the next change.
 
-Two rules let each piece of training count once. A report says ``after``: its difference contains
-those of all uncounted reports of this island from the same base with higher numbers, and replaces
-them. An island that joined anew without a checkpoint contains none, and its reports add up. A
-report from the base of a counted one is refused (409, with the newest ``version``): the island must
-take that version first.
+Two rules let each piece of training count once. The hub gives each island that joins without a
+checkpoint a new *life*: a report replaces the one of the same life and base, which it contains, and
+adds to others. A report from the base of a counted one is refused (409, with the newest
+``version``): the island must take that version first.
 """
 
 from __future__ import annotations
@@ -230,16 +229,15 @@ class Join(Message):
 class Joined(Message):
     """The hub's answer to ``Join``.
 
-    ``versions`` has one for each fragment, None where no weights have come yet: an island to which
-    the hub says ``seed`` uploads its own for these (``PUT /fragments/K/seed``), and takes the
-    others. ``seqs`` has the last number that the hub acknowledged of this island's reports, 0 for
-    none: one that does not go on from a checkpoint counts on from there.
+    ``run`` names the hub's run, and ``life`` is that of an island that does not go on from a
+    checkpoint. ``versions`` has one for each fragment, None where the island is to upload its own
+    weights (``PUT /fragments/K/seed``).
     """
 
+    run: str
     terms: Terms
     versions: Sequence[int | None]
-    seqs: Sequence[int]
-    seed: bool
+    life: int
 
     def __post_init__(self) -> None:
         if not isinstance(self.terms, Terms):
@@ -263,9 +261,7 @@ class Progress(Message):
             raise ValueError("a value that is no number")
 
 
-def report_path(fragment: int, seq: int, *, base: int, after: int, rows: int, tokens: int) -> str:
-    """Return where an island puts its report ``seq``: the encoded difference from version ``base``,
-    made with so many rows and tokens since its last counted one; it contains those of its reports
-    from this base with numbers above ``after``."""
-    counts = f"base={base}&after={after}&rows={rows}&tokens={tokens}"
-    return f"/fragments/{fragment}/reports/{seq}?{counts}"
+def report_path(fragment: int, *, life: int, base: int, rows: int, tokens: int) -> str:
+    """Return where an island puts a report: the encoded difference from version ``base``, made with
+    so many rows and tokens since its last counted one."""
+    return f"/fragments/{fragment}/reports/{life}-{base}?rows={rows}&tokens={tokens}"

@@ -74,7 +74,7 @@ class Rounds:
         version, and the round not for it."""
         self._seeder: str | None = None
         self._random = np.random.default_rng()
-        for name in self.run.islands & self.islands.keys():
+        for name in self.run.lives.keys() & self.islands.keys():
             # After a restart islands have time to be heard of before a round closes without them.
             self.islands[name].heard = clock()
 
@@ -88,7 +88,7 @@ class Rounds:
         least = self._clock() - SECONDS_MISSING
         return sorted(
             name
-            for name in self.run.islands & self.islands.keys()
+            for name in self.run.lives.keys() & self.islands.keys()
             if self.islands[name].heard >= least and not self.islands[name].leaving
         )
 
@@ -107,14 +107,13 @@ class Rounds:
             self.islands[name].leaving = False
             fragments = self.run.fragments
             versions = [each.version for each in fragments]
-            is_seeder = None in versions and self._seeder not in {*self.present()} - {name}
-            if is_seeder:
+            if None in versions:
+                if self._seeder in {*self.present()} - {name}:
+                    problem = f"{self._seeder} is still uploading the first weights"
+                    raise Refusal(409, problem, "wait", retry=True)
                 self._seeder = name
-            elif None in versions:
-                problem = f"{self._seeder} is still uploading the first weights"
-                raise Refusal(409, problem, "wait", retry=True)
-            seqs = [_last_seq(each, name) for each in fragments]
-            return Joined(terms=self.run.terms, versions=versions, seqs=seqs, seed=is_seeder)
+            life = self.run.lives[name]
+            return Joined(run=self.run.id, terms=self.run.terms, versions=versions, life=life)
 
     def seed(self, name: str, number: int, body: Path) -> None:
         """Take the first weights of a fragment from a file: of whoever comes first, for the one
@@ -128,55 +127,55 @@ class Rounds:
                 raise Refusal(422, "the weights have a number that is not finite", "train anew")
             fragment.seed(body)
 
-    def _is_new(self, report: Report, number: int) -> bool:
-        """Return whether a report is to be taken, and not known already. Raises ``Refusal``."""
-        fragment, name = self.fragment(number), report.island
+    def _check(self, report: Report, number: int) -> None:
+        """Raise ``Refusal`` for a report that cannot count."""
+        fragment = self.fragment(number)
         if fragment.version is None:
             raise Refusal(409, f"fragment {number} has no weights yet", "wait", retry=True)
-        if report.seq <= _last_seq(fragment, name):
-            return False
         if report.base > fragment.version:
             raise Refusal(409, f"version {report.base} is none of this hub's", "join anew")
-        waiting = [each for each in fragment.pending if each.island == name]
-        if report.base <= fragment.facts.last(name)[1]:
+        if report.place <= fragment.facts.last(report.island).place:
             problem = f"a report from version {report.base} is counted already"
             raise Refusal(409, problem, "take the newest first", version=fragment.version)
-        if sum(not report.replaces(each) for each in waiting) >= MOST_PENDING:
-            raise Refusal(409, f"{MOST_PENDING} reports of {name} wait", "wait", retry=True)
-        return True
+        waiting = [
+            each
+            for each in fragment.pending
+            if each.island == report.island and each.place != report.place
+        ]
+        if len(waiting) >= MOST_PENDING:
+            raise Refusal(
+                409, f"{MOST_PENDING} reports of {report.island} wait", "wait", retry=True
+            )
 
-    def take(self, report: Report, number: int, body: Path) -> bool:
-        """Take a report whose body is in a file: once this returns, it counts. Returns whether it
-        did not already. Raises ``Refusal`` for what the hub will not count."""
+    def take(self, report: Report, number: int, body: Path) -> None:
+        """Take a report whose body is in a file: once this returns, it counts, once. Raises
+        ``Refusal`` for what the hub will not count."""
         fragment = self.fragment(number)
-        if not self._is_new(report, number):
-            return False
+        self._check(report, number)
         try:
             norm = math.sqrt(sum(map(squared_norm, fragment.decoded(body))))
         except ValueError as error:
             problem = f"the difference cannot be decoded: {error}"
             raise Refusal(422, problem, "use the same shardmlx") from None
-        last = {name: norm for name, norm in fragment.facts.norms.items() if name in self.present()}
-        norms = {**last, **{each.island: each.norm for each in fragment.pending}}
-        norms.pop(report.island, None)
-        reason = too_long(norm, [*norms.values()], self.options.max_norm_ratio)
+        newest = {**fragment.facts.counted, **{each.island: each for each in fragment.pending}}
+        others = {*self.present(), *(each.island for each in fragment.pending)} - {report.island}
+        norms = [each.norm for each in newest.values() if each.island in others]
+        reason = too_long(norm, norms, self.options.max_norm_ratio)
         if reason is not None:
             self._refused[report.island, number] = report.base
             raise Refusal(422, reason, "look at this island's losses, and join anew")
         with fragment.lock:
-            if not self._is_new(report, number):  # another may have come meanwhile
-                return False
+            self._check(report, number)  # another may have come meanwhile
             self.islands[report.island].late += report.base < (fragment.version or 0)
             fragment.add(body, replace(report, norm=norm))
         self._news.set()
-        return True
 
     def version_for(self, name: str, number: int, after: int) -> int:
-        """Return the version of a fragment that an island takes after ``after``: this one if it
-        is to wait. In ``async`` it waits for the one that counts its own report, not another's."""
+        """Return the version of a fragment that an island takes after ``after``, -1 for none: this
+        one if it is to wait. In ``async`` it waits for one that counts its own report."""
         fragment = self.fragment(number)
-        waits = any(each.island == name for each in fragment.pending) and not self.ended
-        is_early = waits and self.options.mode == ASYNC
+        is_uncounted = any(each.island == name for each in fragment.pending)
+        is_early = after >= 0 and self.options.mode == ASYNC and is_uncounted and not self.ended
         return after if is_early or fragment.version is None else fragment.version
 
     def wait(self, seconds: float) -> None:
@@ -267,7 +266,7 @@ class Rounds:
         ]
         islands = {
             name: {
-                "joined": name in self.run.islands,
+                "joined": name in self.run.lives,
                 "present": name in present,
                 "leaving": island.leaving,
                 "silent": now - island.heard if math.isfinite(island.heard) else None,
@@ -289,9 +288,3 @@ class Rounds:
             "ended": self.ended,
             "epsilon": self.options.privacy.epsilon(self.version),
         }
-
-
-def _last_seq(fragment: FragmentStore, name: str) -> int:
-    """Return the last number that was acknowledged of an island's reports."""
-    waiting = [each.seq for each in fragment.pending if each.island == name]
-    return max([fragment.facts.last(name)[0], *waiting])

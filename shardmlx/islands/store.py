@@ -60,45 +60,42 @@ the new weights and momentum."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A difference that an island sent: its number, the version it was made from, its work."""
+    """A difference that an island sent: from its life and base, and with the work behind it."""
 
     island: str
-    seq: int
+    life: int
     base: int
-    after: int = 0
     rows: int = 1
     tokens: int = 0
     norm: float = 0.0
 
     @property
-    def file(self) -> str:
-        return f"{self.island}.{self.seq}.report"
+    def place(self) -> tuple[int, int]:
+        """What orders the reports of an island, each of which replaces one of the same place."""
+        return self.life, self.base
 
-    def replaces(self, other: Report) -> bool:
-        """Tell whether this difference contains another one."""
-        same = (self.island, self.base) == (other.island, other.base)
-        return same and self.after < other.seq < self.seq
+    @property
+    def file(self) -> str:
+        return f"{self.island}.{self.life}.{self.base}.report"
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Reports that a version counts: the last number and base of each island's, the norm of its
-    last one, and the tokens of all."""
+    """The last report of each island that a version counts, and the tokens of all."""
 
-    counted: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    norms: Mapping[str, float] = field(default_factory=dict)
+    counted: Mapping[str, Report] = field(default_factory=dict)
     tokens: int = 0
 
-    def last(self, island: str) -> Sequence[int]:
-        """Return the number and the base of an island's last counted report."""
-        return self.counted.get(island, (0, -1))
+    @classmethod
+    def of_json(cls, counted: Mapping[str, Any], tokens: int) -> Facts:
+        return cls({name: Report(**each) for name, each in counted.items()}, tokens)
+
+    def last(self, island: str) -> Report:
+        return self.counted.get(island, Report(island=island, life=0, base=-1))
 
     def with_reports(self, reports: Sequence[Report]) -> Facts:
-        return Facts(
-            {**self.counted, **{each.island: (each.seq, each.base) for each in reports}},
-            {**self.norms, **{each.island: each.norm for each in reports}},
-            self.tokens + sum(each.tokens for each in reports),
-        )
+        counted = {**self.counted, **{each.island: each for each in reports}}
+        return Facts(counted, self.tokens + sum(each.tokens for each in reports))
 
 
 class FragmentStore:
@@ -122,7 +119,7 @@ class FragmentStore:
         versions = sorted(int(each.name[1:]) for each in directory.glob("v*"))
         if versions:
             self.version = versions[-1]
-            self.facts = Facts(**json.loads(self.path(FACTS).read_bytes()))
+            self.facts = Facts.of_json(**json.loads(self.path(FACTS).read_bytes()))
         for path in directory.glob("*.report"):
             with path.open("rb") as file:
                 file.seek(self.report_bytes)
@@ -156,12 +153,11 @@ class FragmentStore:
             at += encoding.nbytes(tensor.shape)
 
     def add(self, body: Path, report: Report) -> None:
-        """Keep a report, whose body is a file: once this returns it is not lost. It replaces
-        those that it contains."""
+        """Keep a report, whose body is a file: once this returns it is not lost."""
         with body.open("ab") as file:
             file.write(json.dumps(asdict(report)).encode())
         replace_durably(body, self.directory / report.file)
-        self.pending = [*self.pending, report]
+        self.pending = [*(each for each in self.pending if each.file != report.file), report]
         self._clean()
 
     def advance(self, reports: Sequence[Report], step: Step) -> None:
@@ -218,18 +214,12 @@ class FragmentStore:
         self._clean()
 
     def _clean(self) -> None:
-        """Remove what is not needed any more: counted and replaced reports, old versions."""
-        ordered = sorted(self.pending, key=attrgetter("island", "seq"))
-        kept = [
-            each
-            for each in ordered
-            if each.seq > self.facts.last(each.island)[0]
-            and not any(other.replaces(each) for other in ordered)
-        ]
-        self.pending = kept  # at once: other threads read it
-        for each in ordered:
-            if each not in kept:
-                _remove(self.directory / each.file)
+        """Remove what is not needed any more: counted reports, old versions."""
+        known = sorted(self.pending, key=attrgetter("island", "place"))
+        # At once: other threads read it.
+        self.pending = [each for each in known if each.place > self.facts.last(each.island).place]
+        for each in {*known} - {*self.pending}:
+            _remove(self.directory / each.file)
         for path in self.directory.glob("v*"):
             if int(path.name[1:]) <= (self.version or 0) - KEPT:
                 _remove(path)
@@ -278,9 +268,11 @@ class Run:
         self._lock = lock_file(directory / "lock", in_use)
         self.tokens: dict[str, str] = {}
         self.first: Join | None = None
-        self.islands: set[str] = set()
-        """Names of all that ever joined."""
+        self.lives: dict[str, int] = {}
+        """How often each island joined."""
         self.began = time.time()
+        self.id = secrets.token_hex(8)
+        """Names the run: islands go on from no checkpoint of another."""
         self.fragments: tuple[FragmentStore, ...] = ()
         try:
             for name in islands:
@@ -303,7 +295,7 @@ class Run:
                     raise UserError(problem, "give the same, or another --path")
             self.terms = terms
         self._open(Join.of_json(run["first"]))
-        self.islands, self.began = set(run["islands"]), run["began"]
+        self.lives, self.began, self.id = run["lives"], run["began"], run["id"]
 
     @property
     def _file(self) -> Path:
@@ -334,12 +326,13 @@ class Run:
         """Write down that an island has joined, of which the first says what is trained."""
         if self.first is None:
             self._open(message)
-        self.islands.add(island)
+        self.lives[island] = self.lives.get(island, 0) + 1
         content = {
             "terms": self.terms.to_json(),
             "first": (self.first or message).to_json(),
-            "islands": sorted(self.islands),
+            "lives": self.lives,
             "began": self.began,
+            "id": self.id,
         }
         partial = self.directory / f"{PARTIAL}run.json"
         write_durably(partial, json.dumps(content).encode())

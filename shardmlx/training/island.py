@@ -31,13 +31,12 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.engine.engine import Engine
 from shardmlx.engine.optimizer import Updater
 from shardmlx.errors import one_line
-from shardmlx.islands.client import PATIENCE, Exchange, Heartbeat, Hub
+from shardmlx.islands.client import CHANGE, INSTEAD, OWN, PATIENCE, Exchange, Heartbeat, Hub
 from shardmlx.islands.encodings import Encoding, ErrorFeedback, encoding_named
 from shardmlx.islands.protocol import (
     Join,
     Joined,
     Progress,
-    Refusal,
     Tensor,
     fragments_of,
     report_path,
@@ -88,13 +87,28 @@ def _place(name: str) -> list[Any]:
 
 
 class Came(NamedTuple):
-    """A version that has come, as the change from the base or as weights. ``is_lost`` if the hub
-    did not want what was reported."""
+    """A version that has come, in one of the forms of ``client``."""
 
     fragment: int
     version: int
-    is_change: bool
-    is_lost: bool = False
+    form: str
+
+
+@dataclass(slots=True)
+class Fragment:
+    """What an island knows of a fragment, the same on all ranks."""
+
+    tensors: tuple[Tensor, ...]
+    life: int
+    """What the hub gave, or a checkpoint had until the next version is taken."""
+    version: int | None = None
+    """The base; None before any weights have come."""
+    counted: tuple[int, int] = (0, 0)
+    """Updates and tokens that its reports have counted."""
+    sent: tuple[int, int] | None = None
+    """Updates and tokens at the report that is under way."""
+    exchange: Exchange | None = None
+    """The report that is under way, on rank 0."""
 
 
 class Island:
@@ -112,7 +126,10 @@ class Island:
         self._engine, self._updater, self._hub = engine, updater, membership.hub
         self._batch = batch
         self._joined, self._terms = membership.joined, membership.joined.terms
-        self._fragments = fragments_of(membership.tensors, self._terms.fragments)
+        self._fragments = [
+            Fragment(each, self._joined.life)
+            for each in fragments_of(membership.tensors, self._terms.fragments)
+        ]
         self._encoding = encoding_named(self._terms.encoding)
         self._feedback = ErrorFeedback(self._encoding)
         rank = self._transport.rank
@@ -133,16 +150,6 @@ class Island:
         self._base: dict[str, mx.array] = {}
         self._reported: dict[str, mx.array] = {}
         """Local weights of the reports that are under way."""
-        self._under_way: dict[int, tuple[int, int]] = {}
-        """Updates and tokens at the report of a fragment that waits for its next version."""
-        self._exchanges: dict[int, Exchange] = {}
-        count = len(self._fragments)
-        self._versions: list[int | None] = [None] * count
-        self._seqs = list(self._joined.seqs)
-        self._after = list(self._joined.seqs)
-        """The last number of a fragment's reports before its base was taken."""
-        self._counted = [(0, 0)] * count
-        """Updates and tokens that the reports of a fragment have counted."""
         self._tokens = 0
         self._losses: dict[str, float] = {}
         self.ended, self.evaluates = False, True
@@ -152,9 +159,8 @@ class Island:
 
     def state(self) -> dict[str, Any]:
         """Return what ``restore`` needs beside ``arrays``. Not collective."""
-        counted = {"counted": self._counted, "tokens": self._tokens}
-        numbers = {"seqs": self._seqs, "after": self._after}
-        return {"versions": self._versions, **numbers, **counted}
+        kept = [(each.life, each.version, each.counted) for each in self._fragments]
+        return {"run": self._joined.run, "tokens": self._tokens, "fragments": kept}
 
     def arrays(self) -> dict[str, mx.array]:
         """Return the arrays that a checkpoint needs of this rank. Not collective."""
@@ -171,18 +177,24 @@ class Island:
         return name in (self._held if kind == BASE else self._owned)
 
     def restore(self, state: Mapping[str, Any], arrays: Iterable[tuple[str, mx.array]]) -> None:
-        """Go on from a checkpoint, if its fragments are the hub's. Not collective."""
+        """Go on from a checkpoint of this run of the hub. Not collective. Raises ``AgreedError``
+        for one of another run."""
+        if state.get("run") != self._joined.run:
+            raise AgreedError(
+                f"the checkpoint is of a hub's run {state.get('run')}, and this is "
+                f"{self._joined.run}",
+                "give another --checkpoint-dir, or --resume never",
+            )
         kept = {BASE: self._base, ERROR: {}, BEFORE: {}}
         for key, array in arrays:
             kind, _, name = key.partition(".")
             kept[kind][name] = array
-        if len(state["versions"]) != len(self._fragments):
-            return
         self._feedback.errors = {name: np.array(each) for name, each in kept[ERROR].items()}
         self._feedback.before = {name: np.array(each) for name, each in kept[BEFORE].items()}
-        self._versions, self._seqs = list(state["versions"]), list(state["seqs"])
-        self._after = list(state["after"])
-        self._counted, self._tokens = [*map(tuple, state["counted"])], state["tokens"]
+        self._tokens = state["tokens"]
+        for fragment, kept_of in zip(self._fragments, state["fragments"], strict=True):
+            fragment.life, fragment.version, counted = kept_of
+            fragment.counted = tuple(counted)
 
     @contextmanager
     def running(self, step: int) -> Iterator[None]:
@@ -197,24 +209,38 @@ class Island:
             if self._hub is not None and self._heartbeat is not None:
                 self._heartbeat.leave()
                 self._hub.closed.set()
-                for exchange in self._exchanges.values():
+                for exchange in filter(None, (each.exchange for each in self._fragments)):
                     exchange.body.close()
 
     def _start(self, update: int) -> None:
-        with self._transport.longer_timeout(SETUP_SECONDS):
-            for k, newest in enumerate(self._joined.versions):
-                mine = self._versions[k]
-                if newest is None or mine is None:
-                    self._counted[k] = (update, self._tokens)
-                if newest is None:
-                    self._seed(k)
-                elif mine is None:
-                    self._take_whole(k)
-                elif mine > newest:
-                    raise AgreedError(
-                        f"the hub has version {newest} of fragment {k}, and the checkpoint {mine}",
-                        "start the hub from its newest directory, or give another --checkpoint-dir",
-                    )
+        for k, (fragment, newest) in enumerate(
+            zip(self._fragments, self._joined.versions, strict=True)
+        ):
+            if fragment.version is None:
+                fragment.sent = update, self._tokens
+                self._ask_first(k, newest)
+                problem = self._hear(update, {k: True})
+                if fragment.version is None:
+                    raise AgreedError(problem or "the hub gave no weights", "start it again")
+            elif newest is None or fragment.version > newest:
+                raise AgreedError(
+                    f"the hub has version {newest} of fragment {k}, and the checkpoint "
+                    f"{fragment.version}",
+                    "start the hub from its newest directory, or give another --checkpoint-dir",
+                )
+        self.evaluates = True  # once, whatever the hub said: the loss before the first step
+
+    def _ask_first(self, k: int, newest: int | None) -> None:
+        """Ask for a fragment's newest weights, or give the hub its first."""
+        if newest is not None:
+            self._ask(k, None, self._new_file())
+            return
+        for name in self._names(k):
+            self._base[name] = self._local(name)
+            mx.eval(self._base[name])
+        whole = Encoding()
+        body = self._collect(k, lambda name: whole.encode(np.array(self._base[name])))
+        self._ask(k, f"/fragments/{k}/seed", body)
 
     def after(self, step: int, tokens: int, *, is_last: bool) -> str | None:
         """Exchange what is due after a step; return why the run cannot go on, if it cannot."""
@@ -228,13 +254,25 @@ class Island:
         if left:
             return None
         due = self._terms.due(update)
-        problem = self._take_what_came(update, bool(due), is_last=is_last)
+        problem = None
+        if (awaited := self._awaited(update, is_last=is_last)) or due:
+            problem = self._hear(update, awaited)
         for k in due:
-            if problem is None and k not in self._under_way:
+            if problem is None and self._fragments[k].sent is None:
                 self._report(k, update)
-        if problem is None and self._under_way and (is_last or (due and not self._terms.overlap)):
-            problem = self._take_what_came(update, True, is_last=is_last)
+        if problem is None and (is_last or (due and not self._terms.overlap)):
+            problem = self._hear(update, self._awaited(update, is_last=is_last))
         return problem
+
+    def _awaited(self, update: int, *, is_last: bool) -> dict[int, bool]:
+        """Return the fragments that were reported long enough ago, and whether the run waits for
+        each: it does so once, and then takes late ones when they are there."""
+        ends = {
+            k: each.sent[0] + self._terms.overlap
+            for k, each in enumerate(self._fragments)
+            if each.sent is not None
+        }
+        return {k: is_last or update == end for k, end in ends.items() if is_last or update >= end}
 
     def _listen(self, event: str, values: Mapping[str, Any]) -> None:
         if event in ("train", "val") and math.isfinite(values["loss"]):
@@ -242,18 +280,21 @@ class Island:
 
     def _report(self, k: int, update: int) -> None:
         """Send the hub the difference of a fragment."""
-        (updates, tokens), self._under_way[k] = self._counted[k], (update, self._tokens)
-        self._seqs[k] += 1
+        fragment = self._fragments[k]
+        (updates, tokens), fragment.sent = fragment.counted, (update, self._tokens)
         body = self._collect(k, self._encoded)
         self._reported |= {name: self._updater.trained(name) for name in self._names(k)}
-        if self._hub is None or body is None:
-            return
-        base = self._versions[k]
         rows = (update - updates) * self._batch.batch_size * self._batch.grad_accumulation_steps
+        base = fragment.version
         assert base is not None, "it was taken or given at the start"
-        counts = {"after": self._after[k], "rows": rows, "tokens": self._tokens - tokens}
-        path = report_path(k, self._seqs[k], base=base, **counts)
-        self._exchanges[k] = Exchange(self._hub, k, base, path, body)
+        counts = {"rows": rows, "tokens": self._tokens - tokens}
+        self._ask(k, report_path(k, life=fragment.life, base=base, **counts), body)
+
+    def _ask(self, k: int, path: str | None, body: IO[bytes] | None) -> None:
+        """Let rank 0 begin an exchange."""
+        fragment = self._fragments[k]
+        if self._hub is not None and body is not None:
+            fragment.exchange = Exchange(self._hub, k, fragment.version, path, body)
 
     def _encoded(self, name: str) -> np.ndarray:
         # A base that local weights cannot be is no difference.
@@ -265,49 +306,45 @@ class Island:
 
     def _names(self, k: int) -> list[str]:
         """Return the names of a fragment's tensors that this rank holds."""
-        return [each.name for each in self._fragments[k] if each.name in self._held]
+        return [each.name for each in self._fragments[k].tensors if each.name in self._held]
 
-    def _take_what_came(self, update: int, is_due: bool, *, is_last: bool = False) -> str | None:
-        """Take new versions of fragments that were reported long enough ago, and hear what the hub
-        wants of this island; return why the run cannot go on, if it cannot."""
-        overlap, reported = self._terms.overlap, self._under_way
-        awaited = [k for k, (at, _) in reported.items() if is_last or update >= at + overlap]
-        if not (awaited or is_due):
-            return None
-        # The run waits for each once, and takes late ones when they are there.
-        patient = [k for k in awaited if is_last or update == reported[k][0] + overlap]
+    def _hear(self, update: int, awaited: Mapping[int, bool]) -> str | None:
+        """Take new versions of the fragments in ``awaited``, after a wait for those that have True,
+        and hear what the hub wants of this island; return why the run cannot go on, if it cannot.
+        """
         with self._transport.longer_timeout(SETUP_SECONDS):
             came, problem, self.ended, self.evaluates = self._transport.broadcast(
-                self._what_came(awaited, patient, update), what="waiting for the hub"
+                self._what_came(update, awaited), what="waiting for the hub"
             )
         for each in came:
-            exchange = self._exchanges.pop(each.fragment, None)
-            self._take(each, None if exchange is None else exchange.body)
-            self._counted[each.fragment] = self._under_way.pop(each.fragment)
+            self._take(each)
         return None if problem is None else str(problem)
 
     def _what_came(
-        self, awaited: Sequence[int], patient: Sequence[int], update: int
+        self, update: int, awaited: Mapping[int, bool]
     ) -> tuple[list[Came], str | None, bool, bool] | None:
-        """Return, on rank 0, the versions that have come, after a wait for those of ``patient``,
-        why the run cannot go on, and what the hub wants."""
+        """Return, on rank 0, the versions that have come, why the run cannot go on, and what the
+        hub wants."""
         hub, heartbeat = self._hub, self._heartbeat
         if hub is None or heartbeat is None:
             return None
-        self._wait(hub, [self._exchanges[k] for k in patient], update)
+        exchanges = {k: each for k in awaited if (each := self._fragments[k].exchange) is not None}
+        self._wait(hub, [exchange for k, exchange in exchanges.items() if awaited[k]], update)
         came, problem, hub_ended = [], None, heartbeat.ended
-        for k in awaited:
-            exchange = self._exchanges[k]
+        for k, exchange in exchanges.items():
             if not exchange.is_done.is_set():
                 continue
-            if exchange.refusal is not None:
-                self._reporter.warn(f"update {update}: the hub refused it: {exchange.refusal}")
-            hub_ended = hub_ended or exchange.ended
-            if exchange.error is None and exchange.version != self._versions[k]:
-                is_lost = exchange.refusal is not None
-                came.append(Came(k, exchange.version, exchange.is_change, is_lost))
-            elif exchange.error is not None:
+            if exchange.refusal:
+                self._reporter.warn(
+                    f"update {update}: the hub refused what was trained: {exchange.refusal}; this "
+                    "island goes on with the hub's weights"
+                )
+            if exchange.error is not None:
                 problem = one_line(exchange.error)
+            elif exchange.version is not None:
+                came.append(Came(k, exchange.version, exchange.form))
+            else:
+                hub_ended = True
         return came, problem, hub_ended, heartbeat.evaluates
 
     def _wait(self, hub: Hub, exchanges: Sequence[Exchange], update: int) -> None:
@@ -326,65 +363,39 @@ class Island:
                 )
                 return
 
-    def _seed(self, k: int) -> None:
-        """Give the hub a fragment's first weights, or take those that it has by now."""
-        whole = Encoding()
-        body = self._collect(k, lambda name: whole.encode(np.array(self._local(name))))
-        for name in self._names(k):
-            self._base[name] = self._local(name)
-            mx.eval(self._base[name])
-
-        def is_taken() -> bool:
-            if self._hub is None or body is None:
-                return False
-            try:
-                with body:
-                    self._hub.persist(partial(self._hub.put, f"/fragments/{k}/seed", body))
-            except Refusal as refusal:
-                if "version" not in refusal.more:
-                    raise
-                return False
-            return True
-
-        if from_rank_0(self._transport, "uploading the first weights", is_taken):
-            self._versions[k] = 0
-        else:
-            self._take_whole(k)
-
-    def _take_whole(self, k: int) -> None:
-        """Take a fragment's newest weights."""
-        body = self._new_file()
-
-        def download() -> int | None:
-            if self._hub is None or body is None:
-                return None
-            return self._hub.get(f"/fragments/{k}/weights", body, PATIENCE)
-
-        version = from_rank_0(self._transport, "downloading weights", download)
-        assert version is not None, "rank 0 has it"
-        self._take(Came(k, version, is_change=False), body)
-
-    def _take(self, came: Came, body: IO[bytes] | None) -> None:
+    def _take(self, came: Came) -> None:
         """Take a version of a fragment, whose bytes rank 0 has in a file."""
-        k, encoding = came.fragment, self._encoding if came.is_change else Encoding()
-        if body is not None:
-            body.seek(0)
-        for tensor in self._fragments[k]:
-            data = self._handed_out(tensor, encoding.nbytes(tensor.shape), body)
-            if data is not None:
-                came_as = np.frombuffer(data, np.uint8)
-                base = mx.array(encoding.decode(came_as, tensor.shape))
-                self._merge(tensor.name, self._base[tensor.name] + base if came.is_change else base)
-        names = [each.name for each in self._fragments[k] if each.name in self._mine]
-        if not came.is_lost:
+        fragment = self._fragments[came.fragment]
+        names = [each.name for each in fragment.tensors]
+        body = None if fragment.exchange is None else fragment.exchange.body
+        if came.form == INSTEAD:
+            for name in names:
+                self._reported.pop(name, None)
+        else:
             self._feedback.taken(names)
-        self._engine.shards.start_gather(names)
+        if came.form != OWN:
+            self._receive(fragment.tensors, body, is_change=came.form == CHANGE)
+        mine = [name for name in names if name in self._mine]
+        self._engine.shards.start_gather(mine)
         self._engine.shards.finish_gather()
-        self._versions[k] = came.version
-        # An island that was set back to a checkpoint goes on behind all of its reports.
-        self._seqs[k] = self._after[k] = max(self._seqs[k], self._joined.seqs[k])
+        fragment.life, fragment.version = self._joined.life, came.version
+        fragment.counted, fragment.sent = fragment.sent or fragment.counted, None
+        fragment.exchange = None
         if body is not None:
             body.close()
+
+    def _receive(
+        self, tensors: Iterable[Tensor], body: IO[bytes] | None, *, is_change: bool
+    ) -> None:
+        """Set bases, and local weights by them, of bytes that rank 0 has."""
+        encoding = self._encoding if is_change else Encoding()
+        if body is not None:
+            body.seek(0)
+        for tensor in tensors:
+            data = self._handed_out(tensor, encoding.nbytes(tensor.shape), body)
+            if data is not None:
+                came = mx.array(encoding.decode(np.frombuffer(data, np.uint8), tensor.shape))
+                self._merge(tensor.name, self._base[tensor.name] + came if is_change else came)
 
     def _merge(self, name: str, base: mx.array) -> None:
         """Set a base, and local weights to it, with what was trained since the report on top."""
@@ -402,7 +413,7 @@ class Island:
     def _collect(self, k: int, encoded: Callable[[str], np.ndarray]) -> IO[bytes] | None:
         """Return, on rank 0, a file of the encoded tensors of a fragment."""
         rank, body = self._transport.rank, self._new_file()
-        for name in (each.name for each in self._fragments[k]):
+        for name in (each.name for each in self._fragments[k].tensors):
             owner, what = self._owners[name], f"reporting {name}"
             data = encoded(name) if rank == owner else None
             if rank == 0 and owner != 0:

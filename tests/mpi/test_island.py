@@ -47,7 +47,7 @@ def test_an_island_that_was_killed_goes_on_to_the_bit_and_nothing_counts_twice(
         def wait(event: str, values: Mapping[str, Any]) -> None:
             if event == "val" and values["step"] == 1:
                 until = threading.Event()
-                while len(hub.rounds.run.islands) < 2:
+                while len(hub.rounds.run.lives) < 2:
                     until.wait(0.05)
             if event == "train" and values["step"] == H + 1:
                 went_on.wait(60)

@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 from shardmlx.common.http_listener import POLICY
 from shardmlx.islands import hub_api
 from shardmlx.islands.encodings import encoding_named
-from shardmlx.islands.protocol import Join, Progress, Tensor
+from shardmlx.islands.protocol import Join, Progress, Tensor, report_path
 from shardmlx.main import main
 from tests.helpers.island_hub import RunningHub, running_hub
 
@@ -49,21 +49,20 @@ class Client:
         return self.http.post("/join", json=replace(message, name=self.name).to_json())
 
     def seed(self) -> None:
-        assert self.join().json()["seed"] is True
+        assert self.join().json()["versions"] == [None]
         assert self.http.put("/fragments/0/seed", content=START.tobytes()).status_code == 200
 
-    def report(
-        self, difference: Any, seq: int = 1, base: int = 0, rows: int = 1, **more: Any
-    ) -> httpx.Response:
-        query = f"base={base}&after=0&rows={rows}&tokens=7"
+    def report(self, difference: Any, base: int = 0, rows: int = 1, **more: Any) -> httpx.Response:
+        path = report_path(0, life=1, base=base, rows=rows, tokens=7)
         body = np.asarray(difference, np.float32).tobytes()
-        return self.http.put(f"/fragments/0/reports/{seq}?{query}", content=body, **more)
+        return self.http.put(path, content=body, **more)
 
     def version(self, after: int) -> int:
-        return int(self.http.get(f"/fragments/0?after={after}").json()["version"])
+        """Wait for the version above one."""
+        return int(self.http.get(f"/fragments/0?after={after}").headers["x-version"])
 
     def weights(self) -> list[float]:
-        content = self.http.get("/fragments/0/weights").content
+        content = self.http.get("/fragments/0").content
         return [float(each) for each in np.frombuffer(content, np.float32)]
 
 
@@ -85,10 +84,10 @@ def clients(path: Path, **options: Any) -> Iterator[tuple[RunningHub, Client, Cl
 def test_two_islands_join_report_and_get_the_mean_of_their_weights(tmp_path: Path) -> None:
     with clients(tmp_path) as (_, ann, ben):
         joined = ben.join().json()
-        assert (joined["seed"], joined["versions"], joined["seqs"]) == (False, [0], [0])
+        assert (joined["life"], joined["versions"]) == (2, [0])
         assert joined["terms"]["inner_steps"] == 3
         assert ben.weights() == START.tolist()
-        acknowledged = {"version": 0, "repeated": False, "ended": False}
+        acknowledged = {"version": 0, "ended": False}
         assert ann.report(np.full(10, 1)).json() == acknowledged
         assert ben.report(np.full(10, 3)).status_code == 200
         assert ann.version(after=0) == 1
@@ -98,11 +97,12 @@ def test_two_islands_join_report_and_get_the_mean_of_their_weights(tmp_path: Pat
 def test_a_repeated_report_counts_once_and_one_that_contains_it_is_told_the_version(
     tmp_path: Path,
 ) -> None:
-    with clients(tmp_path, deadline=0.05) as (_, ann, _ben):
+    with clients(tmp_path) as (_, ann, ben):
+        ann.report(np.full(10, 2))
         ann.report(np.full(10, 1))
-        assert ann.report(np.full(10, 1)).json()["repeated"] is True
+        ben.report(np.full(10, 1))
         assert ann.version(after=0) == 1
-        refusal = ann.report(np.full(10, 2), seq=2)
+        refusal = ann.report(np.full(10, 2))
         assert (refusal.status_code, refusal.json()["version"]) == (409, 1)
         assert ann.weights() == (START - 1).tolist()
 
@@ -111,16 +111,15 @@ def test_a_download_goes_on_where_it_broke_off_and_begins_anew_with_a_new_versio
     tmp_path: Path,
 ) -> None:
     with clients(tmp_path, deadline=0.05) as (_, ann, _ben):
-        first = ann.http.get("/fragments/0/weights")
+        first = ann.http.get("/fragments/0")
         assert (first.headers["x-version"], len(first.content)) == ("0", 40)
         resumed = {"range": "bytes=8-", "if-range": first.headers["etag"]}
-        rest = ann.http.get("/fragments/0/weights", headers=resumed)
+        rest = ann.http.get("/fragments/0", headers=resumed)
         assert (rest.status_code, rest.content) == (206, first.content[8:])
         ann.report(np.full(10, 1))
         assert ann.version(after=0) == 1
-        whole = ann.http.get("/fragments/0/weights", headers=resumed)
+        whole = ann.http.get("/fragments/0", headers=resumed)
         assert (whole.status_code, whole.headers["x-version"]) == (200, "1")
-        assert ann.http.get("/fragments/0/change?version=1").status_code == 404
 
 
 def test_the_encoded_change_leads_from_one_version_to_the_next(tmp_path: Path) -> None:
@@ -128,22 +127,20 @@ def test_the_encoded_change_leads_from_one_version_to_the_next(tmp_path: Path) -
         encoding = encoding_named("int8")
         parts = np.split(np.linspace(-1, 1, 10, dtype=np.float32), [6])
         body = b"".join(encoding.encode(part).tobytes() for part in parts)
-        query = "base=0&after=0&rows=1&tokens=1"
-        assert ann.http.put(f"/fragments/0/reports/1?{query}", content=body).status_code == 200
-        assert ann.version(after=0) == 1
-        change = ann.http.get("/fragments/0/change?version=1")
-        assert change.headers["x-version"] == "1"
+        path = report_path(0, life=1, base=0, rows=1, tokens=1)
+        assert ann.http.put(path, content=body).status_code == 200
+        change = ann.http.get("/fragments/0?after=0")
+        assert [change.headers[each] for each in ("x-version", "x-part")] == ["1", "change"]
         (tmp_path / "change").write_bytes(change.content)
         moved = [each.reshape(-1) for each in hub.rounds.fragment(0).decoded(tmp_path / "change")]
         assert ann.weights() == (START + np.concatenate(moved)).tolist()
-        assert ann.http.get("/fragments/0/change?version=0").status_code == 404
 
 
 def test_without_an_islands_token_nothing_is_told_or_taken(tmp_path: Path) -> None:
     with clients(tmp_path) as (hub, ann, _):
         for token in ("", "Bearer", "Bearer wrong", "Basic {0}", "Bearer {0}x", "{0}"):
             ann.http.headers["authorization"] = token.format(hub.tokens["ann"])
-            for path in ("/fragments/0", "/fragments/0/weights", "/fragments/0/change?version=1"):
+            for path in ("/fragments/0", "/fragments/0?after=0", "/fragments/0/../0"):
                 assert ann.http.get(path).status_code == 401
             assert ann.report(START).status_code == 401
             assert ann.join().status_code == 401
@@ -172,14 +169,14 @@ def test_the_own_machine_sees_status_and_page_but_no_token(tmp_path: Path) -> No
 def test_wrong_uploads_are_refused_counted_and_leave_nothing(tmp_path: Path) -> None:
     with clients(tmp_path) as (hub, ann, _):
         before = sorted(tmp_path.rglob("*"))
-        counts = "base=0&after=0&rows=1&tokens=1"
+        counts = "rows=1&tokens=1"
         for path, nbytes, status in (
-            (f"/fragments/0/reports/1?{counts}", 39, 400),
-            (f"/fragments/0/reports/1?{counts}", 4096, 400),
-            ("/fragments/0/reports/1?base=-1&after=0&rows=1&tokens=1", 40, 400),
-            ("/fragments/0/reports/1?after=0&rows=1&tokens=1", 40, 400),
-            (f"/fragments/0/reports/{'9' * 5000}?{counts}", 40, 400),
-            (f"/fragments/9/reports/1?{counts}", 40, 404),
+            (f"/fragments/0/reports/1-0?{counts}", 39, 400),
+            (f"/fragments/0/reports/1-0?{counts}", 4096, 400),
+            ("/fragments/0/reports/1-x?rows=1&tokens=1", 40, 400),
+            ("/fragments/0/reports/1-0?rows=1", 40, 400),
+            (f"/fragments/0/reports/1-{'9' * 5000}?{counts}", 40, 400),
+            (f"/fragments/9/reports/1-0?{counts}", 40, 404),
             (f"/fragments/0/reports/..%2f..%2fx?{counts}", 40, 404),
         ):
             answer = ann.http.put(path, content=b"x" * nbytes)
@@ -211,7 +208,7 @@ def test_a_body_that_dawdles_is_cut_off_and_leaves_nothing(
     monkeypatch.setattr(hub_api, "SECONDS_OF_SILENCE", 0.2)
     with clients(tmp_path) as (hub, _, _ben), closing(connected(hub)) as connection:
         head = [
-            "PUT /fragments/0/reports/1?base=0&after=0&rows=1&tokens=1 HTTP/1.1",
+            "PUT /fragments/0/reports/1-0?rows=1&tokens=1 HTTP/1.1",
             *("Host: localhost", f"Authorization: Bearer {hub.tokens['ann']}"),
             *("Content-Length: 40", "", "12345"),
         ]
@@ -223,7 +220,7 @@ def test_a_body_that_dawdles_is_cut_off_and_leaves_nothing(
 def test_a_client_that_vanishes_in_a_body_leaves_nothing(tmp_path: Path) -> None:
     with clients(tmp_path) as (hub, ann, _):
         with closing(connected(hub)) as connection:
-            head = "PUT /fragments/0/reports/1?base=0&after=0&rows=1&tokens=1 HTTP/1.1"
+            head = "PUT /fragments/0/reports/1-0?rows=1&tokens=1 HTTP/1.1"
             known = f"Host: localhost\r\nAuthorization: Bearer {hub.tokens['ann']}"
             connection.sendall(f"{head}\r\n{known}\r\nContent-Length: 40\r\n\r\n123".encode())
             while not [*tmp_path.rglob("partial-*")]:
@@ -290,7 +287,7 @@ def test_the_command_serves_over_tls_until_it_is_stopped_and_writes_the_weights(
         url = url.replace("127.0.0.1", "localhost")
         with httpx.Client(base_url=url, verify=trusted) as http:
             http.headers["authorization"] = f"Bearer {token}"
-            assert http.post("/join", json=JOIN.to_json()).json()["seed"] is True
+            assert http.post("/join", json=JOIN.to_json()).json()["versions"] == [None]
             http.put("/fragments/0/seed", content=START.tobytes()).raise_for_status()
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 130

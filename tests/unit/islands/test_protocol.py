@@ -93,9 +93,8 @@ def test_what_is_no_list_of_tensors_is_refused(value: Any) -> None:
 def test_messages_are_the_same_after_their_way_through_json() -> None:
     import json
 
-    joined = Joined(
-        terms=Terms(outer_optimizer="elastic:0.5"), versions=[3, None], seqs=[1, 0], seed=True
-    )
+    terms = Terms(outer_optimizer="elastic:0.5")
+    joined = Joined(run="a", life=1, terms=terms, versions=[3, None])
     progress = Progress(step=3, tokens=100, val_loss=2.5)
     for message in (JOIN, joined, progress):
         assert type(message).of_json(json.loads(json.dumps(message.to_json()))) == message

@@ -54,11 +54,11 @@ class Hub:
         path.write_bytes(np.full(4, value, np.float32).tobytes())
         return path
 
-    def report(self, name: str, value: float, seq: int = 1, base: int = 0, rows: int = 1) -> bool:
+    def report(self, name: str, value: float, base: int = 0, rows: int = 1, life: int = 1) -> None:
         """Put a report whose outer step would be to minus its value."""
         self.rounds.hear(name)
-        report = Report(island=name, seq=seq, base=base, rows=rows, tokens=10)
-        return self.rounds.take(report, 0, self.body(value))
+        report = Report(island=name, life=life, base=base, rows=rows, tokens=10)
+        self.rounds.take(report, 0, self.body(value))
 
     def close(self) -> tuple[int, float]:
         """Close what is due; return the version and its number."""
@@ -93,7 +93,7 @@ def refused(hub: Hub, *args: Any, **options: Any) -> Refusal:
 
 def test_a_round_closes_once_all_that_are_present_have_reported(made: Make) -> None:
     hub = made()
-    assert hub.report("ann", 1)
+    hub.report("ann", 1)
     assert hub.close() == (0, 0)
     hub.report("ben", 3)
     assert hub.close() == (1, -2)
@@ -110,7 +110,7 @@ def test_it_does_not_wait_for_one_unheard_for_a_minute_nor_for_one_that_leaves(
     assert hub.rounds.present() == ["ann"]
     assert hub.close() == (1, -1)
     hub.rounds.hear("ben")
-    hub.report("ann", 1, seq=2, base=1)
+    hub.report("ann", 1, base=1)
     assert hub.close() == (1, -1)
     hub.rounds.progress("ben", Progress(step=1, tokens=1, leaving=True))
     assert hub.close() == (2, -2)
@@ -126,31 +126,25 @@ def test_after_the_deadline_it_closes_without_the_late_one_who_counts_in_the_nex
     assert hub.close() == (1, -1)
     hub.report("ben", 4)
     assert hub.rounds.islands["ben"].late == 1
-    hub.report("ann", 2, seq=2, base=1)
+    hub.report("ann", 2, base=1)
     assert hub.close() == (2, -4)
 
 
-def test_a_repeated_report_is_acknowledged_and_counts_once(made: Make) -> None:
-    hub = made(joins="ann")
-    assert hub.report("ann", 1)
-    assert not hub.report("ann", 1)
-    assert hub.close() == (1, -1)
-    assert not hub.report("ann", 1)
-    assert hub.close() == (1, -1)
-    hub.restart()
-    assert not hub.report("ann", 1)
-    assert hub.join("ann").seqs == [1]
-
-
-def test_a_difference_that_contains_a_counted_one_is_refused_with_the_version_to_take(
+def test_a_report_counts_once_and_one_of_a_later_life_too_but_none_of_an_earlier(
     made: Make,
 ) -> None:
     hub = made(joins="ann")
-    hub.report("ann", 1)
-    hub.close()
-    refusal = refused(hub, "ann", 2, seq=2, base=0)
-    assert (refusal.status, refusal.more) == (409, {"version": 1})
-    assert hub.report("ann", 2, seq=2, base=1)
+    for _ in range(2):
+        hub.report("ann", 1)
+    assert hub.close() == (1, -1)
+    for _ in range(2):
+        refusal = refused(hub, "ann", 1)
+        assert (refusal.status, refusal.more) == (409, {"version": 1})
+        hub.restart()
+    assert hub.join("ann").life == 2
+    hub.report("ann", 2, life=2)
+    assert hub.close() == (2, -3)
+    assert refused(hub, "ann", 1, base=1).status == 409
 
 
 def test_a_version_of_another_hub_is_refused(made: Make) -> None:
@@ -171,10 +165,10 @@ def test_a_norm_beyond_five_times_the_others_is_refused(made: Make) -> None:
     hub.report("ann", 1)
     hub.report("ben", 2)
     assert refused(hub, "cid", 8).status == 422
-    assert hub.report("cid", 7)
+    hub.report("cid", 7)
     hub.close()
     hub.restart()
-    assert refused(hub, "ann", 30, seq=2, base=1).status == 422
+    assert refused(hub, "ann", 30, base=1).status == 422
 
 
 def test_a_round_does_not_wait_for_one_whose_difference_it_refused(made: Make) -> None:
@@ -183,7 +177,7 @@ def test_a_round_does_not_wait_for_one_whose_difference_it_refused(made: Make) -
     assert hub.close() == (0, 0)
     assert refused(hub, "ben", 8).status == 422
     assert hub.close() == (1, -1)
-    hub.report("ann", 1, seq=2, base=1)
+    hub.report("ann", 1, base=1)
     assert hub.close() == (1, -1)
 
 
@@ -193,7 +187,7 @@ def test_norms_are_compared_with_those_of_islands_that_are_present(made: Make) -
     hub.report("ben", 1)
     assert hub.close() == (1, -1)
     hub.time = 61
-    assert hub.report("ann", 9, seq=2, base=1)
+    hub.report("ann", 9, base=1)
 
 
 def test_fedavg_weighs_by_rows(made: Make) -> None:
@@ -216,7 +210,7 @@ def test_an_asynchronous_report_counts_at_once_and_the_less_the_older_it_is(
     hub = made(mode="async", outer_optimizer="sgd", joins="ann,ben")
     hub.report("ann", 1)
     assert hub.close() == (1, -1)
-    hub.report("ann", 1, seq=2, base=1)
+    hub.report("ann", 1, base=1)
     assert hub.close() == (2, -2)
     hub.report("ben", 6)
     assert hub.close() == (3, -4)
@@ -267,7 +261,7 @@ def test_the_run_ends_after_its_rounds_and_keeps_reports_for_a_longer_one(
     hub.close()
     answer = hub.rounds.progress("ann", Progress(step=1, tokens=1))
     assert answer == {"ended": True, "evaluate": True}
-    hub.report("ann", 1, seq=2, base=1)
+    hub.report("ann", 1, base=1)
     assert hub.close() == (1, -1)
     hub.options = replace(hub.options, rounds=None, tokens=20)
     hub.restart()
@@ -281,7 +275,7 @@ def test_only_the_first_seeds_and_another_does_if_it_dies_and_the_first_whole_on
     rounds = Rounds(HubOptions(path=str(tmp_path), islands="ann,ben"), lambda: now[0])
     now = [0.0]
     rounds.hear("ann")
-    assert rounds.join("ann", JOIN).seed
+    assert rounds.join("ann", JOIN).versions == [None]
     rounds.hear("ben")
     with pytest.raises(Refusal) as refusal:
         rounds.join("ben", replace(JOIN, name="ben"))
@@ -289,7 +283,7 @@ def test_only_the_first_seeds_and_another_does_if_it_dies_and_the_first_whole_on
     now[0] = 61
     rounds.hear("ben")
     joined = rounds.join("ben", replace(JOIN, name="ben"))
-    assert (joined.seed, joined.versions) == (True, [None])
+    assert joined.versions == [None]
     body = rounds.fragment(0).new_file()
     body.write_bytes(bytes(16))
     rounds.seed("ann", 0, body)  # she was alive, and came first
@@ -307,15 +301,15 @@ def test_no_more_than_three_reports_of_an_island_wait(made: Make) -> None:
     hub = made(deadline=1)
     for version in range(4):
         hub.time += 10
-        hub.report("ann", 1, seq=version + 1, base=version)
+        hub.report("ann", 1, base=version)
         hub.close()
         hub.time += 10
         hub.close()
     hub.options = replace(hub.options, rounds=1)
     hub.restart()
     for base in range(3):
-        hub.report("ben", 1, seq=base + 1, base=base)
-    assert refused(hub, "ben", 1, seq=9, base=3).more == {"retry": True}
+        hub.report("ben", 1, base=base)
+    assert refused(hub, "ben", 1, base=3).more == {"retry": True}
 
 
 @pytest.mark.parametrize(

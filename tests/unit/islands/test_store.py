@@ -42,14 +42,10 @@ def seeded(directory: Path, encoding: str = "float32") -> FragmentStore:
     return store
 
 
-def put(
-    store: FragmentStore, island: str, seq: int, base: int, value: float, after: int = 0
-) -> Report:
+def put(store: FragmentStore, island: str, base: int, value: float, life: int = 1) -> None:
     body = store.new_file()
     body.write_bytes(np.full(10, value, np.float32).tobytes())
-    report = Report(island=island, seq=seq, base=base, after=after, tokens=1, norm=value)
-    store.add(body, report)
-    return report
+    store.add(body, Report(island=island, life=life, base=base, tokens=1, norm=value))
 
 
 def weights(store: FragmentStore, part: str = PUBLISHED) -> list[float]:
@@ -70,9 +66,9 @@ def by_file(directory: Path) -> Sequence[str]:
 
 def test_a_version_has_what_its_reports_add_and_only_two_are_kept(tmp_path: Path) -> None:
     store = seeded(tmp_path)
-    for seq in (1, 2, 3):
-        put(store, "ann", seq, seq - 1, 10)
-        put(store, "ben", seq, seq - 1, 100)
+    for base in range(3):
+        put(store, "ann", base, 10)
+        put(store, "ben", base, 100)
         store.advance(store.pending, summed)
     assert store.version == 3
     assert weights(store) == (START - 330).tolist()
@@ -83,8 +79,8 @@ def test_a_version_has_what_its_reports_add_and_only_two_are_kept(tmp_path: Path
 
 def test_reports_of_one_island_from_two_bases_are_one_difference(tmp_path: Path) -> None:
     store = seeded(tmp_path)
-    put(store, "ann", 1, 0, 10)
-    put(store, "ann", 2, 1, 100)
+    put(store, "ann", 0, 10)
+    put(store, "ann", 1, 100)
     seen: list[list[float]] = []
 
     def step(
@@ -97,17 +93,17 @@ def test_reports_of_one_island_from_two_bases_are_one_difference(tmp_path: Path)
     assert seen == [[110.0], [110.0]]
 
 
-def test_a_report_replaces_those_that_it_contains_and_no_others(tmp_path: Path) -> None:
+def test_a_report_replaces_that_of_its_life_and_base_and_no_other(tmp_path: Path) -> None:
     store = seeded(tmp_path)
-    put(store, "ann", 1, 0, 10)
-    put(store, "ann", 2, 0, 20)
-    assert [each.seq for each in store.pending] == [2]
-    assert by_file(tmp_path) == ["ann.2.report", "v0000000"]
-    put(store, "ann", 3, 0, 30, after=2)  # it has joined anew
-    put(store, "ann", 4, 0, 40, after=2)
-    put(store, "ann", 5, 1, 50)
-    put(store, "ben", 6, 0, 60)
-    assert [each.seq for each in store.pending] == [2, 4, 5, 6]
+    put(store, "ann", 0, 10)
+    put(store, "ann", 0, 20)
+    assert [each.norm for each in store.pending] == [20]
+    assert by_file(tmp_path) == ["ann.1.0.report", "v0000000"]
+    put(store, "ann", 0, 30, life=2)  # it has joined anew
+    put(store, "ann", 1, 50)
+    put(store, "ben", 0, 60)
+    assert [each.norm for each in store.pending] == [20, 50, 30, 60]
+    assert [each.norm for each in opened(tmp_path).pending] == [20, 50, 30, 60]
 
 
 @pytest.mark.parametrize("encoding", ["bfloat16", "top-k:0.2", "low-rank:1"])
@@ -145,14 +141,14 @@ def test_after_a_death_at_any_point_no_report_is_lost_and_none_counts_twice(
     for at in count():
         directory = tmp_path / str(at)
         store = seeded(directory)
-        put(store, "ann", 1, 0, 10)
-        put(store, "ben", 1, 0, 100)
+        put(store, "ann", 0, 10)
+        put(store, "ben", 0, 100)
         try:
             with calls(at):
-                put(store, "ben", 2, 0, 1000)
+                put(store, "ben", 0, 1000)
                 store.advance(store.pending, summed)
-                put(store, "ann", 2, 1, 20)
-                put(store, "ann", 3, 1, 40)
+                put(store, "ann", 1, 20)
+                put(store, "ann", 1, 40)
                 store.advance(store.pending, summed)
         except Crash:
             store = opened(directory)
@@ -161,8 +157,8 @@ def test_after_a_death_at_any_point_no_report_is_lost_and_none_counts_twice(
             break
         while store.pending:
             store.advance(store.pending, summed)
-        counted = {name: store.facts.last(name)[0] for name in ("ann", "ben")}
-        grown = {1: 10, 2: 30, 3: 50}[counted["ann"]] + {1: 100, 2: 1000}[counted["ben"]]
+        last = {name: store.facts.last(name) for name in ("ann", "ben")}
+        grown = last["ben"].norm + last["ann"].norm + 10 * last["ann"].base
         assert weights(opened(directory)) == (START - grown).tolist()
         assert set(by_file(directory)) <= {f"v{version:07}" for version in range(4)}
 
@@ -208,7 +204,12 @@ def test_a_restart_goes_on_and_refuses_other_terms(tmp_path: Path) -> None:
     run.join("ann", JOIN)
     run.close()
     again = Run(tmp_path, [], Terms(inner_steps=7, fragments=2))
-    assert (again.first, again.islands, again.began) == (JOIN, {"ann"}, run.began)
+    assert (again.first, again.lives, again.began, again.id) == (
+        JOIN,
+        {"ann": 1},
+        run.began,
+        run.id,
+    )
     assert [each.tensors for each in again.fragments] == [TENSORS[:1], TENSORS[1:]]
     again.close()
     with pytest.raises(UserError, match="inner_steps is 8"):

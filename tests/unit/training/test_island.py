@@ -14,6 +14,7 @@ import pytest
 
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.chips import machines_of
+from shardmlx.errors import UserError
 from shardmlx.islands.client import Hub, HubAway
 from shardmlx.islands.encodings import ENCODINGS
 from shardmlx.islands.protocol import body_bytes
@@ -236,15 +237,63 @@ def test_an_island_that_joins_anew_replaces_none_of_its_reports_that_wait(
 ) -> None:
     """Without a checkpoint it has nothing of what it reported before."""
     made = islands(1, **LORA, iters=H)
-    monkeypatch.setattr(island, "PATIENCE", 1.0)
+    monkeypatch.setattr(island, "PATIENCE", 4.0)
     with running_hub(tmp_path / "hub", "ann,bob", inner_steps=H) as hub:
         tokens(hub)
-        hub.rounds.run.islands.add("bob")
+        hub.rounds.run.lives["bob"] = 1
         hub.rounds.hear("bob")  # the round waits for it
         for _ in range(2):
             train_islands(hub, made, {})
         pending = hub.rounds.fragment(0).pending
-        assert [(each.seq, each.after, each.base) for each in pending] == [(1, 0, 0), (2, 1, 0)]
+        assert [(each.life, each.base) for each in pending] == [(1, 0), (2, 0)]
+
+
+def test_an_island_whose_difference_is_refused_goes_on_with_the_hubs_weights(
+    islands: Callable[..., dict[str, dict[str, Any]]],
+    tokens: Callable[[RunningHub], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It is alone: nobody else makes a new version, for which it could wait."""
+    encoded, refused = island.Island._encoded, list[str]()
+
+    def encoded_once_as_nan(self: island.Island, name: str) -> np.ndarray:
+        data = encoded(self, name)
+        if not refused:
+            refused.append(name)
+            data[:4] = np.array([np.nan], np.float32).view(np.uint8)
+        return data
+
+    made = islands(1, **LORA)
+    monkeypatch.setattr(island.Island, "_encoded", encoded_once_as_nan)
+    with running_hub(tmp_path / "hub", "ann", inner_steps=H) as hub:
+        tokens(hub)
+        train_islands(hub, made, {"ann": 2})
+        assert (hub.rounds.version, hub.rounds.islands["ann"].refused) == (ROUNDS - 1, 1)
+        check_equal(saved(made, "ann"), weights_of(hub))
+    assert f"update {H}: the hub refused" in capsys.readouterr().out
+
+
+def test_a_checkpoint_of_another_run_of_a_hub_is_refused_by_its_name(
+    islands: Callable[..., dict[str, dict[str, Any]]],
+    tokens: Callable[[RunningHub], None],
+    tmp_path: Path,
+) -> None:
+    kept = {"checkpoint_dir": str(tmp_path / "kept"), "checkpoint_every": H}
+    made, runs = islands(1, **LORA, **kept), list[str]()
+    for path in ("hub", "another"):
+        with running_hub(tmp_path / path, "ann", inner_steps=H) as hub:
+            tokens(hub)
+            if not runs:
+                train_islands(hub, made, {})
+                runs.append(hub.rounds.run.id)
+                continue
+            made["ann"]["iters"] += H
+            with pytest.raises(UserError, match=runs[0]) as refused:
+                train_islands(hub, made, {})
+            assert hub.rounds.run.id in refused.value.problem
+            assert "--checkpoint-dir" in refused.value.remedy
 
 
 BF16: dict[str, Any] = {"dtype": "bfloat16", "master_weights": True, "zero": 1}
