@@ -21,7 +21,7 @@ from tests.helpers.mpirun import in_file
 
 RANKS = dict.fromkeys(NAMES, 1) | {NAMES[-1]: 2}
 STEPS, FRAGMENTS = 10, 2
-HUB = f"--inner-steps {STEPS} --fragments {FRAGMENTS} --overlap 3 --deadline 5 --missing-after 15"
+HUB = f"--inner-steps {STEPS} --fragments {FRAGMENTS} --overlap 3 --deadline 5"
 PATIENCE = 90.0
 """Seconds for what must happen; two heartbeats and the start of a rank on a busy machine."""
 

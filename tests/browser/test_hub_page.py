@@ -11,7 +11,7 @@ from selenium import webdriver
 from selenium.webdriver.support.ui import WebDriverWait
 
 from shardmlx.islands.protocol import Join, Progress, Tensor
-from shardmlx.islands.rounds import Rounds
+from shardmlx.islands.rounds import SECONDS_MISSING, Rounds
 from shardmlx.islands.store import Report
 from tests.helpers.island_hub import running_hub
 
@@ -45,11 +45,11 @@ def test_the_page_shows_which_islands_train_are_late_missing_or_gone(
         rounds.hear(name)
         rounds.join(name, replace(JOIN, name=name))
 
-    def report(name: str, seq: int, base: int) -> None:
+    def report(name: str, base: int) -> None:
         body = tmp_path / "body"
         np.ones(TENSOR.shape, np.float32).tofile(body)
         rounds.hear(name)
-        assert rounds.take(Report(island=name, seq=seq, base=base, tokens=1200), 0, body)
+        rounds.take(Report(island=name, life=1, base=base, tokens=1200), 0, body)
 
     def text(selector: str) -> str:
         script = "return document.querySelector(arguments[0]).textContent"
@@ -73,14 +73,14 @@ def test_the_page_shows_which_islands_train_are_late_missing_or_gone(
         assert found["ann"] == ["4", "2,400", "2.2500", "–", "0", "0"]
         assert text("#losses p") == "from 2.2500 to 2.5000, up to step 4"
 
-        rounds.islands["ben"].heard -= rounds.options.missing_after
-        report("ann", seq=1, base=0)
+        rounds.islands["ben"].heard -= SECONDS_MISSING
+        report("ann", base=0)
         waiting.until(lambda _: rounds.version == 1)
         chrome.refresh()
         shown("trains", "missing", "not joined")
 
         come("cid")
-        report("ben", seq=1, base=0)
+        report("ben", base=0)
         rounds.progress("ann", Progress(step=6, tokens=3600, leaving=True))
         chrome.refresh()
         found = shown("left", "trains", "trains")
@@ -88,7 +88,7 @@ def test_the_page_shows_which_islands_train_are_late_missing_or_gone(
         assert "ben" in text("#fragments")
         assert "round 1, 1,200 tokens" in text("#summary")
 
-        report("cid", seq=1, base=1)
+        report("cid", base=1)
         waiting.until(lambda _: rounds.ended)
         chrome.refresh()
         waiting.until(lambda _: "ended" in text("#state"))
