@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
 
+TESTED = {"mlx": "0.32", "mlx-lm": "0.32"}
+"""Newest minor version of each library that the tests have passed with."""
+
 KNOWN_BAD = {
     "mlx": {
         "0.30.0": "compiled training fails",  # github.com/ml-explore/mlx/issues/2864
@@ -37,6 +40,12 @@ KNOWN_BAD = {
     }
 }
 """Versions that no run may use, by library, and why."""
+
+
+def is_untested(package: str, number: str) -> bool:
+    """Return whether a library is of a newer minor version than those in ``TESTED``."""
+    minors = [tuple(map(int, re.findall(r"\d+", each)[:2])) for each in (number, TESTED[package])]
+    return minors[0] > minors[1]
 
 
 class HelpOfWholeWords(argparse.HelpFormatter):

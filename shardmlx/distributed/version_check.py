@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from shardmlx.compat import KNOWN_BAD
+from shardmlx.compat import KNOWN_BAD, TESTED, is_untested
 from shardmlx.distributed.agreement import AgreedError
 from shardmlx.distributed.transport import Transport
 
@@ -37,7 +38,7 @@ def source_digest(package: Path = ROOT) -> str:
 
 def compare_versions(transport: Transport) -> None:
     """Raise ``AgreedError`` unless all ranks run the same versions, none of them known to be bad.
-    All ranks must call it, first of all."""
+    Rank 0 warns of versions newer than the tested ones. All ranks must call it, first of all."""
     mine = package_versions() | {"files of shardmlx": source_digest()[:8]}
     wanted, *others = transport.all_gather(mine, "comparing versions")
     for rank, versions in enumerate(others, 1):
@@ -51,3 +52,10 @@ def compare_versions(transport: Transport) -> None:
     for package, bad in KNOWN_BAD.items():
         if why := bad.get(wanted[package]):
             raise AgreedError(f"{package} {wanted[package]} {why}", "install another version")
+    for package, tested in TESTED.items():
+        if transport.rank == 0 and is_untested(package, wanted[package]):
+            print(
+                f"shardmlx: warning: {package} {wanted[package]} is newer than {tested}, the "
+                "newest tested",
+                file=sys.stderr,
+            )

@@ -54,6 +54,19 @@ def versions_are(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
     monkeypatch.setattr(version_check, "package_versions", lambda: installed)
 
 
+@pytest.mark.parametrize(
+    ("mlx", "warns"), [("0.32.9", False), ("0.33.0", True), ("1.0", True), ("0.31.7.dev1", False)]
+)
+def test_rank_0_warns_once_of_a_newer_minor_version_than_was_tested(
+    mlx: str, warns: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    versions_are(monkeypatch, mlx=mlx)
+    LocalNetwork(2).run(compare_versions)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == warns
+    assert all(f"mlx {mlx}" in each for each in lines)
+
+
 def test_a_version_known_to_be_bad_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     (number, why), *_ = KNOWN_BAD["mlx"].items()
     versions_are(monkeypatch, mlx=number)
