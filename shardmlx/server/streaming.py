@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable
 
 from starlette.responses import JSONResponse, Response
@@ -63,12 +64,16 @@ class AnswerResponse(Response):
         ]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await _send(send, self._events(self._reply.opening()))
+        sent = time.monotonic()
         try:
             async for each in self._answers.deltas(SECONDS_OF_SILENCE):
-                if each is None:
-                    await _send(send, self._reply.sign_of_life)
-                else:
-                    await _send(send, self._events(self._take(*each)))
+                body = b"" if each is None else self._events(self._take(*each))
+                # Also while tokens come of a call, which is told once it is whole.
+                if not body and time.monotonic() - sent >= SECONDS_OF_SILENCE:
+                    body = self._reply.sign_of_life
+                if body:
+                    await _send(send, body)
+                    sent = time.monotonic()
         except ApiError as error:
             last = self._events([self._failure(error)])
         else:

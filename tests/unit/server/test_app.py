@@ -4,7 +4,8 @@ import asyncio
 import json
 import re
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -18,7 +19,17 @@ from shardmlx.server import streaming
 from shardmlx.server.answer_parser import Part
 from shardmlx.server.app import LONG_BODY_BYTES
 from shardmlx.server.request_queue import Delta
-from tests.helpers.http_serving import MODEL, Agent, Letters, Parrot, Serving, Text, serving
+from tests.helpers.http_serving import (
+    CALL,
+    LOOK,
+    MODEL,
+    Agent,
+    Letters,
+    Parrot,
+    Serving,
+    Text,
+    serving,
+)
 from tests.helpers.shown import shown
 
 USER: ChatCompletionUserMessageParam = {"role": "user", "content": "hello"}
@@ -185,6 +196,25 @@ def test_in_silence_a_stream_says_that_it_lives(path: str, monkeypatch: pytest.M
                     server.parrot.steps = None
                     server.parrot.goes_on.set()
         assert came.count(sign) >= 3
+
+
+class Unhurried(Parrot):
+    """A generator that takes a hundredth of a second for a token."""
+
+    def step(self) -> Sequence[tuple[int, Delta]]:
+        time.sleep(0.01)
+        return super().step()
+
+
+def test_a_stream_lives_while_the_tokens_of_a_call_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "SECONDS_OF_SILENCE", 0.1)
+    tool = {"type": "function", "function": LOOK}
+    body = {"messages": [{"role": "user", "content": CALL}], "tools": [tool], "stream": True}
+    with serving(parrot=Unhurried(), encoder=Agent()) as server:
+        said = httpx.post(f"{server.address}/v1/chat/completions", json=body, timeout=60).text
+    before, call, _ = said.partition('"tool_calls": [{')
+    assert call
+    assert ": still here" in before.rpartition('"content": "k"')[2]
 
 
 @pytest.mark.parametrize("path", STREAMS)
