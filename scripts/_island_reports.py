@@ -19,7 +19,7 @@ from urllib.parse import parse_qsl, urlsplit
 import numpy as np
 
 from shardmlx.islands.aggregate import weighted_mean
-from shardmlx.islands.outer import OuterOptimizer
+from shardmlx.islands.outer import NESTEROV, OuterOptimizer
 from shardmlx.islands.store import Report
 
 
@@ -30,7 +30,6 @@ class Sent:
     report: Report
     body: bytes
     status: int | None
-    is_repeated: bool = False
 
 
 class Proxy:
@@ -72,7 +71,7 @@ class Proxy:
             response = hub.getresponse()
             answer, status = response.read(), response.status
         hub.close()
-        self._keep(asked, body, status, answer)
+        self._keep(asked, body, status)
         if status is None:
             return
         with suppress(OSError):
@@ -83,28 +82,27 @@ class Proxy:
             asked.end_headers()
             asked.wfile.write(answer)
 
-    def _keep(
-        self, asked: BaseHTTPRequestHandler, body: bytes, status: int | None, answer: bytes
-    ) -> None:
+    def _keep(self, asked: BaseHTTPRequestHandler, body: bytes, status: int | None) -> None:
         address = urlsplit(asked.path)
-        found = re.fullmatch(r"/fragments/(\d+)/reports/(\d+)", address.path)
+        found = re.fullmatch(r"/fragments/(\d+)/reports/(\d+)-(\d+)", address.path)
         if asked.command == "PUT" and found:
             name = self.names[asked.headers["authorization"].removeprefix("Bearer ")]
             counts = {key: int(value) for key, value in parse_qsl(address.query)}
-            report = Report(island=name, seq=int(found[2]), **counts)
-            repeated = status == 200 and bool(json.loads(answer)["repeated"])
+            report = Report(island=name, life=int(found[2]), base=int(found[3]), **counts)
             with self.lock:
-                self.sent[int(found[1]), name].append(Sent(report, body, status, repeated))
+                self.sent[int(found[1]), name].append(Sent(report, body, status))
 
-    def stored(self, k: int, name: str, seq: int) -> Sent | None:
-        """Return the report with this number as the hub has it; None if it refused it. A report
-        that the hub has, and of which it died before it said so, is answered as repeated."""
-        found = [each for each in self.sent[k, name] if each.report.seq == seq]
-        for each in found:
-            if each.status == 200 and not each.is_repeated:
-                return each
-        unknown = [each for each in found if each.status is None]
-        return unknown[-1] if unknown else None
+    def stored(
+        self, k: int, name: str, after: tuple[int, int], last: tuple[int, int]
+    ) -> list[Sent]:
+        """Return the reports from places above ``after`` up to ``last``, each as the hub has it:
+        as it came last. Of one without an answer the hub died perhaps before it said so."""
+        found = {
+            each.report.place: each
+            for each in self.sent[k, name]
+            if each.status in (200, None) and after < each.report.place <= last
+        }
+        return [found[place] for place in sorted(found)]
 
     def close(self) -> None:
         self._server.shutdown()
@@ -136,10 +134,14 @@ class Watch(threading.Thread):
                 self.facts[k][version] = json.loads(path.read_bytes())
 
 
+def place_of(report: dict[str, Any]) -> tuple[int, int]:
+    return report["life"], report["base"]
+
+
 def replay(watch: Watch, proxy: Proxy, k: int) -> tuple[list[np.ndarray], list[str]]:
     """Return a fragment's weights in each version, made of the reports that its facts count, each
     once; and what is otherwise at the hub."""
-    facts, optimizer, faults = watch.facts[k], OuterOptimizer(), list[str]()
+    facts, optimizer, faults = watch.facts[k], OuterOptimizer.of(NESTEROV), list[str]()
     directory = watch.directory / f"fragment-{k:03}"
     weights, momentum, tokens = watch.seeds[k], None, 0
     versions, counted = [weights], set[str]()
@@ -149,10 +151,9 @@ def replay(watch: Watch, proxy: Proxy, k: int) -> tuple[list[np.ndarray], list[s
         before, after = facts[version - 1]["counted"], facts[version]["counted"]
         differences = []
         for name in sorted(after):
-            numbers = range(before.get(name, (0, -1))[0] + 1, after[name][0] + 1)
-            counted |= {f"{name}.{seq}" for seq in numbers}
-            found = [each for seq in numbers if (each := proxy.stored(k, name, seq))]
-            kept = [a for a in found if not any(b.report.replaces(a.report) for b in found)]
+            first = place_of(before[name]) if name in before else (0, -1)
+            kept = proxy.stored(k, name, first, place_of(after[name]))
+            counted |= {each.report.file for each in kept}
             tokens += sum(each.report.tokens for each in kept)
             if kept:
                 arrays = (np.frombuffer(each.body, np.float32) for each in kept)
@@ -165,9 +166,9 @@ def replay(watch: Watch, proxy: Proxy, k: int) -> tuple[list[np.ndarray], list[s
         path = directory / f"v{version:07}" / "published"
         if path.exists() and not np.array_equal(weights, np.fromfile(path, np.float32)):
             faults.append(f"fragment {k}, version {version}: other weights than reports make")
-    known = counted | {each.stem for each in directory.glob("*.report")}
-    for (fragment, name), sent in proxy.sent.items():
-        lost = {f"{name}.{each.report.seq}" for each in sent if each.status == 200} - known
+    known = counted | {each.name for each in directory.glob("*.report")}
+    for (fragment, _), sent in proxy.sent.items():
+        lost = {each.report.file for each in sent if each.status == 200} - known
         if fragment == k and lost:
             faults.append(f"fragment {k}: acknowledged, and lost: {lost}")
     return versions, faults

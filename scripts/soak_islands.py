@@ -138,7 +138,7 @@ class Soak:
         ends = (max(SMOOTHED, bisect_right(tokens, part * tokens[-1])) for part in PARTS)
         self.curves.append([fmean(map(loss, range(end - SMOOTHED, end))) for end in ends])
         sent = [each for of_island in lab.proxy.sent.values() for each in of_island]
-        answers = Counter("repeated" if each.is_repeated else each.status for each in sent)
+        answers = Counter(each.status for each in sent)
         print(f"{name}: {len(versions) - 1} rounds, {tokens[-1]} tokens", flush=True)
         print(f"{len(sent)} reports, answered so: {dict(answers)}")
         print("losses at parts of the tokens:", *(f"{each:.4f}" for each in self.curves[-1]))
