@@ -39,9 +39,10 @@ class ModelShape:
     names: Names
     untrained: str = ""
     """Reason why the model cannot be trained; empty if it can."""
-    refused: frozenset[str] = frozenset()
+    # Sets of names have no order that all ranks share: a digest of the plan leaves them out.
+    refused: frozenset[str] = field(default=frozenset(), repr=False)
     """Names of tensors of an undeclared model that mlx-lm has no place for, if not quantised."""
-    unchanged: frozenset[str] = frozenset()
+    unchanged: frozenset[str] = field(default=frozenset(), repr=False)
     """Names of tensors of such a model that mlx-lm loads as they are."""
     before: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Modules that are called before the layers, beside the embedding, with the sides of their
