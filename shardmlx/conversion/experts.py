@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,9 @@ class Experts:
 
     def leaves(self, number: int) -> list[mx.array]:
         """Return the arrays that an expert is stacked from; none if it is read from a stack."""
-        return [s.leaves[number] for s in _stacks(self.layer) if number in s.leaves]
+        values = [value for _, value in tree_flatten(self.layer)]
+        stacks = [value for value in values if isinstance(value, _Stack)]
+        return [stack.leaves[number] for stack in stacks if number in stack.leaves]
 
     def _arrays(self, get: Callable[[_Stack], mx.array], number: int) -> dict[str, mx.array]:
         def part(value: mx.array | _Stack) -> mx.array:
@@ -197,11 +199,3 @@ def _with(layer: nn.Module, change: Callable[[mx.array | _Stack], mx.array | _St
         elif isinstance(value, mx.array | _Stack):
             changed[key] = change(value)
     return changed
-
-
-def _stacks(layer: nn.Module) -> Iterator[_Stack]:
-    for value in layer.values():
-        if isinstance(value, nn.Module):
-            yield from _stacks(value)
-        elif isinstance(value, _Stack):
-            yield value

@@ -6,7 +6,7 @@ import gc
 from pathlib import Path
 
 from shardmlx.checkpoint.export import specs_of
-from shardmlx.common.formatting import gibibytes, plural
+from shardmlx.common.formatting import count, gibibytes, plural
 from shardmlx.common.process_memory import peak_resident_bytes
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.export import ExportOptions
@@ -66,7 +66,11 @@ def _write(
     goes_on = output.check_same(identity)
     output.check_room(shards, SMALL_FILES + source.largest)
     output.begin(identity)
-    reporter.say(f"{options.model}: {model.describe(shards.nbytes)}")
+    reporter.say(
+        f"{options.model}: {count(model.parameters)} parameters, "
+        f"{plural(len(model.weights), 'tensor')} of {gibibytes(shards.nbytes)}, "
+        f"{model.bits_per_weight:.2f} bits a parameter"
+    )
     texts = texts_of(model, shards, source.path, source.repository)
     source.watch(model.read, model.computed())
     model.read.clear()

@@ -25,7 +25,6 @@ from mlx_lm.utils import (
     quantize_model,
 )
 
-from shardmlx.common.formatting import count, gibibytes, plural
 from shardmlx.compat import watch_loads
 from shardmlx.config.export import ExportOptions, Packing
 from shardmlx.conversion.experts import (
@@ -57,13 +56,6 @@ class LazyModel:
     parameters: int
     bits_per_weight: float
     keeps_vision: bool
-
-    def describe(self, nbytes: int) -> str:
-        """Return a line about the model, whose weights take ``nbytes``."""
-        return (
-            f"{count(self.parameters)} parameters, {plural(len(self.weights), 'tensor')} of "
-            f"{gibibytes(nbytes)}, {self.bits_per_weight:.2f} bits a parameter"
-        )
 
     def computed(self) -> Iterator[tuple[str, mx.array]]:
         """Yield lazy arrays with the names of their results: a weight or an expert."""

@@ -55,7 +55,6 @@ from shardmlx.engine.stage import Stage
 from shardmlx.engine.trace import Recorder, Span
 from shardmlx.errors import EngineError, one_line
 from shardmlx.pipeline.actions import Action, Kind
-from shardmlx.pipeline.lowering import forward_only
 from shardmlx.pipeline.plan import Plan
 
 MAX_STAGES = 1024
@@ -194,7 +193,7 @@ class Engine:
 
     def evaluate(self, microbatches: Sequence[MicroBatch]) -> Results:
         """Run forward only, and return the results like ``train_step``. All ranks must call it."""
-        grid = forward_only(self.plan.stage_map.placement, self.plan.mesh.pp, len(microbatches))
+        grid = self.plan.forwards(len(microbatches))
         run = _Run([Step(self, microbatches)], train=False)
         self._run(grid[self.pipeline_rank], run)
         return run.results

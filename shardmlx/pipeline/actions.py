@@ -26,6 +26,8 @@ class Kind(StrEnum):
 COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W)
 """The kinds that compute; others send and receive."""
 
+FORWARD = (Kind.RECV_F, Kind.F, Kind.SEND_F)
+
 
 _WORDS = {
     Kind.F: "forward of",

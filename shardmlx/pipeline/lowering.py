@@ -1,7 +1,7 @@
 """Lower compute actions to a rank's real actions: add messages, leave out needless gradients.
 
-``lower`` and ``forward_only`` write lowered grids; ``validate`` proves that one can run. A SEND
-never blocks; a RECV blocks until its SEND was made. 1F1B on two ranks, before and after::
+``lower`` writes a lowered grid; ``validate`` proves that one can run. A SEND never blocks; a RECV
+blocks until its SEND was made. 1F1B on two ranks, before and after::
 
     compute actions      r0  0F0 0F1 0B0 0B1
                          r1  1F0 1B0 1F1 1B1
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import count, pairwise, product
+from itertools import pairwise, product
 from types import MappingProxyType
 
 from shardmlx.pipeline.actions import COMPUTE, Action, Grid, Kind
@@ -88,25 +88,6 @@ def lower(grid: Grid, placement: Sequence[int], trainable: Sequence[bool] | None
                 yield Action(stage, part, microbatch)
 
     return tuple(tuple(rank_actions(actions)) for actions in grid)
-
-
-def forward_only(placement: Sequence[int], pp: int, microbatches: int) -> Grid:
-    """Return the lowered grid of forwards alone, for evaluation.
-
-    Each micro-batch in turn takes, stage after stage, the first slot that its rank has free. The
-    slots are a valid timetable, so keeping their order on each rank can never deadlock.
-    """
-    timetable: list[dict[int, Action]] = [{} for _ in range(pp)]
-    last = [-1] * len(placement)  # the slot of the micro-batch before, at each stage
-    for microbatch in range(microbatches):
-        arrival = 0
-        for stage, rank in enumerate(placement):
-            earliest = max(arrival, last[stage] + 1)
-            slot = next(slot for slot in count(earliest) if slot not in timetable[rank])
-            timetable[rank][slot] = Action(stage, F, microbatch)
-            last[stage], arrival = slot, slot + 1
-    grid = tuple(tuple(slots[slot] for slot in sorted(slots)) for slots in timetable)
-    return lower(grid, placement, [False] * len(placement))
 
 
 def _expand(kind: Kind, kinds: Kinds) -> tuple[Kind, ...]:

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from shardmlx.common.digests import json_digest
 from shardmlx.errors import UserError
-from shardmlx.pipeline.actions import Grid
+from shardmlx.pipeline.actions import FORWARD, Grid
 from shardmlx.pipeline.lowering import lower, validate
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.schedules import Schedule, compute_actions, get_schedule
@@ -82,6 +82,13 @@ class Plan:
         """Return the lowered actions of one training step of a replica, by pipeline rank: of all
         runs, or of so many."""
         return self._actions((runs or self.runs) * self.microbatches_of(replica))
+
+    def forwards(self, microbatches: int) -> Grid:
+        """Return the lowered actions of a training step that evaluation takes, too."""
+        return tuple(
+            tuple(action for action in actions if action.kind in FORWARD)
+            for actions in self._actions(microbatches)
+        )
 
     def _actions(self, microbatches: int) -> Grid:
         schedule, virtual = get_schedule(self.schedule), self.stage_map.virtual

@@ -24,14 +24,11 @@ class Partition:
     ranges: tuple[tuple[int, int], ...]
 
     def __post_init__(self) -> None:
-        if not self.ranges:
-            raise ValueError("a partition has at least one stage")
-        ends = [0, *(end for _, end in self.ranges)]
-        for stage, ((start, end), expected) in enumerate(zip(self.ranges, ends, strict=False)):
-            if start != expected:
-                raise ValueError(f"stage {stage} starts at layer {start}, not {expected}")
-            if end <= start:
-                raise ValueError(f"stage {stage} has no layers: {start} to {end}")
+        starts, ends = ([each[i] for each in self.ranges] for i in (0, 1))
+        if not starts or starts != [0, *ends[:-1]] or min(self.sizes) < 1:
+            raise ValueError(
+                f"the ranges of layers {self.ranges} leave some out, or none for a stage"
+            )
 
     @classmethod
     def from_sizes(cls, sizes: Iterable[int]) -> Partition:

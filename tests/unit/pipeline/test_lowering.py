@@ -6,16 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardmlx.pipeline.actions import COMPUTE, Action, Grid, Kind
-from shardmlx.pipeline.lowering import ScheduleError, forward_only, gradient_kinds, lower, validate
-from shardmlx.pipeline.schedules import (
-    SCHEDULES,
-    compute_actions,
-    get_schedule,
-    loop_placement,
-    v_placement,
-)
+from shardmlx.pipeline.actions import Action, Grid, Kind
+from shardmlx.pipeline.lowering import ScheduleError, gradient_kinds, lower, validate
+from shardmlx.pipeline.mesh import Mesh
+from shardmlx.pipeline.plan import Plan
+from shardmlx.pipeline.schedules import SCHEDULES, compute_actions, get_schedule, v_placement
 from shardmlx.pipeline.simulate import Costs, simulate
+from shardmlx.pipeline.stage_map import StageMap
 from tests.helpers.grids import parse_grid
 
 
@@ -87,44 +84,22 @@ def test_a_frozen_stage_above_a_trained_one_passes_the_gradient_on() -> None:
 # Evaluation
 
 
-def test_forward_only_pipelines_like_gpipe() -> None:
-    assert forward_only((0, 1), pp=2, microbatches=2) == parse_grid("""
-        0F0 0SEND_F0 0F1 0SEND_F1
-        1RECV_F0 1F0 1RECV_F1 1F1
-    """)
-
-
-def test_forward_only_goes_round_the_loop_in_groups() -> None:
-    grid = forward_only((0, 1, 0, 1), pp=2, microbatches=4)
-    compute = tuple(tuple(a for a in actions if a.kind in COMPUTE) for actions in grid)
-    assert compute == parse_grid("""
-        0F0 0F1 2F0 2F1 0F2 0F3 2F2 2F3
-        1F0 1F1 3F0 3F1 1F2 1F3 3F2 3F3
-    """)
-
-
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
 @pytest.mark.parametrize("pp", [1, 2, 3, 5])
-def test_forward_only_takes_no_longer_than_it_must(pp: int) -> None:
-    """Rank p-1 starts after p-1 slots; in a V the last micro-batch then has p-1 ranks to go up."""
-    microbatches = 4 * pp
-    for virtual in (1, 2, 3):
-        placement = loop_placement(pp, virtual)
-        simulation = simulate(
-            forward_only(placement, pp, microbatches), placement, Costs(virtual, 0, 0)
-        )
-        assert simulation.makespan == microbatches * virtual + pp - 1
-    placement = v_placement(pp, 2)
-    simulation = simulate(forward_only(placement, pp, microbatches), placement, Costs(2, 0, 0))
-    assert simulation.makespan == microbatches * 2 + 2 * (pp - 1)
-
-
-@settings(deadline=None)
-@given(data=st.data(), pp=st.integers(1, 5), microbatches=st.integers(1, 12))
-def test_forward_only_runs_on_any_placement(
-    data: st.DataObject, pp: int, microbatches: int
+def test_evaluation_takes_the_forwards_of_a_step_and_no_longer_than_it_must(
+    name: str, pp: int
 ) -> None:
-    placement = data.draw(st.lists(st.integers(0, pp - 1), min_size=1, max_size=8))
-    validate(forward_only(placement, pp, microbatches), placement, [False] * len(placement))
+    """Rank p-1 starts after p-1 slots; in a V the last micro-batch then has p-1 ranks to go up."""
+    schedule, microbatches = get_schedule(name), 4 * pp
+    virtual = schedule.default_virtual
+    placement = schedule.placement(pp, virtual)
+    stage_map = StageMap.from_sizes([1] * len(placement), placement)
+    plan = Plan(Mesh(1, pp), stage_map, name, 1, 1, (True,) * len(placement))
+    forwards = plan.forwards(microbatches)
+    validate(forwards, placement, [False] * len(placement))
+    simulation = simulate(forwards, placement, Costs(virtual, 0, 0))
+    up = pp - 1 if name == "zb-v" else 0
+    assert simulation.makespan == microbatches * virtual + pp - 1 + up
 
 
 # No (p, m, v) deadlocks

@@ -43,20 +43,18 @@ def test_a_partition_counts_its_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranges", "message"),
+    "ranges",
     [
-        ((), "at least one stage"),
-        (((1, 3),), "stage 0 starts at layer 1, not 0"),
-        (((0, 2), (3, 4)), "stage 1 starts at layer 3, not 2"),
-        (((0, 2), (1, 4)), "stage 1 starts at layer 1, not 2"),
-        (((0, 2), (2, 2)), "stage 1 has no layers"),
-        (((0, 2), (2, 1)), "stage 1 has no layers"),
+        (),
+        ((1, 3),),
+        ((0, 2), (3, 4)),
+        ((0, 2), (1, 4)),
+        ((0, 2), (2, 2)),
+        ((0, 2), (2, 1)),
     ],
 )
-def test_a_partition_has_every_layer_once(
-    ranges: tuple[tuple[int, int], ...], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_a_partition_has_every_layer_once(ranges: tuple[tuple[int, int], ...]) -> None:
+    with pytest.raises(ValueError, match="ranges of layers"):
         Partition(ranges)
 
 
