@@ -136,6 +136,21 @@ class NewFiles:
         return self.directory / (PARTIAL + name)
 
 
+def check_room(directory: Path, nbytes: int, option: str) -> None:
+    """Raise ``UserError`` unless so many bytes fit on the disk of a directory, there or not yet;
+    ``option`` names another."""
+    there = directory.absolute()
+    while not there.exists():
+        there = there.parent
+    free = shutil.disk_usage(there).free
+    if nbytes > free:
+        raise UserError(
+            f"{directory}: {gibibytes(nbytes)} are to be written, and {gibibytes(free)} are free "
+            "there",
+            f"free some, or name a directory on another disk with {option}",
+        )
+
+
 def why_not_written(error: OSError, directory: Path, nbytes: int) -> str:
     """Return why ``nbytes`` could not be written to a directory, and the remedy."""
     if error.errno not in _FULL:

@@ -22,8 +22,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 from shardmlx.common.digests import bytes_digest
-from shardmlx.common.durable_files import flush_directory, why_not_written, write_durably
-from shardmlx.common.formatting import gibibytes
+from shardmlx.common.durable_files import (
+    check_room,
+    flush_directory,
+    why_not_written,
+    write_durably,
+)
 from shardmlx.config.export import ExportOptions
 from shardmlx.conversion.shards import Shards
 from shardmlx.errors import UserError, file_access
@@ -71,19 +75,11 @@ class OutputDirectory:
 
     def check_room(self, shards: Shards, more: int) -> None:
         """Refuse to begin the files, and ``more`` bytes, if the disk is too small."""
-        sizes = {self.weights / file: size for file, size in shards.manifest().sizes.items()}
-        begun = sum(path.stat().st_blocks * 512 for path in sizes if path.exists())
-        needed = more + sum(sizes.values()) - begun
-        there = self.path.absolute()
-        while not there.exists():
-            there = there.parent
-        free = shutil.disk_usage(there).free
-        if needed > free:
-            raise UserError(
-                f"-o {self.path}: {gibibytes(needed)} are to be written, and {gibibytes(free)} are "
-                "free there",
-                "free some, or name a directory on another disk",
-            )
+        headers = shards.manifest().headers
+        paths = [self.weights / file for file in headers]
+        begun = sum(path.stat().st_blocks * 512 for path in paths if path.exists())
+        needed = more + sum(each.file_size for each in headers.values()) - begun
+        check_room(self.path, needed, "-o")
 
     def begin(self, identity: Mapping[str, str]) -> None:
         """Make the directory, and record its purpose."""
@@ -153,7 +149,7 @@ def identity_of(
     options: ExportOptions, model: str, adapters: str, shards: Shards
 ) -> dict[str, str]:
     """Return an export's identity, equal for equal bytes: ``model``, ``adapters`` name contents."""
-    heads = b"".join(shards.manifest().heads.values())
+    heads = b"".join(each.head for each in shards.manifest().headers.values())
     return {
         "model": options.model,
         "content of the model": model,

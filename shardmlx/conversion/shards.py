@@ -19,7 +19,7 @@ from shardmlx.conversion.lazy_model import LazyModel
 from shardmlx.errors import file_access
 from shardmlx.loading.manifest import ModelManifest
 from shardmlx.loading.tokenizer import ends_of
-from shardmlx.modelfiles.safetensors_header import INDEX_FILE
+from shardmlx.modelfiles.safetensors_header import INDEX_FILE, LENGTH_BYTES, parse_header
 from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, CONFIG_FILE
 from shardmlx.models.config_reader import read_config
 
@@ -58,12 +58,12 @@ class Shards:
 
     def manifest(self) -> ModelManifest:
         """Return the beginning of the files."""
-        heads = {file: safetensors_header(specs) for file, specs in self.files.items()}
-        sizes = {
-            file: len(heads[file]) + sum(spec.nbytes for spec in specs)
-            for file, specs in self.files.items()
-        }
-        return ModelManifest("", {}, heads, sizes)
+        headers = {}
+        for file, specs in self.files.items():
+            head = safetensors_header(specs)
+            size = len(head) + sum(spec.nbytes for spec in specs)
+            headers[file] = parse_header(head[LENGTH_BYTES:], size, file)
+        return ModelManifest("", {}, headers)
 
 
 def plan_shards(specs: Iterable[TensorSpec], most: int) -> Shards:

@@ -42,8 +42,7 @@ def write_files(
     computed. Raises ``UserError``, or ``Stopped`` after Ctrl-C."""
     specs = [spec for each in shards.files.values() for spec in each]
     names = {spec.name for spec in specs}
-    manifest = shards.manifest()
-    copy = PartialCopy(output.weights, manifest, kept=True, option="-o", new_digest=Crc32)
+    copy = PartialCopy(output.weights, shards.manifest(), kept=True, option="-o", new_digest=Crc32)
     with closing(copy):
         done = copy.sound(names) if goes_on else set()
         if done:
@@ -79,7 +78,7 @@ def write_files(
                 background.finish()
             copy.flush()
         except OSError as error:
-            raise output.not_written(error, sum(manifest.sizes.values())) from None
+            raise output.not_written(error, shards.nbytes) from None
 
 
 def _computed(

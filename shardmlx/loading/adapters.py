@@ -81,6 +81,8 @@ def resume_from(model: nn.Module, file: Path, fine_tune: FineTune) -> None:
         weights = _read([file])
         remedy = "use the model and lora_parameters that it was made with"
         known = dict(tree_flatten(model.parameters()))
+        if not weights.keys() & known.keys():
+            raise UserError("it holds no weight of this model")
         if not fine_tune.is_full:
             known = dict(tree_flatten(model.trainable_parameters()))
             remedy += ": --num-layers, and keys in lora_parameters"

@@ -130,13 +130,9 @@ def fetch_small_files(repository: Repository, directory: Path) -> None:
 
 def manifest_of(repository: Repository) -> ModelManifest:
     """Return the beginning of a copy of a repository. Raises ``UserError``."""
-    files = sound(repository)
-    heads = {
-        file: repository.part(file, 0, header.data_offset) for file, header in files.headers.items()
-    }
+    headers = sound(repository).headers
     digest = hashlib.sha256(f"{repository.name}@{repository.revision}".encode())
-    for file in sorted(heads):
-        digest.update(f" {file} ".encode() + heads[file])
+    for file in sorted(headers):
+        digest.update(f" {file} ".encode() + headers[file].head)
     texts = {name: repository.read(name) for name in TEXTS if name in repository.files}
-    sizes = {file: header.file_size for file, header in files.headers.items()}
-    return ModelManifest(digest.hexdigest(), texts, heads, sizes)
+    return ModelManifest(digest.hexdigest(), texts, headers)

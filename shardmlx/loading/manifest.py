@@ -16,13 +16,7 @@ from pathlib import Path
 
 from shardmlx.common.digests import canonical_json
 from shardmlx.modelfiles.parts import EMBEDDING, HEAD, place_of
-from shardmlx.modelfiles.safetensors_header import (
-    INDEX_FILE,
-    LENGTH_BYTES,
-    PlacedTensor,
-    parse_header,
-    read_header,
-)
+from shardmlx.modelfiles.safetensors_header import INDEX_FILE, Header, PlacedTensor, read_header
 from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, CONFIG_FILE
 from shardmlx.modelfiles.tensors import OTHER_SENSES, QUANTISED_PARTS, is_dropped
 from shardmlx.models.shape import ModelShape
@@ -43,19 +37,15 @@ SAMPLE_BYTES = 512
 
 @dataclass(frozen=True, slots=True)
 class ModelManifest:
-    """The beginning of a copy: small files, and head and size in bytes of each weight file. ``key``
-    differs for other weights."""
+    """The beginning of a copy: small files, and the header of each weight file. ``key`` differs for
+    other weights."""
 
     key: str
     texts: Mapping[str, bytes]
-    heads: Mapping[str, bytes]
-    sizes: Mapping[str, int]
+    headers: Mapping[str, Header]
 
     def tensors(self) -> dict[str, PlacedTensor]:
-        tensors: dict[str, PlacedTensor] = {}
-        for file, head in self.heads.items():
-            tensors |= parse_header(head[LENGTH_BYTES:], self.sizes[file], file).tensors
-        return tensors
+        return {name: each for of in self.headers.values() for name, each in of.tensors.items()}
 
 
 def fingerprint(directory: Path, files: Sequence[str]) -> str:
@@ -70,8 +60,7 @@ def fingerprint(directory: Path, files: Sequence[str]) -> str:
     for file in sorted(files):
         header = read_header(directory / file)
         with (directory / file).open("rb", buffering=0) as content:
-            digest.update(f"{file} {header.file_size} ".encode())
-            digest.update(content.read(header.data_offset))
+            digest.update(f"{file} {header.file_size} ".encode() + header.head)
             for tensor in header.tensors.values():
                 content.seek(tensor.start)
                 digest.update(content.read(min(SAMPLE_BYTES, tensor.nbytes)))
@@ -83,17 +72,13 @@ def fingerprint(directory: Path, files: Sequence[str]) -> str:
 def read_model_manifest(directory: Path, files: Sequence[str], identity: str) -> ModelManifest:
     """Return the manifest of a directory; its key also changes when a file is rewritten."""
     digest = hashlib.sha256(identity.encode())
-    heads, sizes = {}, {}
-    for file in sorted(files):
-        header = read_header(directory / file)
-        with (directory / file).open("rb") as content:
-            heads[file] = content.read(header.data_offset)
-        sizes[file] = header.file_size
+    headers = {file: read_header(directory / file) for file in sorted(files)}
+    for file in headers:
         digest.update(f" {(directory / file).stat().st_mtime_ns}".encode())
     texts = {
         name: (directory / name).read_bytes() for name in TEXTS if (directory / name).is_file()
     }
-    return ModelManifest(digest.hexdigest(), texts, heads, sizes)
+    return ModelManifest(digest.hexdigest(), texts, headers)
 
 
 def is_needed(name: str, shape: ModelShape, start: int, stop: int) -> bool:

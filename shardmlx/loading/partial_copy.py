@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,15 +16,16 @@ from typing import IO
 
 from shardmlx.common.digests import Digest, new_digest
 from shardmlx.common.durable_files import (
+    check_room,
     flush_descriptor,
     flush_directory,
     flush_to_disk,
     lock_file,
     read_exactly,
 )
-from shardmlx.common.formatting import gibibytes
 from shardmlx.errors import UserError, one_line
 from shardmlx.loading.manifest import ModelManifest
+from shardmlx.modelfiles.safetensors_header import Header
 from shardmlx.modelfiles.sources import RECORD
 
 LOCK = ".lock"
@@ -67,8 +67,8 @@ class PartialCopy:
                 self._lock = lock_file(directory / LOCK, UserError(problem, remedy))
             for name, text in manifest.texts.items():
                 _write_anew(directory / name, text)
-            for file, head in manifest.heads.items():
-                self._files[file] = _open_sparse(directory / file, head, manifest.sizes[file])
+            for file, header in manifest.headers.items():
+                self._files[file] = _open_sparse(directory / file, header)
             if kept:
                 flush_directory(directory)
         except OSError as error:
@@ -99,13 +99,7 @@ class PartialCopy:
 
     def check_room(self, names: Iterable[str]) -> None:
         """Raise ``UserError`` unless these tensors still fit on the disk."""
-        wanted, free = self.nbytes(names), shutil.disk_usage(self.directory.parent).free
-        if wanted > free:
-            raise UserError(
-                f"{self.directory} has {gibibytes(free)} free, and {gibibytes(wanted)} of the "
-                "model must be copied there: free some, or name a directory on another disk with "
-                f"{self._option}"
-            )
+        check_room(self.directory, self.nbytes(names), self._option)
 
     def write(self, file: str, offset: int, data: memoryview | bytes) -> None:
         """Write bytes of a weight file; they count once the tensor is ``add``-ed."""
@@ -146,9 +140,7 @@ class PartialCopy:
     def empty(self) -> None:
         """Return the tensors' space to the disk: their places are holes again."""
         for file, descriptor in self._files.items():
-            os.ftruncate(descriptor, 0)
-            os.ftruncate(descriptor, self._manifest.sizes[file])
-            os.pwrite(descriptor, self._manifest.heads[file], 0)
+            _empty(descriptor, self._manifest.headers[file])
         self._complete, self._pending, self._pending_bytes = {}, [], 0
 
     def close(self) -> None:
@@ -192,16 +184,20 @@ def _write_anew(path: Path, content: bytes) -> None:
     os.replace(partial, path)
 
 
-def _open_sparse(path: Path, head: bytes, size: int) -> int:
-    """Open a file of ``size`` bytes that begins with ``head``; make it anew unless it does."""
+def _open_sparse(path: Path, header: Header) -> int:
+    """Open a file that begins with this header; make it anew, with holes, unless it does."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        begun = os.fstat(descriptor).st_size == size and os.pread(descriptor, len(head), 0) == head
-        if not begun:
-            os.ftruncate(descriptor, 0)
-            os.ftruncate(descriptor, size)
-            os.pwrite(descriptor, head, 0)
+        size = os.fstat(descriptor).st_size
+        if (size, os.pread(descriptor, len(header.head), 0)) != (header.file_size, header.head):
+            _empty(descriptor, header)
     except OSError:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def _empty(descriptor: int, header: Header) -> None:
+    os.ftruncate(descriptor, 0)
+    os.ftruncate(descriptor, header.file_size)
+    os.pwrite(descriptor, header.head, 0)

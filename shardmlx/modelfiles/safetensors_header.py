@@ -106,10 +106,10 @@ class PlacedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The description at the head of a file; ``data_offset`` is where the data begins, in bytes."""
+    """The description in the ``head`` of a file, all of its bytes before the data."""
 
     tensors: Mapping[str, PlacedTensor]
-    data_offset: int
+    head: bytes
     file_size: int
     metadata: Mapping[str, str]
 
@@ -151,7 +151,8 @@ def parse_header(text: bytes, file_size: int, where: str | Path) -> Header:
     if not isinstance(content, dict):
         raise UserError(f"{where}: its header is no JSON object: {AGAIN}")
     metadata = content.pop("__metadata__", None) or {}
-    data_offset = LENGTH_BYTES + len(text)
+    head = len(text).to_bytes(LENGTH_BYTES, "little") + text
+    data_offset = len(head)
     tensors = {
         name: _tensor(entry, Path(where).name, data_offset, f"{where}: tensor {name!r}")
         for name, entry in content.items()
@@ -175,7 +176,7 @@ def parse_header(text: bytes, file_size: int, where: str | Path) -> Header:
         )
     if reached < file_size:
         raise UserError(f"{where} has {file_size - reached} bytes after its last tensor: {AGAIN}")
-    return Header(tensors, data_offset, file_size, metadata)
+    return Header(tensors, head, file_size, metadata)
 
 
 def parse_index(text: bytes, where: str | Path) -> Mapping[str, str]:

@@ -40,8 +40,6 @@ class Mesh:
 
     def coordinates(self, rank: int) -> tuple[int, int]:
         """Return (replica, pipeline rank) of a world rank."""
-        if not 0 <= rank < self.size:
-            raise ValueError(f"rank {rank} is outside a mesh of {self.size} ranks")
         return divmod(rank // self.tp, self.pp)
 
     def rank(self, replica: int, pipeline_rank: int) -> int:

@@ -277,7 +277,7 @@ def test_a_small_disk_is_refused_with_numbers_before_anything_is_written(
     usage = shutil.disk_usage(tmp_path)._replace(free=64 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     out = tmp_path / "new" / "out"
-    assert f"-o {out}: 64.0 MiB" in refusal(options(model, out))
+    assert f"{out}: 64.0 MiB" in refusal(options(model, out))
     assert not out.parent.exists()
 
 

@@ -69,7 +69,7 @@ def test_a_file_that_was_cut_off_is_begun_again(
     (tmp_path / "copy" / FILE).write_bytes(spoil)
     again = PartialCopy(tmp_path / "copy", blueprint, kept=True)
     assert again.sound([NAME]) == set()
-    assert (tmp_path / "copy" / FILE).stat().st_size == blueprint.sizes[FILE]
+    assert (tmp_path / "copy" / FILE).stat().st_size == blueprint.headers[FILE].file_size
     again.close()
 
 

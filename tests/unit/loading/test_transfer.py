@@ -148,9 +148,9 @@ def test_every_stage_is_that_of_the_model(
     shares = shares_of(model, weights)
     sparse = partial_copy._open_sparse
 
-    def spoiled(path: Path, head: bytes, size: int) -> int:
-        descriptor = sparse(path, head, size)
-        os.pwrite(descriptor, b"\xff" * (size - len(head)), len(head))
+    def spoiled(path: Path, header: safetensors_header.Header) -> int:
+        descriptor, begin = sparse(path, header), len(header.head)
+        os.pwrite(descriptor, b"\xff" * (header.file_size - begin), begin)
         return descriptor
 
     monkeypatch.setattr(partial_copy, "_open_sparse", spoiled)
@@ -364,7 +364,9 @@ def test_a_disk_that_is_full_is_refused_on_all_ranks(
 ) -> None:
     usage = shutil.disk_usage(temporary)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=12_000))
-    with pytest.raises(AgreedError, match=r"^rank 1 on localhost: .* has .*iB free, and .*iB of"):
+    with pytest.raises(
+        AgreedError, match=r"^rank 1 on localhost: .*iB are to be written, and .*iB are free"
+    ):
         run(lambda t: load(t, llama, (0, 4)), 2)
     assert list(temporary.iterdir()) == []
 
