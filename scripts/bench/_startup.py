@@ -82,14 +82,14 @@ class Observed:
     def load(self) -> Callable[..., None]:
         """Import the training, let it be observed, and return its ``run``."""
         self.reached("options")
-        from shardmlx.loading.transfer import Weights
+        from shardmlx.loading.transfer import LocalFiles
         from shardmlx.training import command
         from shardmlx.training.report import TrainingReport
 
         for path, name in PARTS.items():
             target = f"shardmlx.{path}"
             patch(target, self.timed(name, resolve_name(target))).start()
-        patch.object(Weights, "load", self._loading(Weights.load)).start()
+        patch.object(LocalFiles, "load", self._loading(LocalFiles.load)).start()
         preparing = self._preparing(command.prepare_training)
         patch.object(command, "prepare_training", preparing).start()
         patch.object(TrainingReport, "step", self._step(TrainingReport.step)).start()

@@ -26,7 +26,7 @@ from shardmlx.loading.hub_download import (
 )
 from shardmlx.loading.manifest import ModelManifest, fingerprint, read_model_manifest
 from shardmlx.loading.partial_copy import PartialCopy
-from shardmlx.loading.transfer import Holding, LocalFiles, WeightMap, Weights
+from shardmlx.loading.transfer import Holding, LocalFiles
 from shardmlx.modelfiles.hub import Repository
 from shardmlx.modelfiles.safetensors_header import MODEL_FILES, check_weights
 from shardmlx.modelfiles.sources import ADAPTER_FILE, CONFIG_FILE, SUFFIX
@@ -51,7 +51,7 @@ class _LocalModel:
 
 def find_weights(
     transport: Transport, reporter: Reporter, source: ModelSource, adapters: str | None = None
-) -> Weights:
+) -> LocalFiles:
     """Find where each rank reads the model and its ``adapters``, a directory or a safetensors file.
     All ranks must call it. Raises ``AgreedError``."""
     model, revision = source.model, source.revision
@@ -69,14 +69,14 @@ def find_weights(
             lambda: _look_first(model, revision),
             lambda identity, commit: _look(model, revision, is_here, identity, commit),
         )
-    if not adapters:
-        return Weights(files, None)
-    try:
-        of_adapters = replace(source, model=adapters, weight_cache=None)
-        return Weights(files, _find_adapters(transport, reporter, of_adapters))
-    except BaseException:
-        files.close()
-        raise
+    if adapters:
+        try:
+            of_adapters = replace(source, model=adapters, weight_cache=None)
+            files.additions = _find_adapters(transport, reporter, of_adapters)
+        except BaseException:
+            files.close()
+            raise
+    return files
 
 
 def _checked(model: str, revision: str | None) -> Path:
@@ -215,15 +215,17 @@ def _share(
     if kept:
         base = cache_directory("weights") if cache is None else Path(cache).absolute()
     disks = find_disks(transport, base, make=kept)
-    weight_map = WeightMap(holdings, _keepers(holdings, disks), manifest)
-    for rank in sorted(set(weight_map.keepers)):
+    keepers = _keepers(holdings, disks)
+    for rank in sorted(set(keepers)):
         problem = disks.problems[rank]
         if problem is not None and holdings[rank] is not Holding.WHOLE:
             raise AgreedError(
                 f"{transport.name(rank)} cannot keep its part of {source.model}: {problem}",
                 "name a directory that it may write to with --weight-cache",
             )
-    return _make_copies(transport, found, weight_map, base, kept)
+    files = LocalFiles(transport, Path(), manifest, holdings, keepers, temporary=not kept)
+    _make_copies(files, found, manifest, base)
+    return files
 
 
 def _manifest(found: _LocalModel) -> ModelManifest:
@@ -233,16 +235,16 @@ def _manifest(found: _LocalModel) -> ModelManifest:
 
 
 def _make_copies(
-    transport: Transport, found: _LocalModel, weight_map: WeightMap, base: Path, kept: bool
-) -> LocalFiles:
+    files: LocalFiles, found: _LocalModel, manifest: ModelManifest, base: Path
+) -> None:
     """Make this rank's copy, if it keeps one, and find its keeper's. All ranks must call it."""
-    keeper = weight_map.keepers[transport.rank]
+    transport, kept = files.transport, not files.temporary
+    keeper = files.keepers[transport.rank]
     with ExitStack() as on_failure:
 
         def make() -> PartialCopy | None:
             if found.holding is Holding.WHOLE or keeper != transport.rank:
                 return None
-            manifest = weight_map.manifest
             directory = base / manifest.key
             if not kept:
                 directory = Path(tempfile.mkdtemp(prefix="shardmlx-weights-", dir=base))
@@ -253,17 +255,12 @@ def _make_copies(
                 fetch_small_files(found.repository, directory)
             return copy
 
-        copy = on_all_ranks(transport, "making room for the weights", make)
-        places = transport.all_gather(None if copy is None else str(copy.directory), _LOOKING)
+        files.copy = on_all_ranks(transport, "making room for the weights", make)
+        mine = None if files.copy is None else str(files.copy.directory)
+        places = transport.all_gather(mine, _LOOKING)
         on_failure.pop_all()
-    return LocalFiles(
-        transport,
-        found.path or Path(places[keeper]),
-        weight_map,
-        copy=copy,
-        repository=found.repository if found.holding is Holding.HUB else None,
-        temporary=not kept,
-    )
+    files.path = found.path or Path(places[keeper])
+    files.repository = found.repository if found.holding is Holding.HUB else None
 
 
 def _keepers(holdings: Sequence[Holding], disks: Disks) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ from shardmlx.distributed.agreement import AgreedError, from_rank_0, on_all_rank
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.loading.discovery import find_weights
-from shardmlx.loading.transfer import Weights
+from shardmlx.loading.transfer import LocalFiles
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.modelfiles.parts import needed_shape
 from shardmlx.models.config_reader import read_config
@@ -53,7 +53,7 @@ GROWTH = 8 << 20
 class OpenedModel:
     """A model that every rank can read, its config.json, and this rank's path of adapters."""
 
-    weights: Weights
+    weights: LocalFiles
     adapters: str | None
     config: Mapping[str, Any]
     shape: ModelShape

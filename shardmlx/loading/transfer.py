@@ -50,50 +50,60 @@ class Holding(Enum):
     LACKS = "is sent its part"
 
 
-@dataclass(frozen=True, slots=True)
-class WeightMap:
-    """The state of all ranks, and each one's ``keeper`` of tensors: itself, or one at its disk."""
-
-    holdings: tuple[Holding, ...]
-    keepers: tuple[int, ...]
-    manifest: ModelManifest
-
-    def to_bring(self, needed: Sequence[set[str]]) -> dict[int, set[str]]:
-        """Return the tensors that each keeper brings, if rank r needs ``needed[r]``."""
-        wanted: dict[int, set[str]] = {}
-        for rank, names in enumerate(needed):
-            if names:
-                wanted.setdefault(self.keepers[rank], set()).update(names)
-        if Holding.WHOLE not in self.holdings:
-            # Rank 0 must then have the tensors that others are sent.
-            for rank, names in list(wanted.items()):
-                if self.holdings[rank] is Holding.LACKS:
-                    wanted.setdefault(0, set()).update(names)
-        return wanted
-
-
 @dataclass(slots=True)
 class LocalFiles:
-    """The files of a model, or of adapters, as this rank sees them.
+    """The files of a model, with its ``additions``, or of adapters, as this rank sees them. Must be
+    closed, even after loading failed.
 
-    ``path``, a directory or a file in it, is built from. ``weight_map`` is None if every rank has
-    the files. ``copy`` and ``repository`` are the keeper's. ``temporary`` files need no names once
-    they are open.
+    ``path``, a directory or a file in it, is built from. ``manifest`` is None if every rank has the
+    files. ``holdings`` are the states of all ranks, and ``keepers`` of tensors each one's: itself,
+    or one at its disk. ``copy`` and ``repository`` are the keeper's. ``temporary`` files need no
+    names once they are open.
     """
 
     transport: Transport
     path: Path
-    weight_map: WeightMap | None = None
+    manifest: ModelManifest | None = None
+    holdings: tuple[Holding, ...] = ()
+    keepers: tuple[int, ...] = ()
     copy: PartialCopy | None = None
     repository: Repository | None = None
     temporary: bool = False
+    additions: LocalFiles | None = None
 
     @property
     def read(self) -> ReadBytes | None:
         """Function that reads a partly present file; None if all are whole."""
         return None if self.repository is None else self.repository.part
 
-    def fill(
+    @property
+    def adapters(self) -> str | None:
+        """Path of the adapters on this rank."""
+        return None if self.additions is None else str(self.additions.path)
+
+    def load(
+        self,
+        parts: Sequence[Slice],
+        shape: ModelShape,
+        reporter: Reporter,
+        further: Sequence[tuple[int, int]] = (),
+        shares: TensorShares = WHOLE,
+    ) -> None:
+        """Bring the tensors of this rank's slices, of whose layers ranks may have ``shares``, and
+        read them; bring ``further`` layers, which others read then. All ranks must call it.
+
+        All ranks have built the model, lazily, from ``path`` and ``adapters``, which may be gone
+        afterwards.
+        """
+        stages = [*((part.start, part.stop) for part in parts), *further]
+        self._fill(stages, shape, reporter, "weights", shares)
+        if self.additions is not None:
+            self.additions._fill(stages, shape, reporter, "adapters", WHOLE)
+        for part in parts:
+            part.load()
+        self.close()
+
+    def _fill(
         self,
         stages: Sequence[tuple[int, int]],
         shape: ModelShape,
@@ -103,26 +113,26 @@ class LocalFiles:
     ) -> None:
         """Bring the tensors of this rank's ``stages``, or its ``shares`` of them. Collective, once
         all models are built."""
-        if self.weight_map is None:
+        if self.manifest is None:
             return
         started = time.monotonic()
-        tensors = self.weight_map.manifest.tensors()
+        tensors = self.manifest.tensors()
         mine: set[str] = set()
-        if self.weight_map.holdings[self.transport.rank] is not Holding.WHOLE:
+        if self.holdings[self.transport.rank] is not Holding.WHOLE:
             mine = {
                 name
                 for name in tensors
                 if any(is_needed(name, shape, start, stop) for start, stop in stages)
             }
         # The hub sends what lies together.
-        scattered = Holding.HUB not in self.weight_map.holdings
+        scattered = Holding.HUB not in self.holdings
         of_ranks = parts_of_shares(tensors, shape, shares, scattered=scattered)
         own = of_ranks[self.transport.rank % shares.size]
         mine = {own[name][0] if name in own else name for name in mine}
         tensors |= dict(each for of_rank in of_ranks for each in of_rank.values())
         if self.copy is not None:
             self.copy.tensors = tensors
-        moved = self._bring(self.weight_map, tensors, mine, reporter, what)
+        moved = self._bring(tensors, mine, reporter, what)
         everyone = self.transport.gather(moved, what=f"loading {what}")
         if everyone is None or not any(map(sum, everyone)):
             return
@@ -142,23 +152,30 @@ class LocalFiles:
         self._unlink()
         if self.copy is not None:
             self.copy.close()
+        if self.additions is not None:
+            self.additions.close()
 
     def _unlink(self) -> None:
         """Unlink temporary files, so that they vanish with this process; open ones stay."""
         if self.temporary and self.copy is not None:
             shutil.rmtree(self.copy.directory, ignore_errors=True)
 
+    def _wanted(self, needed: Sequence[set[str]]) -> set[str]:
+        """Return the tensors that this rank brings as a keeper, if rank r needs ``needed[r]``."""
+        me, wanted = self.transport.rank, set[str]()
+        # Without a whole model, rank 0 must have the tensors that others are sent.
+        relays = me == 0 and Holding.WHOLE not in self.holdings
+        for keeper, names in zip(self.keepers, needed, strict=True):
+            if keeper == me or (relays and self.holdings[keeper] is Holding.LACKS):
+                wanted |= names
+        return wanted
+
     def _bring(
-        self,
-        weight_map: WeightMap,
-        tensors: Mapping[str, PlacedTensor],
-        mine: set[str],
-        reporter: Reporter,
-        what: str,
+        self, tensors: Mapping[str, PlacedTensor], mine: set[str], reporter: Reporter, what: str
     ) -> tuple[int, int, int]:
         """Get the tensors ``mine``; return bytes that came by MPI, from the hub, from caches."""
         transport, me, loading = self.transport, self.transport.rank, f"loading {what}"
-        wanted = weight_map.to_bring(transport.all_gather(mine, loading)).get(me, set())
+        wanted = self._wanted(transport.all_gather(mine, loading))
         self._unlink()  # all ranks have built their models
 
         def compare() -> tuple[set[str], set[str]]:
@@ -187,7 +204,7 @@ class LocalFiles:
         everyone = transport.all_gather((present, missing), loading)
         transfers = plan_transfers(
             tensors,
-            [rank for rank, held in enumerate(weight_map.holdings) if held is Holding.WHOLE],
+            [rank for rank, held in enumerate(self.holdings) if held is Holding.WHOLE],
             {rank: has for rank, (has, _) in enumerate(everyone) if has},
             {rank: lacks for rank, (_, lacks) in enumerate(everyone) if lacks},
         )
@@ -252,39 +269,3 @@ def _pass_on(
     if incoming is not None and copy is not None:
         copy.add(transfer.name, incoming.digest)
     return 0 if incoming is None else place.nbytes
-
-
-class Weights:
-    """A model and its additions, on every rank. Must be closed, even after loading failed."""
-
-    def __init__(self, model: LocalFiles, adapters: LocalFiles | None) -> None:
-        self._files = {"weights": model} | ({"adapters": adapters} if adapters else {})
-        self.path = model.path
-        self.read = model.read
-        self.adapters = None if adapters is None else str(adapters.path)
-
-    def load(
-        self,
-        parts: Sequence[Slice],
-        shape: ModelShape,
-        reporter: Reporter,
-        further: Sequence[tuple[int, int]] = (),
-        shares: TensorShares = WHOLE,
-    ) -> None:
-        """Bring the tensors of this rank's slices, of whose layers ranks may have ``shares``, and
-        read them; bring ``further`` layers, which others read then. All ranks must call it.
-
-        All ranks have built the model, lazily, from ``path`` and ``adapters``, which may be gone
-        afterwards.
-        """
-        stages = [*((part.start, part.stop) for part in parts), *further]
-        for what, files in self._files.items():
-            files.fill(stages, shape, reporter, what, shares if what == "weights" else WHOLE)
-        for part in parts:
-            part.load()
-        self.close()
-
-    def close(self) -> None:
-        """Close model and adapters. May be called again."""
-        for files in self._files.values():
-            files.close()
