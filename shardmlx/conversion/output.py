@@ -29,8 +29,8 @@ from shardmlx.common.durable_files import (
     write_durably,
 )
 from shardmlx.config.export import ExportOptions
-from shardmlx.conversion.shards import Shards
 from shardmlx.errors import UserError, file_access
+from shardmlx.loading.manifest import ModelManifest
 from shardmlx.modelfiles.sources import CONFIG_FILE, SUFFIX
 
 WORK = "unfinished-export"
@@ -73,12 +73,11 @@ class OutputDirectory:
             )
         return True
 
-    def check_room(self, shards: Shards, more: int) -> None:
+    def check_room(self, shards: ModelManifest, more: int) -> None:
         """Refuse to begin the files, and ``more`` bytes, if the disk is too small."""
-        headers = shards.manifest().headers
-        paths = [self.weights / file for file in headers]
+        paths = [self.weights / file for file in shards.headers]
         begun = sum(path.stat().st_blocks * 512 for path in paths if path.exists())
-        needed = more + sum(each.file_size for each in headers.values()) - begun
+        needed = more + sum(each.file_size for each in shards.headers.values()) - begun
         check_room(self.path, needed, "-o")
 
     def begin(self, identity: Mapping[str, str]) -> None:
@@ -146,10 +145,10 @@ class OutputDirectory:
 
 
 def identity_of(
-    options: ExportOptions, model: str, adapters: str, shards: Shards
+    options: ExportOptions, model: str, adapters: str, shards: ModelManifest
 ) -> dict[str, str]:
     """Return an export's identity, equal for equal bytes: ``model``, ``adapters`` name contents."""
-    heads = b"".join(each.head for each in shards.manifest().headers.values())
+    heads = b"".join(each.head for each in shards.headers.values())
     return {
         "model": options.model,
         "content of the model": model,

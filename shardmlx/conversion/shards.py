@@ -6,8 +6,7 @@ Names, shapes and types of the tensors are enough to know the files' headers at 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -46,42 +45,26 @@ def divide(specs: Iterable[TensorSpec], most: int) -> list[list[TensorSpec]]:
     return shards
 
 
-@dataclass(frozen=True, slots=True)
-class Shards:
-    """The files of a model, by name, with their tensors."""
-
-    files: Mapping[str, Sequence[TensorSpec]]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(spec.nbytes for specs in self.files.values() for spec in specs)
-
-    def manifest(self) -> ModelManifest:
-        """Return the beginning of the files."""
-        headers = {}
-        for file, specs in self.files.items():
-            head = safetensors_header(specs)
-            size = len(head) + sum(spec.nbytes for spec in specs)
-            headers[file] = parse_header(head[LENGTH_BYTES:], size, file)
-        return ModelManifest("", {}, headers)
-
-
-def plan_shards(specs: Iterable[TensorSpec], most: int) -> Shards:
-    """Divide tensors into the files that mlx-lm writes."""
-    divided = divide(specs, most)
-    count = len(divided)
-    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-    if count == 1:
-        names = ["model.safetensors"]
-    return Shards(dict(zip(names, divided, strict=True)))
+def plan_shards(specs: Iterable[TensorSpec], most: int) -> ModelManifest:
+    """Divide tensors into the files that mlx-lm writes; return the beginning of these."""
+    shards = divide(specs, most)
+    headers = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        if len(shards) == 1:
+            file = "model.safetensors"
+        head = safetensors_header(shard)
+        size = len(head) + sum(spec.nbytes for spec in shard)
+        headers[file] = parse_header(head[LENGTH_BYTES:], size, file)
+    return ModelManifest("", {}, headers)
 
 
 def texts_of(
-    model: LazyModel, shards: Shards, source: Path, repository: str | None
+    model: LazyModel, shards: ModelManifest, source: Path, repository: str | None
 ) -> dict[str, bytes]:
     """Return the content of each file but tensors, as mlx-lm writes it; the tokenizer is
     ``source``'s, and README.md tells the hub the base of the model. Raises ``UserError``."""
-    places = {spec.name: file for file, specs in shards.files.items() for spec in specs}
+    places = {name: place.file for name, place in shards.tensors().items()}
     index = {
         "metadata": {"total_size": shards.nbytes, "total_parameters": model.parameters},
         "weight_map": dict(sorted(places.items())),

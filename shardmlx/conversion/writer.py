@@ -10,7 +10,6 @@ from contextlib import closing
 
 import mlx.core as mx
 
-from shardmlx.checkpoint.export import TensorSpec
 from shardmlx.common.digests import Crc32
 from shardmlx.common.formatting import plural
 from shardmlx.common.reporter import Reporter
@@ -18,10 +17,10 @@ from shardmlx.common.units import MEGABYTE
 from shardmlx.conversion.experts import part_name
 from shardmlx.conversion.lazy_model import LazyModel
 from shardmlx.conversion.output import OutputDirectory
-from shardmlx.conversion.shards import Shards
 from shardmlx.distributed.messages import buffer_of
 from shardmlx.distributed.signals import Signals
 from shardmlx.errors import Stopped
+from shardmlx.loading.manifest import ModelManifest
 from shardmlx.loading.partial_copy import PartialCopy
 
 _PIECE = 4 << 20
@@ -32,7 +31,7 @@ _AHEAD = 8 * _PIECE
 def write_files(
     output: OutputDirectory,
     model: LazyModel,
-    shards: Shards,
+    shards: ModelManifest,
     reporter: Reporter,
     bring: Callable[[str], None],
     *,
@@ -40,17 +39,16 @@ def write_files(
 ) -> None:
     """Write the files, using up ``model``; ``bring`` is called before a tensor, or an expert, is
     computed. Raises ``UserError``, or ``Stopped`` after Ctrl-C."""
-    specs = [spec for each in shards.files.values() for spec in each]
-    names = {spec.name for spec in specs}
-    copy = PartialCopy(output.weights, shards.manifest(), kept=True, option="-o", new_digest=Crc32)
+    copy = PartialCopy(output.weights, shards, kept=True, option="-o", new_digest=Crc32)
     with closing(copy):
-        done = copy.sound(names) if goes_on else set()
+        done = copy.sound(copy.tensors) if goes_on else set()
         if done:
-            reporter.say(f"going on: {len(done)} of {plural(len(names), 'tensor')} are written")
+            count = plural(len(copy.tensors), "tensor")
+            reporter.say(f"going on: {len(done)} of {count} are written")
         for name in done:
             del model.weights[name]
-        written, total = copy.nbytes(done), max(1, sum(spec.nbytes for spec in specs) // MEGABYTE)
-        most = max((_step_bytes(model, spec) for spec in specs), default=0)
+        written, total = copy.nbytes(done), max(1, shards.nbytes // MEGABYTE)
+        most = max((_step_bytes(model, name) for name in model.weights), default=0)
 
         def begin(nbytes: int, room: int = most) -> None:
             """Wait until so many bytes may be computed, and fit beside those that wait."""
@@ -69,8 +67,8 @@ def write_files(
                 _BackgroundWriter(copy) as background,
                 reporter.bar("export, MB", total, written // MEGABYTE) as bar,
             ):
-                for spec in specs:
-                    for name, data in _computed(model, spec, bring, begin):
+                for tensor in copy.tensors:
+                    for name, data in _computed(model, tensor, bring, begin):
                         background.put(name, data)
                         written += len(data)
                         del data  # no two steps in memory here
@@ -82,24 +80,23 @@ def write_files(
 
 
 def _computed(
-    model: LazyModel, spec: TensorSpec, bring: Callable[[str], None], begin: Callable[..., None]
+    model: LazyModel, tensor: str, bring: Callable[[str], None], begin: Callable[..., None]
 ) -> Iterator[tuple[str, memoryview]]:
     """Yield the bytes of a tensor in parts, in order; those of experts come with the tensors that
     are computed with them. ``begin`` is called before each step, with its bytes, and with an
     unusual limit of bytes that may wait to be written."""
-    array = model.weights.pop(spec.name, None)
-    if array is None:
+    if tensor not in model.weights:
         return
-    step = _step_bytes(model, spec)
-    if (stored := model.stored.get(spec.name)) is not None:
+    step, array = _step_bytes(model, tensor), model.weights.pop(tensor)
+    if (stored := model.stored.get(tensor)) is not None:
         del array
-        bring(spec.name)
+        bring(tensor)
         for start in range(0, stored.nbytes, step):
             count = min(step, stored.nbytes - start)
             begin(count, _AHEAD)
-            yield spec.name, memoryview(stored.read(start, count))
-    elif (experts := model.experts.get(spec.name)) is not None:
-        names = {spec.name, *(n for n in model.weights if model.experts.get(n) is experts)}
+            yield tensor, memoryview(stored.read(start, count))
+    elif (experts := model.experts.get(tensor)) is not None:
+        names = {tensor, *(n for n in model.weights if model.experts.get(n) is experts)}
         for name in names:
             model.weights.pop(name, None)
             del model.experts[name]
@@ -114,21 +111,21 @@ def _computed(
             mx.clear_cache()
     else:
         begin(step)
-        bring(spec.name)
+        bring(tensor)
         array = mx.contiguous(array)
         mx.eval(array)
-        yield spec.name, buffer_of(array)
+        yield tensor, buffer_of(array)
         del array
         mx.clear_cache()
 
 
-def _step_bytes(model: LazyModel, spec: TensorSpec) -> int:
+def _step_bytes(model: LazyModel, tensor: str) -> int:
     """Return the bytes of a tensor that are computed, or read, in one step."""
-    if spec.name in model.stored:
-        return min(spec.nbytes, _PIECE) or 1
-    if (experts := model.experts.get(spec.name)) is not None:
+    if tensor in model.stored:
+        return min(model.weights[tensor].nbytes, _PIECE) or 1
+    if (experts := model.experts.get(tensor)) is not None:
         return sum(array.nbytes for array in experts.like().values())
-    return spec.nbytes
+    return model.weights[tensor].nbytes
 
 
 class _BackgroundWriter:

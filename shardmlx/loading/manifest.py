@@ -47,6 +47,11 @@ class ModelManifest:
     def tensors(self) -> dict[str, PlacedTensor]:
         return {name: each for of in self.headers.values() for name, each in of.tensors.items()}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(each.nbytes for each in self.tensors().values())
+
 
 def fingerprint(directory: Path, files: Sequence[str]) -> str:
     """Return a digest of config.json, headers, and both ends of every tensor: not all is read."""
