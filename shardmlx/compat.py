@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from asyncio import TimerHandle, Transport
     from collections.abc import Callable, Collection, Iterator, Sequence
-    from pathlib import Path
 
     import mlx.core as mx
 
@@ -383,38 +382,3 @@ def abort_connections(server: Any) -> None:
     """
     for connection in list(server.server_state.connections):
         connection.transport.abort()
-
-
-class EventFile:
-    """A file of events for TensorBoard, in which each report is at once, to the disk.
-
-    tensorboardX 2.6.5: its ``SummaryWriter`` has a queue of ``multiprocessing``, which on macOS
-    starts a process under mpirun, and loses events when the run is killed; so this takes the
-    ``EventsWriter`` below it. When it breaks: use ``SummaryWriter``.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        from tensorboardX.event_file_writer import EventsWriter
-
-        directory.mkdir(parents=True, exist_ok=True)
-        self._writer = EventsWriter(str(directory / "events"))
-
-    def write(self, summary: Any, step: int, seconds: float) -> None:
-        """Add a summary of ``step``, made at ``seconds`` since 1970."""
-        from tensorboardX.proto.event_pb2 import Event
-
-        self._writer.write_event(Event(wall_time=seconds, step=step, summary=summary))
-
-    def begin_again(self, step: int, seconds: float) -> None:
-        """Let what was written of ``step`` and later ones be forgotten: they are made again."""
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
-
-        session = SessionLog(status=SessionLog.START)
-        self._writer.write_event(Event(wall_time=seconds, step=step, session_log=session))
-
-    def flush(self) -> None:
-        """Return once all is on the disk."""
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()

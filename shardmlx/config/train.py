@@ -74,7 +74,7 @@ PASSED_OVER: Mapping[str, str] = MappingProxyType(
 )
 """Keys of older YAML files that mlx_lm.lora passes over, and what to write instead."""
 
-REPORTERS = ("wandb", "swanlab", "tensorboard")
+REPORTERS = ("wandb", "swanlab")
 
 
 @dataclass(frozen=True, kw_only=True)

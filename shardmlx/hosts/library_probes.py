@@ -199,20 +199,6 @@ def _servers_tell_their_connections() -> bool:
     return uvicorn.Server(uvicorn.Config(print)).server_state.connections == set()
 
 
-def _events_are_written_without_a_queue() -> bool:
-    from tensorboardX.event_file_writer import EventsWriter
-    from tensorboardX.summary import scalar
-
-    with TemporaryDirectory() as directory:
-        file = compat.EventFile(Path(directory))
-        file.write(scalar("loss", 1.0), 7, 0.0)
-        file.flush()
-        (path,) = Path(directory).iterdir()
-        written = path.read_bytes()
-        file.close()
-    return b"loss" in written and "multiprocessing" not in inspect.getsource(EventsWriter)
-
-
 PROBES: Mapping[Any, Callable[[], bool]] = {
     compat.hide_mpi_from_mlx: _mlx_finds_no_mpi,
     compat.view_of: _arrays_are_writable,
@@ -229,7 +215,6 @@ PROBES: Mapping[Any, Callable[[], bool]] = {
     compat.hub_transport_error: _errors_of_the_hub_are_those_of_http,
     compat.http_protocol: _requests_tell_that_they_are_answered,
     compat.abort_connections: _servers_tell_their_connections,
-    compat.EventFile: _events_are_written_without_a_queue,
 }
 """Probe of each function of ``compat`` that takes a part of a library. MPI's has none: a rank does
 not start if it is broken."""

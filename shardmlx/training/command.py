@@ -18,7 +18,6 @@ from shardmlx.distributed.agreement import on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import WANTED, token_ids
 from shardmlx.loading.tokenizer import read_tokenizer
-from shardmlx.runreport.tensorboard import TensorBoardLog
 from shardmlx.training.planned_run import PlannedRun, open_for_training, plan_run, read_sets
 from shardmlx.training.setup import TrainingRun, load_run, show_ranks
 from shardmlx.training.sweep import plan_sweep, train_sweep
@@ -143,7 +142,7 @@ def _time(planned: PlannedRun) -> str:
 
 
 def _open_viewers(config: TrainConfig, on_event: Listener | None, stack: ExitStack) -> Reporter:
-    """Open metrics file, live page and TensorBoard; the stack closes them."""
+    """Open metrics file and live page; the stack closes them."""
     listeners = [] if on_event is None else [on_event]
     page = None
     if config.metrics_port is not None:
@@ -154,10 +153,6 @@ def _open_viewers(config: TrainConfig, on_event: Listener | None, stack: ExitSta
         page = LivePage(listener, config.metrics_file)
         stack.callback(page.close)
         listeners.append(page.take)
-    if "tensorboard" in config.services:
-        board = TensorBoardLog(config.adapter_path)
-        stack.callback(board.close)
-        listeners.append(board.take)
     metrics = Path(config.metrics_file) if config.metrics_file else None
     reporter = Reporter(metrics, listeners=listeners)
     stack.callback(reporter.close)

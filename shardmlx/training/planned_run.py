@@ -61,9 +61,6 @@ from shardmlx.planning.suggestions import remedies
 from shardmlx.planning.ways import ways
 from shardmlx.training.datasets import DataSets, longest_input, mean_lengths, read_data
 
-_PACKAGES = {"tensorboard": "tensorboardX"}
-"""Packages of services of --report-to that have another name."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
@@ -247,11 +244,8 @@ def optimizer_of(fine_tune: FineTune) -> Optimizer:
 def check_output(config: TrainConfig, model_path: Path) -> None:
     """Raise ``UserError``, before hours of work, if the run's outputs cannot be written."""
     for service in config.services:
-        package = _PACKAGES.get(service, service)
-        if find_spec(package) is None:
-            raise UserError(
-                f"--report-to {service}: {package} is not installed", f"pip install {package}"
-            )
+        if find_spec(service) is None:
+            raise UserError(f"--report-to {service} is not installed", f"pip install {service}")
     if config.trace is not None:
         check_writable(Path(config.trace), "--trace")
     if not config.train:

@@ -39,10 +39,10 @@ class TrainingReport:
         self._callback: Any = None
 
     def open_services(self) -> None:
-        """Start the services of ``--report-to`` that mlx-lm knows. On rank 0 only."""
+        """Start the services of ``--report-to``. On rank 0 only."""
         config = self._planned.config
         self._callback = get_reporting_callbacks(
-            ",".join(each for each in config.services if each != "tensorboard"),
+            ",".join(config.services),
             project_name=config.project_name,
             log_dir=config.adapter_path,
             config=config.to_adapter_config(),

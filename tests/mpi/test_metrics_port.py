@@ -26,7 +26,6 @@ def test_the_page_and_the_events_are_those_of_the_run(
     flags: list[str | Path] = ["--model", small, "--data", pirate, "--num-layers", "-1"]
     flags += ["--iters", "30", "--steps-per-report", "5", "--val-batches", "0"]
     flags += ["--adapter-path", tmp_path / "out", "--metrics-file", metrics]
-    flags += ["--report-to", "tensorboard"]
     with Running.ranks(2, "-m", "shardmlx.train", *flags, "--metrics-port", "0") as running:
         address = wait_for_address(running)
         port = int(address.rpartition(":")[2])
@@ -45,8 +44,6 @@ def test_the_page_and_the_events_are_those_of_the_run(
     assert told == lines[: len(told)]
     with pytest.raises(httpx.ConnectError):
         httpx.get(address)
-    (board,) = (tmp_path / "out" / "tensorboard").iterdir()
-    assert board.read_bytes().count(b"loss/training") == 6
 
 
 def wait_for_address(running: Running) -> str:

@@ -18,8 +18,8 @@ from tests.helpers.small_models import small_directory
 @pytest.mark.parametrize(
     ("services", "line"),
     [
-        ("tensorboard", "--report-to tensorboard: tensorboardX is not installed: pip install"),
-        ("SwanLab, tensorboard", "--report-to swanlab: swanlab is not installed: pip install swan"),
+        ("wandb", "--report-to wandb is not installed: pip install wandb"),
+        ("SwanLab, wandb", "--report-to swanlab is not installed: pip install swanlab"),
     ],
 )
 def test_a_service_without_its_package_says_what_to_install(
