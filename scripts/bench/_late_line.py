@@ -40,10 +40,10 @@ def main() -> None:
     print("up", flush=True)
     while True:
         rest = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
-        readable, _, _ = select.select([sys.stdin, *ends], (), (), rest)
+        readable = {*select.select([sys.stdin, *ends], (), (), rest)[0]}
         if sys.stdin in readable:
             return
-        for end in readable:
+        for end in filter(readable.__contains__, ends):
             waiting.append((time.monotonic() + delay, other[end], end.recv(1 << 17)))
         while waiting and waiting[0][0] <= time.monotonic():
             _, end, packet = waiting.popleft()

@@ -86,9 +86,7 @@ PROVOKED = {
         "$again 'mpirun -n 1 bash -c \"kill -9 \\$PPID\" & wait $!'; "
         "$again 'mpirun -n 1 hostname & wait $!'"
     ),
-    "here, and it is no Hugging Face repository (OWNER/NAME): give the model's directory": (
-        "shardmlx generate --model .cache/smollm"
-    ),
+    ".cache/smollm does not exist: check the path": "shardmlx generate --model .cache/smollm",
 }
 """What makes mpirun, or us, say some of the messages on the pages."""
 
