@@ -214,7 +214,7 @@ class Exchange:
         self._hub, self._path, self._fragment, self._base = hub, path, fragment, base
         self.body = body
         self.version: int | None = None
-        """None if no version has come: later because of an ``error``, or the end of the run."""
+        """Newest version; None, once this is done, after an ``error`` or the run's end."""
         self.form = WEIGHTS
         self.refusal = ""
         """The reason why the hub does not want the report, which is then lost."""

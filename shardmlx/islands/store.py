@@ -71,7 +71,7 @@ class Report:
 
     @property
     def place(self) -> tuple[int, int]:
-        """What orders the reports of an island, each of which replaces one of the same place."""
+        """Place among an island's reports: each replaces one of the same place."""
         return self.life, self.base
 
     @property
@@ -269,7 +269,7 @@ class Run:
         self.tokens: dict[str, str] = {}
         self.first: Join | None = None
         self.lives: dict[str, int] = {}
-        """How often each island joined."""
+        """Count of the times that each island joined."""
         self.began = time.time()
         self.id = secrets.token_hex(8)
         """Names the run: islands go on from no checkpoint of another."""

@@ -96,11 +96,11 @@ class Came(NamedTuple):
 
 @dataclass(slots=True)
 class Fragment:
-    """What an island knows of a fragment, the same on all ranks."""
+    """Facts of a fragment, the same on all ranks of the island."""
 
     tensors: tuple[Tensor, ...]
     life: int
-    """What the hub gave, or a checkpoint had until the next version is taken."""
+    """The hub's last, or until the next version is taken that of the checkpoint."""
     version: int | None = None
     """The base; None before any weights have come."""
     counted: tuple[int, int] = (0, 0)
