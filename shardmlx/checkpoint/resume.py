@@ -16,7 +16,7 @@ from shardmlx.config.train import CheckpointOptions
 from shardmlx.distributed.agreement import AgreedError, on_all_ranks
 from shardmlx.distributed.shared_disks import Disks, find_disks
 from shardmlx.distributed.transport import Transport
-from shardmlx.errors import UserError
+from shardmlx.errors import file_access
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,11 +196,8 @@ def _set_aside(transport: Transport, place: Place, step: int, faults: Mapping[in
 
     def rename() -> None:
         leads = place.storage.disks.leads(transport.rank)
-        newer = [each for each in place.store.steps() if each > step and leads]
-        try:
-            for each in newer:
+        for each in [each for each in place.store.steps() if each > step and leads]:
+            with file_access("rename", place.store.path(each)):
                 place.store.set_aside(each, "damaged" if each in faults else "superseded")
-        except OSError as error:
-            raise UserError(f"cannot rename {error.filename}: {error.strerror}") from None
 
     on_all_ranks(transport, "setting newer checkpoints aside", rename)

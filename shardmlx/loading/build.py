@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,7 @@ from shardmlx.loading.adapters import (
     resume_from,
 )
 from shardmlx.modelfiles.model_files import check_model_files, open_model
-from shardmlx.modelfiles.parts import read_shape
-from shardmlx.modelfiles.published_packing import check_packing, published_packing
+from shardmlx.modelfiles.published_packing import published_packing
 from shardmlx.models.config_reader import read_config
 from shardmlx.models.draft_head import ONE_LAYER, DraftHead, head_class
 from shardmlx.models.families import ANOTHER, HEADS, is_declared
@@ -37,11 +36,6 @@ from shardmlx.models.slice import Slice
 
 _OF_ALL_MODULES = ("bits", "group_size", "mode")
 """Entries of a config.json's ``quantization`` that are of no single module."""
-
-
-def check_can_be_cut(config: Mapping[str, Any]) -> None:
-    """Raise ``UserError`` if mlx-lm lacks a model, or its layers are not separate."""
-    check_packing(config, read_shape(config))
 
 
 Classes = Callable[[dict[str, Any]], tuple[Any, Any]]

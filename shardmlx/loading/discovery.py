@@ -16,7 +16,6 @@ from shardmlx.distributed.agreement import AgreedError, from_rank_0, on_all_rank
 from shardmlx.distributed.shared_disks import Disks, find_disks
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError, one_line
-from shardmlx.loading.build import check_can_be_cut
 from shardmlx.loading.hub_download import (
     fetch_small_files,
     find_model,
@@ -28,6 +27,8 @@ from shardmlx.loading.manifest import ModelManifest, fingerprint, read_model_man
 from shardmlx.loading.partial_copy import PartialCopy
 from shardmlx.loading.transfer import Holding, LocalFiles
 from shardmlx.modelfiles.hub import Repository
+from shardmlx.modelfiles.parts import read_shape
+from shardmlx.modelfiles.published_packing import check_packing
 from shardmlx.modelfiles.safetensors_header import MODEL_FILES, check_weights
 from shardmlx.modelfiles.sources import ADAPTER_FILE, CONFIG_FILE, SUFFIX
 from shardmlx.models.config_reader import check_layout, read_config
@@ -42,7 +43,6 @@ class _LocalModel:
     holding: Holding
     identity: str = ""
     path: Path | None = None
-    commit: str | None = None
     repository: Repository | None = None
     manifest: ModelManifest | None = None
     files: Sequence[str] = ()
@@ -93,14 +93,8 @@ def _look_first(model: str, revision: str | None) -> _LocalModel:
         return _whole(find_model(model, revision))
     snapshot = whole_snapshot(model, repository.revision)
     manifest = manifest_of(repository)
-    return _LocalModel(
-        Holding.HUB if snapshot is None else Holding.WHOLE,
-        manifest.key,
-        snapshot,
-        repository.revision,
-        repository,
-        manifest,
-    )
+    holding = Holding.HUB if snapshot is None else Holding.WHOLE
+    return _LocalModel(holding, manifest.key, snapshot, repository, manifest)
 
 
 def _open(model: str, revision: str | None) -> Repository | None:
@@ -114,7 +108,8 @@ def _open(model: str, revision: str | None) -> Repository | None:
     check_layout(repository.name, repository.files)
     if CONFIG_FILE in repository.files:
         check_weights(repository.name, repository.files)
-        check_can_be_cut(read_config(repository.fetch(CONFIG_FILE).parent))
+        config = read_config(repository.fetch(CONFIG_FILE).parent)
+        check_packing(config, read_shape(config))
     return repository
 
 
@@ -134,11 +129,11 @@ def _look(
     if commit is None and snapshot is not None:
         return _same(_whole(snapshot), identity)
     if snapshot is not None:
-        return _LocalModel(Holding.WHOLE, identity, snapshot, commit)
+        return _LocalModel(Holding.WHOLE, identity, snapshot)
     repository = None if commit is None else open_repository(model, commit)
     if repository is None:
         return _LocalModel(Holding.LACKS)
-    return _LocalModel(Holding.HUB, identity, None, commit, repository)
+    return _LocalModel(Holding.HUB, identity, None, repository)
 
 
 def _same(own: _LocalModel, identity: str) -> _LocalModel:
@@ -185,7 +180,8 @@ def _share(
     ``look_first`` finds them on rank 0; it returns None if they are in ``here``, and building the
     model reports their faults. ``look`` finds those of an identity and a commit elsewhere."""
     found = on_rank_0(transport, _LOOKING, look_first)
-    known = transport.broadcast(found and (found.identity, found.commit), what=_LOOKING)
+    commit = found and found.repository and found.repository.revision
+    known = transport.broadcast(found and (found.identity, commit), what=_LOOKING)
     if known is None:
         return LocalFiles(transport, here)
     if found is None:
@@ -267,10 +263,7 @@ def _keepers(holdings: Sequence[Holding], disks: Disks) -> tuple[int, ...]:
     """Return the rank that writes for each rank: one on the same disk, preferably with the hub."""
     keepers = list(range(len(holdings)))
     for group in disks.groups:
-        writing = [
-            *(rank for rank in group if holdings[rank] is Holding.HUB),
-            *(rank for rank in group if holdings[rank] is Holding.LACKS),
-        ]
+        writing = [rank for rank in group if holdings[rank] is not Holding.WHOLE]
         for rank in writing:
-            keepers[rank] = writing[0]
+            keepers[rank] = min(writing, key=lambda each: holdings[each] is not Holding.HUB)
     return tuple(keepers)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import NamedTuple
 
 from shardmlx.loading.manifest import TEXTS, ModelManifest
 from shardmlx.loading.partial_copy import PartialCopy
@@ -29,29 +28,18 @@ _RUN_BYTES = 1 << 26
 """Tensors that lie side by side come in one request up to this size; larger ones alone."""
 
 
-class Run(NamedTuple):
-    """Tensors that lie side by side in a file."""
-
-    file: str
-    start: int
-    end: int
-    names: tuple[str, ...]
-
-
-def runs(names: Collection[str], tensors: Mapping[str, PlacedTensor]) -> list[Run]:
-    """Return the fewest requests that bring exactly these tensors."""
-    found: list[Run] = []
+def runs(names: Collection[str], tensors: Mapping[str, PlacedTensor]) -> list[list[str]]:
+    """Return the fewest requests that bring exactly these tensors: names that lie side by side."""
+    found: list[list[str]] = []
     for name in sorted(names, key=lambda name: (tensors[name].file, tensors[name].start)):
         here = tensors[name]
-        last = found[-1] if found else None
-        if (
-            last is not None
-            and (last.file, last.end) == (here.file, here.start)
-            and here.end - last.start <= _RUN_BYTES
-        ):
-            found[-1] = last._replace(end=here.end, names=(*last.names, name))
-        else:
-            found.append(Run(here.file, here.start, here.end, (name,)))
+        if found:
+            first, last = tensors[found[-1][0]], tensors[found[-1][-1]]
+            is_next = (last.file, last.end) == (here.file, here.start)
+            if is_next and here.end - first.start <= _RUN_BYTES:
+                found[-1].append(name)
+                continue
+        found.append([name])
     return found
 
 
@@ -64,20 +52,19 @@ def download(
 ) -> None:
     """Bring tensors into ``copy``; ``advance`` gets bytes as they come. Raises ``UserError``."""
 
-    def bring(run: Run) -> Run:
-        position = run.start
-        for chunk in repository.stream(run.file, run.start, run.end):
-            copy.write(run.file, position, chunk)
+    def bring(run: Sequence[str]) -> Sequence[str]:
+        file, position = tensors[run[0]].file, tensors[run[0]].start
+        for chunk in repository.stream(file, position, tensors[run[-1]].end):
+            copy.write(file, position, chunk)
             position += len(chunk)
         return run
 
     with ThreadPoolExecutor(_CONNECTIONS) as pool:
         try:
             for done in as_completed([pool.submit(bring, run) for run in runs(names, tensors)]):
-                run = done.result()
-                for name in run.names:
+                for name in done.result():
                     copy.add(name)
-                advance(run.end - run.start)
+                    advance(tensors[name].nbytes)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             copy.flush()  # keep finished tensors for the next attempt

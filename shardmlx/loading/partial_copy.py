@@ -23,7 +23,7 @@ from shardmlx.common.durable_files import (
     lock_file,
     read_exactly,
 )
-from shardmlx.errors import UserError, one_line
+from shardmlx.errors import UserError, file_access, one_line
 from shardmlx.loading.manifest import ModelManifest
 from shardmlx.modelfiles.safetensors_header import Header
 from shardmlx.modelfiles.sources import RECORD
@@ -58,24 +58,20 @@ class PartialCopy:
         self._pending_bytes = 0
         self._files: dict[str, int] = {}
         self._lock: IO[bytes] | None = None
+        another = f"name another directory with {option}"
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            if kept:
-                problem = f"another run is filling {directory}"
-                remedy = f"wait for its end, or name another directory with {option}"
-                self._lock = lock_file(directory / LOCK, UserError(problem, remedy))
-            for name, text in manifest.texts.items():
-                _write_anew(directory / name, text)
-            for file, header in manifest.headers.items():
-                self._files[file] = _open_sparse(directory / file, header)
-            if kept:
-                flush_directory(directory)
-        except OSError as error:
-            self.close()
-            raise UserError(
-                f"{directory} takes no copy of the model: {error.strerror or error}: name another "
-                f"directory with {option}"
-            ) from None
+            with file_access("copy the model to", directory, another):
+                directory.mkdir(parents=True, exist_ok=True)
+                if kept:
+                    problem = f"another run is filling {directory}"
+                    refusal = UserError(problem, f"wait for its end, or {another}")
+                    self._lock = lock_file(directory / LOCK, refusal)
+                for name, text in manifest.texts.items():
+                    _write_anew(directory / name, text)
+                for file, header in manifest.headers.items():
+                    self._files[file] = _open_sparse(directory / file, header)
+                if kept:
+                    flush_directory(directory)
         except BaseException:
             self.close()
             raise

@@ -6,10 +6,9 @@ import pytest
 
 from shardmlx.costmodel.workload import model_sizes
 from shardmlx.errors import UserError
-from shardmlx.loading.build import check_can_be_cut
 from shardmlx.modelfiles.model_files import ModelFiles
-from shardmlx.modelfiles.parts import inspect_files, planned_tensors
-from shardmlx.modelfiles.published_packing import published_packing
+from shardmlx.modelfiles.parts import inspect_files, planned_tensors, read_shape
+from shardmlx.modelfiles.published_packing import check_packing, published_packing
 from shardmlx.modelfiles.safetensors_header import PlacedTensor
 from shardmlx.modelfiles.tensors import Quantisation, read_quantisation
 from shardmlx.planning.weight_split import Split, divide, generation_of
@@ -30,6 +29,10 @@ LAYER = "model.layers.3.mlp.up_proj"
 
 def packed(**said: Any) -> dict[str, Any]:
     return {**tiny_config(), "quantization_config": said}
+
+
+def check(config: dict[str, Any]) -> None:
+    check_packing(config, read_shape(config))
 
 
 @pytest.mark.parametrize(
@@ -81,7 +84,7 @@ def test_what_mlx_lm_does_not_read_is_refused_before_a_download(
     said: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(UserError) as error:
-        check_can_be_cut(packed(**said))
+        check(packed(**said))
     assert named in error.value.problem
     assert "16 bits" in error.value.remedy
 
@@ -89,8 +92,8 @@ def test_what_mlx_lm_does_not_read_is_refused_before_a_download(
 def test_fp8_is_refused_where_the_family_does_not_unpack_it() -> None:
     fp8 = {"quantization_config": {"quant_method": "fp8"}}
     with pytest.raises(UserError, match="fp8 of type qwen3"):
-        check_can_be_cut(CONFIGS["qwen3"] | fp8)
-    check_can_be_cut(CONFIGS["deepseek_v3"] | fp8)
+        check(CONFIGS["qwen3"] | fp8)
+    check(CONFIGS["deepseek_v3"] | fp8)
 
 
 @pytest.mark.parametrize(
