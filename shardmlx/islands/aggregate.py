@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from importlib.util import find_spec
 
 import numpy as np
@@ -25,13 +25,9 @@ DELTA = 1e-5
 
 def weighted_mean(arrays: Iterable[np.ndarray], weights: Sequence[float]) -> np.ndarray:
     """Return the mean of float32 arrays, of which one is in memory at a time."""
-    total: np.ndarray | None = None
-    for array, weight in zip(arrays, weights, strict=True):
-        part = array * np.float32(weight)
-        total = part if total is None else np.add(total, part, out=total)
-    if total is None:
-        raise ValueError("no arrays")
-    return total / np.float32(sum(weights))
+    pairs = zip(arrays, weights, strict=True)
+    total = reduce(np.add, (array * np.float32(weight) for array, weight in pairs))
+    return np.asarray(total / np.float32(sum(weights)))
 
 
 def trimmed_mean(arrays: Iterable[np.ndarray], weights: Sequence[float]) -> np.ndarray:

@@ -16,10 +16,11 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
-from typing import IO, Any, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 from shardmlx.errors import UserError, one_line
 from shardmlx.islands.protocol import Join, Joined, Progress, Refusal, Terms
@@ -44,9 +45,9 @@ PIECE = 1 << 16
 SECONDS_TO_LEAVE = 3.0
 """Seconds for the last heartbeat, for which the end of a run waits."""
 
-OWN, CHANGE, WEIGHTS, INSTEAD = "own", "change", "weights", "instead"
-"""Forms in which a version comes: the island's first weights, the encoded change from its base, all
-weights, and all weights in the place of a report that the hub refused."""
+OWN, CHANGE, WEIGHTS = "own", "change", "weights"
+"""Forms in which a version comes: the island's first weights, the encoded change from its base, and
+all weights."""
 
 HEARTBEAT_SECONDS = 10.0
 """Seconds between two heartbeats: the hub takes an island for missing after some more."""
@@ -203,52 +204,53 @@ class Hub:
         return Refusal(error.code, problem, answer.pop("remedy", ""), **answer)
 
 
-class Exchange:
-    """A body on its way to the hub, and the version of the fragment that follows on its way back,
-    into the same file. The body is put at ``path``: a report from version ``base``, or first
-    weights; for None it is empty, and the newest version is all that is asked for."""
+class Came(NamedTuple):
+    """A version of a fragment that has come, in a form. ``refusal`` says why the hub did not want
+    the report, which is then lost."""
 
-    def __init__(
-        self, hub: Hub, fragment: int, base: int | None, path: str | None, body: IO[bytes]
-    ) -> None:
-        self._hub, self._path, self._fragment, self._base = hub, path, fragment, base
-        self.body = body
-        self.version: int | None = None
-        """Newest version; None, once this is done, after an ``error`` or the run's end."""
-        self.form = WEIGHTS
-        self.refusal = ""
-        """The reason why the hub does not want the report, which is then lost."""
-        self.error: Exception | None = None
-        self.is_done = threading.Event()
-        threading.Thread(target=self._run, name=f"fragment {fragment}", daemon=True).start()
+    version: int
+    form: str
+    refusal: str = ""
 
-    def _run(self) -> None:
+
+def exchange(
+    hub: Hub, fragment: int, base: int | None, path: str | None, body: IO[bytes]
+) -> Came | None:
+    """Put a body at ``path``, a report from version ``base`` or first weights, and take the version
+    of the fragment that follows into the same file. Without a path the newest is all that is asked
+    for. Return None if the run has ended before. Raises ``UserError``."""
+    refusal = ""
+    try:
+        if path is not None:
+            hub.persist(partial(hub.put, path, body), math.inf)
+            if base is None:
+                return Came(0, OWN)
+    except Refusal as refused:
+        if refused.status == HTTPStatus.UNPROCESSABLE_ENTITY and base is not None:
+            base, refusal = None, str(refused)
+        elif "version" not in refused.more:  # it has counted this before, or others' weights
+            raise
+    try:
+        version, is_change = hub.take(fragment, base, body)
+    except Refusal as refused:
+        if "ended" in refused.more:
+            return None
+        raise
+    return Came(version, CHANGE if is_change else WEIGHTS, refusal)
+
+
+def begun(work: Callable[[], T]) -> Future[T]:
+    """Begin work on a thread of its own, for which the end of this process does not wait."""
+    future = Future[T]()
+
+    def run() -> None:
         try:
-            self._put()
-            if self.form == OWN:
-                self.version = 0
-            else:
-                after = None if self.form == INSTEAD else self._base
-                self.version, is_change = self._hub.take(self._fragment, after, self.body)
-                if is_change:
-                    self.form = CHANGE
+            future.set_result(work())
         except Exception as error:
-            if not isinstance(error, Refusal) or "ended" not in error.more:
-                self.error = error
-        self.is_done.set()
+            future.set_exception(error)
 
-    def _put(self) -> None:
-        if self._path is None:
-            return
-        try:
-            self._hub.persist(partial(self._hub.put, self._path, self.body), math.inf)
-            if self._base is None:
-                self.form = OWN
-        except Refusal as refusal:
-            if refusal.status == HTTPStatus.UNPROCESSABLE_ENTITY and self._base is not None:
-                self.form, self.refusal = INSTEAD, str(refusal)
-            elif "version" not in refusal.more:  # it has counted this before, or others' weights
-                raise
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 class Heartbeat:

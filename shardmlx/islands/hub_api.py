@@ -9,8 +9,9 @@ import json
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -40,7 +41,6 @@ SECONDS_TO_LOOK = 0.05
 MOST_BODIES = 8
 """Bodies of one island that may be on their way at a time."""
 
-T = TypeVar("T")
 Handler = Callable[[Request, str], Awaitable[Response]]
 """A function that answers a request of an island, by its name."""
 
@@ -146,21 +146,14 @@ class _Api:
 
     async def seed(self, request: Request, name: str) -> Response:
         fragment, number = self._fragment(request), _number(request, "k")
-
-        def take(body: Path) -> None:
-            self._rounds.seed(name, number, body)
-
+        take = partial(self._rounds.seed, name, number)
         await self._upload(request, name, fragment, fragment.seed_bytes, take)
         return JSONResponse({"version": 0})
 
     async def report(self, request: Request, name: str) -> Response:
         fragment, number = self._fragment(request), _number(request, "k")
         counts = {each: _number(request, each) for each in ("life", "base", "rows", "tokens")}
-        report = Report(island=name, **counts)
-
-        def take(body: Path) -> None:
-            self._rounds.take(report, number, body)
-
+        take = partial(self._rounds.take, Report(island=name, **counts), number)
         # Whether it is refused is said behind its body: before it, the answer could get lost.
         await self._upload(request, name, fragment, fragment.report_bytes, take)
         return JSONResponse({"version": fragment.version, "ended": self._rounds.ended})
@@ -174,19 +167,19 @@ class _Api:
         name: str,
         fragment: FragmentStore,
         length: int,
-        take: Callable[[Path], T],
-    ) -> T:
-        """Write a body of so many bytes to the disk as it comes; return what ``take`` does."""
+        take: Callable[[Path], None],
+    ) -> None:
+        """Write a body of so many bytes to the disk as it comes, and let ``take`` have it."""
         given = request.headers.get("content-length")
         if given != str(length):
             problem = f"the body should have {length} bytes, and Content-Length is {given}"
             raise Refusal(400, problem, "send that many")
         body = fragment.new_file()
 
-        def finish() -> T:
+        def finish() -> None:
             # The thread goes on if the server stops: nobody else may remove what it uses.
             try:
-                return take(body)
+                take(body)
             finally:
                 body.unlink(missing_ok=True)
 
@@ -196,7 +189,7 @@ class _Api:
         except BaseException:
             body.unlink(missing_ok=True)
             raise
-        return await asyncio.to_thread(finish)
+        await asyncio.to_thread(finish)
 
     async def _json(self, request: Request, name: str) -> Any:
         """Return a JSON body. Raises ``Refusal``."""
@@ -235,21 +228,19 @@ class _Api:
         if isinstance(error, ClientDisconnect):
             return Response(status_code=499)  # nobody reads it
         headers = {**ANSWERED}
-        if isinstance(error, Refusal):
-            status, more = error.status, error.more
-        elif isinstance(error, UserError):
-            status, more = 422, {}
-        elif isinstance(error, HTTPException):
-            status, more = error.status_code, {}
-            error = UserError(f"{request.method} {request.url.path}: {error.detail}")
-        else:
-            status, more = 500, {"retry": True}
-            error = UserError(f"a fault of the hub: {one_line(error)}", "see what it printed")
-        if status == 401:
+        if isinstance(error, HTTPException):
+            problem = f"{request.method} {request.url.path}: {error.detail}"
+            error = Refusal(error.status_code, problem)
+        elif not isinstance(error, UserError):
+            problem = f"a fault of the hub: {one_line(error)}"
+            error = Refusal(500, problem, "see what it printed", retry=True)
+        elif not isinstance(error, Refusal):
+            error = Refusal(422, error.problem, error.remedy)
+        if error.status == 401:
             self._rounds.strangers[error.problem] += 1
             headers["www-authenticate"] = "Bearer"
-        answer = {"error": error.problem, "remedy": error.remedy, **more}
-        return JSONResponse(answer, status, headers)
+        answer = {"error": error.problem, "remedy": error.remedy, **error.more}
+        return JSONResponse(answer, error.status, headers)
 
 
 def _number(request: Request, name: str) -> int:

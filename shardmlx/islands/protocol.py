@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Self
 
 from shardmlx.common.yaml_reader import is_number
 from shardmlx.config.options import OptionError, Spec, check_options, in_group, refuse
-from shardmlx.errors import UserError
+from shardmlx.errors import UserError, refusing
 from shardmlx.islands.encodings import encoding_named
 from shardmlx.islands.outer import AVERAGE, NESTEROV, ROUNDS, SGD, OuterOptimizer
 
@@ -65,13 +65,8 @@ class Message:
     @classmethod
     def of_json(cls, values: Any) -> Self:
         """Return the message that JSON says. Raises ``UserError``."""
-        try:
+        with refusing(f"{cls.__name__} is none", "use the same shardmlx"):
             return cls(**values)
-        except UserError:
-            raise
-        except (TypeError, ValueError):
-            problem = f"{cls.__name__} is none: {ascii(values)[:200]}"
-            raise UserError(problem, "use the same shardmlx") from None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
@@ -39,7 +39,7 @@ MOST_PENDING = 3
 class Island:
     """Facts of an island since the hub started."""
 
-    heard: float = -math.inf
+    heard: float | None = None
     progress: Progress | None = None
     leaving: bool = False
     late: int = 0
@@ -88,8 +88,9 @@ class Rounds:
         least = self._clock() - SECONDS_MISSING
         return sorted(
             name
-            for name in self.run.lives.keys() & self.islands.keys()
-            if self.islands[name].heard >= least and not self.islands[name].leaving
+            for name, each in self.islands.items()
+            if name in self.run.lives and not each.leaving
+            if each.heard is not None and each.heard >= least
         )
 
     def hear(self, name: str) -> None:
@@ -266,14 +267,10 @@ class Rounds:
         ]
         islands = {
             name: {
+                **asdict(island),
                 "joined": name in self.run.lives,
                 "present": name in present,
-                "leaving": island.leaving,
-                "silent": now - island.heard if math.isfinite(island.heard) else None,
-                "progress": None if island.progress is None else island.progress.to_json(),
-                "losses": island.losses,
-                "late": island.late,
-                "refused": island.refused,
+                "silent": None if island.heard is None else now - island.heard,
             }
             for name, island in self.islands.items()
         }

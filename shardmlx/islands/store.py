@@ -35,7 +35,7 @@ from shardmlx.common.durable_files import (
     replace_durably,
     write_durably,
 )
-from shardmlx.errors import UserError
+from shardmlx.errors import UserError, refusing
 from shardmlx.islands.encodings import Encoding, encoding_named
 from shardmlx.islands.protocol import NAME, Join, Tensor, Terms, body_bytes, fragments_of
 from shardmlx.modelfiles.safetensors_header import header_of
@@ -164,7 +164,8 @@ class FragmentStore:
         """Make the next version of pending reports: of each, one tensor at a time is in memory."""
         if self.version is None:
             raise ValueError("this fragment has no weights yet")
-        old, encoding = self.directory / f"v{self.version:07}", self._encoding
+        encoding, old = self._encoding, self.path(PUBLISHED).parent
+        has_momentum, has_last = (old / MOMENTUM).exists(), (old / CHANGE).exists()
 
         def write(directory: Path) -> None:
             at = encoded_at = 0
@@ -173,14 +174,12 @@ class FragmentStore:
                 differences = self._differences(reports, encoded_at, tensor)
                 published = _read(old / PUBLISHED, at, tensor)
                 weights = _read(old / OUTER, at, tensor) if encoding.is_lossy else published
-                has_momentum = (old / MOMENTUM).exists()
                 momentum = _read(old / MOMENTUM, at, tensor) if has_momentum else None
                 new, momentum = step(weights, momentum, differences)
                 if momentum is not None:
                     _append(directory / MOMENTUM, momentum)
                 if encoding.is_lossy:
                     _append(directory / OUTER, new)
-                    has_last = (old / CHANGE).exists()
                     last = _bytes(old / CHANGE, encoded_at, encoded) if has_last else None
                     change = encoding.encode(new - published, last)
                     _append(directory / CHANGE, change)
@@ -281,21 +280,23 @@ class Run:
                 if NAME.fullmatch(path.name):
                     self.tokens[path.name] = _token(path)
             if self._file.exists():
-                self._go_on(json.loads(self._file.read_bytes()), terms)
+                self._go_on(terms)
         except BaseException:
             self.close()
             raise
 
-    def _go_on(self, run: Mapping[str, Any], terms: Terms | None) -> None:
-        self.terms = Terms.of_json(run["terms"])
+    def _go_on(self, terms: Terms | None) -> None:
+        with refusing(f"{self._file} is of no run that can go on", "name another --path"):
+            run = json.loads(self._file.read_bytes())
+            self.terms, first = Terms.of_json(run["terms"]), Join.of_json(run["first"])
+            self.lives, self.began, self.id = run["lives"], run["began"], run["id"]
         if terms is not None:
             for name, own in self.terms.to_json().items():
                 if getattr(terms, name) != own and name != "outer_optimizer":
                     problem = f"{name} is {getattr(terms, name)}, and {self.directory} has {own}"
                     raise UserError(problem, "give the same, or another --path")
             self.terms = terms
-        self._open(Join.of_json(run["first"]))
-        self.lives, self.began, self.id = run["lives"], run["began"], run["id"]
+        self._open(first)
 
     @property
     def _file(self) -> Path:

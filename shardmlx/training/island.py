@@ -15,11 +15,12 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from tempfile import NamedTemporaryFile
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import mlx.core as mx
 import numpy as np
@@ -31,7 +32,7 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.engine.engine import Engine
 from shardmlx.engine.optimizer import Updater
 from shardmlx.errors import one_line
-from shardmlx.islands.client import CHANGE, INSTEAD, OWN, PATIENCE, Exchange, Heartbeat, Hub
+from shardmlx.islands.client import CHANGE, OWN, PATIENCE, Came, Heartbeat, Hub, begun, exchange
 from shardmlx.islands.encodings import Encoding, ErrorFeedback, encoding_named
 from shardmlx.islands.protocol import (
     Join,
@@ -86,14 +87,6 @@ def _place(name: str) -> list[Any]:
     return [int(each) if each.isdecimal() else each for each in re.split(r"(\d+)", name)]
 
 
-class Came(NamedTuple):
-    """A version that has come, in one of the forms of ``client``."""
-
-    fragment: int
-    version: int
-    form: str
-
-
 @dataclass(slots=True)
 class Fragment:
     """Facts of a fragment, the same on all ranks of the island."""
@@ -107,8 +100,10 @@ class Fragment:
     """Updates and tokens that its reports have counted."""
     sent: tuple[int, int] | None = None
     """Updates and tokens at the report that is under way."""
-    exchange: Exchange | None = None
-    """The report that is under way, on rank 0."""
+    body: IO[bytes] | None = None
+    """On rank 0, the file of the report that is under way, and of the version that follows."""
+    coming: Future[Came | None] | None = None
+    """On rank 0, the version that follows."""
 
 
 class Island:
@@ -209,8 +204,8 @@ class Island:
             if self._hub is not None and self._heartbeat is not None:
                 self._heartbeat.leave()
                 self._hub.closed.set()
-                for exchange in filter(None, (each.exchange for each in self._fragments)):
-                    exchange.body.close()
+                for body in filter(None, (each.body for each in self._fragments)):
+                    body.close()
 
     def _start(self, update: int) -> None:
         for k, (fragment, newest) in enumerate(
@@ -294,7 +289,8 @@ class Island:
         """Let rank 0 begin an exchange."""
         fragment = self._fragments[k]
         if self._hub is not None and body is not None:
-            fragment.exchange = Exchange(self._hub, k, fragment.version, path, body)
+            fragment.body = body
+            fragment.coming = begun(partial(exchange, self._hub, k, fragment.version, path, body))
 
     def _encoded(self, name: str) -> np.ndarray:
         # A base that local weights cannot be is no difference.
@@ -316,42 +312,37 @@ class Island:
             came, problem, self.ended, self.evaluates = self._transport.broadcast(
                 self._what_came(update, awaited), what="waiting for the hub"
             )
-        for each in came:
-            self._take(each)
+        for k, each in came.items():
+            self._take(update, self._fragments[k], each)
         return None if problem is None else str(problem)
 
     def _what_came(
         self, update: int, awaited: Mapping[int, bool]
-    ) -> tuple[list[Came], str | None, bool, bool] | None:
+    ) -> tuple[dict[int, Came], str | None, bool, bool] | None:
         """Return, on rank 0, the versions that have come, why the run cannot go on, and what the
         hub wants."""
         hub, heartbeat = self._hub, self._heartbeat
         if hub is None or heartbeat is None:
             return None
-        exchanges = {k: each for k in awaited if (each := self._fragments[k].exchange) is not None}
-        self._wait(hub, [exchange for k, exchange in exchanges.items() if awaited[k]], update)
-        came, problem, hub_ended = [], None, heartbeat.ended
-        for k, exchange in exchanges.items():
-            if not exchange.is_done.is_set():
+        coming = {k: each for k in awaited if (each := self._fragments[k].coming) is not None}
+        self._wait(hub, [each for k, each in coming.items() if awaited[k]], update)
+        found, problem, ended = dict[int, Came](), None, heartbeat.ended
+        for k, each in coming.items():
+            if not each.done():
                 continue
-            if exchange.refusal:
-                self._reporter.warn(
-                    f"update {update}: the hub refused what was trained: {exchange.refusal}; this "
-                    "island goes on with the hub's weights"
-                )
-            if exchange.error is not None:
-                problem = one_line(exchange.error)
-            elif exchange.version is not None:
-                came.append(Came(k, exchange.version, exchange.form))
+            if (error := each.exception()) is not None:
+                problem = one_line(error)
+            elif (came := each.result()) is None:
+                ended = True
             else:
-                hub_ended = True
-        return came, problem, hub_ended, heartbeat.evaluates
+                found[k] = came
+        return found, problem, ended, heartbeat.evaluates
 
-    def _wait(self, hub: Hub, exchanges: Sequence[Exchange], update: int) -> None:
+    def _wait(self, hub: Hub, coming: Sequence[Future[Came | None]], update: int) -> None:
         """Wait, on rank 0, as long as bytes come or go, and ``PATIENCE`` seconds more."""
         start = time.monotonic()
         self._transport.activity.begin(f"update {update}, waiting for the hub at {hub.url}")
-        while not all(each.is_done.wait(0.02) for each in exchanges):
+        while wait(coming, 0.02).not_done:
             if self._transport.failure is not None:
                 raise self._transport.failure
             if self._transport.stop_requested() is not None:
@@ -363,39 +354,36 @@ class Island:
                 )
                 return
 
-    def _take(self, came: Came) -> None:
-        """Take a version of a fragment, whose bytes rank 0 has in a file."""
-        fragment = self._fragments[came.fragment]
-        names = [each.name for each in fragment.tensors]
-        body = None if fragment.exchange is None else fragment.exchange.body
-        if came.form == INSTEAD:
+    def _take(self, update: int, fragment: Fragment, came: Came) -> None:
+        """Take a version of a fragment, whose bytes rank 0 has in a file: set bases, and local
+        weights by them."""
+        names, body = [each.name for each in fragment.tensors], fragment.body
+        if came.refusal:
+            self._reporter.warn(
+                f"update {update}: the hub refused what was trained: {came.refusal}; this island "
+                "goes on with the hub's weights"
+            )
             for name in names:
                 self._reported.pop(name, None)
         else:
             self._feedback.taken(names)
-        if came.form != OWN:
-            self._receive(fragment.tensors, body, is_change=came.form == CHANGE)
+        is_change = came.form == CHANGE
+        encoding = self._encoding if is_change else Encoding()
+        if body is not None:
+            body.seek(0)
+        for tensor in fragment.tensors if came.form != OWN else ():
+            data = self._handed_out(tensor, encoding.nbytes(tensor.shape), body)
+            if data is not None:
+                new = mx.array(encoding.decode(np.frombuffer(data, np.uint8), tensor.shape))
+                self._merge(tensor.name, self._base[tensor.name] + new if is_change else new)
         mine = [name for name in names if name in self._mine]
         self._engine.shards.start_gather(mine)
         self._engine.shards.finish_gather()
         fragment.life, fragment.version = self._joined.life, came.version
         fragment.counted, fragment.sent = fragment.sent or fragment.counted, None
-        fragment.exchange = None
+        fragment.body = fragment.coming = None
         if body is not None:
             body.close()
-
-    def _receive(
-        self, tensors: Iterable[Tensor], body: IO[bytes] | None, *, is_change: bool
-    ) -> None:
-        """Set bases, and local weights by them, of bytes that rank 0 has."""
-        encoding = self._encoding if is_change else Encoding()
-        if body is not None:
-            body.seek(0)
-        for tensor in tensors:
-            data = self._handed_out(tensor, encoding.nbytes(tensor.shape), body)
-            if data is not None:
-                came = mx.array(encoding.decode(np.frombuffer(data, np.uint8), tensor.shape))
-                self._merge(tensor.name, self._base[tensor.name] + came if is_change else came)
 
     def _merge(self, name: str, base: mx.array) -> None:
         """Set a base, and local weights to it, with what was trained since the report on top."""

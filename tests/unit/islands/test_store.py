@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import stat
 from collections.abc import Sequence
 from dataclasses import replace
@@ -214,6 +215,17 @@ def test_a_restart_goes_on_and_refuses_other_terms(tmp_path: Path) -> None:
     again.close()
     with pytest.raises(UserError, match="inner_steps is 8"):
         Run(tmp_path, [], replace(run.terms, inner_steps=8))
+
+
+def test_a_directory_of_an_earlier_version_is_refused_by_what_it_lacks(tmp_path: Path) -> None:
+    run = Run(tmp_path, ["ann"], Terms())
+    run.join("ann", JOIN)
+    run.close()
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "id": None}).replace('"id"', '"_"'))
+    with pytest.raises(UserError, match=f"{file}.*: id") as refused:
+        Run(tmp_path, [], Terms())
+    assert "--path" in refused.value.remedy
 
 
 @pytest.mark.parametrize("encoding", ["float32", "int8"])
