@@ -13,7 +13,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -242,11 +242,9 @@ class CheckpointWriter:
     ) -> FileInfo:
         """Write the pieces of a file to ``path``, if it is given, and to the streams."""
         digest = hashlib.sha256()
-        with ExitStack() as stack:
-            file = None
-            if path is not None:
-                self._files.append(path)
-                file = stack.enter_context(path.open("wb"))
+        if path is not None:
+            self._files.append(path)
+        with nullcontext() if path is None else path.open("wb") as file:
             for piece in pieces:
                 digest.update(piece)
                 if file is not None:
