@@ -12,7 +12,7 @@ from pathlib import Path
 
 from shardmlx.common.http_listener import bind_both
 from shardmlx.config.serve import check_packages
-from shardmlx.errors import UserError, file_access, one_line
+from shardmlx.errors import file_access, one_line, refusing
 from shardmlx.islands.hub_options import LINE
 from shardmlx.islands.rounds import Rounds
 from shardmlx.islands.store import Run
@@ -44,11 +44,9 @@ def run(words: Sequence[str]) -> int:
     with file_access("write to --path", options.path, "name another directory"):
         rounds = Rounds(options)
     if options.certificate is not None:
-        try:
+        remedy = "give a PEM file with certificate and key"
+        with refusing(f"--certificate {options.certificate}", remedy):
             ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(options.certificate)
-        except OSError as error:  # ssl.SSLError is one
-            problem = f"--certificate {options.certificate}: {one_line(error)}"
-            raise UserError(problem, "give a PEM file with certificate and key") from None
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     ends: list[BaseException | None] = []
     server = HttpServer(

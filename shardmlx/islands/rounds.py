@@ -138,15 +138,10 @@ class Rounds:
         if report.place <= fragment.facts.last(report.island).place:
             problem = f"a report from version {report.base} is counted already"
             raise Refusal(409, problem, "take the newest first", version=fragment.version)
-        waiting = [
-            each
-            for each in fragment.pending
-            if each.island == report.island and each.place != report.place
-        ]
-        if len(waiting) >= MOST_PENDING:
-            raise Refusal(
-                409, f"{MOST_PENDING} reports of {report.island} wait", "wait", retry=True
-            )
+        waiting = {each.place for each in fragment.pending if each.island == report.island}
+        if len(waiting - {report.place}) >= MOST_PENDING:
+            problem = f"{MOST_PENDING} reports of {report.island} wait"
+            raise Refusal(409, problem, "wait", retry=True)
 
     def take(self, report: Report, number: int, body: Path) -> None:
         """Take a report whose body is in a file: once this returns, it counts, once. Raises
@@ -201,12 +196,9 @@ class Rounds:
             return pending[:1]
         since = self._since.setdefault(number, self._clock())
         is_late = self._clock() - since >= self.options.deadline
-        refused = {
-            name
-            for (name, k), base in self._refused.items()
-            if (k, base) == (number, fragment.version)
-        }
-        if not is_late and {*self.present()} - {each.island for each in pending} - refused:
+        silent = {*self.present()} - {each.island for each in pending}
+        awaited = [each for each in silent if self._refused.get((each, number)) != fragment.version]
+        if awaited and not is_late:
             return []
         del self._since[number]
         return pending
