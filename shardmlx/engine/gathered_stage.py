@@ -258,7 +258,6 @@ def build_stages(
     own: Iterable[int] | None = None,
     *,
     savings: Savings = NO_SAVINGS,
-    compiled: bool | None = None,
     weights: DividedWeights | None = None,
     objective: Objective | None = None,
 ) -> list[Stage]:
@@ -266,8 +265,8 @@ def build_stages(
 
     ``slices[s]`` is the slice of stage s, the whole model in pipeline order: a stage above a
     trained slice needs the gradient of its input. ``own`` are the stages to build, for a plan
-    ``plan.stages_of(rank)``; by default all. ``savings``, ``compiled`` and ``objective`` are as
-    for ``Stage``. Stages gather divided ``weights`` layer by layer.
+    ``plan.stages_of(rank)``; by default all. ``savings`` and ``objective`` are as for ``Stage``.
+    Stages gather divided ``weights`` layer by layer.
     """
     gradients = gradient_kinds([bool(part.trainable) for part in slices])
     stages: list[Stage] = []
@@ -279,7 +278,7 @@ def build_stages(
             "objective": objective,
         }
         stages.append(
-            Stage(index, part, compiled=compiled, **how)
+            Stage(index, part, **how)
             if weights is None
             else GatheredStage(index, part, weights, **how)
         )
