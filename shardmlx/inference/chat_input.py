@@ -23,7 +23,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from prompt_toolkit import PromptSession
-from prompt_toolkit.data_structures import Size
 from prompt_toolkit.input.typeahead import clear_typeahead, store_typeahead
 from prompt_toolkit.input.vt100 import Vt100Input
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
@@ -146,11 +145,12 @@ class TerminalLines:
         os.close(terminal)
         self._input = _ForwardedKeys()
         self._typed: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        output = Vt100_Output.from_pty(sys.stdout)
+        output.enable_cpr = False  # an answer to a request for the cursor's position would be a key
         self._session: PromptSession[str] = PromptSession(
             [("bold" if self._has_style else "", prompt)],
             input=self._input,
-            # Without requests for the cursor's position: an answer to one would be a key.
-            output=Vt100_Output(sys.stdout, _terminal_size, enable_cpr=False),
+            output=output,
             key_bindings=_key_bindings(),
             multiline=True,
         )
@@ -222,13 +222,6 @@ def _key_bindings() -> KeyBindings:
         event.current_buffer.text = ""
 
     return keys
-
-
-def _terminal_size() -> Size:
-    with contextlib.suppress(OSError):
-        columns, rows = os.get_terminal_size(1)
-        return Size(rows or 24, columns or 80)
-    return Size(24, 80)
 
 
 def find_terminal() -> str | None:
