@@ -131,8 +131,7 @@ class CheckpointWriter:
 
     def _wait_until(self, done: Callable[[float], bool]) -> None:
         while not done(POLL_SECONDS):
-            if self._transport.failure is not None:
-                raise self._transport.failure
+            self._transport.activity.check(self._transport.activity.where)
         if self._error is not None:
             raise self._error
 

@@ -5,14 +5,13 @@ A digest follows the bytes, by which the receiving rank finds damage.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
 
 from shardmlx.common.digests import DIGEST_BYTES, new_digest
 from shardmlx.distributed.messages import Handle, buffer_of
-from shardmlx.distributed.transport import Transport
+from shardmlx.distributed.transport import Outbox, Transport
 
 PIECE_BYTES = 16 << 20
 
@@ -32,11 +31,10 @@ class Outgoing:
         what: str,
         relayed: Incoming | None = None,
     ) -> None:
-        self._transport = transport
         self._left = nbytes
         self._peer, self._tag = peer, tag
-        self._what = f"{what}, sending to {transport.name(peer)}"
-        self._sent: deque[Handle] = deque()
+        self._what, self._to = what, transport.name(peer)
+        self._outbox = Outbox(transport)
         self._piece = self._new_piece()
         self._filled = 0
         self._digest = new_digest()
@@ -48,7 +46,9 @@ class Outgoing:
         while len(data):
             count = min(len(data), len(self._piece) - self._filled)
             if not count:
-                raise ValueError(f"{self._what}: more bytes than were announced")
+                raise ValueError(
+                    f"{self._what}, sending to {self._to}: more bytes than were announced"
+                )
             self._piece[self._filled : self._filled + count] = data[:count]
             self._filled += count
             data = data[count:]
@@ -63,19 +63,19 @@ class Outgoing:
         """Return once the peer has everything."""
         if self._left:
             missing = self._left - self._filled
-            raise ValueError(f"{self._what}: {missing} bytes fewer than were announced")
+            raise ValueError(
+                f"{self._what}, sending to {self._to}: {missing} bytes fewer than were announced"
+            )
         digest = self._digest.digest() if self._relayed is None else self._relayed.digest
         self._send(np.frombuffer(digest, np.uint8))
-        while self._sent:
-            self._transport.wait(self._sent.popleft(), lambda: self._what)
+        self._outbox.drain(0)
 
     def _new_piece(self) -> np.ndarray:
         return np.empty(min(PIECE_BYTES, self._left), np.uint8)
 
     def _send(self, piece: np.ndarray) -> None:
-        self._sent.append(self._transport.send(piece, self._peer, self._tag))
-        if len(self._sent) > 1:
-            self._transport.wait(self._sent.popleft(), lambda: self._what)
+        self._outbox.send(piece, self._peer, self._tag, self._what)
+        self._outbox.drain(1)
 
 
 class Incoming:

@@ -195,7 +195,7 @@ class MPITransport(Transport):
             if now - looked > OWN_SLEEP:
                 end += now - looked  # the job was stopped in the shell, or the machine slept
             looked = now
-            if self.failure is not None or now > end:
+            if self.activity.failure is not None or now > end:
                 return False
             if len(handle.requests) < parts:
                 parts, start = len(handle.requests), now  # it moves: the next part comes soon

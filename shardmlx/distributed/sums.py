@@ -302,8 +302,8 @@ class Sums:
         self._awaited = peer
         if not (handle.done or transport.progress(handle, SECONDS_TO_LOOK_HARD)):
             while not transport.progress(handle, 0.0):
-                if transport.failure is not None:
-                    raise transport.failure
+                if transport.activity.failure is not None:
+                    raise transport.activity.failure
                 time.sleep(PAUSE)
         self._awaited = None
         self._moved += 1

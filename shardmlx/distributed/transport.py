@@ -10,8 +10,11 @@ from __future__ import annotations
 import pickle
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -179,11 +182,6 @@ class Transport(ABC):
         finally:
             _longer.seconds = usual
 
-    @property
-    def failure(self) -> Exception | None:
-        """Reason why this rank cannot go on; None while it can."""
-        return self.activity.failure
-
     def fail(self, error: Exception) -> None:
         """Note, on any thread, that this rank cannot go on.
 
@@ -207,7 +205,9 @@ class Transport(ABC):
 
     def send_object(self, value: Any, peer: int, what: str = "send", tag: int = OBJECT_TAG) -> None:
         """Send one Python object; return once it is on its way."""
-        self._finish(self.post_object(pickle.dumps(value), peer, tag), what, peer)
+        outbox = Outbox(self)
+        outbox.send_object(pickle.dumps(value), peer, tag, what)
+        outbox.drain(0)
 
     def receive_object(self, peer: int, what: str = "receive", tag: int = OBJECT_TAG) -> Any:
         """Return the next object from ``peer``."""
@@ -225,10 +225,10 @@ class Transport(ABC):
         """Return rank 0's ``value``. All ranks must call it."""
         if self.rank != 0:
             return self.receive_object(0, what)
-        payload = pickle.dumps(value)
-        posted = [self.post_object(payload, peer, OBJECT_TAG) for peer in range(1, self.size)]
-        for peer, handles in enumerate(posted, 1):
-            self._finish(handles, what, peer)
+        payload, outbox = pickle.dumps(value), Outbox(self)
+        for peer in range(1, self.size):
+            outbox.send_object(payload, peer, OBJECT_TAG, what)
+        outbox.drain(0)
         return value
 
     def gather(self, value: Any, what: str = "gather") -> list[Any] | None:
@@ -248,13 +248,27 @@ class Transport(ABC):
         """Return once every rank has come here. All ranks must call it."""
         self.all_gather(None, what)
 
-    def post_object(self, payload: bytes, peer: int, tag: int) -> list[Handle]:
-        """Start to send a pickled object, which ``receive_object`` returns to the peer."""
-        size = np.array([len(payload)], np.int64)
-        data = np.frombuffer(payload, np.uint8)
-        return [self.send(size, peer, tag), self.send(data, peer, tag)]
 
-    def _finish(self, handles: Sequence[Handle], what: str, peer: int) -> None:
-        me = self.name(self.rank)
-        for handle in handles:
-            self.wait(handle, lambda: f"{me}, {what}, sending to {self.name(peer)}")
+@dataclass(slots=True)
+class Outbox:
+    """Messages of a rank under way, each with the words that name it in an error."""
+
+    transport: Transport
+    unsent: deque[tuple[Handle, str]] = field(default_factory=deque)
+
+    def send(self, array: Array, peer: int, tag: int, what: str) -> None:
+        """Start to send; ``what`` names this rank's work."""
+        me, other = map(self.transport.name, (self.transport.rank, peer))
+        what = f"{me}, {what}, sending to {other}"
+        self.unsent.append((self.transport.send(array, peer, tag), what))
+
+    def send_object(self, payload: bytes, peer: int, tag: int, what: str) -> None:
+        """Start to send a pickled object, which ``receive_object`` returns to the peer."""
+        self.send(np.array([len(payload)], np.int64), peer, tag, what)
+        self.send(np.frombuffer(payload, np.uint8), peer, tag, what)
+
+    def drain(self, most: int) -> None:
+        """Wait until at most so many messages are under way."""
+        while self.unsent and (len(self.unsent) > most or self.unsent[0][0].done):
+            handle, what = self.unsent.popleft()
+            self.transport.wait(handle, partial(str, what))

@@ -15,9 +15,9 @@ import numpy as np
 
 from shardmlx.distributed.messages import Handle, new_buffer
 from shardmlx.distributed.mlx_group import losses_named
-from shardmlx.distributed.transport import Transport
+from shardmlx.distributed.transport import Outbox, Transport
 from shardmlx.engine.batches import Sample
-from shardmlx.inference.stage import HIDDEN_TAG, UNSENT, Outbox
+from shardmlx.inference.stage import HIDDEN_TAG, UNSENT
 from shardmlx.models.slice import Slice
 from shardmlx.pipeline.mesh import Mesh
 

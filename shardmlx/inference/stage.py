@@ -8,7 +8,7 @@ import pickle
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -23,7 +23,7 @@ from shardmlx.distributed.messages import (
     new_buffer,
 )
 from shardmlx.distributed.mlx_group import losses_named
-from shardmlx.distributed.transport import Transport
+from shardmlx.distributed.transport import Outbox, Transport
 from shardmlx.errors import EngineError, one_line
 from shardmlx.inference.drafts import accepted
 from shardmlx.inference.kv_caches import Caches, KVCaches
@@ -38,12 +38,7 @@ ANNOUNCEMENT_TAG = FIRST_ENGINE_TAG
 HIDDEN_TAG = FIRST_ENGINE_TAG + 1
 TOKENS_TAG = FIRST_ENGINE_TAG + 2
 
-ANNOUNCEMENT_BYTES = 1024
-"""Size of an announcement's message. The rest of a longer one goes into a second message."""
-
-LENGTH_BYTES = 4
-
-UNSENT = 4
+UNSENT = 6
 """Messages that a rank may leave unsent when it begins the next item."""
 
 SECONDS_AWAKE = 0.2
@@ -70,23 +65,6 @@ class ItemGraph:
     evaluated: list[Any]
     caches: Caches
     backup: Caches | None = None
-
-
-@dataclass(slots=True)
-class Outbox:
-    """Messages under way, each with the words that name it in an error."""
-
-    transport: Transport
-    unsent: deque[tuple[Handle, str]] = field(default_factory=deque)
-
-    def send(self, array: mx.array | np.ndarray, peer: int, tag: int, what: str) -> None:
-        what = f"{what}, sending to {self.transport.name(peer)}"
-        self.unsent.append((self.transport.send(array, peer, tag), what))
-
-    def drain(self, most: int) -> None:
-        while self.unsent and (len(self.unsent) > most or self.unsent[0][0].done):
-            handle, what = self.unsent.popleft()
-            self.transport.wait(handle, lambda: what)  # noqa: B023 - called at once
 
 
 @dataclass
@@ -241,15 +219,15 @@ class StageWorker:
         forget messages that have been sent."""
         if not self.part.is_last:
             peer = self.transport.rank + len(self._sharing)
-            self.outbox.send(graph.outputs, peer, HIDDEN_TAG, self._who())
+            self.outbox.send(graph.outputs, peer, HIDDEN_TAG, self._doing())
         elif self._is_last and self.last and graph.item.samples:
-            self.outbox.send(np.array(graph.outputs), 0, TOKENS_TAG, self._who())
+            self.outbox.send(np.array(graph.outputs), 0, TOKENS_TAG, self._doing())
         self.outbox.drain(UNSENT)
 
     def share_tokens(self, graph: ItemGraph) -> None:
         """Send the first stage's token ids to the other ranks that share it."""
         for peer in self._sharing[1:]:
-            self.outbox.send(graph.inputs, peer, HIDDEN_TAG, self._who())
+            self.outbox.send(graph.inputs, peer, HIDDEN_TAG, self._doing())
 
     @property
     def giver(self) -> int:
@@ -257,32 +235,22 @@ class StageWorker:
         return self.transport.rank - len(self._sharing) if self.stage else 0
 
     def announce(self, item: Item) -> None:
-        """Tell the next rank, if there is one, what it computes next: a length, and the item
-        pickled, since the ranks of one job trust each other."""
-        if self.transport.rank + 1 == self.transport.size:
-            return
-        payload = pickle.dumps(item)
-        whole = np.frombuffer(len(payload).to_bytes(LENGTH_BYTES) + payload, np.uint8)
-        first = np.zeros(ANNOUNCEMENT_BYTES, np.uint8)
-        first[: len(whole)] = whole[:ANNOUNCEMENT_BYTES]
-        rest = whole[ANNOUNCEMENT_BYTES:].copy()
-        for part in [first, rest] if rest.size else [first]:
-            self.outbox.send(part, self.transport.rank + 1, ANNOUNCEMENT_TAG, self._who())
+        """Tell the next rank, if there is one, what it computes next."""
+        if (peer := self.transport.rank + 1) < self.transport.size:
+            self.outbox.send_object(pickle.dumps(item), peer, ANNOUNCEMENT_TAG, self._doing())
 
     def await_announcement(self) -> Handle:
-        """Post the receive of the next announcement."""
-        buffer = np.zeros(ANNOUNCEMENT_BYTES, np.uint8)
-        return self.transport.receive(buffer, self.transport.rank - 1, ANNOUNCEMENT_TAG)
+        """Post the receive of the next announcement's size."""
+        size = np.empty(1, np.int64)
+        return self.transport.receive(size, self.transport.rank - 1, ANNOUNCEMENT_TAG)
 
     def heard(self, announcement: Handle) -> Item:
-        """Return what an announcement that has come says, and pass it on."""
-        whole = bytes(buffer_of(announcement.array))
-        length, packed = int.from_bytes(whole[:LENGTH_BYTES]), whole[LENGTH_BYTES:]
-        if length > len(packed):
-            rest, peer = np.zeros(length - len(packed), np.uint8), self.transport.rank - 1
-            self.wait(self.transport.receive(rest, peer, ANNOUNCEMENT_TAG), peer)
-            packed += rest.tobytes()
-        item: Item = pickle.loads(packed[:length])
+        """Return what an announcement says whose size has come, and pass it on."""
+        peer, name = self.transport.rank - 1, self.transport.name
+        data = np.empty(int(announcement.array[0]), np.uint8)
+        handle = self.transport.receive(data, peer, ANNOUNCEMENT_TAG)
+        self.transport.wait(handle, lambda: f"{self._who()}, waiting for {name(peer)}")
+        item: Item = pickle.loads(buffer_of(data))
         self.announce(item)
         return item
 
@@ -291,7 +259,7 @@ class StageWorker:
         waits, then often, as a decode step takes milliseconds. Raises as ``Transport.wait``."""
         begin = now = time.monotonic()
         due = begin + DUE * min(self._waits)
-        while now < begin + SECONDS_AWAKE and self.transport.failure is None:
+        while now < begin + SECONDS_AWAKE and self.transport.activity.failure is None:
             try:
                 if self.has_come(handle):
                     self._waits.append(now - begin)
@@ -319,6 +287,7 @@ class StageWorker:
             raise EngineError(f"{self._who()}: {name}: {one_line(error)}") from error
 
     def _who(self) -> str:
-        rank = self.transport.rank
-        where = f"{self.transport.name(rank)}, stage {self.stage}"
-        return f"{where}, {self.item}" if self.item else where
+        return f"{self.transport.name(self.transport.rank)}, {self._doing()}"
+
+    def _doing(self) -> str:
+        return f"stage {self.stage}, {self.item}" if self.item else f"stage {self.stage}"

@@ -10,14 +10,13 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
 from shardmlx.distributed.agreement import AgreedError
-from shardmlx.distributed.messages import BATCH_TAG, Handle, tag_of_run
-from shardmlx.distributed.transport import Transport
+from shardmlx.distributed.messages import BATCH_TAG, tag_of_run
+from shardmlx.distributed.transport import Outbox, Transport
 from shardmlx.engine.batches import Batch, MicroBatch, pack, split
 from shardmlx.errors import AgreedFailure
 from shardmlx.pipeline.plan import Plan
@@ -57,7 +56,10 @@ class BatchFeed:
     shares_prompts: bool = False
     _ahead: int = 0
     _own: list[Share] = field(default_factory=list)
-    _sent: list[tuple[Handle, int]] = field(default_factory=list)
+    _outbox: Outbox = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._outbox = Outbox(self.transport)
 
     def send_ahead(self, count: int = 1) -> None:
         """Send so many batches from rank 0, as long as there are any; returns at once."""
@@ -113,9 +115,7 @@ class BatchFeed:
         count, self._ahead = self._ahead, 0
         if self.batches is None:
             return [self._share(*self._come()) for _ in range(count)]
-        sent, self._sent = self._sent, []
-        for handle, peer in sent:
-            self.transport.wait(handle, partial(self._sending, peer))
+        self._outbox.drain(0)
         own, self._own = self._own, []
         return own
 
@@ -137,12 +137,7 @@ class BatchFeed:
     def _post(self, value: Any, peers: Iterable[int]) -> None:
         payload = pickle.dumps(value)
         for peer in peers:
-            sent = self.transport.post_object(payload, peer, tag_of_run(BATCH_TAG, self.run))
-            self._sent += [(handle, peer) for handle in sent]
+            self._outbox.send_object(payload, peer, tag_of_run(BATCH_TAG, self.run), "next batch")
 
     def _come(self) -> Any:
         return self.transport.receive_object(0, "next batch", tag_of_run(BATCH_TAG, self.run))
-
-    def _sending(self, peer: int) -> str:
-        me, other = (self.transport.name(rank) for rank in (self.transport.rank, peer))
-        return f"{me}, next batch, sending to {other}"

@@ -343,8 +343,7 @@ class Island:
         start = time.monotonic()
         self._transport.activity.begin(f"update {update}, waiting for the hub at {hub.url}")
         while wait(coming, 0.02).not_done:
-            if self._transport.failure is not None:
-                raise self._transport.failure
+            self._transport.activity.check(self._transport.activity.where)
             if self._transport.stop_requested() is not None:
                 return
             if time.monotonic() > max(start, hub.heard) + PATIENCE:

@@ -30,7 +30,7 @@ class LocalTransport(Transport):
         return self._network.post((peer, self.rank, tag), Handle(array), is_send=False)
 
     def progress(self, handle: Handle, seconds: float) -> bool:
-        return self._network.wait(handle, seconds, lambda: self.failure is not None)
+        return self._network.wait(handle, seconds, lambda: self.activity.failure is not None)
 
     def fail(self, error: Exception) -> None:
         super().fail(error)

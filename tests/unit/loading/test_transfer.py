@@ -172,7 +172,7 @@ class Traffic:
         write = Outgoing.write
 
         def counted(outgoing: Outgoing, data: bytes | memoryview) -> None:
-            pair = (outgoing._transport.rank, outgoing._peer)
+            pair = (outgoing._outbox.transport.rank, outgoing._peer)
             self.sent[pair] = self.sent.get(pair, 0) + len(data)
             write(outgoing, data)
 
