@@ -93,7 +93,7 @@ class Fragment:
 
     tensors: tuple[Tensor, ...]
     life: int
-    """The hub's last, or until the next version is taken that of the checkpoint."""
+    """The life that the hub gave; that of a checkpoint until the next version is taken."""
     version: int | None = None
     """The base; None before any weights have come."""
     counted: tuple[int, int] = (0, 0)
@@ -101,9 +101,9 @@ class Fragment:
     sent: tuple[int, int] | None = None
     """Updates and tokens at the report that is under way."""
     body: IO[bytes] | None = None
-    """On rank 0, the file of the report that is under way, and of the version that follows."""
+    """File, on rank 0, of the report that is under way, and of the version that follows."""
     coming: Future[Came | None] | None = None
-    """On rank 0, the version that follows."""
+    """The version that follows, on rank 0."""
 
 
 class Island:
