@@ -15,6 +15,7 @@ from shardmlx.costmodel.memory_limits import exceeded
 from shardmlx.engine.trace import Meter, RankReport
 from shardmlx.planning.stragglers import Watch
 from shardmlx.training.batch_feed import Share
+from shardmlx.training.growth import Growth
 from shardmlx.training.losses import Evaluated
 from shardmlx.training.scores import in_words, means_of
 from shardmlx.training.setup import TrainingRun
@@ -35,6 +36,8 @@ class TrainingReport:
         self._total_tokens = 0
         self._skipped = 0
         self._lengths: Counter[int] = Counter()  # micro-batches by length
+        self._shapes: set[tuple[int, int]] = set()  # of padded micro-batches
+        self._growth = Growth(self._hosts, job.planned.limits)
         self._watch = Watch(self._hosts)
         self._callback: Any = None
 
@@ -58,6 +61,7 @@ class TrainingReport:
         plan = self._planned.plan
         sequences = plan.micro_batch_size if plan.pack else 1
         self._lengths.update(-(-each.shape[1] // sequences) for each in share.microbatches)
+        self._shapes.update(each.shape for each in share.microbatches if each.places is None)
         self._steps.append((sums, share.valid_tokens, share.count))
 
     def pass_over(self, steps: int) -> None:
@@ -77,11 +81,12 @@ class TrainingReport:
     def step(self, step: int, grad_norm: float | None, bar: Bar) -> None:
         """Report the mean of the steps since the last report, and each rank's work."""
         steps, tokens, self._steps = self._steps, self._tokens, []
-        report = self._meter.report([total for total, _, _ in steps])
+        report = self._meter.report(([total for total, _, _ in steps], len(self._shapes)))
         self._total_tokens += tokens
         if report is None:
             return
-        ranks, totals = report
+        ranks, extras = report
+        totals, shapes = zip(*extras, strict=True)
         if not steps:
             self._reporter.warn(f"step {step}: every step since the last report was skipped")
             return
@@ -107,6 +112,7 @@ class TrainingReport:
             "skipped": self._skipped,
             "step_seconds": seconds,
             "bubble": sum(rank.times.bubble for rank in ranks) / len(ranks),
+            "shapes": max(shapes),
         }
         bar.note(f"loss {values['loss']:.3f}  {values['tokens_per_second']:.0f} tok/s")
         self._reporter.say(_line(values, in_words(means), ranks))
@@ -114,6 +120,9 @@ class TrainingReport:
         for straggler in self._watch.observe(step, [each.times.compute_seconds for each in ranks]):
             self._reporter.warn(str(straggler))
             self._reporter.event("straggler", asdict(straggler))
+        active = [rank.active_memory_bytes for rank in ranks]
+        for warning in self._growth.observe(step, values["shapes"], active):
+            self._reporter.warn(warning)
         if self._callback is not None:
             self._callback.on_train_loss_report(
                 {

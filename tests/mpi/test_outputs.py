@@ -192,7 +192,7 @@ def test_the_first_line_says_what_runs(lora: Job, directory: Path) -> None:
 def test_a_training_line_has_the_fields_of_the_contract(lora: Job, directory: Path) -> None:
     lines = events(directory / "new/lora.jsonl", "train")
     fields = ["event", "step", "loss", "tokens", "tokens_per_second", "learning_rate", "grad_norm"]
-    fields += ["step_seconds", "bubble", "ranks"]
+    fields += ["step_seconds", "bubble", "shapes", "ranks"]
     of_rank = ["rank", "compute_seconds", "exposed_comm_seconds", "idle_seconds"]
     limits = events(directory / "new/lora.jsonl", "start")[-1]["memory_limits"]
     for line in lines:
