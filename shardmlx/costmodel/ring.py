@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-SUM_SECONDS = 200e-6
+SUM_SECONDS = 450e-6
 """Seconds of a sum over TCP beside its messages: a layer waits for it, and it for the layer. Fitted
 to decoding between two Linux hosts of one core each."""
 
