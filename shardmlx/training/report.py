@@ -36,7 +36,8 @@ class TrainingReport:
         self._total_tokens = 0
         self._skipped = 0
         self._lengths: Counter[int] = Counter()  # micro-batches by length
-        self._shapes: set[tuple[int, int]] = set()  # of padded micro-batches
+        self._shapes: set[tuple[int, int]] = set()
+        """Shapes of the padded micro-batches so far."""
         self._growth = Growth(self._hosts, job.planned.limits)
         self._watch = Watch(self._hosts)
         self._callback: Any = None
