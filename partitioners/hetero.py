@@ -19,9 +19,9 @@ import heapq
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,17 +78,34 @@ def hetero(problem: Problem) -> StageMap:
     for orders in orders_to_try(problem, kinds):
         answer = _search(tables, orders, problem.microbatches, answer)
     if answer is None:
-        raise _nearest(problem)
+        raise NoOrderFitsError(problem)
     _, path = answer
     return problem.stage_map(Partition(tuple(pairwise(path.bounds))), path.placement)
 
 
-def _nearest(problem: Problem) -> DoesNotFitError:
-    """Return the error of the order, given or by memory, that lacks the least."""
-    by_memory = tuple(sorted(problem.placement, key=lambda rank: -problem.capacity[rank]))
-    placed = [replace(problem, placement=order) for order in (problem.placement, by_memory)]
-    errors = [does_not_fit(each, evenly_full(each)) for each in placed]
-    return min(errors, key=lambda error: error.shortage)
+class NoOrderFitsError(DoesNotFitError):
+    """Error of the order, given or by memory, that lacks the least.
+
+    That order is found when a field or the message is asked for: it takes as long as the search for
+    one that fits, and a choice of many ways shows one error at most.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._unsolved = problem
+
+    @cached_property
+    def _nearest(self) -> DoesNotFitError:
+        problem = self._unsolved
+        by_memory = tuple(sorted(problem.placement, key=lambda rank: -problem.capacity[rank]))
+        placed = [replace(problem, placement=order) for order in (problem.placement, by_memory)]
+        errors = [does_not_fit(each, evenly_full(each)) for each in placed]
+        return min(errors, key=lambda error: error.shortage)
+
+    def __getattr__(self, field: str) -> Any:
+        return getattr(self._nearest, field)
+
+    def __str__(self) -> str:
+        return str(self._nearest)
 
 
 def _search(

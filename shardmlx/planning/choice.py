@@ -9,9 +9,7 @@ all ask here, so that they agree.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from shardmlx.common.formatting import gibibytes, plural
@@ -133,81 +131,141 @@ def choose(
     ``advance`` gets the number of ways examined, and of all. ``DoesNotFitError`` says how far the
     best way fails, another ``UserError`` why none can be divided.
     """
-    every = ways(run, facts)
-    tightest = _tightest(every)
-    room: dict[tuple[int | None, bool], bool] = {}
-    found: list[Assessment] = []
-    failures: list[UserError] = []
-    shortest = math.inf
-
-    def assessed(way: RunSpec) -> Assessment | None:
-        try:
-            return assess(way, facts)
-        except UserError as error:
-            failures.append(error)
-            return None
-
-    for done, (is_last_resort, bound, way) in enumerate(_most_promising_first(every, facts)):
-        advance(done, len(every))
-        if bound > shortest * (1 + CLOSE) or (
-            is_last_resort and not all(_is_last_resort(each.way, facts) for each in found)
-        ):
+    search = _Search(ways(run, facts), facts)
+    for done, (bound, place) in enumerate(search.most_promising_first()):
+        advance(done, len(search.ways))
+        if bound > search.shortest * (1 + CLOSE):
             break
-        if any(
-            _alike(each.way) == _alike(way)
-            and all(map(operator.le, _thrift(each.way), _thrift(way)))
-            for each in found
-        ):
-            continue  # it would be slower
-        group = _group(way)
-        if group not in room:
-            room[group] = assessed(tightest[group]) is not None
-        if room[group] and (each := assessed(way)) is not None:
-            found.append(each)
-            shortest = min(shortest, each.seconds)
-    if not found:
-        raise min(failures, key=lambda error: getattr(error, "shortage", math.inf))
-    limit = shortest * (1 + CLOSE)
+        search.look(place)
+    if not search.found:
+        raise search.nearest_failure()
+    limit = search.shortest * (1 + CLOSE)
 
     def preference(each: Assessment) -> tuple[object, ...]:
         fullness = max(of.peak / facts.cluster.capacity(i) for i, of in enumerate(each.memory))
         return complexity(each.way), each.way.layout.schedule != SIMPLEST, fullness
 
-    best = min((each for each in found if each.seconds <= limit), key=preference)
+    best = min((each for each in search.found.values() if each.seconds <= limit), key=preference)
     return Choice(
         asked=run,
         facts=facts,
         assessment=best,
         prediction=_predicted(best.plan, facts.work(best.way), facts),
-        tried=len(every),
+        tried=len(search.ways),
     )
 
 
 def fits(run: RunSpec, facts: Facts) -> bool:
     """Return whether a way fits, with the thriftiest answers to its open options."""
     try:
-        tightest = _tightest(ways(run, facts))
+        search = _Search(ways(run, facts), facts)
     except UserError:
         return False
-    for way in tightest.values():
-        with suppress(UserError):
-            assess(way, facts)
-            return True
-    return False
+    return any(map(search.has_room, search.tightest))
 
 
 def _group(way: RunSpec) -> tuple[int | None, bool]:
     return way.layout.pipeline_stages, way.fine_tune.divides_weights
 
 
-def _tightest(every: Sequence[RunSpec]) -> dict[tuple[int | None, bool], RunSpec]:
-    """Return the way of each group that needs the least memory."""
-    found: dict[tuple[int | None, bool], RunSpec] = {}
-    for way in every:
-        best = found.setdefault(_group(way), way)
-        if _tightness(way) > _tightness(best):
-            found[_group(way)] = way
-    return found
+class _Search:
+    """The examined ``ways``: those that fit, by their place, and why others do not.
+
+    ``tightest`` is the way of each group that needs the least memory.
+    """
+
+    def __init__(self, ways: Sequence[RunSpec], facts: Facts) -> None:
+        self.ways, self._facts = ways, facts
+        self.found: dict[int, Assessment] = {}
+        self.failures: list[UserError] = []
+        self.tightest: dict[tuple[int | None, bool], RunSpec] = {}
+        for way in ways:
+            best = self.tightest.setdefault(_group(way), way)
+            if _tightness(way) > _tightness(best):
+                self.tightest[_group(way)] = way
+        self._room = {
+            group: False for group, way in self.tightest.items() if self._weights_lack(way) > 0
+        }
+
+    @property
+    def shortest(self) -> float:
+        """Seconds of the fastest way so far."""
+        return min((each.seconds for each in self.found.values()), default=math.inf)
+
+    def most_promising_first(self) -> list[tuple[float, int]]:
+        """Return (lower bound of a step's seconds, place) of each way, last resorts last."""
+        bounds: dict[tuple[object, ...], float] = {}
+        pairs = []
+        for place, way in enumerate(self.ways):
+            key = (*_alike(way), way.batch.recompute)
+            if key not in bounds:
+                bounds[key] = self._least_seconds(way)
+            pairs.append((bounds[key], place))
+        return sorted(pairs, key=lambda pair: (self._is_last_resort(self.ways[pair[1]]), *pair))
+
+    def look(self, place: int) -> None:
+        """Assess a way, unless a faster one like it already fits, or its mesh has no room."""
+        way = self.ways[place]
+        if self._is_in_vain(way) or not self._room.get(_group(way), True):
+            return
+        found = self.assessed(way)
+        if found is not None:
+            self.found[place] = found
+        elif isinstance(self.failures[-1], DoesNotFitError):
+            self.has_room(_group(way))
+
+    def has_room(self, group: tuple[int | None, bool]) -> bool:
+        """Return whether the tightest way of a group fits."""
+        if group not in self._room:
+            self._room[group] = self.assessed(self.tightest[group]) is not None
+        return self._room[group]
+
+    def assessed(self, way: RunSpec) -> Assessment | None:
+        """Return the assessment of a way; None, and its failure as the last, if it has no room."""
+        try:
+            return assess(way, self._facts)
+        except UserError as error:
+            self.failures.append(error)
+            return None
+
+    def nearest_failure(self) -> UserError:
+        """Return the error of the way that lacks least."""
+        if not self.failures:
+            self.assessed(min(self.tightest.values(), key=self._weights_lack))
+        return min(self.failures, key=lambda error: getattr(error, "shortage", math.inf))
+
+    def _weights_lack(self, way: RunSpec) -> float:
+        """Return the bytes that machines lack for the weights alone; 0 or less with room."""
+        cluster = self._facts.cluster
+        mesh = Mesh.for_world(cluster.size, way.layout.pipeline_stages or 1)
+        rooms = [min(map(cluster.capacity, mesh.replicas_of(rank))) for rank in range(mesh.pp)]
+        sizes = self._facts.workload.weight_sizes
+        copies = mesh.dp if way.fine_tune.divides_weights else 1
+        return sizes.total(0, len(sizes.layers)) - copies * sum(rooms)
+
+    def _is_last_resort(self, way: RunSpec) -> bool:
+        return way.fine_tune.divides_weights and not self._facts.cluster.knows_messages
+
+    def _is_in_vain(self, way: RunSpec) -> bool:
+        """Skip slower low-memory variants once a faster variant fits."""
+        fitting = [each.way for each in self.found.values()]
+        if self._is_last_resort(way) and not all(map(self._is_last_resort, fitting)):
+            return True
+        return any(
+            all(theirs <= ours for theirs, ours in zip(_thrift(other), _thrift(way), strict=True))
+            for other in fitting
+            if _alike(other) == _alike(way)
+        )
+
+    def _least_seconds(self, way: RunSpec) -> float:
+        """Return the seconds of a step in which all machines are always busy."""
+        facts, batch = self._facts, way.batch
+        mesh = Mesh.for_world(facts.cluster.size, way.layout.pipeline_stages or 1)
+        rows, size = divide_batch(batch, mesh)
+        length = facts.lengths.mean(batch.pack) + _set_up(size, facts)
+        models = pipeline_seconds(facts.work(way), facts.cluster, mesh, size, length)
+        wholes = [model.stage(0, len(model.layers)).microbatch for model in models]
+        return rows / size / sum(1 / whole for whole in wholes)
 
 
 def _tightness(way: RunSpec) -> tuple[int, int, bool, bool]:
@@ -215,43 +273,16 @@ def _tightness(way: RunSpec) -> tuple[int, int, bool, bool]:
     return again, -(way.batch.micro_batch_size or 1), way.layout.schedule == SIMPLEST, is_by_memory
 
 
+def _alike(way: RunSpec) -> tuple[object, ...]:
+    """Return the common part of ways among which those that hold more are faster."""
+    layout, batch = way.layout, way.batch
+    return (
+        *(layout.pipeline_stages, layout.schedule),
+        *(batch.pack, batch.micro_batch_size, batch.loss_chunk),
+    )
+
+
 def _thrift(way: RunSpec) -> tuple[int, bool, bool]:
     """Return a way's costs of holding less: recomputing, gathering, division by memory."""
     again = RECOMPUTE.index(way.batch.recomputed)
     return again, way.fine_tune.divides_weights, way.layout.partitioner == SMALLEST
-
-
-def _alike(way: RunSpec) -> tuple[object, ...]:
-    """Return the common part of ways among which those that hold more are faster."""
-    layout, batch = way.layout, way.batch
-    of_layout = layout.pipeline_stages, layout.schedule
-    return *of_layout, batch.pack, batch.micro_batch_size, batch.loss_chunk
-
-
-def _is_last_resort(way: RunSpec, facts: Facts) -> bool:
-    return way.fine_tune.divides_weights and not facts.cluster.knows_messages
-
-
-def _most_promising_first(
-    every: Sequence[RunSpec], facts: Facts
-) -> list[tuple[bool, float, RunSpec]]:
-    """Return (is a last resort, least seconds of a step, way) of each way, in this order."""
-    least: dict[tuple[object, ...], float] = {}
-    found = []
-    for way in every:
-        key = *_alike(way), way.batch.recompute
-        if key not in least:
-            least[key] = _least_seconds(way, facts)
-        found.append((_is_last_resort(way, facts), least[key], way))
-    return sorted(found, key=lambda each: each[:2])
-
-
-def _least_seconds(way: RunSpec, facts: Facts) -> float:
-    """Return the seconds of a step in which all machines are always busy."""
-    batch = way.batch
-    mesh = Mesh.for_world(facts.cluster.size, way.layout.pipeline_stages or 1)
-    rows, size = divide_batch(batch, mesh)
-    length = facts.lengths.mean(batch.pack) + _set_up(size, facts)
-    models = pipeline_seconds(facts.work(way), facts.cluster, mesh, size, length)
-    wholes = [model.stage(0, len(model.layers)).microbatch for model in models]
-    return rows / size / sum(1 / whole for whole in wholes)

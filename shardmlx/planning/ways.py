@@ -147,7 +147,6 @@ def _partitioners(run: RunSpec, facts: Facts, virtual: int) -> tuple[str, ...]:
 
 
 def _nothing_left(run: RunSpec, facts: Facts, meshes: list[Mesh]) -> UserError:
-    """Return why the longest pipeline cannot be, or raise it."""
     layers = facts.workload.shape.num_layers
     names = _schedules(run, facts, meshes[0].pp)
     if not names:
@@ -156,10 +155,17 @@ def _nothing_left(run: RunSpec, facts: Facts, meshes: list[Mesh]) -> UserError:
             f"{facts.stage_map} suits no schedule{asked} on {facts.cluster.size} ranks",
             "number its ranks as the schedule does, or leave the map out",
         )
-    mesh, virtual = meshes[0], _virtual(names[0], facts)
-    rows, size = divide_batch(run.batch, mesh)
-    get_schedule(names[0]).check(mesh.pp, -(-rows // size), virtual)
-    return UserError(
-        f"{mesh.pp * virtual} stages, but the model has {layers} layers",
-        f"use at most {layers}, or replicas: --data-parallel",
-    )
+    errors = []
+    for mesh, name in product(meshes, names):
+        virtual = _virtual(name, facts)
+        try:
+            rows, size = divide_batch(run.batch, mesh)
+            get_schedule(name).check(mesh.pp, -(-rows // size), virtual)
+        except UserError as error:
+            errors.append(error)
+            continue
+        return UserError(
+            f"{mesh.pp * virtual} stages, but the model has {layers} layers",
+            f"use at most {layers}, or replicas: --data-parallel",
+        )
+    return errors[0]
