@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from importlib.util import find_spec
+from operator import iadd
 
 import numpy as np
 
@@ -26,7 +27,8 @@ DELTA = 1e-5
 def weighted_mean(arrays: Iterable[np.ndarray], weights: Sequence[float]) -> np.ndarray:
     """Return the mean of float32 arrays, of which one is in memory at a time."""
     pairs = zip(arrays, weights, strict=True)
-    total = reduce(np.add, (array * np.float32(weight) for array, weight in pairs))
+    # In place: a tensor may be as large as a model's embedding.
+    total = reduce(iadd, (array * np.float32(weight) for array, weight in pairs))
     return np.asarray(total / np.float32(sum(weights)))
 
 
