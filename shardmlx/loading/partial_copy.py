@@ -54,8 +54,7 @@ class PartialCopy:
         self._manifest = manifest
         self.tensors = manifest.tensors()
         self._kept = kept
-        self._complete: dict[str, bytes] = {}
-        self._pending: list[str] = []
+        self._pending: dict[str, bytes] = {}
         self._pending_bytes = 0
         self._files: dict[str, int] = {}
         self._lock: IO[bytes] | None = None
@@ -83,12 +82,8 @@ class PartialCopy:
         present = [name for name in names if name in recorded]
         with ThreadPoolExecutor(_THREADS) as pool:
             digests = pool.map(self._digest, present)
-            self._complete |= {
-                name: recorded[name]
-                for name, digest in zip(present, digests, strict=True)
-                if digest == recorded[name]
-            }
-        return self._complete.keys() & set(present)
+            pairs = zip(present, digests, strict=True)
+            return {name for name, digest in pairs if digest == recorded[name]}
 
     def nbytes(self, names: Iterable[str]) -> int:
         return sum(self.tensors[name].nbytes for name in names)
@@ -115,8 +110,7 @@ class PartialCopy:
 
     def add(self, name: str, digest: bytes | None = None) -> None:
         """Record that a tensor is written; without its ``digest`` it is read again."""
-        self._complete[name] = self._digest(name) if digest is None else digest
-        self._pending.append(name)
+        self._pending[name] = self._digest(name) if digest is None else digest
         self._pending_bytes += self.tensors[name].nbytes
         if self._pending_bytes >= _FLUSH_EVERY:
             self.flush()
@@ -127,17 +121,17 @@ class PartialCopy:
             for file in sorted({self.tensors[name].file for name in self._pending}):
                 flush_descriptor(self._files[file])
             with (self.directory / RECORD).open("ab") as record:
-                for name in self._pending:
-                    line = {"name": name, "digest": self._complete[name].hex()}
+                for name, digest in self._pending.items():
+                    line = {"name": name, "digest": digest.hex()}
                     record.write(b"\n" + json.dumps(line).encode())
                 flush_to_disk(record)
-        self._pending, self._pending_bytes = [], 0
+        self._pending, self._pending_bytes = {}, 0
 
     def empty(self) -> None:
         """Return the tensors' space to the disk: their places are holes again."""
         for file, descriptor in self._files.items():
             _empty(descriptor, self._manifest.headers[file])
-        self._complete, self._pending, self._pending_bytes = {}, [], 0
+        self._pending, self._pending_bytes = {}, 0
 
     def close(self) -> None:
         """Close the files; ranks that have opened them may read on."""
