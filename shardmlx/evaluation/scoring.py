@@ -64,7 +64,9 @@ class Scorer:
             tokens = np.zeros((len(batch), shapes[number][1] + 1), np.int32)
             for row, i in enumerate(batch):
                 tokens[row, : len(sequences[i])] = sequences[i]
-            what = f"{name(rank)}, scoring, batch {number}"
+            doing = f"scoring, batch {number}"
+            what = f"{name(rank)}, {doing}"
+            self._transport.activity.begin(doing)
             if due is None:
                 x = mx.array(tokens[:, :-1])
             else:
@@ -81,7 +83,7 @@ class Scorer:
                     count = len(sequences[i]) - 1
                     mine[i] = Scores(logprobs[row, :count], likeliest[row, :count])
             else:
-                self._outbox.send(hidden, self._taker, HIDDEN_TAG, f"scoring, batch {number}")
+                self._outbox.send(hidden, self._taker, HIDDEN_TAG, doing)
                 self._outbox.drain(UNSENT)
         self._outbox.drain(0)
         everyone = self._transport.gather(mine, what="scores")

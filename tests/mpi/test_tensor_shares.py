@@ -207,7 +207,7 @@ def test_rdma_is_taken_where_all_ranks_have_it() -> None:
     ("how", "command", "during", "said"),
     [
         ("kill", "generate", "decode of sequence 0", "died"),
-        ("kill", "evaluate", "scoring, batch 1", "died"),
+        ("kill", "evaluate", "scoring, batch ", "died"),
         (
             "stop",
             "generate",
@@ -229,5 +229,5 @@ def test_a_rank_of_a_group_that_dies_or_stops(
         *("--timeout", "4", "--tensor-parallel", "2"),
     )
     line = replace(job, stdout="").failure(1, *AFTER_A_KILL)  # it may follow unfinished text
-    assert f"{during}: rank 1 on" in line
+    assert during in line.partition("rank 1 on")[0]  # the batch depends on who is behind
     assert said in line
