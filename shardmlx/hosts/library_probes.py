@@ -196,7 +196,7 @@ def _requests_tell_that_they_are_answered() -> bool:
 def _servers_tell_their_connections() -> bool:
     import uvicorn
 
-    return uvicorn.Server(uvicorn.Config(print)).server_state.connections == set()
+    return uvicorn.Server(uvicorn.Config(print, log_config=None)).server_state.connections == set()
 
 
 PROBES: Mapping[Any, Callable[[], bool]] = {
