@@ -1,13 +1,13 @@
 """Encodings of the differences that islands and hub exchange, tensor by tensor.
 
 The bytes of a tensor follow from its shape alone, and equal bytes are equal numbers on all
-machines. ``ErrorFeedback`` sends later what a lossy encoding leaves out.
+machines.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -153,33 +153,3 @@ def encoding_named(text: str) -> Encoding:
     except ValueError:
         raise ValueError(f"give a number after {name}:") from None
     return kind(value)
-
-
-class ErrorFeedback:
-    """Encodes the differences of named tensors, each with what its earlier ones have lost (Seide et
-    al., 2014), so that all of it arrives in time."""
-
-    def __init__(self, encoding: Encoding) -> None:
-        self._encoding = encoding
-        self.errors: dict[str, np.ndarray] = {}
-        """The part that each tensor's differences have lost so far."""
-        self.before: dict[str, Data] = {}
-        """The bytes of the last difference, where they help to encode the next."""
-        self._sent: dict[str, tuple[np.ndarray, Data]] = {}
-
-    def encode(self, name: str, array: np.ndarray) -> Data:
-        """Return the bytes of a difference, which counts once it is ``taken``."""
-        if not self._encoding.is_lossy:
-            return self._encoding.encode(array)
-        if name in self.errors:
-            array = array + self.errors[name]
-        data = self._encoding.encode(array, self.before.get(name))
-        self._sent[name] = array - self._encoding.decode(data, array.shape), data
-        return data
-
-    def taken(self, names: Iterable[str]) -> None:
-        """Note that the last differences of these tensors have arrived."""
-        for name in self._sent.keys() & {*names}:
-            self.errors[name], data = self._sent.pop(name)
-            if self._encoding.warm_starts:
-                self.before[name] = data

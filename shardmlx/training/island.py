@@ -33,7 +33,7 @@ from shardmlx.engine.engine import Engine
 from shardmlx.engine.optimizer import Updater
 from shardmlx.errors import one_line
 from shardmlx.islands.client import CHANGE, OWN, PATIENCE, Came, Heartbeat, Hub, begun, exchange
-from shardmlx.islands.encodings import Encoding, ErrorFeedback, encoding_named
+from shardmlx.islands.encodings import Data, Encoding, encoding_named
 from shardmlx.islands.protocol import (
     Join,
     Joined,
@@ -45,8 +45,8 @@ from shardmlx.islands.protocol import (
 from shardmlx.loading.rank_setup import SETUP_SECONDS
 from shardmlx.training.planned_run import PlannedRun
 
-BASE, ERROR, BEFORE = "base", "error", "before"
-"""Kinds of arrays in a checkpoint: weights of the hub, and of an encoding what it lost and sent."""
+BASE, BEFORE = "base", "before"
+"""Kinds of arrays in a checkpoint: weights of the hub, and the bytes of the last difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,8 @@ class Island:
             for each in fragments_of(membership.tensors, self._terms.fragments)
         ]
         self._encoding = encoding_named(self._terms.encoding)
-        self._feedback = ErrorFeedback(self._encoding)
+        self._before: dict[str, Data] = {}
+        """Bytes of the last difference of each tensor, where they help to encode the next."""
         rank = self._transport.rank
         mine = {name for stage in engine.stages.values() for name in stage.names}
         held = {name for name in mine if engine.shards.holds(name)}
@@ -144,7 +145,7 @@ class Island:
         self._owned = {name for name in held if self._owners[name] == rank}
         self._base: dict[str, mx.array] = {}
         self._reported: dict[str, mx.array] = {}
-        """Local weights of the reports that are under way."""
+        """Local weights as the reports that are under way tell them."""
         self._tokens = 0
         self._losses: dict[str, float] = {}
         self.ended, self.evaluates = False, True
@@ -159,17 +160,14 @@ class Island:
 
     def arrays(self) -> dict[str, mx.array]:
         """Return the arrays that a checkpoint needs of this rank. Not collective."""
-        feedback = {ERROR: self._feedback.errors, BEFORE: self._feedback.before}
         return {f"{BASE}.{name}": self._base[name] for name in self._owned} | {
-            f"{kind}.{name}": mx.array(array)
-            for kind, arrays in feedback.items()
-            for name, array in arrays.items()
+            f"{BEFORE}.{name}": mx.array(data) for name, data in self._before.items()
         }
 
     def takes(self, key: str) -> bool:
         """Tell whether this rank needs an array of a checkpoint. Not collective."""
         kind, _, name = key.partition(".")
-        return name in (self._held if kind == BASE else self._owned)
+        return name in {BASE: self._held, BEFORE: self._owned}.get(kind, ())
 
     def restore(self, state: Mapping[str, Any], arrays: Iterable[tuple[str, mx.array]]) -> None:
         """Go on from a checkpoint of this run of the hub. Not collective. Raises ``AgreedError``
@@ -180,12 +178,12 @@ class Island:
                 f"{self._joined.run}",
                 "give another --checkpoint-dir, or --resume never",
             )
-        kept = {BASE: self._base, ERROR: {}, BEFORE: {}}
         for key, array in arrays:
             kind, _, name = key.partition(".")
-            kept[kind][name] = array
-        self._feedback.errors = {name: np.array(each) for name, each in kept[ERROR].items()}
-        self._feedback.before = {name: np.array(each) for name, each in kept[BEFORE].items()}
+            if kind == BASE:
+                self._base[name] = array
+            else:
+                self._before[name] = np.array(array)
         self._tokens = state["tokens"]
         for fragment, kept_of in zip(self._fragments, state["fragments"], strict=True):
             fragment.life, fragment.version, counted = kept_of
@@ -251,12 +249,12 @@ class Island:
         due = self._terms.due(update)
         problem = None
         if (awaited := self._awaited(update, is_last=is_last)) or due:
-            problem = self._hear(update, awaited)
+            problem = self._hear(update, awaited, is_last=is_last)
         for k in due:
             if problem is None and self._fragments[k].sent is None:
                 self._report(k, update)
         if problem is None and (is_last or (due and not self._terms.overlap)):
-            problem = self._hear(update, self._awaited(update, is_last=is_last))
+            problem = self._hear(update, self._awaited(update, is_last=is_last), is_last=is_last)
         return problem
 
     def _awaited(self, update: int, *, is_last: bool) -> dict[int, bool]:
@@ -279,6 +277,12 @@ class Island:
         (updates, tokens), fragment.sent = fragment.counted, (update, self._tokens)
         body = self._collect(k, self._encoded)
         self._reported |= {name: self._updater.trained(name) for name in self._names(k)}
+        if self._encoding.is_lossy:
+            # Whatever the hub was not told stays in the local weights, and so in the next
+            # difference: step-ahead error feedback (Xu et al., arXiv:2008.05823).
+            for name, told in self._handed_out(fragment, self._encoding, body):
+                self._reported[name] = self._comparable_base(name) - told
+                mx.eval(self._reported[name])
         rows = (update - updates) * self._batch.batch_size * self._batch.grad_accumulation_steps
         base = fragment.version
         assert base is not None, "it was taken or given at the start"
@@ -292,10 +296,16 @@ class Island:
             fragment.body = body
             fragment.coming = begun(partial(exchange, self._hub, k, fragment.version, path, body))
 
-    def _encoded(self, name: str) -> np.ndarray:
+    def _encoded(self, name: str) -> Data:
+        change = np.array(self._comparable_base(name) - self._local(name))
+        data = self._encoding.encode(change, self._before.get(name))
+        if self._encoding.warm_starts:
+            self._before[name] = data
+        return data
+
+    def _comparable_base(self, name: str) -> mx.array:
         # A base that local weights cannot be is no difference.
-        base = self._base[name].astype(self._updater.trained(name).dtype).astype(mx.float32)
-        return self._feedback.encode(name, np.array(base - self._local(name)))
+        return self._base[name].astype(self._updater.trained(name).dtype).astype(mx.float32)
 
     def _local(self, name: str) -> mx.array:
         return self._updater.trained(name).astype(mx.float32)
@@ -304,7 +314,9 @@ class Island:
         """Return the names of a fragment's tensors that this rank holds."""
         return [each.name for each in self._fragments[k].tensors if each.name in self._held]
 
-    def _hear(self, update: int, awaited: Mapping[int, bool]) -> str | None:
+    def _hear(
+        self, update: int, awaited: Mapping[int, bool], *, is_last: bool = False
+    ) -> str | None:
         """Take new versions of the fragments in ``awaited``, after a wait for those that have True,
         and hear what the hub wants of this island; return why the run cannot go on, if it cannot.
         """
@@ -313,7 +325,7 @@ class Island:
                 self._what_came(update, awaited), what="waiting for the hub"
             )
         for k, each in came.items():
-            self._take(update, self._fragments[k], each)
+            self._take(update, self._fragments[k], each, is_last=is_last)
         return None if problem is None else str(problem)
 
     def _what_came(
@@ -353,9 +365,9 @@ class Island:
                 )
                 return
 
-    def _take(self, update: int, fragment: Fragment, came: Came) -> None:
+    def _take(self, update: int, fragment: Fragment, came: Came, *, is_last: bool) -> None:
         """Take a version of a fragment, whose bytes rank 0 has in a file: set bases, and local
-        weights by them."""
+        weights by them, which after the last step are the hub's."""
         names, body = [each.name for each in fragment.tensors], fragment.body
         if came.refusal:
             self._reporter.warn(
@@ -364,17 +376,12 @@ class Island:
             )
             for name in names:
                 self._reported.pop(name, None)
-        else:
-            self._feedback.taken(names)
-        is_change = came.form == CHANGE
+        is_change, is_end = came.form == CHANGE, is_last and (update, self._tokens) == fragment.sent
         encoding = self._encoding if is_change else Encoding()
-        if body is not None:
-            body.seek(0)
-        for tensor in fragment.tensors if came.form != OWN else ():
-            data = self._handed_out(tensor, encoding.nbytes(tensor.shape), body)
-            if data is not None:
-                new = mx.array(encoding.decode(np.frombuffer(data, np.uint8), tensor.shape))
-                self._merge(tensor.name, self._base[tensor.name] + new if is_change else new)
+        if came.form != OWN:
+            for name, new in self._handed_out(fragment, encoding, body):
+                base = self._base[name] + new if is_change else new
+                self._merge(name, base, keeps_rest=not is_end)
         mine = [name for name in names if name in self._mine]
         self._engine.shards.start_gather(mine)
         self._engine.shards.finish_gather()
@@ -384,15 +391,16 @@ class Island:
         if body is not None:
             body.close()
 
-    def _merge(self, name: str, base: mx.array) -> None:
-        """Set a base, and local weights to it, with what was trained since the report on top."""
+    def _merge(self, name: str, base: mx.array, *, keeps_rest: bool) -> None:
+        """Set a base, and local weights to it, on top with the rest that the report did not tell:
+        trained since, or left out by the encoding."""
         now, reported = self._updater.trained(name), self._reported.pop(name, None)
         weight = base
         if reported is not None:
             then = reported.astype(mx.float32)
             if (share := self._terms.optimizer.elastic) != 1:
                 weight = then + share * (base - then)
-            if now is not reported:
+            if keeps_rest and now is not reported:
                 weight = weight + (now.astype(mx.float32) - then)
         self._updater.replace(name, weight)
         self._base[name] = base
@@ -411,16 +419,24 @@ class Island:
                 body.write(data.data)
         return body
 
-    def _handed_out(self, tensor: Tensor, nbytes: int, body: IO[bytes] | None) -> bytes | None:
-        """Return a tensor's bytes on the ranks that hold it; rank 0 has them in a file."""
-        holders, what = self._holders[tensor.name], f"taking {tensor.name}"
-        if body is None:
-            is_one = self._transport.rank in holders
-            return self._transport.receive_object(0, what) if is_one else None
-        data = body.read(nbytes)
-        for peer in filter(None, holders):
-            self._transport.send_object(data, peer, what)
-        return data if 0 in holders else None
+    def _handed_out(
+        self, fragment: Fragment, encoding: Encoding, body: IO[bytes] | None
+    ) -> Iterator[tuple[str, mx.array]]:
+        """Yield the tensors of a fragment that this rank holds; rank 0 has all bytes in a file."""
+        if body is not None:
+            body.seek(0)
+        for tensor in fragment.tensors:
+            holders, what = self._holders[tensor.name], f"taking {tensor.name}"
+            data = None
+            if body is not None:
+                data = body.read(encoding.nbytes(tensor.shape))
+                for peer in filter(None, holders):
+                    self._transport.send_object(data, peer, what)
+            elif self._transport.rank in holders:
+                data = self._transport.receive_object(0, what)
+            if tensor.name in self._held and data is not None:
+                array = encoding.decode(np.frombuffer(data, np.uint8), tensor.shape)
+                yield tensor.name, mx.array(array)
 
     def _new_file(self) -> IO[bytes] | None:
         """Return, on rank 0, a file that goes away as it is closed: fragments may be large."""
