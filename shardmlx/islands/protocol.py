@@ -124,9 +124,9 @@ class Terms(Message, Spec):
 
     @property
     def copies(self) -> int:
-        """Float32 copies that an island has of each trained weight: its base, what its encoding has
-        lost, and with an overlap both of a report that is under way."""
-        return (1 + encoding_named(self.encoding).is_lossy) * (1 + (self.overlap > 0))
+        """Float32 copies that an island has of each trained weight: its base, and of a report that
+        is under way what it tells, if that is not what the weight still is."""
+        return 1 + (encoding_named(self.encoding).is_lossy or self.overlap > 0)
 
     def due(self, step: int) -> tuple[int, ...]:
         """Return the fragments that an island reports after a step, counted from 1: each once in

@@ -235,7 +235,7 @@ def test_stages_at_both_ends_keep_what_is_rounded_off_of_a_tied_matrix() -> None
     [
         ({}, 1),
         ({"encoding": "int8"}, 2),
-        ({"encoding": "top-k:0.1", "overlap": 1}, 4),
+        ({"encoding": "top-k:0.1", "overlap": 1}, 2),
     ],
 )
 def test_an_island_holds_copies_of_what_it_trains(terms: dict[str, Any], copies: int) -> None:

@@ -180,6 +180,28 @@ def test_islands_that_send_less_have_the_hubs_weights_and_learn(
     assert last < first - 0.3
 
 
+@pytest.mark.parametrize("encoding", ["int8", "top-k:0.2", "low-rank:2"])
+def test_what_an_encoding_leaves_out_is_told_later(
+    encoding: str,
+    islands: Callable[..., dict[str, dict[str, Any]]],
+    tokens: Callable[[RunningHub], None],
+    tmp_path: Path,
+) -> None:
+    """It learns in the first round alone; then it has its rest to tell, and the hub as well."""
+    falls = {"name": "step_decay", "arguments": [1e-2, 0.0, H]}
+    made = islands(1, **LORA, iters=10 * H, optimizer="sgd", lr_schedule=falls)
+    how: dict[str, Any] = {"inner_steps": H, "outer_optimizer": "average", "encoding": encoding}
+    with running_hub(tmp_path / "hub", "ann", **how) as hub:
+        tokens(hub)
+        train_islands(hub, made, {"ann": 2})
+        newest = weights_of(hub)
+    config = TrainConfig(**{**made["ann"], "iters": H})
+    LocalNetwork(1, timeout=60).run(lambda rank: train_model(config, rank))
+    for name, array in saved(made, "ann").items():
+        learnt = np.abs(array).max()
+        np.testing.assert_allclose(newest[name], array, atol=0.01 * learnt, err_msg=name)
+
+
 def test_an_island_outlives_a_hub_that_is_away_and_loses_nothing(
     islands: Callable[..., dict[str, dict[str, Any]]],
     tokens: Callable[[RunningHub], None],
