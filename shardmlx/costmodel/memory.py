@@ -83,10 +83,6 @@ class _Stage:
     stop: int
     kinds: tuple[LayerMemory, ...]
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.start < self.stop <= self.setup.shape.num_layers:
-            raise ValueError(f"layers {self.start} to {self.stop} of {self.setup.shape.num_layers}")
-
     @property
     def is_last(self) -> bool:
         return self.stop == self.setup.shape.num_layers

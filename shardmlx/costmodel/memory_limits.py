@@ -49,10 +49,6 @@ class PlannedMemory:
     peak: int
     resident: int
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.resident <= self.peak:
-            raise ValueError(f"{self.resident} bytes always there, of {self.peak} at most")
-
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:

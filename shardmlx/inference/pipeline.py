@@ -118,8 +118,7 @@ class FirstStage:
         context: int = 0,
     ) -> None:
         """Take in a prompt. ``sequence`` is a number that no other has had, ``context`` the most
-        tokens that it may have, where the scheduler has a capacity or there are drafts. Raises as
-        ``Scheduler.add``."""
+        tokens that it may have, where the scheduler has a capacity or there are drafts."""
         self._sequences[sequence] = _Sequence(list(tokens), params, context, len(tokens))
         self._scheduler.add(sequence, len(tokens), params, context)
 

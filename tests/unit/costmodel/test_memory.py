@@ -402,11 +402,6 @@ def test_inference_keeps_keys_and_values_of_every_token_in_the_window() -> None:
     assert grows(windows, 1, 3) == 0
 
 
-def test_a_stage_has_layers() -> None:
-    with pytest.raises(ValueError, match="layers 2 to 2 of 4"):
-        stage_memory(setup(), 2, 2)
-
-
 def test_the_update_of_a_matrix_at_an_end_finds_no_gradients_of_layers() -> None:
     matrix = 4 * SHAPE.vocab_size * SHAPE.hidden_size
     layers = 2 * 4 * LAYER
