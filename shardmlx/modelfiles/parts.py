@@ -296,28 +296,20 @@ def planned_tensors(config: Mapping[str, Any]) -> dict[str, PlacedTensor]:
     return result
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Equal parts, in one line: ``layers`` is their range if they are layers."""
-
-    name: str
-    parts: tuple[Part, ...]
-    layers: tuple[int, int] | None = None
-
-
-def rows(inspection: Inspection, fold: bool = True) -> list[Row]:
-    """Return the parts in the order of the model; ``fold`` equal neighbouring layers."""
-    result = [Row(EMBEDDING, (inspection.embedding,))]
+def rows(inspection: Inspection, fold: bool = True) -> dict[str, tuple[Part, ...]]:
+    """Return the parts by name, in the order of the model; ``fold`` equal neighbouring layers."""
     layers = inspection.layers
+    found: dict[str, tuple[Part, ...]] = {EMBEDDING: (inspection.embedding,)}
     for _, alike in groupby(range(len(layers)), lambda i: _look(layers[i]) if fold else i):
         numbers = [*alike]
         start, last = numbers[0], numbers[-1]
         name = f"layer {start}" if start == last else f"layers {start}-{last}"
-        result.append(Row(name, layers[start : last + 1], (start, last + 1)))
-    result.append(Row("norm and head", (inspection.head,)))
-    result.append(Row(OTHER, (inspection.other,)))
-    result.append(Row(DROPPED, (inspection.dropped,)))
-    return [row for row in result if row.layers is not None or row.parts[0].tensors]
+        found[name] = layers[start : last + 1]
+    after = {"norm and head": inspection.head, OTHER: inspection.other, DROPPED: inspection.dropped}
+    found |= {name: (part,) for name, part in after.items()}
+    return {
+        name: parts for name, parts in found.items() if name.startswith("layer") or parts[0].tensors
+    }
 
 
 def _look(part: Part) -> Sequence[tuple[Any, ...]]:

@@ -62,10 +62,10 @@ def _family(shape: ModelShape) -> str:
 def part_table(inspection: Inspection, fold: bool = True) -> str:
     """Return a table of parts; ``30 x 9`` says that each of 30 layers has 9."""
     lines = []
-    for row in rows(inspection, fold):
-        each = f"{len(row.parts)} x " if len(row.parts) > 1 else ""
-        files = sorted({file for part in row.parts for file in part.files})
-        lines.append([row.name, *_cells(row.parts[0], files, each).values()])
+    for name, parts in rows(inspection, fold).items():
+        each = f"{len(parts)} x " if len(parts) > 1 else ""
+        files = sorted({file for part in parts for file in part.files})
+        lines.append([name, *_cells(parts[0], files, each).values()])
     return columns(["part", *_cells(Part(()), ())], lines)
 
 

@@ -94,11 +94,13 @@ def test_quantisation_is_shown_with_its_overrides(tmp_path: Path) -> None:
     model = str(write(tmp_path, model_files(TINY | {"quantization": quantization})))
     four, eight = "4-bit, group 32", "8-bit, group 32"
     inspection = inspect_files(open_model(model))
-    found = {row.name: {*row.parts[0].quantisations} for row in rows(inspection, fold=False)}
+    found = {
+        name: {*parts[0].quantisations} for name, parts in rows(inspection, fold=False).items()
+    }
     assert found["embedding"] == found["layer 0"] == found["layer 3"] == {four}
     assert found["layer 1"] == {four, eight}
     assert found["norm and head"] == {"8-bit, group 64"}
-    assert [row.name for row in rows(inspection)] == [
+    assert [*rows(inspection)] == [
         "embedding", "layer 0", "layer 1", "layers 2-3", "norm and head",
     ]  # fmt: skip
     # As many parameters as before they were packed.
