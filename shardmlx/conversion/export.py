@@ -32,10 +32,10 @@ def report(options: ExportOptions, seconds: float, reporter: Reporter) -> int:
     )
     if not options.verify:
         return 0
-    verification = verify(read_model(Directory(path)))
-    for line in (*verification.checked, *verification.faults):
+    checked, faults = verify(read_model(Directory(path)))
+    for line in (*checked, *faults):
         reporter.say(line)
-    return 1 if verification.faults else 0
+    return 1 if faults else 0
 
 
 def export(options: ExportOptions, reporter: Reporter) -> None:

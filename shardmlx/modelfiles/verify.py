@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from shardmlx.common.formatting import plural
 from shardmlx.modelfiles.model_files import ModelFiles
 from shardmlx.modelfiles.parts import needs_mlx_lm, shape_of
@@ -12,20 +10,12 @@ from shardmlx.modelfiles.safetensors_header import header_of
 _SHOWN = 20
 
 
-@dataclass(frozen=True, slots=True)
-class Verification:
-    """A list of faults, and of completed checks, each in one line."""
-
-    faults: tuple[str, ...]
-    checked: tuple[str, ...]
-
-
-def verify(files: ModelFiles) -> Verification:
-    """Check headers, sizes, names and shapes."""
+def verify(files: ModelFiles) -> tuple[list[str], list[str]]:
+    """Check headers, sizes, names and shapes; return the completed checks, and the faults, each in
+    one line."""
     faults = list(files.faults)
     headers = f"{plural(len(files.headers), 'header')}: offsets, sizes, overlaps, duplicate tensors"
-    compared = _family(files, faults)
-    return Verification(tuple(faults), (headers, compared))
+    return [headers, _family(files, faults)], faults
 
 
 def _family(files: ModelFiles, faults: list[str]) -> str:

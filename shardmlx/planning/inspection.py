@@ -165,9 +165,8 @@ def divided(options: InspectOptions, inspection: Inspection) -> Split | None:
 
 
 def _verify(files: ModelFiles) -> int:
-    verification = verify(files)
-    faults = verification.faults
-    lines = [f"checked: {each}" for each in verification.checked]
+    checked, faults = verify(files)
+    lines = [f"checked: {each}" for each in checked]
     lines += [f"wrong: {each}" for each in faults]
     print("\n".join([*lines, plural(len(faults), "fault") if faults else "all is well"]))
     return 1 if faults else 0
