@@ -41,7 +41,6 @@ from shardmlx.distributed.messages import (
     GATHER_TAG,
     SCATTER_TAG,
     Handle,
-    PeerLost,
     TransportTimeout,
     buffer_of,
 )
@@ -144,10 +143,7 @@ class Sums:
                     raise TransportTimeout(
                         f"{whom()}: nothing came for {transport.patience:g} s (see --timeout)"
                     )
-            if isinstance(self._error, PeerLost):
-                raise PeerLost(f"{whom()}: {self._error}") from self._error
-            if self._error is not None:
-                raise self._error
+            transport.activity.check(whom, self._error)
 
     def _start(self, exchange: Exchange) -> Exchange:
         members = len(exchange.group)

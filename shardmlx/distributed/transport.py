@@ -80,9 +80,10 @@ class Activity:
         """Set ``failure``, unless there is one."""
         self.failure = self.failure or error
 
-    def check(self, what: Callable[[], str]) -> None:
-        """Raise ``failure`` if there is one; a ``PeerLost`` names ``what`` this rank does."""
-        failure = self.failure
+    def check(self, what: Callable[[], str], failure: Exception | None = None) -> None:
+        """Raise the failure of a thread, or ``failure``, if there is one; a ``PeerLost`` names
+        ``what`` this rank does."""
+        failure = failure or self.failure
         if isinstance(failure, PeerLost):
             raise PeerLost(f"{what()}: {failure}") from failure
         if failure is not None:
