@@ -112,11 +112,8 @@ def counted(body: bytes, served: ServedModel) -> Json:
 
 def as_chat(asked: MessagesBody) -> TranslatedChat:
     """Return the chat that asks for the same. Raises ``ApiError``."""
-    extra = asked.model_extra or {}
-    output = asked.output_config or OutputBody()
-    refuse_unknown({name: value for name, value in extra.items() if name not in SAME})
+    chat, output = TranslatedChat.of(asked, SAME, NAMES), asked.output_config or OutputBody()
     refuse_unknown(output.model_extra, "output_config.")
-    chat = TranslatedChat({name: extra[name] for name in SAME & extra.keys()}, NAMES)
     thinks = (asked.thinking or {}).get("type") != "disabled"
     chat.body |= {
         "max_tokens": asked.max_tokens,

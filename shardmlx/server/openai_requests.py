@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -13,7 +13,7 @@ from shardmlx.errors import PromptTooLong, UserError
 from shardmlx.inference.answer_format import AnswerFormat, Tool
 from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.sampling_params import SamplingParams
-from shardmlx.server.accepted_fields import Json
+from shardmlx.server.accepted_fields import Body, Json, refuse_unknown
 from shardmlx.server.answer_parser import AnswerSyntax
 from shardmlx.server.client_tools import ClientTool
 from shardmlx.server.model_names import ModelNames
@@ -272,6 +272,13 @@ class TranslatedChat:
     names: Mapping[str, str]
     messages: list[Json] = field(default_factory=list)
     tools: list[Json] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, asked: Body, same: Collection[str], names: Mapping[str, str]) -> TranslatedChat:
+        """Begin with the fields that mean the ``same`` in both; ``ApiError`` for unknown ones."""
+        extra = asked.model_extra or {}
+        refuse_unknown({name: value for name, value in extra.items() if name not in same})
+        return cls({name: value for name, value in extra.items() if name in same}, names)
 
     def add_call(self, call_id: Any, name: Any, arguments: Any) -> None:
         """Add a call to the last message."""

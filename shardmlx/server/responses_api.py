@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from shardmlx.server.accepted_fields import Body, Json, Listed, refuse_unknown
+from shardmlx.server.accepted_fields import Body, Json, Listed
 from shardmlx.server.answer_parser import Kind, Part
 from shardmlx.server.client_tools import (
     FIELDS,
@@ -64,9 +64,7 @@ class ResponseBody(Body):
 def read_response(body: bytes, served: ServedModel) -> ApiRequest:
     """Read the body of a request to /v1/responses. Raises ``ApiError``."""
     asked = validated(ResponseBody, body)
-    extra = asked.model_extra or {}
-    refuse_unknown({name: value for name, value in extra.items() if name not in SAME})
-    chat = TranslatedChat({name: extra[name] for name in SAME & extra.keys()}, NAMES)
+    chat = TranslatedChat.of(asked, SAME, NAMES)
     form = (asked.text or {}).get("format")
     if isinstance(form, dict) and form.get("type") == "json_schema":
         form = {"type": "json_schema", "json_schema": {**form, "type": None}}
