@@ -28,12 +28,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from shardmlx.common.digests import bytes_digest
-from shardmlx.common.durable_files import (
-    PARTIAL,
-    flush_directory,
-    lock_file,
-    write_durably,
-)
+from shardmlx.common.durable_files import PARTIAL, flush_directory, lock_file, write_durably
 from shardmlx.distributed.shared_disks import PROBE
 from shardmlx.errors import UserError
 

@@ -10,11 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from shardmlx.config import common_options as common
-from shardmlx.config.checks import (
-    FINE_TUNE_TYPES,
-    OPTIMIZERS,
-    parse_lr_schedule,
-)
+from shardmlx.config.checks import FINE_TUNE_TYPES, OPTIMIZERS, parse_lr_schedule
 from shardmlx.config.common_options import AUTO, OFF
 from shardmlx.config.objective import ObjectiveOptions, rows_together
 from shardmlx.config.options import Spec, in_group, option, same_as

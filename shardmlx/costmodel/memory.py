@@ -18,12 +18,7 @@ from functools import lru_cache
 
 from shardmlx.config.checks import OPTIMIZERS
 from shardmlx.costmodel.divided import divided
-from shardmlx.costmodel.layer_memory import (
-    TASKS_AHEAD,
-    LayerMemory,
-    layer_memory,
-    shapes_of_layer,
-)
+from shardmlx.costmodel.layer_memory import TASKS_AHEAD, LayerMemory, layer_memory, shapes_of_layer
 from shardmlx.costmodel.training_setup import FLOAT32, Ratios, TrainingSetup
 from shardmlx.engine.buffers import BUCKET_BYTES, positions_of_piece
 

@@ -30,13 +30,7 @@ from itertools import pairwise
 import mlx.core as mx
 import numpy as np
 
-from shardmlx.distributed.exchanges import (
-    FULL,
-    Exchange,
-    Parts,
-    Step,
-    pace_of,
-)
+from shardmlx.distributed.exchanges import FULL, Exchange, Parts, Step, pace_of
 from shardmlx.distributed.messages import (
     GATHER_TAG,
     SCATTER_TAG,

@@ -22,14 +22,7 @@ from shardmlx.errors import UserError
 from shardmlx.hosts import probe_script
 from shardmlx.hosts.doctor_find import fastest_links, find_others
 from shardmlx.hosts.doctor_hostfile import found_hostfile
-from shardmlx.hosts.doctor_report import (
-    UNKNOWN,
-    host_table,
-    progress,
-    size,
-    warnings,
-    write,
-)
+from shardmlx.hosts.doctor_report import UNKNOWN, host_table, progress, size, warnings, write
 from shardmlx.hosts.findings import Finding, connection_remedy, foreign_mpirun, version_skew
 from shardmlx.hosts.host_facts import HostFacts, Interface, facts_from
 from shardmlx.hosts.mpirun import is_of_wheel, mpirun_path

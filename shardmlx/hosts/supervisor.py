@@ -17,11 +17,7 @@ from pathlib import Path
 import psutil
 
 from shardmlx.common.environment import LAUNCHED, TERMINAL
-from shardmlx.distributed.processes import (
-    SECONDS_BETWEEN_SIGNALS,
-    SIGNALS_THAT_END,
-    process_state,
-)
+from shardmlx.distributed.processes import SECONDS_BETWEEN_SIGNALS, SIGNALS_THAT_END, process_state
 from shardmlx.errors import Stopped
 
 ASK_TO_STOP = signal.SIGUSR1

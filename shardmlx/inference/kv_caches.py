@@ -15,13 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_map
-from mlx_lm.models.cache import (
-    ArraysCache,
-    CacheList,
-    KVCache,
-    QuantizedKVCache,
-    trim_prompt_cache,
-)
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache, trim_prompt_cache
 
 from shardmlx.errors import UserError, one_line
 from shardmlx.inference.prefix_cache import CachedPrefix

@@ -17,12 +17,7 @@ from shardmlx.costmodel.generation_memory import (
     setups_of,
 )
 from shardmlx.costmodel.hostfile import Machine
-from shardmlx.costmodel.memory_limits import (
-    MemoryBudget,
-    PlannedMemory,
-    how_to_allow,
-    would_take,
-)
+from shardmlx.costmodel.memory_limits import MemoryBudget, PlannedMemory, how_to_allow, would_take
 from shardmlx.costmodel.workload import ModelSizes
 from shardmlx.errors import UserError
 from shardmlx.inference.prefix_cache import cuttable, most_copies

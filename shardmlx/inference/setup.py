@@ -33,12 +33,7 @@ from shardmlx.inference.grammars import Grammars
 from shardmlx.inference.kv_caches import KVCaches, check_quantised
 from shardmlx.inference.later_stage import LaterStage
 from shardmlx.inference.pipeline import FirstStage
-from shardmlx.inference.plan import (
-    GenerationLoad,
-    InferencePlan,
-    check_gives_back,
-    plan_inference,
-)
+from shardmlx.inference.plan import GenerationLoad, InferencePlan, check_gives_back, plan_inference
 from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.inference.prefix_files import PrefixFiles
 from shardmlx.inference.prompts import PromptEncoder

@@ -14,12 +14,7 @@ from shardmlx.config.command_line import CommandLine
 from shardmlx.config.options import check_options, in_group, refuse, same_as
 from shardmlx.config.specs import ModelSource
 from shardmlx.costmodel.chips import as_macs, shares_by_bandwidth
-from shardmlx.costmodel.hostfile import (
-    Machine,
-    as_groups,
-    machine_of_each_rank,
-    read_hostfile,
-)
+from shardmlx.costmodel.hostfile import Machine, as_groups, machine_of_each_rank, read_hostfile
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import ModelFiles, find_source, read_model
 from shardmlx.modelfiles.parts import Inspection, inspect_files, needed_shape

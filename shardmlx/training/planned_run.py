@@ -20,12 +20,7 @@ from shardmlx.config.objective import ObjectiveOptions
 from shardmlx.config.specs import FineTune, ModelSource, RunSpec
 from shardmlx.config.train import BEST, TrainConfig
 from shardmlx.costmodel.cluster import Cluster
-from shardmlx.costmodel.memory_limits import (
-    MemoryLimits,
-    PlannedMemory,
-    how_to_allow,
-    would_take,
-)
+from shardmlx.costmodel.memory_limits import MemoryLimits, PlannedMemory, how_to_allow, would_take
 from shardmlx.costmodel.predict import Prediction, planned_memory, predict
 from shardmlx.costmodel.workload import Workload
 from shardmlx.distributed.agreement import AgreedError, from_rank_0, on_all_ranks, on_rank_0

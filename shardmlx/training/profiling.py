@@ -20,13 +20,7 @@ from shardmlx.common.reporter import Reporter, check_writable
 from shardmlx.config.profile import ProfileOptions
 from shardmlx.config.specs import FULL, NONE, SELECTIVE, BatchOptions, FineTune
 from shardmlx.costmodel.measured_memory import MemorySample
-from shardmlx.costmodel.profile_file import (
-    MachineProfile,
-    Profile,
-    Sample,
-    work_of,
-    write_profile,
-)
+from shardmlx.costmodel.profile_file import MachineProfile, Profile, Sample, work_of, write_profile
 from shardmlx.costmodel.timing import Seconds
 from shardmlx.costmodel.workload import Workload
 from shardmlx.distributed.agreement import from_rank_0, on_rank_0

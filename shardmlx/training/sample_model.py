@@ -17,12 +17,7 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
 from shardmlx.config.specs import NONE, Savings
-from shardmlx.costmodel.measured_memory import (
-    LEAST_LAYERS,
-    MemorySample,
-    StageBytes,
-    sample_ranges,
-)
+from shardmlx.costmodel.measured_memory import LEAST_LAYERS, MemorySample, StageBytes, sample_ranges
 from shardmlx.costmodel.profile_file import LayerTimes, Sample
 from shardmlx.costmodel.timing import Seconds
 from shardmlx.engine.batches import MicroBatch
