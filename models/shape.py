@@ -98,10 +98,7 @@ class ModelShape:
             vocab_size=fields.count("vocab_size"),
             tied=tied,
             names=Names(
-                f"{model}layers.",
-                f"{model}embed_tokens",
-                f"{model}norm",
-                f"{prefix}lm_head",
+                f"{model}layers.", f"{model}embed_tokens", f"{model}norm", f"{prefix}lm_head"
             ),
             has_dynamic_rope="dynamic" in (scaling.get("type"), scaling.get("rope_type")),
             family=family,

@@ -53,11 +53,7 @@ stage_map = partial(
 hostfile = partial(option, help="hostfile that says what the machines have", metavar="FILE")
 
 ssh_command = partial(
-    option,
-    None,
-    "program that logs in, as PROGRAM HOST COMMAND",
-    metavar="PROGRAM",
-    unset="ssh",
+    option, None, "program that logs in, as PROGRAM HOST COMMAND", metavar="PROGRAM", unset="ssh"
 )
 
 python = partial(
@@ -106,11 +102,7 @@ expert_parallel = partial(
 )
 
 port = partial(
-    option,
-    help="port to listen at; 0 takes a free one",
-    metavar="PORT",
-    minimum=0,
-    maximum=65535,
+    option, help="port to listen at; 0 takes a free one", metavar="PORT", minimum=0, maximum=65535
 )
 
 timeout = partial(

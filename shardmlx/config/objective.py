@@ -106,12 +106,7 @@ class ObjectiveOptions(Spec):
         metavar="{" + ",".join((SFT, *OBJECTIVES, "MODULE:NAME")) + "}",
     )
     beta: float | None = _objective(
-        None,
-        "strength of a preference",
-        flag=False,
-        metavar="BETA",
-        unset="0.1; simpo: 2",
-        above=0,
+        None, "strength of a preference", flag=False, metavar="BETA", unset="0.1; simpo: 2", above=0
     )
     loss_type: str = option("sigmoid", "form of dpo", choices=DPO_LOSSES, flag=False)
     label_smoothing: float = option(

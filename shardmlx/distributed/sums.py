@@ -75,10 +75,7 @@ class Sums:
         self._moved = 0
 
     def all_reduce(
-        self,
-        array: mx.array,
-        group: Sequence[int],
-        errors: mx.array | None = None,
+        self, array: mx.array, group: Sequence[int], errors: mx.array | None = None
     ) -> Exchange:
         """Start summing an evaluated float32 ``array`` (N,) in place, on all members alike.
 

@@ -55,12 +55,7 @@ class GradientReducer:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        transport: Transport,
-        stages: Sequence[Stage],
-        sums: Sums,
-        shards: Shards,
+        self, plan: Plan, transport: Transport, stages: Sequence[Stage], sums: Sums, shards: Shards
     ) -> None:
         self._transport = transport
         self._sums = sums

@@ -181,9 +181,7 @@ class Head:
         for start in range(0, len(numbers), size):
             mine = slice(start, start + size)
             piece = _Chunk(
-                states[mx.array(numbers[mine])],
-                mx.array(targets[mine]),
-                mx.array(counts[mine]),
+                states[mx.array(numbers[mine])], mx.array(targets[mine]), mx.array(counts[mine])
             )
             own = None if answers is None else answers[mine]
             yield piece, own, self._how(given, numbers[mine])

@@ -125,10 +125,7 @@ class Stage:
             # A graph holds the keys of dropout as constants, and packed rows are rarely of equal
             # length: the next micro-batch would need another graph.
             graph = partial(
-                self._joint_graph,
-                key=key,
-                first_row=microbatch.first_row,
-                places=microbatch.places,
+                self._joint_graph, key=key, first_row=microbatch.first_row, places=microbatch.places
             )
         source, answers = self._given(microbatch, x)
         names = self._names_in_graph(answers)

@@ -252,9 +252,7 @@ def report_text(
     return "\n\n".join([table, same, warnings(findings)])
 
 
-def _cells(
-    hosts: Sequence[ProbedHost],
-) -> Iterator[tuple[str, Callable[[ProbedHost], str | None]]]:
+def _cells(hosts: Sequence[ProbedHost]) -> Iterator[tuple[str, Callable[[ProbedHost], str | None]]]:
     yield "address", lambda host: "this machine" if host.is_local else host.reached
     answers = {True: "here", False: "without a password"}
     yield "answers", lambda host: answers[host.is_local] if host.facts else "no"

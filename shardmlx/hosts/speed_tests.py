@@ -63,10 +63,7 @@ class _LinkEnd:
 
 
 def measure_link(
-    transport: Transport,
-    first: int,
-    second: int,
-    seconds: float,
+    transport: Transport, first: int, second: int, seconds: float
 ) -> LinkSpeed | str | None:
     """Measure the link of two ranks, ``seconds`` in each direction; return the speed on ``first``,
     and None on ``second``, or the wait that timed out. Both ranks must call it."""

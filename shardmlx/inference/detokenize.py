@@ -65,11 +65,7 @@ class TokenText:
     """
 
     def __init__(
-        self,
-        decode: Callable[[list[int]], str],
-        before: Sequence[int] = (),
-        *,
-        trims: bool = False,
+        self, decode: Callable[[list[int]], str], before: Sequence[int] = (), *, trims: bool = False
     ) -> None:
         self._decode = decode
         self._trims = trims and not before

@@ -111,11 +111,7 @@ class FirstStage:
         return self._prefix_cache.tokens if self._prefix_cache is not None else 0
 
     def add(
-        self,
-        sequence: int,
-        tokens: Sequence[int],
-        params: SamplingParams,
-        context: int = 0,
+        self, sequence: int, tokens: Sequence[int], params: SamplingParams, context: int = 0
     ) -> None:
         """Take in a prompt. ``sequence`` is a number that no other has had, ``context`` the most
         tokens that it may have, where the scheduler has a capacity or there are drafts."""

@@ -102,11 +102,7 @@ def is_needed(name: str, shape: ModelShape, start: int, stop: int) -> bool:
 
 
 def parts_of_shares(
-    tensors: Mapping[str, PlacedTensor],
-    shape: ModelShape,
-    shares: TensorShares,
-    *,
-    scattered: bool,
+    tensors: Mapping[str, PlacedTensor], shape: ModelShape, shares: TensorShares, *, scattered: bool
 ) -> list[dict[str, tuple[str, PlacedTensor]]]:
     """Return, for each rank of a group, the tensors of which it reads a part alone: their names and
     places, also ``scattered`` ones. Others have two parts, or another form when they are loaded."""

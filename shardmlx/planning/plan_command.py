@@ -65,11 +65,7 @@ class PlanOptions(TrainConfig):
     )
     backend: str = _machines(BACKENDS[0], "what the machines compute with", choices=BACKENDS)
 
-    max_of: str | None = _output(
-        None,
-        "find the longest sequence that fits",
-        choices=("seq",),
-    )
+    max_of: str | None = _output(None, "find the longest sequence that fits", choices=("seq",))
     output: str | None = _output(None, "file for the stage map", metavar="FILE", short="-o")
     timeline: bool = _output(False, "draw the step in the terminal")
     island_lines: str | None = _output(

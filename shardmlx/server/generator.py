@@ -138,11 +138,7 @@ class RequestServer:
             metrics=Metrics(queue, mx.get_peak_memory),
         )
         server = HttpServer(
-            app,
-            *listeners,
-            no_http=NO_HTTP,
-            access_log=config.access_log,
-            on_end=self._http_ended,
+            app, *listeners, no_http=NO_HTTP, access_log=config.access_log, on_end=self._http_ended
         )
         if trusted_hosts(listeners[0]) is None and key is None:
             self.prepared.reporter.warn(

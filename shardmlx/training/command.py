@@ -48,9 +48,7 @@ def run(
     """Train for the command, and print the computing device first. All ranks must call it."""
     with ExitStack() as stack:
         reporter = on_rank_0(
-            transport,
-            "opening the report",
-            partial(_open_viewers, config, on_event, stack),
+            transport, "opening the report", partial(_open_viewers, config, on_event, stack)
         ) or Reporter(quiet=True)
         if blas is not None:
             reporter.say(str(blas))

@@ -226,11 +226,7 @@ def _mixed(parts: Sequence[Samples], weights: Sequence[float], together: int) ->
 
 
 def _tokenise(
-    name: str,
-    found: _RawSet,
-    tokenizer: TokenizerWrapper,
-    options: DataOptions,
-    progress: Progress,
+    name: str, found: _RawSet, tokenizer: TokenizerWrapper, options: DataOptions, progress: Progress
 ) -> Samples:
     rows, facts = found.rows, facts_of(options.objective)
     if facts is None:

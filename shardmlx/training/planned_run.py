@@ -289,10 +289,7 @@ def _lengths(config: TrainConfig, data: DataSets) -> SequenceLengths:
 
 def _facts_of(inputs: PlanInputs[Workload], lengths: SequenceLengths) -> Facts:
     return Facts(
-        workload=inputs.sizes,
-        cluster=inputs.cluster,
-        lengths=lengths,
-        stage_map=inputs.stage_map,
+        workload=inputs.sizes, cluster=inputs.cluster, lengths=lengths, stage_map=inputs.stage_map
     )
 
 

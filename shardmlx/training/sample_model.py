@@ -134,10 +134,7 @@ class SampleModel:
         savings = replace(self.savings, recompute=recompute)
         return [
             Stage(
-                index,
-                part,
-                needs_input_gradient=is_trained and not part.is_first,
-                savings=savings,
+                index, part, needs_input_gradient=is_trained and not part.is_first, savings=savings
             )
             for index, part in enumerate(cut(self.model, ranges))
         ]

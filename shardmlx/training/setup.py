@@ -141,11 +141,7 @@ def _load(
         shares = WHOLE if work.fine_tune.fine_tune_type == "dora" else planned.shares
         opened.weights.load(parts, opened.shape, reporter, shares=shares)
     stages = build_stages(
-        planned.slices,
-        own,
-        savings=savings,
-        weights=weights,
-        objective=planned.objective,
+        planned.slices, own, savings=savings, weights=weights, objective=planned.objective
     )
     nbytes = sum(part.nbytes for part in parts) if weights is None else weights.nbytes(parts)
     trained = sum(stage.part[name].size for stage in stages for name in stage.names)

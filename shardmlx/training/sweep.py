@@ -146,9 +146,7 @@ def _of_run(
         whole,
         config=config,
         way=replace(
-            whole.way,
-            fine_tune=tune,
-            batch=replace(whole.way.batch, objective=config.objective),
+            whole.way, fine_tune=tune, batch=replace(whole.way.batch, objective=config.objective)
         ),
         objective=Objective.of(ObjectiveOptions.of(config)),
         plan=replace(whole.plan, together=config.together),
