@@ -45,7 +45,7 @@ from shardmlx.islands.protocol import Join, Tensor, fragments_of
 from tests.helpers.letters import write
 from tests.helpers.small_models import small_directory, tokenizer_directory
 
-LAST_TOKENS = 80_000
+LAST_TOKENS = 400_000
 """Tokens that all islands train after the last event."""
 
 ROW, TEXTS = 150, 64

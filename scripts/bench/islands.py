@@ -17,8 +17,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from _compare import Table, machine, parser_of, publish, run
@@ -26,8 +30,10 @@ from _islands import running_hub, train_islands
 from _models import PIRATE, SMOLLM2, check_prepared
 from _training import as_flags
 
-START, TOGETHER = "before", "data parallel"
+TOGETHER = "data parallel"
 ENCODINGS = ("float32", "int8", "top-k:0.1")
+POINTS = 3
+"""Points of a curve, evenly spaced, the last at the end of the run."""
 NAMES = ("ann", "bob", "cem", "dia")
 LENGTH = 32
 TEXTS = 40
@@ -62,27 +68,50 @@ def write_data(directory: Path) -> None:
             (directory / name / f"{split}.jsonl").write_text("".join(lines))
 
 
-def loss_of(directory: Path, **model: Path) -> float:
+def loss_of(directory: Path, model: Path, **adapters: Path) -> float:
     """Return the loss of a model, with the weights that a hub wrote or without."""
     output = directory / "loss.json"
     limits = {"max_seq_length": LENGTH + 1, "limit": TEXTS, "output": output}
-    run(words("evaluate", data=directory / TOGETHER, **limits, **model))
+    run(words("evaluate", data=directory / TOGETHER, model=model, **limits, **adapters))
     return float(json.loads(output.read_text())["loss"])
 
 
+def keep(hub: Path, rounds: Iterable[int], copies: Path) -> None:
+    """Copy a hub's directory as it is after each of these rounds, while it runs."""
+    for number in rounds:
+        version = hub / "fragment-000" / f"v{number:07}"
+        while not version.exists():
+            time.sleep(0.5)
+        copy = copies / f"hub-{number}"
+        shutil.copytree(version, copy / "fragment-000" / version.name)
+        shutil.copytree(hub / "tokens", copy / "tokens")
+        shutil.copy(hub / "run.json", copy)
+
+
 def train_apart(
-    model: Path, encoding: str, out: Path, directory: Path, options: argparse.Namespace
-) -> None:
-    """Train islands to the end of the run, and write what the hub made of it."""
-    path, flags = out.with_name("hub"), {**TRAINING, **decayed(directory, options), "model": model}
-    own: dict[str, dict[str, object]] = {
+    model: Path, encoding: str, own: Path, directory: Path, options: argparse.Namespace
+) -> list[Path]:
+    """Train islands to the end of the run, and return what the hub has at the points."""
+    path, flags = own / "hub", {**TRAINING, **decayed(directory, options), "model": model}
+    islands: dict[str, dict[str, object]] = {
         name: {**flags, "batch_size": 1, "data": directory / name, "adapter_path": path / name}
         for name in NAMES
     }
     terms = {"encoding": encoding, "inner_steps": options.steps, "rounds": options.rounds}
-    with running_hub(path, NAMES, **terms) as port:
-        train_islands(path, dict.fromkeys(NAMES, port), own)
-    run(words("hub", path=path, write=out))
+    with running_hub(path, NAMES, **terms) as port, ThreadPoolExecutor(1) as pool:
+        kept = pool.submit(keep, path, points_of(options), own)
+        train_islands(path, dict.fromkeys(NAMES, port), islands)
+        kept.result()
+    outs = [own / f"out-{number}" for number in points_of(options)]
+    for number, out in zip(points_of(options), outs, strict=True):
+        run(words("hub", path=own / f"hub-{number}", write=out))
+    return outs
+
+
+def points_of(options: argparse.Namespace) -> list[int]:
+    """Return the rounds after which losses are taken."""
+    every = -(-options.rounds // POINTS)
+    return [*range(every, options.rounds, every), options.rounds]
 
 
 def decayed(directory: Path, options: argparse.Namespace) -> dict[str, object]:
@@ -98,24 +127,35 @@ def train_together(model: Path, out: Path, directory: Path, **own: object) -> No
     run(words("train", **flags, data=directory / TOGETHER, adapter_path=out))
 
 
-def losses_of_all(directory: Path, options: argparse.Namespace) -> dict[str, float]:
-    """Return the loss after each of the runs that are asked for."""
+def train_in_parts(
+    model: Path, own: Path, directory: Path, options: argparse.Namespace
+) -> list[Path]:
+    """Train in one process that stops at each point and goes on; return what it has there."""
+    flags, outs = decayed(directory, options) | {"checkpoint_dir": own / "checkpoints"}, []
+    for number in points_of(options):
+        outs.append(own / f"out-{number}")
+        flags |= {"iters": number * options.steps}
+        train_together(model, outs[-1], directory, **flags)
+    return outs
+
+
+def losses_of_all(directory: Path, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Return the losses at the points of each of the runs that are asked for."""
     write_data(directory)
-    model, losses = directory / "model", dict[str, float]()
+    model, losses = directory / "model", dict[str, list[float]]()
     train_together(SMOLLM2, model, directory, iters=options.warm_up, seed=1)
-    for name in (START, TOGETHER, *ENCODINGS):
+    print("before", f"{loss_of(directory, model):.4f}", flush=True)
+    for name in (TOGETHER, *ENCODINGS):
         if options.only and not any(word in name for word in options.only):
             continue
-        with tempfile.TemporaryDirectory(dir=directory) as own:
-            out, trained = Path(own, "out"), {"model": model}
+        with tempfile.TemporaryDirectory(dir=directory) as made:
             if name == TOGETHER:
-                train_together(model, out, directory, **decayed(directory, options))
-                trained = {"model": out}
-            elif name != START:
-                train_apart(model, name, out, directory, options)
-                trained = {"model": model, "adapter_path": out}
-            losses[name] = loss_of(directory, **trained)
-        print(name, f"{losses[name]:.4f}", flush=True)
+                outs = train_in_parts(model, Path(made), directory, options)
+                losses[name] = [loss_of(directory, out) for out in outs]
+            else:
+                outs = train_apart(model, name, Path(made), directory, options)
+                losses[name] = [loss_of(directory, model, adapter_path=out) for out in outs]
+        print(name, *(f"{loss:.4f}" for loss in losses[name]), flush=True)
     return losses
 
 
@@ -133,11 +173,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as made:
         losses = losses_of_all(Path(made), options)
     base = losses.get(TOGETHER)
-    beside = {
-        name: f"{100 * (loss / base - 1):+.2f}%" if base else "" for name, loss in losses.items()
-    }
-    lines = [(name, f"{loss:.4f}", beside[name]) for name, loss in losses.items()]
-    table = Table("SmolLM2-135M, full", ("what", "validation", "beside data parallel"), lines)
+    lines = [
+        (
+            name,
+            *(f"{loss:.3f}" for loss in each),
+            f"{100 * (each[-1] / base[-1] - 1):+.2f}%" if base else "",
+        )
+        for name, each in losses.items()
+    ]
+    after = (f"after {number * options.steps}" for number in points_of(options))
+    heads = ("validation", *after, "beside data parallel")
+    table = Table("SmolLM2-135M, full", heads, lines)
     publish(options, facts, [table], {"losses": losses})
 
 
