@@ -26,6 +26,9 @@ class Encoding:
     warm_starts = False
     """True if the bytes of a tensor help to encode its next difference."""
 
+    defers = False
+    """True if most of a difference is told by later ones."""
+
     def __init__(self, wire: WireFormat = FLOAT32) -> None:
         self._wire = wire
         self.is_lossy = wire.is_shorter
@@ -51,6 +54,8 @@ class Encoding:
 
 class TopK(Encoding):
     """The largest numbers of a tensor, a ``share`` of all, and their places: 8 bytes each."""
+
+    defers = True
 
     def __init__(self, share: float) -> None:
         super().__init__()
@@ -83,7 +88,7 @@ class LowRank(Encoding):
     one power iteration, begun with the last factor. Vectors, and matrices that factors would not
     make shorter, are whole."""
 
-    warm_starts = True
+    warm_starts = defers = True
 
     def __init__(self, rank: float) -> None:
         super().__init__()

@@ -96,7 +96,8 @@ class Terms(Message, Spec):
         None,
         "what makes new weights of differences, with its learning rate: "
         "nesterov:RATE,MOMENTUM, sgd:RATE, average, elastic:RATE",
-        unset=f"{NESTEROV}:0.7,0.9; {AVERAGE} for {FEDAVG}, {SGD} for {PARAMETER_SERVER}",
+        unset=f"{NESTEROV}:0.7,0.9; {AVERAGE} for {FEDAVG}; {SGD} for {PARAMETER_SERVER}, top-k "
+        "and low-rank",
         metavar="NAME",
     )
 
@@ -119,7 +120,10 @@ class Terms(Message, Spec):
 
     @property
     def optimizer(self) -> OuterOptimizer:
-        usual = {FEDAVG: AVERAGE, PARAMETER_SERVER: SGD}.get(self.mode, NESTEROV)
+        # Momentum repeats a difference for rounds before an encoding that defers has let islands
+        # see it: they overshoot, and ever farther (as in SparseLoCo, arXiv:2508.15706).
+        diloco = SGD if encoding_named(self.encoding).defers else NESTEROV
+        usual = {FEDAVG: AVERAGE, PARAMETER_SERVER: SGD}.get(self.mode, diloco)
         return OuterOptimizer.of(self.outer_optimizer or usual)
 
     @property
