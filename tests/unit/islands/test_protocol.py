@@ -129,3 +129,19 @@ def test_another_model_is_refused_by_its_first_difference(
 def test_progress_that_is_no_number_is_refused(value: Any) -> None:
     with pytest.raises(UserError):
         Progress.of_json(value)
+
+
+@pytest.mark.parametrize(
+    ("terms", "name"),
+    [
+        ({"encoding": "int8"}, "nesterov"),
+        ({"encoding": "top-k:0.1"}, "sgd"),
+        ({"encoding": "low-rank:4", "mode": "async"}, "sgd"),
+        ({"encoding": "low-rank:4", "mode": "fedavg"}, "average"),
+        ({"encoding": "top-k:0.1", "outer_optimizer": "nesterov"}, "nesterov"),
+    ],
+)
+def test_no_momentum_is_the_default_where_most_of_a_difference_comes_late(
+    terms: dict[str, str], name: str
+) -> None:
+    assert Terms(**terms).optimizer.name == name
