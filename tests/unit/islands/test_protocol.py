@@ -142,6 +142,6 @@ def test_progress_that_is_no_number_is_refused(value: Any) -> None:
     ],
 )
 def test_no_momentum_is_the_default_where_most_of_a_difference_comes_late(
-    terms: dict[str, str], name: str
+    terms: dict[str, Any], name: str
 ) -> None:
     assert Terms(**terms).optimizer.name == name
