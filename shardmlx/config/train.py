@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from shardmlx.config.checks import (
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.common_options import AUTO, OFF
 from shardmlx.config.data import LAST, DataOptions
-from shardmlx.config.objective import SFT, ObjectiveOptions
+from shardmlx.config.objective import ObjectiveOptions
 from shardmlx.config.options import (
     Spec,
     check_options,
@@ -216,118 +216,82 @@ class TrainConfig(
             object.__setattr__(self, "lora_parameters", checked_lora(self.lora_parameters))
         check_optimizer_config(self.optimizer_config)
         shares_of(self.tensor_shares, self.tensor_parallel)
-        if self.tensor_parallel > 1:
-            self._check_shares()
         self._fill_lr_schedule()
         check_replica_rows(self.replica_rows)
         self.check_objective()
         self._check_together()
+        if self.tensor_parallel > 1:
+            object.__setattr__(self, "zero", 0)  # replicas then divide nothing
 
-    def _check_sweep(self) -> None:
-        for name, is_set, remedy in (
-            ("fine_tune_type", self.is_full, "train adapters"),
-            (
-                "metrics_port",
-                self.metrics_port is not None,
-                "give --metrics-file: one for each run",
-            ),
-            ("report_to", bool(self.services), "give --metrics-file: one for each run"),
-            ("test", not self.train, "train, or test one of the adapters"),
-        ):
-            complaint = f"is {getattr(self, name)} with --sweep"
-            refuse(name, complaint, remedy, when=is_set and self.sweep is not None)
-
-    def _check_shares(self) -> None:
-        """Check what stands beside ``tensor_parallel``; replicas then divide nothing."""
-        for name, is_set, remedy in (
-            ("optimizer", self.optimizer in ("muon", "adafactor"), "use adam, adamw or sgd"),
-            ("zero", bool(self.zero), "leave it out"),
-            ("unfreeze_all", self.unfreeze_all, "leave it out"),
-            ("sum_dtype", self.keeps_errors, "use bfloat16"),
-            ("stage_map", self.stage_map is not None, "give --pipeline-stages"),
-        ):
-            complaint = f"is {getattr(self, name)} with --tensor-parallel {self.tensor_parallel}"
-            refuse(name, complaint, remedy, when=is_set)
-        object.__setattr__(self, "zero", 0)
-
-    def _check_island(self) -> None:
-        """Check what stands beside ``island``: all islands train the same tensors, whole."""
+    def _check_together(self) -> None:
         fits = self.island is None or self.island.startswith(("http://", "https://"))
         refuse("island", f"is {self.island!r}", "give http://HOST:PORT", when=not fits)
         for name, other in (("island", "name"), ("name", "island")):
             complaint, lacks = f"is {getattr(self, name)} without {other}", not getattr(self, other)
             refuse(name, complaint, f"give --{other}", when=getattr(self, name) and lacks)
-        for name, is_set, remedy in (
-            ("train", not self.train, "train, or test without it"),
-            ("sweep", self.sweep is not None, "train one after the other"),
-            ("tensor_parallel", self.tensor_parallel > 1, "give --pipeline-stages"),
-            ("early_stop", self.early_stop is not None, "end the run at the hub"),
-            ("keep", self.keep == BEST, "take the hub's weights"),
-        ):
-            complaint = f"is {getattr(self, name)} with --island"
-            refuse(name, complaint, remedy, when=is_set and self.island is not None)
-
-    def _check_together(self) -> None:
-        self._check_sweep()
-        self._check_island()
-        for name, is_set in (("early_stop", self.early_stop), ("keep", self.keep == BEST)):
-            refuse(
-                name,
-                "is set with val_batches 0: nothing is validated",
-                "give val_batches more, or leave it out",
-                when=is_set and self.val_batches == 0,
-            )
         refuse("num_layers", "is 0", "give -1 to train all layers", when=self.num_layers == 0)
-        refuse(
-            "resume",
-            f"is {self.resume} with --test alone",
-            "nothing is trained",
-            when=not self.train and self.resume not in (AUTO, "never"),
-        )
-        refuse(
-            "grad_accumulation_steps",
-            f"is {self.grad_accumulation_steps} with iters {self.iters}: no update is made",
-            f"give {self.iters} or less",
-            when=self.train and self.epochs is None and self.grad_accumulation_steps > self.iters,
-        )
         for service in self.services:
             known = f"choose from {', '.join(REPORTERS)}"
             refuse("report_to", f"names {service!r}", known, when=service not in REPORTERS)
-        refuse(
-            "micro_batch_size",
-            f"is {self.micro_batch_size}",
-            f"give at most the batch size, {self.batch_size}",
-            when=(self.micro_batch_size or 0) > self.batch_size,
-        )
-        refuse(
-            "data_parallel",
-            f"is {self.data_parallel} with a stage map, which gives the ranks of a replica",
-            "leave one out",
-            when=self.data_parallel is not None and self.stage_map is not None,
-        )
-        prefers = f"is set with objective {self.objective}" if self.objective != SFT else ""
-        refuse("loss_chunk", prefers, "leave it out", when=prefers and self.loss_chunk == OFF)
-        for name in ("mask_prompt", "loss_on"):
-            refuse(name, prefers, "answers alone count", when=prefers and getattr(self, name))
+        for other, name, is_refused, remedy in self._pairs():
+            refuse(name, f"is {getattr(self, name)} with {other}", remedy, when=is_refused)
+
+    def _pairs(self) -> Iterator[tuple[str, str, object, str]]:
+        """Yield what is given, an option that may not stand beside it, whether this one does, and
+        the remedy."""
         facts = self.preferences
-        refuse(
-            "objective",
-            f"is {self.objective} with --test alone, which has no start to compare with",
-            "train, with --test",
-            when=not self.train and facts is not None and facts.has_reference,
-        )
-        refuse(
-            "loss_on",
-            f"is {self.loss_on} with mask_prompt",
-            "leave one out",
-            when=self.mask_prompt and self.loss_on not in (None, LAST),
-        )
-        tuned = f"is set with fine_tune_type {self.fine_tune_type}"
-        adapters = not self.is_full
-        refuse("unfreeze_all", tuned, "use full", when=self.unfreeze_all and adapters)
-        refuse("master_weights", tuned, "leave it out", when=self.master_weights and adapters)
+        if self.tensor_parallel > 1:
+            other = f"--tensor-parallel {self.tensor_parallel}"
+            unlike = self.optimizer in ("muon", "adafactor")
+            yield other, "optimizer", unlike, "use adam, adamw or sgd"
+            yield other, "zero", self.zero, "leave it out"
+            yield other, "unfreeze_all", self.unfreeze_all, "leave it out"
+            yield other, "sum_dtype", self.keeps_errors, "use bfloat16"
+            yield other, "stage_map", self.stage_map is not None, "give --pipeline-stages"
+        if self.sweep is not None:
+            remedy = "give --metrics-file: one for each run"
+            yield "--sweep", "fine_tune_type", self.is_full, "train adapters"
+            yield "--sweep", "metrics_port", self.metrics_port is not None, remedy
+            yield "--sweep", "report_to", self.services, remedy
+            yield "--sweep", "test", not self.train, "train, or test one of the adapters"
+        if self.island is not None:  # all islands train the same tensors, whole
+            yield "--island", "train", not self.train, "train, or test without it"
+            yield "--island", "sweep", self.sweep is not None, "train one after the other"
+            yield "--island", "tensor_parallel", self.tensor_parallel > 1, "give --pipeline-stages"
+            yield "--island", "early_stop", self.early_stop is not None, "end the run at the hub"
+            yield "--island", "keep", self.keep == BEST, "take the hub's weights"
+        if self.val_batches == 0:
+            other, remedy = "val_batches 0: nothing is validated", "give more, or leave it out"
+            yield other, "early_stop", self.early_stop, remedy
+            yield other, "keep", self.keep == BEST, remedy
+        if not self.train:
+            other, goes_on = "--test alone", self.resume not in (AUTO, "never")
+            yield other, "resume", goes_on, "nothing is trained"
+            compares = facts is not None and facts.has_reference
+            yield other, "objective", compares, "train, with --test: it compares with the start"
+        elif self.epochs is None:
+            other, remedy = f"iters {self.iters}: no update is made", f"give {self.iters} or less"
+            too_many = self.grad_accumulation_steps > self.iters
+            yield other, "grad_accumulation_steps", too_many, remedy
+        if self.stage_map is not None:
+            other = "a stage map, which gives the ranks of a replica"
+            yield other, "data_parallel", self.data_parallel is not None, "leave one out"
+        if facts is not None:
+            other = f"objective {self.objective}"
+            yield other, "loss_chunk", self.loss_chunk == OFF, "leave it out"
+            yield other, "mask_prompt", self.mask_prompt, "answers alone count"
+            yield other, "loss_on", self.loss_on, "answers alone count"
+        if not self.is_full:
+            other = f"fine_tune_type {self.fine_tune_type}"
+            yield other, "unfreeze_all", self.unfreeze_all, "use full"
+            yield other, "master_weights", self.master_weights, "leave it out"
+        exceeds = (self.micro_batch_size or 0) > self.batch_size
+        other, remedy = f"batch_size {self.batch_size}", f"give {self.batch_size} or less"
+        yield other, "micro_batch_size", exceeds, remedy
+        differs = self.mask_prompt and self.loss_on not in (None, LAST)
+        yield "mask_prompt", "loss_on", differs, "leave one out"
         is_float32 = self.master_weights and self.dtype == "float32"
-        refuse("master_weights", "is set with dtype float32", "leave one out", when=is_float32)
+        yield "dtype float32", "master_weights", is_float32, "leave one out"
 
     def _fill_lr_schedule(self) -> None:
         """Fill and check the schedule; with ``epochs`` it follows once the data is read."""
