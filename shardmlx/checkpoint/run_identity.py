@@ -19,7 +19,7 @@ import numpy as np
 
 from shardmlx.config.objective import ObjectiveOptions
 from shardmlx.engine.batches import Sample
-from shardmlx.errors import UserError
+from shardmlx.errors import UserError, refusing
 from shardmlx.modelfiles.safetensors_header import MODEL_FILES, ReadBytes, read_bytes
 from shardmlx.modelfiles.sources import CONFIG_FILE
 
@@ -77,10 +77,8 @@ def identity_of(
 
 def check_identity(ours: Mapping[str, Any], theirs: Mapping[str, Any], where: str | Path) -> None:
     """Raise `UserError` unless the checkpoint at ``where`` is of the same run."""
-    try:
+    with refusing(f"{where} does not say which run it is of", "take another one"):
         difference = next(_differences(ours, theirs), None)
-    except (KeyError, TypeError, AttributeError):
-        raise UserError(f"{where} does not say which run it is of", "take another one") from None
     if difference is not None:
         problem, same = difference
         raise UserError(

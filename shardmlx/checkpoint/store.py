@@ -30,7 +30,7 @@ from typing import IO, Any
 from shardmlx.common.digests import bytes_digest
 from shardmlx.common.durable_files import PARTIAL, flush_directory, lock_file, write_durably
 from shardmlx.distributed.shared_disks import PROBE
-from shardmlx.errors import UserError
+from shardmlx.errors import UserError, refusing
 
 MANIFEST = "checkpoint.json"
 MARKER = "COMMITTED"
@@ -92,10 +92,10 @@ class Manifest:
     @classmethod
     def from_json(cls, text: bytes, where: str | Path) -> Manifest:
         """Read a text of ``to_json``. Raises ``UserError`` for anything else."""
-        try:
+        with refusing(f"{where} is no checkpoint's manifest", "take another one"):
             content = json.loads(text)
             if content["format"] != FORMAT:
-                raise ValueError("another format")
+                raise ValueError(f"its format is not {FORMAT}")
             files = tuple(FileInfo(**file) for file in content["files"])
             parts = {key: content[key] for key in ("identity", "state", "plan", "versions")}
             if not files or not all(isinstance(part, dict) for part in parts.values()):
@@ -103,10 +103,6 @@ class Manifest:
             if not isinstance(content["step"], int):
                 raise TypeError("no step")
             return cls(step=content["step"], files=files, **parts)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise UserError(
-                f"{where} is no checkpoint's manifest of format {FORMAT}", "take another one"
-            ) from None
 
 
 class Store:

@@ -11,7 +11,7 @@ from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
-from shardmlx.errors import UserError, one_line
+from shardmlx.errors import UserError, one_line, refusing
 
 MILLISECONDS_STALLED = 60_000
 """Milliseconds for which a client may leave sent data unread."""
@@ -50,12 +50,8 @@ _ELSEWHERE = "192.0.2.1"  # in no own network, by RFC 5737
 
 def bind(host: str, port: int, prefix: str = "--") -> socket.socket:
     """Return a listening socket; port 0 takes any. ``UserError`` names options by ``prefix``."""
-    try:
+    with refusing(f"{prefix}host {host}", "give an address of this machine"):
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError) as error:
-        raise UserError(
-            f"{prefix}host {host}: {one_line(error)}", "give an address of this machine"
-        ) from None
     try:
         return _listening(found[0][0], found[0][4])
     except OSError as error:

@@ -15,7 +15,7 @@ from shardmlx.costmodel.hostfile import kind_key, same_host
 from shardmlx.costmodel.measured_memory import MemorySample
 from shardmlx.costmodel.timing import ModelSeconds, Seconds
 from shardmlx.costmodel.workload import Workload
-from shardmlx.errors import UserError, file_access
+from shardmlx.errors import UserError, file_access, refusing
 from shardmlx.modelfiles.tensors import read_quantisation
 
 FORMAT = 2
@@ -207,7 +207,7 @@ def read_profile(path: str | Path) -> Profile:
     """Read a profile; ``UserError`` names the file and its fault."""
     with file_access("read", path):
         text = Path(path).read_bytes()
-    try:
+    with refusing(f"{path} is no profile", _AGAIN):
         content = json.loads(text)
         if content["format"] != FORMAT:
             raise ValueError(f"format {content['format']!r}: this shardmlx reads {FORMAT}")
@@ -215,15 +215,6 @@ def read_profile(path: str | Path) -> Profile:
         if not machines:
             raise ValueError("no machines")
         return Profile(dict(content["work"]), machines, str(path))
-    except (
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        ArithmeticError,
-        RecursionError,
-    ) as error:
-        raise UserError(f"{path} is no profile ({error!r})", _AGAIN) from None
 
 
 def read_profiles(names: str) -> Profile:

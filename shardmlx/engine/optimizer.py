@@ -15,7 +15,7 @@ from mlx_lm.tuner.utils import build_schedule
 from shardmlx.config.checks import OPTIMIZERS
 from shardmlx.engine.divided_weights import Shards
 from shardmlx.engine.stage import Stage, layer_of
-from shardmlx.errors import UserError, one_line
+from shardmlx.errors import refusing
 
 MASTER = "master"
 """Name of a weight's float32 copy in the optimizer's state."""
@@ -31,24 +31,16 @@ def build_optimizer(
 
     Raises ``UserError`` for options with which it makes no update: one is tried.
     """
-    try:
-        rate = build_schedule(dict(lr_schedule)) if lr_schedule else learning_rate
+    schedule, kind = dict(lr_schedule or {}), OPTIMIZERS[name].class_name
+    remedy = "give the arguments of this schedule in mlx.optimizers"
+    with refusing(f"lr_schedule {schedule}", remedy):
+        rate = build_schedule(schedule) if schedule else learning_rate
         if callable(rate):
             mx.eval(rate(mx.array(1)))
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"lr_schedule {dict(lr_schedule or {})}: {one_line(error)}",
-            "give the arguments of this schedule in mlx.optimizers",
-        ) from None
-    kind = OPTIMIZERS[name].class_name
-    try:
+    remedy = f"give settings that {kind} of mlx.optimizers takes"
+    with refusing(f"optimizer_config {name} {dict(config)}", remedy):
         made, tried = (getattr(optim, kind)(learning_rate=rate, **config) for _ in range(2))
         mx.eval(tried.apply_gradients({"tried": mx.ones((2, 2))}, {"tried": mx.ones((2, 2))}))
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"optimizer_config {name} {dict(config)}: {one_line(error)}",
-            f"give settings that {kind} of mlx.optimizers takes",
-        ) from None
     return cast(optim.Optimizer, made)
 
 

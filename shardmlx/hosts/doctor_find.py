@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from shardmlx.distributed.networks import own_addresses
-from shardmlx.errors import LOCAL_NETWORK, UserError, one_line
+from shardmlx.errors import LOCAL_NETWORK, UserError, refusing
 from shardmlx.hosts.host_facts import ETHERNET, THUNDERBOLT, VIRTUAL, WIFI, Interface
 from shardmlx.hosts.reachability import at_once, is_local
 
@@ -33,13 +33,9 @@ def find_others(progress: Callable[[str], None]) -> dict[str, str]:
     ``UserError`` if there is none, or no network. ``progress`` is told once Ctrl-C ends the search
     without a word.
     """
-    try:
+    remedy = "see whether it is up, and which program has its port (lsof -i udp:5353)"
+    with refusing("cannot ask the network", remedy):
         announced = _listen(progress)
-    except (OSError, RuntimeError) as error:  # the second is zeroconf's, without an interface
-        raise UserError(
-            f"cannot ask the network ({one_line(error)})",
-            "see whether it is up, and which program has its port (lsof -i udp:5353)",
-        ) from None
     others = others_of(announced, {str(each.ip) for _, each in own_addresses()})
     if not others:
         raise UserError(

@@ -26,7 +26,7 @@ from shardmlx.common.digests import bytes_digest, json_digest, new_digest
 from shardmlx.common.durable_files import PARTIAL, why_not_written
 from shardmlx.distributed.agreement import from_rank_0, on_all_ranks
 from shardmlx.distributed.transport import Transport
-from shardmlx.errors import UserError, one_line
+from shardmlx.errors import UserError, one_line, refusing
 from shardmlx.inference.kv_caches import KeptCaches, can_be_cut
 from shardmlx.inference.prefix_cache import KeptPrefix
 from shardmlx.models.kv_cache import parts_of
@@ -103,11 +103,9 @@ class PrefixFiles:
     def _read_layer(self, path: Path | None, layer: str) -> tuple[list[Any], dict[str, str]]:
         if path is None:
             raise UserError(f"layer {layer} is missing")
-        try:
+        with refusing(path.name):
             is_whole = path.stem.rpartition("-")[2] == _digest_of(path)
             caches, metadata = load_prompt_cache(str(path), return_metadata=True)
-        except (OSError, RuntimeError, ValueError, KeyError) as error:
-            raise UserError(f"{path.name}: {one_line(error)}") from None
         if not is_whole:
             raise UserError(f"{path.name} is damaged")
         return caches, metadata
