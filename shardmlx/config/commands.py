@@ -53,22 +53,16 @@ _of_ranks = partial(Command, needs_ranks=True)
 
 COMMANDS = (
     _of_ranks(
-        "train",
-        TRAIN,
-        "fine-tune a model, as mlx_lm.lora does",
-        "config.train",
-        "training.command",
+        *("train", TRAIN, "fine-tune a model, as mlx_lm.lora does"),
+        *("config.train", "training.command"),
         examples=(
             "shardmlx train --model Qwen/Qwen3-0.6B --data my-data --iters 100",
             "shardmlx launch --hostfile hosts train --config lora.yaml --dry-run",
         ),
     ),
     Command(
-        "report",
-        TRAIN,
-        "show a run from its metrics, as a page",
-        "runreport.page",
-        "runreport.page",
+        *("report", TRAIN, "show a run from its metrics, as a page"),
+        *("runreport.page", "runreport.page"),
         examples=(
             "shardmlx report metrics.jsonl",
             "shardmlx report metrics.jsonl --output run.html",
@@ -107,11 +101,8 @@ COMMANDS = (
         ),
     ),
     _of_ranks(
-        "serve",
-        USE,
-        "serve OpenAI's API over HTTP, and a chat page",
-        "config.serve",
-        "server.run",
+        *("serve", USE, "serve OpenAI's API over HTTP, and a chat page"),
+        *("config.serve", "server.run"),
         examples=(
             "shardmlx serve --model fused --port 8080",
             "shardmlx launch --hostfile hosts serve --model fused --host 0.0.0.0",
