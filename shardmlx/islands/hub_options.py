@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
@@ -67,11 +66,6 @@ class HubOptions(Privacy, Terms):
     def terms(self) -> Terms:
         """Terms that islands learn as they join."""
         return Terms.of(self)
-
-    @cached_property
-    def privacy(self) -> Privacy:
-        """Clipping and noise."""
-        return Privacy.of(self)
 
     @property
     def names(self) -> list[str]:

@@ -204,11 +204,11 @@ class Rounds:
         return pending
 
     def _advance(self, fragment: FragmentStore, reports: Sequence[Report]) -> None:
-        options, privacy, optimizer = self.options, self.options.privacy, self.options.optimizer
+        options, optimizer = self.options, self.options.optimizer
         of_islands = [[*own] for _, own in groupby(reports, attrgetter("island"))]
         # The norm of a sum is at most the sum of norms.
-        factors = [privacy.factor(sum(each.norm for each in own)) for own in of_islands]
-        by_rows = options.mode == FEDAVG and privacy.clip is None
+        factors = [options.factor(sum(each.norm for each in own)) for own in of_islands]
+        by_rows = options.mode == FEDAVG and options.clip is None
         weights = [max(1, sum(each.rows for each in own)) if by_rows else 1 for own in of_islands]
         base = reports[0].base if options.mode == ASYNC else fragment.version
         staleness = (fragment.version or 0) - (base or 0)
@@ -219,7 +219,7 @@ class Rounds:
             pairs = zip(differences, factors, strict=True)
             clipped = (each if factor == 1 else each * np.float32(factor) for each, factor in pairs)
             mean = AGGREGATES[options.aggregate](clipped, weights)
-            mean = privacy.noisy(mean, len(factors), self._random)
+            mean = options.noisy(mean, len(factors), self._random)
             count = len(factors)
             return optimizer.step(now, momentum, mean, reports=count, staleness=staleness)
 
@@ -275,5 +275,5 @@ class Rounds:
             "rounds": self.version,
             "tokens": self.tokens,
             "ended": self.ended,
-            "epsilon": self.options.privacy.epsilon(self.version),
+            "epsilon": self.options.epsilon(self.version),
         }
