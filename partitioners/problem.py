@@ -14,12 +14,17 @@ from shardmlx.pipeline.stage_map import Partition, StageMap
 class LayerCosts:
     """Cost of each decoder layer, of the embedding (first stage), of norm and lm_head (last stage).
 
-    The unit is free: seconds, FLOPs, bytes.
+    The unit is free: seconds, FLOPs, bytes. Raises ``ValueError`` for negative or infinite numbers.
     """
 
     layers: tuple[float, ...]
     embedding: float = 0.0
     head: float = 0.0
+
+    def __post_init__(self) -> None:
+        for cost in (*self.layers, self.embedding, self.head):
+            if not (math.isfinite(cost) and cost >= 0):
+                raise ValueError(f"a cost of {cost}")
 
     def scaled(self, factor: float) -> LayerCosts:
         layers = tuple(cost * factor for cost in self.layers)
@@ -36,7 +41,7 @@ class Problem:
     """Layers to be divided among the stages of a pipeline, and the machines that run them.
 
     A pipeline rank is a machine, or its share of one. Missing fields are unknown, and do not count.
-    Raises ``UserError`` for more stages than layers.
+    Raises ``UserError`` for more stages than layers, ``ValueError`` for missing entries.
     """
 
     placement: tuple[int, ...]
@@ -64,10 +69,15 @@ class Problem:
                 f"use at most {self.num_layers} stages",
             )
         pp = self.pp
+        if set(self.placement) != set(range(pp)):
+            raise ValueError(f"ranks {sorted(set(self.placement))}: 0 to {pp - 1} without holes")
         if not self.capacity:
             object.__setattr__(self, "capacity", (math.inf,) * pp)
         if not self.transfer:
             object.__setattr__(self, "transfer", ((0.0,) * pp,) * pp)
+        for entries in (self.costs, self.capacity, self.transfer, self.hosts or self.costs):
+            if len(entries) != pp:
+                raise ValueError(f"{len(entries)} entries for {pp} pipeline ranks: {entries}")
 
     @property
     def num_layers(self) -> int:

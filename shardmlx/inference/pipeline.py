@@ -114,7 +114,8 @@ class FirstStage:
         self, sequence: int, tokens: Sequence[int], params: SamplingParams, context: int = 0
     ) -> None:
         """Take in a prompt. ``sequence`` is a number that no other has had, ``context`` the most
-        tokens that it may have, where the scheduler has a capacity or there are drafts."""
+        tokens that it may have, where the scheduler has a capacity or there are drafts. Raises as
+        ``Scheduler.add``."""
         self._sequences[sequence] = _Sequence(list(tokens), params, context, len(tokens))
         self._scheduler.add(sequence, len(tokens), params, context)
 

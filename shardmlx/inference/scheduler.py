@@ -165,8 +165,12 @@ class Scheduler:
         return len(self._open) * max((each.room for each in self._open.values()), default=0)
 
     def add(self, sequence: int, tokens: int, params: Any = None, context: int = 0) -> None:
-        """Queue a prompt of one token or more, which may become ``context``: as many as have room
-        in ``capacity``."""
+        """Queue a prompt of so many tokens, which may become ``context``. Raises ``ValueError`` if
+        it has none, or would never have room in ``capacity``."""
+        if tokens < 1:
+            raise ValueError(f"a prompt of {tokens} tokens")
+        if self.capacity is not None and held(context) > self.capacity:
+            raise ValueError(f"a sequence of {context} tokens, where {self.capacity} are kept")
         self._waiting.append(_Sequence(sequence, tokens, tokens, context, params))
 
     def next(self) -> Item | None:

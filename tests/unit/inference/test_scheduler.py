@@ -113,6 +113,10 @@ def test_with_a_capacity_as_many_sequences_as_it_has_room_for_padding_counted() 
     scheduler.add(3, 1, context=100)  # waits its turn
     played = play(scheduler, 9, lengths={0: 3, 1: 4})
     assert " ".join(played) == "a! b! AB AB c! BC d! CD CD"
+    with pytest.raises(ValueError, match="a sequence of 1025 tokens, where 1024 are kept"):
+        scheduler.add(4, 1, context=1025)
+    with pytest.raises(ValueError, match="a prompt of 0 tokens"):
+        scheduler.add(5, 0)
 
 
 def test_what_is_there_of_a_prompt_is_not_computed_again() -> None:

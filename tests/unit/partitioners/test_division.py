@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -81,6 +82,10 @@ def test_a_problem_checks_itself() -> None:
     costs = LayerCosts((1.0,) * 4)
     with pytest.raises(UserError, match="5 stages, but"):
         in_order(costs, 5)
+    for missing in ({"costs": (costs,)}, {"capacity": (1.0,)}, {"hosts": ("a",)}):
+        fields: dict[str, Any] = {"placement": (0, 1), "costs": (costs, costs), "sizes": costs}
+        with pytest.raises(ValueError, match="for 2 pipeline ranks"):
+            Problem(**fields | missing)
 
 
 def test_what_is_not_said_is_not_known_and_does_not_count() -> None:
@@ -96,3 +101,9 @@ def test_answers_name_the_hosts() -> None:
         placement=(1, 0, 1), costs=(costs, costs), sizes=costs, hosts=("mini", "studio")
     )
     assert uniform(problem).hosts == ("studio", "mini", "studio")
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
+def test_costs_are_finite_and_not_negative(bad: float) -> None:
+    with pytest.raises(ValueError, match="a cost of"):
+        LayerCosts((1.0, bad))
