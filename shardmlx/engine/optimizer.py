@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import build_schedule
 
 from shardmlx.config.checks import OPTIMIZERS
+from shardmlx.config.specs import FineTune
 from shardmlx.engine.divided_weights import Shards
 from shardmlx.engine.stage import Stage, layer_of
 from shardmlx.errors import refusing
@@ -21,25 +22,21 @@ MASTER = "master"
 """Name of a weight's float32 copy in the optimizer's state."""
 
 
-def build_optimizer(
-    name: str,
-    learning_rate: float,
-    lr_schedule: Mapping[str, Any] | None,
-    config: Mapping[str, Any],
-) -> optim.Optimizer:
+def build_optimizer(tune: FineTune) -> optim.Optimizer:
     """Build the optimizer that ``mlx_lm.lora`` would build from the same options.
 
     Raises ``UserError`` for options with which it makes no update: one is tried.
     """
-    schedule, kind = dict(lr_schedule or {}), OPTIMIZERS[name].class_name
+    schedule, kind = dict(tune.lr_schedule or {}), OPTIMIZERS[tune.optimizer].class_name
     remedy = "give the arguments of this schedule in mlx.optimizers"
     with refusing(f"lr_schedule {schedule}", remedy):
-        rate = build_schedule(schedule) if schedule else learning_rate
+        rate = build_schedule(schedule) if schedule else tune.learning_rate
         if callable(rate):
             mx.eval(rate(mx.array(1)))
+    settings = dict(tune.optimizer_settings)
     remedy = f"give settings that {kind} of mlx.optimizers takes"
-    with refusing(f"optimizer_config {name} {dict(config)}", remedy):
-        made, tried = (getattr(optim, kind)(learning_rate=rate, **config) for _ in range(2))
+    with refusing(f"optimizer_config {tune.optimizer} {settings}", remedy):
+        made, tried = (getattr(optim, kind)(learning_rate=rate, **settings) for _ in range(2))
         mx.eval(tried.apply_gradients({"tried": mx.ones((2, 2))}, {"tried": mx.ones((2, 2))}))
     return cast(optim.Optimizer, made)
 

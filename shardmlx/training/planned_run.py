@@ -11,7 +11,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import mlx.nn as nn
-from mlx.optimizers import Optimizer
 
 from shardmlx.common.formatting import plural
 from shardmlx.common.reporter import Reporter, check_writable
@@ -140,7 +139,7 @@ def plan_run(
     )
     # Wrong options are found before the data is read.
     agree("planning", partial(_check_layout, run, _of_groups(inputs, shares), opened, model))
-    agree("building the optimizer", partial(optimizer_of, run.fine_tune))
+    agree("building the optimizer", partial(build_optimizer, run.fine_tune))
     on_rank_0(transport, "checking the output", partial(check_output, config, opened.path))
     with transport.longer_timeout(SETUP_SECONDS):
         data = on_rank_0(
@@ -224,16 +223,6 @@ def check_valid(config: TrainConfig, sizes: Mapping[str, int]) -> None:
             f"{config.data} has no validation set, by which early_stop and --keep best decide",
             "add one, or leave them out",
         )
-
-
-def optimizer_of(fine_tune: FineTune) -> Optimizer:
-    """Return the optimizer that the options name, with its settings. Raises ``UserError``."""
-    return build_optimizer(
-        fine_tune.optimizer,
-        fine_tune.learning_rate,
-        fine_tune.lr_schedule,
-        fine_tune.optimizer_settings,
-    )
 
 
 def check_output(config: TrainConfig, model_path: Path) -> None:

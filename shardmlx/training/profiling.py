@@ -25,10 +25,10 @@ from shardmlx.costmodel.timing import Seconds
 from shardmlx.costmodel.workload import Workload
 from shardmlx.distributed.agreement import from_rank_0, on_rank_0
 from shardmlx.distributed.transport import Transport
+from shardmlx.engine.optimizer import build_optimizer
 from shardmlx.loading.build import unfreeze
 from shardmlx.loading.rank_setup import SETUP_SECONDS, choose_device, this_backend
 from shardmlx.modelfiles.model_files import open_model
-from shardmlx.training.planned_run import optimizer_of
 from shardmlx.training.sample_model import SampleModel, build_sample_model, update_seconds
 
 
@@ -48,7 +48,7 @@ def measure(
     unfreeze(model.model, replace(fine_tune, num_layers=-1))
     count = len(model.pattern)
     stages = model.stages([(0, 1), *model.runs, (count - 1, count)])
-    updates = [update_seconds(stage, optimizer_of(fine_tune)) for stage in stages]
+    updates = [update_seconds(stage, build_optimizer(fine_tune)) for stage in stages]
     samples, memory = [], []
     for shape, of_frozen in zip(shapes, frozen, strict=True):
         transport.barrier("measuring")
@@ -95,7 +95,7 @@ def run(options: ProfileOptions, transport: Transport, blas: Blas) -> None:
 def _read(options: ProfileOptions) -> tuple[dict[str, Any], Workload]:
     check_writable(Path(options.output), "--output")
     files, fine_tune = open_model(options.model, options.revision), FineTune.of(options)
-    optimizer_of(fine_tune)  # refuses its settings before anything is measured
+    build_optimizer(fine_tune)  # refuses its settings before anything is measured
     return dict(files.config), Workload.of(files, fine_tune, BatchOptions.of(options))
 
 

@@ -20,12 +20,13 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.engine.divided_weights import DividedWeights
 from shardmlx.engine.engine import Engine
 from shardmlx.engine.gathered_stage import build_stages
+from shardmlx.engine.optimizer import build_optimizer
 from shardmlx.engine.stage import Stage
 from shardmlx.loading.rank_setup import SETUP_SECONDS, OpenedModel
 from shardmlx.models.divided_layers import take_share
 from shardmlx.models.shares import WHOLE
 from shardmlx.training.island import Membership, join
-from shardmlx.training.planned_run import PlannedRun, optimizer_of
+from shardmlx.training.planned_run import PlannedRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ def load_run(
         reporter=reporter,
         model_path=opened.path,
         engine=engine,
-        optimizer=optimizer_of(tune),
+        optimizer=build_optimizer(tune),
         resumption=resumption,
         membership=membership,
         identity=identity,

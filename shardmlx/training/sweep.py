@@ -21,6 +21,7 @@ from shardmlx.distributed.messages import MOST_RUNS
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import Samples
 from shardmlx.engine.objectives import Objective
+from shardmlx.engine.optimizer import build_optimizer
 from shardmlx.errors import AgreedFailure, UserError
 from shardmlx.loading.build import build_model, cut
 from shardmlx.loading.rank_setup import OpenedModel
@@ -31,7 +32,6 @@ from shardmlx.training.planned_run import (
     check_output,
     check_valid,
     open_for_training,
-    optimizer_of,
     plan_run,
     read_sets,
 )
@@ -140,7 +140,7 @@ def _of_run(
 ) -> PlannedRun:
     """Return a run's own part of what was planned for all of them. Raises ``UserError``."""
     tune = replace(FineTune.of(config), zero=whole.way.fine_tune.zero)
-    optimizer_of(tune)
+    build_optimizer(tune)
     model, _ = build_model(opened.path, tune, config.seed, opened.adapters)
     return replace(
         whole,

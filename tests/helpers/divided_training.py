@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import mlx.nn as nn
 
+from shardmlx.config.specs import FineTune
 from shardmlx.engine.batches import split
 from shardmlx.engine.optimizer import Updater, build_optimizer
 from tests.helpers.checkpoints import Bytes, as_bytes
@@ -48,7 +49,10 @@ def train(
     def work(transport: LocalTransport) -> Trained:
         engine = engine_of(transport, plan, models[transport.rank], divided, **how)
         stages, shards = list(engine.stages.values()), engine.shards
-        updater = Updater(build_optimizer(optimizer, 1e-2, None, settings or {}), stages, shards)
+        tune = FineTune(
+            optimizer=optimizer, learning_rate=1e-2, optimizer_config={optimizer: settings or {}}
+        )
+        updater = Updater(build_optimizer(tune), stages, shards)
         losses, norms = [], []
         for step in range(STEPS):
             for part in range(accumulated):

@@ -16,7 +16,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from shardmlx.config.specs import NONE, Savings
+from shardmlx.config.specs import NONE, FineTune, Savings
 from shardmlx.costmodel.memory import StageMemory, stage_memory
 from shardmlx.costmodel.rank_peak import PeakOfActions
 from shardmlx.costmodel.training_setup import TrainingSetup
@@ -227,7 +227,7 @@ def measure(case: Case) -> tuple[Measured, LayerCosts]:
     case.take_share(part)
     del model
     stage = Stage(1, part, needs_input_gradient=case.start > 0, savings=case.savings)
-    updater = Updater(build_optimizer("adam", 1e-4, None, {}), [stage])
+    updater = Updater(build_optimizer(FineTune(learning_rate=1e-4)), [stage])
     after_forward: list[int] = []
     after_input: list[int] = []
     outside = 0

@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 
 from shardmlx.config.checks import OPTIMIZERS
+from shardmlx.config.specs import FineTune
 from shardmlx.engine.optimizer import Updater, build_optimizer
 from shardmlx.engine.stage import Stage
 from tests.helpers.stage_memory import before_others
@@ -44,7 +45,7 @@ def bytes_above_gradients(optimizer: str, layers: int, ends: int) -> int:
     shapes = shapes_of(layers, ends)
     part = {name: mx.random.normal(shape) for name, shape in shapes.items()}
     stage = SimpleNamespace(names=list(reversed(shapes)), part=part, gradients={})
-    made = build_optimizer(optimizer, 1e-3, None, SETTINGS.get(optimizer, {}))
+    made = build_optimizer(FineTune(optimizer=optimizer, optimizer_config=SETTINGS))
     updater = Updater(made, [cast(Stage, stage)])
     most = 0
     for update in range(1 + UPDATES):

@@ -12,7 +12,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from shardmlx.config.specs import NO_SAVINGS, NONE, RECOMPUTE, Savings
+from shardmlx.config.specs import NO_SAVINGS, NONE, RECOMPUTE, FineTune, Savings
 from shardmlx.distributed.messages import PeerLost, TransportTimeout
 from shardmlx.engine.batches import split
 from shardmlx.engine.optimizer import Updater, build_optimizer
@@ -228,7 +228,7 @@ def test_replicas_and_holders_of_tied_weights_stay_equal_to_the_bit(tied: bool) 
     def work(transport: LocalTransport) -> dict[str, np.ndarray]:
         engine = engine_of(transport, plan, fresh[transport.rank])
         stages = [*engine.stages.values()]
-        updater = Updater(build_optimizer("adamw", 1e-2, None, {}), stages)
+        updater = Updater(build_optimizer(FineTune(optimizer="adamw", learning_rate=1e-2)), stages)
         for step in range(3):
             train_on(engine, random_batch(4, step))
             updater.apply()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from shardmlx.config.checks import OPTIMIZERS
+from shardmlx.config.specs import FineTune
 from shardmlx.engine.optimizer import (
     Updater,
     build_optimizer,
@@ -44,8 +45,13 @@ class _Run:
             part = Slice(model, start, start + size)
             self.stages.append(Stage(index, part, needs_input_gradient=index > 0))
             start += size
-        optimizer = build_optimizer(name, 1e-2, schedule, {**SETTINGS[name], **settings})
-        self.updater = Updater(optimizer, self.stages)
+        tune = FineTune(
+            optimizer=name,
+            learning_rate=1e-2,
+            lr_schedule=schedule,
+            optimizer_config={name: {**SETTINGS[name], **settings}},
+        )
+        self.updater = Updater(build_optimizer(tune), self.stages)
 
     def update(self, *steps: int) -> None:
         for step in steps:
@@ -234,7 +240,7 @@ def test_what_makes_no_optimizer_is_named(
     schedule: Any, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError) as refused:
-        build_optimizer("adam", 1e-3, schedule, settings)
+        build_optimizer(FineTune(lr_schedule=schedule, optimizer_config={"adam": settings}))
     assert message in refused.value.problem
 
 

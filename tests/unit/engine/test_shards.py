@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from shardmlx.config.checks import OPTIMIZERS
+from shardmlx.config.specs import FineTune
 from shardmlx.distributed.exchanges import Exchange
 from shardmlx.distributed.sums import Sums
 from shardmlx.engine import gradient_reducer
@@ -123,7 +124,7 @@ def test_updated_weights_go_layer_by_layer_while_the_next_layer_is_updated(
     def updates(transport: LocalTransport) -> None:
         plan = TWO.plan(layers, 2)
         engine = engine_of(transport, plan, models[transport.rank], OPTIMIZER)
-        adam = build_optimizer("adam", 1e-2, None, {})
+        adam = build_optimizer(FineTune(learning_rate=1e-2))
         updater = Updater(adam, list(engine.stages.values()), engine.shards)
         train_on(engine, random_batch(4, 0))
         transport.barrier("updating")
