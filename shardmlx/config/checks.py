@@ -132,24 +132,28 @@ def check_lr_schedule(schedule: Mapping[str, Any]) -> None:
         raise OptionError(name, f"has warmup {warmup!r}", "give a whole number of steps")
 
 
-def check_replica_rows(value: str | None) -> None:
-    """Check that it is None, auto, or numbers from 1 with commas between."""
-    numbers = [] if value in (None, AUTO) else str(value).split(",")
-    are_rows = all(each.strip().isdecimal() and int(each) > 0 for each in numbers)
+def _numbers(text: str) -> tuple[int, ...]:
+    """Return the numbers of a text like 5,3; 0 for what is none."""
+    return tuple(int(each) if each.strip().isdecimal() else 0 for each in text.split(","))
+
+
+def rows_of(text: str | None) -> tuple[int, ...]:
+    """Return the rows of each replica; () if they are open. Raises ``OptionError``."""
+    rows = () if text in (None, AUTO) else _numbers(str(text))
     remedy = "give auto, or the rows of each replica, like 5,3"
-    refuse("replica_rows", f"is {value}", remedy, when=not are_rows)
+    refuse("replica_rows", f"is {text}", remedy, when=0 in rows)
+    return rows
 
 
 def shares_of(text: str | None, ranks: int) -> tuple[int, ...]:
     """Return the shares, in proportion, of so many ranks that compute a layer together; () if they
     are open. Raises ``OptionError``."""
-    words = [] if text is None else text.split(",")
-    shares = tuple(int(each) if each.strip().isdecimal() else 0 for each in words)
+    shares = () if text is None else _numbers(text)
     refuse(
         "tensor_shares",
         f"{text}: --tensor-parallel {ranks} takes as many numbers from 1",
         "give one for each rank that shares a layer",
-        when=bool(shares) and (len(shares) != ranks or min(shares) < 1),
+        when=shares and (len(shares) != ranks or 0 in shares),
     )
     return shares
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 from shardmlx.config import common_options as common
-from shardmlx.config.checks import FINE_TUNE_TYPES, OPTIMIZERS, parse_lr_schedule
+from shardmlx.config.checks import FINE_TUNE_TYPES, OPTIMIZERS, parse_lr_schedule, rows_of
 from shardmlx.config.common_options import AUTO, OFF
 from shardmlx.config.objective import ObjectiveOptions, rows_together
 from shardmlx.config.options import Spec, in_group, option, same_as
@@ -252,9 +252,7 @@ class BatchOptions(Spec):
     @property
     def given_rows(self) -> tuple[int, ...]:
         """Rows of each replica, as numbers that are given; empty where none are."""
-        if self.replica_rows in (None, AUTO):
-            return ()
-        return tuple(map(int, str(self.replica_rows).split(",")))
+        return rows_of(self.replica_rows)
 
     @property
     def recomputed(self) -> str:
@@ -296,26 +294,6 @@ class LayoutOptions(Spec):
         choices=(AUTO, *SCHEDULES),
     )
 
-    def for_ranks(self, ranks: int) -> Self:
-        """Return the same with pipeline stages in the place of ``data_parallel``, for so many
-        ranks. Raises ``UserError`` where the replicas do not divide them."""
-        replicas = self.data_parallel
-        if replicas is None:
-            return self
-        if ranks % replicas:
-            fitting = ", ".join(str(each) for each in range(1, ranks + 1) if ranks % each == 0)
-            raise UserError(
-                f"--data-parallel {replicas} does not divide {ranks} ranks", f"use one of {fitting}"
-            )
-        stages = ranks // replicas
-        if self.pipeline_stages not in (None, stages):
-            raise UserError(
-                f"--data-parallel {replicas} of --pipeline-stages {self.pipeline_stages} are not "
-                f"{ranks} ranks",
-                "leave one out",
-            )
-        return replace(self, pipeline_stages=stages, data_parallel=None)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
@@ -330,8 +308,24 @@ class RunSpec:
     runs: int = 1
 
     def for_ranks(self, ranks: int) -> RunSpec:
-        """Return the same with a layout for so many ranks. Raises ``UserError``."""
-        return replace(self, layout=self.layout.for_ranks(ranks))
+        """Return the same with pipeline stages in the place of ``data_parallel``, for so many
+        ranks. Raises ``UserError`` where the replicas do not divide them."""
+        replicas, asked = self.layout.data_parallel, self.layout.pipeline_stages
+        if replicas is None:
+            return self
+        if ranks % replicas:
+            fitting = ", ".join(str(each) for each in range(1, ranks + 1) if ranks % each == 0)
+            raise UserError(
+                f"--data-parallel {replicas} does not divide {ranks} ranks", f"use one of {fitting}"
+            )
+        stages = ranks // replicas
+        if asked not in (None, stages):
+            raise UserError(
+                f"--data-parallel {replicas} of --pipeline-stages {asked} are not {ranks} ranks",
+                "leave one out",
+            )
+        layout = replace(self.layout, pipeline_stages=stages, data_parallel=None)
+        return replace(self, layout=layout)
 
     def answers(self, asked: RunSpec) -> dict[str, Any]:
         """Return what this says where ``asked`` leaves something open, by option."""

@@ -15,9 +15,9 @@ from shardmlx.config.checks import (
     check_hf_dataset,
     check_lr_schedule,
     check_optimizer_config,
-    check_replica_rows,
     checked_lora,
     filled_lr_schedule,
+    rows_of,
     shares_of,
 )
 from shardmlx.config.command_line import CommandLine
@@ -217,7 +217,7 @@ class TrainConfig(
         check_optimizer_config(self.optimizer_config)
         shares_of(self.tensor_shares, self.tensor_parallel)
         self._fill_lr_schedule()
-        check_replica_rows(self.replica_rows)
+        rows_of(self.replica_rows)
         self.check_objective()
         self._check_together()
         if self.tensor_parallel > 1:
