@@ -118,9 +118,8 @@ def address_of(listener: socket.socket) -> str:
 def trusted_hosts(listener: socket.socket, extra: Sequence[str] = ()) -> frozenset[str] | None:
     """Return the names that a request's ``Host`` may have; None for any, where others may ask."""
     host = listener.getsockname()[0]
-    if ip_address(host.partition("%")[0]).is_loopback:
-        return frozenset({*LOOPBACK, host, *extra})
-    return frozenset({*LOOPBACK, host, *extra}) if extra else None
+    is_local = ip_address(host.partition("%")[0]).is_loopback
+    return frozenset({*LOOPBACK, host, *map(str.lower, extra)}) if extra or is_local else None
 
 
 def is_for(host: str, hosts: Collection[str] | None) -> bool:

@@ -60,8 +60,3 @@ class DataOptions(FeatureKeys):
         minimum=1,
     )
     trust_remote_code: bool = _data(False, "run code that comes with model or tokenizer")
-
-    @property
-    def counted_messages(self) -> str:
-        """The messages that count: ``LOSS_ON`` lists them."""
-        return self.loss_on or (LAST if self.mask_prompt else ALL)

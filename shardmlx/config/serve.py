@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.inference import MODEL, REFUSED, InferenceConfig, most_tokens
-from shardmlx.config.options import in_group, refuse, split_names
+from shardmlx.config.options import in_group, refuse
 from shardmlx.errors import UserError
 from shardmlx.models.kv_cache import held
 
@@ -107,11 +107,6 @@ class ServeConfig(InferenceConfig):
     def bytes_for_requests(self) -> int:
         """The bytes that rank 0 takes to read what clients send."""
         return (MOST_BODIES + FACTOR_OF_READING) * self.max_body
-
-    @property
-    def extra_hosts(self) -> list[str]:
-        """The names of ``allow_host``."""
-        return [name.lower() for name in split_names(self.allow_host)]
 
 
 def check_packages(_: object) -> None:

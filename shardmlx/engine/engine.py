@@ -100,10 +100,6 @@ class _Run:
         number, j = divmod(action.microbatch, self.size)
         return self.steps[number], self.steps[number].microbatches[j]
 
-    def ends_step(self, action: Action) -> bool:
-        """Tell whether an action is of the last micro-batch of its step."""
-        return (action.microbatch + 1) % self.size == 0
-
 
 class Engine:
     """The engine of one rank: runs its stages, and sends and receives their messages.
@@ -289,7 +285,8 @@ class Engine:
     def _backward_weight(self, action: Action, run: _Run) -> None:
         step, j = run.step_of(action)[0], action.microbatch
         stage, reducer = step.engine.stages[action.stage], step.engine.reducer
-        reduces = stage.reduces_each or (step.reduce and run.ends_step(action))
+        ends_step = (j + 1) % run.size == 0
+        reduces = stage.reduces_each or (step.reduce and ends_step)
         parts = reducer.parts(stage) if reduces else [stage.names]
         with self.recorder.span(Span.COMPUTE, str(action)):
             # Each bucket starts on its way while the next one computes.

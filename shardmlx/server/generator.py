@@ -132,7 +132,7 @@ class RequestServer:
             queue,
             served,
             api_key=key,
-            hosts=trusted_hosts(listeners[0], config.extra_hosts),
+            hosts=trusted_hosts(listeners[0], split_names(config.allow_host)),
             origins=split_names(config.allow_origin),
             max_body_bytes=config.max_body,
             metrics=Metrics(queue, mx.get_peak_memory),

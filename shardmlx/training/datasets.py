@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from shardmlx.config.data import LAST, DataOptions, FeatureKeys
+from shardmlx.config.data import ALL, LAST, DataOptions, FeatureKeys
 from shardmlx.config.objective import SFT, facts_of, rows_together
 from shardmlx.engine.batches import BASELINE, KNOWN, WANTED, Samples, padded_width, token_ids
 from shardmlx.errors import UserError, file_access, one_line, unknown_token
@@ -235,7 +235,7 @@ def _tokenise(
             found.keys,
             tokenizer,
             found.name,
-            loss_on=options.counted_messages,
+            loss_on=options.loss_on or (LAST if options.mask_prompt else ALL),
             adds_nulls=found.adds_nulls,
         )
     else:
