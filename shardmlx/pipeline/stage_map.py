@@ -68,6 +68,11 @@ class StageMap:
     def __post_init__(self) -> None:
         if not self.hosts:
             object.__setattr__(self, "hosts", (None,) * self.num_stages)
+        for what, entries in (("ranks", self.placement), ("hosts", self.hosts)):
+            if len(entries) != self.num_stages:
+                raise ValueError(f"{len(entries)} {what} for {self.num_stages} stages")
+        if min(self.placement) < 0:
+            raise ValueError(f"a stage on rank {min(self.placement)}")
         missing = sorted(set(range(max(self.placement) + 1)) - set(self.placement))
         if missing:
             raise UserError(
