@@ -6,12 +6,10 @@ from dataclasses import dataclass, replace
 
 from shardmlx.config.inference import WHOLE_CHUNK
 from shardmlx.costmodel.training_setup import BACKENDS
-from shardmlx.costmodel.workload import shared
+from shardmlx.costmodel.workload import ModelSizes, shared
 from shardmlx.models import kv_cache
 from shardmlx.models.kv_cache import CacheQuantisation
-from shardmlx.models.shape import ModelShape
 from shardmlx.models.shares import TensorShares
-from shardmlx.partitioners import LayerCosts
 
 HIDDEN_ARRAYS, MLP_ARRAYS, QUERY_ARRAYS, SCORE_ARRAYS = 7, 2, 1, 2
 """Arrays of each width that exist while a layer computes a chunk, fitted to measurements.
@@ -25,11 +23,7 @@ of SmolLM2 on a CPU were 1 to 5% lower (docs/generate.md).
 class GenerationSetup:
     """The facts that decide the memory of generating."""
 
-    shape: ModelShape
-    weight_sizes: LayerCosts
-    """Bytes of the parameters as held in memory; a tied matrix counts as the embedding."""
-    dtype_bytes: int
-    """Bytes of an element of an activation, a key or a value."""
+    model: ModelSizes
     sequences: int
     """Sequences that are generated at a time."""
     context: int
@@ -57,17 +51,17 @@ class GenerationSetup:
 
 def setups_of(setup: GenerationSetup, shares: TensorShares) -> list[GenerationSetup]:
     """Return the facts of the ranks of a stage, whose shares have fewer heads and columns."""
-    found = []
+    found, whole = [], setup.model
     for rank in range(shares.size):
-        own, weight_sizes = shared(setup.shape, setup.weight_sizes, shares, rank)
-        beside = setup.beside if rank == 0 else 0
-        found.append(replace(setup, shape=own, weight_sizes=weight_sizes, beside=beside))
+        shape, sizes = shared(whole.shape, whole.weight_sizes, shares, rank)
+        model = replace(whole, shape=shape, weight_sizes=sizes)
+        found.append(replace(setup, model=model, beside=setup.beside if rank == 0 else 0))
     return found
 
 
 def inference_memory(setup: GenerationSetup, start: int, stop: int) -> int:
     """Return the bytes of layers ``start`` to ``stop`` as a stage, with KV caches and one chunk."""
-    shape, sizes = setup.shape, setup.weight_sizes
+    shape, sizes = setup.model.shape, setup.model.weight_sizes
     is_first, is_last = start == 0, stop == shape.num_layers
     weights: float = sum(sizes.layers[start:stop])
     if is_first or (is_last and (shape.tied or setup.head)):
@@ -77,14 +71,14 @@ def inference_memory(setup: GenerationSetup, start: int, stop: int) -> int:
         weights += sizes.head + setup.head
         activations += (setup.sequences + setup.drafts) * shape.vocab_size
     caches = kv_cache_memory(setup, start, stop)
-    own = round(weights + caches + setup.dtype_bytes * activations)
+    own = round(weights + caches + setup.model.dtype_bytes * activations)
     return own + setup.beside if is_first else own
 
 
 def kv_cache_memory(setup: GenerationSetup, start: int, stop: int) -> int:
     """Return the bytes of all keys, values and states; an upper bound if sequences share tokens.
     Sliding windows stay unquantised."""
-    shape = setup.shape
+    shape, size = setup.model.shape, setup.model.dtype_bytes
     most = setup.context + kv_cache.STEP
     limit = min(most, setup.max_kv_size or most)
     copies = 0 if shape.family.takes_cuts else setup.state_copies
@@ -94,14 +88,14 @@ def kv_cache_memory(setup: GenerationSetup, start: int, stop: int) -> int:
         numbers.append(stop - 1)
     for layer in map(shape.layer, numbers):
         window = layer.window if shape.chooses_caches else None
-        nbytes += (setup.sequences + copies) * layer.recurrence.cache_nbytes(setup.dtype_bytes)
+        nbytes += (setup.sequences + copies) * layer.recurrence.cache_nbytes(size)
         if window is not None:
-            nbytes += copies * setup.dtype_bytes * layer.heads.cached * min(limit, window)
+            nbytes += copies * size * layer.heads.cached * min(limit, window)
         tokens = setup.cache_tokens
         if tokens is None:
             tokens = setup.sequences * min(limit, window or limit)
         if setup.quantisation is None or window is not None:
-            nbytes += setup.dtype_bytes * layer.heads.cached * tokens
+            nbytes += size * layer.heads.cached * tokens
         else:
             nbytes += _quantised(setup, setup.quantisation, layer.heads.cached, tokens)
     return nbytes
@@ -114,7 +108,8 @@ def _quantised(setup: GenerationSetup, how: CacheQuantisation, elements: int, to
     share ``cache_tokens``, those that end earlier stay unquantised.
     """
     plain = min(tokens, setup.sequences * (how.start + setup.chunk + kv_cache.STEP))
-    of_plain, packed = setup.dtype_bytes * elements, how.nbytes(elements, setup.dtype_bytes)
+    size = setup.model.dtype_bytes
+    of_plain, packed = size * elements, how.nbytes(elements, size)
     if setup.cache_tokens is None:
         return round(max(of_plain * plain, packed * tokens))
     plain = plain if how.start == 0 else tokens
@@ -123,7 +118,7 @@ def _quantised(setup: GenerationSetup, how: CacheQuantisation, elements: int, to
 
 def _passing(setup: GenerationSetup) -> int:
     """Return the elements that exist while a layer computes a chunk."""
-    shape, chunk = setup.shape, min(setup.longest or setup.context, setup.chunk)
+    shape, chunk = setup.model.shape, min(setup.longest or setup.context, setup.chunk)
     most = 0
     for layer in shape.kinds:
         heads = layer.heads

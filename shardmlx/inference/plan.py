@@ -129,9 +129,7 @@ def plan_inference(
     is_alone = limit is not None or quantisation is not None or not shape.takes_batches
     groups = most if is_alone else min(size, most)
     setup = GenerationSetup(
-        shape=shape,
-        weight_sizes=sizes.weight_sizes,
-        dtype_bytes=sizes.dtype_bytes,
+        model=sizes,
         sequences=most,
         context=load.context,
         chunk=config.chunk(size, cluster.backend),
@@ -144,12 +142,14 @@ def plan_inference(
         head=head,
         backend=cluster.backend,
     )
-    if draft is not None:
-        setup = replace(setup, beside=_drafting(draft, setup))
+    if draft is not None:  # for the same sequences
+        drafting = replace(setup, model=draft, max_kv_size=None, quantisation=None, state_copies=0)
+        held_beside = inference_memory(drafting, 0, draft.shape.num_layers)
+        setup = replace(setup, beside=held_beside)
     if given is not None:
         _check_map(given, config, sizes, cluster.machines[::across])
     costs = _costs(sizes, load, rows=-(-most // groups))
-    problem = generation_problem(setup, shares, cluster, costs, sizes.held_sizes)
+    problem = generation_problem(setup, shares, cluster, costs)
 
     def plan_by(partitioner: str) -> InferencePlan:
         stage_map = given or PARTITIONERS[partitioner](problem)
@@ -184,20 +184,6 @@ def check_gives_back(shape: ModelShape, draft: str) -> None:
             "draft that are rejected",
             "leave it out",
         )
-
-
-def _drafting(draft: ModelSizes, setup: GenerationSetup) -> int:
-    """Return the bytes of a whole model that drafts for the sequences of a run."""
-    of_draft = replace(
-        setup,
-        shape=draft.shape,
-        weight_sizes=draft.weight_sizes,
-        dtype_bytes=draft.dtype_bytes,
-        max_kv_size=None,
-        quantisation=None,
-        state_copies=0,
-    )
-    return inference_memory(of_draft, 0, draft.shape.num_layers)
 
 
 def _check_map(

@@ -303,10 +303,10 @@ def _announce(config: InferenceConfig, plan: InferencePlan, reporter: Reporter) 
             f"--draft {config.draft}: texts of {plan.cuttable} tokens and more get no drafts, "
             "since their sliding windows cannot give back what is rejected"
         )
-    if config.max_kv_size is not None and plan.setup.shape.chooses_caches:
+    if config.max_kv_size is not None and plan.setup.model.shape.chooses_caches:
         reporter.warn(
             f"--max-kv-size {config.max_kv_size} changes nothing: models of type "
-            f"{plan.setup.shape.model_type} choose their caches themselves, in mlx-lm too"
+            f"{plan.setup.model.shape.model_type} choose their caches themselves, in mlx-lm too"
         )
 
 

@@ -92,16 +92,14 @@ def _way(
     stages = shares.groups(cluster.size)
     is_whole = stages == 1 and cluster.backend != "cpu"
     setup = GenerationSetup(
-        shape=shape,
-        weight_sizes=sizes.weight_sizes,
-        dtype_bytes=sizes.dtype_bytes,
+        model=sizes,
         sequences=1,
         context=context,
         chunk=WHOLE_CHUNK if is_whole else PIPELINED_CHUNK,
         backend=cluster.backend,
     )
     costs = LayerCosts(tuple(shape.layer(i).flops(context) for i in range(shape.num_layers)))
-    problem = generation_problem(setup, shares, cluster, costs, sizes.held_sizes)
+    problem = generation_problem(setup, shares, cluster, costs)
     way = None
     for name in (FASTEST, SMALLEST):
         with suppress(DoesNotFitError):
@@ -114,11 +112,7 @@ def _way(
 
 
 def generation_problem(
-    setup: GenerationSetup,
-    shares: TensorShares,
-    cluster: Cluster,
-    costs: LayerCosts,
-    sizes: LayerCosts,
+    setup: GenerationSetup, shares: TensorShares, cluster: Cluster, costs: LayerCosts
 ) -> Problem:
     """Return the problem of dividing layers of these ``costs`` among stages, each on a group."""
     across, capacities = shares.size, [cluster.capacity(rank) for rank in range(cluster.size)]
@@ -133,7 +127,7 @@ def generation_problem(
     return Problem(
         placement=tuple(range(len(firsts))),
         costs=costs_by_speed(costs, firsts, len(firsts)),
-        sizes=sizes,
+        sizes=setup.model.held_sizes,
         peak=None if any(map(math.isinf, capacities)) else peak,
         capacity=tuple(capacities[::across]),
         hosts=tuple(machine.host for machine in firsts),
@@ -145,10 +139,11 @@ def _predicted(
 ) -> GenerationWay:
     """Return the way with these stages. A rank reads what a token uses of its weights; each layer
     sums its hidden state twice, and each stage sends it on."""
-    across, shape = shares.size, setup.shape
+    across, shape = shares.size, setup.model.shape
     of_shares, ranges = setups_of(setup, shares), stage_map.partition.ranges
     bandwidths = [bandwidth_of(each) or math.inf for each in cluster.machines]
-    hidden, seconds, fullest = setup.dtype_bytes * shape.hidden_size, 0.0, (0.0, math.inf)
+    seconds, fullest = 0.0, (0.0, math.inf)
+    hidden = setup.model.dtype_bytes * shape.hidden_size
     for stage, (start, stop) in enumerate(ranges):
         ranks = range(stage * across, (stage + 1) * across)
         reading = 0.0
@@ -177,7 +172,7 @@ def _predicted(
 def _read(setup: GenerationSetup, whole: ModelShape, start: int, stop: int) -> float:
     """Return the bytes of weights that a token reads in a stage: of experts those that it uses, or
     of whole ones as many as on the busiest rank, on average."""
-    shape, sizes = setup.shape, setup.weight_sizes
+    shape, sizes = setup.model.shape, setup.model.weight_sizes
     nbytes = 0.0
     for layer, size in zip(range(start, stop), sizes.layers[start:stop], strict=True):
         own, of_all = shape.layer(layer), whole.layer(layer)

@@ -10,7 +10,7 @@ from itertools import islice
 from shardmlx.config.common_options import AUTO, OFF, SIMPLEST
 from shardmlx.config.specs import DIVIDED_WEIGHTS, RECOMPUTE, RunSpec
 from shardmlx.costmodel.cluster import Cluster
-from shardmlx.costmodel.workload import DTYPE_BYTES, Workload
+from shardmlx.costmodel.workload import Workload
 from shardmlx.planning.choice import fits
 from shardmlx.planning.facts import Facts, SequenceLengths
 
@@ -85,7 +85,7 @@ def _tighter(run: RunSpec, facts: Facts) -> Iterator[tuple[str, RunSpec]]:
 def quantised(workload: Workload) -> Workload | None:
     """Return the same work on weights of 4 bits; None if they are quantised already."""
     shape, sizes = workload.shape, workload.weight_sizes
-    width = DTYPE_BYTES[workload.dtype]
+    width = workload.dtype_bytes
     if sizes.layers[0] < width * shape.layer(0).parameters:
         return None
     factor = QUANTISED_BITS / (8 * width)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from shardmlx.costmodel.generation_memory import GenerationSetup, inference_memory, setups_of
 from shardmlx.costmodel.timing import TYPICAL_LENGTH
-from shardmlx.costmodel.workload import DTYPE_BYTES, activation_dtype, model_sizes, shared
+from shardmlx.costmodel.workload import model_sizes, shared
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.parts import Inspection, Part
 from shardmlx.models.shares import WHOLE, TensorShares
@@ -136,10 +136,5 @@ def generation_of(inspection: Inspection, sequences: int, context: int) -> Gener
             f"--context: {inspection.files.name} is no decoder with keys and values",
             "leave --context out",
         )
-    return GenerationSetup(
-        shape=inspection.shape,
-        weight_sizes=model_sizes(inspection.files, None).weight_sizes,
-        dtype_bytes=DTYPE_BYTES[activation_dtype(inspection)],
-        sequences=sequences,
-        context=context,
-    )
+    model = model_sizes(inspection.files, None)
+    return GenerationSetup(model=model, sequences=sequences, context=context)

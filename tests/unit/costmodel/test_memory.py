@@ -22,6 +22,7 @@ from shardmlx.costmodel.layer_memory import (
 from shardmlx.costmodel.memory import StageMemory, stage_memory
 from shardmlx.costmodel.rank_peak import PeakOfActions
 from shardmlx.costmodel.training_setup import TrainingSetup
+from shardmlx.costmodel.workload import ModelSizes
 from shardmlx.engine.buffers import SUM_BUFFER_BYTES
 from shardmlx.islands.protocol import Terms
 from shardmlx.modelfiles.parts import read_shape
@@ -383,15 +384,16 @@ def test_a_stage_has_the_gradients_that_lowering_gives_it(
 
 
 def test_inference_keeps_keys_and_values_of_every_token_in_the_window() -> None:
-    generating = GenerationSetup(
-        shape=SHAPE, weight_sizes=parameter_bytes(SHAPE), dtype_bytes=2, sequences=3, context=1
-    )
+    sizes = ModelSizes(shape=SHAPE, weight_sizes=parameter_bytes(SHAPE), dtype="bfloat16")
+    generating = GenerationSetup(model=sizes, sequences=3, context=1)
     kinds = ["full_attention" if i in (0, 3) else "sliding_attention" for i in range(4)]
     windows = read_shape({**CONFIG, "layer_types": kinds, "sliding_window": 5})
 
     def grows(shape: ModelShape, start: int, stop: int) -> int:
         short, long = (
-            inference_memory(replace(generating, shape=shape, context=context), start, stop)
+            inference_memory(
+                replace(generating, model=replace(sizes, shape=shape), context=context), start, stop
+            )
             for context in (4000, 5000)
         )
         return long - short

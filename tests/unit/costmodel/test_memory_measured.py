@@ -10,6 +10,7 @@ import pytest
 from shardmlx.config.specs import FULL, RECOMPUTE, SELECTIVE
 from shardmlx.costmodel.generation_memory import GenerationSetup, inference_memory
 from shardmlx.costmodel.layer_memory import layer_arrays
+from shardmlx.costmodel.workload import ModelSizes
 from shardmlx.engine.stage import Stage
 from shardmlx.models.activations import RecomputedMLP
 from shardmlx.models.slice import Slice
@@ -124,9 +125,7 @@ def test_prefill_of_a_long_prompt_holds_the_scores_of_a_chunk(
     case.take_share(part)
     del model
     setup = GenerationSetup(
-        shape=shape,
-        weight_sizes=sizes,
-        dtype_bytes=4,
+        model=ModelSizes(shape=shape, weight_sizes=sizes, dtype="float32"),
         sequences=1,
         context=length,
         chunk=chunk,

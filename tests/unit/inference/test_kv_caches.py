@@ -11,6 +11,7 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 
 from shardmlx.costmodel.generation_memory import GenerationSetup, kv_cache_memory
+from shardmlx.costmodel.workload import ModelSizes
 from shardmlx.errors import UserError
 from shardmlx.inference.kv_caches import KVCaches, check_quantised
 from shardmlx.inference.prefix_cache import CachedPrefix
@@ -27,6 +28,12 @@ LAYERS = 8
 TOKENS = 256
 LAYER_BYTES = 2 * 4 * TOKENS * 32 * 4
 """Of one sequence's keys and values, in float32."""
+
+
+def without_weights(config: dict[str, Any], dtype: str) -> ModelSizes:
+    shape = read_shape(config)
+    sizes = LayerCosts((0,) * shape.num_layers)
+    return ModelSizes(shape=shape, weight_sizes=sizes, dtype=dtype)
 
 
 def in_a_group(sequences: tuple[int, ...]) -> KVCaches:
@@ -159,9 +166,7 @@ def test_the_plan_counts_the_bytes_of_quantised_caches(bits: int, tokens: int) -
         part.extend(mx.zeros((1, length), mx.int32), layers)
     layers = caches.of(Item(ItemKind.DECODE, (1,), group=0))
     setup = GenerationSetup(
-        shape=read_shape(config),
-        weight_sizes=LayerCosts((0, 0), 0, 0),
-        dtype_bytes=4,
+        model=without_weights(config, "float32"),
         sequences=1,
         context=tokens,
         chunk=30,
@@ -193,9 +198,7 @@ def test_the_plan_counts_the_bytes_of_states_and_of_their_copies(
     copies = [parts for each in caches._borders[1].values() for parts in each]
     held = sum(part.nbytes for parts in [*layers, *copies] for part in parts if part is not None)
     setup = GenerationSetup(
-        shape=read_shape(config),
-        weight_sizes=LayerCosts((0,) * 4, 0, 0),
-        dtype_bytes=dtype.size,
+        model=without_weights(config, str(dtype).rpartition(".")[2]),
         sequences=1,
         context=STEP,
         cache_tokens=STEP,
