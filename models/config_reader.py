@@ -8,7 +8,7 @@ from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from shardmlx.errors import UserError, file_access
+from shardmlx.errors import UserError, file_access, refusing
 from shardmlx.models.rope_parameters import with_rope
 
 MOST_LAYERS = 10_000
@@ -117,10 +117,8 @@ def parse_config(text: bytes, where: str | Path) -> dict[str, Any]:
     check_pointer(text, where)
     if text.startswith(codecs.BOM_UTF8):
         raise UserError(f"{where} begins with a byte order mark", "save it as UTF-8 without one")
-    try:
+    with refusing(f"{where} is not valid JSON", "copy it again"):
         config = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where} is not valid JSON ({error})", "copy it again") from None
     if not isinstance(config, dict):
         raise UserError(f"{where} holds no JSON object", "copy it again")
     return with_rope(config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,16 +70,7 @@ def read_texts(
     config: EvaluateConfig, encoder: PromptEncoder, warn: Callable[[str], None]
 ) -> list[Sample]:
     """Read and tokenise ``--data``; ``warn`` of cut texts. Raises ``UserError``."""
-    options = DataOptions(
-        train=False,
-        test=True,
-        data=str(config.data),
-        hf_dataset=None,
-        max_seq_length=config.max_seq_length,
-        mask_prompt=config.mask_prompt,
-        trust_remote_code=config.trust_remote_code,
-        batch_size=1,
-    )
+    options = replace(DataOptions.of(config), test=True, batch_size=1)
     data = read_data(options, encoder.tokenizer, encoder.positions, vocabulary=encoder.vocabulary)
     for warning in data.warnings:
         warn(warning)

@@ -87,7 +87,7 @@ def test_a_model_with_adapters_beside_it_is_a_model(tmp_path: Path) -> None:
         (lambda d: write(d, {"notes.txt": text_file(b"")}), "is no model: it has no config.json"),
         (
             lambda d: write(d, {"config.json": text_file(b"{")}),
-            "config.json is not valid JSON (Expecting property name",
+            "config.json is not valid JSON: Expecting property name",
         ),
         (
             lambda d: write(d, {"config.json": text_file(TINY)}) / "config.json",
