@@ -21,8 +21,8 @@ from shardmlx.config.export import LINE, ExportOptions
 from shardmlx.config.options import OptionError
 from shardmlx.conversion import command
 from shardmlx.conversion import export as exporting
+from shardmlx.conversion.export import texts_of
 from shardmlx.conversion.output import WORK
-from shardmlx.conversion.shards import texts_of
 from shardmlx.errors import UserError
 from shardmlx.loading import partial_copy
 from shardmlx.modelfiles.model_files import open_model

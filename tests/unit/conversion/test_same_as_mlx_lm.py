@@ -16,7 +16,7 @@ from mlx_lm.utils import make_shards
 
 from shardmlx.checkpoint.export import TensorSpec
 from shardmlx.config.export import ExportOptions, Packing
-from shardmlx.conversion.shards import divide
+from shardmlx.conversion.export import divide
 from shardmlx.modelfiles.safetensors_header import read_header
 from shardmlx.models.rope_parameters import with_rope
 from tests.helpers.exports import export_alone
