@@ -62,6 +62,15 @@ def refusing(what: str, remedy: str = "") -> Iterator[None]:
         raise UserError(f"{what}: {one_line(error)}", remedy) from None
 
 
+@contextlib.contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Put ``where`` in front of the problem of a ``UserError`` in the block."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{where}: {error.problem}", error.remedy) from None
+
+
 def unknown_token(where: str, token: int, vocabulary: int) -> UserError:
     """Return the error for a token id that is none of the model's: MLX would read, and in training
     write, memory that is not the model's."""

@@ -12,9 +12,8 @@ from shardmlx.common.yaml_reader import read_yaml
 from shardmlx.config.checks import OPTIMIZERS
 from shardmlx.config.data import FeatureKeys
 from shardmlx.config.objective import SFT, ObjectiveOptions
-from shardmlx.config.options import OptionError
 from shardmlx.config.train import TrainConfig
-from shardmlx.errors import UserError
+from shardmlx.errors import UserError, naming
 
 _OBJECTIVE = tuple(each.name for each in fields(ObjectiveOptions))
 
@@ -74,10 +73,8 @@ def _of_run(config: TrainConfig, name: str, given: Any) -> TrainConfig:
     for option in ("metrics_file", "trace"):
         if (path := getattr(config, option)) is not None:
             changes[option] = str(Path(path).with_stem(f"{Path(path).stem}-{name}"))
-    try:
+    with naming(where):
         return replace(config, sweep=None, **changes)
-    except OptionError as error:
-        raise UserError(f"{where}: {error.problem}", error.remedy) from None
 
 
 def in_one(config: TrainConfig, runs: Mapping[str, TrainConfig]) -> TrainConfig:

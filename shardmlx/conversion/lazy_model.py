@@ -36,7 +36,7 @@ from shardmlx.conversion.experts import (
     stored_arrays,
 )
 from shardmlx.conversion.sources import Trained
-from shardmlx.errors import UserError, refusing
+from shardmlx.errors import UserError, naming, refusing
 from shardmlx.loading.adapters import add_adapters
 from shardmlx.loading.build import load_lazily
 from shardmlx.modelfiles.model_files import check_model_files
@@ -82,11 +82,8 @@ def build_lazily(
         )
     _check_floats(path, loaded.read, model)
     if trained is not None:
-        try:
+        with naming(f"--adapter-path {trained.name} holds nothing for this model"):
             add_adapters(model, trained.config, trained.files)
-        except UserError as error:
-            what = f"--adapter-path {trained.name} holds nothing for this model"
-            raise UserError(f"{what}: {error.problem}", error.remedy) from None
     stored = stored_arrays(path, loaded.read) if has_files else {}
     finish = partial(
         _finish,

@@ -16,7 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from shardmlx.config.inference import InferenceConfig
 from shardmlx.costmodel.workload import ModelSizes, model_sizes
-from shardmlx.errors import UserError
+from shardmlx.errors import UserError, naming
 from shardmlx.inference.drafts import Draft, Drafter
 from shardmlx.inference.kv_caches import Caches, cut
 from shardmlx.inference.prefix_cache import common_length
@@ -46,12 +46,10 @@ class DraftFiles:
 def find_draft_model(config: InferenceConfig, tokenizer: TokenizerWrapper) -> DraftFiles:
     """Find the model that is to draft, and download it if need be. Raises ``UserError`` where its
     tokenizer is not that of the model which verifies."""
-    try:
+    with naming(f"--draft {config.draft}"):
         path = find_model(config.draft, None)
         own = read_tokenizer(path, config.trust_remote_code, read_config(path))
         sizes = model_sizes(open_model(str(path)), config.dtype)
-    except UserError as error:
-        raise UserError(f"--draft {config.draft}: {error.problem}", error.remedy) from None
     if own.get_vocab() != tokenizer.get_vocab():
         raise UserError(
             f"--draft {config.draft}: its tokenizer is not that of --model {config.model}",

@@ -15,7 +15,7 @@ from shardmlx.common.environment import Blas
 from shardmlx.common.reporter import Reporter, check_writable
 from shardmlx.config.inference import DEFAULT_PROMPT, NO_DRAFT, GenerateConfig
 from shardmlx.distributed.transport import Transport
-from shardmlx.errors import UserError
+from shardmlx.errors import UserError, naming
 from shardmlx.inference.detokenize import IncrementalDetokenizer
 from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.plan import GenerationLoad
@@ -67,10 +67,8 @@ def tokenised(config: GenerateConfig, encoder: PromptEncoder) -> list[Prompt]:
     )
     found = []
     for request in requests:
-        try:
+        with naming(request.where):
             tokens = encoder.encode(request.prompt, is_plain=config.ignore_chat_template)
-        except UserError as error:
-            raise UserError(f"{request.where}: {error.problem}", error.remedy) from None
         found.append((tokens, request.max_tokens))
     return found
 

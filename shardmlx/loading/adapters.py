@@ -16,7 +16,7 @@ from shardmlx.common.yaml_reader import did_you_mean
 from shardmlx.compat import reads_weight
 from shardmlx.config.checks import FINE_TUNE_TYPES, check_lora_values
 from shardmlx.config.specs import FineTune
-from shardmlx.errors import UserError, file_access, refusing
+from shardmlx.errors import UserError, file_access, naming, refusing
 from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from shardmlx.models.config_reader import parse_config
 
@@ -74,10 +74,10 @@ def check_keys(model: nn.Module, keys: list[str] | None) -> None:
 
 def resume_from(model: nn.Module, file: Path, fine_tune: FineTune) -> None:
     """Begin with a file's adapters or weights: all must be trained. Raises ``UserError``."""
-    if not file.is_file():
-        remedy = f"name its {ADAPTER_FILE}" if file.is_dir() else ""
-        raise UserError(f"--resume-adapter-file {file}: there is no such file", remedy)
-    try:
+    with naming(f"--resume-adapter-file {file}"):
+        if not file.is_file():
+            remedy = f"name its {ADAPTER_FILE}" if file.is_dir() else ""
+            raise UserError("there is no such file", remedy)
         weights = _read([file])
         remedy = "use the model and lora_parameters that it was made with"
         known = dict(tree_flatten(model.parameters()))
@@ -87,8 +87,6 @@ def resume_from(model: nn.Module, file: Path, fine_tune: FineTune) -> None:
             known = dict(tree_flatten(model.trainable_parameters()))
             remedy += ": --num-layers, and keys in lora_parameters"
         put(model, weights, known, remedy)
-    except UserError as error:
-        raise UserError(f"--resume-adapter-file {file}: {error.problem}", error.remedy) from None
 
 
 def put(
@@ -122,10 +120,8 @@ def find_adapters(directory: Path) -> tuple[dict[str, Any], Path]:
     described = directory / ADAPTER_CONFIG_FILE
     with file_access("read", described):
         config = parse_config(described.read_bytes(), described)
-    try:
+    with naming(str(described)):
         _check(config)
-    except UserError as error:
-        raise UserError(f"{described}: {error.problem}", error.remedy) from None
     file = directory / ADAPTER_FILE
     if not file.is_file():
         raise UserError(f"there is no {file}")
