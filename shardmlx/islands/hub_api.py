@@ -135,7 +135,7 @@ class _Api:
                 break
             if ended:
                 raise Refusal(410, "the run has ended", ended=True)
-            if time.monotonic() >= until:
+            if time.monotonic() >= until or await request.is_disconnected():
                 return Response(status_code=204)
             await asyncio.sleep(SECONDS_TO_LOOK)
         has_change = version == after + 1 and fragment.path(CHANGE, version).exists()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -134,6 +135,18 @@ def test_the_encoded_change_leads_from_one_version_to_the_next(tmp_path: Path) -
         (tmp_path / "change").write_bytes(change.content)
         moved = [each.reshape(-1) for each in hub.rounds.fragment(0).decoded(tmp_path / "change")]
         assert ann.weights() == (START + np.concatenate(moved)).tolist()
+
+
+def test_a_hub_that_is_stopped_ends_at_once_though_an_island_waits(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        with clients(tmp_path) as (hub, ann, _):
+            url = f"{hub.url}/fragments/0?after=0"
+            waiting = pool.submit(httpx.get, url, headers=ann.http.headers, timeout=60)
+            time.sleep(0.3)
+            began = time.monotonic()
+        assert time.monotonic() - began < hub_api.SECONDS_TO_WAIT / 2
+        with pytest.raises(httpx.TransportError):
+            waiting.result()
 
 
 def test_without_an_islands_token_nothing_is_told_or_taken(tmp_path: Path) -> None:
