@@ -58,7 +58,7 @@ def test_the_page_shows_which_islands_train_are_late_missing_or_gone(
 
     with running_hub(tmp_path / "hub", "ann,ben,cid", outer_optimizer="sgd", rounds=2) as hub:
         rounds: Rounds = hub.rounds
-        chrome.get_log("browser")  # type: ignore[no-untyped-call]
+        chrome.get_log("browser")
         chrome.get(hub.url)
         shown("not joined", "not joined", "not joined")
 
@@ -94,5 +94,5 @@ def test_the_page_shows_which_islands_train_are_late_missing_or_gone(
         chrome.refresh()
         waiting.until(lambda _: "ended" in text("#state"))
         assert "round 2, 3,600 tokens" in text("#summary")
-        log: Any = chrome.get_log("browser")  # type: ignore[no-untyped-call]
+        log: Any = chrome.get_log("browser")
         assert log == []

@@ -34,7 +34,7 @@ def show(chrome: webdriver.Chrome, directory: Path, *lines: dict[str, Any] | str
 
 def faults(chrome: webdriver.Chrome) -> list[str]:
     """Return what the browser has complained of since the last call."""
-    log: Any = chrome.get_log("browser")  # type: ignore[no-untyped-call]
+    log: Any = chrome.get_log("browser")
     return [line["message"] for line in log]
 
 

@@ -76,7 +76,8 @@ class Page:
         return self.chrome.execute_script(script, *arguments)
 
     def all(self, selector: str) -> list[WebElement]:
-        return self.chrome.find_elements(By.CSS_SELECTOR, selector)
+        found: list[WebElement] = self.chrome.find_elements(By.CSS_SELECTOR, selector)
+        return found
 
     def one(self, selector: str) -> WebElement:
         return self.chrome.find_element(By.CSS_SELECTOR, selector)
@@ -122,6 +123,6 @@ class Page:
     def faults(self) -> list[str]:
         """Return what the browser has complained of since the last call, but for the statuses of
         answers, which it reports too."""
-        log: Any = self.chrome.get_log("browser")  # type: ignore[no-untyped-call]
+        log: Any = self.chrome.get_log("browser")
         said = [str(line["message"]) for line in log]
         return [line for line in said if "the server responded with a status of" not in line]

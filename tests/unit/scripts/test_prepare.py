@@ -242,7 +242,7 @@ def test_chats_have_mistrals_ids(
 ) -> None:
     answered = messages[-1]["role"] == "assistant"
     mode = ValidationMode.finetuning if answered else ValidationMode.test
-    request = ChatCompletionRequest(messages=messages)  # type: ignore[type-var]
+    request = ChatCompletionRequest(messages=messages)
     expected = original[mode].encode_chat_completion(request)
     assert mistral.apply_chat_template(messages) == expected.tokens
 
