@@ -195,7 +195,7 @@ def test_a_text_is_the_same_beyond_its_caches(kind: str, how: dict[str, Any]) ->
     assert counts.accepted > 0
 
 
-@pytest.mark.parametrize("cut", [[4], [2, 2], [1, 2, 1]], ids=str)
+@pytest.mark.parametrize("cut", [[4], [1, 2, 1]], ids=str)
 @pytest.mark.parametrize("cancels", [False, True], ids=["ends", "cancelled"])
 def test_a_text_ends_at_any_time_while_rounds_are_under_way(cut: list[int], cancels: bool) -> None:
     """Within a round, and before those behind it have come: the next goes on from what is kept."""
@@ -268,9 +268,9 @@ def test_drafts_count_as_accepted_when_their_tokens_come() -> None:
     assert accepted[-1] in range(8, counts.accepted + 1)
 
 
-@pytest.mark.parametrize("cut", [[4], [2, 2], [1, 2, 1]], ids=str)
-def test_a_hundred_random_rounds_leave_the_caches_of_plain_steps(cut: list[int]) -> None:
-    tokens, count = prompt(12), 165
+@pytest.mark.parametrize("cut", [[4], [1, 2, 1]], ids=str)
+def test_many_random_rounds_leave_the_caches_of_plain_steps(cut: list[int]) -> None:
+    tokens, count = prompt(12), 100
 
     def work(first_stage: FirstStage) -> tuple[list[int], list[np.ndarray]]:
         first_stage.add(0, tokens, SamplingParams(), context=400)
@@ -287,7 +287,7 @@ def test_a_hundred_random_rounds_leave_the_caches_of_plain_steps(cut: list[int])
     how: Any = {"prefix_cache": PrefixCache(), "drafting": drafting}
     (drafted, others), counts = staged("plain", cut, counted(work), **how)
     assert drafted == plain
-    assert counts.rounds >= 80
+    assert counts.rounds >= 45
     for state, other in zip(states, others, strict=True):
         np.testing.assert_allclose(state, other, atol=1e-4)
 
