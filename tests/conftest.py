@@ -59,6 +59,7 @@ ONE_AT_A_TIME = {
     "tests/mpi/test_preferences.py": "four ranks",
     "tests/mpi/test_resume.py": "four ranks",
     "tests/mpi/test_same_as_mlx_lm.py": "four ranks",
+    "tests/mpi/test_tensor_shares.py": "four ranks",
     "tests/mpi/test_transport.py": "four ranks",
     "tests/mpi/test_zero.py": "four ranks",
 }

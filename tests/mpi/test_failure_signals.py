@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from tests.helpers.jobs import PROGRAMS, SECONDS_TO_END, Job, Running
 from tests.helpers.mpirun import mpirun
 
@@ -33,12 +31,9 @@ def run(phase: str, directory: Path, meanwhile: Callable[[int, dict[int, int]], 
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_any_rank_stops_the_run_in_order(
-    number: signal.Signals, tmp_path: Path
-) -> None:
-    job = run("training", tmp_path, lambda mpirun, ranks: os.kill(ranks[2], number))
-    assert job.failure(128 + number) == f"shardmlx: stopped by {number.name}: saved"
+def test_a_signal_to_any_rank_stops_the_run_in_order(tmp_path: Path) -> None:
+    job = run("training", tmp_path, lambda mpirun, ranks: os.kill(ranks[2], signal.SIGINT))
+    assert job.failure(128 + signal.SIGINT) == "shardmlx: stopped by SIGINT: saved"
 
 
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:

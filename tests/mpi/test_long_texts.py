@@ -22,7 +22,7 @@ def run(
     metrics = directory / f"{name}.jsonl"
     train_well(
         2,
-        *("--iters", "4", "--batch-size", "4", "--micro-batch-size", "2", "--num-layers", "-1"),
+        *("--iters", "2", "--batch-size", "4", "--micro-batch-size", "2", "--num-layers", "-1"),
         *("--learning-rate", "1e-3", "--steps-per-report", "1", "--schedule", "1f1b"),
         *("--metrics-file", metrics, "--adapter-path", directory / name, *more),
         *in_file(directory / f"{name}.yaml", **pieces),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.helpers.hub_server import File, Hub, serve
 from tests.helpers.jobs import PROGRAMS, Job
 from tests.helpers.mpirun import events, mpirun, train_well
 from tests.helpers.rank_pool import run_in_pool
+from tests.helpers.shown import lacking
 
 PROMPT = "What is the colour of the sea, and who sails on it?"
 SAY = ("--prompt", PROMPT, "--max-tokens", "12")
@@ -63,13 +65,19 @@ def test_generate_with_model_and_adapters_on_the_first_machine_alone(
 ) -> None:
     group = machines(tmp_path, 2, small)
     shutil.copytree(adapters, group.homes[0] / "adapters")
-    job = group.run("generate", "--model", "model", "--adapter-path", "adapters", *SAY)
+    words = ("generate", "--model", "model", "--adapter-path", "adapters", *SAY)
+    job = group.run(*words, "--weight-cache", "kept")
     assert job.answer == expected
+    assert lacking("weights.md", "weights", job.stdout, {"mac2": socket.gethostname()}) == set()
     weights = (small / "model.safetensors").stat().st_size
     line = re.search(r"^weights: ([\d.]+ [GMK]iB) over MPI in .* \(rank 1 .*\)$", job.stdout, re.M)
     assert line is not None, job.stdout
     assert parse_bytes(line[1]) < 0.9 * weights
     assert re.search(r"^adapters: [\d.]+ [GMK]iB over MPI", job.stdout, re.M)
+    assert [(home / "kept").exists() for home in group.homes] == [False, True]
+    again = group.run(*words, "--weight-cache", "kept")
+    assert again.answer == expected
+    assert re.search(r"^weights: [\d.]+ [GMK]iB from caches in", again.stdout, re.M)
     assert group.left() == []
 
 

@@ -113,11 +113,11 @@ def test_prompts_of_pairs_are_read_once_where_nothing_is_learnt(
     assert (computed == once) == (objective != "kto")
 
 
-@pytest.mark.parametrize("objective", ["dpo", "kto"])
 def test_a_resumed_run_goes_on_to_the_bit_with_the_references_of_its_start(
-    objective: str, train: Train, tmp_path: Path
+    train: Train, tmp_path: Path
 ) -> None:
-    kept: dict[str, Any] = {"objective": objective, "checkpoint_every": 2, "save_every": 4}
+    """With KTO, which needs those of others' answers too."""
+    kept: dict[str, Any] = {"objective": "kto", "checkpoint_every": 2, "save_every": 4}
     place = {"checkpoint_dir": str(tmp_path / "checkpoints")}
     train(2, "half", **TWO, **kept | place | {"iters": 2})
     rest = train(2, "rest", **TWO, **kept | place)
