@@ -18,7 +18,7 @@ from tests.helpers.stage_memory import before_others
 UPDATES = 5
 """Updates of which the largest counts: on a busy machine MLX allocates less far ahead."""
 
-WIDTH = 192
+WIDTH = 128
 ROWS = {"self_attn.q_proj": 1, "self_attn.k_proj": 1, "self_attn.v_proj": 1, "self_attn.o_proj": 1}
 ROWS |= {"mlp.gate_proj": 3, "mlp.up_proj": 3, "mlp.down_proj": 3}
 LAYER = 4 * WIDTH**2 * sum(ROWS.values())

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("limited_to_a_test")
 @pytest.fixture
 def options(small: Path, pirate: Path, tmp_path: Path) -> dict[str, Any]:
     options: dict[str, Any] = {"batch_size": 4, "micro_batch_size": 2, "iters": 4, "num_layers": -1}
-    options |= {"steps_per_report": 1, "steps_per_eval": 2, "val_batches": 2}
+    options |= {"steps_per_report": 1, "steps_per_eval": 2, "val_batches": 1}
     options |= {"lr_schedule": "cosine_decay", "pack": False, "recompute": "none"}
     options |= {"model": str(small), "data": str(pirate), "adapter_path": str(tmp_path / "out")}
     options |= {"lora_parameters": {"rank": 4, "scale": 20.0, "dropout": 0.0}}
