@@ -122,7 +122,9 @@ def test_one_text_is_that_of_mlx_lm(variant: str, cut: list[int]) -> None:
 @pytest.mark.parametrize(("variant", "cut"), CUTS)
 def test_many_texts_at_once_are_those_of_each_alone(variant: str, cut: list[int]) -> None:
     """With patience, one chunk comes between two tokens: texts join groups on their way."""
-    how = {"most": 9, "patience": 1} if variant == "llama with windows" else {"most": 3}
+    how: dict[str, Any] = (
+        {"most": 9, "patience": 1} if variant == "llama with windows" else {"most": 3}
+    )
     counts = [6, 3, 9, 1, 5]
     prompts = [prompt(length) for length in (5, 30, 2, 17, 11)]
     texts = generate(variant, cut, prompts, counts, chunk=8, **how)
