@@ -309,6 +309,8 @@ def _parts(arrays: Sequence[mx.array], bounds: Sequence[Sequence[int]]) -> Parts
     """Return each member's parts of the arrays, which end at ``bounds``."""
     parts = []
     for array, ends in zip(arrays, bounds if arrays else (), strict=True):
+        if array.dtype != mx.float32:
+            raise ValueError(f"sums are in float32, not {array.dtype}")
         whole = np.frombuffer(buffer_of(array), np.float32)
         parts.append([whole[start:stop] for start, stop in pairwise(ends)])
     return list(zip(*parts, strict=True))
