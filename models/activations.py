@@ -21,7 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import activations
 
-from shardmlx.compat import calls, rebind, uses_only
+from shardmlx.compat import call_as, calls, rebind, uses_only
 
 Gated = Callable[[mx.array, mx.array], mx.array]
 Arrays = Sequence[mx.array]
@@ -103,8 +103,9 @@ def recompute_selectively(layer: nn.Module) -> None:
         elif uses_only(module, _MLP_NAMES):
             down = module.down_proj
             # An adapter may be trained in place of the matrix.
-            if type(down) is nn.Linear and "weight" in down.trainable_parameters():
-                module.__class__ = RecomputedMLP
+            if isinstance(down, nn.Linear) and "weight" in down.trainable_parameters():
+                call_as(module, RecomputedMLP)
+                call_as(down, LinearOfProduct)
     use_swiglu(layer, recomputed_swiglu)
 
 
@@ -121,8 +122,16 @@ class RecomputedMLP(nn.Module):
     """A gated MLP that holds the inputs of its SwiGLU, and recomputes the product."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        linear = [self.down_proj[name] for name in ("weight", "bias") if name in self.down_proj]
-        out: mx.array = _swiglu_and_linear(self.gate_proj(x), self.up_proj(x), *linear)
+        out: mx.array = self.down_proj(self.gate_proj(x), self.up_proj(x))
+        return out
+
+
+class LinearOfProduct(nn.Module):
+    """The last matrix of such an MLP, which takes both inputs of the product."""
+
+    def __call__(self, gate: mx.array, up: mx.array) -> mx.array:
+        linear = [self[name] for name in ("weight", "bias") if name in self]
+        out: mx.array = _swiglu_and_linear(gate, up, *linear)
         return out
 
 

@@ -57,6 +57,8 @@ class ModelShape:
     """The row of the text model, or the facts of an undeclared one that its code tells."""
     chooses_caches: bool
     """True if mlx-lm's model makes its KV caches itself, and ignores ``--max-kv-size``."""
+    divides: ModelShape | None = field(default=None, compare=False, repr=False)
+    """The model, where these are the sizes of a rank's share of it."""
 
     @classmethod
     def of_layers(cls, layers: Sequence[LayerShape], **others: Any) -> ModelShape:
@@ -104,6 +106,11 @@ class ModelShape:
             family=family,
             chooses_caches=outer.windows is not no_windows,
         )
+
+    @property
+    def whole(self) -> ModelShape:
+        """The model of which a rank may have a share."""
+        return self.divides or self
 
     @property
     def is_approximate(self) -> bool:
@@ -155,6 +162,12 @@ class ModelShape:
 
     def layer(self, index: int) -> LayerShape:
         return self.kinds[self.pattern[index]]
+
+    def share(self, index: int, length: int) -> float:
+        """Return which part of a layer's FLOPs these sizes have."""
+        if self.divides is None:
+            return 1.0
+        return self.layer(index).flops(length) / self.divides.layer(index).flops(length)
 
     def _outside(self) -> int:
         """Return the number of parameters outside of the layers."""

@@ -196,7 +196,8 @@ class TensorShares:
         """Return the sizes of the model that a rank of the group holds."""
         if self.size == 1:
             return shape
-        return replace(shape, kinds=tuple(self._share(each, rank) for each in shape.kinds))
+        kinds = tuple(self._share(each, rank) for each in shape.kinds)
+        return replace(shape, kinds=kinds, divides=shape)
 
     def _share(self, layer: LayerShape, rank: int) -> LayerShape:
         cuts, heads = self.cuts(layer, rank), layer.heads

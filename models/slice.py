@@ -37,9 +37,10 @@ class Piece(NamedTuple):
     axis: int
 
     def of(self, array: mx.array) -> mx.array:
-        """Return the piece of a whole array."""
+        """Return the piece of a whole array, in a row: MLX would copy quantised weights, and those
+        of experts, each time that it multiplies by them."""
         parts = [mx.take(array, mx.arange(*each), axis=self.axis) for each in self.ranges]
-        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=self.axis)
+        return mx.contiguous(mx.concatenate(parts, axis=self.axis))
 
     @property
     def size(self) -> int:

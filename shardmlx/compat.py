@@ -153,8 +153,14 @@ def reads_weight(module: Any, name: str) -> bool:
 def uses_only(module: Any, names: Collection[str]) -> bool:
     """Tell whether a module's ``__call__`` uses these names and no others, nor any constant: then
     no number but its argument goes through them."""
-    code = getattr(type(module).__call__, "__code__", None)
+    code = getattr(getattr(type(module), _covered(module, "__call__")), "__code__", None)
     return code is not None and {*code.co_names} == {*names} and {*code.co_consts} <= {None}
+
+
+def call_as(module: Any, kind: type[Any]) -> None:
+    """Give a module the ``__call__`` of another class, under what covers its own."""
+    call = {_covered(module, "__call__"): kind.__call__}
+    module.__class__ = type(kind.__name__, (type(module), kind), call)
 
 
 def rebind(module: Any, name: str, function: Callable[..., Any], method: str = "__call__") -> None:

@@ -1,7 +1,8 @@
 """Bytes that ``shardmlx profile`` measured of stages, in place of the rule of ``layer_memory``.
 
 A prediction is the rule's, times the measured bytes over the rule's of the measured micro-batch: so
-it is exact where it was measured, and grows with length and rows like the rule. No MLX, no MPI.
+it is exact where it was measured, and grows with length and rows like the rule, and shrinks with
+tensor shares: whole layers are measured. No MLX, no MPI.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ def _ratios(setup: TrainingSetup, sample: MemorySample) -> list[Ratios]:
     """Return the measured bytes over the rule's, for each of the ``sample_ranges``."""
     workload = replace(
         setup.workload,
+        shape=setup.shape.whole,
         fine_tune=replace(setup.tune, train=True, num_layers=-1, zero=0),
         batch=replace(setup.workload.batch, pack=False),
     )

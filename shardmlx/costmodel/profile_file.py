@@ -60,17 +60,18 @@ class MachineProfile:
     memory: tuple[MemorySample, ...] = ()
 
     def seconds(self, workload: Workload, rows: int, length: int) -> ModelSeconds:
-        """Return times interpolated between samples; the outermost line goes on beyond them."""
+        """Return times interpolated between samples; the outermost line goes on beyond them. A
+        share of a layer takes its share of the FLOPs."""
         rows, length = workload.micro_batch(rows, length)
         part = partial(self._interpolated, rows, length)
         kinds = list(zip(*(sample.kinds for sample in self.samples), strict=True))
         trained = [part([times.trained for times in kind]) for kind in kinds]
         frozen = [part([times.frozen for times in kind]) for kind in kinds]
-        first_trained = workload.first_trained
-        _, pattern = workload.shape.unlike_layers(self.samples[-1].length)
+        first_trained, shape = workload.first_trained, workload.shape
+        _, pattern = shape.whole.unlike_layers(self.samples[-1].length)
         return ModelSeconds(
             layers=tuple(
-                frozen[kind] if i < first_trained else trained[kind]
+                (frozen if i < first_trained else trained)[kind].scaled(shape.share(i, length))
                 for i, kind in enumerate(pattern)
             ),
             embedding=part([sample.embedding for sample in self.samples]),
@@ -134,7 +135,7 @@ class Profile:
     def measured(self, workload: Workload, host: str, kind: str | None) -> MachineProfile:
         """Return the machine's measurements of this work; ``UserError`` if any are missing."""
         self.check(work_of(workload))
-        machine, shape = self.machine(host, kind), workload.shape
+        machine, shape = self.machine(host, kind), workload.shape.whole
         longest = machine.samples[-1].length
         measured = min(len(sample.kinds) for sample in machine.samples)
         there = len(shape.unlike_layers(longest)[0])
@@ -148,8 +149,9 @@ class Profile:
 
 
 def work_of(workload: Workload) -> dict[str, Any]:
-    """Return the facts that times depend on: sizes of a layer and lm_head, and trained weights."""
-    fine_tune, shape = workload.fine_tune, workload.shape
+    """Return the facts that times depend on: sizes of a whole layer and lm_head, and trained
+    weights."""
+    fine_tune, shape = workload.fine_tune, workload.shape.whole
     trained: dict[str, Any] = {"fine_tune_type": fine_tune.fine_tune_type}
     if fine_tune.is_full:
         trained["unfreeze_all"] = fine_tune.unfreeze_all

@@ -60,14 +60,16 @@ from shardmlx.training.datasets import DataSets, longest_input, mean_lengths, re
 class PlannedRun:
     """A run with a plan that fits, before any weight is read.
 
-    ``config`` is the run as the user wants it, ``way`` the same with nothing left open. ``data`` is
-    on rank 0 only, the ``sizes`` of its sets on all; ``slices`` are of all stages.
+    ``config`` is the run as the user wants it, ``way`` the same with nothing left open. The plan is
+    for the ``workload`` of one rank of each group, ``parts`` are those of all its ranks. ``data``
+    is on rank 0 only, the ``sizes`` of its sets on all; ``slices`` are of all stages.
     """
 
     config: TrainConfig
     way: RunSpec
     objective: Objective | None
     workload: Workload
+    parts: Sequence[Workload]
     cluster: Cluster
     plan: Plan
     shares: TensorShares
@@ -84,6 +86,11 @@ class PlannedRun:
 
     def predict(self, length: int) -> Prediction:
         return predict(self.plan, self.workload, self.cluster, length)
+
+    def peaks(self, length: int) -> list[int]:
+        """Return the peak bytes of each rank in a step of sequences of ``length`` tokens."""
+        memory = _memory_of_ranks(self.plan, self.parts, self.cluster, (length, 0))
+        return [each.peak for each in memory]
 
     def seconds(self, length: int) -> float | None:
         return self.predict(length).step_seconds if self.cluster.unit == "seconds" else None
@@ -172,13 +179,16 @@ def plan_run(
             f"({trained / 1e6:.3f}M/{total / 1e6:.3f}M)"
         )
     way, share = choice.run, lengths.counted_share(plan.pack)
-    memory = agree("planning the memory", partial(_memory_of_ranks, choice, inputs, shares))
+    chosen = {"batch": way.batch, "fine_tune": way.fine_tune, "counted": share}
+    parts = parts_of(replace(inputs.sizes, **chosen), shares)
+    memory = agree("planning the memory", partial(_fitting, plan, parts, inputs, lengths))
     backend = inputs.cluster.backend
     return PlannedRun(
         config=config,
         way=way,
         objective=Objective.of(ObjectiveOptions.of(config)),
-        workload=replace(grouped.sizes, batch=way.batch, fine_tune=way.fine_tune, counted=share),
+        workload=replace(grouped.sizes, **chosen),
+        parts=parts,
         cluster=inputs.cluster.with_rings(shares.size),
         plan=plan,
         shares=shares,
@@ -198,17 +208,19 @@ def _of_groups(inputs: PlanInputs[Workload], shares: TensorShares) -> PlanInputs
 
 
 def _memory_of_ranks(
-    choice: Choice, inputs: PlanInputs[Workload], shares: TensorShares
+    plan: Plan, parts: Sequence[Workload], cluster: Cluster, lengths: tuple[int, int]
 ) -> list[PlannedMemory]:
-    """Return the memory that each rank takes for its share. Raises ``UserError`` if one lacks some:
-    the plan was made for another rank of its group."""
-    facts = choice.facts
-    whole = replace(facts, workload=inputs.sizes).work(choice.run)
-    of_shares = [
-        planned_memory(choice.plan, part, facts.cluster, facts.lengths.longest)
-        for part in parts_of(whole, shares)
-    ]
-    memory = [each for of_group in zip(*of_shares, strict=True) for each in of_group]
+    """Return the memory that each rank takes for its part."""
+    of_parts = [planned_memory(plan, part, cluster, lengths) for part in parts]
+    return [of_parts[plan.mesh.share(rank)][rank] for rank in range(plan.mesh.size)]
+
+
+def _fitting(
+    plan: Plan, parts: Sequence[Workload], inputs: PlanInputs[Workload], lengths: SequenceLengths
+) -> list[PlannedMemory]:
+    """Return the memory of each rank. Raises ``UserError`` if one lacks some: the plan was made for
+    another rank of its group."""
+    memory = _memory_of_ranks(plan, parts, inputs.cluster, lengths.longest)
     for rank, each in enumerate(memory):
         if each.peak > inputs.cluster.capacity(rank):
             problem = would_take(rank, inputs.budgets[rank], each.peak)

@@ -168,7 +168,7 @@ class TrainingReport:
         if not ranks:
             return
         planned, mean_length = self._planned, self._mean_length
-        peaks = [int(rank.peak) for rank in planned.predict(max(self._lengths)).ranks]
+        peaks = planned.peaks(max(self._lengths))
         self._show_ranks(ranks, peaks)
         expected = planned.seconds(mean_length)
         if expected is not None:
@@ -201,9 +201,7 @@ class TrainingReport:
 
     def _show_ranks(self, ranks: Sequence[RankReport], peaks: Sequence[int]) -> None:
         rows = []
-        for each in ranks:
-            _, pipeline_rank = self._planned.plan.mesh.coordinates(each.rank)
-            predicted = peaks[pipeline_rank]
+        for each, predicted in zip(ranks, peaks, strict=True):
             process = self._planned.limits[each.rank].process_peak(predicted)
             rows.append(
                 (
