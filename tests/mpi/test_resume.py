@@ -29,7 +29,7 @@ COMMON: dict[str, Any] = {
     "max_seq_length": 64,
     "steps_per_report": 1,
     "steps_per_eval": 5,
-    "val_batches": 2,
+    "val_batches": 1,
     "save_every": 100,
     "schedule": "1f1b",
     "pack": False,
