@@ -204,7 +204,7 @@ def hosts(
                 _holding(
                     *("--net", "--uts", "--mount", "sh", _HOST),
                     *(name, directory, kernels, bytecode),
-                    *_seen_by_all(),
+                    *seen_by_all(),
                 )
             )
             _connect(holders[name], switch, number, rate)
@@ -222,7 +222,7 @@ def two_hosts(directory: Path) -> contextlib.AbstractContextManager[Lab]:
     return hosts(directory, 2)
 
 
-def _seen_by_all() -> list[Path]:
+def seen_by_all() -> list[Path]:
     """Return what lies in this machine's ``/tmp`` that the ranks cannot do without."""
     needed = {Path(path).resolve() for path in (ROOT, sys.prefix, sys.base_prefix)}
     inside = [path for path in needed if path.is_relative_to(TMP)]

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.hosts import TMP, Lab
+from tests.helpers.hosts import TMP, Lab, seen_by_all
 from tests.helpers.jobs import ROOT, STARTUP
 from tests.helpers.markdown import Block, blocks
 from tests.helpers.models_and_batches import load_weights
@@ -152,9 +152,12 @@ def bench(lab: Lab, tmp_path: Path) -> Path:
         compiled = tmp_path / host / _COMPILED.name
         compiled.mkdir()
         if sys.pycache_prefix is not None:
-            for path in Path(sys.pycache_prefix).iterdir():
-                if path.name != TMP.name:
-                    (compiled / path.name).symlink_to(path)
+            prefix = Path(sys.pycache_prefix)
+            outside = [path for path in prefix.iterdir() if path.name != TMP.name]
+            for path in (*outside, *(prefix / each.relative_to("/") for each in seen_by_all())):
+                link = compiled / path.relative_to(prefix)
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.symlink_to(path)
         write_program(tmp_path / host / "bin" / "python3", _PYTHON)
     first = tmp_path / lab.hosts[0]
     environment = " ".join(f"{name}={value}" for name, value in _PACKAGES.items())
