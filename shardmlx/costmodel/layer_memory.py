@@ -57,7 +57,8 @@ class Array(NamedTuple):
 
 class LayerMemory(NamedTuple):
     """Number of trained parameters of a layer, and bytes of its arrays: those held after F and
-    after I, and those that pass in a forward without gradients, in F, and in I or W."""
+    after I, and those that pass in a forward without gradients, in F, in I or W, and in
+    both as one."""
 
     parameters: int
     after_forward: int
@@ -65,23 +66,26 @@ class LayerMemory(NamedTuple):
     during_evaluation: float
     during_forward: float
     during_backward: float
+    during_joined: float
 
 
 def layer_memory(setup: TrainingSetup, layer: LayerShape) -> LayerMemory:
     """Return the memory that a decoder layer of the model takes."""
     after_forward, after_input = _held(setup, layer)
-    recomputed = 0
-    if setup.savings.recompute != NONE:
-        whole, _ = _held(replace(setup, savings=replace(setup.savings, recompute=NONE)), layer)
-        recomputed = whole if setup.grad_checkpoint else whole - after_forward
-    forward, backward = _passing(setup, layer)
+    whole, _ = _held(replace(setup, savings=replace(setup.savings, recompute=NONE)), layer)
+    recomputed = whole if setup.grad_checkpoint else whole - after_forward
+    forward, backward, joined = _passing(setup, layer)
+    sizes = [*map(math.prod, shapes_of_layer(setup, layer)), 0]
+    # The layer's arrays go as the gradients of its weights come, each of them after its gradient.
+    gradients = FLOAT32 * max(sizes) + max(0, FLOAT32 * sum(sizes) - whole)
     return LayerMemory(
-        parameters=sum(map(math.prod, shapes_of_layer(setup, layer))),
+        parameters=sum(sizes),
         after_forward=after_forward,
         after_input=after_input,
         during_evaluation=PASSING_MARGIN * forward,
         during_forward=PASSING_MARGIN * forward,
         during_backward=PASSING_MARGIN * (backward + recomputed),
+        during_joined=PASSING_MARGIN * (joined + recomputed) + gradients,
     )
 
 
@@ -248,12 +252,14 @@ def _passing_arrays(setup: TrainingSetup, layer: LayerShape) -> tuple[float, flo
     return tokens * forward + scores, max(tokens * backward + 2 * scores, recurrent)
 
 
-def _passing(setup: TrainingSetup, layer: LayerShape) -> tuple[float, float]:
-    """Return the bytes that pass in a layer's forward, and in its backward.
+def _passing(setup: TrainingSetup, layer: LayerShape) -> tuple[float, float, float]:
+    """Return the bytes that pass in a layer's forward, in its backward, and in one with the
+    gradients of weights.
 
     The MLP's backward comes first. MLX gets ahead from a short MLP into attention, or into a short
     convolution: their arrays pass at once. A part of a longer one, and all before a recurrence, is
-    over then: its arrays are freed, and what they leave for the weights is held.
+    over then: its arrays are freed, and what they leave for the weights is held. Gradients of
+    adapters make it longer.
     """
     mixer, mlp = _parts(layer)
     (held, left), (of_mixer, left_by_it) = _held(setup, layer), _held(setup, mixer)
@@ -262,11 +268,15 @@ def _passing(setup: TrainingSetup, layer: LayerShape) -> tuple[float, float]:
         _passing_arrays(setup, each) for each in (mlp, mixer)
     ]
     before, after = map(max, both)
-    modules = len(mlp.linears) + len(mlp.norms)
-    modules += 0 if setup.tune.is_full else len(_trained(setup, mlp))
-    ahead = 0.0 if layer.recurrence.state else min(1.0, MODULES_AHEAD / max(1, modules))
+    adapters = 0 if setup.tune.is_full else len(_trained(setup, mlp))
+    modules = max(1, len(mlp.linears) + len(mlp.norms) + adapters)
     at_once, in_turn = before + after, max(before, after - freed)
-    return forward + forward_mixer, ahead * at_once + (1 - ahead) * in_turn
+
+    def backward(modules: int) -> float:
+        ahead = 0.0 if layer.recurrence.state else min(1.0, MODULES_AHEAD / modules)
+        return ahead * at_once + (1 - ahead) * in_turn
+
+    return forward + forward_mixer, backward(modules), backward(modules + adapters)
 
 
 def _parts(layer: LayerShape) -> tuple[LayerShape, LayerShape]:

@@ -315,7 +315,7 @@ def _passing(stage: _Stage) -> tuple[float, float]:
     gone = 0 if setup.tune.unfreeze_all else logits
     for layer, ratio in zip(reversed(layers), reversed(ratios), strict=True):
         forward = max(forward, ratio.during_forward * layer.during_forward)
-        passing = layer.during_backward + FLOAT32 * layer.parameters * joins
+        passing = layer.during_joined if joins else layer.during_backward
         backward = max(backward, ratio.during_backward * passing - freed)
         freed = max(freed, gone)
         if not setup.grad_checkpoint:

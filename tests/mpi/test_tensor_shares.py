@@ -114,6 +114,23 @@ def test_training_is_that_of_one_process(
     check_training(small, pirate, tmp_path, options, {1: ((), {}), ranks: (shared, uneven)})
 
 
+def test_peaks_of_unequal_shares_are_those_of_the_plan(
+    small_tokenizer: Path, pirate: Path, tmp_path: Path
+) -> None:
+    size = {"hidden_size": 256, "intermediate_size": 704, "num_key_value_heads": 4}
+    model = small_directory(tmp_path / "model", small_tokenizer, **size)
+    shared = ("--tensor-parallel", "2", "--recompute", "selective")
+    options = {"fine_tune_type": "full"}
+    runs = {1: ((), {}), 2: (shared, {"tensor_shares": "2,1"})}
+    check_training(model, pirate, tmp_path, options, runs)
+    (summary,) = events(tmp_path / "2" / "metrics.jsonl", "summary")
+    peaks, planned = [], summary["predicted"]["peak_memory_bytes"]
+    for rank, peak in zip(summary["ranks"], planned, strict=True):
+        peaks.append(rank["peak_memory_bytes"])
+        assert 0.95 * peak <= peaks[-1] <= 1.03 * peak
+    assert peaks[0] > 1.3 * peaks[1]
+
+
 def test_training_with_whole_experts(small_tokenizer: Path, pirate: Path, tmp_path: Path) -> None:
     """Adapters of experts are among the weights."""
     mixture = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}

@@ -62,6 +62,8 @@ CASES = [
     Case("dora"),
     *(Case(mode, shares=each) for mode, each in (("lora", (1, 1)), ("full", (2, 1)))),
     Case("lora", length=256, pieces=32, recompute=SELECTIVE, shares=(1, 1)),
+    Case("full", recompute=SELECTIVE, shares=(1, 1)),
+    *(Case(mode, 0, 4, family="mixtral", shares=(1, 1)) for mode in ("lora", "full")),
     Case("full", recompute=FULL),
     Case("lora", 2, 4, recompute=FULL, changes=LOGITS),
     Case("full", 2, 4, changes=LOGITS, dtype_bytes=2),
