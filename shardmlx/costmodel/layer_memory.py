@@ -57,13 +57,11 @@ class Array(NamedTuple):
 
 class LayerMemory(NamedTuple):
     """Number of trained parameters of a layer, and bytes of its arrays: those held after F and
-    after I, and those that pass in a forward without gradients, in F, in I or W, and in
-    both as one."""
+    after I, and those that pass in F, in I or W, and in both as one."""
 
     parameters: int
     after_forward: int
     after_input: int
-    during_evaluation: float
     during_forward: float
     during_backward: float
     during_joined: float
@@ -82,7 +80,6 @@ def layer_memory(setup: TrainingSetup, layer: LayerShape) -> LayerMemory:
         parameters=sum(sizes),
         after_forward=after_forward,
         after_input=after_input,
-        during_evaluation=PASSING_MARGIN * forward,
         during_forward=PASSING_MARGIN * forward,
         during_backward=PASSING_MARGIN * (backward + recomputed),
         during_joined=PASSING_MARGIN * (joined + recomputed) + gradients,

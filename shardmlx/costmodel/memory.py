@@ -302,11 +302,11 @@ def _passing(stage: _Stage) -> tuple[float, float]:
     layers = stage.each_layer(lowest)
     of_head: float = HEAD_ARRAYS * setup.message * stage.is_last
     if not layers:
-        frozen = max(each.during_evaluation for each in stage.each_layer(stage.start))
+        frozen = max(each.during_forward for each in stage.each_layer(stage.start))
         return max(frozen + 2 * logits, of_head + _loss_piece(stage)), 0.0
     joins, ratios = setup.joins_weights or not stage.has_input_gradient, stage.ratios
     if setup.grad_checkpoint and logits:
-        of_head = max(layer.during_evaluation for layer in layers)  # it is not held, but passes
+        of_head = max(layer.during_forward for layer in layers)  # it is not held, but passes
     of_head += max(logits, _loss_piece(stage))
     top = ratios[-1]
     forward = top.during_forward * of_head
