@@ -96,8 +96,8 @@ class Terms(Message, Spec):
         None,
         "what makes new weights of differences, with its learning rate: "
         "nesterov:RATE,MOMENTUM, sgd:RATE, average, elastic:RATE",
-        unset=f"{NESTEROV}:0.7,0.9; {AVERAGE} for {FEDAVG}; {SGD} for {PARAMETER_SERVER}, top-k "
-        "and low-rank",
+        unset=f"{NESTEROV}:0.7,0.9; {AVERAGE} for {FEDAVG}; {SGD} for {PARAMETER_SERVER}; {SGD}:2 "
+        f"for top-k and low-rank, in {ASYNC} {SGD}",
         metavar="NAME",
     )
 
@@ -121,8 +121,10 @@ class Terms(Message, Spec):
     @property
     def optimizer(self) -> OuterOptimizer:
         # Momentum repeats a difference for rounds before an encoding that defers has let islands
-        # see it: they overshoot, and ever farther (as in SparseLoCo, arXiv:2508.15706).
-        diloco = SGD if encoding_named(self.encoding).defers else NESTEROV
+        # see it: they overshoot, and ever farther (as in SparseLoCo, arXiv:2508.15706). A rate of 2
+        # makes up for what cancels out in a mean of islands; async takes each report alone.
+        deferred = SGD if self.mode == ASYNC else f"{SGD}:2"
+        diloco = deferred if encoding_named(self.encoding).defers else NESTEROV
         usual = {FEDAVG: AVERAGE, PARAMETER_SERVER: SGD}.get(self.mode, diloco)
         return OuterOptimizer.of(self.outer_optimizer or usual)
 

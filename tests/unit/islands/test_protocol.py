@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from shardmlx.errors import UserError
+from shardmlx.islands.outer import OuterOptimizer
 from shardmlx.islands.protocol import (
     Join,
     Joined,
@@ -135,7 +136,7 @@ def test_progress_that_is_no_number_is_refused(value: Any) -> None:
     ("terms", "name"),
     [
         ({"encoding": "int8"}, "nesterov"),
-        ({"encoding": "top-k:0.1"}, "sgd"),
+        ({"encoding": "top-k:0.1"}, "sgd:2"),
         ({"encoding": "low-rank:4", "mode": "async"}, "sgd"),
         ({"encoding": "low-rank:4", "mode": "fedavg"}, "average"),
         ({"encoding": "top-k:0.1", "outer_optimizer": "nesterov"}, "nesterov"),
@@ -144,4 +145,4 @@ def test_progress_that_is_no_number_is_refused(value: Any) -> None:
 def test_no_momentum_is_the_default_where_most_of_a_difference_comes_late(
     terms: dict[str, Any], name: str
 ) -> None:
-    assert Terms(**terms).optimizer.name == name
+    assert Terms(**terms).optimizer == OuterOptimizer.of(name)
