@@ -80,8 +80,8 @@ def gated_delta_by_pieces(
         return gated_delta.gated_delta_ops(q, k, v, g, beta, state, mask)  # type: ignore[no-any-return]
     # MLX's function knows one decay a head, not one for each of its keys.
     rule = _fused_delta if g.ndim == 3 else gated_delta.gated_delta_ops
-    if rule is _fused_delta and mx.default_device() == mx.gpu:
-        # MLX's kernel works in pieces itself.
+    if rule is _fused_delta and mx.default_device() == mx.gpu and mx.metal.is_available():
+        # MLX's kernel works in pieces itself; CUDA has none.
         return _fused_delta(q, k, v, g, beta, state)
     return _in_pieces(rule, (q, k, v, g, beta), (), state)
 
