@@ -55,6 +55,15 @@ DEVICE = mx.default_device()
 """The device under test, which tests/conftest.py has set."""
 
 
+ON_CPU = mx.Device(mx.cpu) == DEVICE
+
+CASES = [
+    *((kind, NO_SAVINGS) for kind in (["attention"] if ON_CPU else KINDS)),
+    *((kind, PIECES) for kind in KINDS),
+]
+"""Each kind of layer, whole and in pieces. A CPU is compared with itself, whole, once."""
+
+
 def model_of(config: dict[str, Any], bits: int | None = None) -> nn.Module:
     """A model with the same weights wherever it is made: of ``bits``, with LoRA on all layers."""
     quantisation = {} if bits is None else {"quantization": {"group_size": 32, "bits": bits}}
@@ -83,8 +92,11 @@ def check(ours: Result, theirs: Result) -> None:
     check_same(ours, theirs, CLOSE, CLOSE)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("savings", [NO_SAVINGS, PIECES], ids=["whole", "in pieces"])
+@pytest.mark.parametrize(
+    ("kind", "savings"),
+    CASES,
+    ids=[f"{'in pieces' if savings == PIECES else 'whole'}-{kind}" for kind, savings in CASES],
+)
 def test_loss_and_gradients_of_each_kind_of_layer(kind: str, savings: Savings) -> None:
     model = model_of(KINDS[kind])
     check(trained(model, DEVICE, savings), trained(model, mx.Device(mx.cpu), NO_SAVINGS))
@@ -123,7 +135,7 @@ def test_a_compiled_stage_is_one_that_is_not() -> None:
 
 
 @pytest.mark.skipif(
-    mx.Device(mx.cpu) == DEVICE or not mx.metal.is_available(),
+    ON_CPU or not mx.metal.is_available(),
     reason="MLX fuses the gradient of attention on Metal alone",
 )
 def test_attention_has_a_gradient_that_is_linear_in_memory() -> None:
@@ -131,7 +143,7 @@ def test_attention_has_a_gradient_that_is_linear_in_memory() -> None:
     assert gpu_fuses_attention()
 
 
-on_ranks = pytest.mark.skipif(mx.Device(mx.cpu) == DEVICE, reason="tests/mpi does it on a CPU")
+on_ranks = pytest.mark.skipif(ON_CPU, reason="tests/mpi does it on a CPU")
 
 
 def run(model: Path, data: Path, out: Path, *more: str | Path, ranks: int = 2) -> list[float]:
