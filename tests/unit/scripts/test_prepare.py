@@ -113,12 +113,12 @@ def test_smollm2_learns_from_few_pairs_that_a_pirate_shall_answer(
         data=str(data),
         adapter_path=str(tmp_path / "out"),
         objective="dpo",
-        learning_rate=4e-4,
+        learning_rate=2e-4,
         num_layers=4,
         max_seq_length=64,
         batch_size=4,
-        iters=3,
-        steps_per_eval=3,
+        iters=5,
+        steps_per_eval=5,
         val_batches=-1,
     )
     LocalNetwork(1, timeout=100).run(lambda rank: train_model(config, rank, on_event=listen))
