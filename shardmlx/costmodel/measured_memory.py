@@ -61,8 +61,8 @@ def with_measurements(
     setup: TrainingSetup, machines: Iterable[Sequence[MemorySample]]
 ) -> TrainingSetup:
     """Return the setup with the largest of all machines' measurements at the nearest length; the
-    rule stays without samples that save memory alike."""
-    if setup.shape.num_layers < LEAST_LAYERS:
+    rule stays without samples that save memory alike, and for shares, whose ratios are others."""
+    if setup.shape.divides or setup.shape.num_layers < LEAST_LAYERS:
         return setup
     found = []
     for samples in machines:
@@ -86,7 +86,6 @@ def _ratios(setup: TrainingSetup, sample: MemorySample) -> list[Ratios]:
     """Return the measured bytes over the rule's, for each of the ``sample_ranges``."""
     workload = replace(
         setup.workload,
-        shape=setup.shape.whole,
         fine_tune=replace(setup.tune, train=True, num_layers=-1, zero=0),
         batch=replace(setup.workload.batch, pack=False),
     )

@@ -112,5 +112,6 @@ def test_between_and_beyond_its_samples_a_profile_grows_like_the_rule() -> None:
         assert measured.measured == with_measurements(case.setup(sizes), [samples]).measured
         below, above = longer.predicted(measured)[1], longer.predicted(by_rule)[1]
         assert 0.8 * above < below < 1.03 * above
-    other = replace(case, recompute=FULL).setup(sizes)
-    assert with_measurements(other, [samples]) == other
+    for others in ({"recompute": FULL}, {"shares": (1, 1)}):
+        other = replace(case, **others).setup(sizes)
+        assert with_measurements(other, [samples]) == other
