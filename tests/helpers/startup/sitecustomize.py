@@ -40,11 +40,13 @@ class Finder:
 
 
 def without_collection(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    enabled = gc.isenabled()
     gc.disable()
     try:
         execute(module)
     finally:
-        gc.enable()
+        if enabled:  # a rank has disabled it until all is imported
+            gc.enable()
 
 
 def with_kept_table(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
