@@ -191,7 +191,7 @@ def filled_lr_schedule(
 
 def check_hf_dataset(dataset: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
     """Return the Hugging Face data sets that are given, one or a list, once they are checked."""
-    given = [dataset] if isinstance(dataset, Mapping) else list(dataset)
+    given = list(dataset) if isinstance(dataset, list) and dataset else [dataset]
     for each in given:
         if not (isinstance(each, Mapping) and isinstance(each.get("path"), str)):
             raise OptionError("hf_dataset", f"has {each!r}", "give a mapping with 'path: NAME'")

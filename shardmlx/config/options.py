@@ -240,8 +240,8 @@ def _checked(each: Declared, value: Any) -> Any:
         raise OptionError(name, f"is {value!r}", choices or f"give {wanted}")
     if rules.metavar in _PATHS and isinstance(value, str):
         value = with_home(name, value)
-    if rules.metavar in _PATHS and isinstance(value, list):
-        value = [with_home(name, path) if isinstance(path, str) else path for path in value]
+    if kinds == (list,) and not all(isinstance(text, str) for text in value):
+        raise OptionError(name, f"is {value!r}", "give a list of texts")
     if isinstance(value, (dict, list)):
         return _plain_copy(name, value)
     if choices and value not in (rules.choices or ()):

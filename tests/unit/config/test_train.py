@@ -377,6 +377,7 @@ LORA = "lora_parameters: {rank: 8, scale: 2.0, dropout: 0"
         (LORA.replace("8", "8.0") + "}", "rank 8.0", "a whole number above 0"),
         (LORA.replace(" 0", " 1.0") + "}", "dropout 1.0", "below 1"),
         ("hf_dataset: billsum", "'billsum'", "a mapping or a list"),
+        ("hf_dataset: []", "[]", "path"),
         ("hf_dataset: [{name: x}]", "{'name': 'x'}", "path"),
         ("hf_dataset: [{path: x}, {path: x, promt_feature: q}]", "'promt_f", "prompt_feature"),
         ("hf_dataset: {path: x, test_split: 5}", "test_split 5", "text"),
