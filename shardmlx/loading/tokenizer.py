@@ -23,7 +23,7 @@ def read_tokenizer(
             {"trust_remote_code": trust_remote_code},
             eos_token_ids=ends_of(model_path, config) or None,
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # transformers checks config.json too, with errors of its own
         raise UserError(
             f"{model_path} holds no tokenizer that transformers can read: {one_line(error)}"
         ) from None
