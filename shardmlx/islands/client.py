@@ -75,9 +75,9 @@ class Hub:
         """Return the hub for the island ``name``, whose token is in the environment. Raises
         ``UserError``."""
         token = os.environ.get(TOKEN, "").strip()
-        if not token:
+        if not (token and token.isascii() and token.isprintable()):
             raise UserError(
-                f"--island {url}: {TOKEN} is not set",
+                f"--island {url}: {TOKEN} holds no token",
                 f"set it to the content of tokens/{name} in the hub's directory",
             )
         return cls(url, token, say)
@@ -107,7 +107,7 @@ class Hub:
 
     def terms(self) -> Terms:
         """Return what the hub asks of islands."""
-        return Terms.of_json(self._json("GET", "/status")["terms"])
+        return Terms.of_json(self._json("GET", "/status").get("terms"))
 
     def join(self, message: Join) -> Joined:
         return Joined.of_json(self._json("POST", "/join", message.to_json()))
@@ -190,13 +190,13 @@ class Hub:
         except urllib.error.HTTPError as error:
             raise self._refusal(error) from None
         # URLError, timeouts and lost connections are all OSErrors.
-        except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:
             raise HubAway(one_line(error)) from None
 
     def _refusal(self, error: urllib.error.HTTPError) -> Exception:
         try:
             answer = dict(json.loads(error.read(1 << 16)))
-            problem = answer.pop("error")
+            problem = str.strip(answer.pop("error"))  # a TypeError if another server says more
         except (OSError, http.client.HTTPException, LookupError, TypeError, ValueError):
             problem, answer = f"--island {self.url}: status {error.code}, which is no hub's", {}
             if error.code >= HTTPStatus.INTERNAL_SERVER_ERROR:

@@ -95,20 +95,32 @@ def test_a_hub_that_is_not_there_is_named_with_what_to_do() -> None:
     assert "shardmlx hub" in caught.value.remedy
 
 
-def test_what_is_no_hub_is_said_to_be_none() -> None:
-    with (
-        served(lambda request: request.send_error(404)) as hub,
-        pytest.raises(Refusal, match=hub.url),
-    ):
+@pytest.mark.parametrize(
+    ("status", "body", "said"),
+    [
+        (404, b"<html>", "http://127.0.0.1"),
+        (404, b'{"error": {"message": "no such path"}}', "http://127.0.0.1"),
+        (200, b'{"status": "ok"}', "Terms is none"),
+        (200, b"\xff", "no answer"),
+    ],
+)
+def test_what_is_no_hub_is_said_to_be_none(status: int, body: bytes, said: str) -> None:
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        request.send_response(status)
+        request.end_headers()
+        request.wfile.write(body)
+
+    with served(answer) as hub, pytest.raises(UserError, match=said):
         hub.persist(hub.terms, 0.1)
 
 
 def test_an_island_needs_its_own_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running_hub(tmp_path, "ann,bob") as running:
-        monkeypatch.delenv(TOKEN, raising=False)
-        with pytest.raises(UserError, match=TOKEN) as caught:
-            Hub.of(running.url, "ann", print)
-        assert "tokens/ann" in caught.value.remedy
+        for none in ("", "\N{HORIZONTAL ELLIPSIS}", "a\nb"):
+            monkeypatch.setenv(TOKEN, none)
+            with pytest.raises(UserError, match=TOKEN) as caught:
+                Hub.of(running.url, "ann", print)
+            assert "tokens/ann" in caught.value.remedy
         for token, status in (("wrong", 401), (running.tokens["bob"], 403)):
             monkeypatch.setenv(TOKEN, token)
             hub = Hub.of(running.url, "ann", print)
