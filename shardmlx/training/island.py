@@ -221,6 +221,8 @@ class Island:
                     f"{fragment.version}",
                     "start the hub from its newest directory, or give another --checkpoint-dir",
                 )
+        if self.ended and update == 0:
+            raise AgreedError("the hub has ended its run", "start the hub again with more --rounds")
         self.evaluates = True  # once, whatever the hub said: the loss before the first step
 
     def _ask_first(self, k: int, newest: int | None) -> None:
@@ -247,9 +249,8 @@ class Island:
         if left:
             return None
         due = self._terms.due(update)
-        problem = None
-        if (awaited := self._awaited(update, is_last=is_last)) or due:
-            problem = self._hear(update, awaited, is_last=is_last)
+        awaited = self._awaited(update, is_last=is_last)
+        problem = self._hear(update, awaited, is_last=is_last) if awaited or due else None
         for k in due:
             if problem is None and self._fragments[k].sent is None:
                 self._report(k, update)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.chips import machines_of
 from shardmlx.errors import UserError
-from shardmlx.islands.client import Hub, HubAway
+from shardmlx.islands.client import Heartbeat, Hub, HubAway
 from shardmlx.islands.encodings import ENCODINGS
 from shardmlx.islands.protocol import body_bytes
 from shardmlx.islands.rounds import Rounds
@@ -276,6 +277,27 @@ def test_a_checkpoint_of_another_run_of_a_hub_is_refused_by_its_name(
         train_islands(hub, made, {})
     assert hub.rounds.run.id in refused.value.problem
     assert "--checkpoint-dir" in refused.value.remedy
+
+
+class HeardAtOnce(Heartbeat):
+    """One that has heard that the run has ended."""
+
+    def __init__(self, hub: Hub) -> None:
+        super().__init__(hub)
+        while not self.ended:
+            time.sleep(0.01)
+
+
+def test_an_island_that_comes_after_the_end_is_told_so(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = lab.islands(2, **LORA)
+    ann, bob = ({name: made[name]} for name in made)
+    with lab.hub(made, rounds=ROUNDS) as hub:
+        train_islands(hub, ann, {})
+        monkeypatch.setattr(island, "Heartbeat", HeardAtOnce)
+        with pytest.raises(UserError, match="the hub has ended its run: .*--rounds"):
+            train_islands(hub, bob, {})
 
 
 BF16: dict[str, Any] = {"dtype": "bfloat16", "master_weights": True, "zero": 1}
