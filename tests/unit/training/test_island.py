@@ -296,7 +296,7 @@ def test_an_island_that_comes_after_the_end_is_told_so(
     with lab.hub(made, rounds=ROUNDS) as hub:
         train_islands(hub, ann, {})
         monkeypatch.setattr(island, "Heartbeat", HeardAtOnce)
-        with pytest.raises(UserError, match="the hub has ended its run: .*--rounds"):
+        with pytest.raises(UserError, match="the hub has ended its run"):
             train_islands(hub, bob, {})
 
 
