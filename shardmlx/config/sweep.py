@@ -35,11 +35,14 @@ MAY_DIFFER = (
 def read_sweep(config: TrainConfig) -> dict[str, TrainConfig]:
     """Return the options of each run in the file that ``config.sweep`` names, by its name; its
     outputs are those of ``config`` with the name. Raises ``UserError``."""
-    file = config.sweep
-    assert file is not None, "a sweep is asked for"
     if config.named is not None:
         raise UserError(f"--resume {config.resume}: each run has its own", "use auto or never")
-    return {str(name): _of_run(config, str(name), given) for name, given in read_yaml(file).items()}
+    given = read_yaml(str(config.sweep))
+    if not given or len({str(name).lower() for name in given}) < len(given):
+        problem = f"{config.sweep} names {', '.join(map(str, given)) or 'no run'}"
+        # The names are directories, and to a Mac's disk A and a are the same.
+        raise UserError(problem, "give each run a name of its own, not by capitals alone")
+    return {str(name): _of_run(config, str(name), each) for name, each in given.items()}
 
 
 def _of_run(config: TrainConfig, name: str, given: Any) -> TrainConfig:
@@ -81,14 +84,12 @@ def in_one(config: TrainConfig, runs: Mapping[str, TrainConfig]) -> TrainConfig:
     """Return a run that trains and keeps as much as all of them together, to be planned: of
     preferences if any is, in pairs if any needs them."""
     rank = sum(each.lora_parameters["rank"] for each in runs.values())
-    largest = max(
-        (each.optimizer for each in runs.values()), key=lambda name: OPTIMIZERS[name].states
-    )
+    largest = max(runs.values(), key=lambda each: OPTIMIZERS[each.optimizer].states)
     strictest = max(runs.values(), key=lambda each: (each.together, each.objective != SFT))
     return replace(
         config,
         **{name: getattr(strictest, name) for name in DECIDE_LOSS},
         lora_parameters={**config.lora_parameters, "rank": rank},
-        optimizer=largest,
+        optimizer=largest.optimizer,
         lr_schedule=config.asked_lr_schedule,
     )

@@ -218,6 +218,8 @@ def test_frozen_weights_are_in_memory_once(options: dict[str, Any], tmp_path: Pa
         ({"a": {"objective": "dpo"}}, {"micro_batch_size": 1}, "micro-batch-size"),
         ({"a/b": {}}, {}, "a/b"),
         ({"a": 3}, {}, "3"),
+        ({"A": {}, "a": {"seed": 1}}, {}, "A, a"),
+        ({}, {}, "no run"),
         ({f"r{i}": {} for i in range(17)}, {}, "17"),
         (RUNS, {"data_parallel": 2}, "2 replicas"),
         (RUNS, {"fine_tune_type": "full"}, "full"),
