@@ -17,7 +17,7 @@ from shardmlx.compat import reads_weight
 from shardmlx.config.checks import FINE_TUNE_TYPES, check_lora_values
 from shardmlx.config.specs import FineTune
 from shardmlx.errors import UserError, file_access, naming, refusing
-from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CONFIG_FILE
 from shardmlx.models.config_reader import parse_config
 
 _PARTS = frozenset({"lora_a", "lora_b", "m"})
@@ -118,7 +118,8 @@ def _read(files: Iterable[Path]) -> dict[str, mx.array]:
 def find_adapters(directory: Path) -> tuple[dict[str, Any], Path]:
     """Return the checked adapter_config.json and the file of the tensors. Raises ``UserError``."""
     described = directory / ADAPTER_CONFIG_FILE
-    with file_access("read", described):
+    remedy = "name a whole model as --model" if (directory / CONFIG_FILE).is_file() else ""
+    with file_access("read", described, remedy):
         config = parse_config(described.read_bytes(), described)
     with naming(str(described)):
         _check(config)

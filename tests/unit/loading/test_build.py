@@ -330,6 +330,8 @@ def test_adapters_to_test_of_another_model_or_a_file_are_refused(
     assert "has the shape (64, 4), in this model (96, 4)" in message
     file = f"{path}/adapters.safetensors"
     assert f"--adapter-path {file}" in error_of(model_dir, test=True, adapter_path=file)
+    whole = error_of(model_dir, test=True, adapter_path=str(quantised_dir))
+    assert "name a whole model as --model" in whole
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma", "phi3", "cohere", "olmo2"])
