@@ -18,6 +18,7 @@ from shardmlx.costmodel.memory import stage_memory
 from shardmlx.costmodel.training_setup import TrainingSetup
 from shardmlx.loading.build import unfreeze
 from shardmlx.modelfiles.parts import read_shape
+from shardmlx.training import sample_model as samples_of_models
 from shardmlx.training.sample_model import SampleModel, build_sample_model
 from tests.helpers.stage_memory import LENGTH, ROWS, Case, before_others, measure, weight_sizes
 
@@ -27,6 +28,14 @@ machine within 3%."""
 MEASUREMENTS = 40
 """At most, until a peak comes near: beside other work MLX takes less memory."""
 PROFILES = 6
+
+
+@pytest.fixture(autouse=True)
+def _few_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer than in a profile of a user: each costs a second, and the tests profile again if a peak
+    was missed."""
+    monkeypatch.setattr(samples_of_models, "MEMORY_REPEATS", 4)
+
 
 CASES = [
     Case("full", 2, 4),
