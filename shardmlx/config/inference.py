@@ -151,18 +151,12 @@ class InferenceConfig(ModelSource):
         # One word with spaces between, as mlx_lm took it, counts as several.
         words = [word for each in self.extra_eos_token for word in each.split()]
         object.__setattr__(self, "extra_eos_token", words)
-        refuse(
-            "kv_bits",
-            f"is {self.kv_bits}, and caches limited by --max-kv-size are not quantised",
-            "give one of them",
-            when=self.kv_bits is not None and self.max_kv_size is not None,
-        )
-        refuse(
-            "draft",
-            f"is {HEAD}, and --tensor-parallel {self.tensor_parallel} divides no head",
-            f"give {LOOKUP}, or a model",
-            when=self.draft == HEAD and self.tensor_parallel > 1,
-        )
+        both = self.kv_bits is not None and self.max_kv_size is not None
+        complaint = f"is {self.kv_bits}, and caches limited by --max-kv-size are not quantised"
+        refuse("kv_bits", complaint, "give one of them", when=both)
+        both = self.draft == HEAD and self.tensor_parallel > 1
+        complaint = f"is {HEAD}, and --tensor-parallel {self.tensor_parallel} divides no head"
+        refuse("draft", complaint, f"give {LOOKUP}, or a model", when=both)
         shares_of(self.tensor_shares, self.tensor_parallel)
         try:
             is_object = isinstance(self.template_arguments, dict)

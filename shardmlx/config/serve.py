@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -9,7 +10,7 @@ from importlib.util import find_spec
 from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.inference import MODEL, REFUSED, InferenceConfig, most_tokens
-from shardmlx.config.options import in_group, refuse
+from shardmlx.config.options import in_group, refuse, split_names
 from shardmlx.errors import UserError
 from shardmlx.models.kv_cache import held
 
@@ -100,6 +101,11 @@ class ServeConfig(InferenceConfig):
         object.__setattr__(self, "cache_tokens", held(self.cache_tokens))
         unused = self.prefix_cache_dir is not None and not self.prefix_cache
         refuse("prefix_cache_dir", "needs --prefix-cache", "leave one of them out", when=unused)
+        # Browsers send scheme and host: with a path, or without a scheme, none would match.
+        sites = [each for each in split_names(self.allow_origin) if each not in ("*", "null")]
+        are_origins = all(re.fullmatch(r"[\w+.-]+://[^/*\s]+", each) for each in sites)
+        remedy = "give origins like https://example.org, without a path"
+        refuse("allow_origin", f"is {self.allow_origin}", remedy, when=not are_origins)
         is_key = self.api_key is None or (self.api_key.isascii() and self.api_key.strip())
         refuse("api_key", "is empty or not ASCII", "give letters and digits", when=not is_key)
 

@@ -90,9 +90,9 @@ def test_spellings_of_mlx_lm_mean_the_same() -> None:
     assert GENERATE.load(["--extra-eos-token", "a b"]).extra_eos_token == ["a", "b"]
     assert GENERATE.load(["--draft-model", "small"]).draft_model == "small"
     served = SERVE.load(
-        ["--allowed-origins", "https://a.org,https://b.org", "--chat-template-args", '{"x": 1}']
+        ["--allowed-origins", "https://a.org,http://b:80,null,*", "--chat-template-args", '{"x": 1}']
     )
-    assert served.allow_origin == "https://a.org,https://b.org"
+    assert served.allow_origin == "https://a.org,http://b:80,null,*"
     assert served.template_arguments == {"x": 1}
 
 
@@ -100,6 +100,12 @@ def test_a_list_has_texts_alone() -> None:
     for words in ([5], ["a", None], [["a"]]):
         error = refusal(GenerateConfig, extra_eos_token=words)
         assert str(error) == f"extra_eos_token is {words!r}: give a list of texts"
+
+
+@pytest.mark.parametrize("origin", ["example.org", "https://a.org,https://b.org/", "https://*.org"])
+def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
+    error = refusal(SERVE.load, ["--allow-origin", origin])
+    assert error.problem == f"--allow-origin is {origin}"
 
 
 def test_a_server_plans_for_the_bodies_of_requests() -> None:
