@@ -90,7 +90,12 @@ def test_spellings_of_mlx_lm_mean_the_same() -> None:
     assert GENERATE.load(["--extra-eos-token", "a b"]).extra_eos_token == ["a", "b"]
     assert GENERATE.load(["--draft-model", "small"]).draft_model == "small"
     served = SERVE.load(
-        ["--allowed-origins", "https://a.org,http://b:80,null,*", "--chat-template-args", '{"x": 1}']
+        [
+            "--allowed-origins",
+            "https://a.org,http://b:80,null,*",
+            "--chat-template-args",
+            '{"x": 1}',
+        ]
     )
     assert served.allow_origin == "https://a.org,http://b:80,null,*"
     assert served.template_arguments == {"x": 1}
