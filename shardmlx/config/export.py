@@ -9,7 +9,7 @@ from types import MappingProxyType
 from shardmlx.common.units import GIB, parse_bytes
 from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
-from shardmlx.config.options import REQUIRED, check_options, in_group, refuse, same_as
+from shardmlx.config.options import REQUIRED, check_options, in_group, same_as
 from shardmlx.config.specs import ModelSource
 from shardmlx.modelfiles.tensors import DEFAULTS
 
@@ -116,7 +116,6 @@ class ExportOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
-        refuse("output_dir", "is empty", "name a directory", when=not self.output_dir)
 
     @property
     def packing(self) -> Packing | None:

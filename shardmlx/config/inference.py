@@ -149,8 +149,7 @@ class InferenceConfig(ModelSource):
     def __post_init__(self) -> None:
         check_options(self)
         # One word with spaces between, as mlx_lm took it, counts as several.
-        words = [word for each in self.extra_eos_token for word in each.split()]
-        object.__setattr__(self, "extra_eos_token", words)
+        object.__setattr__(self, "extra_eos_token", " ".join(self.extra_eos_token).split())
         both = self.kv_bits is not None and self.max_kv_size is not None
         complaint = f"is {self.kv_bits}, and caches limited by --max-kv-size are not quantised"
         refuse("kv_bits", complaint, "give one of them", when=both)

@@ -230,6 +230,8 @@ def _checked(each: Declared, value: Any) -> Any:
             raise OptionError(name, f"is {value!r}", str(error)) from None
     if value is None and types.NoneType in kinds:
         return None
+    if value == "" and rules.metavar in _PATHS and name != "adapter_path":  # which means none
+        raise OptionError(name, "is empty", "name one, or leave it out")
     # A bool is an int to Python, but 'iters: true' is a mistake.
     if float in kinds and is_number(value):
         value = float(value)

@@ -96,8 +96,7 @@ class ServeConfig(InferenceConfig):
 
     def __post_init__(self) -> None:
         super(ServeConfig, self).__post_init__()
-        names = [name for each in self.served_model_name for name in each.split()]
-        object.__setattr__(self, "served_model_name", names)
+        object.__setattr__(self, "served_model_name", " ".join(self.served_model_name).split())
         object.__setattr__(self, "cache_tokens", held(self.cache_tokens))
         unused = self.prefix_cache_dir is not None and not self.prefix_cache
         refuse("prefix_cache_dir", "needs --prefix-cache", "leave one of them out", when=unused)

@@ -10,6 +10,7 @@ import pytest
 from shardmlx.config.options import declared
 from shardmlx.config.train import LINE, TrainConfig
 from shardmlx.errors import UserError
+from tests.helpers.refusals import refusal
 
 MLX_LM_EXAMPLE = """\
 model: "mlx-community/Llama-3.2-1B-Instruct"
@@ -463,6 +464,12 @@ def test_other_ranks_read_no_file_and_take_only_how_long_to_wait_for_rank_0(
 
 
 # Paths
+
+
+@pytest.mark.parametrize("name", ["checkpoint_dir", "metrics_file", "model"])
+def test_an_empty_path_is_refused(name: str) -> None:
+    assert str(refusal(TrainConfig, **{name: ""})).startswith(f"{name} is empty: ")
+    assert TrainConfig(adapter_path="").adapter_path == ""
 
 
 def test_the_home_directory_is_expanded_in_every_path(
