@@ -55,10 +55,8 @@ def _on_ranks(command: Command, words: Sequence[str]) -> int:
     from shardmlx.distributed.processes import under_mpirun
     from shardmlx.distributed.run_ranks import run_ranks
 
-    line = command.line
-
     def read_options(rank: int) -> Any:
-        options = line.load(words, rank)
+        options = command.line.load(words, rank)
         if not command.alone and not under_mpirun():
             _refuse_alone(command.name, options)
         return options

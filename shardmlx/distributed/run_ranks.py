@@ -108,8 +108,9 @@ def run_ranks(
     try:
         # Without garbage collections of what is imported: a tenth of a rank's start.
         gc.disable()
-        options = read_options(rank)
+        # Before options import NumPy, whose own BLAS would start threads that spin.
         blas = prepare()
+        options = read_options(rank)
         keep_awake()
         run = load()
     except UserError as error:
