@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import (
@@ -57,7 +57,6 @@ class Reporter:
             quiet=quiet, highlight=False, soft_wrap=True, force_terminal=live, no_color=not live
         )
         self._metrics_file = None if quiet else metrics_file
-        self._metrics: IO[str] | None = None
         self._mode = "w"
         if self._metrics_file is not None:
             check_writable(self._metrics_file, "--metrics-file")
@@ -114,11 +113,14 @@ class Reporter:
             listener(event, values)
         if self._metrics_file is None:
             return
-        if self._metrics is None:
+        line = json.dumps({"event": event, **finite(values)}) + "\n"
+        with (
+            file_access("write", self._metrics_file),
             # Opened late: a refused run leaves the metrics of the last one.
-            self._metrics = self._metrics_file.open(self._mode, encoding="utf-8")
-        self._metrics.write(json.dumps({"event": event, **finite(values)}) + "\n")
-        self._metrics.flush()
+            self._metrics_file.open(self._mode, encoding="utf-8") as file,
+        ):
+            file.write(line)
+        self.go_on()
 
     def go_on(self) -> None:
         """Keep the metrics file's content; otherwise events replace it."""
@@ -147,10 +149,6 @@ class Reporter:
             for item in items:
                 yield item
                 bar.advance()
-
-    def close(self) -> None:
-        if self._metrics is not None:
-            self._metrics.close()
 
 
 @dataclass(frozen=True, slots=True)

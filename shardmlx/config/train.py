@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -224,7 +225,8 @@ class TrainConfig(
             object.__setattr__(self, "zero", 0)  # replicas then divide nothing
 
     def _check_together(self) -> None:
-        fits = self.island is None or self.island.startswith(("http://", "https://"))
+        address = r"https?://([\w.-]+|\[[\w:.%]+\])(:\d{1,5})?(/.*)?"
+        fits = self.island is None or re.fullmatch(address, self.island)
         refuse("island", f"is {self.island!r}", "give http://HOST:PORT", when=not fits)
         for name, other in (("island", "name"), ("name", "island")):
             complaint, lacks = f"is {getattr(self, name)} without {other}", not getattr(self, other)

@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from shardmlx.common.process_memory import peak_resident_bytes
 from shardmlx.distributed.transport import Transport
+from shardmlx.errors import file_access
 
 clock = time.monotonic
 
@@ -238,9 +239,9 @@ class Meter:
             return
         gathered = self.transport.gather((self._traced, self._offset), what="trace")
         if gathered is not None:
-            self.trace.parent.mkdir(parents=True, exist_ok=True)
             names = [self.transport.name(rank) for rank in range(self.transport.size)]
-            write_chrome_trace(self.trace, gathered, names)
+            with file_access("write", self.trace):
+                write_chrome_trace(self.trace, gathered, names)
 
 
 def _reports(

@@ -15,7 +15,7 @@ from shardmlx.config.data import DataOptions
 from shardmlx.config.inference import EvaluateConfig
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import Sample
-from shardmlx.errors import UserError
+from shardmlx.errors import UserError, file_access
 from shardmlx.evaluation.scoring import Scorer, Scores, Sequences, perplexity_of
 from shardmlx.evaluation.tasks import Question, check_tasks, rows_of, run_tasks
 from shardmlx.inference.detokenize import StopStrings
@@ -62,7 +62,8 @@ def run(config: EvaluateConfig, transport: Transport, blas: Blas) -> None:
         results = _lead(config, prepared, scorer, prepared.encoder, texts)
         transport.broadcast(None, what="requests")
         if config.output is not None:
-            Path(config.output).write_text(json.dumps(results, indent=2) + "\n")
+            with file_access("write", config.output):
+                Path(config.output).write_text(json.dumps(results, indent=2) + "\n")
     report_memory(prepared)
 
 

@@ -15,7 +15,7 @@ from shardmlx.common.environment import Blas
 from shardmlx.common.reporter import Reporter, check_writable
 from shardmlx.config.inference import DEFAULT_PROMPT, NO_DRAFT, GenerateConfig
 from shardmlx.distributed.transport import Transport
-from shardmlx.errors import UserError, naming
+from shardmlx.errors import UserError, file_access, naming
 from shardmlx.inference.detokenize import IncrementalDetokenizer
 from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.plan import GenerationLoad
@@ -123,6 +123,7 @@ def _write(
     with ExitStack() as stack, reporter.bar("generating", len(answers)) as bar:
         file = sys.stdout
         if config.output is not None:
+            stack.enter_context(file_access("write", config.output))
             file = stack.enter_context(open(config.output, "w", encoding="utf-8"))
         for number, _ in first_stage.stream(dict(enumerate(answers))):
             bar.advance(answers[number].finish_reason is not None)

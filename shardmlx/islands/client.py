@@ -22,7 +22,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import IO, Any, NamedTuple, TypeVar
 
-from shardmlx.errors import UserError, one_line
+from shardmlx.errors import UserError, file_access, one_line
 from shardmlx.islands.protocol import Join, Joined, Progress, Refusal, Terms
 
 T = TypeVar("T")
@@ -113,16 +113,14 @@ class Hub:
         return Joined.of_json(self._json("POST", "/join", message.to_json()))
 
     def progress(self, message: Progress) -> Mapping[str, Any]:
-        answer: Mapping[str, Any] = self._json("POST", "/progress", message.to_json())
-        return answer
+        return dict(self._json("POST", "/progress", message.to_json()))
 
     def put(self, path: str, body: IO[bytes]) -> None:
         """Upload a whole file: a report, or a seed."""
         length = body.seek(0, os.SEEK_END)
         body.seek(0)
         headers = {"content-length": str(length), "content-type": "application/octet-stream"}
-        pieces = self._pieces(body)
-        with self._answer("PUT", path, pieces, headers, SECONDS_TO_CHECK) as answer:
+        with self._answer("PUT", path, self._pieces(body), headers, SECONDS_TO_CHECK) as answer:
             answer.read()
 
     def take(self, fragment: int, after: int | None, into: IO[bytes]) -> tuple[int, bool]:
@@ -149,7 +147,10 @@ class Hub:
                 etag = answer.headers["etag"] or ""
                 left = int(answer.headers["content-length"] or 0)
                 begin = into.tell()
-                into.writelines(self._pieces(answer))
+                for piece in self._pieces(answer):
+                    with file_access("write", into.name):
+                        into.write(piece)
+                        into.flush()
                 if into.tell() - begin < left or not left:
                     raise HubAway(f"{path} broke off")
                 return int(answer.headers["x-version"]), answer.headers["x-part"] == "change"
@@ -190,7 +191,7 @@ class Hub:
         except urllib.error.HTTPError as error:
             raise self._refusal(error) from None
         # URLError, timeouts and lost connections are all OSErrors.
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except (OSError, http.client.HTTPException, json.JSONDecodeError, UnicodeError) as error:
             raise HubAway(one_line(error)) from None
 
     def _refusal(self, error: urllib.error.HTTPError) -> Exception:

@@ -140,7 +140,7 @@ def _time(planned: PlannedRun) -> str:
 
 
 def _open_viewers(config: TrainConfig, on_event: Listener | None, stack: ExitStack) -> Reporter:
-    """Open metrics file and live page; the stack closes them."""
+    """Return the reporter of metrics file and live page; the stack closes the page."""
     listeners = [] if on_event is None else [on_event]
     page = None
     if config.metrics_port is not None:
@@ -153,7 +153,6 @@ def _open_viewers(config: TrainConfig, on_event: Listener | None, stack: ExitSta
         listeners.append(page.take)
     metrics = Path(config.metrics_file) if config.metrics_file else None
     reporter = Reporter(metrics, listeners=listeners)
-    stack.callback(reporter.close)
     if page is not None:
         reporter.say(f"The run at {page.address}")
     return reporter

@@ -31,17 +31,10 @@ from shardmlx.distributed.agreement import AgreedError, from_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.engine import Engine
 from shardmlx.engine.optimizer import Updater
-from shardmlx.errors import one_line
+from shardmlx.errors import file_access, one_line
 from shardmlx.islands.client import CHANGE, OWN, PATIENCE, Came, Heartbeat, Hub, begun, exchange
 from shardmlx.islands.encodings import Data, Encoding, encoding_named
-from shardmlx.islands.protocol import (
-    Join,
-    Joined,
-    Progress,
-    Tensor,
-    fragments_of,
-    report_path,
-)
+from shardmlx.islands.protocol import Join, Joined, Progress, Tensor, fragments_of, report_path
 from shardmlx.loading.rank_setup import SETUP_SECONDS
 from shardmlx.training.planned_run import PlannedRun
 
@@ -417,7 +410,8 @@ class Island:
             elif rank == owner != 0:
                 self._transport.send_object(data, 0, what)
             if body is not None and data is not None:
-                body.write(data.data)
+                with file_access("write", body.name):
+                    body.write(data.data)
         return body
 
     def _handed_out(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,14 +41,13 @@ from shardmlx.training.trainer import Trainer
 
 def train_sweep(config: TrainConfig, transport: Transport, reporter: Reporter) -> None:
     """Train the runs of ``config.sweep``, and test them if asked. Collective."""
-    with ExitStack() as stack:
-        jobs = prepare_sweep(config, transport, reporter, stack)
-        trainers = {name: Trainer(job) for name, job in jobs.items()}
-        failures = train_together([trainer.steps() for trainer in trainers.values()])
-        _compare(jobs, trainers, failures, reporter)
-        for trainer, failure in zip(trainers.values(), failures, strict=True):
-            if config.test and failure is None:
-                trainer.test()
+    jobs = prepare_sweep(config, transport, reporter)
+    trainers = {name: Trainer(job) for name, job in jobs.items()}
+    failures = train_together([trainer.steps() for trainer in trainers.values()])
+    _compare(jobs, trainers, failures, reporter)
+    for trainer, failure in zip(trainers.values(), failures, strict=True):
+        if config.test and failure is None:
+            trainer.test()
 
 
 def plan_sweep(
@@ -107,9 +105,9 @@ def plan_sweep(
 
 
 def prepare_sweep(
-    config: TrainConfig, transport: Transport, reporter: Reporter, stack: ExitStack
+    config: TrainConfig, transport: Transport, reporter: Reporter
 ) -> dict[str, TrainingRun]:
-    """Plan all runs together, and load them; the stack closes their reporters. Collective."""
+    """Plan all runs together, and load them. Collective."""
     jobs: dict[str, TrainingRun] = {}
     with open_for_training(config, transport, reporter) as opened:
         whole, runs, sets, sizes = plan_sweep(config, transport, reporter, opened)
@@ -124,7 +122,6 @@ def prepare_sweep(
             file = each.config.metrics_file
             metrics = Path(file) if file else None
             own = reporter.of_run(name, metrics)
-            stack.callback(own.close)
             before = list(jobs.values())
             job = load_run(each, transport, own if before else reporter, opened, before)
             jobs[name] = replace(job, reporter=own)

@@ -154,11 +154,15 @@ ISLAND = ("--island", "http://hub:8750", "--name", "ann")
         ("--tensor-parallel", (*ISLAND, "--tensor-parallel", "2")),
         ("--island", ISLAND[:2]),
         ("--name", ISLAND[2:]),
-        ("--island", ("--island", "hub:8750", "--name", "ann")),
+        *(
+            ("--island", ("--island", url, "--name", "ann"))
+            for url in ("hub:8750", "http://", "http://hub:x", "http://hub 1", "http://hub:123456")
+        ),
     ],
 )
 def test_what_an_island_cannot_do_is_refused(flag: str, words: tuple[str, ...]) -> None:
-    assert load(*ISLAND).island == "http://hub:8750"
+    for url in ("https://hub.example.org/islands/", "http://[fe80::1%en0]:8750", ISLAND[1]):
+        assert load(*ISLAND, "--island", url).island == url
     assert error_of(*words).problem.startswith(flag)
 
 

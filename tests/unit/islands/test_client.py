@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,7 +59,7 @@ def served(answer: Callable[[BaseHTTPRequestHandler], None]) -> Iterator[Hub]:
 
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_a_download_goes_on_where_it_broke_off_unless_there_is_a_newer_version(
-    is_replaced: bool,
+    is_replaced: bool, tmp_path: Path
 ) -> None:
     asked = []
 
@@ -74,16 +76,33 @@ def test_a_download_goes_on_where_it_broke_off_unless_there_is_a_newer_version(
         is_cut = len(asked) < 3
         request.wfile.write(WHOLE[start : start + 4000] if is_cut else WHOLE[start:])
 
-    with served(answer) as hub:
-        body = io.BytesIO()
+    with served(answer) as hub, (tmp_path / "body").open("w+b") as body:
         version = hub.take(0, None, body)
-    assert body.getvalue() == WHOLE
+    assert (tmp_path / "body").read_bytes() == WHOLE
     assert version == (3 if is_replaced else 1, False)
     first, *later = asked
     assert first == (None, None)
     starts = ["bytes=4000-", "bytes=4000-"] if is_replaced else ["bytes=4000-", "bytes=8000-"]
     tags = ['"v1"', '"v2"'] if is_replaced else ['"v1"', '"v1"']
     assert later == [*zip(starts, tags, strict=True)]
+
+
+class FullDisk(io.BytesIO):
+    name = "/tmp/body"
+
+    def write(self, piece: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_is_not_the_hubs_fault() -> None:
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        request.send_response(200)
+        request.send_header("content-length", str(len(WHOLE)))
+        request.end_headers()
+        request.wfile.write(WHOLE)
+
+    with served(answer) as hub, pytest.raises(UserError, match="cannot write /tmp/body: No space"):
+        hub.take(0, None, FullDisk())
 
 
 def test_a_hub_that_is_not_there_is_named_with_what_to_do() -> None:

@@ -6,7 +6,6 @@ import shutil
 import signal
 from collections import defaultdict
 from collections.abc import Mapping
-from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -195,8 +194,7 @@ def test_a_run_that_fails_ends_no_other_and_the_best_is_named(
 def test_frozen_weights_are_in_memory_once(options: dict[str, Any], tmp_path: Path) -> None:
     def prepare(rank: LocalTransport) -> dict[str, TrainingRun]:
         config = TrainConfig(**swept(options, tmp_path))
-        with ExitStack() as stack:
-            return prepare_sweep(config, rank, Reporter(quiet=True), stack)
+        return prepare_sweep(config, rank, Reporter(quiet=True))
 
     for jobs in LocalNetwork(2, timeout=60).run(prepare):
         first, *others = ([stage.part for stage in job.stages] for job in jobs.values())
