@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmlx.common.yaml_reader import check_keys
-from shardmlx.errors import PromptTooLong, UserError, file_access, unknown_token
+from shardmlx.errors import PromptTooLong, UserError, file_access, refusing, unknown_token
 from shardmlx.inference.answer_format import AnswerFormat, Tool
 from shardmlx.inference.chat_forms import template_text
 from shardmlx.inference.control_tokens import broken, control_tokens, encode_without
@@ -203,10 +203,8 @@ def read_stdin(fd: int = 0) -> str:
         if not part:
             break
         read += part
-    try:
+    with refusing("--prompt -: stdin is no UTF-8 text"):
         text = read.decode().removesuffix("\n").removesuffix("\r")
-    except UnicodeDecodeError as error:
-        raise UserError(f"--prompt -: stdin is no UTF-8 text: {error.reason}") from None
     if not text:
         raise UserError("--prompt -: nothing came from stdin", "write a text into it")
     return text

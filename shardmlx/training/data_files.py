@@ -6,11 +6,12 @@ import csv
 import io
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardmlx.errors import UserError, one_line
+from shardmlx.errors import UserError, one_line, refusing
 
 Row = Mapping[str, Any]
 
@@ -53,7 +54,8 @@ def parse_row(line: bytes, where: str) -> Row:
     remedy = (
         "mend it: one object on each line; jq -c '.[]?' makes that of an array, jq -c . of objects"
     )
-    text = _decoded(line, where).rstrip("\r\n")
+    with refusing(f"{where} is not UTF-8 text", "save it as UTF-8"):
+        text = line.decode("utf-8-sig").rstrip("\r\n")
     try:
         row = json.loads(text)
     except json.JSONDecodeError as error:
@@ -68,21 +70,15 @@ def parse_row(line: bytes, where: str) -> Row:
     return row
 
 
-def _decoded(content: bytes, where: str) -> str:
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{where} is not UTF-8 text: {error.reason} at byte {error.start}", "save it as UTF-8"
-        ) from None
-
-
 def _read_csv(path: Path, content: bytes) -> list[Row]:
-    text = _decoded(content, str(path))
+    with refusing(f"{path} is not UTF-8 text", "save it as UTF-8"):
+        text = content.decode("utf-8-sig")
     csv.field_size_limit(sys.maxsize)  # a cell may be a whole document
     rows: list[Row] = []
     try:
-        for row in csv.DictReader(io.StringIO(text, newline=""), strict=True):
+        reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+        _check_columns(path, reader.fieldnames or ())
+        for row in reader:
             if None in row or None in row.values():
                 raise UserError(
                     f"{row_name(path, len(rows))} has more cells, or fewer, than the first line "
@@ -97,18 +93,23 @@ def _read_csv(path: Path, content: bytes) -> list[Row]:
     return rows
 
 
+def _check_columns(path: Path, names: Iterable[str]) -> None:
+    for name, count in Counter(filter(None, names)).most_common(1):
+        if count > 1:
+            raise UserError(f"{path} has the column {name!r} twice", "rename one, or take it out")
+
+
 def _read_parquet(path: Path, content: bytes) -> list[Row]:
     try:
-        from pyarrow import ArrowInvalid, BufferReader, parquet
+        from pyarrow import BufferReader, parquet
     except ImportError:
         raise UserError(
             f"{path} needs the pyarrow package", "pip install '.[data]' in the repository"
         ) from None
-    try:
+    with refusing(f"{path} is not Parquet", "write it again"):
+        _check_columns(path, parquet.read_schema(BufferReader(content)).names)
         table = parquet.read_table(BufferReader(content))
         rows: list[Row] = table.to_pylist(maps_as_pydicts="lossy")
-    except ArrowInvalid as error:
-        raise UserError(f"{path} is not Parquet: {one_line(error)}", "write it again") from None
     return rows
 
 

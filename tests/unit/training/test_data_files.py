@@ -204,7 +204,8 @@ def test_a_weight_is_a_number_above_0(weight: Any) -> None:
     [
         (b"text\na,b\n", "train.csv, row 1 has more cells, or fewer, than the first line names"),
         (b'text\n"a\n', "train.csv, row 1 is not CSV: unexpected end of data: mend it"),
-        (b"text\n\xff\n", "train.csv is not UTF-8 text: invalid start byte at byte 5"),
+        (b"text,a,text\nx,y,z\n", "train.csv has the column 'text' twice: rename one"),
+        (b"text\n\xff\n", "train.csv is not UTF-8 text: 'utf-8' codec can't decode byte 0xff"),
     ],
 )
 def test_csv_that_is_none_is_refused(content: bytes, message: str) -> None:
@@ -220,6 +221,16 @@ def test_parquet_that_is_none_is_refused() -> None:
     pytest.importorskip("pyarrow")
     with pytest.raises(UserError, match=r"^train\.parquet is not Parquet: "):
         parse_rows(Path("train.parquet"), b"PAR1")
+
+
+def test_parquet_with_a_column_twice_is_refused() -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    file = pyarrow.BufferOutputStream()
+    parquet.write_table(pyarrow.Table.from_arrays([["x"], ["y"]], names=["text", "text"]), file)
+    with pytest.raises(UserError, match=r"^train\.parquet has the column 'text' twice: "):
+        parse_rows(Path("train.parquet"), file.getvalue().to_pybytes())
 
 
 def test_parquet_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
