@@ -11,13 +11,10 @@ from typing import Any
 
 import yaml
 
-from shardmlx.errors import UserError, file_access, one_line
+from shardmlx.errors import FAULTS, UserError, file_access, one_line, refusing
 
 _LARGEST = 2**1000
 """Largest whole number: a larger one is no float, and certainly an error."""
-
-_FAULTS = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
-"""Errors of the YAML library: constructors of tags, like ``!!bool maybe``, have their own."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -54,20 +51,15 @@ def _fault(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """Return the mapping that a YAML file holds; ``UserError`` names file and line of a mistake."""
-    try:
-        with file_access("read", path):
-            text = Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path} is no UTF-8 text (byte {error.start})", "is it a YAML file?"
-        ) from None
+    with refusing(f"{path} is no UTF-8 text", "is it a YAML file?"), file_access("read", path):
+        text = Path(path).read_text(encoding="utf-8")
     try:
         content = yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{path}, line {mark.line + 1}" if mark else str(path)
         raise UserError(f"{where}: {error.problem or error.context}", "mend the YAML") from None
-    except (*_FAULTS, RecursionError) as error:
+    except (yaml.YAMLError, *FAULTS) as error:  # tags, like !!bool maybe, have their own
         raise UserError(f"{path}: {one_line(error)}", "mend the YAML") from None
     if not isinstance(content, dict):
         found = "nothing" if content is None else f"a {type(content).__name__}"

@@ -105,12 +105,9 @@ def check_lora_values(parameters: Mapping[str, Any]) -> None:
             raise OptionError(name, f"lacks {key!r}", f"add {check[0]}")
         _require(name, key, parameters[key], check)
     keys = parameters.get("keys")
-    if keys is not None and not (
-        isinstance(keys, list) and keys and all(isinstance(key, str) for key in keys)
-    ):
-        raise OptionError(
-            name, f"has keys {keys!r}", "list module names, like ['self_attn.q_proj']"
-        )
+    are_names = isinstance(keys, list) and keys and all(isinstance(key, str) for key in keys)
+    remedy = "list module names, like ['self_attn.q_proj']"
+    refuse(name, f"has keys {keys!r}", remedy, when=keys is not None and not are_names)
 
 
 def check_optimizer_config(config: Mapping[str, Any]) -> None:
@@ -149,12 +146,9 @@ def shares_of(text: str | None, ranks: int) -> tuple[int, ...]:
     """Return the shares, in proportion, of so many ranks that compute a layer together; () if they
     are open. Raises ``OptionError``."""
     shares = () if text is None else _numbers(text)
-    refuse(
-        "tensor_shares",
-        f"{text}: --tensor-parallel {ranks} takes as many numbers from 1",
-        "give one for each rank that shares a layer",
-        when=shares and (len(shares) != ranks or 0 in shares),
-    )
+    others = shares and (len(shares) != ranks or 0 in shares)
+    complaint = f"{text}: --tensor-parallel {ranks} takes as many numbers from 1"
+    refuse("tensor_shares", complaint, "give one for each rank that shares a layer", when=others)
     return shares
 
 

@@ -254,8 +254,6 @@ def words_of(cls: type[DataclassInstance], flags: Mapping[str, Any]) -> list[str
         each = known[name]
         if bool in each.kinds:
             words.append(each.flag if value else f"--no-{each.flag[2:]}")
-        elif isinstance(value, list):
-            words += [each.flag, *map(str, value)]
         else:
-            words += [each.flag, str(value)]
+            words += [each.flag, *map(str, value if isinstance(value, list) else [value])]
     return words

@@ -187,10 +187,8 @@ _PATHS = ("DIR", "FILE", "MODEL", "METRICS", "PROGRAM")
 def with_home(name: str, paths: str) -> str:
     """Return paths, with commas between, with the home directory for ``~``, or ``OptionError``."""
     expanded = ",".join(map(os.path.expanduser, paths.split(",")))
-    if expanded.startswith("~"):
-        raise OptionError(
-            name, f"is {paths!r}: nobody has that home", f"write ./{paths} for a name with ~"
-        )
+    remedy = f"write ./{paths} for a name with ~"
+    refuse(name, f"is {paths!r}: nobody has that home", remedy, when=expanded.startswith("~"))
     return expanded
 
 
@@ -242,7 +240,9 @@ def _checked(each: Declared, value: Any) -> Any:
         raise OptionError(name, f"is {value!r}", choices or f"give {wanted}")
     if rules.metavar in _PATHS and isinstance(value, str):
         value = with_home(name, value)
-    if kinds == (list,) and not all(isinstance(text, str) for text in value):
+    elif isinstance(value, str) and not _is_text(value):
+        raise OptionError(name, f"is {value!r}", "give text in UTF-8")
+    if kinds == (list,) and not all(map(_is_text, value)):
         raise OptionError(name, f"is {value!r}", "give a list of texts")
     if isinstance(value, (dict, list)):
         return _plain_copy(name, value)
@@ -257,11 +257,15 @@ def _checked(each: Declared, value: Any) -> Any:
     return value
 
 
+def _is_text(value: object) -> bool:
+    """Return whether a value is text; a command line's bytes that are not UTF-8 are none."""
+    return isinstance(value, str) and value.encode(errors="ignore").decode() == value
+
+
 def _plain_copy(name: str, value: Any) -> Any:
     """Copy JSON-able data: what is accepted can be written to adapter_config.json."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError) as error:
-        raise OptionError(
-            name, f"is {value!r}: give plain numbers, text, lists and mappings ({error})"
-        ) from None
+        remedy = f"give plain numbers, text, lists and mappings ({error})"
+        raise OptionError(name, f"is {value!r}", remedy) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 from typing import Any
 
 import pytest
@@ -111,6 +112,12 @@ def test_a_list_has_texts_alone() -> None:
 def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
     error = refusal(SERVE.load, ["--allow-origin", origin])
     assert error.problem == f"--allow-origin is {origin}"
+
+
+@pytest.mark.parametrize("flag", ["--prompt", "--extra-eos-token"])
+def test_a_text_that_is_not_utf_8_is_refused(flag: str) -> None:
+    error = refusal(GENERATE.load, ["--model", "m", flag, os.fsdecode(b"a\xff")])
+    assert error.problem.startswith(f"{flag} is ")
 
 
 def test_a_server_plans_for_the_bodies_of_requests() -> None:

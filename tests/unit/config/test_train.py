@@ -386,7 +386,7 @@ LORA = "lora_parameters: {rank: 8, scale: 2.0, dropout: 0"
         ("hf_dataset: [{name: x}]", "{'name': 'x'}", "path"),
         ("hf_dataset: [{path: x}, {path: x, promt_feature: q}]", "'promt_f", "prompt_feature"),
         ("hf_dataset: {path: x, test_split: 5}", "test_split 5", "text"),
-        ("hf_dataset: {path: x, day: 2024-01-01}", "give plain numbers", ""),
+        ("hf_dataset: {path: x, day: 2024-01-01}", "day", "give plain numbers"),
         ("optimizer_config: {adamx: {}}", "'adamx'", "adam"),
         ("optimizer_config: {adam: 1}", "adam 1", "a mapping"),
         ("lr_schedule: {name: cosine}\nepochs: 2", "'cosine'", "cosine_decay"),
@@ -399,7 +399,7 @@ LORA = "lora_parameters: {rank: 8, scale: 2.0, dropout: 0"
         ("model: !!python/name:os.system\n", "line 1", "mend"),
         ("- iters\n", "a list", "key: value"),
         ("", "nothing", "key: value"),
-        ("model: caf\udce9\n", "UTF-8 text (byte 10)", "YAML"),
+        ("model: caf\udce9\n", "no UTF-8 text", "YAML"),
     ],
 )
 def test_a_bad_file_is_named_with_key_and_value(
