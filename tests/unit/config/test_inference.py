@@ -114,6 +114,13 @@ def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
     assert error.problem == f"--allow-origin is {origin}"
 
 
+@pytest.mark.parametrize("host", ["http://x/", "x.org,x.org:80", "x/a", "*", "[::1]"])
+def test_a_host_that_no_client_sends_is_refused(host: str) -> None:
+    error = refusal(SERVE.load, ["--allow-host", host])
+    assert error.problem == f"--allow-host is {host}"
+    SERVE.load(["--model", "m", "--allow-host", "x.org, my-mac.local,fe80::1,10.0.0.1"])
+
+
 @pytest.mark.parametrize("flag", ["--prompt", "--extra-eos-token"])
 def test_a_text_that_is_not_utf_8_is_refused(flag: str) -> None:
     error = refusal(GENERATE.load, ["--model", "m", flag, os.fsdecode(b"a\xff")])
