@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
@@ -67,24 +68,19 @@ def facts_of(objective: str) -> ObjectiveFacts | None:
     if objective == SFT or objective in OBJECTIVES:
         return OBJECTIVES.get(objective)
     known = f"choose from {', '.join((SFT, *OBJECTIVES))}, or give MODULE:NAME of your own"
-    refuse("objective", f"is {objective!r}", known, when=":" not in objective)
+    is_place = re.fullmatch(r"[\w.]+:[\w.]+", objective)
+    refuse("objective", f"is {objective!r}", known, when=not is_place)
     try:
         found: Any = EntryPoint("objective", objective, "").load()
     except Exception as error:  # a user's module may raise anything at its import
         reason = f"{type(error).__name__}: {one_line(error)}"
-        raise OptionError(
-            "objective",
-            f"is {objective}, which cannot be imported: {reason}",
-            "install the module on every machine, or name its directory in PYTHONPATH",
-        ) from error
-    refuse(
-        "objective",
-        f"is {objective}, which is a {type(found).__name__}",
-        "make it an OwnObjective",
-        when=not isinstance(found, OwnObjective),
-    )
-    own: OwnObjective = found
-    return own
+        complaint = f"is {objective}, which cannot be imported: {reason}"
+        remedy = "install the module on every machine, or name its directory in PYTHONPATH"
+        raise OptionError("objective", complaint, remedy) from error
+    if isinstance(found, OwnObjective):
+        return found
+    complaint = f"is {objective}, which is a {type(found).__name__}"
+    raise OptionError("objective", complaint, "make it an OwnObjective")
 
 
 def rows_together(objective: str) -> int:

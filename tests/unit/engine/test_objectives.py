@@ -158,7 +158,8 @@ def test_the_objective_of_a_module_is_the_function_in_it(own: str) -> None:
         ("no_such_module:mine", "No module named 'no_such_module'"),
         ("my_objectives:theirs", "theirs"),
         ("my_objectives:hinge", "function"),
-        (":", "cannot be imported"),
+        (":", "':'"),
+        ("./mine.py:f", "'./mine.py:f'"),
     ],
 )
 def test_a_bad_objective_is_named(own: str, name: str, fault: str) -> None:
