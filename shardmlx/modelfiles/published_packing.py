@@ -99,14 +99,15 @@ def check_packing(
     packing = published_packing(config)
     if packing is None:
         return
-    index = next((name for name in tensors if name.endswith(".g_idx")), None)
-    if packing.method == "gptq" and index is not None:
-        raise UserError(f"{index}: mlx-lm reads no gptq with g_idx", _16_BITS)
-    if packing.method != "fp8" or packing.loaded is not None:
-        return
+    method, kind = packing.method, shape.model_type
+    endings = {name.rpartition(".")[2]: name for name in tensors}
+    if method == "gptq" and "g_idx" in endings:
+        raise UserError(f"{endings['g_idx']}: mlx-lm reads no gptq with g_idx", _16_BITS)
+    if method in ("awq", "gptq") and endings and "qweight" not in endings:
+        problem = f"config.json: quantization_config is of {method}, and no tensor is packed"
+        raise UserError(problem, "take quantization_config out")
     is_refused = any(name.endswith("weight_scale_inv") for name in shape.refused)
-    if is_refused or shape.is_declared:
-        kind = shape.model_type
+    if method == "fp8" and packing.loaded is None and (is_refused or shape.is_declared):
         raise UserError(f"config.json: mlx-lm does not unpack fp8 of type {kind}", _16_BITS)
 
 

@@ -147,11 +147,20 @@ def test_headers_without_a_packed_tensor_contradict_the_config() -> None:
     assert "no tensor is packed" in inspection.packing
 
 
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_plain_weights_that_the_config_calls_packed_are_refused(method: str) -> None:
+    config = packed(quant_method=method, bits=4)
+    tensors = planned_tensors(tiny_config())
+    with pytest.raises(UserError, match=f"quantization_config is of {method}, and no tensor is"):
+        check_packing(config, read_shape(config), tensors)
+
+
 def test_zeros_of_awq_are_biases_in_memory_and_gptq_with_an_index_is_refused() -> None:
     said: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 64}
     path = "model.layers.0.mlp.up_proj"
     own = {
         f"{path}.qzeros": PlacedTensor("m.safetensors", "I32", (2, 16), 0, 128),
+        "lm_head.qweight": PlacedTensor("m.safetensors", "I32", (0, 16), 0, 0),
         "model.norm.weight": PlacedTensor("m.safetensors", "F16", (128,), 128, 384),
     }
     files = ModelFiles(name="m", config=packed(**said), tensors=own)
