@@ -94,7 +94,7 @@ class Matcher:
     def error(self) -> str:
         """The reason for which the answer cannot go on, in one line; empty if it can."""
         said: str = self._matcher.get_error()
-        return said.partition("\n")[0]
+        return " ".join(said.split())
 
     def allowed(self) -> mx.array:
         """Return whether each token may come next: bool (1, V). At the end of the grammar

@@ -64,12 +64,12 @@ class StructuredBody(Body):
     def structure(self) -> Structure | None:
         """Return what structure is asked for; None if none is. Raises ``ApiError``."""
         asked = [each for each in self._fields() if each[2] is not None]
-        if len(asked) > 1:
-            first, second = (param for param, _, _ in asked[:2])
-            raise refused(f"{first} and {second} both ask for a structure: give one of them", first)
         if not asked:
             return None
-        ((param, kind, value),) = asked
+        (param, kind, value), *others = asked
+        if others:
+            said = f"{param} ({kind}) and {others[0][0]} ({others[0][1]}) both ask for a structure"
+            raise refused(f"{said}: give one of them", param)
         if kind == "grammar":
             return Structure(param, [value], is_whole=True)
         return Structure(param, [f"body: {_body(kind, value, param)}"])
@@ -84,9 +84,9 @@ class StructuredBody(Body):
         any_object = {"type": "object"}
         wanted = {"text": None, "json_object": any_object, "json_schema": schema}
         return [
-            ("response_format", "json", wanted[named.type]),
+            ("response_format", named.type, wanted[named.type]),
             ("structured_outputs", "json", other.json_),
-            ("structured_outputs", "json", any_object if other.json_object else None),
+            ("structured_outputs", "json_object", any_object if other.json_object else None),
             ("structured_outputs", "regex", other.regex),
             ("structured_outputs", "choice", other.choice),
             ("structured_outputs", "grammar", other.grammar),

@@ -281,4 +281,5 @@ def test_sequences_of_a_batch_have_each_their_own(
 
 def test_bad_grammars_are_named_in_a_line(grammars: Grammars) -> None:
     assert "foo" in grammars.complaint("start: foo")
+    assert "unclosed group" in grammars.complaint("start: /(/")
     assert grammars.complaint('start: %json {"type": "objct"}') != ""

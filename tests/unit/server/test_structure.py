@@ -132,6 +132,7 @@ def test_completions_have_it_too() -> None:
         ({"json": "{"}, "structured_outputs.json", "an object"),
         ({"json": "[]"}, "structured_outputs.json", "an object"),
         ({"response_format": NAMED, "regex": "a"}, "response_format", "structured_outputs"),
+        ({"json": {}, "regex": "a"}, "structured_outputs", "(json) and structured_outputs (regex)"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "missing"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "'xml'"),
         ({"choice": []}, "structured_outputs", "texts"),
