@@ -54,6 +54,12 @@ class ChatTemplate:
                 "the model has no chat template, and conversations need one",
                 "use an Instruct model, or write rows of text",
             )
+        named = getattr(tokenizer, "chat_template", None)
+        if isinstance(named, Mapping) and "default" not in named:
+            raise UserError(
+                f"the model has the chat templates {', '.join(named)}, and none is the default",
+                "call one of them default in tokenizer_config.json",
+            )
         try:
             self.text([_USER])
         except TemplateSyntaxError as error:

@@ -180,8 +180,7 @@ class Conversations:
             message = without_nulls(message)
         self._check_written(message, given, name)
         if "content" in message:
-            content = self._content(message["content"], role, f"{name}.content")
-            return {**message, "content": content}
+            message["content"] = self._content(message["content"], role, f"{name}.content")
         return message
 
     def _check_written(self, message: Row, given: Row, name: str) -> None:

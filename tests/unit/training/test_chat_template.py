@@ -241,6 +241,13 @@ def test_a_model_without_a_template_is_named() -> None:
     assert "no chat template" in error.value.problem
 
 
+def test_templates_without_a_default_are_to_blame() -> None:
+    tokenizer = tokenizer_with("a")
+    tokenizer.chat_template = {"rag": "a", "tool_use": "b"}
+    with pytest.raises(UserError, match="the chat templates rag, tool_use, and none is"):
+        ChatTemplate(tokenizer)
+
+
 def test_a_template_that_wants_other_messages_is_one() -> None:
     ChatTemplate(tokenizer_with("{{ raise_exception('no') }}"))
 
