@@ -13,7 +13,7 @@ from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.commands import BY_NAME, OF_RANKS
 from shardmlx.config.common_options import AUTO
-from shardmlx.config.options import check_options, flag_of, in_group
+from shardmlx.config.options import check_options, declared, flag_of, in_group
 from shardmlx.config.train import CheckpointOptions
 from shardmlx.costmodel.hostfile import Machine, read_hostfile
 from shardmlx.errors import UserError
@@ -105,10 +105,14 @@ class LaunchOptions:
 def read_options(argv: Sequence[str]) -> LaunchOptions:
     """Read the flags of launch, then a command and its own options. Raises ``UserError``."""
     flags, command, options = LINE.load_before(argv)
-    if "-n" in options:
-        remedy = f"give it before: shardmlx launch -n N {command} ..."
-        raise UserError(f"-n stands after {command}", remedy)
-    read, given = BY_NAME[command].line.load_given(options)
+    line = BY_NAME[command].line
+    taken = {flag for each in declared(line.options) for flag in each.flags}
+    late = {word.partition("=")[0] for word in options} - taken
+    for each in declared(LaunchFlags):
+        for flag in late.intersection(each.flags):
+            remedy = f"give it before: shardmlx launch {flag} {each.metavar} {command} ..."
+            raise UserError(f"{flag} stands after {command}", remedy)
+    read, given = line.load_given(options)
     if command == "doctor" and read.by_ssh:
         raise UserError("doctor --ssh and --find start no ranks", "run it without launch")
     trains = command == "train"

@@ -333,6 +333,7 @@ def test_a_run_that_must_not_resume_does_so_only_from_its_own_checkpoint(lab: La
         (["-n", "0", "train"], "--ranks is 0", ""),
         (["-n", "2", "--max-restarts", "1", "profile", "M"], "--max-restarts 1", ""),
         (["-n", "2", "train", "--itres", "3"], "'--itres'", "--iters"),
+        (["train", "--max-restarts=0"], "--max-restarts stands", "--max-restarts N train"),
         (["train", "-n", "2"], "-n stands after train", "launch -n N train"),
         (["-n", "2", "doctor", "--ssh", "--hostfile", "F"], "doctor --ssh", "without launch"),
         (["-n", "2", "generate", "--temp", "-1"], "--temp is -1.0", ""),
