@@ -106,7 +106,7 @@ class ServeConfig(InferenceConfig):
         remedy = "give origins like https://example.org, without a path"
         refuse("allow_origin", f"is {self.allow_origin}", remedy, when=not are_origins)
         names = split_names(self.allow_host)  # IPv6 has colons
-        are_names = all(re.fullmatch(r"[\w.-]+|[\da-f.]*(:[\da-f.]*){2,}", each) for each in names)
+        are_names = all(re.fullmatch(r"[\w.-]+|[\w.]*(:[\w.]*){2,}", each) for each in names)
         remedy = "give names like example.org, without a scheme, port or path"
         refuse("allow_host", f"is {self.allow_host}", remedy, when=not are_names)
         is_key = self.api_key is None or (self.api_key.isascii() and self.api_key.strip())

@@ -118,7 +118,7 @@ def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
 def test_a_host_that_no_client_sends_is_refused(host: str) -> None:
     error = refusal(SERVE.load, ["--allow-host", host])
     assert error.problem == f"--allow-host is {host}"
-    SERVE.load(["--model", "m", "--allow-host", "x.org, my-mac.local,fe80::1,10.0.0.1"])
+    SERVE.load(["--model", "m", "--allow-host", "x.org, my-mac.local,FE80::1,::1,10.0.0.1"])
 
 
 @pytest.mark.parametrize("flag", ["--prompt", "--extra-eos-token"])
