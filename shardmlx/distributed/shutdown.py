@@ -24,7 +24,7 @@ from shardmlx.distributed.processes import (
     find_mpirun,
     under_mpirun,
 )
-from shardmlx.errors import explained, one_line
+from shardmlx.errors import UserError, explained, one_line
 
 SECONDS_OF_A_TURN = 0.2  # between ranks that see the same failure: the lowest reports first
 SECONDS_TO_KILL = 0.7  # more than mpirun takes to end all ranks after one has ended badly
@@ -76,7 +76,8 @@ class JobShutdown:
             traceback.print_exception(error)
         text = "interrupted" if isinstance(error, KeyboardInterrupt) else explained(one_line(error))
         if not text.startswith(f"rank {self.rank}"):
-            text = f"{self.name}: {type(error).__name__}: {text}"
+            kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+            text = f"{self.name}: {kind}{text}"
         return self.say(f"failed: {text}", SECONDS_OF_A_TURN * min(self.rank, 8))
 
     def launched(self) -> bool:

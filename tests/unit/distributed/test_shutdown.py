@@ -13,6 +13,7 @@ import pytest
 
 from shardmlx.distributed.shutdown import JobShutdown
 from shardmlx.distributed.signals import Signals
+from shardmlx.errors import UserError
 
 
 def test_a_signal_ends_the_wait_of_a_thread_and_the_old_handler_comes_back() -> None:
@@ -75,6 +76,15 @@ def test_what_macs_say_is_explained_in_the_last_line_of_a_job(
     assert remedy in meaning
     assert JobShutdown(0).report(RuntimeError("anything else"))
     assert capsys.readouterr().err.endswith("RuntimeError: anything else\n")
+
+
+def test_what_one_rank_alone_meets_is_said_without_a_type(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ending = JobShutdown(0)
+    assert ending.report(UserError("cannot write metrics: no space"))
+    said = f"shardmlx: failed: {ending.name}: cannot write metrics: no space\n"
+    assert capsys.readouterr().err == said
 
 
 def test_rank_0_leaves_when_the_others_of_its_host_are_gone() -> None:
