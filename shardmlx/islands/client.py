@@ -113,7 +113,7 @@ class Hub:
         return Joined.of_json(self._json("POST", "/join", message.to_json()))
 
     def progress(self, message: Progress) -> Mapping[str, Any]:
-        return dict(self._json("POST", "/progress", message.to_json()))
+        return self._json("POST", "/progress", message.to_json())
 
     def put(self, path: str, body: IO[bytes]) -> None:
         """Upload a whole file: a report, or a seed."""
@@ -165,10 +165,12 @@ class Hub:
             self.heard = time.monotonic()
             yield piece
 
-    def _json(self, method: str, path: str, message: Any = None) -> Any:
+    def _json(self, method: str, path: str, message: Any = None) -> dict[str, Any]:
         body = None if message is None else json.dumps(message).encode()
         with self._answer(method, path, body, {"content-type": "application/json"}) as answer:
-            return json.loads(answer.read())
+            if isinstance(found := json.loads(answer.read()), dict):
+                return found
+        raise HubAway(f"{path}: the answer is no object")
 
     @contextlib.contextmanager
     def _answer(

@@ -115,28 +115,33 @@ def test_a_hub_that_is_not_there_is_named_with_what_to_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "said"),
+    ("status", "body", "kind", "said"),
     [
-        (404, b"<html>", "http://127.0.0.1"),
-        (404, b'{"error": {"message": "no such path"}}', "http://127.0.0.1"),
-        (200, b'{"status": "ok"}', "Terms is none"),
-        (200, b"\xff", "no answer"),
+        (404, b"<html>", Refusal, "{url}"),
+        (404, b'{"error": {"message": "no such path"}}', Refusal, "{url}"),
+        (200, b'{"status": "ok"}', UserError, "Terms is none"),
+        (200, b"[]", UserError, "{url}: no answer in .* no object"),
+        (200, b"\xff", UserError, "{url}: no answer"),
     ],
 )
-def test_what_is_no_hub_is_said_to_be_none(status: int, body: bytes, said: str) -> None:
+def test_what_is_no_hub_is_said_to_be_none(
+    status: int, body: bytes, kind: type[UserError], said: str
+) -> None:
     def answer(request: BaseHTTPRequestHandler) -> None:
         request.send_response(status)
         request.end_headers()
         request.wfile.write(body)
 
-    with served(answer) as hub, pytest.raises(UserError, match=said):
+    with served(answer) as hub, pytest.raises(kind, match=said.format(url=hub.url)):
         hub.persist(hub.terms, 0.1)
 
 
 def test_an_island_needs_its_own_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running_hub(tmp_path, "ann,bob") as running:
-        for none in ("", "\N{HORIZONTAL ELLIPSIS}", "a\nb"):
-            monkeypatch.setenv(TOKEN, none)
+        monkeypatch.delenv(TOKEN, raising=False)
+        for none in (None, "", "\N{HORIZONTAL ELLIPSIS}", "a\nb"):
+            if none is not None:
+                monkeypatch.setenv(TOKEN, none)
             with pytest.raises(UserError, match=TOKEN) as caught:
                 Hub.of(running.url, "ann", print)
             assert "tokens/ann" in caught.value.remedy
