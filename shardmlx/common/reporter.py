@@ -113,13 +113,12 @@ class Reporter:
             listener(event, values)
         if self._metrics_file is None:
             return
-        line = json.dumps({"event": event, **finite(values)}) + "\n"
         with (
             file_access("write", self._metrics_file),
             # Opened late: a refused run leaves the metrics of the last one.
             self._metrics_file.open(self._mode, encoding="utf-8") as file,
         ):
-            file.write(line)
+            file.write(json.dumps({"event": event, **finite(values)}) + "\n")
         self.go_on()
 
     def go_on(self) -> None:

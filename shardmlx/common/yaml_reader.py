@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from shardmlx.errors import FAULTS, UserError, file_access, one_line, refusing
+from shardmlx.errors import FAULTS, UserError, file_access, one_line
 
 _LARGEST = 2**1000
 """Largest whole number: a larger one is no float, and certainly an error."""
@@ -51,8 +51,12 @@ def _fault(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """Return the mapping that a YAML file holds; ``UserError`` names file and line of a mistake."""
-    with refusing(f"{path} is no UTF-8 text", "is it a YAML file?"), file_access("read", path):
-        text = Path(path).read_text(encoding="utf-8")
+    try:
+        with file_access("read", path):
+            text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        problem = f"{path} is no UTF-8 text (byte {error.start})"
+        raise UserError(problem, "is it a YAML file?") from None
     try:
         content = yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:

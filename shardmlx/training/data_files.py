@@ -54,8 +54,7 @@ def parse_row(line: bytes, where: str) -> Row:
     remedy = (
         "mend it: one object on each line; jq -c '.[]?' makes that of an array, jq -c . of objects"
     )
-    with refusing(f"{where} is not UTF-8 text", "save it as UTF-8"):
-        text = line.decode("utf-8-sig").rstrip("\r\n")
+    text = _decoded(line, where).rstrip("\r\n")
     try:
         row = json.loads(text)
     except json.JSONDecodeError as error:
@@ -70,9 +69,16 @@ def parse_row(line: bytes, where: str) -> Row:
     return row
 
 
+def _decoded(content: bytes, where: str) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        problem = f"{where} is not UTF-8 text: {error.reason} at byte {error.start}"
+        raise UserError(problem, "save it as UTF-8") from None
+
+
 def _read_csv(path: Path, content: bytes) -> list[Row]:
-    with refusing(f"{path} is not UTF-8 text", "save it as UTF-8"):
-        text = content.decode("utf-8-sig")
+    text = _decoded(content, str(path))
     csv.field_size_limit(sys.maxsize)  # a cell may be a whole document
     rows: list[Row] = []
     try:
@@ -109,8 +115,7 @@ def _read_parquet(path: Path, content: bytes) -> list[Row]:
     with refusing(f"{path} is not Parquet", "write it again"):
         _check_columns(path, parquet.read_schema(BufferReader(content)).names)
         table = parquet.read_table(BufferReader(content))
-        rows: list[Row] = table.to_pylist(maps_as_pydicts="lossy")
-    return rows
+        return list(table.to_pylist(maps_as_pydicts="lossy"))
 
 
 READERS: Mapping[str, Callable[[Path, bytes], list[Row]]] = {

@@ -399,7 +399,7 @@ LORA = "lora_parameters: {rank: 8, scale: 2.0, dropout: 0"
         ("model: !!python/name:os.system\n", "line 1", "mend"),
         ("- iters\n", "a list", "key: value"),
         ("", "nothing", "key: value"),
-        ("model: caf\udce9\n", "no UTF-8 text", "YAML"),
+        ("model: caf\udce9\n", "UTF-8 text (byte 10)", "YAML"),
     ],
 )
 def test_a_bad_file_is_named_with_key_and_value(

@@ -56,6 +56,7 @@ def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     error = refusal(read_tokenizer, tmp_path, False, {})
     assert str(error).startswith(f"{tmp_path} holds no tokenizer that transformers can read: ")
+    assert "\n" not in str(error)
 
 
 @pytest.mark.parametrize("field", ['"rms_norm_eps": "1e-5"', '"rope_scaling": "linear"'])

@@ -205,7 +205,7 @@ def test_a_weight_is_a_number_above_0(weight: Any) -> None:
         (b"text\na,b\n", "train.csv, row 1 has more cells, or fewer, than the first line names"),
         (b'text\n"a\n', "train.csv, row 1 is not CSV: unexpected end of data: mend it"),
         (b"text,a,text\nx,y,z\n", "train.csv has the column 'text' twice: rename one"),
-        (b"text\n\xff\n", "train.csv is not UTF-8 text: 'utf-8' codec can't decode byte 0xff"),
+        (b"text\n\xff\n", "train.csv is not UTF-8 text: invalid start byte at byte 5"),
     ],
 )
 def test_csv_that_is_none_is_refused(content: bytes, message: str) -> None:

@@ -126,7 +126,7 @@ def test_the_order_of_rows_is_that_of_mlx_lm(tmp_path: Path) -> None:
         ("", " is not JSON: Expecting value (column 1)"),
         ('["text"]', 'is ["text"], no object'),
         ('["a",\n"b"]', "is not JSON"),
-        ("\udcff", "position 0"),
+        ("\udcff", "at byte 0"),
         ('{"txt": "abc"}', "has no key 'text', as the first row has, but the keys 'txt'"),
         ('{"text": ""}', ': text is ""'),
         ('{"text": null}', ": text is null"),
