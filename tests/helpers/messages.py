@@ -1,6 +1,6 @@
 """Every sentence that shardmlx says to a user who gave bad input, read from the sources.
 
-``python -m tests.helpers.messages`` writes them into the file that the tests compare.
+``python -m tests.helpers.messages`` writes them, at a release, into the file that is read through.
 """
 
 from __future__ import annotations

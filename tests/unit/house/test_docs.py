@@ -81,19 +81,7 @@ def names_of(node: ast.stmt) -> set[str]:
     return {target.id for target in targets if isinstance(target, ast.Name)}
 
 
-# Of a size that is read.
-
-
-def words(page: Path) -> int:
-    return len(page.read_text(encoding="utf-8").split())
-
-
-def test_the_readme_has_at_most_700_words() -> None:
-    assert words(ROOT / "README.md") <= 700
-
-
-def test_all_pages_have_at_most_37000_words() -> None:
-    assert sum(words(page) for page in DOCS.rglob("*.md")) <= 37_000
+# Prose that is read.
 
 
 def sentences(page: Path) -> Iterator[str]:
