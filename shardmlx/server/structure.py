@@ -18,6 +18,7 @@ from pydantic import Json as FromJson
 from shardmlx.errors import UserError
 from shardmlx.inference.answer_format import CallFormat, Tool
 from shardmlx.server.accepted_fields import Body, Listed
+from shardmlx.server.closed_schema import closed
 from shardmlx.server.openai_errors import refused
 
 LONGEST_GRAMMAR = 100_000
@@ -179,13 +180,6 @@ def terms(text: str, special: Mapping[str, int]) -> Iterator[str]:
             yield f"<[{special[part]}]>"
         elif part:
             yield quoted(part)
-
-
-def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a schema whose objects have only the properties that it names, unless it says so, as
-    in llama.cpp and vLLM: a small model would go on with others up to its limit."""
-    is_plain = "properties" in schema and not schema.keys() & {"allOf", "anyOf", "oneOf", "$ref"}
-    return {**({"additionalProperties": False} if is_plain else {}), **schema}
 
 
 def json_term(schema: Mapping[str, Any], space: str = SPACE) -> str:
