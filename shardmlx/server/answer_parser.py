@@ -344,7 +344,8 @@ def harmony_answer(incoming: Incoming, syntax: AnswerSyntax) -> Reading:
 
 
 class AnswerParser:
-    """The parts of an answer up to a stop string in what is said. Without a syntax all is said."""
+    """The parts of an answer up to a stop string in what is said. Without a syntax all is said.
+    ``characters`` counts the text that it has taken in, with what is held back."""
 
     def __init__(self, syntax: AnswerSyntax | None, stop: Sequence[str] = ()) -> None:
         syntax = syntax or AnswerSyntax(continues=True)
@@ -357,6 +358,7 @@ class AnswerParser:
         self._stops = StopStrings(stop)
         self._calls = 0
         self._parallel = syntax.parallel
+        self.characters = 0
 
     @property
     def stop(self) -> str | None:
@@ -366,6 +368,7 @@ class AnswerParser:
         """Yield the parts that are known with this text; what may begin a mark is held back."""
         self._incoming.text += text
         self._incoming.is_last = is_last
+        self.characters += len(text)
         for part in self._reading:
             if part is None or self.stop is not None:
                 break

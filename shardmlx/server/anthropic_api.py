@@ -253,7 +253,7 @@ class MessageReply(BlockReply):
             delta = {"type": f"{kind}_delta", kind: part.text}
         yield self._block("delta", delta=delta)
 
-    def _ended(self, block: Part) -> Iterator[Json]:
+    def _ended(self, block: Part, *, is_cut: bool) -> Iterator[Json]:
         yield self._block("stop")
 
     def _block(self, what: str, **more: Any) -> Json:

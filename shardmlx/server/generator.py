@@ -76,6 +76,7 @@ class PipelineGenerator:
         deltas = []
         for number, sampled in self.first_stage.step():
             answer, parser = self._answers[number]
+            begins = parser.characters
             parts: tuple[Part, ...] = ()
             try:
                 text = answer.take(sampled.token)
@@ -92,7 +93,7 @@ class PipelineGenerator:
             if reason is not None:
                 del self._answers[number]
                 self.first_stage.finish(number)
-            delta = Delta(parts, told, answer.count, cached, reason, parser.stop, drafts)
+            delta = Delta(parts, told, answer.count, cached, reason, parser.stop, drafts, begins)
             deltas.append((number, delta))
         return deltas
 

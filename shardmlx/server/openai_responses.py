@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 from shardmlx.inference.sampling_params import SampledToken
@@ -26,7 +26,8 @@ class ChatReply(Reply):
 
     def __init__(self, request: ApiRequest, model: str, token_text: TokenText) -> None:
         super().__init__(request, model, token_text)
-        self._logprobs: list[list[Json]] = [[] for _ in request.requests]
+        self._tokens: list[list[Json]] = [[] for _ in request.requests]
+        self._offsets: list[list[int]] = [[] for _ in request.requests]
         self._reasons: list[FinishReason | None] = [None for _ in request.requests]
         self.head: Json = {
             "id": f"{self.PREFIX}-{self.id}",
@@ -40,17 +41,20 @@ class ChatReply(Reply):
 
     def opening(self) -> Iterator[Json]:
         for index in range(len(self.blocks)):
-            begun = {"role": "assistant", "content": ""}
+            # Some clients open a text at an empty one, before there is any.
+            begun = {"role": "assistant", "content": None}
             yield self._chunk(self._told(index, "delta", begun, None))
 
     def _add(self, index: int, delta: Delta) -> Iterator[Json]:
-        logprobs, parts = None, delta.parts
+        logprobs = None
         if self.request.logprobs is not None:
-            logprobs = {"content": [*map(self._of_token, delta.sampled)]}
-            self._logprobs[index] += logprobs["content"]
-            if delta.sampled and not parts:
-                parts = (Part("said", ""),)
-        for part in parts:
+            first = len(self._tokens[index])
+            self._tokens[index] += map(self._of_token, delta.sampled)
+            self._offsets[index] += [delta.begins] * len(delta.sampled)
+            logprobs = self._logprobs(index, first)
+            if delta.sampled and not delta.parts:
+                yield self._chunk(self._part(index, None, logprobs))
+        for part in delta.parts:
             yield self._chunk(self._part(index, part, logprobs))
             logprobs = None
         self._reasons[index] = delta.finish_reason
@@ -64,8 +68,8 @@ class ChatReply(Reply):
     @property
     def whole(self) -> Json:
         choices = [
-            self._choice(index, {"content": content} if content else None)
-            for index, content in enumerate(self._logprobs)
+            self._choice(index, self._logprobs(index) if tokens else None)
+            for index, tokens in enumerate(self._tokens)
         ]
         return {**self.head, "object": self.WHOLE, "choices": choices, "usage": self.usage}
 
@@ -128,6 +132,10 @@ class ChatReply(Reply):
             reason = "tool_calls"
         return {"index": index, name: what, "logprobs": logprobs, "finish_reason": reason}
 
+    def _logprobs(self, index: int, first: int = 0) -> Json:
+        """Return the log-probabilities of an answer's tokens, from this one on."""
+        return {"content": self._tokens[index][first:]}
+
     def _of_token(self, sampled: SampledToken) -> Json:
         likeliest = [self._token(token, logprob) for token, logprob in sampled.top]
         return {**self._token(sampled.token, sampled.logprob), "top_logprobs": likeliest}
@@ -152,10 +160,30 @@ class CompletionReply(ChatReply):
     def _choice(self, index: int, logprobs: Json | None) -> Json:
         return self._told(index, "text", self._text(index, "said"), logprobs)
 
+    def _logprobs(self, index: int, first: int = 0) -> Json:
+        """Return them in OpenAI's four lists, beside the form of a chat. Of likeliest tokens with
+        the same text the likeliest counts."""
+        tokens = self._tokens[index][first:]
+        return {
+            "tokens": [each["token"] for each in tokens],
+            "token_logprobs": [each["logprob"] for each in tokens],
+            "top_logprobs": [_by_text([*each["top_logprobs"], each]) for each in tokens],
+            "text_offset": self._offsets[index][first:],
+            **super()._logprobs(index, first),
+        }
+
     def _part(self, index: int, part: Part | None, logprobs: Json | None) -> Json:
         if part is not None:
             self._take(index, part)
         return self._told(index, "text", "" if part is None else part.text, logprobs)
+
+
+def _by_text(tokens: Iterable[Json]) -> dict[str, float]:
+    """Return the log-probability of each text; the first of a text counts."""
+    known: dict[str, float] = {}
+    for each in tokens:
+        known.setdefault(each["token"], each["logprob"])
+    return known
 
 
 def _call(call: Part) -> Json:

@@ -92,21 +92,22 @@ class BlockReply(Reply):
         for part in delta.parts:
             begins = self._begins(index, part)
             if begins:
-                yield from self._last_ended()
+                yield from self._last_ended(is_cut=False)
             self._take(index, part)
             if begins:
                 yield from self._begun(part)
             yield from self._more(part)
         if delta.finish_reason is not None:
-            yield from self._last_ended()
+            yield from self._last_ended(is_cut=delta.finish_reason == "length")
             yield from self._end(delta)
 
     def event(self, body: Json) -> bytes:
         return f"event: {body['type']}\ndata: {json.dumps(body)}\n\n".encode()
 
-    def _last_ended(self) -> Iterator[Json]:
+    def _last_ended(self, *, is_cut: bool) -> Iterator[Json]:
         for block in self.blocks[0][-1:]:
-            yield from self._ended(block)
+            # A call that is cut off becomes text.
+            yield from self._ended(block, is_cut=is_cut and block.kind != "call")
 
     @abstractmethod
     def _begun(self, block: Part) -> Iterator[Json]: ...
@@ -115,7 +116,7 @@ class BlockReply(Reply):
     def _more(self, part: Part) -> Iterator[Json]: ...
 
     @abstractmethod
-    def _ended(self, block: Part) -> Iterator[Json]: ...
+    def _ended(self, block: Part, *, is_cut: bool) -> Iterator[Json]: ...
 
     @abstractmethod
     def _end(self, delta: Delta) -> Iterator[Json]: ...

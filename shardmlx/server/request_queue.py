@@ -43,6 +43,7 @@ class Delta:
     There are no ``parts`` while a character, a mark or a stop string may be incomplete.
     ``generated`` counts all tokens of the answer so far; ``cached`` those of its prompt that came
     from the prefix cache. ``stop`` is the stop string that ended it, ``drafts`` are all so far.
+    The text of the sampled tokens begins at character ``begins`` of the answer's.
     """
 
     parts: tuple[Part, ...]
@@ -52,6 +53,7 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop: str | None = None
     drafts: DraftCounts = NO_DRAFTS
+    begins: int = 0
 
 
 class QueueFull(ApiError):

@@ -184,6 +184,7 @@ class ResponseReply(BlockReply):
     _status = "in_progress"
     _events = 0
     _thought = 0
+    _cut: int | None = None
 
     def event(self, body: Json) -> bytes:
         numbered = {"sequence_number": self._events, **body}
@@ -253,7 +254,9 @@ class ResponseReply(BlockReply):
         if part.kind != "call":
             yield self._of_text("delta", part.kind, delta=part.text)
 
-    def _ended(self, block: Part) -> Iterator[Json]:
+    def _ended(self, block: Part, *, is_cut: bool) -> Iterator[Json]:
+        if is_cut:
+            self._cut = self._last
         item = self._item(block)
         if block.kind != "call":
             yield self._of_text("done", block.kind, text=block.text)
@@ -275,7 +278,9 @@ class ResponseReply(BlockReply):
 
     def _item(self, block: Part, at: int | None = None) -> Json:
         """Return the item that block ``at`` is, or the last one."""
-        head = {"id": self._item_id(block.kind, at), "status": "completed"}
+        place = self._last if at is None else at
+        status = "incomplete" if place == self._cut else "completed"
+        head = {"id": self._item_id(block.kind, at), "status": status}
         if block.kind != "call":
             content = {**CONTENTS[block.kind], "text": block.text}
             return {**head, **ITEMS[block.kind], "content": [content]}

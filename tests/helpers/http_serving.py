@@ -178,10 +178,11 @@ class Parrot:
             top = tuple((token + place, -0.5 - place) for place in range(most))
             sampled = SampledToken(token, -0.5, top)
         reason: FinishReason | None = "length" if text.generated == request.max_tokens else None
+        begins = text.parser.characters
         parts = tuple(text.parser.take(chr(token), is_last=reason is not None))
         if (stop := text.parser.stop) is not None:
             reason = "stop"
-        return Delta(parts, (sampled,), text.generated, cached, reason, stop, drafts)
+        return Delta(parts, (sampled,), text.generated, cached, reason, stop, drafts, begins)
 
 
 @dataclass

@@ -53,7 +53,7 @@ def chunks(reply: ChatReply, *deltas: tuple[int, Delta]) -> list[dict[str, Any]]
     return [{name: chunk[name] for name in chunk.keys() - reply.head.keys()} for chunk in sent]
 
 
-def delta(delta: dict[str, str], reason: str | None = None, index: int = 0) -> dict[str, Any]:
+def delta(delta: dict[str, Any], reason: str | None = None, index: int = 0) -> dict[str, Any]:
     choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
     return {"object": "chat.completion.chunk", "choices": [choice]}
 
@@ -78,8 +78,8 @@ def test_several_texts_are_told_apart_by_their_index() -> None:
         (1, Delta(said("c"), (), 2, 0, "length")),
     ]
     assert chunks(chat(texts=2, n=2), *deltas) == [
-        delta({"role": "assistant", "content": ""}, index=0),
-        delta({"role": "assistant", "content": ""}, index=1),
+        delta({"role": "assistant", "content": None}, index=0),
+        delta({"role": "assistant", "content": None}, index=1),
         delta({"content": "b"}, index=1),
         delta({"content": "a"}, index=0),
         delta({}, "stop", index=0),
@@ -148,6 +148,43 @@ def test_whole_replies() -> None:
     ]
 
 
+def in_chat(chunk: dict[str, Any]) -> dict[str, Any]:
+    """The log-probabilities in the form of a chat; completions have other fields beside."""
+    logprobs = chunk["choices"][0]["logprobs"]
+    return {"content": logprobs["content"]}
+
+
+def test_logprobs_of_completions_are_four_lists_as_well() -> None:
+    """A part of a character has no text yet: the next token begins where it does."""
+    reply = completion(logprobs=2)
+    sampled = (
+        SampledToken(1, -0.25, ((1, -0.25), (4, -1.5))),
+        SampledToken(3, -0.5, ((3, -0.5), (2, -2.0))),
+        SampledToken(2, -3.0, ((5, -0.125), (1, -0.25))),
+    )
+    deltas = [
+        Delta(said("Hi"), sampled[:1], 1, begins=0),
+        Delta((), sampled[1:2], 2, begins=2),
+        Delta(said("é there"), sampled[2:], 3, 0, "length", begins=2),
+    ]
+    sent = [chunk for each in deltas for chunk in reply.add(0, each)]
+    told = [chunk["choices"][0]["logprobs"] for chunk in sent]
+    lists = {
+        "tokens": ["Hi", "\ufffd", " there"],
+        "token_logprobs": [-0.25, -0.5, -3.0],
+        "top_logprobs": [
+            {"Hi": -0.25, "é": -1.5},
+            {"\ufffd": -0.5, " there": -2.0},
+            {"Hi": -0.125, " there": -3.0},  # two tokens have the first text
+        ],
+        "text_offset": [0, 2, 2],
+    }
+    whole = reply.whole["choices"][0]["logprobs"]
+    for name, values in lists.items():
+        assert whole[name] == values
+        assert [each[name] for each in told if each is not None] == [[value] for value in values]
+
+
 @pytest.mark.parametrize("kind", [chat, completion])
 def test_logprobs(kind: Callable[..., ChatReply]) -> None:
     reply = kind(logprobs=2)
@@ -166,9 +203,9 @@ def test_logprobs(kind: Callable[..., ChatReply]) -> None:
             }
         ]
     }
-    assert chunk["choices"][0]["logprobs"] == expected
+    assert in_chat(chunk) == expected
     list(reply.add(0, Delta((), (), 2, 0, "stop")))
-    assert reply.whole["choices"][0]["logprobs"] == expected
+    assert in_chat(reply.whole) == expected
     # A part of a character has no bytes and no text yet, and still its logprob.
     (chunk,) = kind(logprobs=0).add(0, Delta((), (SampledToken(3, -1.0),), 1))
     (token,) = chunk["choices"][0]["logprobs"]["content"]

@@ -38,6 +38,30 @@ def test_a_text(client: openai.OpenAI, agent: Agent) -> None:
     assert cut.incomplete_details.reason == "max_output_tokens"
 
 
+@pytest.mark.parametrize(
+    ("said", "most", "statuses"),
+    [
+        ("hello", 2, ["incomplete"]),
+        ("<think>Hm</think>I look", 9, ["incomplete"]),  # in the thought
+        ("<think>Hm</think>I look", 20, ["completed", "incomplete"]),
+        (CALL, len(CALL) - 1, ["completed", "completed", "completed"]),  # after a whole call
+        ("<think>Hm</think>I.", 30, ["completed", "completed"]),
+    ],
+)
+def test_what_is_cut_is_an_incomplete_item(
+    client: openai.OpenAI, said: str, most: int, statuses: list[str]
+) -> None:
+    asked: Any = {"model": MODEL, "input": said, "max_output_tokens": most, "tools": [LOOK]}
+    whole = client.responses.create(**asked)
+    *events, last = client.responses.create(**asked, stream=True)
+    assert [item.status for item in whole.output] == statuses
+    assert [item.status for item in last.response.output] == statuses
+    done = [each.item.status for each in events if each.type == "response.output_item.done"]
+    assert done == statuses
+    is_cut = most < len(said)
+    assert whole.status == last.response.status == ("incomplete" if is_cut else "completed")
+
+
 def told(response: Any) -> list[Any]:
     thought, said, call = response.output
     return [

@@ -145,6 +145,18 @@ def test_a_call_may_be_asked_for(
     assert len(answer.message.tool_calls) == (1 if options else 2)  # of one that keeps to none
 
 
+def test_a_stream_has_no_empty_text(client: openai.OpenAI) -> None:
+    """Some clients open a text at it: before a thought, or in the place of one."""
+    for more in ({}, {"logprobs": True}):
+        chunks = [each.choices[0] for each in ask(client, CALLS, tools=[LOOK], stream=True, **more)]
+        assert chunks[0].delta.role == "assistant"
+        texts = [chunk.delta.content for chunk in chunks]
+        assert "" not in texts
+        assert "".join(filter(None, texts)) == "I look"
+    tokens = [token.token for each in chunks if each.logprobs for token in each.logprobs.content]
+    assert "".join(tokens) == CALLS[:-1]
+
+
 def test_each_call_is_streamed_whole(client: openai.OpenAI) -> None:
     chunks = [each.choices[0] for each in ask(client, CALLS, tools=[LOOK], stream=True)]
     calls = [call for each in chunks for call in each.delta.tool_calls or []]
