@@ -9,15 +9,23 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from shardmlx.server.accepted_fields import Body, Json, Listed, refuse_unknown
+from shardmlx.server.accepted_fields import CALLERS, IGNORED, NEUTRAL, Body, Json, Listed
 from shardmlx.server.answer_parser import Part
+from shardmlx.server.client_tools import listed
 from shardmlx.server.openai_bodies import SAMPLING, validated
 from shardmlx.server.openai_errors import ApiError, refused, shown
+from shardmlx.server.openai_messages import (
+    PASSED_IN_MESSAGES,
+    PASSED_IN_TEXTS,
+    all_thoughts,
+    read_parts,
+)
 from shardmlx.server.openai_requests import ApiRequest, ServedModel, TranslatedChat
+from shardmlx.server.other_blocks import as_text, joined
 from shardmlx.server.replies import BlockReply
 from shardmlx.server.request_queue import Delta
 from shardmlx.server.structure import SchemaBody
@@ -42,7 +50,8 @@ def _in_blocks(content: object) -> object:
 
 
 class Block(Body):
-    """A block of a message: what each type has is in other fields."""
+    """A block of a message: what each type has is in other fields. ``content`` is that of a result:
+    a text, or blocks."""
 
     type: str
     text: str = ""
@@ -51,8 +60,14 @@ class Block(Body):
     name: str = ""
     input: Json | None = None
     tool_use_id: str | None = None
-    content: Annotated[Listed[Block], BeforeValidator(_in_blocks)] = Field(default_factory=list)
+    content: Any = None
     is_error: bool = False
+
+    passes = PASSED_IN_TEXTS | {"caller", "toolset_name"}
+
+    def refuse_unknown(self, where: str = "") -> None:
+        if self.type in KNOWN["user"]:  # else its type is refused, or it is left out with a word
+            super().refuse_unknown(where)
 
 
 Blocks = Annotated[Listed[Block], BeforeValidator(_in_blocks)]
@@ -61,7 +76,6 @@ KNOWN = {
     "system": ("text",),
     "user": ("text", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
-    "tool": ("text",),
 }
 """The types of blocks in the messages of each role."""
 
@@ -69,6 +83,12 @@ KNOWN = {
 class MessageBody(Body):
     role: Literal["user", "assistant", "system"]
     content: Blocks
+
+    passes = PASSED_IN_MESSAGES
+
+    def refuse_unknown(self, where: str = "") -> None:
+        if self.role != "assistant":  # which has what a server has told
+            super().refuse_unknown(where)
 
 
 class FormatBody(SchemaBody):
@@ -81,6 +101,44 @@ class OutputBody(Body):
     effort: str | None = None
     format: FormatBody | None = None
 
+    passes = frozenset({"task_budget"})
+
+
+class ThinkingBody(Body):
+    """The ``thinking`` of a request."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+    passes = frozenset({"budget_tokens", "display", "block_binding"})
+
+
+class ChoiceBody(Body):
+    """The ``tool_choice`` of a request."""
+
+    type: str = "auto"
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ToolBody(Body):
+    """A tool; its fields are checked as those of a chat's."""
+
+    type: Any = None
+    name: Any = None
+    description: Any = None
+    input_schema: Any = None
+
+    passes = frozenset({"cache_control", "strict", "defer_loading", "eager_input_streaming"})
+    neutral: ClassVar = CALLERS
+
+    def refuse_unknown(self, where: str = "") -> None:
+        if self.type in OWN_TOOLS:  # else its type is refused
+            super().refuse_unknown(where)
+
+
+OWN_TOOLS = (None, "custom")
+"""Types of tools that the client describes."""
+
 
 class MessagesBody(Body):
     """The body of a request to /v1/messages, as far as it is not passed on as it is."""
@@ -89,11 +147,14 @@ class MessagesBody(Body):
     max_tokens: int | None = None
     system: Blocks = Field(default_factory=list)
     stop_sequences: Listed[str] | None = None
-    tools: Listed[Json] | None = None
-    tool_choice: Json | None = None
-    thinking: Json | None = None
+    tools: Listed[ToolBody] | None = None
+    tool_choice: ChoiceBody | None = None
+    thinking: ThinkingBody | None = None
     output_config: OutputBody | None = None
     output_format: FormatBody | None = None  # its name before there was an output_config
+
+    passes = IGNORED | SAME
+    neutral: ClassVar = NEUTRAL
 
 
 def read_message(body: bytes, served: ServedModel) -> ApiRequest:
@@ -113,13 +174,12 @@ def counted(body: bytes, served: ServedModel) -> Json:
 def as_chat(asked: MessagesBody) -> TranslatedChat:
     """Return the chat that asks for the same. Raises ``ApiError``."""
     chat, output = TranslatedChat.of(asked, SAME, NAMES), asked.output_config or OutputBody()
-    refuse_unknown(output.model_extra, "output_config.")
-    thinks = (asked.thinking or {}).get("type") != "disabled"
+    thinks = asked.thinking is None or asked.thinking.type != "disabled"
     chat.body |= {
         "max_tokens": asked.max_tokens,
         "stop": asked.stop_sequences,
         "reasoning_effort": output.effort if thinks else "none",
-        **_choice(asked.tool_choice or {}),
+        **_choice(asked.tool_choice or ChoiceBody()),
     }
     if (form := output.format or asked.output_format) is not None:
         schema = {"schema": form.json_schema}
@@ -140,62 +200,85 @@ def as_chat(asked: MessagesBody) -> TranslatedChat:
 
 
 def _add_message(chat: TranslatedChat, where: str, role: str, blocks: list[Block]) -> None:
-    """Add what blocks say: a message, and one for each result of a tool."""
-    message: Json = {"role": role, "content": ""}
+    """Add what blocks say: a message, and one for each result of a tool. Raises ``ApiError``."""
     if role == "assistant":
-        chat.messages.append(message)
-    for at, block in _known(blocks, role, where):
-        if block.type == "thinking":
-            message["reasoning_content"] = block.thinking
-        elif block.type == "tool_use":
-            chat.add_call(block.id, block.name, block.input)
-        elif block.type == "tool_result":
-            found = _known(block.content, "tool", f"{at}.content")
-            said = "Error: " * block.is_error + "\n".join(each.text for _, each in found)
-            chat.messages.append(
-                {"role": "tool", "tool_call_id": block.tool_use_id, "content": said}
-            )
-    texts = [block.text for block in blocks if block.type == "text"]
-    if role == "system":
-        texts = list(filter(None, (BILLING.sub("", text) for text in texts)))
-    message["content"] = ("" if role == "assistant" else "\n").join(texts)
-    if texts and role != "assistant":
-        chat.messages.append(message)
-
-
-def _known(blocks: list[Block], role: str, where: str) -> Iterator[tuple[str, Block]]:
-    """Yield blocks, each with its place. Raises ``ApiError`` for one that a role has not."""
+        _add_answer(chat, blocks)
+        return
+    texts = []
+    # A file that a tool has read may stand beside its result.
+    has_result = role == "user" and any(block.type == "tool_result" for block in blocks)
     for at, block in enumerate(blocks):
-        if block.type not in KNOWN[role]:
+        if block.type == "text":
+            texts.append(BILLING.sub("", block.text) if role == "system" else block.text)
+        elif block.type == "tool_result" and role == "user":
+            _add_result(chat, f"{where}.{at}", block)
+        elif has_result:
+            texts.append(as_text(block.model_dump()))
+        else:
             raise refused(
                 f"{where}.{at}: a block of type {shown(block.type)} is not understood here",
                 f"{where}.{at}.type",
             )
-        yield f"{where}.{at}", block
+    if role == "system":
+        texts = list(filter(None, texts))
+    if texts:
+        chat.messages.append({"role": role, "content": "\n".join(texts)})
 
 
-def _add_tool(chat: TranslatedChat, where: str, tool: Mapping[str, Any]) -> None:
-    kind = tool.get("type")
-    if kind not in (None, "custom"):
+def _add_answer(chat: TranslatedChat, blocks: list[Block]) -> None:
+    """Add an earlier answer. Blocks of Anthropic's own servers have lines in their place."""
+    message: Json = {"role": "assistant"}
+    chat.messages.append(message)
+    pieces = []
+    for block in blocks:
+        if block.type == "text":
+            pieces.append((block.text, False))
+        elif block.type == "tool_use":
+            chat.add_call(block.id, block.name, block.input)
+        elif block.type not in KNOWN["assistant"]:
+            pieces.append((as_text(block.model_dump()), True))
+    message["content"] = joined(pieces)
+    if thought := all_thoughts(block.thinking for block in blocks):
+        message["reasoning_content"] = thought
+
+
+def _add_result(chat: TranslatedChat, where: str, block: Block) -> None:
+    """Add the result of a tool. Raises ``ApiError``."""
+    content = block.content or []
+    if isinstance(content, str):
+        texts = [content]
+    else:
+        texts = [_said(each, at) for at, each in listed(content, f"{where}.content")]
+    said = "Error: " * block.is_error + "\n".join(texts)
+    chat.messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": said})
+
+
+def _said(block: Json, where: str) -> str:
+    """Return what a block of a result says. Raises ``ApiError``."""
+    return read_parts([block], where.rpartition(".")[0], "tool").text
+
+
+def _add_tool(chat: TranslatedChat, where: str, tool: ToolBody) -> None:
+    if tool.type not in OWN_TOOLS:
         raise refused(
-            f"{where}: tools of type {shown(kind)} are Anthropic's own: leave it out, or give its "
-            "name and an input_schema, and no type",
+            f"{where}: tools of type {shown(tool.type)} are Anthropic's own: leave it out, or give "
+            "its name and an input_schema, and no type",
             f"{where}.type",
         )
-    function = {name: tool.get(name) for name in ("name", "description")}
-    chat.add_tool({**function, "parameters": tool.get("input_schema")})
+    function = {"name": tool.name, "description": tool.description}
+    chat.add_tool({**function, "parameters": tool.input_schema})
 
 
-def _choice(choice: Mapping[str, Any]) -> Json:
-    function = {"type": "function", "function": {"name": choice.get("name")}}
+def _choice(choice: ChoiceBody) -> Json:
+    function = {"type": "function", "function": {"name": choice.name}}
     names = {"auto": "auto", "none": "none", "any": "required", "tool": function}
-    kind = str(choice.get("type", "auto"))
+    kind = choice.type
     if kind not in names:
         raise refused(
             f"tool_choice.type is {shown(kind)}: give auto, any, tool or none", "tool_choice.type"
         )
     chat: Json = {"tool_choice": names[kind]}
-    if choice.get("disable_parallel_tool_use"):
+    if choice.disable_parallel_tool_use:
         chat["parallel_tool_calls"] = False
     return chat
 

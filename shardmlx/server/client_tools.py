@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardmlx.server.accepted_fields import Json
+from shardmlx.server.accepted_fields import CALLERS, Json, refuse_other_keys
 from shardmlx.server.openai_errors import refused, shown
 
 FIELDS: Mapping[str, str] = {
@@ -66,10 +66,17 @@ def call_of(item: Mapping[str, Any]) -> tuple[ClientTool, Any]:
     return tool, {"input": given} if kind == "custom" else given
 
 
+PASSED = frozenset({"strict", "defer_loading", "output_schema"})
+"""Fields of a tool that change no answer."""
+
+KNOWN = ("type", "name", "description", "parameters", "format", "execution", "tools")
+
+
 def functions_of(tool: Mapping[str, Any], where: str) -> Iterator[tuple[ClientTool, Json]]:
     """Yield tool and function of all that stand for a tool. Raises ``ApiError``."""
     kind = tool.get("type")
     if kind == "namespace":
+        refuse_other_keys(tool, KNOWN, where, PASSED, CALLERS)
         for place, inner in listed(tool.get("tools"), f"{where}.tools"):
             for named, function in functions_of(inner, place):
                 own = ClientTool(named.kind, named.name, str(tool.get("name")))
@@ -81,11 +88,14 @@ def functions_of(tool: Mapping[str, Any], where: str) -> Iterator[tuple[ClientTo
             f"{where}: a tool of type {shown(kind)} is not understood here: give it as a function",
             f"{where}.type",
         )
+    refuse_other_keys(tool, KNOWN, where, PASSED, CALLERS)
     named = ClientTool(str(kind), str(tool.get("name") or kind))
     given = {name: tool[name] for name in ("description", "parameters") if tool.get(name)}
     custom = {"parameters": ONE_TEXT} if kind == "custom" else {}
     function = {"name": named.name, **custom, **given}
     form = tool.get("format")
+    if isinstance(form, dict):
+        refuse_other_keys(form, ("type", "syntax", "definition"), f"{where}.format")
     if isinstance(form, dict) and form.get("definition"):
         syntax = f"The input keeps to this grammar ({form.get('syntax')}):\n{form['definition']}"
         description = str(given.get("description", ""))

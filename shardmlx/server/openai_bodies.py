@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
     Field,
     PlainValidator,
     ValidationError,
 )
 
-from shardmlx.server.accepted_fields import Body, Listed, refuse_unknown
+from shardmlx.server.accepted_fields import IGNORED, NEUTRAL, Body, Listed, refuse_unknown
 from shardmlx.server.model_names import ModelNames
 from shardmlx.server.openai_errors import ApiError, refused, shown
 from shardmlx.server.openai_messages import MessageBody, ToolBody
@@ -92,21 +91,64 @@ TokenId = Annotated[int, Field(strict=False)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
+def _no_limit(share: float | None) -> float | None:
+    return share or (None if share is None else 1.0)  # mlx_lm's 0, and others', means all
+
+
+def _no_list(bias: object) -> object:
+    return {} if bias == [] else bias  # PHP's empty object
+
+
 class StreamOptions(Body):
     """The ``stream_options`` of a request."""
 
     include_usage: bool | None = None
+
+    passes = frozenset({"include_obfuscation"})
+
+
+class NameBody(Body):
+    """A function in a choice of tools."""
+
+    name: str = ""
+
+
+class AllowedTool(Body):
+    type: Literal["function"]
+    function: NameBody
+
+
+class AllowedTools(Body):
+    """The tools of a request that an answer may call, or must."""
+
+    mode: Literal["auto", "required"] = "auto"
+    tools: Listed[AllowedTool]
+
+
+class ToolChoice(Body):
+    """The ``tool_choice`` of a request; a word alone is its ``type``."""
+
+    type: str
+    function: NameBody | None = None
+    allowed_tools: AllowedTools | None = None
+
+
+def in_an_object(choice: object) -> object:
+    """Return a choice that is a word as the object of that type."""
+    return {"type": choice} if isinstance(choice, str) else choice
 
 
 class SamplingBody(Body):
     """The sampling parameters of a request, under their names in ``SamplingParams``."""
 
     temp: float | None = Field(None, alias="temperature", ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: Annotated[float | None, Field(ge=0, le=1), AfterValidator(_no_limit)] = None
     min_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=MOST)
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**64), AfterValidator(_another)] = None
-    logit_bias: dict[TokenId, Bias] = Field(default_factory=dict)
+    logit_bias: Annotated[dict[TokenId, Bias], BeforeValidator(_no_list)] = Field(
+        default_factory=dict
+    )
     xtc_probability: float | None = Field(None, ge=0, le=1)
     xtc_threshold: float | None = Field(None, ge=0, le=0.5)
     repetition_penalty: float | None = Field(None, ge=0, le=10)
@@ -142,6 +184,9 @@ class RequestBody(SamplingBody, StructuredBody):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
+    passes = IGNORED
+    neutral: ClassVar = NEUTRAL
+
     @property
     def most(self) -> int | None:
         """The tokens that an answer may have, if the request says it. Raises ``ApiError``."""
@@ -159,7 +204,7 @@ class ChatBody(RequestBody):
     logprobs: bool | None = None
     top_logprobs: int | None = LIKELIEST
     tools: Listed[ToolBody] | None = None
-    tool_choice: Any = None
+    tool_choice: Annotated[ToolChoice | None, BeforeValidator(in_an_object)] = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, AfterValidator(_plain)] = None
@@ -178,7 +223,7 @@ class ChatBody(RequestBody):
                 "messages",
             )
         if self.add_generation_prompt is False and not goes_on:
-            refuse_unknown({"add_generation_prompt": False})
+            refuse_unknown({"add_generation_prompt": False}, neutral=NEUTRAL)
         return goes_on
 
 
@@ -196,27 +241,28 @@ KIND = re.compile(r"str|(list|dict|json)\[.*|\[key\]")
 """A step in pydantic's path to a fault that is no field, but a type that a field may have, or that
 a key is at fault."""
 
-_AnyModel = TypeVar("_AnyModel", bound=BaseModel)
+_AnyModel = TypeVar("_AnyModel", bound=Body)
 _AnyBody = TypeVar("_AnyBody", bound=RequestBody)
 
 
 def validated(kind: type[_AnyModel], body: bytes) -> _AnyModel:
-    """Read the JSON of a body of this ``kind``. Raises ``ApiError`` for what is no such body."""
+    """Read the JSON of a body of this ``kind``. Raises ``ApiError`` for what is no such body, and
+    for a field, at any depth, that is not known."""
     try:
-        return kind.model_validate_json(body)
+        parsed = kind.model_validate_json(body)
     except ValidationError as error:
         raise _explained(error) from None
+    parsed.refuse_unknown()
+    return parsed
 
 
 def parse_body(kind: type[_AnyBody], body: bytes, names: ModelNames) -> _AnyBody:
     """Read a body of this ``kind`` for the model with these ``names``. Raises ``ApiError``."""
     parsed = validated(kind, body)
     names.check(parsed.model or None)
-    refuse_unknown(parsed.model_extra)
-    if parsed.stream_options is not None:
-        refuse_unknown(parsed.stream_options.model_extra, "stream_options.")
-        if parsed.stream_options.include_usage and not parsed.stream:
-            raise refused("stream_options is for requests with stream: true", "stream_options")
+    options = parsed.stream_options
+    if options is not None and options.include_usage and not parsed.stream:
+        raise refused("stream_options is for requests with stream: true", "stream_options")
     return parsed
 
 

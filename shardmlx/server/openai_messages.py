@@ -1,49 +1,76 @@
 """Messages and tools of a chat in OpenAI's API, as a chat template wants them. No MLX, no MPI.
 
-Fields that no template reads are let pass: clients send back what servers have told them.
+What an answer says may have any further fields: clients send back what servers have told them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator
 
 from shardmlx.inference.answer_format import Tool
-from shardmlx.server.accepted_fields import Body, Listed, refuse_unknown
+from shardmlx.server.accepted_fields import (
+    Body,
+    Json,
+    Listed,
+    refuse_other_keys,
+    refuse_unknown,
+    words,
+)
 from shardmlx.server.openai_errors import refused, shown
+from shardmlx.server.other_blocks import as_text, joined
 
 TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of parts, and the field in which each has its text; two are of OpenAI's newer API."""
+
+PASSED_IN_TEXTS = words(
+    "cache_control prompt_cache_breakpoint citations annotations logprobs _meta"
+)
+"""Fields of a text that change no answer."""
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Names for what a model thought before it answered: DeepSeek's, OpenRouter's, Ollama's."""
 
 MEANINGFUL = ("function_call", "audio", "images", "prefix", "partial")
-"""Fields that ask for what is not supported, unless they are empty."""
+"""Fields of an answer that ask for what is not supported, unless they are empty."""
+
+PASSED_IN_MESSAGES = words("""
+    id opts type status model index weight timestamp created created_at createdAt updated_at
+    refusal annotations cache_control metadata provider_options providerOptions is_error
+""") | {*THOUGHTS}
+"""Fields that clients write into the messages of their users, and that change no answer."""
 
 NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
-class FunctionBody(Body, extra="ignore"):
+class FunctionBody(Body):
     name: str = Field(pattern=r"^[\w.:-]{1,128}$")
     description: str = ""
     parameters: dict[str, Any] = Field(default_factory=dict)
 
+    passes = frozenset({"strict"})
 
-class ToolBody(Body, extra="ignore"):
+
+class ToolBody(Body):
     """A tool that the model may use: a function."""
 
     type: Literal["function"]
     function: FunctionBody
 
+    passes = frozenset({"strict", "cache_control", "defer_loading"})
+
     @property
     def for_template(self) -> Tool:
-        tool = self.model_dump()
-        tool["function"]["parameters"] = self.function.parameters or NO_PARAMETERS
-        return tool
+        function = {
+            "name": self.function.name,
+            "description": self.function.description,
+            "parameters": self.function.parameters or NO_PARAMETERS,
+        }
+        return {"type": self.type, "function": function}
 
 
 def _arguments(value: object) -> dict[str, Any]:
@@ -74,25 +101,66 @@ class CallBody(Body, extra="ignore"):
     function: CalledBody
 
 
-def _text(value: object) -> str:
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
+def _text_or_parts(value: object) -> object:
+    is_text = isinstance(value, str)
+    if not is_text and not (isinstance(value, list) and all(isinstance(e, dict) for e in value)):
         raise ValueError("give a text, or a list of parts of type text")
-    return "".join(map(_part, value))
+    return value
 
 
-def _part(part: object) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(part, dict) or not isinstance(kind, str) or kind not in TEXTS:
-        raise ValueError(f"a part is of type {shown(kind)}: only text is understood here")
-    text = part.get(TEXTS[kind])
-    if not isinstance(text, str):
-        raise ValueError(f"a part of type {kind} has no text")
-    return text
+Content = Annotated[str | list[Json], PlainValidator(_text_or_parts)]
 
 
-Content = Annotated[str, PlainValidator(_text)]
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What parts of a message say, and what they thought before."""
+
+    text: str
+    thought: str = ""
+
+
+def read_parts(content: str | list[Json], where: str, role: str) -> Said:
+    """Return what the content of a message says, which is ``where`` in the request.
+
+    In the result of a tool and in an earlier answer a part that is no text has a line in its place.
+    Raises ``ApiError`` for one in another message, and for a field that a part must not have.
+    """
+    if isinstance(content, str):
+        return Said(content)
+    pieces: list[tuple[str, bool]] = []
+    thoughts: list[str] = []
+    for at, part in enumerate(content):
+        place, kind = f"{where}.{at}", part.get("type")
+        field = TEXTS.get(kind) if isinstance(kind, str) else None
+        if field is not None:
+            if not isinstance(part.get(field), str):
+                raise refused(f"{place}: a part of type {kind} has no text", f"{place}.{field}")
+            if role != "assistant":
+                refuse_other_keys(part, ("type", field), place, PASSED_IN_TEXTS)
+            pieces.append((part[field], False))
+        elif role == "assistant" and kind == "thinking":  # Mistral's own servers write it
+            thoughts.append(_thought(part))
+        elif role in ("assistant", "tool"):
+            pieces.append((as_text(part), True))
+        else:
+            raise refused(
+                f"{place}: a part is of type {shown(kind)}: only text is understood here",
+                f"{place}.type",
+            )
+    return Said(joined(pieces), all_thoughts(thoughts))
+
+
+def _thought(part: Json) -> str:
+    given = part.get("thinking")
+    inner = given if isinstance(given, list) else [{"text": given}]
+    texts = (each.get("text") for each in inner if isinstance(each, dict))
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def all_thoughts(thoughts: Iterable[str | None]) -> str:
+    """Return the thoughts of an answer as one: templates take no several. Servers tell the same one
+    under several names."""
+    return "\n\n".join(dict.fromkeys(filter(None, thoughts)))
 
 
 class MessageBody(Body):
@@ -102,25 +170,35 @@ class MessageBody(Body):
     tool_calls: Listed[CallBody] | None = None
     tool_call_id: str | None = None
 
+    passes = PASSED_IN_MESSAGES
+
+    def refuse_unknown(self, where: str = "") -> None:
+        if self.role != "assistant":
+            super().refuse_unknown(where)
+            return
+        extra = self.model_extra or {}
+        refuse_unknown({name: extra[name] for name in MEANINGFUL if name in extra}, where)
+
     def for_template(self, where: str) -> dict[str, Any]:
         """Return the message for a chat template. Raises ``ApiError``, which calls it ``where``."""
         extra = self.model_extra or {}
-        refuse_unknown({name: extra[name] for name in MEANINGFUL if name in extra}, f"{where}.")
-        thoughts = [extra[name] for name in THOUGHTS if isinstance(extra.get(name), str)]
+        said = read_parts(self._content(extra, where), f"{where}.content", self.role)
+        told = (extra[name] for name in THOUGHTS if isinstance(extra.get(name), str))
+        thought = all_thoughts([said.thought, *told])
         more = {
             "name": self.name,
-            "reasoning_content": thoughts[0] if thoughts and self.role == "assistant" else None,
+            "reasoning_content": thought if self.role == "assistant" else None,
             "tool_calls": [call.model_dump() for call in self.tool_calls or ()],
             "tool_call_id": self.tool_call_id,
         }
         return {
             # Templates know no role "developer", OpenAI's newer name of "system".
             "role": "system" if self.role == "developer" else self.role,
-            "content": self._said(extra, where),
+            "content": said.text,
             **{name: value for name, value in more.items() if value},
         }
 
-    def _said(self, extra: Mapping[str, Any], where: str) -> str:
+    def _content(self, extra: Mapping[str, Any], where: str) -> str | list[Json]:
         if self.content is not None:
             return self.content
         if self.role not in ("assistant", "tool"):

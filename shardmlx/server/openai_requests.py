@@ -13,8 +13,9 @@ from shardmlx.errors import PromptTooLong, UserError
 from shardmlx.inference.answer_format import AnswerFormat, Tool
 from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.sampling_params import SamplingParams
-from shardmlx.server.accepted_fields import Body, Json, refuse_unknown
+from shardmlx.server.accepted_fields import Body, Json
 from shardmlx.server.answer_parser import AnswerSyntax
+from shardmlx.server.call_ids import with_short_ids
 from shardmlx.server.client_tools import ClientTool
 from shardmlx.server.model_names import ModelNames
 from shardmlx.server.openai_bodies import (
@@ -104,8 +105,9 @@ def read_chat(body: bytes, served: ServedModel) -> ApiRequest:
     messages = [
         message.for_template(f"messages.{number}") for number, message in enumerate(chat.messages)
     ]
-    tools = [] if chat.tool_choice == "none" else [each.for_template for each in chat.tools or ()]
-    tokens = tokens_of(partial(served.encoder.chat, messages, tools=tools, **arguments), "messages")
+    tools = _offered(chat)
+    read = partial(_chat_tokens, served.encoder, messages, tools, arguments)
+    tokens = tokens_of(read, "messages")
     known = served.encoder.answer_format
     thought_end = None
     if known.thought is not None and served.encoder.opens_thought(tokens):
@@ -128,6 +130,56 @@ def read_chat(body: bytes, served: ServedModel) -> ApiRequest:
     return replace(request, requests=tuple(each))
 
 
+def _chat_tokens(
+    encoder: PromptEncoder,
+    messages: Sequence[Json],
+    tools: Sequence[Tool],
+    arguments: Mapping[str, Any],
+) -> tuple[int, ...]:
+    """Return the tokens of a chat, with other ids of calls where the template does not take those
+    of another server. Raises ``UserError``."""
+    try:
+        return encoder.chat(messages, tools=tools, **arguments)
+    except PromptTooLong:
+        raise
+    except UserError as error:
+        renamed = with_short_ids(messages)
+        if renamed == messages:
+            raise
+        try:
+            return encoder.chat(renamed, tools=tools, **arguments)
+        except PromptTooLong:
+            raise
+        except UserError:
+            raise error from None
+
+
+def _offered(chat: ChatBody) -> list[Tool]:
+    """Return the tools of which the model is told. Raises ``ApiError``."""
+    tools = [each.for_template for each in chat.tools or ()]
+    choice = chat.tool_choice
+    if choice is None:
+        return tools
+    if choice.type == "none":
+        return []
+    if choice.type != "allowed_tools":
+        return tools
+    if choice.allowed_tools is None:
+        raise refused("tool_choice.allowed_tools is missing", "tool_choice.allowed_tools")
+    allowed = [each.function.name for each in choice.allowed_tools.tools]
+    for name in allowed:
+        _named(tools, name)
+    return [tool for tool in tools if tool["function"]["name"] in allowed]
+
+
+def _named(tools: Sequence[Tool], name: str) -> Tool:
+    """Return the tool of this name. Raises ``ApiError``."""
+    for tool in tools:
+        if tool["function"]["name"] == name:
+            return tool
+    raise refused(f"tool_choice: {shown(name)} is none of the tools", "tool_choice")
+
+
 def _structure(chat: ChatBody, tools: Sequence[Tool], known: AnswerFormat) -> Structure | None:
     """Return the structure that an answer must have; None if any will do. Raises ``ApiError``."""
     if forced := _forced(chat, tools):
@@ -141,30 +193,30 @@ def _structure(chat: ChatBody, tools: Sequence[Tool], known: AnswerFormat) -> St
 def _forced(chat: ChatBody, tools: Sequence[Tool]) -> Sequence[Tool]:
     """Return the tools of which the answer must call one, if any. Raises ``ApiError``."""
     param, choice = "tool_choice", chat.tool_choice
-    if choice in (None, "auto", "none"):
+    if choice is None or choice.type in ("auto", "none"):
         return []
-    if choice == "required":
+    allowed = choice.allowed_tools if choice.type == "allowed_tools" else None
+    if allowed is not None and allowed.mode == "auto":
+        return []
+    if choice.type == "required" or allowed is not None:
         if not tools:
             raise refused("tool_choice asks for a call, and there are no tools", param)
         return tools
-    function = choice.get("function") if isinstance(choice, dict) else None
-    if not isinstance(function, dict) or choice.get("type") != "function":
+    if choice.type != "function" or choice.function is None:
         raise refused(
-            f"tool_choice {shown(choice)} is not supported by this server: give 'auto', 'none', "
-            "'required' or a function",
+            f"tool_choice {shown(choice.type)} is not supported by this server: give 'auto', "
+            "'none', 'required', a function or allowed_tools",
             param,
             "unsupported_parameter",
         )
-    named = [tool for tool in tools if tool["function"]["name"] == function.get("name")]
-    if not named:
-        raise refused(f"tool_choice: {shown(function.get('name'))} is none of the tools", param)
-    return named[:1]
+    return [_named(tools, choice.function.name)]
 
 
 def _call_rules(chat: ChatBody, tools: Sequence[Tool], known: AnswerFormat) -> list[str]:
     """Return the rules of an answer that calls one of these tools."""
     assert known.calls is not None, "a model with a chat template has a format"
-    parallel = chat.parallel_tool_calls is not False and not isinstance(chat.tool_choice, dict)
+    is_one = chat.tool_choice is not None and chat.tool_choice.type == "function"
+    parallel = chat.parallel_tool_calls is not False and not is_one
     return call_rules(tools, known.calls, known.special, parallel=parallel)
 
 
@@ -275,9 +327,8 @@ class TranslatedChat:
 
     @classmethod
     def of(cls, asked: Body, same: Collection[str], names: Mapping[str, str]) -> TranslatedChat:
-        """Begin with the fields that mean the ``same`` in both; ``ApiError`` for unknown ones."""
+        """Begin with the fields that mean the ``same`` in both."""
         extra = asked.model_extra or {}
-        refuse_unknown({name: value for name, value in extra.items() if name not in same})
         return cls({name: value for name, value in extra.items() if name in same}, names)
 
     def add_call(self, call_id: Any, name: Any, arguments: Any) -> None:

@@ -8,11 +8,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
-from shardmlx.server.accepted_fields import Body, Json, Listed
+from shardmlx.server.accepted_fields import (
+    IGNORED,
+    NEUTRAL,
+    Body,
+    Json,
+    Listed,
+    refuse_other_keys,
+)
 from shardmlx.server.answer_parser import Kind, Part
 from shardmlx.server.client_tools import (
     FIELDS,
@@ -22,9 +29,11 @@ from shardmlx.server.client_tools import (
     listed,
     named_tool,
 )
-from shardmlx.server.openai_bodies import SAMPLING, validated
+from shardmlx.server.openai_bodies import SAMPLING, StreamOptions, in_an_object, validated
 from shardmlx.server.openai_errors import ApiError, refused, shown
+from shardmlx.server.openai_messages import PASSED_IN_MESSAGES, read_parts
 from shardmlx.server.openai_requests import ApiRequest, ServedModel, TranslatedChat
+from shardmlx.server.other_blocks import as_text
 from shardmlx.server.replies import BlockReply
 from shardmlx.server.request_queue import Delta
 
@@ -48,6 +57,41 @@ def _in_items(given: object) -> object:
     return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
+class FormatBody(Body):
+    """The ``text.format`` of a request."""
+
+    type: str
+    json_schema: Json | None = Field(None, alias="schema")
+
+    passes = frozenset({"name", "description", "strict"})
+
+
+class TextBody(Body):
+    """The ``text`` of a request."""
+
+    format: FormatBody | None = None
+
+    passes = frozenset({"verbosity"})
+
+
+class ReasoningBody(Body):
+    """The ``reasoning`` of a request."""
+
+    effort: str | None = None
+
+    passes = frozenset({"summary", "generate_summary"})
+
+
+class ChoiceBody(Body):
+    """The ``tool_choice`` of a request; a word alone is its ``type``."""
+
+    type: str
+    name: str | None = None
+    namespace: str | None = None
+    mode: str | None = None
+    tools: Listed[Json] | None = None
+
+
 class ResponseBody(Body):
     """The body of a request to /v1/responses, as far as it is not passed on as it is."""
 
@@ -55,24 +99,33 @@ class ResponseBody(Body):
     instructions: str | None = None
     max_output_tokens: int | None = None
     tools: Listed[Json] | None = None
-    tool_choice: Any = None
-    text: Json | None = None
-    reasoning: Json | None = None
-    stream_options: Json | None = None
+    tool_choice: Annotated[ChoiceBody | None, BeforeValidator(in_an_object)] = None
+    text: TextBody | None = None
+    reasoning: ReasoningBody | None = None
+    stream_options: StreamOptions | None = None
+
+    passes = IGNORED | SAME
+    neutral: ClassVar = NEUTRAL
+
+    @property
+    def repeated(self) -> Json:
+        """The fields that a response says again, as they were given."""
+        given = self.model_dump(include=set(REPEATED), exclude_unset=True, exclude_none=True)
+        choice = given.get("tool_choice")
+        if choice is not None and choice.keys() == {"type"}:
+            given["tool_choice"] = choice["type"]
+        return REPEATED | given
 
 
 def read_response(body: bytes, served: ServedModel) -> ApiRequest:
     """Read the body of a request to /v1/responses. Raises ``ApiError``."""
     asked = validated(ResponseBody, body)
     chat = TranslatedChat.of(asked, SAME, NAMES)
-    form = (asked.text or {}).get("format")
-    if isinstance(form, dict) and form.get("type") == "json_schema":
-        form = {"type": "json_schema", "json_schema": {**form, "type": None}}
     chat.body |= {
         "max_tokens": asked.max_output_tokens,
-        "reasoning_effort": (asked.reasoning or {}).get("effort"),
+        "reasoning_effort": None if asked.reasoning is None else asked.reasoning.effort,
         "tool_choice": _choice(asked.tool_choice),
-        "response_format": form,
+        "response_format": _format(asked.text),
     }
     tools: dict[str, ClientTool] = {}
     _add_tools(chat, tools, asked.tools or [], "tools")
@@ -83,9 +136,15 @@ def read_response(body: bytes, served: ServedModel) -> ApiRequest:
         _add_item(chat, where, item)
         if item.get("type") in ("tool_search_output", "additional_tools"):
             _add_tools(chat, tools, item.get("tools") or [], f"{where}.tools")
-    given = asked.model_dump(exclude_none=True)
-    repeated = REPEATED | {name: given[name] for name in REPEATED if name in given}
-    return replace(chat.read(served), repeated=repeated, client_tools=tools)
+    return replace(chat.read(served), repeated=asked.repeated, client_tools=tools)
+
+
+def _format(text: TextBody | None) -> Json | None:
+    """Return the format of a chat's answer. One without a schema is refused there."""
+    form = None if text is None else text.format
+    if form is None:
+        return None
+    return {"type": form.type, "schema": form.json_schema}
 
 
 def _add_tools(chat: TranslatedChat, known: dict[str, ClientTool], tools: Any, where: str) -> None:
@@ -96,61 +155,137 @@ def _add_tools(chat: TranslatedChat, known: dict[str, ClientTool], tools: Any, w
                 chat.add_tool(function)
 
 
+CALLS = ("function_call", "custom_tool_call", "tool_search_call")
+OUTPUTS = ("function_call_output", "custom_tool_call_output", "tool_search_output")
+
+UNSEEN = ("additional_tools", "web_search_call")
+"""Types of items that say nothing by themselves: the text has what a search found."""
+
+OF_SERVERS = (
+    "file_search_call",
+    "code_interpreter_call",
+    "image_generation_call",
+    "mcp_call",
+    "mcp_list_tools",
+    "mcp_approval_request",
+)
+"""Types of items in which OpenAI's servers say what they did. They have a line in their place."""
+
+KNOWN: Mapping[str, tuple[str, ...]] = {
+    "message": ("type", "role", "content"),
+    "additional_tools": ("type", "tools"),
+    **dict.fromkeys(OUTPUTS, ("type", "call_id", "id", "output", "tools")),
+}
+"""Fields of items that a client writes. Those that a server has written may have any."""
+
+PASSED: Mapping[str, frozenset[str]] = {
+    "message": PASSED_IN_MESSAGES | {"phase"},
+    "additional_tools": frozenset({"id", "role", "status"}),
+    **dict.fromkeys(
+        OUTPUTS, frozenset({"status", "caller", "name", "namespace", "execution", "created_by"})
+    ),
+}
+"""Further fields of theirs that change no answer."""
+
+
 def _add_item(chat: TranslatedChat, where: str, item: Json) -> None:
+    """Add an item of a history. Raises ``ApiError``."""
     given = item.get("type") or "message"
     kind = str(given)
-    if kind in ("additional_tools", "web_search_call"):  # the text has what a search found
+    is_answered = kind == "message" and item.get("role") == "assistant"
+    if kind in KNOWN and not is_answered:
+        refuse_other_keys(item, KNOWN[kind], where, PASSED[kind])
+    if kind in UNSEEN:
         return
-    if kind == "message" and item.get("role") != "assistant":
-        chat.messages.append({"role": item.get("role"), "content": item.get("content")})
-    elif kind in OUTPUTS:
-        result = {"tool_call_id": item.get("call_id") or item.get("id"), "content": _output(item)}
-        chat.messages.append({"role": "tool", **result})
-    elif kind in ("message", "reasoning", *CALLS):
-        _add_answered(chat, kind, item)
+    if kind in OUTPUTS:
+        output, call_id = _output(item, where), item.get("call_id") or item.get("id")
+        chat.messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+    elif is_answered or kind in ("reasoning", *CALLS, *OF_SERVERS):
+        _add_answered(chat, kind, item, where)
+    elif kind == "message":
+        role = str(item.get("role"))
+        content = _content(item.get("content"), f"{where}.content", role)
+        chat.messages.append({"role": item.get("role"), "content": content})
     else:
         raise refused(f"{where}: an item of type {shown(given)} is not understood here", where)
 
 
-CALLS = ("function_call", "custom_tool_call", "tool_search_call")
-OUTPUTS = ("function_call_output", "custom_tool_call_output", "tool_search_output")
+def _content(content: Any, where: str, role: str) -> Any:
+    """Return what a message says. Raises ``ApiError``. A chat refuses what are no parts."""
+    is_parts = isinstance(content, list) and all(isinstance(each, dict) for each in content)
+    return read_parts(content, where, role).text if is_parts else content
 
 
-def _output(item: Json) -> Any:
+def _output(item: Json, where: str) -> Any:
     """Return what a tool gave: a text, or parts of it, or JSON of the tools that were found."""
     if item["type"] != "tool_search_output":
-        return item.get("output")
+        return _content(item.get("output"), f"{where}.output", "tool")
     found = listed(item.get("tools") or [], "tools")
     return json.dumps({"tools": [tool.get("name") for _, tool in found]}, ensure_ascii=False)
 
 
-def _add_answered(chat: TranslatedChat, kind: str, item: Json) -> None:
-    """Add what an answer said: thought, text and calls of one answer are one message."""
-    last = chat.messages[-1] if chat.messages else {}
-    starts_anew = kind == "reasoning" or (kind == "message" and last.get("content"))
-    if last.get("role") != "assistant" or starts_anew:
-        last = {"role": "assistant", "content": ""}
-        chat.messages.append(last)
+def _add_answered(chat: TranslatedChat, kind: str, item: Json, where: str) -> None:
+    """Add what an answer said: its thoughts, texts and calls are one message."""
+    if not chat.messages or chat.messages[-1].get("role") != "assistant":
+        chat.messages.append({"role": "assistant", "content": ""})
+    message = chat.messages[-1]
     if kind == "message":
-        last["content"] = item.get("content")
+        said = _content(item.get("content"), f"{where}.content", "assistant")
+        message["content"] = _after(message["content"], said)
+    elif kind in OF_SERVERS:
+        message["content"] = _after(message["content"], as_text(item))
     elif kind == "reasoning":
-        parts = item.get("content")
-        last["reasoning_content"] = "".join(
-            str(part.get("text") or "")
-            for part in (parts if isinstance(parts, list) else ())
-            if isinstance(part, dict)
-        )
+        thoughts = [message.get("reasoning_content"), _thought(item)]
+        message["reasoning_content"] = "\n\n".join(filter(None, thoughts))
     else:
         tool, arguments = call_of(item)
         call_id = item.get("call_id") or item.get("id")
         chat.add_call(call_id, tool.in_chat, arguments)
 
 
-def _choice(choice: Any) -> Any:
-    kind = str(choice.get("type")) if isinstance(choice, dict) else ""
+def _after(text: Any, more: Any) -> Any:
+    """Return a text with more after it; or what is no text, which a chat refuses."""
+    for each in (text, more):
+        if not isinstance(each, str):
+            return each
+    return "\n\n".join(filter(None, [text, more]))
+
+
+def _thought(item: Json) -> str:
+    parts = item.get("content")
+    return "".join(
+        str(part.get("text") or "")
+        for part in (parts if isinstance(parts, list) else ())
+        if isinstance(part, dict)
+    )
+
+
+CHOSEN = ("type", "name", "namespace")
+"""Fields of an object that names a tool."""
+
+
+def _choice(choice: ChoiceBody | None) -> Any:
+    """Return the choice of a chat. Raises ``ApiError``."""
+    if choice is None:
+        return None
+    if choice.type == "allowed_tools":
+        allowed = [
+            _function(str(tool.get("type")), tool, at)
+            for at, tool in listed(choice.tools or [], "tool_choice.tools")
+        ]
+        mode = {"mode": choice.mode or "auto", "tools": allowed}
+        return {"type": choice.type, "allowed_tools": mode}
+    if choice.type in FIELDS:
+        return _function(choice.type, choice.model_dump(include=set(CHOSEN)), "tool_choice")
+    return choice.type
+
+
+def _function(kind: str, named: Mapping[str, Any], where: str) -> Json:
+    """Return a chat's choice of the function that stands for a tool. Raises ``ApiError``."""
+    refuse_other_keys(named, CHOSEN, where)
     if kind not in FIELDS:
-        return choice
-    return {"type": "function", "function": {"name": named_tool(kind, choice).in_chat}}
+        raise refused(f"{where}: a tool of type {shown(kind)} is not understood here", where)
+    return {"type": "function", "function": {"name": named_tool(kind, named).in_chat}}
 
 
 # Replies.

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 from pydantic import Json as FromJson
@@ -36,16 +36,39 @@ Schema = dict[str, Any] | FromJson[dict[str, Any]]
 
 
 class SchemaBody(Body):
-    """A JSON schema with a name."""
+    """A JSON schema with a name. An answer keeps to it, whether it is to be ``strict`` or not."""
 
     json_schema: dict[str, Any] = Field(alias="schema")
 
+    passes = frozenset({"name", "description", "strict"})
+
 
 class ResponseFormatBody(Body):
-    """The ``response_format`` of a request."""
+    """The ``response_format`` of a request: OpenAI's, or with ``schema`` beside ``type``, as
+    llama.cpp, Together and Fireworks have it, with either type of JSON."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaBody | None = None
+    plain_schema: dict[str, Any] | None = Field(None, alias="schema")
+
+    passes = frozenset({"name", "description", "strict"})
+
+    @property
+    def wanted(self) -> dict[str, Any] | None:
+        """The schema that an answer must follow; None if there is none. Raises ``ApiError``."""
+        param = "response_format"
+        named = None if self.json_schema is None else self.json_schema.json_schema
+        plain = self.plain_schema
+        if None not in (named, plain) and named != plain:
+            raise refused(f"{param} has two schemas: give one of them", f"{param}.schema")
+        schema = named if plain is None else plain
+        if self.type == "json_schema" and schema is None:
+            raise refused(f"{param}.json_schema is missing", param)
+        if self.type == "text" and schema:
+            raise refused(f"{param} has a schema: give type json_schema", f"{param}.type")
+        if self.type == "json_object":
+            return {"type": "object", **(schema or {})}
+        return schema if self.type == "json_schema" else None
 
 
 class StructureBody(Body):
@@ -56,6 +79,10 @@ class StructureBody(Body):
     regex: str | None = None
     choice: Listed[str] | None = None
     grammar: str | None = None
+
+    passes = frozenset({"disable_fallback"})
+    # The properties that a schema names are all that there are, in any case.
+    neutral: ClassVar = {"disable_additional_properties": (True, False)}
 
 
 class StructuredBody(Body):
@@ -77,15 +104,11 @@ class StructuredBody(Body):
 
     def _fields(self) -> list[tuple[str, str, Any]]:
         """Return field, kind and value of each structure that may be asked for."""
-        named = self.response_format or ResponseFormatBody(type="text")
+        named = self.response_format or ResponseFormatBody(type="text", schema=None)
         other = self.structured_outputs or StructureBody(json=None)
-        if named.type == "json_schema" and named.json_schema is None:
-            raise refused("response_format.json_schema is missing", "response_format")
-        schema = named.json_schema.json_schema if named.json_schema is not None else None
         any_object = {"type": "object"}
-        wanted = {"text": None, "json_object": any_object, "json_schema": schema}
         return [
-            ("response_format", named.type, wanted[named.type]),
+            ("response_format", named.type, named.wanted),
             ("structured_outputs", "json", other.json_),
             ("structured_outputs", "json_object", any_object if other.json_object else None),
             ("structured_outputs", "regex", other.regex),

@@ -266,14 +266,11 @@ def tool(**says: Any) -> dict[str, Any]:
         ({"input": 5}, "input", ""),
         ({"input": [{"type": ["x"]}]}, "input.0", "['x']"),
         ({"input": [{"type": "additional_tools", "tools": 5}]}, "input.0.tools", "list"),
-        ({"input": [{**USER, "content": [{"type": ["x"]}]}]}, "input", "['x']"),
+        ({"input": [{**USER, "content": [{"type": ["x"]}]}]}, "input.0.content.0.type", "['x']"),
+        ({"input": [{**USER, "content": 5}]}, "input", "parts"),
         (called(name="look", arguments=5), "input", ""),
         (called(name="?", namespace=5, arguments=5), "input", ""),
-        (
-            {"input": [USER, {"type": "function_call_output", "output": [{"type": "image"}]}]},
-            "input",
-            "'image'",
-        ),
+        ({"input": [USER, {"type": "function_call_output", "output": 5}]}, "input", "parts"),
         ({"max_output_tokens": 2000}, "max_output_tokens", "999"),
         (
             {"tools": [LOOK], "tool_choice": {"type": "function", "name": "hear"}},
