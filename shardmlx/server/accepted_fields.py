@@ -70,7 +70,7 @@ def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# What all APIs let pass on the top level.
+# Fields that all APIs let pass on the top level.
 
 IGNORED = words("""
     user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention

@@ -66,7 +66,8 @@ class Block(Body):
     passes = PASSED_IN_TEXTS | {"caller", "toolset_name"}
 
     def refuse_unknown(self, where: str = "") -> None:
-        if self.type in KNOWN["user"]:  # else its type is refused, or it is left out with a word
+        # Other types are refused, or have a line in their place.
+        if self.type in KNOWN["user"]:
             super().refuse_unknown(where)
 
 
@@ -132,7 +133,8 @@ class ToolBody(Body):
     neutral: ClassVar = CALLERS
 
     def refuse_unknown(self, where: str = "") -> None:
-        if self.type in OWN_TOOLS:  # else its type is refused
+        # Other types are refused.
+        if self.type in OWN_TOOLS:
             super().refuse_unknown(where)
 
 

@@ -1,6 +1,6 @@
 """Messages and tools of a chat in OpenAI's API, as a chat template wants them. No MLX, no MPI.
 
-What an answer says may have any further fields: clients send back what servers have told them.
+An earlier answer may have any further fields: clients send back what servers have told them.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ Content = Annotated[str | list[Json], PlainValidator(_text_or_parts)]
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What parts of a message say, and what they thought before."""
+    """The text of a message, and the thought before it."""
 
     text: str
     thought: str = ""

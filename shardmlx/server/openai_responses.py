@@ -161,8 +161,8 @@ class CompletionReply(ChatReply):
         return self._told(index, "text", self._text(index, "said"), logprobs)
 
     def _logprobs(self, index: int, first: int = 0) -> Json:
-        """Return them in OpenAI's four lists, beside the form of a chat. Of likeliest tokens with
-        the same text the likeliest counts."""
+        """Return them in OpenAI's four lists, beside the form of a chat. If several of the
+        likeliest tokens have the same text, the first of them counts."""
         tokens = self._tokens[index][first:]
         return {
             "tokens": [each["token"] for each in tokens],

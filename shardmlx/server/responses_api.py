@@ -176,7 +176,7 @@ KNOWN: Mapping[str, tuple[str, ...]] = {
     "additional_tools": ("type", "tools"),
     **dict.fromkeys(OUTPUTS, ("type", "call_id", "id", "output", "tools")),
 }
-"""Fields of items that a client writes. Those that a server has written may have any."""
+"""Fields of items that a client writes. Items that a server has written may have any."""
 
 PASSED: Mapping[str, frozenset[str]] = {
     "message": PASSED_IN_MESSAGES | {"phase"},

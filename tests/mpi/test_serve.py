@@ -71,9 +71,10 @@ TEMPLATE = """\
 {% if tools %}{{ 's: ' + (tools | tojson) + eos_token }}{% endif %}\
 {% for turn in messages %}{{ turn['role'][0] + ': ' + (turn['content'] or '') }}\
 {% for call in turn['tool_calls'] or [] %}{% set tool_call = call['function'] %}\
+{% if call['id'] | length != 9 %}{{ raise_exception('ids of calls have length 9') }}{% endif %}\
 {{ '<tool_call>' + tool_call.name + (tool_call.arguments | tojson) + '</tool_call>' }}{% endfor %}\
 {{ eos_token }}{% endfor %}{% if add_generation_prompt %}{{ 'a: ' }}{% endif %}"""
-"""The one of the small model, but that it knows tools."""
+"""The one of the small model, but that it knows tools, and takes ids of Mistral's form alone."""
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +156,53 @@ def test_a_round_trip_of_tools_that_a_random_model_is_made_to_call(served: Serve
     called: Any = answer.message.model_dump()
     again = served.client.chat.completions.create(messages=[asked, called, result], **how)
     assert again.choices[0].finish_reason in ("length", "stop")
+
+
+def test_a_history_of_anthropics_servers_by_its_own_package(served: Served) -> None:
+    """Ids of another form, two thoughts, and results of tools that are no text."""
+    anthropic: Any = pytest.importorskip("anthropic", reason="needs anthropic: '.[dev]'")
+    client = anthropic.Anthropic(base_url=served.url, api_key=KEY, max_retries=0)
+    thoughts = [{"type": "thinking", "thinking": said, "signature": ""} for said in ("a", "b")]
+    use = {"type": "tool_use", "id": "toolu_01A09q90qw90lq917835lq9", "name": "find", "input": {}}
+    png = {"type": "base64", "media_type": "image/png", "data": "iVBORw0K"}
+    found = [{"type": "tool_reference", "tool_name": "look"}, {"type": "image", "source": png}]
+    result = {"type": "tool_result", "tool_use_id": use["id"], "content": found}
+    asked: Any = {
+        "model": "default",
+        "tools": [{"name": "find", "input_schema": {"type": "object"}, "defer_loading": False}],
+        "messages": [
+            {"role": "user", "content": "What is there?"},
+            {"role": "assistant", "content": [*thoughts, use]},
+            {"role": "user", "content": [result]},
+        ],
+    }
+    answer = client.messages.create(**asked, max_tokens=4)
+    usage, counted = answer.usage, client.messages.count_tokens(**asked)
+    assert usage.output_tokens in range(1, 5)
+    assert usage.input_tokens + usage.cache_read_input_tokens == counted.input_tokens
+    with pytest.raises(anthropic.BadRequestError, match=r"thinking\.effort is not supported"):
+        client.messages.create(**asked, max_tokens=4, thinking={"type": "adaptive", "effort": 1})
+
+
+def test_forms_of_openais_package(served: Served) -> None:
+    """Log-probabilities of a completion, an item that is cut, and a field within another."""
+    client, how = served.client, {"model": "default"}
+    choice = client.completions.create(**how, prompt="Ahoy", max_tokens=6, logprobs=2).choices[0]
+    lists = choice.logprobs
+    assert lists is not None
+    assert lists.tokens is not None
+    assert lists.text_offset is not None
+    assert lists.top_logprobs is not None
+    assert lists.token_logprobs == [
+        top[token] for token, top in zip(lists.tokens, lists.top_logprobs, strict=True)
+    ]
+    for token, begins in zip(lists.tokens, lists.text_offset, strict=True):
+        assert choice.text[begins:].startswith(token.removesuffix("\ufffd").strip())
+    cut = client.responses.create(**how, input="Count.", max_output_tokens=2)
+    assert [cut.status, *(item.status for item in cut.output)] == ["incomplete", "incomplete"]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(**how, input="?", extra_body={"text": {"stop": ["a"]}})
+    assert caught.value.param == "text.stop"
 
 
 def test_many_clients_at_once_get_the_texts_of_each_alone(served: Served) -> None:

@@ -301,7 +301,9 @@ def history_of(api: str, *ids: str | None) -> list[Any]:
             {"type": "function_call_output", "call_id": e, "output": f"r{n}"} for n, e in back
         ]
         return [USER, *items, *outputs, NEXT]
-    uses = [{"type": "tool_use", "id": each, "name": "look", "input": {}} for each in ids]
+    uses: list[Any] = [
+        {"type": "tool_use", "id": each, "name": "look", "input": {}} for each in ids
+    ]
     blocks = [{"type": "tool_result", "tool_use_id": e, "content": f"r{n}"} for n, e in back]
     return [USER, {"role": "assistant", "content": uses}, {"role": "user", "content": blocks}, NEXT]
 
@@ -337,7 +339,7 @@ def test_ids_that_the_template_takes_stay(api: str) -> None:
 
 def test_calls_without_ids_get_some_and_results_those_of_the_calls_before() -> None:
     call = {"type": "function", "function": {"name": "look", "arguments": {}}}
-    turn = [
+    turn: list[Any] = [
         {"role": "assistant", "tool_calls": [{**call, "id": ""}, {**call, "id": ""}]},
         {"role": "tool", "content": "1"},
         {"role": "tool", "content": "2"},

@@ -169,7 +169,7 @@ def test_logprobs_of_completions_are_four_lists_as_well() -> None:
     ]
     sent = [chunk for each in deltas for chunk in reply.add(0, each)]
     told = [chunk["choices"][0]["logprobs"] for chunk in sent]
-    lists = {
+    lists: dict[str, list[Any]] = {
         "tokens": ["Hi", "\ufffd", " there"],
         "token_logprobs": [-0.25, -0.5, -3.0],
         "top_logprobs": [
