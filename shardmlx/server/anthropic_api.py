@@ -22,7 +22,7 @@ from shardmlx.server.openai_messages import (
     PASSED_IN_MESSAGES,
     PASSED_IN_TEXTS,
     all_thoughts,
-    read_parts,
+    read_part,
 )
 from shardmlx.server.openai_requests import ApiRequest, ServedModel, TranslatedChat
 from shardmlx.server.other_blocks import as_text, joined
@@ -250,14 +250,10 @@ def _add_result(chat: TranslatedChat, where: str, block: Block) -> None:
     if isinstance(content, str):
         texts = [content]
     else:
-        texts = [_said(each, at) for at, each in listed(content, f"{where}.content")]
+        found = listed(content, f"{where}.content")
+        texts = [read_part(each, place, "tool")[0] for place, each in found]
     said = "Error: " * block.is_error + "\n".join(texts)
     chat.messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": said})
-
-
-def _said(block: Json, where: str) -> str:
-    """Return what a block of a result says. Raises ``ApiError``."""
-    return read_parts([block], where.rpartition(".")[0], "tool").text
 
 
 def _add_tool(chat: TranslatedChat, where: str, tool: ToolBody) -> None:

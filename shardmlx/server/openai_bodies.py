@@ -132,6 +132,15 @@ class ToolChoice(Body):
     function: NameBody | None = None
     allowed_tools: AllowedTools | None = None
 
+    def refuse_unknown(self, where: str = "") -> None:
+        # Other types are refused.
+        if self.type in CHOICES:
+            super().refuse_unknown(where)
+
+
+CHOICES = ("auto", "none", "required", "function", "allowed_tools")
+"""Types of choices that are understood."""
+
 
 def in_an_object(choice: object) -> object:
     """Return a choice that is a word as the object of that type."""

@@ -40,7 +40,7 @@ MEANINGFUL = ("function_call", "audio", "images", "prefix", "partial")
 
 PASSED_IN_MESSAGES = words("""
     id opts type status model index weight timestamp created created_at createdAt updated_at
-    refusal annotations cache_control metadata provider_options providerOptions is_error
+    refusal annotations cache_control metadata provider_options providerOptions
 """) | {*THOUGHTS}
 """Fields that clients write into the messages of their users, and that change no answer."""
 
@@ -120,34 +120,40 @@ class Said:
 
 
 def read_parts(content: str | list[Json], where: str, role: str) -> Said:
-    """Return what the content of a message says, which is ``where`` in the request.
-
-    In the result of a tool and in an earlier answer a part that is no text has a line in its place.
-    Raises ``ApiError`` for one in another message, and for a field that a part must not have.
-    """
+    """Return what the content of a message says, which is ``where`` in the request. Raises as
+    ``read_part``."""
     if isinstance(content, str):
         return Said(content)
     pieces: list[tuple[str, bool]] = []
     thoughts: list[str] = []
     for at, part in enumerate(content):
-        place, kind = f"{where}.{at}", part.get("type")
-        field = TEXTS.get(kind) if isinstance(kind, str) else None
-        if field is not None:
-            if not isinstance(part.get(field), str):
-                raise refused(f"{place}: a part of type {kind} has no text", f"{place}.{field}")
-            if role != "assistant":
-                refuse_other_keys(part, ("type", field), place, PASSED_IN_TEXTS)
-            pieces.append((part[field], False))
-        elif role == "assistant" and kind == "thinking":  # Mistral's own servers write it
+        if role == "assistant" and part.get("type") == "thinking":  # Mistral's servers write it
             thoughts.append(_thought(part))
-        elif role in ("assistant", "tool"):
-            pieces.append((as_text(part), True))
         else:
-            raise refused(
-                f"{place}: a part is of type {shown(kind)}: only text is understood here",
-                f"{place}.type",
-            )
+            pieces.append(read_part(part, f"{where}.{at}", role))
     return Said(joined(pieces), all_thoughts(thoughts))
+
+
+def read_part(part: Json, where: str, role: str) -> tuple[str, bool]:
+    """Return the text of a part, which is ``where`` in the request, and whether it is a line in the
+    place of what is no text: in the result of a tool and in an earlier answer.
+
+    Raises ``ApiError`` for such a part of another message, and for a field that a part must not
+    have.
+    """
+    kind = part.get("type")
+    field = TEXTS.get(kind) if isinstance(kind, str) else None
+    if field is not None:
+        if not isinstance(part.get(field), str):
+            raise refused(f"{where}: a part of type {kind} has no text", f"{where}.{field}")
+        if role != "assistant":
+            refuse_other_keys(part, ("type", field), where, PASSED_IN_TEXTS)
+        return part[field], False
+    if role in ("assistant", "tool"):
+        return as_text(part), True
+    raise refused(
+        f"{where}: a part is of type {shown(kind)}: only text is understood here", f"{where}.type"
+    )
 
 
 def _thought(part: Json) -> str:

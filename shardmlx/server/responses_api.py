@@ -29,7 +29,13 @@ from shardmlx.server.client_tools import (
     listed,
     named_tool,
 )
-from shardmlx.server.openai_bodies import SAMPLING, StreamOptions, in_an_object, validated
+from shardmlx.server.openai_bodies import (
+    CHOICES,
+    SAMPLING,
+    StreamOptions,
+    in_an_object,
+    validated,
+)
 from shardmlx.server.openai_errors import ApiError, refused, shown
 from shardmlx.server.openai_messages import PASSED_IN_MESSAGES, read_parts
 from shardmlx.server.openai_requests import ApiRequest, ServedModel, TranslatedChat
@@ -90,6 +96,11 @@ class ChoiceBody(Body):
     namespace: str | None = None
     mode: str | None = None
     tools: Listed[Json] | None = None
+
+    def refuse_unknown(self, where: str = "") -> None:
+        # Other types are refused.
+        if self.type in CHOICES or self.type in FIELDS:
+            super().refuse_unknown(where)
 
 
 class ResponseBody(Body):
@@ -252,7 +263,8 @@ def _after(text: Any, more: Any) -> Any:
 
 
 def _thought(item: Json) -> str:
-    parts = item.get("content")
+    """Return what an item thought, or else its summary: OpenAI's servers tell nothing else."""
+    parts = item.get("content") or item.get("summary")
     return "".join(
         str(part.get("text") or "")
         for part in (parts if isinstance(parts, list) else ())

@@ -207,6 +207,17 @@ def test_what_openais_servers_did_has_a_line_too() -> None:
     assert answer["content"] == f"[mcp_list_tools {LEFT_OUT}]\n\n[mcp_call, find]\nfog\n\nShips."
 
 
+def test_a_field_of_a_text_in_a_result_is_refused_by_its_place() -> None:
+    said = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "language": "de"}]
+    with pytest.raises(ApiError) as caught:
+        told("message", anthropics(said))
+    assert caught.value.param == "messages.2.content.0.content.1.language"
+    output = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b", "n": 1}]
+    with pytest.raises(ApiError) as caught:
+        told("response", [USER, {"type": "function_call_output", "call_id": "a", "output": output}])
+    assert caught.value.param == "input.1.output.1.n"
+
+
 # Thoughts.
 
 
@@ -248,6 +259,9 @@ def test_items_of_one_answer_are_one_message_however_often_it_thinks() -> None:
     assert (answer["reasoning_content"], answer["content"]) == ("One.\n\nTwo.\n\nThree.", "Hm.")
     assert [each["id"] for each in answer["tool_calls"]] == ["a", "b"]
     assert (first["tool_call_id"], second["tool_call_id"]) == ("a", "b")
+    summary = [{"type": "summary_text", "text": "In short."}]
+    others = {"type": "reasoning", "summary": summary, "encrypted_content": "x"}
+    assert told("response", [USER, others, said])[1]["reasoning_content"] == "In short."
 
 
 # Ids of calls.

@@ -292,6 +292,28 @@ def test_other_values_of_these_are_refused(name: str) -> None:
         assert caught.value.param == name, api
 
 
+@pytest.mark.parametrize(
+    ("api", "asked"),
+    [
+        ("chat", {"type": "custom", "custom": {"name": "x"}}),
+        ("response", {"type": "mcp", "server_label": "x"}),
+        ("response", {"type": "web_search"}),
+    ],
+)
+def test_of_a_choice_that_is_not_understood_the_type_is_told(api: str, asked: Any) -> None:
+    with pytest.raises(ApiError, match=f"tool_choice '{asked['type']}' is not supported") as caught:
+        read(api, {**APIS[api][1], "tool_choice": asked})
+    assert caught.value.param == "tool_choice"
+
+
+@pytest.mark.parametrize("name", ["passes", "neutral", "refuse_unknown", "model_extra", "copy"])
+def test_a_field_may_have_a_name_of_our_own(name: str) -> None:
+    for api, (_, body) in APIS.items():
+        with pytest.raises(ApiError) as caught:
+            read(api, {**body, name: {"a": 1}})
+        assert caught.value.param == name, api
+
+
 # What the fields that are known do.
 
 HEAR: Any = {"type": "function", "function": {"name": "hear"}}
