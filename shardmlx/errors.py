@@ -25,6 +25,10 @@ class UserError(ValueError):
         self.remedy = _readable(remedy)
         super().__init__(f"{self.problem}: {self.remedy}" if remedy else self.problem)
 
+    def __reduce__(self) -> tuple[type[UserError], tuple[str, str]]:
+        """Pickle both fields: an error of one rank is told to others."""
+        return type(self), (self.problem, self.remedy)
+
 
 class PromptTooLong(UserError):
     """A prompt of more tokens than it may have."""
@@ -89,6 +93,10 @@ class Stopped(Exception):
     def __init__(self, signal: int, message: str) -> None:
         super().__init__(message)
         self.signal = signal
+
+    def __reduce__(self) -> tuple[type[Stopped], tuple[int, str]]:
+        """Pickle both fields: the ranks of a job leave with the same error."""
+        return type(self), (self.signal, str(self))
 
 
 class EngineError(RuntimeError):

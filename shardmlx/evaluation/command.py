@@ -21,7 +21,8 @@ from shardmlx.evaluation.tasks import Question, check_tasks, rows_of, run_tasks
 from shardmlx.inference.detokenize import StopStrings
 from shardmlx.inference.plan import GenerationLoad
 from shardmlx.inference.prompts import PromptEncoder
-from shardmlx.inference.setup import InferenceRun, prepare, report_memory
+from shardmlx.inference.run import InferenceRun, report_memory
+from shardmlx.inference.setup import prepare
 from shardmlx.loading.rank_setup import SETUP_SECONDS
 from shardmlx.training.datasets import read_data
 

@@ -7,6 +7,7 @@ import datetime
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from shardmlx.common.http_listener import source_address
 from shardmlx.common.reporter import check_writable
 from shardmlx.config.doctor import DoctorConfig
 from shardmlx.costmodel.hostfile import Machine, read_hostfile
-from shardmlx.distributed.agreement import from_rank_0, on_rank_0
+from shardmlx.distributed.agreement import from_rank_0, on_all_ranks, on_rank_0
 from shardmlx.distributed.networks import INCLUDE, is_included
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import AgreedFailure
@@ -30,7 +31,7 @@ from shardmlx.hosts.library_probes import broken_parts
 from shardmlx.hosts.probe_script import connect_errors, listen
 from shardmlx.hosts.self_test import differences
 from shardmlx.hosts.speed_tests import matmul_flops, measure_link
-from shardmlx.loading.rank_setup import choose_device, working_set
+from shardmlx.loading.rank_setup import use_device, working_set
 
 SECONDS_FOR_FACTS = 120.0  # for all tools that ask a machine for its facts
 
@@ -48,7 +49,7 @@ def run(config: DoctorConfig, transport: Transport, blas: Blas) -> None:
     """Examine, show and write; ``AgreedFailure`` for ``--strict``. All ranks must call it."""
     known = on_rank_0(transport, "reading the hostfile", lambda: _machines(config))
     say = progress if transport.rank == 0 else lambda line: None
-    choose_device(transport, config.device, say)
+    on_all_ranks(transport, "choosing the device", partial(use_device, config.device, say))
     examination = Examiner(transport, config.seconds, say).examine(blas, self_test=config.self_test)
     count = from_rank_0(transport, "reporting", lambda: _report(config, examination, known or ()))
     if any(link.speed is None for link in examination.links):

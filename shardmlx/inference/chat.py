@@ -14,7 +14,8 @@ from shardmlx.inference.detokenize import IncrementalDetokenizer
 from shardmlx.inference.drafts import NO_DRAFTS, DraftCounts
 from shardmlx.inference.plan import GenerationLoad
 from shardmlx.inference.prompts import ChatMessage, PromptEncoder
-from shardmlx.inference.setup import InferenceRun, prepare, typical_load
+from shardmlx.inference.run import InferenceRun
+from shardmlx.inference.setup import prepare, typical_load
 
 PROMPT = ">> "
 

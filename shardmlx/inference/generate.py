@@ -20,7 +20,8 @@ from shardmlx.inference.detokenize import IncrementalDetokenizer
 from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.plan import GenerationLoad
 from shardmlx.inference.prompts import PromptEncoder, PromptRequest, read_prompts, read_stdin
-from shardmlx.inference.setup import InferenceRun, prepare
+from shardmlx.inference.run import InferenceRun
+from shardmlx.inference.setup import prepare
 
 RULE = "=" * 10  # mlx-lm draws it so
 

@@ -12,7 +12,8 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.inference.plan import GenerationLoad
 from shardmlx.inference.prompts import ChatMessage, PromptEncoder
-from shardmlx.inference.setup import InferenceRun, prepare, typical_load
+from shardmlx.inference.run import InferenceRun
+from shardmlx.inference.setup import prepare, typical_load
 from shardmlx.models.kv_cache import held
 
 CONTEXT_TOKENS = 4096

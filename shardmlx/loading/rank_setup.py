@@ -1,11 +1,9 @@
-"""Set up a run on every rank before it loads: open the model, see the machines, limit memory."""
+"""Set up a run before it loads: open the model on every rank, hear what the ranks have."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -28,13 +26,14 @@ from shardmlx.costmodel.memory_limits import (
     unwired,
     within,
 )
-from shardmlx.costmodel.profile_file import Profile, read_profiles
+from shardmlx.costmodel.profile_file import read_profiles
 from shardmlx.costmodel.workload import ModelSizes, Workload
-from shardmlx.distributed.agreement import AgreedError, from_rank_0, on_all_ranks
+from shardmlx.distributed.crew import Crew
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
-from shardmlx.loading.discovery import find_weights
-from shardmlx.loading.transfer import LocalFiles
+from shardmlx.loading.discovery import find_adapter_files, find_model_files
+from shardmlx.loading.local_files import LocalFiles
+from shardmlx.loading.transfer import Needs, bring
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.modelfiles.parts import needed_shape
 from shardmlx.models.config_reader import read_config
@@ -51,16 +50,13 @@ GROWTH = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """A model that every rank can read, its config.json, and this rank's path of adapters."""
+    """A model that this rank can read, its config.json, and the path of adapters if there are
+    some."""
 
-    weights: LocalFiles
+    path: Path
     adapters: str | None
     config: Mapping[str, Any]
     shape: ModelShape
-
-    @property
-    def path(self) -> Path:
-        return self.weights.path
 
     @property
     def digest(self) -> str:
@@ -73,24 +69,99 @@ class OpenedModel:
         return self.config.get("max_position_embeddings")
 
 
-@contextmanager
-def open_on_all_ranks(
-    transport: Transport, reporter: Reporter, source: ModelSource, adapters: str | None
-) -> Iterator[OpenedModel]:
-    """Choose the device, find the model and ``adapters``, read config.json. Collective. Raises
-    ``AgreedError``."""
-    choose_device(transport, source.device, reporter.say)
-    with transport.longer_timeout(SETUP_SECONDS):
-        weights = find_weights(transport, reporter, source, adapters)
-    with closing(weights):
-        config = on_all_ranks(transport, "reading config.json", partial(read_config, weights.path))
-        shape = on_all_ranks(
-            transport, "checking config.json", lambda: needed_shape(open_model(str(weights.path)))
-        )
-        if shape.is_approximate:
-            reporter.warn(APPROXIMATE)
-        here = adapters if weights.adapters is None else weights.adapters
-        yield OpenedModel(weights, here, config, shape)
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """What only a rank knows: its machine's memory in bytes, its process's, and its backend."""
+
+    memory: int
+    process: ProcessMemory
+    backend: str
+
+
+class ModelWorker:
+    """The part of one rank in a run with a model: it opens the model, and loads its part of it.
+
+    All ranks have one. Rank 0's ``Crew`` calls its methods on all of them. Must be closed.
+    """
+
+    def __init__(self, transport: Transport, reporter: Reporter) -> None:
+        transport.activity.begin("loading")
+        self.transport = transport
+        self.reporter = reporter
+        self.model_files = LocalFiles(transport, reporter)
+        self.adapter_files = LocalFiles(transport, reporter)
+        self._opened: OpenedModel | None = None
+
+    def report_to(self, reporter: Reporter) -> None:
+        """Say everything to this reporter from now on."""
+        self.reporter = reporter
+        self.model_files.report_to(reporter)
+        self.adapter_files.report_to(reporter)
+
+    @property
+    def opened(self) -> OpenedModel:
+        """The model, once ``open`` was called."""
+        if self._opened is None:
+            raise RuntimeError("the model is not open yet")
+        return self._opened
+
+    def use_device(self, name: str) -> None:
+        """Compute on a device, see ``use_device`` of this module."""
+        use_device(name, self.reporter.say)
+
+    def open(self, adapters: str | None) -> str:
+        """Read config.json, and return its digest. ``adapters`` are the path of adapters on rank 0,
+        if there are some. Raises ``UserError``."""
+        path = self.model_files.path
+        config = read_config(path)
+        shape = needed_shape(open_model(str(path)))
+        here = str(self.adapter_files.path) if adapters else adapters
+        self._opened = OpenedModel(path, here, config, shape)
+        return self._opened.digest
+
+    def facts(self) -> RankFacts:
+        """Return what only this rank knows."""
+        return RankFacts(psutil.virtual_memory().total, process_memory(), this_backend())
+
+    def set_limits(self, limits: Sequence[MemoryLimits]) -> None:
+        """Limit this process to its part of the plan, before weights are loaded, so that they are
+        wired first."""
+        set_limits(limits[self.transport.rank])
+
+    def close(self) -> None:
+        """Remove temporary files, even after loading failed. May be called again."""
+        self.model_files.close()
+        self.adapter_files.close()
+
+
+def open_everywhere(
+    crew: Crew[ModelWorker], source: ModelSource, adapters: str | None, reporter: Reporter
+) -> OpenedModel:
+    """Choose the device, find the model and ``adapters``, and read config.json on every rank;
+    return rank 0's. Raises ``UserError``."""
+    crew.all(ModelWorker.use_device, source.device)
+    find_model_files(crew.part("model_files", LocalFiles), source, reporter)
+    if adapters:
+        files = crew.part("adapter_files", LocalFiles)
+        find_adapter_files(files, source, adapters, reporter)
+    first, *others = crew.all(ModelWorker.open, adapters)
+    for rank, digest in enumerate(others, 1):
+        if digest != first:
+            name = crew.transport.name
+            raise UserError(
+                f"{name(rank)}, unlike {name(0)}, has another model",
+                "give all ranks the same model config.json",
+            )
+    if crew.worker.opened.shape.is_approximate:
+        reporter.warn(APPROXIMATE)
+    return crew.worker.opened
+
+
+def bring_weights(crew: Crew[ModelWorker], needs: Needs, reporter: Reporter) -> None:
+    """Bring each rank the tensors that it lacks of the model, and of the adapters, from which all
+    ranks have built theirs, lazily. Raises ``UserError``."""
+    bring(crew.part("model_files", LocalFiles), needs, reporter, "weights")
+    bring(crew.part("adapter_files", LocalFiles), needs, reporter, "adapters")
 
 
 Sizes = TypeVar("Sizes", bound=ModelSizes)
@@ -98,9 +169,8 @@ Sizes = TypeVar("Sizes", bound=ModelSizes)
 
 @dataclass(frozen=True, slots=True)
 class PlanInputs(Generic[Sizes]):
-    """The facts that a run is planned from; the same on all ranks. ``machines`` are the actual
-    ones, ``cluster`` the same with no more memory than their ``budgets``; ``stage_map`` is the
-    user's."""
+    """The facts that a run is planned from. ``machines`` are the actual ones, ``cluster`` the same
+    with no more memory than their ``budgets``; ``stage_map`` is the user's."""
 
     sizes: Sizes
     cluster: Cluster
@@ -110,67 +180,51 @@ class PlanInputs(Generic[Sizes]):
 
 
 def gather_plan_inputs(
-    transport: Transport,
-    read_sizes: Callable[[], Sizes],
-    machines: MachineOptions,
+    crew: Crew[ModelWorker],
+    sizes: Sizes,
+    options: MachineOptions,
     stage_map: str | None,
     later: int = 0,
 ) -> PlanInputs[Sizes]:
-    """Read headers on all ranks, the user's files on rank 0. Collective. Raises ``AgreedError``."""
-    sizes = on_all_ranks(transport, "reading the headers", read_sizes)
-    cluster = _find_cluster(transport, machines.hostfile, machines.profile)
-    budgets = find_budgets(transport, cluster, machines.memory_limit, later)
-
-    def check_profile() -> None:
-        if isinstance(sizes, Workload):
-            for rank in range(cluster.size):
-                cluster.clock(rank, sizes)
-
-    # Find a profile of other work or other machines before anything is loaded.
-    on_all_ranks(transport, "checking the profile", check_profile)
-    given = from_rank_0(
-        transport,
-        "reading the stage map",
-        lambda: None if stage_map is None else read_stage_map(stage_map),
+    """Hear what the ranks have, and read the user's files on rank 0. ``later`` are rank 0's bytes
+    for requests, outside MLX. Raises ``UserError``, also for a profile of other work or other
+    machines."""
+    facts = crew.all(ModelWorker.facts)
+    known = () if options.hostfile is None else read_hostfile(options.hostfile)
+    profile = None if options.profile is None else read_profiles(options.profile)
+    hosts = crew.transport.hosts
+    machines = tuple(
+        _share(known, hosts, host, each.memory) for host, each in zip(hosts, facts, strict=True)
     )
+    cluster = Cluster(machines=machines, profile=profile, backend=facts[0].backend)
+    if isinstance(sizes, Workload):
+        for rank in range(cluster.size):
+            cluster.clock(rank, sizes)
+    given = None if stage_map is None else read_stage_map(stage_map)
+    processes = [each.process for each in facts]
+    processes[0] = replace(processes[0], outside=processes[0].outside + later)
+    budgets = budgets_of(cluster, options.memory_limit, processes)
     return PlanInputs(sizes, within(cluster, budgets), budgets, given, cluster)
 
 
 def measure_again(
-    transport: Transport, inputs: PlanInputs[Sizes], machines: MachineOptions
+    crew: Crew[ModelWorker], inputs: PlanInputs[Sizes], options: MachineOptions
 ) -> PlanInputs[Sizes]:
-    """Measure the processes' bytes, now that rank 0 holds the data. All ranks must call it."""
-    budgets = find_budgets(transport, inputs.machines, machines.memory_limit)
+    """Measure the processes' bytes, when all have everything but their weights."""
+    processes = [each.process for each in crew.all(ModelWorker.facts)]
+    budgets = budgets_of(inputs.machines, options.memory_limit, processes)
     return replace(inputs, cluster=within(inputs.machines, budgets), budgets=budgets)
 
 
-def _find_cluster(transport: Transport, hosts_file: str | None, profiles: str | None) -> Cluster:
-    """Return the ranks' machines: their memory, and the facts in rank 0's files. Collective."""
-
-    def read_files() -> tuple[tuple[Machine, ...], Profile | None]:
-        machines = () if hosts_file is None else read_hostfile(hosts_file)
-        return machines, None if profiles is None else read_profiles(profiles)
-
-    known, profile = from_rank_0(transport, "reading what the machines have", read_files)
-    everyone = transport.all_gather(psutil.virtual_memory().total, "comparing machines")
-
-    def share(host: str, memory: int) -> Machine:
-        """Return a rank's share of a host: less memory than there is, if the hostfile says so."""
-        ranks = transport.hosts.count(host)
-        entry = next((each for each in known if same_host(each.host, host)), None)
-        if entry is None:
-            return Machine(host=host, memory=memory // ranks)
-        flops = None if entry.flops is None else entry.flops / ranks
-        memory = memory if entry.memory is None else min(memory, entry.memory)
-        return replace(entry, host=host, slots=1, memory=memory // ranks, flops=flops)
-
-    machines = tuple(map(share, transport.hosts, everyone))
-    return Cluster(machines=machines, profile=profile, backend=this_backend())
-
-
-def choose_device(transport: Transport, name: str, say: Callable[[str], object]) -> None:
-    """Do ``use_device`` on all ranks, which must call it. Raises ``AgreedError``."""
-    on_all_ranks(transport, "choosing the device", partial(use_device, name, say))
+def _share(known: Sequence[Machine], hosts: Sequence[str], host: str, memory: int) -> Machine:
+    """Return a rank's share of a host: less memory than there is, if the hostfile says so."""
+    ranks = hosts.count(host)
+    entry = next((each for each in known if same_host(each.host, host)), None)
+    if entry is None:
+        return Machine(host=host, memory=memory // ranks)
+    flops = None if entry.flops is None else entry.flops / ranks
+    memory = memory if entry.memory is None else min(memory, entry.memory)
+    return replace(entry, host=host, slots=1, memory=memory // ranks, flops=flops)
 
 
 def use_device(name: str, say: Callable[[str], object]) -> None:
@@ -188,30 +242,10 @@ def this_backend() -> str:
     return "cpu" if mx.default_device() == mx.Device(mx.cpu) else "metal"
 
 
-def compare_plans(transport: Transport, digest: str) -> None:
-    """Raise ``AgreedError`` unless all digests are equal. Collective, before the engine sends."""
-    everyone = transport.all_gather(digest, "comparing plans")
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            raise AgreedError(
-                f"{transport.name(rank)}, unlike {transport.name(0)}, plans another run",
-                "give all ranks the same model config.json",
-            )
-
-
-def find_budgets(
-    transport: Transport, cluster: Cluster, limit: int | None, later: int = 0
-) -> tuple[MemoryBudget, ...]:
-    """Return each rank's memory budget, within the user's ``limit``. ``later`` are this rank's
-    bytes for requests, outside MLX. Collective, when all have everything but their weights."""
-    processes = transport.all_gather(process_memory(later), "comparing memory")
-    return budgets_of(cluster, limit, processes)
-
-
-def process_memory(later: int = 0) -> ProcessMemory:
-    """Return this process's limits, and its bytes beside MLX's arrays, with ``later`` ones."""
+def process_memory() -> ProcessMemory:
+    """Return this process's limits, and its bytes beside MLX's arrays."""
     outside = resident_bytes() - mx.get_active_memory() - mx.get_cache_memory()
-    return ProcessMemory(max(0, outside) + GROWTH + later, memory_limit(), working_set())
+    return ProcessMemory(max(0, outside) + GROWTH, memory_limit(), working_set())
 
 
 def working_set() -> int | None:
@@ -220,22 +254,16 @@ def working_set() -> int | None:
     return None if size is None else int(size)
 
 
-def limit_memory(
-    rank: int,
-    budgets: Sequence[MemoryBudget],
-    planned: Sequence[PlannedMemory],
-    backend: str,
-    reporter: Reporter,
+def limits_of(
+    inputs: PlanInputs[Any], planned: Sequence[PlannedMemory], reporter: Reporter
 ) -> tuple[MemoryLimits, ...]:
-    """Limit this process to the plan of its ``rank``, before weights are loaded, so that they are
-    wired first; return all ranks' limits. Warns if macOS would not keep the plan in memory."""
-    for warning in unwired(budgets, planned):
+    """Return the limits of all ranks. Warns if macOS would not keep the plan in memory."""
+    for warning in unwired(inputs.budgets, planned):
         reporter.warn(warning)
-    limits = tuple(
-        MemoryLimits(budget, each, backend) for budget, each in zip(budgets, planned, strict=True)
+    return tuple(
+        MemoryLimits(budget, each, inputs.cluster.backend)
+        for budget, each in zip(inputs.budgets, planned, strict=True)
     )
-    set_limits(limits[rank])
-    return limits
 
 
 def set_limits(limits: MemoryLimits) -> None:

@@ -20,8 +20,8 @@ from shardmlx.errors import one_line
 from shardmlx.inference.detokenize import IncrementalDetokenizer
 from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.prompts import PromptEncoder
+from shardmlx.inference.run import InferenceRun
 from shardmlx.inference.sampling_params import BROKEN
-from shardmlx.inference.setup import InferenceRun
 from shardmlx.server.answer_parser import AnswerParser, Part
 from shardmlx.server.app import make_app
 from shardmlx.server.metrics import Metrics

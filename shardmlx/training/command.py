@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +13,16 @@ from shardmlx.common.formatting import plural
 from shardmlx.common.http_listener import bind
 from shardmlx.common.reporter import Listener, Reporter
 from shardmlx.config.train import TrainConfig
-from shardmlx.distributed.agreement import on_rank_0
+from shardmlx.distributed.crew import Crew, lead
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import WANTED, token_ids
+from shardmlx.loading.rank_setup import OpenedModel
 from shardmlx.loading.tokenizer import read_tokenizer
-from shardmlx.training.planned_run import PlannedRun, open_for_training, plan_run, read_sets
-from shardmlx.training.setup import TrainingRun, load_run, show_ranks
-from shardmlx.training.sweep import plan_sweep, train_sweep
-from shardmlx.training.trainer import Trainer
+from shardmlx.training.load_run import load_run, show_ranks
+from shardmlx.training.plan_run import open_for_training, plan_run, read_sets
+from shardmlx.training.planned_run import PlannedRun
+from shardmlx.training.sweep import plan_sweep, prepare_sweep
+from shardmlx.training.worker import TrainWorker
 
 
 def train_model(
@@ -35,7 +36,7 @@ def train_model(
     ``Stopped`` after a signal, when all is saved; ``AgreedFailure`` if the run itself cannot go on;
     ``TransportError`` and ``EngineError`` if a rank is lost or fails.
     """
-    run(transport.broadcast(config, what="options"), transport, on_event=on_event)
+    run(config, transport, on_event=on_event)
 
 
 def run(
@@ -47,43 +48,49 @@ def run(
 ) -> None:
     """Train for the command, and print the computing device first. All ranks must call it."""
     with ExitStack() as stack:
-        reporter = on_rank_0(
-            transport, "opening the report", partial(_open_viewers, config, on_event, stack)
-        ) or Reporter(quiet=True)
-        if blas is not None:
-            reporter.say(str(blas))
-        transport.activity.begin("loading")
-        if config.show_data is not None:
-            show_data(config, config.show_data, transport, reporter)
-            return
-        if config.dry_run:
-            dry_run(config, transport, reporter)
-            return
-        if config.sweep is not None:
-            train_sweep(config, transport, reporter)
-            return
-        trainer = Trainer(prepare_training(config, transport, reporter))
-        if config.train:
-            trainer.train()
-        if config.test:
-            trainer.test()
+
+        def work(crew: Crew[TrainWorker]) -> None:
+            reporter = _open_viewers(config, on_event, stack)
+            crew.worker.report_to(reporter)
+            if blas is not None:
+                reporter.say(str(blas))
+            _carry_out(config, crew, reporter)
+
+        worker = TrainWorker(transport, Reporter(quiet=True))
+        with closing(worker):
+            lead(transport, worker, work)
 
 
-def prepare_training(config: TrainConfig, transport: Transport, reporter: Reporter) -> TrainingRun:
-    """Check everything on all ranks, then load. Collective; raises ``AgreedError``."""
-    with open_for_training(config, transport, reporter) as opened:
-        planned = plan_run(config, transport, reporter, opened)
-        return load_run(planned, transport, reporter, opened)
+def _carry_out(config: TrainConfig, crew: Crew[TrainWorker], reporter: Reporter) -> None:
+    if config.show_data is not None:
+        open_for_training(config, crew, reporter)
+        show_data(config, config.show_data, crew.worker.opened, reporter)
+        return
+    if config.dry_run:
+        dry_run(config, crew, reporter)
+        return
+    if config.sweep is not None:
+        prepare_sweep(config, crew, reporter)
+    else:
+        prepare_training(config, crew, reporter)
+    crew.all(TrainWorker.train)
 
 
-def dry_run(config: TrainConfig, transport: Transport, reporter: Reporter) -> None:
-    """Print the plan of a run, with the errors of one, and read no weight. Collective."""
-    with open_for_training(config, transport, reporter) as opened:
-        if config.sweep is None:
-            planned = plan_run(config, transport, reporter, opened)
-        else:
-            planned, *_ = plan_sweep(config, transport, reporter, opened)
-    show_ranks(planned, transport.hosts, reporter, {})
+def prepare_training(config: TrainConfig, crew: Crew[TrainWorker], reporter: Reporter) -> None:
+    """Check everything, then load the run on all ranks. On rank 0. Raises ``UserError``."""
+    open_for_training(config, crew, reporter)
+    planned, data = plan_run(config, crew, reporter)
+    load_run(crew, planned, data, reporter)
+
+
+def dry_run(config: TrainConfig, crew: Crew[TrainWorker], reporter: Reporter) -> None:
+    """Print the plan of a run, with the errors of one, and read no weight. On rank 0."""
+    open_for_training(config, crew, reporter)
+    if config.sweep is None:
+        planned, _ = plan_run(config, crew, reporter)
+    else:
+        planned = plan_sweep(config, crew, reporter).whole
+    show_ranks(planned, crew.transport.hosts, reporter, {})
     if config.train:
         reporter.say(_time(planned))
         for what, place in (
@@ -98,30 +105,25 @@ def dry_run(config: TrainConfig, transport: Transport, reporter: Reporter) -> No
     reporter.say("Dry run: nothing was loaded or written")
 
 
-def show_data(config: TrainConfig, rows: int, transport: Transport, reporter: Reporter) -> None:
-    """Print rows of the training set as the model sees them. Collective."""
-    with open_for_training(config, transport, reporter) as opened:
-
-        def show() -> None:
-            tokenizer = read_tokenizer(opened.path, config.trust_remote_code, opened.config)
-            samples = read_sets(config, opened, reporter).train[: rows * config.together]
-            for i, (given, start) in enumerate(samples):
-                tokens = np.asarray(given)[: config.max_seq_length]
-                counts = (np.arange(len(tokens)) >= max(1, start)) & (tokens >= 0)
-                what = ""
-                if samples.known is not None:
-                    what = ", chosen" if samples.known[i, WANTED] else ", rejected"
-                total, row = plural(len(tokens), "token"), i // config.together + 1
-                reporter.say(f"row {row}{what}: {total}, {counts.sum()} count in the loss")
-                # Runs of tokens that count, and that do not.
-                ends = np.flatnonzero(np.diff(counts)) + 1
-                runs = np.split(token_ids(tokens), ends), np.split(counts, ends)
-                reporter.say_marked(
-                    (tokenizer.decode(ids.tolist()), bool(counted[0]))
-                    for ids, counted in zip(*runs, strict=True)
-                )
-
-        on_rank_0(transport, "reading the data", show)
+def show_data(config: TrainConfig, rows: int, opened: OpenedModel, reporter: Reporter) -> None:
+    """Print rows of the training set as the model sees them. Raises ``UserError``."""
+    tokenizer = read_tokenizer(opened.path, config.trust_remote_code, opened.config)
+    samples = read_sets(config, opened, reporter).train[: rows * config.together]
+    for i, (given, start) in enumerate(samples):
+        tokens = np.asarray(given)[: config.max_seq_length]
+        counts = (np.arange(len(tokens)) >= max(1, start)) & (tokens >= 0)
+        what = ""
+        if samples.known is not None:
+            what = ", chosen" if samples.known[i, WANTED] else ", rejected"
+        total, row = plural(len(tokens), "token"), i // config.together + 1
+        reporter.say(f"row {row}{what}: {total}, {counts.sum()} count in the loss")
+        # Runs of tokens that count, and that do not.
+        ends = np.flatnonzero(np.diff(counts)) + 1
+        runs = np.split(token_ids(tokens), ends), np.split(counts, ends)
+        reporter.say_marked(
+            (tokenizer.decode(ids.tolist()), bool(counted[0]))
+            for ids, counted in zip(*runs, strict=True)
+        )
 
 
 def _time(planned: PlannedRun) -> str:

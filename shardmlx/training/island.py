@@ -27,8 +27,7 @@ import numpy as np
 
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.specs import BatchOptions
-from shardmlx.distributed.agreement import AgreedError, from_rank_0
-from shardmlx.distributed.transport import Transport
+from shardmlx.distributed.agreement import AgreedError
 from shardmlx.engine.engine import Engine
 from shardmlx.engine.optimizer import Updater
 from shardmlx.errors import file_access, one_line
@@ -51,15 +50,17 @@ class Membership:
     hub: Hub | None
 
 
-def join(planned: PlannedRun, transport: Transport, reporter: Reporter) -> Membership | None:
-    """Join the hub that the options name. All ranks must call it. Raises ``AgreedError``."""
+def join(
+    planned: PlannedRun, shapes: Mapping[str, tuple[int, ...]], reporter: Reporter
+) -> Membership | None:
+    """Join the hub that the options name, with trained weights of these ``shapes``. On rank 0.
+    Raises ``UserError``."""
     url, name = planned.config.island, planned.config.name
     if url is None or name is None:
         return None
-    shapes = {each: tuple(part[each].shape) for part in planned.slices for each in part.trainable}
     # All islands have them in one order, whatever their stages are.
     tensors = tuple(Tensor(each, shapes[each]) for each in sorted(shapes, key=_place))
-    options, hub = planned.config.to_adapter_config(), None
+    options = planned.config.to_adapter_config()
     kept = ("model", "fine_tune_type", "num_layers", "lora_parameters")
     message = Join(
         name=name,
@@ -68,12 +69,8 @@ def join(planned: PlannedRun, transport: Transport, reporter: Reporter) -> Membe
         adapter_config={each: options[each] for each in kept},
     )
 
-    def ask() -> Joined:
-        nonlocal hub
-        hub = Hub.of(url, name, reporter.say)
-        return hub.persist(partial(hub.join, message))
-
-    return Membership(from_rank_0(transport, "joining the hub", ask), tensors, hub)
+    hub = Hub.of(url, name, reporter.say)
+    return Membership(hub.persist(partial(hub.join, message)), tensors, hub)
 
 
 def _place(name: str) -> list[Any]:

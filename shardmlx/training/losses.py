@@ -97,7 +97,7 @@ class Evaluation:
 
     def batches(self, name: str, *, loop: bool) -> Batches | None:
         """Return, on rank 0, the batches of a data set. Not collective."""
-        data = self.job.planned.data
+        data = self.job.data
         if data is None:
             return None
         samples, batch = getattr(data, name), self.job.planned.way.batch

@@ -10,6 +10,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,11 @@ from shardmlx.costmodel.measured_memory import MemorySample
 from shardmlx.costmodel.profile_file import MachineProfile, Profile, Sample, work_of, write_profile
 from shardmlx.costmodel.timing import Seconds
 from shardmlx.costmodel.workload import Workload
-from shardmlx.distributed.agreement import from_rank_0, on_rank_0
+from shardmlx.distributed.agreement import from_rank_0, on_all_ranks, on_rank_0
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.optimizer import build_optimizer
 from shardmlx.loading.build import unfreeze
-from shardmlx.loading.rank_setup import SETUP_SECONDS, choose_device, this_backend
+from shardmlx.loading.rank_setup import SETUP_SECONDS, this_backend, use_device
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.training.sample_model import SampleModel, build_sample_model, update_seconds
 
@@ -75,7 +76,8 @@ def run(options: ProfileOptions, transport: Transport, blas: Blas) -> None:
     with transport.longer_timeout(SETUP_SECONDS):
         model_config, workload = from_rank_0(transport, "reading the model", lambda: _read(options))
     reporter.say(str(blas))
-    choose_device(transport, options.device, reporter.say)
+    device = partial(use_device, options.device, reporter.say)
+    on_all_ranks(transport, "choosing the device", device)
     shape = workload.shape
     _, pattern = shape.unlike_layers(max(length for _, length in shapes))
     built = build_sample_model(model_config, workload.dtype)

@@ -74,7 +74,7 @@ class References:
 
     def _known(self, name: str) -> np.ndarray | None:
         """Return, on rank 0, what is known of a set's samples, with the numbers that are kept."""
-        data = self._job.planned.data
+        data = self._job.data
         known: np.ndarray | None = None if data is None else getattr(data, name).known
         if known is not None and name in self._kept:
             known[:, _KEPT] = self._kept[name]

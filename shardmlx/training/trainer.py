@@ -83,6 +83,11 @@ class Trainer:
         self._grad_norm: float | None = None
         self._last_share: Share | None = None
 
+    @property
+    def tests(self) -> bool:
+        """True if the options ask for a test."""
+        return self._options.test
+
     def train(self) -> None:
         """Run all remaining iterations, with validation, reports and saving in between."""
         train_together([self.steps()])

@@ -12,15 +12,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from shardmlx.common.reporter import Listener, Reporter
+from shardmlx.common.reporter import Listener
 from shardmlx.config.train import TrainConfig
 from shardmlx.islands import client, hub_api
 from shardmlx.islands.client import Hub
 from shardmlx.islands.store import PUBLISHED
-from shardmlx.training.command import prepare_training, train_model
+from shardmlx.training.command import train_model
 from shardmlx.training.trainer import Trainer
 from tests.helpers.island_hub import RunningHub
 from tests.helpers.letters import write
+from tests.helpers.loaded_runs import loaded_run
 from tests.helpers.local_transport import LocalNetwork
 from tests.helpers.models_and_batches import load_arrays
 
@@ -115,9 +116,7 @@ class Simulated:
 
         def simulate(transport: Any) -> None:
             self._trainers = {
-                name: Trainer(
-                    prepare_training(TrainConfig(**options), transport, Reporter(quiet=True))
-                )
+                name: Trainer(loaded_run(TrainConfig(**options), transport))
                 for name, options in islands.items()
             }
             self._runs = {name: trainer.steps() for name, trainer in self._trainers.items()}

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from shardmlx.common.reporter import Reporter
 from shardmlx.config.train import LINE
 from shardmlx.distributed.mpi import MPITransport
-from shardmlx.training.command import prepare_training
 from shardmlx.training.trainer import Trainer
+from tests.helpers.loaded_runs import loaded_run
 
 
 def bytes_read() -> int:
@@ -34,7 +33,7 @@ config = LINE.load(arguments)
 transport = MPITransport()
 mx.reset_peak_memory()
 read = [bytes_read()]
-job = prepare_training(config, transport, Reporter(quiet=True))
+job = loaded_run(config, transport)
 peak = mx.get_peak_memory()
 read.append(bytes_read())
 Trainer(job).train()

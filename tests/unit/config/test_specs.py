@@ -48,7 +48,7 @@ def test_few_modules_know_all_options_of_train() -> None:
         "planning/plan_command.py",
         "planning/training_plan.py",
         "training/command.py",
-        "training/planned_run.py",
+        "training/plan_run.py",
         "training/sweep.py",
     }
 

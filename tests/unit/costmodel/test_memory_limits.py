@@ -33,15 +33,13 @@ from shardmlx.costmodel.memory_limits import (
 from shardmlx.costmodel.predict import planned_memory
 from shardmlx.engine.batches import Samples
 from shardmlx.errors import UserError
-from shardmlx.loading import rank_setup
-from shardmlx.loading.rank_setup import find_budgets, process_memory, set_limits
+from shardmlx.loading.rank_setup import process_memory, set_limits
 from shardmlx.modelfiles.parts import read_shape
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.stage_map import Partition, StageMap
 from shardmlx.planning.layout import trainable_stages
 from shardmlx.training.datasets import longest_input
-from tests.helpers.local_transport import LocalNetwork
 from tests.helpers.models_and_batches import tiny_config
 from tests.helpers.workloads import workload
 
@@ -309,14 +307,8 @@ def test_mlx_has_the_limits(mlx_limits: None, monkeypatch: pytest.MonkeyPatch) -
     assert (mx.set_cache_limit(0), wired) == (LEAST_CACHE, [15 * GIB])
 
 
-def test_ranks_tell_each_other_what_their_machines_wire(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_says_what_its_machine_wires(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 11 * GIB})
     assert process_memory().working_set == 11 * GIB
-    monkeypatch.setattr(rank_setup, "process_memory", lambda later: metal(11, outside=later)[0])
-    found = LocalNetwork(2).run(
-        lambda transport: find_budgets(transport, ONE_MAC, None, later=5 * (1 - transport.rank))
-    )
-    processes = (ProcessMemory(5, None, 11 * GIB), ProcessMemory(0, None, 11 * GIB))
-    assert found == [budgets_of(ONE_MAC, None, processes)] * 2
     monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "a CPU"})
     assert process_memory().working_set is None

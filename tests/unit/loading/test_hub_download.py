@@ -8,10 +8,13 @@ import pytest
 
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.specs import ModelSource
+from shardmlx.distributed.crew import Crew, lead
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
-from shardmlx.loading import discovery
+from shardmlx.loading import discovery, local_files
 from shardmlx.loading.hub_download import find_model
+from shardmlx.loading.local_files import LocalFiles
+from shardmlx.loading.rank_setup import ModelWorker
 from tests.helpers.hub_server import File, Hub, serve, text_file
 from tests.helpers.local_transport import LocalNetwork
 from tests.helpers.undeclared_configs import UNDECLARED
@@ -19,6 +22,19 @@ from tests.helpers.undeclared_configs import UNDECLARED
 
 def source(name: str, revision: str | None = None) -> ModelSource:
     return ModelSource(model=name, revision=revision, weights="auto", weight_cache=None)
+
+
+def look_for(model: ModelSource, ranks: int) -> None:
+    """Let so many ranks find a model."""
+
+    def find(crew: Crew[ModelWorker]) -> None:
+        files = crew.part("model_files", LocalFiles)
+        discovery.find_model_files(files, model, Reporter(quiet=True))
+
+    def work(transport: Transport) -> None:
+        lead(transport, ModelWorker(transport, Reporter(quiet=True)), find)
+
+    LocalNetwork(ranks).run(work)
 
 
 def test_a_directory_is_its_own_place_and_what_is_none_is_refused(
@@ -54,15 +70,10 @@ def test_the_revision_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def find(name: str, revision: str | None) -> Path:
         raise UserError(f"{name} at {revision} is not in the cache")
 
-    monkeypatch.setattr(discovery, "open_repository", ask)
+    monkeypatch.setattr(local_files, "open_repository", ask)
     monkeypatch.setattr(discovery, "find_model", find)
-
-    def look(transport: Transport) -> None:
-        quiet = Reporter(quiet=True)
-        discovery.find_weights(transport, quiet, source("me/tiny", "v1.0"))
-
     with pytest.raises(UserError, match=r"me/tiny at v1\.0 is not in the cache"):
-        LocalNetwork(2).run(look)
+        look_for(source("me/tiny", "v1.0"), ranks=2)
     assert asked == [("me/tiny", "v1.0")]
 
 
@@ -90,12 +101,7 @@ def test_a_model_that_cannot_run_is_refused_before_its_weights_are_downloaded(
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
         for name, message in zip(repositories, messages, strict=True):
-
-            def look(transport: Transport, name: str = name) -> None:
-                quiet = Reporter(quiet=True)
-                discovery.find_weights(transport, quiet, source(name))
-
             with pytest.raises(UserError, match=message):
-                LocalNetwork(ranks).run(look)
+                look_for(source(name), ranks)
     assert any("config.json" in request for request in hub.requests)
     assert not any("safetensors" in request or ".bin" in request for request in hub.requests)

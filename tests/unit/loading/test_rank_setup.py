@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,35 @@ from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.workload import ModelSizes, Workload, model_sizes
 from shardmlx.distributed.agreement import AgreedError
+from shardmlx.distributed.crew import Crew, lead
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.loading import rank_setup
-from shardmlx.loading.rank_setup import PlanInputs, gather_plan_inputs, open_on_all_ranks
+from shardmlx.loading.local_files import LocalFiles
+from shardmlx.loading.rank_setup import (
+    ModelWorker,
+    OpenedModel,
+    PlanInputs,
+    gather_plan_inputs,
+    open_everywhere,
+)
 from shardmlx.modelfiles.model_files import open_model
 from tests.helpers.local_transport import LocalNetwork
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
 
 GIB = 1 << 30
+QUIET = Reporter(quiet=True)
+
+
+class Elsewhere(LocalFiles):
+    """The files of a rank that finds them in a directory of its own."""
+
+    def __init__(self, transport: Transport, place: Path) -> None:
+        super().__init__(transport, QUIET)
+        self._place = place
+
+    def use_found(self) -> None:
+        self.path = self._place
 
 
 @pytest.fixture
@@ -32,36 +53,63 @@ def model(tmp_path: Path) -> Path:
     return save_model_directory(tmp_path / "model", tiny_config(layers=2, eos_token_id=1))
 
 
-def on_two_ranks(work: Callable[[Transport], Any]) -> list[Any]:
-    """The results of two ranks, or the messages of the errors that both raise."""
+def on_two_ranks(work: Callable[[Crew[ModelWorker]], Any]) -> list[Any]:
+    """What rank 0 returns and how rank 1 leaves; or the messages of the errors that both raise."""
 
     def rank(transport: Transport) -> Any:
-        try:
-            return work(transport)
-        except AgreedError as error:
-            return str(error)
+        with closing(ModelWorker(transport, QUIET)) as worker:
+            try:
+                return lead(transport, worker, work)
+            except AgreedError as error:
+                return str(error)
 
     return LocalNetwork(2, timeout=10).run(rank)
 
 
-def opened(model: Path, transport: Transport) -> Any:
+def opened(model: Path, crew: Crew[ModelWorker]) -> OpenedModel:
     source = ModelSource(model=str(model), revision=None, weights="auto", weight_cache=None)
-    with open_on_all_ranks(transport, Reporter(quiet=True), source, "") as found:
-        return found.path, found.adapters, found.shape.num_layers, found.config, found.digest
+    return open_everywhere(crew, source, "", QUIET)
 
 
 def inputs(
-    model: Path, transport: Transport, stage_map: str | None = None, **options: Any
+    model: Path,
+    crew: Crew[ModelWorker],
+    stage_map: str | None = None,
+    later: int = 0,
+    **options: Any,
 ) -> PlanInputs[ModelSizes]:
     machines = MachineOptions(**{"hostfile": None, "memory_limit": None, **options})
-    read = partial(model_sizes, open_model(str(model)), None)
-    return gather_plan_inputs(transport, read, machines, stage_map)
+    sizes = model_sizes(open_model(str(model)), None)
+    return gather_plan_inputs(crew, sizes, machines, stage_map, later)
 
 
 def test_every_rank_opens_the_same_model(model: Path) -> None:
-    first, second = on_two_ranks(partial(opened, model))
+    def digests(crew: Crew[ModelWorker]) -> list[str]:
+        opened(model, crew)
+        return crew.all(ModelWorker.open, "")
+
+    (first, second), _ = on_two_ranks(digests)
     assert first == second
-    assert first[:3] == (model, "", 2)
+    found, _ = on_two_ranks(partial(opened, model))
+    assert (found.path, found.adapters, found.shape.num_layers) == (model, "", 2)
+
+
+def test_a_rank_whose_config_says_something_else_is_named(model: Path, tmp_path: Path) -> None:
+    other = save_model_directory(tmp_path / "other", tiny_config(layers=2, rope_theta=5.0))
+
+    def rank(transport: Transport) -> None:
+        worker = ModelWorker(transport, QUIET)
+        place = model if transport.rank == 0 else other
+
+        def work(crew: Crew[ModelWorker]) -> None:
+            open_everywhere(crew, ModelSource(model=str(model)), None, QUIET)
+
+        worker.model_files = Elsewhere(transport, place)
+        with closing(worker):
+            lead(transport, worker, work)
+
+    with pytest.raises(AgreedError, match="rank 1 on localhost, unlike rank 0"):
+        LocalNetwork(2, timeout=10).run(rank)
 
 
 @pytest.mark.parametrize(("text", "fault"), [("{", "config.json"), ("{}", "type None")])
@@ -76,24 +124,20 @@ def test_a_bad_configuration_is_the_error_of_all_ranks(model: Path, text: str, f
 def test_a_device_that_a_rank_lacks_is_the_error_of_all_ranks(model: Path) -> None:
     source = ModelSource(model=str(model), device="gpu")
 
-    def work(transport: Transport) -> None:
-        with open_on_all_ranks(transport, Reporter(quiet=True), source, None):
-            pass
-
-    first, second = on_two_ranks(work)
+    first, second = on_two_ranks(lambda crew: open_everywhere(crew, source, None, QUIET))
     assert first == second
     assert "--device gpu" in first
     assert "--device auto" in first
 
 
-def test_what_a_run_is_planned_from_is_the_same_on_all_ranks(
+def test_a_run_is_planned_from_what_all_ranks_have(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # This process holds what other tests left in it.
     monkeypatch.setattr(rank_setup, "resident_bytes", lambda: GIB // 2)
     (tmp_path / "hosts").write_text("localhost slots=2 # memory=8GiB\n")
     (tmp_path / "map.yaml").write_text("stages:\n- {num_layers: 1}\n- {num_layers: 1}\n")
-    first, second = on_two_ranks(
+    first, _ = on_two_ranks(
         partial(
             inputs,
             model,
@@ -102,7 +146,6 @@ def test_what_a_run_is_planned_from_is_the_same_on_all_ranks(
             stage_map=str(tmp_path / "map.yaml"),
         )
     )
-    assert first == second
     assert [budget.most for budget in first.budgets] == [4 * GIB] * 2
     assert [budget.process for budget in first.budgets] == [2 * GIB] * 2
     for rank, budget in enumerate(first.budgets):
@@ -128,10 +171,19 @@ def test_a_profile_of_other_work_is_found_before_anything_is_loaded(
 
     monkeypatch.setattr(Cluster, "clock", fail)
     config = TrainConfig(num_layers=-1)
-    read = partial(
-        Workload.of, open_model(str(model)), FineTune.of(config), BatchOptions.of(config)
-    )
+    files = open_model(str(model))
+    sizes = Workload.of(files, FineTune.of(config), BatchOptions.of(config))
     machines = MachineOptions(hostfile=None, memory_limit=None)
-    work = partial(gather_plan_inputs, read_sizes=read, machines=machines, stage_map=None)
+    work = partial(gather_plan_inputs, sizes=sizes, options=machines, stage_map=None)
     expected = "p.json was measured with dtype 'bfloat16': measure again"
     assert on_two_ranks(work) == [expected, expected]
+
+
+def test_bytes_for_requests_are_those_of_rank_0(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_setup, "resident_bytes", lambda: GIB // 2)
+    plain, _ = on_two_ranks(partial(inputs, model))
+    later, _ = on_two_ranks(partial(inputs, model, later=5))
+    assert later.budgets[0].outside == plain.budgets[0].outside + 5
+    assert later.budgets[1].outside == plain.budgets[1].outside

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,17 @@ from shardmlx.config.specs import ModelSource
 from shardmlx.distributed import byte_stream
 from shardmlx.distributed.agreement import AgreedError
 from shardmlx.distributed.byte_stream import Outgoing
+from shardmlx.distributed.crew import Crew, lead
+from shardmlx.distributed.shared_disks import Disks
 from shardmlx.errors import UserError
 from shardmlx.loading import partial_copy
 from shardmlx.loading.build import build_to_generate
-from shardmlx.loading.discovery import find_weights
+from shardmlx.loading.local_files import CopyPlan, FoundFiles, LocalFiles, Wanted
 from shardmlx.loading.manifest import read_model_manifest
+from shardmlx.loading.rank_setup import ModelWorker, bring_weights, open_everywhere
+from shardmlx.loading.transfer import Needs
 from shardmlx.modelfiles import safetensors_header
-from shardmlx.modelfiles.model_files import open_model
-from shardmlx.modelfiles.parts import needed_shape, read_shape
+from shardmlx.modelfiles.parts import read_shape
 from shardmlx.modelfiles.sources import RECORD
 from shardmlx.models.config_reader import read_config
 from shardmlx.models.divided_layers import take_share
@@ -78,6 +82,53 @@ def source(model: Path, weights: str, cache: Path | None = None) -> ModelSource:
     return ModelSource(model=str(model), revision=None, weights=weights, weight_cache=where)
 
 
+class Elsewhere(LocalFiles):
+    """The files of a rank that looks for them, and keeps copies, in directories of its own."""
+
+    def __init__(self, transport: LocalTransport, place: Path, cache: Path | None) -> None:
+        super().__init__(transport, QUIET)
+        self._place = place
+        self._cache = None if cache is None else str(cache)
+
+    def look(self, wanted: Wanted | None) -> FoundFiles:
+        return super().look(wanted and replace(wanted, name=str(self._place)))
+
+    def see_disks(self, cache: str | None) -> Disks:
+        return super().see_disks(cache and self._cache)
+
+    def make_copy(self, plan: CopyPlan) -> str | None:
+        return super().make_copy(replace(plan, cache=plan.cache and self._cache))
+
+
+class Loader(ModelWorker):
+    """A rank that loads one slice of a model."""
+
+    def __init__(
+        self,
+        model_files: Elsewhere,
+        adapter_files: Elsewhere,
+        transport: LocalTransport,
+        layers: tuple[int, int],
+        shares: TensorShares,
+    ) -> None:
+        super().__init__(transport, QUIET)
+        self.model_files = model_files
+        self.adapter_files = adapter_files
+        self._layers = layers
+        self._shares = shares
+        self.part: Slice | None = None
+
+    def build(self) -> tuple[int, int]:
+        opened = self.opened
+        rank = self.transport.rank
+        self.part = build_part(opened.path, self._layers, opened.adapters, self._shares, rank)
+        return self._layers
+
+    def load(self) -> None:
+        assert self.part is not None, "it was built"
+        self.part.load()
+
+
 def load(
     transport: LocalTransport,
     model: Path,
@@ -87,12 +138,21 @@ def load(
     adapters: str | None = None,
     shares: TensorShares = WHOLE,
 ) -> Slice:
-    reporter = Reporter(quiet=transport.rank > 0)
-    found = find_weights(transport, reporter, source(model, mode, cache), adapters)
-    with closing(found) as weights:
-        part = build_part(weights.path, layers, weights.adapters, shares, transport.rank)
-        weights.load([part], needed_shape(open_model(str(weights.path))), QUIET, (), shares)
-    return part
+    """Return the slice of a rank, which may look for the model, and keep it, in its own places."""
+
+    def load_all(crew: Crew[Loader]) -> None:
+        opened = open_everywhere(crew, source(model, mode, cache), adapters, Reporter())
+        stages = [[own] for own in crew.all(Loader.build)]
+        bring_weights(crew, Needs(stages, opened.shape, shares), QUIET)
+        crew.all(Loader.load)
+
+    model_files = Elsewhere(transport, model, cache)
+    adapter_files = Elsewhere(transport, Path(adapters or ""), cache)
+    worker = Loader(model_files, adapter_files, transport, layers, shares)
+    with closing(worker):
+        lead(transport, worker, load_all)
+    assert worker.part is not None
+    return worker.part
 
 
 def shares_of(model: Path, weights: tuple[int, ...]) -> TensorShares:
@@ -386,8 +446,12 @@ def test_a_cache_that_cannot_be_written_is_refused(llama: Path, tmp_path: Path) 
 
 def test_nothing_temporary_is_left_when_loading_fails(llama: Path, temporary: Path) -> None:
     def work(transport: LocalTransport) -> None:
-        with closing(find_weights(transport, QUIET, source(llama, "rank0"))):
+        def fail(crew: Crew[ModelWorker]) -> None:
+            open_everywhere(crew, source(llama, "rank0"), None, QUIET)
             raise UserError("the data is bad")
+
+        with closing(ModelWorker(transport, QUIET)) as worker:
+            lead(transport, worker, fail)
 
     with pytest.raises(UserError, match="the data is bad"):
         run(work, 2)

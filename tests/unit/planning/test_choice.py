@@ -34,7 +34,7 @@ from shardmlx.planning.layout import trainable_stages, with_replica_rows
 from shardmlx.planning.suggestions import remedies
 from shardmlx.planning.training_plan import plan_training
 from shardmlx.planning.ways import ways
-from shardmlx.training.planned_run import choose_plan
+from shardmlx.training.plan_run import choose_plan
 from tests.helpers.fake_models import MISTRAL_7B, write_config
 from tests.helpers.models_and_batches import tiny_config
 from tests.helpers.shown import lacking

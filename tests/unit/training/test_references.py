@@ -12,11 +12,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from shardmlx.common.reporter import Reporter
 from shardmlx.config.train import TrainConfig
-from shardmlx.training.command import prepare_training, train_model
+from shardmlx.training.command import train_model
 from shardmlx.training.losses import Evaluation, evaluate_batches
 from shardmlx.training.references import FILE
+from tests.helpers.loaded_runs import loaded_run
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.models_and_batches import load_arrays
 from tests.helpers.preference_data import preference_directory
@@ -101,7 +101,7 @@ def test_prompts_of_pairs_are_read_once_where_nothing_is_learnt(
 
     def lengths(rank: LocalTransport) -> tuple[int, int]:
         config = TrainConfig(**given, adapter_path=str(tmp_path))
-        job = prepare_training(config, rank, Reporter(quiet=True))
+        job = loaded_run(config, rank)
         batches = Evaluation(job, np.random.RandomState(0)).batches("train", loop=False)
         assert batches is not None
         batch = next(batches)

@@ -14,13 +14,12 @@ import mlx.core as mx
 import pytest
 import yaml
 
-from shardmlx.common.reporter import Reporter
 from shardmlx.config.sweep import read_sweep
 from shardmlx.config.train import TrainConfig
 from shardmlx.errors import AgreedFailure, Stopped, UserError
 from shardmlx.training.command import train_model
 from shardmlx.training.setup import TrainingRun
-from shardmlx.training.sweep import prepare_sweep
+from tests.helpers.loaded_runs import loaded_runs
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.models_and_batches import load_arrays
 from tests.helpers.preference_data import preference_directory, write_own_objective
@@ -192,12 +191,11 @@ def test_a_run_that_fails_ends_no_other_and_the_best_is_named(
 
 
 def test_frozen_weights_are_in_memory_once(options: dict[str, Any], tmp_path: Path) -> None:
-    def prepare(rank: LocalTransport) -> dict[str, TrainingRun]:
-        config = TrainConfig(**swept(options, tmp_path))
-        return prepare_sweep(config, rank, Reporter(quiet=True))
+    def prepare(rank: LocalTransport) -> list[TrainingRun]:
+        return loaded_runs(TrainConfig(**swept(options, tmp_path)), rank)
 
-    for jobs in LocalNetwork(2, timeout=60).run(prepare):
-        first, *others = ([stage.part for stage in job.stages] for job in jobs.values())
+    for runs in LocalNetwork(2, timeout=60).run(prepare):
+        first, *others = ([stage.part for stage in run.stages] for run in runs)
         for parts in others:
             for part, same in zip(parts, first, strict=True):
                 for name, array in part.parameters().items():

@@ -1,0 +1,174 @@
+"""A run that is loaded on a rank, ready to generate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from shardmlx.common.formatting import gibibytes, numbers_of, percent
+from shardmlx.common.reporter import Reporter
+from shardmlx.config.inference import HEAD, LOOKUP, NO_DRAFT, InferenceConfig
+from shardmlx.costmodel.memory_limits import MemoryLimits, exceeded
+from shardmlx.distributed.transport import Transport
+from shardmlx.inference.detokenize import IncrementalDetokenizer, StopStrings
+from shardmlx.inference.draft_model import ModelDrafter
+from shardmlx.inference.drafts import (
+    FIRST,
+    FIRST_OF_MODEL,
+    BackOff,
+    Drafting,
+    HeadDrafter,
+    LookupDrafter,
+)
+from shardmlx.inference.grammars import Grammars
+from shardmlx.inference.kv_caches import KVCaches
+from shardmlx.inference.later_stage import LaterStage
+from shardmlx.inference.pipeline import FirstStage
+from shardmlx.inference.plan import InferencePlan
+from shardmlx.inference.prefix_cache import PrefixCache
+from shardmlx.inference.prefix_files import PrefixFiles
+from shardmlx.inference.prompts import PromptEncoder
+from shardmlx.inference.sampler import BatchSampler
+from shardmlx.inference.sampling_params import SamplingParams
+from shardmlx.inference.scheduler import Scheduler
+from shardmlx.inference.stage import StageWorker
+from shardmlx.models.draft_head import DraftHead
+from shardmlx.models.shape import ModelShape
+from shardmlx.models.slice import Slice
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceRun:
+    """A run that is ready to start. ``encoder`` is there on rank 0 only, and the ``draft_model`` if
+    one drafts, on the last rank the ``head`` if the model's own does; ``grammars`` are those to
+    which answers may keep, ``prefix_files`` those of the prefix cache."""
+
+    config: InferenceConfig
+    transport: Transport
+    reporter: Reporter
+    plan: InferencePlan
+    shape: ModelShape
+    part: Slice
+    encoder: PromptEncoder | None
+    random_state: int
+    limits: tuple[MemoryLimits, ...]
+    draft_model: ModelDrafter | None = None
+    head: DraftHead | None = None
+    grammars: Grammars | None = None
+    prefix_files: PrefixFiles | None = None
+
+    def hold(self, lead: Callable[[PromptEncoder], None]) -> None:
+        """Let rank 0 ``lead`` until it stops its first stage, while the others follow; then show
+        what each rank took. All ranks must call it."""
+        if self.encoder is None:
+            self.later_stage().run()
+        else:
+            lead(self.encoder)
+        report_memory(self)
+
+    def later_stage(self) -> LaterStage:
+        return LaterStage(self._worker())
+
+    def first_stage(self, patience: int | None = None) -> FirstStage:
+        """Return the stage of rank 0."""
+        setup, load = self.plan.setup, self.plan.load
+        kept = PrefixCache.of(self.shape, setup.max_kv_size) if load.keeps_prefixes else None
+        drafting = None
+        if self.config.draft != NO_DRAFT:
+            own = HeadDrafter() if self.config.draft == HEAD else LookupDrafter()
+            drafting = Drafting(
+                self.draft_model or own,
+                self.config.most_drafts,
+                fixed=self.config.num_draft_tokens is not None,
+                cuttable=self.plan.cuttable,
+                quantised=0 if setup.quantisation is None else setup.quantisation.start,
+                back_off=BackOff(
+                    FIRST if self.config.draft == LOOKUP else FIRST_OF_MODEL,
+                    1 if self.config.draft == HEAD else self.plan.stage_map.num_stages,
+                ),
+            )
+        scheduler = Scheduler(
+            self.plan.groups, setup.sequences, setup.chunk, patience, load.capacity
+        )
+        return FirstStage(self._worker(), scheduler, kept, drafting)
+
+    def _worker(self) -> StageWorker:
+        holder, setup = self.head or self.part, self.plan.setup
+        caches = KVCaches(lambda: holder.new_caches(setup.max_kv_size), setup.quantisation)
+        sampler = BatchSampler(self.random_state, self.grammars)
+        return StageWorker(
+            *(self.transport, self.part, caches, sampler, self.prefix_files, self.head),
+            mesh=self.plan.mesh,
+        )
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The parameters of sampling that the options give, on rank 0."""
+        config, tokenizer = self.config, self._tokenizer
+        return SamplingParams(
+            temp=config.temp,
+            top_p=config.top_p,
+            min_p=config.min_p,
+            top_k=config.top_k,
+            min_tokens_to_keep=config.min_tokens_to_keep,
+            xtc_probability=config.xtc_probability,
+            xtc_threshold=config.xtc_threshold,
+            # XTC never leaves them out, as in mlx-lm.
+            xtc_special_tokens=(*tokenizer.encode("\n"), *tokenizer.eos_token_ids),
+        )
+
+    @property
+    def _tokenizer(self) -> TokenizerWrapper:
+        assert self.encoder is not None, "rank 0 has it"
+        return self.encoder.tokenizer
+
+    def ask(
+        self,
+        first_stage: FirstStage,
+        number: int,
+        tokens: Sequence[int],
+        max_tokens: int,
+        stops: StopStrings | None = None,
+        *,
+        params: SamplingParams | None = None,
+        before: Sequence[int] = (),
+    ) -> IncrementalDetokenizer:
+        """Begin the answer to a prompt on rank 0, sampled by ``params``, or as the options say from
+        random stream ``number``. Its text goes on from the tokens ``before`` it."""
+        answer = IncrementalDetokenizer.of(self._tokenizer, max_tokens, stops, before)
+        params = params or replace(self.sampling, stream=number)
+        first_stage.add(number, tokens, params, len(tokens) + max_tokens)
+        return answer
+
+
+def report_memory(prepared: InferenceRun) -> None:
+    """Print a table of the layers and the memory of each rank. All ranks must call it."""
+    transport, plan, reporter = prepared.transport, prepared.plan, prepared.reporter
+    mine = (prepared.part.nbytes, mx.get_peak_memory())
+    everyone = transport.gather(mine, what="memory")
+    if everyone is None:
+        return
+    reporter.say(f"Peak memory: {gibibytes(max(peak for _, peak in everyone))}")
+    predicted = [limits.planned.peak for limits in prepared.limits]
+    reporter.table(
+        ("rank", "host", "layers", "weights", "peak memory", "predicted", ""),
+        [
+            (
+                str(rank),
+                transport.hosts[rank],
+                numbers_of(start, stop),
+                gibibytes(weights),
+                gibibytes(peak),
+                gibibytes(predicted[rank]),
+                percent(peak, predicted[rank]),
+            )
+            for rank, ((weights, peak), (start, stop)) in enumerate(
+                zip(everyone, plan.ranges, strict=True)
+            )
+        ],
+    )
+    for warning in exceeded(prepared.limits, transport.hosts, [peak for _, peak in everyone]):
+        reporter.warn(warning)

@@ -1,0 +1,294 @@
+"""Plan a training run, on rank 0: check the options, read the data, choose a way that fits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from shardmlx.common.formatting import plural
+from shardmlx.common.reporter import Reporter, check_writable
+from shardmlx.config.data import DataOptions
+from shardmlx.config.objective import ObjectiveOptions
+from shardmlx.config.specs import FineTune, ModelSource, RunSpec
+from shardmlx.config.train import BEST, TrainConfig
+from shardmlx.costmodel.memory_limits import PlannedMemory, how_to_allow, would_take
+from shardmlx.costmodel.workload import Workload
+from shardmlx.distributed.crew import Crew
+from shardmlx.engine.batches import few_widths
+from shardmlx.engine.objectives import Objective
+from shardmlx.engine.optimizer import build_optimizer
+from shardmlx.errors import UserError
+from shardmlx.islands.client import Hub
+from shardmlx.loading.rank_setup import (
+    OpenedModel,
+    PlanInputs,
+    gather_plan_inputs,
+    limits_of,
+    measure_again,
+    open_everywhere,
+)
+from shardmlx.loading.tokenizer import read_tokenizer
+from shardmlx.modelfiles.model_files import open_model
+from shardmlx.models.shares import TensorShares
+from shardmlx.partitioners import DoesNotFitError
+from shardmlx.pipeline.plan import Plan
+from shardmlx.planning.choice import Choice, choose
+from shardmlx.planning.facts import Facts, SequenceLengths
+from shardmlx.planning.groups import asked_shares, in_groups, parts_of
+from shardmlx.planning.layout import lay_out
+from shardmlx.planning.suggestions import remedies
+from shardmlx.planning.ways import ways
+from shardmlx.training.datasets import DataSets, longest_input, mean_lengths, read_data
+from shardmlx.training.planned_run import PlannedRun, memory_of_ranks
+from shardmlx.training.worker import TrainWorker
+
+
+def open_for_training(
+    config: TrainConfig, crew: Crew[TrainWorker], reporter: Reporter
+) -> OpenedModel:
+    """Find the model and the run's starting point on all ranks; return rank 0's. Raises
+    ``UserError``."""
+    adapters = config.resume_adapter_file if config.train else config.adapter_path
+    return open_everywhere(crew, ModelSource.of(config), adapters, reporter)
+
+
+def plan_run(
+    config: TrainConfig,
+    crew: Crew[TrainWorker],
+    reporter: Reporter,
+    runs: int = 1,
+    read: Callable[[], DataSets] | None = None,
+) -> tuple[PlannedRun, DataSets]:
+    """Check the options, read the data, choose the plan, for so many runs that train side by side;
+    ``read`` gets the rows of all. On rank 0, once all have opened the model; all have built it
+    then. Raises ``UserError``."""
+    opened, asked = crew.worker.opened, config
+    if config.epochs is not None:  # until the data is read
+        config = asked.with_iters(max(asked.iters, asked.grad_accumulation_steps))
+    spec = replace(RunSpec.of(config), runs=runs)
+    files = open_model(str(opened.path))
+    workload = Workload.of(files, spec.fine_tune, spec.batch)
+    # First, since mlx-lm cannot even freeze some models that cannot be trained.
+    inputs = gather_plan_inputs(
+        crew,
+        replace(workload, copies=_copies(config, reporter)),
+        spec.machines,
+        config.stage_map,
+    )
+    shares = asked_shares(spec.layout, inputs.sizes, inputs.cluster)
+    run = spec.for_ranks(crew.size // shares.size)
+    total, trained = crew.all(TrainWorker.build, config, run.fine_tune)[0]
+    # Wrong options are found before the data is read.
+    _check_layout(run, _of_groups(inputs, shares), crew.worker)
+    build_optimizer(run.fine_tune)
+    check_output(config, opened.path)
+    data = read_sets(config, opened, reporter) if read is None else read()
+    if asked.epochs is not None and config.train:
+        config = asked.with_iters(asked.steps_of(data.sizes()["train"]))
+        run = replace(run, fine_tune=FineTune.of(config))
+        reporter.say(f"--epochs {asked.epochs:g}: {config.iters} steps")
+    lengths = _lengths(config, data)
+    inputs = measure_again(crew, inputs, run.machines)
+    planned, choice = _choose(config, run, inputs, shares, lengths, crew.worker, reporter)
+    check_valid(config, data.sizes())
+    reporter.say(_headline(planned.way, planned.plan))
+    if config.train:
+        if planned.way != run:
+            reporter.say(str(choice))
+        reporter.say(
+            f"Trainable parameters: {100 * trained / total:.3f}% "
+            f"({trained / 1e6:.3f}M/{total / 1e6:.3f}M)"
+        )
+    return replace(planned, sizes=data.sizes()), data
+
+
+def _copies(config: TrainConfig, reporter: Reporter) -> int:
+    """Return how many copies of the trained weights the hub wants of an island, if it is one."""
+    if config.island is None:
+        return 0
+    hub = Hub.of(config.island, str(config.name), reporter.say)
+    return hub.persist(hub.terms).copies
+
+
+def _choose(
+    config: TrainConfig,
+    run: RunSpec,
+    inputs: PlanInputs[Workload],
+    shares: TensorShares,
+    lengths: SequenceLengths,
+    worker: TrainWorker,
+    reporter: Reporter,
+) -> tuple[PlannedRun, Choice]:
+    """Return the plan of the fastest way that fits, but for the sizes of the data, and all that was
+    looked at. Raises ``UserError`` if none fits."""
+    grouped = _of_groups(inputs, shares)
+    choice = choose_plan(run, grouped, lengths)
+    plan, way = _of_model(choice.plan, choice.run, worker), choice.run
+    plan = replace(plan, mesh=replace(plan.mesh, tp=shares.size))
+    counted = lengths.counted_share(plan.pack)
+    chosen: dict[str, Any] = {
+        "batch": way.batch,
+        "fine_tune": way.fine_tune,
+        "counted": counted,
+    }
+    parts = parts_of(replace(inputs.sizes, **chosen), shares)
+    planned = PlannedRun(
+        config=config,
+        way=way,
+        objective=Objective.of(ObjectiveOptions.of(config)),
+        workload=replace(grouped.sizes, **chosen),
+        parts=parts,
+        cluster=inputs.cluster.with_rings(shares.size),
+        plan=plan,
+        shares=shares,
+        sizes={},
+        lengths=lengths,
+        limits=limits_of(inputs, _fitting(plan, parts, inputs, lengths), reporter),
+    )
+    return planned, choice
+
+
+def _of_groups(inputs: PlanInputs[Workload], shares: TensorShares) -> PlanInputs[Workload]:
+    """Return the inputs of a plan for groups of ranks."""
+    sizes, cluster, scarcest = in_groups(inputs.sizes, inputs.cluster, shares)
+    budgets = tuple(inputs.budgets[rank] for rank in scarcest)
+    return replace(inputs, sizes=sizes, cluster=cluster, budgets=budgets)
+
+
+def _fitting(
+    plan: Plan, parts: Sequence[Workload], inputs: PlanInputs[Workload], lengths: SequenceLengths
+) -> list[PlannedMemory]:
+    """Return the memory of each rank. Raises ``UserError`` if one lacks some: the plan was made for
+    another rank of its group."""
+    memory = memory_of_ranks(plan, parts, inputs.cluster, lengths.longest)
+    for rank, each in enumerate(memory):
+        if each.peak > inputs.cluster.capacity(rank):
+            problem = would_take(rank, inputs.budgets[rank], each.peak)
+            raise UserError(problem, "give tensor_shares that suit the memories")
+    return memory
+
+
+def check_valid(config: TrainConfig, sizes: Mapping[str, int]) -> None:
+    """Raise ``UserError`` if the run chooses by validations, and has none."""
+    if config.train and not sizes["valid"] and (config.early_stop or config.keep == BEST):
+        raise UserError(
+            f"{config.data} has no validation set, by which early_stop and --keep best decide",
+            "add one, or leave them out",
+        )
+
+
+def check_output(config: TrainConfig, model_path: Path) -> None:
+    """Raise ``UserError``, before hours of work, if the run's outputs cannot be written."""
+    for service in config.services:
+        if find_spec(service) is None:
+            raise UserError(f"--report-to {service} is not installed", f"pip install {service}")
+    if config.trace is not None:
+        check_writable(Path(config.trace), "--trace")
+    if not config.train:
+        return
+    output = Path(config.adapter_path)
+    existing = next(path for path in (output, *output.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise UserError(
+            f"--adapter-path {output} cannot be written: {existing} is not a directory that you "
+            "may write to"
+        )
+    if config.is_full and output.resolve() == model_path.resolve():
+        raise UserError(
+            f"--adapter-path {output} is the model itself",
+            "name another directory, so that the model you start from stays",
+        )
+
+
+def read_sets(config: TrainConfig, opened: OpenedModel, reporter: Reporter) -> DataSets:
+    """Read the data of a run, and say what was read. Raises ``UserError``."""
+    data = read_data(
+        DataOptions.of(config),
+        read_tokenizer(opened.path, config.trust_remote_code, opened.config),
+        opened.max_positions,
+        reporter.track,
+        vocabulary=opened.shape.vocab_size,
+    )
+    counts = ", ".join(f"{count} {name}" for name, count in data.sizes().items() if count)
+    reporter.say(f"Data: {counts} samples from {config.data}")
+    for warning in data.warnings:
+        reporter.warn(warning)
+    return data
+
+
+def _lengths(config: TrainConfig, data: DataSets) -> SequenceLengths:
+    """Return the lengths of a step's sequences, and of forward-only ones."""
+    most = config.max_seq_length
+    sets = [data.train] * config.train + [data.valid] * (config.val_batches != 0)
+    sets += [data.test] * config.test
+    used = [each for each in sets if len(each)]
+    first, *others = (longest_input(each, most) for each in used)
+    widths = few_widths(data.train.lengths, most) if config.train else ()
+    means = mean_lengths(used[0], config.batch_size, most, widths)
+    return SequenceLengths((first, max(others, default=0)), *means, widths)
+
+
+def _facts_of(inputs: PlanInputs[Workload], lengths: SequenceLengths) -> Facts:
+    return Facts(
+        workload=inputs.sizes, cluster=inputs.cluster, lengths=lengths, stage_map=inputs.stage_map
+    )
+
+
+def _check_layout(run: RunSpec, inputs: PlanInputs[Workload], worker: TrainWorker) -> None:
+    """Raise ``UserError`` for options that are wrong for any data, before these are read."""
+    if run.batch.pack and not worker.opened.shape.takes_packed:
+        raise UserError(
+            "--pack: the model's layers depend on the place of a token in its row",
+            "train without --pack",
+        )
+    facts = _facts_of(inputs, SequenceLengths.full(run.batch.max_seq_length))
+    simplest = ways(run, facts)[0]
+    try:
+        plan = lay_out(simplest, facts)
+    except DoesNotFitError:
+        return  # another way may, once the lengths are known
+    _of_model(plan, simplest, worker)
+
+
+def _of_model(plan: Plan, run: RunSpec, worker: TrainWorker) -> Plan:
+    """Return the plan for the very model that rank 0 has built; ``UserError`` if nothing trains."""
+    tune, trainable = run.fine_tune, worker.trainable(plan.stage_map.partition.ranges)
+    if tune.train and not any(trainable):
+        raise UserError(
+            f"nothing is left to train with --fine-tune-type {tune.fine_tune_type} and "
+            f"lora_parameters {dict(tune.lora_parameters)}",
+            "its keys must name modules of this model; quantised weights train with lora only",
+        )
+    return replace(plan, trainable=trainable, model=worker.opened.digest)
+
+
+def choose_plan(run: RunSpec, inputs: PlanInputs[Workload], lengths: SequenceLengths) -> Choice:
+    """Return the chosen way to train. Raises ``UserError`` if none fits in memory."""
+    facts = _facts_of(inputs, lengths)
+    try:
+        return choose(run, facts)
+    except DoesNotFitError as error:
+        budget = inputs.budgets[error.rank]
+        needed = PlannedMemory(round(facts.cluster.capacity(error.rank) + error.shortage), 0)
+        would_fit = remedies(run, facts) or ["use more machines, or machines with more memory"]
+        fits = needed.peak <= budget.nbytes
+        raise UserError(
+            error.fact if fits else would_take(error.rank, budget, needed.peak),
+            f"{how_to_allow([budget], [needed])}{'; or '.join(would_fit)}",
+        ) from None
+
+
+def _headline(run: RunSpec, plan: Plan) -> str:
+    mesh, stages, rows = plan.mesh, plural(plan.stage_map.num_stages, "stage"), ""
+    across = f" x {mesh.tp} tensor parallel" if mesh.tp > 1 else ""
+    if plan.replica_rows:
+        rows = f" at most, rows {' + '.join(map(str, plan.replica_rows))}"
+    return (
+        f"{run.model}: {plural(mesh.size, 'rank')} = {mesh.dp} data parallel x "
+        f"{mesh.pp} pipeline parallel{across}, {stages}, {plan.schedule}, batches of "
+        f"{run.batch.batch_size} in {plan.microbatches} micro-batches a replica{rows}"
+    )

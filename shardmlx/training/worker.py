@@ -1,0 +1,187 @@
+"""One rank's part in a training run: it builds the model, and loads its stages of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from shardmlx.checkpoint.resume import Resumption, prepare_resumption
+from shardmlx.common.reporter import Reporter
+from shardmlx.config.specs import FineTune
+from shardmlx.config.train import TrainConfig
+from shardmlx.distributed.mlx_group import join_group
+from shardmlx.distributed.transport import Transport
+from shardmlx.engine.divided_weights import DividedWeights
+from shardmlx.engine.engine import Engine
+from shardmlx.engine.gathered_stage import build_stages
+from shardmlx.engine.optimizer import build_optimizer
+from shardmlx.loading.build import build_model, count_parameters, cut
+from shardmlx.loading.rank_setup import ModelWorker
+from shardmlx.models.divided_layers import take_share
+from shardmlx.models.slice import Slice
+from shardmlx.training.island import Membership
+from shardmlx.training.planned_run import PlannedRun
+from shardmlx.training.setup import TrainingRun
+from shardmlx.training.train import train
+
+
+@dataclass(slots=True)
+class _Loading:
+    """A run of which this rank has cut its stages, and which it has not loaded yet."""
+
+    planned: PlannedRun
+    slices: Sequence[Slice]
+    weights: DividedWeights | None
+    started: float
+    resumption: Resumption = field(default_factory=Resumption)
+
+    def parts(self, rank: int) -> list[Slice]:
+        """Return the slices of a rank's stages."""
+        return [self.slices[index] for index in self.planned.plan.stages_of(rank)]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a rank has loaded: bytes of weights, numbers that are trained, and the seconds."""
+
+    nbytes: int
+    trained: int
+    seconds: float
+
+
+class TrainWorker(ModelWorker):
+    """The part of one rank in one training run, or in several that train side by side."""
+
+    def __init__(self, transport: Transport, reporter: Reporter) -> None:
+        super().__init__(transport, reporter)
+        self.runs: list[TrainingRun] = []
+        """The runs that are loaded, in the order of their planning."""
+        self._model: nn.Module | None = None
+        self._stored: Mapping[str, mx.array] = {}
+        self._loading: _Loading | None = None
+        self._all_sum: Callable[[mx.array], mx.array] | None = None
+
+    def build(self, config: TrainConfig, fine_tune: FineTune) -> tuple[int, int]:
+        """Build the whole model, lazily; return its parameters, and the trained ones. Raises
+        ``UserError``."""
+        opened = self.opened
+        model, self._stored = build_model(opened.path, fine_tune, config.seed, opened.adapters)
+        self._model = model
+        return count_parameters(model)
+
+    def trainable(self, ranges: Sequence[tuple[int, int]]) -> tuple[bool, ...]:
+        """Return whether each slice of the model, with layers of these ranges, has something to
+        train."""
+        return tuple(bool(part.trainable) for part in self._cut(ranges))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of all trained weights by their names."""
+        whole = [(0, self.opened.shape.num_layers)]
+        return {
+            name: tuple(part[name].shape) for part in self._cut(whole) for name in part.trainable
+        }
+
+    def cut(self, planned: PlannedRun) -> None:
+        """Cut this rank's stages out of the model that was built."""
+        slices = self._cut(planned.plan.stage_map.partition.ranges)
+        self._loading = loading = _Loading(planned, slices, None, time.monotonic())
+        rank, mesh = self.transport.rank, planned.plan.mesh
+        parts = loading.parts(rank)
+        for part in parts:
+            part.stored = {
+                name: self._stored[name] for name in part.trainable if name in self._stored
+            }
+        if planned.workload.fine_tune.divides_weights and mesh.dp > 1:
+            _, pipeline_rank = mesh.coordinates(rank)
+            loading.weights = DividedWeights(rank, mesh.replicas_of(pipeline_rank), parts)
+
+    def find_resumption(self, identity: Mapping[str, Any] | None, owners: int) -> None:
+        """Find, with the other ranks, the checkpoint to go on from."""
+        loading = self._last()
+        loading.resumption = prepare_resumption(
+            loading.planned.config, self.transport, self.reporter, identity, owners
+        )
+
+    def share_layers(self) -> None:
+        """Take this rank's share of each layer, whose group of ranks then sums. Raises
+        ``UserError``."""
+        loading, rank = self._last(), self.transport.rank
+        mesh, shares = loading.planned.plan.mesh, loading.planned.shares
+        assert self._all_sum is not None, "the group was joined"
+        for part in loading.parts(rank):
+            take_share(part, self.opened.shape, shares, mesh.share(rank), self._all_sum)
+
+    def join_group(self, members: Sequence[Sequence[int]]) -> None:
+        """Join the group of ranks that share layers, with the others: ``members[rank]``."""
+        if self._all_sum is None:
+            mine = members[self.transport.rank]
+            self._all_sum = join_group(self.transport, mine, self.reporter)
+
+    def load(self, membership: Membership | None, name: str, metrics_file: str | None) -> Loaded:
+        """Read this rank's weights, and get ready to train the run called ``name``, which is empty
+        for a run alone. Frozen weights are those of the runs before."""
+        loading, rank = self._last(), self.transport.rank
+        planned, parts, weights = loading.planned, loading.parts(rank), loading.weights
+        tune = planned.way.fine_tune
+        if self.runs:
+            for part, stage in zip(parts, self.runs[0].stages, strict=True):
+                part.share_frozen(stage.part)
+        for part in parts:
+            part.load()
+        self.close()
+        stages = build_stages(
+            loading.slices,
+            planned.plan.stages_of(rank),
+            savings=planned.workload.savings(planned.cluster.backend),
+            weights=weights,
+            objective=planned.objective,
+        )
+        engine = Engine(
+            planned.plan,
+            self.transport,
+            stages,
+            divides_optimizer=tune.divides_optimizer,
+            sum_dtype=tune.sum_dtype,
+            weights=weights,
+        )
+        reporter = self.reporter
+        if name:
+            metrics = Path(metrics_file) if metrics_file else None
+            reporter = reporter.of_run(name, metrics)
+        self.runs.append(
+            TrainingRun(
+                planned=planned,
+                transport=self.transport,
+                reporter=reporter,
+                model_path=self.opened.path,
+                engine=engine,
+                optimizer=build_optimizer(tune),
+                resumption=loading.resumption,
+                membership=membership,
+                name=name,
+                number=len(self.runs),
+            )
+        )
+        self._model = self._loading = None
+        self._stored = {}
+        nbytes = sum(part.nbytes for part in parts) if weights is None else weights.nbytes(parts)
+        trained = sum(stage.part[each].size for stage in stages for each in stage.names)
+        return Loaded(nbytes, trained, time.monotonic() - loading.started)
+
+    def train(self) -> None:
+        """Train and test all runs that are loaded, as their options say."""
+        train(self.runs, self.reporter)
+
+    def _cut(self, ranges: Sequence[tuple[int, int]]) -> list[Slice]:
+        assert self._model is not None, "it was built"
+        return cut(self._model, ranges)
+
+    def _last(self) -> _Loading:
+        assert self._loading is not None, "its stages were cut"
+        return self._loading
