@@ -25,14 +25,13 @@ from shardmlx.config.train import LINE
 from shardmlx.distributed.run_ranks import run_ranks
 
 PARTS = {
-    "loading.rank_setup.find_weights": "finding the model",
-    "training.planned_run.build_model": "building it, lazily",
-    "training.planned_run._check_layout": "planning",
-    "training.planned_run.choose_plan": "planning",
-    "training.planned_run._of_model": "planning",
-    "training.planned_run.compare_plans": "comparing plans",
-    "training.planned_run.read_tokenizer": "tokenizer and data",
-    "training.planned_run.read_data": "tokenizer and data",
+    "loading.rank_setup.find_model_files": "finding the model",
+    "training.worker.build_model": "building it, lazily",
+    "training.plan_run._check_layout": "planning",
+    "training.plan_run.choose_plan": "planning",
+    "training.plan_run._of_model": "planning",
+    "training.plan_run.read_tokenizer": "tokenizer and data",
+    "training.plan_run.read_data": "tokenizer and data",
 }
 """Functions that are timed, by the name under which the module that calls them knows them."""
 
@@ -59,6 +58,7 @@ class Observed:
         self.seconds: dict[str, float] = {}
         self.loaded: dict[str, int] = {}
         self._inside: list[str] = []
+        self._read_before = 0
 
     def reached(self, name: str) -> None:
         """Note when a milestone was reached first."""
@@ -82,50 +82,49 @@ class Observed:
     def load(self) -> Callable[..., None]:
         """Import the training, let it be observed, and return its ``run``."""
         self.reached("options")
-        from shardmlx.loading.transfer import LocalFiles
         from shardmlx.training import command
         from shardmlx.training.report import TrainingReport
+        from shardmlx.training.worker import TrainWorker
 
         for path, name in PARTS.items():
             target = f"shardmlx.{path}"
             patch(target, self.timed(name, resolve_name(target))).start()
-        patch.object(LocalFiles, "load", self._loading(LocalFiles.load)).start()
-        preparing = self._preparing(command.prepare_training)
-        patch.object(command, "prepare_training", preparing).start()
+        patch.object(TrainWorker, "load", self._loading(TrainWorker.load)).start()
+        patch.object(TrainWorker, "train", self._training(TrainWorker.train)).start()
         patch.object(TrainingReport, "step", self._step(TrainingReport.step)).start()
         self.reached("imports")
 
         def run(*given: Any) -> None:
             self.reached("MPI")
+            self._read_before = bytes_read()
             command.run(*given)
 
         return run
 
-    def _loading(self, load: Callable[..., None]) -> Callable[..., None]:
+    def _loading(self, load: Callable[..., Any]) -> Callable[..., Any]:
         load = self.timed(LOADING, load)
 
-        def read(weights: Any, parts: Any, *given: Any) -> None:
+        def loaded(worker: Any, *given: Any) -> Any:
             before = bytes_read()
-            load(weights, parts, *given)
+            result = load(worker, *given)
             self.loaded["read"] = bytes_read() - before
             self.loaded["stages"] = sum(
                 array.nbytes
-                for part in parts
-                for name, array in part.parameters().items()
+                for stage in worker.runs[-1].stages
+                for name, array in stage.part.parameters().items()
                 if not name.endswith(ADAPTERS)
             )
+            return result
 
-        return read
+        return loaded
 
-    def _preparing(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
-        def prepared(*given: Any) -> Any:
-            before = bytes_read()
-            job = prepare(*given)
-            self.loaded["preparing"] = bytes_read() - before
+    def _training(self, train: Callable[..., None]) -> Callable[..., None]:
+        def training(*given: Any) -> None:
+            self.loaded["preparing"] = bytes_read() - self._read_before
             self.reached("prepared")
-            return job
+            train(*given)
 
-        return prepared
+        return training
 
     def _step(self, step: Callable[..., None]) -> Callable[..., None]:
         def stepped(*given: Any) -> None:

@@ -146,15 +146,23 @@ def stages(model_path: str, tokens: int) -> None:
     from shardmlx.common.reporter import Reporter
     from shardmlx.config.inference import LOOKUP as BY_LOOKUP
     from shardmlx.config.inference import InferenceConfig
+    from shardmlx.distributed.crew import Crew
     from shardmlx.inference.drafts import NO_DRAFTS, BackOff, Drafter, Drafting, LookupDrafter
-    from shardmlx.inference.prompts import PromptEncoder
+    from shardmlx.inference.run import InferenceRun
+    from shardmlx.inference.setup import later_stages, run_inference, typical_load
     from shardmlx.inference.setup import prepare as load
-    from shardmlx.inference.setup import typical_load
+    from shardmlx.inference.worker import InferenceWorker
 
     config = InferenceConfig(model=model_path, draft=BY_LOOKUP, max_tokens=tokens)
 
-    def lead(encoder: PromptEncoder) -> None:
+    def lead(crew: Crew[InferenceWorker]) -> None:
+        prepared = load(config, crew, lambda encoder: typical_load(config, 1, 1024, encoder))
+        with later_stages(crew):
+            answer_all(prepared)
+
+    def answer_all(prepared: InferenceRun) -> None:
         first_stage = prepared.first_stage()
+        encoder = prepared.prompts
         drafting = first_stage.drafting
         numbers = iter(range(10**9))
 
@@ -178,13 +186,7 @@ def stages(model_path: str, tokens: int) -> None:
         first_stage.stop()
 
     with shardmlx.connect() as transport:
-        prepared = load(
-            config,
-            transport,
-            Reporter(quiet=True),
-            lambda encoder: typical_load(config, 1, 1024, encoder),
-        )
-        prepared.hold(lead)
+        run_inference(transport, Reporter(quiet=True), lead)
 
 
 def contenders(options: argparse.Namespace) -> Iterator[Contender]:

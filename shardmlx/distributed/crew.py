@@ -14,7 +14,8 @@ next. Inside a command ranks may send to each other, and sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
@@ -60,12 +61,14 @@ class _Answer:
 
 
 class Crew(Generic[W_co]):
-    """All ranks, each with a worker, as rank 0 commands them. Only rank 0 has a crew."""
+    """The ranks of a job as rank 0 commands them, each with a worker. Only rank 0 has a crew."""
 
     def __init__(self, transport: Transport, worker: W_co, part: str = "") -> None:
         self.transport = transport
         self._worker = worker
         self._part = part
+        self.is_followed = False
+        """True while other ranks do what the block of ``others`` alone can end."""
 
     @property
     def worker(self) -> W_co:
@@ -93,22 +96,50 @@ class Crew(Generic[W_co]):
         rank 0, if the method raises ``UserError`` on any rank; ``AgreedFailure`` and ``Stopped`` as
         they come.
         """
-        name = method.__name__
-        command = _Command(self._part, name, args, kwargs)
-        self._send(command, name)
-        answers = [_carried_out(self._worker, command)]
-        what = f"answer to {name}"
-        with self.transport.longer_timeout(SECONDS_TO_DECIDE):
-            for peer in range(1, self.size):
-                answers.append(self.transport.receive_object(peer, what))
-        for rank, answer in enumerate(answers):
-            if answer.error is not None:
-                raise self._named(rank, answer.error)
-        return [answer.value for answer in answers]
+        command = _Command(self._part, method.__name__, args, kwargs)
+        self._send(command, command.method)
+        return self._values([_carried_out(self._worker, command), *self._others(command)])
+
+    @contextmanager
+    def others(
+        self, method: Callable[Concatenate[W_co, P], object], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Iterator[None]:
+        """Let all other ranks call a method while rank 0 does the block, which makes them end it.
+
+        Raises as ``all``. An error of the block itself ends the job, since nobody else can end the
+        method; a generator may be closed in it.
+        """
+        command = _Command(self._part, method.__name__, args, kwargs)
+        self._send(command, command.method)
+        self.is_followed = True
+        try:
+            yield
+        except GeneratorExit:
+            self._end_others(command)
+            raise
+        self._end_others(command)
+
+    def _end_others(self, command: _Command) -> None:
+        self.is_followed = False
+        self._values([_Answer(), *self._others(command)])
 
     def dismiss(self, error: Exception | None) -> None:
         """Let the other ranks leave, with this ``error`` if there is one."""
         self._send(_Dismissal(error), "leaving")
+
+    def _others(self, command: _Command) -> Iterator[_Answer]:
+        """Yield the answers of all ranks but 0 to a command that they have."""
+        with self.transport.longer_timeout(SECONDS_TO_DECIDE):
+            for peer in range(1, self.size):
+                yield self.transport.receive_object(peer, f"answer to {command.method}")
+
+    def _values(self, answers: Iterable[_Answer]) -> list[Any]:
+        """Return the values of answers by rank, or raise the first error."""
+        found = list(answers)
+        for rank, answer in enumerate(found):
+            if answer.error is not None:
+                raise self._named(rank, answer.error)
+        return [answer.value for answer in found]
 
     def _send(self, message: _Command | _Dismissal, what: str) -> None:
         self.transport.broadcast(message, what)
@@ -121,28 +152,43 @@ class Crew(Generic[W_co]):
         return error
 
 
-def lead(transport: Transport, worker: W, work: Callable[[Crew[W]], T]) -> T | None:
-    """Do ``work`` on rank 0, with the workers of all ranks; return its result there, and None on
-    the others, which carry out commands until it is done. All ranks must call it.
+@contextmanager
+def leading(transport: Transport, worker: W) -> Iterator[Crew[W] | None]:
+    """Give rank 0 its crew for a block. The other ranks carry out commands until rank 0 has left
+    its block, and are given None for theirs. All ranks must call it.
 
-    If ``work`` raises ``UserError``, ``AgreedFailure`` or ``Stopped``, all ranks raise it, the
-    first as ``AgreedError``.
+    If rank 0's block raises ``UserError``, ``AgreedFailure`` or ``Stopped`` between two commands,
+    all ranks raise it, the first as ``AgreedError``.
     """
     if transport.rank != 0:
         _follow(transport, worker)
-        return None
+        yield None
+        return
     crew = Crew(transport, worker)
     try:
-        result = work(crew)
+        yield crew
     except UserError as error:
+        if crew.is_followed:
+            raise
         agreed = AgreedError(error.problem, error.remedy)
         crew.dismiss(agreed)
         raise agreed from error
     except (AgreedFailure, Stopped) as error:
-        crew.dismiss(error)
+        if not crew.is_followed:
+            crew.dismiss(error)
+        raise
+    except GeneratorExit:
+        crew.dismiss(None)
         raise
     crew.dismiss(None)
-    return result
+
+
+def lead(transport: Transport, worker: W, work: Callable[[Crew[W]], T]) -> T | None:
+    """Do ``work`` on rank 0, with the workers of all ranks; return its result there, and None on
+    the others, which carry out commands until it is done. All ranks must call it. Raises as
+    ``leading``."""
+    with leading(transport, worker) as crew:
+        return None if crew is None else work(crew)
 
 
 def _follow(transport: Transport, worker: Any) -> None:

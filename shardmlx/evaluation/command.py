@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from shardmlx.common.formatting import plural
 from shardmlx.common.reporter import Reporter, check_writable
 from shardmlx.config.data import DataOptions
 from shardmlx.config.inference import EvaluateConfig
+from shardmlx.distributed.crew import Crew, lead
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import Sample
 from shardmlx.errors import UserError, file_access
@@ -21,18 +24,38 @@ from shardmlx.evaluation.tasks import Question, check_tasks, rows_of, run_tasks
 from shardmlx.inference.detokenize import StopStrings
 from shardmlx.inference.plan import GenerationLoad
 from shardmlx.inference.prompts import PromptEncoder
-from shardmlx.inference.run import InferenceRun, report_memory
-from shardmlx.inference.setup import prepare
-from shardmlx.loading.rank_setup import SETUP_SECONDS
+from shardmlx.inference.run import InferenceRun
+from shardmlx.inference.setup import prepare, report_memory
+from shardmlx.inference.worker import InferenceWorker
 from shardmlx.training.datasets import read_data
 
-GENERATE = "generate"
-"""A request of rank 0. Another is sequences to score; None is the end."""
+
+class EvaluationWorker(InferenceWorker):
+    """The part of one rank in an evaluation."""
+
+    def __init__(self, transport: Transport, reporter: Reporter) -> None:
+        super().__init__(transport, reporter)
+        self._scorer: Scorer | None = None
+
+    def score(self, sequences: Sequences, rows: int) -> list[Scores]:
+        """Score sequences with the other ranks, so many ``rows`` at a time; return the scores on
+        rank 0."""
+        if self._scorer is None:
+            plan = self.run.plan
+            self._scorer = Scorer(self.transport, self.run.part, rows, plan.setup.chunk, plan.mesh)
+        return self._scorer.score(sequences)
 
 
 def run(config: EvaluateConfig, transport: Transport, blas: Blas) -> None:
-    """Evaluate with the same ``config`` on all ranks; all must call it. Raises as ``prepare``."""
+    """Evaluate as rank 0's ``config`` says. All ranks must call it; raises as ``lead``."""
     reporter = Reporter(quiet=transport.rank != 0)
+    with closing(EvaluationWorker(transport, reporter)) as worker:
+        lead(transport, worker, partial(_evaluate, config, blas))
+
+
+def _evaluate(config: EvaluateConfig, blas: Blas, crew: Crew[EvaluationWorker]) -> None:
+    """Evaluate, on rank 0."""
+    reporter = crew.worker.reporter
     reporter.say(str(blas))
     texts: list[Sample] = []
 
@@ -47,25 +70,13 @@ def run(config: EvaluateConfig, transport: Transport, blas: Blas) -> None:
         longest = max(len(tokens) for tokens, _ in texts)
         return GenerationLoad(min(config.batch_size, len(texts)), longest, 1, longest)
 
-    prepared = prepare(config, transport, reporter, read)
-    plan = prepared.plan
-    scorer = Scorer(transport, prepared.part, config.batch_size, plan.setup.chunk, plan.mesh)
-    transport.activity.begin("evaluating")
-    if prepared.encoder is None:
-        # Rank 0 may compute for long between two requests: its own metric, or a prompt.
-        with transport.longer_timeout(SETUP_SECONDS):
-            while (request := transport.broadcast(None, what="requests")) is not None:
-                if request == GENERATE:
-                    prepared.later_stage().run()
-                else:
-                    scorer.score(request)
-    else:
-        results = _lead(config, prepared, scorer, prepared.encoder, texts)
-        transport.broadcast(None, what="requests")
-        if config.output is not None:
-            with file_access("write", config.output):
-                Path(config.output).write_text(json.dumps(results, indent=2) + "\n")
-    report_memory(prepared)
+    prepared = prepare(config, crew, read)
+    prepared.transport.activity.begin("evaluating")
+    results = _measure(config, crew, prepared, texts)
+    if config.output is not None:
+        with file_access("write", config.output):
+            Path(config.output).write_text(json.dumps(results, indent=2) + "\n")
+    report_memory(crew)
 
 
 def read_texts(
@@ -85,29 +96,27 @@ def read_texts(
     return scored
 
 
-def _lead(
+def _measure(
     config: EvaluateConfig,
+    crew: Crew[EvaluationWorker],
     prepared: InferenceRun,
-    scorer: Scorer,
-    encoder: PromptEncoder,
     texts: Sequence[Sample],
 ) -> Mapping[str, Any]:
-    transport, reporter = prepared.transport, prepared.reporter
+    reporter, encoder = crew.worker.reporter, prepared.prompts
 
     def score(sequences: Sequences) -> list[Scores]:
-        transport.broadcast(sequences, what="requests")
-        return scorer.score(sequences)
+        return crew.all(EvaluationWorker.score, sequences, config.batch_size)[0]
 
     def answer(questions: Sequence[Question]) -> list[str]:
-        transport.broadcast(GENERATE, what="requests")
-        stage = prepared.first_stage()
-        answers = [
-            prepared.ask(stage, number, tokens, most, StopStrings(stops))
-            for number, (tokens, most, stops) in enumerate(questions)
-        ]
-        for _ in stage.stream(dict(enumerate(answers))):
-            pass
-        stage.stop()
+        with crew.others(InferenceWorker.follow):
+            stage = prepared.first_stage()
+            answers = [
+                prepared.ask(stage, number, tokens, most, StopStrings(stops))
+                for number, (tokens, most, stops) in enumerate(questions)
+            ]
+            for _ in stage.stream(dict(enumerate(answers))):
+                pass
+            stage.stop()
         return [each.text for each in answers]
 
     if config.data is None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from shardmlx.common.environment import Blas
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.inference import NO_DRAFT, ChatConfig
+from shardmlx.distributed.crew import Crew
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.inference.chat_input import PipedLines, TerminalLines, find_terminal
@@ -15,7 +17,8 @@ from shardmlx.inference.drafts import NO_DRAFTS, DraftCounts
 from shardmlx.inference.plan import GenerationLoad
 from shardmlx.inference.prompts import ChatMessage, PromptEncoder
 from shardmlx.inference.run import InferenceRun
-from shardmlx.inference.setup import prepare, typical_load
+from shardmlx.inference.setup import later_stages, prepare, run_inference, typical_load
+from shardmlx.inference.worker import InferenceWorker
 
 PROMPT = ">> "
 
@@ -23,24 +26,30 @@ PROMPT = ">> "
 def run(config: ChatConfig, transport: Transport, blas: Blas) -> None:
     """Hold the conversation. All ranks must call it; raises as ``prepare``."""
     reporter = Reporter(quiet=transport.rank != 0 or not config.verbose)
-    reporter.say(str(blas))
+    run_inference(transport, reporter, partial(_hold, config, blas))
+
+
+def _hold(config: ChatConfig, blas: Blas, crew: Crew[InferenceWorker]) -> None:
+    """Hold the conversation, on rank 0."""
+    crew.worker.reporter.say(str(blas))
 
     def read(encoder: PromptEncoder) -> GenerationLoad:
         if not encoder.has_template:
             raise UserError(f"--model {config.model} has no chat template", "use shardmlx generate")
         return typical_load(config, 1, config.cache_tokens, encoder, keeps_prefixes=True)
 
-    prepared = prepare(config, transport, reporter, read)
-    prepared.hold(lambda encoder: _Chat(config, prepared, encoder).hold())
+    prepared = prepare(config, crew, read)
+    with later_stages(crew):
+        _Chat(config, prepared).hold()
 
 
 class _Chat:
     """A conversation at rank 0, whose KV cache is kept from turn to turn."""
 
-    def __init__(self, config: ChatConfig, prepared: InferenceRun, encoder: PromptEncoder) -> None:
+    def __init__(self, config: ChatConfig, prepared: InferenceRun) -> None:
         self._config = config
         self._prepared = prepared
-        self._encoder = replace(encoder, system_prompt=config.system_prompt)
+        self._encoder = replace(prepared.prompts, system_prompt=config.system_prompt)
         self._say = prepared.reporter.say
         self._load = prepared.plan.load
         self._first_stage = prepared.first_stage()

@@ -14,6 +14,7 @@ from pathlib import Path
 from shardmlx.common.environment import Blas
 from shardmlx.common.reporter import Reporter, check_writable
 from shardmlx.config.inference import DEFAULT_PROMPT, NO_DRAFT, GenerateConfig
+from shardmlx.distributed.crew import Crew
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError, file_access, naming
 from shardmlx.inference.detokenize import IncrementalDetokenizer
@@ -21,7 +22,8 @@ from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.plan import GenerationLoad
 from shardmlx.inference.prompts import PromptEncoder, PromptRequest, read_prompts, read_stdin
 from shardmlx.inference.run import InferenceRun
-from shardmlx.inference.setup import prepare
+from shardmlx.inference.setup import later_stages, prepare, run_inference
+from shardmlx.inference.worker import InferenceWorker
 
 RULE = "=" * 10  # mlx-lm draws it so
 
@@ -34,7 +36,12 @@ def run(config: GenerateConfig, transport: Transport, blas: Blas) -> None:
     # Answers on stdout are for another program to read.
     is_for_programs = config.prompts is not None and config.output is None
     reporter = Reporter(quiet=transport.rank != 0 or not config.verbose or is_for_programs)
-    reporter.say(str(blas))
+    run_inference(transport, reporter, partial(_generate, config, blas))
+
+
+def _generate(config: GenerateConfig, blas: Blas, crew: Crew[InferenceWorker]) -> None:
+    """Generate what is asked for, on rank 0."""
+    crew.worker.reporter.say(str(blas))
     prompts: list[Prompt] = []
 
     def read(encoder: PromptEncoder) -> GenerationLoad:
@@ -46,8 +53,9 @@ def run(config: GenerateConfig, transport: Transport, blas: Blas) -> None:
             context=max(len(tokens) + most for tokens, most in prompts),
         )
 
-    prepared = prepare(config, transport, reporter, read)
-    prepared.hold(partial(_lead, config, prepared, prompts))
+    prepared = prepare(config, crew, read)
+    with later_stages(crew):
+        _answer(config, prepared, prompts)
 
 
 def tokenised(config: GenerateConfig, encoder: PromptEncoder) -> list[Prompt]:
@@ -74,9 +82,7 @@ def tokenised(config: GenerateConfig, encoder: PromptEncoder) -> list[Prompt]:
     return found
 
 
-def _lead(
-    config: GenerateConfig, prepared: InferenceRun, prompts: Sequence[Prompt], _: PromptEncoder
-) -> None:
+def _answer(config: GenerateConfig, prepared: InferenceRun, prompts: Sequence[Prompt]) -> None:
     first_stage = prepared.first_stage()
     answers = [
         prepared.ask(first_stage, number, tokens, most)

@@ -14,7 +14,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from shardmlx.distributed.transport import Transport
 from shardmlx.inference.prompts import PromptEncoder
 
 
@@ -106,18 +105,17 @@ class Matcher:
         self._matcher.consume_token(token)
 
 
-def share_grammars(
-    transport: Transport, encoder: PromptEncoder | None, size: int
-) -> Grammars | None:
-    """Return the grammars of the model that ``encoder`` on rank 0 knows, with logits of this
-    ``size``. All ranks must call it. None without llguidance on the first and the last rank, and
-    for a tokenizer that is not Hugging Face's own."""
-    have = transport.all_gather(find_spec("llguidance") is not None, "packages")
-    if not (have[0] and have[-1]):
+def has_llguidance() -> bool:
+    """Return whether llguidance is installed on this rank."""
+    return find_spec("llguidance") is not None
+
+
+def grammars_of(encoder: PromptEncoder, size: int) -> Grammars | None:
+    """Return the grammars of a model with logits of this ``size``; None for a tokenizer that is not
+    Hugging Face's own, or that has no token for the end of an answer."""
+    if not getattr(encoder.tokenizer, "is_fast", False):
         return None
-    mine = None
-    if encoder is not None and getattr(encoder.tokenizer, "is_fast", False):
-        eos = tuple(sorted(token for token in encoder.tokenizer.eos_token_ids if token < size))
-        mine = Grammars(encoder.tokenizer.backend_tokenizer.to_str(), size, eos) if eos else None
-    found: Grammars | None = transport.broadcast(mine, what="the vocabulary")
-    return found
+    eos = tuple(sorted(token for token in encoder.tokenizer.eos_token_ids if token < size))
+    if not eos:
+        return None
+    return Grammars(encoder.tokenizer.backend_tokenizer.to_str(), size, eos)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import file_digest
@@ -24,8 +24,6 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from shardmlx.common.digests import bytes_digest, json_digest, new_digest
 from shardmlx.common.durable_files import PARTIAL, why_not_written
-from shardmlx.distributed.agreement import from_rank_0, on_all_ranks
-from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError, one_line, refusing
 from shardmlx.inference.kv_caches import KeptCaches, can_be_cut
 from shardmlx.inference.prefix_cache import KeptPrefix
@@ -47,6 +45,29 @@ class PrefixFiles:
     directory: Path
     layers: tuple[str, ...]
     is_broken: bool = False
+
+    @classmethod
+    def opened(cls, directory: Path, layers: tuple[str, ...]) -> PrefixFiles:
+        """Return the files in a directory, which is made. Raises ``UserError``."""
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            for partial in directory.glob(f"{PARTIAL}*"):
+                partial.unlink(missing_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"--prefix-cache-dir {directory}: {why_not_written(error, directory, 0)}"
+            ) from None
+        return cls(directory, layers)
+
+    def faults(self, keys: Iterable[str]) -> dict[str, str]:
+        """Return why sequences cannot be read, by their keys."""
+        found = {}
+        for key in keys:
+            try:
+                self.read(key)
+            except UserError as error:
+                found[key] = error.problem
+        return found
 
     def mirror(self, kept: Mapping[str, KeptCaches]) -> None:
         """Have files of the ``kept`` sequences, by their keys, and of no others."""
@@ -127,50 +148,15 @@ class PrefixFiles:
         return {path: path.name.split("-")[0] for path in files}
 
 
-def open_prefix_files(
-    transport: Transport, directory: str, part: Slice, settings: Sequence[Any]
-) -> PrefixFiles:
-    """Return each rank's files for the model whose layers are in ``part``, with caches of these
-    ``settings``. All ranks must call it; raises ``AgreedError``."""
-    everyone = transport.all_gather(_weights_of(part), "comparing weights")
-    weights = {name: digest for mine in everyone for name, digest in mine.items()}
-    model = json_digest([weights, *settings, version("mlx-lm")])[:16]
-    path = Path(directory).expanduser() / model
-
-    def make() -> None:
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            for partial in path.glob(f"{PARTIAL}*"):
-                partial.unlink(missing_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"--prefix-cache-dir {directory}: {why_not_written(error, path, 0)}"
-            ) from None
-
-    on_all_ranks(transport, "opening the prefix cache", make)
-    return PrefixFiles(path, part.cache_names)
+def place_of(directory: str, weights: Iterable[Mapping[str, str]], settings: Sequence[Any]) -> Path:
+    """Return the place in ``directory`` for a model of these ``weights``, as ``weights_of`` says
+    of each rank's, with caches of these ``settings``."""
+    everything = {name: digest for mine in weights for name, digest in mine.items()}
+    model = json_digest([everything, *settings, version("mlx-lm")])[:16]
+    return Path(directory).expanduser() / model
 
 
-def find_kept(
-    transport: Transport, files: PrefixFiles, warn: Callable[[str], None]
-) -> list[KeptPrefix]:
-    """Return the sequences that an earlier server kept and all ranks can read; name the others.
-    All ranks must call it."""
-    index = from_rank_0(transport, "reading the prefix cache", files.read_index)
-    faults: dict[str, str] = {}
-    for kept in index:
-        try:
-            files.read(kept.key)
-        except UserError as error:
-            faults[kept.key] = f"{transport.name(transport.rank)}: {error.problem}"
-    everyone = transport.all_gather(faults, "reading the prefix cache")
-    found = {key: fault for mine in everyone for key, fault in mine.items()}
-    for fault in found.values():
-        warn(f"--prefix-cache-dir {files.directory}: a sequence is passed over: {fault}")
-    return [each for each in index if each.key not in found]
-
-
-def _weights_of(part: Slice) -> dict[str, str]:
+def weights_of(part: Slice) -> dict[str, str]:
     """Return a digest of each parameter's shape, type and both ends."""
     digests = {}
     for name, array in part.parameters().items():

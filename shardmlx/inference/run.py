@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from shardmlx.common.formatting import gibibytes, numbers_of, percent
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.inference import HEAD, LOOKUP, NO_DRAFT, InferenceConfig
-from shardmlx.costmodel.memory_limits import MemoryLimits, exceeded
+from shardmlx.costmodel.memory_limits import MemoryLimits
 from shardmlx.distributed.transport import Transport
 from shardmlx.inference.detokenize import IncrementalDetokenizer, StopStrings
 from shardmlx.inference.draft_model import ModelDrafter
@@ -59,15 +57,6 @@ class InferenceRun:
     head: DraftHead | None = None
     grammars: Grammars | None = None
     prefix_files: PrefixFiles | None = None
-
-    def hold(self, lead: Callable[[PromptEncoder], None]) -> None:
-        """Let rank 0 ``lead`` until it stops its first stage, while the others follow; then show
-        what each rank took. All ranks must call it."""
-        if self.encoder is None:
-            self.later_stage().run()
-        else:
-            lead(self.encoder)
-        report_memory(self)
 
     def later_stage(self) -> LaterStage:
         return LaterStage(self._worker())
@@ -121,9 +110,14 @@ class InferenceRun:
         )
 
     @property
-    def _tokenizer(self) -> TokenizerWrapper:
+    def prompts(self) -> PromptEncoder:
+        """The encoder of prompts, on rank 0."""
         assert self.encoder is not None, "rank 0 has it"
-        return self.encoder.tokenizer
+        return self.encoder
+
+    @property
+    def _tokenizer(self) -> TokenizerWrapper:
+        return self.prompts.tokenizer
 
     def ask(
         self,
@@ -142,33 +136,3 @@ class InferenceRun:
         params = params or replace(self.sampling, stream=number)
         first_stage.add(number, tokens, params, len(tokens) + max_tokens)
         return answer
-
-
-def report_memory(prepared: InferenceRun) -> None:
-    """Print a table of the layers and the memory of each rank. All ranks must call it."""
-    transport, plan, reporter = prepared.transport, prepared.plan, prepared.reporter
-    mine = (prepared.part.nbytes, mx.get_peak_memory())
-    everyone = transport.gather(mine, what="memory")
-    if everyone is None:
-        return
-    reporter.say(f"Peak memory: {gibibytes(max(peak for _, peak in everyone))}")
-    predicted = [limits.planned.peak for limits in prepared.limits]
-    reporter.table(
-        ("rank", "host", "layers", "weights", "peak memory", "predicted", ""),
-        [
-            (
-                str(rank),
-                transport.hosts[rank],
-                numbers_of(start, stop),
-                gibibytes(weights),
-                gibibytes(peak),
-                gibibytes(predicted[rank]),
-                percent(peak, predicted[rank]),
-            )
-            for rank, ((weights, peak), (start, stop)) in enumerate(
-                zip(everyone, plan.ranges, strict=True)
-            )
-        ],
-    )
-    for warning in exceeded(prepared.limits, transport.hosts, [peak for _, peak in everyone]):
-        reporter.warn(warning)

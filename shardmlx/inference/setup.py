@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
-from functools import partial
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from shardmlx.common.formatting import gibibytes, plural
+from shardmlx.common.formatting import gibibytes, numbers_of, percent, plural
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.inference import HEAD, NO_DRAFT, InferenceConfig
 from shardmlx.config.specs import MachineOptions, ModelSource
+from shardmlx.costmodel.memory_limits import exceeded
 from shardmlx.costmodel.workload import model_sizes
 from shardmlx.distributed.crew import Crew, lead
 from shardmlx.distributed.transport import Transport
@@ -41,23 +41,19 @@ Read = Callable[[PromptEncoder], GenerationLoad]
 """Function that says on rank 0 how much is to be generated. Raises ``UserError``."""
 
 
-def prepare(
-    config: InferenceConfig, transport: Transport, reporter: Reporter, read: Read
-) -> InferenceRun:
-    """Check everything, then load this rank's layers. All ranks must call it. Raises
-    ``AgreedError`` for what the user can mend, before weights are read."""
-    worker = InferenceWorker(transport, reporter, config)
-    with closing(worker):
-        found = lead(transport, worker, partial(_prepare, config, reporter, read))
-    encoder, drafter = found or (None, None)
-    return replace(worker.run, encoder=encoder, draft_model=drafter)
+def run_inference(
+    transport: Transport, reporter: Reporter, work: Callable[[Crew[InferenceWorker]], None]
+) -> None:
+    """Do ``work`` on rank 0, with the workers of all ranks. All ranks must call it. Raises as
+    ``lead``."""
+    with closing(InferenceWorker(transport, reporter)) as worker:
+        lead(transport, worker, work)
 
 
-def _prepare(
-    config: InferenceConfig, reporter: Reporter, read: Read, crew: Crew[InferenceWorker]
-) -> tuple[PromptEncoder, ModelDrafter | None]:
-    """Plan and load the run, on rank 0; return the encoder of its prompts, and the model that
-    drafts if one does. Raises ``UserError``."""
+def prepare(config: InferenceConfig, crew: Crew[InferenceWorker], read: Read) -> InferenceRun:
+    """Check everything, then load each rank's layers; return rank 0's run. Raises ``UserError`` for
+    what the user can mend, before weights are read."""
+    reporter = crew.worker.reporter
     opened = open_everywhere(crew, ModelSource.of(config), config.adapter_path, reporter)
     shape = opened.shape
     encoder = PromptEncoder(
@@ -70,7 +66,9 @@ def _prepare(
     draft = None
     if config.draft_model is not None:
         draft = find_draft_model(config, encoder.tokenizer)
-    of_head = crew.all(InferenceWorker.build_head)[0] if config.draft == HEAD else 0
+    of_head = 0
+    if config.draft == HEAD:
+        of_head = crew.all(InferenceWorker.build_head, config.draft, config.dtype)[0]
     inputs = gather_plan_inputs(
         crew,
         model_sizes(open_model(str(opened.path)), config.dtype),
@@ -84,7 +82,7 @@ def _prepare(
         members = [plan.mesh.sharing(rank) for rank in range(crew.size)]
         crew.all(InferenceWorker.join_group, members)
     limits = limits_of(inputs, plan.memory, reporter)
-    crew.all(InferenceWorker.build, plan, limits)
+    crew.all(InferenceWorker.build, config, plan, limits)
     drafter = None
     if draft is not None:
         drafter = ModelDrafter.of(draft, config.dtype, shape.vocab_size, plan.setup.chunk)
@@ -99,7 +97,16 @@ def _prepare(
     if drafter is not None:
         drafter.read_weights()
         mx.reset_peak_memory()
-    return encoder, drafter
+    return crew.worker.lead_with(encoder, drafter)
+
+
+@contextmanager
+def later_stages(crew: Crew[InferenceWorker]) -> Iterator[None]:
+    """Let the other ranks follow rank 0's first stage, which must stop at the end of the block;
+    then show what each rank took."""
+    with crew.others(InferenceWorker.follow):
+        yield
+    report_memory(crew)
 
 
 def _tokenizer(config: InferenceConfig, opened: OpenedModel) -> TokenizerWrapper:
@@ -161,3 +168,28 @@ def typical_load(
     answer = min(config.max_tokens, context // 2)
     prompt = min(TYPICAL_PROMPT, context)
     return GenerationLoad(sequences, prompt, answer, context, capacity, keeps_prefixes)
+
+
+def report_memory(crew: Crew[InferenceWorker]) -> None:
+    """Print a table of the layers and the memory of each rank."""
+    run, reporter, hosts = crew.worker.run, crew.worker.reporter, crew.transport.hosts
+    everyone = crew.all(InferenceWorker.memory)
+    peaks = [peak for _, peak in everyone]
+    reporter.say(f"Peak memory: {gibibytes(max(peaks))}")
+    rows = []
+    for rank, (weights, peak) in enumerate(everyone):
+        predicted = run.limits[rank].planned.peak
+        rows.append(
+            (
+                str(rank),
+                hosts[rank],
+                numbers_of(*run.plan.ranges[rank]),
+                gibibytes(weights),
+                gibibytes(peak),
+                gibibytes(predicted),
+                percent(peak, predicted),
+            )
+        )
+    reporter.table(("rank", "host", "layers", "weights", "peak memory", "predicted", ""), rows)
+    for warning in exceeded(run.limits, hosts, peaks):
+        reporter.warn(warning)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.inference import InferenceConfig
-from shardmlx.distributed.agreement import from_rank_0, on_rank_0
+from shardmlx.distributed.crew import Crew, lead, leading
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.inference.plan import GenerationLoad
 from shardmlx.inference.prompts import ChatMessage, PromptEncoder
-from shardmlx.inference.run import InferenceRun
 from shardmlx.inference.setup import prepare, typical_load
+from shardmlx.inference.worker import InferenceWorker
 from shardmlx.models.kv_cache import held
 
 CONTEXT_TOKENS = 4096
@@ -23,8 +24,8 @@ CONTEXT_TOKENS = 4096
 class TextPipeline:
     """A model whose stages the ranks hold. ``load_pipeline`` makes it; all ranks have one."""
 
-    def __init__(self, prepared: InferenceRun) -> None:
-        self._prepared = prepared
+    def __init__(self, worker: InferenceWorker) -> None:
+        self._worker = worker
         self._number = 0
 
     def stream_generate(
@@ -37,15 +38,13 @@ class TextPipeline:
         counts, and rank 0 may leave the loop early. Raises ``AgreedError`` on all ranks where the
         prompt cannot be used, and ``EngineError`` or ``TransportError`` where a rank fails.
         """
-        prepared, self._number = self._prepared, self._number + 1
-        most = prepared.plan.load.answer if max_tokens is None else max_tokens
-        tokens = on_rank_0(
-            prepared.transport, "reading the prompt", lambda: self._read(prompt, most)
-        )
-        if tokens is None:
-            prepared.later_stage().run()
-        else:
-            yield from self._generate(tokens, most)
+        transport, self._number = self._worker.transport, self._number + 1
+        most = self._worker.run.plan.load.answer if max_tokens is None else max_tokens
+        with leading(transport, self._worker) as crew:
+            if crew is not None:
+                tokens = self._read(prompt, most)
+                with crew.others(InferenceWorker.follow):
+                    yield from self._generate(tokens, most)
 
     def generate(
         self, prompt: str | Sequence[ChatMessage], *, max_tokens: int | None = None
@@ -54,9 +53,9 @@ class TextPipeline:
         return "".join(self.stream_generate(prompt, max_tokens=max_tokens))
 
     def _read(self, prompt: str | Sequence[ChatMessage], max_tokens: int) -> tuple[int, ...]:
-        encoder, most = self._prepared.encoder, self._prepared.plan.load.context
-        assert encoder is not None, "rank 0 has it"
-        tokens = encoder.encode(prompt)
+        run = self._worker.run
+        most = run.plan.load.context
+        tokens = run.prompts.encode(prompt)
         if max_tokens < 1:
             raise UserError(f"max_tokens is {max_tokens}", "give 1 or more")
         if len(tokens) + max_tokens > most:
@@ -68,8 +67,8 @@ class TextPipeline:
         return tokens
 
     def _generate(self, tokens: Sequence[int], max_tokens: int) -> Iterator[str]:
-        number, first_stage = self._number, self._prepared.first_stage()
-        answer = self._prepared.ask(first_stage, number, tokens, max_tokens)
+        number, first_stage = self._number, self._worker.run.first_stage()
+        answer = self._worker.run.ask(first_stage, number, tokens, max_tokens)
         try:
             for _, text in first_stage.stream({number: answer}):
                 if text:
@@ -94,10 +93,16 @@ def load_pipeline(
     ``shardmlx.generate``: ``adapter_path``, ``max_tokens``, ``temp`` ... Raises ``AgreedError`` on
     all ranks, before weights are read, where the model does not fit or an option is wrong.
     """
-    config = from_rank_0(transport, "options", lambda: InferenceConfig(model=model, **options))
     capacity = held(context_tokens)
 
-    def read(encoder: PromptEncoder) -> GenerationLoad:
-        return typical_load(config, 1, capacity, encoder)
+    def load(crew: Crew[InferenceWorker]) -> None:
+        config = InferenceConfig(model=model, **options)
 
-    return TextPipeline(prepare(config, transport, Reporter(quiet=True), read))
+        def read(encoder: PromptEncoder) -> GenerationLoad:
+            return typical_load(config, 1, capacity, encoder)
+
+        prepare(config, crew, read)
+
+    with closing(InferenceWorker(transport, Reporter(quiet=True))) as worker:
+        lead(transport, worker, load)
+    return TextPipeline(worker)

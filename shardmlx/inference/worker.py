@@ -1,18 +1,24 @@
-"""One rank's part in a run that generates: it builds the model, and loads its layers of it."""
+"""The part of one rank in a run that generates: it builds the model, and loads its layers of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import mlx.core as mx
 
 from shardmlx.common.reporter import Reporter
-from shardmlx.config.inference import InferenceConfig
+from shardmlx.config.inference import HEAD, InferenceConfig
 from shardmlx.costmodel.memory_limits import MemoryLimits
 from shardmlx.distributed.mlx_group import join_group
 from shardmlx.distributed.transport import Transport
+from shardmlx.inference.draft_model import ModelDrafter
+from shardmlx.inference.grammars import Grammars, has_llguidance
 from shardmlx.inference.kv_caches import check_quantised
 from shardmlx.inference.plan import InferencePlan, check_gives_back
+from shardmlx.inference.prefix_files import PrefixFiles, weights_of
+from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.run import InferenceRun
 from shardmlx.inference.sampler import random_state
 from shardmlx.loading.build import build_draft_head, build_to_generate
@@ -23,11 +29,10 @@ from shardmlx.models.slice import Slice
 
 
 class InferenceWorker(ModelWorker):
-    """The part of one rank in a run that generates as ``config`` says, which is rank 0's."""
+    """The part of one rank in a run that generates."""
 
-    def __init__(self, transport: Transport, reporter: Reporter, config: InferenceConfig) -> None:
+    def __init__(self, transport: Transport, reporter: Reporter) -> None:
         super().__init__(transport, reporter)
-        self._config = config
         self._head: DraftHead | None = None
         self._all_sum: Callable[[mx.array], mx.array] | None = None
         self._run: InferenceRun | None = None
@@ -39,10 +44,11 @@ class InferenceWorker(ModelWorker):
             raise RuntimeError("the model is not built yet")
         return self._run
 
-    def build_head(self) -> int:
-        """Build the model's own head, which drafts; return its bytes. Raises ``UserError``."""
-        check_gives_back(self.opened.shape, self._config.draft)
-        self._head = build_draft_head(self.opened.path, self._config.dtype)
+    def build_head(self, draft: str, dtype: str | None) -> int:
+        """Build the model's own head, with which the run drafts; return its bytes. Raises
+        ``UserError``."""
+        check_gives_back(self.opened.shape, draft)
+        self._head = build_draft_head(self.opened.path, dtype)
         return self._head.nbytes
 
     def join_group(self, members: Sequence[Sequence[int]]) -> None:
@@ -50,9 +56,12 @@ class InferenceWorker(ModelWorker):
         mine = members[self.transport.rank]
         self._all_sum = join_group(self.transport, mine, self.reporter)
 
-    def build(self, plan: InferencePlan, limits: tuple[MemoryLimits, ...]) -> None:
+    def build(
+        self, config: InferenceConfig, plan: InferencePlan, limits: tuple[MemoryLimits, ...]
+    ) -> None:
         """Build the whole model, lazily, and cut this rank's layers out. Raises ``UserError``."""
-        config, opened, rank = self._config, self.opened, self.transport.rank
+        opened = self.opened
+        rank = self.transport.rank
         model = build_to_generate(
             opened.path, dtype=config.dtype, adapter_path=opened.adapters, seed=config.seed
         )
@@ -82,3 +91,46 @@ class InferenceWorker(ModelWorker):
         if self.run.head is not None:
             self.run.head.beside(self.run.part)
         mx.reset_peak_memory()
+
+    def lead_with(self, encoder: PromptEncoder, drafter: ModelDrafter | None) -> InferenceRun:
+        """Return rank 0's run, which alone has these."""
+        self._run = replace(self.run, encoder=encoder, draft_model=drafter)
+        return self._run
+
+    def has_llguidance(self) -> bool:
+        """Return whether llguidance is installed on this rank."""
+        return has_llguidance()
+
+    def keep_to(self, grammars: Grammars) -> None:
+        """Let answers keep to grammars."""
+        self._run = replace(self.run, grammars=grammars)
+
+    def weights(self) -> dict[str, str]:
+        """Return what tells this rank's weights from others."""
+        return weights_of(self.run.part)
+
+    def open_prefix_files(self, directory: Path) -> None:
+        """Keep prefixes in files from now on. Raises ``UserError``."""
+        run = self.run
+        layers = run.part.cache_names
+        if run.head is not None:
+            layers = (*layers, HEAD)
+        self._run = replace(run, prefix_files=PrefixFiles.opened(directory, layers))
+
+    def prefix_faults(self, keys: Sequence[str]) -> dict[str, str]:
+        """Return why kept sequences cannot be read on this rank, by their keys."""
+        files = self.run.prefix_files
+        assert files is not None, "they were opened"
+        return files.faults(keys)
+
+    def limit_silence(self, seconds: float) -> None:
+        """Take a rank for lost after so many seconds without a sign of life."""
+        self.transport.limit_silence(seconds)
+
+    def follow(self) -> None:
+        """Do what rank 0's first stage announces until it stops. On all other ranks."""
+        self.run.later_stage().run()
+
+    def memory(self) -> tuple[int, int]:
+        """Return the bytes of this rank's weights, and those of its peak."""
+        return self.run.part.nbytes, mx.get_peak_memory()

@@ -62,7 +62,7 @@ class Holding(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FoundFiles:
-    """What a rank has of a model or of adapters. ``identity`` names the content, ``why`` says why
+    """The files that a rank has of a model or of adapters. ``identity`` names the content, ``why`` says why
     it is missing."""
 
     holding: Holding
@@ -76,7 +76,7 @@ class FoundFiles:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What rank 0 has found, for the others to look for.
+    """The files that rank 0 has found, for the others to look for.
 
     ``name`` is a directory, or else a repository of the hub at ``revision``, with the files of
     ``commit`` if rank 0 could ask the hub. ``file`` is the only one that counts, if it is given.
@@ -92,7 +92,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """How ranks get what they lack: ``holdings`` are the states of all ranks, and ``keepers`` of
+    """The way in which ranks get what they lack: ``holdings`` are the states of all ranks, and ``keepers`` of
     tensors each one's: itself, or one at its disk. Copies are made in the directory ``cache``."""
 
     manifest: ModelManifest
@@ -124,7 +124,7 @@ class LocalFiles:
         self.path = Path()
         """The directory, or the file in it, from which the model or the adapters are built."""
         self.plan: CopyPlan | None = None
-        """None if every rank has the files."""
+        """The way in which ranks get what they lack; None if every rank has the files."""
         self.found: FoundFiles | None = None
         self._copy: PartialCopy | None = None
         self._repository: Repository | None = None

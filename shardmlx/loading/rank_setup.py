@@ -71,7 +71,7 @@ class OpenedModel:
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """What only a rank knows: its machine's memory in bytes, its process's, and its backend."""
+    """Facts that a rank alone knows: its machine's memory in bytes, its process's, its backend."""
 
     memory: int
     process: ProcessMemory

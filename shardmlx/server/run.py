@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from socket import socket
 
 from shardmlx.common.environment import Blas
 from shardmlx.common.http_listener import bind_both
 from shardmlx.common.reporter import Reporter
-from shardmlx.config.inference import HEAD
 from shardmlx.config.serve import ServeConfig
+from shardmlx.distributed.crew import Crew
 from shardmlx.distributed.transport import Transport
-from shardmlx.inference.grammars import share_grammars
+from shardmlx.inference.grammars import grammars_of
 from shardmlx.inference.plan import GenerationLoad
 from shardmlx.inference.prefix_cache import KeptPrefix
-from shardmlx.inference.prefix_files import find_kept, open_prefix_files
+from shardmlx.inference.prefix_files import place_of
 from shardmlx.inference.prompts import PromptEncoder
-from shardmlx.inference.setup import prepare, typical_load
+from shardmlx.inference.setup import later_stages, prepare, run_inference, typical_load
+from shardmlx.inference.worker import InferenceWorker
 
 PATIENCE = 2
 """Chunks of prompts that may come between two decode steps of the sequences under way."""
@@ -26,8 +27,14 @@ SECONDS_OF_SILENCE = 30.0
 
 
 def run(config: ServeConfig, transport: Transport, blas: Blas) -> None:
-    """Serve until a signal stops it. All ranks must call it; raises as ``prepare``."""
+    """Serve until a signal stops it. All ranks must call it; raises as ``lead``."""
     reporter = Reporter(quiet=transport.rank != 0)
+    run_inference(transport, reporter, partial(_serve, config, blas))
+
+
+def _serve(config: ServeConfig, blas: Blas, crew: Crew[InferenceWorker]) -> None:
+    """Serve, on rank 0."""
+    reporter = crew.worker.reporter
     reporter.say(str(blas))
     listeners: list[socket] = []
 
@@ -42,28 +49,49 @@ def run(config: ServeConfig, transport: Transport, blas: Blas) -> None:
         listeners.extend(bind_both(config.host, config.port))
         return load
 
-    prepared = prepare(config, transport, reporter, read)
-    grammars = share_grammars(transport, prepared.encoder, prepared.shape.vocab_size)
-    prepared = replace(prepared, grammars=grammars)
+    prepare(config, crew, read)
+    _share_grammars(crew)
     prefixes: list[KeptPrefix] = []
     if config.prefix_cache_dir is not None:
-        setup = prepared.plan.setup
-        settings = setup.max_kv_size, str(setup.quantisation), prepared.plan.shares.weights
-        files = open_prefix_files(transport, config.prefix_cache_dir, prepared.part, settings)
-        if prepared.head is not None:
-            files = replace(files, layers=(*files.layers, HEAD))
-        prepared = replace(prepared, prefix_files=files)
-        prefixes = find_kept(transport, files, reporter.warn)
-    transport.limit_silence(SECONDS_OF_SILENCE)
+        prefixes = _find_prefixes(crew, config.prefix_cache_dir)
+    crew.all(InferenceWorker.limit_silence, SECONDS_OF_SILENCE)
+    from shardmlx.server.generator import RequestServer
 
-    def lead(encoder: PromptEncoder) -> None:
-        from shardmlx.server.generator import RequestServer
-
+    prepared = crew.worker.run
+    with later_stages(crew):
         first_stage = prepared.first_stage(PATIENCE)
         if prefixes:
             first_stage.restore(prefixes)
             reporter.say(f"Prefix cache: {first_stage.kept_tokens} tokens read from the disk")
-        RequestServer(config, prepared, encoder, first_stage).run(listeners)
+        RequestServer(config, prepared, prepared.prompts, first_stage).run(listeners)
         first_stage.stop()
 
-    prepared.hold(lead)
+
+def _share_grammars(crew: Crew[InferenceWorker]) -> None:
+    """Let answers keep to grammars, where the first and the last rank have llguidance."""
+    have = crew.all(InferenceWorker.has_llguidance)
+    if not (have[0] and have[-1]):
+        return
+    run = crew.worker.run
+    grammars = grammars_of(run.prompts, run.shape.vocab_size)
+    if grammars is not None:
+        crew.all(InferenceWorker.keep_to, grammars)
+
+
+def _find_prefixes(crew: Crew[InferenceWorker], directory: str) -> list[KeptPrefix]:
+    """Return the sequences that an earlier server kept and all ranks can read; name the others.
+    Raises ``UserError``."""
+    plan = crew.worker.run.plan
+    settings = plan.setup.max_kv_size, str(plan.setup.quantisation), plan.shares.weights
+    place = place_of(directory, crew.all(InferenceWorker.weights), settings)
+    crew.all(InferenceWorker.open_prefix_files, place)
+    files = crew.worker.run.prefix_files
+    assert files is not None, "they were opened"
+    index = files.read_index()
+    faults: dict[str, str] = {}
+    of_ranks = crew.all(InferenceWorker.prefix_faults, [each.key for each in index])
+    for rank, mine in enumerate(of_ranks):
+        faults |= {key: f"{crew.transport.name(rank)}: {fault}" for key, fault in mine.items()}
+    for fault in faults.values():
+        crew.worker.reporter.warn(f"--prefix-cache-dir {place}: a sequence is passed over: {fault}")
+    return [each for each in index if each.key not in faults]

@@ -35,7 +35,7 @@ class TrainingRun:
     data: DataSets | None = None
     identity: Mapping[str, Any] | None = None
     name: str = ""
-    """Its name among runs that train side by side; empty for a run alone."""
+    """The name among runs that train side by side; empty for a run alone."""
     number: int = 0
 
     @property

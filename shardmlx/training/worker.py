@@ -1,4 +1,4 @@
-"""One rank's part in a training run: it builds the model, and loads its stages of it."""
+"""The part of one rank in a training run: it builds the model, and loads its stages of it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Loading:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a rank has loaded: bytes of weights, numbers that are trained, and the seconds."""
+    """The weights that a rank has loaded: their bytes, the numbers that are trained, the seconds."""
 
     nbytes: int
     trained: int

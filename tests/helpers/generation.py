@@ -17,7 +17,7 @@ from shardmlx.inference.kv_caches import KVCaches
 from shardmlx.inference.later_stage import LaterStage
 from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.prefix_cache import PrefixCache
-from shardmlx.inference.prefix_files import find_kept, open_prefix_files
+from shardmlx.inference.prefix_files import PrefixFiles, place_of, weights_of
 from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 from shardmlx.inference.scheduler import Scheduler
@@ -84,11 +84,15 @@ def on_ranks(
         caches = KVCaches(lambda: holder.new_caches(max_kv_size), quantisation)
         files, prefixes = None, []
         if directory is not None:
-            files = open_prefix_files(transport, str(directory), part, ())
-            if of_head is not None:
-                files.layers += (HEAD,)
-            told = said if said is not None and rank == 0 else []
-            prefixes = find_kept(transport, files, told.append)
+            layers = part.cache_names if of_head is None else (*part.cache_names, HEAD)
+            weights = transport.all_gather(weights_of(part), "weights")
+            files = PrefixFiles.opened(place_of(str(directory), weights, ()), layers)
+            keys = [each.key for each in files.read_index()]
+            faults = transport.all_gather(files.faults(keys), "faults")
+            found = {key: fault for mine in faults for key, fault in mine.items()}
+            prefixes = [each for each in files.read_index() if each.key not in found]
+            if said is not None and rank == 0:
+                said.extend(found.values())
         worker = StageWorker(transport, part, caches, BatchSampler(7), files, of_head, mesh=mesh)
         if rank > 0:
             return LaterStage(worker).run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,14 +15,13 @@ import pytest
 from mlx_lm.tokenizer_utils import load
 from tokenizers import AddedToken
 
-from shardmlx.inference.grammars import Grammars, share_grammars
+from shardmlx.inference.grammars import Grammars, grammars_of
 from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.sampling_params import BROKEN, SamplingParams
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.structure import StructureBody, StructuredBody, call_rules, grammar_of
 from tests.helpers.answers import format_of, parts_of
-from tests.helpers.local_transport import LocalNetwork, LocalTransport
 
 pytest.importorskip("llguidance", reason="needs llguidance: pip install llguidance")
 
@@ -40,12 +40,14 @@ def encoder(small_tokenizer: Path) -> PromptEncoder:
 
 @pytest.fixture(scope="module")
 def grammars(encoder: PromptEncoder) -> Grammars:
-    def share(transport: LocalTransport) -> Grammars | None:
-        return share_grammars(transport, encoder if transport.rank == 0 else None, SIZE)
+    return known_grammars(encoder)
 
-    _, last = LocalNetwork(2).run(share)
-    assert isinstance(last, Grammars)
-    return last
+
+def known_grammars(encoder: PromptEncoder) -> Grammars:
+    """Return the grammars of a model; pickled, as ranks are sent them."""
+    found = pickle.loads(pickle.dumps(grammars_of(encoder, SIZE)))
+    assert isinstance(found, Grammars)
+    return found
 
 
 def asked(
@@ -161,12 +163,6 @@ def marked(small_tokenizer: Path) -> PromptEncoder:
     return PromptEncoder(tokenizer=tokenizer)
 
 
-def grammars_of(encoder: PromptEncoder) -> Grammars:
-    (grammars,) = LocalNetwork(1).run(lambda transport: share_grammars(transport, encoder, SIZE))
-    assert isinstance(grammars, Grammars)
-    return grammars
-
-
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
@@ -180,12 +176,12 @@ def grammars_of(encoder: PromptEncoder) -> Grammars:
 def test_added_tokens_that_are_not_special_are_text(
     fields: dict[str, Any], text: str, marked: PromptEncoder
 ) -> None:
-    grammars = grammars_of(marked)
+    grammars = known_grammars(marked)
     assert answer(marked, grammars, asked(grammars, **fields)) == text
 
 
 def test_special_tokens_that_a_structure_spells_are_letters(marked: PromptEncoder) -> None:
-    grammars = grammars_of(marked)
+    grammars = known_grammars(marked)
     end = marked.tokenizer.convert_tokens_to_ids("<|end|>")
     for fields, text in (
         ({"choice": ["<|end|>aye"]}, "<|end|>aye"),
@@ -199,7 +195,7 @@ def test_special_tokens_that_a_structure_spells_are_letters(marked: PromptEncode
 
 @pytest.mark.parametrize("mark", ["</think>", "[/THINK]"])
 def test_a_thought_ends_with_the_token_of_its_mark(mark: str, marked: PromptEncoder) -> None:
-    grammars = grammars_of(marked)
+    grammars = known_grammars(marked)
     special = {"[/THINK]": marked.tokenizer.convert_tokens_to_ids("[/THINK]")}
     grammar = asked(grammars, mark, special, choice=["aye"])
     matcher = grammars.matcher(grammar)
