@@ -62,8 +62,8 @@ class Holding(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FoundFiles:
-    """The files that a rank has of a model or of adapters. ``identity`` names the content, ``why`` says why
-    it is missing."""
+    """The files that a rank has of a model or of adapters. ``identity`` names the content, ``why``
+    says why it is missing."""
 
     holding: Holding
     identity: str = ""
@@ -92,8 +92,9 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """The way in which ranks get what they lack: ``holdings`` are the states of all ranks, and ``keepers`` of
-    tensors each one's: itself, or one at its disk. Copies are made in the directory ``cache``."""
+    """The way in which ranks get what they lack: ``holdings`` are the states of all ranks, and
+    ``keepers`` of tensors each one's: itself, or one at its disk. Copies are made in the directory
+    ``cache``."""
 
     manifest: ModelManifest
     holdings: tuple[Holding, ...]

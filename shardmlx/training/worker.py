@@ -48,7 +48,7 @@ class _Loading:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The weights that a rank has loaded: their bytes, the numbers that are trained, the seconds."""
+    """The weights that a rank has loaded: their bytes, how many are trained, and the seconds."""
 
     nbytes: int
     trained: int
