@@ -28,13 +28,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from shardmlx.common.digests import bytes_digest
-from shardmlx.common.durable_files import PARTIAL, flush_directory, lock_file, write_durably
+from shardmlx.common.durable_files import LOCK, PARTIAL, flush_directory, lock_file, write_durably
 from shardmlx.distributed.shared_disks import PROBE
 from shardmlx.errors import UserError, refusing
 
 MANIFEST = "checkpoint.json"
 MARKER = "COMMITTED"
-LOCK = ".lock"
 
 FORMAT = 1
 

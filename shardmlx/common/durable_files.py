@@ -17,7 +17,12 @@ from shardmlx.errors import UserError
 
 PARTIAL = "partial-"
 
+LOCK = ".lock"
+"""Name of the file in a directory by whose lock one process keeps others out."""
+
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+
+_IN_USE = "another process writes there"
 
 _NO_FSYNC_OF_DIRECTORIES = (errno.EBADF, errno.EINVAL, errno.ENOTSUP)
 """Errors of file systems that keep names safe by themselves, or not at all."""
@@ -96,8 +101,40 @@ def lock_file(path: Path, refusal: UserError) -> IO[bytes]:
     return file
 
 
+class DirectoryLock:
+    """Keeps others out of a directory until ``release``, or the end of this process. Between two
+    runs there is no file of it."""
+
+    def __init__(self, directory: Path, refusal: UserError) -> None:
+        """Raises ``refusal`` if another has the directory, ``OSError`` if it cannot be written."""
+        self._path = directory / LOCK
+        self._file = lock_file(self._path, refusal)
+        while not self._is_at_its_place():
+            # Its run ended, and removed it, between the opening of the file and its lock.
+            self._file.close()
+            self._file = lock_file(self._path, refusal)
+
+    def release(self) -> None:
+        """Let others have the directory. It may be called again."""
+        if self._file.closed:
+            return
+        with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)
+        self._file.close()
+
+    def _is_at_its_place(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        except FileNotFoundError:
+            return False
+
+
 class NewFiles:
-    """New files of one directory, called ``partial-NAME`` until all are on the disk."""
+    """New files of one directory, called ``partial-NAME`` until all are on the disk.
+
+    From the first file to the last name the directory is locked, so that no other process, and no
+    other ``NewFiles``, writes the same partial files or gives names in between.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -105,9 +142,13 @@ class NewFiles:
         """Path of the file that is being written or renamed."""
         self._names: list[str] = []
         self._published = 0
+        self._lock: int | None = None
 
     def write(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
-        """Write a file, piece by piece, down to the disk. Raises `OSError`."""
+        """Write a file, piece by piece, down to the disk. Raises `OSError`: a `BlockingIOError` if
+        another process writes there."""
+        if self._lock is None:
+            self._lock = _locked_directory(self.directory)
         self.at_work_on = self.directory / name
         self._names.append(name)
         with self._partial(name).open("wb") as file:
@@ -122,18 +163,37 @@ class NewFiles:
             os.replace(self._partial(name), self.at_work_on)
             flush_directory(self.directory)
             self._published += 1
+        self._release()
 
     def discard(self) -> bool:
         """Remove the partial files unless one has its name already; return whether none has."""
-        if self._published:
-            return False
-        for name in self._names:
-            with contextlib.suppress(OSError):
-                self._partial(name).unlink(missing_ok=True)
-        return True
+        if not self._published:
+            for name in self._names:
+                with contextlib.suppress(OSError):
+                    self._partial(name).unlink(missing_ok=True)
+        self._release()
+        return not self._published
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+        self._lock = None
 
     def _partial(self, name: str) -> Path:
         return self.directory / (PARTIAL + name)
+
+
+def _locked_directory(directory: Path) -> int:
+    """Return a descriptor that locks a directory until it is closed. Raises ``OSError``."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise BlockingIOError(error.errno, _IN_USE, str(directory)) from None
+    except OSError:
+        pass  # a network disk that knows no locks
+    return descriptor
 
 
 def check_room(directory: Path, nbytes: int, option: str) -> None:
@@ -153,6 +213,8 @@ def check_room(directory: Path, nbytes: int, option: str) -> None:
 
 def why_not_written(error: OSError, directory: Path, nbytes: int) -> str:
     """Return why ``nbytes`` could not be written to a directory, and the remedy."""
+    if isinstance(error, BlockingIOError):
+        return f"{error.strerror}: wait for its end"
     if error.errno not in _FULL:
         return f"{error.strerror or error}: make it writable"
     free = ""

@@ -16,6 +16,7 @@ from typing import IO
 
 from shardmlx.common.digests import Digest, new_digest
 from shardmlx.common.durable_files import (
+    LOCK,
     check_room,
     flush_descriptor,
     flush_directory,
@@ -27,8 +28,6 @@ from shardmlx.errors import UserError, file_access, one_line
 from shardmlx.loading.manifest import ModelManifest
 from shardmlx.modelfiles.safetensors_header import Header
 from shardmlx.modelfiles.sources import RECORD
-
-LOCK = ".lock"
 
 _FLUSH_EVERY = 1 << 28  # bytes that an interrupted copy may have to bring again
 _THREADS = 4

@@ -7,10 +7,12 @@ import fcntl
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardmlx.common.durable_files import (
+    DirectoryLock,
     NewFiles,
     flush_directory,
     flush_to_disk,
@@ -18,6 +20,7 @@ from shardmlx.common.durable_files import (
     why_not_written,
     write_durably,
 )
+from shardmlx.errors import UserError
 
 FULL_SYNC = 51
 
@@ -130,6 +133,59 @@ def test_files_that_have_their_names_are_not_discarded(
         files.publish()
     assert not files.discard()
     assert (tmp_path / "partial-b").read_bytes() == b"new"
+
+
+def test_of_two_that_write_at_a_time_the_second_is_refused_and_the_first_is_whole(
+    tmp_path: Path,
+) -> None:
+    first, second = NewFiles(tmp_path), NewFiles(tmp_path)
+    first.write("weights", [b"of the first"])
+    with pytest.raises(BlockingIOError) as refused:
+        second.write("weights", [b"of the second"])
+    assert "another process" in why_not_written(refused.value, tmp_path, 1)
+    assert second.discard()
+    first.write("config", [b"of the first"])
+    first.publish()
+    assert content(tmp_path) == {"weights": b"of the first", "config": b"of the first"}
+    second.write("config", [b"of the second"])
+    assert second.discard()
+    NewFiles(tmp_path).write("config", [b"of a third"])
+
+
+REFUSAL = UserError("another run")
+
+
+def test_a_directory_has_one_owner_at_a_time_and_nothing_is_left_of_its_lock(
+    tmp_path: Path,
+) -> None:
+    lock = DirectoryLock(tmp_path, REFUSAL)
+    with pytest.raises(UserError, match=REFUSAL.problem):
+        DirectoryLock(tmp_path, REFUSAL)
+    lock.release()
+    assert content(tmp_path) == {}
+    following = DirectoryLock(tmp_path, REFUSAL)
+    lock.release()
+    with pytest.raises(UserError, match=REFUSAL.problem):
+        DirectoryLock(tmp_path, REFUSAL)
+    following.release()
+
+
+def test_a_lock_of_a_file_that_its_run_has_just_removed_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ending = DirectoryLock(tmp_path, REFUSAL)
+    flock = fcntl.flock
+
+    def end_first(*arguments: Any) -> None:
+        ending.release()
+        flock(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", end_first)
+    lock = DirectoryLock(tmp_path, REFUSAL)
+    monkeypatch.undo()
+    with pytest.raises(UserError, match=REFUSAL.problem):
+        DirectoryLock(tmp_path, REFUSAL)
+    lock.release()
 
 
 @pytest.mark.parametrize(

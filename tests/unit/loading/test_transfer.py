@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from shardmlx.common.durable_files import LOCK
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.specs import ModelSource
 from shardmlx.distributed import byte_stream
@@ -432,7 +433,7 @@ def test_a_disk_that_is_full_is_refused_on_all_ranks(
 
 
 def test_a_cache_that_another_run_fills_is_refused(llama: Path, kept: Path, tmp_path: Path) -> None:
-    with (kept / partial_copy.LOCK).open("rb") as lock:
+    with (kept / LOCK).open("rb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(UserError, match=f"another run is filling {kept}: wait for its end"):
             again(llama, tmp_path)
