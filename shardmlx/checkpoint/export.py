@@ -90,6 +90,7 @@ class Collector:
         self._transport = transport
         replica, _ = plan.mesh.coordinates(transport.rank)
         self._holds = holds or (lambda name: replica == 0)
+        self._keeps = holds or (lambda name: True)
         self._parts = parts
         self._pieces: dict[str, list[tuple[int, TensorSpec, Piece]]] = {}
         """The ranks that each have a piece of a tensor, by its name, and these pieces."""
@@ -137,21 +138,54 @@ class Collector:
     def receive(self, rank: int, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, mx.array]]:
         """Yield, on rank 0, the tensors of ``rank`` one by one."""
         for spec in specs:
+            what = f"saving {spec.name}"
             if spec.name not in self._pieces:
-                yield spec.name, self._received(rank, spec)
+                yield spec.name, self._received(rank, spec, what)
                 continue
             whole = mx.zeros(spec.shape, DTYPES[spec.dtype])
             for member, own, piece in self._pieces[spec.name]:
-                piece.put(self._received(member, own), piece.everything, whole)
+                piece.put(self._received(member, own, what), piece.everything, whole)
             mx.eval(whole)
             yield spec.name, whole
 
-    def _received(self, rank: int, spec: TensorSpec) -> mx.array:
-        if rank == 0:
+    def hand_out(self, tensors: Mapping[str, mx.array] | None) -> None:
+        """Set the trained tensors of all ranks to those that rank 0 has, which the others need not
+        give: the reverse of ``gather`` and ``receive``, one tensor at a time."""
+        mine = {name for part in self._parts for name in part.trainable if self._keeps(name)}
+        everyone = self._transport.all_gather(mine, "handing out weights")
+        wanted = set[str]().union(*everyone)
+        specs: list[TensorSpec] = self._transport.broadcast(
+            None if tensors is None else specs_of({name: tensors[name] for name in sorted(wanted)}),
+            what="handing out weights",
+        )
+        for spec in specs:
+            what = f"handing out {spec.name}"
+            array = None
+            if tensors is not None:
+                array = mx.contiguous(tensors[spec.name])
+                mx.eval(array)
+                for peer, theirs in enumerate(everyone):
+                    if peer != 0 and spec.name in theirs:
+                        handle = self._transport.send(array, peer, OBJECT_TAG)
+                        self._wait(handle, f"{what}, sending to", peer)
+            elif spec.name in mine:
+                array = self._received(0, spec, what)
+            if array is not None and spec.name in mine:
+                self._set(spec.name, array)
+
+    def _set(self, name: str, whole: mx.array) -> None:
+        for part in self._parts:
+            if name in part:
+                piece = part.pieces.get(name)
+                part[name] = whole if piece is None else piece.everything.put(whole, piece)
+                mx.eval(part[name])
+
+    def _received(self, rank: int, spec: TensorSpec, what: str) -> mx.array:
+        if rank == self._transport.rank:
             return self._own(spec)
         array = new_buffer(spec.shape, DTYPES[spec.dtype])
         handle = self._transport.receive(array, rank, OBJECT_TAG)
-        self._wait(handle, f"saving {spec.name}, waiting for", rank)
+        self._wait(handle, f"{what}, waiting for", rank)
         return array
 
     def _own(self, spec: TensorSpec) -> mx.array:

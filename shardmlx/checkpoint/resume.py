@@ -93,6 +93,11 @@ class Resumption:
     place: Place | None = None
     found: SoundCheckpoint | None = None
 
+    def release(self) -> None:
+        """Let other runs have the place."""
+        if self.place is not None and self.place.lock is not None:
+            self.place.lock.close()
+
 
 def prepare_resumption(
     options: CheckpointOptions,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
+from pathlib import Path
 from typing import Any
 
 DIGEST_BYTES = 16
@@ -42,6 +43,12 @@ def json_digest(value: Any) -> str:
 
 def bytes_digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes. Raises ``OSError``."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def canonical_json(value: Any) -> bytes:

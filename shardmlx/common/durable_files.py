@@ -102,8 +102,8 @@ def lock_file(path: Path, refusal: UserError) -> IO[bytes]:
 
 
 class DirectoryLock:
-    """Keeps others out of a directory until ``release``, or the end of this process. Between two
-    runs there is no file of it."""
+    """Keeps others out of a directory until ``release``, or until nobody has this object any more.
+    Between two runs there is no file of it."""
 
     def __init__(self, directory: Path, refusal: UserError) -> None:
         """Raises ``refusal`` if another has the directory, ``OSError`` if it cannot be written."""
@@ -121,6 +121,10 @@ class DirectoryLock:
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
         self._file.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):  # it was not refused
+            self.release()
 
     def _is_at_its_place(self) -> bool:
         try:

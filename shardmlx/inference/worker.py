@@ -87,7 +87,7 @@ class InferenceWorker(ModelWorker):
     def load(self) -> None:
         """Read the weights of this rank's layers."""
         self.run.part.load()
-        self.close()
+        self.close_files()
         if self.run.head is not None:
             self.run.head.beside(self.run.part)
         mx.reset_peak_memory()

@@ -26,7 +26,7 @@ _PARTS = frozenset({"lora_a", "lora_b", "m"})
 def add_adapters(model: nn.Module, config: Mapping[str, Any], files: Iterable[Path]) -> None:
     """Put adapters into a model: the tensors of ``files``, which ``config`` describes as
     adapter_config.json. Raises ``UserError``."""
-    weights = _read(files)
+    weights = read_tensors(files)
     kind = config.get("fine_tune_type", "lora")
     if kind != "full":
         make_adapters(model, config["num_layers"], config["lora_parameters"], kind)
@@ -78,7 +78,7 @@ def resume_from(model: nn.Module, file: Path, fine_tune: FineTune) -> None:
         if not file.is_file():
             remedy = f"name its {ADAPTER_FILE}" if file.is_dir() else ""
             raise UserError("there is no such file", remedy)
-        weights = _read([file])
+        weights = read_tensors([file])
         remedy = "use the model and lora_parameters that it was made with"
         known = dict(tree_flatten(model.parameters()))
         if not weights.keys() & known.keys():
@@ -102,7 +102,7 @@ def put(
     model.load_weights(list(weights.items()), strict=False)
 
 
-def _read(files: Iterable[Path]) -> dict[str, mx.array]:
+def read_tensors(files: Iterable[Path]) -> dict[str, mx.array]:
     """Return the tensors of files, of which each may have pieces, lazily. Raises ``UserError``."""
     found: dict[str, mx.array] = {}
     for file in files:

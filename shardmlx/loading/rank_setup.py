@@ -128,10 +128,14 @@ class ModelWorker:
         wired first."""
         set_limits(limits[self.transport.rank])
 
-    def close(self) -> None:
-        """Remove temporary files, even after loading failed. May be called again."""
+    def close_files(self) -> None:
+        """Remove temporary files, once the weights are loaded. May be called again."""
         self.model_files.close()
         self.adapter_files.close()
+
+    def close(self) -> None:
+        """Let go of all that the run holds, even after loading failed."""
+        self.close_files()
 
 
 def open_everywhere(

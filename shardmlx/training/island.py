@@ -139,6 +139,8 @@ class Island:
         self._tokens = 0
         self._losses: dict[str, float] = {}
         self.ended, self.evaluates = False, True
+        self.has_taken = False
+        """True once trained weights of the hub have come to this run."""
         self._heartbeat: Heartbeat | None = None
         if self._hub is not None:
             reporter.listen(self._listen)
@@ -373,6 +375,7 @@ class Island:
             for name, new in self._handed_out(fragment, encoding, body):
                 base = self._base[name] + new if is_change else new
                 self._merge(name, base, keeps_rest=not is_end)
+            self.has_taken |= came.version > 0
         mine = [name for name in names if name in self._mine]
         self._engine.shards.start_gather(mine)
         self._engine.shards.finish_gather()

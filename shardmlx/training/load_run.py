@@ -35,6 +35,7 @@ def load_run(
         divides = tune.divides_optimizer or tune.keeps_errors
         owners = plan.mesh.size // (1 if divides else plan.mesh.dp)
         crew.all(TrainWorker.find_resumption, identity, owners)
+        worker.lock_output()
     membership = join(planned, worker.shapes(), reporter)
     if plan.mesh.tp > 1:
         crew.all(TrainWorker.join_group, [plan.mesh.sharing(rank) for rank in range(crew.size)])

@@ -162,8 +162,9 @@ class TrainingReport:
                 | {f"val_{name}": value for name, value in means.items()}
             )
 
-    def summary(self, seconds: float) -> None:
-        """Report the use of time and memory, beside the predictions. Not collective."""
+    def summary(self, steps: int, seconds: float) -> None:
+        """Report the use of time and memory, beside the predictions, of a run that has ended after
+        so many ``steps``. Not collective."""
         ranks = self._meter.summary()
         if not ranks:
             return
@@ -184,7 +185,7 @@ class TrainingReport:
         self._reporter.event(
             "summary",
             {
-                "steps": planned.config.iters,
+                "steps": steps,
                 "tokens": self._total_tokens,
                 "skipped": self._skipped,
                 "seconds": round(seconds, 3),

@@ -10,6 +10,7 @@ from typing import Any
 from mlx.optimizers import Optimizer
 
 from shardmlx.checkpoint.resume import Resumption
+from shardmlx.common.durable_files import DirectoryLock
 from shardmlx.common.reporter import Reporter
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.engine import Engine
@@ -22,7 +23,8 @@ from shardmlx.training.planned_run import PlannedRun
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
     """A run that is ready to start. ``number`` is its place among runs that train side by side.
-    Rank 0 alone has its ``data``, and its ``identity``, which tells it from others."""
+    Rank 0 alone has its ``data``, its ``identity``, which tells it from others, and the lock that
+    keeps other runs out of its ``adapter_path``."""
 
     planned: PlannedRun
     transport: Transport
@@ -36,7 +38,14 @@ class TrainingRun:
     identity: Mapping[str, Any] | None = None
     name: str = ""
     """The name among runs that train side by side; empty for a run alone."""
+    output_lock: DirectoryLock | None = None
     number: int = 0
+
+    def release(self) -> None:
+        """Let other runs have the directories of this one."""
+        if self.output_lock is not None:
+            self.output_lock.release()
+        self.resumption.release()
 
     @property
     def shares_prompts(self) -> bool:

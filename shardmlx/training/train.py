@@ -18,7 +18,11 @@ def train(runs: Sequence[TrainingRun], reporter: Reporter) -> None:
     trainers = [Trainer(run) for run in runs]
     failures: list[AgreedFailure | None] = [None] * len(runs)
     if runs[0].planned.config.train:
-        failures = train_together([trainer.steps() for trainer in trainers])
+        try:
+            failures = train_together([trainer.steps() for trainer in trainers])
+        finally:
+            for run in runs:
+                run.release()
     if runs[0].name:
         named = {run.name: run for run in runs}
         _compare(named, dict(zip(named, trainers, strict=True)), failures, reporter)

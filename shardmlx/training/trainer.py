@@ -16,33 +16,28 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from shardmlx.checkpoint.export import Collector, save_adapters, save_model
-from shardmlx.checkpoint.store import MARKER
+from shardmlx.checkpoint.export import Collector
 from shardmlx.common.formatting import plural
 from shardmlx.common.reporter import Bar
 from shardmlx.config.train import BEST
-from shardmlx.distributed.agreement import from_rank_0, on_rank_0
+from shardmlx.distributed.agreement import on_rank_0
 from shardmlx.engine.batches import random_state
 from shardmlx.engine.engine import Results, Step
 from shardmlx.engine.optimizer import Updater
 from shardmlx.engine.trace import Meter, Span
-from shardmlx.errors import AgreedFailure, Stopped, file_access
+from shardmlx.errors import AgreedFailure, Stopped
 from shardmlx.loading.rank_setup import SETUP_SECONDS
-from shardmlx.modelfiles.safetensors_header import INDEX_FILE
-from shardmlx.modelfiles.sources import ADAPTER_FILE
 from shardmlx.training.batch_feed import BatchFeed, Share, StopRequested
 from shardmlx.training.checkpointing import ISLAND, Checkpoints, Point
 from shardmlx.training.island import Island
 from shardmlx.training.losses import Evaluation, Gradients
+from shardmlx.training.outputs import Outputs
 from shardmlx.training.references import References
 from shardmlx.training.report import TrainingReport
 from shardmlx.training.scores import in_words
 from shardmlx.training.setup import TrainingRun
 from shardmlx.training.soundness import TAMER, Best, Fault, Soundness
 from shardmlx.training.together import Run, train_together
-
-LAST_PLACE = "last"
-"""Directory in --adapter-path of the last weights where the best are kept."""
 
 
 class Trainer:
@@ -54,7 +49,6 @@ class Trainer:
         self._plan = planned.plan
         self._options = options = planned.config
         self.place = Path(options.adapter_path)
-        self._output = self.place / LAST_PLACE if options.keep == BEST else self.place
         self.best = Best()
         self._transport = job.transport
         self._reporter = job.reporter
@@ -64,7 +58,7 @@ class Trainer:
         self._report = TrainingReport(job, self._meter)
         shards, parts = job.engine.shards, [stage.part for stage in job.stages]
         holds = None if shards.weights is None else shards.holds
-        self._collector = Collector(planned.plan, job.transport, parts, holds)
+        collector = Collector(planned.plan, job.transport, parts, holds)
         updater = Updater(job.optimizer, job.stages, shards, masters=options.master_weights)
         self._island: Island | None = None
         if job.membership is not None:
@@ -72,14 +66,16 @@ class Trainer:
             self._island = Island(job.membership, job.engine, updater, job.reporter, batch)
         self._checkpoints = Checkpoints(job, updater, self._island)
         self._gradients = Gradients(job)
-        self._soundness = Soundness(
-            job.transport, job.stages, shards.holds, lambda: updater.has_moved
-        )
+        self._updater = updater
+        self._soundness = Soundness(job.transport, job.stages, shards.holds, self._has_moved)
+        self.outputs = Outputs(job, collector, self._soundness)
         # Replaces mlx-lm's np.random: training and validation draw from the same state.
         self._random = np.random.RandomState(options.seed)
         self._evaluation = Evaluation(job, self._random)
         self._batches = self._evaluation.batches("train", loop=True)
         self._start = self._done = 0
+        self._is_validated = True
+        """True until an update comes after the last validation that counts."""
         self._grad_norm: float | None = None
         self._last_share: Share | None = None
 
@@ -90,7 +86,10 @@ class Trainer:
 
     def train(self) -> None:
         """Run all remaining iterations, with validation, reports and saving in between."""
-        train_together([self.steps()])
+        try:
+            train_together([self.steps()])
+        finally:
+            self._job.release()
 
     def steps(self) -> Run:
         """Do what ``train`` does, but for the engine's part of each step, which is yielded."""
@@ -124,13 +123,15 @@ class Trainer:
             raise Stopped(request.number, f"stopped by {name}: {kept}") from None
         is_saved = self._save_last()
         self._meter.write_trace()
-        self._report.summary(time.monotonic() - start)
+        self._report.summary(self._done, time.monotonic() - start)
         if is_saved:
-            self._reporter.say(f"Saved to {self._output}")
-        if options.keep == BEST and self.best.step is not None:
-            self._reporter.say(f"The best, before step {self.best.step}, is in {self.place}")
+            self._reporter.say(f"Saved to {self.outputs.last}")
+        self.outputs.say_best()
 
     def test(self) -> None:
+        """Test the weights that the run is for: the best of a run that keeps these."""
+        if self._options.train and self._options.keep == BEST and not self.outputs.take_best():
+            self._reporter.warn("there are no best weights to be tested: these are the last")
         try:
             found = self._evaluation.loss("test", self._options.test_batches, "testing")
         except StopRequested as request:
@@ -146,10 +147,12 @@ class Trainer:
         self._reporter.event("test", {"loss": loss, **means})
 
     def _open_output(self) -> None:
-        output = self._output
-        with file_access("make --adapter-path", output, "name another directory"):
-            output.mkdir(parents=True, exist_ok=True)
+        self.outputs.make()
         self._report.open_services()
+
+    def _has_moved(self) -> bool:
+        """Tell whether a weight of this rank has moved: by an update, or by what the hub gave."""
+        return self._updater.has_moved or (self._island is not None and self._island.has_taken)
 
     def _add_references(self) -> None:
         """Find out what the model says of the answers before its first update, where it matters."""
@@ -176,6 +179,9 @@ class Trainer:
             self._checkpoints.restore(found)
         self._start = self._done = manifest.step
         self.best = Best(**state.get("best", {}))
+        if "kept" in state or self.best.step is not None:
+            self.outputs.restore(state.get("kept"), Best() if "kept" in state else self.best)
+        self._is_validated = False
         self._meter.start_after(manifest.step)
         self._report.restore(state["report"])
         if self._batches is not None:
@@ -251,6 +257,7 @@ class Trainer:
             updater.apply(scale)
         self._gradients.used()
         self._soundness.count(made=True)
+        self._is_validated = False
 
     def _exchange(self, step: int, share: Share) -> None:
         """Report to the hub, and take what came from it, if the run is an island."""
@@ -286,6 +293,7 @@ class Trainer:
         state = {
             "report": self._report.state(),
             "best": asdict(self.best),
+            "kept": self.outputs.state(),
             **({} if self._island is None else {ISLAND: self._island.state()}),
             **position,
         }
@@ -319,7 +327,7 @@ class Trainer:
             self._reporter.warn(f"{what}: nothing is saved, what was before stays")
             return
         if saves:
-            self._save(f"{step:07d}_adapters.safetensors")
+            self.outputs.save(f"{step:07d}_adapters.safetensors")
         if checkpoints:
             self._checkpoints.save()
 
@@ -330,7 +338,7 @@ class Trainer:
         if fault is not None:
             raise AgreedFailure(f"step {self._done}: {self._keep()}; {fault.remedy}")
         is_saved = self._done % options.save_every == 0 and self._soundness.unmoved() is None
-        is_saved = is_saved or self._save(None)
+        is_saved = is_saved or self.outputs.save()
         self._checkpoints.save()
         self._checkpoints.finish()
         return is_saved
@@ -340,12 +348,12 @@ class Trainer:
         fault = self._fault()
         if fault is not None:
             self._checkpoints.finish()
-            return f"{fault.problem}: nothing more is saved, what was in {self._output} stays"
+            return f"{fault.problem}: nothing more is saved, what was in {self.outputs.last} stays"
         step = self._checkpoints.save()
         self._checkpoints.finish()
-        self._save(None)
+        self.outputs.save()
         if step is None:
-            return f"what was trained before is in {self._output}"
+            return f"what was trained before is in {self.outputs.last}"
         place = self._job.resumption.place
         assert place is not None, "it was saved there"
         return f"the run up to step {step} is in {place.store.path(step)}"
@@ -359,13 +367,13 @@ class Trainer:
         self._meter.count(step, is_training=False)
         if found is not None:
             self._report.validation(step, found, time.monotonic() - start)
-        if step == 1:
-            return True  # before the first update there is nothing to choose from
         loss: float | None = self._transport.broadcast(found and found[0], what="the loss")
+        if self._is_validated or not self._is_trained():
+            return True  # there is nothing to choose from: the weights are those of before
+        self._is_validated = True
         self.best = self.best.after(step, loss)
-        if options.keep == BEST and self.best.step == step:
-            with self._transport.longer_timeout(SETUP_SECONDS):
-                self._write(self.place, None)
+        if loss is not None and self.outputs.is_best(loss) and self._fault() is None:
+            self.outputs.keep_best(step, loss)
         if options.early_stop is None or self.best.misses < options.early_stop:
             return True
         self._reporter.say(
@@ -374,33 +382,6 @@ class Trainer:
         )
         return False
 
-    def _save(self, copy_as: str | None) -> bool:
-        """Write the trained weights, with a copy of adapters; return whether it has. Until a
-        resumed run has changed a weight, it keeps outputs later than its checkpoint."""
-        directory = self._output
-        if self._soundness.unmoved() is not None and from_rank_0(
-            self._transport, "looking at the output", self._later_output
-        ):
-            self._reporter.say(
-                f"{directory} has what was saved after this run's checkpoint: it stays. To write "
-                "the checkpoint's weights, name another --adapter-path"
-            )
-            return False
-        # A rank waits until rank 0 has written the tensors before its own.
-        with self._transport.longer_timeout(SETUP_SECONDS):
-            self._write(directory, copy_as)
-        return True
-
-    def _write(self, directory: Path, copy_as: str | None) -> None:
-        if self._options.is_full:
-            save_model(self._collector, self._job.model_path, directory)
-        else:
-            save_adapters(self._collector, directory, self._options.to_adapter_config(), copy_as)
-
-    def _later_output(self) -> bool:
-        found = self._job.resumption.found
-        assert found is not None, "nothing is saved of a run that begins and changes nothing"
-        marker = found.store.path(found.manifest.step) / MARKER
-        since = marker.stat().st_mtime if marker.exists() else 0.0
-        files = (self._output / name for name in (ADAPTER_FILE, INDEX_FILE))
-        return any(file.stat().st_mtime > since for file in files if file.exists())
+    def _is_trained(self) -> bool:
+        """Tell whether the weights are others than those that a new run would begin with."""
+        return self._job.resumption.found is not None or self._soundness.unmoved() is None

@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from shardmlx.checkpoint.resume import Resumption, prepare_resumption
+from shardmlx.common.durable_files import DirectoryLock
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.specs import FineTune
 from shardmlx.config.train import TrainConfig
@@ -21,6 +22,7 @@ from shardmlx.engine.divided_weights import DividedWeights
 from shardmlx.engine.engine import Engine
 from shardmlx.engine.gathered_stage import build_stages
 from shardmlx.engine.optimizer import build_optimizer
+from shardmlx.errors import UserError, file_access
 from shardmlx.loading.build import build_model, count_parameters, cut
 from shardmlx.loading.rank_setup import ModelWorker
 from shardmlx.models.divided_layers import take_share
@@ -40,6 +42,14 @@ class _Loading:
     weights: DividedWeights | None
     started: float
     resumption: Resumption = field(default_factory=Resumption)
+
+    output_lock: DirectoryLock | None = None
+
+    def release(self) -> None:
+        """Let other runs have the directories of this one."""
+        if self.output_lock is not None:
+            self.output_lock.release()
+        self.resumption.release()
 
     def parts(self, rank: int) -> list[Slice]:
         """Return the slices of a rank's stages."""
@@ -108,6 +118,26 @@ class TrainWorker(ModelWorker):
             loading.planned.config, self.transport, self.reporter, identity, owners
         )
 
+    def lock_output(self) -> None:
+        """Make the run's directory, and keep other runs out of it. On rank 0 alone. Raises
+        ``UserError``."""
+        loading = self._last()
+        directory = Path(loading.planned.config.adapter_path)
+        another = "name another directory"
+        problem = f"--adapter-path {directory}: another run writes there"
+        refusal = UserError(problem, f"wait for its end, or {another}")
+        with file_access("make --adapter-path", directory, another):
+            directory.mkdir(parents=True, exist_ok=True)
+            loading.output_lock = DirectoryLock(directory, refusal)
+
+    def close(self) -> None:
+        """Remove temporary files, and let other runs have all directories of these runs."""
+        super().close()
+        if self._loading is not None:
+            self._loading.release()
+        for run in self.runs:
+            run.release()
+
     def share_layers(self) -> None:
         """Take this rank's share of each layer, whose group of ranks then sums. Raises
         ``UserError``."""
@@ -134,7 +164,7 @@ class TrainWorker(ModelWorker):
                 part.share_frozen(stage.part)
         for part in parts:
             part.load()
-        self.close()
+        self.close_files()
         stages = build_stages(
             loading.slices,
             planned.plan.stages_of(rank),
@@ -165,6 +195,7 @@ class TrainWorker(ModelWorker):
                 resumption=loading.resumption,
                 membership=membership,
                 name=name,
+                output_lock=loading.output_lock,
                 number=len(self.runs),
             )
         )

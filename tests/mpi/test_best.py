@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,23 @@ def test_the_best_is_kept_and_training_stops_and_stays_stopped(
     assert f"before step {best}: training stops" in job.stdout
     for name, array in adapters(kept).items():
         assert np.array_equal(array, found[name])
+
+
+def test_the_best_weights_of_ranks_that_share_layers_are_tested(
+    small: Path, pirate: Path, tmp_path: Path
+) -> None:
+    """Each rank has a piece of them: rank 0 hands out what it has saved whole."""
+    data, metrics = tmp_path / "data", tmp_path / "metrics.jsonl"
+    shutil.copytree(pirate, data)
+    shutil.copy(pirate / "valid.jsonl", data / "test.jsonl")
+    flags = (*COMMON, "--learning-rate", "3e-2", "--iters", "6", "--train", "--test")
+    place = ("--adapter-path", tmp_path / "out", "--metrics-file", metrics)
+    layout = ("--tensor-parallel", "2", "--keep", "best", "--test-batches", "-1")
+    train_well(2, "--model", small, "--data", data, *flags, *place, *layout)
+    losses = [event["loss"] for event in events(metrics, "val") if event["step"] > 1]
+    (test,) = events(metrics, "test")
+    assert test["loss"] == pytest.approx(min(losses), rel=1e-5)
+    assert len({*losses}) == len(losses)
 
 
 def test_rows_are_shown_with_what_counts(small: Path, pirate: Path, tmp_path: Path) -> None:
