@@ -12,9 +12,10 @@ import pytest
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.train import TrainConfig
 from shardmlx.errors import UserError
-from shardmlx.training.command import prepare_training, train_model
+from shardmlx.training.command import train_model
 from shardmlx.training.outputs import Kept
 from shardmlx.training.trainer import Trainer
+from tests.helpers.loaded_runs import loaded_run
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.models_and_batches import load_arrays
 
@@ -46,7 +47,7 @@ def trained(options: Mapping[str, Any], ranks: int = 1) -> tuple[Kept | None, To
     def work(transport: LocalTransport) -> Kept | None:
         listeners = [lambda name, values: told.append((name, values))]
         reporter = Reporter(quiet=transport.rank != 0, listeners=listeners)
-        trainer = Trainer(prepare_training(config, transport, reporter))
+        trainer = Trainer(loaded_run(config, transport, reporter))
         trainer.train()
         if config.test:
             trainer.test()
@@ -176,9 +177,9 @@ def test_a_directory_is_one_runs_until_it_ends(options: dict[str, Any]) -> None:
     config = TrainConfig(**options)
 
     def work(transport: LocalTransport) -> None:
-        job = prepare_training(config, transport, Reporter(quiet=True))
+        job = loaded_run(config, transport)
         with pytest.raises(UserError) as refused:
-            prepare_training(config, transport, Reporter(quiet=True))
+            loaded_run(config, transport)
         assert options["adapter_path"] in refused.value.problem
         job.release()
         train_model(config, transport)
