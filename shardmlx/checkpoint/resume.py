@@ -150,16 +150,17 @@ def prepare_resumption(
         return Resumption(place)
     where = store.path(found.manifest.step)
 
-    def compare() -> None:
-        if identity is not None:
-            check_identity(identity, found.manifest.identity, where)
+    def compare() -> list[str]:
+        return [] if identity is None else check_identity(identity, found.manifest.identity, where)
 
-    on_all_ranks(transport, "comparing the checkpoint with this run", compare)
+    notes = on_all_ranks(transport, "comparing the checkpoint with this run", compare)
     if found.manifest.step > options.iters:
         raise AgreedError(
             f"{where} is of step {found.manifest.step}, beyond --iters {options.iters}",
             "raise that, or name another --checkpoint-dir",
         )
+    for text in notes:
+        reporter.warn(f"{where}: {text}")
     for text in faults.values():
         reporter.warn(f"damaged checkpoint passed over: {text}")
     if place is not None and store is place.store:

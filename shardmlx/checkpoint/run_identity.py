@@ -1,6 +1,7 @@
 """Identify the run that a checkpoint belongs to: model, data, optimizer, and other facts that
 decide the losses.
 
+Files are known by their content, and options by what they mean: two that mean the same are equal.
 Layout, number of steps, reports and paths may change during a run. No MLX, no MPI.
 """
 
@@ -10,15 +11,17 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from shardmlx.config.objective import ObjectiveOptions
-from shardmlx.engine.batches import Sample
+from shardmlx.common.digests import json_digest
+from shardmlx.config.checks import STEADY, steady_schedule
+from shardmlx.config.objective import ObjectiveOptions, facts_of
+from shardmlx.engine.batches import WANTED, Sample, Samples
 from shardmlx.errors import UserError, refusing
 from shardmlx.modelfiles.safetensors_header import MODEL_FILES, ReadBytes, read_bytes
 from shardmlx.modelfiles.sources import CONFIG_FILE
@@ -28,11 +31,9 @@ SAME_OPTIONS = (
     "num_layers",
     "lora_parameters",
     "unfreeze_all",
-    "resume_adapter_file",
     "batch_size",
     "grad_accumulation_steps",
     "max_seq_length",
-    "mask_prompt",
     "max_grad_norm",
     "master_weights",
     "sum_dtype",
@@ -47,43 +48,92 @@ _PROBE_BYTES = 1 << 16
 _READERS = 8
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What options do not say: the model's number of layers, the type in which all its weights are
+    stored, digests of the file that training starts from and of the module of an own objective, the
+    settings that the optimizer has by default, and the schedule without what follows from the
+    number of steps, where some of it does."""
+
+    layers: int | None = None
+    stored_dtype: str | None = None
+    start: str | None = None
+    objective: str | None = None
+    usual_settings: Mapping[str, Any] = field(default_factory=dict)
+    open_schedule: Mapping[str, Any] | None = None
+
+
+NO_FACTS = Facts()
+
+
 def identity_of(
     options: Mapping[str, Any],
     model_path: Path,
     train: Sequence[Sample],
     valid: Sequence[Sample],
     read: ReadBytes | None = None,
+    facts: Facts = NO_FACTS,
 ) -> dict[str, Any]:
     """Return the identity of a run with these options of ``train``, as JSON; ``read`` reads weights
     that ``model_path`` lacks."""
     identity = {
-        "model": {"name": options["model"], "sha256": _model(model_path, read)},
+        "model": {
+            "name": options["model"],
+            "sha256": _model(model_path, read),
+            "layers": facts.layers,
+            "dtype": facts.stored_dtype,
+        },
+        "start": {"name": options["resume_adapter_file"], "sha256": facts.start},
         "data": {
             "name": options["data"],
-            "train": {"samples": len(train), "sha256": _samples(train)},
-            "valid": {"samples": len(valid), "sha256": _samples(valid)},
+            "train": _set(train),
+            "valid": _set(valid),
+            "longest": max(_longest(train), _longest(valid)),
         },
         "optimizer": {
             "name": options["optimizer"],
             "learning_rate": options["learning_rate"],
             "lr_schedule": options["lr_schedule"],
-            "settings": options["optimizer_config"].get(options["optimizer"], {}),
+            "open_schedule": facts.open_schedule,
+            "settings": options["optimizer_config"].get(options["optimizer"]) or {},
+            "usual_settings": facts.usual_settings,
         },
+        "objective": facts.objective,
         "options": {name: options[name] for name in SAME_OPTIONS},
     }
     result: dict[str, Any] = json.loads(json.dumps(identity))
     return result
 
 
-def check_identity(ours: Mapping[str, Any], theirs: Mapping[str, Any], where: str | Path) -> None:
-    """Raise `UserError` unless the checkpoint at ``where`` is of the same run."""
+def check_identity(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], where: str | Path
+) -> list[str]:
+    """Raise `UserError` unless the checkpoint at ``where`` is of the same run. Return what a user
+    should know of one that is."""
     with refusing(f"{where} does not say which run it is of", "take another one"):
         difference = next(_differences(ours, theirs), None)
+        notes = [] if difference is not None else [*_notes(ours, theirs)]
     if difference is not None:
         problem, same = difference
         raise UserError(
             f"{where} {problem}", f"resume with {same}, or start anew with another --checkpoint-dir"
         )
+    return notes
+
+
+def start_digest(identity: Mapping[str, Any]) -> str:
+    """Return a digest of what decides what a run's starting model says of its data: the same where
+    files have been moved, or only the optimizer differs."""
+    model, data = identity["model"], identity["data"]
+    return json_digest(
+        [
+            model["sha256"],
+            identity["start"]["sha256"],
+            data["train"],
+            data["valid"],
+            _meant(identity["options"], identity),
+        ]
+    )
 
 
 def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -94,23 +144,109 @@ def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator
         if now["name"] == then["name"]:
             what = f"{now['name']} had other weights or another config.json then"
         yield f"is a checkpoint of another model: {what}", "that model"
-    now, then = ours["data"], theirs["data"]
+    yield from _differences_of_start(ours, theirs)
+    yield from _differences_of_data(ours["data"], theirs["data"])
+    now, then = ours["optimizer"], theirs["optimizer"]
+    is_open = now["open_schedule"] is not None and _open(now) == _open(then)
+    if _meant_optimizer(now, now, is_open) != _meant_optimizer(then, now, is_open):
+        yield f"was made with the optimizer {_optimizer(then)}, not {_optimizer(now)}", "that"
+    meant_now, meant_then = (_meant(each["options"], ours) for each in (ours, theirs))
+    for name, value in ours["options"].items():
+        # A checkpoint of an older release lacks options that it did not know.
+        if meant_then.get(name, meant_now[name]) != meant_now[name]:
+            yield f"was made with {name} {theirs['options'][name]}, not {value}", "that"
+
+
+def _differences_of_start(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
+    now, then = ours["start"], theirs.get("start")
+    name = "resume_adapter_file"
+    if then is None:  # of an older release, which knew the file's name alone
+        then = {"name": theirs["options"].get(name), "sha256": now["sha256"]}
+        if then["name"] == now["name"]:
+            return
+    elif then["sha256"] == now["sha256"]:
+        return
+    what = f"{then['name']}, not {now['name']}"
+    if then["name"] == now["name"]:
+        what = f"{now['name']}, which had other weights then"
+    yield f"was made with {name} {what}", "that file"
+
+
+def _differences_of_data(
+    now: Mapping[str, Any], then: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
     for name in ("train", "valid"):
-        if now[name] != then[name]:
+        # A checkpoint of an older release does not know the labels.
+        changed = [
+            key for key in now[name] if then[name].get(key, now[name][key]) != now[name][key]
+        ]
+        if changed:
+            what = "labels" if changed == ["labels"] else "tokens"
             yield (
                 f"is a checkpoint of a run on other data: its {name} set came from {then['name']} "
                 f"with {then[name]['samples']} samples, now it is {now['name']} with "
-                f"{now[name]['samples']}, and the tokens differ",
+                f"{now[name]['samples']}, and the {what} differ",
                 "the same data and tokenizer",
             )
-    now, then = ours["optimizer"], theirs["optimizer"]
-    if now != then:
-        yield f"was made with the optimizer {_optimizer(then)}, not {_optimizer(now)}", "that"
-    now, then = ours["options"], theirs["options"]
-    for name, value in now.items():
-        # A checkpoint of an older release lacks options that it did not know.
-        if then.get(name, value) != value:
-            yield f"was made with {name} {then[name]}, not {value}", "that"
+
+
+def _notes(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what has changed in a run that goes on all the same."""
+    if _open(ours["optimizer"]) is not None:
+        now, then = (each["optimizer"]["lr_schedule"] for each in (ours, theirs))
+        if now["arguments"] != then["arguments"]:
+            yield (
+                f"lr_schedule {now['name']} follows --iters: its arguments are {now['arguments']} "
+                f"from here on, and were {then['arguments']}"
+            )
+    if theirs.get("objective", ours["objective"]) != ours["objective"]:
+        yield f"the module of objective {ours['options']['objective']} has changed since"
+
+
+def _meant(options: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options as all those that mean the same to the model and the data of a ``run``."""
+    meant, model = dict(options), run["model"]
+    layers, most = model["layers"], run["data"]["longest"]
+    if layers is not None and options["num_layers"] == -1:
+        meant["num_layers"] = layers
+    if options.get("dtype") is None:
+        meant["dtype"] = model["dtype"]
+    if isinstance(options["max_seq_length"], int) and most:
+        meant["max_seq_length"] = min(options["max_seq_length"], most)
+    if (facts := facts_of(run["options"]["objective"])) is not None and "beta" in options:
+        meant["beta"] = facts.beta if options["beta"] is None else options["beta"]
+    if options["fine_tune_type"] == "full":
+        meant["lora_parameters"] = None
+    elif isinstance(lora := options["lora_parameters"], Mapping):
+        lora = {key: value for key, value in lora.items() if value is not None}
+        meant["lora_parameters"] = lora | {"keys": sorted(lora["keys"])} if "keys" in lora else lora
+    return meant
+
+
+def _meant_optimizer(
+    optimizer: Mapping[str, Any], run: Mapping[str, Any], is_open: bool
+) -> list[Any]:
+    """Return an optimizer as all that mean the same; of an open schedule only what is asked."""
+    settings = {**run["usual_settings"], **optimizer["settings"]}
+    if is_open:
+        return [optimizer["name"], settings, optimizer["learning_rate"], _open(optimizer)]
+    schedule = dict(optimizer["lr_schedule"] or steady_schedule(optimizer["learning_rate"]))
+    if not schedule.get("warmup"):
+        schedule = {key: schedule[key] for key in schedule if not key.startswith("warmup")}
+    elif not schedule.get("warmup_init"):
+        schedule["warmup_init"] = 0
+    arguments = schedule.get("arguments")
+    if schedule["name"] == STEADY and arguments and arguments[0] == arguments[1]:
+        schedule["arguments"] = arguments[:2]  # the rate stays, over however many steps
+    if schedule["name"] == "cosine_decay" and arguments and len(arguments) == 2:
+        schedule["arguments"] = [*arguments, 0]
+    return [optimizer["name"], settings, schedule]
+
+
+def _open(optimizer: Mapping[str, Any]) -> Any:
+    return optimizer.get("open_schedule")
 
 
 def _optimizer(optimizer: Mapping[str, Any]) -> str:
@@ -132,7 +268,22 @@ def _model(path: Path, read: ReadBytes | None) -> str:
     return digest.hexdigest()
 
 
-def _samples(samples: Iterable[Sample]) -> str:
+def _set(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Describe a set: its samples' tokens, and which answers are wanted where it says so."""
+    described: dict[str, Any] = {"samples": len(samples), "sha256": _tokens(samples)}
+    if isinstance(samples, Samples) and samples.known is not None:
+        wanted = samples.known[:, WANTED] > 0
+        described["labels"] = hashlib.sha256(wanted.tobytes()).hexdigest()
+    return described
+
+
+def _longest(samples: Sequence[Sample]) -> int:
+    if isinstance(samples, Samples):
+        return int(samples.lengths.max(initial=0))
+    return max((len(tokens) for tokens, _ in samples), default=0)
+
+
+def _tokens(samples: Iterable[Sample]) -> str:
     digest = hashlib.sha256()
     for tokens, start in samples:
         digest.update(np.array([len(tokens), start], np.int64).tobytes())

@@ -80,6 +80,10 @@ LR_SCHEDULES = ("exponential_decay", "step_decay", "cosine_decay", "linear_sched
 """The learning-rate schedules of mlx.optimizers."""
 
 
+STEADY = "linear_schedule"
+"""The schedule that says of a rate that it stays, as one that leads from it to itself."""
+
+
 def checked_lora(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the parameters with the ``scale`` that ``alpha`` means, if this is given instead.
     Check that rank, scale and dropout are there, and nothing but ``keys`` beside them."""
@@ -167,13 +171,17 @@ def parse_lr_schedule(text: str) -> dict[str, Any]:
     return {"name": name, "arguments": numbers}
 
 
+def steady_schedule(rate: float) -> dict[str, Any]:
+    """Return the schedule of a rate that stays."""
+    return {"name": STEADY, "arguments": [rate, rate, 1]}
+
+
 def filled_lr_schedule(
     schedule: Mapping[str, Any] | None, warmup: int | None, rate: float, updates: int
 ) -> dict[str, Any]:
     """Return a schedule with ``warmup`` and the arguments that it lacks, as far as these follow
     from rate and updates. Without a schedule the rate stays at ``rate``."""
-    steady = {"name": "linear_schedule", "arguments": [rate, rate, 1]}
-    filled: dict[str, Any] = dict(steady if schedule is None else schedule)
+    filled: dict[str, Any] = dict(steady_schedule(rate) if schedule is None else schedule)
     if warmup is not None:
         filled["warmup"] = warmup
     left = max(1, updates - (filled.get("warmup") or 0))

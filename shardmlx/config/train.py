@@ -317,6 +317,12 @@ class TrainConfig(
         bare = {key: value for key, value in schedule.items() if key != "arguments"}
         return bare if schedule == self._filled(bare) else schedule
 
+    @property
+    def open_lr_schedule(self) -> Mapping[str, Any] | None:
+        """The schedule that is asked for, where some of it follows from the number of steps."""
+        asked = self.asked_lr_schedule
+        return None if asked is None or "arguments" in asked else asked
+
     def steps_of(self, rows: int) -> int:
         """Return the steps that ``epochs`` make of so many rows, or ``iters``."""
         if self.epochs is None:

@@ -172,6 +172,12 @@ def activation_dtype(inspection: Inspection) -> str:
     return DTYPES[stored]
 
 
+def only_dtype(files: ModelFiles) -> str | None:
+    """Return the type of all weights of a model that are not packed; None if they have several."""
+    stored = {each.dtype for each in files.tensors.values() if "F" in each.dtype}
+    return DTYPES.get(stored.pop()) if len(stored) == 1 else None
+
+
 def _held(part: Part, dtype: str | None, unpacked: str | None) -> float:
     """Return bytes in memory: --dtype casts weights of floating types, 8-bit floats are loaded in
     the type ``unpacked``, and AWQ's zeros of 4 bits become biases."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import Parameter, signature
 from itertools import groupby
 from typing import Any, cast
 
@@ -39,6 +40,16 @@ def build_optimizer(tune: FineTune) -> optim.Optimizer:
         made, tried = (getattr(optim, kind)(learning_rate=rate, **settings) for _ in range(2))
         mx.eval(tried.apply_gradients({"tried": mx.ones((2, 2))}, {"tried": mx.ones((2, 2))}))
     return cast(optim.Optimizer, made)
+
+
+def usual_settings(name: str) -> dict[str, Any]:
+    """Return the settings that an optimizer of ``OPTIMIZERS`` has where none are given."""
+    parameters = signature(getattr(optim, OPTIMIZERS[name].class_name)).parameters
+    return {
+        each: parameter.default
+        for each, parameter in parameters.items()
+        if parameter.default is not Parameter.empty and each != "learning_rate"
+    }
 
 
 @dataclass(eq=False)

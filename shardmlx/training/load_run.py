@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-from shardmlx.checkpoint.run_identity import identity_of
+from shardmlx.checkpoint.run_identity import Facts, identity_of
+from shardmlx.common.digests import file_digest
 from shardmlx.common.formatting import gibibytes, numbers_of
 from shardmlx.common.reporter import Reporter
+from shardmlx.costmodel.workload import only_dtype
 from shardmlx.distributed.crew import Crew
-from shardmlx.loading.rank_setup import ModelWorker, bring_weights
+from shardmlx.engine.optimizer import usual_settings
+from shardmlx.errors import file_access
+from shardmlx.loading.rank_setup import ModelWorker, OpenedModel, bring_weights
 from shardmlx.loading.transfer import Needs
+from shardmlx.modelfiles.model_files import open_model
 from shardmlx.models.shares import WHOLE
 from shardmlx.training.datasets import DataSets
 from shardmlx.training.island import join
@@ -60,8 +67,33 @@ def _identity(planned: PlannedRun, data: DataSets, worker: TrainWorker) -> dict[
     config = planned.config
     if not (config.checkpoint_dir or config.named):
         return None
-    read = worker.model_files.read
-    return identity_of(asdict(config), worker.opened.path, data.train, data.valid, read)
+    read, facts = worker.model_files.read, _facts_of(planned, worker.opened)
+    return identity_of(asdict(config), worker.opened.path, data.train, data.valid, read, facts)
+
+
+def _facts_of(planned: PlannedRun, opened: OpenedModel) -> Facts:
+    """Return what the run's options do not say of it. Raises ``UserError``."""
+    config, start = planned.config, planned.config.resume_adapter_file
+    with file_access("read", f"--resume-adapter-file {start}"):
+        digest = None if start is None else file_digest(Path(start))
+    return Facts(
+        layers=opened.shape.num_layers,
+        stored_dtype=only_dtype(open_model(str(opened.path))),
+        start=digest,
+        objective=_module_digest(config.objective),
+        usual_settings=usual_settings(config.optimizer),
+        open_schedule=config.open_lr_schedule,
+    )
+
+
+def _module_digest(objective: str) -> str | None:
+    """Return a digest of the source of an own objective, MODULE:NAME; None for others."""
+    name, colon, _ = objective.partition(":")
+    spec = find_spec(name) if colon else None
+    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
+        return None
+    with file_access("read", spec.origin):
+        return file_digest(Path(spec.origin))
 
 
 def _needs(planned: PlannedRun, worker: TrainWorker) -> Needs:

@@ -13,7 +13,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from shardmlx.common.digests import json_digest
+from shardmlx.checkpoint.run_identity import start_digest
 from shardmlx.common.durable_files import PARTIAL, replace_durably, write_durably
 from shardmlx.engine.batches import REFERENCE, SWAPPED, Batches
 from shardmlx.training.batch_feed import Share
@@ -34,7 +34,7 @@ class References:
         self._columns = [REFERENCE, SWAPPED] if swaps else [REFERENCE]
         place = job.resumption.place
         self._file = None if place is None else Path(place.store.directory) / FILE
-        self._run = json_digest(job.identity)
+        self._run = "" if job.identity is None else start_digest(job.identity)
         self._kept: dict[str, np.ndarray] = {}
         if job.identity is not None and self._file is not None and self._file.exists():
             self._kept = self._read(self._file)

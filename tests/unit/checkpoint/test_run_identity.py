@@ -8,11 +8,19 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from shardmlx.checkpoint.run_identity import SAME_OPTIONS, check_identity, identity_of
+from shardmlx.checkpoint.run_identity import (
+    SAME_OPTIONS,
+    Facts,
+    check_identity,
+    identity_of,
+    start_digest,
+)
 from shardmlx.config.train import TrainConfig
-from shardmlx.engine.batches import Sample
+from shardmlx.engine.batches import KNOWN, REFERENCE, WANTED, Sample, Samples
+from shardmlx.engine.optimizer import usual_settings
 from shardmlx.errors import UserError
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
 
@@ -121,6 +129,125 @@ def test_settings_of_optimizers_that_are_not_used_may_change(model: Path) -> Non
     check_identity(identity(model, config), identity(model), WHERE)
 
 
+MODEL = Facts(layers=4, stored_dtype="float32")
+
+COSINE = {"name": "cosine_decay", "arguments": [1e-5, 100]}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"num_layers": 4}, {"num_layers": -1}),
+        ({}, {"dtype": "float32"}),
+        ({"objective": "dpo"}, {"objective": "dpo", "beta": 0.1}),
+        ({"objective": "simpo"}, {"objective": "simpo", "beta": 2}),
+        ({"mask_prompt": True}, {"loss_on": "last"}),
+        ({"max_seq_length": 4}, {"max_seq_length": 2048}),
+        (
+            {"lora_parameters": {"rank": 8, "scale": 2.0, "dropout": 0.0}},
+            {"lora_parameters": {"rank": 8, "alpha": 16, "dropout": 0.0, "keys": None}},
+        ),
+        (
+            {"lora_parameters": {"rank": 8, "scale": 2.0, "dropout": 0.0, "keys": ["a", "b"]}},
+            {"lora_parameters": {"rank": 8, "scale": 2.0, "dropout": 0.0, "keys": ["b", "a"]}},
+        ),
+        (
+            {"fine_tune_type": "full"},
+            {"fine_tune_type": "full", "lora_parameters": {"rank": 4}},
+        ),
+        ({}, {"optimizer_config": {"adam": {"betas": [0.9, 0.999]}}}),
+        ({}, {"optimizer_config": {"adam": None}}),
+        ({}, {"lr_schedule": {"name": "linear_schedule", "arguments": [1e-5, 1e-5, 7]}}),
+        ({"lr_schedule": COSINE}, {"lr_schedule": COSINE | {"arguments": [1e-5, 100, 0.0]}}),
+        ({"lr_schedule": COSINE}, {"lr_schedule": COSINE | {"warmup": 0}}),
+        ({"lr_schedule": COSINE}, {"lr_schedule": COSINE, "learning_rate": 1.0}),
+        (
+            {"lr_schedule": COSINE, "warmup": 3},
+            {"lr_schedule": COSINE | {"warmup": 3, "warmup_init": 0.0}},
+        ),
+        ({"iters": 100, "lr_schedule": {"name": "cosine_decay"}}, {"lr_schedule": COSINE}),
+    ],
+    ids=str,
+)
+def test_options_that_mean_the_same_are_the_same_run(
+    one: dict[str, Any], other: dict[str, Any], model: Path
+) -> None:
+    facts = replace(MODEL, usual_settings=usual_settings("adam"))
+    both = [
+        identity_of(asdict(replace(CONFIG, **each)), model, TRAIN, VALID, facts=facts)
+        for each in (one, other)
+    ]
+    assert check_identity(*both, WHERE) == []
+    assert check_identity(*both[::-1], WHERE) == []
+    assert start_digest(both[0]) == start_digest(both[1])
+    assert refusal(identity(model, replace(CONFIG, **one, seed=7)), both[1])
+
+
+def test_a_schedule_over_the_run_follows_raised_iters_and_this_is_said(model: Path) -> None:
+    def at(iters: int, **options: Any) -> dict[str, Any]:
+        config = replace(
+            CONFIG, iters=iters, **{"lr_schedule": {"name": "cosine_decay"}, **options}
+        )
+        facts = Facts(open_schedule=config.open_lr_schedule)
+        return identity_of(asdict(config), model, TRAIN, VALID, facts=facts)
+
+    assert check_identity(at(100), at(100), WHERE) == []
+    (note,) = check_identity(at(200), at(100), WHERE)
+    assert "[1e-05, 200]" in note
+    assert "[1e-05, 100]" in note
+    assert "cosine_decay" in refusal(at(200, warmup=5), at(100))
+    assert "0.1" in refusal(at(200, learning_rate=0.1), at(100))
+    asked = {"name": "cosine_decay", "arguments": [1e-5, 100]}
+    assert check_identity(at(200, lr_schedule=asked), at(100), WHERE) == []
+    assert refusal(at(200), at(150, lr_schedule=asked))
+
+
+def test_the_weights_to_start_from_are_known_by_their_content(model: Path) -> None:
+    def starting(name: str | None, digest: str | None) -> dict[str, Any]:
+        options = asdict(replace(CONFIG, resume_adapter_file=name))
+        return identity_of(options, model, TRAIN, VALID, facts=Facts(start=digest))
+
+    before = starting("sft/adapters.safetensors", "1")
+    assert check_identity(starting("moved/adapters.safetensors", "1"), before, WHERE) == []
+    problem = refusal(starting("sft/adapters.safetensors", "2"), before)
+    assert "resume_adapter_file sft/adapters.safetensors, which had other weights" in problem
+    for other in (starting(None, None), starting("sft/adapters.safetensors", "2")):
+        refusal(before, other)
+        assert start_digest(before) != start_digest(other)
+    # A release before this one knew the name.
+    older = identity(model)
+    del older["start"]
+    older["options"]["resume_adapter_file"] = "sft/adapters.safetensors"
+    assert check_identity(before, older, WHERE) == []
+    refusal(starting("other", "1"), older)
+
+
+def test_which_answers_are_wanted_is_part_of_the_data(model: Path) -> None:
+    def labelled(*wanted: float) -> Samples:
+        known = np.full((len(wanted), KNOWN), np.nan)
+        known[:, WANTED] = wanted
+        bounds = np.array([[0, 3, 1]] * len(wanted), np.int64)
+        return Samples(np.array([1, 2, 3], np.int32), bounds, known)
+
+    both = [identity(model, train=labelled(*wanted)) for wanted in [(1, 0), (0, 1)]]
+    assert "and the labels differ" in refusal(*both)
+    assert start_digest(both[0]) != start_digest(both[1])
+    # What is found out of answers later on is none of the data.
+    samples = labelled(1, 0)
+    assert samples.known is not None
+    samples.known[:, REFERENCE] = -1.0
+    assert check_identity(identity(model, train=samples), both[0], WHERE) == []
+
+
+def test_an_own_objective_that_has_changed_is_told(model: Path) -> None:
+    now, then = (
+        identity_of(asdict(CONFIG), model, TRAIN, VALID, facts=Facts(objective=each))
+        for each in ("1", "2")
+    )
+    (note,) = check_identity(now, then, WHERE)
+    assert "objective" in note
+
+
 @pytest.mark.parametrize("name", SAME_OPTIONS)
 def test_an_option_that_makes_another_run_is_refused_by_name(model: Path, name: str) -> None:
     ours = identity(model)
@@ -139,14 +266,15 @@ MAY_CHANGE = """
     resume on_nan timeout hostfile data_parallel profile zero report_to
     project_name trust_remote_code text_feature train config prompt_feature
     completion_feature chat_feature chosen_feature rejected_feature label_feature warmup hf_dataset
-    loss_on show_data early_stop keep sweep tensor_parallel tensor_shares expert_parallel
-    island name
+    loss_on mask_prompt show_data early_stop keep sweep tensor_parallel tensor_shares
+    expert_parallel island name
 """
 """Options of layout, length, reports and paths, and those whose effect on the data is compared."""
 
 
 def test_of_every_option_it_is_known_whether_it_may_change() -> None:
     described = {"model", "data", "optimizer", "optimizer_config", "learning_rate", "lr_schedule"}
+    described |= {"resume_adapter_file"}
     may_change = {each.name for each in fields(TrainConfig)}.difference(SAME_OPTIONS, described)
     assert may_change == set(MAY_CHANGE.split())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from shardmlx.config.train import TrainConfig
+from shardmlx.errors import UserError
 from shardmlx.training.command import train_model
 from shardmlx.training.losses import Evaluation, evaluate_batches
 from shardmlx.training.references import FILE
@@ -133,3 +135,28 @@ def test_a_resumed_run_goes_on_to_the_bit_with_the_references_of_its_start(
     longer = train(1, "longer", **ONE, **kept | place | {"iters": 5})
     np.testing.assert_allclose(losses(longer), losses(whole)[4:], rtol=1e-5)
     np.testing.assert_allclose(losses(longer, "val"), losses(whole, "val")[-1:], rtol=1e-5)
+
+
+def test_references_are_of_the_very_weights_that_the_run_starts_from(
+    train: Train, tmp_path: Path
+) -> None:
+    """Trained anew under the same name, they are others."""
+    start = tmp_path / "sft" / "adapters.safetensors"
+    sft = {"objective": "orpo", "learning_rate": 3e-2, "val_batches": 0, "iters": 1}
+    train(1, "sft", **sft)
+    kept: dict[str, Any] = {"checkpoint_dir": str(tmp_path / "checkpoints"), "iters": 1}
+    kept |= {"resume_adapter_file": str(start), "steps_per_eval": 1}
+    first = train(1, "dpo", **kept)
+    assert losses(first) == pytest.approx([math.log(2)], abs=1e-5)
+    before = (tmp_path / "checkpoints" / FILE).read_bytes()
+    train(1, "sft", **sft | {"seed": 1})
+    with pytest.raises(UserError) as refused:
+        train(1, "dpo", **kept | {"iters": 2})
+    assert str(start) in refused.value.problem
+    # As if the run had ended before its first checkpoint.
+    for place in (tmp_path / "checkpoints").glob("step-*"):
+        shutil.rmtree(place)
+    again = train(1, "dpo", **kept)
+    assert losses(again) == pytest.approx([math.log(2)], abs=1e-5)
+    assert losses(again, "val") == pytest.approx([math.log(2)], abs=1e-5)
+    assert (tmp_path / "checkpoints" / FILE).read_bytes() != before
