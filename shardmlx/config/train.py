@@ -305,7 +305,7 @@ class TrainConfig(
             object.__setattr__(self, "lr_schedule", self._filled(self.lr_schedule))
 
     def _filled(self, schedule: Mapping[str, Any] | None) -> dict[str, Any]:
-        updates = max(1, self.iters // self.grad_accumulation_steps)
+        updates = max(1, self.updates)
         return filled_lr_schedule(schedule, self.warmup, self.learning_rate, updates)
 
     @property
@@ -322,6 +322,11 @@ class TrainConfig(
         """The schedule that is asked for, where some of it follows from the number of steps."""
         asked = self.asked_lr_schedule
         return None if asked is None or "arguments" in asked else asked
+
+    @property
+    def updates(self) -> int:
+        """The updates of the weights that ``iters`` steps make."""
+        return self.iters // self.grad_accumulation_steps
 
     def steps_of(self, rows: int) -> int:
         """Return the steps that ``epochs`` make of so many rows, or ``iters``."""

@@ -25,6 +25,7 @@ from typing import IO, Any
 import mlx.core as mx
 import numpy as np
 
+from shardmlx.common.formatting import plural
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.specs import BatchOptions
 from shardmlx.distributed.agreement import AgreedError
@@ -70,7 +71,17 @@ def join(
     )
 
     hub = Hub.of(url, name, reporter.say)
-    return Membership(hub.persist(partial(hub.join, message)), tensors, hub)
+    joined = hub.persist(partial(hub.join, message))
+    updates = planned.config.updates
+    every = joined.terms.inner_steps
+    if left := updates % every:
+        enough = (updates - left + every) * planned.config.grad_accumulation_steps
+        reporter.warn(
+            f"--iters {planned.config.iters} makes {plural(updates, 'update')}, and the hub takes "
+            f"reports every {every}: the last {left} will stay on this island; --iters {enough} "
+            "has them all reported"
+        )
+    return Membership(joined, tensors, hub)
 
 
 def _place(name: str) -> list[Any]:
@@ -230,7 +241,8 @@ class Island:
         self._ask(k, f"/fragments/{k}/seed", body)
 
     def after(self, step: int, tokens: int, *, is_last: bool) -> str | None:
-        """Exchange what is due after a step; return why the run cannot go on, if it cannot."""
+        """Exchange what is due after a step, where ``is_last`` is true of the last update's;
+        return why the run cannot go on, if it cannot."""
         self._tokens += tokens
         if self._heartbeat is not None:
             loss, val_loss = map(self._losses.get, ("train", "val"))
@@ -248,7 +260,20 @@ class Island:
                 self._report(k, update)
         if problem is None and (is_last or (due and not self._terms.overlap)):
             problem = self._hear(update, self._awaited(update, is_last=is_last), is_last=is_last)
+        if problem is None and is_last:
+            self._say_unreported(update)
         return problem
+
+    def _say_unreported(self, update: int) -> None:
+        """Say which updates of a run that has made its last one the hub does not have."""
+        reported = min(
+            each.counted[0] if each.sent is None else each.sent[0] for each in self._fragments
+        )
+        if reported < update:
+            self._reporter.say(
+                f"Updates {reported + 1} to {update} were not due to be reported: all or some of "
+                "their weights are in this island's output alone"
+            )
 
     def _awaited(self, update: int, *, is_last: bool) -> dict[int, bool]:
         """Return the fragments that were reported long enough ago, and whether the run waits for
@@ -369,7 +394,8 @@ class Island:
             )
             for name in names:
                 self._reported.pop(name, None)
-        is_change, is_end = came.form == CHANGE, is_last and (update, self._tokens) == fragment.sent
+        is_change = came.form == CHANGE
+        is_end = is_last and fragment.sent is not None and fragment.sent[0] == update
         encoding = self._encoding if is_change else Encoding()
         if came.form != OWN:
             for name, new in self._handed_out(fragment, encoding, body):

@@ -263,7 +263,8 @@ class Trainer:
         """Report to the hub, and take what came from it, if the run is an island."""
         if self._island is None:
             return
-        is_last = step == self._options.iters
+        updates, every = self._options.updates, self._options.grad_accumulation_steps
+        is_last = step == updates * every  # no update follows, though steps may
         problem = self._island.after(step, share.valid_tokens, is_last=is_last)
         if problem is not None:
             raise AgreedFailure(f"step {step}: {problem}: {self._keep()}")

@@ -327,5 +327,29 @@ def test_replicas_that_train_on_while_they_wait_end_with_the_hubs_weights(
         check_equal(saved(made, name), last)
 
 
+@pytest.mark.parametrize("how", [{}, {"encoding": "int8"}, {"overlap": 1}], ids=str)
+def test_steps_after_the_last_update_keep_no_island_from_its_last_round(
+    how: dict[str, Any], lab: Lab
+) -> None:
+    made = lab.islands(2, **LORA, grad_accumulation_steps=2)
+    for each in made.values():
+        each["iters"] = 2 * H * ROUNDS + 1
+    hub = lab.train(made, **how)
+    assert hub.rounds.version == ROUNDS
+    for name in made:
+        check_equal(saved(made, name), weights_of(hub))
+
+
+def test_updates_that_are_not_due_to_be_reported_are_named(
+    lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = lab.islands(1, **LORA, iters=H * ROUNDS + 1)
+    hub = lab.train(made)
+    assert hub.rounds.version == ROUNDS
+    said = capsys.readouterr().out
+    assert f"--iters {H * (ROUNDS + 1)} has them all reported" in said
+    assert f"Updates {H * ROUNDS + 1} to {H * ROUNDS + 1} " in said
+
+
 def rounded(array: np.ndarray) -> np.ndarray:
     return np.array(mx.array(array).astype(mx.bfloat16).astype(mx.float32))
