@@ -21,6 +21,7 @@ from shardmlx.loading.tokenizer import read_tokenizer
 from shardmlx.training.load_run import load_run, show_ranks
 from shardmlx.training.plan_run import open_for_training, plan_run, read_sets
 from shardmlx.training.planned_run import PlannedRun
+from shardmlx.training.run_warnings import warn_of
 from shardmlx.training.sweep import plan_sweep, prepare_sweep
 from shardmlx.training.worker import TrainWorker
 
@@ -80,6 +81,7 @@ def prepare_training(config: TrainConfig, crew: Crew[TrainWorker], reporter: Rep
     """Check everything, then load the run on all ranks. On rank 0. Raises ``UserError``."""
     open_for_training(config, crew, reporter)
     planned, data = plan_run(config, crew, reporter)
+    warn_of(planned.config, reporter)
     load_run(crew, planned, data, reporter)
 
 
@@ -88,6 +90,7 @@ def dry_run(config: TrainConfig, crew: Crew[TrainWorker], reporter: Reporter) ->
     open_for_training(config, crew, reporter)
     if config.sweep is None:
         planned, _ = plan_run(config, crew, reporter)
+        warn_of(planned.config, reporter)
     else:
         planned = plan_sweep(config, crew, reporter).whole
     show_ranks(planned, crew.transport.hosts, reporter, {})

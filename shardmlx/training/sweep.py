@@ -30,6 +30,7 @@ from shardmlx.training.plan_run import (
     read_sets,
 )
 from shardmlx.training.planned_run import PlannedRun
+from shardmlx.training.run_warnings import warn_of
 from shardmlx.training.worker import TrainWorker
 
 
@@ -108,6 +109,7 @@ def prepare_sweep(config: TrainConfig, crew: Crew[TrainWorker], reporter: Report
         build_optimizer(planned[name].way.fine_tune)
         crew.all(TrainWorker.build, options, planned[name].way.fine_tune)
     for name, each in planned.items():
+        warn_of(each.config, reporter.of_run(name, None))
         crew.all(TrainWorker.build, each.config, each.way.fine_tune)
         load_run(crew, each, _own(sweep.data[name]), reporter, name)
 
