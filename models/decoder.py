@@ -241,6 +241,12 @@ class Decoder:
             return ChunkedMask(chunk, window_size, places, self._fuses)
         if cache is None and places is not None:
             return mx.array(places.mask(window_size))
+        if isinstance(cache, RotatingKVCache) and cache.keep:
+            if window_size is not None:
+                raise ValueError("sliding windows do not go with a cache that keeps first tokens")
+            count = h.shape[1]
+            if count > 1 and cache.offset + count > cache.max_size:
+                return _mask_of_limited(cache, count)
         return create_attention_mask(h, cache, window_size=window_size, **how)
 
     def _positions(self) -> mx.array | None:
@@ -260,6 +266,17 @@ class Decoder:
         for i, cache in zip(self.caches, caches, strict=False):
             every[i] = cache
         return every
+
+
+def _mask_of_limited(cache: RotatingKVCache, count: int) -> mx.array:
+    """Return which of the tokens held each of ``count`` new ones sees, for a cache that keeps the
+    first tokens of a text and the last ones: those that it would see if it came alone. mlx-lm's own
+    mask hides the first tokens from most of a chunk, so that a text depends on its chunks."""
+    before = min(cache.offset, cache.max_size - 1)
+    held = mx.arange(before + count)
+    new = held[before:, None]
+    is_near = held > new - (cache.max_size - cache.keep)
+    return (held <= new) & (is_near | (held < cache.keep))
 
 
 def _kind(cache: Any) -> tuple[Any, ...]:

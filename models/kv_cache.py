@@ -30,6 +30,12 @@ class CacheQuantisation:
     group_size: int
     start: int
 
+    @property
+    def border(self) -> int:
+        """Tokens of a sequence that see plain keys and values; all others see quantised ones.
+        Chunks of prompts end there too, so that a text does not depend on them."""
+        return max(self.start, 1)
+
     def nbytes(self, elements: float, dtype_bytes: int) -> float:
         """Return the bytes of so many elements, whose scales have ``dtype_bytes`` each."""
         return elements * (self.bits / 8 + 2 * dtype_bytes / self.group_size)

@@ -107,7 +107,7 @@ def _quantised(setup: GenerationSetup, how: CacheQuantisation, elements: int, to
     A sequence is quantised at the first step after it reaches the quantisation length. If sequences
     share ``cache_tokens``, those that end earlier stay unquantised.
     """
-    plain = min(tokens, setup.sequences * (how.start + setup.chunk + kv_cache.STEP))
+    plain = min(tokens, setup.sequences * (how.border + kv_cache.STEP))
     size = setup.model.dtype_bytes
     of_plain, packed = size * elements, how.nbytes(elements, size)
     if setup.cache_tokens is None:

@@ -226,6 +226,19 @@ def _packed(cache: Any, how: CacheQuantisation) -> Any:
     return cache.to_quantized(group_size=how.group_size, bits=how.bits)
 
 
+def check_limited(part: Slice, most: int, model_type: str) -> None:
+    """Raise ``UserError`` if ``part`` takes no caches of at most so many tokens. Nothing is
+    computed, no weight read."""
+    try:
+        part.try_step(part.new_caches(most))
+    except Exception as error:  # a model's code may raise whatever it likes
+        raise UserError(
+            f"--max-kv-size {most}: layers of {model_type} do not take a limited KV cache "
+            f"({one_line(error)})",
+            "leave it out",
+        ) from None
+
+
 def check_quantised(part: Slice, how: CacheQuantisation, model_type: str) -> None:
     """Raise ``UserError`` if ``part`` takes no such caches. Nothing is computed, no weight read."""
     caches = part.new_caches()

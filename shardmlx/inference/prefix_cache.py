@@ -15,7 +15,7 @@ from dataclasses import KW_ONLY, dataclass, field
 import numpy as np
 
 from shardmlx.common.digests import bytes_digest
-from shardmlx.models.kv_cache import held
+from shardmlx.models.kv_cache import CacheQuantisation, held
 from shardmlx.models.shape import ModelShape
 
 SHORTEST = 16
@@ -65,23 +65,35 @@ class KeptPrefix:
 class PrefixCache:
     """The ``kept`` sequences, the least recently used first. Only those of fewer than ``trimmable``
     tokens can be cut, others at borders if it ``has_borders``; a prefix of fewer than ``shortest``
-    is not worth it."""
+    is not worth it. Caches of ``quantised`` tokens and more are quantised, and serve only where
+    those of the prompt would be."""
 
     trimmable: int = sys.maxsize
     shortest: int = SHORTEST
     _: KW_ONLY
     has_borders: bool = False
+    quantised: int = sys.maxsize
     kept: dict[int, KeptPrefix] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, shape: ModelShape, max_kv_size: int | None = None, shortest: int = SHORTEST
+        cls,
+        shape: ModelShape,
+        max_kv_size: int | None = None,
+        shortest: int = SHORTEST,
+        quantisation: CacheQuantisation | None = None,
     ) -> PrefixCache:
-        """Return an empty one for a model whose caches have at most ``max_kv_size`` tokens."""
+        """Return an empty one for a model whose caches have at most ``max_kv_size`` tokens, and a
+        ``quantisation`` if they are quantised."""
         if shape.has_dynamic_rope:  # a beginning differs with what follows
             shortest = sys.maxsize
         has_borders = not shape.family.takes_cuts
-        return cls(cuttable(shape, max_kv_size), shortest, has_borders=has_borders)
+        return cls(
+            cuttable(shape, max_kv_size),
+            shortest,
+            has_borders=has_borders,
+            quantised=sys.maxsize if quantisation is None else quantisation.border,
+        )
 
     @property
     def tokens(self) -> int:
@@ -113,6 +125,8 @@ class PrefixCache:
             is_whole = length == len(kept.tokens)
             if not is_whole and len(kept.tokens) >= self.trimmable:
                 length = max((each for each in kept.borders if each <= length), default=0)
+            if length < self.quantised <= len(kept.tokens):
+                continue
             if length >= (best.length if best else self.shortest):
                 borders = kept.borders[:INHERITED] if is_whole else ()
                 best = CachedPrefix(sequence, length, is_whole, borders)

@@ -64,7 +64,11 @@ class InferenceRun:
     def first_stage(self, patience: int | None = None) -> FirstStage:
         """Return the stage of rank 0."""
         setup, load = self.plan.setup, self.plan.load
-        kept = PrefixCache.of(self.shape, setup.max_kv_size) if load.keeps_prefixes else None
+        how = setup.quantisation
+        quantised = 0 if how is None else how.border
+        kept = None
+        if load.keeps_prefixes:
+            kept = PrefixCache.of(self.shape, setup.max_kv_size, quantisation=how)
         drafting = None
         if self.config.draft != NO_DRAFT:
             own = HeadDrafter() if self.config.draft == HEAD else LookupDrafter()
@@ -73,14 +77,14 @@ class InferenceRun:
                 self.config.most_drafts,
                 fixed=self.config.num_draft_tokens is not None,
                 cuttable=self.plan.cuttable,
-                quantised=0 if setup.quantisation is None else setup.quantisation.start,
+                quantised=quantised,
                 back_off=BackOff(
                     FIRST if self.config.draft == LOOKUP else FIRST_OF_MODEL,
                     1 if self.config.draft == HEAD else self.plan.stage_map.num_stages,
                 ),
             )
         scheduler = Scheduler(
-            self.plan.groups, setup.sequences, setup.chunk, patience, load.capacity
+            self.plan.groups, setup.sequences, setup.chunk, patience, load.capacity, quantised
         )
         return FirstStage(self._worker(), scheduler, kept, drafting)
 

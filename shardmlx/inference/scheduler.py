@@ -132,8 +132,9 @@ class Scheduler:
     as many as have room in it, each counted as long as the longest is. Others wait in order, those
     that were put back before all others. Prefill goes first, in chunks of ``chunk`` tokens, so that
     groups are full when they take their turns; with ``patience`` at most so many chunks come
-    between two decode steps. ``find_prefix`` says what the prefix cache holds of the prompt of a
-    sequence whose turn has come, and at which borders its chunks also end.
+    between two decode steps. Where KV caches are ``quantised``, after so many tokens, a chunk ends.
+    ``find_prefix`` says what the prefix cache holds of the prompt of a sequence whose turn has
+    come, and at which borders its chunks also end.
     """
 
     groups: int
@@ -141,6 +142,7 @@ class Scheduler:
     chunk: int
     patience: int | None = None
     capacity: int | None = None
+    quantised: int = 0
     find_prefix: Callable[[int], tuple[CachedPrefix | None, Sequence[int]]] = lambda _: (None, ())
 
     def __post_init__(self) -> None:
@@ -282,7 +284,8 @@ class Scheduler:
         # decode step, or in a chunk of its own where nothing else of the prompt is to be computed.
         is_last = prompt.left == 1
         done = prompt.tokens - prompt.left
-        stop = next((each for each in prompt.borders if each > done), prompt.tokens - 1)
+        ends = (*prompt.borders, self.quantised, prompt.tokens - 1)
+        stop = min((each for each in ends if each > done), default=prompt.tokens)
         length = 1 if is_last else min(self.chunk, stop - done)
         item = Item(
             ItemKind.PREFILL,

@@ -15,7 +15,7 @@ from shardmlx.distributed.mlx_group import join_group
 from shardmlx.distributed.transport import Transport
 from shardmlx.inference.draft_model import ModelDrafter
 from shardmlx.inference.grammars import Grammars, has_llguidance
-from shardmlx.inference.kv_caches import check_quantised
+from shardmlx.inference.kv_caches import check_limited, check_quantised
 from shardmlx.inference.plan import InferencePlan, check_gives_back
 from shardmlx.inference.prefix_files import PrefixFiles, weights_of
 from shardmlx.inference.prompts import PromptEncoder
@@ -69,6 +69,8 @@ class InferenceWorker(ModelWorker):
         if self._all_sum is not None:
             share = plan.mesh.share(rank)
             take_share(part, opened.shape, plan.shares, share, self._all_sum)
+        if (limit := plan.setup.max_kv_size) is not None:
+            check_limited(part, limit, opened.shape.model_type)
         if config.cache_quantisation is not None:
             check_quantised(part, config.cache_quantisation, opened.shape.model_type)
         self._run = InferenceRun(

@@ -96,7 +96,8 @@ def on_ranks(
         worker = StageWorker(transport, part, caches, BatchSampler(7), files, of_head, mesh=mesh)
         if rank > 0:
             return LaterStage(worker).run()
-        scheduler = Scheduler(groups or len(ranges), most, chunk, patience, capacity)
+        quantised = 0 if quantisation is None else quantisation.border
+        scheduler = Scheduler(groups or len(ranges), most, chunk, patience, capacity, quantised)
         first_stage = FirstStage(worker, scheduler, prefix_cache, drafting)
         if prefixes:
             first_stage.restore(prefixes)

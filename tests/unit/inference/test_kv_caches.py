@@ -13,7 +13,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, Rotating
 from shardmlx.costmodel.generation_memory import GenerationSetup, kv_cache_memory
 from shardmlx.costmodel.workload import ModelSizes
 from shardmlx.errors import UserError
-from shardmlx.inference.kv_caches import KVCaches, check_quantised
+from shardmlx.inference.kv_caches import KVCaches, check_limited, check_quantised
 from shardmlx.inference.prefix_cache import CachedPrefix
 from shardmlx.inference.scheduler import Item, ItemKind
 from shardmlx.modelfiles.parts import read_shape
@@ -140,16 +140,16 @@ def test_one_that_is_kept_is_quantised_and_may_be_cut() -> None:
     caches = KVCaches(lambda: [KVCache()], PACKED)
     fed(caches, 1, 150)
     caches.update(Item(ItemKind.IDLE, kept=(1,)))
-    begin = CachedPrefix(sequence=1, length=30, is_whole=False)
+    begin = CachedPrefix(sequence=1, length=110, is_whole=False)
     joining = Item(ItemKind.PREFILL, (2,), prefix=begin)
     caches.update(joining)
     (cut,) = caches.of(joining)
     (kept,) = caches.of(Item(ItemKind.PREFILL, (1,)))
     assert isinstance(kept, QuantizedKVCache)
-    assert (kept.offset, cut.offset) == (150, 30)
+    assert (kept.offset, cut.offset) == (150, 110)
     for array, whole in zip((*cut.keys, *cut.values), (*kept.keys, *kept.values), strict=True):
-        assert mx.array_equal(array, whole[..., :30, :])
-        assert array.shape[2] == 30
+        assert mx.array_equal(array, whole[..., :110, :])
+        assert array.shape[2] == 110
 
 
 @pytest.mark.parametrize("tokens", [90, 600])
@@ -221,3 +221,11 @@ def test_layers_that_take_no_quantised_caches_are_found_out_before_weights_are_r
     part = Slice(build(CONFIGS[family] | {"head_dim": head_dim}), 0, 4)
     with pytest.raises(UserError, match=rf"^--kv-bits 4: layers of {family} do not take .*{fault}"):
         check_quantised(part, PACKED, family)
+
+
+def test_windows_in_whole_caches_take_no_limited_ones() -> None:
+    """mlx-lm's model of this type masks what they do not see. Weights are not read."""
+    check_limited(Slice(build(CONFIGS["qwen3"]), 0, 4), 16, "qwen3")
+    part = Slice(build(CONFIGS["mistral3"]), 0, 4)
+    with pytest.raises(UserError, match=r"^--max-kv-size 16: layers of mistral3 do not take"):
+        check_limited(part, 16, "mistral3")

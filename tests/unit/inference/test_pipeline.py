@@ -134,25 +134,49 @@ def test_many_texts_at_once_are_those_of_each_alone(variant: str, cut: list[int]
     ]
 
 
-@pytest.mark.parametrize("variant", ["qwen2", "llama"])
-def test_a_cache_of_limited_size(variant: str) -> None:
+LIMIT = 16
+
+
+@pytest.mark.parametrize("length", [7, 16, 17, 30, 61])
+@pytest.mark.parametrize("cut", [[6], [2, 3, 1]], ids=str)
+def test_with_a_limited_cache_a_text_does_not_depend_on_the_chunk(
+    cut: list[int], length: int
+) -> None:
+    """It is mlx-lm's, if that takes a token at a time: each sees the first four and the last twelve
+    of those before it. mlx-lm's text depends on its chunk."""
+    tokens = prompt(length)
+    alone = expected("qwen2", tokens, 25, chunk=1, max_kv_size=LIMIT)
+    if length > 2 * LIMIT:
+        assert alone != expected("qwen2", tokens, 25, max_kv_size=LIMIT)
+        assert alone != expected("qwen2", tokens, 25)
+    for chunk in (1, 2, 3, 5, 15, 16, 17, 20, 64):
+        texts = generate("qwen2", cut, [tokens], [25], chunk=chunk, max_kv_size=LIMIT)
+        assert texts == [alone]
+
+
+def test_a_family_that_chooses_its_caches_ignores_a_limit() -> None:
     tokens = prompt(30)
-    texts = generate(variant, [3, 3], [tokens], [25], chunk=8, max_kv_size=16)
-    assert texts == [expected(variant, tokens, 25, chunk=8, max_kv_size=16)]
+    texts = generate("llama", [3, 3], [tokens], [25], chunk=8, max_kv_size=LIMIT)
+    assert texts == [expected("llama", tokens, 25)]
 
 
-@pytest.mark.parametrize("start", [12, 25])
-def test_quantised_caches(start: int) -> None:
-    """From a chunk in the middle on, and from an answer's token on."""
+def quantised(start: int) -> tuple[CacheQuantisation, dict[str, int]]:
+    """The options of ours and of mlx-lm for caches of four bits."""
     how = CacheQuantisation(bits=4, group_size=32, start=start)
-    theirs = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": start}
+    return how, {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": start}
+
+
+@pytest.mark.parametrize("start", [0, 1, 12, 16, 25])
+def test_with_quantised_caches_a_text_does_not_depend_on_the_chunk(start: int) -> None:
+    """From the first token on, from within a prompt, and from an answer's token on. It is
+    mlx-lm's, if that takes a token at a time."""
+    how, theirs = quantised(start)
     prompts = [prompt(21), prompt(30)]
-    texts = generate(WIDE, [2, 3, 1], prompts, [12, 9], chunk=8, groups=2, quantisation=how)
-    assert texts == [
-        expected(WIDE, tokens, count, chunk=8, **theirs)
-        for tokens, count in zip(prompts, [12, 9], strict=True)
-    ]
-    assert texts[0] != expected(WIDE, prompts[0], 12, chunk=8)
+    alone = [expected(WIDE, tokens, 12, chunk=1, **theirs) for tokens in prompts]
+    assert alone[0] != expected(WIDE, prompts[0], 12)
+    for chunk in (1, 5, 8, 16, 64):
+        more: dict[str, Any] = {"chunk": chunk, "groups": 2, "quantisation": how}
+        assert generate(WIDE, [2, 3, 1], prompts, [12, 12], **more) == alone
 
 
 def serve(
@@ -165,6 +189,51 @@ def serve(
     """What ``work`` makes of a first stage that keeps sequences."""
     prefixes = PrefixCache(trimmable, shortest=4)
     return staged(variant, cut, work, prefix_cache=prefixes, **how)
+
+
+START = 20
+
+
+@pytest.mark.parametrize("chunk", [4, 32])
+@pytest.mark.parametrize("kind", ["limited", "quantised"])
+def test_a_text_does_not_depend_on_what_others_left_in_the_prefix_cache(
+    kind: str, chunk: int
+) -> None:
+    """Some wait, some go on from a kept text that was longer than the limit, and some begin like
+    one. What is kept is quantised from a length on that a prompt may not have."""
+    variant, limit, how, theirs = "qwen2", LIMIT, None, {"max_kv_size": LIMIT}
+    if kind == "quantised":
+        variant, limit, (how, theirs) = WIDE, None, quantised(START)
+    first = [prompt(length) for length in (30, 9, 22)]
+    again = {20: [*first[0][:18], *prompt(11)], 21: [*first[0][:26], *prompt(5)]}
+    again |= {22: [*first[1][:8], *prompt(30)], 23: first[0][:19], 24: first[0][:20]}
+
+    def work(first_stage: FirstStage) -> tuple[dict[int, list[int]], dict[int, int]]:
+        add_all(first_stage, dict(enumerate(first)), 80)
+        texts = texts_of(first_stage, {0: 6, 1: 4, 2: 3})
+        later = {10 + i: [*tokens, *texts[i], *prompt(11)] for i, tokens in enumerate(first)}
+        cached: dict[int, int] = {}
+        for group in (again, later):
+            add_all(first_stage, group, 100)
+            texts |= texts_of(first_stage, dict.fromkeys(group, 8), cached)
+        return texts, cached
+
+    border = 10**9 if how is None else how.border
+    prefixes = PrefixCache(limit or 10**9, 4, quantised=border)
+    more: dict[str, Any] = {"max_kv_size": limit, "quantisation": how, "chunk": chunk}
+    more |= {"prefix_cache": prefixes, "groups": 4, "most": 2, "patience": 1}
+    texts, cached = staged(variant, [3, 3], work, **more)
+    later = {10 + i: [*tokens, *texts[i], *prompt(11)] for i, tokens in enumerate(first)}
+    assert texts == {
+        number: expected(variant, tokens, len(texts[number]), chunk=1, **theirs)
+        for number, tokens in (dict(enumerate(first)) | again | later).items()
+    }
+    assert {number: cached[number] for number in later} == {10: 35, 11: 12, 12: 24}
+    begun = {number: cached[number] for number in (20, 21, 22)}
+    if kind == "limited":
+        assert begun == {20: 0, 21: 0, 22: 8}
+    else:
+        assert begun == {20: 0, 21: 26, 22: 8}
 
 
 @pytest.mark.parametrize("cut", [[6], [2, 3, 1]], ids=str)
@@ -254,10 +323,17 @@ def test_texts_without_a_limit_leave_what_is_kept_until_they_need_its_room() -> 
 
 
 @pytest.mark.parametrize(
-    ("variant", "cut"), [("llama", [2, 3, 1]), ("llama with windows", [6])], ids=str
+    ("variant", "cut", "limits"),
+    [
+        ("llama", [2, 3, 1], {}),
+        ("llama with windows", [6], {}),
+        ("qwen2", [6], {"max_kv_size": 200}),
+        (WIDE, [6], {"quantisation": quantised(255)[0]}),
+    ],
+    ids=["plain", "windows", "limited", "quantised"],
 )
 def test_a_text_that_is_put_back_goes_on_as_if_nothing_had_been(
-    variant: str, cut: list[int]
+    variant: str, cut: list[int], limits: dict[str, Any]
 ) -> None:
     prompts = {number: prompt(250 + number, seed=number) for number in range(3)}
     how = {
@@ -271,10 +347,11 @@ def test_a_text_that_is_put_back_goes_on_as_if_nothing_had_been(
             first_stage.add(number, tokens, how[number], context=900)
         return texts_of(first_stage, {0: 20, 1: 12, 2: 12})
 
-    plenty = serve(variant, cut, work, trimmable=WINDOW, chunk=64)
-    assert plenty[0] == expected(variant, prompts[0], 20)
+    plenty = serve(variant, cut, work, trimmable=WINDOW, chunk=64, groups=3, **limits)
+    assert limits or plenty[0] == expected(variant, prompts[0], 20)
     # Room for all three prompts, and with the 257th token for one.
-    assert serve(variant, cut, work, trimmable=WINDOW, capacity=2 * 512, chunk=64) == plenty
+    limits |= {"capacity": 2 * 512, "groups": 3}
+    assert serve(variant, cut, work, trimmable=WINDOW, chunk=64, **limits) == plenty
 
 
 def test_a_text_that_is_put_back_may_be_cancelled() -> None:

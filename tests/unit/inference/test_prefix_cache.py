@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from shardmlx.inference.prefix_cache import CachedPrefix, PrefixCache
-from shardmlx.models.kv_cache import held
+from shardmlx.modelfiles.parts import read_shape
+from shardmlx.models.kv_cache import CacheQuantisation, held
+from tests.helpers.family_configs import CONFIGS
 
 
 def test_caches_have_room_for_whole_steps() -> None:
@@ -37,6 +39,24 @@ def test_what_has_been_forgotten_cannot_be_cut() -> None:
     assert cache.take([1, 2, 3, 4, 9]) == CachedPrefix(sequence=0, length=4, is_whole=True)
     cache.keep(1, [1, 2, 3])
     assert cache.take([1, 2, 9, 9]) == CachedPrefix(sequence=1, length=2, is_whole=False)
+
+
+def test_a_quantised_cache_serves_only_where_that_of_the_prompt_would_be_quantised() -> None:
+    """From four tokens on: the text of a prompt does not depend on others."""
+    how = CacheQuantisation(bits=4, group_size=32, start=4)
+    cache = PrefixCache.of(read_shape(CONFIGS["qwen3"]), shortest=2, quantisation=how)
+    cache.keep(0, [1, 2, 3, 4, 5, 6])
+    assert cache.take([1, 2, 3, 9, 9]) is None
+    assert cache.take([1, 2, 3, 4, 9]) == CachedPrefix(sequence=0, length=4, is_whole=False)
+    cache.keep(1, [1, 2, 3])  # plain
+    assert cache.take([1, 2, 9, 9]) == CachedPrefix(sequence=1, length=2, is_whole=False)
+    assert cache.take([1, 2, 3, 9]) == CachedPrefix(sequence=1, length=3, is_whole=True)
+    # Of a recurrent model a border counts as the length that it is cut to.
+    cache = PrefixCache(0, shortest=2, has_borders=True, quantised=4)
+    cache.keep(0, [1, 2, 3, 4, 5, 6], borders=(3, 5))
+    assert cache.take([1, 2, 3, 4, 9, 9]) is None
+    begin = CachedPrefix(sequence=0, length=5, is_whole=False)
+    assert cache.take([1, 2, 3, 4, 5, 9, 9]) == begin
 
 
 def test_those_used_longest_ago_go_first() -> None:

@@ -64,6 +64,16 @@ def test_prompts_go_first_then_groups_take_turns(
     assert " ".join(play(scheduler, len(items.split()), delay)) == items
 
 
+@pytest.mark.parametrize(
+    ("quantised", "items"),
+    [(0, "a4 a3 A"), (1, "a1 a4 a2 A"), (4, "a4 a3 A"), (6, "a4 a2 a1 A"), (7, "a4 a3 A")],
+)
+def test_a_chunk_ends_where_caches_are_quantised(quantised: int, items: str) -> None:
+    scheduler = Scheduler(groups=1, most=1, chunk=4, quantised=quantised)
+    scheduler.add(0, 8)
+    assert " ".join(play(scheduler, len(items.split()))) == items
+
+
 def test_a_sequence_that_ends_makes_room_for_one_that_waits() -> None:
     scheduler = Scheduler(groups=1, most=2, chunk=4)
     for sequence in range(3):

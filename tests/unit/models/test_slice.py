@@ -14,9 +14,12 @@ from shardmlx.engine.batches import MicroBatch, split
 from shardmlx.engine.loss import token_loss
 from shardmlx.engine.stage import Stage
 from shardmlx.models.slice import Slice
+from tests.helpers.family_configs import CONFIGS
 from tests.helpers.models_and_batches import (
+    VOCABULARY,
     all_answers,
     backward,
+    build,
     check_same,
     logits_of,
     random_batch,
@@ -25,6 +28,7 @@ from tests.helpers.models_and_batches import (
     tiny_model,
     with_adapters,
 )
+from tests.helpers.undeclared_configs import UNDECLARED
 
 BATCH = random_batch(6)
 SCALE = 1 / BATCH.valid_tokens
@@ -181,6 +185,22 @@ def test_a_gradient_that_lies_across_in_memory_is_filled_in_the_right_order() ->
     stage.fill_cotangent(0, across)
 
     assert mx.array_equal(stage.cotangent(0), across)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gemma2", "deepseek_v3", "stablelm", "gpt2"])
+def test_in_a_limited_cache_a_token_sees_what_it_would_see_alone(family: str) -> None:
+    """The first four tokens and the last twelve, whatever comes in the same chunk."""
+    part = Slice(build((CONFIGS | UNDECLARED)[family], seed=3), 0, 4)
+    tokens = mx.array([np.random.RandomState(0).randint(1, VOCABULARY, size=50).tolist()])
+
+    def states(chunk: int) -> np.ndarray:
+        caches = part.new_caches(16)
+        pieces = [part.extend(tokens[:, s : s + chunk], caches) for s in range(0, 50, chunk)]
+        return np.array(mx.concatenate(pieces, axis=1))
+
+    alone = states(1)
+    for chunk in (3, 16, 17, 50):
+        np.testing.assert_allclose(states(chunk), alone, atol=1e-5 * np.abs(alone).max())
 
 
 def test_weights_in_parts_come_one_part_after_the_other() -> None:
