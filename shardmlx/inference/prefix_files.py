@@ -32,8 +32,11 @@ from shardmlx.models.slice import Slice
 
 INDEX = "prefixes.json"
 
-SAMPLE = 128
-"""Numbers at both ends of each weight by which a model is known: reading all takes long."""
+UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+"""Types of so many bytes, as which bits are summed."""
+
+RULE = 2
+"""Number of the rules by which keys and values are computed: files of others are not theirs."""
 
 SUFFIX = ".safetensors"
 
@@ -148,23 +151,30 @@ class PrefixFiles:
         return {path: path.name.split("-")[0] for path in files}
 
 
-def place_of(directory: str, weights: Iterable[Mapping[str, str]], settings: Sequence[Any]) -> Path:
-    """Return the place in ``directory`` for a model of these ``weights``, as ``weights_of`` says
-    of each rank's, with caches of these ``settings``."""
-    everything = {name: digest for mine in weights for name, digest in mine.items()}
-    model = json_digest([everything, *settings, version("mlx-lm")])[:16]
+def place_of(directory: str, content: Iterable[Mapping[str, str]], settings: Sequence[Any]) -> Path:
+    """Return the place in ``directory`` for a model of this ``content``, as ``content_of`` says of
+    each rank's. ``settings`` say what beside weights decides on keys and values."""
+    everything = {name: digest for mine in content for name, digest in mine.items()}
+    model = json_digest([everything, *settings, version("mlx-lm"), RULE])[:16]
     return Path(directory).expanduser() / model
 
 
-def weights_of(part: Slice) -> dict[str, str]:
-    """Return a digest of each parameter's shape, type and both ends."""
-    digests = {}
+def content_of(part: Slice) -> dict[str, str]:
+    """Return a digest of each parameter's shape, type and content, and the scales of adapters."""
+    content = {}
     for name, array in part.parameters().items():
-        flat = array.reshape(-1)
-        ends = mx.concatenate([flat[:SAMPLE], flat[-SAMPLE:]]).view(mx.uint8)
+        bits = array.reshape(-1) if array.ndim < 2 else array
+        bits = bits.view(UNSIGNED[array.dtype.size])
+        # A sum for each row takes less time than to read the weights did.
+        sums = bits.sum(axis=-1) if array.ndim > 1 else bits
         about = f"{array.shape} {array.dtype}".encode()
-        digests[name] = bytes_digest(about + np.array(ends).tobytes())
-    return digests
+        content[name] = bytes_digest(about + np.array(sums).tobytes())
+    for number, layer in part.layers.items():
+        for name, module in layer.named_modules():
+            scale = getattr(module, "scale", None)
+            if isinstance(scale, float):
+                content[f"{number}.{name}.scale"] = repr(scale)
+    return content
 
 
 def _layer_of(path: Path) -> str:

@@ -17,7 +17,7 @@ from shardmlx.inference.draft_model import ModelDrafter
 from shardmlx.inference.grammars import Grammars, has_llguidance
 from shardmlx.inference.kv_caches import check_limited, check_quantised
 from shardmlx.inference.plan import InferencePlan, check_gives_back
-from shardmlx.inference.prefix_files import PrefixFiles, weights_of
+from shardmlx.inference.prefix_files import PrefixFiles, content_of
 from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.run import InferenceRun
 from shardmlx.inference.sampler import random_state
@@ -107,9 +107,9 @@ class InferenceWorker(ModelWorker):
         """Let answers keep to grammars."""
         self._run = replace(self.run, grammars=grammars)
 
-    def weights(self) -> dict[str, str]:
-        """Return what tells this rank's weights from others."""
-        return weights_of(self.run.part)
+    def content(self) -> dict[str, str]:
+        """Return what tells this rank's part of the model from others."""
+        return content_of(self.run.part)
 
     def open_prefix_files(self, directory: Path) -> None:
         """Keep prefixes in files from now on. Raises ``UserError``."""

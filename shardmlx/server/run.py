@@ -82,8 +82,9 @@ def _find_prefixes(crew: Crew[InferenceWorker], directory: str) -> list[KeptPref
     """Return the sequences that an earlier server kept and all ranks can read; name the others.
     Raises ``UserError``."""
     plan = crew.worker.run.plan
-    settings = plan.setup.max_kv_size, str(plan.setup.quantisation), plan.shares.weights
-    place = place_of(directory, crew.all(InferenceWorker.weights), settings)
+    setup = plan.setup
+    settings = plan.model, setup.max_kv_size, str(setup.quantisation), plan.shares.weights
+    place = place_of(directory, crew.all(InferenceWorker.content), settings)
     crew.all(InferenceWorker.open_prefix_files, place)
     files = crew.worker.run.prefix_files
     assert files is not None, "they were opened"

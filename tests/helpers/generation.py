@@ -17,7 +17,7 @@ from shardmlx.inference.kv_caches import KVCaches
 from shardmlx.inference.later_stage import LaterStage
 from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.prefix_cache import PrefixCache
-from shardmlx.inference.prefix_files import PrefixFiles, place_of, weights_of
+from shardmlx.inference.prefix_files import PrefixFiles, content_of, place_of
 from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 from shardmlx.inference.scheduler import Scheduler
@@ -85,7 +85,7 @@ def on_ranks(
         files, prefixes = None, []
         if directory is not None:
             layers = part.cache_names if of_head is None else (*part.cache_names, HEAD)
-            weights = transport.all_gather(weights_of(part), "weights")
+            weights = transport.all_gather(content_of(part), "weights")
             files = PrefixFiles.opened(place_of(str(directory), weights, ()), layers)
             keys = [each.key for each in files.read_index()]
             faults = transport.all_gather(files.faults(keys), "faults")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from shardmlx.modelfiles.parts import read_shape
 from shardmlx.models.kv_cache import CacheQuantisation
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.generation import by_mlx_lm, on_ranks, texts_of
-from tests.helpers.models_and_batches import build, tiny_config
+from tests.helpers.models_and_batches import build, move_trained, tiny_config, with_adapters
 from tests.helpers.undeclared_configs import UNDECLARED
 
 LAYERS, COUNT = 4, 6
@@ -46,6 +47,7 @@ def serve(
     kind: str = PLAIN,
     cut: int = 2,
     seed: int = 1,
+    change: Callable[[nn.Module], object] = lambda model: None,
     before: Callable[[], object] = lambda: None,
     **how: Any,
 ) -> tuple[list[int], int, list[str]]:
@@ -58,8 +60,12 @@ def serve(
         first_stage.add(0, prompt, SamplingParams(), context=100)
         return texts_of(first_stage, {0: COUNT}, cached)[0]
 
+    models = [model_of(kind, seed) for _ in range(2)]
+    for model in models:
+        change(model)
+        mx.eval(model.parameters())
     text = on_ranks(
-        [model_of(kind, seed) for _ in range(2)],
+        models,
         [(0, cut), (cut, LAYERS)],
         work,
         prefix_cache=PrefixCache.of(read_shape(MODELS[kind]), shortest=4),
@@ -96,6 +102,36 @@ def test_quantised_caches_are_found_again(tmp_path: Path) -> None:
 def test_another_model_finds_nothing(tmp_path: Path) -> None:
     serve(tmp_path, PROMPT)
     assert serve(tmp_path, OTHER, seed=2)[1:] == (0, [])
+
+
+def change_a_number(model: nn.Module) -> None:
+    """In the middle of a matrix."""
+    weight = model.layers[1].self_attn.k_proj.weight
+    weight[9, 5] += 0.5
+
+
+def exchange_rows(model: nn.Module) -> None:
+    weight = model.layers[1].self_attn.k_proj.weight
+    weight[8:10] = weight[mx.array([9, 8])]
+
+
+def train_adapters(model: nn.Module, scale: float) -> None:
+    move_trained(with_adapters(model, scale=scale), 0.1)
+
+
+@pytest.mark.parametrize("change", [change_a_number, exchange_rows])
+def test_a_model_that_differs_in_a_few_numbers_finds_nothing(
+    change: Callable[[nn.Module], None], tmp_path: Path
+) -> None:
+    serve(tmp_path, PROMPT)
+    assert serve(tmp_path, OTHER, change=change)[1:] == (0, [])
+    assert serve(tmp_path, OTHER)[1:] == (30, [])
+
+
+def test_adapters_of_another_scale_find_nothing(tmp_path: Path) -> None:
+    serve(tmp_path, PROMPT, change=partial(train_adapters, scale=2.0))
+    assert serve(tmp_path, OTHER, change=partial(train_adapters, scale=4.0))[1:] == (0, [])
+    assert serve(tmp_path, OTHER, change=partial(train_adapters, scale=2.0))[1:] == (30, [])
 
 
 def test_a_sequence_with_a_damaged_layer_or_without_one_is_passed_over_by_name(
