@@ -16,6 +16,7 @@ from shardmlx.checkpoint.store import MARKER
 from shardmlx.common.cli import BAD_INPUT
 from shardmlx.common.environment import keep_awake
 from shardmlx.common.formatting import plural
+from shardmlx.common.passed_stdin import pass_stdin_on
 from shardmlx.errors import Stopped, UserError, one_line
 from shardmlx.hosts.findings import Finding
 from shardmlx.hosts.launch_options import LaunchOptions, plan_again, read_options, replaced
@@ -81,6 +82,8 @@ def final_status(
 def run(words: Sequence[str]) -> int:
     """Start the job as often as it makes sense; return the exit status."""
     options = read_options(words)
+    if options.control.reads_stdin:
+        pass_stdin_on(whole=options.command == "generate")
     supervisor = Supervisor(options.control)
     keep_awake()  # between two starts, too
     with supervisor.listening():

@@ -1,9 +1,8 @@
 """The lines that a user types to ``chat``: edited at a terminal, or from a pipe or a file.
 
 mpirun keeps each line that a rank writes to its end, so rank 0 writes to the terminal itself. Keys
-reach rank 0 through mpirun, which passes on at once what it reads from the terminal. mpirun of Open
-MPI 5 does not pass on that its stdin ends (openpmix/openpmix, pull request 4024): where that is a
-pipe or a file, silence is taken for the end.
+reach rank 0 through mpirun, which passes on at once what it reads from the terminal. Where stdin is
+a pipe or a file, launch passes on its end; of another mpirun silence is taken for it.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import select
 import signal
 import subprocess
 import sys
@@ -31,6 +29,7 @@ from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.utils import DummyContext
 
 from shardmlx.common.formatting import without_controls
+from shardmlx.common.passed_stdin import StdinReader
 from shardmlx.distributed.processes import find_mpirun, open_file, under_mpirun
 
 SECONDS_OF_SILENCE = 2.0  # after which silence is taken for the end of a pipe or a file
@@ -57,7 +56,7 @@ class PipedLines:
     def __init__(
         self, fd: int = 0, ends_in_silence: bool | None = None, *, prompt: str = ""
     ) -> None:
-        self._fd = fd
+        self._source = StdinReader(fd)
         self._prompt = prompt
         if ends_in_silence is None:
             source = _launcher_file(0)
@@ -75,7 +74,7 @@ class PipedLines:
         while self._is_open and not self._lines:
             if self._read(SECONDS_BETWEEN_CALLS):
                 heard = time.monotonic()
-            elif self._ends_in_silence and time.monotonic() - heard > SECONDS_OF_SILENCE:
+            elif self._is_over(time.monotonic() - heard):
                 self._end()
             else:
                 meanwhile()
@@ -102,14 +101,26 @@ class PipedLines:
 
     def _read(self, seconds: float) -> bool:
         """Return whether anything has come within ``seconds``, the end included."""
-        ready, _, _ = select.select([self._fd], [], [], seconds)
-        if not ready:
+        data = self._source.read(seconds)
+        if data is None:
             return False
-        data = os.read(self._fd, 1 << 16)
         *whole, self._incomplete = (self._incomplete + data).split(b"\n")
         self._lines += [line.decode(errors="replace").rstrip("\r") for line in whole]
         if not data:
             self._end()
+        return True
+
+    def _is_over(self, silence: float) -> bool:
+        """Return whether so many seconds of silence are the end; say so then."""
+        hides_end = self._ends_in_silence and not self._source.tells_end
+        if not hides_end or silence <= SECONDS_OF_SILENCE:
+            return False
+        print(
+            f"shardmlx: chat ends: nothing more came from stdin within {SECONDS_OF_SILENCE:g} s, "
+            "and mpirun does not tell its end (shardmlx launch does)",
+            file=sys.stderr,
+            flush=True,
+        )
         return True
 
     def _end(self) -> None:

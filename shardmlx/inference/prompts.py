@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
-import select
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardmlx.common.passed_stdin import StdinReader
 from shardmlx.common.yaml_reader import check_keys
+from shardmlx.distributed.processes import under_mpirun
 from shardmlx.errors import PromptTooLong, UserError, file_access, refusing, unknown_token
 from shardmlx.inference.answer_format import AnswerFormat, Tool
 from shardmlx.inference.chat_forms import template_text
@@ -27,8 +28,11 @@ KEYS = ("prompt", "messages", "max_tokens")
 SECONDS_TO_BEGIN = 30.0  # for the first characters of stdin
 
 SECONDS_TO_END = 1.0
-"""Seconds of silence after which stdin is taken to have ended: mpirun of Open MPI 5 passes on what
-comes, but not that it ends (openpmix/openpmix, pull request 4024)."""
+"""Seconds of silence after which stdin of an mpirun that launch has not started is taken to have
+ended: it may not tell."""
+
+SHOWN = 30
+"""Characters at the end of what was taken that are shown."""
 
 USUAL_CHARACTERS = 4
 """Characters of a token, about: a text with fewer a token is not worth a look beforehand."""
@@ -195,19 +199,42 @@ def read_prompts(path: str | Path, max_tokens: int) -> list[PromptRequest]:
     return requests
 
 
-def read_stdin(fd: int = 0) -> str:
-    """Read all text from stdin, but its last line end. Raises ``UserError`` if none comes."""
-    read = b""
-    while select.select([fd], [], [], SECONDS_TO_END if read else SECONDS_TO_BEGIN)[0]:
-        part = os.read(fd, 1 << 16)
-        if not part:
+def read_stdin(fd: int = 0, *, hides_end: bool | None = None) -> str:
+    """Read all text from stdin, but its last line end. Where mpirun ``hides_end``, by default in a
+    job that launch has not started, silence is taken for the end, and stderr tells so. Raises
+    ``UserError`` if no text comes."""
+    if hides_end is None:
+        hides_end = under_mpirun()
+    source, read = StdinReader(fd), b""
+    while (part := source.read(_patience(source, read, hides_end))) != b"":
+        if part is None:
             break
         read += part
     with refusing("--prompt -: stdin is no UTF-8 text"):
         text = read.decode().removesuffix("\n").removesuffix("\r")
     if not text:
         raise UserError("--prompt -: nothing came from stdin", "write a text into it")
+    if part is None:
+        if source.tells_end:
+            raise UserError(
+                f"--prompt -: the end of stdin did not come within {SECONDS_TO_BEGIN:g} s",
+                "start it anew",
+            )
+        print(
+            f"shardmlx: --prompt -: took {len(text)} characters, up to {text[-SHOWN:]!r}, for all: "
+            f"nothing more came from stdin within {SECONDS_TO_END:g} s, and mpirun does not tell "
+            "its end (shardmlx launch does)",
+            file=sys.stderr,
+            flush=True,
+        )
     return text
+
+
+def _patience(source: StdinReader, read: bytes, hides_end: bool) -> float | None:
+    """Return the seconds that stdin, of which so much is ``read``, may be silent."""
+    if not hides_end:
+        return None
+    return SECONDS_TO_END if read and not source.tells_end else SECONDS_TO_BEGIN
 
 
 def _request(line: bytes, where: str, max_tokens: int) -> PromptRequest:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from mlx_lm.tokenizer_utils import load
 from mlx_lm.tool_parsers import json_tools
 from tokenizers import AddedToken
 
+from shardmlx.common.passed_stdin import MARK
 from shardmlx.errors import PromptTooLong, UserError
 from shardmlx.inference import prompts
 from shardmlx.inference.answer_format import HARMONY, json_calls
@@ -71,7 +74,31 @@ def test_a_file_that_cannot_be_used(content: bytes | None, tmp_path: Path) -> No
         read_prompts(path, 100)
 
 
-def test_text_from_stdin_ends_with_it_or_with_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_from_stdin_is_read_to_its_end_however_long_it_pauses(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Without mpirun."""
+    monkeypatch.setattr(prompts, "SECONDS_TO_END", 0.01)
+    monkeypatch.setattr(prompts, "SECONDS_TO_BEGIN", 0.01)
+    read, write = os.pipe()
+
+    def feed() -> None:
+        with os.fdopen(write, "wb", buffering=0) as file:
+            for part in ("Wer\n", "bläst?", "\n"):
+                time.sleep(0.1)
+                file.write(part.encode())
+
+    thread = threading.Thread(target=feed)
+    thread.start()
+    assert read_stdin(read, hides_end=False) == "Wer\nbläst?"
+    thread.join()
+    os.close(read)
+    assert capfd.readouterr().err == ""
+
+
+def test_under_mpirun_silence_may_be_the_end_of_stdin_and_what_was_taken_is_said(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(prompts, "SECONDS_TO_END", 0.05)
     monkeypatch.setattr(prompts, "SECONDS_TO_BEGIN", 0.05)
     for closes in (True, False):
@@ -79,12 +106,40 @@ def test_text_from_stdin_ends_with_it_or_with_silence(monkeypatch: pytest.Monkey
         os.write(write, "Wer\nbläst?\n".encode())
         if closes:
             os.close(write)
-        assert read_stdin(read) == "Wer\nbläst?"
+        assert read_stdin(read, hides_end=True) == "Wer\nbläst?"
+        said = capfd.readouterr().err
+        assert ("took 10 characters" in said) == ("bläst?" in said) == (not closes)
         if not closes:
             with pytest.raises(UserError, match="nothing came from stdin"):
-                read_stdin(read)
+                read_stdin(read, hides_end=True)
             os.close(write)
         os.close(read)
+
+
+def test_an_end_that_launch_passes_on_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And its absence is no end."""
+    monkeypatch.setattr(prompts, "SECONDS_TO_END", 0.01)
+    monkeypatch.setattr(prompts, "SECONDS_TO_BEGIN", 0.5)
+    read, write = os.pipe()
+    pieces = [MARK, (3).to_bytes(8), b"Wer", (2).to_bytes(8) + b"?\n"]
+
+    def feed() -> None:
+        for piece in pieces:
+            os.write(write, piece)
+            time.sleep(0.1)
+
+    thread = threading.Thread(target=feed)
+    thread.start()
+    with pytest.raises(UserError, match="the end of stdin did not come"):
+        read_stdin(read, hides_end=True)
+    thread.join()
+    os.write(write, b"".join(pieces) + bytes(8))
+    assert read_stdin(read, hides_end=True) == "Wer?"
+    assert capfd.readouterr().err == ""
+    os.close(read)
+    os.close(write)
 
 
 def test_the_format_of_answers_is_read_from_the_tokenizer() -> None:

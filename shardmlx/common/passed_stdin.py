@@ -1,0 +1,108 @@
+"""Standard input with its end. mpirun of Open MPI 5 passes on to rank 0 what comes on its stdin,
+but not that it ends (openpmix/openpmix, pull request 4024): launch passes it on in pieces, each
+after its length, and a piece of length 0 is the end.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Iterator
+
+MARK = b"\0shardmlx\0"
+"""Bytes before the first piece, with which no text begins."""
+
+LENGTH_BYTES = 8
+
+MOST = 1 << 16
+"""Bytes that are read at a time."""
+
+
+def pass_stdin_on(*, whole: bool) -> None:
+    """Have this process's stdin, which its children inherit, come in pieces, with its end: the
+    ``whole`` of it when it has ended, else as it comes, and nothing of a terminal."""
+    if os.isatty(0) and not whole:
+        return
+    source = os.dup(0)
+    pieces = iter([*_pieces_of(source)]) if whole else _pieces_of(source)
+    read, write = os.pipe()
+    os.dup2(read, 0)
+    os.close(read)
+    threading.Thread(target=_send, args=(pieces, write), daemon=True).start()
+
+
+def _pieces_of(fd: int) -> Iterator[bytes]:
+    while piece := os.read(fd, MOST):
+        yield piece
+
+
+def _send(pieces: Iterator[bytes], fd: int) -> None:
+    with os.fdopen(fd, "wb", buffering=0) as file:
+        try:
+            _write(file.fileno(), MARK)
+            for piece in pieces:
+                _write(file.fileno(), len(piece).to_bytes(LENGTH_BYTES) + piece)
+            _write(file.fileno(), bytes(LENGTH_BYTES))
+        except BrokenPipeError:  # the job has ended
+            return
+
+
+def _write(fd: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(fd, left) :]
+
+
+class StdinReader:
+    """Reads a file descriptor, by default stdin, as it is or as ``pass_stdin_on`` passes it on."""
+
+    def __init__(self, fd: int = 0) -> None:
+        self._fd = fd
+        self._held = b""
+        self._is_passed: bool | None = None
+        self._has_ended = False
+
+    @property
+    def tells_end(self) -> bool:
+        """True if launch passes it on: silence is no end."""
+        return bool(self._is_passed)
+
+    def read(self, seconds: float | None = None) -> bytes | None:
+        """Return what has come, b"" at the end; None if nothing comes within ``seconds``, which are
+        without limit if None."""
+        limit = None if seconds is None else time.monotonic() + seconds
+        while not self._has_ended:
+            if (piece := self._take()) is not None:
+                self._has_ended = not piece
+                return piece
+            left = None if limit is None else max(limit - time.monotonic(), 0.0)
+            if not select.select([self._fd], [], [], left)[0]:
+                return None
+            data = os.read(self._fd, MOST)
+            self._has_ended = not data
+            self._held += data
+        # What began like the mark is text.
+        rest, self._held = self._held, b""
+        return b"" if self._is_passed else rest
+
+    def _take(self) -> bytes | None:
+        """Take the next piece from what is held; None if it has not come whole."""
+        if self._is_passed is None and (len(self._held) >= len(MARK) or not self._may_be_mark):
+            self._is_passed = self._may_be_mark
+            self._held = self._held.removeprefix(MARK)
+        if self._is_passed is None or not self._held:
+            return None
+        if not self._is_passed:
+            piece, self._held = self._held, b""
+            return piece
+        stop = LENGTH_BYTES + int.from_bytes(self._held[:LENGTH_BYTES])
+        if len(self._held) < stop:
+            return None
+        piece, self._held = self._held[LENGTH_BYTES:stop], self._held[stop:]
+        return piece
+
+    @property
+    def _may_be_mark(self) -> bool:
+        return MARK.startswith(self._held[: len(MARK)])
