@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import os
 import select
+import sys
 import threading
 import time
 from collections.abc import Iterator
+
+from shardmlx.errors import file_access
 
 MARK = b"\0shardmlx\0"
 """Bytes before the first piece, with which no text begins."""
@@ -22,11 +25,13 @@ MOST = 1 << 16
 
 def pass_stdin_on(*, whole: bool) -> None:
     """Have this process's stdin, which its children inherit, come in pieces, with its end: the
-    ``whole`` of it when it has ended, else as it comes, and nothing of a terminal."""
+    ``whole`` of it when it has ended, else as it comes, and nothing of a terminal. Raises
+    ``UserError`` if it cannot be read."""
     if os.isatty(0) and not whole:
         return
-    source = os.dup(0)
-    pieces = iter([*_pieces_of(source)]) if whole else _pieces_of(source)
+    with file_access("read", "stdin"):
+        source = os.dup(0)
+        pieces = iter([*_pieces_of(source)]) if whole else _pieces_of(source)
     read, write = os.pipe()
     os.dup2(read, 0)
     os.close(read)
@@ -62,7 +67,8 @@ class StdinReader:
         self._fd = fd
         self._held = b""
         self._is_passed: bool | None = None
-        self._has_ended = False
+        # Where stdin is closed, another file may have its number.
+        self._has_ended = fd == 0 and sys.stdin is None
 
     @property
     def tells_end(self) -> bool:

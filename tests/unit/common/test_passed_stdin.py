@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -75,6 +76,30 @@ def test_pieces_come_whole_in_whatever_parts() -> None:
     sent = MARK + (5).to_bytes(8) + b"hello" + (1).to_bytes(8) + b"!" + bytes(8)
     assert read_all([sent]) == (b"hello!", True)
     assert read_all([sent[i : i + 1] for i in range(len(sent))]) == (b"hello!", True)
+
+
+def test_a_closed_stdin_has_ended() -> None:
+    """Whatever file has its number now."""
+    program = (
+        "import socket; from shardmlx.common.passed_stdin import StdinReader\n"
+        "pair = socket.socketpair(); assert pair[0].fileno() == 0\n"
+        "assert StdinReader().read() == b''"
+    )
+    command = f"exec {shlex.quote(sys.executable)} -c {shlex.quote(program)} <&-"
+    subprocess.run(["sh", "-c", command], check=True, timeout=60)
+
+
+def test_one_that_cannot_be_read_is_refused() -> None:
+    program = (
+        "from shardmlx.common.passed_stdin import pass_stdin_on; from shardmlx.errors import *\n"
+        "try: pass_stdin_on(whole=True)\n"
+        "except UserError as error: print(error.problem)"
+    )
+    command = f"exec {shlex.quote(sys.executable)} -c {shlex.quote(program)} <&-"
+    done = subprocess.run(
+        ["sh", "-c", command], check=True, timeout=60, capture_output=True, text=True
+    )
+    assert done.stdout.startswith("cannot read stdin")
 
 
 def test_silence_is_no_end() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from shardmlx.common.passed_stdin import MARK
 from shardmlx.inference import chat_input
 from shardmlx.inference.chat_input import PipedLines
 
@@ -43,6 +44,23 @@ def test_on_a_pipe_silence_is_the_end(
     calls: list[None] = []
     assert [lines.ask(lambda: calls.append(None)) for _ in range(3)] == ["one", "two", None]
     assert calls
+
+
+def test_silence_is_no_end_where_launch_passes_it_on(
+    pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_input, "SECONDS_OF_SILENCE", 0.05)
+    lines = PipedLines(pipe[0], ends_in_silence=True)
+    os.write(pipe[1], MARK + (6).to_bytes(8) + b"one\ntw")
+    calls: list[None] = []
+
+    def go_on() -> None:
+        calls.append(None)
+        if len(calls) == 20:  # of 10 ms each
+            os.write(pipe[1], (1).to_bytes(8) + b"o" + bytes(8))
+
+    assert [lines.ask(go_on) for _ in range(3)] == ["one", "two", None]
+    assert len(calls) >= 20
 
 
 def test_an_empty_line_interrupts_and_others_wait(pipe: tuple[int, int]) -> None:
