@@ -172,17 +172,28 @@ def _window() -> deque[float]:
 
 @dataclass(slots=True)
 class _Kind:
-    """Measurements of the drafts of a kind: plain steps that they still may cost, how many were
-    ``accepted``, how many rounds met one to be ``rejected``, and ``seconds`` to make a token."""
+    """Measurements of the drafts of a kind in a text: plain steps that they still may cost, how
+    many were ``accepted``, and how many rounds met one to be ``rejected``."""
 
     allowance: float
     accepted: float = ACCEPTED
     rejected: float = REJECTED
-    seconds: deque[float] = field(default_factory=_window)
 
     def count(self, accepted: int, has_rejected: bool) -> None:
         self.accepted = FADING * self.accepted + accepted
         self.rejected = FADING * self.rejected + has_rejected
+
+
+@dataclass(slots=True)
+class _Measured:
+    """Seconds that are the machines', whatever the text: of ``plain`` steps, of these those
+    ``on_rank_0``, to have one more token ``verified``, and by kind to make one."""
+
+    plain: deque[float] = field(default_factory=_window)
+    on_rank_0: deque[float] = field(default_factory=_window)
+    verified: deque[float] = field(default_factory=_window)
+    made: dict[int, deque[float]] = field(default_factory=dict)
+    has_begun: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,9 +235,9 @@ class _Times:
 
 @dataclass
 class BackOff:
-    """Drafts of each kind go on while they pay, by measured times: what they have saved, in plain
-    steps, is what they may cost; at the ``first`` they may cost so many. A draft has the length
-    that gives most tokens a second, by what is accepted and what times were measured.
+    """Drafts of each kind go on in a text while they pay, by measured times: what they have saved,
+    in plain steps, is what they may cost; at the ``first`` they may cost so many. A draft has the
+    length that gives most tokens a second, by what is accepted and what times were measured.
 
     With several ``stages`` rounds may be drafted on. While all tokens are right one comes in the
     time of the slowest stage, not of all; when one is wrong, the rounds behind it are waited for.
@@ -235,11 +246,15 @@ class BackOff:
 
     first: float = FIRST
     stages: int = 1
-    _plain: deque[float] = field(default_factory=_window)
-    _on_rank_0: deque[float] = field(default_factory=_window)
-    _verified: deque[float] = field(default_factory=_window)
+    _measured: _Measured = field(default_factory=_Measured)
     _kinds: dict[int, _Kind] = field(default_factory=dict)
-    _has_begun: bool = False
+
+    def next_text(self) -> BackOff:
+        """Return the one of a text that begins after this one's. What was right here tells nothing
+        of it: a kind that has failed is tried again, though at little cost."""
+        least = min(FIRST, self.first)
+        kinds = {kind: _Kind(max(known.allowance, least)) for kind, known in self._kinds.items()}
+        return replace(self, _kinds=kinds)
 
     def length(self, kind: int, most: int) -> int:
         """Return how many tokens of a ``kind`` to guess after one that is known, at most ``most``;
@@ -254,36 +269,33 @@ class BackOff:
         """Tell whether it pays to draft on with rounds of a token and ``count`` more."""
         return self.allows(kind) and self._times(kind).goes_on(count)
 
-    @property
-    def is_off(self) -> bool:
-        """True if drafts of no kind have paid of late."""
-        return bool(self._kinds) and all(known.allowance <= 0 for known in self._kinds.values())
-
     def allows(self, kind: int) -> bool:
         known = self._known(kind)
-        return len(self._plain) >= PLAIN_STEPS and known.allowance > 0
+        return len(self._measured.plain) >= PLAIN_STEPS and known.allowance > 0
 
     def took(self, draft: Draft, came: int, seconds: float, on_rank_0: float = 0.0) -> None:
         """Note the ``seconds`` of a step with a ``draft``, and of these the ones ``on_rank_0``;
         ``came`` tokens of it."""
         count = len(draft.tokens) - draft.goes_on
         on_rank_0 = seconds if self.stages == 1 else on_rank_0
+        measured = self._measured
         if not draft.tokens:
-            self._plain.append(seconds)
-            self._on_rank_0.append(on_rank_0)
+            measured.plain.append(seconds)
+            measured.on_rank_0.append(on_rank_0)
             for known in self._kinds.values():
                 known.allowance = min(known.allowance + SHARE, MOST)
             return
         known = self._known(draft.kind)
         known.count(came - 1 + draft.goes_on, came <= count)
-        if not self._plain:
+        if not measured.plain:
             return
-        if self._has_begun:  # with the first round a GPU compiles its kernels
+        if measured.has_begun:  # with the first round a GPU compiles its kernels
             if count:  # a round may wait for another, but not on rank 0
-                more = on_rank_0 - draft.seconds - statistics.median_low(self._on_rank_0)
-                self._verified.append(self.stages * max(more, 0.0) / count)
-            known.seconds.append(draft.seconds / len(draft.tokens))
-        self._has_begun = True
+                more = on_rank_0 - draft.seconds - statistics.median_low(measured.on_rank_0)
+                measured.verified.append(self.stages * max(more, 0.0) / count)
+            made = measured.made.setdefault(draft.kind, _window())
+            made.append(draft.seconds / len(draft.tokens))
+        measured.has_begun = True
         times = self._times(draft.kind)
         spent = times.slowest(count) if draft.goes_on else times.alone(count)
         known.allowance = min(known.allowance + came - spent / times.plain, MOST)
@@ -296,15 +308,15 @@ class BackOff:
         return self._kinds.setdefault(kind, _Kind(self.first))
 
     def _times(self, kind: int) -> _Times:
-        known, middle = self._known(kind), statistics.median_low
-        plain = max(middle(self._plain), NO_TIME)
+        known, measured, middle = self._known(kind), self._measured, statistics.median_low
+        plain = max(middle(measured.plain), NO_TIME)
         return _Times(
             self.stages,
             known.accepted / (known.accepted + known.rejected),
             plain,
-            middle(self._on_rank_0),
-            middle(self._verified or (VERIFIED * plain,)),
-            middle(known.seconds or (0.0,)),
+            middle(measured.on_rank_0),
+            middle(measured.verified or (VERIFIED * plain,)),
+            middle(measured.made.get(kind) or (0.0,)),
         )
 
 
@@ -338,6 +350,7 @@ class Drafting:
 
     A sequence of ``cuttable`` tokens gets none, since its caches cannot give back what is rejected.
     A round that began before KV caches are ``quantised``, a number of tokens, ends before, too.
+    Whether drafts pay is judged for each text by itself, from ``back_off`` on.
     """
 
     drafter: Drafter
@@ -347,10 +360,23 @@ class Drafting:
     cuttable: int = sys.maxsize
     quantised: int = 0
     back_off: BackOff = field(default_factory=BackOff)
+    _of_texts: dict[int, BackOff] = field(default_factory=dict)
+
+    def back_off_of(self, sequence: int) -> BackOff:
+        """Return that of a text, which begins with the first call."""
+        known = self._of_texts.get(sequence)
+        if known is None:
+            known = self._of_texts[sequence] = self.back_off.next_text()
+        return known
+
+    def end(self, sequence: int) -> None:
+        """Note that a text has ended."""
+        self.drafter.forget(sequence)
+        self.back_off = self._of_texts.pop(sequence, self.back_off)
 
     def read(self, sequence: int, tokens: Sequence[int]) -> None:
-        """Take in a prompt, unless no drafts seem to come of it."""
-        if len(tokens) < self.cuttable and not self.back_off.is_off:
+        """Take in a prompt, unless it gets no drafts."""
+        if len(tokens) < self.cuttable:
             self.drafter.read(sequence, tokens)
 
     def draft(
@@ -369,24 +395,26 @@ class Drafting:
         if most < 1 - goes_on:
             return Draft()
 
+        back_off = self.back_off_of(sequence)
+
         def pays(kind: int) -> int:
-            count = self._pays(kind, most)
+            count = self._pays(back_off, kind, most)
             if not goes_on:
                 return count
-            return count + 1 if self.back_off.goes_on(kind, count) else 0
+            return count + 1 if back_off.goes_on(kind, count) else 0
 
         return replace(self.drafter.draft(sequence, tokens, ahead, pays), goes_on=goes_on)
 
-    def guesses(self, length: int, context: int) -> int:
+    def guesses(self, sequence: int, length: int, context: int) -> int:
         """Return how many tokens the model's head, if it drafts, is to guess with a step after
-        which caches have up to ``length`` tokens, of at most ``context``."""
+        which caches of a sequence have up to ``length`` tokens, of at most ``context``."""
         # All but the last of them enter the head's cache, for a moment.
         most = min(self.most, context - length, self.cuttable - length)
         if most < 1 or not isinstance(self.drafter, HeadDrafter):
             return 0
-        return self._pays(HEAD_KIND, most)
+        return self._pays(self.back_off_of(sequence), HEAD_KIND, most)
 
-    def _pays(self, kind: int, most: int) -> int:
+    def _pays(self, back_off: BackOff, kind: int, most: int) -> int:
         if self.fixed:
-            return most if self.back_off.allows(kind) else 0
-        return self.back_off.length(kind, most)
+            return most if back_off.allows(kind) else 0
+        return back_off.length(kind, most)

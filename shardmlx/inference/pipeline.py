@@ -132,7 +132,7 @@ class FirstStage:
     def finish(self, sequence: int) -> None:
         """End a sequence: to be called when ``step`` has returned its last token."""
         known = self._sequences.pop(sequence)
-        self.drafting.drafter.forget(sequence)
+        self.drafting.end(sequence)
         # It may have ended within a round, whose other tokens have entered.
         others = deque(each for each in self._others if each[0] != sequence)
         known.position -= self._rounds.reject(sequence, len(self._others) - len(others))
@@ -318,7 +318,8 @@ class FirstStage:
         known = self._alone(item)
         if known is None:
             return 0
-        return self.drafting.guesses(len(known.tokens) + len(draft.tokens), known.context)
+        length = len(known.tokens) + len(draft.tokens)
+        return self.drafting.guesses(item.sequences[0], length, known.context)
 
     def _read_prompt(self, item: Item) -> None:
         """Let the drafter read a prompt while later stages compute it."""
@@ -353,7 +354,7 @@ class FirstStage:
             following = self._rounds.following(back)
             goes_on = following is not None and following.item.guess == back.right[-1]
             if following is not None and not goes_on:
-                self.drafting.back_off.missed(following.draft)
+                self.drafting.back_off_of(item.sequences[0]).missed(following.draft)
             self._measure(back)
             self._scheduler.returned(item, count, goes_on=goes_on)
             for i, number in enumerate(item.sequences):
@@ -378,7 +379,8 @@ class FirstStage:
             return
         if known.has_begun:
             seconds = time.perf_counter() - back.began
-            self.drafting.back_off.took(back.draft, count, seconds, back.on_rank_0)
+            back_off = self.drafting.back_off_of(back.item.sequences[0])
+            back_off.took(back.draft, count, seconds, back.on_rank_0)
             drafted, right = len(back.draft.tokens), count - 1 + back.draft.goes_on
             known.drafts += DraftCounts(int(drafted > 0), drafted, right)
         if back.item.guesses and self._head_drafter is not None:

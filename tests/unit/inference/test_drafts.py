@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from shardmlx.inference.drafts import (
+    FIRST,
     FIRST_OF_MODEL,
     PLAIN_STEPS,
     BackOff,
@@ -239,6 +240,61 @@ def test_wrong_guesses_end_what_is_drafted_on() -> None:
     assert misses in range(5, 20)
 
 
+@pytest.mark.parametrize("fixed", [True, False], ids=["fixed", "auto"])
+@pytest.mark.parametrize("first", [FIRST, FIRST_OF_MODEL])
+def test_a_text_in_which_all_drafts_were_wrong_takes_none_from_the_next(
+    first: float, fixed: bool
+) -> None:
+    """Sampled at a high temperature, say. Nor does another that is under way get fewer."""
+    drafting = Drafting(Given(), 4, fixed=fixed, back_off=BackOff(first))
+    steps(drafting.back_off_of(0), PLAIN_STEPS)
+    beside = drafting.draft(1, range(9), 100)
+    lost = 0
+    while (draft := drafting.draft(0, range(9), 100)).tokens:
+        drafting.back_off_of(0).took(draft, 1, 1.0 + 0.2 * len(draft.tokens))
+        lost += 1
+    assert 1 <= lost <= 20
+    assert beside.tokens
+    assert len(drafting.draft(1, range(9), 100).tokens) >= len(beside.tokens)
+    drafting.end(0)
+    for sequence in range(2, 12):
+        draft = drafting.draft(sequence, range(9), 100)
+        assert len(draft.tokens) >= (4 if fixed else 2)
+        drafting.back_off_of(sequence).took(draft, 1 + len(draft.tokens), 1.5)
+        assert drafting.draft(sequence, range(9), 100).tokens
+        drafting.end(sequence)
+
+
+def test_texts_in_which_drafts_fail_cost_little_each() -> None:
+    """Ten of a hundred steps, of a model that was named: the first may cost more."""
+    drafting, rounds = Drafting(Given(), 4, back_off=BackOff(FIRST_OF_MODEL)), []
+    for sequence in range(10):
+        rounds.append(0)
+        for _ in range(100):
+            draft = drafting.draft(sequence, range(9), 1000)
+            rounds[-1] += bool(draft.tokens)
+            drafting.back_off_of(sequence).took(draft, 1, 1.0 + 0.3 * len(draft.tokens))
+        drafting.end(sequence)
+    assert rounds[0] <= 15
+    assert {*rounds[1:]} <= {1, 2, 3}
+
+
+def test_times_of_a_machine_are_known_to_the_next_text() -> None:
+    drafting = Drafting(Given(), 16, back_off=BackOff(8.0))
+    steps(drafting.back_off_of(0), PLAIN_STEPS)
+    for _ in range(5):
+        drafting.back_off_of(0).took(Draft((1,) * 4, 0, 2.0), 5, 1.0 + 4.0)
+    drafting.end(0)
+    assert len(drafting.draft(1, range(9), 100).tokens) <= 2
+    assert len(Drafting(Given(), 16, back_off=fresh()).draft(1, range(9), 100).tokens) >= 3
+
+
+def fresh() -> BackOff:
+    back_off = BackOff(8.0)
+    steps(back_off, PLAIN_STEPS)
+    return back_off
+
+
 class Given(Drafter):
     """A drafter of as many tokens as it may."""
 
@@ -319,7 +375,7 @@ def test_a_round_that_is_drafted_on_keeps_within_them_too(
 ) -> None:
     limits = {100: {}, 64: {"cuttable": 64}, 30: {"quantised": 30}}[context]
     drafting = drafting_of(5, stages=2, fixed=True, **limits)
-    drafting.back_off.took(Draft((7,) * 5), 6, 1.0, 0.5)  # all of them right
+    drafting.back_off_of(0).took(Draft((7,) * 5), 6, 1.0, 0.5)  # all of them right
     draft = drafting.draft(0, range(tokens), 100, ahead=range(3))
     assert (len(draft.tokens), draft.goes_on) == (guesses, guesses > 0)
 
