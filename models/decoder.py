@@ -276,7 +276,8 @@ def _mask_of_limited(cache: RotatingKVCache, count: int) -> mx.array:
     held = mx.arange(before + count)
     new = held[before:, None]
     is_near = held > new - (cache.max_size - cache.keep)
-    return (held <= new) & (is_near | (held < cache.keep))
+    seen: mx.array = (held <= new) & (is_near | (held < cache.keep))
+    return seen
 
 
 def _kind(cache: Any) -> tuple[Any, ...]:

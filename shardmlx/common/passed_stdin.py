@@ -89,7 +89,7 @@ class StdinReader:
             data = os.read(self._fd, MOST)
             self._has_ended = not data
             self._held += data
-        # What began like the mark is text.
+        # A text may begin like the mark.
         rest, self._held = self._held, b""
         return b"" if self._is_passed else rest
 

@@ -250,8 +250,8 @@ class BackOff:
     _kinds: dict[int, _Kind] = field(default_factory=dict)
 
     def next_text(self) -> BackOff:
-        """Return the one of a text that begins after this one's. What was right here tells nothing
-        of it: a kind that has failed is tried again, though at little cost."""
+        """Return the one of a text that begins after this one's. Of that this text tells nothing: a
+        kind that has failed is tried again, though at little cost."""
         least = min(FIRST, self.first)
         kinds = {kind: _Kind(max(known.allowance, least)) for kind, known in self._kinds.items()}
         return replace(self, _kinds=kinds)

@@ -195,15 +195,24 @@ START = 20
 
 
 @pytest.mark.parametrize("chunk", [4, 32])
-@pytest.mark.parametrize("kind", ["limited", "quantised"])
+@pytest.mark.parametrize(
+    ("variant", "limit", "how", "theirs", "begun"),
+    [
+        ("qwen2", LIMIT, None, {"max_kv_size": LIMIT}, {20: 0, 21: 0, 22: 8}),
+        (WIDE, None, *quantised(START), {20: 0, 21: 26, 22: 8}),
+    ],
+    ids=["limited", "quantised"],
+)
 def test_a_text_does_not_depend_on_what_others_left_in_the_prefix_cache(
-    kind: str, chunk: int
+    variant: str,
+    limit: int | None,
+    how: CacheQuantisation | None,
+    theirs: dict[str, int],
+    begun: dict[int, int],
+    chunk: int,
 ) -> None:
     """Some wait, some go on from a kept text that was longer than the limit, and some begin like
     one. What is kept is quantised from a length on that a prompt may not have."""
-    variant, limit, how, theirs = "qwen2", LIMIT, None, {"max_kv_size": LIMIT}
-    if kind == "quantised":
-        variant, limit, (how, theirs) = WIDE, None, quantised(START)
     first = [prompt(length) for length in (30, 9, 22)]
     again = {20: [*first[0][:18], *prompt(11)], 21: [*first[0][:26], *prompt(5)]}
     again |= {22: [*first[1][:8], *prompt(30)], 23: first[0][:19], 24: first[0][:20]}
@@ -229,11 +238,7 @@ def test_a_text_does_not_depend_on_what_others_left_in_the_prefix_cache(
         for number, tokens in (dict(enumerate(first)) | again | later).items()
     }
     assert {number: cached[number] for number in later} == {10: 35, 11: 12, 12: 24}
-    begun = {number: cached[number] for number in (20, 21, 22)}
-    if kind == "limited":
-        assert begun == {20: 0, 21: 0, 22: 8}
-    else:
-        assert begun == {20: 0, 21: 26, 22: 8}
+    assert {number: cached[number] for number in begun} == begun
 
 
 @pytest.mark.parametrize("cut", [[6], [2, 3, 1]], ids=str)
