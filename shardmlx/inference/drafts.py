@@ -250,7 +250,7 @@ class BackOff:
     _kinds: dict[int, _Kind] = field(default_factory=dict)
 
     def next_text(self) -> BackOff:
-        """Return the one of a text that begins after this one's. Of that this text tells nothing: a
+        """Return the one of a text that begins after this one's. This one tells nothing of it: a
         kind that has failed is tried again, though at little cost."""
         least = min(FIRST, self.first)
         kinds = {kind: _Kind(max(known.allowance, least)) for kind, known in self._kinds.items()}
