@@ -27,8 +27,10 @@ def pass_stdin_on(*, whole: bool) -> None:
     """Have this process's stdin, which its children inherit, come in pieces, with its end: the
     ``whole`` of it when it has ended, else as it comes, and nothing of a terminal. Raises
     ``UserError`` if it cannot be read."""
-    if os.isatty(0) and not whole:
-        return
+    if os.isatty(0):
+        if not whole:
+            return
+        tell_typist()
     with file_access("read", "stdin"):
         source = os.dup(0)
         pieces = iter([*_pieces_of(source)]) if whole else _pieces_of(source)
@@ -36,6 +38,11 @@ def pass_stdin_on(*, whole: bool) -> None:
     os.dup2(read, 0)
     os.close(read)
     threading.Thread(target=_send, args=(pieces, write), daemon=True).start()
+
+
+def tell_typist() -> None:
+    """Say at a terminal how what is typed there ends."""
+    print("shardmlx: reads what you type, until Ctrl-D", file=sys.stderr, flush=True)
 
 
 def _pieces_of(fd: int) -> Iterator[bytes]:

@@ -250,10 +250,12 @@ class BackOff:
     _kinds: dict[int, _Kind] = field(default_factory=dict)
 
     def next_text(self) -> BackOff:
-        """Return the one of a text that begins after this one's. This one tells nothing of it: a
-        kind that has failed is tried again, though at little cost."""
-        least = min(FIRST, self.first)
-        kinds = {kind: _Kind(max(known.allowance, least)) for kind, known in self._kinds.items()}
+        """Return the one of a text that begins after this one's. It begins anew, but that drafts
+        which have failed here may cost no more than ``FIRST`` there."""
+        kinds = {
+            kind: _Kind(min(max(known.allowance, FIRST), self.first))
+            for kind, known in self._kinds.items()
+        }
         return replace(self, _kinds=kinds)
 
     def length(self, kind: int, most: int) -> int:

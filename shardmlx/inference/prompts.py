@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,7 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardmlx.common.passed_stdin import StdinReader
+from shardmlx.common.passed_stdin import StdinReader, tell_typist
 from shardmlx.common.yaml_reader import check_keys
 from shardmlx.distributed.processes import under_mpirun
 from shardmlx.errors import PromptTooLong, UserError, file_access, refusing, unknown_token
@@ -205,6 +206,8 @@ def read_stdin(fd: int = 0, *, hides_end: bool | None = None) -> str:
     ``UserError`` if no text comes."""
     if hides_end is None:
         hides_end = under_mpirun()
+    if os.isatty(fd):
+        tell_typist()
     source, read = StdinReader(fd), b""
     while (part := source.read(_patience(source, read, hides_end))) != b"":
         if part is None:
