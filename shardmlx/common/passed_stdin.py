@@ -33,7 +33,7 @@ def pass_stdin_on(*, whole: bool) -> None:
         tell_typist()
     with file_access("read", "stdin"):
         source = os.dup(0)
-        pieces = iter([*_pieces_of(source)]) if whole else _pieces_of(source)
+        pieces = iter([*_pieces_of(source)]) if whole else _pieces_until_a_fault(source)
     read, write = os.pipe()
     os.dup2(read, 0)
     os.close(read)
@@ -48,6 +48,14 @@ def tell_typist() -> None:
 def _pieces_of(fd: int) -> Iterator[bytes]:
     while piece := os.read(fd, MOST):
         yield piece
+
+
+def _pieces_until_a_fault(fd: int) -> Iterator[bytes]:
+    """Yield what can be read; a fault is the end, and is said."""
+    try:
+        yield from _pieces_of(fd)
+    except OSError as error:
+        print(f"shardmlx: cannot read stdin: {error.strerror}", file=sys.stderr, flush=True)
 
 
 def _send(pieces: Iterator[bytes], fd: int) -> None:

@@ -169,11 +169,11 @@ def content_of(part: Slice) -> dict[str, str]:
         sums = bits.sum(axis=-1) if array.ndim > 1 else bits
         about = f"{array.shape} {array.dtype}".encode()
         content[name] = bytes_digest(about + np.array(sums).tobytes())
-    for number, layer in part.layers.items():
+    for number, layer in {**part.layers, "embedding": part.embedding}.items():
         for name, module in layer.named_modules():
             scale = getattr(module, "scale", None)
-            if isinstance(scale, float):
-                content[f"{number}.{name}.scale"] = repr(scale)
+            if isinstance(scale, (int, float)):
+                content[f"{number}.{name}.scale"] = repr(float(scale))
     return content
 
 

@@ -102,6 +102,20 @@ def test_one_that_cannot_be_read_is_refused() -> None:
     assert done.stdout.startswith("cannot read stdin")
 
 
+def test_a_fault_on_the_way_is_said_and_ends_it() -> None:
+    """Of a directory, say: a child must not wait for ever."""
+    opened = "import os; os.dup2(os.open('/', os.O_RDONLY), 0)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", opened + PROGRAM.replace("WHOLE", "False")],
+        capture_output=True,
+        check=True,
+        timeout=60,
+        text=True,
+    )
+    assert done.stdout == ""
+    assert "cannot read stdin: Is a directory" in done.stderr
+
+
 def test_silence_is_no_end() -> None:
     read, write = os.pipe()
     reader = StdinReader(read)
