@@ -169,11 +169,12 @@ def content_of(part: Slice) -> dict[str, str]:
         sums = bits.sum(axis=-1) if array.ndim > 1 else bits
         about = f"{array.shape} {array.dtype}".encode()
         content[name] = bytes_digest(about + np.array(sums).tobytes())
-    for number, layer in {**part.layers, "embedding": part.embedding}.items():
+    named = {"embedding": part.embedding, **{f"{i}": each for i, each in part.layers.items()}}
+    for place, layer in named.items():
         for name, module in layer.named_modules():
             scale = getattr(module, "scale", None)
             if isinstance(scale, (int, float)):
-                content[f"{number}.{name}.scale"] = repr(float(scale))
+                content[f"{place}.{name}.scale"] = repr(float(scale))
     return content
 
 
