@@ -9,18 +9,22 @@
 
 Whatever rank 0 does between two commands is plain Python: no other rank has a part in it. Ranks
 take commands in the order in which rank 0 gives them, so they cannot disagree about what comes
-next. Inside a command ranks may send to each other, and sum.
+next. Inside a command ranks may send to each other, and sum. With ``begin`` rank 0 goes on before
+the others have answered, so that a training step waits for no answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from shardmlx.distributed.agreement import AgreedError
-from shardmlx.distributed.transport import Transport
+from shardmlx.distributed.messages import COMMAND_TAG
+from shardmlx.distributed.transport import Outbox, Transport
 from shardmlx.errors import AgreedFailure, Stopped, UserError
 
 W = TypeVar("W")
@@ -33,15 +37,19 @@ SECONDS_TO_DECIDE = 12 * 3600.0
 """Seconds that ranks wait for the next command, and rank 0 for an answer: between them a large
 model is downloaded, or much data read. The heartbeat finds a rank that is lost in the meantime."""
 
+MOST_AHEAD = 16
+"""Commands that rank 0 gives before it takes the answers to the first of them. Twice as many
+answers of a rank may be under way, so that no rank waits for rank 0 to take one."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """A call of a method of a worker, or of its ``part``."""
+    """A call of a method of a worker, or of a part of it: attributes and places in lists."""
 
-    part: str
+    part: tuple[str | int, ...]
     method: str
-    args: Sequence[Any]
-    kwargs: dict[str, Any]
+    args: Sequence[Any] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +68,100 @@ class _Answer:
     error: Exception | None = None
 
 
+class Pending(Generic[T]):
+    """A command that rank 0 has carried out, and to which other ranks may still have to answer."""
+
+    def __init__(self, channel: _Channel, method: str, own: _Answer) -> None:
+        self.method = method
+        self.answers = [own]
+        self._channel = channel
+
+    @property
+    def own(self) -> T:
+        """What the command has returned on rank 0."""
+        value: T = self.answers[0].value
+        return value
+
+    def values(self) -> list[T]:
+        """Wait for all answers; return what the command has returned, by rank. Raises as
+        ``Crew.all``."""
+        self._channel.settle(self)
+        for rank, answer in enumerate(self.answers):
+            if answer.error is not None:
+                raise self._named(rank, answer.error)
+        return [answer.value for answer in self.answers]
+
+    def _named(self, rank: int, error: Exception) -> Exception:
+        """Return the error of a rank as that of the whole job."""
+        if isinstance(error, UserError) and not isinstance(error, AgreedError):
+            where = "" if rank == 0 else f"{self._channel.transport.name(rank)}: "
+            return AgreedError(f"{where}{error.problem}", error.remedy)
+        return error
+
+
+class _Channel:
+    """The commands of rank 0 to the other ranks, and their answers, which come in order."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.is_followed = False
+        """True while other ranks do what the block of ``others`` alone can end."""
+        self._unanswered: deque[Pending[Any]] = deque()
+        self._outbox = Outbox(transport)
+
+    def send(self, messages: Sequence[Any], what: str) -> None:
+        """Begin to send each rank but 0 its message, ``messages[rank]``."""
+        pickled: dict[int, bytes] = {}
+        for peer in range(1, self.transport.size):
+            message = messages[peer]
+            payload = pickled.get(id(message)) or pickle.dumps(message)
+            pickled[id(message)] = payload
+            self._outbox.send_object(payload, peer, COMMAND_TAG, what)
+        self._outbox.drain(2 * MOST_AHEAD * self.transport.size)
+
+    def expect(self, pending: Pending[Any]) -> None:
+        """Expect the answers of the other ranks to a command that they were sent."""
+        self._unanswered.append(pending)
+        if len(self._unanswered) > MOST_AHEAD:
+            self.settle(self._unanswered[0])
+
+    def settle(self, last: Pending[Any]) -> None:
+        """Receive all answers up to those to ``last``."""
+        while len(last.answers) < self.transport.size and self._unanswered:
+            first = self._unanswered.popleft()
+            with self.transport.longer_timeout(SECONDS_TO_DECIDE):
+                for peer in range(1, self.transport.size):
+                    what = f"answer to {first.method}"
+                    first.answers.append(self.transport.receive_object(peer, what, COMMAND_TAG))
+
+    def settle_all(self) -> list[Pending[Any]]:
+        """Receive all answers that are to come; return their commands."""
+        unanswered = list(self._unanswered)
+        if unanswered:
+            self.settle(unanswered[-1])
+        return unanswered
+
+    def dismiss(self, error: Exception | None) -> None:
+        """Let the other ranks leave when all have answered, with this ``error`` if there is one."""
+        self.settle_all()
+        self.send([_Dismissal(error)] * self.transport.size, "leaving")
+        self._outbox.drain(0)
+
+
 class Crew(Generic[W_co]):
     """The ranks of a job as rank 0 commands them, each with a worker. Only rank 0 has a crew."""
 
-    def __init__(self, transport: Transport, worker: W_co, part: str = "") -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        worker: W_co,
+        part: tuple[str | int, ...] = (),
+        channel: _Channel | None = None,
+    ) -> None:
         self.transport = transport
         self._worker = worker
         self._part = part
-        self.is_followed = False
-        """True while other ranks do what the block of ``others`` alone can end."""
+        self._channel = channel or _Channel(transport)
 
     @property
     def worker(self) -> W_co:
@@ -80,12 +173,18 @@ class Crew(Generic[W_co]):
         """Number of ranks."""
         return self.transport.size
 
-    def part(self, name: str, kind: type[V]) -> Crew[V]:
-        """Return the crew of the attributes ``name`` of all workers, which are of this kind."""
-        part = getattr(self.worker, name)
+    @property
+    def is_followed(self) -> bool:
+        """True while other ranks do what the block of ``others`` alone can end."""
+        return self._channel.is_followed
+
+    def part(self, kind: type[V], *path: str | int) -> Crew[V]:
+        """Return the crew of a part of all workers, of this kind: an attribute, or an element of
+        it, such as ``"runs", 2``."""
+        part = _part_of(self._worker, path)
         if not isinstance(part, kind):
-            raise TypeError(f"{name} of {type(self.worker).__name__} is not a {kind.__name__}")
-        return Crew(self.transport, part, name)
+            raise TypeError(f"{path} of {type(self.worker).__name__} is not a {kind.__name__}")
+        return Crew(self.transport, part, (*self._part, *path), self._channel)
 
     def all(
         self, method: Callable[Concatenate[W_co, P], T], /, *args: P.args, **kwargs: P.kwargs
@@ -96,9 +195,33 @@ class Crew(Generic[W_co]):
         rank 0, if the method raises ``UserError`` on any rank; ``AgreedFailure`` and ``Stopped`` as
         they come.
         """
+        return self.begin(method, *args, **kwargs).values()
+
+    def begin(
+        self, method: Callable[Concatenate[W_co, P], T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Pending[T]:
+        """Do as ``all``, and return when rank 0 has done its part."""
         command = _Command(self._part, method.__name__, args, kwargs)
-        self._send(command, command.method)
-        return self._values([_carried_out(self._worker, command), *self._others(command)])
+        return self._begin([command] * self.size)
+
+    def begin_each(
+        self, method: Callable[..., T], args_of_ranks: Sequence[tuple[Any, ...]]
+    ) -> Pending[T]:
+        """Do as ``begin``, with other arguments for each rank; those that are one object are
+        pickled once."""
+        commands: dict[int, _Command] = {}
+        for args in args_of_ranks:
+            commands.setdefault(id(args), _Command(self._part, method.__name__, args))
+        return self._begin([commands[id(args)] for args in args_of_ranks])
+
+    def _begin(self, commands: Sequence[_Command]) -> Pending[Any]:
+        own = commands[0]
+        self._channel.send(commands, own.method)
+        pending: Pending[Any] = Pending(self._channel, own.method, _carried_out(self._worker, own))
+        self._channel.expect(pending)
+        if pending.answers[0].error is not None:
+            pending.values()
+        return pending
 
     @contextmanager
     def others(
@@ -110,46 +233,27 @@ class Crew(Generic[W_co]):
         method; a generator may be closed in it.
         """
         command = _Command(self._part, method.__name__, args, kwargs)
-        self._send(command, command.method)
-        self.is_followed = True
+        self._channel.send([command] * self.size, command.method)
+        pending: Pending[object] = Pending(self._channel, command.method, _Answer())
+        self._channel.expect(pending)
+        self._channel.is_followed = True
         try:
             yield
         except GeneratorExit:
-            self._end_others(command)
+            self._channel.is_followed = False
+            pending.values()
             raise
-        self._end_others(command)
+        self._channel.is_followed = False
+        pending.values()
 
-    def _end_others(self, command: _Command) -> None:
-        self.is_followed = False
-        self._values([_Answer(), *self._others(command)])
+    def finish(self) -> None:
+        """Wait until all ranks have done all that they were told to do. Raises as ``all``."""
+        for pending in self._channel.settle_all():
+            pending.values()
 
     def dismiss(self, error: Exception | None) -> None:
         """Let the other ranks leave, with this ``error`` if there is one."""
-        self._send(_Dismissal(error), "leaving")
-
-    def _others(self, command: _Command) -> Iterator[_Answer]:
-        """Yield the answers of all ranks but 0 to a command that they have."""
-        with self.transport.longer_timeout(SECONDS_TO_DECIDE):
-            for peer in range(1, self.size):
-                yield self.transport.receive_object(peer, f"answer to {command.method}")
-
-    def _values(self, answers: Iterable[_Answer]) -> list[Any]:
-        """Return the values of answers by rank, or raise the first error."""
-        found = list(answers)
-        for rank, answer in enumerate(found):
-            if answer.error is not None:
-                raise self._named(rank, answer.error)
-        return [answer.value for answer in found]
-
-    def _send(self, message: _Command | _Dismissal, what: str) -> None:
-        self.transport.broadcast(message, what)
-
-    def _named(self, rank: int, error: Exception) -> Exception:
-        """Return the error of a rank as that of the whole job."""
-        if isinstance(error, UserError) and not isinstance(error, AgreedError):
-            where = "" if rank == 0 else f"{self.transport.name(rank)}: "
-            return AgreedError(f"{where}{error.problem}", error.remedy)
-        return error
+        self._channel.dismiss(error)
 
 
 @contextmanager
@@ -167,6 +271,7 @@ def leading(transport: Transport, worker: W) -> Iterator[Crew[W] | None]:
     crew = Crew(transport, worker)
     try:
         yield crew
+        crew.finish()
     except UserError as error:
         if crew.is_followed:
             raise
@@ -193,16 +298,27 @@ def lead(transport: Transport, worker: W, work: Callable[[Crew[W]], T]) -> T | N
 
 def _follow(transport: Transport, worker: Any) -> None:
     """Carry out rank 0's commands until it has no more."""
+    # Answers wait for nobody: rank 0 may take them after further commands.
+    answers = Outbox(transport)
     while True:
         with transport.longer_timeout(SECONDS_TO_DECIDE):
-            message = transport.broadcast(None, "next command")
+            message = transport.receive_object(0, "next command", COMMAND_TAG)
         if isinstance(message, _Dismissal):
+            answers.drain(0)
             if message.error is not None:
                 raise message.error
             return
-        of_part = getattr(worker, message.part) if message.part else worker
-        answer = _carried_out(of_part, message)
-        transport.send_object(answer, 0, f"answer to {message.method}")
+        answer = _carried_out(_part_of(worker, message.part), message)
+        what = f"answer to {message.method}"
+        answers.send_object(pickle.dumps(answer), 0, COMMAND_TAG, what)
+        answers.drain(2 * 2 * MOST_AHEAD)  # each is two messages
+
+
+def _part_of(worker: Any, path: Sequence[str | int]) -> Any:
+    """Return a part of a worker: the attribute, or the element of a list, that a path leads to."""
+    for step in path:
+        worker = getattr(worker, step) if isinstance(step, str) else worker[step]
+    return worker
 
 
 def _carried_out(worker: Any, command: _Command) -> _Answer:

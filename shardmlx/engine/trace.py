@@ -15,7 +15,6 @@ import mlx.core as mx
 
 from shardmlx.common.process_memory import peak_resident_bytes
 from shardmlx.distributed.transport import Transport
-from shardmlx.errors import file_access
 
 clock = time.monotonic
 
@@ -176,12 +175,23 @@ class RankReport:
         }
 
 
+class Window(NamedTuple):
+    """The events of one rank since its last report, what to add to its clock to get rank 0's, and
+    its bytes of memory: the peaks of MLX and of the process, and what is there now."""
+
+    events: list[Event]
+    offset: float
+    memory: tuple[int, int, int]
+
+
+Traced = tuple[list[Event], float]
+"""The events of one rank that are traced, and what to add to its clock to get rank 0's."""
+
+
 @dataclass(slots=True)
 class Meter:
-    """The meter of a run: takes the events of ``recorder``, and gathers them on rank 0.
-
-    Building it, ``report`` and ``write_trace`` are collective.
-    """
+    """The meter of a run on one rank, which takes the events of ``recorder``. All ranks must build
+    it at the same time."""
 
     transport: Transport
     recorder: Recorder
@@ -190,17 +200,13 @@ class Meter:
     _window: list[Event] = field(default_factory=list)
     _traced: list[Event] = field(default_factory=list)
     _first_step: int = 0
-    _last_step: int = 0
-    _reported_step: int = 0
-    _total: list[RankTimes] = field(default_factory=list)
-    _memory: list[tuple[int, int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._offset = clock_offset(self.transport)
 
     def start_after(self, step: int) -> None:
         """Count from the step after ``step`` on."""
-        self._first_step = self._last_step = self._reported_step = step
+        self._first_step = step
 
     def count(self, step: int, *, is_training: bool = True) -> None:
         """Count the events since the last call to training step ``step``, unless they are others,
@@ -208,40 +214,47 @@ class Meter:
         events = self.recorder.take()
         if is_training:
             self._window += events
-            self._last_step = step
         if self.trace is not None and step - self._first_step <= TRACED_STEPS:
             self._traced += events
 
-    def report(self, extra: Any = None) -> tuple[list[RankReport], list[Any]] | None:
-        """Return, on rank 0, each rank's mean step since the last report, and its ``extra``."""
-        window, self._window = self._window, []
-        steps, self._reported_step = self._last_step - self._reported_step, self._last_step
+    def window(self) -> Window:
+        """Return what was counted since the last call."""
+        events, self._window = self._window, []
         memory = mx.get_peak_memory(), peak_resident_bytes(), mx.get_active_memory()
-        gathered = self.transport.gather((window, self._offset, memory, extra), what="report")
-        if gathered is None:
-            return None
-        events, offsets, memories, extras = zip(*gathered, strict=True)
-        times = rank_times(events, offsets)
+        return Window(events, self._offset, memory)
+
+    def traced(self) -> Traced:
+        """Return the events of the trace."""
+        return self._traced, self._offset
+
+
+@dataclass(slots=True)
+class Totals:
+    """What the meters of all ranks have measured, on rank 0."""
+
+    _first_step: int = 0
+    _reported_step: int = 0
+    _total: list[RankTimes] = field(default_factory=list)
+    _memory: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def start_after(self, step: int) -> None:
+        """Count from the step after ``step`` on."""
+        self._first_step = self._reported_step = step
+
+    def add(self, step: int, windows: Sequence[Window]) -> list[RankReport]:
+        """Return each rank's mean step since the last report, up to ``step``."""
+        steps, self._reported_step = step - self._reported_step, step
+        times = rank_times([each.events for each in windows], [each.offset for each in windows])
         before = self._total or [RankTimes()] * len(times)
         self._total = [
             RankTimes(*map(sum, zip(a, b, strict=True))) for a, b in zip(before, times, strict=True)
         ]
-        self._memory = list(memories)
-        return _reports(times, memories, steps), list(extras)
+        self._memory = [each.memory for each in windows]
+        return _reports(times, self._memory, steps)
 
     def summary(self) -> list[RankReport]:
-        """Return, on rank 0, the mean step of each rank over all reports so far."""
+        """Return the mean step of each rank over all reports so far."""
         return _reports(self._total, self._memory, self._reported_step - self._first_step)
-
-    def write_trace(self) -> None:
-        """Write the trace of all ranks, if one was asked for."""
-        if self.trace is None:
-            return
-        gathered = self.transport.gather((self._traced, self._offset), what="trace")
-        if gathered is not None:
-            names = [self.transport.name(rank) for rank in range(self.transport.size)]
-            with file_access("write", self.trace):
-                write_chrome_trace(self.trace, gathered, names)
 
 
 def _reports(

@@ -144,9 +144,9 @@ def open_everywhere(
     """Choose the device, find the model and ``adapters``, and read config.json on every rank;
     return rank 0's. Raises ``UserError``."""
     crew.all(ModelWorker.use_device, source.device)
-    find_model_files(crew.part("model_files", LocalFiles), source, reporter)
+    find_model_files(crew.part(LocalFiles, "model_files"), source, reporter)
     if adapters:
-        files = crew.part("adapter_files", LocalFiles)
+        files = crew.part(LocalFiles, "adapter_files")
         find_adapter_files(files, source, adapters, reporter)
     first, *others = crew.all(ModelWorker.open, adapters)
     for rank, digest in enumerate(others, 1):
@@ -164,8 +164,8 @@ def open_everywhere(
 def bring_weights(crew: Crew[ModelWorker], needs: Needs, reporter: Reporter) -> None:
     """Bring each rank the tensors that it lacks of the model, and of the adapters, from which all
     ranks have built theirs, lazily. Raises ``UserError``."""
-    bring(crew.part("model_files", LocalFiles), needs, reporter, "weights")
-    bring(crew.part("adapter_files", LocalFiles), needs, reporter, "adapters")
+    bring(crew.part(LocalFiles, "model_files"), needs, reporter, "weights")
+    bring(crew.part(LocalFiles, "adapter_files"), needs, reporter, "adapters")
 
 
 Sizes = TypeVar("Sizes", bound=ModelSizes)

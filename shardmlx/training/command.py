@@ -23,6 +23,7 @@ from shardmlx.training.plan_run import open_for_training, plan_run, read_sets
 from shardmlx.training.planned_run import PlannedRun
 from shardmlx.training.run_warnings import warn_of
 from shardmlx.training.sweep import plan_sweep, prepare_sweep
+from shardmlx.training.train import train
 from shardmlx.training.worker import TrainWorker
 
 
@@ -74,7 +75,7 @@ def _carry_out(config: TrainConfig, crew: Crew[TrainWorker], reporter: Reporter)
         prepare_sweep(config, crew, reporter)
     else:
         prepare_training(config, crew, reporter)
-    crew.all(TrainWorker.train)
+    train(crew)
 
 
 def prepare_training(config: TrainConfig, crew: Crew[TrainWorker], reporter: Reporter) -> None:

@@ -16,7 +16,6 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from tempfile import NamedTemporaryFile
@@ -119,7 +118,9 @@ class Island:
         batch: BatchOptions,
     ) -> None:
         self._transport, self._reporter = engine.transport, reporter
-        self._engine, self._updater, self._hub = engine, updater, membership.hub
+        self._engine = engine
+        self._updater = updater
+        self._hub: Hub | None = None
         self._batch = batch
         self._joined, self._terms = membership.joined, membership.joined.terms
         self._fragments = [
@@ -153,8 +154,11 @@ class Island:
         self.has_taken = False
         """True once trained weights of the hub have come to this run."""
         self._heartbeat: Heartbeat | None = None
-        if self._hub is not None:
-            reporter.listen(self._listen)
+
+    def talk_to(self, hub: Hub) -> None:
+        """Talk to the hub for all ranks of the island. On rank 0."""
+        self._hub = hub
+        self._reporter.listen(self._listen)
 
     def state(self) -> dict[str, Any]:
         """Return what ``restore`` needs beside ``arrays``. Not collective."""
@@ -192,21 +196,20 @@ class Island:
             fragment.life, fragment.version, counted = kept_of
             fragment.counted = tuple(counted)
 
-    @contextmanager
-    def running(self, step: int) -> Iterator[None]:
+    def enter(self, step: int) -> None:
         """Give the hub the weights that it lacks, and take its others, unless the checkpoint of
-        this ``step`` had them; then be present at the hub in the block. Raises ``AgreedError``."""
+        this ``step`` had them; be present at the hub until ``leave``. Raises ``AgreedError``."""
         if self._hub is not None:
             self._heartbeat = Heartbeat(self._hub)
-        try:
-            self._start(step // self._batch.grad_accumulation_steps)
-            yield
-        finally:
-            if self._hub is not None and self._heartbeat is not None:
-                self._heartbeat.leave()
-                self._hub.closed.set()
-                for body in filter(None, (each.body for each in self._fragments)):
-                    body.close()
+        self._start(step // self._batch.grad_accumulation_steps)
+
+    def leave(self) -> None:
+        """Leave the hub, which only rank 0 talks to, if it was entered. Not collective."""
+        if self._hub is not None and self._heartbeat is not None:
+            self._heartbeat.leave()
+            self._hub.closed.set()
+            for body in filter(None, (each.body for each in self._fragments)):
+                body.close()
 
     def _start(self, update: int) -> None:
         for k, (fragment, newest) in enumerate(

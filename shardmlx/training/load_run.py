@@ -52,7 +52,7 @@ def load_run(
         bring_weights(crew, _needs(planned, worker), reporter)
     told = membership and replace(membership, hub=None)
     loaded = crew.all(TrainWorker.load, told, name, planned.config.metrics_file)
-    worker.runs[-1] = replace(worker.runs[-1], data=data, identity=identity, membership=membership)
+    worker.runs[-1].lead_with(data, identity, membership)
     columns = {
         "weights": [gibibytes(each.nbytes) for each in loaded],
         "trained": [f"{each.trained / 1e6:.3f}M" for each in loaded],

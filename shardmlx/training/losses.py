@@ -1,32 +1,27 @@
-"""Compute losses: with gradients for an update, and without them on held-out data."""
+"""Compute losses on one rank: with gradients for an update, and without them on held-out data."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 import numpy as np
 
-from shardmlx.engine.batches import BASELINE, REFERENCE, Batch, Batches, MicroBatch
+from shardmlx.engine.batches import BASELINE, REFERENCE, MicroBatch
 from shardmlx.engine.engine import Results, Step
-from shardmlx.training.batch_feed import BatchFeed, Share
-from shardmlx.training.scores import means_of, scores_of
+from shardmlx.training.nonfinite import nonfinite_gradient, nonfinite_loss
+from shardmlx.training.rows import Share
+from shardmlx.training.scores import scores_of
 from shardmlx.training.setup import TrainingRun
-from shardmlx.training.soundness import nonfinite_gradient, nonfinite_loss
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class Gradients:
-    """The mean gradients of the steps since the last update. Methods are collective."""
+    """The mean gradients of the steps since the last update. All ranks call its methods at the same
+    time."""
 
     job: TrainingRun
-    norm: float = 0.0
-    """The norm of the mean gradient of all weights, once the update is complete."""
     _shares: list[Share] = field(default_factory=list)
     _nonfinite_loss: str | None = None
 
@@ -42,7 +37,7 @@ class Gradients:
 
     def begin(self, step: int, share: Share) -> Step:
         """Return the engine's part of one step, which is to be made before ``add``."""
-        _set_baselines(self.job, [share])
+        set_baselines(self.job, [share])
         self._shares.append(share)
         return Step(
             self.job.engine,
@@ -60,18 +55,17 @@ class Gradients:
         self._nonfinite_loss = self._nonfinite_loss or fault
         return sums
 
-    def finish(self) -> str | None:
-        """Set ``norm`` after the last step; if it is not finite, return the cause."""
-        # Compute the norm on all ranks, so that all skip the same updates.
-        self.norm = self.scale * self.job.engine.gradient_norm(self._nonfinite_loss is not None)
-        if math.isfinite(self.norm):
-            return None
-        mine = nonfinite_gradient(self.job.stages, self.job.transport)
-        pair = (self._nonfinite_loss, mine)
-        found: list[Any] = self.job.transport.all_gather(pair, "NaN")
-        # A loss is the closer cause.
-        causes = [cause for each in zip(*found, strict=True) for cause in each if cause]
-        return causes[0] if causes else "the norm of the gradient is not finite"
+    def finish(self) -> float:
+        """Return the norm of the mean gradient of all weights after the last step of an update: the
+        same on all ranks, so that all skip the same updates."""
+        return self.scale * self.job.engine.gradient_norm(self._nonfinite_loss is not None)
+
+    def cause(self) -> tuple[str | None, bool]:
+        """Return why the norm is not finite, as far as this rank knows, and whether a loss shows
+        it: that is the closer cause."""
+        if self._nonfinite_loss is not None:
+            return self._nonfinite_loss, True
+        return nonfinite_gradient(self.job.stages, self.job.transport), False
 
     def used(self) -> None:
         """Begin the next update after this one was made."""
@@ -82,74 +76,6 @@ class Gradients:
         """Begin the next update without making this one."""
         self.job.engine.forget_gradients()
         self.used()
-
-
-Evaluated = tuple[float, Mapping[str, float]]
-"""The mean loss of a data set, and what preferences say of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """Losses of data sets; all methods are collective. ``random`` draws batches, as in mlx-lm."""
-
-    job: TrainingRun
-    random: np.random.RandomState
-
-    def batches(self, name: str, *, loop: bool) -> Batches | None:
-        """Return, on rank 0, the batches of a data set. Not collective."""
-        data = self.job.data
-        if data is None:
-            return None
-        samples, batch = getattr(data, name), self.job.planned.way.batch
-        objective, config = self.job.planned.objective, self.job.planned.config
-        most = {"valid": config.val_batches, "test": config.test_batches}.get(name, -1)
-        # The starting model judges a data set's batches once, so they stay the same.
-        is_limited = objective is not None and objective.facts.has_reference and most != -1
-        return Batches(
-            samples,
-            batch.batch_size,
-            batch.max_seq_length,
-            self.random,
-            loop=loop,
-            widths=self.job.planned.plan.widths,
-            swaps=objective is not None and objective.swaps,
-            most=most if is_limited else None,
-        )
-
-    def loss(self, name: str, num_batches: int, description: str) -> Evaluated | None:
-        """Return, on rank 0, the mean loss of a token, or pair, and what preferences say; None
-        elsewhere, and if no token counts."""
-        planned, transport = self.job.planned, self.job.transport
-        available = planned.sizes[name] // planned.way.batch.batch_size
-        remaining = available if num_batches == -1 else min(num_batches, available)
-        if not remaining:
-            return None
-        objective = self.job.planned.objective
-
-        def judge(shares: list[Share]) -> tuple[list[float], int]:
-            _set_baselines(self.job, shares)
-            parts = [each for share in shares for each in share.microbatches]
-            _, sums = scores_of(self.job.engine.evaluate(parts), parts, objective)
-            return sums, sum(share.count for share in shares)
-
-        batches = self.batches(name, loop=False)
-        found = evaluate_batches(self.job, batches, remaining, description, judge)
-        totals, counts = zip(*found, strict=True)
-        count = sum(counts)
-        gathered = transport.gather(np.sum(totals, axis=0), what=description)
-        if not count:
-            self.job.reporter.warn(f"{description}: no token of these batches counts: no loss")
-        if gathered is None or not count:
-            return None
-        loss = float(sum(total[0] for total in gathered)) / count
-        return loss, means_of(gathered, objective)
-
-    def is_finite(self, share: Share) -> bool:
-        """Return, on all ranks, whether all of them find finite losses of a batch."""
-        with evaluating(self.job):
-            results = self.job.engine.evaluate(share.microbatches)
-        is_finite = all(np.isfinite(each).all() for each in results.values())
-        return all(self.job.transport.all_gather(is_finite, "trying the weights"))
 
 
 @contextmanager
@@ -163,30 +89,6 @@ def evaluating(job: TrainingRun) -> Iterator[None]:
         part.train(True)
 
 
-def evaluate_batches(
-    job: TrainingRun,
-    batches: Iterator[Batch] | None,
-    count: int,
-    description: str,
-    evaluate: Callable[[list[Share]], T],
-) -> list[T]:
-    """Return what ``evaluate`` says of the shares of so many batches, which are on rank 0; several
-    at once keep all stages busy. Collective."""
-    plan, found = job.planned.plan, []
-    microbatches = -(-plan.microbatches // 2) if job.shares_prompts else plan.microbatches
-    at_once = -(-4 * plan.mesh.pp // microbatches)
-    feed = BatchFeed(
-        plan, job.transport, batches, count, job.number, shares_prompts=job.shares_prompts
-    )
-    job.transport.activity.begin(description)
-    with evaluating(job), job.reporter.bar(description, count) as bar, feed:
-        while shares := feed.take(at_once):
-            feed.send_ahead(at_once)
-            found.append(evaluate(shares))
-            bar.advance(len(shares))
-    return found
-
-
 def answers_of(
     job: TrainingRun, shares: Sequence[Sequence[MicroBatch]]
 ) -> Iterator[tuple[int, MicroBatch, np.ndarray]]:
@@ -197,7 +99,7 @@ def answers_of(
         yield *parts[j], logps
 
 
-def _set_baselines(job: TrainingRun, shares: list[Share]) -> None:
+def set_baselines(job: TrainingRun, shares: list[Share]) -> None:
     """Set KTO's reference points in the shares, one for each batch: what training has added to the
     likelihood of answers that belong to other prompts. Collective."""
     if job.planned.objective is None or not job.planned.objective.swaps:

@@ -8,18 +8,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardmlx.checkpoint.export import Collector, save_adapters, save_model
 from shardmlx.checkpoint.store import MARKER
 from shardmlx.common.digests import file_digest
 from shardmlx.config.train import BEST
-from shardmlx.distributed.agreement import from_rank_0, on_rank_0
+from shardmlx.distributed.crew import Crew
 from shardmlx.errors import UserError, file_access
-from shardmlx.loading.adapters import read_tensors
 from shardmlx.loading.manifest import fingerprint
-from shardmlx.loading.rank_setup import SETUP_SECONDS
 from shardmlx.modelfiles.safetensors_header import INDEX_FILE, MODEL_FILES
 from shardmlx.modelfiles.sources import ADAPTER_FILE
-from shardmlx.training.setup import TrainingRun
+from shardmlx.training.run_worker import RunWorker
 from shardmlx.training.soundness import Best, Soundness
 
 LAST_PLACE = "last"
@@ -38,13 +35,12 @@ class Kept:
 
 
 class Outputs:
-    """The directories of a run's weights. All methods are collective unless they say not."""
+    """The directories of a run's weights, on rank 0."""
 
-    def __init__(self, job: TrainingRun, collector: Collector, soundness: Soundness) -> None:
-        self._job = job
-        self._options = options = job.planned.config
-        self._transport = job.transport
-        self._collector = collector
+    def __init__(self, crew: Crew[RunWorker], soundness: Soundness) -> None:
+        self._crew = crew
+        self._job = crew.worker.job
+        self._options = options = self._job.planned.config
         self._soundness = soundness
         self._path = Path(options.adapter_path)
         self.last = self._path / LAST_PLACE if options.keep == BEST else self._path
@@ -52,7 +48,7 @@ class Outputs:
         self.kept: Kept | None = None
 
     def make(self) -> None:
-        """Make the directories. On rank 0 only; raises ``UserError``."""
+        """Make the directories. Raises ``UserError``."""
         with file_access("make --adapter-path", self.last, "name another directory"):
             self.last.mkdir(parents=True, exist_ok=True)
 
@@ -61,7 +57,7 @@ class Outputs:
         return self._write(self.last, copy_as)
 
     def is_best(self, loss: float | None) -> bool:
-        """Tell whether the weights of a validation are to be kept as the best. Not collective."""
+        """Tell whether the weights of a validation are to be kept as the best."""
         if self._options.keep != BEST or loss is None or not math.isfinite(loss):
             return False
         return self.kept is None or loss < self.kept.loss
@@ -69,11 +65,10 @@ class Outputs:
     def keep_best(self, step: int, loss: float) -> None:
         """Write the present weights as the best: those before the update of ``step``."""
         if self._write(self._path, None):
-            digest = from_rank_0(self._transport, "reading what was saved", self._digest)
-            self.kept = Kept(loss, step, str(self._path), digest)
+            self.kept = Kept(loss, step, str(self._path), self._digest())
 
     def say_best(self) -> None:
-        """Say where the best weights are, or that none are kept. Not collective."""
+        """Say where the best weights are, or that none are kept."""
         if self.kept is not None:
             self._job.reporter.say(
                 f"The best, before step {self.kept.step}, is in {self.kept.place}"
@@ -85,7 +80,7 @@ class Outputs:
             )
 
     def state(self) -> dict[str, Any] | None:
-        """Return what ``restore`` takes, for a checkpoint. Not collective."""
+        """Return what ``restore`` takes, for a checkpoint."""
         if self.kept is None:
             return None
         return asdict(replace(self.kept, place=str(Path(self.kept.place).absolute())))
@@ -102,8 +97,7 @@ class Outputs:
             before = Kept(best.loss, best.step, str(self._path), None)
         else:
             return
-        what = "looking for the best weights"
-        self.kept = from_rank_0(self._transport, what, lambda: self._found(before))
+        self.kept = self._found(before)
         about = f"The best so far, before step {before.step}"
         if self.kept is None:
             self._job.reporter.warn(
@@ -118,18 +112,7 @@ class Outputs:
         kept = self.kept
         if kept is None:
             return False
-        with self._transport.longer_timeout(SETUP_SECONDS):
-            place = Path(kept.place)
-            tensors = on_rank_0(
-                self._transport,
-                "reading the best weights",
-                lambda: read_tensors(self._files(place)),
-            )
-            self._collector.hand_out(tensors)
-            shards = self._job.engine.shards
-            names = [name for stage in self._job.stages for name in stage.names]
-            shards.start_gather(list(dict.fromkeys(names)))
-            shards.finish_gather()
+        self._crew.all(RunWorker.take_weights, self._files(Path(kept.place)))
         return True
 
     def _write(self, directory: Path, copy_as: str | None) -> bool:
@@ -138,20 +121,13 @@ class Outputs:
         if self._soundness.unmoved() is not None:
             if self._job.resumption.found is None:
                 return False
-            what = "looking at the output"
-            if from_rank_0(self._transport, what, lambda: self._is_later(directory)):
+            if self._is_later(directory):
                 self._job.reporter.say(
                     f"{directory} has what was saved after this run's checkpoint: it stays. To "
                     "write the checkpoint's weights, name another --adapter-path"
                 )
                 return False
-        # A rank waits until rank 0 has written the tensors before its own.
-        with self._transport.longer_timeout(SETUP_SECONDS):
-            if self._options.is_full:
-                save_model(self._collector, self._job.model_path, directory)
-            else:
-                config = self._options.to_adapter_config()
-                save_adapters(self._collector, directory, config, copy_as)
+        self._crew.all(RunWorker.save, directory, copy_as)
         return True
 
     def _is_later(self, directory: Path) -> bool:
@@ -163,7 +139,7 @@ class Outputs:
         return any(file.stat().st_mtime > since for file in files if file.exists())
 
     def _found(self, before: Kept) -> Kept | None:
-        """Return, on rank 0, what was kept and where it is now, which may have been moved."""
+        """Return what was kept and where it is now, which may have been moved."""
         for place in (str(self._path), before.place):
             digest = self._digest(Path(place))
             if digest is not None and before.digest in (None, digest):

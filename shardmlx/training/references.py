@@ -15,10 +15,9 @@ from safetensors.numpy import save
 
 from shardmlx.checkpoint.run_identity import start_digest
 from shardmlx.common.durable_files import PARTIAL, replace_durably, write_durably
-from shardmlx.engine.batches import REFERENCE, SWAPPED, Batches
-from shardmlx.training.batch_feed import Share
-from shardmlx.training.losses import answers_of, evaluate_batches
-from shardmlx.training.setup import TrainingRun
+from shardmlx.engine.batches import REFERENCE, SWAPPED
+from shardmlx.training.evaluation import Evaluation
+from shardmlx.training.run_worker import RunWorker
 
 FILE = "references.safetensors"
 
@@ -27,10 +26,12 @@ _KEPT = [REFERENCE, SWAPPED]
 
 
 class References:
-    """The reference numbers of a run's data sets."""
+    """The reference numbers of a run's data sets, on rank 0."""
 
-    def __init__(self, job: TrainingRun, *, swaps: bool) -> None:
-        self._job = job
+    def __init__(self, evaluation: Evaluation, *, swaps: bool) -> None:
+        self._evaluation = evaluation
+        self._crew = evaluation.crew
+        self._job = job = self._crew.worker.job
         self._columns = [REFERENCE, SWAPPED] if swaps else [REFERENCE]
         place = job.resumption.place
         self._file = None if place is None else Path(place.store.directory) / FILE
@@ -39,43 +40,34 @@ class References:
         if job.identity is not None and self._file is not None and self._file.exists():
             self._kept = self._read(self._file)
 
-    def complete(self, name: str, batches: Batches | None, most: int) -> None:
-        """Compute what the first ``most`` batches of a set lack: they are on rank 0. All ranks must
-        call it."""
-        job, known = self._job, self._known(name)
-        starts: list[int] = []
-        if known is not None and batches is not None:
-            size = job.planned.way.batch.batch_size
-            lacking = np.isnan(known[:, self._columns]).any(axis=1)
-            starts = [each for each in batches.first(most) if lacking[each : each + size].any()]
-        count: int = job.transport.broadcast(len(starts), what="references")
-        if not count:
+    def complete(self, name: str, most: int) -> None:
+        """Compute what the first ``most`` batches of a set lack. Raises ``StopRequested``."""
+        known = self._known(name)
+        if known is None:
             return
-
-        def compute(shares: list[Share]) -> list[list[tuple[int, np.ndarray, np.ndarray]]]:
-            found: list[list[tuple[int, np.ndarray, np.ndarray]]] = [[] for _ in shares]
-            for column in self._columns:
-                swapped = column == SWAPPED
-                parts = [each.swapped if swapped else each.microbatches for each in shares]
-                for i, part, logps in answers_of(job, parts):
-                    found[i].append((column, part.first_row + part.row_numbers, logps))
-            return found
-
-        first = None if batches is None else map(batches.at, starts)
-        found = evaluate_batches(job, first, count, f"reference of the {name} set", compute)
-        gathered = job.transport.gather([each for part in found for each in part], "references")
-        if known is not None and gathered is not None:
-            for of_rank in gathered:
-                for start, of_batch in zip(starts, of_rank, strict=True):
-                    for column, rows, logps in of_batch:
-                        known[start + rows, column] = logps
-            self._kept[name] = np.ascontiguousarray(known[:, _KEPT])
-            self._write()
+        batches = self._evaluation.batches(name, loop=False)
+        size = self._job.planned.way.batch.batch_size
+        lacking = np.isnan(known[:, self._columns]).any(axis=1)
+        starts = [each for each in batches.first(most) if lacking[each : each + size].any()]
+        if not starts:
+            return
+        what, at = f"reference of the {name} set", 0
+        with self._job.reporter.bar(what, len(starts)) as bar:
+            for rows in self._evaluation.groups(map(batches.at, starts)):
+                args = [(of_rank, self._columns, what) for of_rank in rows]
+                for of_rank in self._crew.begin_each(RunWorker.judge, args).values():
+                    for each in of_rank:
+                        known[starts[at + each.batch] + each.rows, each.column] = each.logps
+                at += len(rows[0])
+                bar.advance(len(rows[0]))
+        self._kept[name] = np.ascontiguousarray(known[:, _KEPT])
+        self._write()
 
     def _known(self, name: str) -> np.ndarray | None:
-        """Return, on rank 0, what is known of a set's samples, with the numbers that are kept."""
-        data = self._job.data
-        known: np.ndarray | None = None if data is None else getattr(data, name).known
+        """Return what is known of a set's samples, with the numbers that are kept; None for a set
+        without samples."""
+        assert self._job.data is not None, "rank 0 has the data"
+        known: np.ndarray | None = getattr(self._job.data, name).known
         if known is not None and name in self._kept:
             known[:, _KEPT] = self._kept[name]
         return known

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from mlx_lm.tuner.callbacks import get_reporting_callbacks
@@ -12,38 +12,55 @@ from mlx_lm.tuner.callbacks import get_reporting_callbacks
 from shardmlx.common.formatting import gibibytes, percent
 from shardmlx.common.reporter import Bar
 from shardmlx.costmodel.memory_limits import exceeded
-from shardmlx.engine.trace import Meter, RankReport
+from shardmlx.distributed.crew import Crew, Pending
+from shardmlx.engine.trace import RankReport, Totals
 from shardmlx.planning.stragglers import Watch
-from shardmlx.training.batch_feed import Share
+from shardmlx.training.evaluation import Evaluated
 from shardmlx.training.growth import Growth
-from shardmlx.training.losses import Evaluated
+from shardmlx.training.run_worker import RunWorker, StepAnswer
 from shardmlx.training.scores import in_words, means_of
-from shardmlx.training.setup import TrainingRun
 from shardmlx.training.start_event import facts_of
 
 
-class TrainingReport:
-    """The report of a run to its user. Methods are collective unless they say not."""
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """A step of a run: what ranks answer, of several runs in one command, and the run's place in
+    these answers."""
 
-    def __init__(self, job: TrainingRun, meter: Meter) -> None:
-        self._job = job
+    pending: Pending[list[StepAnswer]]
+    place: int
+
+    @property
+    def own(self) -> StepAnswer:
+        """What rank 0 says of the step."""
+        return self.pending.own[self.place]
+
+    def of_ranks(self) -> list[StepAnswer]:
+        """Wait for what all ranks say of the step; return it by rank."""
+        return [answers[self.place] for answers in self.pending.values()]
+
+
+class TrainingReport:
+    """The report of a run to its user, on rank 0."""
+
+    def __init__(self, crew: Crew[RunWorker]) -> None:
+        self._crew = crew
+        self._job = job = crew.worker.job
         self._planned = job.planned
         self._hosts = job.transport.hosts
-        self._meter = meter
+        self._totals = Totals()
         self._reporter = job.reporter
-        self._steps: list[tuple[list[float], int, int]] = []
-        """Steps since the last report: sums of this rank, and tokens and count of all."""
+        self._steps: list[StepResult] = []
+        """Steps since the last report."""
         self._total_tokens = 0
         self._skipped = 0
-        self._lengths: Counter[int] = Counter()  # micro-batches by length
-        self._shapes: set[tuple[int, int]] = set()
-        """Shapes of the padded micro-batches so far."""
+        self._lengths: Counter[int] = Counter()  # micro-batches of rank 0 by length
         self._growth = Growth(self._hosts, job.planned.limits)
         self._watch = Watch(self._hosts)
         self._callback: Any = None
 
     def open_services(self) -> None:
-        """Start the services of ``--report-to``. On rank 0 only."""
+        """Start the services of ``--report-to``."""
         config = self._planned.config
         self._callback = get_reporting_callbacks(
             ",".join(config.services),
@@ -53,61 +70,60 @@ class TrainingReport:
         )
 
     def start(self, step: int) -> None:
-        """Write the facts of the run to the metrics, before the next step. Not collective."""
-        if self._job.transport.rank == 0:
-            self._reporter.event("start", facts_of(self._planned, self._hosts, step))
+        """Write the facts of the run to the metrics, before the next step."""
+        self._totals.start_after(step)
+        self._reporter.event("start", facts_of(self._planned, self._hosts, step))
 
-    def count(self, share: Share, sums: list[float]) -> None:
-        """Take in a step with this rank's ``sums`` of ``scores_of``. Not collective."""
+    def count(self, result: StepResult) -> None:
+        """Take in a step that was made."""
         plan = self._planned.plan
         sequences = plan.micro_batch_size if plan.pack else 1
-        self._lengths.update(-(-each.shape[1] // sequences) for each in share.microbatches)
-        self._shapes.update(each.shape for each in share.microbatches if each.places is None)
-        self._steps.append((sums, share.valid_tokens, share.count))
+        widths = self._crew.worker.widths
+        self._lengths.update(-(-width // sequences) for width in widths)
+        self._steps.append(result)
 
     def pass_over(self, steps: int) -> None:
-        """Leave out the losses of the last steps, which led to no update. Not collective."""
+        """Leave out the losses of the last steps, which led to no update."""
         self._skipped += 1
         del self._steps[-steps:]
 
     def state(self) -> dict[str, Any]:
-        """Return the report's state for a checkpoint. Not collective."""
+        """Return the report's state for a checkpoint."""
         return {"total_tokens": self._total_tokens + self._tokens, "skipped": self._skipped}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore ``state``: the next report is of the steps from here on. Not collective."""
+        """Restore ``state``: the next report is of the steps from here on."""
         self._total_tokens = state["total_tokens"]
         self._skipped = state["skipped"]
 
     def step(self, step: int, grad_norm: float | None, bar: Bar) -> None:
         """Report the mean of the steps since the last report, and each rank's work."""
-        steps, tokens, self._steps = self._steps, self._tokens, []
-        report = self._meter.report(([total for total, _, _ in steps], len(self._shapes)))
+        tokens = self._tokens
+        answers = [result.of_ranks() for result in self._steps]
+        self._steps = []
+        windows, shapes = zip(*self._crew.all(RunWorker.window), strict=True)
+        ranks = self._totals.add(step, windows)
         self._total_tokens += tokens
-        if report is None:
-            return
-        ranks, extras = report
-        totals, shapes = zip(*extras, strict=True)
-        if not steps:
+        if not answers:
             self._reporter.warn(f"step {step}: every step since the last report was skipped")
             return
         if not tokens:
             return
         losses = [
-            sum(total[0] for total in of_ranks) / count
-            for (_, _, count), *of_ranks in zip(steps, *totals, strict=True)
-            if count
+            sum(each.sums[0] for each in of_ranks) / of_ranks[0].count
+            for of_ranks in answers
+            if of_ranks[0].count
         ]
-        means = means_of(
-            (each for of_rank in totals for each in of_rank), self._job.planned.objective
-        )
+        # By rank, as sums of floats depend on their order.
+        sums = [each.sums for of_rank in zip(*answers, strict=True) for each in of_rank]
+        means = means_of(sums, self._job.planned.objective)
         seconds = ranks[0].times.step_seconds
         values: dict[str, Any] = {
             "step": step,
             "loss": sum(losses) / len(losses),
             **means,
             "tokens": tokens,
-            "tokens_per_second": tokens / len(steps) / seconds,
+            "tokens_per_second": tokens / len(answers) / seconds,
             "learning_rate": float(self._job.optimizer.learning_rate.item()),
             "grad_norm": grad_norm,
             "skipped": self._skipped,
@@ -141,7 +157,7 @@ class TrainingReport:
     @property
     def _tokens(self) -> int:
         """Tokens that count in the steps since the last report."""
-        return sum(tokens for _, tokens, _ in self._steps)
+        return sum(result.own.valid_tokens for result in self._steps)
 
     @property
     def _mean_length(self) -> int:
@@ -150,7 +166,7 @@ class TrainingReport:
         return round(total / self._lengths.total())
 
     def validation(self, step: int, found: Evaluated, seconds: float) -> None:
-        """Report the loss of a validation. On rank 0 only."""
+        """Report the loss of a validation."""
         loss, means = found
         self._reporter.say(f"step {step}: val loss {loss:.4f}{in_words(means)}, in {seconds:.1f} s")
         self._reporter.event(
@@ -164,8 +180,8 @@ class TrainingReport:
 
     def summary(self, steps: int, seconds: float) -> None:
         """Report the use of time and memory, beside the predictions, of a run that has ended after
-        so many ``steps``. Not collective."""
-        ranks = self._meter.summary()
+        so many ``steps``."""
+        ranks = self._totals.summary()
         if not ranks:
             return
         planned, mean_length = self._planned, self._mean_length

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-import mlx.core as mx
-
-from shardmlx.distributed.transport import Transport
-from shardmlx.engine.stage import Stage
+from shardmlx.distributed.crew import Crew
+from shardmlx.training.run_worker import RunWorker
 
 WINDOW = 10
 """Updates among which skips are counted: a run that skips more than half learns nothing."""
@@ -47,16 +44,14 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class Soundness:
-    """The updates of a run, made or skipped on all ranks together, and the weights that this rank
-    ``holds``; ``has_moved`` says whether an update has changed one that it updates."""
+    """Tells, on rank 0, whether a run's weights may replace others: the updates that were made or
+    skipped, and what each rank says of its weights."""
 
-    transport: Transport
-    stages: Sequence[Stage]
-    holds: Callable[[str], bool]
-    has_moved: Callable[[], bool]
+    crew: Crew[RunWorker]
     _made: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def count(self, *, made: bool) -> None:
+        """Count an update, or one that was skipped."""
         self._made.append(made)
 
     @property
@@ -65,48 +60,18 @@ class Soundness:
         return self._made.count(False) > WINDOW // 2
 
     def fault(self) -> Fault | None:
-        """Return why the weights should replace nothing, or None. All ranks must call it."""
+        """Return why the weights should replace nothing, or None."""
         skipped, total = self._made.count(False), len(self._made)
         if 2 * skipped > total:
             return Fault(f"{skipped} of the last {total} updates were skipped", TAMER)
-        weights = (
-            (stage, name, stage.part[name])
-            for stage in self.stages
-            for name in filter(self.holds, stage.names)
-        )
-        mine = _first_nonfinite("weight", weights, self.transport)
-        found = self.transport.all_gather(mine, "looking at the weights")
+        found = self.crew.all(RunWorker.nonfinite_weight)
         weight = next(filter(None, found), None)
         return None if weight is None else Fault(weight, TAMER)
 
     def unmoved(self) -> Fault | None:
-        """Return why there is nothing to save yet; None if there is. All ranks must call it."""
-        if any(self.transport.all_gather(self.has_moved(), "looking for an update")):
+        """Return why there is nothing to save yet; None if there is."""
+        if any(self.crew.all(RunWorker.has_moved)):
             return None
         if True not in self._made:
             return Fault("no update was made yet", "train for more steps")
         return Fault("no update of this run has moved a weight", _IMPEL)
-
-
-def nonfinite_loss(losses: Mapping[int, float], transport: Transport) -> str | None:
-    """Name a micro-batch of this rank whose loss is not finite, if there is one."""
-    for j, loss in losses.items():
-        if not math.isfinite(loss):
-            return f"the loss of micro-batch {j} is {loss} on {transport.name(transport.rank)}"
-    return None
-
-
-def nonfinite_gradient(stages: Sequence[Stage], transport: Transport) -> str | None:
-    """Name a weight of this rank whose gradient is not finite, if there is one."""
-    gradients = ((stage, *pair) for stage in stages for pair in stage.gradients.items())
-    return _first_nonfinite("gradient of", gradients, transport)
-
-
-def _first_nonfinite(
-    what: str, arrays: Iterable[tuple[Stage, str, mx.array]], transport: Transport
-) -> str | None:
-    for stage, name, array in arrays:
-        if not mx.isfinite(array).all().item():
-            where = transport.name(transport.rank)
-            return f"the {what} {name} is not finite on {where}, stage {stage.index}"
-    return None

@@ -1,34 +1,103 @@
-"""Train the runs that a rank has loaded, test them, and compare several."""
+"""Train the runs that all ranks have loaded, side by side on one set of frozen weights, test them,
+and compare several: rank 0's part."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
 
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.sweep import DECIDE_LOSS
-from shardmlx.errors import AgreedFailure
+from shardmlx.distributed.crew import Crew
+from shardmlx.errors import AgreedFailure, Stopped
+from shardmlx.training.evaluation import StopRequested
+from shardmlx.training.report import StepResult
+from shardmlx.training.run_worker import RunWorker, StepOrder
 from shardmlx.training.setup import TrainingRun
-from shardmlx.training.together import train_together
 from shardmlx.training.trainer import Trainer
+from shardmlx.training.worker import TrainWorker
+
+T = TypeVar("T")
 
 
-def train(runs: Sequence[TrainingRun], reporter: Reporter) -> None:
-    """Train the runs side by side, and test them, as their options say. All ranks must call it."""
-    trainers = [Trainer(run) for run in runs]
+def train(crew: Crew[TrainWorker]) -> None:
+    """Train the runs that all ranks have loaded, side by side, and test them, as their options say.
+    On rank 0. Raises ``Stopped`` after a signal, when all is saved, and ``AgreedFailure`` where no
+    run could go on."""
+    workers = crew.worker.runs
+    trainers = [Trainer(crew.part(RunWorker, "runs", i)) for i in range(len(workers))]
+    runs = [worker.job for worker in workers]
     failures: list[AgreedFailure | None] = [None] * len(runs)
     if runs[0].planned.config.train:
         try:
-            failures = train_together([trainer.steps() for trainer in trainers])
+            failures = train_together(crew, trainers)
         finally:
-            for run in runs:
-                run.release()
+            for trainer in trainers:
+                trainer.close()
     if runs[0].name:
         named = {run.name: run for run in runs}
-        _compare(named, dict(zip(named, trainers, strict=True)), failures, reporter)
+        by_name = dict(zip(named, trainers, strict=True))
+        _compare(named, by_name, failures, crew.worker.reporter)
     for trainer, failure in zip(trainers, failures, strict=True):
         if trainer.tests and failure is None:
             trainer.test()
+
+
+def train_together(
+    crew: Crew[TrainWorker], trainers: Sequence[Trainer]
+) -> list[AgreedFailure | None]:
+    """Train to the end of all runs, whose micro-batches fill each other's bubbles; return why any
+    of them failed, which ends no other. Raise the failure if all did; ``Stopped`` after a signal,
+    when all have saved what they have."""
+    failures: list[AgreedFailure | None] = [None] * len(trainers)
+    active = set(range(len(trainers)))
+
+    def attempt(number: int, work: Callable[[], T]) -> T | None:
+        """Do ``work`` of a run, which is over if it fails."""
+        try:
+            return work()
+        except AgreedFailure as failure:
+            failures[number] = failure
+            active.discard(number)
+            return None
+
+    for number in sorted(active):
+        attempt(number, trainers[number].start)
+    while active:
+        orders: dict[int, list[StepOrder]] = {}
+        try:
+            for number in sorted(active):
+                order = attempt(number, trainers[number].next_order)
+                if order is not None:
+                    orders[number] = order
+                elif number in active:
+                    active.discard(number)
+                    attempt(number, trainers[number].finish)
+        except StopRequested as request:
+            stops = [trainers[number].stop(request.number) for number in sorted(active)]
+            raise Stopped(request.number, "; ".join(map(str, stops))) from None
+        if orders:
+            pending = crew.begin_each(TrainWorker.step, _args_of_ranks(list(orders.items())))
+            for place, number in enumerate(orders):
+                attempt(number, partial(trainers[number].take, StepResult(pending, place)))
+    if all(failures):
+        raise failures[0] or AssertionError("there is a run")
+    return failures
+
+
+def _args_of_ranks(
+    orders: Sequence[tuple[int, Sequence[StepOrder]]],
+) -> list[tuple[list[tuple[int, StepOrder]]]]:
+    """Return the steps of each rank, by the numbers of their runs; equal ones are one object."""
+    numbers = [number for number, _ in orders]
+    found: dict[tuple[int, ...], tuple[list[tuple[int, StepOrder]]]] = {}
+    of_ranks = []
+    for steps in zip(*(of_run for _, of_run in orders), strict=True):
+        args = (list(zip(numbers, steps, strict=True)),)
+        of_ranks.append(found.setdefault(tuple(map(id, steps)), args))
+    return of_ranks
 
 
 def _compare(

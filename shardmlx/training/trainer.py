@@ -1,5 +1,5 @@
-"""Train on every rank with the loss curve of ``mlx_lm.lora``: the same order of batches, padding,
-draws of validation, and mean of gradients over several steps.
+"""Train with the loss curve of ``mlx_lm.lora``: the same order of batches, padding, draws of
+validation, and mean of gradients over several steps. Rank 0's part.
 """
 
 from __future__ import annotations
@@ -7,126 +7,167 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Generator, Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 
-from shardmlx.checkpoint.export import Collector
 from shardmlx.common.formatting import plural
 from shardmlx.common.reporter import Bar
 from shardmlx.config.train import BEST
-from shardmlx.distributed.agreement import on_rank_0
+from shardmlx.distributed.crew import Crew
 from shardmlx.engine.batches import random_state
-from shardmlx.engine.engine import Results, Step
-from shardmlx.engine.optimizer import Updater
-from shardmlx.engine.trace import Meter, Span
-from shardmlx.errors import AgreedFailure, Stopped
-from shardmlx.loading.rank_setup import SETUP_SECONDS
-from shardmlx.training.batch_feed import BatchFeed, Share, StopRequested
-from shardmlx.training.checkpointing import ISLAND, Checkpoints, Point
-from shardmlx.training.island import Island
-from shardmlx.training.losses import Evaluation, Gradients
+from shardmlx.engine.trace import write_chrome_trace
+from shardmlx.errors import AgreedFailure, Stopped, file_access
+from shardmlx.training.checkpointing import Checkpoints, Point
+from shardmlx.training.evaluation import Evaluation, StopRequested
 from shardmlx.training.outputs import Outputs
 from shardmlx.training.references import References
-from shardmlx.training.report import TrainingReport
+from shardmlx.training.report import StepResult, TrainingReport
+from shardmlx.training.rows import Rows, rows_of_ranks
+from shardmlx.training.run_worker import RunWorker, StepOrder
 from shardmlx.training.scores import in_words
-from shardmlx.training.setup import TrainingRun
+from shardmlx.training.snapshots import ISLAND
 from shardmlx.training.soundness import TAMER, Best, Fault, Soundness
-from shardmlx.training.together import Run, train_together
 
 
 class Trainer:
-    """The part of one rank in the run. All public methods are collective."""
+    """A run, as rank 0 leads it: ``start``, then ``next_order`` and ``take`` for each step, and
+    ``finish``, or ``stop``; ``close`` at last."""
 
-    def __init__(self, job: TrainingRun) -> None:
-        planned = job.planned
-        self._job = job
-        self._plan = planned.plan
-        self._options = options = planned.config
+    def __init__(self, crew: Crew[RunWorker]) -> None:
+        self._crew = crew
+        self._job = job = crew.worker.job
+        self._plan = job.planned.plan
+        self._options = options = job.planned.config
+        self._reporter = job.reporter
         self.place = Path(options.adapter_path)
         self.best = Best()
-        self._transport = job.transport
-        self._reporter = job.reporter
-        self._engine = job.engine
-        trace = Path(options.trace) if options.trace else None
-        self._meter = Meter(job.transport, job.engine.recorder, trace)
-        self._report = TrainingReport(job, self._meter)
-        shards, parts = job.engine.shards, [stage.part for stage in job.stages]
-        holds = None if shards.weights is None else shards.holds
-        collector = Collector(planned.plan, job.transport, parts, holds)
-        updater = Updater(job.optimizer, job.stages, shards, masters=options.master_weights)
-        self._island: Island | None = None
-        if job.membership is not None:
-            batch = planned.way.batch
-            self._island = Island(job.membership, job.engine, updater, job.reporter, batch)
-        self._checkpoints = Checkpoints(job, updater, self._island)
-        self._gradients = Gradients(job)
-        self._updater = updater
-        self._soundness = Soundness(job.transport, job.stages, shards.holds, self._has_moved)
-        self.outputs = Outputs(job, collector, self._soundness)
+        self._report = TrainingReport(crew)
+        self._checkpoints = Checkpoints(crew)
+        self._soundness = Soundness(crew)
+        self.outputs = Outputs(crew, self._soundness)
         # Replaces mlx-lm's np.random: training and validation draw from the same state.
         self._random = np.random.RandomState(options.seed)
-        self._evaluation = Evaluation(job, self._random)
+        self._evaluation = Evaluation(crew, self._random)
         self._batches = self._evaluation.batches("train", loop=True)
-        self._start = self._done = 0
+        self._position: dict[str, Any] = {}
+        """The position of the batches that follow the step that is under way."""
+        self._done = 0
         self._is_validated = True
         """True until an update comes after the last validation that counts."""
+        self._is_sent_ahead = False
         self._grad_norm: float | None = None
-        self._last_share: Share | None = None
+        self._stack = ExitStack()
+        self._bar: Bar | None = None
+        self._began = 0.0
 
     @property
     def tests(self) -> bool:
         """True if the options ask for a test."""
         return self._options.test
 
-    def train(self) -> None:
-        """Run all remaining iterations, with validation, reports and saving in between."""
-        try:
-            train_together([self.steps()])
-        finally:
-            self._job.release()
-
-    def steps(self) -> Run:
-        """Do what ``train`` does, but for the engine's part of each step, which is yielded."""
-        options = self._options
-        on_rank_0(self._transport, "opening the output", self._open_output)
+    def start(self) -> None:
+        """Get ready for the first step. Raises ``UserError``, and ``Stopped``."""
+        self.outputs.make()
+        self._report.open_services()
         self._add_references()
         self._resume()
-        how = self._transport.stop_command()
+        how = self._crew.transport.stop_command()
         if how is not None and self._job.resumption.place is not None:
             # After Ctrl-C mpirun leaves its ranks half a second.
             self._reporter.say(f"To stop with a checkpoint: {how}")
-        start = time.monotonic()
-        try:
-            left = options.iters - self._start
-            with (
-                nullcontext() if self._island is None else self._island.running(self._start),
-                self._reporter.bar("training", options.iters, self._start) as bar,
-                BatchFeed(
-                    self._plan, self._transport, self._batches, left, self._job.number
-                ) as feed,
-            ):
-                for step in range(self._start + 1, options.iters + 1):
-                    if not (yield from self._iterate(step, feed, bar)):
-                        break
-                    self._done = step
-        except StopRequested as request:
-            name = signal.Signals(request.number).name
-            self._reporter.say(f"{name}: saving, then leaving")
-            kept = self._keep()
-            self._meter.write_trace()
-            raise Stopped(request.number, f"stopped by {name}: {kept}") from None
+        self._began = time.monotonic()
+        island = self._crew.worker.island
+        if island is not None:
+            self._stack.callback(island.leave)
+            self._crew.all(RunWorker.enter_hub)
+        bar = self._reporter.bar("training", self._options.iters, self._done)
+        self._bar = self._stack.enter_context(bar)
+
+    def next_order(self) -> list[StepOrder] | None:
+        """Return the next step for each rank, after the validation before it, if one is due; None
+        if training is over. Raises ``StopRequested``."""
+        step, options = self._done + 1, self._options
+        if step > options.iters:
+            return None
+        number = self._crew.transport.stop_requested()
+        if number is not None:
+            raise StopRequested(number)
+        nobody = [None] * self._crew.size
+        rows: list[Rows | None] = [*nobody]
+        if not self._is_sent_ahead:
+            rows = self._draw(step)
+        is_due = step in (1, options.iters) or step % options.steps_per_eval == 0
+        if is_due and not self._validate(step):
+            return None
+        island = self._crew.worker.island
+        if island is not None and island.ended:
+            self._reporter.say(f"step {step}: the hub has ended the run")
+            return None
+        # The next batch is drawn after the validation's, as in mlx-lm, and travels with this step,
+        # to be there when the next one begins. A checkpoint of this step resumes with it.
+        self._position = self._present_position()
+        following: list[Rows | None] = [*nobody]
+        self._is_sent_ahead = step < options.iters
+        if self._is_sent_ahead:
+            following = self._draw(step + 1)
+        orders: dict[tuple[int, int], StepOrder] = {}
+        return [
+            orders.setdefault((id(own), id(after)), StepOrder(step, own, after))
+            for own, after in zip(rows, following, strict=True)
+        ]
+
+    def _draw(self, step: int) -> list[Rows | None]:
+        """Return the rows of a step for each rank."""
+        with self._crew.worker.spending(f"batch {step}"):
+            return [*rows_of_ranks(self._plan, next(self._batches))]
+
+    def take(self, result: StepResult) -> None:
+        """Take in the step that was made: report it, and save what is due. Raises
+        ``AgreedFailure`` if the run cannot go on."""
+        step, options = self._done + 1, self._options
+        ends_update = step % options.grad_accumulation_steps == 0
+        self._report.count(result)
+        if ends_update:
+            self._count_update(step, result)
+        self._exchange(step)
+        if self._bar is not None:
+            self._bar.advance()
+            if step % options.steps_per_report == 0 or step == options.iters:
+                self._report.step(step, self._grad_norm, self._bar)
+        if ends_update:
+            self._checkpoints.mark(self._point(step, self._position))
+        self._save_if_due(step)
+        self._checkpoints.report()
+        self._done = step
+
+    def finish(self) -> None:
+        """Save what was trained, and sum the run up. Raises ``AgreedFailure`` if it is not worth
+        it."""
+        self._close_bar()
         is_saved = self._save_last()
-        self._meter.write_trace()
-        self._report.summary(self._done, time.monotonic() - start)
+        self._write_trace()
+        self._report.summary(self._done, time.monotonic() - self._began)
         if is_saved:
             self._reporter.say(f"Saved to {self.outputs.last}")
         self.outputs.say_best()
+
+    def stop(self, number: int) -> Stopped:
+        """Save what there is after the signal ``number``; return what is to be raised."""
+        name = signal.Signals(number).name
+        self._reporter.say(f"{name}: saving, then leaving")
+        self._close_bar()
+        kept = self._keep()
+        self._write_trace()
+        return Stopped(number, f"stopped by {name}: {kept}")
+
+    def close(self) -> None:
+        """Let go of all that the run holds on rank 0. May be called again."""
+        self._stack.close()
 
     def test(self) -> None:
         """Test the weights that the run is for: the best of a run that keeps these."""
@@ -146,27 +187,21 @@ class Trainer:
         self._reporter.say(f"Test loss {loss:.3f}{said}.")
         self._reporter.event("test", {"loss": loss, **means})
 
-    def _open_output(self) -> None:
-        self.outputs.make()
-        self._report.open_services()
-
-    def _has_moved(self) -> bool:
-        """Tell whether a weight of this rank has moved: by an update, or by what the hub gave."""
-        return self._updater.has_moved or (self._island is not None and self._island.has_taken)
+    def _close_bar(self) -> None:
+        self._bar = None
+        self._stack.close()
 
     def _add_references(self) -> None:
         """Find out what the model says of the answers before its first update, where it matters."""
         objective = self._job.planned.objective
         if objective is None or not objective.facts.has_reference:
             return
-        references = References(self._job, swaps=objective.swaps)
+        references = References(self._evaluation, swaps=objective.swaps)
         try:
             for name, size in self._job.planned.sizes.items():
-                most = self._options.iters if name == "train" else size
-                references.complete(name, self._evaluation.batches(name, loop=False), most)
+                references.complete(name, self._options.iters if name == "train" else size)
         except StopRequested as request:
             raise Stopped(request.number, "no step was made yet") from None
-        self._meter.count(0, is_training=False)
 
     def _resume(self) -> None:
         found = self._job.resumption.found
@@ -175,19 +210,16 @@ class Trainer:
             return
         manifest = found.manifest
         state = manifest.state
-        with self._transport.longer_timeout(SETUP_SECONDS):
-            self._checkpoints.restore(found)
-        self._start = self._done = manifest.step
+        self._checkpoints.restore()
+        self._done = manifest.step
         self.best = Best(**state.get("best", {}))
         if "kept" in state or self.best.step is not None:
             self.outputs.restore(state.get("kept"), Best() if "kept" in state else self.best)
         self._is_validated = False
-        self._meter.start_after(manifest.step)
         self._report.restore(state["report"])
-        if self._batches is not None:
-            self._random.set_state(state["random"])
-            self._batches.go_to(state["batches"])
-        self._checkpoints.go_on_from(found, self._point(manifest.step, self._position()))
+        self._random.set_state(state["random"])
+        self._batches.go_to(state["batches"])
+        self._checkpoints.go_on_from(self._point(manifest.step, self._present_position()))
         where = found.store.path(manifest.step)
         left = self._options.iters - manifest.step
         self._reporter.go_on()
@@ -195,77 +227,27 @@ class Trainer:
         self._reporter.say(f"Resumed from {where}: {left} of {self._options.iters} steps are left")
         self._reporter.event("resume", {"step": manifest.step, "checkpoint": str(where)})
 
-    def _iterate(
-        self, step: int, feed: BatchFeed, bar: Bar
-    ) -> Generator[Step, Results | None, bool]:
-        """Make a step; return False in its place where validation says that training is over."""
-        options = self._options
-        self._transport.activity.begin(f"step {step}")
-        with self._engine.recorder.span(Span.STEP, f"batch {step}"):
-            (share,) = feed.take()
-        self._meter.count(step)
-        if step in (1, options.iters) or step % options.steps_per_eval == 0:
-            if not self._validate(step):
-                return False  # nothing is under way yet
-            self._transport.activity.begin(f"step {step}")
-        if self._island is not None and self._island.ended:
-            self._reporter.say(f"step {step}: the hub has ended the run")
-            return False
-        with self._engine.recorder.span(Span.STEP, f"batch {step}"):
-            # The next batch is drawn after the validation's, as in mlx-lm, and travels while this
-            # step computes. A checkpoint of this step resumes with it, not with the one after.
-            position = self._position()
-            feed.send_ahead()
-            of_engine = self._gradients.begin(step, share)
-        results = yield of_engine
-        assert results is not None, "it was yielded to be made"
-        self._transport.activity.begin(f"step {step}")
-        with self._engine.recorder.span(Span.STEP, f"update {step}"):
-            self._last_share = share
-            self._report.count(share, self._gradients.add(results))
-            if step % options.grad_accumulation_steps == 0:
-                self._update(step)
-            self._exchange(step, share)
-            if mx.get_cache_memory() > options.clear_cache_threshold:
-                mx.clear_cache()
-        self._meter.count(step)
-        bar.advance()
-        if step % options.steps_per_report == 0 or step == options.iters:
-            self._report.step(step, self._grad_norm, bar)
-        if step % options.grad_accumulation_steps == 0:
-            self._checkpoints.mark(self._point(step, position))
-        self._save_if_due(step)
-        self._checkpoints.report()
-        return True
-
-    def _update(self, step: int) -> None:
-        fault = self._gradients.finish()
-        self._grad_norm = norm = self._gradients.norm
-        if fault is not None:
-            self._pass_over(step, fault)
+    def _count_update(self, step: int, result: StepResult) -> None:
+        """Take in the update that ended the step, or why there was none."""
+        own = result.own
+        self._grad_norm = own.norm
+        if own.norm is not None and not math.isfinite(own.norm):
+            self._pass_over(step, _cause(result))
             return
-        if not self._gradients.counted_steps:
-            self._gradients.forget()  # the optimizer would go on by its momentum
+        if not own.is_made:
             return
-        scale, limit = self._gradients.scale, self._options.max_grad_norm
-        if limit is not None and norm > limit:
-            scale *= limit / (norm + 1e-6)
-        with (
-            self._checkpoints.updating() as updater,
-            self._engine.recorder.span(Span.UPDATE, "optimizer"),
-        ):
-            updater.apply(scale)
-        self._gradients.used()
+        if self._checkpoints.is_writing:
+            self._checkpoints.waited(max(each.waited for each in result.of_ranks()))
         self._soundness.count(made=True)
         self._is_validated = False
 
-    def _exchange(self, step: int, share: Share) -> None:
+    def _exchange(self, step: int) -> None:
         """Report to the hub, and take what came from it, if the run is an island."""
-        if self._island is None:
+        if self._crew.worker.island is None:
             return
         updates, every = self._options.updates, self._options.grad_accumulation_steps
         is_last = step == updates * every  # no update follows, though steps may
-        problem = self._island.after(step, share.valid_tokens, is_last=is_last)
+        problem = self._crew.begin(RunWorker.exchange, is_last).own
         if problem is not None:
             raise AgreedFailure(f"step {step}: {problem}: {self._keep()}")
 
@@ -280,22 +262,20 @@ class Trainer:
         if self._soundness.is_lost:
             raise AgreedFailure(f"step {step}: {what}: {self._keep()}; {TAMER}")
         self._reporter.warn(f"step {step}: {what}: the update is skipped")
-        self._gradients.forget()
         self._report.pass_over(self._options.grad_accumulation_steps)
 
-    def _position(self) -> dict[str, Any]:
-        """Return, on rank 0, the position of the next batches."""
-        if self._batches is None:
-            return {}
+    def _present_position(self) -> dict[str, Any]:
+        """Return the position of the next batches."""
         return {"random": random_state(self._random), "batches": self._batches.position()}
 
     def _point(self, step: int, position: Mapping[str, Any]) -> Point:
         """Return the run after the update of ``step``; batches from ``position`` are to come."""
+        island = self._crew.worker.island
         state = {
             "report": self._report.state(),
             "best": asdict(self.best),
             "kept": self.outputs.state(),
-            **({} if self._island is None else {ISLAND: self._island.state()}),
+            **({} if island is None else {ISLAND: island.state()}),
             **position,
         }
         return Point(step, state)
@@ -309,18 +289,15 @@ class Trainer:
         fault = self._soundness.fault()
         if fault is None and self._job.resumption.found is None:
             fault = self._soundness.unmoved()
-        share = self._last_share
-        if fault is not None or self._options.on_nan == "stop" or share is None:
+        if fault is not None or self._options.on_nan == "stop":
             return fault
-        if self._evaluation.is_finite(share):
+        if all(self._crew.all(RunWorker.finds_finite)):
             return None
         return Fault("with its weights the loss of the last batch is not finite", TAMER)
 
     def _save_if_due(self, step: int) -> None:
-        saves, checkpoints = (
-            step % every == 0
-            for every in (self._options.save_every, self._options.checkpoint_every)
-        )
+        saves = step % self._options.save_every == 0
+        checkpoints = step % self._options.checkpoint_every == 0
         if not (saves or checkpoints):
             return
         if (fault := self._fault()) is not None:
@@ -334,11 +311,10 @@ class Trainer:
 
     def _save_last(self) -> bool:
         """Save the last step unless it should replace nothing; tell whether the output has it."""
-        options = self._options
         fault = self._fault()
         if fault is not None:
             raise AgreedFailure(f"step {self._done}: {self._keep()}; {fault.remedy}")
-        is_saved = self._done % options.save_every == 0 and self._soundness.unmoved() is None
+        is_saved = self._done % self._options.save_every == 0 and self._soundness.unmoved() is None
         is_saved = is_saved or self.outputs.save()
         self._checkpoints.save()
         self._checkpoints.finish()
@@ -361,14 +337,14 @@ class Trainer:
 
     def _validate(self, step: int) -> bool:
         """Return False where training is over, since no validation got better any more."""
-        if self._island is not None and not self._island.evaluates:
+        island = self._crew.worker.island
+        if island is not None and not island.evaluates:
             return True
         start, options = time.monotonic(), self._options
         found = self._evaluation.loss("valid", options.val_batches, "validating")
-        self._meter.count(step, is_training=False)
         if found is not None:
             self._report.validation(step, found, time.monotonic() - start)
-        loss: float | None = self._transport.broadcast(found and found[0], what="the loss")
+        loss = found and found[0]
         if self._is_validated or not self._is_trained():
             return True  # there is nothing to choose from: the weights are those of before
         self._is_validated = True
@@ -386,3 +362,20 @@ class Trainer:
     def _is_trained(self) -> bool:
         """Tell whether the weights are others than those that a new run would begin with."""
         return self._job.resumption.found is not None or self._soundness.unmoved() is None
+
+    def _write_trace(self) -> None:
+        """Write the trace of all ranks, if one was asked for."""
+        if self._options.trace is None:
+            return
+        transport, path = self._crew.transport, Path(self._options.trace)
+        names = [transport.name(rank) for rank in range(transport.size)]
+        of_ranks = self._crew.all(RunWorker.traced)
+        with file_access("write", path):
+            write_chrome_trace(path, of_ranks, names)
+
+
+def _cause(result: StepResult) -> str:
+    """Return why the norm of a step's gradients is not finite: a loss is the closer cause."""
+    answers = sorted(result.of_ranks(), key=lambda each: not each.is_loss)
+    causes = [each.cause for each in answers if each.cause]
+    return causes[0] if causes else "the norm of the gradient is not finite"

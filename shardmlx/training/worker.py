@@ -29,8 +29,8 @@ from shardmlx.models.divided_layers import take_share
 from shardmlx.models.slice import Slice
 from shardmlx.training.island import Membership
 from shardmlx.training.planned_run import PlannedRun
+from shardmlx.training.run_worker import RunWorker, StepAnswer, StepOrder
 from shardmlx.training.setup import TrainingRun
-from shardmlx.training.train import train
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class TrainWorker(ModelWorker):
 
     def __init__(self, transport: Transport, reporter: Reporter) -> None:
         super().__init__(transport, reporter)
-        self.runs: list[TrainingRun] = []
+        self.runs: list[RunWorker] = []
         """The runs that are loaded, in the order of their planning."""
         self._model: nn.Module | None = None
         self._stored: Mapping[str, mx.array] = {}
@@ -136,7 +136,7 @@ class TrainWorker(ModelWorker):
         if self._loading is not None:
             self._loading.release()
         for run in self.runs:
-            run.release()
+            run.job.release()
 
     def share_layers(self) -> None:
         """Take this rank's share of each layer, whose group of ranks then sums. Raises
@@ -160,7 +160,7 @@ class TrainWorker(ModelWorker):
         planned, parts, weights = loading.planned, loading.parts(rank), loading.weights
         tune = planned.way.fine_tune
         if self.runs:
-            for part, stage in zip(parts, self.runs[0].stages, strict=True):
+            for part, stage in zip(parts, self.runs[0].job.stages, strict=True):
                 part.share_frozen(stage.part)
         for part in parts:
             part.load()
@@ -184,30 +184,43 @@ class TrainWorker(ModelWorker):
         if name:
             metrics = Path(metrics_file) if metrics_file else None
             reporter = reporter.of_run(name, metrics)
-        self.runs.append(
-            TrainingRun(
-                planned=planned,
-                transport=self.transport,
-                reporter=reporter,
-                model_path=self.opened.path,
-                engine=engine,
-                optimizer=build_optimizer(tune),
-                resumption=loading.resumption,
-                membership=membership,
-                name=name,
-                output_lock=loading.output_lock,
-                number=len(self.runs),
-            )
+        job = TrainingRun(
+            planned=planned,
+            transport=self.transport,
+            reporter=reporter,
+            model_path=self.opened.path,
+            engine=engine,
+            optimizer=build_optimizer(tune),
+            resumption=loading.resumption,
+            membership=membership,
+            name=name,
+            output_lock=loading.output_lock,
+            number=len(self.runs),
         )
+        self.runs.append(RunWorker(job))
         self._model = self._loading = None
         self._stored = {}
         nbytes = sum(part.nbytes for part in parts) if weights is None else weights.nbytes(parts)
         trained = sum(stage.part[each].size for stage in stages for each in stage.names)
         return Loaded(nbytes, trained, time.monotonic() - loading.started)
 
-    def train(self) -> None:
-        """Train and test all runs that are loaded, as their options say."""
-        train(self.runs, self.reporter)
+    def step(self, orders: Sequence[tuple[int, StepOrder]]) -> list[StepAnswer]:
+        """Make a step of each of several runs, by their numbers, in one schedule: micro-batches of
+        one fill the bubble of another."""
+        runs = [self.runs[number] for number, _ in orders]
+        what = f"step {orders[0][1].step}"
+        engine = runs[0].job.engine
+        begin = len(engine.recorder.events)
+        with runs[0].spending(what):
+            steps = [run.begin_step(order) for run, (_, order) in zip(runs, orders, strict=True)]
+            results = engine.train_steps(steps)
+        for run in runs[1:]:
+            run.job.engine.recorder.events += engine.recorder.events[begin:]
+        answers = []
+        for run, of_run in zip(runs, results, strict=True):
+            with run.spending(f"update of {what}"):
+                answers.append(run.end_step(of_run))
+        return answers
 
     def _cut(self, ranges: Sequence[tuple[int, int]]) -> list[Slice]:
         assert self._model is not None, "it was built"

@@ -12,16 +12,19 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from shardmlx.common.reporter import Listener
+from shardmlx.common.reporter import Listener, Reporter
 from shardmlx.config.train import TrainConfig
+from shardmlx.distributed.crew import Crew
 from shardmlx.islands import client, hub_api
 from shardmlx.islands.client import Hub
 from shardmlx.islands.store import PUBLISHED
-from shardmlx.training.command import train_model
+from shardmlx.training.command import prepare_training, train_model
+from shardmlx.training.report import StepResult
+from shardmlx.training.run_worker import RunWorker
 from shardmlx.training.trainer import Trainer
+from shardmlx.training.worker import TrainWorker
 from tests.helpers.island_hub import RunningHub
 from tests.helpers.letters import write
-from tests.helpers.loaded_runs import loaded_run
 from tests.helpers.local_transport import LocalNetwork
 from tests.helpers.models_and_batches import load_arrays
 
@@ -113,30 +116,35 @@ class Simulated:
 
     def __init__(self, islands: Mapping[str, Options], run: Callable[[Simulated], None]) -> None:
         self._islands = islands
+        self._crews: dict[str, Crew[TrainWorker]] = {}
+        self._trainers: dict[str, Trainer] = {}
 
         def simulate(transport: Any) -> None:
-            self._trainers = {
-                name: Trainer(loaded_run(TrainConfig(**options), transport))
-                for name, options in islands.items()
-            }
-            self._runs = {name: trainer.steps() for name, trainer in self._trainers.items()}
-            self._next = {name: run.send(None) for name, run in self._runs.items()}
+            reporter = Reporter(quiet=True)
+            for name, options in islands.items():
+                crew = Crew(transport, TrainWorker(transport, reporter))
+                prepare_training(TrainConfig(**options), crew, reporter)
+                self._crews[name] = crew
+                self._trainers[name] = Trainer(crew.part(RunWorker, "runs", 0))
+                self._trainers[name].start()
             run(self)
 
         LocalNetwork(1, timeout=60).run(simulate)
 
     def step(self, name: str) -> None:
         """Make a step of an island, with its update."""
-        step = self._next[name]
-        (results,) = step.engine.train_steps([step])
-        self._next[name] = self._runs[name].send(results)
+        trainer, crew = self._trainers[name], self._crews[name]
+        orders = trainer.next_order()
+        assert orders is not None, "there are steps left"
+        pending = crew.begin(TrainWorker.step, [(0, orders[0])])
+        trainer.take(StepResult(pending, 0))
 
     def weights(self, name: str) -> Weights:
-        (stage,) = self._trainers[name]._job.stages
+        (stage,) = self._crews[name].worker.runs[0].job.stages
         return {each: np.array(stage.part[each]) for each in stage.names}
 
     def set(self, name: str, weights: Weights) -> None:
-        (stage,) = self._trainers[name]._job.stages
+        (stage,) = self._crews[name].worker.runs[0].job.stages
         for each, array in weights.items():
             stage.part[each] = mx.array(array)
 

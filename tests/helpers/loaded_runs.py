@@ -1,41 +1,69 @@
-"""Training runs that are loaded and not begun, on ranks that come together for it."""
+"""Training runs that are loaded, on ranks that come together for it."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from typing import TypeVar
 
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.crew import Crew, lead
 from shardmlx.distributed.transport import Transport
 from shardmlx.training.command import prepare_training
+from shardmlx.training.run_worker import RunWorker
 from shardmlx.training.setup import TrainingRun
 from shardmlx.training.sweep import prepare_sweep
+from shardmlx.training.train import train_together
+from shardmlx.training.trainer import Trainer
 from shardmlx.training.worker import TrainWorker
 
+T = TypeVar("T")
 QUIET = Reporter(quiet=True)
 
 
-def loaded_runs(
-    config: TrainConfig, transport: Transport, reporter: Reporter = QUIET
-) -> list[TrainingRun]:
-    """Return this rank's runs, loaded: several of a sweep. All ranks must call it. Their
-    directories are theirs until they are released."""
+def with_loaded_runs(
+    config: TrainConfig,
+    transport: Transport,
+    work: Callable[[Crew[TrainWorker]], T],
+    reporter: Reporter = QUIET,
+) -> T | None:
+    """Do ``work`` on rank 0, once the runs are loaded on all ranks. All ranks must call it."""
 
-    def work(crew: Crew[TrainWorker]) -> None:
+    def load(crew: Crew[TrainWorker]) -> T:
         prepare = prepare_training if config.sweep is None else prepare_sweep
         prepare(config, crew, reporter)
+        return work(crew)
 
-    worker = TrainWorker(transport, reporter)
-    try:
-        lead(transport, worker, work)
-    except BaseException:
-        worker.close()
-        raise
-    return worker.runs
+    with closing(TrainWorker(transport, reporter)) as worker:
+        return lead(transport, worker, load)
 
 
-def loaded_run(
+def loaded_runs(config: TrainConfig, transport: Transport) -> list[TrainingRun]:
+    """Return this rank's runs, loaded: several of a sweep. All ranks must call it."""
+    worker = TrainWorker(transport, QUIET)
+
+    def load(crew: Crew[TrainWorker]) -> None:
+        prepare = prepare_training if config.sweep is None else prepare_sweep
+        prepare(config, crew, QUIET)
+
+    with closing(worker):
+        lead(transport, worker, load)
+    return [run.job for run in worker.runs]
+
+
+def trained_run(
     config: TrainConfig, transport: Transport, reporter: Reporter = QUIET
-) -> TrainingRun:
-    """Return this rank's run, loaded. All ranks must call it."""
-    (run,) = loaded_runs(config, transport, reporter)
-    return run
+) -> Trainer | None:
+    """Train a run to its end, and test it if it asks for it; return its trainer on rank 0. All
+    ranks must call it."""
+
+    def work(crew: Crew[TrainWorker]) -> Trainer:
+        crew.worker.report_to(reporter)
+        trainer = Trainer(crew.part(RunWorker, "runs", 0))
+        train_together(crew, [trainer])
+        if config.test:
+            trainer.test()
+        return trainer
+
+    return with_loaded_runs(config, transport, work, reporter)

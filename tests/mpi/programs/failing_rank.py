@@ -19,8 +19,8 @@ from shardmlx.distributed.sums import Sums
 from shardmlx.engine.stage import Stage
 from shardmlx.main import main
 from shardmlx.models.slice import Slice
-from shardmlx.training.batch_feed import Share
 from shardmlx.training.losses import Gradients
+from shardmlx.training.rows import Share
 
 rank, when, how, *arguments = sys.argv[1:]
 when, _, first = when.partition(":")

@@ -9,14 +9,21 @@ import shardmlx.common.prepared
 
 import json
 import sys
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
+from shardmlx.common.reporter import Reporter
 from shardmlx.config.train import LINE
+from shardmlx.distributed.crew import Crew, lead
 from shardmlx.distributed.mpi import MPITransport
+from shardmlx.training.command import prepare_training
+from shardmlx.training.run_worker import RunWorker
+from shardmlx.training.train import train_together
 from shardmlx.training.trainer import Trainer
-from tests.helpers.loaded_runs import loaded_run
+from shardmlx.training.worker import TrainWorker
 
 
 def bytes_read() -> int:
@@ -33,10 +40,28 @@ config = LINE.load(arguments)
 transport = MPITransport()
 mx.reset_peak_memory()
 read = [bytes_read()]
-job = loaded_run(config, transport)
-peak = mx.get_peak_memory()
-read.append(bytes_read())
-Trainer(job).train()
+peaks: list[int] = []
+
+
+class Counting(TrainWorker):
+    """A rank that counts what it has read when it has loaded."""
+
+    def load(self, *given: Any) -> Any:
+        result = super().load(*given)
+        read.append(bytes_read())
+        peaks.append(mx.get_peak_memory())
+        return result
+
+
+def work(crew: Crew[TrainWorker]) -> None:
+    prepare_training(config, crew, Reporter(quiet=True))
+    train_together(crew, [Trainer(crew.part(RunWorker, "runs", 0))])
+
+
+worker = Counting(transport, Reporter(quiet=True))
+with closing(worker):
+    lead(transport, worker, work)
+job, peak = worker.runs[0].job, peaks[0]
 read.append(bytes_read())
 Path(output, f"rank-{transport.rank}.json").write_text(
     json.dumps(

@@ -28,7 +28,7 @@ def look_for(model: ModelSource, ranks: int) -> None:
     """Let so many ranks find a model."""
 
     def find(crew: Crew[ModelWorker]) -> None:
-        files = crew.part("model_files", LocalFiles)
+        files = crew.part(LocalFiles, "model_files")
         discovery.find_model_files(files, model, Reporter(quiet=True))
 
     def work(transport: Transport) -> None:

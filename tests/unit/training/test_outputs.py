@@ -11,11 +11,12 @@ import pytest
 
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.train import TrainConfig
+from shardmlx.distributed.crew import Crew
 from shardmlx.errors import UserError
 from shardmlx.training.command import train_model
 from shardmlx.training.outputs import Kept
-from shardmlx.training.trainer import Trainer
-from tests.helpers.loaded_runs import loaded_run
+from shardmlx.training.worker import TrainWorker
+from tests.helpers.loaded_runs import trained_run, with_loaded_runs
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.models_and_batches import load_arrays
 
@@ -47,14 +48,10 @@ def trained(options: Mapping[str, Any], ranks: int = 1) -> tuple[Kept | None, To
     def work(transport: LocalTransport) -> Kept | None:
         listeners = [lambda name, values: told.append((name, values))]
         reporter = Reporter(quiet=transport.rank != 0, listeners=listeners)
-        trainer = Trainer(loaded_run(config, transport, reporter))
-        trainer.train()
-        if config.test:
-            trainer.test()
-        return trainer.outputs.kept
+        trainer = trained_run(config, transport, reporter)
+        return None if trainer is None else trainer.outputs.kept
 
-    kept, *others = LocalNetwork(ranks, timeout=60).run(work)
-    assert all(each == kept for each in others)
+    kept, *_ = LocalNetwork(ranks, timeout=60).run(work)
     return kept, told
 
 
@@ -177,11 +174,12 @@ def test_a_directory_is_one_runs_until_it_ends(options: dict[str, Any]) -> None:
     config = TrainConfig(**options)
 
     def work(transport: LocalTransport) -> None:
-        job = loaded_run(config, transport)
-        with pytest.raises(UserError) as refused:
-            loaded_run(config, transport)
-        assert options["adapter_path"] in refused.value.problem
-        job.release()
+        def train_again(_: Crew[TrainWorker]) -> None:
+            with pytest.raises(UserError) as refused:
+                train_model(config, transport)
+            assert options["adapter_path"] in refused.value.problem
+
+        with_loaded_runs(config, transport, train_again)
         train_model(config, transport)
 
     LocalNetwork(1, timeout=60).run(work)

@@ -14,11 +14,15 @@ import numpy as np
 import pytest
 
 from shardmlx.config.train import TrainConfig
+from shardmlx.distributed.crew import Crew
 from shardmlx.errors import UserError
 from shardmlx.training.command import train_model
-from shardmlx.training.losses import Evaluation, evaluate_batches
+from shardmlx.training.evaluation import Evaluation
 from shardmlx.training.references import FILE
-from tests.helpers.loaded_runs import loaded_run
+from shardmlx.training.rows import share_of
+from shardmlx.training.run_worker import RunWorker
+from shardmlx.training.worker import TrainWorker
+from tests.helpers.loaded_runs import with_loaded_runs
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.models_and_batches import load_arrays
 from tests.helpers.preference_data import preference_directory
@@ -101,14 +105,17 @@ def test_prompts_of_pairs_are_read_once_where_nothing_is_learnt(
     given: dict[str, Any] = {"objective": objective, "batch_size": 4, "num_layers": -1, **ONE}
     given |= {"model": str(small), "data": str(data / kind), "max_seq_length": 128}
 
-    def lengths(rank: LocalTransport) -> tuple[int, int]:
-        config = TrainConfig(**given, adapter_path=str(tmp_path))
-        job = loaded_run(config, rank)
-        batches = Evaluation(job, np.random.RandomState(0)).batches("train", loop=False)
-        assert batches is not None
-        batch = next(batches)
-        (parts,) = evaluate_batches(job, iter([batch]), 1, "", lambda shares: shares)
-        computed = sum(math.prod(part.shape) for share in parts for part in share.microbatches)
+    def lengths(rank: LocalTransport) -> tuple[int, int] | None:
+        return with_loaded_runs(TrainConfig(**given, adapter_path=str(tmp_path)), rank, counted)
+
+    def counted(crew: Crew[TrainWorker]) -> tuple[int, int]:
+        run = crew.worker.runs[0]
+        evaluation = Evaluation(crew.part(RunWorker, "runs", 0), np.random.RandomState(0))
+        batch = next(evaluation.batches("train", loop=False))
+        ((rows,),) = next(evaluation.groups([batch]))
+        plan, shares_prompts = run.job.planned.plan, run.job.shares_prompts
+        share = share_of(plan, 0, rows, shares_prompts=shares_prompts)
+        computed = sum(math.prod(part.shape) for part in share.microbatches)
         return computed, int(batch.spans[:, 1].sum() - batch.spans[1::2, 0].sum() + 2)
 
     ((computed, once),) = LocalNetwork(1).run(lengths)

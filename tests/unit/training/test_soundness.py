@@ -3,47 +3,76 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import pytest
 
+from shardmlx.distributed.crew import Crew, lead
+from shardmlx.training.nonfinite import nonfinite_weight
 from shardmlx.training.soundness import Best, Fault, Soundness
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 
+T = TypeVar("T")
+
 OF_RANK = ("mine.0", "mine.1")
+
+
+class Rank:
+    """The part of a rank in a run, as far as its weights are asked for."""
+
+    def __init__(self, transport: LocalTransport, *, broken: str = "", moves: bool = True) -> None:
+        self._transport = transport
+        part = {name: mx.array(math.nan if name == broken else 1.0) for name in OF_RANK}
+        self._stage: Any = SimpleNamespace(index=0, names=OF_RANK, part=part)
+        self._moves = moves
+
+    def nonfinite_weight(self) -> str | None:
+        mine = OF_RANK[self._transport.rank]
+        return nonfinite_weight([self._stage], mine.__eq__, self._transport)
+
+    def has_moved(self) -> bool:
+        return self._moves
+
+
+def asked(work: Callable[[Soundness], T], ranks: Callable[[LocalTransport], Rank]) -> T:
+    """Return what rank 0 finds, which asks two ranks."""
+
+    def run(transport: LocalTransport) -> T | None:
+        def on_rank_0(crew: Crew[Any]) -> T:
+            return work(Soundness(crew))
+
+        return lead(transport, ranks(transport), on_rank_0)
+
+    found: T
+    found, _ = LocalNetwork(2).run(run)
+    return found
 
 
 @pytest.mark.parametrize("broken", OF_RANK)
 def test_each_rank_looks_at_its_own_weights(broken: str) -> None:
     """In the place of what others own a rank has a room, in which another weight may be."""
-
-    def work(transport: LocalTransport) -> Fault | None:
-        mine = OF_RANK[transport.rank]
-        value = math.nan if broken == mine else 1.0
-        part = dict.fromkeys(OF_RANK, mx.array(value))
-        stage: Any = SimpleNamespace(index=0, names=OF_RANK, part=part)
-        return Soundness(transport, [stage], mine.__eq__, lambda: True).fault()
-
-    faults = LocalNetwork(2).run(work)
-    assert len(set(faults)) == 1
-    assert faults[0] is not None
-    assert faults[0].problem.startswith(f"the weight {broken} is not finite on ")
-    assert "--learning-rate" in faults[0].remedy
+    fault = asked(Soundness.fault, lambda transport: Rank(transport, broken=broken))
+    assert fault is not None
+    assert fault.problem.startswith(f"the weight {broken} is not finite on ")
+    assert "--learning-rate" in fault.remedy
 
 
 @pytest.mark.parametrize("mover", [0, 1, None])
 def test_a_weight_that_one_rank_has_moved_is_enough_for_all(mover: int | None) -> None:
-    def work(transport: LocalTransport) -> bool:
-        sound = Soundness(transport, [], bool, lambda: transport.rank == mover)
-        assert sound.unmoved() == (
-            None if mover is not None else Fault("no update was made yet", "train for more steps")
-        )
+    def work(sound: Soundness) -> tuple[Fault | None, Fault | None]:
+        before = sound.unmoved()
         sound.count(made=True)
-        return sound.unmoved() is None
+        return before, sound.unmoved()
 
-    assert LocalNetwork(2).run(work) == [mover is not None] * 2
+    before, after = asked(work, lambda each: Rank(each, moves=each.rank == mover))
+    if mover is None:
+        assert before == Fault("no update was made yet", "train for more steps")
+        assert after is not None
+    else:
+        assert (before, after) == (None, None)
 
 
 def test_a_loss_that_is_no_number_is_never_the_best() -> None:

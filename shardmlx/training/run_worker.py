@@ -1,0 +1,293 @@
+"""The part of one rank in a run that trains: it makes steps, evaluates, saves, as rank 0 says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from shardmlx.checkpoint.export import Collector, save_adapters, save_model
+from shardmlx.checkpoint.store import Manifest
+from shardmlx.engine.batches import SWAPPED
+from shardmlx.engine.engine import Results, Step
+from shardmlx.engine.optimizer import Updater
+from shardmlx.engine.trace import Meter, Span, Traced, Window
+from shardmlx.loading.adapters import read_tensors
+from shardmlx.training.datasets import DataSets
+from shardmlx.training.island import Island, Membership
+from shardmlx.training.losses import Gradients, answers_of, evaluating, set_baselines
+from shardmlx.training.nonfinite import nonfinite_weight
+from shardmlx.training.rows import Rows, Share, share_of
+from shardmlx.training.scores import scores_of
+from shardmlx.training.setup import TrainingRun
+from shardmlx.training.snapshots import Snapshots
+
+
+@dataclass(frozen=True, slots=True)
+class StepOrder:
+    """A training step: its number, its ``rows`` unless they were sent ahead, and the rows of the
+    step after it, if there is one."""
+
+    step: int
+    rows: Rows | None
+    following: Rows | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepAnswer:
+    """What a rank says of a step.
+
+    ``sums`` are those of its losses. After the last step of an update, ``norm`` is that of its
+    gradients, the same on all ranks; ``cause`` says why it is not finite, as far as this rank
+    knows, and ``is_loss`` whether a loss shows it. ``waited`` are the seconds in which the update
+    waited for a checkpoint.
+    """
+
+    sums: list[float]
+    valid_tokens: int
+    count: int
+    norm: float | None = None
+    is_made: bool = False
+    cause: str | None = None
+    is_loss: bool = False
+    waited: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Judged:
+    """The log-probabilities of answers that a rank has computed: of which batch, in which column of
+    what is known of samples, from which of its rows on."""
+
+    batch: int
+    column: int
+    rows: np.ndarray
+    logps: np.ndarray
+
+
+class RunWorker:
+    """The part of one rank in a run. Rank 0's trainer calls its methods on all ranks at once."""
+
+    def __init__(self, job: TrainingRun) -> None:
+        self.job = job
+        planned, engine = job.planned, job.engine
+        self._options = options = planned.config
+        self._transport = job.transport
+        trace = Path(options.trace) if options.trace else None
+        self.meter = Meter(job.transport, engine.recorder, trace)
+        shards, parts = engine.shards, [stage.part for stage in job.stages]
+        self._updater = Updater(job.optimizer, job.stages, shards, masters=options.master_weights)
+        self.island: Island | None = None
+        if job.membership is not None:
+            batch = planned.way.batch
+            self.island = Island(job.membership, engine, self._updater, job.reporter, batch)
+        self.snapshots = Snapshots(job, self._updater, self.island)
+        holds = None if shards.weights is None else shards.holds
+        self._collector = Collector(planned.plan, job.transport, parts, holds)
+        self._gradients = Gradients(job)
+        self._ahead: Rows | None = None
+        self._last_share: Share | None = None
+        self._step = 0
+        self._shapes: set[tuple[int, int]] = set()
+        """Shapes of the padded micro-batches so far."""
+
+    def lead_with(
+        self,
+        data: DataSets,
+        identity: Mapping[str, Any] | None,
+        membership: Membership | None,
+    ) -> None:
+        """Take what rank 0 alone has of the run."""
+        self.job = replace(self.job, data=data, identity=identity, membership=membership)
+        if self.island is not None and membership is not None and membership.hub is not None:
+            self.island.talk_to(membership.hub)
+
+    # Training.
+
+    def spending(self, what: str) -> AbstractContextManager[None]:
+        """Count the time of a block as a step's."""
+        return self.job.engine.recorder.span(Span.STEP, what)
+
+    @property
+    def widths(self) -> list[int]:
+        """The widths of the last step's micro-batches, in tokens."""
+        share = self._last_share
+        return [] if share is None else [each.shape[1] for each in share.microbatches]
+
+    def begin_step(self, order: StepOrder) -> Step:
+        """Take a step's rows, and return the engine's part of it."""
+        self._transport.activity.begin(f"step {order.step}")
+        self._step = order.step
+        rows = order.rows or self._ahead
+        assert rows is not None, "they were sent with this step, or with the one before"
+        self._ahead = order.following
+        share = share_of(self.job.planned.plan, self._transport.rank, rows)
+        self._last_share = share
+        self._shapes.update(each.shape for each in share.microbatches if each.places is None)
+        return self._gradients.begin(order.step, share)
+
+    def end_step(self, results: Results) -> StepAnswer:
+        """Take in what the engine made of the step that was begun, and make the update if it is
+        due: without gradients that are not finite."""
+        assert self._last_share is not None, "a step was begun"
+        share = self._last_share
+        sums = self._gradients.add(results)
+        answer = StepAnswer(sums, share.valid_tokens, share.count)
+        if self._step % self._options.grad_accumulation_steps == 0:
+            answer = self._update(answer)
+            if self.island is None:
+                self.snapshots.mark()
+        if mx.get_cache_memory() > self._options.clear_cache_threshold:
+            mx.clear_cache()
+        return answer
+
+    def _update(self, answer: StepAnswer) -> StepAnswer:
+        gradients = self._gradients
+        norm = gradients.finish()
+        result: dict[str, Any] = {"norm": norm}
+        if not np.isfinite(norm):
+            result["cause"], result["is_loss"] = gradients.cause()
+            gradients.forget()
+        elif not gradients.counted_steps:
+            gradients.forget()  # the optimizer would go on by its momentum
+        else:
+            scale, limit = gradients.scale, self._options.max_grad_norm
+            if limit is not None and norm > limit:
+                scale *= limit / (norm + 1e-6)
+            result["waited"] = self.snapshots.release()
+            self._updater.apply(scale)
+            gradients.used()
+            result["is_made"] = True
+        return StepAnswer(answer.sums, answer.valid_tokens, answer.count, **result)
+
+    # Losses.
+
+    def evaluate(self, rows: Sequence[Rows], what: str) -> tuple[list[float], int]:
+        """Return this rank's sums of the losses of batches, computed without dropout, and the count
+        of what they are means of."""
+        with self._aside(what):
+            shares = self._shares(rows)
+            set_baselines(self.job, shares)
+            parts = [each for share in shares for each in share.microbatches]
+            results = self.job.engine.evaluate(parts)
+            _, sums = scores_of(results, parts, self.job.planned.objective)
+        return sums, sum(share.count for share in shares)
+
+    def judge(self, rows: Sequence[Rows], columns: Sequence[int], what: str) -> list[Judged]:
+        """Return what the model says of the answers of batches, for ``columns`` of what is known of
+        samples, where this rank has the last stage."""
+        found: list[Judged] = []
+        with self._aside(what):
+            shares = self._shares(rows)
+            for column in columns:
+                parts = [
+                    each.swapped if column == SWAPPED else each.microbatches for each in shares
+                ]
+                for i, part, logps in answers_of(self.job, parts):
+                    found.append(Judged(i, column, part.first_row + part.row_numbers, logps))
+        return found
+
+    def finds_finite(self) -> bool:
+        """Return whether the last batch has a finite loss with the present weights."""
+        if self._last_share is None:
+            return True
+        with self._aside("trying the weights"):
+            results = self.job.engine.evaluate(self._last_share.microbatches)
+        return all(np.isfinite(each).all() for each in results.values())
+
+    def _shares(self, rows: Sequence[Rows]) -> list[Share]:
+        plan, rank = self.job.planned.plan, self._transport.rank
+        shares_prompts = self.job.shares_prompts
+        return [share_of(plan, rank, each, shares_prompts=shares_prompts) for each in rows]
+
+    @contextmanager
+    def _aside(self, what: str) -> Iterator[None]:
+        """Compute without dropout, and count the time as no step's."""
+        self.meter.count(self._step)
+        self._transport.activity.begin(what)
+        with evaluating(self.job):
+            yield
+        self.meter.count(self._step, is_training=False)
+
+    # Reports.
+
+    def window(self) -> tuple[Window, int]:
+        """Return what was measured since the last call, and the number of shapes so far."""
+        self.meter.count(self._step)
+        return self.meter.window(), len(self._shapes)
+
+    def traced(self) -> Traced:
+        """Return what the trace of this rank has."""
+        return self.meter.traced()
+
+    # Weights.
+
+    def nonfinite_weight(self) -> str | None:
+        """Name a weight of this rank that is not finite, if there is one."""
+        return nonfinite_weight(self.job.stages, self.job.engine.shards.holds, self._transport)
+
+    def has_moved(self) -> bool:
+        """Tell whether a weight of this rank has moved: by an update, or by what the hub gave."""
+        return self._updater.has_moved or (self.island is not None and self.island.has_taken)
+
+    def save(self, directory: Path, copy_as: str | None) -> None:
+        """Write the weights, on rank 0, with a copy of adapters. Raises ``SaveError``."""
+        if self._options.is_full:
+            save_model(self._collector, self.job.model_path, directory)
+        else:
+            config = self._options.to_adapter_config()
+            save_adapters(self._collector, directory, config, copy_as)
+
+    def take_weights(self, files: Sequence[Path]) -> None:
+        """Put the weights in files of rank 0 into the stages. Raises ``UserError``."""
+        tensors = read_tensors(files) if self._transport.rank == 0 else None
+        self._collector.hand_out(tensors)
+        shards = self.job.engine.shards
+        names = [name for stage in self.job.stages for name in stage.names]
+        shards.start_gather(list(dict.fromkeys(names)))
+        shards.finish_gather()
+
+    # Checkpoints.
+
+    def missing(self) -> list[str]:
+        """Open the checkpoint to resume; return the trained weights that it lacks."""
+        return self.snapshots.open()
+
+    def restore(self) -> None:
+        """Take this rank's part of the checkpoint to resume. Raises ``UserError``."""
+        found = self.job.resumption.found
+        assert found is not None, "there is one to resume"
+        self.snapshots.restore()
+        self.snapshots.mark()
+        self._step = found.manifest.step
+        self.meter.start_after(found.manifest.step)
+
+    def begin_checkpoint(self, manifest: Manifest, step: int) -> float:
+        """Begin to write this rank's part of a checkpoint; return the seconds that it took."""
+        return self.snapshots.begin(manifest, step)
+
+    def finish_checkpoint(self) -> float:
+        """Wait until this rank's part is written; return the seconds of the wait."""
+        return self.snapshots.finish()
+
+    # Islands.
+
+    def enter_hub(self) -> None:
+        """Give the hub the weights that it lacks, and take its others. Raises ``UserError``."""
+        assert self.island is not None, "it is one"
+        self.island.enter(self._step)
+
+    def exchange(self, is_last: bool) -> str | None:
+        """Exchange with the hub what is due after the step; return why the run cannot go on, if it
+        cannot."""
+        assert self.island is not None, "it is one"
+        assert self._last_share is not None, "a step was made"
+        tokens = self._last_share.valid_tokens
+        problem = self.island.after(self._step, tokens, is_last=is_last)
+        if self._step % self._options.grad_accumulation_steps == 0:
+            self.snapshots.mark()
+        return problem
