@@ -101,14 +101,28 @@ def lock_file(path: Path, refusal: UserError) -> IO[bytes]:
     return file
 
 
-class DirectoryLock:
-    """Keeps others out of a directory until ``release``, or until nobody has this object any more.
-    Between two runs there is no file of it."""
+class FileLock:
+    """Keeps others from locking a file until ``release``, or until nobody has this object any more.
+    Raises ``refusal`` if another has it, ``OSError`` if it cannot be written."""
+
+    def __init__(self, path: Path, refusal: UserError) -> None:
+        self._path = path
+        self._file = lock_file(path, refusal)
+
+    def release(self) -> None:
+        """Let others have the file. It may be called again."""
+        self._file.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):  # it was not refused
+            self.release()
+
+
+class DirectoryLock(FileLock):
+    """Keeps others out of a directory in the same way. Between two runs there is no file of it."""
 
     def __init__(self, directory: Path, refusal: UserError) -> None:
-        """Raises ``refusal`` if another has the directory, ``OSError`` if it cannot be written."""
-        self._path = directory / LOCK
-        self._file = lock_file(self._path, refusal)
+        super().__init__(directory / LOCK, refusal)
         while not self._is_at_its_place():
             # Its run ended, and removed it, between the opening of the file and its lock.
             self._file.close()
@@ -116,15 +130,12 @@ class DirectoryLock:
 
     def release(self) -> None:
         """Let others have the directory. It may be called again."""
-        if self._file.closed:
-            return
-        with contextlib.suppress(OSError):
-            self._path.unlink(missing_ok=True)
-        self._file.close()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_file"):  # it was not refused
-            self.release()
+        try:
+            if not self._file.closed:
+                with contextlib.suppress(OSError):
+                    self._path.unlink(missing_ok=True)
+        finally:
+            super().release()
 
     def _is_at_its_place(self) -> bool:
         try:

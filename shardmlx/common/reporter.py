@@ -24,8 +24,9 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from shardmlx.common.durable_files import FileLock
 from shardmlx.common.formatting import columns, without_controls
-from shardmlx.errors import file_access
+from shardmlx.errors import UserError, file_access
 
 T = TypeVar("T")
 
@@ -58,8 +59,11 @@ class Reporter:
         )
         self._metrics_file = None if quiet else metrics_file
         self._mode = "w"
+        self._lock: FileLock | None = None
         if self._metrics_file is not None:
             check_writable(self._metrics_file, "--metrics-file")
+            if self._metrics_file.exists():
+                _locked(self._metrics_file).release()
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(),
@@ -113,6 +117,9 @@ class Reporter:
             listener(event, values)
         if self._metrics_file is None:
             return
+        if self._lock is None:
+            with file_access("write", self._metrics_file):
+                self._lock = _locked(self._metrics_file)
         with (
             file_access("write", self._metrics_file),
             # Opened late: a refused run leaves the metrics of the last one.
@@ -120,6 +127,12 @@ class Reporter:
         ):
             file.write(json.dumps({"event": event, **finite(values)}) + "\n")
         self.go_on()
+
+    def close(self) -> None:
+        """Let other runs write the metrics file."""
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
 
     def go_on(self) -> None:
         """Keep the metrics file's content; otherwise events replace it."""
@@ -148,6 +161,12 @@ class Reporter:
             for item in items:
                 yield item
                 bar.advance()
+
+
+def _locked(metrics_file: Path) -> FileLock:
+    """Keep other runs from a metrics file. Raises ``UserError`` if one writes it, ``OSError``."""
+    problem = f"--metrics-file {metrics_file}: another run writes it"
+    return FileLock(metrics_file, UserError(problem, "wait for its end, or name another file"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,13 +63,16 @@ def report(options: ExportOptions, seconds: float, reporter: Reporter) -> int:
 def export(options: ExportOptions, reporter: Reporter) -> None:
     """Export. Raises ``UserError``, or ``Stopped`` after Ctrl-C."""
     output = OutputDirectory(Path(options.output_dir))
-    if not output.is_complete:
-        output.check()
-        use_device(options.device, reporter.say)
-        trained = None if options.adapter_path is None else find_trained(options.adapter_path)
-        with open_source(options.model, options.revision, output.source) as source:
-            _write(source, trained, options, output, reporter)
-    output.publish()
+    try:
+        if not output.is_complete:
+            output.check()
+            use_device(options.device, reporter.say)
+            trained = None if options.adapter_path is None else find_trained(options.adapter_path)
+            with open_source(options.model, options.revision, output.source) as source:
+                _write(source, trained, options, output, reporter)
+        output.publish()
+    finally:
+        output.release()
 
 
 def _write(

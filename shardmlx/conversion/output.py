@@ -23,6 +23,7 @@ from pathlib import Path
 
 from shardmlx.common.digests import bytes_digest
 from shardmlx.common.durable_files import (
+    DirectoryLock,
     check_room,
     flush_directory,
     why_not_written,
@@ -50,6 +51,7 @@ class OutputDirectory:
         self.work = path / WORK
         self.source = self.work / "source"
         self.weights = self.work / "weights"
+        self._lock: DirectoryLock | None = None
 
     def check(self) -> None:
         """Refuse a directory that has something in it, other than an unfinished export."""
@@ -81,9 +83,10 @@ class OutputDirectory:
         check_room(self.path, needed, "-o")
 
     def begin(self, identity: Mapping[str, str]) -> None:
-        """Make the directory, and record its purpose."""
+        """Make the directory, keep other exports out of it, and record its purpose."""
         with file_access("write -o", self.path, "name another directory"):
             self.work.mkdir(parents=True, exist_ok=True)
+            self._keep_others_out()
             write_durably(self.work / _IDENTITY, json.dumps(identity, indent=1).encode())
             flush_directory(self.work)
 
@@ -116,6 +119,7 @@ class OutputDirectory:
         """Move files up, config.json last, which makes the directory a model; remove the rest."""
         marker = self.work / _FINISHED
         if marker.exists():
+            self._keep_others_out()
             texts = {self.work / name for name in json.loads(marker.read_text())}
             config = self.work / CONFIG_FILE
             shards = sorted(self.weights.glob("*.*"))
@@ -130,6 +134,16 @@ class OutputDirectory:
             marker.unlink()
         self.work.rmdir()
         flush_directory(self.path)
+
+    def release(self) -> None:
+        """Let other exports have the directory."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def _keep_others_out(self) -> None:
+        if self._lock is None:
+            refusal = UserError(f"-o {self.path}: another export writes there", "wait for its end")
+            self._lock = DirectoryLock(self.work, refusal)
 
     def _move(self, paths: Iterable[Path]) -> None:
         for path in paths:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from socket import socket
 
+from shardmlx.common.durable_files import DirectoryLock
 from shardmlx.common.environment import Blas
 from shardmlx.common.http_listener import bind_both
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.serve import ServeConfig
 from shardmlx.distributed.crew import Crew
 from shardmlx.distributed.transport import Transport
+from shardmlx.errors import UserError, file_access
 from shardmlx.inference.grammars import grammars_of
 from shardmlx.inference.plan import GenerationLoad
 from shardmlx.inference.prefix_cache import KeptPrefix
@@ -29,11 +33,12 @@ SECONDS_OF_SILENCE = 30.0
 def run(config: ServeConfig, transport: Transport, blas: Blas) -> None:
     """Serve until a signal stops it. All ranks must call it; raises as ``lead``."""
     reporter = Reporter(quiet=transport.rank != 0)
-    run_inference(transport, reporter, partial(_serve, config, blas))
+    with ExitStack() as stack:
+        run_inference(transport, reporter, partial(_serve, config, blas, stack))
 
 
-def _serve(config: ServeConfig, blas: Blas, crew: Crew[InferenceWorker]) -> None:
-    """Serve, on rank 0."""
+def _serve(config: ServeConfig, blas: Blas, stack: ExitStack, crew: Crew[InferenceWorker]) -> None:
+    """Serve, on rank 0; the ``stack`` closes what is held while it serves."""
     reporter = crew.worker.reporter
     reporter.say(str(blas))
     listeners: list[socket] = []
@@ -53,7 +58,9 @@ def _serve(config: ServeConfig, blas: Blas, crew: Crew[InferenceWorker]) -> None
     _share_grammars(crew)
     prefixes: list[KeptPrefix] = []
     if config.prefix_cache_dir is not None:
-        prefixes = _find_prefixes(crew, config.prefix_cache_dir)
+        place = _open_prefix_files(crew, config.prefix_cache_dir)
+        stack.callback(_locked(place).release)
+        prefixes = _find_prefixes(crew, place)
     crew.all(InferenceWorker.limit_silence, SECONDS_OF_SILENCE)
     from shardmlx.server.generator import RequestServer
 
@@ -78,14 +85,27 @@ def _share_grammars(crew: Crew[InferenceWorker]) -> None:
         crew.all(InferenceWorker.keep_to, grammars)
 
 
-def _find_prefixes(crew: Crew[InferenceWorker], directory: str) -> list[KeptPrefix]:
-    """Return the sequences that an earlier server kept and all ranks can read; name the others.
-    Raises ``UserError``."""
+def _open_prefix_files(crew: Crew[InferenceWorker], directory: str) -> Path:
+    """Let all ranks keep prefixes in files of this model; return their directory. Raises
+    ``UserError``."""
     plan = crew.worker.run.plan
     setup = plan.setup
     settings = plan.model, setup.max_kv_size, str(setup.quantisation), plan.shares.weights
     place = place_of(directory, crew.all(InferenceWorker.content), settings)
     crew.all(InferenceWorker.open_prefix_files, place)
+    return place
+
+
+def _locked(directory: Path) -> DirectoryLock:
+    """Keep other servers out of the directory of kept prefixes. Raises ``UserError``."""
+    problem = f"--prefix-cache-dir: another server of this model writes to {directory}"
+    refusal = UserError(problem, "end it, or name another directory")
+    with file_access("write", directory):
+        return DirectoryLock(directory, refusal)
+
+
+def _find_prefixes(crew: Crew[InferenceWorker], place: Path) -> list[KeptPrefix]:
+    """Return the sequences that an earlier server kept and all ranks can read; name the others."""
     files = crew.worker.run.prefix_files
     assert files is not None, "they were opened"
     index = files.read_index()

@@ -159,6 +159,7 @@ def _open_viewers(config: TrainConfig, on_event: Listener | None, stack: ExitSta
         listeners.append(page.take)
     metrics = Path(config.metrics_file) if config.metrics_file else None
     reporter = Reporter(metrics, listeners=listeners)
+    stack.callback(reporter.close)
     if page is not None:
         reporter.say(f"The run at {page.address}")
     return reporter

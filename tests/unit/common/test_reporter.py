@@ -32,3 +32,17 @@ def test_a_full_disk_is_named_with_the_file(
     monkeypatch.setattr(Path, "open", lambda *args, **kwargs: FullDisk())
     with pytest.raises(UserError, match=r"cannot write .*/metrics: No space left on device"):
         reporter.event("start", {})
+
+
+def test_a_metrics_file_is_one_runs_at_a_time(tmp_path: Path) -> None:
+    first, second = (Reporter(tmp_path / "metrics") for _ in range(2))
+    first.event("start", {"step": 0})
+    before = (tmp_path / "metrics").read_bytes()
+    for write in (lambda: second.event("start", {}), lambda: Reporter(tmp_path / "metrics")):
+        with pytest.raises(UserError) as refused:
+            write()
+        assert str(tmp_path / "metrics") in refused.value.problem
+    assert (tmp_path / "metrics").read_bytes() == before
+    first.close()
+    second.event("start", {"step": 7})
+    assert b'"step": 7' in (tmp_path / "metrics").read_bytes()

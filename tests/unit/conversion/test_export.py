@@ -22,7 +22,7 @@ from shardmlx.config.options import OptionError
 from shardmlx.conversion import command
 from shardmlx.conversion import export as exporting
 from shardmlx.conversion.export import texts_of
-from shardmlx.conversion.output import WORK
+from shardmlx.conversion.output import WORK, OutputDirectory
 from shardmlx.errors import UserError
 from shardmlx.loading import partial_copy
 from shardmlx.modelfiles.model_files import open_model
@@ -269,6 +269,20 @@ def test_another_export_is_not_gone_on_with(
     assert "another quantize" in refusal(options(model, out, quantize="8:32"))
     assert "another layout" in refusal(options(model, out, max_shard=9))
     assert tree(out) == before
+
+
+def test_an_export_into_the_directory_of_another_one_is_refused(tmp_path: Path) -> None:
+    first, second = (OutputDirectory(tmp_path / "out") for _ in range(2))
+    first.begin({"model": "one"})
+    with pytest.raises(UserError) as refused:
+        second.begin({"model": "one"})
+    assert str(tmp_path / "out") in refused.value.problem
+    first.complete({"config.json": b"{}"})
+    with pytest.raises(UserError):
+        second.publish()
+    first.publish()
+    first.release()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.json"]
 
 
 def test_a_small_disk_is_refused_with_numbers_before_anything_is_written(
