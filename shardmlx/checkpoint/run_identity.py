@@ -50,10 +50,13 @@ _READERS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What options do not say: the model's number of layers, the type in which all its weights are
-    stored, digests of the file that training starts from and of the module of an own objective, the
-    settings that the optimizer has by default, and the schedule without what follows from the
-    number of steps, where some of it does."""
+    """Facts of a run that its options do not say.
+
+    ``layers`` is the number of the model's, and ``stored_dtype`` the type of all its weights, if
+    they have one. ``start`` and ``objective`` are digests of the file that training starts from and
+    of an own objective's module. ``usual_settings`` are those that the optimizer has by default.
+    ``open_schedule`` is a schedule of which some follows from the number of steps, without this.
+    """
 
     layers: int | None = None
     stored_dtype: str | None = None
@@ -162,7 +165,7 @@ def _differences_of_start(
 ) -> Iterator[tuple[str, str]]:
     now, then = ours["start"], theirs.get("start")
     name = "resume_adapter_file"
-    if then is None:  # of an older release, which knew the file's name alone
+    if then is None:  # An older release knew the name of the file alone.
         then = {"name": theirs["options"].get(name), "sha256": now["sha256"]}
         if then["name"] == now["name"]:
             return

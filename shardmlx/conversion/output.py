@@ -9,6 +9,7 @@
             weights/model-00001-of-...   its size from the beginning, holes where nothing is yet
             weights/complete-tensors.jsonl   which tensors are there, with their digests
             config.json, ...             all else, once the tensors are complete
+            .lock                        locked while an export writes
             finished                     written last: what is left to do is to move files up
 """
 

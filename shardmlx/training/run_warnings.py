@@ -53,12 +53,12 @@ def _of_schedule(config: TrainConfig) -> Iterator[str]:
             "learning rate does not reach its full height"
         )
         return
-    name, arguments = schedule["name"], schedule.get("arguments") or ()
+    name, arguments = schedule["name"], list(schedule.get("arguments") or ())
     place = _FALLS.get(name)
     if place is None or len(arguments) <= place:
         return
     steps, first = arguments[place], arguments[0]
-    end = arguments[1] if name == "linear_schedule" else (*arguments, 0.0)[2]
+    end = arguments[1] if name == "linear_schedule" else [*arguments, 0.0][2]
     if first != end and warmup + steps > updates:
         yield (
             f"lr_schedule {name} takes {plural(warmup + steps, 'update')} with its warm-up, and "

@@ -173,14 +173,14 @@ def test_options_that_mean_the_same_are_the_same_run(
     one: dict[str, Any], other: dict[str, Any], model: Path
 ) -> None:
     facts = replace(MODEL, usual_settings=usual_settings("adam"))
-    both = [
+    first, second = (
         identity_of(asdict(replace(CONFIG, **each)), model, TRAIN, VALID, facts=facts)
         for each in (one, other)
-    ]
-    assert check_identity(*both, WHERE) == []
-    assert check_identity(*both[::-1], WHERE) == []
-    assert start_digest(both[0]) == start_digest(both[1])
-    assert refusal(identity(model, replace(CONFIG, **one, seed=7)), both[1])
+    )
+    assert check_identity(first, second, WHERE) == []
+    assert check_identity(second, first, WHERE) == []
+    assert start_digest(first) == start_digest(second)
+    assert refusal(identity(model, replace(CONFIG, **one, seed=7)), second)
 
 
 def test_a_schedule_over_the_run_follows_raised_iters_and_this_is_said(model: Path) -> None:

@@ -59,7 +59,7 @@ def of(told: Told, kind: str) -> list[Mapping[str, Any]]:
     return [values for name, values in told if name == kind]
 
 
-UNMOVED = {
+UNMOVED: dict[str, dict[str, Any]] = {
     "accumulation": {"grad_accumulation_steps": 4},
     "warm-up from 0": {"iters": 2, "warmup": 5},
     "a rate below the last bit": {
@@ -164,7 +164,8 @@ def test_best_weights_that_are_gone_are_the_best_no_more(
     assert again is None
     longer, told = trained(options | {"iters": 6})
     (validated,) = of(told, "val")
-    assert longer == Kept(validated["loss"], 6, str(tmp_path / "out"), longer and longer.digest)
+    assert longer is not None
+    assert longer == Kept(validated["loss"], 6, str(tmp_path / "out"), longer.digest)
     expected = load_arrays(tmp_path / "out" / "last" / "0000005_adapters.safetensors")
     for name, array in load_arrays(file).items():
         assert (array == expected[name]).all().item(), name
