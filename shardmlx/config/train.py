@@ -57,6 +57,9 @@ _islands = in_group("islands")
 
 BEST = "best"
 
+LAST_PLACE = "last"
+"""Directory in --adapter-path of the last weights where the best are kept."""
+
 _SHOWN = (
     *("model", "data", "config", "dry_run", "iters", "batch_size", "learning_rate"),
     *("train", "fine_tune_type", "num_layers", "adapter_path", "resume_adapter_file"),
@@ -322,6 +325,12 @@ class TrainConfig(
         """The schedule that is asked for, where some of it follows from the number of steps."""
         asked = self.asked_lr_schedule
         return None if asked is None or "arguments" in asked else asked
+
+    @property
+    def last_path(self) -> Path:
+        """The directory of the last weights."""
+        place = Path(self.adapter_path)
+        return place / LAST_PLACE if self.keep == BEST else place
 
     @property
     def updates(self) -> int:

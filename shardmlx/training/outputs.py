@@ -12,15 +12,12 @@ from shardmlx.checkpoint.store import MARKER
 from shardmlx.common.digests import file_digest
 from shardmlx.config.train import BEST
 from shardmlx.distributed.crew import Crew
-from shardmlx.errors import UserError, file_access
+from shardmlx.errors import UserError
 from shardmlx.loading.manifest import fingerprint
 from shardmlx.modelfiles.safetensors_header import INDEX_FILE, MODEL_FILES
 from shardmlx.modelfiles.sources import ADAPTER_FILE
 from shardmlx.training.run_worker import RunWorker
 from shardmlx.training.soundness import Best, Soundness
-
-LAST_PLACE = "last"
-"""Directory in --adapter-path of the last weights where the best are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +40,9 @@ class Outputs:
         self._options = options = self._job.planned.config
         self._soundness = soundness
         self._path = Path(options.adapter_path)
-        self.last = self._path / LAST_PLACE if options.keep == BEST else self._path
+        self.last = options.last_path
         """Directory of the last weights."""
         self.kept: Kept | None = None
-
-    def make(self) -> None:
-        """Make the directories. Raises ``UserError``."""
-        with file_access("make --adapter-path", self.last, "name another directory"):
-            self.last.mkdir(parents=True, exist_ok=True)
 
     def save(self, copy_as: str | None = None) -> bool:
         """Write the last weights, with a copy of adapters; return whether it has."""
@@ -75,8 +67,8 @@ class Outputs:
             )
         elif self._options.keep == BEST:
             self._job.reporter.warn(
-                f"no validation had better weights than the run began with, and {self._path} was "
-                f"left as it is: the last weights are in {self.last}"
+                f"no validation has found best weights, and {self._path} was left as it is: the "
+                f"last weights are in {self.last}"
             )
 
     def state(self) -> dict[str, Any] | None:

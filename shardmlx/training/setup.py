@@ -23,8 +23,8 @@ from shardmlx.training.planned_run import PlannedRun
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
     """A run that is ready to start. ``number`` is its place among runs that train side by side.
-    Rank 0 alone has its ``data``, its ``identity``, which tells it from others, and the lock that
-    keeps other runs out of its ``adapter_path``."""
+    Rank 0 alone has its ``data``, its ``identity``, which tells it from others, and the locks
+    that keep other runs out of its directories."""
 
     planned: PlannedRun
     transport: Transport
@@ -38,13 +38,13 @@ class TrainingRun:
     identity: Mapping[str, Any] | None = None
     name: str = ""
     """The name among runs that train side by side; empty for a run alone."""
-    output_lock: DirectoryLock | None = None
+    output_locks: tuple[DirectoryLock, ...] = ()
     number: int = 0
 
     def release(self) -> None:
         """Let other runs have the directories of this one."""
-        if self.output_lock is not None:
-            self.output_lock.release()
+        for lock in self.output_locks:
+            lock.release()
         self.resumption.release()
 
     @property

@@ -72,7 +72,6 @@ class Trainer:
 
     def start(self) -> None:
         """Get ready for the first step. Raises ``UserError``, and ``Stopped``."""
-        self.outputs.make()
         self._report.open_services()
         self._add_references()
         self._resume()

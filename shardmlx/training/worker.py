@@ -43,12 +43,12 @@ class _Loading:
     started: float
     resumption: Resumption = field(default_factory=Resumption)
 
-    output_lock: DirectoryLock | None = None
+    output_locks: list[DirectoryLock] = field(default_factory=list)
 
     def release(self) -> None:
         """Let other runs have the directories of this one."""
-        if self.output_lock is not None:
-            self.output_lock.release()
+        for lock in self.output_locks:
+            lock.release()
         self.resumption.release()
 
     def parts(self, rank: int) -> list[Slice]:
@@ -119,16 +119,16 @@ class TrainWorker(ModelWorker):
         )
 
     def lock_output(self) -> None:
-        """Make the run's directory, and keep other runs out of it. On rank 0 alone. Raises
+        """Make the run's directories, and keep other runs out of them. On rank 0 alone. Raises
         ``UserError``."""
-        loading = self._last()
-        directory = Path(loading.planned.config.adapter_path)
-        another = "name another directory"
-        problem = f"--adapter-path {directory}: another run writes there"
-        refusal = UserError(problem, f"wait for its end, or {another}")
-        with file_access("make --adapter-path", directory, another):
-            directory.mkdir(parents=True, exist_ok=True)
-            loading.output_lock = DirectoryLock(directory, refusal)
+        loading, another = self._last(), "name another directory"
+        config = loading.planned.config
+        for directory in dict.fromkeys((Path(config.adapter_path), config.last_path)):
+            problem = f"--adapter-path {directory}: another run writes there"
+            refusal = UserError(problem, f"wait for its end, or {another}")
+            with file_access("make --adapter-path", directory, another):
+                directory.mkdir(parents=True, exist_ok=True)
+                loading.output_locks.append(DirectoryLock(directory, refusal))
 
     def close(self) -> None:
         """Remove temporary files, and let other runs have all directories of these runs."""
@@ -194,7 +194,7 @@ class TrainWorker(ModelWorker):
             resumption=loading.resumption,
             membership=membership,
             name=name,
-            output_lock=loading.output_lock,
+            output_locks=tuple(loading.output_locks),
             number=len(self.runs),
         )
         self.runs.append(RunWorker(job))

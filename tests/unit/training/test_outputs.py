@@ -172,16 +172,19 @@ def test_best_weights_that_are_gone_are_the_best_no_more(
 
 
 def test_a_directory_is_one_runs_until_it_ends(options: dict[str, Any]) -> None:
-    config = TrainConfig(**options)
+    place = options["adapter_path"]
+    places = [place, str(Path(place) / "last")]
 
     def work(transport: LocalTransport) -> None:
         def train_again(_: Crew[TrainWorker]) -> None:
-            with pytest.raises(UserError) as refused:
-                train_model(config, transport)
-            assert options["adapter_path"] in refused.value.problem
+            for each in places:
+                config = TrainConfig(**options | {"adapter_path": each, "keep": "last"})
+                with pytest.raises(UserError) as refused:
+                    train_model(config, transport)
+                assert refused.value.problem.startswith(f"--adapter-path {each}: ")
 
-        with_loaded_runs(config, transport, train_again)
-        train_model(config, transport)
+        with_loaded_runs(TrainConfig(**options), transport, train_again)
+        train_model(TrainConfig(**options), transport)
 
     LocalNetwork(1, timeout=60).run(work)
-    assert not (Path(options["adapter_path"]) / ".lock").exists()
+    assert not [each for each in places if (Path(each) / ".lock").exists()]
