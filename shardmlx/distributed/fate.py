@@ -1,8 +1,12 @@
 """The fate of a job, as one rank sees it: events go in, actions come out.
 
-Rank 0 hears every rank, and every rank hears rank 0. ``JobFate`` decides: each event is a call, at
-a time in seconds of any clock. The thread of ``job_watch`` makes the calls, and carries out the
-actions. No MLX, no MPI, no messages, no threads, no clocks.
+Rank 0 hears every rank, and every rank hears rank 0; in an alarm all hear all (``alarm``).
+``JobFate`` decides: each event is a call, at a time in seconds of any clock. The thread of
+``job_watch`` makes the calls, and carries out the actions. No MLX, no MPI, no messages, no threads,
+no clocks.
+
+A death is known for certain where its process is gone: ranks of that host see it, and tell the
+others. Elsewhere it is concluded: mpirun ends the job, and one rank does not answer.
 """
 
 from __future__ import annotations
@@ -10,8 +14,9 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
+from shardmlx.distributed.alarm import Alarm
+from shardmlx.distributed.fate_events import Action, Beat, Do, End, Fail, Look, Send, State
 from shardmlx.distributed.signals import STOPS
 
 # Seconds.
@@ -24,85 +29,23 @@ SECONDS_TO_BE_HEARD = 0.1  # for the last message of an ended process, and for a
 HURRY = 0.02  # between two looks while something is going on
 SECONDS_TO_RAISE = 4.0  # for the main thread, after a failure, to reach a wait and report it
 SECONDS_TO_BE_ENDED = 5.0  # for the reporting rank to end the job; then each process ends itself
-# After a SIGCONT, in which a SIGTERM comes from mpirun: it ends all ranks with both, 0.25 s apart,
-# and kills them 0.25 s later.
-MPIRUN_KILLS = 1.0
-
-
-class State(Enum):
-    """State of a rank, as it reports itself."""
-
-    ALIVE = auto()
-    LEFT = auto()  # it has done its part, and leaves in order
-    REPORTED = auto()  # it has reported the failure, and ends the job
-
-
-@dataclass(frozen=True, slots=True)
-class Beat:
-    """A sign of life: the rank's activity, and the signals that asked it to stop so far."""
-
-    activity: str
-    signals: tuple[int, ...] = ()
-    state: State = State.ALIVE
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """The state of this host.
-
-    ``processes`` has the peers' processes that are ``gone`` or ``stopped``; ``launched`` tells
-    whether mpirun, or its daemon, still runs, and ``failed`` whether this rank cannot go on, which
-    its main thread is to report.
-    """
-
-    activity: str
-    processes: Mapping[int, str | None] = field(default_factory=dict)
-    launched: bool = True
-    failed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Action: give a sign of life."""
-
-    peers: tuple[int, ...]
-    beat: Beat
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """Action: make the main thread's next wait raise that a peer is lost."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """Action: report the reason, and end all ranks with status ``code``. If a peer has ``died``,
-    also report where this rank was."""
-
-    code: int
-    reason: str
-    died: bool = False
-
-
-class Do(Enum):
-    """Actions without arguments."""
-
-    STAY_SILENT = auto()  # report nothing more of the end of the job: a peer has
-    GIVE_UP = auto()  # report the failure that the main thread has not raised, and end all ranks
-    EXIT = auto()  # end this process: the job has ended without it
-
-
-Action = Send | Fail | End | Do
+SECONDS_OF_A_TURN = 0.2  # between ranks that see the same failure: the lowest reports first
+MOST_TURNS = 8  # that a rank waits, however many are before it
+# For a lower rank to hear of a death or a silence, which it looks for twice a second, and report.
+SECONDS_FOR_LOWER_RANKS = 1.5
 
 
 @dataclass(slots=True)
 class _Peer:
     name: str
     heard: float
+    is_watched: bool
     last: Beat = field(default_factory=lambda: Beat("starting"))
     gone_since: float | None = None
+
+    @property
+    def has_died(self) -> bool:
+        return self.gone_since is not None and self.last.state is State.ALIVE
 
 
 class JobFate:
@@ -120,28 +63,49 @@ class JobFate:
         """Seconds until the next look."""
         self.others = tuple(peer for peer in range(len(names)) if peer != rank)
         self.watched = self.others if rank == 0 else (0,)
-        """Ranks that this one hears."""
-        self._peers = {peer: _Peer(names[peer], now) for peer in self.watched}
+        """Ranks that this one hears, without an alarm."""
+        self._peers = {peer: _Peer(names[peer], now, peer in self.watched) for peer in self.others}
+        self._alarm = Alarm(rank)
         self._looked = now
+        self._woke = -float("inf")
         self._sent: float | None = None
         self._own: tuple[int, ...] = ()
-        self._continued = -float("inf")
-        self._killed: float | None = None
         self._expects_stop = False
         self._failure_reported_at: float | None = None
         self._failed: float | None = None
+        self._lost: float | None = None
+        self._claims: bool | None = None
         self._over = False
         self._activity = "starting"
 
     def last_activity(self, peer: int) -> str | None:
         """Return a rank's activity at its last sign of life, if this rank watches it."""
-        return self._peers[peer].last.activity if peer in self._peers else None
+        return self._peers[peer].last.activity if peer in self.watched else None
 
     def stop_requested(self) -> int | None:
         """Return the first signal that asked a rank to stop. The run is then expected to stop in
         order, so a first signal no longer interrupts it."""
         self._expects_stop = True
         return self._stop()
+
+    def leaves_report(self, now: float) -> bool:
+        """Return whether another rank is about to report the end of the job.
+
+        That is a lower one in an alarm; and of those that fail, the first, or the lowest of several
+        that do so before they hear of each other.
+        """
+        if self._claims is False or self._leaves_verdict(now):
+            return True
+        return any(self._peers[rank].last.fails for rank in self._lower(now))
+
+    def _leaves_verdict(self, now: float) -> bool:
+        """Return whether a lower rank lives, in an alarm: it knows as much as this one."""
+        living = self._alarm.living(now)
+        return any(rank in living for rank in self._lower(now))
+
+    def _lower(self, now: float) -> list[int]:
+        gone = self._gone(now - SECONDS_TO_BE_HEARD)
+        return [rank for rank in self.others if rank < self.rank and rank not in gone]
 
     def _stop(self) -> int | None:
         if self._own:
@@ -154,22 +118,34 @@ class JobFate:
         """Return the actions after this process was sent signals."""
         for number in numbers:
             if number == signal.SIGCONT:
-                self._continued = now
+                self._alarm.sound(now)
             elif number in STOPS:
                 self._own += (number,)
-                if number == signal.SIGTERM and now - self._continued < MPIRUN_KILLS:
-                    self._killed = now
+                if number == signal.SIGTERM and self._alarm.is_on(now):
+                    self._alarm.terminated(now)
         return [self._send(now)]
 
     def heard(self, peer: int, beat: Beat, now: float) -> list[Action]:
         """Return the actions after a sign of life has come."""
-        if peer in self._peers:
-            self._peers[peer].heard = now
-            self._peers[peer].last = beat
-        if beat.state is not State.REPORTED or self._failure_reported_at is not None:
-            return []
-        self._failure_reported_at = now
-        return [Do.STAY_SILENT]
+        sender = self._peers[peer]
+        signals = beat.signals[len(sender.last.signals) :]
+        sender.heard = now
+        sender.last = beat
+        asked = beat.asks and not self._alarm.is_on(now)
+        if asked:
+            self._alarm.sound(now, first_hand=False)
+        self._alarm.answered(beat.living)
+        if signal.SIGTERM in signals and self._alarm.is_on(now):
+            self._alarm.terminated(now)
+            self._alarm.answered((peer,))
+        for rank in beat.gone:
+            if rank != self.rank and self._peers[rank].gone_since is None:
+                self._peers[rank].gone_since = now
+        actions: list[Action] = [self._send(now)] if asked else []
+        if beat.state is State.REPORTED and self._failure_reported_at is None:
+            self._failure_reported_at = now
+            actions.append(Do.STAY_SILENT)
+        return actions
 
     def looked(self, look: Look, now: float) -> list[Action]:
         """Return the actions after a look at this host, when time has passed."""
@@ -178,66 +154,140 @@ class JobFate:
         self._activity = look.activity
         if look.failed and self._failed is None:
             self._failed = now
-        slept, self._looked = now - self._looked > OWN_SLEEP, now
-        for rank, peer in self._peers.items():
-            if slept:
-                peer.heard, peer.gone_since = now, None
-            if look.processes.get(rank) != "gone":
-                peer.gone_since = None
-            elif peer.gone_since is None:
-                peer.gone_since = now
+        self._see(look.processes, now)
         self.quiet = self._silent_for(now, SECONDS_OF_QUIET, look)
-        actions: list[Action] = []
-        if self._sent is None or now - self._sent >= PERIOD / 2:
-            actions.append(self._send(now))
         verdict = self._verdict(look, now)
+        actions: list[Action] = []
+        alarmed = self._alarm.is_on(now)
+        if look.reports and self._claims is None:
+            self._claims = not any(peer.last.fails for peer in self._peers.values())
+            actions.append(self._send(now))
+        elif self._sent is None or now - self._sent >= (
+            SECONDS_TO_BE_HEARD if alarmed else PERIOD / 2
+        ):
+            actions.append(self._send(now))
         if verdict is not None:
             actions.append(verdict)
             self._over = not isinstance(verdict, Fail)
-        hurried = now - self._continued < MPIRUN_KILLS
-        dying = any(peer.gone_since is not None for peer in self._alive())
-        self.pause = HURRY if hurried or dying else PERIOD
+        self.pause = HURRY if alarmed or self._gone() else PERIOD
         return actions
+
+    def _see(self, processes: Mapping[int, str | None], now: float) -> None:
+        """Take note of the processes on this host, and of this one's own sleep."""
+        slept = now - self._looked > OWN_SLEEP
+        self._looked = now
+        if slept:
+            self._woke = now
+        for rank, peer in self._peers.items():
+            if slept:
+                peer.heard = now
+                peer.gone_since = None
+            if rank not in processes:
+                continue  # of another host, whose ranks may tell
+            if processes[rank] != "gone":
+                peer.gone_since = None
+            elif peer.gone_since is None:
+                peer.gone_since = now
+                if peer.has_died:
+                    self._alarm.sound(now)
 
     def _send(self, now: float) -> Send:
         # To all ranks on the first time: when a rank has died, connecting takes too long.
-        peers = self.others if self._sent is None else self.watched
+        to_all = self._sent is None or self._alarm.is_on(now) or self._claims is True
         self._sent = now
-        return Send(peers, Beat(self._activity, self._own))
+        beat = Beat(
+            self._activity,
+            self._own,
+            asks=self._alarm.asks(now),
+            living=self._alarm.living(now),
+            gone=self._gone(),
+            fails=self._claims is True,
+        )
+        return Send(self.others if to_all else self.watched, beat)
 
     def _verdict(self, look: Look, now: float) -> Action | None:
         if not look.launched:
             return Do.EXIT
-        if self._failed is not None and now - self._failed >= SECONDS_TO_RAISE:
+        if self._failed is not None and now - self._failed >= SECONDS_TO_RAISE + turn(self.rank):
             return Do.GIVE_UP
         if self._failure_reported_at is not None:
             return Do.EXIT if now - self._failure_reported_at > SECONDS_TO_BE_ENDED else None
-        return self._death(now) or self._interruption(now) or self._silence(look, now)
+        return (
+            self._seen_death(now)
+            or self._concluded_death(now)
+            or self._interruption(now)
+            or self._silence(look, now)
+        )
 
-    def _alive(self) -> Iterable[_Peer]:
-        return (peer for peer in self._peers.values() if peer.last.state is State.ALIVE)
+    def _gone(self, since: float = float("inf")) -> tuple[int, ...]:
+        """Return the ranks whose process is gone ``since`` then, or longer."""
+        return tuple(
+            rank
+            for rank, peer in self._peers.items()
+            if peer.has_died and (peer.gone_since or 0.0) <= since
+        )
 
-    def _death(self, now: float) -> Action | None:
-        for peer in self._alive():
-            if peer.gone_since is not None and now - peer.gone_since >= self._turn:
-                return _died(peer)
-        if self._killed is not None and now >= self._killed + self._turn:
-            # All ranks gave a sign of life at mpirun's signals, except those that could not.
-            for peer in self._alive():
-                if peer.heard < self._continued:
-                    return _died(peer)
-        return None
+    def _seen_death(self, now: float) -> Action | None:
+        """Return the end because a process is gone, once its last message would have come."""
+        if now - self._woke < PERIOD:
+            return None  # a peer that was awake may have reported it
+        wait = SECONDS_FOR_LOWER_RANKS if self._lower(now) else SECONDS_TO_BE_HEARD
+        gone = self._gone(now - wait)
+        return self._died(gone, now) if gone else None
 
-    @property
-    def _turn(self) -> float:
-        """Seconds in which other ranks may report first; few, since mpirun soon ends the job."""
-        return SECONDS_TO_BE_HEARD + 1.5 * HURRY * max(0, self.rank - 1)
+    def _concluded_death(self, now: float) -> Action | None:
+        """Return the end because mpirun ends the job, and a rank has not answered.
+
+        mpirun's signals come to all ranks, this one too: others come to one.
+        """
+        is_due = self._is_time_to_conclude(now) and self._alarm.asks(now)
+        if not is_due or self._leaves_verdict(now):
+            return None
+        gone = self._gone(now - SECONDS_TO_BE_HEARD)
+        living = self._alarm.living(now)
+        missing = gone or tuple(
+            rank
+            for rank, peer in self._peers.items()
+            if peer.last.state is State.ALIVE and rank not in living
+        )
+        if not missing:
+            return None
+        # Who was silent long before does not live, or is asleep: another one has just died.
+        lately = [rank for rank in missing if self._was_heard_lately(rank)]
+        return self._died(lately or missing, now)
+
+    def _was_heard_lately(self, rank: int) -> bool:
+        """Return whether a rank gave signs of life until the alarm, as far as rank 0 knows."""
+        return self.rank != 0 or self._alarm.since - self._peers[rank].heard < OWN_SLEEP
+
+    def _is_time_to_conclude(self, now: float) -> bool:
+        """Return whether mpirun's SIGTERM came so long ago that every living rank has answered.
+
+        Soon, since mpirun kills this process next. Of lower ranks whose answers did not come, each
+        has its turn: it may yet live.
+        """
+        killed = self._alarm.killed(now)
+        turns = min(max(self.rank - 1, 0), 3) * 1.5 * HURRY
+        return killed is not None and now >= killed + SECONDS_TO_BE_HEARD + turns
+
+    def _died(self, ranks: Sequence[int], now: float) -> End:
+        """Return the end because a rank has died: one of these."""
+        peers = [self._peers[rank] for rank in ranks]
+        question = "died (was it killed, or out of memory?)"
+        if len(peers) > 1:
+            names = " or ".join(peer.name + _last(peer, " ({})") for peer in peers)
+            return End(1, f"{names} {question}", died=True)
+        (peer,) = peers
+        silence = now - peer.heard
+        if peer.is_watched and peer.gone_since is None and silence > SECONDS_OF_QUIET:
+            question = f"died, or sleeps: it has given no sign of life for {silence:.0f} s"
+        return End(1, f"{peer.name} {question}{_last(peer)}", died=True)
 
     def _interruption(self, now: float) -> Action | None:
         number = self._stop()
         if self.rank != 0 or number is None:
             return None
-        if self._killed is not None and now < self._killed + self._turn:
+        if self._alarm.killed(now) is not None and not self._is_time_to_conclude(now):
             return None  # perhaps because a rank died
         most = max(len(self._own), *(len(peer.last.signals) for peer in self._peers.values()), 0)
         if not self._expects_stop or most > 1:
@@ -246,25 +296,43 @@ class JobFate:
 
     def _silence(self, look: Look, now: float) -> Action | None:
         text = self._silent_for(now, self.limit, look)
-        return None if text is None or look.failed else Fail(text)
+        if text is None or look.failed:
+            self._lost = None
+            return None
+        if self._lost is None:
+            self._lost = now
+        if self.rank > 1:
+            # Several ranks miss rank 0, and one is to report: the lowest that answers.
+            self._alarm.sound(now)
+            wait = SECONDS_FOR_LOWER_RANKS
+            if self._leaves_verdict(now):
+                wait += SECONDS_TO_RAISE + turn(self.rank)
+            if now - self._lost < wait:
+                return None
+        return Fail(text)
 
     def _silent_for(self, now: float, seconds: float, look: Look) -> str | None:
         """Return in words which rank has been silent for so long."""
-        for rank, peer in self._peers.items():
+        for rank in self.watched:
+            peer = self._peers[rank]
             if peer.last.state is not State.ALIVE or now - peer.heard < seconds:
                 continue
             stopped = look.processes.get(rank) == "stopped"
             return (
                 f"{peer.name} has given no sign of life for {seconds:g} s"
-                f"{': its process is stopped' if stopped else ''}; it was last in "
-                f"{peer.last.activity}"
+                f"{': its process is stopped' if stopped else ''}{_last(peer)}"
             )
         return None
 
 
-def _died(peer: _Peer) -> End:
-    text = f"{peer.name} died (was it killed, or out of memory?); it was last in "
-    return End(1, text + peer.last.activity, died=True)
+def _last(peer: _Peer, form: str = "; {}") -> str:
+    """Return in words what a rank was doing last; nothing of one that this rank does not hear."""
+    return form.format(f"it was last in {peer.last.activity}") if peer.is_watched else ""
+
+
+def turn(rank: int) -> float:
+    """Return the seconds in which lower ranks may report the failure that a rank sees, too."""
+    return SECONDS_OF_A_TURN * min(rank, MOST_TURNS)
 
 
 def silence_limit(timeout: float) -> float:

@@ -15,19 +15,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
-from shardmlx.distributed.fate import (
-    HURRY,
-    SECONDS_TO_RAISE,
-    Action,
-    Beat,
-    Do,
-    End,
-    Fail,
-    JobFate,
-    Look,
-    Send,
-    State,
-)
+from shardmlx.distributed.fate import HURRY, SECONDS_TO_RAISE, JobFate
+from shardmlx.distributed.fate_events import Action, Beat, Do, End, Fail, Look, Send, State
 from shardmlx.distributed.messages import PeerLost
 from shardmlx.distributed.processes import process_state
 from shardmlx.distributed.shutdown import JobShutdown
@@ -42,7 +31,7 @@ class BeatChannel(Protocol):
         """Send, unless the message before is still on its way."""
 
     def fetch(self) -> Iterable[tuple[int, bytes]]:
-        """Yield sender and data of each message that has come."""
+        """Yield sender and data of each message that has come. Meanwhile ``post`` may wait."""
 
     def close(self) -> None:
         """Receive no more."""
@@ -71,7 +60,7 @@ class JobWatch:
         # In a container, a peer's process may have no number that is valid here.
         self._pids = {
             peer: pids[peer]
-            for peer in fate.watched
+            for peer in fate.others
             if peer in pids and process_state(pids[peer]) != "gone"
         }
         self._channel = channel
@@ -79,15 +68,26 @@ class JobWatch:
         self._signals = Signals()
         self._closed = False
         self._in_hurry = False
+        self._reports = False
+        self._is_report_known = False
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-        shutdown.on_turn, shutdown.on_reported = self._listen, self._tell_peers
+        shutdown.on_turn, shutdown.on_reported = self._claim, self._tell_peers
+        shutdown.leaves_report = self._leaves_report
         self._thread.start()
+
+    def _claim(self) -> None:
+        """Tell the peers, unless one has told so, that this rank is about to report a failure."""
+        self._reports = True
+        self._listen()
 
     def _listen(self) -> None:
         """Wake at once, from now on, when a peer reports."""
         if not self._closed:
             self._in_hurry = True
             self._signals.wake()
+
+    def _leaves_report(self) -> bool:
+        return self.fate.leaves_report(time.monotonic())
 
     def _tell_peers(self) -> None:
         if not self._closed:
@@ -123,12 +123,19 @@ class JobWatch:
     def _look(self) -> None:
         states = {peer: process_state(pid) for peer, pid in self._pids.items()}
         failed = self._activity.failure is not None
-        look = Look(str(self._activity), states, self._shutdown.launched(), failed)
+        look = Look(
+            str(self._activity),
+            states,
+            self._shutdown.launched(),
+            failed,
+            self._is_report_known,
+        )
         self._obey(self.fate.looked(look, time.monotonic()))
         numbers = self._signals.wait(HURRY if self._in_hurry else self.fate.pause)
+        self._is_report_known = self._reports  # once all is heard that has come before
         if numbers:
             self._obey(self.fate.signalled(numbers, time.monotonic()))
-        for peer, data in self._channel.fetch():
+        for peer, data in list(self._channel.fetch()):  # all, before any is answered
             self._obey(self.fate.heard(peer, pickle.loads(data), time.monotonic()))
 
     def _obey(self, actions: Iterable[Action]) -> None:
@@ -163,5 +170,5 @@ class JobWatch:
         try:
             self._activity.check(self._activity.where)
         except Exception as error:
-            self._shutdown.report(error)
+            self._shutdown.report(error, at_once=True)  # this thread hears nobody meanwhile
             self._end(1, "")

@@ -17,7 +17,13 @@ from collections.abc import Callable
 import psutil
 
 from shardmlx.common.environment import LAUNCHED
-from shardmlx.distributed.fate import HURRY
+from shardmlx.distributed.fate import (
+    HURRY,
+    MOST_TURNS,
+    SECONDS_FOR_LOWER_RANKS,
+    SECONDS_TO_BE_HEARD,
+    turn,
+)
 from shardmlx.distributed.processes import (
     SECONDS_TO_FOLLOW,
     MpirunProcess,
@@ -26,7 +32,6 @@ from shardmlx.distributed.processes import (
 )
 from shardmlx.errors import UserError, explained, one_line
 
-SECONDS_OF_A_TURN = 0.2  # between ranks that see the same failure: the lowest reports first
 SECONDS_TO_KILL = 0.7  # more than mpirun takes to end all ranks after one has ended badly
 SECONDS_FOR_PEERS = 5.0  # for the other ranks of rank 0's host to end before it
 SECONDS_TO_AGREE = 15.0  # for mpirun to end after its ranks; it takes one, unless cores are busy
@@ -45,20 +50,26 @@ class JobShutdown:
         """Function called when this rank begins to wait for its turn to report."""
         self.on_reported: Callable[[], None] = lambda: None
         """Function called once this rank has reported the failure."""
+        self.leaves_report: Callable[[], bool] = lambda: False
+        """Function that returns whether a lower rank is about to report the end of the job."""
         self.ranks_to_outlive: tuple[int, ...] = ()
         """Processes that ``leave_last`` waits for."""
         # Now: after mpirun's end this process has another parent.
         self.mpirun: MpirunProcess | None = find_mpirun()
 
-    def say(self, text: str, turn: float = 0.0) -> bool:
+    def say(self, text: str, seconds: float = 0.0) -> bool:
         """Print ``shardmlx: TEXT`` unless the end of the job has been reported.
 
-        A peer may report it within ``turn`` seconds. Returns whether this rank did; the peers then
-        stay silent.
+        A peer may report it within ``seconds``, or a little later if one is about to. Returns
+        whether this rank did; the peers then stay silent.
         """
-        if turn:
+        if seconds:
             self.on_turn()
-        self.reported.wait(turn)
+            self.reported.wait(seconds)
+            end = time.monotonic() + SECONDS_FOR_LOWER_RANKS
+            while self.leaves_report() and time.monotonic() < end:
+                if self.reported.wait(HURRY):
+                    break
         with self._saying:
             if self.reported.is_set():
                 return False
@@ -70,15 +81,20 @@ class JobShutdown:
         self.on_reported()
         return True
 
-    def report(self, error: BaseException) -> bool:
-        """Report a failure; if several ranks fail at once, only the lowest reports."""
+    def report(self, error: BaseException, at_once: bool = False) -> bool:
+        """Report a failure; if several ranks fail at once, only the lowest reports.
+
+        ``at_once`` if the lower ranks have had their turns.
+        """
         if os.environ.get("SHARDMLX_TRACEBACK"):
             traceback.print_exception(error)
         text = "interrupted" if isinstance(error, KeyboardInterrupt) else explained(one_line(error))
         if not text.startswith(f"rank {self.rank}"):
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
             text = f"{self.name}: {kind}{text}"
-        return self.say(f"failed: {text}", SECONDS_OF_A_TURN * min(self.rank, 8))
+        # Rank 0 listens too: another may have reported a moment ago.
+        seconds = 0.0 if at_once else SECONDS_TO_BE_HEARD + turn(self.rank)
+        return self.say(f"failed: {text}", seconds)
 
     def launched(self) -> bool:
         """Return False once the mpirun of this process, or its daemon, has ended."""
@@ -138,7 +154,7 @@ class Deadline:
             return
         shutdown = self._shutdown
         # Only mpirun can tell and end the others, so the next rank waits for that.
-        shutdown.reported.wait(SECONDS_TO_KILL * min(shutdown.rank, 8))
+        shutdown.reported.wait(SECONDS_TO_KILL * min(shutdown.rank, MOST_TURNS))
         with self._lock:
             if self._left.is_set():
                 return  # late, but before its turn

@@ -8,18 +8,8 @@ from typing import Any
 
 import pytest
 
-from shardmlx.distributed.fate import (
-    Action,
-    Beat,
-    Do,
-    End,
-    Fail,
-    JobFate,
-    Look,
-    Send,
-    State,
-    silence_limit,
-)
+from shardmlx.distributed.fate import JobFate, silence_limit
+from shardmlx.distributed.fate_events import Action, Beat, Do, End, Fail, Look, Send, State
 
 NAMES = ("rank 0 on mac1", "rank 1 on mac2", "rank 2 on mac3")
 Event = Callable[[JobFate, float], list[Action]]
@@ -75,9 +65,27 @@ def test_rank_0_gives_all_signs_of_life_and_the_others_rank_0() -> None:
         assert LOOK(fate, 0.0) == [Send(first, beat)]  # while there is time to connect
         assert LOOK(fate, 0.2) == []
         assert LOOK(fate, 0.25) == [Send(later, beat)]
-        numbers = (signal.SIGCONT, signal.SIGTERM)
-        answer = Beat("loading", (signal.SIGTERM,))
-        assert fate.signalled(numbers, 0.3) == [Send(later, answer)]
+
+
+def test_when_mpirun_ends_the_job_each_rank_tells_all_that_it_lives_and_who_else_does() -> None:
+    """A late sign of life is no answer, and an answer asks for none."""
+    fate = fate_of(2)
+    LOOK(fate, 0.0)
+    called = Beat("loading", asks=True, living=(2,))
+    assert fate.signalled([signal.SIGCONT], 0.3) == [Send((0, 1), called)]
+    assert fate.heard(0, Beat("step 3"), 0.31) == []
+    assert fate.heard(1, Beat("step 3", asks=True, living=(1,)), 0.31) == []
+    assert LOOK(fate, 0.39) == []
+    assert LOOK(fate, 0.4) == [Send((0, 1), Beat("loading", asks=True, living=(1, 2)))]
+    both = Beat("loading", (signal.SIGTERM,), asks=True, living=(1, 2))
+    assert fate.signalled([signal.SIGTERM], 0.5) == [Send((0, 1), both)]
+    assert LOOK(fate, 1.4) == [Send((0,), Beat("loading", (signal.SIGTERM,)))]  # it is over
+
+    asked = fate_of(2)
+    LOOK(asked, 0.0)
+    answer = Beat("loading", living=(1, 2))
+    assert asked.heard(1, Beat("step 3", asks=True, living=(1,)), 0.3) == [Send((0, 1), answer)]
+    assert asked.heard(0, Beat("step 3", asks=True, living=(0,)), 0.3) == []
 
 
 def test_a_rank_that_is_silent_for_the_limit_is_lost_and_its_last_activity_named() -> None:
@@ -117,19 +125,37 @@ def test_a_rank_that_has_left_is_not_missed() -> None:
     assert played(fate_of(), left, looks(0.5, 600, alive=(2,), states={1: "gone"})) == []
 
 
-@pytest.mark.parametrize(("rank", "turn"), [(0, 0.1), (1, 0.1), (2, 0.13)])
-def test_a_process_that_is_gone_has_died_once_its_last_message_would_have_come(
-    rank: int, turn: float
-) -> None:
-    """Of several ranks the lower judges first."""
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_is_gone_has_died_once_its_last_message_would_have_come(rank: int) -> None:
     fate, peer = fate_of(rank), 0 if rank else 2
     gone = looked("loading", {peer: "gone"})
     said: Trace = [(1.0, heard(peer, Beat("step 3, stage 2, 2F0"))), (1.0, gone)]
-    assert played(fate, said, [(1.0 + turn - 0.01, gone)]) == []
+    assert played(fate, said, [(1.09, gone)]) == []
     assert fate.pause < 0.1
     end = End(1, DIED.format(NAMES[peer], "step 3, stage 2, 2F0"), died=True)
-    assert played(fate, [(1.0 + turn + 0.01, gone)]) == [(1.0 + turn + 0.01, end)]
+    assert played(fate, [(1.11, gone)]) == [(1.11, end)]
     assert played(fate, looks(2, 99)) == []  # it is said once
+
+
+def test_who_sees_a_process_gone_tells_lower_ranks_and_reports_it_if_they_do_not() -> None:
+    fate = fate_of(2)
+    LOOK(fate, 0.0)
+    gone = looked("loading", {0: "gone"})
+    (sent,) = gone(fate, 1.0)
+    assert sent == Send((0, 1), Beat("loading", asks=True, living=(2,), gone=(0,)))
+    assert played(fate, [(2.49, gone)]) == []
+    end = End(1, DIED.format(NAMES[0], "starting"), died=True)
+    assert played(fate, [(2.51, gone)]) == [(2.51, end)]
+
+    told = fate_of(1)
+    assert isinstance(sent, Send)
+    assert played(told, [(1.2, heard(2, sent.beat)), (1.29, LOOK)]) == []
+    assert played(told, [(1.31, LOOK)]) == [(1.31, end)]
+
+
+def answer(rank: int, *signals: int) -> Event:
+    """The answer of a rank to mpirun's signals."""
+    return heard(rank, Beat("step 4", signals, asks=True, living=(rank,)))
 
 
 def mpirun_ends(*answers: int) -> Trace:
@@ -137,18 +163,116 @@ def mpirun_ends(*answers: int) -> Trace:
     return [
         *looks(0, 5, alive=(1, 2)),
         (5.2, signalled(signal.SIGCONT)),
-        *((5.25, heard(peer, Beat("step 4"))) for peer in answers),
+        *((5.25, answer(peer)) for peer in answers),
         (5.45, signalled(signal.SIGTERM)),
         (5.45, LOOK),
     ]
 
 
-def test_who_does_not_answer_when_mpirun_ends_the_job_has_died() -> None:
+def died(rank: int, last: str = "step 3") -> End:
+    return End(1, DIED.format(NAMES[rank], last), died=True)
+
+
+@pytest.mark.parametrize("expects_stop", [False, True])
+def test_who_does_not_answer_when_mpirun_ends_the_job_has_died(expects_stop: bool) -> None:
     fate = fate_of()
-    fate.stop_requested()
+    if expects_stop:
+        fate.stop_requested()
     assert played(fate, mpirun_ends(2)) == []
-    end = End(1, DIED.format(NAMES[1], "step 3"), died=True)
-    assert played(fate, [(5.56, LOOK)]) == [(5.56, end)]
+    assert played(fate, [(5.54, LOOK), (5.56, LOOK)]) == [(5.56, died(1))]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_death_is_no_interruption_whichever_rank_mpirun_terminates_first(first: int) -> None:
+    terminated = [signalled(signal.SIGTERM), answer(1, signal.SIGTERM)]
+    trace: Trace = [
+        *looks(0, 5, alive=(1, 2)),
+        (5.2, signalled(signal.SIGCONT)),
+        (5.45, terminated[first]),
+        (5.46, LOOK),
+        (5.48, terminated[1 - first]),
+        (5.54, LOOK),
+    ]
+    assert played(fate_of(), trace, [(5.56, LOOK)]) == [(5.56, died(2))]
+
+
+def test_a_sign_of_life_that_was_under_way_is_no_answer() -> None:
+    late: Trace = [(5.3, heard(1, Beat("step 5")))]
+    trace = [*mpirun_ends(2)[:-2], *late, *mpirun_ends()[-2:]]
+    assert played(fate_of(), trace, [(5.56, LOOK)]) == [(5.56, died(1, "step 5"))]
+
+
+def test_a_host_that_sleeps_is_not_taken_for_the_rank_that_died() -> None:
+    asleep = [*looks(0, 5, alive=(1, 2)), *looks(5.5, 34.5, alive=(2,))]
+    ends: Trace = [(time + 29.6, event) for time, event in mpirun_ends()[-3:]]
+    assert played(fate_of(), asleep, ends, [(35.2, LOOK)]) == [(35.2, died(2))]
+    alone: Trace = [(34.9, answer(2))]
+    ((_, end),) = played(fate_of(), asleep, ends[:1], alone, ends[1:], [(35.2, LOOK)])
+    assert end == End(
+        1,
+        "rank 1 on mac2 died, or sleeps: it has given no sign of life for 30 s; it was last in "
+        "step 3",
+        died=True,
+    )
+
+
+def test_where_two_may_have_died_both_are_named() -> None:
+    text = (
+        "rank 1 on mac2 (it was last in step 3) or rank 2 on mac3 (it was last in step 3) died "
+        "(was it killed, or out of memory?)"
+    )
+    both = End(1, text, died=True)
+    assert played(fate_of(), mpirun_ends(), [(5.56, LOOK)]) == [(5.56, both)]
+
+
+def test_of_several_ranks_that_miss_one_the_lowest_that_answers_reports_it() -> None:
+    ends: Trace = [
+        *looks(0, 5, alive=(0,)),
+        (5.2, signalled(signal.SIGCONT)),
+        (5.45, signalled(signal.SIGTERM)),
+        (5.45, LOOK),
+    ]
+    for rank, other in ((1, 2), (2, 1)):
+        answers: Trace = [(5.25, answer(other))]
+        said = played(fate_of(rank), ends[:-2], answers, ends[-2:], [(5.59, LOOK)])
+        assert said == ([(5.59, died(0))] if rank == 1 else [])
+    ((_, end),) = played(fate_of(2), ends, [(5.59, LOOK)])
+    text = "rank 0 on mac1 (it was last in step 3) or rank 1 on mac2 died"
+    assert end == End(1, f"{text} (was it killed, or out of memory?)", died=True)
+    # The answer may come by way of a third rank.
+    fate = JobFate(3, (*NAMES, "rank 3 on mac4"), 60.0, 0.0)
+    passed_on: Trace = [(5.3, heard(2, Beat("step 4", asks=True, living=(1, 2))))]
+    assert played(fate, ends[:-2], passed_on, ends[-2:], [(5.65, LOOK)]) == []
+
+
+def test_of_several_ranks_that_miss_rank_0_one_reports_its_silence() -> None:
+    first = played(fate_of(1), looks(0, 5, alive=(0,)), looks(5.5, 66))[0]
+    assert (first[0], isinstance(first[1], Fail)) == (65.0, True)
+    late = played(fate_of(2), looks(0, 5, alive=(0,)), looks(5.5, 67))[0]
+    assert (late[0], isinstance(late[1], Fail)) == (66.5, True)
+    answers: Trace = [(65.0 + half / 2, answer(1)) for half in range(1, 16)]
+    silent = sorted([*looks(5.5, 72), *answers], key=lambda each: each[0])
+    left = played(fate_of(2), looks(0, 5, alive=(0,)), silent)[0]
+    assert (left[0], isinstance(left[1], Fail)) == (71.0, True)
+
+
+def test_of_ranks_that_fail_by_themselves_the_first_reports_or_else_the_lowest() -> None:
+    claims, fails = looked("step 4", reports=True), Beat("step 4", fails=True)
+    for rank, peer, before, leaves in (
+        (0, 2, True, True),
+        (0, 2, False, False),
+        (2, 0, True, True),
+        (2, 0, False, True),
+        (1, 2, False, False),
+    ):
+        fate = fate_of(rank)
+        LOOK(fate, 0.0)
+        trace = [(1.0, heard(peer, fails)), (1.0, claims)]
+        for time, event in trace if before else reversed(trace):
+            sent = event(fate, time)
+            if event is claims and not before:
+                assert sent == [Send(fate.others, fails)]
+        assert fate.leaves_report(1.1) is leaves
 
 
 def test_where_all_answer_a_sigterm_asks_for_a_stop_in_order() -> None:

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from shardmlx.distributed import fate, job_watch
-from shardmlx.distributed.fate import Action, Beat, JobFate, Look, State
+from shardmlx.distributed.fate import JobFate
+from shardmlx.distributed.fate_events import Action, Beat, Look, State
 from shardmlx.distributed.job_watch import JobWatch
 from shardmlx.distributed.messages import PeerLost
 from shardmlx.distributed.shutdown import JobShutdown
@@ -28,16 +29,20 @@ class BeatChannel:
         self.all_posted = threading.Event()
         self.closed = False
         self._beats = list(beats)
+        self._fetches = False
 
     def post(self, peer: int, data: bytes) -> None:
+        assert not self._fetches, "MPI's channel would wait for ever"
         self.posted.append((peer, pickle.loads(data)))
         if len(self.posted) == 2:
             self.all_posted.set()
 
     def fetch(self) -> Iterator[tuple[int, bytes]]:
+        self._fetches = True
         while self._beats:
             peer, beat = self._beats.pop(0)
             yield peer, pickle.dumps(beat)
+        self._fetches = False
 
     def close(self) -> None:
         self.closed = True
@@ -75,6 +80,16 @@ def test_the_thread_sends_receives_and_acts(capsys: pytest.CaptureFixture[str]) 
     assert job.ends == [(128 + signal.SIGTERM, "interrupted by SIGTERM")]
     assert job.activity.failure is None
     assert capsys.readouterr().err == "shardmlx: interrupted by SIGTERM\n"
+
+
+def test_a_rank_that_is_asked_whether_it_lives_tells_all_at_once() -> None:
+    job = Job((2, Beat("step 3", asks=True, living=(2,))))
+    answer = Beat("loading", living=(0, 2))
+    while (2, answer) not in job.channel.posted:
+        assert not job.ended.wait(0.01)
+    assert (1, answer) in job.channel.posted
+    job.watch.close()
+    assert job.activity.failure is None
 
 
 def test_whoever_says_the_last_line_tells_its_peers_once(
