@@ -168,6 +168,67 @@ def test_a_broken_grid_is_refused_and_the_cell_pointed_at(old: str, new: str, fa
         validate(parse_grid(GOOD.replace(old, new)), (0, 1))
 
 
+def needed_before(action: Action, placement: tuple[int, ...]) -> set[Action]:
+    """Return the actions that make what one reads, on any rank, and those that it must follow."""
+    stage, kind, microbatch = action
+    last = len(placement) - 1
+    from_below = stage > 0 and placement[stage - 1] != placement[stage]
+    from_above = stage < last and placement[stage + 1] != placement[stage]
+    before: set[Action] = set()
+    if kind in (Kind.SEND_F, Kind.I, Kind.W):
+        before.add(Action(stage, Kind.F, microbatch))
+    if kind is Kind.F and stage > 0:
+        made = (stage, Kind.RECV_F) if from_below else (stage - 1, Kind.F)
+        before.add(Action(*made, microbatch))
+    if kind in (Kind.I, Kind.W) and stage < last:
+        made = (stage, Kind.RECV_B) if from_above else (stage + 1, Kind.I)
+        before.add(Action(*made, microbatch))
+    if (kind is Kind.W and stage > 0) or kind is Kind.SEND_B:
+        before.add(Action(stage, Kind.I, microbatch))
+    if kind in (Kind.F, Kind.W) and microbatch > 0:
+        before.add(Action(stage, kind, microbatch - 1))
+    return before
+
+
+@pytest.mark.parametrize(
+    ("name", "pp", "microbatches", "virtual"),
+    [
+        ("gpipe", 2, 2, 1),
+        ("gpipe", 2, 3, 2),
+        ("1f1b", 3, 4, 1),
+        ("zb-h1", 3, 4, 1),
+        ("interleaved-1f1b", 2, 4, 2),
+        ("interleaved-1f1b", 1, 2, 3),
+        ("zb-v", 1, 3, 2),
+        ("zb-v", 2, 4, 2),
+        ("zb-v", 3, 4, 2),
+    ],
+)
+def test_no_action_can_come_before_one_of_its_rank_that_it_needs(
+    name: str, pp: int, microbatches: int, virtual: int
+) -> None:
+    """Neither in the place of that one, as if both were exchanged, nor right before it."""
+    grid, placement = arrangement(name, pp, microbatches, virtual)
+    lowered = lower(grid, placement)
+    validate(lowered, placement)
+    tried = 0
+    for rank, actions in enumerate(lowered):
+        place = {action: index for index, action in enumerate(actions)}
+        for action, at in place.items():
+            for before in needed_before(action, placement) & set(place):
+                moved = list(actions)
+                moved.insert(place[before], moved.pop(at))
+                exchanged = list(actions)
+                exchanged[at] = before
+                exchanged[place[before]] = action
+                for wrong in (moved, exchanged):
+                    rows = (*lowered[:rank], tuple(wrong), *lowered[rank + 1 :])
+                    with pytest.raises(ScheduleError, match=re.escape(str(action))):
+                        validate(rows, placement)
+                    tried += 1
+    assert tried >= 4 * len(placement) * microbatches
+
+
 def test_a_grid_without_actions_is_refused() -> None:
     with pytest.raises(ScheduleError):
         validate(((), ()), (0, 1))
