@@ -66,7 +66,7 @@ optimizer_config:
     weight_decay: 0.01
 lr_schedule:
   name: cosine_decay
-  arguments: [1e-5, 900, 1e-7]   # from, in so many updates, to
+  arguments: [1e-5, 900, 1e-7]   # from, in so many updates (or: run), to
   warmup: 100                    # updates in which the rate rises
   warmup_init: 0.0               # from here
 ```
@@ -80,6 +80,10 @@ The optimizer and its schedule by flags: `--optimizer adamw --lr-schedule cosine
 | `linear_schedule` | from, to, updates |
 | `exponential_decay` | from, factor of each update |
 | `step_decay` | from, factor, updates between two factors |
+
+In the place of the updates of `cosine_decay` and `linear_schedule`, `run` means those of the run
+after its warm-up, with `--epochs` too: `arguments: [1e-5, run, 1e-7]`. Without any arguments they
+fall from `--learning-rate` to 0 over the run. `mlx_lm.lora` takes numbers alone.
 """
 
 

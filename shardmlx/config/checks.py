@@ -7,7 +7,7 @@ optimizers and schedules are tried by MLX itself (``engine.optimizer.build_optim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -79,6 +79,12 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = MappingProxyType(
 LR_SCHEDULES = ("exponential_decay", "step_decay", "cosine_decay", "linear_schedule")
 """The learning-rate schedules of mlx.optimizers."""
 
+RUN = "run"
+"""Word for the updates of the run, among the arguments of a schedule that ends with it."""
+
+_STEPS_AT: Mapping[str, int] = MappingProxyType({"cosine_decay": 1, "linear_schedule": 2})
+"""Place of the steps among the arguments of a schedule that can end with the run."""
+
 
 STEADY = "linear_schedule"
 """The schedule that says of a rate that it stays, as one that leads from it to itself."""
@@ -128,9 +134,24 @@ def check_lr_schedule(schedule: Mapping[str, Any]) -> None:
     if schedule.get("name") not in LR_SCHEDULES:
         choices = f"choose from {', '.join(LR_SCHEDULES)}"
         raise OptionError(name, f"has name {schedule.get('name')!r}", choices)
+    _check_run(schedule)
     warmup = schedule.get("warmup", 0)
     if not (isinstance(warmup, int) and warmup >= 0):
         raise OptionError(name, f"has warmup {warmup!r}", "give a whole number of steps")
+
+
+def _check_run(schedule: Mapping[str, Any]) -> None:
+    """Check that the run's length stands only where a schedule has its steps."""
+    arguments = schedule.get("arguments")
+    place = _STEPS_AT.get(schedule["name"])
+    for index, value in enumerate(arguments if isinstance(arguments, list) else ()):
+        if value == RUN and index != place:
+            raise OptionError(
+                "lr_schedule",
+                f"has 'run' as argument {index + 1} of {schedule['name']}",
+                "it stands for the updates of cosine_decay (the second argument) or "
+                "linear_schedule (the third)",
+            )
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -165,7 +186,7 @@ def parse_lr_schedule(text: str) -> dict[str, Any]:
     if not colon:
         return {"name": name}
     try:
-        numbers = [int(word) if word.isdecimal() else float(word) for word in rest.split(",")]
+        numbers = [_argument(word) for word in rest.split(",")]
     except ValueError:
         raise ValueError("give numbers after the colon") from None
     return {"name": name, "arguments": numbers}
@@ -176,19 +197,43 @@ def steady_schedule(rate: float) -> dict[str, Any]:
     return {"name": STEADY, "arguments": [rate, rate, 1]}
 
 
+def _argument(word: str) -> int | float | str:
+    if word == RUN:
+        return word
+    return int(word) if word.isdecimal() else float(word)
+
+
 def filled_lr_schedule(
     schedule: Mapping[str, Any] | None, warmup: int | None, rate: float, updates: int
 ) -> dict[str, Any]:
     """Return a schedule with ``warmup`` and the arguments that it lacks, as far as these follow
-    from rate and updates. Without a schedule the rate stays at ``rate``."""
+    from rate and updates. Without a schedule the rate stays at ``rate``.
+
+    Where the steps are left out, or are ``RUN``, the schedule ends with the last update.
+    """
     filled: dict[str, Any] = dict(steady_schedule(rate) if schedule is None else schedule)
     if warmup is not None:
         filled["warmup"] = warmup
     left = max(1, updates - (filled.get("warmup") or 0))
-    defaults = {"cosine_decay": [rate, left], "linear_schedule": [rate, 0.0, left]}
-    if "arguments" not in filled and filled.get("name") in defaults:
-        filled["arguments"] = defaults[filled["name"]]
+    place = _STEPS_AT.get(filled["name"])
+    if place is None:
+        return filled
+    beginning = {"cosine_decay": [rate], "linear_schedule": [rate, 0.0]}[filled["name"]]
+    arguments = filled.get("arguments", beginning)
+    if isinstance(arguments, list) and len(arguments) == place:
+        filled["arguments"] = [*arguments, left]
+    elif isinstance(arguments, list):
+        filled["arguments"] = [left if value == RUN else value for value in arguments]
     return filled
+
+
+def opened_lr_schedules(schedule: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the forms of a filled schedule in which less is given, the barest first."""
+    yield {key: value for key, value in schedule.items() if key != "arguments"}
+    place = _STEPS_AT.get(schedule["name"])
+    arguments = schedule.get("arguments")
+    if place is not None and isinstance(arguments, list) and len(arguments) > place:
+        yield {**schedule, "arguments": [*arguments[:place], RUN, *arguments[place + 1 :]]}
 
 
 def check_hf_dataset(dataset: Mapping[str, Any] | Sequence[Any]) -> list[Any]:

@@ -92,7 +92,8 @@ class FineTune(Spec):
     lr_schedule: Mapping[str, Any] | None = _rate(
         None,
         "cosine_decay or linear_schedule, from --learning-rate to 0 over the run; or with "
-        "arguments, like linear_schedule:1e-5,0,1000; in YAML name, arguments, warmup, warmup_init",
+        "arguments, like linear_schedule:1e-5,0,1000, or run for the updates of the run; in YAML "
+        "name, arguments, warmup, warmup_init",
         metavar="NAME[:X,X]",
         unset="none: the rate stays",
         parse=parse_lr_schedule,

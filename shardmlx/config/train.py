@@ -18,6 +18,7 @@ from shardmlx.config.checks import (
     check_optimizer_config,
     checked_lora,
     filled_lr_schedule,
+    opened_lr_schedules,
     rows_of,
     shares_of,
 )
@@ -317,8 +318,8 @@ class TrainConfig(
         schedule = self.lr_schedule
         if schedule is None or schedule == self._filled(None):
             return None
-        bare = {key: value for key, value in schedule.items() if key != "arguments"}
-        return bare if schedule == self._filled(bare) else schedule
+        forms = opened_lr_schedules(schedule)
+        return next((form for form in forms if self._filled(form) == schedule), schedule)
 
     @property
     def open_lr_schedule(self) -> Mapping[str, Any] | None:

@@ -256,6 +256,19 @@ def test_texts_of_flags_and_of_the_file_are_read_alike(tmp_path: Path) -> None:
             {"name": "step_decay", "arguments": [1e-3, 0.9, 10]},
         ),
         ("--warmup 10", {"name": "linear_schedule", "arguments": [1e-3, 1e-3, 1], "warmup": 10}),
+        (
+            "--lr-schedule cosine_decay:1e-4,run,1e-6 --warmup 20",
+            {"name": "cosine_decay", "arguments": [1e-4, 480, 1e-6], "warmup": 20},
+        ),
+        ("--lr-schedule cosine_decay:1e-4", {"name": "cosine_decay", "arguments": [1e-4, 500]}),
+        (
+            "--lr-schedule linear_schedule:1e-4,1e-6,run",
+            {"name": "linear_schedule", "arguments": [1e-4, 1e-6, 500]},
+        ),
+        (
+            "--lr-schedule linear_schedule:1e-4,1e-6",
+            {"name": "linear_schedule", "arguments": [1e-4, 1e-6, 500]},
+        ),
     ],
 )
 def test_a_learning_rate_schedule_can_be_given_by_flags(
@@ -264,6 +277,13 @@ def test_a_learning_rate_schedule_can_be_given_by_flags(
     """Without arguments it falls to 0 over the updates of the run: two steps make one here."""
     run = "--learning-rate 1e-3 --iters 1000 --grad-accumulation-steps 2"
     assert load(*run.split(), *flags.split()).lr_schedule == schedule
+
+
+@pytest.mark.parametrize("form", ["cosine_decay", "cosine_decay:1e-4,run,1e-6", "cosine_decay:1,9"])
+def test_a_schedule_over_the_run_follows_another_length_of_it(form: str) -> None:
+    config = load("--lr-schedule", form, "--iters", "100")
+    longer = replace(config, iters=700, lr_schedule=config.asked_lr_schedule)
+    assert longer == load("--lr-schedule", form, "--iters", "700")
 
 
 def test_a_warm_up_alone_keeps_the_learning_rate_afterwards() -> None:
@@ -283,6 +303,9 @@ def test_epochs_take_the_place_of_iters(tmp_path: Path) -> None:
     counted = config.with_iters(70)
     assert (counted.iters, counted.epochs) == (70, None)
     assert counted.lr_schedule == {"name": "cosine_decay", "arguments": [1e-5, 70]}
+    path = write(tmp_path, "lr_schedule: {name: cosine_decay, arguments: [1e-4, run, 1e-6]}\n")
+    counted = load("-c", path, "--epochs", "2").with_iters(70)
+    assert counted.lr_schedule == {"name": "cosine_decay", "arguments": [1e-4, 70, 1e-6]}
     path = write(tmp_path, "epochs: 3\n")
     config = load("-c", path, "--iters", "7")
     assert (config.iters, config.epochs) == (7, None)
@@ -390,6 +413,8 @@ LORA = "lora_parameters: {rank: 8, scale: 2.0, dropout: 0"
         ("optimizer_config: {adamx: {}}", "'adamx'", "adam"),
         ("optimizer_config: {adam: 1}", "adam 1", "a mapping"),
         ("lr_schedule: {name: cosine}\nepochs: 2", "'cosine'", "cosine_decay"),
+        ("lr_schedule: {name: step_decay, arguments: [1, 1, run]}\nepochs: 2", "3", "second"),
+        ("lr_schedule: {name: linear_schedule, arguments: [1, run, 0]}", "2", "third"),
         ("lr_schedule: {name: step_decay, arguments: [1, 1, 9], warmup: -1}", "-1", "steps"),
         ("unfreeze_all: true", "fine_tune_type lora", "use full"),
         ("master_weights: true", "fine_tune_type lora", "leave it out"),
