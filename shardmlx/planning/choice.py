@@ -164,6 +164,12 @@ def fits(run: RunSpec, facts: Facts) -> bool:
     return any(map(search.has_room, search.tightest))
 
 
+def _is_last_resort(way: RunSpec) -> bool:
+    """Return whether a way is only for where no other fits: what gathers of divided weights take
+    has not been measured on any Mac."""
+    return way.fine_tune.divides_weights
+
+
 def _group(way: RunSpec) -> tuple[int | None, bool]:
     return way.layout.pipeline_stages, way.fine_tune.divides_weights
 
@@ -201,7 +207,7 @@ class _Search:
             if key not in bounds:
                 bounds[key] = self._least_seconds(way)
             pairs.append((bounds[key], place))
-        return sorted(pairs, key=lambda pair: (self._is_last_resort(self.ways[pair[1]]), *pair))
+        return sorted(pairs, key=lambda pair: (_is_last_resort(self.ways[pair[1]]), *pair))
 
     def look(self, place: int) -> None:
         """Assess a way, unless a faster one like it already fits, or its mesh has no room."""
@@ -243,13 +249,10 @@ class _Search:
         copies = mesh.dp if way.fine_tune.divides_weights else 1
         return sizes.total(0, len(sizes.layers)) - copies * sum(rooms)
 
-    def _is_last_resort(self, way: RunSpec) -> bool:
-        return way.fine_tune.divides_weights and not self._facts.cluster.knows_messages
-
     def _is_in_vain(self, way: RunSpec) -> bool:
         """Skip slower low-memory variants once a faster variant fits."""
         fitting = [each.way for each in self.found.values()]
-        if self._is_last_resort(way) and not all(map(self._is_last_resort, fitting)):
+        if _is_last_resort(way) and not all(map(_is_last_resort, fitting)):
             return True
         return any(
             all(theirs <= ours for theirs, ours in zip(_thrift(other), _thrift(way), strict=True))

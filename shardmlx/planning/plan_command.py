@@ -26,7 +26,12 @@ from shardmlx.errors import UserError
 from shardmlx.pipeline.figure import timeline
 from shardmlx.pipeline.stage_map import write_stage_map
 from shardmlx.planning.report import report
-from shardmlx.planning.training_plan import fastest_first, plan_training, with_shares
+from shardmlx.planning.training_plan import (
+    fastest_first,
+    plan_training,
+    with_divided_weights,
+    with_shares,
+)
 
 _MACHINES = "machines"
 _OUTPUT = "output"
@@ -144,6 +149,8 @@ def run(words: Sequence[str]) -> int:
     others = [] if max_of is not None else with_shares(options, machines, planned)
     if "tensor_parallel" not in given.names and not options.output and not options.island_lines:
         planned, *others = fastest_first(planned, others)
+    if max_of is None:
+        others += with_divided_weights(options, machines, planned)
     prediction = planned.prediction
     found = {} if max_of is None else {"max_seq_length": planned.asked.batch.max_seq_length}
     if options.timeline or options.island_lines:

@@ -14,6 +14,7 @@ from shardmlx.models.family import APPROXIMATE
 from shardmlx.planning.choice import Choice
 from shardmlx.planning.generation import generation_ways
 from shardmlx.planning.island_lines import OVERLAP, TERMS, exchanges
+from shardmlx.planning.training_plan import CLEARLY
 
 _NOTABLE = 0.1
 """Share of a step below which a part limits nothing."""
@@ -107,14 +108,25 @@ def _islands(choice: Choice, lines_of_islands: Sequence[float]) -> list[str]:
 
 
 def _beside(choice: Choice, other: Choice) -> str:
-    """Say what tensor shares gain or lose."""
+    """Say what another way gains or loses, and why it was not chosen though it may gain."""
     seconds, peak = other.prediction.step_seconds, max(r.peak for r in other.prediction.ranks)
     ratio = seconds / choice.prediction.step_seconds
     worth = f"{ratio:.2f} times as long" if ratio > 1 else f"{1 / ratio:.2f} times as fast"
-    across = other.run.layout.tensor_parallel
+    across, is_divided = other.run.layout.tensor_parallel, other.run.fine_tune.divides_weights
+    option = "--zero 3" if is_divided and across == 1 else f"--tensor-parallel {across}"
+    reason = ""
+    if ratio < 1 and is_divided:
+        reason = "; not chosen: what its gathers take has not been measured on any Mac"
+    elif ratio < 1 and ratio * CLEARLY > 1:
+        reason = (
+            "; not chosen: what its sums take has not been measured on any Mac, and it gains less "
+            f"than {CLEARLY - 1:.0%}"
+        )
+    elif ratio < 1:
+        reason = "; not chosen: -o and --island-lines take stages alone"
     return (
-        f"with --tensor-parallel {across}: step {_seconds(seconds)}, {worth}, "
-        f"{gibibytes(peak)} on the fullest rank"
+        f"with {option}: step {_seconds(seconds)}, {worth}, "
+        f"{gibibytes(peak)} on the fullest rank{reason}"
     )
 
 

@@ -40,7 +40,8 @@ BITS = 6
 """Significant bits of an answer, which is within 3% then, as memory is of its plan."""
 
 CLEARLY = 1.1
-"""Times as fast that a step with tensor shares must be to be chosen: its sums are estimated."""
+"""Times as fast that a step with tensor shares must be to be chosen: what their sums take has not
+been measured on any Mac."""
 
 
 def plan_training(
@@ -93,14 +94,33 @@ def with_shares(config: TrainConfig, machines: Sequence[Machine], planned: Choic
     """Return the choices for the same run with tensor shares, for each number of ranks that can
     have some; none if the times of messages are unknown, or it has shares already."""
     cluster, found = planned.facts.cluster, []
-    is_timed = cluster.unit == "seconds" and cluster.knows_messages
-    if config.tensor_parallel > 1 or not is_timed:
+    if config.tensor_parallel > 1 or not _is_timed(cluster):
         return []
     for across in range(2, cluster.size + 1):
         with suppress(UserError):
             other = replace(config, tensor_parallel=across)
             found.append(plan_training(other, machines, backend=cluster.backend))
     return found
+
+
+def with_divided_weights(
+    config: TrainConfig, machines: Sequence[Machine], planned: Choice
+) -> list[Choice]:
+    """Return the choice for the same run with ``--zero 3`` if it is predicted to be faster than the
+    ``planned`` one; none if that is asked for or refused, or the times of messages are unknown."""
+    cluster = (planned.facts.whole or planned.facts).cluster
+    is_open = config.zero is None and not planned.run.fine_tune.divides_weights
+    if not is_open or cluster.size == 1 or not _is_timed(cluster):
+        return []
+    with suppress(UserError):
+        other = plan_training(replace(config, zero=3), machines, backend=cluster.backend)
+        if other.prediction.step_seconds < planned.prediction.step_seconds:
+            return [other]
+    return []
+
+
+def _is_timed(cluster: Cluster) -> bool:
+    return cluster.unit == "seconds" and cluster.knows_messages
 
 
 def fastest_first(planned: Choice, others: Sequence[Choice]) -> list[Choice]:
