@@ -9,6 +9,7 @@ imported inside the functions: whoever imports this module loads neither MLX nor
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import textwrap
@@ -295,17 +296,51 @@ def model_classes(config: dict[str, Any]) -> tuple[Any, Any]:
     return kind, args
 
 
-def tokens_of_assistant(tokenizer: Any, messages: Any, tools: Any) -> list[int]:
-    """Return 1 for each token of a conversation that the template marks as the assistant's, else 0.
+_GENERATION = re.compile(r"\{%-?\s*generation\b")
+"""The tag of a chat template around what the assistant says."""
+
+
+def tokens_with_ends(tokenizer: Any, text: str) -> tuple[list[int], list[int]] | None:
+    """Return the tokens of what a chat template wrote, and the character at which each ends; None
+    from a tokenizer that does not know it.
+
+    mlx-lm 0.32.2: its wrapper is not called, so the tokenizer inside, ``_tokenizer``, is: as its
+    ``apply_chat_template`` does. When it breaks: encode the text twice, with and without offsets.
+    """
+    inner = getattr(tokenizer, "_tokenizer", None)
+    if inner is None or not inner.is_fast:
+        return None
+    found = inner(text, add_special_tokens=False, return_offsets_mapping=True)
+    ends = (end for _, end in found["offset_mapping"])
+    # A token of no character, such as a space put in front, ends where the one before it does.
+    return found["input_ids"], [*itertools.accumulate(ends, max)]
+
+
+def has_generation_marks(tokenizer: Any, tools: Any) -> bool:
+    """Return whether the chat template for conversations with these tools marks what the assistant
+    says.
+
+    mlx-lm 0.32.2: a template in Python, the wrapper's ``_chat_template``, replaces Jinja's. When it
+    breaks: look into ``chat_template`` alone.
+    """
+    inner = getattr(tokenizer, "_tokenizer", None)
+    if inner is None or tokenizer._chat_template is not None or inner.chat_template is None:
+        return False
+    return _GENERATION.search(inner.get_chat_template(None, tools)) is not None
+
+
+def tokens_of_assistant(tokenizer: Any, messages: Any, tools: Any) -> tuple[list[int], list[bool]]:
+    """Return the tokens of a conversation, and whether the template marks each as the assistant's.
 
     mlx-lm 0.32.2: its wrapper asks for tokens alone, so the tokenizer inside, ``_tokenizer``, is
-    asked. When it breaks: ask the wrapper, or tell these tokens from the text.
+    asked, with what the wrapper adds: whether the model thinks. When it breaks: ask the wrapper, or
+    tell these tokens from the text.
     """
+    thinks = {tokenizer._thinking_kwarg: tokenizer.has_thinking}
     found = tokenizer._tokenizer.apply_chat_template(
-        messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True
+        messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True, **thinks
     )
-    mask: list[int] = found["assistant_masks"]
-    return mask
+    return found["input_ids"], [*map(bool, found["assistant_masks"])]
 
 
 def trims_first_space(detokenizer: Any) -> bool:

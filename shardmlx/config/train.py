@@ -287,6 +287,9 @@ class TrainConfig(
             yield other, "loss_chunk", self.loss_chunk == OFF, "leave it out"
             yield other, "mask_prompt", self.mask_prompt, "answers alone count"
             yield other, "loss_on", self.loss_on, "answers alone count"
+            # KTO compares with the answers of a batch's other rows.
+            remedy = "give 2 or more: it compares a row with others of its batch"
+            yield other, "batch_size", self.objective == "kto" and self.batch_size == 1, remedy
         if not self.is_full:
             other = f"fine_tune_type {self.fine_tune_type}"
             yield other, "unfreeze_all", self.unfreeze_all, "use full"

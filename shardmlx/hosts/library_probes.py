@@ -159,18 +159,37 @@ def _detokenizers_tell_whether_they_trim() -> bool:
     return trims and [*map(compat.trims_first_space, made)] == [True, False]
 
 
-def _templates_mark_the_assistant() -> bool:
+def _letters(template: str) -> Any:
+    """Return mlx-lm's tokenizer of two letters, with a chat template."""
     from mlx_lm.tokenizer_utils import TokenizerWrapper
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
     kind: Any = PreTrainedTokenizerFast
     letters = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
-    template = "a{% generation %}b{% endgeneration %}"
     inside = kind(tokenizer_object=letters, chat_template=template)
-    tokenizer = TokenizerWrapper(inside, eos_token_ids=[1])
+    return TokenizerWrapper(inside, eos_token_ids=[1])
+
+
+def _tokens_tell_where_they_end() -> bool:
+    return compat.tokens_with_ends(_letters("a"), "aba") == ([0, 1, 0], [1, 2, 3])
+
+
+def _templates_tell_whether_they_mark() -> bool:
+    templates = ("a", "a{%- generation %}b{% endgeneration %}")
+    return [compat.has_generation_marks(_letters(each), None) for each in templates] == [
+        False,
+        True,
+    ]
+
+
+def _templates_mark_the_assistant() -> bool:
+    thinks = "{% if not enable_thinking %}a{% endif %}"
+    tokenizer = _letters(thinks + "{% generation %}b{% endgeneration %}")
     messages = [{"role": "assistant", "content": "b"}]
-    return compat.tokens_of_assistant(tokenizer, messages, None) == [0, 1]
+    found = compat.tokens_of_assistant(tokenizer, messages, None)
+    same = tokenizer.apply_chat_template(messages, tools=None)
+    return found == ([0, 1], [False, True]) and same == found[0]
 
 
 def _errors_of_the_hub_are_those_of_http() -> bool:
@@ -211,6 +230,8 @@ PROBES: Mapping[Any, Callable[[], bool]] = {
     compat.watch_loads: _models_are_read_with_load,
     compat.model_classes: _classes_are_told,
     compat.trims_first_space: _detokenizers_tell_whether_they_trim,
+    compat.tokens_with_ends: _tokens_tell_where_they_end,
+    compat.has_generation_marks: _templates_tell_whether_they_mark,
     compat.tokens_of_assistant: _templates_mark_the_assistant,
     compat.hub_transport_error: _errors_of_the_hub_are_those_of_http,
     compat.http_protocol: _requests_tell_that_they_are_answered,

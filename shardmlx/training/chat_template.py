@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import functools
 import json
-import re
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateSyntaxError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from shardmlx.common.yaml_reader import is_number
-from shardmlx.compat import tokens_of_assistant
+from shardmlx.compat import has_generation_marks, tokens_of_assistant, tokens_with_ends
 from shardmlx.errors import UserError, one_line
-
-Message = Mapping[str, Any]
-Tools = Sequence[Mapping[str, Any]] | None
+from shardmlx.training.message_marks import Message, texts_of
+from shardmlx.training.message_spans import MessageSpans, Reading, Span, Tools
 
 _KEY, _WORD = "wxkey", "yzword"
 _USER = {"role": "user", "content": "a"}
@@ -30,14 +30,27 @@ KNOWN_ROLES = ("system", "user", "assistant", "tool")
 _STRUCTURE = ("role", "type", "id")
 """Keys of a message whose values control how it is written."""
 
-_PIECES = re.compile(r"<[^<>]*>|\[[^\[\]]*\]|\w+|\W")
-"""Pattern of the marks, words and other characters in a template's text."""
 
-_GENERATION = re.compile(r"\{%-?\s*generation\b")
-"""The tag around what the assistant says."""
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a template writes for a conversation: its text, its tokens, and the character at which
+    each of them ends, which not every tokenizer tells. ``marked`` says which tokens the template
+    marks as the assistant's; None if it marks none, or was not asked."""
 
-_LEAST = 4
-"""Fewest characters of an answer's beginning that identify it if the rest is missing."""
+    text: str
+    tokens: list[int]
+    ends: list[int] | None = None
+    marked: list[bool] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unwritten:
+    """A key of a message some of whose words a template leaves out; ``is_all`` says that it writes
+    no word of the whole message."""
+
+    message: int
+    key: str
+    is_all: bool
 
 
 class ChatTemplate:
@@ -45,6 +58,9 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
         self._tokenizer = tokenizer
+        self._spans = MessageSpans(self._write)
+        self._complete: set[tuple[Any, ...]] = set()
+        """Forms of conversations of which the template has written all words."""
         self.takes_parts = functools.cache(self._takes_parts)
         """Return whether the template takes the content of a role as a list of parts."""
         self.drops = functools.cache(self._drops)
@@ -94,7 +110,9 @@ class ChatTemplate:
 
     @functools.cached_property
     def writes_calls(self) -> bool:
-        return self.writes({"role": "assistant", "tool_calls": _call_of(_WORD, {})})
+        # A template may join arguments with its own text, which only text allows.
+        calls = (_call_of(_WORD, form) for form in ({}, "{}"))
+        return any(self.writes({"role": "assistant", "tool_calls": each}) for each in calls)
 
     @functools.cached_property
     def arguments(self) -> type | None:
@@ -137,13 +155,43 @@ class ChatTemplate:
         except Exception:  # a template may raise anything
             return None
 
-    # Which tokens count.
+    # What is written, and which tokens count.
+
+    def written(
+        self, messages: Sequence[Message], tools: Tools, *, with_marks: bool = False
+    ) -> Written:
+        """Return what the template writes for a conversation. Raises the template's errors.
+
+        ``with_marks`` asks for what the template marks as the assistant's (``{% generation %}``).
+        """
+        text = self.text(messages, tools)
+        found = tokens_with_ends(self._tokenizer, text)
+        tokens, ends = (self.tokens(messages, tools), None) if found is None else found
+        if not (with_marks and has_generation_marks(self._tokenizer, tools)):
+            return Written(text, tokens, ends)
+        # The template is asked again, and says which of these tokens it marks.
+        tokens_there, marked = tokens_of_assistant(self._tokenizer, messages, tools)
+        return Written(text, tokens_there, ends if tokens_there == tokens else None, marked)
+
+    def unwritten(
+        self, messages: Sequence[Message], tools: Tools, written: Written
+    ) -> Sequence[Unwritten]:
+        """Return the words that the template leaves out."""
+        form = tuple((each["role"], *each) for each in messages)
+        texts = (text.strip() for each in messages for text in texts_of(each))
+        if all(text in written.text for text in texts) and form in self._complete:
+            return ()
+        reading = self._spans.read(messages, tools, written.text)
+        found = _missing_of(messages, written.text, reading)
+        if not found:
+            self._complete.add(form)
+        return found
 
     def counted(
         self,
         messages: Sequence[Message],
         tools: Tools,
-        tokens: Sequence[int],
+        written: Written,
         counts: Sequence[bool],
         where: str,
     ) -> list[bool]:
@@ -153,141 +201,101 @@ class ChatTemplate:
 
         A message begins after the generation prompt, as in mlx-lm. Some templates add to that
         prompt, such as the mark of a thought, or write earlier messages differently when another
-        follows: the message is then searched in the text.
+        follows: marks around its words then show where the message lies.
         """
+        text = written.text
         if counts[-1] and not any(counts[:-1]):
-            start = self._tokens_before(messages, tools, tokens)
-            if start is not None:
-                return [i >= start for i in range(len(tokens))]
-        marked = self._marked(messages, tools)
-        if marked is not None and list(counts) == [m["role"] == "assistant" for m in messages]:
-            return marked
-        text = self.text(messages, tools)
-        ends = self._ends(text, tokens)
-        mask = [False] * len(tokens)
-        for i, is_counted in enumerate(counts):
-            if not is_counted:
-                continue
-            bounds = self._bounds(messages, tools, text, i)
-            if bounds is None:
+            opens = messages[-1]["role"] == "assistant"
+            prompt = self._text_or_none(messages[:-1], tools, add_generation_prompt=opens)
+            if prompt is not None and text.startswith(prompt):
+                return self._mask(written, [(len(prompt), len(text))])
+        if written.marked is not None and [*counts] == [m["role"] == "assistant" for m in messages]:
+            return [*written.marked]
+        reading = self._spans.read(messages, tools, text)
+        spans: list[Span] = []
+        for number in (i for i, is_counted in enumerate(counts) if is_counted):
+            found = None
+            if reading is not None:
+                found = self._spans.spans(messages, tools, reading, number)
+            has_words = any(text.strip() for text in texts_of(messages[number]))
+            if found is None or (has_words and not found):
                 raise UserError(
-                    f"{where}: it cannot be told where message {i} lies in what the chat template "
-                    "writes",
+                    f"{where}: it cannot be told where message {number} lies in what the chat "
+                    "template writes",
                     "take the row out, or train without --loss-on, --mask-prompt and --objective",
                 )
-            begin, end = (self._token_at(text, place, tokens, ends) for place in bounds)
-            mask[begin:end] = [True] * (end - begin)
-        if marked is not None:
-            mask = list(map(all, zip(mask, marked, strict=True)))
+            spans += found
+        mask = self._mask(written, spans)
+        if written.marked is not None:
+            mask = [*map(all, zip(mask, written.marked, strict=True))]
         return mask
 
-    def _tokens_before(
-        self, messages: Sequence[Message], tools: Tools, tokens: Sequence[int]
-    ) -> int | None:
-        """Return how many tokens stand before the last message, if all begin with its prompt's."""
-        opens = messages[-1]["role"] == "assistant"
-        try:
-            prompt = self.tokens(messages[:-1], tools, add_generation_prompt=opens)
-        except Exception:  # a template may require another order, or raise anything
-            return None
-        return len(prompt) if list(tokens[: len(prompt)]) == list(prompt) else None
+    def head(self, messages: Sequence[Message], tools: Tools) -> int:
+        """Return how many tokens stand before the first message that is not the system's: those of
+        the system, and what every conversation begins with."""
+        written = self.written(messages, tools)
+        reading = self._spans.read(messages, tools, written.text)
+        place = None if reading is None else self._spans.head(messages, reading)
+        if place is not None:
+            return self._token_at(written, place)
+        return int(written.tokens[:1] == [getattr(self._tokenizer, "bos_token_id", None)])
 
-    def _marked(self, messages: Sequence[Message], tools: Tools) -> list[bool] | None:
-        """Return which tokens the template marks as the assistant's; None if it marks none."""
-        if not _GENERATION.search(str(getattr(self._tokenizer, "chat_template", ""))):
-            return None
-        return [*map(bool, tokens_of_assistant(self._tokenizer, messages, tools))]
+    @functools.cached_property
+    def ends(self) -> frozenset[int]:
+        """The end tokens of the model."""
+        ends = getattr(self._tokenizer, "eos_token_ids", None) or ()
+        return frozenset(ends) - {None}
 
-    def _bounds(
-        self, messages: Sequence[Message], tools: Tools, text: str, i: int
-    ) -> tuple[int, int] | None:
-        """Return the characters at which message ``i`` begins and ends in the text of all."""
-        upto, opens = messages[: i + 1], messages[i]["role"] == "assistant"
-        is_last = i == len(messages) - 1
-        alone = text if is_last else self._text_or_none(upto, tools) or ""
-        begin = self._place_of_answer(upto, tools, alone, opens) if alone else None
-        if begin is not None and text.startswith(alone):
-            return begin, len(alone)
-        if is_last:
-            return None
-        # A template may write a message otherwise once others follow.
-        mark = _unused(text)
-        marked = [*upto[:-1], _words(messages[i], lambda word: mark)]
-        other = self._text_or_none([*marked, *messages[i + 1 :]], tools)
-        if other is None or other == text:
-            return None
-        end, closing = len(text) - _common(text[::-1], other[::-1]), ""
-        last = self._text_or_none(marked, tools)
-        if last is not None:
-            closing = alone[len(alone) - _common(alone[::-1], last[::-1]) :]
-        if begin is None or not text.startswith(alone[:begin]):
-            begin = _common(text, other)
-        for piece in _PIECES.findall(closing):
-            if not text.startswith(piece, end):
-                break
-            end += len(piece)
-        return begin, end
+    def _write(self, messages: Sequence[Message], tools: Tools, asks: bool) -> str | None:
+        return self._text_or_none(messages, tools, add_generation_prompt=asks)
 
-    def _place_of_answer(
-        self, messages: Sequence[Message], tools: Tools, text: str, opens: bool
-    ) -> int | None:
-        """Return the character at which the last message begins in the text of all."""
-        *before, last = messages
-        prompt = self._text_or_none(before, tools, add_generation_prompt=opens)
-        if prompt is not None and text.startswith(prompt):
-            return len(prompt)
-        # Words that the text does not contain show how each message is written.
-        mark = _unused(text)
-        other = self._text_or_none([*before, _words(last, lambda word: mark)], tools)
-        if other is None or other == text:
-            return None
-        end = _common(text, other)
-        begin = 0
-        if before:
-            longer = _words(before[-1], lambda word: word + mark)
-            other = self._text_or_none([*before[:-1], longer, last], tools)
-            begin = 0 if other is None else min(end, _common(text, other))
-        asked = self._text_or_none(before, tools) if opens and prompt is not None else None
-        header = "" if asked is None or prompt is None else prompt[_common(asked, prompt) :]
-        # The generation prompt, or its beginning, stands between the two messages.
-        for piece in reversed([*_PIECES.finditer(header)]):
-            found = text.rfind(header[: piece.end()], begin, end)
-            if found >= 0 and (piece.end() == len(header) or piece.end() >= _LEAST):
-                return found + piece.end()
-        return end
+    def _mask(self, written: Written, spans: Sequence[Span]) -> list[bool]:
+        """Return which tokens lie in ``spans``: from the first that reaches beyond the begin."""
+        mask = [False] * len(written.tokens)
+        for span in spans:
+            begin, end = (self._token_at(written, place) for place in span)
+            mask[begin:end] = [True] * (end - begin)
+        return mask
 
-    def _ends(self, text: str, tokens: Sequence[int]) -> list[int] | None:
-        """Return the character at which each token ends, if the tokenizer tells."""
-        backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            return None
-        encoded = backend.encode(text, add_special_tokens=False)
-        return [end for _, end in encoded.offsets] if encoded.ids == list(tokens) else None
+    def _token_at(self, written: Written, place: int) -> int:
+        """Return the number of the first token that reaches beyond a character of the text."""
+        if written.ends is not None:
+            return bisect_right(written.ends, place)
+        prompt = self._tokenizer.encode(written.text[:place], add_special_tokens=False)
+        pairs = enumerate(zip(prompt, written.tokens, strict=False))
+        shorter = min(len(prompt), len(written.tokens))
+        return next((i for i, (a, b) in pairs if a != b), shorter)
 
-    def _token_at(
-        self, text: str, place: int, tokens: Sequence[int], ends: Sequence[int] | None
-    ) -> int:
-        """Return the number of the first token of ``text`` that reaches beyond a character."""
-        if ends is not None:
-            return next((i for i, end in enumerate(ends) if end > place), len(tokens))
-        prompt = self._tokenizer.encode(text[:place], add_special_tokens=False)
-        return _common(prompt, tokens)
+
+def _missing_of(
+    messages: Sequence[Message], text: str, reading: Reading | None
+) -> Sequence[Unwritten]:
+    """Return the words of messages that a text does not have, as its ``reading`` shows, or the text
+    itself where the words have no marks."""
+    found: dict[tuple[int, str], list[bool]] = {}
+    if reading is not None:
+        written = {each.number for each in reading.islands}
+        for number, words in enumerate(reading.words):
+            if not words.is_empty:
+                found.setdefault((words.message, words.key), []).append(number in written)
+    marked = {message for message, _ in found}
+    for i, message in enumerate(messages):
+        if i not in marked:
+            for key in message:
+                for said in texts_of(message, key):
+                    found.setdefault((i, key), []).append(said.strip() in text)
+    left = {i for (i, _), are_written in found.items() if any(are_written)}
+    return [
+        Unwritten(i, key, is_all=i not in left)
+        for (i, key), are_written in found.items()
+        if not all(are_written)
+    ]
 
 
 def _call_of(name: str, arguments: Any) -> list[dict[str, Any]]:
     # Mistral's templates want numbers of nine characters.
     function = {"name": name, "arguments": arguments}
     return [{"id": "call00001", "type": "function", "function": function}]
-
-
-def _unused(text: str) -> str:
-    """Return a character that a text does not contain."""
-    return next(each for each in map(chr, range(0x2460, 0x3000)) if each not in text)
-
-
-def _common(one: Sequence[Any], other: Sequence[Any]) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _words(value: Any, change: Callable[[str], str]) -> Any:

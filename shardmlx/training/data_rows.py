@@ -14,10 +14,11 @@ from typing import Any
 from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from shardmlx.config.data import ALL, ASSISTANT, FeatureKeys
+from shardmlx.config.data import ALL, ASSISTANT, LAST, FeatureKeys
 from shardmlx.engine.batches import Sample
 from shardmlx.errors import UserError, one_line
-from shardmlx.training.chat_template import KNOWN_ROLES, ChatTemplate
+from shardmlx.training.chat_template import KNOWN_ROLES, ChatTemplate, Written
+from shardmlx.training.row_notes import RowNotes
 
 _LONGEST = 60
 """Characters of a value that a message shows."""
@@ -27,10 +28,30 @@ _MESSAGES = (
     'write [{"role": "user", "content": "..."}, ...] with the roles "system", "user", "assistant" '
     'and "tool"'
 )
-_TOOLS = 'write a list of objects, without quotes: [{"type": "function", "function": {...}}]'
+_LIST_OF_TOOLS = (
+    'write a list of objects, without quotes: [{"type": "function", "function": {...}}]'
+)
 
-_SWITCHES = {"train": False, "weight": 0}
-"""Keys of a message that say whether it counts in the loss, and the value that means no."""
+_SWITCHES = {
+    "train": False,
+    "training": False,
+    "trainable": False,
+    "loss": False,
+    "loss_mask": False,
+    "weight": False,
+    "masked": True,
+}
+"""Keys of a message that say whether it counts in the loss, and the value that means no. So they
+are called by OpenAI, axolotl, ms-swift, verl and torchtune."""
+
+_FINER_SWITCHES = ("train_detail", "training_detail", "loss_scale")
+"""Keys that say which part of a message counts, or how much."""
+
+_END = 4
+"""Tokens at the end of a conversation of which one may be an end token."""
+
+TOOLS = "tools"
+"""The column of the tools that a row declares."""
 
 Row = Mapping[str, Any]
 
@@ -47,15 +68,18 @@ def find_format(
     *,
     loss_on: str,
     adds_nulls: bool,
+    notes: RowNotes,
 ) -> Tokenise:
     """Return the function that tokenises rows like the ``first``, in mlx-lm's format for them.
     ``adds_nulls`` says that each row has the keys of all rows, with nulls."""
     asked = (keys.prompt_feature, keys.completion_feature)
     has_completions = all(key in first for key in asked)
     if has_completions or keys.chat_feature in first:
-        rows = Conversations(ChatTemplate(tokenizer), loss_on, adds_nulls)
+        rows = Conversations(ChatTemplate(tokenizer), loss_on, adds_nulls, notes)
         if has_completions:
+            notes.reads(*asked, TOOLS)
             return partial(rows.tokenise_completion, asked)
+        notes.reads(keys.chat_feature, TOOLS)
         return partial(rows.tokenise_chat, keys.chat_feature)
     if keys.text_feature not in first:
         raise UserError(
@@ -74,6 +98,7 @@ def find_format(
             f"{where}: a text ends with the end token, and the model's tokenizer has none",
             "set eos_token in its tokenizer_config.json",
         )
+    notes.reads(keys.text_feature)
     return partial(_tokenise_text, tokenizer, keys.text_feature)
 
 
@@ -94,11 +119,13 @@ def _tokenise_text(tokenizer: TokenizerWrapper, key: str, row: Row, where: str) 
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
-    """Rows that go through the chat template, and the messages that count: one of ``LOSS_ON``."""
+    """Rows that go through the chat template, and the messages that count: one of ``LOSS_ON``. The
+    ``notes`` take down what is to be said of them."""
 
     template: ChatTemplate
     loss_on: str
     adds_nulls: bool
+    notes: RowNotes
 
     def tokenise_completion(self, keys: tuple[str, str], row: Row, where: str) -> Sample:
         messages = []
@@ -121,42 +148,107 @@ class Conversations:
 
     def tokenise(self, messages: Sequence[Row], row: Row, where: str) -> Sample:
         """Return the tokens of a row's messages, of which some count."""
-        tools = row.get("tools") or None  # CSV has no other null
-        if tools is not None and not (isinstance(tools, list) and all(map(_is_tool, tools))):
-            raise UserError(f"{where}: tools is {shown(tools)}, no list of objects", _TOOLS)
-        if self.adds_nulls:
-            tools = without_nulls(tools)
+        tools = self._tools(row, where)
         counts = [self._counts(i, each, messages, where) for i, each in enumerate(messages)]
-        messages = [
-            {key: value for key, value in each.items() if key not in _SWITCHES} for each in messages
-        ]
+        messages = [_without_switches(each) for each in messages]
+        is_all = all(counts)
         try:
-            tokens = self.template.tokens(messages, tools)
-            if all(counts):
-                return tokens, 0
-            mask = self.template.counted(messages, tools, tokens, counts, where)
-            start = next((i for i, counted in enumerate(mask) if counted), len(tokens))
-            return [
-                token if counted or i < start else ~token
-                for i, (token, counted) in enumerate(zip(tokens, mask, strict=True))
-            ], start
+            written = self.template.written(messages, tools, with_marks=not is_all)
+            self._note_unwritten(messages, tools, written, counts, where)
+            if is_all:
+                self._note_end(written.tokens, messages, where)
+                return written.tokens, 0
+            mask = self.template.counted(messages, tools, written, counts, where)
         except UserError:
             raise
         except Exception as error:
             raise _not_tokenised(error, where) from None
+        counted = [
+            token for token, is_counted in zip(written.tokens, mask, strict=True) if is_counted
+        ]
+        if counted:
+            self._note_end(counted, (), where)
+        start = mask.index(True) if counted else len(mask)
+        return [
+            token if is_counted or i < start else ~token
+            for i, (token, is_counted) in enumerate(zip(written.tokens, mask, strict=True))
+        ], start
+
+    def head(self, messages: Sequence[Row], row: Row, where: str) -> int:
+        """Return how many tokens a conversation begins with that belong to no message but those of
+        the system."""
+        messages = [_without_switches(each) for each in messages]
+        return self.template.head(messages, self._tools(row, where))
+
+    def _tools(self, row: Row, where: str) -> Any:
+        tools = row.get(TOOLS) or None
+        if tools is not None and not (isinstance(tools, list) and all(map(_is_tool, tools))):
+            raise UserError(f"{where}: tools is {shown(tools)}, no list of objects", _LIST_OF_TOOLS)
+        return without_nulls(tools) if self.adds_nulls else tools
+
+    def _note_unwritten(
+        self,
+        messages: Sequence[Row],
+        tools: Any,
+        written: Written,
+        counts: Sequence[bool],
+        where: str,
+    ) -> None:
+        """Take down words that the template leaves out; raise ``UserError`` if it leaves out all
+        words of an answer that counts."""
+        for each in self.template.unwritten(messages, tools, written):
+            message = messages[each.message]
+            if each.is_all and counts[each.message] and message["role"] == "assistant":
+                raise UserError(
+                    f"{where}: message {each.message} has {named(message)}, and the model's chat "
+                    "template writes nothing of it",
+                    "write what the model shall learn as content, or take the row out",
+                )
+            self.notes.add(
+                f"hold {each.key!r} of a message with role {message['role']!r} that the model's "
+                "chat template does not write, or not all of it",
+                where,
+            )
+
+    def _note_end(self, tokens: Sequence[int], messages: Sequence[Row], where: str) -> None:
+        """Take down that no token of those that count ends an answer; of a whole conversation,
+        whose ``messages`` are given, that none of the last ones does if it ends in an answer."""
+        if messages and messages[-1]["role"] == "assistant":
+            tokens = tokens[-_END:]
+        ends = self.template.ends
+        if ends and ends.isdisjoint(tokens):
+            self.notes.add(
+                "have no end token of the model where an answer ends, so that it does not learn to "
+                "stop",
+                where,
+            )
 
     def _counts(self, i: int, message: Row, messages: Sequence[Row], where: str) -> bool:
         """Return whether a message counts in the loss, which it may deny itself."""
-        for key, no in _SWITCHES.items():
-            if key in message and message[key] not in (True, False, 0, 1):
+        for key in _FINER_SWITCHES:
+            if key in message:
                 raise UserError(
-                    f"{where}: message {i} has {key} {shown(message[key])}", "write true or false"
+                    f"{where}: message {i} has {key}, which is not read",
+                    'take it out, and write "train": true or false for the whole message',
                 )
-            if key in message and message[key] == no:
-                return False
+        said = {key: message[key] for key in _SWITCHES if key in message}
+        for key, value in said.items():
+            if value not in (True, False):
+                raise UserError(
+                    f"{where}: message {i} has {key} {shown(value)}", "write true or false"
+                )
+        answers = {value != _SWITCHES[key] for key, value in said.items()}
+        if len(answers) > 1:
+            words = " and ".join(f"{key} {shown(value)}" for key, value in said.items())
+            raise UserError(f"{where}: message {i} has {words}, which disagree", "keep one")
+        if answers == {False}:
+            return False
+        is_last = i == len(messages) - 1
+        if self.loss_on == LAST and is_last and message["role"] != "assistant":
+            self.notes.add("end in a message that is not the assistant's, which counts", where)
         if self.loss_on == ASSISTANT:
             return bool(message["role"] == "assistant")
-        return self.loss_on == ALL or i == len(messages) - 1
+        return self.loss_on == ALL or is_last
 
     def message(self, given: Any, name: str) -> Row:
         """Return a message without empty keys, which other formats add."""
@@ -252,6 +344,10 @@ class Conversations:
                 'write {"NAME": VALUE, ...}',
             )
         return value
+
+
+def _without_switches(message: Row) -> Row:
+    return {key: value for key, value in message.items() if key not in _SWITCHES}
 
 
 def _has_name(call: Any) -> bool:

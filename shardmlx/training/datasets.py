@@ -20,6 +20,7 @@ from shardmlx.training.chat_template import ChatTemplate
 from shardmlx.training.data_files import find_data_file, parse_rows, row_name, unread_files
 from shardmlx.training.data_rows import Conversations, find_format
 from shardmlx.training.preference_rows import PreferenceRows
+from shardmlx.training.row_notes import RowNotes
 
 Progress = Callable[[str, Sequence[Any]], Iterator[Any]]
 """Iterates over a sequence and shows progress; the text names the sequence."""
@@ -57,10 +58,11 @@ def read_data(
         where = parts[0].name
         tokenised = []
         for part in parts:
-            samples = _tokenise(name, part, tokenizer, options, progress)
+            samples, heads, notes = _tokenise(name, part, tokenizer, options, progress)
+            warnings += notes
             _check(samples, part.name, options, max_positions, vocabulary)
             if options.objective != SFT:
-                samples, cuts = _fitted(samples, part.name, options)
+                samples, cuts = _fitted(samples, heads, part.name, options)
                 warnings += cuts
             elif not part.adds_nulls:  # a column is a key of all rows
                 # mlx-lm cuts rows into batches by the number of their keys, which it takes for
@@ -227,8 +229,11 @@ def _mixed(parts: Sequence[Samples], weights: Sequence[float], together: int) ->
 
 def _tokenise(
     name: str, found: _RawSet, tokenizer: TokenizerWrapper, options: DataOptions, progress: Progress
-) -> Samples:
+) -> tuple[Samples, np.ndarray, list[str]]:
+    """Return the samples of a set; how many tokens at the begin of each a cut from the left leaves,
+    for those that need it; and warnings."""
     rows, facts = found.rows, facts_of(options.objective)
+    notes = RowNotes(found.name)
     if facts is None:
         tokenise = find_format(
             rows[0],
@@ -237,13 +242,14 @@ def _tokenise(
             found.name,
             loss_on=options.loss_on or (LAST if options.mask_prompt else ALL),
             adds_nulls=found.adds_nulls,
+            notes=notes,
         )
     else:
-        conversations = Conversations(ChatTemplate(tokenizer), LAST, found.adds_nulls)
+        conversations = Conversations(ChatTemplate(tokenizer), LAST, found.adds_nulls, notes)
         preferences = PreferenceRows(conversations, found.keys, facts.is_paired)
         preferences.check_first(rows[0], found.name)
     tokens = array("i")
-    bounds, wanted = [], []
+    bounds, heads, wanted = [], [], []
     for i in progress(f"tokenising {name}", range(len(rows))):
         where = row_name(found.name, i)
         answers = (
@@ -251,35 +257,50 @@ def _tokenise(
             if facts is None
             else preferences.tokenise(rows[i], where)
         )
+        head = 0
+        if facts is not None and any(len(ids) > options.max_seq_length for (ids, _), _ in answers):
+            head = preferences.head(rows[i], where)
         for (ids, start), is_wanted in answers:
             begin = len(tokens)
             tokens.extend(ids)
             if len(tokens) == begin:
                 raise UserError(f"{where} gives no token", "take the row out")
             bounds.append((begin, len(tokens), start))
+            heads.append(head)
             wanted.append(is_wanted)
     known = None
     if facts is not None:
         known = np.full((len(bounds), KNOWN), np.nan)
         known[:, WANTED], known[:, BASELINE] = wanted, 0
-    return Samples(np.frombuffer(tokens, np.int32), np.array(bounds, np.int64), known)
+    samples = Samples(np.frombuffer(tokens, np.int32), np.array(bounds, np.int64), known)
+    return samples, np.array(heads), notes.warnings(rows)
 
 
-def _fitted(samples: Samples, where: str, options: DataOptions) -> tuple[Samples, list[str]]:
-    """Cut prompts from the left until their answers fit in ``max_seq_length``, the same of both
-    answers of a pair, and leave out answers that never do; return warnings too."""
+def _fitted(
+    samples: Samples, heads: np.ndarray, where: str, options: DataOptions
+) -> tuple[Samples, list[str]]:
+    """Cut prompts from the left, behind their ``heads``, until their answers fit in
+    ``max_seq_length``, the same of both answers of a pair, and leave out answers that never do;
+    return warnings too."""
     most, together = options.max_seq_length, rows_together(options.objective)
-    starts = samples.starts.reshape(-1, together)
+    starts = (samples.starts - heads).reshape(-1, together)
     too_long = np.maximum(samples.lengths - most, 0).reshape(-1, together).max(axis=1)
     fits = (starts.min(axis=1) > too_long) | (too_long == 0)
-    bounds = samples.bounds + np.repeat(too_long, together)[:, None] * np.array([1, 0, -1])
-    kept = Samples(samples.tokens, bounds, samples.known)[np.repeat(fits, together).nonzero()[0]]
+    cuts = np.repeat(too_long * fits, together)
+    tokens = samples.tokens
+    for i in np.flatnonzero(cuts * heads):
+        # The head moves to the right, over what is cut.
+        begin = samples.bounds[i, 0]
+        head = tokens[begin : begin + heads[i]].copy()
+        tokens[begin + cuts[i] : begin + cuts[i] + heads[i]] = head
+    bounds = samples.bounds + cuts[:, None] * np.array([1, 0, -1])
+    kept = Samples(tokens, bounds, samples.known)[np.repeat(fits, together).nonzero()[0]]
     what, warnings = "pairs" if together > 1 else "rows", []
     cut, lost = int(((too_long > 0) & fits).sum()), int((~fits).sum())
     if cut:
         warnings.append(
             f"{where}: the prompts of {cut} of {len(fits)} {what} are cut from the left, so that "
-            f"the answers fit in --max-seq-length {most}"
+            f"the answers fit in --max-seq-length {most}; their system messages stay"
         )
     if lost:
         problem = (

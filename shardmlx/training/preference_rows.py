@@ -6,20 +6,29 @@ A row is one of::
     {"chosen": [...], "rejected": [...]}               conversations that differ in the last message
     {"messages": [...], "rejected": ...}               the last message is the chosen answer
     {"prompt": ..., "completion": ..., "label": true}  for KTO; or messages and a label
+
+Each may have a text ``system``, with which the conversation then begins. Conversations may have
+their ``prompt`` beside them, as UltraFeedback's do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from shardmlx.config.data import FeatureKeys
 from shardmlx.engine.batches import Sample
 from shardmlx.errors import UserError
-from shardmlx.training.data_rows import Conversations, Row, named, shown, value_of
+from shardmlx.training.data_rows import TOOLS, Conversations, Row, named, shown, value_of
+from shardmlx.training.message_marks import texts_of
+from shardmlx.training.row_notes import NOTHING
 
 _LABELS = {"true": True, "1": True, "false": False, "0": False}
 """Labels as CSV writes them."""
+
+SYSTEM = "system"
+"""The role, and the column, of the system's message."""
 
 Answer = tuple[Sample, bool]
 """A prompt with an answer, and whether the answer is wanted."""
@@ -55,53 +64,106 @@ class PreferenceRows:
 
     def tokenise(self, row: Row, where: str) -> list[Answer]:
         """Return a row's answers, the chosen one first. Raises ``UserError``, which names it."""
-        if not self.is_paired:
-            return [self._labelled(row, where)]
-        keys, rows = self.keys, self.conversations
-        if keys.chat_feature in row and keys.chosen_feature not in row:
-            *prompt, chosen = rows.messages(keys.chat_feature, row, where)
-            rejected = self._answer(row, keys.rejected_feature, where)
-        elif keys.prompt_feature in row:
-            prompt = self._prompt(row, where)
-            chosen = self._answer(row, keys.chosen_feature, where)
-            rejected = self._answer(row, keys.rejected_feature, where)
-        else:
-            *prompt, chosen = rows.messages(keys.chosen_feature, row, where)
-            *other, rejected = rows.messages(keys.rejected_feature, row, where)
-            if other != prompt:
-                raise UserError(
-                    f"{where}: {keys.chosen_feature} and {keys.rejected_feature} answer other "
-                    "prompts: their messages differ before the last",
-                    "write one prompt, or take the row out",
-                )
-        pair = [rows.tokenise([*prompt, answer], row, where) for answer in (chosen, rejected)]
-        for name, (tokens, start) in zip(("chosen", "rejected"), pair, strict=True):
-            if start >= len(tokens):
-                raise UserError(f"{where}: its {name} answer is empty", "take the row out")
-        if list(pair[0][0]) == list(pair[1][0]):
+        found = []
+        for name, messages, is_wanted in self._answers(row, where):
+            sample = self.conversations.tokenise(messages, row, where)
+            if sample[1] >= len(sample[0]):
+                raise UserError(f"{where}: nothing of {name} counts", "take the row out")
+            found.append((sample, is_wanted))
+        if len(found) > 1 and [*found[0][0][0]] == [*found[1][0][0]]:
             raise UserError(f"{where}: its two answers are the same", "take the row out")
-        return [(pair[0], True), (pair[1], False)]
+        return found
 
-    def _labelled(self, row: Row, where: str) -> Answer:
+    def head(self, row: Row, where: str) -> int:
+        """Return how many tokens of a row's prompt a cut leaves: its system messages, and what
+        every conversation begins with."""
+        _, messages, _ = self._answers(row, where)[0]
+        return self.conversations.head(messages, row, where)
+
+    def _answers(self, row: Row, where: str) -> list[tuple[str, list[Row], bool]]:
+        """Return the key, the conversation and the worth of a row's answers."""
         keys = self.keys
-        label: Any = value_of(row, keys.label_feature, where)
-        label = _LABELS.get(str(label).strip().lower())
+        self.conversations.notes.reads(TOOLS, SYSTEM)
+        if self.is_paired:
+            is_chat = keys.chat_feature in row and keys.chosen_feature not in row
+            chosen, rejected = self._chat(row, where) if is_chat else self._pair(row, where)
+            found = [
+                (keys.chat_feature if is_chat else keys.chosen_feature, chosen, True),
+                (keys.rejected_feature, rejected, False),
+            ]
+        else:
+            is_chat = keys.chat_feature in row
+            key = keys.chat_feature if is_chat else keys.completion_feature
+            found = [(key, self._single(row, where), self._label(row, where))]
+        for key, messages, _ in found:
+            _check_answer(messages[-1], f"{where}: {key}")
+        return [
+            (key, self._with_system(messages, row, where), is_wanted)
+            for key, messages, is_wanted in found
+        ]
+
+    def _chat(self, row: Row, where: str) -> tuple[list[Row], list[Row]]:
+        """Return the conversations of a chat, which ends in the chosen answer, and another one."""
+        keys = self.keys
+        self.conversations.notes.reads(keys.chat_feature, keys.rejected_feature)
+        chosen = self.conversations.messages(keys.chat_feature, row, where)
+        return chosen, [*chosen[:-1], self._answer(row, keys.rejected_feature, where)]
+
+    def _pair(self, row: Row, where: str) -> tuple[list[Row], list[Row]]:
+        """Return the conversations with the chosen and the rejected answer."""
+        keys = self.keys
+        both = keys.chosen_feature, keys.rejected_feature
+        self.conversations.notes.reads(keys.prompt_feature, *both)
+        has_prompt = row.get(keys.prompt_feature) is not None
+        if has_prompt and not any(_begins_with_prompt(row.get(key)) for key in both):
+            prompt = self._prompt(row, where)
+            chosen, rejected = ([*prompt, self._answer(row, key, where)] for key in both)
+            return chosen, rejected
+        chosen, rejected = (self.conversations.messages(key, row, where) for key in both)
+        if chosen[:-1] != rejected[:-1]:
+            raise UserError(
+                f"{where}: {keys.chosen_feature} and {keys.rejected_feature} answer other prompts: "
+                "their messages differ before the last",
+                "write one prompt, or take the row out",
+            )
+        if has_prompt:
+            self._check_prompt(chosen[:-1], row, where)
+        return chosen, rejected
+
+    def _check_prompt(self, messages: list[Row], row: Row, where: str) -> None:
+        """Raise ``UserError`` if the prompt of a row is another one than its answers begin with."""
+        key = self.keys.prompt_feature
+        prompt = self._prompt(row, where)
+        is_text = isinstance(row[key], str)
+        questions = [each for each in messages if each["role"] == "user"]
+        ends = (questions[:1], questions[-1:])
+        if not (prompt in ends if is_text else messages == prompt):
+            raise UserError(
+                f"{where}: {key} is {shown(row[key])}, and {self.keys.chosen_feature} answers "
+                "another prompt",
+                f"leave out {key}, or write answers without their prompts",
+            )
+
+    def _label(self, row: Row, where: str) -> bool:
+        key = self.keys.label_feature
+        given: Any = value_of(row, key, where)
+        label = _LABELS.get(str(given).strip().lower())
         if label is None:
             raise UserError(
-                f"{where}: {keys.label_feature} is {shown(row[keys.label_feature])}",
+                f"{where}: {key} is {shown(given)}",
                 "write true for an answer that you want, false for one that you do not",
             )
+        return label
+
+    def _single(self, row: Row, where: str) -> list[Row]:
+        """Return the conversation of a row with a label."""
+        keys = self.keys
+        self.conversations.notes.reads(keys.label_feature)
         if keys.chat_feature in row:
-            messages = self.conversations.messages(keys.chat_feature, row, where)
-        else:
-            messages = [
-                *self._prompt(row, where),
-                self._answer(row, keys.completion_feature, where),
-            ]
-        sample = self.conversations.tokenise(messages, row, where)
-        if sample[1] >= len(sample[0]):
-            raise UserError(f"{where}: its answer is empty", "take the row out")
-        return sample, label
+            self.conversations.notes.reads(keys.chat_feature)
+            return self.conversations.messages(keys.chat_feature, row, where)
+        self.conversations.notes.reads(keys.prompt_feature, keys.completion_feature)
+        return [*self._prompt(row, where), self._answer(row, keys.completion_feature, where)]
 
     def _prompt(self, row: Row, where: str) -> list[Row]:
         """Return the messages of the prompt, which may be a text."""
@@ -117,4 +179,42 @@ class PreferenceRows:
             given = {"role": "assistant", "content": given}
         if isinstance(given, list) and len(given) == 1:
             (given,) = given
+        if isinstance(given, list):
+            raise UserError(
+                f"{where}: {key} has {len(given)} messages, and an answer is one",
+                "write the last message as the answer, and those before it in the prompt",
+            )
         return self.conversations.message(given, f"{where}: {key}")
+
+    def _with_system(self, messages: list[Row], row: Row, where: str) -> list[Row]:
+        """Return a conversation that begins with the text of the row's key ``system``, if it has
+        one."""
+        given = row.get(SYSTEM)
+        if given in NOTHING:
+            return messages
+        if not isinstance(given, str):
+            raise UserError(f"{where}: {SYSTEM} is {shown(given)}, not text", "write text")
+        if any(each["role"] == SYSTEM for each in messages):
+            raise UserError(
+                f"{where}: it has the key {SYSTEM!r}, and a message with that role", "keep one"
+            )
+        system = self.conversations.message({"role": SYSTEM, "content": given}, where)
+        return [system, *messages]
+
+
+def _begins_with_prompt(answer: Any) -> bool:
+    """Return whether an answer is a conversation with its prompt."""
+    if not isinstance(answer, list) or len(answer) < 2 or not isinstance(answer[0], Mapping):
+        return False
+    return answer[0].get("role") in (SYSTEM, "user")
+
+
+def _check_answer(message: Row, name: str) -> None:
+    """Raise ``UserError`` for a message that is no answer, or an empty one."""
+    if message["role"] != "assistant":
+        raise UserError(
+            f"{name}: the answer is a message with role {shown(message['role'])}",
+            "end in a message of the assistant, or take the row out",
+        )
+    if not any(text.strip() for text in texts_of(message)):
+        raise UserError(f"{name}: the answer is empty", "take the row out")

@@ -19,7 +19,7 @@ class Letters:
 
     eos_token_id = EOS
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [ord(letter) for letter in text]
 
     def apply_chat_template(

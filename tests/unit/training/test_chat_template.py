@@ -59,13 +59,12 @@ BEFORE = {
 def start_of(
     template: ChatTemplate,
     messages: list[dict[str, Any]],
-    tokens: list[int],
     tools: list[dict[str, Any]] | None = None,
     where: str = "row",
 ) -> int:
     """Where the last message begins if it alone counts, which it does to the end."""
     counts = [False] * (len(messages) - 1) + [True]
-    mask = template.counted(messages, tools, tokens, counts, where)
+    mask = template.counted(messages, tools, template.written(messages, tools), counts, where)
     assert mask == sorted(mask)
     return mask.count(False)
 
@@ -98,7 +97,7 @@ def test_an_answer_begins_where_a_slow_reader_finds_it(
         tokens = template.tokens(messages)
         text = template.text(messages)
         assert tokenizer.decode(tokens) == text
-        found = start_of(template, messages, tokens)
+        found = start_of(template, messages)
         assert found == start_by_oracle(kind, text, tokens, tokenizer), (answer, text)
 
 
@@ -110,7 +109,7 @@ def test_where_the_prompt_is_the_beginning_an_answer_begins_as_in_mlx_lm() -> No
             row = {"messages": [*before, last], "tools": [CALL]}
             tokens, start = ChatDataset([row], tokenizer, mask_prompt=True).process(row)
             assert template.tokens(row["messages"], [CALL]) == tokens
-            assert start_of(template, row["messages"], tokens, [CALL]) == start
+            assert start_of(template, row["messages"], [CALL]) == start
 
 
 @pytest.mark.parametrize("name", ["opens a thought", "ends a thought"])
@@ -119,7 +118,7 @@ def test_a_call_is_all_learnt(name: str) -> None:
     template = ChatTemplate(tokenizer := tokenizer_with(KINDS[name].template))
     messages = [said("user", "hello"), said("assistant", None, tool_calls=[CALL])]
     tokens = template.tokens(messages)
-    start = start_of(template, messages, tokens)
+    start = start_of(template, messages)
     assert tokenizer.decode(tokens[start:]).startswith("<tool_call>")
 
 
@@ -138,7 +137,7 @@ def test_a_row_whose_answer_is_not_found_is_named() -> None:
     )  # fmt: skip
     messages = [said("user", "hello"), said("assistant", "you")]
     with pytest.raises(UserError) as error:
-        start_of(template, messages, template.tokens(messages), where="train.jsonl:3")
+        start_of(template, messages, where="train.jsonl:3")
     assert "train.jsonl:3" in error.value.problem
     assert "--mask-prompt" in error.value.remedy
 
@@ -195,9 +194,11 @@ def check_what_counts(kind: Kind, messages: list[dict[str, Any]]) -> None:
     tokens, text = template.tokens(messages), template.text(messages)
     counts = [each["role"] == "assistant" for each in messages]
     expected = counted_by_oracle(kind, messages, text, tokens, tokenizer)
-    assert template.counted(messages, None, tokens, counts, "row") == expected
+    written = template.written(messages, None, with_marks=True)
+    assert (written.text, written.tokens) == (text, tokens)
+    assert template.counted(messages, None, written, counts, "row") == expected
     first = [each and i == 1 for i, each in enumerate(counts)]
-    found = template.counted(messages, None, tokens, first, "row")
+    found = template.counted(messages, None, written, first, "row")
     assert sum(found) < sum(expected) or sum(counts) == 1
     assert all(mine <= all_of for mine, all_of in zip(found, expected, strict=True))
 

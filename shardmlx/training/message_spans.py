@@ -1,0 +1,310 @@
+"""Where each message lies in what a chat template writes. No MPI.
+
+Islands of marked words show where the words of each message are. Between two islands stands what
+the template itself writes: the end of one message, and the header of the next. The conversation up
+to there tells them apart: it ends as the one message does, and, if it asks for an answer, begins as
+the next one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from shardmlx.training.message_marks import Island, Message, Words, mark_words, unused_nonce
+
+Tools = Sequence[Mapping[str, Any]] | None
+
+Write = Callable[[Sequence[Message], Tools, bool], str | None]
+"""Returns what the template writes for a conversation, and, if the last argument says so, to ask
+for an answer; None if it refuses the conversation."""
+
+Span = tuple[int, int]
+"""The first character, and the one after the last."""
+
+_WAYS: Sequence[Mapping[str, Any]] = (
+    {"marks_empty": True},
+    {"marks_empty": False},
+    {"marks_empty": False, "roles": ("assistant", "tool")},
+)
+"""Ways to mark words, from the one that shows most. A template may write a message otherwise if its
+content is not empty, or look for a command at the end of a question."""
+
+_PIECES = re.compile(r"<[^<>]*>|\[[^\[\]]*\]|\w+|\W")
+"""Pattern of the marks, words and other characters in a template's text."""
+
+_THOUGHT = re.compile(r"<[^<>]*(think|thought|reason)[^<>]*>|\[THINK\]|◁think▷", re.IGNORECASE)
+"""Pattern of the mark that begins a thought."""
+
+_LEAST = 4
+"""Fewest characters of a header's beginning that identify it if the rest is missing."""
+
+_QUESTION = {"role": "user", "content": "a"}
+_ANSWER = {"role": "assistant", "content": "b"}
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a template writes for a conversation, and the islands of its ``words`` in it. ``way`` is
+    the one of ``_WAYS`` in which they were marked."""
+
+    text: str
+    islands: Sequence[Island]
+    words: Sequence[Words]
+    way: Mapping[str, Any]
+
+    def index_of(self, number: int) -> int | None:
+        """Return the index of an island by the number of its words; None if none are written."""
+        return next((i for i, each in enumerate(self.islands) if each.number == number), None)
+
+    def before(self, index: int) -> str:
+        """Return the text before an island, from the end of the one before it."""
+        begin = self.islands[index - 1].end if index else 0
+        return self.text[begin : self.islands[index].begin]
+
+    def after(self, index: int) -> str:
+        """Return the text after an island, to the begin of the next one."""
+        begin = self.islands[index].end
+        is_last = index + 1 == len(self.islands)
+        return self.text[begin:] if is_last else self.text[begin : self.islands[index + 1].begin]
+
+    @property
+    def tail(self) -> str:
+        """The text after the last island."""
+        return self.after(len(self.islands) - 1) if self.islands else self.text
+
+
+@dataclass(frozen=True, slots=True)
+class MessageSpans:
+    """Finds messages in what a template writes.
+
+    What it learns of the template's own text between two islands it keeps, so that a whole data set
+    costs a few conversations more.
+    """
+
+    write: Write
+    _openings: dict[Any, int | None] = field(default_factory=dict)
+    _closings: dict[Any, int] = field(default_factory=dict)
+
+    def read(self, messages: Sequence[Message], tools: Tools, text: str) -> Reading | None:
+        """Return where the words of messages are in the ``text`` that the template writes for them;
+        None if it writes another one once they have marks."""
+        readings = (self._marked(messages, tools, text, way) for way in _WAYS)
+        return next((each for each in readings if each is not None), None)
+
+    def spans(
+        self, messages: Sequence[Message], tools: Tools, reading: Reading, number: int
+    ) -> list[Span] | None:
+        """Return where the message of this number lies, which may be in several places, and in none
+        if none of its words is written; None if that cannot be told."""
+        islands = reading.islands
+        own = [i for i, each in enumerate(islands) if each.message == number]
+        spans: list[Span] = []
+        for i in own:
+            if i - 1 in own:
+                begin = spans.pop()[0]
+            else:
+                length = self._opening(messages, tools, reading, i, is_first=i == own[0])
+                if length is None:
+                    return None
+                begin = islands[i].begin - length
+            spans.append((begin, islands[i].end))
+        lasts = [i for i in own if i + 1 not in own]
+        return [
+            (begin, end + self._closing(messages, tools, reading, i))
+            for (begin, end), i in zip(spans, lasts, strict=True)
+        ]
+
+    def head(self, messages: Sequence[Message], reading: Reading) -> int | None:
+        """Return the place at which the first message begins that is not the system's; None if that
+        cannot be told."""
+        first = next((each for each in reading.islands if not _is_system(messages, each)), None)
+        if first is None or messages[first.message]["role"] != "user" or "roles" in reading.way:
+            return None
+        header = self._header_of_question
+        begin = first.begin
+        if header is not None and reading.text[:begin].endswith(header):
+            return begin - len(header)
+        # The system's message may be part of the question.
+        return begin if any(each["role"] == "system" for each in messages) else None
+
+    @property
+    def _header_of_question(self) -> str | None:
+        """What the template writes before a question that follows an answer."""
+        messages = [_QUESTION, _ANSWER, _QUESTION]
+        reading = self._read_part(messages, None, _WAYS[0])
+        spans = None if reading is None else self.spans(messages, None, reading, 2)
+        if reading is None or not spans or len(reading.islands) != len(messages):
+            return None
+        return reading.text[spans[0][0] : reading.islands[2].begin]
+
+    def _marked(
+        self,
+        messages: Sequence[Message],
+        tools: Tools,
+        text: str | None,
+        way: Mapping[str, Any],
+        asks: bool = False,
+    ) -> Reading | None:
+        """Return the reading of a text if the words that are marked in this ``way`` leave it as it
+        is."""
+        if text is None:
+            return None
+        marked = mark_words(messages, unused_nonce(text), **way)
+        written = self.write(marked.messages, tools, asks)
+        if written is None:
+            return None
+        found, islands = marked.read(written)
+        overlap = any(one.end > other.begin for one, other in pairwise(islands))
+        return None if found != text or overlap else Reading(text, islands, marked.words, way)
+
+    def _read_part(
+        self, messages: Sequence[Message], tools: Tools, way: Mapping[str, Any], asks: bool = False
+    ) -> Reading | None:
+        """Return the reading of the beginning of a conversation."""
+        return self._marked(messages, tools, self.write(messages, tools, asks), way, asks)
+
+    def _opening(
+        self,
+        messages: Sequence[Message],
+        tools: Tools,
+        reading: Reading,
+        index: int,
+        *,
+        is_first: bool,
+    ) -> int | None:
+        """Return how many characters before an island belong to its message; None if that cannot be
+        told. ``is_first`` says that it is the first island of the message."""
+        gap = reading.before(index)
+        number = reading.islands[index].message
+        key = (gap, is_first, *_forms(messages, reading, index - 1, index), number == 0)
+        if key not in self._openings:
+            if is_first:
+                length = self._after_prompt(
+                    messages[:number], messages[number], tools, reading, gap
+                )
+            else:
+                length = self._after_others(messages[: number + 1], tools, reading, index)
+            self._openings[key] = length
+        return self._openings[key]
+
+    def _after_prompt(
+        self,
+        before: Sequence[Message],
+        message: Message,
+        tools: Tools,
+        reading: Reading,
+        gap: str,
+    ) -> int | None:
+        """Return how much of a gap stands after the prompt, which ends in a request for an answer
+        if the message is the assistant's."""
+        asks = message["role"] == "assistant"
+        if not before and not asks:
+            return len(gap)
+        asked = self._read_part(before, tools, reading.way, asks) if before else None
+        plain = self._read_part(before, tools, reading.way) if before and asks else asked
+        place = None
+        if asked is not None and plain is not None:
+            place = _end_of_prompt(gap, asked.tail, plain.tail)
+        if place is None and asks:
+            place = _end_of_header(gap, self._header)
+        return None if place is None else len(gap) - place
+
+    def _after_others(
+        self, upto: Sequence[Message], tools: Tools, reading: Reading, index: int
+    ) -> int:
+        """Return how much of a gap belongs to the message after it, part of which stands before
+        what another one says: as much as it has without the other one."""
+        alone = self._read_part(upto, tools, reading.way)
+        own = None if alone is None else alone.index_of(reading.islands[index].number)
+        if alone is None or own is None:
+            return 0
+        pieces = [piece[::-1] for piece in reversed(_PIECES.findall(alone.before(own)))]
+        return _matched(pieces, reading.before(index)[::-1])
+
+    def _closing(
+        self, messages: Sequence[Message], tools: Tools, reading: Reading, index: int
+    ) -> int:
+        """Return how many characters after an island belong to its message: those with which it
+        ends if nothing follows it."""
+        number = reading.islands[index].message
+        gap = reading.after(index)
+        if number == len(messages) - 1 and index + 1 == len(reading.islands):
+            return len(gap)
+        key = (gap, *_forms(messages, reading, index, index + 1))
+        if key not in self._closings:
+            alone = self._read_part(messages[: number + 1], tools, reading.way)
+            own = None if alone is None else alone.index_of(reading.islands[index].number)
+            ending = "" if alone is None or own is None else alone.after(own)
+            self._closings[key] = _matched(_PIECES.findall(ending), gap)
+        return self._closings[key]
+
+    @property
+    def _header(self) -> str:
+        """What the template writes to ask for an answer to a question."""
+        asked = self.write([_QUESTION], None, True) or ""
+        plain = self.write([_QUESTION], None, False) or ""
+        return asked[_matched(_PIECES.findall(asked), plain) :]
+
+
+def _is_system(messages: Sequence[Message], island: Island) -> bool:
+    return bool(messages[island.message]["role"] == "system")
+
+
+def _forms(messages: Sequence[Message], reading: Reading, one: int, other: int) -> tuple[Any, ...]:
+    """Return the forms of the messages from one island to another, of which one may be none."""
+    islands = reading.islands
+    first = islands[one].message if one >= 0 else 0
+    last = islands[other].message if other < len(islands) else len(messages) - 1
+    between = messages[min(first, last) : max(first, last) + 1]
+    keys = tuple(
+        reading.words[islands[i].number].key for i in (one, other) if 0 <= i < len(islands)
+    )
+    return (first <= last, keys, *((each["role"], *each) for each in between))
+
+
+def _matched(pieces: Sequence[str], text: str) -> int:
+    """Return the length of the first pieces with which a text begins."""
+    length = 0
+    for piece in pieces:
+        if not text.startswith(piece, length):
+            break
+        length += len(piece)
+    return length
+
+
+def _end_of_prompt(gap: str, asked: str, plain: str) -> int | None:
+    """Return the place in a gap at which the prompt ends, which ends in ``asked``, or in ``plain``
+    if it does not ask for an answer; None if the gap shows neither."""
+    if gap.startswith(asked):
+        return len(asked)
+    pieces = _PIECES.findall(asked)
+    # A template may ask for more than it writes before an answer that is there, such as a thought.
+    common = _matched(pieces, gap)
+    header = asked[_matched(pieces, plain) :]
+    if not header:
+        return common if common or not gap else None
+    begin = len(asked) - len(header)
+    if common <= begin:
+        return _end_of_header(gap, header)
+    return min(common, begin + len(_without_thought(header)))
+
+
+def _end_of_header(gap: str, header: str) -> int | None:
+    """Return the place in a gap at which a header ends, or its beginning, if it stands there."""
+    pieces = _PIECES.finditer(_without_thought(header))
+    for end in (len(header), *reversed([piece.end() for piece in pieces])):
+        found = gap.rfind(header[:end])
+        if found >= 0 and (end == len(header) or end >= _LEAST):
+            return found + end
+    return None
+
+
+def _without_thought(header: str) -> str:
+    """Return a header without the thought that it begins, which a template asks for whole, or not
+    at all."""
+    thought = _THOUGHT.search(header)
+    return header if thought is None else header[: thought.start()]
