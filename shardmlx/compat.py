@@ -300,9 +300,11 @@ _GENERATION = re.compile(r"\{%-?\s*generation\b")
 """The tag of a chat template around what the assistant says."""
 
 
-def tokens_with_ends(tokenizer: Any, text: str) -> tuple[list[int], list[int]] | None:
-    """Return the tokens of what a chat template wrote, and the character at which each ends; None
-    from a tokenizer that does not know it.
+def tokens_of_text(
+    tokenizer: Any, text: str, *, with_ends: bool
+) -> tuple[list[int], list[int] | None] | None:
+    """Return the tokens of what a chat template wrote, and the character at which each ends, if
+    asked for; None from a tokenizer that does not know it.
 
     mlx-lm 0.32.2: its wrapper is not called, so the tokenizer inside, ``_tokenizer``, is: as its
     ``apply_chat_template`` does. When it breaks: encode the text twice, with and without offsets.
@@ -310,7 +312,9 @@ def tokens_with_ends(tokenizer: Any, text: str) -> tuple[list[int], list[int]] |
     inner = getattr(tokenizer, "_tokenizer", None)
     if inner is None or not inner.is_fast:
         return None
-    found = inner(text, add_special_tokens=False, return_offsets_mapping=True)
+    found = inner(text, add_special_tokens=False, return_offsets_mapping=with_ends)
+    if not with_ends:
+        return found["input_ids"], None
     ends = (end for _, end in found["offset_mapping"])
     # A token of no character, such as a space put in front, ends where the one before it does.
     return found["input_ids"], [*itertools.accumulate(ends, max)]

@@ -177,6 +177,12 @@ class Objective:
         """True if it needs each prompt with another's answer (KTO's reference point)."""
         return self.how.objective == "kto"
 
+    @property
+    def rewards_gains(self) -> bool:
+        """True if a reward is what training has added to an answer's log-probability."""
+        _, reward = self._values
+        return reward is _gain
+
     def losses(self, logps: mx.array, microbatch: MicroBatch) -> mx.array:
         """Return the loss of each pair, or row, for log-probabilities (n,) of answers."""
         loss, _ = self._values

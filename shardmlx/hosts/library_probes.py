@@ -172,7 +172,8 @@ def _letters(template: str) -> Any:
 
 
 def _tokens_tell_where_they_end() -> bool:
-    return compat.tokens_with_ends(_letters("a"), "aba") == ([0, 1, 0], [1, 2, 3])
+    found = compat.tokens_of_text(_letters("a"), "aba", with_ends=True)
+    return found == ([0, 1, 0], [1, 2, 3])
 
 
 def _templates_tell_whether_they_mark() -> bool:
@@ -230,7 +231,7 @@ PROBES: Mapping[Any, Callable[[], bool]] = {
     compat.watch_loads: _models_are_read_with_load,
     compat.model_classes: _classes_are_told,
     compat.trims_first_space: _detokenizers_tell_whether_they_trim,
-    compat.tokens_with_ends: _tokens_tell_where_they_end,
+    compat.tokens_of_text: _tokens_tell_where_they_end,
     compat.has_generation_marks: _templates_tell_whether_they_mark,
     compat.tokens_of_assistant: _templates_mark_the_assistant,
     compat.hub_transport_error: _errors_of_the_hub_are_those_of_http,

@@ -17,9 +17,9 @@ from jinja2 import TemplateSyntaxError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from shardmlx.common.yaml_reader import is_number
-from shardmlx.compat import has_generation_marks, tokens_of_assistant, tokens_with_ends
+from shardmlx.compat import has_generation_marks, tokens_of_assistant, tokens_of_text
 from shardmlx.errors import UserError, one_line
-from shardmlx.training.message_marks import Message, texts_of
+from shardmlx.training.message_marks import Message, has_words, texts_of
 from shardmlx.training.message_spans import MessageSpans, Reading, Span, Tools
 
 _KEY, _WORD = "wxkey", "yzword"
@@ -158,16 +158,17 @@ class ChatTemplate:
     # What is written, and which tokens count.
 
     def written(
-        self, messages: Sequence[Message], tools: Tools, *, with_marks: bool = False
+        self, messages: Sequence[Message], tools: Tools, *, with_places: bool = True
     ) -> Written:
         """Return what the template writes for a conversation. Raises the template's errors.
 
-        ``with_marks`` asks for what the template marks as the assistant's (``{% generation %}``).
+        ``with_places`` asks also where each token ends, and for what the template marks as the
+        assistant's (``{% generation %}``).
         """
         text = self.text(messages, tools)
-        found = tokens_with_ends(self._tokenizer, text)
+        found = tokens_of_text(self._tokenizer, text, with_ends=with_places)
         tokens, ends = (self.tokens(messages, tools), None) if found is None else found
-        if not (with_marks and has_generation_marks(self._tokenizer, tools)):
+        if not (with_places and has_generation_marks(self._tokenizer, tools)):
             return Written(text, tokens, ends)
         # The template is asked again, and says which of these tokens it marks.
         tokens_there, marked = tokens_of_assistant(self._tokenizer, messages, tools)
@@ -217,8 +218,7 @@ class ChatTemplate:
             found = None
             if reading is not None:
                 found = self._spans.spans(messages, tools, reading, number)
-            has_words = any(text.strip() for text in texts_of(messages[number]))
-            if found is None or (has_words and not found):
+            if found is None or (has_words(messages[number]) and not found):
                 raise UserError(
                     f"{where}: it cannot be told where message {number} lies in what the chat "
                     "template writes",

@@ -91,7 +91,12 @@ def _read_csv(path: Path, content: bytes) -> list[Row]:
                     "names columns",
                     "put cells with commas or line ends in double quotes",
                 )
-            rows.append(row)
+            cells = {key: value if value.strip() else None for key, value in row.items()}
+            if not any(cells.values()):
+                raise UserError(
+                    f"{row_name(path, len(rows))} has empty cells alone", "take the row out"
+                )
+            rows.append(cells)
     except csv.Error as error:
         raise UserError(
             f"{row_name(path, len(rows))} is not CSV: {one_line(error)}", "mend it"

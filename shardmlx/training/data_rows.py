@@ -18,6 +18,7 @@ from shardmlx.config.data import ALL, ASSISTANT, LAST, FeatureKeys
 from shardmlx.engine.batches import Sample
 from shardmlx.errors import UserError, one_line
 from shardmlx.training.chat_template import KNOWN_ROLES, ChatTemplate, Written
+from shardmlx.training.message_marks import has_words
 from shardmlx.training.row_notes import RowNotes
 
 _LONGEST = 60
@@ -151,9 +152,10 @@ class Conversations:
         tools = self._tools(row, where)
         counts = [self._counts(i, each, messages, where) for i, each in enumerate(messages)]
         messages = [_without_switches(each) for each in messages]
+        self._note_empty(messages, where)
         is_all = all(counts)
         try:
-            written = self.template.written(messages, tools, with_marks=not is_all)
+            written = self.template.written(messages, tools, with_places=not is_all)
             self._note_unwritten(messages, tools, written, counts, where)
             if is_all:
                 self._note_end(written.tokens, messages, where)
@@ -186,6 +188,15 @@ class Conversations:
             raise UserError(f"{where}: tools is {shown(tools)}, no list of objects", _LIST_OF_TOOLS)
         return without_nulls(tools) if self.adds_nulls else tools
 
+    def _note_empty(self, messages: Sequence[Row], where: str) -> None:
+        """Take down an answer without words; raise ``UserError`` if no message has any."""
+        if has_words(messages[-1]):
+            return
+        if not any(map(has_words, messages)):
+            raise UserError(f"{where} holds no words", "take the row out")
+        if messages[-1]["role"] == "assistant":
+            self.notes.add("end in an empty answer", where)
+
     def _note_unwritten(
         self,
         messages: Sequence[Row],
@@ -205,8 +216,8 @@ class Conversations:
                     "write what the model shall learn as content, or take the row out",
                 )
             self.notes.add(
-                f"hold {each.key!r} of a message with role {message['role']!r} that the model's "
-                "chat template does not write, or not all of it",
+                f"have words in {each.key!r} of role {message['role']!r} that the model's chat "
+                "template does not write: nothing is learnt of them",
                 where,
             )
 

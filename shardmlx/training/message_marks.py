@@ -110,11 +110,16 @@ def unused_nonce(text: str) -> str:
 def texts_of(message: Message, key: str | None = None) -> Iterator[str]:
     """Yield the texts of a message, or of one of its keys, that marks can stand around."""
     for each, value in message.items():
-        if _has_words(message, each) and key in (None, each):
+        if _holds_words(message, each) and key in (None, each):
             yield from _texts_in(value)
 
 
-def _has_words(message: Message, key: str) -> bool:
+def has_words(message: Message) -> bool:
+    """Return whether a message has any text but white space."""
+    return any(text.strip() for text in texts_of(message))
+
+
+def _holds_words(message: Message, key: str) -> bool:
     return key not in _REFERENCES and not (key == "name" and message["role"] in _TOOL_ROLES)
 
 
@@ -142,7 +147,7 @@ class _Marker:
         """Return a message with marks."""
         first = len(self.words)
         marked = {
-            key: self._value(value, Words(number, key)) if _has_words(message, key) else value
+            key: self._value(value, Words(number, key)) if _holds_words(message, key) else value
             for key, value in message.items()
         }
         content = message.get("content")

@@ -21,7 +21,7 @@ from shardmlx.config.data import FeatureKeys
 from shardmlx.engine.batches import Sample
 from shardmlx.errors import UserError
 from shardmlx.training.data_rows import TOOLS, Conversations, Row, named, shown, value_of
-from shardmlx.training.message_marks import texts_of
+from shardmlx.training.message_marks import has_words
 from shardmlx.training.row_notes import NOTHING
 
 _LABELS = {"true": True, "1": True, "false": False, "0": False}
@@ -216,5 +216,5 @@ def _check_answer(message: Row, name: str) -> None:
             f"{name}: the answer is a message with role {shown(message['role'])}",
             "end in a message of the assistant, or take the row out",
         )
-    if not any(text.strip() for text in texts_of(message)):
+    if not has_words(message):
         raise UserError(f"{name}: the answer is empty", "take the row out")

@@ -19,7 +19,7 @@ class RowNotes:
     _read: set[str] = field(default_factory=set)
 
     def add(self, what: str, row: str) -> None:
-        """Take down that a row, by its name, does ``what``, as in "3 of 5 rows hold no text"."""
+        """Take down of a row, by its name, what is so: "3 of 5 rows end in an empty answer"."""
         named = self._rows.setdefault(what, [])
         if not named or named[-1] != row:
             named.append(row)

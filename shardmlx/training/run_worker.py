@@ -174,7 +174,8 @@ class RunWorker:
             set_baselines(self.job, shares)
             parts = [each for share in shares for each in share.microbatches]
             results = self.job.engine.evaluate(parts)
-            _, sums = scores_of(results, parts, self.job.planned.objective)
+            planned = self.job.planned
+            _, sums = scores_of(results, parts, planned.objective, planned.workload.dtype)
         return sums, sum(share.count for share in shares)
 
     def judge(self, rows: Sequence[Rows], columns: Sequence[int], what: str) -> list[Judged]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -118,9 +119,14 @@ def _trained() -> str:
     return written
 
 
-def tokenizer_with(template: str | None, eos: str | None = "<|im_end|>") -> TokenizerWrapper:
-    """Return a tokenizer that has merges across spaces and line ends, with a chat template."""
+def tokenizer_with(
+    template: str | None, eos: str | None = "<|im_end|>", special: Sequence[str] = ()
+) -> TokenizerWrapper:
+    """Return a tokenizer that has merges across spaces and line ends, with a chat template and more
+    ``special`` tokens."""
+    trained = Tokenizer.from_str(_trained())
+    trained.add_special_tokens([*special])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(_trained()), eos_token=eos, chat_template=template
+        tokenizer_object=trained, eos_token=eos, chat_template=template
     )
     return TokenizerWrapper(tokenizer)

@@ -103,7 +103,7 @@ def run_engine(
     norm = engine.gradient_norm()
     gradients = gradients_of(engine)
     losses, evaluated = (
-        dict(scores_of(each, microbatches, objective)[0])
+        dict(scores_of(each, microbatches, objective, "float32")[0])
         for each in (results, engine.evaluate(microbatches))
     )
     return Outcome(replica, losses, evaluated, gradients, norm)

@@ -166,6 +166,14 @@ def test_what_an_island_cannot_do_is_refused(flag: str, words: tuple[str, ...]) 
     assert error_of(*words).problem.startswith(flag)
 
 
+def test_kto_compares_a_row_with_others_of_its_batch() -> None:
+    error = error_of("--objective", "kto", "--batch-size", "1", "--train")
+    assert error.problem.startswith("--batch-size is 1 with objective kto")
+    assert "2 or more" in error.remedy
+    assert load("--objective", "kto", "--batch-size", "2").batch_size == 2
+    assert load("--objective", "dpo", "--batch-size", "2").batch_size == 2
+
+
 def test_the_adapter_config_is_what_mlx_lm_reads() -> None:
     written = json.loads(json.dumps(TrainConfig(num_layers=4).to_adapter_config()))
     assert written["fine_tune_type"] == "lora"

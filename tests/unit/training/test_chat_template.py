@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import pytest
 from mlx_lm.tuner.datasets import ChatDataset
 
+from shardmlx.compat import tokens_of_assistant
 from shardmlx.errors import UserError
 from shardmlx.training.chat_template import ChatTemplate
+from tests.helpers.calling_families import CALLING, plain
+from tests.helpers.calling_families import CONVERSATIONS as WITH_CALLS
 from tests.helpers.chat_families import FAMILIES
 from tests.helpers.chat_templates import KINDS, Kind, tokenizer_with
 
@@ -194,7 +200,7 @@ def check_what_counts(kind: Kind, messages: list[dict[str, Any]]) -> None:
     tokens, text = template.tokens(messages), template.text(messages)
     counts = [each["role"] == "assistant" for each in messages]
     expected = counted_by_oracle(kind, messages, text, tokens, tokenizer)
-    written = template.written(messages, None, with_marks=True)
+    written = template.written(messages, None)
     assert (written.text, written.tokens) == (text, tokens)
     assert template.counted(messages, None, written, counts, "row") == expected
     first = [each and i == 1 for i, each in enumerate(counts)]
@@ -223,6 +229,37 @@ def test_calls_count_and_what_tools_say_does_not(name: str) -> None:
         *(said("assistant", "aye one"), said("user", "more"), said("assistant", "aye two")),
     ]
     check_what_counts(ALL[name], called)
+
+
+@pytest.mark.parametrize("messages", WITH_CALLS.values(), ids=WITH_CALLS)
+@pytest.mark.parametrize("marked", CALLING.values(), ids=CALLING)
+def test_what_counts_is_what_a_template_marks_that_is_the_same_but_for_its_marks(
+    marked: str, messages: list[dict[str, Any]]
+) -> None:
+    if "function.arguments +" in marked:
+        messages = with_arguments_as_text(messages)
+    tokens, expected = tokens_of_assistant(tokenizer_with(marked), messages, None)
+    template = ChatTemplate(tokenizer := tokenizer_with(plain(marked)))
+    written = template.written(messages, None)
+    assert (written.tokens, written.marked) == (tokens, None)
+    counts = [each["role"] == "assistant" for each in messages]
+    found = template.counted(messages, None, written, counts, "row")
+    assert said_in(tokenizer, tokens, found) == said_in(tokenizer, tokens, expected)
+    assert found == expected
+
+
+def with_arguments_as_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    found = json.loads(json.dumps(messages))
+    for message in found:
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    return found
+
+
+def said_in(tokenizer: Any, tokens: list[int], mask: list[bool]) -> list[str]:
+    """The texts of runs of tokens that count."""
+    runs = groupby(zip(tokens, mask, strict=True), key=itemgetter(1))
+    return [tokenizer.decode([token for token, _ in run]) for counts, run in runs if counts]
 
 
 # Templates that cannot be used.

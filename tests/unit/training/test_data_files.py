@@ -257,3 +257,23 @@ def test_json_that_is_not_in_lines_is_named(content: bytes) -> None:
 def test_a_cell_may_be_a_whole_document() -> None:
     text = "a" * 200_000
     assert parse_rows(Path("train.csv"), f"text\n{text}\n".encode()) == [{"text": text}]
+
+
+def test_empty_cells_of_csv_hold_nothing() -> None:
+    content = b"prompt,completion,source\na,b,\nc,d, \n"
+    rows = [{"prompt": p, "completion": c, "source": None} for p, c in ("ab", "cd")]
+    assert parse_rows(Path("x.csv"), content) == rows
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("prompt,completion\nhi,ho\n,\n", "row 2 has empty cells alone"),
+        ("prompt,completion\nhi,ho\nhi, \n", "row 2: completion is null, not text"),
+        ("prompt,completion\nhi,ho\n,ho\n", "row 2: prompt is null, not text"),
+        ("text,title\nhi,ho\n,ho\n", "row 2: text is null, not text"),
+    ],
+)
+def test_an_empty_cell_trains_no_empty_turn(tmp_path: Path, content: str, problem: str) -> None:
+    (tmp_path / "train.csv").write_text(content)
+    assert problem in refusal(read, tmp_path).problem

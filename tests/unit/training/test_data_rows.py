@@ -17,6 +17,7 @@ from shardmlx.errors import UserError
 from shardmlx.evaluation.command import read_texts
 from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.training.datasets import read_data
+from tests.helpers.chat_families import FAMILIES
 from tests.helpers.chat_templates import KINDS, tokenizer_with
 from tests.helpers.letters import listed, write
 
@@ -395,3 +396,179 @@ def test_a_message_may_say_that_it_does_not_count(tmp_path: Path, no: dict[str, 
     with pytest.raises(UserError) as error:
         counted(tmp_path, [first, answer | {"weight": 0.5}])
     assert "weight 0.5" in error.value.problem
+
+
+@pytest.mark.parametrize(
+    "no",
+    [
+        *({"training": False}, {"trainable": False}, {"loss": False}, {"loss": 0}),
+        *({"loss_mask": 0}, {"weight": 0.0}, {"masked": True}, {"train": False, "weight": 0}),
+    ],
+)
+def test_a_message_may_say_so_in_the_words_of_other_tools(
+    tmp_path: Path, no: dict[str, Any]
+) -> None:
+    first, answer, *rest = TURNS
+    assert counted(tmp_path, [first, answer | no, *rest], loss_on="assistant") == "a two"
+    yes = {key: not value for key, value in no.items()}
+    assert counted(tmp_path, [first, answer | yes, *rest], loss_on="assistant") == "a one a two"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"loss": "no"}, ('loss "no"',)),
+        ({"loss_mask": [0, 1]}, ("loss_mask [0, 1]",)),
+        ({"train": True, "weight": 0}, ("train true", "weight 0")),
+        ({"loss": 1, "masked": True}, ("loss 1", "masked true")),
+        ({"train_detail": [{"begin_offset": 0}]}, ("train_detail",)),
+        ({"loss_scale": 0.3}, ("loss_scale",)),
+    ],
+)
+def test_what_a_message_says_of_its_loss_is_read_or_named(
+    tmp_path: Path, given: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(UserError) as error:
+        counted(tmp_path, [TURNS[0], TURNS[1] | given])
+    assert "message 1" in error.value.problem
+    assert all(word in error.value.problem for word in words)
+
+
+# What is left out, or not there, is said once.
+
+
+def warnings_of(
+    tmp_path: Path,
+    rows: list[Any],
+    template: str = CHATML,
+    ends: Any = "<|im_end|>",
+    **options: Any,
+) -> list[str]:
+    """The warnings of the training set, without its name."""
+    config = TrainConfig(data=write(tmp_path, train=rows), batch_size=1, **options)
+    found = read_data(DataOptions.of(config), tokenizer_with(template, eos=ends), None).warnings
+    begin = f"{tmp_path}/train.jsonl: "
+    return [each.removeprefix(begin) for each in found if each.startswith(begin)]
+
+
+PLAIN = {"messages": [USER, ANSWER]}
+THOUGHTFUL = {"messages": [USER, {**ANSWER, "reasoning_content": "for the sea"}]}
+BESIDE_CALLS = FAMILIES["llama 3.1"].template
+CUTS_THOUGHTS = FAMILIES["deepseek r1"].template
+
+
+@pytest.mark.parametrize("loss_on", ["all", "last", "assistant"])
+@pytest.mark.parametrize(
+    ("row", "template", "key"),
+    [
+        (THOUGHTFUL, CHATML, "reasoning_content"),
+        ({"messages": [USER, call({"at": "sea"}, content="c d")]}, BESIDE_CALLS, "content"),
+        (
+            {"messages": [USER, {**ANSWER, "content": "<think>for the sea</think>c d"}]},
+            CUTS_THOUGHTS,
+            "content",
+        ),
+        ({"messages": [{**USER, "name": "Ann"}, ANSWER]}, CHATML, "name"),
+        # The words stand in another message, too.
+        ({"messages": [USER, {**ANSWER, "reasoning_content": "a b"}]}, CHATML, "reasoning_content"),
+    ],
+)
+def test_words_that_the_template_leaves_out_are_said_once(
+    tmp_path: Path, row: Any, template: str, key: str, loss_on: str
+) -> None:
+    rows = [PLAIN, row, PLAIN, row]
+    (warning,) = [
+        each
+        for each in warnings_of(tmp_path, rows, template, loss_on=loss_on)
+        if "does not write" in each
+    ]
+    assert warning.startswith(f"2 of 4 rows have words in {key!r} of role ")
+    assert f"{tmp_path}/train.jsonl:2" in warning
+
+
+@pytest.mark.parametrize("loss_on", ["all", "last", "assistant"])
+def test_an_answer_of_which_nothing_is_left_is_refused(tmp_path: Path, loss_on: str) -> None:
+    thought = {**ANSWER, "content": "<think>for the sea</think>"}
+    found = refusal(tmp_path, {"messages": [USER, thought]}, CUTS_THOUGHTS, loss_on=loss_on)
+    assert "message 1" in found.problem
+    assert "'content'" in found.problem
+    beside = {"role": "assistant", "content": "", "reasoning_content": "for the sea"}
+    found = refusal(tmp_path, {"messages": [USER, beside]}, loss_on=loss_on)
+    assert "'reasoning_content'" in found.problem
+    parts = (
+        "{% for m in messages %}{% for p in m.content if p is mapping %}{{ p.text }}{% endfor %}"
+    )
+    with pytest.raises(UserError, match="message 1"):
+        text_of(tmp_path, PLAIN, parts + "{% endfor %}", loss_on=loss_on)
+
+
+def test_what_a_template_writes_in_its_own_way_is_written(tmp_path: Path) -> None:
+    rows = [
+        {"messages": [USER, call({"at": 'the "sea"\n', "depth": 5}, content="  c d\n")]},
+        {"messages": [USER, {"role": "tool", "content": 'say "sea"\n'}, ANSWER]},
+        {"messages": [USER, {**ANSWER, "content": "<b>c</b> & d"}]},
+    ]
+    as_json = CHATML.replace("{{ m.content or '' }}", "{{ (m.content or '') | trim | tojson }}")
+    for template in (CHATML, as_json):
+        assert warnings_of(tmp_path, rows, template) == []
+
+
+@pytest.mark.parametrize("loss_on", ["all", "last", "assistant"])
+def test_rows_without_an_end_token_are_said(tmp_path: Path, loss_on: str) -> None:
+    without = FAMILIES["glm 4.5"].template
+    (warning,) = warnings_of(tmp_path, [PLAIN, PLAIN], without, "<|user|>", loss_on=loss_on)
+    assert warning.startswith("2 of 2 rows have no end token")
+    assert warnings_of(tmp_path, [PLAIN, PLAIN], loss_on=loss_on) == []
+
+
+def test_columns_that_are_not_read_are_said(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "a", "completion": "b", "system": "be brief", "id": 3},
+        {"prompt": "a", "completion": "b", "source": None, "messages": []},
+    ]
+    (warning,) = warnings_of(tmp_path, rows)
+    assert "'system', 'id'" in warning
+    assert "'source'" not in warning
+    (warning,) = warnings_of(tmp_path, [{**PLAIN, "tools": [], "system": "be brief"}])
+    assert "'system'" in warning
+    (warning,) = warnings_of(tmp_path, [{"text": "a b", "title": "c"}])
+    assert "'title'" in warning
+
+
+def test_a_last_message_of_the_user_counts_and_is_said(tmp_path: Path) -> None:
+    rows = [PLAIN, {"messages": [USER, ANSWER, USER]}]
+    (warning,) = warnings_of(tmp_path, rows, mask_prompt=True)
+    assert warning.startswith("1 of 2 rows end in a message that is not the assistant's")
+
+
+def test_rows_without_words_are_refused_and_empty_answers_said(tmp_path: Path) -> None:
+    for row in (
+        {"prompt": "", "completion": " "},
+        {"messages": [{**USER, "content": ""}, {**ANSWER, "content": "\n"}]},
+    ):
+        assert "no words" in refusal(tmp_path, row).problem
+    (warning,) = warnings_of(tmp_path, [PLAIN, {"messages": [USER, {**ANSWER, "content": ""}]}])
+    assert warning.startswith("1 of 2 rows end in an empty answer")
+
+
+def test_a_template_that_joins_arguments_with_its_text_takes_them_as_text(tmp_path: Path) -> None:
+    joins = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    joins += "{{ c.function.name + '(' + c.function.arguments + ')' }}{% endfor %};{% endfor %}"
+    for arguments in ('{"at": "sea"}', {"at": "sea"}):
+        assert text_of(tmp_path, {"messages": [USER, call(arguments)]}, joins).endswith(
+            'look({"at": "sea"});'
+        )
+
+
+def test_marks_count_where_the_text_depends_on_whether_the_model_thinks(tmp_path: Path) -> None:
+    """As mlx-lm writes the conversation, and not as the tokenizer alone would."""
+    thinks = "{% if enable_thinking %}system: think{% else %}b{% endif %}"
+    data = write(tmp_path, train=[{"messages": [USER, ANSWER, USER, ANSWER]}])
+    tokenizer = tokenizer_with(thinks + KINDS["marked"].template, special=("<think>", "</think>"))
+    assert tokenizer.has_thinking
+    config = TrainConfig(data=data, batch_size=1, loss_on="assistant")
+    ((tokens, start),) = listed(read_data(DataOptions.of(config), tokenizer, None).train)
+    counts = [token for i, token in enumerate(tokens) if i >= start and token >= 0]
+    assert tokenizer.decode(counts) == "c d<|im_end|>" * 2
+    text = tokenizer.decode([max(token, ~token) for token in tokens])
+    assert text.startswith("system: think<|im_start|>user")

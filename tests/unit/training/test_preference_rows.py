@@ -13,6 +13,7 @@ from shardmlx.config.train import TrainConfig
 from shardmlx.engine.batches import REFERENCE, SWAPPED, WANTED, Samples, swapped
 from shardmlx.errors import UserError
 from shardmlx.training.datasets import DataSets, read_data
+from tests.helpers.chat_templates import tokenizer_with
 from tests.helpers.letters import Letters, write
 
 HI = {"role": "user", "content": "hi"}
@@ -93,10 +94,123 @@ def test_prompts_are_cut_from_the_left_alike_and_answers_never(tmp_path: Path) -
     assert "1 of 2 pairs" in left_out
 
 
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_a_cut_leaves_what_the_system_says_and_the_begin(tmp_path: Path, objective: str) -> None:
+    """Of Llama's template, whose conversations begin in a token of their own."""
+    begins = "<|begin|>{% for m in messages %}<|start|>{{ m.role }}<|end|>{{ m.content }}<|eot|>"
+    asks = "{% endfor %}{% if add_generation_prompt %}<|start|>assistant<|end|>{% endif %}"
+    tokenizer = tokenizer_with(begins + asks, eos="<|eot|>")
+    tokenizer.bos_token = "<|begin|>"
+    answers = (
+        {"chosen": "blue", "rejected": "red"}
+        if objective == "dpo"
+        else {"completion": "blue", "label": True}
+    )
+    rows = [
+        {"prompt": "what is the sea? " * 20, **answers, **more}
+        for more in (
+            {},
+            {"system": "be brief"},
+        )
+    ]
+    data = write(tmp_path, train=rows, valid=rows)
+    config = TrainConfig(data=data, objective=objective, batch_size=2, max_seq_length=60)
+    samples = read_data(DataOptions.of(config), tokenizer, None).train
+    together = len(samples) // len(rows)
+    for i, (tokens, start) in enumerate(samples):
+        text = tokenizer.decode(tokens[:start].tolist())
+        head = "<|begin|>" + "<|start|>system<|end|>be brief<|eot|>" * (i // together)
+        assert text.startswith(head)
+        assert text.endswith("what is the sea? <|eot|><|start|>assistant<|end|>")
+        assert text.count("<|begin|>") == 1
+    assert samples.lengths.max() == 60
+    assert tokenizer.decode(samples[0][0].tolist()).endswith("blue<|eot|>")
+
+
+def test_a_system_message_that_leaves_no_room_is_not_cut(tmp_path: Path) -> None:
+    long = {"system": "x" * 30, "prompt": "what is the sea", "chosen": "blue", "rejected": "a"}
+    short = {"prompt": "hi", "chosen": "x", "rejected": "y"}
+    data = read(tmp_path, long, short, max_seq_length=20)
+    assert texts(data.train) == [("<u>hi;<a>", "x;"), ("<u>hi;<a>", "y;")]
+    assert "1 of 2 pairs" in data.warnings[0]
+
+
+WHOLE = {"chosen": [HI, said("aye")], "rejected": [HI, said("no")]}
+"""Conversations with their prompt."""
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "hi", **WHOLE},
+        {"prompt": [HI], **WHOLE},
+        {"prompt": None, **WHOLE},
+        {"prompt": "hi", "messages": [HI, said("aye")], "score_chosen": 7.0, **WHOLE},
+    ],
+)
+def test_answers_may_have_their_prompt_beside_them(tmp_path: Path, row: dict[str, Any]) -> None:
+    data = read(tmp_path, row)
+    assert texts(data.train) == PAIR
+    unread = [each for each in data.warnings if "not read" in each]
+    assert len(unread) == ("messages" in row) * 2, "training and validation"
+    assert all("'messages', 'score_chosen'" in each for each in unread)
+
+
+def test_a_prompt_may_be_the_last_question_of_its_answers(tmp_path: Path) -> None:
+    before = [{"role": "user", "content": "ho"}, said("ha"), HI]
+    row = {"prompt": "hi", "chosen": [*before, said("aye")], "rejected": [*before, said("no")]}
+    assert texts(read(tmp_path, row).train)[0] == ("<u>ho;<a>ha;<u>hi;<a>", "aye;")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "hi", "chosen": "aye", "rejected": "no"},
+        {"prompt": [HI], "chosen": [said("aye")], "rejected": "no"},
+        WHOLE,
+        {"messages": [HI, said("aye")], "rejected": "no"},
+    ],
+)
+def test_a_system_text_begins_the_conversation(tmp_path: Path, row: dict[str, Any]) -> None:
+    data = read(tmp_path, {"system": "be brief", **row})
+    assert texts(data.train) == [("<s>be brief;" + prompt, answer) for prompt, answer in PAIR]
+    assert texts(read(tmp_path, {"system": "", **row}).train) == PAIR
+    assert not any("not read" in each for each in data.warnings)
+    labelled = {"system": "be brief", "prompt": "hi", "completion": "aye", "label": 1}
+    found = read(tmp_path, labelled, labelled, objective="kto").train
+    assert texts(found)[0] == ("<s>be brief;<u>hi;<a>", "aye;")
+
+
+SYSTEM = {"role": "system", "content": "be brief"}
+
+
 @pytest.mark.parametrize(
     ("row", "named"),
     [
         ({"prompt": "hi", "chosen": "aye", "rejected": "aye"}, "the same"),
+        ({"prompt": "hi", "chosen": "", "rejected": "no"}, "chosen: the answer is empty"),
+        ({"prompt": "hi", "chosen": "aye", "rejected": " \n"}, "rejected: the answer is empty"),
+        ({"prompt": [HI], "chosen": [said("")], "rejected": "no"}, "chosen: the answer is empty"),
+        ({"messages": [HI, said("")], "rejected": "no"}, "messages: the answer is empty"),
+        (
+            {"messages": [HI, said("aye"), HI], "rejected": "no"},
+            "messages: the answer is a message",
+        ),
+        ({"prompt": "hi", "chosen": [HI], "rejected": "no"}, 'role "user"'),
+        ({"prompt": "hi", "chosen": "aye", "rejected": HI}, 'role "user"'),
+        ({"chosen": [HI, HI], "rejected": [HI, said("no")]}, 'role "user"'),
+        ({"prompt": "ho", **WHOLE}, 'prompt is "ho"'),
+        ({"prompt": [SYSTEM, HI], **WHOLE}, "another prompt"),
+        ({"prompt": "hi", "chosen": [said("a"), said("b")], "rejected": "no"}, "has 2 messages"),
+        ({"prompt": "hi", "chosen": "aye", "rejected": "no", "system": 7}, "system is 7"),
+        (
+            {"prompt": [SYSTEM, HI], "chosen": "aye", "rejected": "no", "system": "be long"},
+            "'system', and a message",
+        ),
+        (
+            {"prompt": [HI], "chosen": said("aye") | {"weight": 0}, "rejected": "no"},
+            "nothing of chosen counts",
+        ),
         (
             {"chosen": [HI, said("aye")], "rejected": [HI | {"content": "ho"}, said("no")]},
             "other prompts",
@@ -111,6 +225,22 @@ def test_a_bad_pair_is_named(tmp_path: Path, row: dict[str, Any], named: str) ->
         read(tmp_path, row)
     assert "train.jsonl:1" in error.value.problem
     assert named in error.value.problem
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "hi", "completion": " ", "label": True},
+        {"messages": [HI, said("")], "label": False},
+        {"messages": [HI], "label": True},
+        {"prompt": "hi", "completion": HI, "label": True},
+    ],
+)
+def test_a_labelled_answer_that_is_none_is_named(tmp_path: Path, row: dict[str, Any]) -> None:
+    with pytest.raises(UserError) as error:
+        read(tmp_path, row, row, objective="kto")
+    assert "train.jsonl:1" in error.value.problem
+    assert "answer is" in error.value.problem
 
 
 def test_a_label_that_is_none_is_named(tmp_path: Path) -> None:
