@@ -33,9 +33,9 @@ _STRUCTURE = ("role", "type", "id")
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a template writes for a conversation: its text, its tokens, and the character at which
-    each of them ends, which not every tokenizer tells. ``marked`` says which tokens the template
-    marks as the assistant's; None if it marks none, or was not asked."""
+    """Text of a conversation as a template writes it, its tokens, and the character at which each
+    of them ends, which not every tokenizer tells. ``marked`` says which tokens the template marks
+    as the assistant's; None if it marks none, or was not asked."""
 
     text: str
     tokens: list[int]
@@ -111,7 +111,8 @@ class ChatTemplate:
     @functools.cached_property
     def writes_calls(self) -> bool:
         # A template may join arguments with its own text, which only text allows.
-        calls = (_call_of(_WORD, form) for form in ({}, "{}"))
+        forms: tuple[Any, ...] = ({}, "{}")
+        calls = (_call_of(_WORD, form) for form in forms)
         return any(self.writes({"role": "assistant", "tool_calls": each}) for each in calls)
 
     @functools.cached_property
@@ -155,7 +156,7 @@ class ChatTemplate:
         except Exception:  # a template may raise anything
             return None
 
-    # What is written, and which tokens count.
+    # Text, tokens, and those that count.
 
     def written(
         self, messages: Sequence[Message], tools: Tools, *, with_places: bool = True
@@ -178,7 +179,7 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Tools, written: Written
     ) -> Sequence[Unwritten]:
         """Return the words that the template leaves out."""
-        form = tuple((each["role"], *each) for each in messages)
+        form: tuple[Any, ...] = tuple((each["role"], *each) for each in messages)
         texts = (text.strip() for each in messages for text in texts_of(each))
         if all(text in written.text for text in texts) and form in self._complete:
             return ()
@@ -218,7 +219,8 @@ class ChatTemplate:
             found = None
             if reading is not None:
                 found = self._spans.spans(messages, tools, reading, number)
-            if found is None or (has_words(messages[number]) and not found):
+            is_answer = messages[number]["role"] == "assistant"
+            if found is None or (not found and is_answer and has_words(messages[number])):
                 raise UserError(
                     f"{where}: it cannot be told where message {number} lies in what the chat "
                     "template writes",

@@ -18,11 +18,9 @@ from shardmlx.config.data import ALL, ASSISTANT, LAST, FeatureKeys
 from shardmlx.engine.batches import Sample
 from shardmlx.errors import UserError, one_line
 from shardmlx.training.chat_template import KNOWN_ROLES, ChatTemplate, Written
+from shardmlx.training.loss_switches import counts_by_itself, without_switches
 from shardmlx.training.message_marks import has_words
-from shardmlx.training.row_notes import RowNotes
-
-_LONGEST = 60
-"""Characters of a value that a message shows."""
+from shardmlx.training.row_notes import RowNotes, shown
 
 _TAKE_OUT = "write text (a number in quotes), or take the row out"
 _MESSAGES = (
@@ -32,21 +30,6 @@ _MESSAGES = (
 _LIST_OF_TOOLS = (
     'write a list of objects, without quotes: [{"type": "function", "function": {...}}]'
 )
-
-_SWITCHES = {
-    "train": False,
-    "training": False,
-    "trainable": False,
-    "loss": False,
-    "loss_mask": False,
-    "weight": False,
-    "masked": True,
-}
-"""Keys of a message that say whether it counts in the loss, and the value that means no. So they
-are called by OpenAI, axolotl, ms-swift, verl and torchtune."""
-
-_FINER_SWITCHES = ("train_detail", "training_detail", "loss_scale")
-"""Keys that say which part of a message counts, or how much."""
 
 _END = 4
 """Tokens at the end of a conversation of which one may be an end token."""
@@ -151,7 +134,7 @@ class Conversations:
         """Return the tokens of a row's messages, of which some count."""
         tools = self._tools(row, where)
         counts = [self._counts(i, each, messages, where) for i, each in enumerate(messages)]
-        messages = [_without_switches(each) for each in messages]
+        messages = [without_switches(each) for each in messages]
         self._note_empty(messages, where)
         is_all = all(counts)
         try:
@@ -179,7 +162,7 @@ class Conversations:
     def head(self, messages: Sequence[Row], row: Row, where: str) -> int:
         """Return how many tokens a conversation begins with that belong to no message but those of
         the system."""
-        messages = [_without_switches(each) for each in messages]
+        messages = [without_switches(each) for each in messages]
         return self.template.head(messages, self._tools(row, where))
 
     def _tools(self, row: Row, where: str) -> Any:
@@ -236,23 +219,7 @@ class Conversations:
 
     def _counts(self, i: int, message: Row, messages: Sequence[Row], where: str) -> bool:
         """Return whether a message counts in the loss, which it may deny itself."""
-        for key in _FINER_SWITCHES:
-            if key in message:
-                raise UserError(
-                    f"{where}: message {i} has {key}, which is not read",
-                    'take it out, and write "train": true or false for the whole message',
-                )
-        said = {key: message[key] for key in _SWITCHES if key in message}
-        for key, value in said.items():
-            if value not in (True, False):
-                raise UserError(
-                    f"{where}: message {i} has {key} {shown(value)}", "write true or false"
-                )
-        answers = {value != _SWITCHES[key] for key, value in said.items()}
-        if len(answers) > 1:
-            words = " and ".join(f"{key} {shown(value)}" for key, value in said.items())
-            raise UserError(f"{where}: message {i} has {words}, which disagree", "keep one")
-        if answers == {False}:
+        if not counts_by_itself(message, f"{where}: message {i}"):
             return False
         is_last = i == len(messages) - 1
         if self.loss_on == LAST and is_last and message["role"] != "assistant":
@@ -357,10 +324,6 @@ class Conversations:
         return value
 
 
-def _without_switches(message: Row) -> Row:
-    return {key: value for key, value in message.items() if key not in _SWITCHES}
-
-
 def _has_name(call: Any) -> bool:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
@@ -420,9 +383,3 @@ def _not_tokenised(error: Exception, where: str) -> UserError:
     if isinstance(error, TemplateError):
         what = f"the model's chat template says: {what}"
     return UserError(f"{where} cannot be tokenised: {what}", "mend the row, or take it out")
-
-
-def shown(value: Any) -> str:
-    """Return a value as a message shows it."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

@@ -22,10 +22,24 @@ _TOOL_ROLES = ("tool", "function")
 """Roles of messages whose name refers to a call."""
 
 _TAG = re.compile(r"<[^<>]*>|\[/?[A-Z_]+\]|◁[^◁▷]*▷")
-"""What a template may look for in a text, such as the mark of a thought: it stays whole."""
+"""Pattern of marks that a template may look for in a text, such as that of a thought, which stay
+whole."""
 
 _JSON_WORDS = re.compile(r'(?<=")\w(?:.*\w(?="))?', re.DOTALL)
-"""From the first letter of the first text in JSON to the last letter of the last one."""
+"""Pattern of the words in JSON, from the first letter of the first text to the last one's last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to mark words: those of all messages, or of some ``roles``. If it ``marks_empty``, the
+    content of a message without words has marks too."""
+
+    marks_empty: bool
+    roles: Sequence[str] | None = None
+
+    def marks(self, message: Message) -> bool:
+        """Return whether the words of a message have marks."""
+        return self.roles is None or message["role"] in self.roles
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +98,15 @@ class Marked:
         return "".join(pieces), sorted(islands, key=lambda each: (each.begin, each.end))
 
 
-def mark_words(
-    messages: Sequence[Message],
-    nonce: str,
-    *,
-    roles: Sequence[str] | None = None,
-    marks_empty: bool = True,
-) -> Marked:
-    """Return a conversation with marks around the words of its messages, or of those with
-    ``roles``. If it ``marks_empty``, the content of a message without words gets marks too."""
+def mark_words(messages: Sequence[Message], nonce: str, way: Way) -> Marked:
+    """Return a conversation with marks around words. The ``nonce`` is a word that its text does not
+    contain."""
     marker = _Marker(nonce)
-    for number, message in enumerate(messages):
-        is_marked = roles is None or message["role"] in roles
-        marker.messages.append(marker.mark(number, message, marks_empty) if is_marked else message)
-    return Marked(marker.messages, marker.words, nonce)
+    marked = [
+        marker.mark(number, message, way.marks_empty) if way.marks(message) else message
+        for number, message in enumerate(messages)
+    ]
+    return Marked(marked, marker.words, nonce)
 
 
 def unused_nonce(text: str) -> str:
@@ -140,7 +149,6 @@ class _Marker:
     """Marks messages one after the other, and numbers their words."""
 
     nonce: str
-    messages: list[Message] = field(default_factory=list)
     words: list[Words] = field(default_factory=list)
 
     def mark(self, number: int, message: Message, marks_empty: bool) -> Message:

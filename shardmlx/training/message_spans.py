@@ -1,4 +1,4 @@
-"""Where each message lies in what a chat template writes. No MPI.
+"""Places of messages in the text that a chat template writes. No MPI.
 
 Islands of marked words show where the words of each message are. Between two islands stands what
 the template itself writes: the end of one message, and the header of the next. The conversation up
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from shardmlx.training.message_marks import Island, Message, Words, mark_words, unused_nonce
+from shardmlx.training.message_marks import Island, Message, Way, Words, mark_words, unused_nonce
 
 Tools = Sequence[Mapping[str, Any]] | None
 
@@ -25,10 +25,10 @@ for an answer; None if it refuses the conversation."""
 Span = tuple[int, int]
 """The first character, and the one after the last."""
 
-_WAYS: Sequence[Mapping[str, Any]] = (
-    {"marks_empty": True},
-    {"marks_empty": False},
-    {"marks_empty": False, "roles": ("assistant", "tool")},
+_WAYS = (
+    Way(marks_empty=True),
+    Way(marks_empty=False),
+    Way(marks_empty=False, roles=("assistant", "tool")),
 )
 """Ways to mark words, from the one that shows most. A template may write a message otherwise if its
 content is not empty, or look for a command at the end of a question."""
@@ -48,13 +48,13 @@ _ANSWER = {"role": "assistant", "content": "b"}
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What a template writes for a conversation, and the islands of its ``words`` in it. ``way`` is
-    the one of ``_WAYS`` in which they were marked."""
+    """Text of a conversation as a template writes it, and the islands of its ``words``, which were
+    marked in a ``way`` of ``_WAYS``."""
 
     text: str
     islands: Sequence[Island]
     words: Sequence[Words]
-    way: Mapping[str, Any]
+    way: Way
 
     def index_of(self, number: int) -> int | None:
         """Return the index of an island by the number of its words; None if none are written."""
@@ -81,7 +81,7 @@ class Reading:
 class MessageSpans:
     """Finds messages in what a template writes.
 
-    What it learns of the template's own text between two islands it keeps, so that a whole data set
+    It keeps what it learns of the template's own text between two islands, so that a whole data set
     costs a few conversations more.
     """
 
@@ -100,6 +100,8 @@ class MessageSpans:
     ) -> list[Span] | None:
         """Return where the message of this number lies, which may be in several places, and in none
         if none of its words is written; None if that cannot be told."""
+        if not reading.way.marks(messages[number]):
+            return None
         islands = reading.islands
         own = [i for i, each in enumerate(islands) if each.message == number]
         spans: list[Span] = []
@@ -122,7 +124,11 @@ class MessageSpans:
         """Return the place at which the first message begins that is not the system's; None if that
         cannot be told."""
         first = next((each for each in reading.islands if not _is_system(messages, each)), None)
-        if first is None or messages[first.message]["role"] != "user" or "roles" in reading.way:
+        if (
+            first is None
+            or messages[first.message]["role"] != "user"
+            or reading.way.roles is not None
+        ):
             return None
         header = self._header_of_question
         begin = first.begin
@@ -133,7 +139,7 @@ class MessageSpans:
 
     @property
     def _header_of_question(self) -> str | None:
-        """What the template writes before a question that follows an answer."""
+        """The text before a question that follows an answer; None if that cannot be told."""
         messages = [_QUESTION, _ANSWER, _QUESTION]
         reading = self._read_part(messages, None, _WAYS[0])
         spans = None if reading is None else self.spans(messages, None, reading, 2)
@@ -146,14 +152,14 @@ class MessageSpans:
         messages: Sequence[Message],
         tools: Tools,
         text: str | None,
-        way: Mapping[str, Any],
+        way: Way,
         asks: bool = False,
     ) -> Reading | None:
         """Return the reading of a text if the words that are marked in this ``way`` leave it as it
         is."""
         if text is None:
             return None
-        marked = mark_words(messages, unused_nonce(text), **way)
+        marked = mark_words(messages, unused_nonce(text), way)
         written = self.write(marked.messages, tools, asks)
         if written is None:
             return None
@@ -162,7 +168,7 @@ class MessageSpans:
         return None if found != text or overlap else Reading(text, islands, marked.words, way)
 
     def _read_part(
-        self, messages: Sequence[Message], tools: Tools, way: Mapping[str, Any], asks: bool = False
+        self, messages: Sequence[Message], tools: Tools, way: Way, asks: bool = False
     ) -> Reading | None:
         """Return the reading of the beginning of a conversation."""
         return self._marked(messages, tools, self.write(messages, tools, asks), way, asks)
@@ -244,7 +250,7 @@ class MessageSpans:
 
     @property
     def _header(self) -> str:
-        """What the template writes to ask for an answer to a question."""
+        """The text with which the template asks for an answer to a question."""
         asked = self.write([_QUESTION], None, True) or ""
         plain = self.write([_QUESTION], None, False) or ""
         return asked[_matched(_PIECES.findall(asked), plain) :]

@@ -20,9 +20,9 @@ from typing import Any
 from shardmlx.config.data import FeatureKeys
 from shardmlx.engine.batches import Sample
 from shardmlx.errors import UserError
-from shardmlx.training.data_rows import TOOLS, Conversations, Row, named, shown, value_of
+from shardmlx.training.data_rows import TOOLS, Conversations, Row, named, value_of
 from shardmlx.training.message_marks import has_words
-from shardmlx.training.row_notes import NOTHING
+from shardmlx.training.row_notes import NOTHING, shown
 
 _LABELS = {"true": True, "1": True, "false": False, "0": False}
 """Labels as CSV writes them."""

@@ -1,13 +1,17 @@
-"""What is to be said of the rows of a set once, with their number, and not at each row. No MLX."""
+"""Notes of the rows of a set, which are said once, with the number of rows. No MLX, no MPI."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-NOTHING = (None, "", [], {})
+NOTHING: tuple[Any, ...] = (None, "", [], {})
 """Values that hold nothing."""
+
+_LONGEST = 60
+"""Characters of a value that a message shows."""
 
 
 @dataclass(slots=True)
@@ -50,3 +54,9 @@ class RowNotes:
                 f"{', '.join(map(repr, sorted(self._read)))}"
             )
         return lines
+
+
+def shown(value: Any) -> str:
+    """Return a value as a message shows it."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

@@ -58,7 +58,8 @@ def _rounding(logps: np.ndarray, objective: Objective, dtype: str) -> np.ndarray
     if not objective.rewards_gains:
         return np.zeros(len(logps) // 2)
     sizes = np.abs(logps[0::2]) + np.abs(logps[1::2])
-    return objective.how.strength * _NOISE[dtype] * np.sqrt(sizes)
+    margins: np.ndarray = objective.how.strength * _NOISE[dtype] * np.sqrt(sizes)
+    return margins
 
 
 def means_of(totals: Iterable[Sequence[float]], objective: Objective | None) -> dict[str, float]:

@@ -249,7 +249,7 @@ def test_what_counts_is_what_a_template_marks_that_is_the_same_but_for_its_marks
 
 
 def with_arguments_as_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    found = json.loads(json.dumps(messages))
+    found: list[dict[str, Any]] = json.loads(json.dumps(messages))
     for message in found:
         for call in message.get("tool_calls", ()):
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"])

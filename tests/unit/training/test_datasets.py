@@ -145,7 +145,7 @@ def test_an_empty_text_of_which_the_tokenizer_makes_tokens_is_one(tmp_path: Path
     """mlx-lm trains on it too."""
 
     class Begins(Letters):
-        def encode(self, text: str) -> list[int]:
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
             return [2, *super().encode(text)]
 
     config = TrainConfig(data=write(tmp_path, train=[{"text": ""}]), batch_size=1)

@@ -118,13 +118,13 @@ def test_a_cut_leaves_what_the_system_says_and_the_begin(tmp_path: Path, objecti
     samples = read_data(DataOptions.of(config), tokenizer, None).train
     together = len(samples) // len(rows)
     for i, (tokens, start) in enumerate(samples):
-        text = tokenizer.decode(tokens[:start].tolist())
+        text = tokenizer.decode([*map(int, tokens[:start])])
         head = "<|begin|>" + "<|start|>system<|end|>be brief<|eot|>" * (i // together)
         assert text.startswith(head)
         assert text.endswith("what is the sea? <|eot|><|start|>assistant<|end|>")
         assert text.count("<|begin|>") == 1
     assert samples.lengths.max() == 60
-    assert tokenizer.decode(samples[0][0].tolist()).endswith("blue<|eot|>")
+    assert tokenizer.decode([*map(int, samples[0][0])]).endswith("blue<|eot|>")
 
 
 def test_a_system_message_that_leaves_no_room_is_not_cut(tmp_path: Path) -> None:
