@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -134,6 +135,29 @@ def test_mlx_lm_leaves_out_the_beginning_of_an_answer() -> None:
     row = {"messages": [said("user", "hello"), said("assistant", "hello you there")]}
     tokens, start = ChatDataset([row], tokenizer, mask_prompt=True).process(row)
     assert "hello you there" not in tokenizer.decode(tokens[start:])
+
+
+def test_mlx_lm_does_not_learn_to_open_a_call() -> None:
+    """As docs/developers/upstream.md says, too."""
+    tokenizer = tokenizer_with(KINDS["ends a thought"].template)
+    row = {"messages": [said("user", "hello"), said("assistant", None, tool_calls=[CALL])]}
+    tokens, start = ChatDataset([row], tokenizer, mask_prompt=True).process(row)
+    assert "<tool_call>" in tokenizer.decode(tokens)
+    assert "<tool_call>" not in tokenizer.decode(tokens[start:])
+
+
+def test_mlx_lm_says_nothing_of_words_and_columns_that_are_left_out() -> None:
+    """As docs/developers/upstream.md says, too."""
+    tokenizer = tokenizer_with(KINDS["chatml"].template)
+    answer = said("assistant", "you", reasoning_content="for the sea")
+    row = {"messages": [said("user", "hello"), answer], "system": "be brief"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tokens, _ = ChatDataset([row], tokenizer).process(row)
+    text = tokenizer.decode(tokens)
+    assert "you" in text
+    assert "for the sea" not in text
+    assert "be brief" not in text
 
 
 def test_a_row_whose_answer_is_not_found_is_named() -> None:
