@@ -178,20 +178,26 @@ class _Marker:
         return value
 
     def _text(self, text: str, words: Words) -> str:
-        """Mark each run of a text between two tags, without the white space around it."""
+        """Mark each run of a text between two tags, without the white space around it; the tags if
+        there is nothing else."""
+        if not _TAG.sub("", text).strip():
+            return self._run(text, words)
         pieces = []
         end = 0
         for tag in [*_TAG.finditer(text), None]:
             run = text[end:] if tag is None else text[end : tag.start()]
-            said = run.strip()
-            if said:
-                before, after = run.split(said, 1)
-                run = f"{before}{self._pair(said, words)}{after}"
-            pieces.append(run)
+            pieces.append(self._run(run, words))
             if tag is not None:
                 pieces.append(tag[0])
                 end = tag.end()
         return "".join(pieces)
+
+    def _run(self, run: str, words: Words) -> str:
+        said = run.strip()
+        if not said:
+            return run
+        before, after = run.split(said, 1)
+        return f"{before}{self._pair(said, words)}{after}"
 
     def _json(self, text: str, words: Words) -> str:
         """Mark the words in JSON, which stays JSON."""

@@ -86,7 +86,7 @@ class MessageSpans:
     """
 
     write: Write
-    _openings: dict[Any, int | None] = field(default_factory=dict)
+    _openings: dict[Any, int] = field(default_factory=dict)
     _closings: dict[Any, int] = field(default_factory=dict)
 
     def read(self, messages: Sequence[Message], tools: Tools, text: str) -> Reading | None:
@@ -114,11 +114,13 @@ class MessageSpans:
                     return None
                 begin = islands[i].begin - length
             spans.append((begin, islands[i].end))
-        lasts = [i for i in own if i + 1 not in own]
-        return [
-            (begin, end + self._closing(messages, tools, reading, i))
-            for (begin, end), i in zip(spans, lasts, strict=True)
-        ]
+        found = []
+        for (begin, end), i in zip(spans, [i for i in own if i + 1 not in own], strict=True):
+            length = self._closing(messages, tools, reading, i)
+            if length is None:
+                return None
+            found.append((begin, end + length))
+        return found
 
     def head(self, messages: Sequence[Message], reading: Reading) -> int | None:
         """Return the place at which the first message begins that is not the system's; None if that
@@ -187,66 +189,65 @@ class MessageSpans:
         gap = reading.before(index)
         number = reading.islands[index].message
         key = (gap, is_first, *_forms(messages, reading, index - 1, index), number == 0)
-        if key not in self._openings:
-            if is_first:
-                length = self._after_prompt(
-                    messages[:number], messages[number], tools, reading, gap
-                )
-            else:
-                length = self._after_others(messages[: number + 1], tools, reading, index)
+        if key in self._openings:
+            return self._openings[key]
+        if not is_first:
+            length = self._after_others(messages[: number + 1], tools, reading, index)
+        elif number == 0 and messages[0]["role"] != "assistant":
+            length = len(gap)
+        else:
+            is_answer = messages[number]["role"] == "assistant"
+            length = self._after_prompt(messages[:number], tools, reading.way, gap, is_answer)
+            if length is None and is_answer:
+                place = _end_of_header(gap, self._header)
+                return None if place is None else len(gap) - place
+        if length is not None:
             self._openings[key] = length
-        return self._openings[key]
+        return length
 
     def _after_prompt(
-        self,
-        before: Sequence[Message],
-        message: Message,
-        tools: Tools,
-        reading: Reading,
-        gap: str,
+        self, before: Sequence[Message], tools: Tools, way: Way, gap: str, asks: bool
     ) -> int | None:
-        """Return how much of a gap stands after the prompt, which ends in a request for an answer
-        if the message is the assistant's."""
-        asks = message["role"] == "assistant"
-        if not before and not asks:
-            return len(gap)
-        asked = self._read_part(before, tools, reading.way, asks) if before else None
-        plain = self._read_part(before, tools, reading.way) if before and asks else asked
-        place = None
-        if asked is not None and plain is not None:
-            place = _end_of_prompt(gap, asked.tail, plain.tail)
-        if place is None and asks:
-            place = _end_of_header(gap, self._header)
+        """Return how much of a gap stands after the prompt, which may ask for an answer; None if
+        the gap does not show the prompt."""
+        asked = self._read_part(before, tools, way, asks) if before else None
+        plain = self._read_part(before, tools, way) if before and asks else asked
+        if asked is None or plain is None:
+            return None
+        place = _end_of_prompt(gap, asked.tail, plain.tail)
         return None if place is None else len(gap) - place
 
     def _after_others(
         self, upto: Sequence[Message], tools: Tools, reading: Reading, index: int
-    ) -> int:
+    ) -> int | None:
         """Return how much of a gap belongs to the message after it, part of which stands before
         what another one says: as much as it has without the other one."""
         alone = self._read_part(upto, tools, reading.way)
         own = None if alone is None else alone.index_of(reading.islands[index].number)
         if alone is None or own is None:
-            return 0
+            return None
         pieces = [piece[::-1] for piece in reversed(_PIECES.findall(alone.before(own)))]
         return _matched(pieces, reading.before(index)[::-1])
 
     def _closing(
         self, messages: Sequence[Message], tools: Tools, reading: Reading, index: int
-    ) -> int:
+    ) -> int | None:
         """Return how many characters after an island belong to its message: those with which it
-        ends if nothing follows it."""
+        ends if nothing follows it. None if that cannot be told."""
         number = reading.islands[index].message
         gap = reading.after(index)
         if number == len(messages) - 1 and index + 1 == len(reading.islands):
             return len(gap)
         key = (gap, *_forms(messages, reading, index, index + 1))
-        if key not in self._closings:
-            alone = self._read_part(messages[: number + 1], tools, reading.way)
-            own = None if alone is None else alone.index_of(reading.islands[index].number)
-            ending = "" if alone is None or own is None else alone.after(own)
-            self._closings[key] = _matched(_PIECES.findall(ending), gap)
-        return self._closings[key]
+        if key in self._closings:
+            return self._closings[key]
+        alone = self._read_part(messages[: number + 1], tools, reading.way)
+        own = None if alone is None else alone.index_of(reading.islands[index].number)
+        if alone is None or own is None:
+            return None
+        length = _matched(_PIECES.findall(alone.after(own)), gap)
+        self._closings[key] = length
+        return length
 
     @property
     def _header(self) -> str:

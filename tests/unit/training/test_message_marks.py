@@ -44,7 +44,7 @@ def test_a_text_without_its_marks_is_the_text(contents: list[str]) -> None:
         ("<think>\nwhy\n</think>\n\nhello", ["why", "hello"]),
         ("[INST] a [/INST]<b>c</b>", ["a", "c"]),
         ("a < b", ["a < b"]),
-        ("<br>", [""]),
+        ("<br>\n<br> ", ["<br>\n<br>"]),
         ("", [""]),
     ],
 )
