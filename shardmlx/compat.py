@@ -320,15 +320,26 @@ def tokens_of_text(
     return found["input_ids"], [*itertools.accumulate(ends, max)]
 
 
+def has_template_in_python(tokenizer: Any) -> bool:
+    """Return whether a function of mlx-lm writes conversations, which takes fewer arguments.
+
+    mlx-lm 0.32.2: the wrapper's ``_chat_template`` replaces Jinja's (DeepSeek V3.2). When it
+    breaks: ask each template without what is optional.
+    """
+    return getattr(tokenizer, "_tokenizer", None) is not None and (
+        tokenizer._chat_template is not None
+    )
+
+
 def has_generation_marks(tokenizer: Any, tools: Any) -> bool:
     """Return whether the chat template for conversations with these tools marks what the assistant
     says.
 
-    mlx-lm 0.32.2: a template in Python, the wrapper's ``_chat_template``, replaces Jinja's. When it
-    breaks: look into ``chat_template`` alone.
+    mlx-lm 0.32.2: its wrapper does not ask for one of several templates, so the tokenizer inside,
+    ``_tokenizer``, is asked. When it breaks: look into ``chat_template``.
     """
     inner = getattr(tokenizer, "_tokenizer", None)
-    if inner is None or tokenizer._chat_template is not None or inner.chat_template is None:
+    if inner is None or has_template_in_python(tokenizer) or inner.chat_template is None:
         return False
     return _GENERATION.search(inner.get_chat_template(None, tools)) is not None
 

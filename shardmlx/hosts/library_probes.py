@@ -159,7 +159,7 @@ def _detokenizers_tell_whether_they_trim() -> bool:
     return trims and [*map(compat.trims_first_space, made)] == [True, False]
 
 
-def _letters(template: str) -> Any:
+def _letters(template: str, in_python: Callable[..., str] | None = None) -> Any:
     """Return mlx-lm's tokenizer of two letters, with a chat template."""
     from mlx_lm.tokenizer_utils import TokenizerWrapper
     from tokenizers import Tokenizer, models
@@ -168,12 +168,25 @@ def _letters(template: str) -> Any:
     kind: Any = PreTrainedTokenizerFast
     letters = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
     inside = kind(tokenizer_object=letters, chat_template=template)
-    return TokenizerWrapper(inside, eos_token_ids=[1])
+    return TokenizerWrapper(inside, eos_token_ids=[1], chat_template=in_python)
 
 
 def _tokens_tell_where_they_end() -> bool:
     found = compat.tokens_of_text(_letters("a"), "aba", with_ends=True)
     return found == ([0, 1, 0], [1, 2, 3])
+
+
+def _templates_in_python_are_told() -> bool:
+    def write(messages: Any, **how: Any) -> str:
+        return "b"
+
+    tokenizers = (_letters("a"), _letters("a", write))
+    messages = [{"role": "user", "content": "a"}]
+    written = [each.apply_chat_template(messages, tokenize=False) for each in tokenizers]
+    return written == ["a", "b"] and [*map(compat.has_template_in_python, tokenizers)] == [
+        False,
+        True,
+    ]
 
 
 def _templates_tell_whether_they_mark() -> bool:
@@ -232,6 +245,7 @@ PROBES: Mapping[Any, Callable[[], bool]] = {
     compat.model_classes: _classes_are_told,
     compat.trims_first_space: _detokenizers_tell_whether_they_trim,
     compat.tokens_of_text: _tokens_tell_where_they_end,
+    compat.has_template_in_python: _templates_in_python_are_told,
     compat.has_generation_marks: _templates_tell_whether_they_mark,
     compat.tokens_of_assistant: _templates_mark_the_assistant,
     compat.hub_transport_error: _errors_of_the_hub_are_those_of_http,

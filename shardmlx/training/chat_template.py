@@ -17,7 +17,12 @@ from jinja2 import TemplateSyntaxError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from shardmlx.common.yaml_reader import is_number
-from shardmlx.compat import has_generation_marks, tokens_of_assistant, tokens_of_text
+from shardmlx.compat import (
+    has_generation_marks,
+    has_template_in_python,
+    tokens_of_assistant,
+    tokens_of_text,
+)
 from shardmlx.errors import UserError, one_line
 from shardmlx.training.message_marks import Message, has_words, texts_of
 from shardmlx.training.message_spans import MessageSpans, Reading, Span, Tools
@@ -89,9 +94,11 @@ class ChatTemplate:
 
     def tokens(self, messages: Sequence[Message], tools: Tools = None, **how: Any) -> list[int]:
         """Return a conversation's tokens as mlx-lm makes them. Raises the template's errors."""
-        tokens: list[int] = self._tokenizer.apply_chat_template(
-            messages, tools=tools, return_dict=False, **how
-        )
+        if has_template_in_python(self._tokenizer):
+            how |= {} if tools is None else {"tools": tools}
+        else:
+            how |= {"tools": tools, "return_dict": False}
+        tokens: list[int] = self._tokenizer.apply_chat_template(messages, **how)
         return tokens
 
     def text(self, messages: Sequence[Message], tools: Tools = None, **how: Any) -> str:
@@ -112,8 +119,10 @@ class ChatTemplate:
     def writes_calls(self) -> bool:
         # A template may join arguments with its own text, which only text allows.
         forms: tuple[Any, ...] = ({}, "{}")
-        calls = (_call_of(_WORD, form) for form in forms)
-        return any(self.writes({"role": "assistant", "tool_calls": each}) for each in calls)
+        texts = [
+            self._try({"role": "assistant", "tool_calls": _call_of(_WORD, form)}) for form in forms
+        ]
+        return any(_WORD in text and f"'{_WORD}" not in text for text in texts)
 
     @functools.cached_property
     def arguments(self) -> type | None:
@@ -123,7 +132,8 @@ class ChatTemplate:
             self._try({"role": "assistant", "tool_calls": _call_of("f", form)})
             for form in (json.dumps(value), value)
         )
-        takes_text = json.dumps(value) in as_text
+        is_read = _KEY in as_text and _WORD in as_text and as_object == ""
+        takes_text = json.dumps(value) in as_text or is_read
         takes_object = _KEY in as_object and _WORD in as_object and str(value) not in as_object
         if takes_object and not (takes_text and as_text == as_object):
             return dict

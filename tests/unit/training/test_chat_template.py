@@ -9,6 +9,8 @@ from operator import itemgetter
 from typing import Any
 
 import pytest
+from mlx_lm.chat_templates import deepseek_v32
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tuner.datasets import ChatDataset
 
 from shardmlx.compat import tokens_of_assistant
@@ -349,3 +351,26 @@ def test_what_a_template_takes() -> None:
     assert ChatTemplate(tokenizer_with(PARTS)).takes_parts("user")
     strict = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{% endfor %}"
     assert ChatTemplate(tokenizer_with(strict)).drops("gpt")
+
+
+def test_a_template_in_python_of_mlx_lm_is_one() -> None:
+    inside = tokenizer_with("x", special=("</think>", "<｜end▁of▁sentence｜>"))._tokenizer
+    tokenizer = TokenizerWrapper(inside, chat_template=deepseek_v32.apply_chat_template)
+    template = ChatTemplate(tokenizer)
+    assert template.writes_calls
+    assert template.arguments is str
+    for name in ("two turns", "turns of the same words", "a call, a result, a call"):
+        messages = with_arguments_as_text((CONVERSATIONS | WITH_CALLS)[name])
+        written = template.written(messages, None)
+        counts = [each["role"] == "assistant" for each in messages]
+        found = said_in(
+            tokenizer, written.tokens, template.counted(messages, None, written, counts, "row")
+        )
+        assert len(found) == sum(counts)
+        for said_there, message in zip(found, filter(is_answer, messages), strict=True):
+            assert said_there.endswith("<｜end▁of▁sentence｜>")
+            assert said_there.startswith(message["content"] or "\n\n<｜DSML｜function_calls>")
+
+
+def is_answer(message: dict[str, Any]) -> bool:
+    return bool(message["role"] == "assistant")
