@@ -212,7 +212,7 @@ class Conversations:
         ends = self.template.ends
         if ends and ends.isdisjoint(tokens):
             self.notes.add(
-                "have no end token of the model where an answer ends, so that it does not learn to "
+                "have no end token of the model where an answer ends, from which it would learn to "
                 "stop",
                 where,
             )

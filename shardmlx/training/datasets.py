@@ -252,14 +252,14 @@ def _tokenise(
     bounds, heads, wanted = [], [], []
     for i in progress(f"tokenising {name}", range(len(rows))):
         where = row_name(found.name, i)
+        row = rows[i]
+        notes.take(row)
         answers = (
-            [(tokenise(rows[i], where), True)]
-            if facts is None
-            else preferences.tokenise(rows[i], where)
+            [(tokenise(row, where), True)] if facts is None else preferences.tokenise(row, where)
         )
         head = 0
         if facts is not None and any(len(ids) > options.max_seq_length for (ids, _), _ in answers):
-            head = preferences.head(rows[i], where)
+            head = preferences.head(row, where)
         for (ids, start), is_wanted in answers:
             begin = len(tokens)
             tokens.extend(ids)
@@ -273,7 +273,7 @@ def _tokenise(
         known = np.full((len(bounds), KNOWN), np.nan)
         known[:, WANTED], known[:, BASELINE] = wanted, 0
     samples = Samples(np.frombuffer(tokens, np.int32), np.array(bounds, np.int64), known)
-    return samples, np.array(heads), notes.warnings(rows)
+    return samples, np.array(heads), notes.warnings()
 
 
 def _fitted(

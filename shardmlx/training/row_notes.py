@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +19,15 @@ class RowNotes:
     """Counts what rows of a set have in common, and which of their columns are read."""
 
     name: str
+    _count: int = 0
     _rows: dict[str, list[str]] = field(default_factory=dict)
+    _columns: dict[str, None] = field(default_factory=dict)
     _read: set[str] = field(default_factory=set)
+
+    def take(self, row: Mapping[str, Any]) -> None:
+        """Take down a row of the set: its columns that hold anything."""
+        self._count += 1
+        self._columns |= {key: None for key, value in row.items() if value not in NOTHING}
 
     def add(self, what: str, row: str) -> None:
         """Take down of a row, by its name, what is so: "3 of 5 rows end in an empty answer"."""
@@ -32,22 +39,13 @@ class RowNotes:
         """Take down that the rows' columns of these keys are read."""
         self._read.update(keys)
 
-    def warnings(self, rows: Iterable[Mapping[str, Any]]) -> list[str]:
-        """Return a line for each thing that was taken down, and one for columns that are not read,
-        of the ``rows`` of the set."""
-        count = 0
-        unread: dict[str, None] = {}
-        for row in rows:
-            count += 1
-            unread |= {
-                key: None
-                for key, value in row.items()
-                if key not in self._read and value not in NOTHING
-            }
+    def warnings(self) -> list[str]:
+        """Return a line for each thing that was taken down, and one for columns not read."""
         lines = [
-            f"{self.name}: {len(named)} of {count} rows {what} (the first is {named[0]})"
+            f"{self.name}: {len(named)} of {self._count} rows {what} (the first is {named[0]})"
             for what, named in self._rows.items()
         ]
+        unread = [key for key in self._columns if key not in self._read]
         if unread:
             lines.append(
                 f"{self.name}: its columns {', '.join(map(repr, unread))} are not read, but "

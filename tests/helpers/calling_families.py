@@ -6,6 +6,8 @@ which the template asks for an answer. Without these marks, ``plain`` is what su
 
 from __future__ import annotations
 
+from typing import Any
+
 BEGIN, END = "{% generation %}", "{% endgeneration %}"
 
 _LATEST = (
@@ -256,7 +258,7 @@ def _said(text: str | None, **others: object) -> dict[str, object]:
 
 _REST = (_tool(), _said("Sunny."), _user("Thanks."), _said("Welcome."))
 
-CONVERSATIONS = {
+CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "no content": [_user(), {"role": "assistant", "tool_calls": [_CALL]}, *_REST],
     "null": [_user(), _said(None, tool_calls=[_CALL]), *_REST],
     "an empty content": [_user(), _said("", tool_calls=[_CALL]), *_REST],

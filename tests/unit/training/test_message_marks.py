@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardmlx.training.message_marks import Way, has_words, mark_words, texts_of, unused_nonce
@@ -24,6 +24,7 @@ def call(arguments: Any) -> dict[str, Any]:
     return said("", tool_calls=[{"id": "call00001", "type": "function", "function": function}])
 
 
+@settings(deadline=None)
 @given(st.lists(st.text(), min_size=1))
 def test_a_text_without_its_marks_is_the_text(contents: list[str]) -> None:
     messages = [said(content) for content in contents]
