@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -55,7 +56,15 @@ class Machine:
     where: str = field(default="", compare=False)
     """File and line of the entry, for messages."""
     login: str = field(default="", compare=False)
-    """The host as the file writes it, perhaps with a user."""
+    """The host as ssh is told it, perhaps with a user."""
+    port: int | None = field(default=None, compare=False)
+    """Port of ssh there, if the file gives one."""
+
+    @property
+    def entry(self) -> str:
+        """The words of a hostfile with which mpirun starts ranks there."""
+        port = "" if self.port is None else f" port={self.port}"
+        return f"{self.login or self.host} slots={self.slots}{port}"
 
 
 def read_hostfile(path: str | Path) -> tuple[Machine, ...]:
@@ -112,7 +121,26 @@ def as_groups(machines: Sequence[Machine], size: int) -> tuple[Machine, ...]:
 
 _COMMENT = re.compile("#|//")
 
-_PASSED_OVER = ("port", "username", "user-name", "user_name", "max_slots", "max-slots")
+_STRANGE_SPACE = re.compile(r"[^\S \t\f\v]|[\0-\x08\x1c-\x1f\x7f\u200b-\u200f\u2060\ufeff]")
+"""What looks like a space, or like nothing, and is neither to mpirun."""
+
+_SETTINGS = {
+    "slots": "slots",
+    "port": "port",
+    **dict.fromkeys(("username", "user-name", "user_name"), "username"),
+    **dict.fromkeys(("max_slots", "max-slots"), "max_slots"),
+}
+"""Keys of a host, as mpirun reads them, and the main name of each."""
+
+_MPIRUN_WORDS = frozenset(
+    {*_SETTINGS, "cpu", "count", "slots-max", "slots_max", "cpu-max", "cpu_max", "max-cpu"}
+    | {"max_cpu", "count-max", "count_max", "max-count", "max_count", "rank", "slot", "boards"}
+    | {"sockets", "sockets_per_board", "sockets-per-board", "cores", "cores_per_socket"}
+    | {"cores-per-socket"}
+)
+"""Words that mpirun reads as its own, wherever they stand."""
+
+_LAST_PORT = 65535
 
 _FLOPS = {
     f"{prefix}{unit}": size for unit in ("", "FLOPS", "FLOP/s") for prefix, size in DECIMAL.items()
@@ -146,35 +174,88 @@ def _machine(line: str, where: str) -> Machine | None:
             f"{where}: mpirun reads no Windows line ends", "save the file with Unix ones"
         )
     text, *comment = _COMMENT.split(line, maxsplit=1)
+    if space := _STRANGE_SPACE.search(text):
+        name = unicodedata.name(space[0], "a control character").lower()
+        raise UserError(
+            f"{where}: {name} (U+{ord(space[0]):04X}), which mpirun does not read",
+            "write plain spaces between words",
+        )
     words = _words(text)
     if not words:
         return None
-    host = words[0].rpartition("@")[2]
-    if not _address(host) and not re.fullmatch(r"(\w[\w-]*@)?\w[\w.-]*", words[0], re.ASCII):
-        raise UserError(
-            f"{where}: host {words[0]!r}", "write a name or an address, like mac-mini.local"
-        )
-    slots = 0
-    for word in words[1:]:
-        key, equals, value = word.partition("=")
-        if key in _PASSED_OVER and equals:
-            continue
-        if key != "slots" or slots or not equals:
-            raise UserError(f"{where}: {word!r}", "write 'name slots=1', and all else after a #")
-        if not re.fullmatch("0*[1-9][0-9]{0,5}", value):
-            raise UserError(f"{where}: slots is {value!r}", "give a whole number from 1")
-        slots = int(value)
-    if not slots:
+    user, host = _user_and_host(words[0], where)
+    settings = _settings(words[1:], host, where)
+    slots = settings.get("slots")
+    if slots is None:
         raise UserError(
             f"{where}: host {host!r} has no slots, and mpirun would start as many ranks there as "
             "it has cores",
             f"write {host} slots=1",
         )
+    if int(settings.get("max_slots", slots)) < int(slots):
+        raise UserError(f"{where}: max_slots is less than slots", "omit max_slots")
+    user = settings.get("username", user)  # mpirun takes the later one
+    port = settings.get("port")
     facts = _facts(comment, where)
     memory, wired = facts.get("memory"), facts.get("wired")
     if memory is not None and wired is not None and wired > memory:
         raise UserError(f"{where}: host {host!r} wires more memory than it has", "give wired less")
-    return Machine(host=host, slots=slots, where=where, login=words[0], **facts)
+    return Machine(
+        host=host,
+        slots=int(slots),
+        where=where,
+        login=host if user is None else f"{user}@{host}",
+        port=None if port is None else int(port),
+        **facts,
+    )
+
+
+def _user_and_host(word: str, where: str) -> tuple[str | None, str]:
+    """Return the user, if there is one, and the host that the first word of a line names."""
+    user, at, host = word.rpartition("@")
+    if "%" in host and _address(host):
+        raise UserError(
+            f"{where}: host {host!r}: mpirun takes no address with an interface",
+            "write the name or the IPv4 address of that machine",
+        )
+    named = re.fullmatch(r"[A-Za-z0-9][\w.-]*", host, re.ASCII) and host not in _MPIRUN_WORDS
+    is_address = _address(host) is not None and not {":", "."} <= set(host)
+    if not (named or is_address) or host.isdecimal():
+        raise UserError(f"{where}: host {word!r}", "write a name or an address, like mac-mini.local")
+    if at:
+        _check_user(user, host, where)
+    return (user if at else None), host
+
+
+def _check_user(user: str, host: str, where: str) -> None:
+    """Refuse the names of users that mpirun refuses, or passes over in silence."""
+    is_taken = re.fullmatch(r"[A-Za-z0-9][\w-]*", user, re.ASCII) and user not in _MPIRUN_WORDS
+    if not is_taken or user.isdecimal():
+        raise UserError(
+            f"{where}: mpirun does not take the user {user!r}",
+            f"omit the user here, and write two lines into ~/.ssh/config: 'Host {host}' and "
+            f"'User {user}'",
+        )
+
+
+def _settings(words: Iterable[str], host: str, where: str) -> dict[str, str]:
+    """Return the settings of a host, by mpirun's main name of each; all are checked."""
+    found: dict[str, str] = {}
+    for word in words:
+        given, equals, value = word.partition("=")
+        key = _SETTINGS.get(given)
+        if key is None or key in found or not equals:
+            raise UserError(
+                f"{where}: {word!r}", "write 'name slots=1', and all else after a #"
+            )
+        if key == "username":
+            _check_user(value, host, where)
+        elif not re.fullmatch("0*[1-9][0-9]{0,5}", value):
+            raise UserError(f"{where}: {key} is {value!r}", "give a whole number from 1")
+        if key == "port" and int(value) > _LAST_PORT:
+            raise UserError(f"{where}: port is {value!r}", f"give a number up to {_LAST_PORT}")
+        found[key] = value
+    return found
 
 
 def _words(text: str) -> list[str]:

@@ -116,4 +116,4 @@ def _line(machine: Machine, remark: str = "") -> str:
     words = [f"{key}={value}" for key, value in facts.items() if value]
     said = ", ".join(filter(None, (" ".join(words), remark)))
     comment = f"  # {said}" if said else ""
-    return f"{machine.login or machine.host} slots={machine.slots}{comment}\n"
+    return f"{machine.entry}{comment}\n"

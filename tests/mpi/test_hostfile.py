@@ -98,6 +98,12 @@ def test_every_form_of_line_gives_out_ranks_as_the_planner_supposes(tmp_path: Pa
         "here slots=1\nhere slots=1\n",
         "here.lan slots=1\nhere.office slots=1\n",
         "here slots=0\n",
+        "here\u00a0slots=1\n",
+        "\ufeffhere slots=1\n",
+        "fe80::1%eth0 slots=1\n",
+        "here slots=1 port=ssh\n",
+        "here slots=2 max_slots=1\n",
+        "slot slots=1\n",
         "# nobody\n",
     ],
 )

@@ -116,6 +116,27 @@ def test_slots_are_those_that_mpirun_reads(tmp_path: Path, line: str) -> None:
     assert machine.slots == 3
 
 
+@pytest.mark.parametrize(
+    ("line", "login", "port"),
+    [
+        ("mini slots=1", "mini", None),
+        ("anna@mini slots=1 port=2222", "anna@mini", 2222),
+        ("mini port = 22 slots=1 username=anna", "anna@mini", 22),
+        ("mini user_name=a-b_2 slots=1 max_slots=3", "a-b_2@mini", None),
+        ("mini user-name=anna slots=1", "anna@mini", None),
+        ("ben@mini slots=1 username=anna", "anna@mini", None),
+        ("anna@10.0.0.2 slots=1", "anna@10.0.0.2", None),
+    ],
+)
+def test_user_and_port_are_those_with_which_mpirun_logs_in(
+    tmp_path: Path, line: str, login: str, port: int | None
+) -> None:
+    (machine,) = read(tmp_path, line + "\n")
+    assert (machine.login, machine.port) == (login, port)
+    (again,) = read(tmp_path, machine.entry + "\n")
+    assert (again, again.login, again.port) == (machine, login, port)
+
+
 def test_hosts_are_names_or_addresses(tmp_path: Path) -> None:
     text = "a_b-c.lan slots=1\n10.0.0.2 slots=1\n10.0.0.3 slots=1\nfe80::1 slots=1\n"
     assert [each.host for each in read(tmp_path, text)] == [
@@ -158,6 +179,29 @@ def test_names_of_one_host_differ_in_case_and_domain_and_addresses_are_whole(
         (b"mac slots=1\n\xff\n", "line 2: host "),
         ("# no host\n", "hosts: no hosts"),
         ("mac\n", "line 1: host 'mac' has no slots"),
+        ("mac\u00a0slots=1\n", "line 1: no-break space (U+00A0)"),
+        ("mac\u2003slots=1\n", "line 1: em space (U+2003)"),
+        ("mac slots=1\u3000\n", "line 1: ideographic space (U+3000)"),
+        ("\ufeffmac slots=1\n", "line 1: zero width no-break space (U+FEFF)"),
+        ("mac\u200b slots=1\n", "line 1: zero width space (U+200B)"),
+        ("mac slots=1 \x1c\n", "line 1: a control character (U+001C)"),
+        ("mac slots=1\x85\n", "line 1: a control character (U+0085)"),
+        ("fe80::1%en0 slots=1\n", "line 1: host 'fe80::1%en0'"),
+        ("anna@fe80::1%en0 slots=1\n", "line 1: host 'fe80::1%en0'"),
+        ("::ffff:10.0.0.2 slots=1\n", "line 1: host '::ffff:10.0.0.2'"),
+        ("first.last@mac slots=1\n", "line 1: mpirun does not take the user 'first.last'"),
+        ("mac slots=1 username=first.last\n", "line 1: mpirun does not take the user 'first.last'"),
+        ("mac slots=1 username=501\n", "line 1: mpirun does not take the user '501'"),
+        ("mac slots=1 username=\n", "line 1: mpirun does not take the user ''"),
+        ("a@b@mac slots=1\n", "line 1: mpirun does not take the user 'a@b'"),
+        ("@mac slots=1\n", "line 1: mpirun does not take the user ''"),
+        ("mac slots=1 port=ssh\n", "line 1: port is 'ssh'"),
+        ("mac slots=1 port=70000\n", "line 1: port is '70000'"),
+        ("mac slots=1 port=22 port=23\n", "line 1: 'port=23'"),
+        ("mac slots=2 max_slots=1\n", "line 1: max_slots is less than slots"),
+        ("slot slots=1\n", "line 1: host 'slot'"),
+        ("-mac slots=1\n", "line 1: host '-mac'"),
+        ("12 slots=1\n", "line 1: host '12'"),
         ("mac slots=1\nmac slots=2\n", "line 2: host 'mac' is the host of "),
         ("mac.home slots=1\nmac.office slots=1\n", "line 2: host 'mac.office' is the host of "),
         ("fe80::1 slots=1\nFE80::1 slots=1\n", "line 2: host 'FE80::1' is the host of "),
@@ -167,6 +211,19 @@ def test_what_mpirun_refuses_or_guesses_is_named(
     tmp_path: Path, text: str | bytes, problem: str
 ) -> None:
     assert problem in refusal(read, tmp_path, text).problem
+
+
+def test_a_user_that_mpirun_does_not_take_goes_into_the_configuration_of_ssh(
+    tmp_path: Path,
+) -> None:
+    error = refusal(read, tmp_path, "first.last@mac.local slots=1\n")
+    assert "~/.ssh/config: 'Host mac.local' and 'User first.last'" in error.remedy
+
+
+def test_strange_spaces_in_a_comment_are_prose(tmp_path: Path) -> None:
+    assert read(tmp_path, "mac slots=1 #\u00a0memory=8GiB\u00a0old\n") == (
+        Machine(host="mac", memory=8 * 2**30),
+    )
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
