@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import ctypes.util
 import os
+import pwd
 import shutil
 import subprocess
 import sys
@@ -53,6 +54,7 @@ class Blas:
 def prepare() -> Blas:
     """Set up this process; call it before anything imports ``mlx.core`` or ``mpi4py``."""
     hide_mpi_from_mlx()
+    find_home()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if launched_rank() != 0:
@@ -65,6 +67,19 @@ def prepare() -> Blas:
         for option, value in _MALLOC_OPTIONS.items():
             mallopt(option, value)
     return _put_openblas_first()
+
+
+def find_home() -> None:
+    """Set HOME where nothing has, since Open MPI does not start without it. ``UserError`` if this
+    user has no home directory."""
+    if os.environ.get("HOME"):
+        return
+    try:
+        os.environ["HOME"] = pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:
+        raise UserError(
+            "HOME is not set, and this user has none", "export HOME=DIRECTORY"
+        ) from None
 
 
 def _put_openblas_first() -> Blas:

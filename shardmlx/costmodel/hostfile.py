@@ -221,7 +221,9 @@ def _user_and_host(word: str, where: str) -> tuple[str | None, str]:
     named = re.fullmatch(r"[A-Za-z0-9][\w.-]*", host, re.ASCII) and host not in _MPIRUN_WORDS
     is_address = _address(host) is not None and not {":", "."} <= set(host)
     if not (named or is_address) or host.isdecimal():
-        raise UserError(f"{where}: host {word!r}", "write a name or an address, like mac-mini.local")
+        raise UserError(
+            f"{where}: host {word!r}", "write a name or an address, like mac-mini.local"
+        )
     if at:
         _check_user(user, host, where)
     return (user if at else None), host
@@ -245,9 +247,7 @@ def _settings(words: Iterable[str], host: str, where: str) -> dict[str, str]:
         given, equals, value = word.partition("=")
         key = _SETTINGS.get(given)
         if key is None or key in found or not equals:
-            raise UserError(
-                f"{where}: {word!r}", "write 'name slots=1', and all else after a #"
-            )
+            raise UserError(f"{where}: {word!r}", "write 'name slots=1', and all else after a #")
         if key == "username":
             _check_user(value, host, where)
         elif not re.fullmatch("0*[1-9][0-9]{0,5}", value):

@@ -12,6 +12,9 @@ import psutil
 INCLUDE = "OMPI_MCA_btl_tcp_if_include"
 """The variable in which ``mpirun --mca`` has networks or interfaces."""
 
+LOOPBACK = "127.0.0.0/8"
+"""The network that Open MPI leaves out by itself, unless it is told which ones to leave out."""
+
 
 def is_included(name: str, address: str, include: str | None) -> bool:
     """Tell whether ``include``, a value of that variable, has an interface, by its name or its

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,18 @@ from shardmlx.hosts import probe_script
 from shardmlx.hosts.doctor_find import fastest_links, find_others
 from shardmlx.hosts.doctor_hostfile import found_hostfile
 from shardmlx.hosts.doctor_report import UNKNOWN, host_table, progress, size, warnings, write
-from shardmlx.hosts.findings import Finding, connection_remedy, foreign_mpirun, version_skew
-from shardmlx.hosts.host_facts import HostFacts, Interface, facts_from
-from shardmlx.hosts.mpirun import is_of_wheel, mpirun_path
-from shardmlx.hosts.reachability import (
-    Answer,
-    Probe,
-    RemoteLogin,
-    at_once,
-    check_hosts,
-    is_local,
-    probing,
-    problems,
-    why_not,
+from shardmlx.hosts.findings import (
+    Finding,
+    connection_remedy,
+    foreign_mpirun,
+    shared_network,
+    version_skew,
 )
+from shardmlx.hosts.host_facts import HostFacts, Interface, facts_from
+from shardmlx.hosts.host_faults import Answer, own_interfaces, problems, together, why_not
+from shardmlx.hosts.mpirun import is_of_wheel, mpirun_path
+from shardmlx.hosts.reachability import Probe, at_once, check_hosts, is_local, probing
+from shardmlx.hosts.remote_login import Login, RemoteLogin
 
 SECONDS_TO_RESOLVE = 5.0
 SECONDS_FOR_CONNECTIONS = probe_script.SECONDS_TO_CONNECT + 5.0
@@ -51,6 +50,7 @@ class ProbedHost:
     name: str
     login: str
     is_local: bool
+    port: int | None = None
     announced: str | None = None
     address: str | None = None
     answer: Answer | Finding | None = None
@@ -74,6 +74,15 @@ class ProbedHost:
     def reached(self) -> str | None:
         """The address at which it was reached: by its name, or according to sshd."""
         return self.address or next(iter(self.ssh_connection[2:]), None)
+
+    @property
+    def ssh_login(self) -> Login | None:
+        return None if self.is_local else Login(self.login, self.port)
+
+    @property
+    def own_addresses(self) -> list[str]:
+        """The IPv4 addresses of its interfaces, as far as it has told them."""
+        return [str(each.ip) for each in own_interfaces(self.facts)] if self.facts else []
 
     @property
     def ssh_connection(self) -> list[str]:
@@ -116,7 +125,8 @@ def _own_mpirun(python: str) -> tuple[Path, list[Finding]]:
 def listed_hosts(hostfile: str) -> list[ProbedHost]:
     """Return the hosts of a hostfile, not yet asked."""
     return [
-        ProbedHost(each.host, each.login, is_local(each.host)) for each in read_hostfile(hostfile)
+        ProbedHost(each.host, each.login, is_local(each.host), each.port)
+        for each in read_hostfile(hostfile)
     ]
 
 
@@ -155,7 +165,8 @@ def probe_hosts(
         host.address = addresses.get(host.name)
         if host.address is None and host.announced is not None:
             host.address = host.login = host.announced
-    logins = {host.name: None if host.is_local else host.login for host in hosts}
+    logins = {host.name: host.ssh_login for host in hosts}
+    before = {host.name: host.login for host in hosts}
     with probing(logins, remote) as (probes, answers):
         for host in hosts:
             host.answer = answers[host.name]
@@ -168,8 +179,9 @@ def probe_hosts(
         if found:
             join_hosts([host for host in answered if host.able])
         _connect(answered, probes)
-    moved = {host.login: host.login for host in hosts if host.login != logins[host.name]}
-    refused = check_hosts(moved, remote).values()  # ssh may know their keys by name alone
+    # ssh may know their keys by name alone.
+    moved = {host.login: Login(host.login) for host in hosts if host.login != before[host.name]}
+    refused = check_hosts(moved, remote).findings.values() if moved else ()
     return hosts, [*find(hosts, remote), *refused]
 
 
@@ -204,28 +216,38 @@ def _connect(hosts: Sequence[ProbedHost], probes: Mapping[str, Probe]) -> None:
     """Let every host connect to every other, as ranks and mpirun's daemons will."""
     targets = {
         host.name: {
-            other.name: (address, (other.facts or {})["port"])
+            other.name: [(address, (other.facts or {})["port"]) for address in addresses]
             for other in hosts
-            if other is not host and (address := address_of(other, host)) is not None
+            if other is not host and (addresses := addresses_of(other, host))
         }
         for host in hosts
     }
-    requests = {name: list(each.values()) for name, each in targets.items()}
+    requests = {name: list(chain(*each.values())) for name, each in targets.items()}
     heard = _heard(requests, probes, SECONDS_FOR_CONNECTIONS)
     for host in hosts:
         if answer := heard.get(host.name):
-            host.errors = dict(zip(targets[host.name], answer["errors"], strict=True))
+            errors = iter(answer["errors"])
+            for name, tried in targets[host.name].items():
+                of_each = list(islice(errors, len(tried)))
+                host.errors[name] = None if None in of_each else of_each[0]
 
 
-def address_of(host: ProbedHost, seen_by: ProbedHost) -> str | None:
-    """Return the IPv4 address at which ``seen_by`` finds a host; None if it is unknown."""
+def addresses_of(host: ProbedHost, seen_by: ProbedHost) -> list[str]:
+    """Return the IPv4 addresses at which ``seen_by`` may find a host: the one by which they know
+    each other, or all that the host has, if that is of something between them, as of a ProxyJump.
+    """
     if host.link is not None and seen_by.link is not None:
-        return host.link.address
+        return [host.link.address]
     found = host.reached
     if host.is_local:
         source = seen_by.address and source_address(seen_by.address)
         found = next(iter(seen_by.ssh_connection), source)
-    return found if found and ":" not in found else None
+    if found and ":" in found:
+        found = None  # Open MPI uses IPv4
+    own = [each for each in host.own_addresses if each not in seen_by.own_addresses]
+    if found is None or found in own or not own:
+        return [found] if found else []
+    return own
 
 
 def find(hosts: Sequence[ProbedHost], remote: RemoteLogin) -> Iterator[Finding]:
@@ -239,6 +261,13 @@ def find(hosts: Sequence[ProbedHost], remote: RemoteLogin) -> Iterator[Finding]:
             if error is not None:
                 problem = f"cannot connect to {other} ({error})"
                 yield Finding(host.name, problem, connection_remedy([error], other))
+    checked = together(
+        {host.name: host.facts for host in hosts if host.facts is not None},
+        {host.name: host.ssh_login for host in hosts},
+    )
+    yield from checked.findings.values()
+    for network, names in checked.shared_networks.items():
+        yield shared_network(network, names)
 
 
 def report_text(

@@ -10,6 +10,7 @@ from typing import Any
 
 from shardmlx.common.formatting import gibibytes, plural
 from shardmlx.common.units import GIB
+from shardmlx.distributed.networks import LOOPBACK
 from shardmlx.errors import LOCAL_NETWORK
 from shardmlx.hosts.host_facts import WIFI, HostFacts
 
@@ -153,6 +154,14 @@ def connection_remedy(errors: Iterable[str | None], target: str) -> str:
         f"let Python through the firewall of {target} (on a Mac: System Settings, Network, "
         "Firewall, Options)"
     )
+
+
+def shared_network(network: str, hosts: Sequence[str]) -> Finding:
+    """Return the finding of hosts that have the same address in a network of their own."""
+    problem = f"{' and '.join(hosts)} have the same address in {network}, where no host can "
+    problem += "connect to another one"
+    exclude = f"--mca btl_tcp_if_exclude {','.join((LOOPBACK, network))}"
+    return Finding(None, problem, f"launch leaves this network out, mpirun with {exclude}")
 
 
 def version_skew(versions: Mapping[str, Mapping[str, str | None]]) -> Iterator[Finding]:

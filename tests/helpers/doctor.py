@@ -21,6 +21,36 @@ VERSIONS: Mapping[str, str | None] = {
 }
 
 
+def answer(**changes: Any) -> dict[str, Any]:
+    """Return what a host says with which all is well, asked by another agent than ssh."""
+    known: dict[str, Any] = {
+        "versions": VERSIONS,
+        "imported_from": None,
+        "PYTHONPATH": "",
+        "python": "/v/bin/python",
+        "system": "macOS-15.3.1-arm64",
+        "name": "mini",
+        "port": 1,
+        "ssh": "",
+        "daemon": True,
+        "files": [],
+        "shell": "/bin/zsh",
+        "shell_kind": "sh",
+        "temporary_fault": None,
+        "interfaces": [],
+    }
+    return {**known, **changes}
+
+
+def interface(name: str, address: str, hardware: str = "") -> list[dict[str, str | None]]:
+    """Return what a host says of an interface in a network of 24 bits."""
+    lines: list[dict[str, str | None]] = []
+    lines.append({"name": name, "address": address, "netmask": "255.255.255.0"})
+    if hardware:
+        lines.append({"name": name, "hardware": hardware, "netmask": None})
+    return lines
+
+
 def facts(**changes: Any) -> HostFacts:
     known: dict[str, Any] = {
         "node": None,

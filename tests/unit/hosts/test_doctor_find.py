@@ -12,10 +12,10 @@ from shardmlx.costmodel.chips import as_macs
 from shardmlx.costmodel.hostfile import read_hostfile
 from shardmlx.hosts.doctor_find import fastest_links, others_of
 from shardmlx.hosts.doctor_hostfile import found_hostfile
-from shardmlx.hosts.doctor_ssh import ProbedHost, address_of, join_hosts, probe_hosts
+from shardmlx.hosts.doctor_ssh import ProbedHost, addresses_of, join_hosts, probe_hosts
 from shardmlx.hosts.host_facts import Interface
 from shardmlx.hosts.mpirun import mpirun_path
-from shardmlx.hosts.reachability import RemoteLogin
+from shardmlx.hosts.remote_login import RemoteLogin
 from shardmlx.main import main
 from tests.helpers.doctor import GIB, facts
 
@@ -87,7 +87,7 @@ def test_hosts_with_a_choice_of_networks_go_by_address_and_others_by_name() -> N
     joined = [asked("a", wifi(1), cable(1)), asked("b.local", wifi(2), cable(2))]
     join_hosts(joined)
     assert [host.login for host in joined] == ["169.254.7.1", "169.254.7.2"]
-    assert address_of(joined[1], joined[0]) == "169.254.7.2"
+    assert addresses_of(joined[1], joined[0]) == ["169.254.7.2"]
     named = [asked("a", wifi(1)), asked("b.local", wifi(2))]
     join_hosts(named)
     assert [host.login for host in named] == ["a", "b.local"]

@@ -14,16 +14,17 @@ import shardmlx
 from shardmlx.hosts import probe_script
 from shardmlx.hosts.doctor_ssh import (
     ProbedHost,
-    address_of,
+    addresses_of,
     find,
     listed_hosts,
     probe_hosts,
     report_text,
 )
 from shardmlx.hosts.mpirun import mpirun_path
-from shardmlx.hosts.reachability import Probe, RemoteLogin
+from shardmlx.hosts.reachability import Probe
+from shardmlx.hosts.remote_login import RemoteLogin
 from shardmlx.main import main
-from tests.helpers.doctor import VERSIONS
+from tests.helpers.doctor import VERSIONS, answer, interface
 
 REMOTE = RemoteLogin(agent=("ssh",), python="/v/bin/python", daemon="/v/bin/prted")
 
@@ -49,25 +50,26 @@ def probed(agent: str, hostfile: str, python: str = sys.executable) -> tuple[Any
     return hosts, [*map(str, findings)], report_text(hosts, findings, mpirun_path(), python)
 
 
-def test_hosts_with_which_all_is_well(tmp_path: Path) -> None:
-    """Both are this machine; the second goes by an agent, and by a name that only it knows."""
+def test_one_machine_that_stands_there_twice(tmp_path: Path) -> None:
+    """Both are this machine; the second goes by an agent, and by a name that only it knows. But for
+    that all is well."""
     connection = "export SSH_CONNECTION='127.0.0.1 4000 127.0.0.1 22'; echo Welcome!"
     agent = agent_at(tmp_path / "agent", connection)
     hostfile = hosts_at(tmp_path / "hosts", ME, "mini.invalid")
     (here, mini), faults, text = probed(agent, hostfile)
-    assert faults == []
+    (twice,) = faults
+    assert twice.startswith("mini.invalid: ")
     assert (here.is_local, mini.is_local) == (True, False)
     assert here.versions["shardmlx"] == mini.versions["shardmlx"] == shardmlx.__version__
     assert (here.errors, mini.errors) == ({"mini.invalid": None}, {ME: None})
     assert "without a password" in text
-    assert "nothing to warn of" in text
     assert mini.reached == "127.0.0.1"
 
 
 def test_a_host_that_ssh_cannot_reach_and_one_that_is_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardmlx.hosts.reachability.SECONDS_TO_ANSWER", 3.0)
+    monkeypatch.setattr("shardmlx.hosts.login_faults.SECONDS_TO_ANSWER", 3.0)
     script = (
         '[ "$host" = gone.invalid ] && { echo "ssh: connect to host gone.invalid port 22: '
         'Connection refused" >&2; exit 255; }\n'
@@ -91,8 +93,8 @@ def test_an_agent_and_a_python_that_are_not_there(tmp_path: Path) -> None:
 
 
 def asked(name: str, **changes: Any) -> ProbedHost:
-    said = {"versions": VERSIONS, "daemon": [True], "ssh": "", "port": 1, "system": "macOS"}
-    return ProbedHost(name, name, is_local=False, address="10.0.0.1", answer={**said, **changes})
+    said = answer(name=name, **changes)
+    return ProbedHost(name, name, is_local=False, address="10.0.0.1", answer=said)
 
 
 def test_versions_that_differ_and_hosts_that_cannot_connect() -> None:
@@ -110,12 +112,24 @@ def test_where_one_host_finds_another() -> None:
     alias.address = None
     link_local = asked("far", ssh="fe80::1%en0 4000 fe80::2%en0 22")
     link_local.address = None
-    assert address_of(known, here) == "10.0.0.1"
-    assert address_of(alias, known) == "10.25.0.2"
-    assert address_of(here, alias) == "10.25.0.1"
+    assert addresses_of(known, here) == ["10.0.0.1"]
+    assert addresses_of(alias, known) == ["10.25.0.2"]
+    assert addresses_of(here, alias) == ["10.25.0.1"]
     # Open MPI uses IPv4.
-    assert address_of(link_local, known) is None
-    assert address_of(here, link_local) is None
+    assert addresses_of(link_local, known) == []
+    assert addresses_of(here, link_local) == []
+
+
+def test_where_ssh_goes_by_another_machine_the_own_addresses_count() -> None:
+    """The other end of a login through a ProxyJump is that machine's. What both have is no way."""
+    docker = interface("docker0", "172.17.0.1")
+    own = [*interface("en0", "10.25.0.1"), *interface("en1", "192.168.1.5"), *docker]
+    here = ProbedHost("here", "here", is_local=True, answer=answer(interfaces=own))
+    jumped = asked("far", ssh="10.9.9.9 4000 10.25.0.2 22", interfaces=docker)
+    jumped.address = None
+    assert addresses_of(here, jumped) == ["10.25.0.1", "192.168.1.5"]
+    direct = asked("near", ssh="10.25.0.1 4000 10.25.0.2 22")
+    assert addresses_of(here, direct) == ["10.25.0.1"]
 
 
 def test_who_listens_can_be_connected_to_and_who_does_not_refuses() -> None:

