@@ -37,6 +37,13 @@ install_for() {
 # Network namespaces stand for several hosts. Their tools are not on everybody's PATH.
 PATH=$PATH:/usr/sbin:/sbin
 install_for tests/lab tc iproute2
+# A system that starts what is installed would open this machine for logins: it has an sshd already,
+# or its owner wants none.
+if [ ! -d /run/systemd/system ]; then
+    install_for tests/lab/test_logins_lab.py sshd openssh-server openssh-client
+fi
+install_for tests/lab/test_logins_lab.py fish fish
+install_for tests/lab/test_logins_lab.py tcsh tcsh
 install_for tests/browser chromedriver chromium chromium-driver
 
 # Compiled once: every rank that a test starts reads the modules anew.

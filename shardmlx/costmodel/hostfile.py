@@ -62,7 +62,7 @@ class Machine:
 
     @property
     def entry(self) -> str:
-        """The words of a hostfile with which mpirun starts ranks there."""
+        """Words of a hostfile with which mpirun starts ranks there."""
         port = "" if self.port is None else f" port={self.port}"
         return f"{self.login or self.host} slots={self.slots}{port}"
 
@@ -122,7 +122,7 @@ def as_groups(machines: Sequence[Machine], size: int) -> tuple[Machine, ...]:
 _COMMENT = re.compile("#|//")
 
 _STRANGE_SPACE = re.compile(r"[^\S \t\f\v]|[\0-\x08\x1c-\x1f\x7f\u200b-\u200f\u2060\ufeff]")
-"""What looks like a space, or like nothing, and is neither to mpirun."""
+"""Characters that look like a space, or like nothing, and are neither to mpirun."""
 
 _SETTINGS = {
     "slots": "slots",

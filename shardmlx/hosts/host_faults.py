@@ -28,8 +28,8 @@ _SHELL = {"macOS": "/bin/zsh"}
 @dataclass(frozen=True, slots=True)
 class HostCheck:
     """The ``findings`` of hosts that cannot run ranks, by host, and what mpirun must know of the
-    others: if it has to ask ``for_their_shell``, and the networks in which hosts have the same
-    address, with these hosts."""
+    others: if it ``asks_for_shell``, and the networks in which hosts have the same address, with
+    these hosts."""
 
     findings: Mapping[str, Finding] = field(default_factory=dict)
     asks_for_shell: bool = False
@@ -178,7 +178,7 @@ def needs_shell(kinds: Iterable[str]) -> bool:
         here = pwd.getpwuid(os.getuid()).pw_shell
     except KeyError:
         here = os.environ.get("SHELL", "")
-    own = "csh" if "csh" in os.path.basename(here) else "sh"  # as mpirun tells them apart
+    own = "csh" if "csh" in os.path.basename(here) else "sh"  # mpirun goes by the name
     return any(kind != own for kind in kinds)
 
 

@@ -29,7 +29,7 @@ _MAX_RESTARTS = 3
 _MPIRUN = "how they are started"
 
 _OF_A_PROCESS = (("/", "dev"), ("/", "proc"))
-"""Where the files of one process lie, as /dev/fd/63 and /dev/stdin."""
+"""Directories of files that one process alone can read, as /dev/fd/63 and /dev/stdin."""
 
 _LAYOUT = (
     *("stage_map", "pipeline_stages", "data_parallel", "tensor_parallel"),
@@ -110,7 +110,7 @@ class LaunchOptions:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """What rank 0 reads beside the files that the user has given to the command: the
+        """Files that rank 0 reads, but for those that the user has given to the command: the
         hostfile, if launch has added it."""
         name = self.flags.hostfile
         return (name,) if name is not None and name in self.options else ()

@@ -191,9 +191,10 @@ class Launcher:
             if hostfile is not None and lines is not None:
                 hostfile = directory / hostfile.name
                 hostfile.write_text(lines, encoding="utf-8")
-            for network, hosts in self.checked.shared_networks.items():
-                _say(f"{' and '.join(hosts)} have the same address in {network}: it is left out")
             words = self._words(start, hostfile)
+            for network, hosts in self.checked.shared_networks.items():
+                if any(network in word for word in words):
+                    _say(f"{' and '.join(hosts)} have one address in {network}: it is left out")
             print(f"$ {shlex.join(words)}", flush=True)
             before = self._checkpoints()
             status = self._status_of(words, directory / "status")

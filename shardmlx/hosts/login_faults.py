@@ -51,8 +51,8 @@ _LOGIN_SCRIPTS = "~/.zshenv, ~/.bashrc, ..."
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What came of a second login that only says a word: ssh's own account, what the host said,
-    and whether ssh came to an end."""
+    """A second login, that only says a word: the ``account`` of ssh, what the host ``said``, and
+    whether ssh ``ended``."""
 
     account: str
     said: str
@@ -165,7 +165,7 @@ def _no_login(
         found = next((line for line in lines if words in line), None)
         if found is not None:
             remedy = known
-            # What follows on it says less, but for the key of a host.
+            # Later lines say less, but for the key of a host.
             reason = reason if "HAS CHANGED" in words else found
             file = _named_file(found)
             break

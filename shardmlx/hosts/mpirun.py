@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import shlex
+import re
 import shutil
 import socket
 import sys
@@ -56,7 +56,7 @@ def is_of_wheel(program: Path) -> bool:
 def check_path(mpirun: Path) -> None:
     """Refuse an mpirun at a path that it cannot give to the shells of other hosts."""
     directory = str(mpirun.parent)
-    if shlex.quote(directory) != directory:
+    if not re.fullmatch(r"[\w@%+=,./-]+", directory):
         raise UserError(
             f"mpirun lies in {directory!r}, and does not quote that path for other hosts",
             "make the environment in a directory of plain letters, without spaces, on all hosts",

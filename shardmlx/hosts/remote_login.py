@@ -1,4 +1,4 @@
-"""How hosts are asked: the program that logs in, and what it is told. No MLX, no MPI."""
+"""Commands that log in on hosts: to ask them, and to try the login alone. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _BOOT = "import json,sys;exec(json.loads(next(filter(str.strip,sys.stdin))))"
 a login script that reads a line gets an empty one."""
 
 _SSH_OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
-"""No terminal, which would mix up what is sent and what is said."""
+"""A terminal (without -T) would mix up what is sent and what is said."""
 
 WORD_OF_TRIAL = "shardmlx-login"
-"""What a second login is to say, after the first one has not run Python."""
+"""Word that a second login is to say, after the first one has not run Python."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Login:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The words for ssh in mpirun's order."""
+        """Words for ssh in mpirun's order."""
         return (self.name,) if self.port is None else (self.name, "-p", str(self.port))
 
     @property

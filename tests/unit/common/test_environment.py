@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import pwd
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from shardmlx.common.environment import find_home
 
 
 @pytest.mark.parametrize(("local_rank", "holds"), [(None, True), ("0", True), ("1", False)])
@@ -38,3 +41,18 @@ def test_one_process_a_host_keeps_a_mac_awake_but_not_its_displays(
     assert asked.exists() == holds
     if holds:
         assert asked.read_text() == f"-is -w {done.stdout}"
+
+
+@pytest.mark.parametrize("given", [None, ""])
+def test_a_process_without_home_has_that_of_its_user(
+    given: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Open MPI does not start without one: as under launchd, or in a container."""
+    monkeypatch.delenv("HOME", raising=False)
+    if given is not None:
+        monkeypatch.setenv("HOME", given)
+    find_home()
+    assert os.environ["HOME"] == pwd.getpwuid(os.getuid()).pw_dir
+    monkeypatch.setenv("HOME", "/else")
+    find_home()
+    assert os.environ["HOME"] == "/else"

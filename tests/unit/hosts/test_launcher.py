@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,9 +17,10 @@ from types import SimpleNamespace
 import pytest
 
 from shardmlx.config.commands import OF_RANKS
+from shardmlx.costmodel.hostfile import read_hostfile
 from shardmlx.errors import LOCAL_NETWORK, Stopped, UserError
 from shardmlx.hosts import supervisor
-from shardmlx.hosts.launch_options import read_options, replaced
+from shardmlx.hosts.launch_options import entries, read_options, replaced
 from shardmlx.hosts.launcher import (
     SECONDS_BETWEEN_LOOKS,
     Attempt,
@@ -350,6 +352,33 @@ def test_bad_input_is_named(arguments: list[str], problem: str, remedy: str) -> 
 def test_more_ranks_than_slots_are_refused(lab: Lab) -> None:
     with pytest.raises(UserError, match=r"^-n 5: .*hosts has 4 slots"):
         lab.launcher(flags=("-n", "5"))
+
+
+def test_a_hostfile_that_can_be_read_once_is_read_once(lab: Lab) -> None:
+    """As that of <(...): mpirun, rank 0 and launch have a copy."""
+    read, write = os.pipe()
+    os.write(write, HOSTS.encode())
+    os.close(write)
+    launch = read_options(["--hostfile", f"/dev/fd/{read}", "train", "--data", "nowhere"])
+    os.close(read)
+    assert launch.hosts == ("localhost", "mini.lan", "book")
+    (copy,) = launch.files
+    assert Path(copy).read_text() == HOSTS
+    assert launch.flags.hostfile == copy
+    given = str(lab.path / "hosts")
+    assert read_options(["--hostfile", given, "train", "--data", "nowhere"]).files == (given,)
+
+
+def test_mpirun_has_hosts_with_user_and_port_and_its_own_by_a_name_that_it_knows(lab: Lab) -> None:
+    own = socket.gethostname().split(".")[0].swapcase()
+    lines = f"{own} slots=1\nmini port=2222 username=anna slots=2\nbook slots=1\n"
+    machines = read_hostfile(lab.write("hosts", lines))
+    mini = "anna@mini slots=2 port=2222\n"
+    everyone = [each.host for each in machines]
+    assert entries(machines, everyone) == f"localhost slots=1\n{mini}book slots=1\n"
+    assert entries(machines, everyone[:2]) == f"localhost slots=1\n{mini}"
+    plain = read_hostfile(lab.write("hosts", lines.replace(own, "localhost")))
+    assert entries(plain, ["localhost", "mini", "book"]) is None
 
 
 def test_without_a_directory_for_checkpoints_there_is_one(tmp_path: Path) -> None:

@@ -7,8 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from shardmlx.errors import UserError
 from shardmlx.hosts import mpirun
-from shardmlx.hosts.mpirun import common_network, is_of_wheel, mpirun_path, settings_for
+from shardmlx.hosts.mpirun import (
+    check_path,
+    common_network,
+    is_of_wheel,
+    knows_as_own,
+    mpirun_path,
+    settings_for,
+)
 
 CABLE = IPv4Interface("10.77.0.1/24")
 WLAN = IPv4Interface("192.168.1.7/24")
@@ -45,6 +53,61 @@ def test_ranks_may_share_the_cores_of_one_machine(monkeypatch: pytest.MonkeyPatc
     assert settings_for(("mac1.local", "mac2.local"), 3) == ()  # it has slots
     monkeypatch.setenv(POLICY, ":oversubscribe")
     assert settings_for((), 3) == ()
+
+
+def test_mpirun_asks_for_a_shell_of_another_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = ("mac1.local", "mac2.local")
+    ask = ("--prtemca", "plm_ssh_assume_same_shell", "0")
+    assert settings_for(hosts, 2, asks_for_shell=True) == ask
+    assert settings_for(hosts, 2, ask, asks_for_shell=True) == ()
+    monkeypatch.setenv("PRTE_MCA_plm_ssh_assume_same_shell", "0")
+    assert settings_for(hosts, 2, asks_for_shell=True) == ()
+
+
+def test_networks_with_one_address_on_two_hosts_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the loopback, which Open MPI leaves out where nothing is said. What the user has chosen
+    stays."""
+    hosts = ("mac1.local", "mac2.local")
+    docker = ("172.17.0.0/16", "192.168.64.0/24")
+    exclude = ("--mca", "btl_tcp_if_exclude", "127.0.0.0/8,172.17.0.0/16,192.168.64.0/24")
+    assert settings_for(hosts, 2, without=docker) == exclude
+    assert settings_for(hosts, 2, ("--mca", "btl_tcp_if_include", "en0"), without=docker) == ()
+    assert settings_for(hosts, 2, ("--mca", "btl_tcp_if_exclude", "en0"), without=docker) == ()
+    assert settings_for(("10.77.0.1", "10.77.0.2"), 2, without=docker) == RANKS + DAEMONS
+    monkeypatch.setenv("OMPI_MCA_btl_tcp_if_include", "en0")
+    assert settings_for(hosts, 2, without=docker) == ()
+
+
+@pytest.mark.parametrize(
+    ("host", "is_known"),
+    [
+        ("localhost", True),
+        ("10.77.0.1", True),
+        ("mac1", True),
+        ("mac1.local", True),
+        ("mac1.office.example", True),
+        ("Mac1", False),
+        ("MAC1.local", False),
+        ("studio", False),
+        ("10.77.0.2", False),
+    ],
+)
+def test_mpirun_knows_its_own_machine_by_the_letter(
+    host: str, is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As tried with PRRTE 3 in the lab: it logged in to itself by the others."""
+    monkeypatch.setattr("socket.gethostname", lambda: "mac1.example.org")
+    assert knows_as_own(host) is is_known
+
+
+@pytest.mark.parametrize("directory", ["/my env/bin", "/a&b/bin", "/a:b/bin", "/it's/bin"])
+def test_a_path_that_other_hosts_shells_would_divide_is_refused(directory: str) -> None:
+    check_path(Path("/Users/Shared/Büro/shardmlx-1.0_a+b/.venv/bin/mpirun"))
+    with pytest.raises(UserError, match="does not quote") as error:
+        check_path(Path(directory, "mpirun"))
+    assert directory in error.value.problem
 
 
 def test_messages_keep_to_the_network_of_the_addresses_in_the_hostfile(
