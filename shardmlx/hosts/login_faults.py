@@ -19,6 +19,7 @@ SECONDS_FOR_TRIALS = 6.0
 _SSH_FAILED = 255
 _NOT_FOUND = (126, 127)
 _DENIED = "Permission denied"
+_LET_IN = "Authenticated to "
 
 _SSH_SAYS = (
     ("Could not resolve", "write its address, or NAME.local, into the hostfile or /etc/hosts"),
@@ -64,7 +65,9 @@ class Trial:
 
     @property
     def is_let_in(self) -> bool:
-        return "Authenticated to " in self.account
+        jumps = "Executing proxy command" in self.account  # whose ssh tells of its own login, too
+        logins = [line for line in self.account.splitlines() if line.startswith(_LET_IN)]
+        return any("(via proxy)" in line or not jumps for line in logins)
 
     @property
     def is_connected(self) -> bool:
@@ -73,7 +76,7 @@ class Trial:
     @property
     def unusable_key(self) -> str | None:
         """The key that the host takes, and that ssh cannot use."""
-        found = re.search(r"Server accepts key: (\S+)", self.account)
+        found = re.search(r"Server accepts key: (\S+)", self.account.rpartition(_LET_IN)[2])
         return found[1] if found is not None and self.ended and not self.is_let_in else None
 
 

@@ -63,11 +63,12 @@ def imported() -> tuple[str, str] | None:
 
 
 def login_shell() -> str:
-    """Return the path of this user's login shell; "" if nobody knows."""
+    """Return the path of this user's login shell; "" if nobody knows. A login script may have set
+    the variable SHELL to another one."""
     try:
-        return os.environ.get("SHELL") or pwd.getpwuid(os.getuid()).pw_shell
+        return pwd.getpwuid(os.getuid()).pw_shell
     except KeyError:
-        return ""
+        return os.environ.get("SHELL", "")
 
 
 def shell_kind(path: str) -> str | None:

@@ -107,6 +107,19 @@ def test_a_key_that_the_host_takes_and_that_is_locked_needs_no_copy() -> None:
     assert found.remedy == "ssh-copy-id a@mini"
 
 
+def test_the_login_of_a_jump_is_not_that_of_the_host() -> None:
+    """With -v, the ssh of a ProxyJump tells of its own login, before that of the host."""
+    jump = "debug1: Executing proxy command: exec ssh -v -W '[mini]:22' gate\r\n" + LET_IN
+    denied = "a@mini: Permission denied (publickey)."
+    outside = Trial(jump + denied, "", ended=True)
+    assert not outside.is_let_in
+    assert login_problem("mini", 255, denied, LOGIN, REMOTE, outside).remedy == "ssh-copy-id a@mini"
+    inside = Trial(
+        jump + 'Authenticated to mini (via proxy) using "publickey".\r\n', "", ended=True
+    )
+    assert inside.is_let_in
+
+
 @pytest.mark.parametrize(
     ("status", "said", "asks"),
     [
