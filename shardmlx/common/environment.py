@@ -31,7 +31,10 @@ _MALLOC_OPTIONS = {
 
 LAUNCHED = "SHARDMLX_LAUNCHED"
 """Variable that ``shardmlx.launch`` sets for its jobs, which need not say how to stop them. It
-names a file that rank 0 makes when all ranks have ended well."""
+names a file for ``tell_launch``, of a name that no other job has."""
+
+BEGUN = "begun"
+"""Word for launch that rank 0 has begun."""
 
 TERMINAL = "SHARDMLX_TERMINAL"
 """Variable in which ``shardmlx launch`` names its terminal to rank 0 on the same machine, which
@@ -119,6 +122,22 @@ def write_to_terminal() -> None:
             terminal = os.open(os.environ[TERMINAL], os.O_WRONLY | os.O_NOCTTY)
             os.dup2(terminal, 1)
             os.close(terminal)
+
+
+def tell_launch(word: int | str) -> None:
+    """Tell the ``shardmlx launch`` that started this job, if one has, that rank 0 has ``BEGUN``, or
+    the job's status. Rank 0 calls it.
+
+    The file is on launch's machine; elsewhere stdout carries a line, which launch takes out.
+    """
+    if LAUNCHED not in os.environ:
+        return
+    path = Path(os.environ[LAUNCHED])
+    with contextlib.suppress(OSError):
+        path.write_text(str(word), encoding="utf-8")
+        return
+    with contextlib.suppress(OSError):
+        print(f"{path} {word}", flush=True)
 
 
 def cache_directory(name: str) -> Path:

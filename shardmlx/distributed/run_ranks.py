@@ -8,17 +8,21 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from shardmlx.common.environment import (
+    BEGUN,
     LAUNCHED,
+    TERMINAL,
     Blas,
     keep_awake,
     launched_rank,
     prepare,
+    tell_launch,
     write_to_terminal,
 )
+from shardmlx.common.hang_up import outlive_readers
+from shardmlx.distributed.processes import under_mpirun
 from shardmlx.distributed.shutdown import SECONDS_TO_AGREE, JobShutdown
 from shardmlx.errors import AgreedFailure, Stopped, UserError, one_line
 
@@ -105,12 +109,16 @@ def run_ranks(
     rank = launched_rank()
     shutdown = JobShutdown(rank)
     write_to_terminal()
+    if rank == 0:
+        tell_launch(BEGUN)
     try:
         # Without garbage collections of what is imported: a tenth of a rank's start.
         gc.disable()
         # Before options import NumPy, whose own BLAS would start threads that spin.
         blas = prepare()
         options = read_options(rank)
+        if TERMINAL in os.environ or not under_mpirun():  # otherwise mpirun takes the output
+            outlive_readers()
         keep_awake()
         run = load()
     except UserError as error:
@@ -150,8 +158,5 @@ def _end_job(status: int, text: str, shutdown: JobShutdown, *, all_leave: bool =
         ensure_end = JobShutdown.ensure_mpirun_ends
         atexit.unregister(ensure_end)  # one of an earlier job in this process
         atexit.register(ensure_end, shutdown, SECONDS_TO_AGREE)
-    if LAUNCHED in os.environ:
-        with contextlib.suppress(OSError):  # if it fails, launch takes a good end for a bad one
-            Path(os.environ[LAUNCHED]).write_text(str(status), encoding="utf-8")
-            return 0 if all_leave else status
-    return status
+    tell_launch(status)
+    return 0 if all_leave and LAUNCHED in os.environ else status

@@ -13,8 +13,9 @@ import signal
 import threading
 from types import FrameType
 
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""Signals that ask a run to stop. mpirun forwards SIGUSR1, and kills soon after the others."""
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+"""Signals that ask a run to stop. mpirun forwards SIGUSR1, and kills soon after the others. SIGHUP
+comes to a process without mpirun whose terminal is closed."""
 
 
 class Signals:
@@ -29,9 +30,10 @@ class Signals:
         os.set_blocking(self._write, False)
         self._installed = threading.current_thread() is threading.main_thread()
         if self._installed:
-            self._before = {
-                number: signal.signal(number, _ignore) for number in (*STOPS, signal.SIGCONT)
-            }
+            numbers = [*STOPS, signal.SIGCONT]
+            if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
+                numbers.remove(signal.SIGHUP)
+            self._before = {number: signal.signal(number, _ignore) for number in numbers}
             self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
 
     def wait(self, seconds: float) -> list[int]:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import logging
 import re
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from shardmlx.costmodel.hostfile import same_host
 from shardmlx.distributed.networks import own_addresses
 from shardmlx.errors import LOCAL_NETWORK, UserError, refusing
 from shardmlx.hosts.host_facts import ETHERNET, THUNDERBOLT, VIRTUAL, WIFI, Interface
-from shardmlx.hosts.reachability import at_once, is_local
+from shardmlx.hosts.reachability import at_once
 
 SERVICE = "_ssh._tcp.local."
 SECONDS_TO_HEAR = 3.0  # the library asks four times
@@ -73,10 +75,11 @@ def _listen(progress: Callable[[str], None]) -> dict[str, list[str]]:
 def others_of(announced: Mapping[str, Sequence[str]], own: set[str]) -> dict[str, str]:
     """Return an address by name, or by itself if the name cannot be typed, without this machine,
     whose addresses are all its ``own``."""
+    me = socket.gethostname()
     return {
         name if _NAME.fullmatch(name) else addresses[0]: addresses[0]
         for name, addresses in sorted(announced.items())
-        if not own.issuperset(addresses) and not is_local(name)
+        if not own.issuperset(addresses) and not same_host(name, me)
     }
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from shardmlx.common.environment import INSTALL_OPENBLAS, Blas
+from shardmlx.common.environment import INSTALL_OPENBLAS, Blas, tell_launch
 from shardmlx.common.formatting import plural
 from shardmlx.common.http_listener import source_address
 from shardmlx.common.reporter import check_writable
@@ -54,9 +54,12 @@ def run(config: DoctorConfig, transport: Transport, blas: Blas) -> None:
     count = from_rank_0(transport, "reporting", lambda: _report(config, examination, known or ()))
     if any(link.speed is None for link in examination.links):
         # In MPI_Finalize all ranks would connect, and crash if two cannot.
-        transport.barrier("leaving")
         say("not all hosts can connect, so that the job ends with MPI_ABORT")
-        transport.abort(1 if config.strict else 0)
+        status = 1 if config.strict else 0
+        if transport.rank == 0:
+            tell_launch(status)
+        transport.barrier("leaving")
+        transport.abort(status)
     if config.strict and count:
         raise AgreedFailure(f"{plural(count, 'warning')} (--strict)")
 

@@ -34,7 +34,7 @@ from shardmlx.hosts.findings import (
 from shardmlx.hosts.host_facts import HostFacts, Interface, facts_from
 from shardmlx.hosts.host_faults import Answer, own_interfaces, problems, together, why_not
 from shardmlx.hosts.mpirun import is_of_wheel, mpirun_path
-from shardmlx.hosts.reachability import Probe, at_once, check_hosts, is_local, probing
+from shardmlx.hosts.reachability import Probe, at_once, check_hosts, local_hosts, probing
 from shardmlx.hosts.remote_login import Login, RemoteLogin
 
 SECONDS_TO_RESOLVE = 5.0
@@ -124,10 +124,9 @@ def _own_mpirun(python: str) -> tuple[Path, list[Finding]]:
 
 def listed_hosts(hostfile: str) -> list[ProbedHost]:
     """Return the hosts of a hostfile, not yet asked."""
-    return [
-        ProbedHost(each.host, each.login, is_local(each.host), each.port)
-        for each in read_hostfile(hostfile)
-    ]
+    machines = read_hostfile(hostfile)
+    own = local_hosts([each.host for each in machines])
+    return [ProbedHost(each.host, each.login, each.host in own, each.port) for each in machines]
 
 
 def _search(target: str | None) -> list[ProbedHost]:

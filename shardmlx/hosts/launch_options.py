@@ -87,9 +87,9 @@ LINE = CommandLine(
 class LaunchOptions:
     """The flags of launch, and the options of the command. ``machines`` are in mpirun's order.
 
-    ``checkpoints``, ``config_file`` and the names of the options ``in_file`` are those of
-    ``train``; ``chose_directory`` is True if launch lets it save checkpoints, and the user did not
-    say where.
+    ``timeout`` is the command's, in seconds. ``checkpoints``, ``config_file`` and the names of the
+    options ``in_file`` are those of ``train``; ``chose_directory`` is True if launch lets it save
+    checkpoints, and the user did not say where.
     """
 
     flags: LaunchFlags
@@ -98,6 +98,7 @@ class LaunchOptions:
     ranks: int
     machines: tuple[Machine, ...]
     control: JobControl
+    timeout: float
     checkpoints: CheckpointOptions | None = None
     config_file: str | None = None
     in_file: Collection[str] = ()
@@ -150,6 +151,7 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
         ranks=ranks,
         machines=machines,
         control=_control(command, read, is_here=is_local(machines[0].host)),
+        timeout=read.timeout,
         checkpoints=CheckpointOptions.of(read) if trains else None,
         config_file=read.config if trains else None,
         in_file=given.file.keys(),

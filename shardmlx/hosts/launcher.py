@@ -11,12 +11,14 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from shardmlx.checkpoint.store import MARKER
 from shardmlx.common.cli import BAD_INPUT
 from shardmlx.common.environment import find_home, keep_awake
 from shardmlx.common.formatting import plural
+from shardmlx.common.hang_up import outlive_readers
 from shardmlx.common.passed_stdin import pass_stdin_on
 from shardmlx.errors import Stopped, UserError, one_line
 from shardmlx.hosts import probe_script
@@ -29,10 +31,12 @@ from shardmlx.hosts.launch_options import (
     read_options,
     replaced,
 )
+from shardmlx.hosts.leftovers import SECONDS_FOR_A_HOST, end_here, end_there, name_of
 from shardmlx.hosts.mpirun import check_path, mpirun_path, settings_for
-from shardmlx.hosts.reachability import check_hosts, is_local
+from shardmlx.hosts.output_relay import SaidByRank0
+from shardmlx.hosts.reachability import at_once, check_hosts, is_local, local_hosts
 from shardmlx.hosts.remote_login import Login, RemoteLogin
-from shardmlx.hosts.supervisor import ASK_TO_STOP, Supervisor
+from shardmlx.hosts.supervisor import ASK_TO_STOP, StartLimit, Supervisor
 
 FAILED = 1
 
@@ -93,6 +97,7 @@ def run(words: Sequence[str]) -> int:
     """Start the job as often as it makes sense; return the exit status."""
     options = read_options(words)
     find_home()
+    outlive_readers()
     if options.control.reads_stdin:
         pass_stdin_on(whole=options.command == "generate")
     supervisor = Supervisor(options.control)
@@ -151,16 +156,18 @@ class Launcher:
 
     def _ask(self) -> dict[str, Finding]:
         """Return what keeps hosts from running ranks, by host."""
-        flags = self.launch.flags
-        if flags.hostfile is None:
+        if self.launch.flags.hostfile is None:
             here = socket.gethostname()
             fault = temporary_fault(here, probe_script.temporary_fault())
             return {} if fault is None else {here: fault}
         logins = {each.host: Login(each.login, each.port) for each in self.launch.machines}
-        files = self.launch.files
-        remote = RemoteLogin.of(flags.ssh_command, flags.python, self.mpirun, files)
-        self.checked = check_hosts(logins, remote)
+        self.checked = check_hosts(logins, self._remote)
         return dict(self.checked.findings)
+
+    @property
+    def _remote(self) -> RemoteLogin:
+        flags = self.launch.flags
+        return RemoteLogin.of(flags.ssh_command, flags.python, self.mpirun, self.launch.files)
 
     def _words(self, start: Start, hostfile: Path | None) -> list[str]:
         launch, flags = self.launch, self.launch.flags
@@ -197,23 +204,61 @@ class Launcher:
                     _say(f"{' and '.join(hosts)} have one address in {network}: it is left out")
             print(f"$ {shlex.join(words)}", flush=True)
             before = self._checkpoints()
-            status = self._status_of(words, directory / "status")
+            status = self._status_of(words, start.hosts, directory / "status")
             now = self._checkpoints()
         gained = None if before is None or now is None else bool(now - before)
         return Attempt(status, start.hosts, gained)
 
-    def _status_of(self, words: Sequence[str], mark: Path) -> int:
-        hosts = self.launch.hosts
-        status = self.supervisor.run(words, mark, ranks_here=all(map(is_local, hosts)))
-        if mark.exists():
-            return int(mark.read_text(encoding="utf-8"))
-        # mpirun returns 0 even after its login on another host was killed: look at rank 0 here. The
-        # doctor may end without MPI, if hosts cannot connect.
-        several = len(set(hosts)) > 1 and self.launch.command != "doctor"
-        if status == 0 and several and is_local(hosts[0]):
+    def _status_of(self, words: Sequence[str], hosts: Sequence[str], mark: Path) -> int:
+        """Run mpirun on ``hosts``; return the job's status. Raises ``GaveUp`` if no rank begins
+        within the job's --timeout."""
+        said = SaidByRank0(mark)
+        own = local_hosts(hosts)
+        elsewhere = [host for host in hosts if host not in own]
+        seconds = self.launch.timeout
+        ended = self.supervisor.run(
+            words,
+            said,
+            ranks_here=not elsewhere,
+            rank_0_here=hosts[0] not in elsewhere,
+            limit=StartLimit(seconds, self._why_no_rank_begins) if elsewhere else None,
+        )
+        if elsewhere and not said.has_begun:
+            self._clear(name_of(ended.pid, socket.gethostname()), elsewhere)
+        if ended.too_late:
+            raise GaveUp(f"mpirun has started no rank within {seconds:g} s (see --timeout)")
+        if said.status is not None:
+            return said.status
+        # mpirun returns 0 even after its login on another host was killed.
+        if ended.status == 0 and self.supervisor.stopped_by is None:
             _say("mpirun ended as if all were well, but the ranks had not come to their end")
-            return FAILED
-        return status
+        return ended.status or FAILED
+
+    def _why_no_rank_begins(self) -> list[str]:
+        """Return lines about what keeps mpirun, whose daemons must connect to it, from its ranks;
+        it may wait for them without limit."""
+        from shardmlx.hosts.doctor_ssh import listed_hosts, probe_hosts  # for this alone
+
+        _, findings = probe_hosts(listed_hosts(str(self.launch.flags.hostfile)), self._remote)
+        seconds = self.launch.timeout
+        return [
+            f"launch: mpirun has started no rank yet, and is ended after {seconds:g} s (--timeout)",
+            *(f"launch: {each}" for each in findings),
+        ]
+
+    def _clear(self, name: str, hosts: Sequence[str]) -> None:
+        """End what an mpirun of that name has left behind, here and on other hosts."""
+        end_here(name)
+        logins = {
+            each.host: Login(each.login, each.port)
+            for each in self.launch.machines
+            if each.host in hosts
+        }
+        work = {
+            host: partial(end_there, name, self._remote.command(login))
+            for host, login in logins.items()
+        }
+        at_once(work, SECONDS_FOR_A_HOST)
 
     def _next(self, before: Sequence[str]) -> Start:
         """Return the next start, on the hosts that answer; ``before`` are those of the last."""

@@ -13,13 +13,13 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardmlx.costmodel.hostfile import is_unnamed, same_host
+from shardmlx.costmodel.hostfile import same_host
 from shardmlx.hosts import login_faults, probe_script
 from shardmlx.hosts.findings import Finding
 from shardmlx.hosts.host_faults import (
@@ -33,6 +33,7 @@ from shardmlx.hosts.host_faults import (
 from shardmlx.hosts.remote_login import Login, RemoteLogin
 
 SECONDS_TO_CLOSE = 1.0
+SECONDS_TO_RESOLVE = 5.0
 
 T = TypeVar("T")
 
@@ -115,15 +116,37 @@ def at_once(work: Mapping[str, Callable[[], T]], seconds: float) -> dict[str, T]
 
 
 def is_local(host: str) -> bool:
-    """Return whether a name or address is this machine's."""
-    if not is_unnamed(host):
-        return same_host(host, socket.gethostname())
-    if host == "localhost":
+    """Return whether a name or address is this machine's. A name is, if one of its addresses is:
+    DHCP may rename a Mac at any time, and a name may be an alias. Names alone are compared where
+    the name has no address."""
+    own = socket.gethostname()
+    if host == "localhost" or host.casefold() == own.casefold():
         return True
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    found = at_once({host: partial(_addresses, host)}, SECONDS_TO_RESOLVE).get(host)
+    if not found:
+        return same_host(host, own)
+    return any(_is_own(*each) for each in found)
+
+
+def local_hosts(hosts: Iterable[str]) -> frozenset[str]:
+    """Return those of ``hosts`` that are this machine; all are looked up at once."""
+    looks = {host: partial(is_local, host) for host in hosts}
+    found = at_once(looks, 2 * SECONDS_TO_RESOLVE)
+    return frozenset(host for host, is_own in found.items() if is_own)
+
+
+def _addresses(host: str) -> list[tuple[int, Any]]:
+    """Return the addresses of a host, each with its family."""
+    with contextlib.suppress(OSError, UnicodeError):
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
+        return [(family, address) for family, _, _, _, address in found]
+    return []
+
+
+def _is_own(family: int, address: Any) -> bool:
     # Only a machine's own addresses can be bound.
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as test:
-        test.bind((host, 0))
+        test.bind(address)
         return True
     return False
 
@@ -131,7 +154,8 @@ def is_local(host: str) -> bool:
 def check_hosts(logins: Mapping[str, Login], remote: RemoteLogin) -> HostCheck:
     """Return what keeps hosts from running ranks, by host, and what mpirun must know of them. This
     machine is asked too, first where it is none of them: mpirun runs here."""
-    asked = {host: None if is_local(host) else login for host, login in logins.items()}
+    own = local_hosts(logins)
+    asked = {host: None if host in own else login for host, login in logins.items()}
     here = socket.gethostname()
     is_outside = None not in asked.values()
     if is_outside:

@@ -9,16 +9,18 @@ import select
 import signal
 import subprocess
 import threading
+import time
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
 from shardmlx.common.environment import LAUNCHED, TERMINAL
+from shardmlx.common.hang_up import say_line
 from shardmlx.distributed.processes import SECONDS_BETWEEN_SIGNALS, SIGNALS_THAT_END, process_state
 from shardmlx.errors import Stopped
+from shardmlx.hosts.output_relay import OutputRelay, SaidByRank0
 
 ASK_TO_STOP = signal.SIGUSR1
 """Signal that mpirun forwards to all ranks while it runs on. SIGTERM and SIGINT would kill them:
@@ -26,6 +28,7 @@ PRRTE 3 sends SIGTERM, and SIGKILL half a second later, a time that no option se
 
 SECONDS_TO_SAVE = 120  # for the ranks to save and leave in order, before they are killed
 SECONDS_ALONE = 20.0  # that mpirun may have no rank on its host: not yet, or no more
+SECONDS_TO_BEGIN = 30.0  # for logins on other hosts, and rank 0's Python, before launch looks
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -41,12 +44,85 @@ class JobControl:
     streams: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class StartLimit:
+    """The ``seconds`` in which mpirun must have started the ranks. ``explain`` is asked before,
+    and returns lines about what may keep it."""
+
+    seconds: float
+    explain: Callable[[], Sequence[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The end of an mpirun: its status as a shell counts, and its process id. ``too_late`` if it
+    was ended at its ``StartLimit``."""
+
+    status: int
+    pid: int
+    too_late: bool = False
+
+
+@dataclass(slots=True)
+class _Running:
+    """An mpirun that was started. Its ``limit`` is None if all ranks start on this machine."""
+
+    process: subprocess.Popen[bytes]
+    relay: OutputRelay
+    said: SaidByRank0
+    limit: StartLimit | None
+    ended: threading.Event
+    too_late: bool = False
+
+    @property
+    def hangs(self) -> bool:
+        """Whether mpirun still waits for daemons of other hosts, and obeys no signal."""
+        return self.limit is not None and not self.said.has_begun
+
+    def end(self) -> None:
+        """End mpirun, which then ends its ranks."""
+        for number in SIGNALS_THAT_END:
+            self.process.send_signal(number)
+            if self.ended.wait(SECONDS_BETWEEN_SIGNALS):
+                return
+
+    def end_alone(self) -> None:
+        """End mpirun once its children have all ended, and its output is read, after a while."""
+        alone = 0
+        while alone < SECONDS_ALONE:
+            if self.ended.wait(1.0):
+                return
+            alone = 0 if _has_child(self.process.pid) or not _is_read() else alone + 1
+        say_line("launch: all ranks have ended, and mpirun has not: ending it")
+        self.end()
+
+    def watch_start(self, limit: StartLimit) -> None:
+        """Say what may keep mpirun from starting ranks, and end it at its limit."""
+        waited = 0.0  # not a clock's time: launch may be stopped meanwhile
+        asks_at = min(SECONDS_TO_BEGIN, limit.seconds / 2)
+        while waited < limit.seconds:
+            if self.ended.wait(1.0) or not self.hangs:
+                return
+            waited += 1.0
+            if waited - 1.0 < asks_at <= waited:
+                began = time.monotonic()
+                lines = limit.explain()
+                waited += time.monotonic() - began
+                if self.hangs and not self.ended.is_set():
+                    for line in lines:
+                        say_line(line)
+        self.too_late = True
+        self.end()
+
+
 class Supervisor:
     """Runs processes, one after the other, and forwards signals.
 
     If the job is stopped in order, the first signal asks its ranks to leave; a second one, or the
     end of its time, makes mpirun end them, and the next ends mpirun. Other jobs' mpirun gets the
-    signal itself. A signal between processes raises ``Stopped``.
+    signal itself. An mpirun that has not yet started ranks on other hosts is ended at once. A
+    signal between processes raises ``Stopped``. Ctrl-Z stops the ranks as well, until launch goes
+    on.
     """
 
     def __init__(self, control: JobControl | None = None) -> None:
@@ -54,15 +130,17 @@ class Supervisor:
         self._control = control or JobControl()
         # mpirun reads a terminal only in the terminal's own session, where Ctrl-C reaches both.
         self._shares_terminal = self._control.reads_stdin and os.isatty(0)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._running: _Running | None = None
         self._is_starting = False
         self._steps: Iterator[int] = iter((ASK_TO_STOP, signal.SIGTERM))
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Catch signals in the block; ignored ones (nohup) stay ignored."""
-        numbers = [n for n in STOPPING if signal.getsignal(n) is not signal.SIG_IGN]
-        before = {n: signal.signal(n, self._stop) for n in (*numbers, signal.SIGALRM)}
+        handlers = {**dict.fromkeys(STOPPING, self._stop), signal.SIGTSTP: self._pause}
+        caught = {n: h for n, h in handlers.items() if signal.getsignal(n) is not signal.SIG_IGN}
+        caught[signal.SIGALRM] = self._stop
+        before = {n: signal.signal(n, handler) for n, handler in caught.items()}
         try:
             yield
         finally:
@@ -70,30 +148,48 @@ class Supervisor:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def run(self, command: Sequence[str], mark: Path, *, ranks_here: bool = False) -> int:
-        """Run a command, whose ranks get ``mark``; return its status as a shell counts. An mpirun
-        all of whose ranks were its children, ``ranks_here``, is ended once they are gone."""
+    def run(
+        self,
+        command: Sequence[str],
+        said: SaidByRank0,
+        *,
+        ranks_here: bool = False,
+        rank_0_here: bool = True,
+        limit: StartLimit | None = None,
+    ) -> Ended:
+        """Run a command, whose rank 0 tells ``said`` its words. An mpirun all of whose ranks were
+        its children, ``ranks_here``, is ended once they are gone; one of other hosts, if it has no
+        rank at its ``limit``."""
         self._is_starting = True
+        ended = threading.Event()
         # In a session of its own, mostly: a terminal sends Ctrl-C to all processes of a group, but
         # only this one is to get it.
-        with subprocess.Popen(
-            command,
-            env=os.environ | {LAUNCHED: str(mark)} | self._terminal(),
-            stdin=None if self._control.reads_stdin else subprocess.DEVNULL,
-            start_new_session=not self._shares_terminal,
-        ) as process:
-            self._process = process
+        with (
+            OutputRelay(said, listens=not rank_0_here) as relay,
+            subprocess.Popen(
+                command,
+                env=os.environ | {LAUNCHED: str(said.path)} | self._terminal(),
+                stdin=None if self._control.reads_stdin else subprocess.DEVNULL,
+                stdout=relay.stdout,
+                stderr=relay.stderr,
+                start_new_session=not self._shares_terminal,
+            ) as process,
+        ):
+            relay.started()
+            running = _Running(process, relay, said, limit, ended)
+            self._running = running
             self._is_starting = False
             if self.stopped_by is not None:  # while it started
-                self._signal_next()
-            ended = threading.Event()
+                self._signal_next(running)
             if ranks_here:
-                threading.Thread(target=_end_alone, args=(process, ended), daemon=True).start()
+                threading.Thread(target=running.end_alone, daemon=True).start()
+            if limit is not None:
+                threading.Thread(target=running.watch_start, args=(limit,), daemon=True).start()
             status = process.wait()
             ended.set()
-        self._process = None
+        self._running = None
         signal.alarm(0)
-        return 128 - status if status < 0 else status
+        return Ended(128 - status if status < 0 else status, process.pid, running.too_late)
 
     def _terminal(self) -> dict[str, str]:
         """Return the variable that gives this process's terminal to rank 0, if it needs it."""
@@ -106,37 +202,39 @@ class Supervisor:
             self.stopped_by = number
             if not self._control.in_order:
                 self._steps = iter((number, signal.SIGTERM))
-        if self._shares_terminal and number == signal.SIGINT and self._process is not None:
-            return
-        if self._process is not None:
-            self._signal_next()
+        elif number == signal.SIGHUP:
+            return  # nobody is in a hurry: the shell and the kernel may both send it
+        if self._running is not None:
+            self._signal_next(self._running)
         elif not self._is_starting:
             raise Stopped(self.stopped_by, "asked to stop")
 
-    def _signal_next(self) -> None:
-        if self._process is None:
+    def _signal_next(self, running: _Running) -> None:
+        """Signal mpirun first, then say so."""
+        if running.ended.is_set():
+            running.relay.abandon()
+            return
+        if running.hangs:
+            threading.Thread(target=running.end, daemon=True).start()
+            say_line("launch: no rank has begun yet: ending mpirun")
             return
         number = next(self._steps, signal.SIGKILL)
+        running.process.send_signal(number)
         if number is ASK_TO_STOP:
-            _say("launch: asked all ranks to save and stop; a second signal ends them at once")
             signal.alarm(math.ceil(self._control.seconds))
+            say_line("launch: asked all ranks to save and stop; a second signal ends them at once")
         elif number != signal.SIGKILL:
-            _say("launch: ending all ranks")
-        self._process.send_signal(number)
+            say_line("launch: ending all ranks")
 
-
-def _end_alone(process: subprocess.Popen[bytes], ended: threading.Event) -> None:
-    """End a process whose children have all ended, and whose output is read, after a while."""
-    alone = 0
-    while alone < SECONDS_ALONE:
-        if ended.wait(1.0):
-            return
-        alone = 0 if _has_child(process.pid) or not _is_read() else alone + 1
-    _say("launch: all ranks have ended, and mpirun has not: ending it")
-    for number in SIGNALS_THAT_END:
-        process.send_signal(number)
-        if ended.wait(SECONDS_BETWEEN_SIGNALS):
-            return
+    def _pause(self, number: int, frame: types.FrameType | None) -> None:
+        """Stop the ranks, and then this process, as Ctrl-Z does; go on together."""
+        process = self._running.process if self._running is not None else None
+        if process is not None:
+            process.send_signal(signal.SIGTSTP)  # mpirun forwards it, and runs on
+            say_line("launch: the ranks are stopped, too, until fg or bg")
+        os.kill(os.getpid(), signal.SIGSTOP)
+        if process is not None:
+            process.send_signal(signal.SIGCONT)
 
 
 def _has_child(pid: int) -> bool:
@@ -150,8 +248,3 @@ def _is_read() -> bool:
     with contextlib.suppress(OSError):  # one of them is closed
         return select.select([], [1, 2], [], 0)[1] == [1, 2]
     return True
-
-
-def _say(text: str) -> None:
-    # Not print, which the signal may have interrupted.
-    os.write(2, f"{text}\n".encode())

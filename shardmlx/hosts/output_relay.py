@@ -1,0 +1,163 @@
+"""Carries mpirun's output to that of ``launch``. No MLX, no MPI.
+
+At a broken pipe mpirun kills its ranks, which leaves them no time to save: so where stdout or
+stderr is a pipe, launch stands between. It does so too where rank 0 runs on another machine, and
+says through stdout how the job ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import stat
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from shardmlx.common.hang_up import write_all
+
+SECONDS_OF_REST = 0.2  # without output, after mpirun's end, in which all has been read
+_BYTES = 1 << 16
+
+
+class SaidByRank0:
+    """The words of ``tell_launch`` about one start of a job. They stand in ``path``, or come in
+    lines of output, which ``taken_out_of`` removes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._start = f"{path} ".encode()
+        self._line = re.compile(re.escape(self._start) + rb"(\w+)\n")
+        self._heard = ""
+        self._held = b""
+
+    def taken_out_of(self, data: bytes) -> bytes:
+        """Return output without the lines for launch, as far as it can have none: a beginning of
+        one is held back until more comes."""
+        self._held += data
+        if found := self._line.findall(self._held):
+            self._heard = found[-1].decode()
+            self._held = self._line.sub(b"", self._held)
+        known = self._held.rfind(self._start)
+        if known < 0:
+            known = next(
+                at
+                for at in range(max(0, len(self._held) - len(self._start)), len(self._held) + 1)
+                if self._start.startswith(self._held[at:])
+            )
+        elif b"\n" in self._held[known:]:
+            known = len(self._held)
+        passed, self._held = self._held[:known], self._held[known:]
+        return passed
+
+    def rest(self) -> bytes:
+        """Return what is still held back, once no more output comes."""
+        held, self._held = self._held, b""
+        return held
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self._word())
+
+    @property
+    def status(self) -> int | None:
+        """The job's exit status, once its ranks have come to an end."""
+        word = self._word()
+        return int(word) if word.isdecimal() else None
+
+    def _word(self) -> str:
+        with contextlib.suppress(OSError):
+            return self.path.read_text(encoding="utf-8")
+        return self._heard
+
+
+class OutputRelay:
+    """Pipes for a process's stdout and stderr, where they are needed, which ``with`` carries on.
+
+    ``stdout`` and ``stderr`` are for Popen: None where the process may write itself. Once stdout
+    has no reader, this process is sent SIGHUP, and the rest of the output is dropped.
+    """
+
+    def __init__(self, said: SaidByRank0, *, listens: bool) -> None:
+        """``listens`` if words of rank 0 may come in its output."""
+        self._ended = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._ours: list[int] = []
+        self._abandoned = False
+        self.stdout = self._pipe(1, said) if listens or _may_break(1) else None
+        if _may_break(2):
+            # One pipe for both, where both go to one, keeps the order of lines.
+            together = self.stdout is not None and os.path.sameopenfile(1, 2)
+            self.stderr = self.stdout if together else self._pipe(2, None)
+        else:
+            self.stderr = None
+
+    def __enter__(self) -> OutputRelay:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.started()
+        self._ended.set()
+        for thread in self._threads:
+            while thread.is_alive() and not self._abandoned:
+                thread.join(SECONDS_OF_REST)
+
+    def abandon(self) -> None:
+        """Wait no longer for a reader that does not read."""
+        self._abandoned = True
+
+    def started(self) -> None:
+        """Close the ends that the process has inherited."""
+        for fd in self._ours:
+            os.close(fd)
+        self._ours.clear()
+
+    def _pipe(self, target: int, said: SaidByRank0 | None) -> int:
+        source, end = os.pipe()
+        self._ours.append(end)
+        thread = threading.Thread(
+            target=_carry, args=(source, target, said, self._ended.is_set), daemon=True
+        )
+        self._threads.append(thread)
+        thread.start()
+        return end
+
+
+def _carry(source: int, target: int, said: SaidByRank0 | None, ended: Callable[[], bool]) -> None:
+    """Carry output from one file descriptor to another, until it ends, or until the process has
+    ended: one that it left behind may keep the other end open."""
+    while True:
+        if not select.select([source], [], [], SECONDS_OF_REST)[0]:
+            if ended():
+                break
+            continue
+        data = os.read(source, _BYTES)
+        if not data:
+            break
+        if said is not None:
+            data = said.taken_out_of(data)
+        _pass_on(target, data)
+    if said is not None:
+        _pass_on(target, said.rest())
+    os.close(source)
+
+
+def _pass_on(target: int, data: bytes) -> None:
+    with contextlib.suppress(OSError):  # closed, or a full disk: mpirun itself would go on
+        write_all(target, data)
+
+
+def _may_break(fd: int) -> bool:
+    """Return whether an output is a pipe or a socket, whose reader may go."""
+    with contextlib.suppress(OSError):
+        mode = os.fstat(fd).st_mode
+        return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+    return False
