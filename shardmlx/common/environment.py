@@ -29,9 +29,10 @@ _MALLOC_OPTIONS = {
 }
 """Settings by which glibc keeps freed memory, as numbered in its ``malloc.h``."""
 
-LAUNCHED = "SHARDMLX_LAUNCHED"
+LAUNCHED = "OMPI_SHARDMLX_LAUNCHED"
 """Variable that ``shardmlx.launch`` sets for its jobs, which need not say how to stop them. It
-names a file for ``tell_launch``, of a name that no other job has."""
+names a file for ``tell_launch``, of a name that no other job has. mpirun passes on to other hosts
+what begins with OMPI_."""
 
 BEGUN = "begun"
 """Word for launch that rank 0 has begun."""

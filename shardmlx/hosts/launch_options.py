@@ -21,7 +21,7 @@ from shardmlx.config.train import CheckpointOptions
 from shardmlx.costmodel.hostfile import Machine, read_hostfile
 from shardmlx.errors import UserError, file_access
 from shardmlx.hosts.mpirun import knows_as_own
-from shardmlx.hosts.reachability import is_local
+from shardmlx.hosts.reachability import local_hosts
 from shardmlx.hosts.supervisor import SECONDS_TO_SAVE, JobControl
 
 _MAX_RESTARTS = 3
@@ -213,7 +213,9 @@ def entries(machines: Sequence[Machine], hosts: Collection[str]) -> str | None:
     user's own. mpirun logs in to its own machine where it knows it by another name: not so with
     ``localhost``."""
     left = [each for each in machines if each.host in hosts]
-    own = [each for each in left if is_local(each.host) and not knows_as_own(each.host)]
+    unknown = [each.host for each in left if not knows_as_own(each.host)]
+    local = local_hosts(unknown)
+    own = [each for each in left if each.host in local]
     if len(left) == len(machines) and not own:
         return None
     named = [replace(each, login="localhost", port=None) if each in own else each for each in left]

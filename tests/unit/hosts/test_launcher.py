@@ -53,7 +53,7 @@ shift
 exec sh -c "$*"
 """
 
-WELL = 'printf 0 > "$SHARDMLX_LAUNCHED"'
+WELL = 'printf 0 > "$OMPI_SHARDMLX_LAUNCHED"'
 """All ranks come to their end."""
 
 
@@ -477,7 +477,7 @@ def test_an_mpirun_whose_ranks_are_gone_is_ended(
 
 
 def test_the_status_that_rank_0_leaves_is_the_job_s(lab: Lab) -> None:
-    lab.ends('printf 2 > "$SHARDMLX_LAUNCHED"; exit 143')
+    lab.ends('printf 2 > "$OMPI_SHARDMLX_LAUNCHED"; exit 143')
     assert lab.launcher().run() == 2
 
 
