@@ -7,15 +7,22 @@ descriptor as soon as the signal comes.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import signal
 import threading
+import time
 from types import FrameType
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Signals that ask a run to stop. mpirun forwards SIGUSR1, and kills soon after the others. SIGHUP
 comes to a process without mpirun whose terminal is closed."""
+
+
+SECONDS_OF_HANGING_UP = 2.0
+"""Seconds in which all signals of a closed terminal come: the kernel and the shell both send
+SIGHUP, and bash sends a stopped job SIGTERM as well."""
 
 
 class Signals:
@@ -28,6 +35,7 @@ class Signals:
         self._read, self._write = os.pipe()
         os.set_blocking(self._read, False)
         os.set_blocking(self._write, False)
+        self._hung_up = -math.inf
         self._installed = threading.current_thread() is threading.main_thread()
         if self._installed:
             numbers = [*STOPS, signal.SIGCONT]
@@ -40,7 +48,14 @@ class Signals:
         """Return the signals that come within ``seconds``; return early at a signal or ``wake``."""
         if not select.select([self._read], [], [], seconds)[0]:
             return []
-        return [number for number in os.read(self._read, 512) if number]
+        return [number for number in os.read(self._read, 512) if number and self._counts(number)]
+
+    def _counts(self, number: int) -> bool:
+        """Return False for a signal of one and the same end of a terminal."""
+        again = time.monotonic() - self._hung_up < SECONDS_OF_HANGING_UP
+        if number == signal.SIGHUP:
+            self._hung_up = time.monotonic()
+        return not (again and number in (signal.SIGHUP, signal.SIGTERM))
 
     def wake(self) -> None:
         """End the ``wait`` of another thread."""

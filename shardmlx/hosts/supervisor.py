@@ -19,6 +19,7 @@ import psutil
 from shardmlx.common.environment import LAUNCHED, TERMINAL
 from shardmlx.common.hang_up import say_line
 from shardmlx.distributed.processes import SECONDS_BETWEEN_SIGNALS, SIGNALS_THAT_END, process_state
+from shardmlx.distributed.signals import SECONDS_OF_HANGING_UP
 from shardmlx.errors import Stopped
 from shardmlx.hosts.output_relay import OutputRelay, SaidByRank0
 
@@ -29,7 +30,6 @@ PRRTE 3 sends SIGTERM, and SIGKILL half a second later, a time that no option se
 SECONDS_TO_SAVE = 120  # for the ranks to save and leave in order, before they are killed
 SECONDS_ALONE = 20.0  # that mpirun may have no rank on its host: not yet, or no more
 SECONDS_TO_BEGIN = 30.0  # for logins on other hosts, and rank 0's Python, before launch looks
-
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -132,6 +132,7 @@ class Supervisor:
         self._shares_terminal = self._control.reads_stdin and os.isatty(0)
         self._running: _Running | None = None
         self._is_starting = False
+        self._hung_up = -math.inf
         self._steps: Iterator[int] = iter((ASK_TO_STOP, signal.SIGTERM))
 
     @contextlib.contextmanager
@@ -198,16 +199,22 @@ class Supervisor:
         return {}
 
     def _stop(self, number: int, frame: types.FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            self._hung_up = time.monotonic()
         if self.stopped_by is None:
             self.stopped_by = number
             if not self._control.in_order:
                 self._steps = iter((number, signal.SIGTERM))
-        elif number == signal.SIGHUP:
-            return  # nobody is in a hurry: the shell and the kernel may both send it
+        elif number == signal.SIGHUP or self._hangs_up_now():
+            return  # nobody is in a hurry
         if self._running is not None:
             self._signal_next(self._running)
         elif not self._is_starting:
             raise Stopped(self.stopped_by, "asked to stop")
+
+    def _hangs_up_now(self) -> bool:
+        """Return whether a signal is of one and the same end of a terminal."""
+        return time.monotonic() - self._hung_up < SECONDS_OF_HANGING_UP
 
     def _signal_next(self, running: _Running) -> None:
         """Signal mpirun first, then say so."""
