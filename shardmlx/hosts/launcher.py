@@ -235,17 +235,19 @@ class Launcher:
             _say("mpirun ended as if all were well, but the ranks had not come to their end")
         return ended.status or FAILED
 
-    def _why_no_rank_begins(self) -> list[str]:
-        """Return lines about what keeps mpirun, whose daemons must connect to it, from its ranks;
-        it may wait for them without limit."""
+    def _why_no_rank_begins(self, waited: float) -> list[str]:
+        """Return lines about what keeps mpirun from starting its ranks for ``waited`` seconds: it
+        waits without limit for its daemons, which must connect to it."""
         from shardmlx.hosts.doctor_ssh import listed_hosts, probe_hosts  # for this alone
 
         _, findings = probe_hosts(listed_hosts(str(self.launch.flags.hostfile)), self._remote)
-        seconds = self.launch.timeout
-        return [
-            f"launch: mpirun has started no rank yet, and is ended after {seconds:g} s (--timeout)",
-            *(f"launch: {each}" for each in findings),
+        found = [str(each) for each in findings] or [
+            "all hosts answer, and their Pythons connect in both directions: see whether a "
+            f"firewall stops {self.mpirun.with_name('prted')} or {self.mpirun}"
         ]
+        until = f"it is ended after {self.launch.timeout:g} s (--timeout)"
+        said = [f"mpirun has started no rank for {waited:g} s; {until}", *found]
+        return [f"launch: {each}" for each in said]
 
     def _clear(self, name: str, hosts: Sequence[str]) -> None:
         """End what an mpirun of that name has left behind, here and on other hosts."""

@@ -120,7 +120,8 @@ def is_local(host: str) -> bool:
     DHCP may rename a Mac at any time, and a name may be an alias. Names alone are compared where
     the name has no address."""
     own = socket.gethostname()
-    if host == "localhost" or host.casefold() == own.casefold():
+    names = ("localhost", own.casefold(), own.partition(".")[0].casefold())
+    if host.casefold() in names:
         return True
     found = at_once({host: partial(_addresses, host)}, SECONDS_TO_RESOLVE).get(host)
     if not found:

@@ -46,11 +46,11 @@ class JobControl:
 
 @dataclass(frozen=True, slots=True)
 class StartLimit:
-    """The ``seconds`` in which mpirun must have started the ranks. ``explain`` is asked before,
-    and returns lines about what may keep it."""
+    """The ``seconds`` in which mpirun must have started the ranks. ``explain`` is given the seconds
+    so far, and returns lines about what may keep it."""
 
     seconds: float
-    explain: Callable[[], Sequence[str]]
+    explain: Callable[[float], Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class _Running:
             waited += 1.0
             if waited - 1.0 < asks_at <= waited:
                 began = time.monotonic()
-                lines = limit.explain()
+                lines = limit.explain(waited)
                 waited += time.monotonic() - began
                 if self.hangs and not self.ended.is_set():
                     for line in lines:

@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from shardmlx.hosts.launcher import (
     Launcher,
     final_status,
 )
+from shardmlx.hosts.output_relay import SaidByRank0
 from shardmlx.hosts.supervisor import Supervisor
 
 ROOT = Path(__file__).parents[3]
@@ -184,6 +186,19 @@ def test_a_failed_job_goes_on_from_its_checkpoint(
     assert lab.launcher().run() == 0
     assert lab.options == ["-n 4", "-n 4 --resume auto"]
     assert said in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("words", [("train", "--data", "nowhere"), ("doctor",), ("generate",)])
+def test_a_status_0_of_mpirun_counts_only_if_rank_0_has_told_it(
+    words: tuple[str, ...], lab: Lab
+) -> None:
+    lab.ends(*4 * ["exit 0"])
+    launcher = Launcher(read_options(["-n", "2", *words]), lab.path / "mpirun", Supervisor())
+    if words[0] == "train":
+        with pytest.raises(GaveUp):
+            launcher.run()
+    else:
+        assert launcher.run() == 1
 
 
 def test_each_run_of_a_sweep_may_have_left_the_newer_checkpoint(lab: Lab) -> None:
@@ -468,12 +483,120 @@ def test_what_stops_launch_stops_the_ranks_in_order(
     assert error.startswith("launch: asked all ranks to save and stop; a second signal ends them")
 
 
+def test_one_end_of_a_terminal_is_one_signal_whatever_the_shell_sends(lab: Lab) -> None:
+    """The kernel and the shell send SIGHUP, and bash sends a stopped job SIGTERM as well."""
+    slow = WAITS.replace("'echo saved", "'sleep 0.5; echo saved")
+    with started(lab, slow) as process:
+        for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
+            process.send_signal(number)
+        assert process.wait(30) == 129
+    assert (lab.path / "signals").read_text() == "saved\n"
+
+
+def test_ctrl_z_stops_the_ranks_as_well_until_launch_goes_on(lab: Lab) -> None:
+    hears = "trap 'echo stops >> signals' TSTP\ntrap 'echo goes on >> signals' CONT\n"
+    with started(lab, hears + WAITS) as process:
+        process.send_signal(signal.SIGTSTP)
+        _wait_for(lab.path / "signals", lines=1)
+        assert os.waitpid(process.pid, os.WUNTRACED)[1] >> 8 == signal.SIGSTOP
+        process.send_signal(signal.SIGCONT)
+        _wait_for(lab.path / "signals", lines=2)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 143
+    assert (lab.path / "signals").read_text() == "stops\ngoes on\nsaved\n"
+
+
+WRITES = "touch up\ni=0; while [ $i -lt {} ]; do echo step $i; i=$((i + 1)); sleep 0.02; done\n"
+
+
+@pytest.mark.parametrize(
+    ("nohup", "job", "status", "heard"),
+    [
+        ("", WAITS.replace("touch up\n", WRITES.format(5000)), 129, "saved\n"),
+        ("trap '' HUP;", WRITES.format(50) + WELL + "; echo done > signals", 0, "done\n"),
+    ],
+)
+def test_a_reader_that_goes_away_stops_the_ranks_in_order_but_not_with_nohup(
+    nohup: str, job: str, status: int, heard: str, lab: Lab
+) -> None:
+    """mpirun itself would kill its ranks at the broken pipe."""
+    with started(lab, job, nohup, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        while process.stdout.readline() != "step 3\n":
+            pass
+        process.stdout.close()
+        assert process.wait(30) == status
+    assert (lab.path / "signals").read_text() == heard
+
+
+def test_a_closed_terminal_stops_the_ranks_in_order(lab: Lab) -> None:
+    lab.ends(f". {lab.write('job', WAITS)}")
+    child, terminal = pty.fork()
+    if child == 0:
+        os.environ["PYTHONPATH"] = str(ROOT)
+        os.chdir(lab.path)
+        os.execv(sys.executable, lab.command("-n", "1", "train", "--train"))
+    _wait_for(lab.path / "up")
+    os.close(terminal)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 129
+    assert (lab.path / "signals").read_text() == "saved\n"
+
+
+DEAF = "trap '' USR1 INT\ntouch up\nwhile true; do sleep 0.05; done\n"
+"""An mpirun that waits for its daemons obeys neither."""
+
+
+def test_before_a_rank_has_begun_on_other_hosts_one_ctrl_c_ends_mpirun(lab: Lab) -> None:
+    hosts = ("--hostfile", str(lab.path / "hosts"), "--ssh-command", str(lab.path / "agent"))
+    with started(lab, DEAF, words=(*hosts, "train", "--train")) as process:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+
+
+def test_an_mpirun_that_starts_no_rank_is_explained_and_ended_at_the_timeout(
+    lab: Lab, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lab.ends(f". {lab.write('job', DEAF)}")
+    with pytest.raises(GaveUp, match=r"no rank within 2 s \(see --timeout\)"):
+        lab.launcher("--timeout", "2").run()
+    assert "launch: mpirun has started no rank for 1 s; it is ended after 2 s (--timeout)\n" in (
+        capfd.readouterr().err
+    )
+
+
+@contextmanager
+def started(
+    lab: Lab,
+    job: str,
+    shell: str = "",
+    words: tuple[str, ...] = ("-n", "2", "train", "--train"),
+    stdout: int = subprocess.DEVNULL,
+) -> Iterator[subprocess.Popen[str]]:
+    """A launch whose mpirun runs the script ``job``, and has come to its ``touch up``."""
+    lab.ends(f". {lab.write('job', job)}")
+    with subprocess.Popen(
+        ["sh", "-c", f'{shell} exec "$@"', "sh", *lab.command(*words)],
+        cwd=lab.path,
+        stderr=subprocess.DEVNULL,
+        stdout=stdout,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        text=True,
+    ) as process:
+        try:
+            _wait_for(lab.path / "up")
+            yield process
+        finally:
+            process.kill()
+
+
 @pytest.mark.parametrize(("job", "status"), [("exec sleep 60", 143), ("sleep 1.5; exit 3", 3)])
 def test_an_mpirun_whose_ranks_are_gone_is_ended(
     job: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "SECONDS_ALONE", 1.0)
-    assert Supervisor().run(["sh", "-c", job], tmp_path / "status", ranks_here=True) == status
+    said = SaidByRank0(tmp_path / "status")
+    assert Supervisor().run(["sh", "-c", job], said, ranks_here=True).status == status
 
 
 def test_the_status_that_rank_0_leaves_is_the_job_s(lab: Lab) -> None:

@@ -44,6 +44,30 @@ def test_names_of_others(host: str) -> None:
     assert not is_local(host)
 
 
+@pytest.mark.parametrize(
+    ("host", "address", "is_own"),
+    [
+        ("studio", "127.0.0.1", True),  # an alias, or a Mac that DHCP has renamed since
+        ("mini", "192.0.2.200", False),
+        ("MYSELF", "192.0.2.200", True),  # an old address in a cache
+        ("myself.elsewhere", "192.0.2.200", False),
+        ("myself.local", None, True),
+        ("mini.local", None, False),
+    ],
+)
+def test_a_name_is_this_machine_s_by_its_addresses(
+    host: str, address: str | None, is_own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look_up(name: str, *_: object, **__: object) -> list[tuple[object, ...]]:
+        if address is None:
+            raise socket.gaierror(name)
+        return [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", (address, 0))]
+
+    monkeypatch.setattr("socket.getaddrinfo", look_up)
+    monkeypatch.setattr("socket.gethostname", lambda: "myself.home")
+    assert is_local(host) == is_own
+
+
 def test_ssh_is_asked_to_run_one_short_line_and_the_program_follows_on_stdin() -> None:
     *words, question = REMOTE.command(Login("anna@mini.lan", 2222))
     assert words[:2] == ["ssh", "-T"]

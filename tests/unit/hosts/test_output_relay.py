@@ -1,0 +1,78 @@
+"""What stands between mpirun's output and that of launch: words of rank 0 are taken out."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardmlx.common.environment import BEGUN, LAUNCHED, tell_launch
+from shardmlx.hosts.output_relay import SaidByRank0
+
+SECRET = Path("/tmp/of-another-host/status")
+OUTPUT = f"step 1\n/tmp/of-{SECRET} {BEGUN}\n{SECRET} 2\nlast line without an end: {SECRET}"
+SHOWN = f"step 1\n/tmp/of-last line without an end: {SECRET}"
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 40, 1000])
+def test_words_of_rank_0_are_taken_out_however_the_output_is_cut(size: int) -> None:
+    said = SaidByRank0(SECRET)
+    data = OUTPUT.encode()
+    parts = [data[start : start + size] for start in range(0, len(data), size)]
+    shown = b"".join(map(said.taken_out_of, parts)) + said.rest()
+    assert shown.decode() == SHOWN
+    assert said.status == 2
+
+
+def test_output_that_has_no_words_is_held_back_no_longer_than_it_may_have_some() -> None:
+    said = SaidByRank0(SECRET)
+    assert said.taken_out_of(b"a progress bar \r") == b"a progress bar \r"
+    assert said.taken_out_of(b"see /tm") == b"see "
+    assert said.taken_out_of(b"p/elsewhere") == b"/tmp/elsewhere"
+    assert (said.has_begun, said.status) == (False, None)
+
+
+def test_rank_0_says_how_it_ends_in_a_file_or_in_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path, output in ((tmp_path / "status", False), (tmp_path / "nowhere" / "status", True)):
+        said = SaidByRank0(path)
+        monkeypatch.setenv(LAUNCHED, str(path))
+        assert (said.has_begun, said.status) == (False, None)
+        tell_launch(BEGUN)
+        said.taken_out_of(capsys.readouterr().out.encode())
+        assert (said.has_begun, said.status) == (True, None)
+        tell_launch(0)
+        shown = capsys.readouterr().out
+        said.taken_out_of(shown.encode())
+        assert (bool(shown), said.has_begun, said.status) == (output, True, 0)
+
+
+PROGRAM = """
+import os, pathlib, subprocess, sys
+from shardmlx.hosts.output_relay import OutputRelay, SaidByRank0
+said = SaidByRank0(pathlib.Path("/nowhere/at/all"))
+with OutputRelay(said, listens=True) as relay:
+    with subprocess.Popen(["sh", "-c", sys.argv[1]], stdout=relay.stdout, stderr=relay.stderr):
+        relay.started()
+sys.exit(said.status)
+"""
+
+
+def test_all_output_comes_in_its_order_and_a_child_that_stays_is_not_waited_for() -> None:
+    script = (
+        "for i in 1 2 3; do echo out $i; echo err $i >&2; done; echo /nowhere/at/all 7; sleep 30 &"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=20,
+        env=dict(os.environ),
+    )
+    assert done.returncode == 7
+    assert done.stdout.splitlines() == [f"{each} {i}" for i in (1, 2, 3) for each in ("out", "err")]
