@@ -5,6 +5,7 @@ A prompt that is piped through is in test_generate.py, hosts that go in tests/la
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 import time
@@ -54,17 +55,20 @@ class Lab:
             )
         )
 
-    def launch(self, *flags: str, training: tuple[str, ...] = ()) -> Running:
+    def launch(
+        self, *flags: str, training: tuple[str, ...] = (), reader: str | None = None
+    ) -> Running:
+        """Start launch; ``reader`` is a command that reads its output."""
         options = ["--mpirun-options", "--oversubscribe --bind-to none", *flags]
-        return Running(
-            [
-                *(sys.executable, "-m", "shardmlx.launch", *options, "train", *self.training),
-                *("--checkpoint-dir", str(self.checkpoints), "--checkpoint-every", "5"),
-                *("--adapter-path", str(self.path / "adapters")),
-                *("--metrics-file", str(self.path / "metrics"), *training),
-            ],
-            env={"PYTHONPATH": f"{self.path}:{PYTHONPATH}"},
-        )
+        command = [
+            *(sys.executable, "-m", "shardmlx.launch", *options, "train", *self.training),
+            *("--checkpoint-dir", str(self.checkpoints), "--checkpoint-every", "5"),
+            *("--adapter-path", str(self.path / "adapters")),
+            *("--metrics-file", str(self.path / "metrics"), *training),
+        ]
+        if reader is not None:
+            command = ["bash", "-o", "pipefail", "-c", f"{shlex.join(command)} | {reader}"]
+        return Running(command, env={"PYTHONPATH": f"{self.path}:{PYTHONPATH}"})
 
     @property
     def weights(self) -> dict[str, np.ndarray]:
@@ -128,6 +132,20 @@ def test_a_signal_saves_and_stops_in_order(lab: Lab) -> None:
     assert "launch: asked all ranks to save and stop" in output
     assert "launch: run the same command to go on" in output
     assert "-----" not in output  # mpirun's block of alarm
+    newest = max(lab.checkpoints.glob("step-*/COMMITTED"))
+    last = max(event["step"] for event in events(lab.path / "metrics", "train"))
+    assert newest.parent.name == f"step-{last:07d}"
+
+
+def test_a_reader_that_goes_away_saves_and_stops_in_order(lab: Lab) -> None:
+    """At a broken pipe mpirun would kill its ranks."""
+    until_a_checkpoint = "grep -m 1 --line-buffered checkpoint.of"
+    with lab.launch(
+        "-n", "1", training=("--iters", "100000"), reader=until_a_checkpoint
+    ) as running:
+        output = finished(running, 128 + signal.SIGHUP)
+    assert "shardmlx: nobody reads the output any more" in output
+    assert "launch: asked all ranks to save and stop" in output
     newest = max(lab.checkpoints.glob("step-*/COMMITTED"))
     last = max(event["step"] for event in events(lab.path / "metrics", "train"))
     assert newest.parent.name == f"step-{last:07d}"
