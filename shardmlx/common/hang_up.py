@@ -9,7 +9,10 @@ import os
 import select
 import signal
 import sys
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 _CLOSED_TERMINAL = (errno.EIO, errno.ENXIO)
 
@@ -24,8 +27,8 @@ def write_all(fd: int, data: bytes) -> None:
     """Write all of ``data``, as far as anybody takes it.
 
     The kernel tells a process by SIGHUP that its terminal is closed. If the reader of stdout's pipe
-    has gone (``| head -3``), this function does so. Of a closed terminal, and of stderr, nothing
-    is said. Raises other ``OSError``: a disk may be full.
+    has gone (``| head -3``), this function does so. It says nothing if the reader of stderr has
+    gone. Raises other ``OSError``: a disk may be full.
     """
     rest = memoryview(data)
     while rest:
@@ -68,9 +71,9 @@ class _Output(io.FileIO):
     def __init__(self, fd: int) -> None:
         super().__init__(fd, "w", closefd=False)
 
-    def write(self, data: io.ReadableBuffer, /) -> int:
+    def write(self, data: Buffer, /) -> int:
         """Write all; return the number of bytes, also if nobody has taken them."""
-        whole = bytes(data)
+        whole = bytes(memoryview(data))
         write_all(self.fileno(), whole)
         return len(whole)
 

@@ -82,7 +82,7 @@ class OutputRelay:
     """
 
     def __init__(self, said: SaidByRank0, *, listens: bool) -> None:
-        """``listens`` if words of rank 0 may come in its output."""
+        """Make the pipes; if ``listens``, words of rank 0 may come in the output."""
         self._ended = threading.Event()
         self._threads: list[threading.Thread] = []
         self._ours: list[int] = []

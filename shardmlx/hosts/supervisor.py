@@ -76,7 +76,7 @@ class _Running:
 
     @property
     def hangs(self) -> bool:
-        """Whether mpirun still waits for daemons of other hosts, and obeys no signal."""
+        """True while mpirun waits for daemons of other hosts, and obeys no signal."""
         return self.limit is not None and not self.said.has_begun
 
     def end(self) -> None:
