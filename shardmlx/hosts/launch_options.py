@@ -21,7 +21,7 @@ from shardmlx.config.train import CheckpointOptions
 from shardmlx.costmodel.hostfile import Machine, read_hostfile
 from shardmlx.errors import UserError, file_access
 from shardmlx.hosts.mpirun import knows_as_own
-from shardmlx.hosts.reachability import local_hosts
+from shardmlx.hosts.reachability import is_local, local_hosts
 from shardmlx.hosts.supervisor import SECONDS_TO_SAVE, JobControl
 
 _MAX_RESTARTS = 3

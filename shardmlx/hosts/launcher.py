@@ -172,7 +172,6 @@ class Launcher:
     def _words(self, start: Start, hostfile: Path | None) -> list[str]:
         launch, flags = self.launch, self.launch.flags
         extra, ssh = shlex.split(flags.mpirun_options), flags.ssh_command
-        hosts = () if hostfile is None else launch.hosts
         agent = () if ssh is None else ("--prtemca", "plm_ssh_agent", ssh)
         return [
             str(self.mpirun),

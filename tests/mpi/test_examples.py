@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ EXAMPLES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.yaml"
 
 # What a model of five layers and data of 32 rows need beside the file: a length of the run, and the
 # type of weights that the model of full-1b has.
-SMALLER = {
+SMALLER: Mapping[str, tuple[str, ...]] = {
     "chat-8b": ("--num-layers", "5"),
     "lora-70b": ("--num-layers", "5", "--iters", "4"),
     "full-1b": ("--dtype", "bfloat16"),
@@ -56,7 +57,8 @@ def runs(
         metrics = output / "metrics.jsonl"
         job = train_well(
             1,
-            *("-c", path, "--model", small, "--data", conversations, *SMALLER[name]),
+            *("-c", path, "--model", small, "--data", conversations),
+            *SMALLER[name],
             *("--adapter-path", output / "adapters", "--metrics-file", metrics),
             *("--steps-per-report", "1"),
         )
@@ -88,7 +90,7 @@ def test_in_the_chat_example_all_answers_count_and_nothing_else(
     small: Path, conversations: Path
 ) -> None:
     assert "only its answers count, and all of them" in words_of("chat-8b")
-    run = (
+    run: tuple[str | Path, ...] = (
         "-c",
         EXAMPLES["chat-8b"],
         "--model",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardmlx.hosts.leftovers import end_here, end_there, name_of
-from shardmlx.hosts.reachability import RemoteLogin
+from shardmlx.hosts.remote_login import RemoteLogin
 
 
 def daemon(name: str, traps: str = "") -> subprocess.Popen[str]:

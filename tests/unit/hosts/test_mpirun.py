@@ -46,16 +46,6 @@ def test_root_is_allowed_unless_the_environment_says_so(monkeypatch: pytest.Monk
     assert settings_for((), 2) == ()
 
 
-def test_mpirun_finds_this_machine_by_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("socket.gethostname", lambda: "dhcp-17.home")
-    resolves = ("--prtemca", "prte_do_not_resolve", "0")
-    for own in ("studio", "mac1.local", "DHCP-17"):
-        assert settings_for((own, "mac2"), 2, own=(own,)) == resolves
-    for own in ("dhcp-17", "dhcp-17.local", "10.77.0.9", "localhost"):
-        assert settings_for((own, "mac2"), 2, own=(own,)) == ()
-    assert settings_for(("studio", "mac2"), 2, resolves, own=("studio",)) == ()
-
-
 def test_ranks_may_share_the_cores_of_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings_for((), 3) == ("--oversubscribe", "--bind-to", "none")
     assert settings_for((), 3, ("--bind-to", "core")) == ("--oversubscribe",)
