@@ -1,0 +1,303 @@
+"""Rank 0 gives commands, and all ranks carry them out in one order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from shardmlx.distributed.agreement import AgreedError
+from shardmlx.distributed.crew import MOST_AHEAD, Crew, lead, leading
+from shardmlx.distributed.messages import TransportTimeout
+from shardmlx.distributed.transport import Transport
+from shardmlx.errors import AgreedFailure, Stopped, UserError
+from tests.helpers.local_transport import LocalNetwork
+
+RANKS = 3
+
+
+class Counter:
+    """A part of a worker."""
+
+    def __init__(self, first: int) -> None:
+        self.count = first
+
+    def add(self, more: int) -> int:
+        self.count += more
+        return self.count
+
+
+class Worker:
+    """What a rank can do here; it keeps what it was told."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._rank = transport.rank
+        self.told: list[Any] = []
+        self.counters = [Counter(0), Counter(10 * transport.rank)]
+
+    def tell(self, word: Any, *, twice: bool = False) -> tuple[int, Any]:
+        self.told += [word, word] if twice else [word]
+        return self._rank, word
+
+    def refuse(self, rank: int) -> None:
+        if self._rank == rank:
+            raise UserError("the disk is full", "free some of it")
+
+    def fail(self, error: Exception) -> None:
+        raise error
+
+    def wait(self, event: Any) -> int:
+        event.wait(10)
+        return self._rank
+
+
+Work = Callable[[Crew[Worker]], Any]
+
+
+def on_ranks(work: Work, timeout: float = 20.0, ranks: int = RANKS) -> list[tuple[Any, list[Any]]]:
+    """Return, by rank, what ``lead`` returns or raises, and what the worker was told."""
+
+    def rank(transport: Transport) -> tuple[Any, list[Any]]:
+        worker = Worker(transport)
+        try:
+            return lead(transport, worker, work), worker.told
+        except (AgreedError, AgreedFailure, Stopped) as error:
+            return error, worker.told
+
+    network = LocalNetwork(ranks, timeout)
+    found = network.run(rank)
+    assert not any(network._sends.values()), "all that was sent was received"
+    assert not any(network._receives.values())
+    return found
+
+
+def test_all_ranks_do_the_same_in_the_same_order_and_answer_by_rank() -> None:
+    def work(crew: Crew[Worker]) -> list[Any]:
+        assert crew.size == RANKS
+        first = crew.all(Worker.tell, "load")
+        crew.all(Worker.tell, {"step": 1}, twice=True)
+        return first
+
+    (answers, told), *others = on_ranks(work)
+    assert answers == [(rank, "load") for rank in range(RANKS)]
+    assert told == ["load", {"step": 1}, {"step": 1}]
+    assert others == [(None, told)] * 2
+
+
+def test_one_rank_alone_needs_no_messages() -> None:
+    ((answers, told),) = on_ranks(lambda crew: crew.all(Worker.tell, "load"), ranks=1)
+    assert (answers, told) == ([(0, "load")], ["load"])
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_what_one_rank_refuses_is_the_error_of_all(rank: int) -> None:
+    def work(crew: Crew[Worker]) -> None:
+        crew.all(Worker.refuse, rank)
+        crew.all(Worker.tell, "never")
+
+    found = on_ranks(work)
+    where = "" if rank == 0 else f"rank {rank} on localhost: "
+    for error, told in found:
+        assert isinstance(error, AgreedError)
+        assert (error.problem, error.remedy) == (f"{where}the disk is full", "free some of it")
+        assert told == []
+
+
+@pytest.mark.parametrize(
+    "error", [AgreedError("no room", "make some"), AgreedFailure("nan"), Stopped(15, "saved")]
+)
+def test_errors_of_all_ranks_stay_what_they_are(error: Exception) -> None:
+    for found, _ in on_ranks(lambda crew: crew.all(Worker.fail, error)):
+        assert type(found) is type(error)
+        assert str(found) == str(error)
+        assert getattr(found, "signal", None) == getattr(error, "signal", None)
+
+
+@pytest.mark.parametrize("error", [UserError("bad", "mend it"), AgreedFailure("nan")])
+def test_rank_0_refuses_between_two_commands_for_all(error: Exception) -> None:
+    def work(crew: Crew[Worker]) -> None:
+        crew.all(Worker.tell, "load")
+        raise error
+
+    for found, told in on_ranks(work):
+        assert str(found) == str(error)
+        assert told == ["load"]
+
+
+def test_an_error_that_nobody_foresees_is_no_answer() -> None:
+    """It is that rank's own, and ends the job."""
+
+    def rank(transport: Transport) -> None:
+        lead(transport, Worker(transport), lambda crew: crew.all(Worker.fail, KeyError("a fault")))
+
+    with pytest.raises(KeyError, match="a fault"):
+        LocalNetwork(2, timeout=20).run(rank)
+
+
+def test_rank_0_goes_on_before_the_others_have_answered() -> None:
+    """They wait for what rank 0 does after its next command."""
+    event = threading.Event()
+    told_of = []
+
+    class Patient(Worker):
+        def wait(self, event: Any) -> int:
+            if self._rank:
+                released.wait(10)
+            return self._rank
+
+    released = event
+
+    def rank(transport: Transport) -> Any:
+        def work(crew: Crew[Patient]) -> list[int]:
+            pending = crew.begin(Patient.wait, None)
+            told_of.append(pending.own)
+            released.set()
+            later = crew.begin(Patient.tell, "next")
+            assert [each for each, _ in later.values()] == [0, 1]
+            return pending.values()
+
+        return lead(transport, Patient(transport), work)
+
+    first, _ = LocalNetwork(2, timeout=20).run(rank)
+    assert first == [0, 1]
+    assert told_of == [0]
+
+
+def test_many_commands_ahead_of_their_answers() -> None:
+    count = 10 * MOST_AHEAD
+
+    def work(crew: Crew[Worker]) -> list[Any]:
+        pending = [crew.begin(Worker.tell, number) for number in range(count)]
+        return [each.values()[-1] for each in reversed(pending)]
+
+    (answers, told), *others = on_ranks(work)
+    assert answers == [(RANKS - 1, number) for number in reversed(range(count))]
+    assert told == list(range(count))
+    assert [each for _, each in others] == [told] * 2
+
+
+def test_an_error_of_a_command_that_nobody_asks_for_is_raised_at_the_end() -> None:
+    def work(crew: Crew[Worker]) -> str:
+        crew.begin(Worker.refuse, 2)
+        return "done"
+
+    for found, _ in on_ranks(work):
+        assert isinstance(found, AgreedError)
+        assert "rank 2" in found.problem
+
+
+def test_each_rank_has_its_own_arguments() -> None:
+    def work(crew: Crew[Worker]) -> list[Any]:
+        shared = ("b",)
+        return crew.begin_each(Worker.tell, [("a",), shared, shared]).values()
+
+    (answers, _), *_ = on_ranks(work)
+    assert answers == [(0, "a"), (1, "b"), (2, "b")]
+
+
+def test_parts_of_workers_are_commanded_alike() -> None:
+    def work(crew: Crew[Worker]) -> list[int]:
+        counter = crew.part(Counter, "counters", 1)
+        counter.begin(Counter.add, 1)
+        crew.all(Worker.tell, "between")
+        found = counter.all(Counter.add, 2)
+        assert counter.worker.count == found[0]
+        with pytest.raises(TypeError, match="Worker"):
+            crew.part(Worker, "counters", 0)
+        return found
+
+    (answers, _), *_ = on_ranks(work)
+    assert answers == [3, 13, 23]
+
+
+class Following(Worker):
+    """A worker that does what comes by other messages."""
+
+    def __init__(self, transport: Transport) -> None:
+        super().__init__(transport)
+        self.transport = transport
+
+    def follow(self) -> None:
+        while (word := self.transport.receive_object(0, "word")) is not None:
+            self.told.append(word)
+
+
+def say(transport: Transport, word: str | None) -> None:
+    for peer in range(1, transport.size):
+        transport.send_object(word, peer, "word")
+
+
+def test_the_others_follow_while_rank_0_leads() -> None:
+    def rank(transport: Transport) -> list[str]:
+        def work(crew: Crew[Following]) -> None:
+            with crew.others(Following.follow):
+                assert crew.is_followed
+                say(transport, "hello")
+                say(transport, None)
+            assert not crew.is_followed
+            crew.all(Following.tell, "after")
+
+        worker = Following(transport)
+        lead(transport, worker, work)
+        return worker.told
+
+    assert LocalNetwork(RANKS, timeout=20).run(rank) == [
+        ["after"],
+        ["hello", "after"],
+        ["hello", "after"],
+    ]
+
+
+def test_a_refusal_while_the_others_follow_is_rank_0s_alone() -> None:
+    """They wait for other messages, and hear of no refusal: the job ends."""
+
+    def rank(transport: Transport) -> None:
+        def work(crew: Crew[Following]) -> None:
+            with crew.others(Following.follow):
+                raise UserError("the output is full", "free some room")
+
+        lead(transport, Following(transport), work)
+
+    with pytest.raises(UserError, match="the output is full") as refused:
+        LocalNetwork(2, timeout=20).run(rank)
+    assert not isinstance(refused.value, AgreedError)
+
+
+def test_a_generator_that_is_closed_early_leaves_the_ranks_together() -> None:
+    def words(transport: Transport, worker: Following) -> Iterator[str]:
+        with leading(transport, worker) as crew:
+            if crew is not None:
+                with crew.others(Following.follow):
+                    try:
+                        yield "first"
+                    finally:
+                        say(transport, "enough")
+                        say(transport, None)
+
+    def rank(transport: Transport) -> list[str]:
+        worker = Following(transport)
+        for _ in words(transport, worker):
+            break
+        transport.barrier("all have left")
+        return worker.told
+
+    assert LocalNetwork(2, timeout=20).run(rank) == [[], ["enough"]]
+
+
+def test_who_waits_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardmlx.distributed.crew.SECONDS_TO_DECIDE", 0.2)
+    never = threading.Event()
+
+    class Deaf(Worker):
+        def wait(self, event: Any) -> int:
+            if self._rank:
+                never.wait(1)
+            return self._rank
+
+    def rank(transport: Transport) -> None:
+        lead(transport, Deaf(transport), lambda crew: crew.all(Deaf.wait, None))
+
+    with pytest.raises(TransportTimeout, match="answer to wait, waiting for rank 1"):
+        LocalNetwork(2, timeout=0.2).run(rank)
