@@ -32,10 +32,13 @@ W_co = TypeVar("W_co", covariant=True)
 P = ParamSpec("P")
 T = TypeVar("T")
 V = TypeVar("V")
+F = TypeVar("F", bound=Callable[..., Any])
 
-SECONDS_TO_DECIDE = 12 * 3600.0
-"""Seconds that ranks wait for the next command, and rank 0 for an answer: between them a large
-model is downloaded, or much data read. The heartbeat finds a rank that is lost in the meantime."""
+_MARK = "takes_long"
+
+LONG_SECONDS = 12 * 3600.0
+"""Seconds that ranks wait for the next command, before which rank 0 may read much data, and rank 0
+for the answer to one that ``takes_long``. The heartbeat finds a rank that is lost meanwhile."""
 
 MOST_AHEAD = 16
 """Commands that rank 0 gives before it takes the answers to the first of them. Twice as many
@@ -68,11 +71,22 @@ class _Answer:
     error: Exception | None = None
 
 
+def takes_long(method: F) -> F:
+    """Mark a method of a worker that may take hours: it reads or writes weights, or waits for a
+    network beyond the ranks'."""
+    setattr(method, _MARK, True)
+    return method
+
+
 class Pending(Generic[T]):
     """A command that rank 0 has carried out, and to which other ranks may still have to answer."""
 
-    def __init__(self, channel: _Channel, method: str, own: _Answer) -> None:
-        self.method = method
+    def __init__(
+        self, channel: _Channel, method: Callable[..., T], own: _Answer, *, is_long: bool = False
+    ) -> None:
+        self.method = method.__name__
+        self.seconds = LONG_SECONDS if is_long or hasattr(method, _MARK) else 0.0
+        """Seconds that answers may take, if longer than a message may."""
         self.answers = [own]
         self._channel = channel
 
@@ -129,7 +143,7 @@ class _Channel:
         """Receive all answers up to those to ``last``."""
         while len(last.answers) < self.transport.size and self._unanswered:
             first = self._unanswered.popleft()
-            with self.transport.longer_timeout(SECONDS_TO_DECIDE):
+            with self.transport.longer_timeout(first.seconds):
                 for peer in range(1, self.transport.size):
                     what = f"answer to {first.method}"
                     first.answers.append(self.transport.receive_object(peer, what, COMMAND_TAG))
@@ -202,7 +216,7 @@ class Crew(Generic[W_co]):
     ) -> Pending[T]:
         """Do as ``all``, and return when rank 0 has done its part."""
         command = _Command(self._part, method.__name__, args, kwargs)
-        return self._begin([command] * self.size)
+        return self._begin(method, [command] * self.size)
 
     def begin_each(
         self, method: Callable[..., T], args_of_ranks: Sequence[tuple[Any, ...]]
@@ -212,12 +226,12 @@ class Crew(Generic[W_co]):
         commands: dict[int, _Command] = {}
         for args in args_of_ranks:
             commands.setdefault(id(args), _Command(self._part, method.__name__, args))
-        return self._begin([commands[id(args)] for args in args_of_ranks])
+        return self._begin(method, [commands[id(args)] for args in args_of_ranks])
 
-    def _begin(self, commands: Sequence[_Command]) -> Pending[Any]:
+    def _begin(self, method: Callable[..., T], commands: Sequence[_Command]) -> Pending[T]:
         own = commands[0]
         self._channel.send(commands, own.method)
-        pending: Pending[Any] = Pending(self._channel, own.method, _carried_out(self._worker, own))
+        pending = Pending(self._channel, method, _carried_out(self._worker, own))
         self._channel.expect(pending)
         if pending.answers[0].error is not None:
             pending.values()
@@ -234,7 +248,8 @@ class Crew(Generic[W_co]):
         """
         command = _Command(self._part, method.__name__, args, kwargs)
         self._channel.send([command] * self.size, command.method)
-        pending: Pending[object] = Pending(self._channel, command.method, _Answer())
+        # As long as rank 0 leads: perhaps for days.
+        pending = Pending(self._channel, method, _Answer(), is_long=True)
         self._channel.expect(pending)
         self._channel.is_followed = True
         try:
@@ -301,7 +316,7 @@ def _follow(transport: Transport, worker: Any) -> None:
     # Answers wait for nobody: rank 0 may take them after further commands.
     answers = Outbox(transport)
     while True:
-        with transport.longer_timeout(SECONDS_TO_DECIDE):
+        with transport.longer_timeout(LONG_SECONDS):
             message = transport.receive_object(0, "next command", COMMAND_TAG)
         if isinstance(message, _Dismissal):
             answers.drain(0)

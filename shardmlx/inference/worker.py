@@ -11,6 +11,7 @@ import mlx.core as mx
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.inference import HEAD, InferenceConfig
 from shardmlx.costmodel.memory_limits import MemoryLimits
+from shardmlx.distributed.crew import takes_long
 from shardmlx.distributed.mlx_group import join_group
 from shardmlx.distributed.transport import Transport
 from shardmlx.inference.draft_model import ModelDrafter
@@ -86,6 +87,7 @@ class InferenceWorker(ModelWorker):
             head=self._head if part.is_last else None,
         )
 
+    @takes_long
     def load(self) -> None:
         """Read the weights of this rank's layers."""
         self.run.part.load()
@@ -107,10 +109,12 @@ class InferenceWorker(ModelWorker):
         """Let answers keep to grammars."""
         self._run = replace(self.run, grammars=grammars)
 
+    @takes_long
     def content(self) -> dict[str, str]:
         """Return what tells this rank's part of the model from others."""
         return content_of(self.run.part)
 
+    @takes_long
     def open_prefix_files(self, directory: Path) -> None:
         """Keep prefixes in files from now on. Raises ``UserError``."""
         run = self.run
@@ -119,6 +123,7 @@ class InferenceWorker(ModelWorker):
             layers = (*layers, HEAD)
         self._run = replace(run, prefix_files=PrefixFiles.opened(directory, layers))
 
+    @takes_long
     def prefix_faults(self, keys: Sequence[str]) -> dict[str, str]:
         """Return why kept sequences cannot be read on this rank, by their keys."""
         files = self.run.prefix_files

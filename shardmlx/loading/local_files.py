@@ -20,6 +20,7 @@ from shardmlx.common.environment import cache_directory
 from shardmlx.common.reporter import Reporter
 from shardmlx.common.units import MEGABYTE
 from shardmlx.distributed.byte_stream import Incoming, Outgoing
+from shardmlx.distributed.crew import takes_long
 from shardmlx.distributed.messages import OBJECT_TAG
 from shardmlx.distributed.shared_disks import Disks, find_disks
 from shardmlx.distributed.transport import Transport
@@ -157,6 +158,7 @@ class LocalFiles:
         """Take one file of the directory."""
         self.path /= file
 
+    @takes_long
     def take_whole(self, model: str, revision: str | None) -> None:
         """Find a whole model, and download missing files once its config.json says that it can
         run, as mlx-lm does. Raises ``UserError``."""
@@ -164,6 +166,7 @@ class LocalFiles:
             open_checked(model, revision)
         self.path = find_model(model, revision)
 
+    @takes_long
     def look(self, wanted: Wanted | None) -> FoundFiles:
         """Look for what rank 0 has found; return it without what other ranks do not need. Without
         ``wanted`` a rank is sent all that it lacks. Rank 0 has ``found`` it before."""
@@ -181,6 +184,7 @@ class LocalFiles:
         base, is_kept = self._base(cache)
         return find_disks(self._transport, base, make=is_kept)
 
+    @takes_long
     def make_copy(self, plan: CopyPlan) -> str | None:
         """Make this rank's copy, if it keeps one; return its directory. Raises ``UserError``."""
         assert self.found is not None, "it was looked for"
@@ -221,6 +225,7 @@ class LocalFiles:
 
     # Bringing tensors.
 
+    @takes_long
     def compare(
         self, wanted: Sequence[set[str]], shape: ModelShape, shares: TensorShares
     ) -> tuple[set[str], set[str]]:
@@ -242,6 +247,7 @@ class LocalFiles:
         self._copy.check_room(self._missing)
         return sound, self._missing
 
+    @takes_long
     def download_missing(self, what: str) -> int:
         """Bring from the hub what this rank's copy lacks; return the bytes. ``UserError`` if the
         hub, or the disk, refuses."""
@@ -252,6 +258,7 @@ class LocalFiles:
             download(self._repository, self._copy, self._missing, self._tensors, advance)
         return nbytes
 
+    @takes_long
     def exchange(self, transfers: Sequence[Transfer], what: str) -> int:
         """Play this rank's part in ``transfers`` with the other ranks; return the bytes received.
         Raises ``RuntimeError`` on damage."""

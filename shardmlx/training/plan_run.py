@@ -81,7 +81,7 @@ def plan_run(
     )
     shares = asked_shares(spec.layout, inputs.sizes, inputs.cluster)
     run = spec.for_ranks(crew.size // shares.size)
-    total, trained = crew.all(TrainWorker.build, config, run.fine_tune)[0]
+    total, trained = crew.all(TrainWorker.build, run.fine_tune, config.seed)[0]
     # Wrong options are found before the data is read.
     _check_layout(run, _of_groups(inputs, shares), crew.worker)
     build_optimizer(run.fine_tune)

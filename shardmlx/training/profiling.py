@@ -8,7 +8,7 @@ same time in a run.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,73 +24,116 @@ from shardmlx.costmodel.measured_memory import MemorySample
 from shardmlx.costmodel.profile_file import MachineProfile, Profile, Sample, work_of, write_profile
 from shardmlx.costmodel.timing import Seconds
 from shardmlx.costmodel.workload import Workload
-from shardmlx.distributed.agreement import from_rank_0, on_all_ranks, on_rank_0
+from shardmlx.distributed.crew import Crew, lead
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.optimizer import build_optimizer
+from shardmlx.engine.stage import Stage
 from shardmlx.loading.build import unfreeze
-from shardmlx.loading.rank_setup import SETUP_SECONDS, this_backend, use_device
+from shardmlx.loading.rank_setup import this_backend, use_device
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.training.sample_model import SampleModel, build_sample_model, update_seconds
 
 
-def measure(
-    model: SampleModel,
-    fine_tune: FineTune,
-    shapes: Sequence[tuple[int, int]],
-    transport: Transport,
-    advance: Callable[[], None],
-) -> tuple[list[Sample], list[MemorySample]]:
-    """Measure each (rows, tokens a row), with two calls of ``advance``. Collective."""
-    frozen = []
-    for shape in shapes:
-        transport.barrier("measuring")
+class ProfileWorker:
+    """The part of one rank that measures. Ranks that share a machine measure at the same time, as
+    they compute at the same time in a run."""
+
+    def __init__(self, transport: Transport, reporter: Reporter) -> None:
+        self._transport = transport
+        self._reporter = reporter
+        self._model: SampleModel | None = None
+        self._stages: list[Stage] = []
+        self._updates: list[float] = []
+        self._frozen: dict[tuple[int, int], list[Seconds]] = {}
+
+    def build(self, options: ProfileOptions, config: Mapping[str, Any], workload: Workload) -> None:
+        """Build a few layers with random weights. Raises ``UserError`` for a missing device."""
+        use_device(options.device, self._reporter.say)
+        _, pattern = workload.shape.unlike_layers(max(length for _, length in options.shapes))
+        built = build_sample_model(dict(config), workload.dtype)
+        savings = workload.savings(this_backend())
+        self._model = SampleModel(built, pattern, workload.shape.pattern, savings)
+
+    def time_frozen(self, shape: tuple[int, int]) -> None:
+        """Time layers without trained weights, for (rows, tokens a row)."""
+        model = self._built
         stages = model.stages(model.runs, is_trained=False)
-        frozen.append([model.times(stage, *shape) for stage in stages])
-    unfreeze(model.model, replace(fine_tune, num_layers=-1))
-    count = len(model.pattern)
-    stages = model.stages([(0, 1), *model.runs, (count - 1, count)])
-    updates = [update_seconds(stage, build_optimizer(fine_tune)) for stage in stages]
-    samples, memory = [], []
-    for shape, of_frozen in zip(shapes, frozen, strict=True):
-        transport.barrier("measuring")
+        self._frozen[shape] = [model.times(stage, *shape) for stage in stages]
+
+    def unfreeze(self, fine_tune: FineTune) -> None:
+        """Train all layers from now on, and time their updates."""
+        model = self._built
+        unfreeze(model.model, replace(fine_tune, num_layers=-1))
+        count = len(model.pattern)
+        self._stages = model.stages([(0, 1), *model.runs, (count - 1, count)])
+        self._updates = [
+            update_seconds(stage, build_optimizer(fine_tune)) for stage in self._stages
+        ]
+
+    def measure(self, shape: tuple[int, int]) -> tuple[Sample, list[MemorySample]]:
+        """Time layers that train, and measure the bytes of those that recompute nothing or all."""
+        model = self._built
         times = [
             replace(model.times(stage, *shape), update=update)
-            for stage, update in zip(stages, updates, strict=True)
+            for stage, update in zip(self._stages, self._updates, strict=True)
         ]
-        samples.append(model.sample(*shape, of_frozen, times))
-        for recompute in (NONE, FULL):
-            memory += model.memory(*shape, recompute)
-        advance()
-    for shape in shapes:
-        # Layers that recompute selectively do so from then on.
-        transport.barrier("measuring")
-        memory += model.memory(*shape, SELECTIVE)
-        advance()
-    return samples, memory
+        sample = model.sample(*shape, self._frozen[shape], times)
+        memory = [each for how in (NONE, FULL) for each in model.memory(*shape, how)]
+        return sample, memory
+
+    def measure_selective(self, shape: tuple[int, int]) -> list[MemorySample]:
+        """Measure the bytes of layers that recompute selectively, as they do from then on."""
+        return list(self._built.memory(*shape, SELECTIVE))
+
+    def machine(self) -> tuple[str, str]:
+        """Return the names of this rank's host and chip."""
+        return self._transport.hosts[self._transport.rank], _chip()
+
+    @property
+    def _built(self) -> SampleModel:
+        assert self._model is not None, "it was built"
+        return self._model
 
 
 def run(options: ProfileOptions, transport: Transport, blas: Blas) -> None:
-    """Measure on every rank; rank 0 writes the profile. Collective; raises ``AgreedError``."""
-    fine_tune, shapes, output = FineTune.of(options), options.shapes, Path(options.output)
+    """Measure on every rank; rank 0 writes the profile. All ranks must call it. Raises as
+    ``lead``."""
     reporter = Reporter(quiet=transport.rank != 0)
-    with transport.longer_timeout(SETUP_SECONDS):
-        model_config, workload = from_rank_0(transport, "reading the model", lambda: _read(options))
+    worker = ProfileWorker(transport, reporter)
+    lead(transport, worker, partial(_profile, options, reporter, blas))
+
+
+def _profile(
+    options: ProfileOptions, reporter: Reporter, blas: Blas, crew: Crew[ProfileWorker]
+) -> None:
+    """Let all ranks measure, and write the profile. On rank 0."""
+    fine_tune, shapes = FineTune.of(options), options.shapes
+    model_config, workload = _read(options)
     reporter.say(str(blas))
-    device = partial(use_device, options.device, reporter.say)
-    on_all_ranks(transport, "choosing the device", device)
-    shape = workload.shape
-    _, pattern = shape.unlike_layers(max(length for _, length in shapes))
-    built = build_sample_model(model_config, workload.dtype)
-    savings = workload.savings(this_backend())
-    model = SampleModel(built, pattern, shape.pattern, savings)
+    crew.all(ProfileWorker.build, options, model_config, workload)
+    samples: list[list[Sample]] = []
+    memory: list[list[list[MemorySample]]] = []
     with reporter.bar("measuring", 2 * len(shapes)) as bar:
-        samples, memory = measure(model, fine_tune, shapes, transport, bar.advance)
-    host = transport.hosts[transport.rank]
-    mine = MachineProfile(host, _chip(), tuple(samples), tuple(memory))
-    machines = transport.gather(mine, what="measurements") or ()  # empty on other ranks
+        for shape in shapes:
+            crew.all(ProfileWorker.time_frozen, shape)
+        crew.all(ProfileWorker.unfreeze, fine_tune)
+        for shape in shapes:
+            of_ranks = crew.all(ProfileWorker.measure, shape)
+            samples.append([sample for sample, _ in of_ranks])
+            memory.append([measured for _, measured in of_ranks])
+            bar.advance()
+        # Last: layers that recompute selectively do so from then on.
+        for shape in shapes:
+            memory.append(crew.all(ProfileWorker.measure_selective, shape))
+            bar.advance()
+    machines = []
+    for rank, (host, chip) in enumerate(crew.all(ProfileWorker.machine)):
+        own = tuple(of_ranks[rank] for of_ranks in samples)
+        held = tuple(each for of_ranks in memory for each in of_ranks[rank])
+        machines.append(MachineProfile(host, chip, own, held))
     _show(reporter, machines)
-    profile = Profile(work_of(workload), tuple(machines))
-    on_rank_0(transport, "writing the profile", lambda: write_profile(profile, output))
+    output = Path(options.output)
+    write_profile(Profile(work_of(workload), tuple(machines)), output)
     reporter.say(f"Wrote {output}")
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from shardmlx.checkpoint.export import Collector, save_adapters, save_model
 from shardmlx.checkpoint.store import Manifest
+from shardmlx.distributed.crew import takes_long
 from shardmlx.engine.batches import SWAPPED
 from shardmlx.engine.engine import Results, Step
 from shardmlx.engine.optimizer import Updater
@@ -235,6 +236,7 @@ class RunWorker:
         """Tell whether a weight of this rank has moved: by an update, or by what the hub gave."""
         return self._updater.has_moved or (self.island is not None and self.island.has_taken)
 
+    @takes_long
     def save(self, directory: Path, copy_as: str | None) -> None:
         """Write the weights, on rank 0, with a copy of adapters. Raises ``SaveError``."""
         if self._options.is_full:
@@ -243,6 +245,7 @@ class RunWorker:
             config = self._options.to_adapter_config()
             save_adapters(self._collector, directory, config, copy_as)
 
+    @takes_long
     def take_weights(self, files: Sequence[Path]) -> None:
         """Put the weights in files of rank 0 into the stages. Raises ``UserError``."""
         tensors = read_tensors(files) if self._transport.rank == 0 else None
@@ -254,10 +257,12 @@ class RunWorker:
 
     # Checkpoints.
 
+    @takes_long
     def missing(self) -> list[str]:
         """Open the checkpoint to resume; return the trained weights that it lacks."""
         return self.snapshots.open()
 
+    @takes_long
     def restore(self) -> None:
         """Take this rank's part of the checkpoint to resume. Raises ``UserError``."""
         found = self.job.resumption.found
@@ -267,21 +272,25 @@ class RunWorker:
         self._step = found.manifest.step
         self.meter.start_after(found.manifest.step)
 
+    @takes_long
     def begin_checkpoint(self, manifest: Manifest, step: int) -> float:
         """Begin to write this rank's part of a checkpoint; return the seconds that it took."""
         return self.snapshots.begin(manifest, step)
 
+    @takes_long
     def finish_checkpoint(self) -> float:
         """Wait until this rank's part is written; return the seconds of the wait."""
         return self.snapshots.finish()
 
     # Islands.
 
+    @takes_long
     def enter_hub(self) -> None:
         """Give the hub the weights that it lacks, and take its others. Raises ``UserError``."""
         assert self.island is not None, "it is one"
         self.island.enter(self._step)
 
+    @takes_long
     def exchange(self, is_last: bool) -> str | None:
         """Exchange with the hub what is due after the step; return why the run cannot go on, if it
         cannot."""

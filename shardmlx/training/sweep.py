@@ -107,10 +107,10 @@ def prepare_sweep(config: TrainConfig, crew: Crew[TrainWorker], reporter: Report
         check_output(options, opened.path)
         planned[name] = _of_run(options, sweep.whole, sizes)
         build_optimizer(planned[name].way.fine_tune)
-        crew.all(TrainWorker.build, options, planned[name].way.fine_tune)
+        crew.all(TrainWorker.build, planned[name].way.fine_tune, options.seed)
     for name, each in planned.items():
         warn_of(each.config, reporter.of_run(name, None))
-        crew.all(TrainWorker.build, each.config, each.way.fine_tune)
+        crew.all(TrainWorker.build, each.way.fine_tune, each.config.seed)
         load_run(crew, each, _own(sweep.data[name]), reporter, name)
 
 

@@ -15,7 +15,7 @@ from shardmlx.checkpoint.resume import Resumption, prepare_resumption
 from shardmlx.common.durable_files import DirectoryLock
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.specs import FineTune
-from shardmlx.config.train import TrainConfig
+from shardmlx.distributed.crew import takes_long
 from shardmlx.distributed.mlx_group import join_group
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.divided_weights import DividedWeights
@@ -77,11 +77,11 @@ class TrainWorker(ModelWorker):
         self._loading: _Loading | None = None
         self._all_sum: Callable[[mx.array], mx.array] | None = None
 
-    def build(self, config: TrainConfig, fine_tune: FineTune) -> tuple[int, int]:
-        """Build the whole model, lazily; return its parameters, and the trained ones. Raises
-        ``UserError``."""
+    def build(self, fine_tune: FineTune, seed: int) -> tuple[int, int]:
+        """Build the whole model, lazily, whose new weights are those of a ``seed``; return its
+        parameters, and the trained ones. Raises ``UserError``."""
         opened = self.opened
-        model, self._stored = build_model(opened.path, fine_tune, config.seed, opened.adapters)
+        model, self._stored = build_model(opened.path, fine_tune, seed, opened.adapters)
         self._model = model
         return count_parameters(model)
 
@@ -111,6 +111,7 @@ class TrainWorker(ModelWorker):
             _, pipeline_rank = mesh.coordinates(rank)
             loading.weights = DividedWeights(rank, mesh.replicas_of(pipeline_rank), parts)
 
+    @takes_long
     def find_resumption(self, identity: Mapping[str, Any] | None, owners: int) -> None:
         """Find, with the other ranks, the checkpoint to go on from."""
         loading = self._last()
@@ -153,6 +154,7 @@ class TrainWorker(ModelWorker):
             mine = members[self.transport.rank]
             self._all_sum = join_group(self.transport, mine, self.reporter)
 
+    @takes_long
     def load(self, membership: Membership | None, name: str, metrics_file: str | None) -> Loaded:
         """Read this rank's weights, and get ready to train the run called ``name``, which is empty
         for a run alone. Frozen weights are those of the runs before."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardmlx.distributed.agreement import AgreedError
-from shardmlx.distributed.crew import MOST_AHEAD, Crew, lead, leading
+from shardmlx.distributed.crew import MOST_AHEAD, Crew, lead, leading, takes_long
 from shardmlx.distributed.messages import TransportTimeout
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import AgreedFailure, Stopped, UserError
@@ -286,18 +286,35 @@ def test_a_generator_that_is_closed_early_leaves_the_ranks_together() -> None:
     assert LocalNetwork(2, timeout=20).run(rank) == [[], ["enough"]]
 
 
-def test_who_waits_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardmlx.distributed.crew.SECONDS_TO_DECIDE", 0.2)
-    never = threading.Event()
+class Deaf(Worker):
+    """A worker of which every rank but 0 takes a second to answer."""
 
-    class Deaf(Worker):
-        def wait(self, event: Any) -> int:
-            if self._rank:
-                never.wait(1)
-            return self._rank
+    def sleep(self) -> int:
+        if self._rank:
+            threading.Event().wait(1.0)
+        return self._rank
 
-    def rank(transport: Transport) -> None:
-        lead(transport, Deaf(transport), lambda crew: crew.all(Deaf.wait, None))
+    @takes_long
+    def load(self) -> int:
+        return self.sleep()
 
-    with pytest.raises(TransportTimeout, match="answer to wait, waiting for rank 1"):
-        LocalNetwork(2, timeout=0.2).run(rank)
+
+def test_an_answer_may_take_as_long_as_a_message_unless_the_command_takes_long() -> None:
+    def answers(method: Callable[[Deaf], int]) -> Any:
+        def rank(transport: Transport) -> Any:
+            return lead(transport, Deaf(transport), lambda crew: crew.all(method))
+
+        return LocalNetwork(2, timeout=0.3).run(rank)[0]
+
+    assert answers(Deaf.load) == [0, 1]
+    with pytest.raises(TransportTimeout, match="answer to sleep, waiting for rank 1"):
+        answers(Deaf.sleep)
+
+
+def test_rank_0_may_think_for_longer_than_a_message_takes() -> None:
+    def work(crew: Crew[Worker]) -> list[Any]:
+        threading.Event().wait(0.6)
+        return crew.all(Worker.tell, "at last")
+
+    (answers, _), *_ = on_ranks(work, timeout=0.2)
+    assert [word for _, word in answers] == ["at last"] * RANKS
