@@ -92,7 +92,7 @@ class Pending(Generic[T]):
 
     @property
     def own(self) -> T:
-        """What the command has returned on rank 0."""
+        """The value that the command has returned on rank 0."""
         value: T = self.answers[0].value
         return value
 
@@ -248,7 +248,7 @@ class Crew(Generic[W_co]):
         """
         command = _Command(self._part, method.__name__, args, kwargs)
         self._channel.send([command] * self.size, command.method)
-        # As long as rank 0 leads: perhaps for days.
+        # Rank 0 may lead for days.
         pending = Pending(self._channel, method, _Answer(), is_long=True)
         self._channel.expect(pending)
         self._channel.is_followed = True

@@ -1,4 +1,4 @@
-"""What a ``JobFate`` is told, and what it tells to do. Plain data."""
+"""The events that a ``JobFate`` is told, and those that it tells to do. Plain data."""
 
 from __future__ import annotations
 

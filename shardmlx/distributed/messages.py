@@ -13,7 +13,7 @@ Array = mx.array | np.ndarray
 # Tags of messages.
 OBJECT_TAG = 0  # objects on the main thread
 CHECKPOINT_TAG = 1  # all of the thread that writes checkpoints
-COMMAND_TAG = 2  # what rank 0 wants to be done, and the answers
+COMMAND_TAG = 2  # rank 0's commands, and the answers to them
 SCATTER_TAG = 3  # contributions to sums, on their way to the owners
 GATHER_TAG = 4  # sums and updated weights, on their way to all that need them
 LOSS_TAG = 5  # nothing: a rank that waits for it learns whether its peer is lost

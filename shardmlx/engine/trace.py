@@ -230,7 +230,7 @@ class Meter:
 
 @dataclass(slots=True)
 class Totals:
-    """What the meters of all ranks have measured, on rank 0."""
+    """The measurements of the meters of all ranks, on rank 0."""
 
     _first_step: int = 0
     _reported_step: int = 0

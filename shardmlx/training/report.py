@@ -32,7 +32,7 @@ class StepResult:
 
     @property
     def own(self) -> StepAnswer:
-        """What rank 0 says of the step."""
+        """Rank 0's answer to the step."""
         return self.pending.own[self.place]
 
     def of_ranks(self) -> list[StepAnswer]:
@@ -114,7 +114,7 @@ class TrainingReport:
             for of_ranks in answers
             if of_ranks[0].count
         ]
-        # By rank, as sums of floats depend on their order.
+        # Sums of floats depend on their order: it is that of the ranks.
         sums = [each.sums for of_rank in zip(*answers, strict=True) for each in of_rank]
         means = means_of(sums, self._job.planned.objective)
         seconds = ranks[0].times.step_seconds

@@ -41,7 +41,7 @@ class StepOrder:
 
 @dataclass(frozen=True, slots=True)
 class StepAnswer:
-    """What a rank says of a step.
+    """The answer of a rank to a step.
 
     ``sums`` are those of its losses. After the last step of an update, ``norm`` is that of its
     gradients, the same on all ranks; ``cause`` says why it is not finite, as far as this rank
