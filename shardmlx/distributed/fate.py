@@ -183,7 +183,7 @@ class JobFate:
                 peer.heard = now
                 peer.gone_since = None
             if rank not in processes:
-                continue  # of another host, whose ranks may tell
+                continue  # it is on another host, whose ranks may tell
             if processes[rank] != "gone":
                 peer.gone_since = None
             elif peer.gone_since is None:
@@ -263,8 +263,8 @@ class JobFate:
     def _is_time_to_conclude(self, now: float) -> bool:
         """Return whether mpirun's SIGTERM came so long ago that every living rank has answered.
 
-        Soon, since mpirun kills this process next. Of lower ranks whose answers did not come, each
-        has its turn: it may yet live.
+        Soon, since mpirun kills this process next. Each lower rank whose answer did not come has
+        its turn: it may yet live.
         """
         killed = self._alarm.killed(now)
         turns = min(max(self.rank - 1, 0), 3) * 1.5 * HURRY
