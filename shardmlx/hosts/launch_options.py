@@ -106,6 +106,11 @@ class LaunchOptions:
     max_restarts: int = 0
 
     @property
+    def shows_its_result(self) -> bool:
+        """True if the command's output is all that it leaves."""
+        return self.command not in ("train", "serve")
+
+    @property
     def hosts(self) -> tuple[str, ...]:
         return tuple(machine.host for machine in self.machines)
 

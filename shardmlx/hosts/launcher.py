@@ -5,6 +5,7 @@ checkpoint. No MLX, no MPI.
 from __future__ import annotations
 
 import shlex
+import signal
 import socket
 import sys
 import tempfile
@@ -104,7 +105,10 @@ def run(words: Sequence[str]) -> int:
     keep_awake()  # between two starts, too
     with supervisor.listening():
         try:
-            return Launcher(options, mpirun_path(), supervisor).run()
+            status = Launcher(options, mpirun_path(), supervisor).run()
+            if status == 0 and supervisor.stopped_by == signal.SIGHUP and options.shows_its_result:
+                return 128 + signal.SIGHUP  # nobody has read it
+            return status
         except Stopped as stop:
             return 128 + stop.signal
         except GaveUp as error:

@@ -507,23 +507,29 @@ def test_ctrl_z_stops_the_ranks_as_well_until_launch_goes_on(lab: Lab) -> None:
 
 
 WRITES = "touch up\ni=0; while [ $i -lt {} ]; do echo step $i; i=$((i + 1)); sleep 0.02; done\n"
+COMES_TO_ITS_END = WRITES.format(50) + WELL + "; echo done > signals"
 
 
 @pytest.mark.parametrize(
-    ("nohup", "job", "status", "heard"),
+    ("nohup", "command", "job", "status", "heard"),
     [
-        ("", WAITS.replace("touch up\n", WRITES.format(5000)), 129, "saved\n"),
-        ("trap '' HUP;", WRITES.format(50) + WELL + "; echo done > signals", 0, "done\n"),
+        ("", "train", WAITS.replace("touch up\n", WRITES.format(5000)), 129, "saved\n"),
+        ("trap '' HUP;", "train", COMES_TO_ITS_END, 0, "done\n"),
+        ("", "train", "trap '' USR1\n" + COMES_TO_ITS_END, 0, "done\n"),
+        # What it shows is all that it leaves.
+        ("", "doctor", "trap '' HUP\n" + COMES_TO_ITS_END, 129, "done\n"),
     ],
 )
 def test_a_reader_that_goes_away_stops_the_ranks_in_order_but_not_with_nohup(
-    nohup: str, job: str, status: int, heard: str, lab: Lab
+    nohup: str, command: str, job: str, status: int, heard: str, lab: Lab
 ) -> None:
     """mpirun itself would kill its ranks at the broken pipe."""
-    with started(lab, job, nohup, stdout=subprocess.PIPE) as process:
+    words = ("-n", "2", command, *(("--train",) if command == "train" else ()))
+    with started(lab, job, nohup, words, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        while process.stdout.readline() != "step 3\n":
-            pass
+        for line in process.stdout:
+            if line == "step 3\n":
+                break
         process.stdout.close()
         assert process.wait(30) == status
     assert (lab.path / "signals").read_text() == heard
