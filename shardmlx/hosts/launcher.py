@@ -241,9 +241,13 @@ class Launcher:
     def _why_no_rank_begins(self, waited: float) -> list[str]:
         """Return lines about what keeps mpirun from starting its ranks for ``waited`` seconds: it
         waits without limit for its daemons, which must connect to it."""
-        from shardmlx.hosts.doctor_ssh import listed_hosts, probe_hosts  # for this alone
+        from shardmlx.hosts.doctor_ssh import ProbedHost, probe_hosts  # for this alone
 
-        _, findings = probe_hosts(listed_hosts(str(self.launch.flags.hostfile)), self._remote)
+        own = local_hosts(self.launch.hosts)
+        hosts = [
+            ProbedHost(each.host, each.login, each.host in own) for each in self.launch.machines
+        ]
+        _, findings = probe_hosts(hosts, self._remote)
         found = [str(each) for each in findings] or [
             "all hosts answer, and their Pythons connect in both directions: see whether a "
             f"firewall stops {self.mpirun.with_name('prted')} or {self.mpirun}"

@@ -18,19 +18,21 @@ SECONDS_FOR_A_HOST = 15.0  # a login, a start of Python, and the end of the proc
 
 
 def name_of(pid: int, node: str) -> str:
-    """Return the beginning of the name that an mpirun gives itself, which stands in the command
-    lines of its daemons and logins: prterun-NODE-PID@0."""
-    return f"prterun-{node.partition('.')[0]}-{pid}@"
+    """Return the parts of the name that an mpirun gives itself, which stands in the command lines
+    of its daemons and logins: prterun-NODE-PID@0. NODE may have a domain, or none."""
+    return f"prterun-{node.partition('.')[0]} -{pid}@"
 
 
 def end_here(name: str) -> int:
-    """End the processes of this host with that name in their command lines; return how many."""
+    """End the processes of this host with that name, as ``name_of`` returns it, in their command
+    lines; return how many."""
     import psutil
 
+    parts = name.split()
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if any(name in word for word in process.cmdline()):
+            if any(all(part in word for part in parts) for word in process.cmdline()):
                 process.terminate()
                 found.append(process)
     _, left = psutil.wait_procs(found, SECONDS_TO_END)
