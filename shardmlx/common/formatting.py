@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import unicodedata
 from collections.abc import Sequence
 from io import StringIO
@@ -48,6 +49,29 @@ def count(number: float) -> str:
         if number >= limit:
             return f"{number / limit:.2f} {unit}"
     return f"{number:g}"
+
+
+def figure(number: float, digits: int = 3) -> str:
+    """Return a number as people write it, to so many digits: ``258``, ``15.5``, ``1,490``."""
+    if number == 0 or not math.isfinite(number):
+        return f"{number:g}"
+    places = digits - 1 - math.floor(math.log10(abs(number)))
+    return f"{round(number, places):,.{max(0, places)}f}"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as people write them: ``20.1 ms``, ``15.5 s``, ``258 s``."""
+    return (
+        f"{figure(seconds)} s" if seconds >= 0.1 or seconds == 0 else f"{figure(1e3 * seconds)} ms"
+    )
+
+
+def long_duration(seconds: float) -> str:
+    """Return the time of a whole run in the unit that fits: ``90 s``, ``36 min``, ``36 h``."""
+    for unit, size in (("days", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{figure(seconds / size, 2)} {unit}"
+    return f"{figure(seconds, 2)} s"
 
 
 def gibibytes(nbytes: float) -> str:

@@ -27,6 +27,9 @@ from shardmlx.planning.facts import CLOSE, Facts
 from shardmlx.planning.layout import divide_batch, lay_out
 from shardmlx.planning.ways import complexity, ways
 
+CLEARLY = 1.1
+"""Times as fast that a step must be for other machines, or estimated sums, to be worth it."""
+
 SET_UP_TOKENS = 24
 """Tokens that could be computed while a micro-batch is set up, at any size: weights are read, and
 each operation is started. Counted on an x86 core in float32; going by its data sheet an M1 Pro

@@ -25,6 +25,7 @@ from shardmlx.costmodel.training_setup import BACKENDS
 from shardmlx.errors import UserError
 from shardmlx.pipeline.figure import timeline
 from shardmlx.pipeline.stage_map import write_stage_map
+from shardmlx.planning.alone import each_alone
 from shardmlx.planning.report import report
 from shardmlx.planning.training_plan import (
     fastest_first,
@@ -151,6 +152,7 @@ def run(words: Sequence[str]) -> int:
         planned, *others = fastest_first(planned, others)
     if max_of is None:
         others += with_divided_weights(options, machines, planned)
+    alone = () if max_of is not None else each_alone(options, machines, options.backend)
     prediction = planned.prediction
     found = {} if max_of is None else {"max_seq_length": planned.asked.batch.max_seq_length}
     if options.timeline or options.island_lines:
@@ -165,7 +167,8 @@ def run(words: Sequence[str]) -> int:
         print(f"longest sequence that fits: {length} tokens")
     start = ["shardmlx", "launch", "--hostfile", options.hostfile or "HOSTFILE", "train"]
     words = start + _train_words(options, given, found)
-    print(report(planned, options.output, words, others, options.lines))
+    steps = options.iters if options.epochs is None else None
+    print(report(planned, options.output, words, others, options.lines, alone, steps))
     if options.timeline:
         print("\n" + timeline(prediction.simulation, shutil.get_terminal_size((160, 24)).columns))
     return 0

@@ -6,15 +6,23 @@ import math
 import shlex
 from collections.abc import Sequence
 
-from shardmlx.common.formatting import columns, gibibytes, numbers_of
+from shardmlx.common.formatting import (
+    columns,
+    duration,
+    figure,
+    gibibytes,
+    long_duration,
+    numbers_of,
+    plural,
+)
 from shardmlx.config.specs import NONE
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.predict import Prediction, RankPrediction
 from shardmlx.models.family import APPROXIMATE
-from shardmlx.planning.choice import Choice
+from shardmlx.planning.alone import Alone, compared
+from shardmlx.planning.choice import CLEARLY, Choice
 from shardmlx.planning.generation import generation_ways
 from shardmlx.planning.island_lines import OVERLAP, TERMS, exchanges
-from shardmlx.planning.training_plan import CLEARLY
 
 _NOTABLE = 0.1
 """Share of a step below which a part limits nothing."""
@@ -28,9 +36,12 @@ def report(
     start: Sequence[str],
     others: Sequence[Choice] = (),
     lines_of_islands: Sequence[float] = (),
+    alone: Sequence[Alone] = (),
+    steps: int | None = None,
 ) -> str:
-    """Return the plan, ranks, limits, the ``others`` with tensor shares, islands on lines of so
-    many bit/s, and the command that runs the plan, which begins with ``start``."""
+    """Return the plan, ranks, limits, the time of so many ``steps``, each machine ``alone``, the
+    ``others`` with tensor shares, islands on lines of so many bit/s, and the command that runs the
+    plan, which begins with ``start``."""
     prediction, facts = choice.prediction, choice.facts
     rows = f"batches of {choice.run.batch.batch_size} x {facts.lengths.longest[0]} tokens"
     has_times = facts.cluster.unit == "seconds"
@@ -39,12 +50,16 @@ def report(
     speed = [_NO_TIMES]
     if has_times:
         speed = [_speed(prediction, facts.cluster), f"bottleneck: {bottleneck(choice)}"]
+        if steps is not None:
+            whole = long_duration(steps * prediction.step_seconds)
+            speed.insert(1, f"{plural(steps, 'step')}: {whole}, without validation and saving")
     lines = [
         f"best of {choice.tried} plans for {rows}: {choice.way}",
         "",
         columns(list(ranks[0]), [list(each.values()) for each in ranks]),
         "",
         *speed,
+        *compared(choice, alone),
         *(_beside(choice, each) for each in others),
         *_generation(choice, start),
         *(_islands(choice, lines_of_islands) if lines_of_islands else []),
@@ -68,7 +83,7 @@ def _generation(choice: Choice, start: Sequence[str]) -> list[str]:
             str(each),
             gibibytes(each.peak),
             "?" if math.isinf(each.capacity) else gibibytes(each.capacity),
-            f"{each.tokens_per_second:.3g}",
+            figure(each.tokens_per_second),
             f"{each.tokens_per_second / most:.2f}" if each.fits else "does not fit",
         )
         for each in ways
@@ -92,7 +107,7 @@ def _islands(choice: Choice, lines_of_islands: Sequence[float]) -> list[str]:
         (
             each.way,
             gibibytes(each.nbytes),
-            _seconds(each.seconds),
+            duration(each.seconds),
             f"{each.waiting:.0%}",
             f"{each.overlapped:.0%}",
         )
@@ -125,7 +140,7 @@ def _beside(choice: Choice, other: Choice) -> str:
     elif ratio < 1:
         reason = "; not chosen: -o and --island-lines take stages alone"
     return (
-        f"with {option}: step {_seconds(seconds)}, {worth}, "
+        f"with {option}: step {duration(seconds)}, {worth}, "
         f"{gibibytes(peak)} on the fullest rank{reason}"
     )
 
@@ -141,17 +156,13 @@ def _cells(rank: int, each: RankPrediction, across: int, has_times: bool) -> dic
         "of": "?" if math.isinf(each.capacity) else gibibytes(each.capacity),
     }
     times = {
-        "F": _seconds(seconds.forward),
-        "I": _seconds(seconds.input_gradient),
-        "W": _seconds(seconds.weight_gradient),
+        "F": duration(seconds.forward),
+        "I": duration(seconds.input_gradient),
+        "W": duration(seconds.weight_gradient),
         "bubble": f"{100 * each.bubble:.1f}%",
-        "exposed communication": _seconds(each.exposed),
+        "exposed communication": duration(each.exposed),
     }
     return cells | times if has_times else cells
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3f} s" if seconds >= 0.1 else f"{1e3 * seconds:.2f} ms"
 
 
 def _speed(prediction: Prediction, cluster: Cluster) -> str:
@@ -161,16 +172,16 @@ def _speed(prediction: Prediction, cluster: Cluster) -> str:
         else f"FLOP/s at {100 * cluster.efficiency:.0f}% of the machines' peak: measure with "
         "shardmlx profile for more than an estimate"
     )
-    parts = [f"step {_seconds(prediction.step_seconds)}"]
+    parts = [f"step {duration(prediction.step_seconds)}"]
     if prediction.update_seconds:
-        parts.append(f"of it update {_seconds(prediction.update_seconds)}")
+        parts.append(f"of it update {duration(prediction.update_seconds)}")
     if prediction.reduce_seconds:
-        parts.append(f"sums over replicas up to {_seconds(prediction.reduce_seconds)}")
+        parts.append(f"sums over replicas up to {duration(prediction.reduce_seconds)}")
     hosts = {each.host: each.link for each in cluster.machines}
     unknown = [host for host, link in hosts.items() if link is None]
     if len(hosts) > 1 and unknown:
         source += f"\nlinks of {', '.join(unknown)} not known: messages cost nothing"
-    speed = f"{', '.join(parts)}: {prediction.tokens_per_second:.1f} tokens/s of full sequences"
+    speed = f"{', '.join(parts)}: {figure(prediction.tokens_per_second)} tokens/s of full sequences"
     return f"{speed}\ntimes from {source}"
 
 

@@ -22,7 +22,7 @@ from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.stage_map import read_stage_map
-from shardmlx.planning.choice import Choice, choose, fits
+from shardmlx.planning.choice import CLEARLY, Choice, choose, fits
 from shardmlx.planning.facts import Facts, SequenceLengths
 from shardmlx.planning.groups import asked_shares, in_groups
 from shardmlx.planning.suggestions import remedies
@@ -39,10 +39,6 @@ MULTIPLE = 32
 BITS = 6
 """Significant bits of an answer, which is within 3% then, as memory is of its plan."""
 
-CLEARLY = 1.1
-"""Times as fast that a step with tensor shares must be to be chosen: what their sums take has not
-been measured on any Mac."""
-
 
 def plan_training(
     config: TrainConfig | RunSpec,
@@ -58,6 +54,21 @@ def plan_training(
     if the speed of a machine is unknown. ``advance`` gets the number of ways examined, and of all.
     ``UserError`` names a way that fits.
     """
+    run, facts = facts_for(config, machines, backend)
+    if max_of is not None:
+        run, facts = _longest(run, facts)
+    try:
+        return choose(run, facts, advance)
+    except DoesNotFitError as error:
+        remedy = "; ".join(remedies(run, facts)) or "more machines, or machines with more memory"
+        where = facts.cluster.machines[error.rank].where
+        raise UserError(f"{where}: {error.fact}; it would fit with", remedy) from None
+
+
+def facts_for(
+    config: TrainConfig | RunSpec, machines: Sequence[Machine], backend: str
+) -> tuple[RunSpec, Facts]:
+    """Return a run, and the facts for it with full rows on these machines."""
     run = config if isinstance(config, RunSpec) else RunSpec.of(config)
     profile, stage_map = run.machines.profile, run.layout.stage_map
     cluster = Cluster(
@@ -80,14 +91,7 @@ def plan_training(
         shares = asked_shares(run.layout, facts.workload, cluster)
         work, grouped, _ = in_groups(facts.workload, cluster, shares)
         facts = replace(facts, workload=work, cluster=grouped, whole=facts)
-    if max_of is not None:
-        run, facts = _longest(run, facts)
-    try:
-        return choose(run, facts, advance)
-    except DoesNotFitError as error:
-        remedy = "; ".join(remedies(run, facts)) or "more machines, or machines with more memory"
-        where = facts.cluster.machines[error.rank].where
-        raise UserError(f"{where}: {error.fact}; it would fit with", remedy) from None
+    return run, facts
 
 
 def with_shares(config: TrainConfig, machines: Sequence[Machine], planned: Choice) -> list[Choice]:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from shardmlx.common.formatting import columns, gibibytes, numbers_of, without_controls
+from shardmlx.common.formatting import (
+    columns,
+    duration,
+    gibibytes,
+    long_duration,
+    numbers_of,
+    without_controls,
+)
 from shardmlx.common.units import BYTES, parse_bytes
 
 
@@ -78,3 +85,22 @@ def test_layers_are_named_by_their_first_and_last(start: int, stop: int, text: s
 
 def test_text_that_would_steer_a_terminal_is_shown() -> None:
     assert without_controls("a\x1b[2Jb\x9b1m\r\tc\nü") == "a\\x1b[2Jb\\x9b1m\\r\tc\nü"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "short", "long"),
+    [
+        (0.0, "0 s", "0 s"),
+        (0.00004567, "0.0457 ms", "0.000046 s"),
+        (0.0201, "20.1 ms", "0.020 s"),
+        (0.463, "0.463 s", "0.46 s"),
+        (15.454, "15.5 s", "15 s"),
+        (258.013, "258 s", "4.3 min"),
+        (999.6, "1,000 s", "17 min"),
+        (1490.2, "1,490 s", "25 min"),
+        (129006.0, "129,000 s", "36 h"),
+        (9e6, "9,000,000 s", "100 days"),
+    ],
+)
+def test_seconds_are_written_as_people_write_them(seconds: float, short: str, long: str) -> None:
+    assert (duration(seconds), long_duration(seconds)) == (short, long)
