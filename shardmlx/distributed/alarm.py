@@ -1,4 +1,6 @@
-"""Find out which ranks live, while a job may be ending. No MLX, no MPI, no messages, no clocks.
+"""The alarm that shows which ranks live while a job may be ending.
+
+No MLX, no MPI, no messages, no threads, no clocks.
 
 mpirun ends a job with signals to all ranks, a quarter of a second apart: SIGCONT, SIGTERM, SIGKILL.
 It does so when a rank has died, and when it is itself asked to stop. The first signal is an alarm:

@@ -263,8 +263,8 @@ class JobFate:
     def _is_time_to_conclude(self, now: float) -> bool:
         """Return whether mpirun's SIGTERM came so long ago that every living rank has answered.
 
-        Soon, since mpirun kills this process next. Each lower rank whose answer did not come has
-        its turn: it may yet live.
+        The wait is short, since mpirun kills this process next. Each lower rank whose answer did
+        not come has its turn before this one: it may yet live.
         """
         killed = self._alarm.killed(now)
         turns = min(max(self.rank - 1, 0), 3) * 1.5 * HURRY

@@ -1,4 +1,4 @@
-"""The events that a ``JobFate`` is told, and those that it tells to do. Plain data."""
+"""Events that a ``JobFate`` is told, and actions that it answers with. Plain data."""
 
 from __future__ import annotations
 

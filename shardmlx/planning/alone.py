@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from shardmlx.common.formatting import duration, gibibytes
 from shardmlx.config.train import TrainConfig
@@ -36,7 +37,7 @@ def each_alone(config: TrainConfig, machines: Sequence[Machine], backend: str) -
     """Return what becomes of a run on each machine alone, equal ones once; none for one machine."""
     if len(machines) == 1:
         return ()
-    defaults = {each.name: each.default for each in fields(TrainConfig)}
+    defaults: dict[str, Any] = {each.name: each.default for each in fields(TrainConfig)}
     own = replace(config, **{name: defaults[name] for name in _DIVISION})
     kinds = {replace(each, host="", slots=1): each for each in reversed(machines)}
     found = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ EXAMPLES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.yaml"
 
 # What a model of five layers and data of 32 rows need beside the file: a length of the run, and the
 # type of weights that the model of full-1b has.
-SMALLER: Mapping[str, tuple[str, ...]] = {
+SMALLER: dict[str, tuple[str, ...]] = {
     "chat-8b": ("--num-layers", "5"),
     "lora-70b": ("--num-layers", "5", "--iters", "4"),
     "full-1b": ("--dtype", "bfloat16"),
@@ -90,16 +89,8 @@ def test_in_the_chat_example_all_answers_count_and_nothing_else(
     small: Path, conversations: Path
 ) -> None:
     assert "only its answers count, and all of them" in words_of("chat-8b")
-    run: tuple[str | Path, ...] = (
-        "-c",
-        EXAMPLES["chat-8b"],
-        "--model",
-        small,
-        "--data",
-        conversations,
-        *SMALLER["chat-8b"],
-    )
-    shown = train_well(1, *run, "--show-data", "1").stdout
+    run = ("-c", EXAMPLES["chat-8b"], "--model", small, "--data", conversations)
+    shown = train_well(1, *run, *SMALLER["chat-8b"], "--show-data", "1").stdout
     assert shown.count("count in the loss") == 1
     counted = [part.partition("\u00bb")[0] for part in shown.split("\u00ab")[1:]]
     assert counted == [" Ahoy!</s>", " Isle 0.</s>"]
