@@ -159,14 +159,32 @@ def profile() -> Target:
 
 
 IDENTITY = {
-    "model": {"name": "m", "sha256": "0"},
+    "model": {"name": "m", "sha256": "0", "layers": 4, "dtype": "float32"},
+    "start": {"name": None, "sha256": None},
     "data": {
         "name": "d",
         "train": {"samples": 3, "sha256": "1"},
         "valid": {"samples": 0, "sha256": "2"},
+        "longest": 64,
     },
-    "optimizer": {"name": "adam", "learning_rate": 1e-5, "lr_schedule": None, "settings": {}},
-    "options": {"batch_size": 4, "lora_parameters": {"rank": 8}, "dtype": None},
+    "optimizer": {
+        "name": "adam",
+        "learning_rate": 1e-5,
+        "lr_schedule": None,
+        "open_schedule": None,
+        "settings": {},
+        "usual_settings": {"eps": 1e-8},
+    },
+    "objective": None,
+    "options": {
+        "batch_size": 4,
+        "fine_tune_type": "lora",
+        "lora_parameters": {"rank": 8},
+        "num_layers": 2,
+        "max_seq_length": 2048,
+        "objective": "sft",
+        "dtype": None,
+    },
 }
 
 

@@ -84,13 +84,15 @@ class Observed:
         self.reached("options")
         from shardmlx.training import command
         from shardmlx.training.report import TrainingReport
+        from shardmlx.training.run_worker import RunWorker
         from shardmlx.training.worker import TrainWorker
 
         for path, name in PARTS.items():
             target = f"shardmlx.{path}"
             patch(target, self.timed(name, resolve_name(target))).start()
         patch.object(TrainWorker, "load", self._loading(TrainWorker.load)).start()
-        patch.object(TrainWorker, "train", self._training(TrainWorker.train)).start()
+        begin = self._beginning(RunWorker.begin_step)
+        patch.object(RunWorker, "begin_step", begin).start()
         patch.object(TrainingReport, "step", self._step(TrainingReport.step)).start()
         self.reached("imports")
 
@@ -110,7 +112,7 @@ class Observed:
             self.loaded["read"] = bytes_read() - before
             self.loaded["stages"] = sum(
                 array.nbytes
-                for stage in worker.runs[-1].stages
+                for stage in worker.runs[-1].job.stages
                 for name, array in stage.part.parameters().items()
                 if not name.endswith(ADAPTERS)
             )
@@ -118,13 +120,14 @@ class Observed:
 
         return loaded
 
-    def _training(self, train: Callable[..., None]) -> Callable[..., None]:
-        def training(*given: Any) -> None:
-            self.loaded["preparing"] = bytes_read() - self._read_before
+    def _beginning(self, begin: Callable[..., Any]) -> Callable[..., Any]:
+        def beginning(*given: Any) -> Any:
+            if "prepared" not in self.milestones:
+                self.loaded["preparing"] = bytes_read() - self._read_before
             self.reached("prepared")
-            train(*given)
+            return begin(*given)
 
-        return training
+        return beginning
 
     def _step(self, step: Callable[..., None]) -> Callable[..., None]:
         def stepped(*given: Any) -> None:
