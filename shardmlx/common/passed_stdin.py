@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from shardmlx.errors import file_access
+from shardmlx.errors import UserError, file_access
 
 MARK = b"\0shardmlx\0"
 """Bytes before the first piece, with which no text begins."""
@@ -21,6 +21,17 @@ LENGTH_BYTES = 8
 
 MOST = 1 << 16
 """Bytes that are read at a time."""
+
+DASH = "-"
+"""The value of an option that stands for stdin."""
+
+_PATHS = ("/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
+"""Paths of stdin: who opens one reads on until the end, which ranks are not told so."""
+
+
+def is_path_of_stdin(value: object) -> bool:
+    """Return whether the value of an option is a path of the stdin of whoever opens it."""
+    return value in _PATHS
 
 
 def pass_stdin_on(*, whole: bool) -> None:
@@ -92,7 +103,7 @@ class StdinReader:
 
     def read(self, seconds: float | None = None) -> bytes | None:
         """Return what has come, b"" at the end; None if nothing comes within ``seconds``, which are
-        without limit if None."""
+        without limit if None. Raises ``UserError`` if what is passed on breaks off."""
         limit = None if seconds is None else time.monotonic() + seconds
         while not self._has_ended:
             if (piece := self._take()) is not None:
@@ -104,9 +115,11 @@ class StdinReader:
             data = os.read(self._fd, MOST)
             self._has_ended = not data
             self._held += data
+            if self._has_ended and self._is_passed:
+                raise UserError("stdin breaks off: launch has not passed its end on", "begin anew")
         # A text may begin like the mark.
         rest, self._held = self._held, b""
-        return b"" if self._is_passed else rest
+        return rest
 
     def _take(self) -> bytes | None:
         """Take the next piece from what is held; None if it has not come whole."""

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import shardmlx
 from shardmlx.common.environment import LAUNCHED
+from shardmlx.common.passed_stdin import is_path_of_stdin
 from shardmlx.common.yaml_reader import check_keys, did_you_mean, read_yaml
 from shardmlx.compat import HelpOfWholeWords
 from shardmlx.config.commands import BY_NAME
 from shardmlx.config.options import Declared, OptionError, declared, flag_of, with_home
+from shardmlx.distributed.processes import under_mpirun
 from shardmlx.errors import UserError
 
 if TYPE_CHECKING:
@@ -159,13 +161,22 @@ class CommandLine(Generic[Options]):
             self.check(options)
         return options
 
-    def load_given(self, argv: Sequence[str]) -> tuple[Options, Given]:
-        """Build the options as ``load``, and return those that flags and file gave."""
+    def load_given(
+        self, argv: Sequence[str], *, on_ranks: bool | None = None
+    ) -> tuple[Options, Given]:
+        """Build the options as ``load``, and return those that flags and file gave. Ranks read
+        files, ``on_ranks``, by default if this is one."""
         parser = self.parser(shows_all="--help-all" in argv)
         namespace, unknown = parser.parse_known_args(argv)
         if unknown:
             raise self._unknown(unknown)
+        if on_ranks is None:
+            on_ranks = under_mpirun()
+        if on_ranks:
+            self._refuse_stdin(vars(namespace))
         options, given = self._build(vars(namespace))
+        if on_ranks:
+            self._refuse_stdin(given.file)
         if self.needs and given.names.isdisjoint(self.needs):
             raise UserError(f"{self.command} has no {next(iter(self.needs))}", self.needs_remedy)
         return options, given
@@ -179,7 +190,7 @@ class CommandLine(Generic[Options]):
         if last is not None and last.metavar and command:
             remedy = f"give it: shardmlx {self.command} {last.flag} {last.metavar} {command} ..."
             raise UserError(f"{before[-1]} has no value before {command}", remedy)
-        options, _ = self.load_given(before)
+        options, _ = self.load_given(before, on_ranks=True)
         if not command:
             raise UserError(f"{self.command} has no command", f"give {', '.join(self.commands)}")
         return options, command, tuple(words)
@@ -198,6 +209,15 @@ class CommandLine(Generic[Options]):
             remedy = f"write {key} into the YAML file: -c FILE"
         remedy = remedy or f"see shardmlx {self.command} --help"
         return UserError(f"unknown argument {word!r}", remedy)
+
+    def _refuse_stdin(self, values: Mapping[str, Any]) -> None:
+        """Raise ``UserError`` for a path of stdin: mpirun does not tell ranks its end, so that they
+        would wait for it."""
+        for each in declared(self.options):
+            value = values.get(each.name)
+            if is_path_of_stdin(value):
+                fact = f"{each.flag} {value}: ranks are not told where stdin ends"
+                raise UserError(fact, "give a file")
 
     def _build(self, flags: Mapping[str, Any]) -> tuple[Options, Given]:
         known = declared(self.options)

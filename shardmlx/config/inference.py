@@ -222,7 +222,8 @@ class GenerateConfig(InferenceConfig):
     system_prompt: str | None = _prompt(None, "system prompt of the chat template", metavar="TEXT")
     prompts: str | None = _prompt(
         None,
-        'file with a JSON object a line: "prompt" or "messages", perhaps "max_tokens"',
+        'file with a JSON object a line: "prompt" or "messages", perhaps "max_tokens"; '
+        "- reads stdin",
         metavar="FILE",
     )
     output: str | None = _prompt(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmlx.common.formatting import plural
+from shardmlx.common.passed_stdin import DASH
 from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.commands import BY_NAME, OF_RANKS
@@ -134,7 +135,7 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
         for flag in late.intersection(each.flags):
             remedy = f"give it before: shardmlx launch {flag} {each.metavar} {command} ..."
             raise UserError(f"{flag} stands after {command}", remedy)
-    read, given = line.load_given(options)
+    read, given = line.load_given(options, on_ranks=True)
     if command == "doctor" and read.by_ssh:
         raise UserError("doctor --ssh and --find start no ranks", "run it without launch")
     trains = command == "train"
@@ -181,7 +182,9 @@ def _control(command: str, options: Any, *, is_here: bool) -> JobControl:
     if command == "serve":
         return JobControl(in_order=True, seconds=options.grace + SECONDS_TO_SAVE)
     answers = command in ("chat", "generate")
-    reads = command == "chat" or (command == "generate" and options.prompt == "-")
+    reads = command == "chat" or (
+        command == "generate" and DASH in (options.prompt, options.prompts)
+    )
     return JobControl(in_order=False, reads_stdin=reads, streams=answers and is_here)
 
 

@@ -33,6 +33,7 @@ from shardmlx.common.passed_stdin import StdinReader
 from shardmlx.distributed.processes import find_mpirun, open_file, under_mpirun
 
 SECONDS_OF_SILENCE = 2.0  # after which silence is taken for the end of a pipe or a file
+SHOWN = 30  # bytes of a line that cannot be read
 SECONDS_BETWEEN_CALLS = 1.0  # between two calls of ``meanwhile`` while nobody types
 
 _TAKE_KEYS = """
@@ -105,7 +106,8 @@ class PipedLines:
         if data is None:
             return False
         *whole, self._incomplete = (self._incomplete + data).split(b"\n")
-        self._lines += [line.decode(errors="replace").rstrip("\r") for line in whole]
+        for line in whole:
+            self._add(line)
         if not data:
             self._end()
         return True
@@ -126,7 +128,18 @@ class PipedLines:
     def _end(self) -> None:
         self._is_open = False
         if self._incomplete:
-            self._lines.append(self._incomplete.decode(errors="replace"))
+            self._add(self._incomplete)
+
+    def _add(self, line: bytes) -> None:
+        try:
+            self._lines.append(line.decode().rstrip("\r"))
+        except UnicodeDecodeError as error:
+            shown = line[:SHOWN].decode(errors="replace")
+            print(
+                f"shardmlx: a line is passed over, since it is no UTF-8 text: {shown!r} ({error})",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 class TerminalLines:

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardmlx.common.passed_stdin import StdinReader, tell_typist
+from shardmlx.common.passed_stdin import DASH, StdinReader, tell_typist
 from shardmlx.common.yaml_reader import check_keys
 from shardmlx.distributed.processes import under_mpirun
 from shardmlx.errors import PromptTooLong, UserError, file_access, refusing, unknown_token
@@ -188,10 +188,15 @@ class PromptRequest:
 
 
 def read_prompts(path: str | Path, max_tokens: int) -> list[PromptRequest]:
-    """Read the JSON lines of ``generate --prompts``, but empty ones; ``max_tokens`` is that of
-    lines without their own. Raises ``UserError``, which names file, line and value."""
-    with file_access("read --prompts", path):
-        lines = enumerate(Path(path).read_bytes().split(b"\n"), start=1)
+    """Read the JSON lines of ``generate --prompts``, of stdin if it is "-", but empty ones;
+    ``max_tokens`` is that of lines without their own. Raises ``UserError``, which names file, line
+    and value."""
+    if path == DASH:
+        path, content = "stdin", _read_stdin("--prompts")
+    else:
+        with file_access("read --prompts", path):
+            content = Path(path).read_bytes()
+    lines = enumerate(content.split(b"\n"), start=1)
     requests = [
         _request(line, f"{path}:{number}", max_tokens) for number, line in lines if line.strip()
     ]
@@ -204,6 +209,16 @@ def read_stdin(fd: int = 0, *, hides_end: bool | None = None) -> str:
     """Read all text from stdin, but its last line end. Where mpirun ``hides_end``, by default in a
     job that launch has not started, silence is taken for the end, and stderr tells so. Raises
     ``UserError`` if no text comes."""
+    read = _read_stdin("--prompt", fd, hides_end)
+    with refusing("--prompt -: stdin is no UTF-8 text"):
+        text = read.decode().removesuffix("\n").removesuffix("\r")
+    if not text:
+        raise UserError("--prompt -: nothing came from stdin", "write a text into it")
+    return text
+
+
+def _read_stdin(flag: str, fd: int = 0, hides_end: bool | None = None) -> bytes:
+    """Read all of stdin for the option ``flag``, as ``read_stdin`` does."""
     if hides_end is None:
         hides_end = under_mpirun()
     if os.isatty(fd):
@@ -213,24 +228,21 @@ def read_stdin(fd: int = 0, *, hides_end: bool | None = None) -> str:
         if part is None:
             break
         read += part
-    with refusing("--prompt -: stdin is no UTF-8 text"):
-        text = read.decode().removesuffix("\n").removesuffix("\r")
-    if not text:
-        raise UserError("--prompt -: nothing came from stdin", "write a text into it")
-    if part is None:
-        if source.tells_end:
-            raise UserError(
-                f"--prompt -: the end of stdin did not come within {SECONDS_TO_BEGIN:g} s",
-                "start it anew",
-            )
+    if part is None and source.tells_end:
+        raise UserError(
+            f"{flag} -: the end of stdin did not come within {SECONDS_TO_BEGIN:g} s",
+            "start it anew",
+        )
+    if part is None and read:
+        text = read.decode(errors="replace").rstrip("\r\n")
         print(
-            f"shardmlx: --prompt -: took {len(text)} characters, up to {text[-SHOWN:]!r}, for all: "
+            f"shardmlx: {flag} -: took {len(text)} characters, up to {text[-SHOWN:]!r}, for all: "
             f"nothing more came from stdin within {SECONDS_TO_END:g} s, and mpirun does not tell "
             "its end (shardmlx launch does)",
             file=sys.stderr,
             flush=True,
         )
-    return text
+    return read
 
 
 def _patience(source: StdinReader, read: bytes, hides_end: bool) -> float | None:

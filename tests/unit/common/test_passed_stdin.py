@@ -11,6 +11,7 @@ import threading
 import pytest
 
 from shardmlx.common.passed_stdin import MARK, StdinReader
+from shardmlx.errors import UserError
 
 PROGRAM = """
 import subprocess, sys
@@ -76,6 +77,17 @@ def test_pieces_come_whole_in_whatever_parts() -> None:
     sent = MARK + (5).to_bytes(8) + b"hello" + (1).to_bytes(8) + b"!" + bytes(8)
     assert read_all([sent]) == (b"hello!", True)
     assert read_all([sent[i : i + 1] for i in range(len(sent))]) == (b"hello!", True)
+
+
+@pytest.mark.parametrize("sent", [MARK, MARK + (5).to_bytes(8) + b"hel"], ids=len)
+def test_one_that_breaks_off_has_not_ended(sent: bytes) -> None:
+    """Where launch is killed, a part is not taken for the whole."""
+    read, write = os.pipe()
+    os.write(write, sent)
+    os.close(write)
+    with pytest.raises(UserError, match="breaks off"):
+        StdinReader(read).read()
+    os.close(read)
 
 
 def test_a_closed_stdin_has_ended() -> None:

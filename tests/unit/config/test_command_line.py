@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import pytest
 
 from shardmlx.config.command_line import CommandLine, words_of
+from shardmlx.config.inference import GENERATE
 from shardmlx.config.options import REQUIRED, OptionError, check_options, option
+from shardmlx.errors import UserError
 from shardmlx.main import main
 from tests.helpers.refusals import refusal
 
@@ -92,6 +95,17 @@ def test_an_unknown_flag_gets_a_suggestion_that_can_be_typed() -> None:
     assert str(refusal(read, "here", "--weigth", "2")) == (
         "unknown argument '--weigth': did you mean --weight?"
     )
+
+
+def test_ranks_read_no_file_that_is_stdin(tmp_path: Path) -> None:
+    """They would wait for its end for ever. Without mpirun it can be read."""
+    path = tmp_path / "options.yaml"
+    path.write_text("prompts: /dev/fd/0\n")
+    for words in (["--prompts", "/dev/stdin"], ["-c", str(path)], ["-c", "/dev/stdin"]):
+        with pytest.raises(UserError, match=r"/dev/(stdin|fd/0): ranks are not told where stdin"):
+            GENERATE.load_given(words, on_ranks=True)
+    assert GENERATE.load_given(["--prompts", "/dev/stdin"])[0].prompts == "/dev/stdin"
+    assert GENERATE.load_given(["-c", str(path)])[0].prompts == "/dev/fd/0"
 
 
 def test_flags_can_be_written_as_words_again() -> None:

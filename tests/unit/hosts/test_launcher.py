@@ -414,6 +414,7 @@ def test_without_a_directory_for_checkpoints_there_is_one(tmp_path: Path) -> Non
         (["profile", "MODEL", "--rows", "2"], False, False),
         (["generate", "--prompt", "Hello"], False, False),
         (["generate", "-p", "-"], False, True),
+        (["generate", "--prompts", "-"], False, True),
         (["chat", "--max-tokens", "5"], False, True),
         (["serve", "--port", "0"], True, False),
         (["doctor", "--strict"], False, False),

@@ -35,6 +35,18 @@ def test_lines_come_whole_and_in_order_and_the_end_ends_the_last(pipe: tuple[int
     assert typed == ["one", "two", "thrée", "last", None]
 
 
+def test_a_line_that_is_no_text_is_named_and_passed_over(
+    pipe: tuple[int, int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The model would be asked something else."""
+    lines = PipedLines(pipe[0], ends_in_silence=False)
+    os.write(pipe[1], b"caf\xe9\nthere\nth\xffe\nend\r")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), pipe[1])
+    assert [lines.ask(lambda: None) for _ in range(3)] == ["there", "end", None]
+    said = capfd.readouterr().err.splitlines()
+    assert ["caf\ufffd" in said[0], "th\ufffde" in said[1], len(said)] == [True, True, 2]
+
+
 def test_on_a_pipe_silence_is_the_end(
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -114,6 +116,23 @@ def test_under_mpirun_silence_may_be_the_end_of_stdin_and_what_was_taken_is_said
                 read_stdin(read, hides_end=True)
             os.close(write)
         os.close(read)
+
+
+def test_many_prompts_come_from_stdin_too() -> None:
+    """A bad line is named by its number."""
+    program = (
+        "import sys; from shardmlx.inference.prompts import read_prompts\n"
+        "print(*(f'{each.prompt} {each.where}' for each in read_prompts('-', 5)), sep=', ')"
+    )
+    for text, expected in (
+        ('{"prompt": "one"}\n\n{"prompt": "three"}', "one stdin:1, three stdin:3"),
+        ('{"prompt": "one"}\n{"promt": "two"}\n', "stdin:2"),
+        ("", "--prompts stdin is empty"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", program], input=text, capture_output=True, text=True, timeout=60
+        )
+        assert expected in (done.stdout if done.returncode == 0 else done.stderr)
 
 
 def test_an_end_that_launch_passes_on_is_waited_for(
