@@ -34,6 +34,10 @@ PLAIN_STEPS = 3
 SHARE = 0.005
 """Part of the time of plain steps that drafts of each kind may cost: a text has at most three."""
 
+WAIT = 60
+"""Plain steps for which a kind at most gets no drafts after a round that did not pay; after each
+next one twice as many. Long drafts that were wrong once may be right in the next paragraph."""
+
 FIRST, FIRST_OF_MODEL, MOST = 0.5, 4.0, 8.0
 """Plain steps that drafts of a kind may cost before one has paid (a user who names a model counts
 on it), and after many have."""
@@ -173,15 +177,23 @@ def _window() -> deque[float]:
 @dataclass(slots=True)
 class _Kind:
     """Measurements of the drafts of a kind in a text: plain steps that they still may cost, how
-    many were ``accepted``, and how many rounds met one to be ``rejected``."""
+    many were ``accepted``, how many rounds met one to be ``rejected``, and how many one after the
+    other were ``unpaid``: took longer than plain steps."""
 
     allowance: float
     accepted: float = ACCEPTED
     rejected: float = REJECTED
+    unpaid: int = 0
 
     def count(self, accepted: int, has_rejected: bool) -> None:
         self.accepted = FADING * self.accepted + accepted
         self.rejected = FADING * self.rejected + has_rejected
+
+    def save(self, steps: float) -> None:
+        """Note that a round has saved so many plain steps, or cost them."""
+        self.unpaid = 0 if steps > 0 else self.unpaid + 1
+        longest = WAIT * 2.0 ** max(self.unpaid - 1, 0)
+        self.allowance = min(max(self.allowance + steps, -SHARE * longest), MOST)
 
 
 @dataclass(slots=True)
@@ -300,7 +312,7 @@ class BackOff:
         measured.has_begun = True
         times = self._times(draft.kind)
         spent = times.slowest(count) if draft.goes_on else times.alone(count)
-        known.allowance = min(known.allowance + came - spent / times.plain, MOST)
+        known.save(came - spent / times.plain)
 
     def missed(self, draft: Draft) -> None:
         """Note that a round is void since it began with a wrong guess."""

@@ -11,6 +11,7 @@ from shardmlx.inference.drafts import (
     FIRST,
     FIRST_OF_MODEL,
     PLAIN_STEPS,
+    WAIT,
     BackOff,
     Draft,
     DraftCounts,
@@ -137,6 +138,25 @@ def test_a_kind_that_fails_leaves_the_others_alone() -> None:
     # It may try again when it has been paid for by plain steps.
     steps(back_off, 200)
     assert back_off.allows(2)
+
+
+@pytest.mark.parametrize("count", [4, 8, 16, 64])
+def test_a_long_draft_that_was_wrong_is_tried_again_soon_and_then_later(count: int) -> None:
+    """Whatever it has cost: what follows may be a copy of what was given."""
+    back_off = BackOff()
+    steps(back_off, PLAIN_STEPS)
+    draft = Draft((1,) * count, 4)
+    waits = []
+    for _ in range(4):
+        back_off.took(draft, 1, 1.0 + count)
+        wait = 0
+        while not back_off.allows(4):
+            steps(back_off, 1)
+            wait += 1
+        waits.append(wait)
+    assert waits == pytest.approx([WAIT, 2 * WAIT, 4 * WAIT, 8 * WAIT], abs=2)
+    back_off.took(draft, count + 1, 2.0)
+    assert back_off.allows(4)
 
 
 def test_what_drafts_have_saved_is_spent_within_few_steps_where_they_fail() -> None:
