@@ -73,11 +73,17 @@ class _Running:
     limit: StartLimit | None
     ended: threading.Event
     too_late: bool = False
+    signalled: bool = False
 
     @property
     def hangs(self) -> bool:
         """True while mpirun waits for daemons of other hosts, and obeys no signal."""
         return self.limit is not None and not self.said.has_begun
+
+    def wait(self) -> None:
+        """Wait for mpirun's end, and tell all others of it."""
+        self.process.wait()
+        self.ended.set()
 
     def end(self) -> None:
         """End mpirun, which then ends its ranks."""
@@ -180,14 +186,17 @@ class Supervisor:
             running = _Running(process, relay, said, limit, ended)
             self._running = running
             self._is_starting = False
-            if self.stopped_by is not None:  # while it started
+            if self.stopped_by is not None and not running.signalled:  # while it started
                 self._signal_next(running)
             if ranks_here:
                 threading.Thread(target=running.end_alone, daemon=True).start()
             if limit is not None:
                 threading.Thread(target=running.watch_start, args=(limit,), daemon=True).start()
+            threading.Thread(target=running.wait, daemon=True).start()
+            # A signal that comes just before a wait without a limit would be handled after it.
+            while not ended.wait(1.0):
+                pass
             status = process.wait()
-            ended.set()
         self._running = None
         signal.alarm(0)
         return Ended(128 - status if status < 0 else status, process.pid, running.too_late)
@@ -218,6 +227,7 @@ class Supervisor:
 
     def _signal_next(self, running: _Running) -> None:
         """Signal mpirun first, then say so."""
+        running.signalled = True
         if running.ended.is_set():
             running.relay.abandon()
             return
