@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from shardmlx.inference.answer_format import AnswerFormat, Marks, Tool
 from shardmlx.inference.detokenize import StopStrings, before_any, overlap
+from shardmlx.server.json_texts import with_whole_characters
 
 ID_LENGTH = 9
 """Characters of a call's id: Mistral's templates take no others."""
@@ -134,6 +135,7 @@ def whole_call(name: Any, arguments: Any) -> Part:
     """Return a call with an id of its own. Raises ``ValueError`` or ``TypeError`` unless arguments
     are an object, or the JSON of one."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    text = with_whole_characters(text)
     if not isinstance(json.loads(text), dict) or not isinstance(name, str):
         raise TypeError("a name is a text, and arguments are an object")
     return Part("call", text, name, secrets.token_hex(ID_LENGTH)[:ID_LENGTH])

@@ -14,6 +14,7 @@ from pydantic import (
 )
 
 from shardmlx.server.accepted_fields import IGNORED, NEUTRAL, Body, Listed, refuse_unknown
+from shardmlx.server.json_texts import bytes_with_whole_characters
 from shardmlx.server.model_names import ModelNames
 from shardmlx.server.openai_errors import ApiError, refused, shown
 from shardmlx.server.openai_messages import MessageBody, ToolBody
@@ -258,11 +259,26 @@ def validated(kind: type[_AnyModel], body: bytes) -> _AnyModel:
     """Read the JSON of a body of this ``kind``. Raises ``ApiError`` for what is no such body, and
     for a field, at any depth, that is not known."""
     try:
-        parsed = kind.model_validate_json(body)
+        parsed = _parsed(kind, body)
     except ValidationError as error:
         raise _explained(error) from None
     parsed.refuse_unknown()
     return parsed
+
+
+def _parsed(kind: type[_AnyModel], body: bytes) -> _AnyModel:
+    """Return a body without halves of characters. Raises ``ValidationError``."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        whole = bytes_with_whole_characters(body) if _is_no_json(error) else body
+        if whole == body:
+            raise
+    return kind.model_validate_json(whole)
+
+
+def _is_no_json(error: ValidationError) -> bool:
+    return bool(error.errors(include_url=False)[0]["type"] == "json_invalid")
 
 
 def parse_body(kind: type[_AnyBody], body: bytes, names: ModelNames) -> _AnyBody:
@@ -278,7 +294,7 @@ def parse_body(kind: type[_AnyBody], body: bytes, names: ModelNames) -> _AnyBody
 def _explained(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False)[0]
     message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "json_invalid":
+    if _is_no_json(error):
         return refused(f"the body is no JSON: {message.removeprefix('Invalid JSON: ')}")
     path = map(str, first["loc"])
     # A path may end in a key of the client's own.

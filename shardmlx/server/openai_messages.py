@@ -21,6 +21,7 @@ from shardmlx.server.accepted_fields import (
     refuse_unknown,
     words,
 )
+from shardmlx.server.json_texts import with_whole_characters
 from shardmlx.server.openai_errors import refused, shown
 from shardmlx.server.other_blocks import as_text, joined
 
@@ -43,6 +44,9 @@ PASSED_IN_MESSAGES = words("""
     refusal annotations cache_control metadata provider_options providerOptions
 """) | {*THOUGHTS}
 """Fields that clients write into the messages of their users, and that change no answer."""
+
+DEEPEST = 100
+"""Values within each other in a call's arguments. A small model writes ``[[[[...`` at times."""
 
 NO_PARAMETERS = {"type": "object", "properties": {}}
 
@@ -73,13 +77,31 @@ class ToolBody(Body):
         return {"type": self.type, "function": function}
 
 
+def _is_deep(value: object) -> bool:
+    """Return whether a value has more than ``DEEPEST`` objects and lists within each other."""
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [inner for each in level for inner in _within(each)]
+        if not level:
+            return False
+    return True
+
+
+def _within(value: object) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
 def _arguments(value: object) -> dict[str, Any]:
     # To refuse a call that was cut off would end the conversation: clients send it each time.
     if isinstance(value, str):
         try:
-            read = json.loads(value.strip() or "{}")
+            read = json.loads(with_whole_characters(value).strip() or "{}")
         except (ValueError, RecursionError):
             read = value
+        if _is_deep(read):
+            read = value  # no template could write it
         value = {} if read is None else read if isinstance(read, dict) else {"arguments": value}
     if not isinstance(value, dict):
         raise ValueError("give an object, or its JSON")

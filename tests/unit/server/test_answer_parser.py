@@ -16,7 +16,7 @@ from shardmlx.inference.answer_format import (
     Marks,
     json_calls,
 )
-from shardmlx.server.answer_parser import Part
+from shardmlx.server.answer_parser import Part, whole_call
 from tests.helpers.answers import call, parser_of, parts_of, said, thought
 
 THINK = Marks("<think>", "</think>")
@@ -213,3 +213,13 @@ def test_an_answer_that_repeats_itself_takes_time_that_grows_with_it_alone(unit:
     parts += parser.take("", is_last=True)
     assert time.process_time() - began < 3
     assert "".join(part.text for part in parts if part.kind == "said") == (2000 * unit).lstrip()
+
+
+def test_a_call_has_no_half_of_a_character() -> None:
+    """A client would have to send it back, which UTF-8 cannot."""
+    written = r'{"at": "\ud83d", "on": "\ud83d\ude00", "by": "\\ud83d"}'
+    expected = {"at": "\ufffd", "on": "\N{GRINNING FACE}", "by": "\\ud83d"}
+    for arguments in (written, json.loads(written)):
+        made = whole_call("look", arguments)
+        assert json.loads(made.text) == expected
+        made.text.encode()

@@ -368,3 +368,66 @@ def test_another_fault_of_the_template_is_told_as_it_is() -> None:
     template = "{{ raise_exception('no such chat') }}{#- tools #}"
     with pytest.raises(ApiError, match="no such chat"):
         text_of(template, "chat", history_of("chat", "call_1"))
+
+
+# Halves of characters, and what no template can write.
+
+
+def body_with(api: str, text: str, arguments: str = "{}") -> bytes:
+    """A history of which a text and a call's arguments are written as they are given."""
+    call = {
+        "chat": '{"role": "assistant", "tool_calls": [{"id": "a", "function": '
+        '{"name": "look", "arguments": "%s"}}]}',
+        "response": '{"type": "function_call", "call_id": "a", "name": "look", "arguments": "%s"}',
+        "message": '{"role": "assistant", "content": [{"type": "tool_use", "id": "a", '
+        '"name": "look", "input": {}}, {"type": "text", "text": "%s"}]}',
+    }[api]
+    field = "input" if api == "response" else "messages"
+    more = '"max_tokens": 9, ' if api == "message" else ""
+    user = '{"role": "user", "content": "%s"}'
+    items = ", ".join([user % text, call % arguments, user % "So?"])
+    return f'{{{more}"{field}": [{items}]}}'.encode()
+
+
+HALVES = [
+    (r"cut\ud83d", "cut\ufffd"),
+    (r"\ude00 and \uD83D\uDE00", "\ufffd and \N{GRINNING FACE}"),
+    (r"\\ud83d \ud83d\\ \ud83dx", "\\ud83d \ufffd\\ \ufffdx"),
+    (r"\ud83d\ud83d\ude00", "\ufffd\N{GRINNING FACE}"),
+]
+"""Texts as JSON writes them, and what they say."""
+
+
+@pytest.mark.parametrize("api", READERS)
+@pytest.mark.parametrize(("written", "said"), HALVES)
+def test_half_a_character_is_told_as_the_replacement_character(
+    api: str, written: str, said: str
+) -> None:
+    encoder = Agent()
+    READERS[api](body_with(api, written), terms(encoder))
+    assert encoder.messages[0]["content"] == said
+
+
+@pytest.mark.parametrize("api", ["chat", "response"])
+def test_half_a_character_within_the_arguments_of_a_call_too(api: str) -> None:
+    encoder = Agent()
+    READERS[api](body_with(api, "?", r"{\"at\": \"cut\\ud83d\"}"), terms(encoder))
+    (call,) = encoder.messages[1]["tool_calls"]
+    assert call["function"]["arguments"] == {"at": "cut\ufffd"}
+
+
+def test_a_body_that_is_no_utf_8_is_refused_with_its_halves() -> None:
+    body = json.dumps({"messages": [USER]}).encode().replace(b"?", b"\xff\\ud83d")
+    with pytest.raises(ApiError, match="no JSON"):
+        read_chat(body, terms(Letters()))
+
+
+@pytest.mark.parametrize("depth", [20, 99, 100, 900, 20_000])
+def test_arguments_too_deep_for_a_template_are_their_text(depth: int) -> None:
+    written = '{"at": ' + "[" * depth + "]" * depth + "}"
+    call = {"id": "a1b2c3d4e", "function": {"name": "look", "arguments": written}}
+    history = [USER, {"role": "assistant", "tool_calls": [call]}, NEXT]
+    if depth < 1000:  # the parrot's prompts have 4000 tokens
+        assert "look{" in text_of(MISTRALS, "chat", history)
+    given = told("chat", history)[1]["tool_calls"][0]["function"]["arguments"]
+    assert given == (json.loads(written) if depth < 100 else {"arguments": written})
