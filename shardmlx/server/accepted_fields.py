@@ -113,7 +113,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "modalities": ([], ["text"]),
-    "include": ([], ["reasoning.encrypted_content"]),
     "truncation": ("disabled",),
     "reasoning_format": ("auto",),
 }

@@ -15,13 +15,14 @@ from pydantic import BeforeValidator, Field
 
 from shardmlx.server.accepted_fields import CALLERS, IGNORED, NEUTRAL, Body, Json, Listed
 from shardmlx.server.answer_parser import Part
-from shardmlx.server.client_tools import listed
 from shardmlx.server.openai_bodies import SAMPLING, validated
 from shardmlx.server.openai_errors import ApiError, refused, shown
 from shardmlx.server.openai_messages import (
     PASSED_IN_MESSAGES,
     PASSED_IN_TEXTS,
     all_thoughts,
+    content_of,
+    follows_result,
     read_part,
 )
 from shardmlx.server.openai_requests import ApiRequest, ServedModel, TranslatedChat
@@ -108,7 +109,7 @@ class OutputBody(Body):
 class ThinkingBody(Body):
     """The ``thinking`` of a request."""
 
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
 
     passes = frozenset({"budget_tokens", "display", "block_binding"})
 
@@ -183,12 +184,24 @@ def as_chat(asked: MessagesBody) -> TranslatedChat:
         "reasoning_effort": output.effort if thinks else "none",
         **_choice(asked.tool_choice or ChoiceBody()),
     }
-    if (form := output.format or asked.output_format) is not None:
+    forms = output.format, asked.output_format
+    if None not in forms and forms[0] != forms[1]:
+        raise refused(
+            "output_config.format and output_format both ask for a structure: give one of them",
+            "output_format",
+        )
+    if (form := forms[0] or forms[1]) is not None:
         schema = {"schema": form.json_schema}
         chat.body["response_format"] = {"type": "json_schema", "json_schema": schema}
     _add_message(chat, "system", "system", asked.system)
+    beside = False
     for at, message in enumerate(asked.messages):
-        _add_message(chat, f"messages.{at}.content", message.role, message.content)
+        has_result = any(block.type == "tool_result" for block in message.content)
+        is_result = has_result and message.role == "user"
+        beside = follows_result(beside, "tool" if is_result else message.role)
+        _add_message(
+            chat, f"messages.{at}.content", message.role, message.content, beside_result=beside
+        )
     for at, tool in enumerate(asked.tools or ()):
         _add_tool(chat, f"tools.{at}", tool)
     last = chat.messages[-1] if chat.messages else {}
@@ -201,20 +214,22 @@ def as_chat(asked: MessagesBody) -> TranslatedChat:
     return chat
 
 
-def _add_message(chat: TranslatedChat, where: str, role: str, blocks: list[Block]) -> None:
-    """Add what blocks say: a message, and one for each result of a tool. Raises ``ApiError``."""
+def _add_message(
+    chat: TranslatedChat, where: str, role: str, blocks: list[Block], *, beside_result: bool = False
+) -> None:
+    """Add what blocks say: a message, and one for each result of a tool. Blocks of the user that
+    stand ``beside_result``, as files that a tool has read, have lines in their place if they are no
+    texts. Raises ``ApiError``."""
     if role == "assistant":
         _add_answer(chat, blocks)
         return
     texts = []
-    # A file that a tool has read may stand beside its result.
-    has_result = role == "user" and any(block.type == "tool_result" for block in blocks)
     for at, block in enumerate(blocks):
         if block.type == "text":
             texts.append(BILLING.sub("", block.text) if role == "system" else block.text)
         elif block.type == "tool_result" and role == "user":
             _add_result(chat, f"{where}.{at}", block)
-        elif has_result:
+        elif role == "user" and beside_result:
             texts.append(as_text(block.model_dump()))
         else:
             raise refused(
@@ -250,8 +265,8 @@ def _add_result(chat: TranslatedChat, where: str, block: Block) -> None:
     if isinstance(content, str):
         texts = [content]
     else:
-        found = listed(content, f"{where}.content")
-        texts = [read_part(each, place, "tool")[0] for place, each in found]
+        parts = content_of(content, place := f"{where}.content")
+        texts = [read_part(each, f"{place}.{at}", "tool")[0] for at, each in enumerate(parts)]
     said = "Error: " * block.is_error + "\n".join(texts)
     chat.messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": said})
 

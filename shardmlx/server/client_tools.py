@@ -58,9 +58,23 @@ def named_tool(kind: str, given: Mapping[str, Any]) -> ClientTool:
     return ClientTool(kind, str(given.get("name") or kind), str(namespace) if namespace else None)
 
 
+DESCRIBED: Mapping[str, str] = {
+    "local_shell_call": "action",
+    "shell_call": "action",
+    "apply_patch_call": "operation",
+    "computer_call": "action",
+}
+"""Calling items of tools that OpenAI describes to its own models and the client runs, each with the
+field that says what to do. A history may have them."""
+
+
 def call_of(item: Mapping[str, Any]) -> tuple[ClientTool, Any]:
     """Return the tool that an item of a history calls, and the arguments of its function."""
-    kind = str(item["type"]).removesuffix("_call").removesuffix("_tool")
+    written = str(item["type"])
+    kind = written.removesuffix("_call").removesuffix("_tool")
+    if written in DESCRIBED:
+        given = item.get(DESCRIBED[written])
+        return ClientTool("function", kind), given if isinstance(given, dict) else {}
     tool = named_tool(kind, item)
     given = item.get(FIELDS[kind])
     return tool, {"input": given} if kind == "custom" else given
@@ -89,6 +103,8 @@ def functions_of(tool: Mapping[str, Any], where: str) -> Iterator[tuple[ClientTo
             f"{where}.type",
         )
     refuse_other_keys(tool, KNOWN, where, PASSED, CALLERS)
+    if kind != "tool_search" and not tool.get("name"):
+        raise refused(f"{where}.name is missing", f"{where}.name")
     named = ClientTool(str(kind), str(tool.get("name") or kind))
     given = {name: tool[name] for name in ("description", "parameters") if tool.get(name)}
     custom = {"parameters": ONE_TEXT} if kind == "custom" else {}

@@ -6,7 +6,7 @@ An earlier answer may have any further fields: clients send back what servers ha
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -29,14 +29,14 @@ TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal":
 """Types of parts, and the field in which each has its text; two are of OpenAI's newer API."""
 
 PASSED_IN_TEXTS = words(
-    "cache_control prompt_cache_breakpoint citations annotations logprobs _meta"
+    "id cache_control prompt_cache_breakpoint citations annotations logprobs _meta"
 )
 """Fields of a text that change no answer."""
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Names for what a model thought before it answered: DeepSeek's, OpenRouter's, Ollama's."""
 
-MEANINGFUL = ("function_call", "audio", "images", "prefix", "partial")
+MEANINGFUL = ("function_call", "prefix", "partial")
 """Fields of an answer that ask for what is not supported, unless they are empty."""
 
 PASSED_IN_MESSAGES = words("""
@@ -123,14 +123,26 @@ class CallBody(Body, extra="ignore"):
     function: CalledBody
 
 
-def _text_or_parts(value: object) -> object:
-    is_text = isinstance(value, str)
-    if not is_text and not (isinstance(value, list) and all(isinstance(e, dict) for e in value)):
+def text_or_parts(value: object) -> str | list[Json]:
+    """Return the content of a message; a text among its parts is one of them, as LangChain joins
+    them. Raises ``ValueError``."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not all(isinstance(part, dict | str) for part in value):
         raise ValueError("give a text, or a list of parts of type text")
-    return value
+    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in value]
 
 
-Content = Annotated[str | list[Json], PlainValidator(_text_or_parts)]
+def content_of(value: object, where: str) -> str | list[Json]:
+    """Return content as ``text_or_parts``, which is ``where`` in the request. Raises
+    ``ApiError``."""
+    try:
+        return text_or_parts(value)
+    except ValueError as error:
+        raise refused(f"{where}: {error}", where) from None
+
+
+Content = Annotated[str | list[Json], PlainValidator(text_or_parts)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +178,8 @@ def read_part(part: Json, where: str, role: str) -> tuple[str, bool]:
     kind = part.get("type")
     field = TEXTS.get(kind) if isinstance(kind, str) else None
     if field is not None:
+        if part.get(field) is None and role in ("assistant", "tool"):
+            return "", False
         if not isinstance(part.get(field), str):
             raise refused(f"{where}: a part of type {kind} has no text", f"{where}.{field}")
         if role != "assistant":
@@ -191,6 +205,12 @@ def all_thoughts(thoughts: Iterable[str | None]) -> str:
     return "\n\n".join(dict.fromkeys(filter(None, thoughts)))
 
 
+def follows_result(before: bool, role: str) -> bool:
+    """Return whether the next message stands beside the result of a tool, as the one of this role
+    did ``before`` or not: clients write there, as the user, what a tool has read."""
+    return role == "tool" or (before and role != "assistant")
+
+
 class MessageBody(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -207,10 +227,12 @@ class MessageBody(Body):
         extra = self.model_extra or {}
         refuse_unknown({name: extra[name] for name in MEANINGFUL if name in extra}, where)
 
-    def for_template(self, where: str) -> dict[str, Any]:
-        """Return the message for a chat template. Raises ``ApiError``, which calls it ``where``."""
+    def for_template(self, where: str, *, beside_result: bool = False) -> dict[str, Any]:
+        """Return the message for a chat template, with lines in the place of what is no text if it
+        stands ``beside_result``. Raises ``ApiError``, which calls it ``where``."""
         extra = self.model_extra or {}
-        said = read_parts(self._content(extra, where), f"{where}.content", self.role)
+        role = "tool" if beside_result and self.role == "user" else self.role
+        said = read_parts(self._content(extra, where), f"{where}.content", role)
         told = (extra[name] for name in THOUGHTS if isinstance(extra.get(name), str))
         thought = all_thoughts([said.thought, *told])
         more = {
@@ -222,9 +244,19 @@ class MessageBody(Body):
         return {
             # Templates know no role "developer", OpenAI's newer name of "system".
             "role": "system" if self.role == "developer" else self.role,
-            "content": said.text,
+            "content": joined([(said.text, False), *self._unread(extra)]),
             **{name: value for name, value in more.items() if value},
         }
+
+    def _unread(self, extra: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+        """Yield lines in the place of what an earlier answer has beside its content."""
+        if self.role != "assistant":
+            return
+        for name in ("audio", "images"):
+            given = extra.get(name)
+            for each in given if isinstance(given, list) else [given]:
+                if each:
+                    yield as_text({"type": name, **(each if isinstance(each, dict) else {})}), True
 
     def _content(self, extra: Mapping[str, Any], where: str) -> str | list[Json]:
         if self.content is not None:

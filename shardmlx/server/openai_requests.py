@@ -27,6 +27,7 @@ from shardmlx.server.openai_bodies import (
     parse_body,
 )
 from shardmlx.server.openai_errors import ApiError, refused, shown
+from shardmlx.server.openai_messages import follows_result
 from shardmlx.server.request_queue import GenerationRequest
 from shardmlx.server.structure import Structure, call_rules
 
@@ -102,9 +103,7 @@ def read_chat(body: bytes, served: ServedModel) -> ApiRequest:
         arguments = {"reasoning_effort": chat.reasoning_effort, **arguments}
     if goes_on := chat.goes_on:
         arguments["continue_final_message"] = True
-    messages = [
-        message.for_template(f"messages.{number}") for number, message in enumerate(chat.messages)
-    ]
+    messages = _for_template(chat)
     tools = _offered(chat)
     read = partial(_chat_tokens, served.encoder, messages, tools, arguments)
     tokens = tokens_of(read, "messages")
@@ -128,6 +127,16 @@ def read_chat(body: bytes, served: ServedModel) -> ApiRequest:
     request = _api_request(chat, [tokens], logprobs, served, grammar, continues)
     each = [replace(one, syntax=syntax if has_parts else None) for one in request.requests]
     return replace(request, requests=tuple(each))
+
+
+def _for_template(chat: ChatBody) -> list[Json]:
+    """Return the messages for a chat template. Raises ``ApiError``."""
+    told = []
+    beside = False
+    for number, message in enumerate(chat.messages):
+        told.append(message.for_template(f"messages.{number}", beside_result=beside))
+        beside = follows_result(beside, message.role)
+    return told
 
 
 def _chat_tokens(

@@ -21,7 +21,17 @@ DETAILS = ("title", "name", "filename", "source", "url", "uri", "file_url", "fil
 HOLDING = ("source", "resource", "file", "action")
 """Fields that may hold what a block is, as an object."""
 
-TEXTS = ("text", "content", "context", "output", "outputs", "logs", "stdout", "stderr")
+TEXTS = (
+    "text",
+    "content",
+    "context",
+    "output",
+    "outputs",
+    "logs",
+    "stdout",
+    "stderr",
+    "transcript",
+)
 """Fields of a block that may have texts, or further blocks."""
 
 LEFT_OUT = "left out: the model reads texts alone"

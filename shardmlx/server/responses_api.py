@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from shardmlx.server.accepted_fields import (
     IGNORED,
@@ -18,6 +18,7 @@ from shardmlx.server.accepted_fields import (
     Json,
     Listed,
     refuse_other_keys,
+    words,
 )
 from shardmlx.server.answer_parser import Kind, Part
 from shardmlx.server.client_tools import (
@@ -35,6 +36,7 @@ from shardmlx.server.openai_bodies import (
     validated,
 )
 from shardmlx.server.openai_errors import ApiError, refused, shown
+from shardmlx.server.openai_messages import follows_result
 from shardmlx.server.openai_requests import ApiRequest, ServedModel, TranslatedChat
 from shardmlx.server.replies import BlockReply
 from shardmlx.server.request_queue import Delta
@@ -60,6 +62,21 @@ def _in_items(given: object) -> object:
     return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
+INCLUDABLE = words("""
+    reasoning.encrypted_content file_search_call.results web_search_call.results
+    web_search_call.action.sources message.input_image.image_url
+    computer_call_output.output.image_url code_interpreter_call.outputs
+""")
+"""What a response may be asked to include, though there never is any of it here."""
+
+
+def _includable(wanted: list[str] | None) -> list[str] | None:
+    for each in wanted or ():
+        if each not in INCLUDABLE:
+            raise ValueError(f"{shown(each)} is not supported by this server: leave it out")
+    return wanted
+
+
 class FormatBody(Body):
     """The ``text.format`` of a request."""
 
@@ -83,6 +100,7 @@ class ReasoningBody(Body):
     effort: str | None = None
 
     passes = frozenset({"summary", "generate_summary"})
+    neutral: ClassVar = {"context": ("auto",), "mode": ("standard",)}
 
 
 class ChoiceBody(Body):
@@ -111,6 +129,7 @@ class ResponseBody(Body):
     text: TextBody | None = None
     reasoning: ReasoningBody | None = None
     stream_options: StreamOptions | None = None
+    include: Annotated[Listed[str] | None, AfterValidator(_includable)] = None
 
     passes = IGNORED | SAME
     neutral: ClassVar = NEUTRAL
@@ -139,9 +158,12 @@ def read_response(body: bytes, served: ServedModel) -> ApiRequest:
     _add_tools(chat, tools, asked.tools or [], "tools")
     if asked.instructions:
         chat.messages.append({"role": "system", "content": asked.instructions})
+    beside = False
     for at, item in enumerate(asked.input):
         where = f"input.{at}"
-        add_item(chat, where, item)
+        add_item(chat, where, item, beside_result=beside)
+        if chat.messages:
+            beside = follows_result(beside, chat.messages[-1]["role"])
         if item.get("type") in ("tool_search_output", "additional_tools"):
             _add_tools(chat, tools, item.get("tools") or [], f"{where}.tools")
     return replace(chat.read(served), repeated=asked.repeated, client_tools=tools)

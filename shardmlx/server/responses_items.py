@@ -6,15 +6,22 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from shardmlx.server.accepted_fields import Json, refuse_other_keys
-from shardmlx.server.client_tools import call_of, listed
+from shardmlx.server.accepted_fields import Json, refuse_other_keys, words
+from shardmlx.server.client_tools import DESCRIBED, FIELDS, call_of, listed
 from shardmlx.server.openai_errors import refused, shown
-from shardmlx.server.openai_messages import PASSED_IN_MESSAGES, read_parts
+from shardmlx.server.openai_messages import PASSED_IN_MESSAGES, content_of, read_parts
 from shardmlx.server.openai_requests import TranslatedChat
 from shardmlx.server.other_blocks import as_text
 
-CALLS = ("function_call", "custom_tool_call", "tool_search_call")
-OUTPUTS = ("function_call_output", "custom_tool_call_output", "tool_search_output")
+CALLS = ("function_call", "custom_tool_call", "tool_search_call", *DESCRIBED)
+OUTPUTS = (
+    "function_call_output",
+    "custom_tool_call_output",
+    "tool_search_output",
+    *(f"{kind}_output" for kind in DESCRIBED),
+)
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 UNSEEN = ("additional_tools", "web_search_call")
 """Types of items that say nothing by themselves: the text has what a search found."""
@@ -26,8 +33,15 @@ OF_SERVERS = (
     "mcp_call",
     "mcp_list_tools",
     "mcp_approval_request",
+    "mcp_approval_response",
+    "program",
+    "program_output",
+    "compaction",
+    "compaction_summary",
+    "context_compaction",
 )
-"""Types of items in which OpenAI's servers say what they did. They have a line in their place."""
+"""Types of items in which OpenAI's servers say what they did, or what they alone can read. They
+have a line in their place."""
 
 KNOWN: Mapping[str, tuple[str, ...]] = {
     "message": ("type", "role", "content"),
@@ -40,14 +54,19 @@ PASSED: Mapping[str, frozenset[str]] = {
     "message": PASSED_IN_MESSAGES | {"phase"},
     "additional_tools": frozenset({"id", "role", "status"}),
     **dict.fromkeys(
-        OUTPUTS, frozenset({"status", "caller", "name", "namespace", "execution", "created_by"})
+        OUTPUTS,
+        words("""
+            status caller name namespace execution created_by max_output_length
+            acknowledged_safety_checks
+        """),
     ),
 }
 """Further fields of theirs that change no answer."""
 
 
-def add_item(chat: TranslatedChat, where: str, item: Json) -> None:
-    """Add an item of a history. Raises ``ApiError``."""
+def add_item(chat: TranslatedChat, where: str, item: Json, *, beside_result: bool = False) -> None:
+    """Add an item of a history. What is no text has a line in its place, if a message of the user
+    stands ``beside_result``. Raises ``ApiError``."""
     given = item.get("type") or "message"
     kind = str(given)
     is_answered = kind == "message" and item.get("role") == "assistant"
@@ -56,28 +75,42 @@ def add_item(chat: TranslatedChat, where: str, item: Json) -> None:
     if kind in UNSEEN:
         return
     if kind in OUTPUTS:
-        output, call_id = _output(item, where), item.get("call_id") or item.get("id")
-        chat.messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+        result = {"tool_call_id": _call_id(item, where), "content": _output(item, where)}
+        chat.messages.append({"role": "tool", **result})
     elif is_answered or kind in ("reasoning", *CALLS, *OF_SERVERS):
         _add_answered(chat, kind, item, where)
     elif kind == "message":
-        role = str(item.get("role"))
-        content = _content(item.get("content"), f"{where}.content", role)
-        chat.messages.append({"role": item.get("role"), "content": content})
+        role = item.get("role")
+        if role not in ROLES:
+            wrong = "is missing" if role is None else f"is {shown(role)}"
+            raise refused(f"{where}.role {wrong}: give one of {', '.join(ROLES)}", f"{where}.role")
+        read_as = "tool" if beside_result and role == "user" else role
+        content = _content(item.get("content"), f"{where}.content", read_as)
+        chat.messages.append({"role": role, "content": content})
     else:
         raise refused(f"{where}: an item of type {shown(given)} is not understood here", where)
 
 
-def _content(content: Any, where: str, role: str) -> Any:
-    """Return what a message says. Raises ``ApiError``. A chat refuses what are no parts."""
-    is_parts = isinstance(content, list) and all(isinstance(each, dict) for each in content)
-    return read_parts(content, where, role).text if is_parts else content
+def _content(content: Any, where: str, role: str) -> str:
+    """Return what a message says. Raises ``ApiError``."""
+    if content is None and role not in ("assistant", "tool"):
+        raise refused(f"{where} is missing: give a text", where)
+    return read_parts(content_of(content or "", where), where, role).text
 
 
-def _output(item: Json, where: str) -> Any:
+def _call_id(item: Json, where: str) -> Any:
+    given = item.get("call_id") or item.get("id")
+    if given is not None and not isinstance(given, str):
+        raise refused(f"{where}.call_id is {shown(given)}: give a text", f"{where}.call_id")
+    return given
+
+
+def _output(item: Json, where: str) -> str:
     """Return what a tool gave: a text, or parts of it, or JSON of the tools that were found."""
     if item["type"] != "tool_search_output":
-        return _content(item.get("output"), f"{where}.output", "tool")
+        output = item.get("output")
+        parts = [output] if isinstance(output, dict) else output  # a screenshot
+        return _content(parts, f"{where}.output", "tool")
     found = listed(item.get("tools") or [], "tools")
     return json.dumps({"tools": [tool.get("name") for _, tool in found]}, ensure_ascii=False)
 
@@ -97,15 +130,14 @@ def _add_answered(chat: TranslatedChat, kind: str, item: Json, where: str) -> No
         message["reasoning_content"] = "\n\n".join(filter(None, thoughts))
     else:
         tool, arguments = call_of(item)
-        call_id = item.get("call_id") or item.get("id")
-        chat.add_call(call_id, tool.in_chat, arguments)
+        if not isinstance(arguments, dict | str | None):
+            field = f"{where}.{FIELDS.get(tool.kind, 'arguments')}"
+            raise refused(f"{field}: give an object, or its JSON", field)
+        chat.add_call(_call_id(item, where), tool.in_chat, arguments)
 
 
-def _after(text: Any, more: Any) -> Any:
-    """Return a text with more after it; or what is no text, which a chat refuses."""
-    for each in (text, more):
-        if not isinstance(each, str):
-            return each
+def _after(text: str, more: str) -> str:
+    """Return a text with more after it."""
     return "\n\n".join(filter(None, [text, more]))
 
 

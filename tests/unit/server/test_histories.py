@@ -431,3 +431,124 @@ def test_arguments_too_deep_for_a_template_are_their_text(depth: int) -> None:
         assert "look{" in text_of(MISTRALS, "chat", history)
     given = told("chat", history)[1]["tool_calls"][0]["function"]["arguments"]
     assert given == (json.loads(written) if depth < 100 else {"arguments": written})
+
+
+# What stands beside the result of a tool, in messages of their own.
+
+SHOT: Any = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBO"}}
+SEEN: Any = {"type": "input_image", "image_url": "data:image/png;base64,iVBO"}
+
+
+def beside(api: str, *messages: Any) -> list[Any]:
+    """A call and its result, and then these messages."""
+    if api == "chat":
+        answer = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+        return [USER, answer, {"role": "tool", "tool_call_id": "call_1", "content": "k"}, *messages]
+    if api == "response":
+        call = {"type": "function_call", "call_id": "call_1", "name": "look", "arguments": "{}"}
+        output = {"type": "function_call_output", "call_id": "call_1", "output": "k"}
+        return [USER, call, output, *messages]
+    *first, _ = anthropics("k")
+    return [*first, *messages]
+
+
+PICTURES = [
+    ("chat", SHOT, f"[image_url {LEFT_OUT}]"),
+    ("response", SEEN, f"[input_image {LEFT_OUT}]"),  # as Codex shows a picture
+    ("message", {"type": "image", "source": PNG}, f"[image, image/png {LEFT_OUT}]"),
+]
+
+
+@pytest.mark.parametrize(("api", "picture", "line"), PICTURES)
+def test_what_a_tool_has_read_may_come_as_messages_of_the_user(
+    api: str, picture: Any, line: str
+) -> None:
+    shown = {"role": "user", "content": [picture]}
+    *_, result, first, second, last = told(api, beside(api, shown, shown, NEXT))
+    assert (result["content"], result["tool_call_id"][-2:]) == ("k", "_1")
+    assert (first, second) == ({"role": "user", "content": line},) * 2
+    assert last == NEXT
+
+
+@pytest.mark.parametrize(("api", "picture", "line"), PICTURES)
+def test_a_picture_of_the_user_is_refused_after_an_answer(
+    api: str, picture: Any, line: str
+) -> None:
+    answer = {"role": "assistant", "content": "Fog."}
+    with pytest.raises(ApiError) as caught:
+        told(api, beside(api, answer, {"role": "user", "content": [picture]}))
+    assert str(caught.value.param).endswith(".4.content.0.type")
+
+
+def test_pictures_and_speech_of_an_answer_have_lines() -> None:
+    for more, text in (
+        ({"content": "Here.", "images": [SHOT]}, f"Here.\n[image_url {LEFT_OUT}]"),
+        ({"content": None, "images": ["iVBO"]}, f"[images {LEFT_OUT}]"),
+        ({"content": None, "audio": {"id": "audio_1"}}, f"[audio {LEFT_OUT}]"),
+        ({"audio": {"id": "audio_1", "transcript": "Fog."}}, "[audio]\nFog."),
+        ({"content": "a", "audio": None, "images": []}, "a"),
+    ):
+        assert told("chat", [USER, {"role": "assistant", **more}, NEXT])[1]["content"] == text
+
+
+def test_texts_without_a_type_or_with_none_do_not_end_a_conversation() -> None:
+    """LangChain writes an id into texts, and texts into lists of parts."""
+    text = {"type": "text", "text": "b", "id": "lc_1"}
+    assert told("chat", [{"role": "user", "content": ["a", text]}])[0]["content"] == "ab"
+    empty = [{"type": "text", "text": None}, {"type": "refusal", "refusal": None}, "a"]
+    assert told("chat", [USER, {"role": "assistant", "content": empty}])[1]["content"] == "a"
+    assert told("message", anthropics(["a", {"type": "text"}]))[2]["content"] == "a\n"
+    with pytest.raises(ApiError) as caught:
+        told("chat", [{"role": "user", "content": [{"type": "text", "text": None}]}])
+    assert caught.value.param == "messages.0.content.0.text"
+
+
+# Tools that OpenAI describes to its own models, and what they alone can read.
+
+RUN_BY_CLIENTS = [
+    (
+        {"type": "local_shell_call", "action": {"type": "exec", "command": ["ls"]}},
+        {"type": "local_shell_call_output", "output": "a.txt"},
+        ("local_shell", {"type": "exec", "command": ["ls"]}, "a.txt"),
+    ),
+    (
+        {"type": "local_shell_call", "action": {"type": "exec", "command": ["ls"]}},
+        {"type": "function_call_output", "output": "a.txt"},  # Codex's
+        ("local_shell", {"type": "exec", "command": ["ls"]}, "a.txt"),
+    ),
+    (
+        {"type": "shell_call", "action": {"commands": ["ls"]}},
+        {"type": "shell_call_output", "output": [{"stdout": "a.txt", "stderr": ""}]},
+        ("shell", {"commands": ["ls"]}, "[block]\na.txt"),
+    ),
+    (
+        {"type": "apply_patch_call", "operation": {"type": "delete_file", "path": "a"}},
+        {"type": "apply_patch_call_output", "status": "completed", "output": "ok"},
+        ("apply_patch", {"type": "delete_file", "path": "a"}, "ok"),
+    ),
+    (
+        {"type": "computer_call", "action": {"type": "click", "x": 1}},
+        {
+            "type": "computer_call_output",
+            "output": {"type": "computer_screenshot", "file_id": "file_1"},
+        },
+        ("computer", {"type": "click", "x": 1}, f"[computer_screenshot, file_1 {LEFT_OUT}]"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "output", "expected"), RUN_BY_CLIENTS)
+def test_calls_of_tools_that_openai_describes_are_calls(
+    call: Any, output: Any, expected: tuple[str, Any, str]
+) -> None:
+    history = [USER, {**call, "call_id": "c1"}, {**output, "call_id": "c1"}, NEXT]
+    _, answer, result, _ = told("response", history)
+    ((call_id, function),) = [(each["id"], each["function"]) for each in answer["tool_calls"]]
+    assert (function["name"], function["arguments"], result["content"]) == expected
+    assert call_id == result["tool_call_id"] == "c1"
+
+
+@pytest.mark.parametrize("kind", ["compaction", "context_compaction", "program", "mcp_call"])
+def test_what_only_openais_servers_can_read_has_a_line(kind: str) -> None:
+    history = [USER, {"type": kind, "id": "a", "encrypted_content": "x" * 500}, NEXT]
+    assert told("response", history)[1]["content"] == f"[{kind} {LEFT_OUT}]"

@@ -390,3 +390,20 @@ def test_a_schema_in_the_wrong_place_is_refused(form: Any, param: str) -> None:
     with pytest.raises(ApiError) as caught:
         read("chat", {"messages": [{"role": "user", "content": "hi."}], "response_format": form})
     assert caught.value.param == param
+
+
+def test_two_structures_of_an_answer_are_refused() -> None:
+    first, second = ({"type": "json_schema", "schema": {"const": each}} for each in "ab")
+    asked = {"output_config": {"format": first}, "output_format": second}
+    with pytest.raises(ApiError) as caught:
+        read("message", {**MESSAGE, **asked})
+    assert caught.value.param == "output_format"
+    assert read("message", {**MESSAGE, **asked, "output_format": first}).requests
+
+
+def test_what_a_response_may_include_though_there_is_none_is_let_pass() -> None:
+    wanted = ["reasoning.encrypted_content", "web_search_call.action.sources"]
+    for include in ([], wanted[:1], wanted):
+        assert read("response", {**RESPONSE, "include": include}).requests
+    reasoning = {"effort": "low", "summary": "auto", "context": "auto", "mode": "standard"}
+    assert read("response", {**RESPONSE, "reasoning": reasoning}).requests
