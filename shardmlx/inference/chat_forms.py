@@ -35,8 +35,8 @@ def template_text(
     The first form counts that the template takes and of which it leaves out no system message; else
     the first that it takes: it may write them otherwise. A template that refuses several system
     messages, or leaves one out, gets a single one at the beginning; if it refuses that too, within
-    the first message of the user. Tools, of which the model is told in this
-    ``way``, are never left out. Raises ``UserError``.
+    the first message of the user. One that refuses all of these gets the roles by turns. Tools, of
+    which the model is told in this ``way``, are never left out. Raises ``UserError``.
     """
     forms, must_hold = [chat], ""
     if way == "generic":
@@ -49,6 +49,7 @@ def template_text(
         forms.append(chat)
     if chat and chat[0].get("role") == "system":
         forms.append(without_system(chat))
+    forms += [merged for form in forms if len(merged := by_turns(form)) < len(form)]
     options = {**({"tools": tools} if tools else {}), **arguments}
     systems = [each["content"].strip() for each in forms[0] if each.get("role") == "system"]
     refusal, otherwise = "", None
@@ -126,6 +127,35 @@ def without_system(chat: Sequence[Mapping[str, Any]]) -> list[Message]:
     if not (rest and rest[0]["role"] == "user"):
         return [{**system, "role": "user"}, *rest]
     return [{**rest[0], "content": f"{system['content']}\n\n{rest[0]['content']}"}, *rest[1:]]
+
+
+def by_turns(chat: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Return a chat in which no two messages of the user, or of the assistant, follow each other,
+    and none of the user a result: two of them are one. An interrupted answer leaves such, and what
+    a client writes beside a result."""
+    groups: list[list[Mapping[str, Any]]] = []
+    for message in chat:
+        last = groups[-1][-1] if groups else {}
+        role, before = message.get("role"), last.get("role")
+        is_more = role == "user" and before in ("user", "tool")
+        goes_on = role == before == "assistant" and not last.get("tool_calls")
+        if is_more or goes_on:
+            groups[-1].append(message)
+        else:
+            groups.append([message])
+    return [_joined(group) for group in groups]
+
+
+def _joined(messages: Sequence[Mapping[str, Any]]) -> Message:
+    """Return one message that says what several say; what they have besides, the first counts."""
+    joined: Message = {}
+    for message in reversed(messages):
+        joined |= message
+    for name in ("content", "reasoning_content"):
+        if name in joined:
+            said = (message.get(name) for message in messages)
+            joined[name] = "\n\n".join(filter(None, said))
+    return joined
 
 
 def _call(name: str, arguments: Any) -> str:

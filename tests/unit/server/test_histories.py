@@ -4,12 +4,14 @@ reach the template, and a line says what was left out."""
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import mistral
 
+from shardmlx.inference.chat_forms import by_turns
 from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.server.anthropic_api import counted, read_message
 from shardmlx.server.call_ids import with_short_ids
@@ -552,3 +554,78 @@ def test_calls_of_tools_that_openai_describes_are_calls(
 def test_what_only_openais_servers_can_read_has_a_line(kind: str) -> None:
     history = [USER, {"type": kind, "id": "a", "encrypted_content": "x" * 500}, NEXT]
     assert told("response", history)[1]["content"] == f"[{kind} {LEFT_OUT}]"
+
+
+# Roles by turns.
+
+BY_TURNS = """{%- set ns = namespace(count=0) %}{% for m in messages %}\
+{% if m.role != 'tool' and not m.tool_calls %}\
+{% if (m.role == 'user') != (ns.count % 2 == 0) %}{{ raise_exception('by turns') }}{% endif %}\
+{% set ns.count = ns.count + 1 %}{% endif %}{{ m.role }}:{{ m.content }}\
+{% for c in m.tool_calls or [] %}{% set tool_call = c.function %}!{{ tool_call.name }}\
+{% endfor %};{% endfor %}{#- tools #}"""
+"""A template with the check of Mistral's: calls and results do not count."""
+
+KINDS = {"u": "user", "a": "assistant", "c": "assistant", "t": "tool"}
+
+
+@pytest.mark.parametrize(
+    ("chat", "text"),
+    [
+        ("ua ub", "user:a\n\nb;"),
+        ("ua ab uc ud ue", "user:a;assistant:b;user:c\n\nd\n\ne;"),
+        ("ua ab ac ud", "user:a;assistant:b\n\nc;user:d;"),
+        ("ua cb tc ud", "user:a;assistant:b!look;tool:c\n\nd;"),
+        ("ua cb tc td ue uf", "user:a;assistant:b!look;tool:c;tool:d\n\ne\n\nf;"),
+        ("ua cb tc ad ae uf", "user:a;assistant:b!look;tool:c;assistant:d\n\ne;user:f;"),
+        ("ua ub cc td", "user:a\n\nb;assistant:c!look;tool:d;"),
+        ("ua cb tc ad ue", "user:a;assistant:b!look;tool:c;assistant:d;user:e;"),
+    ],
+)
+def test_a_template_that_wants_the_roles_by_turns_gets_them(chat: str, text: str) -> None:
+    """An interrupted answer leaves two messages of the user; Claude Code writes beside results."""
+    calls = {"tool_calls": [CALL]}
+    history: list[Any] = [
+        {"role": KINDS[kind], "content": said, **(calls if kind == "c" else {})}
+        for kind, said in chat.split()
+    ]
+    assert text_of(BY_TURNS, "chat", history) == text
+    takes_all = BY_TURNS.replace("raise_exception", "")
+    assert text_of(takes_all, "chat", history).count(":") == len(history)
+
+
+def test_what_two_answers_thought_and_called_is_one_answer() -> None:
+    first = {"role": "assistant", "content": "a", "reasoning_content": "One."}
+    second = {"role": "assistant", "content": "b", "reasoning_content": "Two.", "name": "x"}
+    last = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    assert by_turns([USER, first, second, last, last]) == [
+        USER,
+        {
+            "role": "assistant",
+            "content": "a\n\nb",
+            "reasoning_content": "One.\n\nTwo.",
+            "name": "x",
+            "tool_calls": [CALL],
+        },
+        last,
+    ]
+
+
+def test_roles_by_turns_take_time_that_grows_with_the_text_alone() -> None:
+    many = [{"role": "user", "content": 20 * "x"}] * 100_000
+    begun = time.process_time()
+    (only,) = by_turns(many)
+    assert len(only["content"]) == 22 * len(many) - 2
+    assert time.process_time() - begun < 5
+
+
+def test_ids_and_turns_are_mended_together() -> None:
+    """Claude Code with a model of Mistral's: foreign ids, and a reminder beside the result."""
+    is_long = "m.tool_call_id and m.tool_call_id|length != 9"
+    check = f"{{% if {is_long} %}}{{{{ raise_exception('9') }}}}{{% endif %}}"
+    template = BY_TURNS.replace("{{ m.role }}:", check + "{{ m.role }}:")
+    *first, _ = anthropics("k", {"type": "text", "text": "<system-reminder>"})
+    answer = {"role": "assistant", "content": "Fog."}
+    text = text_of(template, "message", [*first, answer, NEXT])
+    said = "user:?;assistant:!look;tool:k\n\n<system-reminder>;assistant:Fog.;user:So?;"
+    assert text == said
