@@ -83,7 +83,7 @@ IGNORED = words("""
     conversation_id id request_id priority cache_salt route num_draft_tokens
 
     mirostat_tau mirostat_eta dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
-    dynatemp_exponent smoothing_curve
+    dynatemp_exponent dynatemp_low dynatemp_high smoothing_curve adaptive_decay
 """)
 """Fields that change no answer, whatever they say.
 
@@ -114,7 +114,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "modalities": ([], ["text"]),
     "truncation": ("disabled",),
-    "reasoning_format": ("auto",),
+    "reasoning_format": ("auto", "deepseek"),
+    "top_n_sigma": (-1, 0),
+    "adaptive_target": (-1,),
 }
 """Unsupported fields that ask for something where they are empty, and values that do not."""
 

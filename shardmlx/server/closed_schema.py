@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
+from shardmlx.server.accepted_fields import words
+
 Schema = Mapping[str, Any]
 
 ALTERNATIVES = ("anyOf", "oneOf")
@@ -29,8 +31,27 @@ LISTED = ("prefixItems", "items")
 SINGLE = ("items", "additionalItems", "additionalProperties", "contains", "unevaluatedItems")
 """Keywords that have a schema for another value."""
 
-OWN_RULE = frozenset({"additionalProperties", "unevaluatedProperties"})
+UNEVALUATED = "unevaluatedProperties"
+
+OWN_RULE = frozenset({"additionalProperties", UNEVALUATED})
 """Keywords by which a schema says itself what further properties there may be."""
+
+SAY_NOTHING: Mapping[str, tuple[Any, ...]] = {
+    "propertyNames": ({}, True, {"type": "string"}),
+    "uniqueItems": (False,),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "minContains": (0,),
+    UNEVALUATED: ({}, True),
+    "unevaluatedItems": ({}, True),
+}
+"""Values that change nothing, of keywords that llguidance refuses. Zod writes the first."""
+
+CHECKED_FORMATS = words("""
+    date-time date time duration email idn-email hostname idn-hostname ipv4 ipv6 uri uri-reference
+    iri iri-reference uuid uri-template json-pointer relative-json-pointer regex
+""")
+"""The formats of JSON Schema. Others (pydantic's "path", OpenAPI's "binary") are notes, it says."""
 
 PATTERNS = "patternProperties"
 """The keyword that names properties by patterns, which other schemas of the object do not see."""
@@ -92,6 +113,9 @@ class _Closing:
         """Return a schema for an object that may have its own properties and ``others``."""
         if not isinstance(schema, dict):
             return schema
+        if schema.get(UNEVALUATED) is False:  # in other words what is done here
+            schema = {"properties": {}, **schema}
+            del schema[UNEVALUATED]
         only_refers = others == NONE and not schema.keys() & {"properties", *SAME_OBJECT}
         if "$ref" in schema and only_refers:
             return self._inside(schema)  # the definition is closed where it stands
@@ -169,8 +193,8 @@ class _Closing:
         return result
 
     def _inside(self, schema: Schema) -> dict[str, Any]:
-        """Return a schema in which those of other values are closed."""
-        result = dict(schema)
+        """Return a schema in which those of other values are closed, without what says nothing."""
+        result = {key: value for key, value in schema.items() if not _says_nothing(key, value)}
         for key in NAMED:
             if isinstance(schema.get(key), dict):
                 result[key] = {name: self.closed(each) for name, each in schema[key].items()}
@@ -204,10 +228,18 @@ class _Closing:
             return reference
         if reference not in self.twins:
             name = f"{TWIN}{len(self.twins)}"
+            while name in _object(self.root.get("$defs")):
+                name += "-"
             self.twins[reference] = name  # before the copy is made, which may refer to itself
             own = {key: value for key, value in target.items() if key not in DEFINITIONS}
             self.made[name] = self.opened(own)
         return f"#/$defs/{self.twins[reference]}"
+
+
+def _says_nothing(key: str, value: Any) -> bool:
+    if key == "format":
+        return isinstance(value, str) and value not in CHECKED_FORMATS
+    return any(value is each or value == each for each in SAY_NOTHING.get(key, ()))
 
 
 def _object(value: Any) -> dict[str, Any]:

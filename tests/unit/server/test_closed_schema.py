@@ -37,6 +37,38 @@ def takes(schema: Any, value: Any) -> bool:
 
 
 OBJECTS: dict[str, tuple[Any, list[Any], list[Any]]] = {
+    "of several, closed by itself": (
+        {**A, "allOf": [B], "unevaluatedProperties": False},
+        [{"a": 1, "b": 2}],
+        [{"a": 1, "b": 2, "z": 1}],
+    ),
+    "without properties, closed by itself": (
+        {"type": "object", "unevaluatedProperties": False},
+        [{}],
+        [{"z": 1}],
+    ),
+    "open by itself": ({**A, "unevaluatedProperties": True}, [{"a": 1, "z": "y"}], [{"z": 1}]),
+    "beside a definition of a twin's name": (
+        {
+            "$defs": {**DEFINED["$defs"], "shardmlx-open-0": INTEGER},
+            "properties": {"z": {"$ref": "#/$defs/shardmlx-open-0"}},
+            "required": ["z"],
+            "allOf": [TO_A, TO_B],
+        },
+        [{"z": 3, "a": 1, "b": 2}],
+        [{"z": "y", "a": 1, "b": 2}, {"z": 3, "a": 1, "b": 2, "y": 1}],
+    ),
+    "with what says nothing": (
+        {
+            "type": "object",
+            "propertyNames": {"type": "string"},
+            "additionalProperties": {"type": "string", "format": "path"},
+            "dependentRequired": {},
+            "properties": {"l": {"type": "array", "uniqueItems": False, "items": INTEGER}},
+        },
+        [{"l": [1, 1], "z": "/etc"}],
+        [{"z": 1}],
+    ),
     "on top": (A, [{"a": 1}], [{"a": 1, "z": 1}]),
     "inside": ({"properties": {"o": A}}, [{"o": {"a": 1}}], [{"o": {"a": 1, "z": 1}}]),
     "in a list": ({"type": "array", "items": A}, [[{"a": 1}]], [[{"a": 1}, {"a": 1, "z": 1}]]),
@@ -134,3 +166,25 @@ def test_schemas_that_refer_to_each_other_many_times_take_a_moment() -> None:
     made = closed({**whole, "$defs": {**chain, "D60": A}})
     assert made["additionalProperties"] is False
     assert set(made["properties"]) == {"x", "a", *(f"p{n}" for n in range(60))}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "format": "idn-email"},
+        {"type": "object", "propertyNames": {"type": "string", "pattern": "^x"}},
+        {"type": "array", "uniqueItems": True},
+        {"type": "object", "dependentRequired": {"a": ["b"]}},
+        {"properties": {"format": {"not": {}}}},
+    ],
+)
+def test_what_would_not_be_kept_to_is_refused(schema: Any) -> None:
+    grammar = grammar_of([f"body: {json_term(closed(schema), LITTLE_SPACE)}"])
+    assert llguidance.LLMatcher(TOKENS, grammar).is_error()
+
+
+def test_a_property_of_a_keywords_name_stays() -> None:
+    named: Any = {"properties": {"format": INTEGER, "uniqueItems": INTEGER}}
+    assert closed(named)["properties"] == named["properties"]
+    values: Any = {"enum": [{"format": "path"}], "default": {"uniqueItems": False}}
+    assert closed(values) == values

@@ -262,6 +262,7 @@ def test_fields_that_ask_for_something(api: str, fields: dict[str, Any], path: s
 
 NEUTRAL: dict[str, Any] = {
     "top_p": 0, "typical": 1.0, "typical_p": 1, "tfs": 1, "tfs_z": 1.0, "logit_bias": [],
+    "top_n_sigma": -1, "adaptive_target": -1, "adaptive_decay": 0.9, "dynatemp_low": 1,
     "mirostat": 0, "mirostat_mode": 0, "mirostat_tau": 5.0, "mirostat_eta": 0.1,
     "dry_multiplier": 0, "dry_base": 1.75, "dry_allowed_length": 2, "dry_penalty_last_n": -1,
     "dry_sequence_breakers": ["\n", ":"], "dynatemp_range": 0, "dynatemp_exponent": 1,
@@ -283,7 +284,17 @@ def test_neutral_values_pass(api: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["typical", "tfs", "mirostat", "dry_multiplier", "top_a", "guidance_scale"]
+    "name",
+    [
+        "typical",
+        "tfs",
+        "mirostat",
+        "dry_multiplier",
+        "top_a",
+        "top_n_sigma",
+        "adaptive_target",
+        "guidance_scale",
+    ],
 )
 def test_other_values_of_these_are_refused(name: str) -> None:
     for api, (_, body) in APIS.items():
