@@ -139,6 +139,12 @@ def start_digest(identity: Mapping[str, Any]) -> str:
     )
 
 
+def set_digest(samples: Sequence[Sample], most: int) -> str:
+    """Return a digest of what a model is given of a set: the first ``most`` tokens of its samples,
+    the answers among them, and which of these are wanted."""
+    return json_digest([_set(samples), min(most, _longest(samples))])
+
+
 def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield how the checkpoint's run differs from ours, and what would be the same."""
     now, then = ours["model"], theirs["model"]

@@ -13,7 +13,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from shardmlx.checkpoint.run_identity import start_digest
+from shardmlx.checkpoint.run_identity import set_digest, start_digest
 from shardmlx.common.durable_files import PARTIAL, replace_durably, write_durably
 from shardmlx.engine.batches import REFERENCE, SWAPPED
 from shardmlx.training.evaluation import Evaluation
@@ -23,6 +23,10 @@ FILE = "references.safetensors"
 
 _KEPT = [REFERENCE, SWAPPED]
 """Columns of what is known of samples that are kept on disk."""
+
+_RUN = "run"
+_OF_SET = "set of "
+"""Names in the file's metadata: a digest of the start of the run, and that of each set."""
 
 
 class References:
@@ -37,8 +41,10 @@ class References:
         self._file = None if place is None else Path(place.store.directory) / FILE
         self._run = "" if job.identity is None else start_digest(job.identity)
         self._kept: dict[str, np.ndarray] = {}
+        self._digests: dict[str, str] = {}
+        """Digests of the sets whose numbers are kept: no identity of a run knows its test set."""
         if job.identity is not None and self._file is not None and self._file.exists():
-            self._kept = self._read(self._file)
+            self._kept, self._digests = self._read(self._file)
 
     def complete(self, name: str, most: int) -> None:
         """Compute what the first ``most`` batches of a set lack. Raises ``StopRequested``."""
@@ -61,6 +67,7 @@ class References:
                 at += len(rows[0])
                 bar.advance(len(rows[0]))
         self._kept[name] = np.ascontiguousarray(known[:, _KEPT])
+        self._digests[name] = self._digest(name)
         self._write()
 
     def _known(self, name: str) -> np.ndarray | None:
@@ -68,26 +75,34 @@ class References:
         without samples."""
         assert self._job.data is not None, "rank 0 has the data"
         known: np.ndarray | None = getattr(self._job.data, name).known
-        if known is not None and name in self._kept:
+        if known is not None and name in self._kept and self._digests[name] == self._digest(name):
             known[:, _KEPT] = self._kept[name]
         return known
 
-    def _read(self, file: Path) -> dict[str, np.ndarray]:
+    def _digest(self, name: str) -> str:
+        most = self._job.planned.way.batch.max_seq_length
+        return set_digest(getattr(self._job.data, name), most)
+
+    def _read(self, file: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+        """Return the numbers that a file keeps of this run, and the digests of their sets."""
         try:
             with safe_open(file, "numpy") as opened:
-                names = opened.keys()
-                if (opened.metadata() or {}).get("run") == self._run:
-                    return {name: opened.get_tensor(name) for name in names}
+                metadata = opened.metadata() or {}
+                if metadata.get(_RUN) == self._run:
+                    names = [each for each in opened.keys() if _OF_SET + each in metadata]  # noqa: SIM118
+                    digests = {name: metadata[_OF_SET + name] for name in names}
+                    return {name: opened.get_tensor(name) for name in names}, digests
         except (OSError, SafetensorError) as error:
             self._job.reporter.warn(f"{file} cannot be read ({error}): computed again")
-        return {}
+        return {}, {}
 
     def _write(self) -> None:
         if self._file is None or self._job.identity is None:
             return
         partial = self._file.with_name(PARTIAL + FILE)
         try:
-            write_durably(partial, save(self._kept, {"run": self._run}))
+            digests = {_OF_SET + name: digest for name, digest in self._digests.items()}
+            write_durably(partial, save(self._kept, {_RUN: self._run, **digests}))
             replace_durably(partial, self._file)
         except OSError as error:
             # A resumed run would compute them again.

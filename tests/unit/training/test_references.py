@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.crew import Crew
@@ -52,7 +53,7 @@ def train(small: Path, data: Path, tmp_path: Path) -> Train:
         given |= {"steps_per_report": 1, "steps_per_eval": 4, "val_batches": 2}
         given |= {"model": str(small), "adapter_path": str(tmp_path / name), **options}
         kind = "singles" if given["objective"] == "kto" else "pairs"
-        config = TrainConfig(**given, data=str(data / kind))
+        config = TrainConfig(**{"data": str(data / kind), **given})
 
         def listen(event: str, values: Mapping[str, Any]) -> None:
             told[event].append(values)
@@ -167,3 +168,24 @@ def test_references_are_of_the_very_weights_that_the_run_starts_from(
     assert losses(again) == pytest.approx([math.log(2)], abs=1e-5)
     assert losses(again, "val") == pytest.approx([math.log(2)], abs=1e-5)
     assert (tmp_path / "checkpoints" / FILE).read_bytes() != before
+
+
+def test_references_are_of_the_very_test_set(train: Train, data: Path, tmp_path: Path) -> None:
+    """It is no part of what makes a run: a run that goes on may have another, of any length."""
+    place = shutil.copytree(data / "pairs", tmp_path / "data" / "pairs")
+    file = place / "test.jsonl"
+    rows = (data / "pairs" / "valid.jsonl").read_text().splitlines()[:12]
+    file.write_text("\n".join(rows))
+    kept: dict[str, Any] = {"checkpoint_dir": str(tmp_path / "checkpoints"), "iters": 1}
+    kept |= {"train": True, "test": True, "test_batches": -1, "data": str(place)}
+    (before,) = losses(train(1, "first", **kept), "test")
+    found = []
+    for others in (rows[::-1], rows[:8]):
+        file.write_text("\n".join(others))
+        (loss,) = losses(train(1, "again", **kept), "test")
+        (expected,) = losses(train(1, "anew", **kept | {"checkpoint_dir": None}), "test")
+        assert loss == pytest.approx(expected, rel=1e-5)
+        found.append(loss)
+    assert found[0] == pytest.approx(before, rel=1e-5), "the same rows in another order"
+    # The file keeps what is now, of all sets.
+    assert load_file(tmp_path / "checkpoints" / FILE)["test"].shape[0] == 2 * 8
