@@ -244,13 +244,18 @@ def save_model(collector: Collector, source: Path, directory: Path) -> None:
         own = source / CONFIG_FILE
         # Last, since a directory with a config.json is a model.
         files.write(CONFIG_FILE, _json(parse_config(own.read_bytes(), own), indent=2))
-        try:
-            written = json.loads((directory / INDEX_FILE).read_text())["weight_map"].values()
-        except (OSError, ValueError, KeyError):
-            written = ()
-        for name in (CONFIG_FILE, *({*written} - {*index.values()})):
+        for name in (CONFIG_FILE, *(indexed_files(directory) - {*index.values()})):
             (directory / name).unlink(missing_ok=True)
         flush_directory(directory)
+
+
+def indexed_files(directory: Path) -> set[str]:
+    """Return the names of the files of weights that a directory's index lists; none without one
+    that can be read."""
+    try:
+        return {*json.loads((directory / INDEX_FILE).read_text())["weight_map"].values()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return set()
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from shardmlx.checkpoint.export import indexed_files
 from shardmlx.common.formatting import plural
 from shardmlx.common.reporter import Reporter, check_writable
 from shardmlx.config.data import DataOptions
@@ -33,6 +34,7 @@ from shardmlx.loading.rank_setup import (
 )
 from shardmlx.loading.tokenizer import read_tokenizer
 from shardmlx.modelfiles.model_files import open_model
+from shardmlx.modelfiles.safetensors_header import INDEX_FILE, MODEL_FILES
 from shardmlx.models.shares import TensorShares
 from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.plan import Plan
@@ -188,20 +190,44 @@ def check_output(config: TrainConfig, model_path: Path) -> None:
             raise UserError(f"--report-to {service} is not installed", f"pip install {service}")
     if config.trace is not None:
         check_writable(Path(config.trace), "--trace")
+        if config.metrics_file and _is_same(Path(config.trace), Path(config.metrics_file)):
+            raise UserError(
+                f"--trace {config.trace} is the --metrics-file too", "give each a file of its own"
+            )
     if not config.train:
         return
-    output = Path(config.adapter_path)
-    existing = next(path for path in (output, *output.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise UserError(
-            f"--adapter-path {output} cannot be written: {existing} is not a directory that you "
-            "may write to"
-        )
-    if config.is_full and output.resolve() == model_path.resolve():
+    for output in dict.fromkeys((Path(config.adapter_path), config.last_path)):
+        existing = next(path for path in (output, *output.absolute().parents) if path.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK):
+            raise UserError(
+                f"--adapter-path {output} cannot be written: {existing} is not a directory that "
+                "you may write to"
+            )
+        if config.is_full:
+            _check_models_place(output, model_path)
+
+
+def _check_models_place(output: Path, model_path: Path) -> None:
+    """Raise ``UserError`` if a model in a directory would spoil another, or the one in the way."""
+    if _is_same(output, model_path):
         raise UserError(
             f"--adapter-path {output} is the model itself",
             "name another directory, so that the model you start from stays",
         )
+    # A loader would take them with the new ones.
+    others = sorted({file.name for file in output.glob(MODEL_FILES)} - indexed_files(output))
+    if others:
+        raise UserError(
+            f"--adapter-path {output} has {others[0]}, which no {INDEX_FILE} lists there",
+            "name another directory, or move that model",
+        )
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    """Tell whether two paths are of one file, or will be."""
+    if path.exists() and other.exists():
+        return path.samefile(other)
+    return path.resolve() == other.resolve()
 
 
 def read_sets(config: TrainConfig, opened: OpenedModel, reporter: Reporter) -> DataSets:

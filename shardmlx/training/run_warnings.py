@@ -26,10 +26,18 @@ def warn_of(config: TrainConfig, reporter: Reporter) -> None:
 
 
 def warnings_of(config: TrainConfig) -> list[str]:
-    """Return the warnings about a run that trains, whose files this machine has."""
+    """Return the warnings about a run whose files this machine has."""
     if not config.train:
-        return []
+        return [*_of_test(config)]
     return [*_of_steps(config), *_of_schedule(config), *_of_start(config)]
+
+
+def _of_test(config: TrainConfig) -> Iterator[str]:
+    if config.resume_adapter_file is not None:
+        yield (
+            f"--resume-adapter-file {config.resume_adapter_file} is not read: --test alone tests "
+            f"what is in --adapter-path {config.adapter_path}"
+        )
 
 
 def _of_steps(config: TrainConfig) -> Iterator[str]:

@@ -65,6 +65,10 @@ class Loaded:
     seconds: float
 
 
+def _are_one(directory: Path, other: Path) -> bool:
+    return directory.exists() and other.exists() and directory.samefile(other)
+
+
 class TrainWorker(ModelWorker):
     """The part of one rank in one training run, or in several that train side by side."""
 
@@ -123,8 +127,10 @@ class TrainWorker(ModelWorker):
         """Make the run's directories, and keep other runs out of them. On rank 0 alone. Raises
         ``UserError``."""
         loading, another = self._last(), "name another directory"
-        config = loading.planned.config
+        config, place = loading.planned.config, loading.resumption.place
         for directory in dict.fromkeys((Path(config.adapter_path), config.last_path)):
+            if place is not None and _are_one(directory, place.store.directory):
+                continue  # it is locked for this run's checkpoints
             problem = f"--adapter-path {directory}: another run writes there"
             refusal = UserError(problem, f"wait for its end, or {another}")
             with file_access("make --adapter-path", directory, another):

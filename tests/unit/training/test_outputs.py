@@ -171,6 +171,25 @@ def test_best_weights_that_are_gone_are_the_best_no_more(
         assert (array == expected[name]).all().item(), name
 
 
+def test_checkpoints_may_be_in_the_directory_of_the_adapters(options: dict[str, Any]) -> None:
+    """The run that has locked it for the ones does not wait for itself with the others."""
+    place = options["adapter_path"]
+    options |= {"checkpoint_dir": str(Path(place) / "." / "last" / ".."), "checkpoint_every": 2}
+    first, _ = trained(options)
+    assert first is not None
+    _, told = trained(options | {"iters": 6})
+    assert [each["step"] for each in of(told, "resume")] == [4]
+
+    def work(transport: LocalTransport) -> None:
+        def train_again(_: Crew[TrainWorker]) -> None:
+            with pytest.raises(UserError):
+                train_model(TrainConfig(**options | {"checkpoint_dir": None}), transport)
+
+        with_loaded_runs(TrainConfig(**options | {"iters": 8}), transport, train_again)
+
+    LocalNetwork(1, timeout=60).run(work)
+
+
 def test_a_directory_is_one_runs_until_it_ends(options: dict[str, Any]) -> None:
     place = options["adapter_path"]
     places = [place, str(Path(place) / "last")]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.crew import Crew, lead
 from shardmlx.errors import UserError
 from shardmlx.loading import rank_setup
+from shardmlx.modelfiles.safetensors_header import INDEX_FILE
 from shardmlx.training import plan_run
 from shardmlx.training.worker import TrainWorker
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
@@ -33,6 +36,37 @@ def test_a_service_without_its_package_says_what_to_install(
     with pytest.raises(UserError) as refused:
         plan_run.check_output(config, tmp_path / "model")
     assert str(refused.value).startswith(line)
+
+
+def test_a_full_fine_tune_writes_over_no_model_that_is_not_its_own(tmp_path: Path) -> None:
+    """Neither over the one that it starts from, also as the last beside the best, nor beside
+    another's weights, which a loader would take with the new ones."""
+    start, output = tmp_path / "out" / "last", tmp_path / "out"
+    start.mkdir(parents=True)
+    how: dict[str, Any] = {"fine_tune_type": "full", "adapter_path": str(output)}
+    plan_run.check_output(TrainConfig(**how), start)
+    with pytest.raises(UserError) as refused:
+        plan_run.check_output(TrainConfig(**how, keep="best"), start)
+    assert str(start) in refused.value.problem
+    file = output / "model-00001-of-00001.safetensors"
+    file.touch()
+    with pytest.raises(UserError) as refused:
+        plan_run.check_output(TrainConfig(**how), tmp_path)
+    assert file.name in refused.value.problem
+    plan_run.check_output(TrainConfig(adapter_path=str(output)), tmp_path)
+    # What an earlier run has written there is replaced.
+    (output / INDEX_FILE).write_text(json.dumps({"weight_map": {"weight": file.name}}))
+    plan_run.check_output(TrainConfig(**how), tmp_path)
+
+
+def test_trace_and_metrics_are_two_files(tmp_path: Path) -> None:
+    there = str(tmp_path / "run.json")
+    with pytest.raises(UserError) as refused:
+        plan_run.check_output(
+            TrainConfig(trace=there, metrics_file=str(tmp_path / "x" / ".." / "run.json")),
+            tmp_path,
+        )
+    assert there in refused.value.problem
 
 
 def test_each_rank_is_planned_for_its_share(

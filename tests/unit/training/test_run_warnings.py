@@ -104,3 +104,10 @@ def test_adapters_without_a_description_are_not_named(content: str | None, tmp_p
     if content is not None:
         (tmp_path / "adapter_config.json").write_text(content)
     assert warned(resume_adapter_file=str(tmp_path / "adapters.safetensors")) == ""
+
+
+def test_a_test_alone_says_which_adapters_it_tests() -> None:
+    tested = TrainConfig(test=True, resume_adapter_file="start.safetensors", adapter_path="trained")
+    (text,) = warnings_of(tested)
+    assert "start.safetensors" in text
+    assert "trained" in text
