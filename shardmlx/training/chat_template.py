@@ -7,6 +7,7 @@ error. Each form is therefore tried once, with a conversation of known words.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,8 @@ from shardmlx.training.message_spans import MessageSpans, Reading, Span, Tools
 
 _KEY, _WORD = "wxkey", "yzword"
 _USER = {"role": "user", "content": "a"}
+_RESULT = {"role": "tool", "name": "f", "tool_call_id": "call00001", "content": "b"}
+_ANSWER = {"role": "assistant", "content": "c"}
 KNOWN_ROLES = ("system", "user", "assistant", "tool")
 """Roles that are not tried alone: a template may require an order."""
 
@@ -138,6 +141,19 @@ class ChatTemplate:
         if takes_object and not (takes_text and as_text == as_object):
             return dict
         return str if takes_text and not takes_object else None
+
+    @functools.cached_property
+    def no_content(self) -> Message:
+        """What stands for the content of a message that has calls alone: no key, or an empty text
+        for a template that requires one."""
+        forms: Sequence[Message] = ({}, {"content": ""})
+        # It may require less of the last message, or refuse results.
+        others: Sequence[Sequence[Message]] = ([_RESULT, _ANSWER], [])
+        for after, form, arguments in itertools.product(others, forms, ({}, "{}")):
+            call = {"role": "assistant", "tool_calls": _call_of(_WORD, arguments), **form}
+            if _WORD in (self._text_or_none([_USER, call, *after]) or ""):
+                return form
+        return {}
 
     def writes(self, message: Message) -> bool:
         """Return whether the template writes all words of a message, and not like Python does."""

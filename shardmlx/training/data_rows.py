@@ -251,6 +251,8 @@ class Conversations:
         self._check_written(message, given, name)
         if "content" in message:
             message["content"] = self._content(message["content"], role, f"{name}.content")
+        elif "tool_calls" in message:
+            message |= self.template.no_content
         return message
 
     def _check_written(self, message: Row, given: Row, name: str) -> None:

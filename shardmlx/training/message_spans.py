@@ -14,7 +14,15 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from shardmlx.training.message_marks import Island, Message, Way, Words, mark_words, unused_nonce
+from shardmlx.training.message_marks import (
+    Island,
+    Message,
+    Way,
+    Words,
+    mark_words,
+    texts_of,
+    unused_nonce,
+)
 
 Tools = Sequence[Mapping[str, Any]] | None
 
@@ -36,7 +44,13 @@ content is not empty, or look for a command at the end of a question."""
 _PIECES = re.compile(r"<[^<>]*>|\[[^\[\]]*\]|\w+|\W")
 """Pattern of the marks, words and other characters in a template's text."""
 
-_THOUGHT = re.compile(r"<[^<>]*(think|thought|reason)[^<>]*>|\[THINK\]|◁think▷", re.IGNORECASE)
+_MARK = re.compile(r"<[^<>]+>|\[[^\[\]]+\]")
+"""Pattern of a mark in a template's text."""
+
+_THOUGHT = re.compile(
+    r"<[^<>]*(think|thought|reason)[^<>]*>|<[^<>]*channel[^<>]*>thought|\[THINK\]|◁think▷",
+    re.IGNORECASE,
+)
 """Pattern of the mark that begins a thought."""
 
 _LEAST = 4
@@ -214,7 +228,8 @@ class MessageSpans:
         plain = self._read_part(before, tools, way) if before and asks else asked
         if asked is None or plain is None:
             return None
-        place = _end_of_prompt(gap, asked.tail, plain.tail)
+        goes_on = before[-1]["role"] == "tool"
+        place = _end_of_prompt(gap, asked.tail, plain.tail, goes_on=goes_on)
         return None if place is None else len(gap) - place
 
     def _after_others(
@@ -241,11 +256,13 @@ class MessageSpans:
         key = (gap, *_forms(messages, reading, index, index + 1))
         if key in self._closings:
             return self._closings[key]
-        alone = self._read_part(messages[: number + 1], tools, reading.way)
+        # A template may write what goes with a call behind the call's results.
+        last = max(each.message for each in reading.islands[: index + 1])
+        alone = self._read_part(messages[: last + 1], tools, reading.way)
         own = None if alone is None else alone.index_of(reading.islands[index].number)
         if alone is None or own is None:
             return None
-        length = _matched(_PIECES.findall(alone.after(own)), gap)
+        length = _length_of_ending(gap, alone.after(own))
         self._closings[key] = length
         return length
 
@@ -270,7 +287,13 @@ def _forms(messages: Sequence[Message], reading: Reading, one: int, other: int) 
     keys = tuple(
         reading.words[islands[i].number].key for i in (one, other) if 0 <= i < len(islands)
     )
-    return (first <= last, keys, *((each["role"], *each) for each in between))
+    return (first <= last, keys, *map(_form, between))
+
+
+def _form(message: Message) -> tuple[Any, ...]:
+    """Return the role of a message, its keys, and those of them that hold words."""
+    said = tuple(key for key in message if any(text.strip() for text in texts_of(message, key)))
+    return (message["role"], tuple(message), said)
 
 
 def _matched(pieces: Sequence[str], text: str) -> int:
@@ -283,9 +306,31 @@ def _matched(pieces: Sequence[str], text: str) -> int:
     return length
 
 
-def _end_of_prompt(gap: str, asked: str, plain: str) -> int | None:
+def _length_of_ending(gap: str, ending: str) -> int:
+    """Return how many characters at the beginning of a gap end a message that has this ``ending``
+    if nothing follows it.
+
+    A template may write the end otherwise where another message follows, with white space or the
+    number of a call: then the message ends behind the last mark of its ending.
+    """
+    length = _matched(_PIECES.findall(ending), gap)
+    marks = [*_MARK.finditer(ending)]
+    if length == len(ending) or not marks or length >= marks[-1].end():
+        return length
+    place = gap.find(marks[-1][0], length)
+    if place < 0:
+        return length
+    end = place + len(marks[-1][0])
+    return end + _matched(_PIECES.findall(ending[marks[-1].end() :]), gap[end:])
+
+
+def _end_of_prompt(gap: str, asked: str, plain: str, *, goes_on: bool) -> int | None:
     """Return the place in a gap at which the prompt ends, which ends in ``asked``, or in ``plain``
-    if it does not ask for an answer; None if the gap shows neither."""
+    if it does not ask for an answer; None if the gap shows neither.
+
+    A template may ask with a header that it does not write where the answer ``goes_on`` after the
+    result of its call, as a part of the same turn.
+    """
     if gap.startswith(asked):
         return len(asked)
     pieces = _PIECES.findall(asked)
@@ -296,12 +341,17 @@ def _end_of_prompt(gap: str, asked: str, plain: str) -> int | None:
         return common if common or not gap else None
     begin = len(asked) - len(header)
     if common <= begin:
-        return _end_of_header(gap, header)
+        place = _end_of_header(gap, header)
+        is_plain = gap.startswith(plain) if goes_on else gap == plain
+        return len(plain) if place is None and is_plain else place
     return min(common, begin + len(_without_thought(header)))
 
 
 def _end_of_header(gap: str, header: str) -> int | None:
-    """Return the place in a gap at which a header ends, or its beginning, if it stands there."""
+    """Return the place in a gap at which a header ends, or its beginning, if it stands there; None
+    for a header without text, which stands everywhere."""
+    if not header:
+        return None
     pieces = _PIECES.finditer(_without_thought(header))
     for end in (len(header), *reversed([piece.end() for piece in pieces])):
         found = gap.rfind(header[:end])

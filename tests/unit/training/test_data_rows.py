@@ -238,6 +238,21 @@ def test_no_arguments_are_an_object(tmp_path: Path, arguments: Any) -> None:
     assert '"arguments": {}' in text_of(tmp_path, {"messages": [USER, call(arguments)]})
 
 
+@pytest.mark.parametrize("others", [{}, {"content": None}, {"content": ""}])
+def test_calls_without_content_are_trained_where_the_template_requires_one(
+    tmp_path: Path, others: Any
+) -> None:
+    requires = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content + '' if loop.last else "
+        "m.content.split('</think>')[-1] }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %};{% endfor %}"
+    )
+    row = {"messages": [USER, call({"at": "sea"}, **others), ANSWER]}
+    assert text_of(tmp_path, row, requires) == (
+        'user:a b;assistant:look({"at": "sea"});assistant:c d;'
+    )
+
+
 def test_nulls_in_arguments_of_json_lines_are_values(tmp_path: Path) -> None:
     assert '{"at": null}' in text_of(tmp_path, {"messages": [USER, call({"at": None})]})
 

@@ -117,3 +117,98 @@ def test_a_command_in_a_question_is_left_alone() -> None:
     asked = {"role": "user", "content": "why /quick"}
     messages = [asked, ASKED[1], asked, ASKED[1]]
     assert found_in(write, MessageSpans(write), messages) == ["you", "you"]
+
+
+def _call(**arguments: str) -> dict[str, Any]:
+    function = {"name": "look", "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
+
+
+QUESTION = {"role": "user", "content": "where"}
+RESULT = {"role": "tool", "content": "here"}
+ANSWER = {"role": "assistant", "content": "so"}
+
+_ARGUMENT = "{{ m.tool_calls[0].function.arguments.at }}"
+
+
+def _answers(call: str, others: str, ask: str) -> str:
+    """A template of messages that call, and of others."""
+    return (
+        f"{{% for m in messages %}}{{% if m.tool_calls %}}{call}{{% else %}}{others}{{% endif %}}"
+        f"{{% endfor %}}{{% if add_generation_prompt %}}{ask}{{% endif %}}"
+    ).replace("ARG", _ARGUMENT)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        # The number of a call is written where its result follows, and so is white space.
+        (
+            _answers(
+                "<assistant>look ARG{{ '' if loop.last else ', 1' }}</call>"
+                "{{ '' if loop.last else '\n' }}<end>\n",
+                "<{{ m.role }}>{{ m.content }}<end>\n",
+                "<assistant>",
+            ),
+            ["look up, 1</call>\n<end>\n", "so<end>\n"],
+        ),
+        # An answer is a part of the turn whose call has a result, without the header of another.
+        (
+            _answers(
+                "{{ '' if loop.previtem.role == 'tool' else '<bot>' }}<call>ARG</call>",
+                "{% if m.role == 'tool' %}[{{ m.content }}]{% elif m.role == 'user' %}"
+                "<user>{{ m.content }}</user>{% else %}"
+                "{{ '' if loop.previtem.role == 'tool' else '<bot>' }}{{ m.content }}</bot>"
+                "{% endif %}",
+                "<bot>",
+            ),
+            ["<call>up</call>", "so</bot>"],
+        ),
+        # It asks for an answer by an empty thought, whose mark is no tag.
+        (
+            _answers(
+                "<turn>model\n<|channel>thought\nno<channel|>ARG<end>",
+                "<turn>{{ m.role.replace('assistant', 'model') }}\n{{ m.content }}<end>",
+                "<turn>model\n<|channel>thought\n<channel|>",
+            ),
+            ["<|channel>thought\nno<channel|>up<end>", "so<end>"],
+        ),
+    ],
+    ids=["writes its end otherwise", "goes on", "thinks"],
+)
+def test_a_message_begins_and_ends_where_a_call_has_its_result(
+    template: str, said: list[str]
+) -> None:
+    write = Writer(template)
+    found = found_in(write, MessageSpans(write), [QUESTION, _call(at="up"), RESULT, ANSWER])
+    assert found == said
+
+
+def test_the_end_of_an_answer_does_not_depend_on_those_before_it() -> None:
+    # What is said beside a call stands behind its result, as Gemma 4's template writes it.
+    template = (
+        "{% for m in messages %}{% if m.tool_calls %}<bot><call>ARG</call>{% if not loop.last %}"
+        "<result>{{ loop.nextitem.content }}</result>{% endif %}{{ m.content }}"
+        "{{ '<end>' if m.content and not loop.last else '' }}{{ '<result>' if loop.last else '' }}"
+        "{% elif m.role != 'tool' %}{{ '<bot>' if m.role == 'assistant' and "
+        "loop.previtem.role != 'tool' else '' }}{{ m.content }}<end>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<bot>{% endif %}"
+    ).replace("ARG", _ARGUMENT)
+    silent = [QUESTION, {**_call(at="up"), "content": ""}, RESULT, ANSWER]
+    speaking = [QUESTION, {**_call(at="up"), "content": "wait"}, RESULT, ANSWER]
+    write = Writer(template)
+    spans = MessageSpans(write)
+    assert found_in(write, spans, speaking) == ["<call>up</call>", "wait<end>", "so<end>"]
+    assert found_in(write, spans, silent) == ["<call>up</call><result>", "so<end>"]
+
+
+def test_an_answer_whose_header_is_nowhere_shown_is_not_guessed() -> None:
+    last_question = "{{ '!' if loop.last and m.role == 'user' else '?' }}"
+    write = Writer(f"{{% for m in messages %}}{{{{ m.content }}}}{last_question}{{% endfor %}}")
+    messages = [QUESTION, ANSWER, QUESTION, ANSWER]
+    text = write(messages, None, False)
+    assert text == "where?so?where?so?"
+    spans = MessageSpans(write)
+    reading = spans.read(messages, None, text)
+    assert reading is not None
+    assert spans.spans(messages, None, reading, 1) is None
