@@ -224,6 +224,7 @@ class RunWorker:
 
     def traced(self) -> Traced:
         """Return what the trace of this rank has."""
+        self.meter.count(self._step)
         return self.meter.traced()
 
     # Weights.
