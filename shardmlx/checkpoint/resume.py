@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -110,14 +111,29 @@ def prepare_resumption(
     one, or one of another ``identity`` than rank 0's; auto skips damaged ones, with a warning. All
     ranks must call it. Raises ``AgreedError``."""
     resume = options.named
-    step = None if resume is None else step_of(resume.name)
-    if resume is not None and step is None:
+    if resume is not None and step_of(resume.name) is None:
         raise AgreedError(
             f"--resume {resume}",
             f"give auto, never, or the directory of a checkpoint, like {name_of(100)}",
         )
     directory = None if options.checkpoint_dir is None else Path(options.checkpoint_dir)
     place = None if directory is None else _open(options, transport, directory, owners)
+    with ExitStack() as on_failure:
+        on_failure.callback(Resumption(place).release)
+        resumption = _from(options, transport, reporter, identity, place)
+        on_failure.pop_all()
+    return resumption
+
+
+def _from(
+    options: CheckpointOptions,
+    transport: Transport,
+    reporter: Reporter,
+    identity: Mapping[str, Any] | None,
+    place: Place | None,
+) -> Resumption:
+    """Find the checkpoint that the run goes on from, whose own are in ``place``."""
+    resume = options.named
     is_own = resume is None
     if place is not None and resume is not None:
         with contextlib.suppress(OSError):
@@ -135,18 +151,10 @@ def prepare_resumption(
     if options.resume == "never":
         _refuse_mixture(options, transport, place)
         return Resumption(place)
+    step = None if resume is None else step_of(resume.name)
     found, faults = find_checkpoint(transport, store, disks, step)
     if found is None:
-        if faults:
-            raise AgreedError(
-                f"--resume {options.resume}: no checkpoint is sound: {'; '.join(faults.values())}",
-                "restore the file, or name another --checkpoint-dir to start anew",
-            )
-        if options.resume != "auto":
-            raise AgreedError(
-                f"--resume {options.resume}: there is no complete checkpoint",
-                f"name a directory that holds {MARKER}, or give auto",
-            )
+        _check_nothing_is_lost(options, faults)
         return Resumption(place)
     where = store.path(found.manifest.step)
 
@@ -166,6 +174,20 @@ def prepare_resumption(
     if place is not None and store is place.store:
         _set_aside(transport, place, found.manifest.step, faults)
     return Resumption(place, found)
+
+
+def _check_nothing_is_lost(options: CheckpointOptions, faults: Mapping[int, str]) -> None:
+    """Raise ``AgreedError`` where a run would begin anew though it was asked to go on, or might."""
+    if faults:
+        raise AgreedError(
+            f"--resume {options.resume}: no checkpoint is sound: {'; '.join(faults.values())}",
+            "restore the file, or name another --checkpoint-dir to start anew",
+        )
+    if options.resume != "auto":
+        raise AgreedError(
+            f"--resume {options.resume}: there is no complete checkpoint",
+            f"name a directory that holds {MARKER}, or give auto",
+        )
 
 
 def _open(options: CheckpointOptions, transport: Transport, directory: Path, owners: int) -> Place:

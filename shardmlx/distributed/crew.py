@@ -340,7 +340,8 @@ def _carried_out(worker: Any, command: _Command) -> _Answer:
     try:
         return _Answer(getattr(worker, command.method)(*command.args, **command.kwargs))
     except (AgreedError, AgreedFailure, Stopped) as error:
-        return _Answer(error=error)
+        # Without the places that it came by, which would keep what was held there.
+        return _Answer(error=error.with_traceback(None))
     except UserError as error:
         # Its subclasses are built of other things than their two texts.
         return _Answer(error=UserError(error.problem, error.remedy))

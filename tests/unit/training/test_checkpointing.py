@@ -11,6 +11,7 @@ import pytest
 
 from shardmlx.checkpoint.store import Store
 from shardmlx.config.train import TrainConfig
+from shardmlx.distributed.agreement import AgreedError
 from shardmlx.loading import rank_setup
 from shardmlx.training.command import train_model
 from tests.helpers.checkpoints import Bytes, as_bytes
@@ -126,3 +127,15 @@ def test_a_run_begins_without_them_after_an_older_checkpoint(
     assert without != whole.weights, "they matter"
     interrupted(whole, tmp_path / "c", scale=65536.0)
     assert Run(tmp_path / "c", 2, small_tied, pirate).weights == without, "of a scaled loss"
+
+
+def test_a_run_that_is_refused_lets_go_of_its_checkpoints(
+    small_tied: Path, pirate: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a program that goes on, another run may use them."""
+    monkeypatch.undo()
+    monkeypatch.setattr(rank_setup, "set_limits", lambda limits: None)
+    Run(tmp_path, 2, small_tied, pirate)
+    with pytest.raises(AgreedError, match="beyond --iters 1"):
+        Run(tmp_path, 2, small_tied, pirate, iters=1)
+    assert Run(tmp_path, 2, small_tied, pirate, iters=4).store.steps()[-1] == 4
