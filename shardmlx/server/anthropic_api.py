@@ -217,9 +217,9 @@ def as_chat(asked: MessagesBody) -> TranslatedChat:
 def _add_message(
     chat: TranslatedChat, where: str, role: str, blocks: list[Block], *, beside_result: bool = False
 ) -> None:
-    """Add what blocks say: a message, and one for each result of a tool. Blocks of the user that
-    stand ``beside_result``, as files that a tool has read, have lines in their place if they are no
-    texts. Raises ``ApiError``."""
+    """Add what blocks say: a message, and one for each result of a tool. Other blocks than texts
+    have lines in their place, if they are the user's and stand ``beside_result``, as files that a
+    tool has read. Raises ``ApiError``."""
     if role == "assistant":
         _add_answer(chat, blocks)
         return
@@ -261,12 +261,12 @@ def _add_answer(chat: TranslatedChat, blocks: list[Block]) -> None:
 
 def _add_result(chat: TranslatedChat, where: str, block: Block) -> None:
     """Add the result of a tool. Raises ``ApiError``."""
-    content = block.content or []
+    place = f"{where}.content"
+    content = content_of(block.content or [], place)
     if isinstance(content, str):
         texts = [content]
     else:
-        parts = content_of(content, place := f"{where}.content")
-        texts = [read_part(each, f"{place}.{at}", "tool")[0] for at, each in enumerate(parts)]
+        texts = [read_part(each, f"{place}.{at}", "tool")[0] for at, each in enumerate(content)]
     said = "Error: " * block.is_error + "\n".join(texts)
     chat.messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": said})
 

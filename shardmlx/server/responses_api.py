@@ -67,7 +67,7 @@ INCLUDABLE = words("""
     web_search_call.action.sources message.input_image.image_url
     computer_call_output.output.image_url code_interpreter_call.outputs
 """)
-"""What a response may be asked to include, though there never is any of it here."""
+"""Names of further fields that a client may ask for, though no response here has them."""
 
 
 def _includable(wanted: list[str] | None) -> list[str] | None:

@@ -65,8 +65,8 @@ PASSED: Mapping[str, frozenset[str]] = {
 
 
 def add_item(chat: TranslatedChat, where: str, item: Json, *, beside_result: bool = False) -> None:
-    """Add an item of a history. What is no text has a line in its place, if a message of the user
-    stands ``beside_result``. Raises ``ApiError``."""
+    """Add an item of a history. Other parts than texts have lines in their place, if they are in a
+    message of the user that stands ``beside_result``. Raises ``ApiError``."""
     given = item.get("type") or "message"
     kind = str(given)
     is_answered = kind == "message" and item.get("role") == "assistant"

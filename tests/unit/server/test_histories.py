@@ -586,8 +586,8 @@ def test_a_template_that_wants_the_roles_by_turns_gets_them(chat: str, text: str
     """An interrupted answer leaves two messages of the user; Claude Code writes beside results."""
     calls = {"tool_calls": [CALL]}
     history: list[Any] = [
-        {"role": KINDS[kind], "content": said, **(calls if kind == "c" else {})}
-        for kind, said in chat.split()
+        {"role": KINDS[each[0]], "content": each[1:], **(calls if each[0] == "c" else {})}
+        for each in chat.split()
     ]
     assert text_of(BY_TURNS, "chat", history) == text
     takes_all = BY_TURNS.replace("raise_exception", "")
