@@ -10,7 +10,9 @@
 Whatever rank 0 does between two commands is plain Python: no other rank has a part in it. Ranks
 take commands in the order in which rank 0 gives them, so they cannot disagree about what comes
 next. Inside a command ranks may send to each other, and sum. With ``begin`` rank 0 goes on before
-the others have answered, so that a training step waits for no answer.
+the others have answered, so that a training step waits for no answer. In a block of ``promptly``
+the next command comes as soon as other messages: a rank 0 that lives, and does nothing more, ends
+the job then.
 """
 
 from __future__ import annotations
@@ -53,6 +55,8 @@ class _Command:
     method: str
     args: Sequence[Any] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
+    is_prompt: bool = False
+    """True if the next command comes soon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,8 @@ class _Channel:
         self.transport = transport
         self.is_followed = False
         """True while other ranks do what the block of ``others`` alone can end."""
+        self.is_prompt = False
+        """True while commands follow each other soon."""
         self._unanswered: deque[Pending[Any]] = deque()
         self._outbox = Outbox(transport)
 
@@ -215,7 +221,7 @@ class Crew(Generic[W_co]):
         self, method: Callable[Concatenate[W_co, P], T], /, *args: P.args, **kwargs: P.kwargs
     ) -> Pending[T]:
         """Do as ``all``, and return when rank 0 has done its part."""
-        command = _Command(self._part, method.__name__, args, kwargs)
+        command = self._command(method, args, kwargs)
         return self._begin(method, [command] * self.size)
 
     def begin_each(
@@ -225,8 +231,15 @@ class Crew(Generic[W_co]):
         pickled once."""
         commands: dict[int, _Command] = {}
         for args in args_of_ranks:
-            commands.setdefault(id(args), _Command(self._part, method.__name__, args))
+            commands.setdefault(id(args), self._command(method, args, {}))
         return self._begin(method, [commands[id(args)] for args in args_of_ranks])
+
+    def _command(
+        self, method: Callable[..., object], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> _Command:
+        """Return a call of a method; no command follows one that takes long on some rank soon."""
+        is_prompt = self._channel.is_prompt and not hasattr(method, _MARK)
+        return _Command(self._part, method.__name__, args, kwargs, is_prompt)
 
     def _begin(self, method: Callable[..., T], commands: Sequence[_Command]) -> Pending[T]:
         own = commands[0]
@@ -246,7 +259,7 @@ class Crew(Generic[W_co]):
         Raises as ``all``. An error of the block itself ends the job, since nobody else can end the
         method; a generator may be closed in it.
         """
-        command = _Command(self._part, method.__name__, args, kwargs)
+        command = self._command(method, args, kwargs)
         self._channel.send([command] * self.size, command.method)
         # Rank 0 may lead for days.
         pending = Pending(self._channel, method, _Answer(), is_long=True)
@@ -260,6 +273,16 @@ class Crew(Generic[W_co]):
             raise
         self._channel.is_followed = False
         pending.values()
+
+    @contextmanager
+    def promptly(self) -> Iterator[None]:
+        """Let other ranks wait for commands in the block only as long as for other messages, unless
+        the last one takes long."""
+        self._channel.is_prompt = True
+        try:
+            yield
+        finally:
+            self._channel.is_prompt = False
 
     def finish(self) -> None:
         """Wait until all ranks have done all that they were told to do. Raises as ``all``."""
@@ -315,14 +338,16 @@ def _follow(transport: Transport, worker: Any) -> None:
     """Carry out rank 0's commands until it has no more."""
     # Answers wait for nobody: rank 0 may take them after further commands.
     answers = Outbox(transport)
+    is_prompt = False
     while True:
-        with transport.longer_timeout(LONG_SECONDS):
+        with transport.longer_timeout(0.0 if is_prompt else LONG_SECONDS):
             message = transport.receive_object(0, "next command", COMMAND_TAG)
         if isinstance(message, _Dismissal):
             answers.drain(0)
             if message.error is not None:
                 raise message.error
             return
+        is_prompt = message.is_prompt
         answer = _carried_out(_part_of(worker, message.part), message)
         what = f"answer to {message.method}"
         answers.send_object(pickle.dumps(answer), 0, COMMAND_TAG, what)

@@ -32,7 +32,8 @@ def train(crew: Crew[TrainWorker]) -> None:
     failures: list[AgreedFailure | None] = [None] * len(runs)
     if runs[0].planned.config.train:
         try:
-            failures = train_together(crew, trainers)
+            with crew.promptly():
+                failures = train_together(crew, trainers)
         finally:
             for trainer in trainers:
                 trainer.close()

@@ -286,6 +286,29 @@ def test_a_generator_that_is_closed_early_leaves_the_ranks_together() -> None:
     assert LocalNetwork(2, timeout=20).run(rank) == [[], ["enough"]]
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_where_commands_follow_soon_no_rank_waits_long_for_one_that_does_nothing(late: int) -> None:
+    """It lives, so that no heartbeat tells of it."""
+    over = threading.Event()
+
+    class Late(Worker):
+        def wait(self, event: Any) -> int:
+            if self._rank == late == 1:
+                over.wait(1)
+            return self._rank
+
+    def work(crew: Crew[Late]) -> None:
+        with crew.promptly():
+            crew.all(Late.wait, None)
+            over.wait(1)
+
+    with pytest.raises(TransportTimeout) as ended:
+        LocalNetwork(2, timeout=0.3).run(lambda transport: lead(transport, Late(transport), work))
+    over.set()
+    waited = ("next command", "answer to wait")[late]
+    assert waited in str(ended.value)
+
+
 class Deaf(Worker):
     """A worker of which every rank but 0 takes a second to answer."""
 
