@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardmlx.common.yaml_reader import is_number
+
 Message = Mapping[str, Any]
 
 _REFERENCES = ("role", "type", "id", "tool_call_id")
@@ -126,6 +128,24 @@ def texts_of(message: Message, key: str | None = None) -> Iterator[str]:
 def has_words(message: Message) -> bool:
     """Return whether a message has any text but white space."""
     return any(text.strip() for text in texts_of(message))
+
+
+def unmarked_in(message: Message) -> Iterator[str]:
+    """Yield what may stand in a template's text of the values of a message that no marks can stand
+    around: numbers, and texts such as those of ids."""
+    for key, value in message.items():
+        yield from _unmarked_in(value, is_text=not _holds_words(message, key))
+
+
+def _unmarked_in(value: Any, *, is_text: bool) -> Iterator[str]:
+    if is_number(value) or (is_text and isinstance(value, str) and value):
+        yield str(value)
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _unmarked_in(each, is_text=key in _REFERENCES)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _unmarked_in(each, is_text=is_text)
 
 
 def _holds_words(message: Message, key: str) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from shardmlx.training.message_marks import (
@@ -21,6 +21,7 @@ from shardmlx.training.message_marks import (
     Words,
     mark_words,
     texts_of,
+    unmarked_in,
     unused_nonce,
 )
 
@@ -89,6 +90,41 @@ class Reading:
     def tail(self) -> str:
         """The text after the last island."""
         return self.after(len(self.islands) - 1) if self.islands else self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Text between two islands as pieces, and their ``kind``, in which values that have no marks,
+    such as numbers and ids, are all the same. Gaps of one kind have their boundaries behind the
+    same piece."""
+
+    pieces: Sequence[str]
+    kind: Sequence[str | None]
+
+    @classmethod
+    def of(cls, text: str, messages: Sequence[Message]) -> Gap:
+        """Return the gap of a text that stands between words of ``messages``."""
+        values = {value for each in messages for value in unmarked_in(each)}
+        pattern = "|".join(map(re.escape, sorted(values, key=len, reverse=True)))
+        pieces: list[str] = []
+        kind: list[str | None] = []
+        end = 0
+        for found in re.finditer(rf"(?<!\w)(?:{pattern})(?!\w)", text) if pattern else ():
+            between = _PIECES.findall(text[end : found.start()])
+            pieces += [*between, found[0]]
+            kind += [*between, None]
+            end = found.end()
+        between = _PIECES.findall(text[end:])
+        return cls([*pieces, *between], [*kind, *between])
+
+    def count(self, length: int) -> int | None:
+        """Return how many pieces have this length; None if it ends within one."""
+        lengths = [0, *accumulate(map(len, self.pieces))]
+        return lengths.index(length) if length in lengths else None
+
+    def length(self, count: int) -> int:
+        """Return the length of the first pieces."""
+        return sum(map(len, self.pieces[:count]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +238,12 @@ class MessageSpans:
         told. ``is_first`` says that it is the first island of the message."""
         gap = reading.before(index)
         number = reading.islands[index].message
-        key = (gap, is_first, *_forms(messages, reading, index - 1, index), number == 0)
+        between = _between(messages, reading, index - 1, index)
+        pieces = Gap.of(gap, between)
+        forms = _forms(reading, between, index - 1, index)
+        key = (*pieces.kind, is_first, *forms, number == 0)
         if key in self._openings:
-            return self._openings[key]
+            return len(gap) - pieces.length(self._openings[key])
         if not is_first:
             length = self._after_others(messages[: number + 1], tools, reading, index)
         elif number == 0 and messages[0]["role"] != "assistant":
@@ -215,8 +254,9 @@ class MessageSpans:
             if length is None and is_answer:
                 place = _end_of_header(gap, self._header)
                 return None if place is None else len(gap) - place
-        if length is not None:
-            self._openings[key] = length
+        count = None if length is None else pieces.count(len(gap) - length)
+        if count is not None:
+            self._openings[key] = count
         return length
 
     def _after_prompt(
@@ -253,9 +293,11 @@ class MessageSpans:
         gap = reading.after(index)
         if number == len(messages) - 1 and index + 1 == len(reading.islands):
             return len(gap)
-        key = (gap, *_forms(messages, reading, index, index + 1))
+        between = _between(messages, reading, index, index + 1)
+        pieces = Gap.of(gap, between)
+        key = (*pieces.kind, *_forms(reading, between, index, index + 1))
         if key in self._closings:
-            return self._closings[key]
+            return pieces.length(self._closings[key])
         # A template may write what goes with a call behind the call's results.
         last = max(each.message for each in reading.islands[: index + 1])
         alone = self._read_part(messages[: last + 1], tools, reading.way)
@@ -263,7 +305,9 @@ class MessageSpans:
         if alone is None or own is None:
             return None
         length = _length_of_ending(gap, alone.after(own))
-        self._closings[key] = length
+        count = pieces.count(length)
+        if count is not None:
+            self._closings[key] = count
         return length
 
     @property
@@ -278,16 +322,21 @@ def _is_system(messages: Sequence[Message], island: Island) -> bool:
     return bool(messages[island.message]["role"] == "system")
 
 
-def _forms(messages: Sequence[Message], reading: Reading, one: int, other: int) -> tuple[Any, ...]:
-    """Return the forms of the messages from one island to another, of which one may be none."""
+def _between(
+    messages: Sequence[Message], reading: Reading, one: int, other: int
+) -> Sequence[Message]:
+    """Return the messages from one island to another, of which one may be none."""
     islands = reading.islands
     first = islands[one].message if one >= 0 else 0
     last = islands[other].message if other < len(islands) else len(messages) - 1
-    between = messages[min(first, last) : max(first, last) + 1]
-    keys = tuple(
-        reading.words[islands[i].number].key for i in (one, other) if 0 <= i < len(islands)
-    )
-    return (first <= last, keys, *map(_form, between))
+    return messages[min(first, last) : max(first, last) + 1]
+
+
+def _forms(reading: Reading, between: Sequence[Message], one: int, other: int) -> tuple[Any, ...]:
+    """Return the forms of the messages ``between`` two islands, of which one may be none."""
+    found = [reading.islands[i] for i in (one, other) if 0 <= i < len(reading.islands)]
+    keys = tuple(reading.words[each.number].key for each in found)
+    return (found[0].message <= found[-1].message, keys, *map(_form, between))
 
 
 def _form(message: Message) -> tuple[Any, ...]:

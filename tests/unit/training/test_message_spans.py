@@ -58,6 +58,29 @@ def test_a_conversation_is_written_twice_however_long_it_is(name: str) -> None:
     assert write.messages <= 3 * len(turns)
 
 
+@pytest.mark.parametrize("name", ["qwen 3.5", "mistral 3"])
+def test_so_is_a_trace_of_calls_whose_numbers_and_ids_all_differ(name: str) -> None:
+    arguments = (
+        "{% for c in m.tool_calls or [] %}{{ c.id }}({{ c.function.arguments }}){% endfor %}"
+    )
+    template = plain(CALLING[name]).replace("<|im_end|>", f"{arguments}<|im_end|>")
+    write = Writer(template.replace("</s>", f"{arguments}</s>"))
+    spans = MessageSpans(write)
+    trace: list[dict[str, Any]] = [{"role": "user", "content": "why"}]
+    for i in range(60):
+        function = {"name": "look", "arguments": {"n": i, "at": f"sea {i}", "x": [i, i / 7]}}
+        call = {"id": f"call{i:05}", "type": "function", "function": function}
+        trace.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        trace.append({"role": "tool", "content": f"blue {i}", "tool_call_id": call["id"]})
+        if i == 3:
+            found_in(write, spans, trace)
+            write.messages = 0
+    found = found_in(write, spans, trace)
+    assert all(f"sea {i}" in each for i, each in enumerate(found))
+    assert len(found) == 60
+    assert write.messages <= 3 * len(trace)
+
+
 @pytest.mark.parametrize("template", [plain(each) for each in CALLING.values()], ids=CALLING)
 def test_what_was_learnt_of_other_conversations_changes_nothing(template: str) -> None:
     write = Writer(template)
