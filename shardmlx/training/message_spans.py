@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 from typing import Any
 
 from shardmlx.training.message_marks import (
@@ -268,7 +268,7 @@ class MessageSpans:
         plain = self._read_part(before, tools, way) if before and asks else asked
         if asked is None or plain is None:
             return None
-        goes_on = before[-1]["role"] == "tool"
+        goes_on = _is_result(before[-1])
         place = _end_of_prompt(gap, asked.tail, plain.tail, goes_on=goes_on)
         return None if place is None else len(gap) - place
 
@@ -299,8 +299,10 @@ class MessageSpans:
         if key in self._closings:
             return pieces.length(self._closings[key])
         # A template may write what goes with a call behind the call's results.
-        last = max(each.message for each in reading.islands[: index + 1])
-        alone = self._read_part(messages[: last + 1], tools, reading.way)
+        latest = max(each.message for each in reading.islands[: index + 1])
+        results = takewhile(_is_result, messages[number + 1 : latest + 1])
+        upto = messages[: number + 1 + sum(1 for _ in results)]
+        alone = self._read_part(upto, tools, reading.way)
         own = None if alone is None else alone.index_of(reading.islands[index].number)
         if alone is None or own is None:
             return None
@@ -320,6 +322,10 @@ class MessageSpans:
 
 def _is_system(messages: Sequence[Message], island: Island) -> bool:
     return bool(messages[island.message]["role"] == "system")
+
+
+def _is_result(message: Message) -> bool:
+    return bool(message["role"] == "tool")
 
 
 def _between(

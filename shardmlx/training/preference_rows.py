@@ -114,11 +114,13 @@ class PreferenceRows:
         keys = self.keys
         both = keys.chosen_feature, keys.rejected_feature
         self.conversations.notes.reads(keys.prompt_feature, *both)
-        has_prompt = row.get(keys.prompt_feature) is not None
+        has_prompt = row.get(keys.prompt_feature) not in (None, [])
         if has_prompt and not any(_begins_with_prompt(row.get(key)) for key in both):
             prompt = self._prompt(row, where)
             chosen, rejected = ([*prompt, self._answer(row, key, where)] for key in both)
             return chosen, rejected
+        if not has_prompt:
+            _check_conversations(row, both, keys.prompt_feature, where)
         chosen, rejected = (self.conversations.messages(key, row, where) for key in both)
         if chosen[:-1] != rejected[:-1]:
             raise UserError(
@@ -207,6 +209,17 @@ def _begins_with_prompt(answer: Any) -> bool:
     if not isinstance(answer, list) or len(answer) < 2 or not isinstance(answer[0], Mapping):
         return False
     return answer[0].get("role") in (SYSTEM, "user")
+
+
+def _check_conversations(row: Row, answers: tuple[str, str], prompt: str, where: str) -> None:
+    """Raise ``UserError`` for an answer that is a text, in a row that has no prompt."""
+    for key in answers:
+        if isinstance(row.get(key), str):
+            raise UserError(
+                f"{where}: {key} is the text {shown(row[key])}, and the row, which has "
+                f"{named(row)}, has no {prompt!r}",
+                f"write the question as {prompt}, or name yours in the YAML file: prompt_feature",
+            )
 
 
 def _check_answer(message: Row, name: str) -> None:

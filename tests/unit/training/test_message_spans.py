@@ -225,6 +225,31 @@ def test_the_end_of_an_answer_does_not_depend_on_those_before_it() -> None:
     assert found_in(write, spans, silent) == ["<call>up</call><result>", "so<end>"]
 
 
+def test_words_that_a_template_repeats_before_they_are_said_change_no_end() -> None:
+    # A result names each call that has its number, also a later one, as Solar's template does.
+    template = (
+        "{% for m in messages %}{% if m.tool_calls %}<bot>{{ m.tool_calls[0].function.name }}<end>"
+        "{% elif m.role == 'tool' %}<result>{% for c in messages if c.tool_calls %}"
+        "{{ c.tool_calls[0].function.name }}{% endfor %}:{{ m.content }}<end>{% else %}"
+        "<{{ 'bot' if m.role == 'assistant' else 'user' }}>{{ m.content }}<end>{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+    )
+    seek = {"role": "assistant", "tool_calls": [{"function": {"name": "seek"}}]}
+    look = {"role": "assistant", "tool_calls": [{"function": {"name": "look"}}]}
+    plain_turns = [QUESTION, ANSWER, QUESTION, ANSWER]
+    write = Writer(template)
+    spans = MessageSpans(write)
+    trace = [QUESTION, seek, RESULT, *plain_turns, QUESTION, look, RESULT]
+    text = write(trace, None, False)
+    assert text is not None
+    reading = spans.read(trace, None, text)
+    assert reading is not None
+    found = spans.spans(trace, None, reading, 4)
+    assert found is not None
+    assert [text[begin:end] for begin, end in found] == ["so<end>"]
+    assert found_in(write, spans, plain_turns) == ["so<end>", "so<end>"]
+
+
 def test_an_answer_whose_header_is_nowhere_shown_is_not_guessed() -> None:
     last_question = "{{ '!' if loop.last and m.role == 'user' else '?' }}"
     write = Writer(f"{{% for m in messages %}}{{{{ m.content }}}}{last_question}{{% endfor %}}")

@@ -145,6 +145,7 @@ WHOLE = {"chosen": [HI, said("aye")], "rejected": [HI, said("no")]}
         {"prompt": "hi", **WHOLE},
         {"prompt": [HI], **WHOLE},
         {"prompt": None, **WHOLE},
+        {"prompt": [], **WHOLE},
         {"prompt": "hi", "messages": [HI, said("aye")], "score_chosen": 7.0, **WHOLE},
     ],
 )
@@ -218,6 +219,8 @@ SYSTEM = {"role": "system", "content": "be brief"}
         ({"prompt": "hi", "chosen": "aye", "rejected": 7}, "rejected"),
         ({"prompt": 7, "chosen": "aye", "rejected": "no"}, "prompt"),
         ({"chosen": [], "rejected": "no"}, "chosen"),
+        ({"question": "hi", "chosen": "aye", "rejected": "no"}, "has no 'prompt'"),
+        ({"chosen": [HI, said("aye")], "rejected": "no"}, 'rejected is the text "no"'),
     ],
 )
 def test_a_bad_pair_is_named(tmp_path: Path, row: dict[str, Any], named: str) -> None:
