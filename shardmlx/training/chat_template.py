@@ -115,8 +115,11 @@ class ChatTemplate:
         return _WORD in text and "'text'" not in text and '"text"' not in text
 
     def _drops(self, role: str) -> bool:
-        text = self._try({"role": role, "content": _WORD})
-        return role not in KNOWN_ROLES and text != "" and _WORD not in text
+        message = {"role": role, "content": _WORD}
+        # It may look for the role at the beginning, or behind a question.
+        texts = (self._text_or_none([message, _USER]) or "", self._try(message))
+        is_written = any(_WORD in text for text in texts)
+        return role not in KNOWN_ROLES and any(texts) and not is_written
 
     @functools.cached_property
     def writes_calls(self) -> bool:

@@ -253,6 +253,18 @@ def test_calls_without_content_are_trained_where_the_template_requires_one(
     )
 
 
+def test_a_role_that_the_template_knows_at_the_beginning_alone_is_trained(tmp_path: Path) -> None:
+    begins = (
+        "{% for m in messages %}{% if m.role != 'developer' or loop.first %}{{ m.role }}:"
+        "{{ m.content }};{% endif %}{% endfor %}"
+    )
+    developer = {"role": "developer", "content": "be brief"}
+    row = {"messages": [developer, USER, ANSWER]}
+    assert text_of(tmp_path, row, begins) == "developer:be brief;user:a b;assistant:c d;"
+    nowhere = begins.replace("or loop.first", "")
+    assert '"developer"' in refusal(tmp_path, row, nowhere).problem
+
+
 def test_nulls_in_arguments_of_json_lines_are_values(tmp_path: Path) -> None:
     assert '{"at": null}' in text_of(tmp_path, {"messages": [USER, call({"at": None})]})
 

@@ -234,12 +234,12 @@ def test_words_that_a_template_repeats_before_they_are_said_change_no_end() -> N
         "<{{ 'bot' if m.role == 'assistant' else 'user' }}>{{ m.content }}<end>{% endif %}"
         "{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
     )
-    seek = {"role": "assistant", "tool_calls": [{"function": {"name": "seek"}}]}
-    look = {"role": "assistant", "tool_calls": [{"function": {"name": "look"}}]}
-    plain_turns = [QUESTION, ANSWER, QUESTION, ANSWER]
+    seek: Message = {"role": "assistant", "tool_calls": [{"function": {"name": "seek"}}]}
+    look: Message = {"role": "assistant", "tool_calls": [{"function": {"name": "look"}}]}
+    plain_turns: list[Message] = [QUESTION, ANSWER, QUESTION, ANSWER]
     write = Writer(template)
     spans = MessageSpans(write)
-    trace = [QUESTION, seek, RESULT, *plain_turns, QUESTION, look, RESULT]
+    trace: list[Message] = [QUESTION, seek, RESULT, *plain_turns, QUESTION, look, RESULT]
     text = write(trace, None, False)
     assert text is not None
     reading = spans.read(trace, None, text)
