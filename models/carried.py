@@ -50,7 +50,7 @@ class Layout:
         return x.transpose([self.order.index(axis) for axis in range(x.ndim)])
 
 
-class Source(NamedTuple):
+class CarriedSource(NamedTuple):
     """The origin of what a layer takes: array number ``part`` of the ``output`` of a ``layer``;
     keys (0) or values (1) that one ``added`` to its cache, that ``cache``, or the ``position``
     before; or ``before`` the layers, where the body made it for the argument ``part`` of one."""
@@ -64,7 +64,7 @@ class Source(NamedTuple):
         return -1 if self.kind == "before" else self.layer
 
 
-HIDDEN = Source("hidden", -1)
+HIDDEN = CarriedSource("hidden", -1)
 """The hidden states of the layer before."""
 
 
@@ -105,12 +105,12 @@ class Carrier:
 
     def __init__(
         self,
-        takes: Sequence[Mapping[str, Source]],
+        takes: Sequence[Mapping[str, CarriedSource]],
         outputs: Sequence[Any],
-        layouts: Mapping[Source, Layout],
+        layouts: Mapping[CarriedSource, Layout],
     ) -> None:
         self._takes, self._outputs, self._layouts = takes, outputs, layouts
-        last: dict[Source, int] = {}
+        last: dict[CarriedSource, int] = {}
         for i, sources in enumerate(takes):
             for source in sources.values():
                 last |= dict.fromkeys(_arrays(source, i), i)
@@ -160,7 +160,9 @@ class Carrier:
         cache = dict(tree_flatten(given))[path]
         if cache is not None:
             kept[i] = Shared(cache)
-            kept[i].update_and_fetch(*(self._taken(Source("added", i, n), x) for n in (0, 1)))
+            kept[i].update_and_fetch(
+                *(self._taken(CarriedSource("added", i, n), x) for n in (0, 1))
+            )
 
     def call(self, i: int, layer: nn.Module, given: Any, kept: Kept, x: mx.array) -> mx.array:
         """Return the output of layer ``i``, of its input: both with all they carry."""
@@ -168,9 +170,9 @@ class Carrier:
 
         def fill(path: str, argument: Any) -> Any:
             source = self._takes[i].get(path)
-            if source is None or (source == Source("cache", i) and i not in self._donors):
+            if source is None or (source == CarriedSource("cache", i) and i not in self._donors):
                 return argument
-            if source == Source("cache", i):
+            if source == CarriedSource("cache", i):
                 own.append(Shared(argument))
                 return own[0]
             if source.kind == "position":
@@ -195,12 +197,12 @@ class Carrier:
             kept[i] = own[0]
         return self._with(x, arrays)
 
-    def _taken(self, source: Source, x: mx.array) -> mx.array:
+    def _taken(self, source: CarriedSource, x: mx.array) -> mx.array:
         place, layout = self._places[source], self._layouts[source]
         # A copy, since a view would hold all that is carried for the gradient.
         return mx.contiguous(layout.whole(x[..., place : place + layout.size]))
 
-    def _with(self, x: mx.array, arrays: Mapping[Source, mx.array]) -> mx.array:
+    def _with(self, x: mx.array, arrays: Mapping[CarriedSource, mx.array]) -> mx.array:
         """Return ``x`` (rows, T, width) with other arrays in some of the places."""
 
         def parts() -> Iterator[mx.array]:
@@ -243,8 +245,8 @@ def first_argument(*args: Any, **kwargs: Any) -> Any:
     return args[0] if args else next(iter(kwargs.values()))
 
 
-def _arrays(source: Source, i: int) -> list[Source]:
+def _arrays(source: CarriedSource, i: int) -> list[CarriedSource]:
     """Return the arrays that layer ``i`` takes with a source: a cache has keys and values."""
     if source.kind == "cache" and source.layer < i:
-        return [Source("added", source.layer, n) for n in (0, 1)]
+        return [CarriedSource("added", source.layer, n) for n in (0, 1)]
     return [source] if source.kind in ("output", "added", "before") else []

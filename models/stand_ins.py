@@ -22,11 +22,11 @@ from mlx.utils import tree_flatten, tree_map
 from shardmlx.errors import FAULTS
 from shardmlx.models.carried import (
     HIDDEN,
+    CarriedSource,
     Carrier,
     HiddenStates,
     Layout,
     Shared,
-    Source,
     first_argument,
 )
 
@@ -129,8 +129,8 @@ class _Calls:
     """A record of calls of real layers, of which only shapes matter."""
 
     returned: list[Any] = field(default_factory=list)
-    arrays: dict[Source, mx.array] = field(default_factory=dict)
-    aliases: dict[Source, Source] = field(default_factory=dict)
+    arrays: dict[CarriedSource, mx.array] = field(default_factory=dict)
+    aliases: dict[CarriedSource, CarriedSource] = field(default_factory=dict)
     """Keys, values and positions among what a layer returns."""
 
 
@@ -140,11 +140,11 @@ def examine(body: nn.Module, layers_name: str, caches: Sequence[Any]) -> tuple[T
     layers = at(body, layers_name)
     run = partial(_trace, body, layers_name, caches)
     embedded = Layout((0, 1, 2), (width_of(next(body[name] for name in embeddings(body))),))
-    plain = {Source("output", i): embedded for i in range(len(layers))}
+    plain = {CarriedSource("output", i): embedded for i in range(len(layers))}
     reason = "its layers take more than one array of hidden states"
     try:
         traces = [run([0] * len(layers), plain, seeds) for seeds in ((1, 1), (2, 2), (1, 1))]
-        allowed = [{HIDDEN, Source("cache", i)} for i in range(len(layers))]
+        allowed = [{HIDDEN, CarriedSource("cache", i)} for i in range(len(layers))]
         takes = _sources(traces, {})
         for sources, own in zip(takes, allowed, strict=True):
             if not {HIDDEN} <= {*sources.values()} <= own:
@@ -162,7 +162,7 @@ def examine(body: nn.Module, layers_name: str, caches: Sequence[Any]) -> tuple[T
         for source, array in calls.arrays.items()
     }
     layouts = {source: layout for source, layout in found.items() if layout is not None}
-    layouts[HIDDEN] = layouts[Source("output", 0)]
+    layouts[HIDDEN] = layouts[CarriedSource("output", 0)]
     traces = [run(calls.returned, layouts, seeds) for seeds in ((1, 1), (2, 1), (1, 2))]
     return traces[0], Carrier(_sources(traces, calls.aliases), calls.returned, layouts)
 
@@ -172,13 +172,13 @@ def _trace(
     layers_name: str,
     caches: Sequence[Any],
     returned: Sequence[Any],
-    layouts: Mapping[Source, Layout],
+    layouts: Mapping[CarriedSource, Layout],
     seeds: tuple[int, int],
 ) -> Trace:
     """Run the code of ``body`` over stand-ins, whose numbers depend on ``seeds``: those of what
     comes before the layers on the first, those of what layers return on the second."""
     tokens = mx.full(_SIZE, seeds[0], mx.int32)
-    trace, owners, drawn = Trace(), dict[int, int](), dict[Any, Source]()
+    trace, owners, drawn = Trace(), dict[int, int](), dict[Any, CarriedSource]()
     vocabulary = without_adapters(next(body[name] for name in embeddings(body))).weight.shape[0]
 
     def embed(name: str, ids: Any, *args: Any, **kwargs: Any) -> mx.array:
@@ -205,14 +205,14 @@ def _trace(
     def layer(i: int, *args: Any, **kwargs: Any) -> Any:
         if i != len(trace.given):
             raise CannotBeCutError("its layers are not called once each, in order")
-        x, hidden = first_argument(*args, **kwargs), layouts.get(Source("output", i))
+        x, hidden = first_argument(*args, **kwargs), layouts.get(CarriedSource("output", i))
         if not isinstance(x, mx.array) or hidden is None or x.shape != hidden.shape(*_SIZE):
             raise CannotBeCutError("its layers take more than one array of hidden states")
         given, own = {}, None
         for path, leaf in tree_flatten((args, kwargs)):
             number = next((k for k, cache in enumerate(caches) if cache is leaf), None)
             if number is not None:
-                given[path] = Source("cache", owners.setdefault(number, i))
+                given[path] = CarriedSource("cache", owners.setdefault(number, i))
                 own = number if owners[number] == i else None
             else:
                 given[path] = drawn.get(_key(leaf), leaf)
@@ -222,9 +222,9 @@ def _trace(
 
         def draw(_: Any) -> mx.array:
             part = next(parts)
-            source = Source("output", i, part)
+            source = CarriedSource("output", i, part)
             # The last layer's hidden states are the same for each seed.
-            is_last = source == Source("output", len(returned) - 1)
+            is_last = source == CarriedSource("output", len(returned) - 1)
             number = 0 if is_last else 1000 * (1000 * seeds[1] + i) + part + 1
             array = _drawn(number, layouts[source].shape(*_SIZE) if source in layouts else ())
             drawn[_key(array)] = source
@@ -275,16 +275,16 @@ def _calls(
         for path, leaf in tree_flatten(((x, *args), kwargs)):
             owners.setdefault(id(leaf), i)
             if isinstance(leaf, mx.array):
-                calls.arrays[Source("before", i, path)] = leaf
-        fetched: dict[int, Source] = {}
+                calls.arrays[CarriedSource("before", i, path)] = leaf
+        fetched: dict[int, CarriedSource] = {}
         for cache in (cache for key, cache in recorded.items() if owners.get(key) == i):
             for part in range(len(cache.added)):
-                calls.arrays[Source("added", i, part)] = cache.added[part]
-                fetched[id(cache.fetched[part])] = Source("added", i, part)
+                calls.arrays[CarriedSource("added", i, part)] = cache.added[part]
+                fetched[id(cache.fetched[part])] = CarriedSource("added", i, part)
         for part, leaf in enumerate(returned):
-            source = Source("output", i, part)
+            source = CarriedSource("output", i, part)
             calls.arrays[source] = leaf
-            alias = fetched.get(id(leaf)) if leaf.ndim else Source("position", i)
+            alias = fetched.get(id(leaf)) if leaf.ndim else CarriedSource("position", i)
             calls.aliases |= {source: alias} if alias else {}
         calls.returned.append(tree_map(lambda leaf: mx.zeros(leaf.shape, leaf.dtype), found[0]))
         return calls.returned[-1]
@@ -319,23 +319,25 @@ def _key(leaf: Any) -> Any:
     return leaf.shape, np.array(leaf.astype(mx.float32)).tobytes()
 
 
-def _sources(traces: Sequence[Trace], aliases: Mapping[Source, Source]) -> list[dict[str, Source]]:
+def _sources(
+    traces: Sequence[Trace], aliases: Mapping[CarriedSource, CarriedSource]
+) -> list[dict[str, CarriedSource]]:
     """Return where what each layer takes comes from. The second trace differs in what comes before
     the layers, the third in what layers return."""
     trace, of_tokens, of_layers = traces
-    takes: list[dict[str, Source]] = []
-    before: dict[Any, Source] = {}
+    takes: list[dict[str, CarriedSource]] = []
+    before: dict[Any, CarriedSource] = {}
     for i, given in enumerate(trace.given):
         sources = {}
         for path, leaf in given.items():
             own, other = of_tokens.given[i].get(path), of_layers.given[i].get(path)
-            if isinstance(leaf, Source) and leaf == own == other:
-                is_hidden = leaf == Source("output", i - 1)
+            if isinstance(leaf, CarriedSource) and leaf == own == other:
+                is_hidden = leaf == CarriedSource("output", i - 1)
                 sources[path] = HIDDEN if is_hidden else aliases.get(leaf, leaf)
             elif not _same(leaf, other):
                 raise CannotBeCutError("it computes with hidden states between its layers")
             elif not _same(leaf, own):
-                source = before.setdefault(_key(leaf), Source("before", i, path))
+                source = before.setdefault(_key(leaf), CarriedSource("before", i, path))
                 sources[path] = HIDDEN if i == 0 and not sources else source
         takes.append(sources)
     results = [each.result for each in traces]

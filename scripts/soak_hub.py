@@ -28,7 +28,7 @@ import httpx
 import numpy as np
 
 from shardmlx.common.http_listener import bind
-from shardmlx.islands.protocol import Join, Joined, Progress, Tensor, report_path
+from shardmlx.islands.protocol import Join, Joined, Progress, SharedTensor, report_path
 
 NAMES = ("ann", "ben", "cid", "dee")
 NUMBERS = 1000
@@ -91,7 +91,7 @@ class Island(threading.Thread):
         self.total += grown
 
     def _join(self) -> Joined:
-        tensor = Tensor("model.layers.0.lora_a", (NUMBERS,))
+        tensor = SharedTensor("model.layers.0.lora_a", (NUMBERS,))
         message = Join(name=self.name, model={}, tensors=(tensor,), adapter_config={})
         joined = Joined.of_json(self._ask("POST", "/join", message.to_json()).json())
         if None in joined.versions:

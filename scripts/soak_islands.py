@@ -41,7 +41,7 @@ from _island_reports import replay
 from mlx_lm.utils import load
 from soak_hub import NAMES
 
-from shardmlx.islands.protocol import Join, Tensor, fragments_of
+from shardmlx.islands.protocol import Join, SharedTensor, fragments_of
 from tests.helpers.letters import write
 from tests.helpers.small_models import small_directory, tokenizer_directory
 
@@ -224,7 +224,7 @@ class Soak:
         return total / count
 
 
-def named(tensors: Sequence[Tensor], weights: np.ndarray) -> Iterator[tuple[str, mx.array]]:
+def named(tensors: Sequence[SharedTensor], weights: np.ndarray) -> Iterator[tuple[str, mx.array]]:
     start = 0
     for tensor in tensors:
         end = start + tensor.nbytes // 4

@@ -16,10 +16,10 @@ from unittest.mock import patch
 
 from shardmlx.main import main
 from shardmlx.training import trainer
-from shardmlx.training.island import Island
+from shardmlx.training.island import IslandRank
 
 
-class Clocked(Island):
+class Clocked(IslandRank):
     waited = worked = began = 0.0
 
     def after(self, step: int, tokens: int, *, is_last: bool) -> str | None:
@@ -44,5 +44,5 @@ class Clocked(Island):
 
 
 if __name__ == "__main__":
-    patch.object(trainer, "Island", Clocked).start()
+    patch.object(trainer, "IslandRank", Clocked).start()
     sys.exit(main(["train", *sys.argv[1:]]))

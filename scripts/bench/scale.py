@@ -27,7 +27,7 @@ from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.planning.choice import Choice, choose
-from shardmlx.planning.facts import Facts, SequenceLengths
+from shardmlx.planning.facts import PlanFacts, SequenceLengths
 from shardmlx.planning.report import bottleneck
 
 GIB = 2**30
@@ -149,7 +149,7 @@ def main() -> None:
     for case in cases():
         print(case, file=sys.stderr)
         try:
-            facts = Facts(workload=workloads[case.model], cluster=case.cluster, lengths=lengths)
+            facts = PlanFacts(workload=workloads[case.model], cluster=case.cluster, lengths=lengths)
             planned = choose(RUN, facts)
         except UserError as error:
             lines.append((case.model, f"{case.count} x {case.mac}", case.link, "does not fit"))

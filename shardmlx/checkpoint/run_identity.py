@@ -49,7 +49,7 @@ _READERS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class RunFacts:
     """Facts of a run that its options do not say.
 
     ``layers`` is the number of the model's, and ``stored_dtype`` the type of all its weights, if
@@ -66,7 +66,7 @@ class Facts:
     open_schedule: Mapping[str, Any] | None = None
 
 
-NO_FACTS = Facts()
+NO_FACTS = RunFacts()
 
 
 def identity_of(
@@ -75,7 +75,7 @@ def identity_of(
     train: Sequence[Sample],
     valid: Sequence[Sample],
     read: ReadBytes | None = None,
-    facts: Facts = NO_FACTS,
+    facts: RunFacts = NO_FACTS,
 ) -> dict[str, Any]:
     """Return the identity of a run with these options of ``train``, as JSON; ``read`` reads weights
     that ``model_path`` lacks."""

@@ -43,7 +43,7 @@ _files = in_group(_FILES)
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
+class PackingOptions:
     """The way in which linear layers and embeddings are quantised. ``bits`` are None of a
     ``recipe``, which chooses them for each layer."""
 
@@ -57,7 +57,7 @@ class Packing:
         return f"{first}:{self.group_size}" + ("" if self.recipe else f":{self.mode}")
 
     @classmethod
-    def parse(cls, text: str) -> Packing:
+    def parse(cls, text: str) -> PackingOptions:
         """Read ``4``, ``4:32``, ``4:32:mxfp4``, ``mxfp4`` or ``mixed_3_6:64``; ``ValueError``."""
         first, *rest = text.split(":")
         if first in DEFAULTS and not rest:
@@ -101,7 +101,7 @@ class ExportOptions:
         "BITS[:GROUP[:MODE]], like 4 or 4:32; a MODE alone (mxfp4, nvfp4, mxfp8); or a recipe of "
         "mlx_lm.convert (mixed_2_6, mixed_3_4, mixed_3_6, mixed_4_6)",
         metavar="HOW",
-        parse=lambda text: str(Packing.parse(text)),
+        parse=lambda text: str(PackingOptions.parse(text)),
     )
     dtype: str | None = _content(
         None,
@@ -118,9 +118,9 @@ class ExportOptions:
         check_options(self)
 
     @property
-    def packing(self) -> Packing | None:
+    def packing(self) -> PackingOptions | None:
         """The way to quantise, if any."""
-        return None if self.quantize is None else Packing.parse(self.quantize)
+        return None if self.quantize is None else PackingOptions.parse(self.quantize)
 
 
 LINE = CommandLine(

@@ -26,7 +26,7 @@ from mlx_lm.utils import (
 )
 
 from shardmlx.compat import watch_loads
-from shardmlx.config.export import ExportOptions, Packing
+from shardmlx.config.export import ExportOptions, PackingOptions
 from shardmlx.conversion.experts import (
     Experts,
     Stored,
@@ -183,7 +183,7 @@ def _dtype(config: Mapping[str, Any], asked: str | None) -> str | None:
 
 
 def _quantise(
-    model: nn.Module, config: dict[str, Any], how: Packing
+    model: nn.Module, config: dict[str, Any], how: PackingOptions
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Quantise as ``mlx_lm.convert``: quantised weights stay as they are."""
     predicate = None

@@ -37,7 +37,7 @@ class Exchange:
     wire: WireFormat
     room: int = 0  # elements of a chunk, or bytes in a gather
     ahead: int = 0  # chunks under way at a time
-    steps: deque[Step] = field(init=False, default_factory=deque)
+    steps: deque[ExchangeStep] = field(init=False, default_factory=deque)
     left: int = field(init=False, default=0)
     done: threading.Event = field(init=False, default_factory=threading.Event)
 
@@ -50,12 +50,12 @@ class Exchange:
         )
         for chunk in zip_longest(chunks, errors, fillvalue=()):
             pieces, kept = (dict(zip(self.group, each, strict=False)) for each in chunk)
-            self.steps.append(Step(self, pieces, kept))
+            self.steps.append(ExchangeStep(self, pieces, kept))
         self.left = len(self.steps)
 
 
 @dataclass(slots=True)
-class Step:
+class ExchangeStep:
     """A chunk of an exchange: a piece of each rank's part, empty where the part has ended."""
 
     exchange: Exchange

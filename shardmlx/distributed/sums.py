@@ -30,7 +30,7 @@ from itertools import pairwise
 import mlx.core as mx
 import numpy as np
 
-from shardmlx.distributed.exchanges import FULL, Exchange, Parts, Step, pace_of
+from shardmlx.distributed.exchanges import FULL, Exchange, ExchangeStep, Parts, pace_of
 from shardmlx.distributed.messages import (
     GATHER_TAG,
     SCATTER_TAG,
@@ -163,8 +163,8 @@ class Sums:
 
     def _run(self) -> None:
         """Move exchanges until none is left."""
-        posted: deque[Step] = deque()
-        returned: deque[Step] = deque()
+        posted: deque[ExchangeStep] = deque()
+        returned: deque[ExchangeStep] = deque()
         try:
             while True:
                 step = self._next(is_last=not (posted or returned))
@@ -184,7 +184,7 @@ class Sums:
         except Exception as error:
             self._error = error  # the main thread's next wait raises it
 
-    def _next(self, *, is_last: bool) -> Step | None:
+    def _next(self, *, is_last: bool) -> ExchangeStep | None:
         """Return the next chunk of an exchange; without any, and ``is_last``, this thread ends."""
         with self._lock:
             if not self._queue:
@@ -196,7 +196,7 @@ class Sums:
                 self._queue.popleft()
         return step
 
-    def _scatter(self, step: Step) -> None:
+    def _scatter(self, step: ExchangeStep) -> None:
         """Send the others their pieces of a chunk, and receive this rank's."""
         exchange, transport = step.exchange, self._transport
         if not exchange.scatters:
@@ -210,7 +210,7 @@ class Sums:
                 step.receives[peer] = transport.receive(inbox, peer, SCATTER_TAG), inbox
             self._send(step, peer, self._encoded(step, peer), SCATTER_TAG)
 
-    def _add(self, step: Step) -> None:
+    def _add(self, step: ExchangeStep) -> None:
         """Add the received pieces to this rank's own, in the order of the group."""
         exchange, me, wire = step.exchange, self._transport.rank, step.exchange.wire
         mine = step.pieces[me]
@@ -236,7 +236,7 @@ class Sums:
             mine[:] = wire.decode(step.sum, mine.size)
         self._end_sends(step)
 
-    def _return(self, step: Step) -> None:
+    def _return(self, step: ExchangeStep) -> None:
         """Send this rank's sum to all, and receive theirs in place of the pieces sent."""
         exchange, wire = step.exchange, step.exchange.wire
         if not exchange.gathers:
@@ -249,7 +249,7 @@ class Sums:
                 step.receives[peer] = self._transport.receive(inbox, peer, GATHER_TAG), inbox
             self._send(step, peer, step.sum, GATHER_TAG)
 
-    def _finish(self, step: Step) -> None:
+    def _finish(self, step: ExchangeStep) -> None:
         """End the messages of ``_return``, and with the last chunk the exchange."""
         exchange = step.exchange
         for peer, (handle, inbox) in step.receives.items():
@@ -261,7 +261,7 @@ class Sums:
         if exchange.left == 0:
             exchange.done.set()
 
-    def _encoded(self, step: Step, rank: int) -> np.ndarray:
+    def _encoded(self, step: ExchangeStep, rank: int) -> np.ndarray:
         """Return a rank's piece as it travels, and keep its rounding errors."""
         piece, wire = step.pieces[rank], step.exchange.wire
         if rank not in step.errors:
@@ -272,11 +272,11 @@ class Sums:
         errors -= wire.decode(data, piece.size)
         return data
 
-    def _send(self, step: Step, peer: int, piece: np.ndarray, tag: int) -> None:
+    def _send(self, step: ExchangeStep, peer: int, piece: np.ndarray, tag: int) -> None:
         if piece.size:
             step.sends.append((peer, self._transport.send(piece, peer, tag)))
 
-    def _end_sends(self, step: Step) -> None:
+    def _end_sends(self, step: ExchangeStep) -> None:
         for peer, handle in step.sends:
             self._await(handle, peer)
         step.sends.clear()

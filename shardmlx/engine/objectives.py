@@ -19,7 +19,7 @@ from shardmlx.engine.batches import BASELINE, REFERENCE, WANTED, MicroBatch
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class AnswerScores:
     """Facts of n answers, each an array (n,): the summed log-probability, now and as the run
     started, the number of tokens, whether the answer is wanted, and KTO's reference point, which
     is alike for all."""
@@ -31,7 +31,7 @@ class Answers:
     baseline: mx.array
 
     @classmethod
-    def of(cls, logps: mx.array, microbatch: MicroBatch) -> Answers:
+    def of(cls, logps: mx.array, microbatch: MicroBatch) -> AnswerScores:
         """Return a micro-batch's answers, in the order of its ``row_numbers``."""
         answers = microbatch.answer_of[microbatch.counts]
         tokens = np.bincount(answers, minlength=len(microbatch.row_numbers))
@@ -58,7 +58,7 @@ class Answers:
         return values[0::2], values[1::2]
 
 
-Values = Callable[[Answers, ObjectiveOptions], mx.array]
+Values = Callable[[AnswerScores, ObjectiveOptions], mx.array]
 """Returns the loss of each pair, or row (KTO); or the reward of each answer."""
 
 
@@ -78,7 +78,7 @@ def _log_of_others(logps: mx.array) -> mx.array:
     return mx.log(-mx.expm1(mx.minimum(logps, -1e-7)))
 
 
-def dpo(answers: Answers, how: ObjectiveOptions) -> mx.array:
+def dpo(answers: AnswerScores, how: ObjectiveOptions) -> mx.array:
     """Direct preference optimisation (Rafailov et al., arXiv:2305.18290), as hinge (SLiC,
     arXiv:2305.10425), IPO over mean tokens (arXiv:2310.12036), or robust (arXiv:2403.00409)."""
     beta, share = how.strength, how.label_smoothing
@@ -95,27 +95,27 @@ def dpo(answers: Answers, how: ObjectiveOptions) -> mx.array:
     return _smoothed(margins, how)
 
 
-def orpo(answers: Answers, how: ObjectiveOptions) -> mx.array:
+def orpo(answers: AnswerScores, how: ObjectiveOptions) -> mx.array:
     """Odds-ratio preference optimisation (Hong et al., arXiv:2403.07691)."""
     good, bad = answers.pairs(answers.means)
     odds = (good - bad) - (_log_of_others(good) - _log_of_others(bad))
     return -good - how.strength * _log_sigmoid(odds)
 
 
-def simpo(answers: Answers, how: ObjectiveOptions) -> mx.array:
+def simpo(answers: AnswerScores, how: ObjectiveOptions) -> mx.array:
     """Simple preference optimisation (Meng et al., arXiv:2405.14734)."""
     good, bad = answers.pairs(answers.means)
     return _smoothed(how.strength * (good - bad) - how.simpo_gamma, how)
 
 
-def cpo(answers: Answers, how: ObjectiveOptions) -> mx.array:
+def cpo(answers: AnswerScores, how: ObjectiveOptions) -> mx.array:
     """Contrastive preference optimisation (Xu et al., arXiv:2401.08417)."""
     good, bad = answers.pairs(answers.logps)
     own, _ = answers.pairs(answers.means)
     return _smoothed(how.strength * (good - bad), how) - how.cpo_alpha * own
 
 
-def kto(answers: Answers, how: ObjectiveOptions) -> mx.array:
+def kto(answers: AnswerScores, how: ObjectiveOptions) -> mx.array:
     """Kahneman-Tversky optimisation of single rows (Ethayarajh et al., arXiv:2402.01306)."""
     gains = how.strength * (answers.gains - answers.baseline)
     losses = 1 - mx.sigmoid(mx.where(answers.wanted, gains, -gains))
@@ -123,15 +123,15 @@ def kto(answers: Answers, how: ObjectiveOptions) -> mx.array:
     return weights * losses
 
 
-def _gain(answers: Answers, how: ObjectiveOptions) -> mx.array:
+def _gain(answers: AnswerScores, how: ObjectiveOptions) -> mx.array:
     return how.strength * answers.gains
 
 
-def _logp(answers: Answers, how: ObjectiveOptions) -> mx.array:
+def _logp(answers: AnswerScores, how: ObjectiveOptions) -> mx.array:
     return how.strength * answers.logps
 
 
-def _mean_logp(answers: Answers, how: ObjectiveOptions) -> mx.array:
+def _mean_logp(answers: AnswerScores, how: ObjectiveOptions) -> mx.array:
     return how.strength * answers.means
 
 
@@ -186,7 +186,7 @@ class Objective:
     def losses(self, logps: mx.array, microbatch: MicroBatch) -> mx.array:
         """Return the loss of each pair, or row, for log-probabilities (n,) of answers."""
         loss, _ = self._values
-        return loss(Answers.of(logps, microbatch), self.how)
+        return loss(AnswerScores.of(logps, microbatch), self.how)
 
     def slopes(self, logps: mx.array, microbatch: MicroBatch) -> np.ndarray:
         """Return the gradient of the summed loss for the log-probabilities, (n,)."""
@@ -196,4 +196,4 @@ class Objective:
     def rewards(self, logps: mx.array, microbatch: MicroBatch) -> np.ndarray:
         """Return the reward of each answer, (n,)."""
         _, reward = self._values
-        return np.array(reward(Answers.of(logps, microbatch), self.how))
+        return np.array(reward(AnswerScores.of(logps, microbatch), self.how))

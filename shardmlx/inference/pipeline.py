@@ -47,7 +47,7 @@ from shardmlx.distributed.messages import Handle, buffer_of
 from shardmlx.inference.detokenize import IncrementalDetokenizer
 from shardmlx.inference.drafts import NO_DRAFTS, Draft, DraftCounts, Drafter, Drafting, HeadDrafter
 from shardmlx.inference.prefix_cache import CachedPrefix, KeptPrefix, PrefixCache
-from shardmlx.inference.rounds import Round, Rounds
+from shardmlx.inference.rounds import DecodeRounds, Round
 from shardmlx.inference.sampler import packed_width, unpack
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 from shardmlx.inference.scheduler import Item, ItemKind, Scheduler
@@ -97,7 +97,7 @@ class FirstStage:
         self.drafted = NO_DRAFTS
         """Counts of all sequences that have ended."""
         self._sequences: dict[int, _Sequence] = {}
-        self._rounds = Rounds()
+        self._rounds = DecodeRounds()
         # Tokens of a round that come after its first.
         self._others: deque[tuple[int, SampledToken]] = deque()
         self._stored: tuple[tuple[int, str], ...] = ()

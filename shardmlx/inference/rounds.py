@@ -35,7 +35,7 @@ class Round:
         return came[: 1 + accepted(self.item.drafts, came)]
 
 
-class Rounds(deque[Round]):
+class DecodeRounds(deque[Round]):
     """The rounds under way, in order, and how many last tokens stages are to forget: each that was
     ``rejected`` is told once, with the next announcement."""
 

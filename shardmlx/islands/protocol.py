@@ -142,7 +142,7 @@ class Terms(Message, Spec):
         return tuple(k for k, end in enumerate(ends) if end % self.inner_steps == place)
 
 
-class Tensor(NamedTuple):
+class SharedTensor(NamedTuple):
     """The name and the shape of a trained tensor."""
 
     name: str
@@ -157,12 +157,14 @@ class Tensor(NamedTuple):
         return 4 * math.prod(self.shape)
 
 
-def body_bytes(tensors: Sequence[Tensor], encoding: str) -> int:
+def body_bytes(tensors: Sequence[SharedTensor], encoding: str) -> int:
     """Return the length of a body that holds tensors in this encoding."""
     return sum(map(encoding_named(encoding).nbytes, (each.shape for each in tensors)))
 
 
-def fragments_of(tensors: Sequence[Tensor], count: int) -> tuple[tuple[Tensor, ...], ...]:
+def fragments_of(
+    tensors: Sequence[SharedTensor], count: int
+) -> tuple[tuple[SharedTensor, ...], ...]:
     """Divide tensors, which are in the order of layers, into fragments of about equal bytes.
 
     A layer is never divided. Raises ``UserError`` if there are fewer layers than fragments.
@@ -172,7 +174,7 @@ def fragments_of(tensors: Sequence[Tensor], count: int) -> tuple[tuple[Tensor, .
         problem = f"fragments is {count}, and the model has {len(layers)} trained layers"
         raise UserError(problem, f"give {len(layers)} or less")
     whole = sum(each.nbytes for each in tensors)
-    parts: list[list[Tensor]] = [[]]
+    parts: list[list[SharedTensor]] = [[]]
     done = 0
     for index, layer in enumerate(layers):
         left = len(layers) - index
@@ -184,7 +186,7 @@ def fragments_of(tensors: Sequence[Tensor], count: int) -> tuple[tuple[Tensor, .
     return tuple(map(tuple, parts))
 
 
-def _layer_of(tensor: Tensor) -> str:
+def _layer_of(tensor: SharedTensor) -> str:
     """Return the number of a tensor's layer, or the module's name outside of layers."""
     found = _LAYER.search(tensor.name)
     return found[1] if found else tensor.name.rpartition(".")[0]
@@ -201,11 +203,11 @@ class Join(Message):
 
     name: str
     model: Mapping[str, Any]
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[SharedTensor, ...]
     adapter_config: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        tensors = tuple(Tensor(str(name), tuple(shape)) for name, shape in self.tensors)
+        tensors = tuple(SharedTensor(str(name), tuple(shape)) for name, shape in self.tensors)
         sizes = [size for each in tensors for size in each.shape]
         if not sizes or {*map(type, sizes)} != {int} or min(sizes) < 1 or max(sizes) > MOST_NUMBERS:
             raise ValueError("a shape that no tensor has")

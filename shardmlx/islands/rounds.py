@@ -36,7 +36,7 @@ MOST_PENDING = 3
 
 
 @dataclass(slots=True)
-class Island:
+class IslandState:
     """Facts of an island since the hub started."""
 
     heard: float | None = None
@@ -62,7 +62,7 @@ class Rounds:
         self.run = Run(Path(options.path), options.names, options.terms)
         if not self.run.tokens:
             raise UserError(f"{options.path} has no tokens", "give --islands NAME,NAME")
-        self.islands = {name: Island() for name in self.run.tokens}
+        self.islands = {name: IslandState() for name in self.run.tokens}
         self.strangers: Counter[str] = Counter()
         """Requests of nobody known that were refused, by reason."""
         self._clock = clock

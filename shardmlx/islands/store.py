@@ -37,7 +37,7 @@ from shardmlx.common.durable_files import (
 )
 from shardmlx.errors import UserError, refusing
 from shardmlx.islands.encodings import Encoding, encoding_named
-from shardmlx.islands.protocol import NAME, Join, Tensor, Terms, body_bytes, fragments_of
+from shardmlx.islands.protocol import NAME, Join, SharedTensor, Terms, body_bytes, fragments_of
 from shardmlx.modelfiles.safetensors_header import header_of
 from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 
@@ -80,28 +80,28 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class VersionFacts:
     """The last report of each island that a version counts, and the tokens of all."""
 
     counted: Mapping[str, Report] = field(default_factory=dict)
     tokens: int = 0
 
     @classmethod
-    def of_json(cls, counted: Mapping[str, Any], tokens: int) -> Facts:
+    def of_json(cls, counted: Mapping[str, Any], tokens: int) -> VersionFacts:
         return cls({name: Report(**each) for name, each in counted.items()}, tokens)
 
     def last(self, island: str) -> Report:
         return self.counted.get(island, Report(island=island, life=0, base=-1))
 
-    def with_reports(self, reports: Sequence[Report]) -> Facts:
+    def with_reports(self, reports: Sequence[Report]) -> VersionFacts:
         counted = {**self.counted, **{each.island: each for each in reports}}
-        return Facts(counted, self.tokens + sum(each.tokens for each in reports))
+        return VersionFacts(counted, self.tokens + sum(each.tokens for each in reports))
 
 
 class FragmentStore:
     """A fragment on the disk."""
 
-    def __init__(self, directory: Path, tensors: Sequence[Tensor], encoding: str) -> None:
+    def __init__(self, directory: Path, tensors: Sequence[SharedTensor], encoding: str) -> None:
         self.directory = directory
         self.tensors = tensors
         self.lock = threading.Lock()
@@ -110,7 +110,7 @@ class FragmentStore:
         self.report_bytes = body_bytes(tensors, encoding)
         self.seed_bytes = body_bytes(tensors, "float32")
         self.version: int | None = None
-        self.facts = Facts()
+        self.facts = VersionFacts()
         self.pending: list[Report] = []
         """Reports that no version counts, by island, those of each in their order."""
         directory.mkdir(exist_ok=True)
@@ -119,7 +119,7 @@ class FragmentStore:
         versions = sorted(int(each.name[1:]) for each in directory.glob("v*"))
         if versions:
             self.version = versions[-1]
-            self.facts = Facts.of_json(**json.loads(self.path(FACTS).read_bytes()))
+            self.facts = VersionFacts.of_json(**json.loads(self.path(FACTS).read_bytes()))
         for path in directory.glob("*.report"):
             with path.open("rb") as file:
                 file.seek(self.report_bytes)
@@ -143,7 +143,7 @@ class FragmentStore:
             if self._encoding.is_lossy:
                 shutil.copyfile(directory / PUBLISHED, directory / OUTER)
 
-        self._commit(0, Facts(), write)
+        self._commit(0, VersionFacts(), write)
 
     def decoded(self, body: Path, *, is_seed: bool = False) -> Iterator[np.ndarray]:
         """Yield the tensors of a body. Raises ``ValueError`` for what none can be."""
@@ -190,13 +190,13 @@ class FragmentStore:
 
         self._commit(self.version + 1, self.facts.with_reports(reports), write)
 
-    def _differences(self, reports: Sequence[Report], at: int, tensor: Tensor) -> Differences:
+    def _differences(self, reports: Sequence[Report], at: int, tensor: SharedTensor) -> Differences:
         """Yield the difference of each island, the sum of its reports."""
         for _, own in groupby(reports, attrgetter("island")):
             bodies = (self.directory / each.file for each in own)
             yield reduce(add, (_read(body, at, tensor, self._encoding) for body in bodies))
 
-    def _commit(self, version: int, facts: Facts, write: Callable[[Path], None]) -> None:
+    def _commit(self, version: int, facts: VersionFacts, write: Callable[[Path], None]) -> None:
         """Let ``write`` fill the directory of a version, and then give it its name."""
         partial = self.directory / f"{PARTIAL}version"
         _remove(partial)
@@ -224,7 +224,7 @@ class FragmentStore:
                 _remove(path)
 
 
-def _read(path: Path, at: int, tensor: Tensor, encoding: Encoding = FLOAT32) -> np.ndarray:
+def _read(path: Path, at: int, tensor: SharedTensor, encoding: Encoding = FLOAT32) -> np.ndarray:
     return encoding.decode(_bytes(path, at, encoding.nbytes(tensor.shape)), tensor.shape)
 
 

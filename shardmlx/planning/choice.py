@@ -23,7 +23,7 @@ from shardmlx.errors import UserError
 from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
-from shardmlx.planning.facts import CLOSE, Facts
+from shardmlx.planning.facts import CLOSE, PlanFacts
 from shardmlx.planning.layout import divide_batch, lay_out
 from shardmlx.planning.ways import complexity, ways
 
@@ -53,7 +53,7 @@ class Choice:
     ``prediction`` for rows of mean length."""
 
     asked: RunSpec
-    facts: Facts
+    facts: PlanFacts
     assessment: Assessment
     prediction: Prediction
     tried: int
@@ -96,7 +96,7 @@ class Choice:
         return f"chosen: {self.way}"
 
 
-def assess(way: RunSpec, facts: Facts) -> Assessment:
+def assess(way: RunSpec, facts: PlanFacts) -> Assessment:
     """Return a way's time and memory; ``DoesNotFitError`` without room, or ``UserError``."""
     plan, workload, cluster = lay_out(way, facts), facts.work(way), facts.cluster
     memory = planned_memory(plan, workload, cluster, facts.lengths.longest)
@@ -116,18 +116,18 @@ def assess(way: RunSpec, facts: Facts) -> Assessment:
     return Assessment(way=way, plan=plan, seconds=seconds, memory=memory)
 
 
-def _predicted(plan: Plan, workload: Workload, facts: Facts, set_up: int = 0) -> Prediction:
+def _predicted(plan: Plan, workload: Workload, facts: PlanFacts, set_up: int = 0) -> Prediction:
     length = facts.lengths.mean(plan.pack) + set_up
     return predict(plan, workload, facts.cluster, length)
 
 
-def _set_up(rows: int, facts: Facts) -> int:
+def _set_up(rows: int, facts: PlanFacts) -> int:
     """Return the tokens a row that set-up of ``rows`` costs; measured times have it in them."""
     return 0 if facts.cluster.profile is not None else -(-SET_UP_TOKENS // rows)
 
 
 def choose(
-    run: RunSpec, facts: Facts, advance: Callable[[int, int], None] = lambda done, total: None
+    run: RunSpec, facts: PlanFacts, advance: Callable[[int, int], None] = lambda done, total: None
 ) -> Choice:
     """Return the simplest of the fastest ways that fit, then the one with most memory free.
 
@@ -158,7 +158,7 @@ def choose(
     )
 
 
-def fits(run: RunSpec, facts: Facts) -> bool:
+def fits(run: RunSpec, facts: PlanFacts) -> bool:
     """Return whether a way fits, with the thriftiest answers to its open options."""
     try:
         search = _Search(ways(run, facts), facts)
@@ -183,7 +183,7 @@ class _Search:
     ``tightest`` is the way of each group that needs the least memory.
     """
 
-    def __init__(self, ways: Sequence[RunSpec], facts: Facts) -> None:
+    def __init__(self, ways: Sequence[RunSpec], facts: PlanFacts) -> None:
         self.ways, self._facts = ways, facts
         self.found: dict[int, Assessment] = {}
         self.failures: list[UserError] = []

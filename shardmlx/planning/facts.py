@@ -45,14 +45,14 @@ class SequenceLengths:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class PlanFacts:
     """Facts on which a choice depends beside the options; ``cluster`` has only usable memory."""
 
     workload: Workload
     cluster: Cluster
     lengths: SequenceLengths
     stage_map: StageMap | None = None
-    whole: Facts | None = None
+    whole: PlanFacts | None = None
     """The facts of single ranks, where these are of groups with tensor shares."""
 
     def work(self, way: RunSpec) -> Workload:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from shardmlx.costmodel.memory import trained_shapes
 from shardmlx.costmodel.training_setup import TrainingSetup
 from shardmlx.islands.encodings import ENCODINGS
-from shardmlx.islands.protocol import Tensor, Terms, body_bytes
+from shardmlx.islands.protocol import SharedTensor, Terms, body_bytes
 from shardmlx.planning.choice import Choice
 
 TERMS = Terms()
@@ -17,7 +17,7 @@ TERMS = Terms()
 OVERLAP = TERMS.inner_steps - 1
 
 
-class Exchange(NamedTuple):
+class HubTraffic(NamedTuple):
     """A way to train together: what an island sends and gets at a time, ``nbytes`` each, in
     ``seconds`` each, and the shares of the time that it waits, alone and with all the overlap."""
 
@@ -28,18 +28,18 @@ class Exchange(NamedTuple):
     overlapped: float
 
 
-def exchanges(choice: Choice, lines: Sequence[float]) -> list[Exchange]:
+def exchanges(choice: Choice, lines: Sequence[float]) -> list[HubTraffic]:
     """Return the ways for islands that are each as planned, on ``lines`` of so many bit/s upwards:
     by encoding of islands, then with messages in each step."""
     run, step, count = choice.run, choice.prediction.step_seconds, len(lines)
     setup = TrainingSetup(workload=choice.facts.work(run), rows=1, length=1)
-    tensors = [Tensor("", shape) for shape in trained_shapes(setup)]
+    tensors = [SharedTensor("", shape) for shape in trained_shapes(setup)]
 
-    def exchange(way: str, nbytes: float, turns: int, steps: int, hidden: float) -> Exchange:
+    def exchange(way: str, nbytes: float, turns: int, steps: int, hidden: float) -> HubTraffic:
         seconds = 8 * nbytes / min(lines)
         waits = turns * seconds, max(0.0, turns * seconds - hidden)
         shares = (each / (each + steps * step) for each in waits)
-        return Exchange(way, round(nbytes), seconds, *shares)
+        return HubTraffic(way, round(nbytes), seconds, *shares)
 
     sums = setup.workload.sum_bytes(body_bytes(tensors, "float32")) * 2 * (count - 1) / count
     # A step has the rows of all islands; one between two others sends gradients too.

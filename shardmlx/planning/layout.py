@@ -24,13 +24,13 @@ from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.schedules import get_schedule
 from shardmlx.pipeline.stage_map import StageMap
-from shardmlx.planning.facts import Facts
+from shardmlx.planning.facts import PlanFacts
 
 MICROBATCHES_A_RANK = 4
 """Micro-batches for each rank, so that 1F1B's bubble is at most a fifth."""
 
 
-def lay_out(way: RunSpec, facts: Facts) -> Plan:
+def lay_out(way: RunSpec, facts: PlanFacts) -> Plan:
     """Return the plan of a run without open options; ``DoesNotFitError`` if the partitioner finds
     no room, another ``UserError`` if the run cannot be laid out."""
     layout, given, cluster = way.layout, facts.stage_map, facts.cluster

@@ -12,7 +12,7 @@ from shardmlx.config.specs import DIVIDED_WEIGHTS, RECOMPUTE, RunSpec
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.workload import Workload
 from shardmlx.planning.choice import fits
-from shardmlx.planning.facts import Facts, SequenceLengths
+from shardmlx.planning.facts import PlanFacts, SequenceLengths
 
 QUANTISED_BITS = 4.5
 """Bits of a weight in 4 bits, in groups of 64 with a scale and a bias of 16 bits each."""
@@ -24,7 +24,7 @@ MOST_MACHINES = 8
 """Limit of machines to suggest."""
 
 
-def remedies(run: RunSpec, facts: Facts) -> list[str]:
+def remedies(run: RunSpec, facts: PlanFacts) -> list[str]:
     """Return short descriptions of changes after which the run fits, each by itself."""
     found: list[str] = []
     for changes in _changes(run, facts):
@@ -32,7 +32,7 @@ def remedies(run: RunSpec, facts: Facts) -> list[str]:
     return found
 
 
-def _changes(run: RunSpec, facts: Facts) -> Iterator[Iterable[tuple[str, RunSpec, Facts]]]:
+def _changes(run: RunSpec, facts: PlanFacts) -> Iterator[Iterable[tuple[str, RunSpec, PlanFacts]]]:
     """Yield changes of one kind, the least first, with the run and the facts that they make."""
     batch, tune, cluster = run.batch, run.fine_tune, facts.cluster
     for name, tighter in _tighter(run, facts):
@@ -61,7 +61,7 @@ def _changes(run: RunSpec, facts: Facts) -> Iterator[Iterable[tuple[str, RunSpec
         yield ((name, run, replace(facts, cluster=other)) for name, other in clusters)
 
 
-def _tighter(run: RunSpec, facts: Facts) -> Iterator[tuple[str, RunSpec]]:
+def _tighter(run: RunSpec, facts: PlanFacts) -> Iterator[tuple[str, RunSpec]]:
     """Yield the run with one of the user's options replaced by a thriftier one."""
     batch, layout, tune = run.batch, run.layout, run.fine_tune
     if OFF in (batch.attention_chunk, batch.loss_chunk):
@@ -101,7 +101,7 @@ def _one_machine_less(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
             yield f"{host} left out", replace(cluster, machines=others)
 
 
-def _more_machines(cluster: Cluster, facts: Facts) -> Iterator[tuple[str, Cluster]]:
+def _more_machines(cluster: Cluster, facts: PlanFacts) -> Iterator[tuple[str, Cluster]]:
     """Yield the cluster with 1, 2 ... copies of the largest machine."""
     largest = max(cluster.machines, key=lambda machine: machine.memory or 0)
     most = min(MOST_MACHINES, facts.workload.shape.num_layers - cluster.size)

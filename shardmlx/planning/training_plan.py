@@ -23,7 +23,7 @@ from shardmlx.modelfiles.model_files import open_model
 from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.stage_map import read_stage_map
 from shardmlx.planning.choice import CLEARLY, Choice, choose, fits
-from shardmlx.planning.facts import Facts, SequenceLengths
+from shardmlx.planning.facts import PlanFacts, SequenceLengths
 from shardmlx.planning.groups import asked_shares, in_groups
 from shardmlx.planning.suggestions import remedies
 
@@ -67,7 +67,7 @@ def plan_training(
 
 def facts_for(
     config: TrainConfig | RunSpec, machines: Sequence[Machine], backend: str
-) -> tuple[RunSpec, Facts]:
+) -> tuple[RunSpec, PlanFacts]:
     """Return a run, and the facts for it with full rows on these machines."""
     run = config if isinstance(config, RunSpec) else RunSpec.of(config)
     profile, stage_map = run.machines.profile, run.layout.stage_map
@@ -81,7 +81,7 @@ def facts_for(
         cluster = within(cluster, budgets_of(cluster, limit))
     if any(math.isinf(cluster.capacity(rank)) for rank in range(cluster.size)):
         cluster.check_speeds()
-    facts = Facts(
+    facts = PlanFacts(
         workload=Workload.of(open_model(run.model, run.revision), run.fine_tune, run.batch),
         cluster=cluster,
         lengths=SequenceLengths.full(run.batch.max_seq_length),
@@ -135,13 +135,13 @@ def fastest_first(planned: Choice, others: Sequence[Choice]) -> list[Choice]:
     return [best, planned, *(each for each in others if each is not best)]
 
 
-def _longest(run: RunSpec, facts: Facts) -> tuple[RunSpec, Facts]:
+def _longest(run: RunSpec, facts: PlanFacts) -> tuple[RunSpec, PlanFacts]:
     """Return the run and the facts with the longest sequence that fits; the shortest if none."""
     exponents = range((LONGEST // MULTIPLE).bit_length())
     rounded = {digits << exponent for digits in range(1, 2**BITS) for exponent in exponents}
     values = sorted(value for value in rounded if value <= LONGEST // MULTIPLE)
 
-    def with_value(value: int) -> tuple[RunSpec, Facts]:
+    def with_value(value: int) -> tuple[RunSpec, PlanFacts]:
         length = MULTIPLE * value
         batch = replace(run.batch, max_seq_length=length)
         return replace(run, batch=batch), replace(facts, lengths=SequenceLengths.full(length))

@@ -14,11 +14,11 @@ from shardmlx.errors import UserError
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import suits
 from shardmlx.pipeline.schedules import SCHEDULES, get_schedule
-from shardmlx.planning.facts import Facts
+from shardmlx.planning.facts import PlanFacts
 from shardmlx.planning.layout import divide_batch, make_mesh
 
 
-def ways(run: RunSpec, facts: Facts) -> list[RunSpec]:
+def ways(run: RunSpec, facts: PlanFacts) -> list[RunSpec]:
     """Return all answers to the open options, the simplest first; ``UserError`` without any."""
     run = run.for_ranks(facts.cluster.size)
     meshes = _meshes(run, facts)
@@ -42,7 +42,7 @@ def complexity(way: RunSpec) -> tuple[bool, int, int, bool, bool]:
     return way.fine_tune.divides_weights, again, -stages, counted, bool(batch.pack)
 
 
-def _meshes(run: RunSpec, facts: Facts) -> list[Mesh]:
+def _meshes(run: RunSpec, facts: PlanFacts) -> list[Mesh]:
     """Return the meshes that the options leave open, the longest pipeline first."""
     size, cluster = facts.cluster.size, facts.cluster
     if facts.stage_map is not None:
@@ -54,7 +54,7 @@ def _meshes(run: RunSpec, facts: Facts) -> list[Mesh]:
     return [Mesh(size // pp, pp) for pp in range(size, 0, -1) if size % pp == 0]
 
 
-def _of_mesh(run: RunSpec, facts: Facts, mesh: Mesh) -> Iterator[RunSpec]:
+def _of_mesh(run: RunSpec, facts: PlanFacts, mesh: Mesh) -> Iterator[RunSpec]:
     tune, batch, layout = run.fine_tune, run.batch, run.layout
     try:
         rows, usual = divide_batch(batch, mesh)
@@ -92,7 +92,7 @@ def _of_mesh(run: RunSpec, facts: Facts, mesh: Mesh) -> Iterator[RunSpec]:
                 )
 
 
-def _schedules(run: RunSpec, facts: Facts, pp: int) -> list[str]:
+def _schedules(run: RunSpec, facts: PlanFacts, pp: int) -> list[str]:
     """Return the schedules that a prediction can compare, from the simplest on."""
     # 1F1B takes as long as GPipe, and never more memory.
     names = [SIMPLEST, *(name for name in SCHEDULES if name not in (SIMPLEST, "gpipe"))]
@@ -105,13 +105,13 @@ def _schedules(run: RunSpec, facts: Facts, pp: int) -> list[str]:
     return names
 
 
-def _virtual(schedule: str, facts: Facts) -> int:
+def _virtual(schedule: str, facts: PlanFacts) -> int:
     if facts.stage_map is not None:
         return facts.stage_map.virtual
     return get_schedule(schedule).default_virtual
 
 
-def _runs(schedule: str, pp: int, microbatches: int, virtual: int, facts: Facts) -> bool:
+def _runs(schedule: str, pp: int, microbatches: int, virtual: int, facts: PlanFacts) -> bool:
     """Return whether a schedule can run so many micro-batches, and has a layer for each stage."""
     try:
         get_schedule(schedule).check(pp, microbatches, virtual)
@@ -121,7 +121,7 @@ def _runs(schedule: str, pp: int, microbatches: int, virtual: int, facts: Facts)
 
 
 def _sizes(
-    batch: BatchOptions, facts: Facts, rows: int, usual: int, pp: int, pack: bool
+    batch: BatchOptions, facts: PlanFacts, rows: int, usual: int, pp: int, pack: bool
 ) -> Sequence[int | None]:
     """Return sizes of micro-batches: the usual one, larger ones that leave each rank one, smaller
     ones; None stands for all rows of a replica while their number is unknown."""
@@ -136,7 +136,7 @@ def _sizes(
     return [first, *(size for size in larger if rows // size >= pp), *smaller]
 
 
-def _partitioners(run: RunSpec, facts: Facts, virtual: int) -> tuple[str, ...]:
+def _partitioners(run: RunSpec, facts: PlanFacts, virtual: int) -> tuple[str, ...]:
     """Return the partitioners to try, the fastest division first; ``hetero`` knows memory too."""
     if run.layout.partitioner != AUTO:
         return (run.layout.partitioner,)
@@ -146,7 +146,7 @@ def _partitioners(run: RunSpec, facts: Facts, virtual: int) -> tuple[str, ...]:
     return (FASTEST, SMALLEST) if knows_memory and facts.stage_map is None else (FASTEST,)
 
 
-def _nothing_left(run: RunSpec, facts: Facts, meshes: list[Mesh]) -> UserError:
+def _nothing_left(run: RunSpec, facts: PlanFacts, meshes: list[Mesh]) -> UserError:
     layers = facts.workload.shape.num_layers
     names = _schedules(run, facts, meshes[0].pp)
     if not names:

@@ -26,7 +26,7 @@ Kind = Literal["thought", "said", "call"]
 
 
 @dataclass(slots=True)
-class Part:
+class AnswerPart:
     """A piece of what an answer thinks or says; or a whole call, with its ``name`` and ``id``, and
     the JSON of its arguments, which are an object."""
 
@@ -36,12 +36,12 @@ class Part:
     id: str = ""
 
 
-Reading = Generator[Part | None, None, None]
+Reading = Generator[AnswerPart | None, None, None]
 """Parts as they are read, and None where more text is needed."""
 
 
 @dataclass(slots=True)
-class Incoming:
+class UnreadText:
     """The text of an answer that has come and is not read yet; ``is_last`` once no more comes."""
 
     text: str = ""
@@ -70,8 +70,8 @@ class AnswerSyntax:
 
 
 def passed_on(
-    incoming: Incoming, marks: Sequence[str], kind: Kind, *, trims: bool = False
-) -> Generator[Part | None, None, str]:
+    incoming: UnreadText, marks: Sequence[str], kind: Kind, *, trims: bool = False
+) -> Generator[AnswerPart | None, None, str]:
     """Yield the text before the first of ``marks``, in pieces of this ``kind``, without the space
     before it if it ``trims``; pass over the mark and return it, or "" at the end of the answer."""
     while True:
@@ -80,13 +80,13 @@ def passed_on(
         piece = incoming.text[:end].rstrip() if trims else incoming.text[:end]
         incoming.cut(end + len(mark) if is_over else len(piece))
         if piece:
-            yield Part(kind, piece)
+            yield AnswerPart(kind, piece)
         if is_over:
             return mark
         yield None
 
 
-def begins(incoming: Incoming, mark: str | None) -> Generator[None, None, bool]:
+def begins(incoming: UnreadText, mark: str | None) -> Generator[None, None, bool]:
     """Pass over space, and over this mark if it comes next; return whether it did."""
     while True:
         text = incoming.text = incoming.text.lstrip()
@@ -100,7 +100,7 @@ def begins(incoming: Incoming, mark: str | None) -> Generator[None, None, bool]:
     return True
 
 
-def beginning(incoming: Incoming, syntax: AnswerSyntax) -> Reading:
+def beginning(incoming: UnreadText, syntax: AnswerSyntax) -> Reading:
     """Yield the thoughts with which an answer begins."""
     marks = syntax.format.thought
     if syntax.is_thinking and marks is not None:
@@ -109,19 +109,19 @@ def beginning(incoming: Incoming, syntax: AnswerSyntax) -> Reading:
         yield from thoughts(incoming, marks)
 
 
-def thoughts(incoming: Incoming, marks: Marks | None) -> Reading:
+def thoughts(incoming: UnreadText, marks: Marks | None) -> Reading:
     """Yield the thoughts that come next, and pass over the space around them."""
     while (yield from begins(incoming, marks.start if marks is not None else None)):
         assert marks is not None, "a thought has marks"
         yield from _thought(incoming, marks)
 
 
-def _thought(incoming: Incoming, marks: Marks) -> Reading:
+def _thought(incoming: UnreadText, marks: Marks) -> Reading:
     yield from begins(incoming, None)
     yield from passed_on(incoming, [marks.end], "thought", trims=True)
 
 
-def up_to(incoming: Incoming, marks: Sequence[str]) -> Generator[None, None, tuple[str, str]]:
+def up_to(incoming: UnreadText, marks: Sequence[str]) -> Generator[None, None, tuple[str, str]]:
     """Wait for the first of ``marks``, or the answer's end; take the text before it, and the mark,
     and return both."""
     while True:
@@ -131,21 +131,21 @@ def up_to(incoming: Incoming, marks: Sequence[str]) -> Generator[None, None, tup
         yield None
 
 
-def whole_call(name: Any, arguments: Any) -> Part:
+def whole_call(name: Any, arguments: Any) -> AnswerPart:
     """Return a call with an id of its own. Raises ``ValueError`` or ``TypeError`` unless arguments
     are an object, or the JSON of one."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     text = with_whole_characters(text)
     if not isinstance(json.loads(text), dict) or not isinstance(name, str):
         raise TypeError("a name is a text, and arguments are an object")
-    return Part("call", text, name, secrets.token_hex(ID_LENGTH)[:ID_LENGTH])
+    return AnswerPart("call", text, name, secrets.token_hex(ID_LENGTH)[:ID_LENGTH])
 
 
 # Calls between marks, as Qwen, Mistral, Kimi, GLM and most others write them. They are read once
 # they are whole: JSON by itself, others by mlx-lm's parsers.
 
 
-def marked_answer(incoming: Incoming, syntax: AnswerSyntax) -> Reading:
+def marked_answer(incoming: UnreadText, syntax: AnswerSyntax) -> Reading:
     """Yield the parts of an answer. A call that cannot be read counts as said."""
     yield from beginning(incoming, syntax)
     call = syntax.format.call if syntax.tools else None
@@ -158,10 +158,10 @@ def marked_answer(incoming: Incoming, syntax: AnswerSyntax) -> Reading:
         has_called = True
 
 
-def _calls(incoming: Incoming, syntax: AnswerSyntax, marks: Marks) -> Reading:
+def _calls(incoming: UnreadText, syntax: AnswerSyntax, marks: Marks) -> Reading:
     text, end = yield from up_to(incoming, [marks.end] if marks.end else [])
     calls = None if marks.end and not end else _read(text, syntax)
-    yield from calls or [Part("said", f"{marks.start}{text}{end}")]
+    yield from calls or [AnswerPart("said", f"{marks.start}{text}{end}")]
 
 
 def _listed(parsed: Any) -> list[Any]:
@@ -172,7 +172,7 @@ def _is_call(parsed: Any) -> bool:
     return isinstance(parsed, dict) and {"name", "arguments"} <= parsed.keys()
 
 
-def _read(text: str, syntax: AnswerSyntax) -> list[Part] | None:
+def _read(text: str, syntax: AnswerSyntax) -> list[AnswerPart] | None:
     """Return the calls in a text; None if it cannot be read."""
     assert syntax.format.parse is not None, "a model with marks has a parser"
     calls: Any = None
@@ -250,7 +250,7 @@ AFTER = re.compile(rf"\A(?:[\s}}\]`;,]|{END})*")
 """Text after the arguments of a call."""
 
 
-def json_answer(incoming: Incoming, syntax: AnswerSyntax) -> Reading:
+def json_answer(incoming: UnreadText, syntax: AnswerSyntax) -> Reading:
     """Yield the parts of an answer in which calls of known tools are JSON."""
     yield from beginning(incoming, syntax)
     names = (re.escape(tool["function"]["name"]) for tool in syntax.tools)
@@ -259,7 +259,7 @@ def json_answer(incoming: Incoming, syntax: AnswerSyntax) -> Reading:
         found = opening.search(incoming.text)
         length = found.start() if found else len(incoming.text) - _unclear(incoming)
         if text := incoming.cut(length):
-            yield Part("said", text)
+            yield AnswerPart("said", text)
         if found:
             yield from _json_call(incoming, found)
             yield from _closing(incoming)
@@ -267,7 +267,7 @@ def json_answer(incoming: Incoming, syntax: AnswerSyntax) -> Reading:
             yield None
 
 
-def _json_call(incoming: Incoming, opening: re.Match[str]) -> Reading:
+def _json_call(incoming: UnreadText, opening: re.Match[str]) -> Reading:
     """Yield the call that begins here with its ``opening``; one that is cut off counts as said."""
     while True:
         with suppress(ValueError, RecursionError):
@@ -275,12 +275,12 @@ def _json_call(incoming: Incoming, opening: re.Match[str]) -> Reading:
             yield whole_call(opening["name"], incoming.cut(end)[len(opening[0]) :])
             return
         if incoming.is_last:
-            yield Part("said", incoming.cut(len(incoming.text)))
+            yield AnswerPart("said", incoming.cut(len(incoming.text)))
             return
         yield None
 
 
-def _unclear(incoming: Incoming) -> int:
+def _unclear(incoming: UnreadText) -> int:
     """Return how many characters at the end may be of what comes before a call."""
     if incoming.is_last:
         return 0
@@ -289,7 +289,7 @@ def _unclear(incoming: Incoming) -> int:
     return max(marks, len(opening[0]) if opening else 0)
 
 
-def _closing(incoming: Incoming) -> Reading:
+def _closing(incoming: UnreadText) -> Reading:
     while True:
         incoming.text = AFTER.sub("", incoming.text)
         if incoming.is_last or not END.startswith(incoming.text):
@@ -318,7 +318,7 @@ THOUGHTS = re.compile(r"<\|channel\|>\s*analysis\b")
 FUNCTION = re.compile(r"\bto=functions\.(?P<name>[\w.:-]+)")
 
 
-def harmony_answer(incoming: Incoming, syntax: AnswerSyntax) -> Reading:
+def harmony_answer(incoming: UnreadText, syntax: AnswerSyntax) -> Reading:
     """Yield the parts of an answer that is messages in channels."""
     while any(len(incoming.text) < len(head) and head.startswith(incoming.text) for head in HEADS):
         if incoming.is_last:
@@ -340,7 +340,7 @@ def harmony_answer(incoming: Incoming, syntax: AnswerSyntax) -> Reading:
             try:
                 yield whole_call(called["name"], text)
             except (ValueError, TypeError, RecursionError):
-                yield Part("said", text)
+                yield AnswerPart("said", text)
         else:
             yield from passed_on(incoming, ENDS, "thought" if THOUGHTS.search(head) else "said")
 
@@ -353,7 +353,7 @@ class AnswerParser:
         syntax = syntax or AnswerSyntax(continues=True)
         is_json = syntax.tools and syntax.format.call is None
         read = json_answer if is_json else marked_answer
-        self._incoming = Incoming()
+        self._incoming = UnreadText()
         self._reading = (harmony_answer if syntax.format.has_channels else read)(
             self._incoming, syntax
         )
@@ -366,7 +366,7 @@ class AnswerParser:
     def stop(self) -> str | None:
         return self._stops.found
 
-    def take(self, text: str, *, is_last: bool) -> Iterator[Part]:
+    def take(self, text: str, *, is_last: bool) -> Iterator[AnswerPart]:
         """Yield the parts that are known with this text; what may begin a mark is held back."""
         self._incoming.text += text
         self._incoming.is_last = is_last
@@ -384,6 +384,6 @@ class AnswerParser:
         if is_last and self.stop is None:
             yield from self._said("", is_last=True)
 
-    def _said(self, text: str, *, is_last: bool) -> Iterator[Part]:
+    def _said(self, text: str, *, is_last: bool) -> Iterator[AnswerPart]:
         if known := self._stops.take(text, is_last=is_last):
-            yield Part("said", known)
+            yield AnswerPart("said", known)

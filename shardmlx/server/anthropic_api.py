@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from shardmlx.server.accepted_fields import CALLERS, IGNORED, NEUTRAL, Body, Json, Listed
-from shardmlx.server.answer_parser import Part
+from shardmlx.server.answer_parser import AnswerPart
 from shardmlx.server.openai_bodies import SAMPLING, validated
 from shardmlx.server.openai_errors import ApiError, refused, shown
 from shardmlx.server.openai_messages import (
@@ -82,7 +82,7 @@ KNOWN = {
 """The types of blocks in the messages of each role."""
 
 
-class MessageBody(Body):
+class AnthropicMessage(Body):
     role: Literal["user", "assistant", "system"]
     content: Blocks
 
@@ -93,7 +93,7 @@ class MessageBody(Body):
             super().refuse_unknown(where)
 
 
-class FormatBody(SchemaBody):
+class AnthropicFormat(SchemaBody):
     type: Literal["json_schema"]
 
 
@@ -101,7 +101,7 @@ class OutputBody(Body):
     """The ``output_config`` of a request."""
 
     effort: str | None = None
-    format: FormatBody | None = None
+    format: AnthropicFormat | None = None
 
     passes = frozenset({"task_budget"})
 
@@ -114,7 +114,7 @@ class ThinkingBody(Body):
     passes = frozenset({"budget_tokens", "display", "block_binding"})
 
 
-class ChoiceBody(Body):
+class AnthropicChoice(Body):
     """The ``tool_choice`` of a request."""
 
     type: str = "auto"
@@ -122,7 +122,7 @@ class ChoiceBody(Body):
     disable_parallel_tool_use: bool | None = None
 
 
-class ToolBody(Body):
+class AnthropicTool(Body):
     """A tool; its fields are checked as those of a chat's."""
 
     type: Any = None
@@ -146,15 +146,15 @@ OWN_TOOLS = (None, "custom")
 class MessagesBody(Body):
     """The body of a request to /v1/messages, as far as it is not passed on as it is."""
 
-    messages: Listed[MessageBody]
+    messages: Listed[AnthropicMessage]
     max_tokens: int | None = None
     system: Blocks = Field(default_factory=list)
     stop_sequences: Listed[str] | None = None
-    tools: Listed[ToolBody] | None = None
-    tool_choice: ChoiceBody | None = None
+    tools: Listed[AnthropicTool] | None = None
+    tool_choice: AnthropicChoice | None = None
     thinking: ThinkingBody | None = None
     output_config: OutputBody | None = None
-    output_format: FormatBody | None = None  # its name before there was an output_config
+    output_format: AnthropicFormat | None = None  # its name before there was an output_config
 
     passes = IGNORED | SAME
     neutral: ClassVar = NEUTRAL
@@ -182,7 +182,7 @@ def as_chat(asked: MessagesBody) -> TranslatedChat:
         "max_tokens": asked.max_tokens,
         "stop": asked.stop_sequences,
         "reasoning_effort": output.effort if thinks else "none",
-        **_choice(asked.tool_choice or ChoiceBody()),
+        **_choice(asked.tool_choice or AnthropicChoice()),
     }
     forms = output.format, asked.output_format
     if None not in forms and forms[0] != forms[1]:
@@ -271,7 +271,7 @@ def _add_result(chat: TranslatedChat, where: str, block: Block) -> None:
     chat.messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": said})
 
 
-def _add_tool(chat: TranslatedChat, where: str, tool: ToolBody) -> None:
+def _add_tool(chat: TranslatedChat, where: str, tool: AnthropicTool) -> None:
     if tool.type not in OWN_TOOLS:
         raise refused(
             f"{where}: tools of type {shown(tool.type)} are Anthropic's own: leave it out, or give "
@@ -282,7 +282,7 @@ def _add_tool(chat: TranslatedChat, where: str, tool: ToolBody) -> None:
     chat.add_tool({**function, "parameters": tool.input_schema})
 
 
-def _choice(choice: ChoiceBody) -> Json:
+def _choice(choice: AnthropicChoice) -> Json:
     function = {"type": "function", "function": {"name": choice.name}}
     names = {"auto": "auto", "none": "none", "any": "required", "tool": function}
     kind = choice.type
@@ -337,11 +337,11 @@ class MessageReply(BlockReply):
             "output_tokens": last.generated,
         }
 
-    def _begun(self, block: Part) -> Iterator[Json]:
+    def _begun(self, block: AnswerPart) -> Iterator[Json]:
         empty = _content(replace(block, text="{}" if block.kind == "call" else ""))
         yield self._block("start", content_block=empty)
 
-    def _more(self, part: Part) -> Iterator[Json]:
+    def _more(self, part: AnswerPart) -> Iterator[Json]:
         if part.kind == "call":
             delta = {"type": "input_json_delta", "partial_json": part.text}
         else:
@@ -349,7 +349,7 @@ class MessageReply(BlockReply):
             delta = {"type": f"{kind}_delta", kind: part.text}
         yield self._block("delta", delta=delta)
 
-    def _ended(self, block: Part, *, is_cut: bool) -> Iterator[Json]:
+    def _ended(self, block: AnswerPart, *, is_cut: bool) -> Iterator[Json]:
         yield self._block("stop")
 
     def _block(self, what: str, **more: Any) -> Json:
@@ -365,7 +365,7 @@ class MessageReply(BlockReply):
         yield {"type": "message_delta", "delta": self._reason, "usage": self._usage}
 
 
-def _content(block: Part) -> Json:
+def _content(block: AnswerPart) -> Json:
     if block.kind == "call":
         given = json.loads(block.text)
         return {"type": "tool_use", "id": block.id, "name": block.name, "input": given}

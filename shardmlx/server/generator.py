@@ -22,7 +22,7 @@ from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.run import InferenceRun
 from shardmlx.inference.sampling_params import BROKEN
-from shardmlx.server.answer_parser import AnswerParser, Part
+from shardmlx.server.answer_parser import AnswerParser, AnswerPart
 from shardmlx.server.app import make_app
 from shardmlx.server.metrics import Metrics
 from shardmlx.server.model_names import names_of
@@ -77,7 +77,7 @@ class PipelineGenerator:
         for number, sampled in self.first_stage.step():
             answer, parser = self._answers[number]
             begins = parser.characters
-            parts: tuple[Part, ...] = ()
+            parts: tuple[AnswerPart, ...] = ()
             try:
                 text = answer.take(sampled.token)
                 parts = tuple(parser.take(text, is_last=answer.finish_reason is not None))

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from shardmlx.inference.sampling_params import SampledToken
 from shardmlx.server.accepted_fields import Json
-from shardmlx.server.answer_parser import Kind, Part
+from shardmlx.server.answer_parser import AnswerPart, Kind
 from shardmlx.server.openai_requests import ApiRequest
 from shardmlx.server.replies import Reply, TokenText
 from shardmlx.server.request_queue import Delta, FinishReason
@@ -112,7 +112,7 @@ class ChatReply(Reply):
             message["tool_calls"] = [_call(call) for call in calls]
         return self._told(index, "message", message, logprobs)
 
-    def _part(self, index: int, part: Part | None, logprobs: Json | None) -> Json:
+    def _part(self, index: int, part: AnswerPart | None, logprobs: Json | None) -> Json:
         """Take in a part of an answer, and return the choice of a chunk with it, or of the last."""
         delta: Json = {}
         if part is not None:
@@ -123,7 +123,7 @@ class ChatReply(Reply):
                 delta = {"content" if part.kind == "said" else "reasoning_content": part.text}
         return self._told(index, "delta", delta, logprobs)
 
-    def _calls(self, index: int) -> list[Part]:
+    def _calls(self, index: int) -> list[AnswerPart]:
         return [block for block in self.blocks[index] if block.kind == "call"]
 
     def _told(self, index: int, name: str, what: Any, logprobs: Json | None) -> Json:
@@ -172,7 +172,7 @@ class CompletionReply(ChatReply):
             **super()._logprobs(index, first),
         }
 
-    def _part(self, index: int, part: Part | None, logprobs: Json | None) -> Json:
+    def _part(self, index: int, part: AnswerPart | None, logprobs: Json | None) -> Json:
         if part is not None:
             self._take(index, part)
         return self._told(index, "text", "" if part is None else part.text, logprobs)
@@ -186,6 +186,6 @@ def _by_text(tokens: Iterable[Json]) -> dict[str, float]:
     return known
 
 
-def _call(call: Part) -> Json:
+def _call(call: AnswerPart) -> Json:
     function = {"name": call.name, "arguments": call.text}
     return {"id": call.id, "type": "function", "function": function}

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 from shardmlx.server.accepted_fields import Json
-from shardmlx.server.answer_parser import Part
+from shardmlx.server.answer_parser import AnswerPart
 from shardmlx.server.openai_errors import ApiError
 from shardmlx.server.openai_requests import ApiRequest
 from shardmlx.server.request_queue import Delta
@@ -33,18 +33,18 @@ class Reply(ABC):
         self.id = uuid.uuid4().hex
         self.created = int(time.time())
         self.last = [Delta((), (), 0) for _ in request.requests]
-        self.blocks: list[list[Part]] = [[] for _ in request.requests]
+        self.blocks: list[list[AnswerPart]] = [[] for _ in request.requests]
 
     def add(self, index: int, delta: Delta) -> Iterator[Json]:
         """Take in a delta of answer ``index``, and yield the events to send of it."""
         self.last[index] = delta
         yield from self._add(index, delta)
 
-    def _begins(self, index: int, part: Part) -> bool:
+    def _begins(self, index: int, part: AnswerPart) -> bool:
         blocks = self.blocks[index]
         return part.kind == "call" or not blocks or blocks[-1].kind != part.kind
 
-    def _take(self, index: int, part: Part) -> None:
+    def _take(self, index: int, part: AnswerPart) -> None:
         """Take a part into the blocks of answer ``index``."""
         if self._begins(index, part):
             self.blocks[index].append(replace(part))
@@ -110,13 +110,13 @@ class BlockReply(Reply):
             yield from self._ended(block, is_cut=is_cut and block.kind != "call")
 
     @abstractmethod
-    def _begun(self, block: Part) -> Iterator[Json]: ...
+    def _begun(self, block: AnswerPart) -> Iterator[Json]: ...
 
     @abstractmethod
-    def _more(self, part: Part) -> Iterator[Json]: ...
+    def _more(self, part: AnswerPart) -> Iterator[Json]: ...
 
     @abstractmethod
-    def _ended(self, block: Part, *, is_cut: bool) -> Iterator[Json]: ...
+    def _ended(self, block: AnswerPart, *, is_cut: bool) -> Iterator[Json]: ...
 
     @abstractmethod
     def _end(self, delta: Delta) -> Iterator[Json]: ...

@@ -17,7 +17,7 @@ from shardmlx.errors import one_line
 from shardmlx.inference.detokenize import FinishReason as FinishReason
 from shardmlx.inference.drafts import NO_DRAFTS, DraftCounts
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
-from shardmlx.server.answer_parser import AnswerSyntax, Part
+from shardmlx.server.answer_parser import AnswerPart, AnswerSyntax
 from shardmlx.server.openai_errors import ApiError
 
 SOON: Mapping[str, str] = {"retry-after": "2"}
@@ -46,7 +46,7 @@ class Delta:
     The text of the sampled tokens begins at character ``begins`` of the answer's.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[AnswerPart, ...]
     sampled: tuple[SampledToken, ...]
     generated: int
     cached: int = 0
@@ -88,7 +88,7 @@ class Generator(Protocol):
     def kept_tokens(self) -> int: ...
 
 
-class Answers:
+class PendingAnswers:
     """The answers to requests that were submitted together, for the event loop that did so."""
 
     def __init__(self, queue: RequestQueue, numbers: range) -> None:
@@ -144,7 +144,7 @@ class RequestQueue:
         self._changed = threading.Condition()
         # Requests, and None for one that is cancelled, since the generating thread last looked.
         self._news: list[tuple[int, GenerationRequest | None]] = []
-        self._open: dict[int, Answers] = {}
+        self._open: dict[int, PendingAnswers] = {}
         self._waiting: set[int] = set()
         self._next = 0
         self.ended: str | None = None
@@ -156,7 +156,7 @@ class RequestQueue:
 
     # On the event loop of the server.
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> Answers:
+    def submit(self, requests: Sequence[GenerationRequest]) -> PendingAnswers:
         """Take in all of these requests, or none. Raises ``ApiError``."""
         if self.ended is None and (reason := self._unavailable_reason()) is not None:
             raise ApiError(503, f"no text is generated: {reason}", code="no_answer", headers=SOON)
@@ -167,7 +167,7 @@ class RequestQueue:
                 raise QueueFull(f"{len(self._open)} requests are open already: try again later")
             numbers = range(self._next, self._next + len(requests))
             self._next = numbers.stop
-            answers = Answers(self, numbers)
+            answers = PendingAnswers(self, numbers)
             self._open |= dict.fromkeys(numbers, answers)
             self._waiting.update(numbers)
             self._news += zip(numbers, requests, strict=True)

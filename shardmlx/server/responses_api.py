@@ -20,7 +20,7 @@ from shardmlx.server.accepted_fields import (
     refuse_other_keys,
     words,
 )
-from shardmlx.server.answer_parser import Kind, Part
+from shardmlx.server.answer_parser import AnswerPart, Kind
 from shardmlx.server.client_tools import (
     FIELDS,
     ClientTool,
@@ -303,18 +303,18 @@ class ResponseReply(BlockReply):
             self._thought = delta.generated
         yield from super()._add(index, delta)
 
-    def _begun(self, block: Part) -> Iterator[Json]:
+    def _begun(self, block: AnswerPart) -> Iterator[Json]:
         if block.kind == "call":
             return  # all is told at its end
         item = {**self._item(replace(block, text="")), "status": "in_progress"}
         yield self._event("output_item.added", item={**item, "content": []})
         yield self._of_content("content_part.added", part=item["content"][0])
 
-    def _more(self, part: Part) -> Iterator[Json]:
+    def _more(self, part: AnswerPart) -> Iterator[Json]:
         if part.kind != "call":
             yield self._of_text("delta", part.kind, delta=part.text)
 
-    def _ended(self, block: Part, *, is_cut: bool) -> Iterator[Json]:
+    def _ended(self, block: AnswerPart, *, is_cut: bool) -> Iterator[Json]:
         if is_cut:
             self._cut = self._last
         item = self._item(block)
@@ -333,10 +333,10 @@ class ResponseReply(BlockReply):
         self._status = "incomplete" if delta.finish_reason == "length" else "completed"
         yield from ()
 
-    def _tool(self, call: Part) -> ClientTool:
+    def _tool(self, call: AnswerPart) -> ClientTool:
         return self.request.client_tools.get(call.name) or ClientTool("function", call.name)
 
-    def _item(self, block: Part, at: int | None = None) -> Json:
+    def _item(self, block: AnswerPart, at: int | None = None) -> Json:
         """Return the item that block ``at`` is, or the last one."""
         place = self._last if at is None else at
         status = "incomplete" if place == self._cut else "completed"

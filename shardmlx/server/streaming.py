@@ -13,7 +13,7 @@ from shardmlx.server.accepted_fields import Json
 from shardmlx.server.metrics import Metrics, RequestMeter
 from shardmlx.server.openai_errors import ApiError, server_fault
 from shardmlx.server.replies import Reply
-from shardmlx.server.request_queue import Answers, Delta
+from shardmlx.server.request_queue import Delta, PendingAnswers
 
 SECONDS_OF_SILENCE = 15.0
 """Seconds after which a silent stream gives a sign of life, so that nobody closes it."""
@@ -22,7 +22,7 @@ SECONDS_OF_SILENCE = 15.0
 class AnswerResponse(Response):
     """The HTTP response to one request of the API, made from its answers."""
 
-    def __init__(self, reply: Reply, answers: Answers, metrics: Metrics) -> None:
+    def __init__(self, reply: Reply, answers: PendingAnswers, metrics: Metrics) -> None:
         super().__init__()
         self._reply = reply
         self._answers = answers

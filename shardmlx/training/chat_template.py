@@ -147,7 +147,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def no_content(self) -> Message:
-        """What stands for the content of a message that has calls alone: no key, or an empty text
+        """The value for the content of a message that has calls alone: no key, or an empty text
         for a template that requires one."""
         forms: Sequence[Message] = ({}, {"content": ""})
         # It may require less of the last message, or refuse results.

@@ -33,7 +33,14 @@ from shardmlx.engine.optimizer import Updater
 from shardmlx.errors import file_access, one_line
 from shardmlx.islands.client import CHANGE, OWN, PATIENCE, Came, Heartbeat, Hub, begun, exchange
 from shardmlx.islands.encodings import Data, Encoding, encoding_named
-from shardmlx.islands.protocol import Join, Joined, Progress, Tensor, fragments_of, report_path
+from shardmlx.islands.protocol import (
+    Join,
+    Joined,
+    Progress,
+    SharedTensor,
+    fragments_of,
+    report_path,
+)
 from shardmlx.loading.rank_setup import SETUP_SECONDS
 from shardmlx.training.planned_run import PlannedRun
 
@@ -46,7 +53,7 @@ class Membership:
     """An island's place at the hub, which only rank 0 has."""
 
     joined: Joined
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[SharedTensor, ...]
     hub: Hub | None
 
 
@@ -59,7 +66,7 @@ def join(
     if url is None or name is None:
         return None
     # All islands have them in one order, whatever their stages are.
-    tensors = tuple(Tensor(each, shapes[each]) for each in sorted(shapes, key=_place))
+    tensors = tuple(SharedTensor(each, shapes[each]) for each in sorted(shapes, key=_place))
     options = planned.config.to_adapter_config()
     kept = ("model", "fine_tune_type", "num_layers", "lora_parameters")
     message = Join(
@@ -91,7 +98,7 @@ def _place(name: str) -> list[Any]:
 class Fragment:
     """Facts of a fragment, the same on all ranks of the island."""
 
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[SharedTensor, ...]
     life: int
     """The life that the hub gave; that of a checkpoint until the next version is taken."""
     version: int | None = None
@@ -106,7 +113,7 @@ class Fragment:
     """The version that follows, on rank 0."""
 
 
-class Island:
+class IslandRank:
     """The part of one rank in an island. Methods are collective unless they say not."""
 
     def __init__(

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from shardmlx.checkpoint.run_identity import Facts, identity_of
+from shardmlx.checkpoint.run_identity import RunFacts, identity_of
 from shardmlx.common.digests import file_digest
 from shardmlx.common.formatting import gibibytes, numbers_of
 from shardmlx.common.reporter import Reporter
@@ -71,12 +71,12 @@ def _identity(planned: PlannedRun, data: DataSets, worker: TrainWorker) -> dict[
     return identity_of(asdict(config), worker.opened.path, data.train, data.valid, read, facts)
 
 
-def _facts_of(planned: PlannedRun, opened: OpenedModel) -> Facts:
+def _facts_of(planned: PlannedRun, opened: OpenedModel) -> RunFacts:
     """Return what the run's options do not say of it. Raises ``UserError``."""
     config, start = planned.config, planned.config.resume_adapter_file
     with file_access("read", f"--resume-adapter-file {start}"):
         digest = None if start is None else file_digest(Path(start))
-    return Facts(
+    return RunFacts(
         layers=opened.shape.num_layers,
         stored_dtype=only_dtype(open_model(str(opened.path))),
         start=digest,

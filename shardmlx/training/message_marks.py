@@ -55,7 +55,7 @@ class Words:
 
 
 @dataclass(frozen=True, slots=True)
-class Island:
+class MarkedWords:
     """Words in a text, from character ``begin`` to ``end``; ``number`` is that of their marks.
 
     If a template cuts words, their island is the one place at which they begin, or end.
@@ -75,7 +75,7 @@ class Marked:
     words: Sequence[Words]
     nonce: str
 
-    def read(self, text: str) -> tuple[str, list[Island]]:
+    def read(self, text: str) -> tuple[str, list[MarkedWords]]:
         """Return what a template wrote, without the marks, and the islands by their place.
 
         Some templates name a call in its result once more. Such an echo belongs to nobody, so of a
@@ -96,7 +96,7 @@ class Marked:
             begin = places.get((number, "b"))
             end_of_words = places.get((number, "e"))
             ends = [each for each in (begin, end_of_words) if each is not None]
-            islands.append(Island(ends[0], ends[-1], number, self.words[number].message))
+            islands.append(MarkedWords(ends[0], ends[-1], number, self.words[number].message))
         return "".join(pieces), sorted(islands, key=lambda each: (each.begin, each.end))
 
 

@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise, takewhile
 from typing import Any
 
 from shardmlx.training.message_marks import (
-    Island,
+    MarkedWords,
     Message,
     Way,
     Words,
@@ -67,7 +67,7 @@ class Reading:
     marked in a ``way`` of ``_WAYS``."""
 
     text: str
-    islands: Sequence[Island]
+    islands: Sequence[MarkedWords]
     words: Sequence[Words]
     way: Way
 
@@ -320,7 +320,7 @@ class MessageSpans:
         return asked[_matched(_PIECES.findall(asked), plain) :]
 
 
-def _is_system(messages: Sequence[Message], island: Island) -> bool:
+def _is_system(messages: Sequence[Message], island: MarkedWords) -> bool:
     return bool(messages[island.message]["role"] == "system")
 
 

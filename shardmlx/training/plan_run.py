@@ -39,7 +39,7 @@ from shardmlx.models.shares import TensorShares
 from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.plan import Plan
 from shardmlx.planning.choice import Choice, choose
-from shardmlx.planning.facts import Facts, SequenceLengths
+from shardmlx.planning.facts import PlanFacts, SequenceLengths
 from shardmlx.planning.groups import asked_shares, in_groups, parts_of
 from shardmlx.planning.layout import lay_out
 from shardmlx.planning.suggestions import remedies
@@ -258,8 +258,8 @@ def _lengths(config: TrainConfig, data: DataSets) -> SequenceLengths:
     return SequenceLengths((first, max(others, default=0)), *means, widths)
 
 
-def _facts_of(inputs: PlanInputs[Workload], lengths: SequenceLengths) -> Facts:
-    return Facts(
+def _facts_of(inputs: PlanInputs[Workload], lengths: SequenceLengths) -> PlanFacts:
+    return PlanFacts(
         workload=inputs.sizes, cluster=inputs.cluster, lengths=lengths, stage_map=inputs.stage_map
     )
 

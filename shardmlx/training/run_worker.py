@@ -20,7 +20,7 @@ from shardmlx.engine.optimizer import Updater
 from shardmlx.engine.trace import Meter, Span, Traced, Window
 from shardmlx.loading.adapters import read_tensors
 from shardmlx.training.datasets import DataSets
-from shardmlx.training.island import Island, Membership
+from shardmlx.training.island import IslandRank, Membership
 from shardmlx.training.losses import Gradients, answers_of, evaluating, set_baselines
 from shardmlx.training.nonfinite import nonfinite_weight
 from shardmlx.training.rows import Rows, Share, share_of
@@ -82,10 +82,10 @@ class RunWorker:
         self.meter = Meter(job.transport, engine.recorder, trace)
         shards, parts = engine.shards, [stage.part for stage in job.stages]
         self._updater = Updater(job.optimizer, job.stages, shards, masters=options.master_weights)
-        self.island: Island | None = None
+        self.island: IslandRank | None = None
         if job.membership is not None:
             batch = planned.way.batch
-            self.island = Island(job.membership, engine, self._updater, job.reporter, batch)
+            self.island = IslandRank(job.membership, engine, self._updater, job.reporter, batch)
         self.snapshots = Snapshots(job, self._updater, self.island)
         holds = None if shards.weights is None else shards.holds
         self._collector = Collector(planned.plan, job.transport, parts, holds)

@@ -11,7 +11,7 @@ from shardmlx.checkpoint.reader import CheckpointReader
 from shardmlx.checkpoint.store import Manifest
 from shardmlx.checkpoint.writer import SECONDS_TO_WRITE, CheckpointWriter, Saved, Snapshot
 from shardmlx.engine.optimizer import Updater
-from shardmlx.training.island import Island
+from shardmlx.training.island import IslandRank
 from shardmlx.training.setup import TrainingRun
 
 WEIGHTS, OPTIMIZER, ERRORS, ISLAND = "weights", "optimizer", "errors", "island"
@@ -29,7 +29,9 @@ class Snapshots:
                       to be written  arrays are written
     """
 
-    def __init__(self, job: TrainingRun, updater: Updater, island: Island | None = None) -> None:
+    def __init__(
+        self, job: TrainingRun, updater: Updater, island: IslandRank | None = None
+    ) -> None:
         self._job = job
         self._transport = job.transport
         self._updater = updater

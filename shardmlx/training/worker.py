@@ -57,7 +57,7 @@ class _Loading:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedWeights:
     """The weights that a rank has loaded: their bytes, how many are trained, and the seconds."""
 
     nbytes: int
@@ -161,7 +161,9 @@ class TrainWorker(ModelWorker):
             self._all_sum = join_group(self.transport, mine, self.reporter)
 
     @takes_long
-    def load(self, membership: Membership | None, name: str, metrics_file: str | None) -> Loaded:
+    def load(
+        self, membership: Membership | None, name: str, metrics_file: str | None
+    ) -> LoadedWeights:
         """Read this rank's weights, and get ready to train the run called ``name``, which is empty
         for a run alone. Frozen weights are those of the runs before."""
         loading, rank = self._last(), self.transport.rank
@@ -210,7 +212,7 @@ class TrainWorker(ModelWorker):
         self._stored = {}
         nbytes = sum(part.nbytes for part in parts) if weights is None else weights.nbytes(parts)
         trained = sum(stage.part[each].size for stage in stages for each in stage.names)
-        return Loaded(nbytes, trained, time.monotonic() - loading.started)
+        return LoadedWeights(nbytes, trained, time.monotonic() - loading.started)
 
     def step(self, orders: Sequence[tuple[int, StepOrder]]) -> list[StepAnswer]:
         """Make a step of each of several runs, by their numbers, in one schedule: micro-batches of

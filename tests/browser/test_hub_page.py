@@ -11,12 +11,12 @@ import numpy as np
 from selenium import webdriver
 from selenium.webdriver.support.ui import WebDriverWait
 
-from shardmlx.islands.protocol import Join, Progress, Tensor
+from shardmlx.islands.protocol import Join, Progress, SharedTensor
 from shardmlx.islands.rounds import SECONDS_MISSING, Rounds
 from shardmlx.islands.store import Report
 from tests.helpers.island_hub import running_hub
 
-TENSOR = Tensor("model.layers.0.lora_a", (4,))
+TENSOR = SharedTensor("model.layers.0.lora_a", (4,))
 JOIN = Join(name="", model={"type": "llama"}, tensors=(TENSOR,), adapter_config={})
 
 ROWS = (

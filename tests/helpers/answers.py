@@ -14,32 +14,32 @@ from shardmlx.inference.answer_format import (
     Marks,
     json_calls,
 )
-from shardmlx.server.answer_parser import AnswerParser, AnswerSyntax, Part
+from shardmlx.server.answer_parser import AnswerParser, AnswerPart, AnswerSyntax
 
 BARE_JSON = {"llama3": LLAMA3_CALLS, "generic": GENERIC_CALLS}
 
 
-def thought(text: str) -> Part:
-    return Part("thought", text)
+def thought(text: str) -> AnswerPart:
+    return AnswerPart("thought", text)
 
 
-def said(text: str) -> Part:
-    return Part("said", text)
+def said(text: str) -> AnswerPart:
+    return AnswerPart("said", text)
 
 
-def call(name: str, arguments: str) -> Part:
-    return Part("call", arguments, name)
+def call(name: str, arguments: str) -> AnswerPart:
+    return AnswerPart("call", arguments, name)
 
 
 def parser_of(known: AnswerFormat, **syntax: Any) -> AnswerParser:
     return AnswerParser(AnswerSyntax(format=known, **syntax))
 
 
-def parts_of(text: str, size: int, known: AnswerFormat, **syntax: Any) -> list[Part]:
+def parts_of(text: str, size: int, known: AnswerFormat, **syntax: Any) -> list[AnswerPart]:
     """The parts of a text that comes in pieces of this size: calls without ids, and those of a kind
     joined."""
     parser = parser_of(known, **syntax)
-    joined: list[Part] = []
+    joined: list[AnswerPart] = []
     for at in range(0, len(text), size):
         for part in parser.take(text[at : at + size], is_last=at + size >= len(text)):
             if joined and joined[-1].kind == part.kind and not part.id:

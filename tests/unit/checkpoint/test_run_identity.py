@@ -13,7 +13,7 @@ import pytest
 
 from shardmlx.checkpoint.run_identity import (
     SAME_OPTIONS,
-    Facts,
+    RunFacts,
     check_identity,
     identity_of,
     start_digest,
@@ -129,7 +129,7 @@ def test_settings_of_optimizers_that_are_not_used_may_change(model: Path) -> Non
     check_identity(identity(model, config), identity(model), WHERE)
 
 
-MODEL = Facts(layers=4, stored_dtype="float32")
+MODEL = RunFacts(layers=4, stored_dtype="float32")
 
 COSINE = {"name": "cosine_decay", "arguments": [1e-5, 100]}
 
@@ -188,7 +188,7 @@ def test_a_schedule_over_the_run_follows_raised_iters_and_this_is_said(model: Pa
         config = replace(
             CONFIG, iters=iters, **{"lr_schedule": {"name": "cosine_decay"}, **options}
         )
-        facts = Facts(open_schedule=config.open_lr_schedule)
+        facts = RunFacts(open_schedule=config.open_lr_schedule)
         return identity_of(asdict(config), model, TRAIN, VALID, facts=facts)
 
     assert check_identity(at(100), at(100), WHERE) == []
@@ -205,7 +205,7 @@ def test_a_schedule_over_the_run_follows_raised_iters_and_this_is_said(model: Pa
 def test_the_weights_to_start_from_are_known_by_their_content(model: Path) -> None:
     def starting(name: str | None, digest: str | None) -> dict[str, Any]:
         options = asdict(replace(CONFIG, resume_adapter_file=name))
-        return identity_of(options, model, TRAIN, VALID, facts=Facts(start=digest))
+        return identity_of(options, model, TRAIN, VALID, facts=RunFacts(start=digest))
 
     before = starting("sft/adapters.safetensors", "1")
     assert check_identity(starting("moved/adapters.safetensors", "1"), before, WHERE) == []
@@ -241,7 +241,7 @@ def test_which_answers_are_wanted_is_part_of_the_data(model: Path) -> None:
 
 def test_an_own_objective_that_has_changed_is_told(model: Path) -> None:
     now, then = (
-        identity_of(asdict(CONFIG), model, TRAIN, VALID, facts=Facts(objective=each))
+        identity_of(asdict(CONFIG), model, TRAIN, VALID, facts=RunFacts(objective=each))
         for each in ("1", "2")
     )
     (note,) = check_identity(now, then, WHERE)

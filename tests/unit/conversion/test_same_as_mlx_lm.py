@@ -15,7 +15,7 @@ from mlx_lm.fuse import main as fuse_command
 from mlx_lm.utils import make_shards
 
 from shardmlx.checkpoint.export import TensorSpec
-from shardmlx.config.export import ExportOptions, Packing
+from shardmlx.config.export import ExportOptions, PackingOptions
 from shardmlx.conversion.export import divide
 from shardmlx.modelfiles.safetensors_header import read_header
 from shardmlx.models.rope_parameters import with_rope
@@ -120,7 +120,7 @@ def convert_to(to: Path, model: Path, **how: Any) -> Path:
     return to
 
 
-def arguments(how: Packing) -> dict[str, Any]:
+def arguments(how: PackingOptions) -> dict[str, Any]:
     group = {"quantize": True, "q_group_size": how.group_size}
     if how.recipe is not None:
         return {**group, "quant_predicate": how.recipe}
@@ -129,7 +129,7 @@ def arguments(how: Packing) -> dict[str, Any]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_of_quantising_is_that_of_convert(way: str, wide: Path, tmp_path: Path) -> None:
-    how = Packing.parse(way)
+    how = PackingOptions.parse(way)
     theirs = convert_to(tmp_path / "theirs", wide, **arguments(how))
     assert_same(exported(wide, tmp_path / "ours", quantize=way), theirs)
 

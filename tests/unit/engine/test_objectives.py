@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 from shardmlx.config.objective import OBJECTIVES, ObjectiveOptions
 from shardmlx.config.specs import Savings
 from shardmlx.engine.batches import BASELINE, KNOWN, Batch, Samples, make_batch, pack, split
-from shardmlx.engine.objectives import LOSSES, Answers, Objective
+from shardmlx.engine.objectives import LOSSES, AnswerScores, Objective
 from shardmlx.errors import UserError
 from tests.helpers.engines import run_engine
 from tests.helpers.local_transport import LocalNetwork
@@ -106,7 +106,7 @@ def test_the_losses_are_those_of_the_papers(case: str) -> None:
     logps, references, tokens = (
         mx.array(each.astype(np.float32)) for each in (LOGPS, REFERENCES, TOKENS)
     )
-    answers = Answers(logps, references, tokens, mx.array(WANTED), mx.full((6,), KL))
+    answers = AnswerScores(logps, references, tokens, mx.array(WANTED), mx.full((6,), KL))
     found = np.array(loss(answers, objective.how))
     expected = formula(objective.how, LOGPS, REFERENCES, TOKENS, WANTED, KL)
     np.testing.assert_allclose(found, expected, rtol=2e-6)
@@ -118,7 +118,7 @@ def test_orpo_is_exact_where_an_answer_is_almost_certain() -> None:
     tokens = mx.array([4.0, 3.0, 2.0, 2.0, 4.0, 1.0, 1.0, 1.0])
 
     def losses(logps: mx.array) -> mx.array:
-        return loss(Answers(logps, logps, tokens, mx.array(True), mx.array(0.0)), how)
+        return loss(AnswerScores(logps, logps, tokens, mx.array(True), mx.array(0.0)), how)
 
     slopes = np.array(mx.grad(lambda logps: losses(logps).sum())(logps))
     # Those of TRL 1.16's ORPOTrainer; for the last pair its gradient is not a number.

@@ -9,7 +9,7 @@ import pytest
 
 from shardmlx.distributed.messages import Handle
 from shardmlx.inference.drafts import Draft
-from shardmlx.inference.rounds import Round, Rounds
+from shardmlx.inference.rounds import DecodeRounds, Round
 from shardmlx.inference.scheduler import Item, ItemKind
 
 
@@ -25,8 +25,8 @@ def round_of(
     return Round(item, tokens, Handle(tokens, done=True), Draft(drafts), 0.0)
 
 
-def under_way(*rounds: Round) -> Rounds:
-    found = Rounds()
+def under_way(*rounds: Round) -> DecodeRounds:
+    found = DecodeRounds()
     found.extend(rounds)
     return found
 

@@ -17,13 +17,13 @@ import pytest
 from shardmlx.errors import UserError
 from shardmlx.islands import client
 from shardmlx.islands.client import TOKEN, Hub
-from shardmlx.islands.protocol import Join, Refusal, Tensor
+from shardmlx.islands.protocol import Join, Refusal, SharedTensor
 from tests.helpers.island_hub import running_hub
 
 JOIN = Join(
     name="ann",
     model={"fine_tune_type": "lora"},
-    tensors=(Tensor("model.layers.0.lora_a", (2, 3)),),
+    tensors=(SharedTensor("model.layers.0.lora_a", (2, 3)),),
     adapter_config={},
 )
 WHOLE = bytes(range(256)) * 40

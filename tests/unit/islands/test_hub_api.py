@@ -24,11 +24,14 @@ from safetensors.numpy import load_file
 from shardmlx.common.http_listener import POLICY
 from shardmlx.islands import hub_api
 from shardmlx.islands.encodings import encoding_named
-from shardmlx.islands.protocol import Join, Progress, Tensor, report_path
+from shardmlx.islands.protocol import Join, Progress, SharedTensor, report_path
 from shardmlx.main import main
 from tests.helpers.island_hub import RunningHub, running_hub
 
-TENSORS = (Tensor("model.layers.0.lora_a", (2, 3)), Tensor("model.layers.1.lora_a", (4,)))
+TENSORS = (
+    SharedTensor("model.layers.0.lora_a", (2, 3)),
+    SharedTensor("model.layers.1.lora_a", (4,)),
+)
 JOIN = Join(
     name="ann",
     model={"type": "llama"},

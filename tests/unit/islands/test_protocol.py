@@ -12,13 +12,13 @@ from shardmlx.islands.protocol import (
     Join,
     Joined,
     Progress,
-    Tensor,
+    SharedTensor,
     Terms,
     fragments_of,
 )
 
 LAYERS = tuple(
-    Tensor(f"model.layers.{layer}.self_attn.{name}", (4, size))
+    SharedTensor(f"model.layers.{layer}.self_attn.{name}", (4, size))
     for layer in range(4)
     for name, size in (("q_proj.lora_a", 2), ("v_proj.lora_a", 3))
 )
@@ -68,7 +68,10 @@ def test_fragments_have_whole_layers_and_about_equal_bytes() -> None:
 
 
 def test_large_tensors_outside_of_layers_are_fragments_of_their_own() -> None:
-    embedding, head = Tensor("model.embed_tokens.weight", (100, 8)), Tensor("lm_head.weight", (9,))
+    embedding, head = (
+        SharedTensor("model.embed_tokens.weight", (100, 8)),
+        SharedTensor("lm_head.weight", (9,)),
+    )
     parts = fragments_of((embedding, *LAYERS, head), 2)
     assert [len(each) for each in parts] == [1, 9]
 

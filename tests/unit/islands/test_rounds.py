@@ -12,11 +12,11 @@ import pytest
 
 from shardmlx.errors import UserError
 from shardmlx.islands.hub_options import HubOptions
-from shardmlx.islands.protocol import Join, Joined, Progress, Refusal, Tensor
+from shardmlx.islands.protocol import Join, Joined, Progress, Refusal, SharedTensor
 from shardmlx.islands.rounds import Rounds
 from shardmlx.islands.store import PUBLISHED, Report
 
-JOIN = Join(name="ann", model={}, tensors=(Tensor("a", (4,)),), adapter_config={})
+JOIN = Join(name="ann", model={}, tensors=(SharedTensor("a", (4,)),), adapter_config={})
 
 
 class Hub:
@@ -293,7 +293,7 @@ def test_only_the_first_seeds_and_another_does_if_it_dies_and_the_first_whole_on
     with pytest.raises(Refusal, match="--name is cid"):
         rounds.join("ann", replace(JOIN, name="cid"))
     with pytest.raises(UserError, match=r"b \[4\]"):
-        rounds.join("ann", replace(JOIN, tensors=(Tensor("b", (4,)),)))
+        rounds.join("ann", replace(JOIN, tensors=(SharedTensor("b", (4,)),)))
     rounds.run.close()
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from shardmlx.errors import UserError
-from shardmlx.islands.protocol import Join, Tensor, Terms
+from shardmlx.islands.protocol import Join, SharedTensor, Terms
 from shardmlx.islands.store import (
     CHANGE,
     MOMENTUM,
@@ -26,7 +26,10 @@ from shardmlx.islands.store import (
 )
 from tests.helpers.crashes import Crash, calls
 
-TENSORS = (Tensor("model.layers.0.lora_a", (2, 3)), Tensor("model.layers.1.lora_a", (4,)))
+TENSORS = (
+    SharedTensor("model.layers.0.lora_a", (2, 3)),
+    SharedTensor("model.layers.1.lora_a", (4,)),
+)
 START = np.arange(10, dtype=np.float32)
 JOIN = Join(name="ann", model={"type": "llama"}, tensors=TENSORS, adapter_config={"rank": 8})
 

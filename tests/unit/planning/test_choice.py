@@ -29,7 +29,7 @@ from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.stage_map import Partition, StageMap
 from shardmlx.planning.choice import Choice, assess, choose
-from shardmlx.planning.facts import Facts, SequenceLengths
+from shardmlx.planning.facts import PlanFacts, SequenceLengths
 from shardmlx.planning.layout import trainable_stages, with_replica_rows
 from shardmlx.planning.suggestions import remedies
 from shardmlx.planning.training_plan import plan_training
@@ -92,11 +92,11 @@ def asked(
     *,
     given: StageMap | None = None,
     **options: Any,
-) -> tuple[RunSpec, Facts]:
+) -> tuple[RunSpec, PlanFacts]:
     """What is asked for, of rows of 512 tokens in batches of 8 where nothing else is said."""
     settings = {"num_layers": -1, "batch_size": 8, "max_seq_length": 512, **options}
     run = RunSpec.of(TrainConfig(model=str(model), **settings))
-    facts = Facts(
+    facts = PlanFacts(
         workload=Workload.of(open_model(str(model)), run.fine_tune, run.batch),
         cluster=cluster,
         lengths=lengths or SequenceLengths.full(run.batch.max_seq_length),

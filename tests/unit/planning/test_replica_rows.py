@@ -21,7 +21,7 @@ from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.schedules import SCHEDULES
 from shardmlx.pipeline.stage_map import StageMap
-from shardmlx.planning.facts import Facts, SequenceLengths
+from shardmlx.planning.facts import PlanFacts, SequenceLengths
 from shardmlx.planning.layout import lay_out, rows_by_speed
 from shardmlx.planning.ways import ways
 from tests.helpers.fake_models import MISTRAL_7B
@@ -50,7 +50,7 @@ def macs(*tera: float) -> Cluster:
 def laid_out(cluster: Cluster, **options: Any) -> tuple[Plan, Workload]:
     settings: dict[str, Any] = {**BALANCED, **options}
     work = workload(read_shape(MISTRAL_7B), "bfloat16", **settings)
-    facts = Facts(workload=work, cluster=cluster, lengths=SequenceLengths.full(512))
+    facts = PlanFacts(workload=work, cluster=cluster, lengths=SequenceLengths.full(512))
     run = RunSpec.of(TrainConfig(model="mistral", **settings))
     return lay_out(ways(run, facts)[0], facts), work
 

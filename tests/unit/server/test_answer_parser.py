@@ -16,7 +16,7 @@ from shardmlx.inference.answer_format import (
     Marks,
     json_calls,
 )
-from shardmlx.server.answer_parser import Part, whole_call
+from shardmlx.server.answer_parser import AnswerPart, whole_call
 from tests.helpers.answers import call, parser_of, parts_of, said, thought
 
 THINK = Marks("<think>", "</think>")
@@ -53,7 +53,7 @@ HEAR = '<tool_call>{"name": "hear", "arguments": {}}</tool_call>'
         ("<think>for ever", [thought("for ever")]),
     ],
 )
-def test_calls_between_marks(text: str, size: int, parts: list[Part]) -> None:
+def test_calls_between_marks(text: str, size: int, parts: list[AnswerPart]) -> None:
     assert parts_of(text, size, JSON, tools=TOOLS) == parts
 
 
@@ -90,7 +90,7 @@ SEEN, HEARD = call("look", '{"at": "a }\\" sea"}'), call("hear", '{"in": {}}')
         ),
     ],
 )
-def test_calls_within_text(text: str, parts: list[Part], size: int) -> None:
+def test_calls_within_text(text: str, parts: list[AnswerPart], size: int) -> None:
     assert parts_of(text, size, IN_TEXT, tools=TOOLS) == parts
 
 
@@ -120,7 +120,7 @@ HM = thought("Hm < 3 <|e")
         ("<", []),
     ],
 )
-def test_messages_in_channels(text: str, size: int, parts: list[Part]) -> None:
+def test_messages_in_channels(text: str, size: int, parts: list[AnswerPart]) -> None:
     assert parts_of(text, size, HARMONY, tools=TOOLS) == parts
 
 
@@ -137,7 +137,7 @@ CUT = CHANNEL.index("sea")
     ],
 )
 def test_a_call_that_is_cut_off_is_text(
-    known: AnswerFormat, text: str, parts: list[Part], size: int
+    known: AnswerFormat, text: str, parts: list[AnswerPart], size: int
 ) -> None:
     """Nobody shall run it."""
     assert parts_of(text, size, known, tools=TOOLS) == parts
@@ -157,7 +157,7 @@ def test_a_call_that_is_cut_off_is_text(
     ids=["any", "to the letter"],
 )
 def test_a_template_may_have_begun_the_thought(
-    text: str, syntax: dict[str, Any], parts: list[Part], size: int
+    text: str, syntax: dict[str, Any], parts: list[AnswerPart], size: int
 ) -> None:
     assert parts_of(text, size, JSON, is_thinking=True, **syntax) == parts
 

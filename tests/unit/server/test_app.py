@@ -16,7 +16,7 @@ from openai.types.chat import ChatCompletionUserMessageParam
 
 from shardmlx.common.http_listener import POLICY
 from shardmlx.server import streaming
-from shardmlx.server.answer_parser import Part
+from shardmlx.server.answer_parser import AnswerPart
 from shardmlx.server.app import LONG_BODY_BYTES
 from shardmlx.server.request_queue import Delta
 from tests.helpers.http_serving import (
@@ -237,7 +237,7 @@ class Broken(Parrot):
     def _next(self, text: Text) -> Delta:
         text.generated += 1
         whole = text.generated < 3
-        parts = (Part("said", "{"),) if whole else ()
+        parts = (AnswerPart("said", "{"),) if whole else ()
         return Delta(parts, (), text.generated, 0, None if whole else "broken")
 
 

@@ -21,7 +21,7 @@ from shardmlx.common.environment import Blas
 from shardmlx.common.http_listener import bind
 from shardmlx.config.serve import LINE
 from shardmlx.server import answer_parser
-from shardmlx.server.answer_parser import AnswerSyntax, Incoming, Reading
+from shardmlx.server.answer_parser import AnswerSyntax, Reading, UnreadText
 from shardmlx.server.run import run
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 
@@ -93,11 +93,11 @@ def test_a_fault_in_reading_an_answer_ends_no_other(
     """A format that fails for calls of tools, once an answer without tools has begun."""
     read, has_begun = answer_parser.marked_answer, threading.Event()
 
-    def beginning(incoming: Incoming, syntax: AnswerSyntax) -> Reading:
+    def beginning(incoming: UnreadText, syntax: AnswerSyntax) -> Reading:
         has_begun.set()
         return read(incoming, syntax)
 
-    def failing(incoming: Incoming, syntax: AnswerSyntax) -> Reading:
+    def failing(incoming: UnreadText, syntax: AnswerSyntax) -> Reading:
         while not (has_begun.is_set() or incoming.is_last):
             yield None
         raise RuntimeError("an unforeseen fault")

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from shardmlx.inference.sampling_params import SamplingParams
-from shardmlx.server.answer_parser import AnswerParser, Part
+from shardmlx.server.answer_parser import AnswerParser, AnswerPart
 from shardmlx.server.model_names import ModelNames
 from shardmlx.server.openai_bodies import ChatBody
 from shardmlx.server.openai_errors import ApiError
@@ -164,7 +164,9 @@ def test_an_answer_may_go_on_from_the_last_message(more: dict[str, Any]) -> None
     assert encoder.goes_on
     assert encoder.messages == BEGUN
     assert request.continues
-    assert list(AnswerParser(request.syntax).take(" yes", is_last=True)) == [Part("said", " yes")]
+    assert list(AnswerParser(request.syntax).take(" yes", is_last=True)) == [
+        AnswerPart("said", " yes")
+    ]
 
 
 def test_an_answer_with_a_structure_is_said_to_the_letter() -> None:
@@ -172,7 +174,7 @@ def test_an_answer_with_a_structure_is_said_to_the_letter() -> None:
     served = terms(encoder=Agent(), complaint=lambda grammar: "")
     (request,) = read_chat(json.dumps(body).encode(), served).requests
     parts = AnswerParser(request.syntax)
-    said = [Part("said", " <think>a</think>")]
+    said = [AnswerPart("said", " <think>a</think>")]
     assert list(parts.take(" <think>a</think>", is_last=True)) == said
     assert request.continues
 

@@ -9,7 +9,7 @@ import pytest
 
 from shardmlx.inference.drafts import DraftCounts
 from shardmlx.inference.sampling_params import SampledToken
-from shardmlx.server.answer_parser import Part
+from shardmlx.server.answer_parser import AnswerPart
 from shardmlx.server.openai_requests import ApiRequest
 from shardmlx.server.openai_responses import ChatReply, CompletionReply
 from shardmlx.server.request_queue import Delta, GenerationRequest
@@ -17,8 +17,8 @@ from shardmlx.server.request_queue import Delta, GenerationRequest
 WORDS: Mapping[int, str] = {1: "Hi", 2: " there", 3: "\N{REPLACEMENT CHARACTER}", 4: "é", 5: "Hi"}
 
 
-def said(text: str) -> tuple[Part, ...]:
-    return (Part("said", text),)
+def said(text: str) -> tuple[AnswerPart, ...]:
+    return (AnswerPart("said", text),)
 
 
 def order(

@@ -6,11 +6,11 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from shardmlx.server.answer_parser import Part
+from shardmlx.server.answer_parser import AnswerPart
 from shardmlx.server.request_queue import (
-    Answers,
     Delta,
     GenerationRequest,
+    PendingAnswers,
     QueueFull,
     RequestQueue,
     ServiceEnded,
@@ -51,11 +51,11 @@ def request(prompt: str, max_tokens: int = 6, *, stop: tuple[str, ...] = ()) -> 
     return GenerationRequest(tokens=tuple(map(ord, prompt)), max_tokens=max_tokens, stop=stop)
 
 
-async def deltas_of(answers: Answers) -> list[Delta]:
+async def deltas_of(answers: PendingAnswers) -> list[Delta]:
     return [each[1] async for each in answers.deltas(60) if each is not None]
 
 
-async def text_of(answers: Answers) -> str:
+async def text_of(answers: PendingAnswers) -> str:
     deltas = await deltas_of(answers)
     return "".join(part.text for delta in deltas for part in delta.parts)
 
@@ -161,14 +161,14 @@ def test_an_error_of_the_generator_ends_all_texts_and_is_raised() -> None:
 
 def test_pieces_that_came_before_an_error_are_delivered_before_it() -> None:
     async def session(service: RequestQueue, parrot: Parrot) -> None:
-        steps = iter([[(0, Delta((Part("said", "a"),), (), 1))]])
+        steps = iter([[(0, Delta((AnswerPart("said", "a"),), (), 1))]])
 
         def step() -> list[tuple[int, Delta]]:
             return [] if parrot.is_idle else next(steps, []) or fail()
 
         parrot.step = step  # type: ignore[method-assign]
         deltas = service.submit([request("a")]).deltas(60)
-        assert await anext(deltas) == (0, Delta((Part("said", "a"),), (), 1))
+        assert await anext(deltas) == (0, Delta((AnswerPart("said", "a"),), (), 1))
         with pytest.raises(ServiceEnded, match=r"later"):
             await anext(deltas)
 
@@ -213,7 +213,7 @@ def test_fail_ends_what_is_open_at_once_and_says_why() -> None:
         def step() -> list[tuple[int, Delta]]:
             in_step.set()
             goes_on.wait(30)
-            return [(0, Delta((Part("said", "too late"),), (), 1))]
+            return [(0, Delta((AnswerPart("said", "too late"),), (), 1))]
 
         parrot.step = step  # type: ignore[method-assign]
         answer = service.submit([request("a")])

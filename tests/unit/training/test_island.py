@@ -248,9 +248,9 @@ def test_an_island_whose_difference_is_refused_goes_on_with_the_hubs_weights(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """It is alone: nobody else makes a new version, for which it could wait."""
-    encoded, refused = island.Island._encoded, list[str]()
+    encoded, refused = island.IslandRank._encoded, list[str]()
 
-    def encoded_once_as_nan(self: island.Island, name: str) -> np.ndarray:
+    def encoded_once_as_nan(self: island.IslandRank, name: str) -> np.ndarray:
         data = encoded(self, name)
         if not refused:
             refused.append(name)
@@ -258,7 +258,7 @@ def test_an_island_whose_difference_is_refused_goes_on_with_the_hubs_weights(
         return data
 
     made = lab.islands(1, **LORA)
-    monkeypatch.setattr(island.Island, "_encoded", encoded_once_as_nan)
+    monkeypatch.setattr(island.IslandRank, "_encoded", encoded_once_as_nan)
     hub = lab.train(made, {"ann": 2})
     assert (hub.rounds.version, hub.rounds.islands["ann"].refused) == (ROUNDS - 1, 1)
     check_equal(saved(made, "ann"), weights_of(hub))
