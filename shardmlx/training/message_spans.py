@@ -104,7 +104,7 @@ class Gap:
     @classmethod
     def of(cls, text: str, messages: Sequence[Message]) -> Gap:
         """Return the gap of a text that stands between words of ``messages``."""
-        values = {value for each in messages for value in unmarked_in(each)}
+        values = {value for each in messages for value in unmarked_in(each) if value in text}
         pattern = "|".join(map(re.escape, sorted(values, key=len, reverse=True)))
         pieces: list[str] = []
         kind: list[str | None] = []
