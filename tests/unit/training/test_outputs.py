@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from shardmlx.common.reporter import Reporter
 from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.crew import Crew
 from shardmlx.errors import UserError
+from shardmlx.modelfiles.safetensors_header import INDEX_FILE
 from shardmlx.training.command import train_model
 from shardmlx.training.outputs import Kept
 from shardmlx.training.worker import TrainWorker
@@ -75,12 +77,14 @@ def test_a_validation_before_the_first_moved_weight_replaces_nothing(
     still: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "out").mkdir()
-    for name in ("adapters.safetensors", "model-00001-of-00001.safetensors"):
+    shard = "model-00001-of-00001.safetensors"
+    for name in ("adapters.safetensors", shard):
         (tmp_path / "out" / name).write_bytes(b"trained before")
+    (tmp_path / "out" / INDEX_FILE).write_text(json.dumps({"weight_map": {"weight": shard}}))
     kept, told = trained(options | UNMOVED[still])
     assert [each["step"] for each in of(told, "val")][:2] == [1, 2]
     assert kept is None
-    left = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir() if path.is_file()}
+    left = {path.name: path.read_bytes() for path in (tmp_path / "out").glob("*.safetensors")}
     assert len(left) == 2
     assert {*left.values()} == {b"trained before"}
     assert [*(tmp_path / "out" / "last").glob("*.safetensors")], "the last weights have moved"
