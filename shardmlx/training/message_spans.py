@@ -45,6 +45,9 @@ content is not empty, or look for a command at the end of a question."""
 _PIECES = re.compile(r"<[^<>]*>|\[[^\[\]]*\]|\w+|\W")
 """Pattern of the marks, words and other characters in a template's text."""
 
+_WORDS_OR_NOT = re.compile(r"\w+|\W")
+"""Pattern of the words and other characters in a text."""
+
 _MARK = re.compile(r"<[^<>]+>|\[[^\[\]]+\]")
 """Pattern of a mark in a template's text."""
 
@@ -104,18 +107,15 @@ class Gap:
     @classmethod
     def of(cls, text: str, messages: Sequence[Message]) -> Gap:
         """Return the gap of a text that stands between words of ``messages``."""
-        values = {value for each in messages for value in unmarked_in(each) if value in text}
-        pattern = "|".join(map(re.escape, sorted(values, key=len, reverse=True)))
-        pieces: list[str] = []
-        kind: list[str | None] = []
-        end = 0
-        for found in re.finditer(rf"(?<!\w)(?:{pattern})(?!\w)", text) if pattern else ():
-            between = _PIECES.findall(text[end : found.start()])
-            pieces += [*between, found[0]]
-            kind += [*between, None]
-            end = found.end()
-        between = _PIECES.findall(text[end:])
-        return cls([*pieces, *between], [*kind, *between])
+        values = {
+            word
+            for each in messages
+            for value in unmarked_in(each)
+            for word in _WORDS_OR_NOT.findall(value)
+            if word.isalnum() or "_" in word
+        }
+        pieces = _WORDS_OR_NOT.findall(text)
+        return cls(pieces, [None if piece in values else piece for piece in pieces])
 
     def count(self, length: int) -> int | None:
         """Return how many pieces have this length; None if it ends within one."""
