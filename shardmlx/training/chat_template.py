@@ -147,8 +147,8 @@ class ChatTemplate:
 
     @functools.cached_property
     def no_content(self) -> Message:
-        """The value for the content of a message that has calls alone: no key, or an empty text
-        for a template that requires one."""
+        """The content of a message that has calls alone: no key, or an empty text for a template
+        that requires one."""
         forms: Sequence[Message] = ({}, {"content": ""})
         # It may require less of the last message, or refuse results.
         others: Sequence[Sequence[Message]] = ([_RESULT, _ANSWER], [])
