@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -130,10 +131,10 @@ def test_only_the_module_of_the_command_is_imported() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_a_reader_that_has_gone_is_no_error() -> None:
+def test_a_reader_that_has_gone_ends_a_command_as_sigpipe_would_without_a_line() -> None:
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-m", "shardmlx", "--help"]
     done = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE)
     os.close(write)
-    assert (done.returncode, done.stderr) == (0, b"")
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")

@@ -45,6 +45,7 @@ def test_few_modules_know_all_options_of_train() -> None:
     assert users == {
         "config/profile.py",
         "config/sweep.py",
+        "planning/alone.py",
         "planning/plan_command.py",
         "planning/training_plan.py",
         "training/command.py",

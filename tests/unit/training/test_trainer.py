@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ import pytest
 from shardmlx.config.train import TrainConfig
 from shardmlx.engine import batches
 from shardmlx.errors import AgreedFailure
+from shardmlx.modelfiles.safetensors_header import INDEX_FILE
 from shardmlx.training.command import train_model
 from tests.helpers.letters import write
 from tests.helpers.local_transport import LocalNetwork
@@ -39,6 +41,10 @@ def run(options: dict[str, Any]) -> None:
     LocalNetwork(1, timeout=60).run(lambda rank: train_model(TrainConfig(**options), rank))
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 @pytest.mark.parametrize(
     "still",
     [
@@ -51,13 +57,14 @@ def test_a_run_that_moves_no_weight_replaces_nothing(
     still: dict[str, Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "out").mkdir()
-    for name in ("adapters.safetensors", "model-00001-of-00001.safetensors"):
+    shard = "model-00001-of-00001.safetensors"
+    for name in ("adapters.safetensors", shard):
         (tmp_path / "out" / name).write_bytes(b"of an earlier run")
+    (tmp_path / "out" / INDEX_FILE).write_text(json.dumps({"weight_map": {"weight": shard}}))
+    before = contents(tmp_path / "out")
     with pytest.raises(AgreedFailure, match=r"has moved a weight.*--learning-rate"):
         run(options | still)
-    left = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    assert len(left) == 2
-    assert set(left.values()) == {b"of an earlier run"}
+    assert contents(tmp_path / "out") == before
     assert not list((tmp_path / "checkpoints").glob("step-*"))
 
 
