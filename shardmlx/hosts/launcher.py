@@ -227,15 +227,19 @@ class Launcher:
             rank_0_here=hosts[0] not in elsewhere,
             limit=StartLimit(seconds, self._why_no_rank_begins) if elsewhere else None,
         )
-        if elsewhere and not said.has_begun:
-            self._clear(name_of(ended.pid, socket.gethostname()), elsewhere)
+        if elsewhere:
+            name = name_of(ended.pid, socket.gethostname())
+            end_here(name)  # a login on a host that is cut off would wait for it
+            if not said.has_begun:
+                self._clear(name, elsewhere)
         if ended.too_late:
             raise GaveUp(f"mpirun has started no rank within {seconds:g} s (see --timeout)")
         if said.status is not None:
             return said.status
         # mpirun returns 0 even after its login on another host was killed.
-        if ended.status == 0 and self.supervisor.stopped_by is None:
-            _say("mpirun ended as if all were well, but the ranks had not come to their end")
+        if self.supervisor.stopped_by is None and (ended.status == 0 or ended.killed):
+            how = "was killed" if ended.killed else "ended as if all were well"
+            _say(f"mpirun {how}, but the ranks had not come to their end")
         return ended.status or FAILED
 
     def _why_no_rank_begins(self, waited: float) -> list[str]:
@@ -257,8 +261,7 @@ class Launcher:
         return [f"launch: {each}" for each in said]
 
     def _clear(self, name: str, hosts: Sequence[str]) -> None:
-        """End what an mpirun of that name has left behind, here and on other hosts."""
-        end_here(name)
+        """End what an mpirun of that name has left behind on other hosts."""
         logins = {
             each.host: Login(each.login, each.port)
             for each in self.launch.machines

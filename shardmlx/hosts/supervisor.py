@@ -30,7 +30,8 @@ PRRTE 3 sends SIGTERM, and SIGKILL half a second later, a time that no option se
 SECONDS_TO_SAVE = 120  # for the ranks to save and leave in order, before they are killed
 SECONDS_ALONE = 20.0  # that mpirun may have no rank on its host: not yet, or no more
 SECONDS_TO_BEGIN = 30.0  # for logins on other hosts, and rank 0's Python, before launch looks
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Ctrl-\ sends SIGQUIT, and to launch alone: mpirun has a session of its own.
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +57,13 @@ class StartLimit:
 @dataclass(frozen=True, slots=True)
 class Ended:
     """The end of an mpirun: its status as a shell counts, and its process id. ``too_late`` if it
-    was ended at its ``StartLimit``."""
+    was ended at its ``StartLimit``. It says nothing itself if it was ``killed``: the status alone
+    may be that of a rank which was killed."""
 
     status: int
     pid: int
     too_late: bool = False
+    killed: bool = False
 
 
 @dataclass(slots=True)
@@ -199,7 +202,8 @@ class Supervisor:
             status = process.wait()
         self._running = None
         signal.alarm(0)
-        return Ended(128 - status if status < 0 else status, process.pid, running.too_late)
+        killed = status < 0
+        return Ended(128 - status if killed else status, process.pid, running.too_late, killed)
 
     def _terminal(self) -> dict[str, str]:
         """Return the variable that gives this process's terminal to rank 0, if it needs it."""

@@ -19,6 +19,7 @@ import pytest
 
 from shardmlx.config.commands import OF_RANKS
 from shardmlx.costmodel.hostfile import read_hostfile
+from shardmlx.distributed.processes import process_state
 from shardmlx.errors import LOCAL_NETWORK, Stopped, UserError
 from shardmlx.hosts import supervisor
 from shardmlx.hosts.launch_options import entries, read_options, replaced
@@ -175,6 +176,7 @@ def test_a_job_that_ends_well_is_started_once(lab: Lab, capfd: pytest.CaptureFix
     ("end", "said"),
     [
         ("kill -9 $$", "the job failed with status 137: restart 1 of 3 in 1 s\n"),
+        ("kill -9 $$", "launch: mpirun was killed, but the ranks had not come to their end\n"),
         # mpirun 5.0 ends with 0 where its ssh on another host is killed.
         ("exit 0", "the ranks had not come to their end"),
     ],
@@ -186,6 +188,15 @@ def test_a_failed_job_goes_on_from_its_checkpoint(
     assert lab.launcher().run() == 0
     assert lab.options == ["-n 4", "-n 4 --resume auto"]
     assert said in capfd.readouterr().out
+
+
+def test_what_mpirun_leaves_behind_here_is_ended(lab: Lab) -> None:
+    """Its login on a host that is cut off, which has its name, would wait for that host."""
+    name = f"prterun-{socket.gethostname().partition('.')[0]}-$$@0"
+    login = f"sh -c 'echo $$ > login; while :; do sleep 0.1; done' {name} > /dev/null 2>&1 &"
+    lab.ends(f"{login} until test -s login; do sleep 0.05; done; {WELL}")
+    assert lab.launcher().run() == 0
+    assert process_state(int((lab.path / "login").read_text())) == "gone"
 
 
 @pytest.mark.parametrize("words", [("train", "--data", "nowhere"), ("doctor",), ("generate",)])
@@ -458,6 +469,7 @@ STUBBORN = WAITS.replace("saved >> signals; exit 138", "deaf >> signals")
     ("job", "signals", "status", "heard"),
     [
         (WAITS, [signal.SIGTERM], 143, "saved\n"),
+        (WAITS, [signal.SIGQUIT], 131, "saved\n"),
         (STUBBORN, [signal.SIGINT, signal.SIGINT], 130, "deaf\nended\n"),
     ],
 )
