@@ -8,6 +8,7 @@ kept, for prompts that begin like it, with copies at borders of what cannot be c
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -229,27 +230,28 @@ def _packed(cache: Any, how: CacheQuantisation) -> Any:
 def check_limited(part: Slice, most: int, model_type: str) -> None:
     """Raise ``UserError`` if ``part`` takes no caches of at most so many tokens. Nothing is
     computed, no weight read."""
-    try:
+    with _refused(f"--max-kv-size {most}", model_type, "a limited", "leave it out"):
         part.try_step(part.new_caches(most))
-    except Exception as error:  # a model's code may raise whatever it likes
-        raise UserError(
-            f"--max-kv-size {most}: layers of {model_type} do not take a limited KV cache "
-            f"({one_line(error)})",
-            "leave it out",
-        ) from None
 
 
 def check_quantised(part: Slice, how: CacheQuantisation, model_type: str) -> None:
     """Raise ``UserError`` if ``part`` takes no such caches. Nothing is computed, no weight read."""
     caches = part.new_caches()
-    try:
+    remedy = "leave it out, or give another --kv-group-size"
+    with _refused(f"--kv-bits {how.bits}", model_type, "a quantised", remedy):
         part.try_step(caches)
         part.try_step(
             [_packed(cache, how) if _may_be_quantised(cache) else cache for cache in caches]
         )
+
+
+@contextlib.contextmanager
+def _refused(option: str, model_type: str, kind: str, remedy: str) -> Iterator[None]:
+    """Raise ``UserError`` if layers do not take the caches that they are tried with."""
+    try:
+        yield
     except Exception as error:  # a model's code may raise whatever it likes
         raise UserError(
-            f"--kv-bits {how.bits}: layers of {model_type} do not take a quantised KV cache "
-            f"({one_line(error)})",
-            "leave it out, or give another --kv-group-size",
+            f"{option}: layers of {model_type} do not take {kind} KV cache ({one_line(error)})",
+            remedy,
         ) from None

@@ -1,4 +1,4 @@
-"""Adapters as mlx-lm saves them."""
+"""Adapters as mlx-lm saves them, and what an earlier run has written."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
+from shardmlx.modelfiles.safetensors_header import INDEX_FILE
 from tests.helpers.models_and_batches import move_trained, with_adapters
 
 
@@ -38,3 +39,12 @@ def save_random_lora(
     move_trained(with_adapters(model, layers, dora=dora, **parameters), 0.1)
     weights = dict(tree_flatten(model.trainable_parameters()))
     return save_lora(directory, weights, layers, parameters, "dora" if dora else "lora")
+
+
+def write_earlier_outputs(folder: Path, content: bytes) -> None:
+    """Make ``folder`` with what an earlier run wrote: adapters, and a whole model in one shard."""
+    folder.mkdir()
+    shard = "model-00001-of-00001.safetensors"
+    for name in ("adapters.safetensors", shard):
+        (folder / name).write_bytes(content)
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": {"weight": shard}}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,13 +13,13 @@ from shardmlx.common.reporter import Reporter
 from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.crew import Crew
 from shardmlx.errors import UserError
-from shardmlx.modelfiles.safetensors_header import INDEX_FILE
 from shardmlx.training.command import train_model
 from shardmlx.training.outputs import Kept
 from shardmlx.training.worker import TrainWorker
 from tests.helpers.loaded_runs import trained_run, with_loaded_runs
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.models_and_batches import load_arrays
+from tests.helpers.saved_adapters import write_earlier_outputs
 
 pytestmark = pytest.mark.usefixtures("limited_to_a_test")
 
@@ -76,11 +75,7 @@ UNMOVED: dict[str, dict[str, Any]] = {
 def test_a_validation_before_the_first_moved_weight_replaces_nothing(
     still: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    (tmp_path / "out").mkdir()
-    shard = "model-00001-of-00001.safetensors"
-    for name in ("adapters.safetensors", shard):
-        (tmp_path / "out" / name).write_bytes(b"trained before")
-    (tmp_path / "out" / INDEX_FILE).write_text(json.dumps({"weight_map": {"weight": shard}}))
+    write_earlier_outputs(tmp_path / "out", b"trained before")
     kept, told = trained(options | UNMOVED[still])
     assert [each["step"] for each in of(told, "val")][:2] == [1, 2]
     assert kept is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -16,11 +15,11 @@ import pytest
 from shardmlx.config.train import TrainConfig
 from shardmlx.engine import batches
 from shardmlx.errors import AgreedFailure
-from shardmlx.modelfiles.safetensors_header import INDEX_FILE
 from shardmlx.training.command import train_model
 from tests.helpers.letters import write
 from tests.helpers.local_transport import LocalNetwork
 from tests.helpers.models_and_batches import load_arrays
+from tests.helpers.saved_adapters import write_earlier_outputs
 
 STILL: dict[str, Any] = {"lr_schedule": {"name": "linear_schedule", "arguments": [0, 0, 1]}}
 FULL: dict[str, Any] = {"fine_tune_type": "full", "save_every": 1}
@@ -56,11 +55,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_run_that_moves_no_weight_replaces_nothing(
     still: dict[str, Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
-    (tmp_path / "out").mkdir()
-    shard = "model-00001-of-00001.safetensors"
-    for name in ("adapters.safetensors", shard):
-        (tmp_path / "out" / name).write_bytes(b"of an earlier run")
-    (tmp_path / "out" / INDEX_FILE).write_text(json.dumps({"weight_map": {"weight": shard}}))
+    write_earlier_outputs(tmp_path / "out", b"of an earlier run")
     before = contents(tmp_path / "out")
     with pytest.raises(AgreedFailure, match=r"has moved a weight.*--learning-rate"):
         run(options | still)
