@@ -13,7 +13,7 @@ from shardmlx.config.checks import checked_lora
 from shardmlx.config.train import TrainConfig
 from shardmlx.errors import UserError, file_access
 from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE
-from shardmlx.models.config_reader import parse_config
+from shardmlx.models.sizes.config_reader import parse_config
 
 _FALLS: Mapping[str, int] = {"cosine_decay": 1, "linear_schedule": 2}
 """The place, among a schedule's arguments, of the updates over which the rate falls or rises."""
