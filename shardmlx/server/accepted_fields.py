@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from shardmlx.server.openai_errors import refused, shown
 
@@ -17,6 +17,15 @@ Json = dict[str, Any]
 """A JSON object."""
 
 _Item = TypeVar("_Item")
+
+
+def no_list(value: Any) -> Any:
+    """Return an empty object in the place of an empty list: PHP writes it so."""
+    return {} if value == [] else value
+
+
+JsonObject = Annotated[Json, BeforeValidator(no_list)]
+"""An object, which may be an empty list."""
 
 Listed = Annotated[list[_Item], Field(fail_fast=True)]
 """A list of which one fault is told: to tell a hundred thousand stops all threads for seconds."""

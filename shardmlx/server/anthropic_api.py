@@ -1,7 +1,4 @@
-"""Anthropic's Messages API: requests, said in OpenAI's words, and replies. No MLX, no MPI.
-
-``openai_requests`` reads and checks all that the two APIs share.
-"""
+"""Anthropic's Messages API: requests and replies. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -13,34 +10,32 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from shardmlx.server.accepted_fields import CALLERS, IGNORED, NEUTRAL, Body, Json, Listed
+from shardmlx.server.accepted_fields import CALLERS, Body, Json, JsonObject, Listed
 from shardmlx.server.answer_parser import AnswerPart
-from shardmlx.server.openai_bodies import SAMPLING, validated
+from shardmlx.server.chat_request import (
+    CHOICES,
+    AnswerOptions,
+    ApiRequest,
+    ChatRequest,
+    ServedModel,
+    ToolChoice,
+)
 from shardmlx.server.openai_errors import ApiError, refused, shown
 from shardmlx.server.openai_messages import (
     PASSED_IN_MESSAGES,
     PASSED_IN_TEXTS,
+    History,
     all_thoughts,
+    call_of,
     content_of,
-    follows_result,
     read_part,
+    tool_of,
 )
-from shardmlx.server.openai_requests import ApiRequest, ServedModel, TranslatedChat
 from shardmlx.server.other_blocks import as_text, joined
 from shardmlx.server.replies import BlockReply
+from shardmlx.server.request_bodies import AskedChat, StopStrings, TokenLimit, read_body
 from shardmlx.server.request_queue import Delta
-from shardmlx.server.structure import SchemaBody
-
-SAME = frozenset({"model", "stream", "chat_template_kwargs", *SAMPLING})
-"""Fields that mean the same in both APIs."""
-
-NAMES = {
-    "stop": "stop_sequences",
-    "response_format": "output_config.format",
-    "reasoning_effort": "output_config.effort",
-    "tools": "tools",
-}
-"""Anthropic's names for other fields of a chat."""
+from shardmlx.server.structure import SchemaBody, Structure, structure_of
 
 BILLING = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*\n?")
 """A line of Claude Code, different in every request: no prefix could be found again."""
@@ -67,33 +62,32 @@ class Block(Body):
     passes = PASSED_IN_TEXTS | {"caller", "toolset_name"}
 
     def refuse_unknown(self, where: str = "") -> None:
-        # Other types are refused, or have a line in their place.
-        if self.type in KNOWN["user"]:
+        """Raise ``ApiError`` for a field that is not known of a text or a result. Other types are
+        refused, or have a line in their place."""
+        if self.type in ("text", "tool_result"):
             super().refuse_unknown(where)
 
 
 Blocks = Annotated[Listed[Block], BeforeValidator(_in_blocks)]
 
-KNOWN = {
-    "system": ("text",),
-    "user": ("text", "tool_result"),
-    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
-}
-"""The types of blocks in the messages of each role."""
-
 
 class AnthropicMessage(Body):
+    """A message of the request."""
+
     role: Literal["user", "assistant", "system"]
     content: Blocks
 
     passes = PASSED_IN_MESSAGES
 
     def refuse_unknown(self, where: str = "") -> None:
-        if self.role != "assistant":  # which has what a server has told
+        """Raise ``ApiError`` for a field that is not known. An answer has what a server told."""
+        if self.role != "assistant":
             super().refuse_unknown(where)
 
 
 class AnthropicFormat(SchemaBody):
+    """The structure that a request asks for."""
+
     type: Literal["json_schema"]
 
 
@@ -117,119 +111,135 @@ class ThinkingBody(Body):
 class AnthropicChoice(Body):
     """The ``tool_choice`` of a request."""
 
-    type: str = "auto"
-    name: str | None = None
+    type: Literal["auto", "any", "tool", "none"] = "auto"
+    name: str = ""
     disable_parallel_tool_use: bool | None = None
+
+    @property
+    def choice(self) -> ToolChoice:
+        """The choice of tools that is asked for."""
+        if self.type == "tool":
+            return ToolChoice(named=self.name)
+        return CHOICES["required" if self.type == "any" else self.type]
 
 
 class AnthropicTool(Body):
-    """A tool; its fields are checked as those of a chat's."""
+    """A tool of the request."""
 
-    type: Any = None
-    name: Any = None
-    description: Any = None
-    input_schema: Any = None
+    type: str | None = None
+    name: str = Field("", pattern=r"^[\w.:-]{0,128}$")
+    description: str = ""
+    input_schema: JsonObject = Field(default_factory=dict)
 
     passes = frozenset({"cache_control", "strict", "defer_loading", "eager_input_streaming"})
     neutral: ClassVar = CALLERS
 
     def refuse_unknown(self, where: str = "") -> None:
-        # Other types are refused.
-        if self.type in OWN_TOOLS:
-            super().refuse_unknown(where)
+        """Raise ``ApiError`` for a field that is not known, and for a tool of another kind."""
+        if self.type not in (None, "custom"):
+            raise refused(
+                f"{where}: tools of type {shown(self.type)} are Anthropic's own: leave it out, or "
+                "give its name and an input_schema, and no type",
+                f"{where}.type",
+            )
+        if not self.name:
+            raise refused(f"{where}.name is missing", f"{where}.name")
+        super().refuse_unknown(where)
 
 
-OWN_TOOLS = (None, "custom")
-"""Types of tools that the client describes."""
-
-
-class MessagesBody(Body):
-    """The body of a request to /v1/messages, as far as it is not passed on as it is."""
+class MessagesBody(AskedChat):
+    """The body of a request to /v1/messages."""
 
     messages: Listed[AnthropicMessage]
-    max_tokens: int | None = None
+    max_tokens: TokenLimit = None
     system: Blocks = Field(default_factory=list)
-    stop_sequences: Listed[str] | None = None
-    tools: Listed[AnthropicTool] | None = None
-    tool_choice: AnthropicChoice | None = None
+    stop_sequences: StopStrings = Field(default_factory=list)
+    tools: Listed[AnthropicTool] = Field(default_factory=list)
+    tool_choice: AnthropicChoice = Field(default_factory=AnthropicChoice)
     thinking: ThinkingBody | None = None
-    output_config: OutputBody | None = None
+    output_config: OutputBody = Field(default_factory=OutputBody)
     output_format: AnthropicFormat | None = None  # its name before there was an output_config
 
-    passes = IGNORED | SAME
-    neutral: ClassVar = NEUTRAL
+    @property
+    def structure(self) -> Structure | None:
+        """The structure that an answer must have, if any. Raises ``ApiError``."""
+        form, former = self.output_config.format, self.output_format
+        if None not in (form, former) and form != former:
+            raise refused(
+                "output_config.format and output_format both ask for a structure: give one of them",
+                "output_format",
+            )
+        if form is not None:
+            return structure_of("output_config.format", form.json_schema)
+        return None if former is None else structure_of("output_format", former.json_schema)
+
+    def chat(self) -> ChatRequest:
+        """Return what is asked for. Raises ``ApiError``."""
+        history = History()
+        _add_blocks(history, "system", "system", self.system)
+        for at, message in enumerate(self.messages):
+            where = f"messages.{at}.content"
+            if message.role == "assistant":
+                _add_answer(history, message.content)
+            else:
+                _add_blocks(history, where, message.role, message.content)
+        thinks = self.thinking is None or self.thinking.type != "disabled"
+        return ChatRequest(
+            options=AnswerOptions(
+                sampling=self,
+                most=self.max_tokens,
+                stop=self.stop_sequences,
+                stream=bool(self.stream),
+            ),
+            goes_on=_goes_on(history),
+            messages=history.messages,
+            tools=[tool_of(each.name, each.description, each.input_schema) for each in self.tools],
+            choice=self.tool_choice.choice,
+            parallel=not self.tool_choice.disable_parallel_tool_use,
+            arguments=self.template_arguments(self.output_config.effort if thinks else "none"),
+            structure=self.structure,
+        )
 
 
 def read_message(body: bytes, served: ServedModel) -> ApiRequest:
     """Read the body of a request to /v1/messages. Raises ``ApiError``."""
-    asked = validated(MessagesBody, body)
+    asked = read_body(MessagesBody, body, served.names)
     if asked.max_tokens is None:
         raise refused("max_tokens is missing", "max_tokens")
-    return as_chat(asked).read(served)
+    return asked.chat().read(served)
 
 
 def counted(body: bytes, served: ServedModel) -> Json:
     """Answer a request to /v1/messages/count_tokens. Raises ``ApiError``."""
-    (request,) = as_chat(validated(MessagesBody, body)).read(served).requests
+    (request,) = read_body(MessagesBody, body, served.names).chat().read(served).requests
     return {"input_tokens": len(request.tokens)}
 
 
-def as_chat(asked: MessagesBody) -> TranslatedChat:
-    """Return the chat that asks for the same. Raises ``ApiError``."""
-    chat, output = TranslatedChat.of(asked, SAME, NAMES), asked.output_config or OutputBody()
-    thinks = asked.thinking is None or asked.thinking.type != "disabled"
-    chat.body |= {
-        "max_tokens": asked.max_tokens,
-        "stop": asked.stop_sequences,
-        "reasoning_effort": output.effort if thinks else "none",
-        **_choice(asked.tool_choice or AnthropicChoice()),
-    }
-    forms = output.format, asked.output_format
-    if None not in forms and forms[0] != forms[1]:
-        raise refused(
-            "output_config.format and output_format both ask for a structure: give one of them",
-            "output_format",
-        )
-    if (form := forms[0] or forms[1]) is not None:
-        schema = {"schema": form.json_schema}
-        chat.body["response_format"] = {"type": "json_schema", "json_schema": schema}
-    _add_message(chat, "system", "system", asked.system)
-    beside = False
-    for at, message in enumerate(asked.messages):
-        has_result = any(block.type == "tool_result" for block in message.content)
-        is_result = has_result and message.role == "user"
-        beside = follows_result(beside, "tool" if is_result else message.role)
-        _add_message(
-            chat, f"messages.{at}.content", message.role, message.content, beside_result=beside
-        )
-    for at, tool in enumerate(asked.tools or ()):
-        _add_tool(chat, f"tools.{at}", tool)
-    last = chat.messages[-1] if chat.messages else {}
-    if last.get("role") == "assistant" and not last.get("tool_calls"):
-        # The answer goes on from this message, unless it says nothing.
-        if last["content"].strip() or last.get("reasoning_content"):
-            chat.body["continue_final_message"] = True
-        else:
-            chat.messages.pop()
-    return chat
+def _goes_on(history: History) -> bool:
+    """Return whether the answer goes on from the last message: it does from one of the assistant,
+    and one that says nothing is taken away."""
+    last = history.messages[-1] if history.messages else {}
+    if last.get("role") != "assistant" or last.get("tool_calls"):
+        return False
+    if last["content"].strip() or last.get("reasoning_content"):
+        return True
+    history.messages.pop()
+    return False
 
 
-def _add_message(
-    chat: TranslatedChat, where: str, role: str, blocks: list[Block], *, beside_result: bool = False
-) -> None:
+def _add_blocks(history: History, where: str, role: str, blocks: list[Block]) -> None:
     """Add what blocks say: a message, and one for each result of a tool. Other blocks than texts
-    have lines in their place, if they are the user's and stand ``beside_result``, as files that a
+    have lines in their place, if they are the user's and stand beside a result, as files that a
     tool has read. Raises ``ApiError``."""
-    if role == "assistant":
-        _add_answer(chat, blocks)
-        return
+    has_result = any(block.type == "tool_result" for block in blocks)
+    beside = role == "user" and (history.beside_result or has_result)
     texts = []
     for at, block in enumerate(blocks):
         if block.type == "text":
             texts.append(BILLING.sub("", block.text) if role == "system" else block.text)
         elif block.type == "tool_result" and role == "user":
-            _add_result(chat, f"{where}.{at}", block)
-        elif role == "user" and beside_result:
+            _add_result(history, f"{where}.{at}", block)
+        elif beside:
             texts.append(as_text(block.model_dump()))
         else:
             raise refused(
@@ -239,27 +249,25 @@ def _add_message(
     if role == "system":
         texts = list(filter(None, texts))
     if texts:
-        chat.messages.append({"role": role, "content": "\n".join(texts)})
+        history.add(role, "\n".join(texts))
 
 
-def _add_answer(chat: TranslatedChat, blocks: list[Block]) -> None:
+def _add_answer(history: History, blocks: list[Block]) -> None:
     """Add an earlier answer. Blocks of Anthropic's own servers have lines in their place."""
-    message: Json = {"role": "assistant"}
-    chat.messages.append(message)
+    calls = []
     pieces = []
     for block in blocks:
         if block.type == "text":
             pieces.append((block.text, False))
         elif block.type == "tool_use":
-            chat.add_call(block.id, block.name, block.input)
-        elif block.type not in KNOWN["assistant"]:
+            calls.append(call_of(block.id, block.name, block.input or {}))
+        elif block.type not in ("thinking", "redacted_thinking"):
             pieces.append((as_text(block.model_dump()), True))
-    message["content"] = joined(pieces)
-    if thought := all_thoughts(block.thinking for block in blocks):
-        message["reasoning_content"] = thought
+    thought = all_thoughts(block.thinking for block in blocks)
+    history.add("assistant", joined(pieces), tool_calls=calls, reasoning_content=thought)
 
 
-def _add_result(chat: TranslatedChat, where: str, block: Block) -> None:
+def _add_result(history: History, where: str, block: Block) -> None:
     """Add the result of a tool. Raises ``ApiError``."""
     place = f"{where}.content"
     content = content_of(block.content or [], place)
@@ -268,32 +276,7 @@ def _add_result(chat: TranslatedChat, where: str, block: Block) -> None:
     else:
         texts = [read_part(each, f"{place}.{at}", "tool")[0] for at, each in enumerate(content)]
     said = "Error: " * block.is_error + "\n".join(texts)
-    chat.messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": said})
-
-
-def _add_tool(chat: TranslatedChat, where: str, tool: AnthropicTool) -> None:
-    if tool.type not in OWN_TOOLS:
-        raise refused(
-            f"{where}: tools of type {shown(tool.type)} are Anthropic's own: leave it out, or give "
-            "its name and an input_schema, and no type",
-            f"{where}.type",
-        )
-    function = {"name": tool.name, "description": tool.description}
-    chat.add_tool({**function, "parameters": tool.input_schema})
-
-
-def _choice(choice: AnthropicChoice) -> Json:
-    function = {"type": "function", "function": {"name": choice.name}}
-    names = {"auto": "auto", "none": "none", "any": "required", "tool": function}
-    kind = choice.type
-    if kind not in names:
-        raise refused(
-            f"tool_choice.type is {shown(kind)}: give auto, any, tool or none", "tool_choice.type"
-        )
-    chat: Json = {"tool_choice": names[kind]}
-    if choice.disable_parallel_tool_use:
-        chat["parallel_tool_calls"] = False
-    return chat
+    history.add("tool", said, tool_call_id=block.tool_use_id)
 
 
 # Replies.

@@ -22,10 +22,11 @@ from starlette.staticfiles import StaticFiles
 
 from shardmlx.config.serve import MOST_BODIES
 from shardmlx.server.anthropic_api import MessageReply, counted, read_message
+from shardmlx.server.chat_request import ApiRequest, ServedModel
 from shardmlx.server.guard import PAGE_PARTS, Guard, error_response
 from shardmlx.server.metrics import Metrics
 from shardmlx.server.openai_errors import ApiError, server_fault
-from shardmlx.server.openai_requests import ApiRequest, ServedModel, read_chat, read_completion
+from shardmlx.server.openai_requests import read_chat, read_completion
 from shardmlx.server.openai_responses import ChatReply, CompletionReply
 from shardmlx.server.replies import Reply
 from shardmlx.server.request_queue import QueueFull, RequestQueue

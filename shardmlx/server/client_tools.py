@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from shardmlx.server.accepted_fields import CALLERS, Json, refuse_other_keys
+from pydantic import Field, TypeAdapter
+
+from shardmlx.inference.answer_format import Tool
+from shardmlx.server.accepted_fields import CALLERS, Body, Json, JsonObject, Listed
 from shardmlx.server.openai_errors import refused, shown
+from shardmlx.server.openai_messages import tool_of
+from shardmlx.server.request_bodies import validated
 
 FIELDS: Mapping[str, str] = {
     "function": "arguments",
@@ -68,7 +73,7 @@ DESCRIBED: Mapping[str, str] = {
 field that says what to do. A history may have them."""
 
 
-def call_of(item: Mapping[str, Any]) -> tuple[ClientTool, Any]:
+def call_in(item: Mapping[str, Any]) -> tuple[ClientTool, Any]:
     """Return the tool that an item of a history calls, and the arguments of its function."""
     written = str(item["type"])
     kind = written.removesuffix("_call").removesuffix("_tool")
@@ -80,50 +85,66 @@ def call_of(item: Mapping[str, Any]) -> tuple[ClientTool, Any]:
     return tool, {"input": given} if kind == "custom" else given
 
 
-PASSED = frozenset({"strict", "defer_loading", "output_schema"})
-"""Fields of a tool that change no answer."""
+class ToolFormat(Body):
+    """The form of what a tool of kind "custom" is given: a text, or what a grammar allows."""
 
-KNOWN = ("type", "name", "description", "parameters", "format", "execution", "tools")
-
-
-def functions_of(tool: Mapping[str, Any], where: str) -> Iterator[tuple[ClientTool, Json]]:
-    """Yield tool and function of all that stand for a tool. Raises ``ApiError``."""
-    kind = tool.get("type")
-    if kind == "namespace":
-        refuse_other_keys(tool, KNOWN, where, PASSED, CALLERS)
-        for place, inner in listed(tool.get("tools"), f"{where}.tools"):
-            for named, function in functions_of(inner, place):
-                own = ClientTool(named.kind, named.name, str(tool.get("name")))
-                yield own, {**function, "name": own.in_chat}
-        return
-    runs_there = kind == "tool_search" and tool.get("execution") != "client"
-    if str(kind) not in FIELDS or runs_there:
-        raise refused(
-            f"{where}: a tool of type {shown(kind)} is not understood here: give it as a function",
-            f"{where}.type",
-        )
-    refuse_other_keys(tool, KNOWN, where, PASSED, CALLERS)
-    if kind != "tool_search" and not tool.get("name"):
-        raise refused(f"{where}.name is missing", f"{where}.name")
-    named = ClientTool(str(kind), str(tool.get("name") or kind))
-    given = {name: tool[name] for name in ("description", "parameters") if tool.get(name)}
-    custom = {"parameters": ONE_TEXT} if kind == "custom" else {}
-    function = {"name": named.name, **custom, **given}
-    form = tool.get("format")
-    if isinstance(form, dict):
-        refuse_other_keys(form, ("type", "syntax", "definition"), f"{where}.format")
-    if isinstance(form, dict) and form.get("definition"):
-        syntax = f"The input keeps to this grammar ({form.get('syntax')}):\n{form['definition']}"
-        description = str(given.get("description", ""))
-        function["description"] = "\n\n".join(filter(None, [description, syntax]))
-    yield named, function
+    type: str | None = None
+    syntax: str | None = None
+    definition: str = ""
 
 
-def listed(objects: Any, where: str) -> Iterator[tuple[str, Json]]:
-    """Yield the objects of a list, each with its place. Raises ``ApiError`` for what is none."""
-    if not isinstance(objects, list):
-        raise refused(f"{where}: give a list", where)
-    for at, each in enumerate(objects):
-        if not isinstance(each, dict):
-            raise refused(f"{where}.{at}: give an object", f"{where}.{at}")
-        yield f"{where}.{at}", each
+class OfferedTool(Body):
+    """A tool in a request, or a namespace of several."""
+
+    type: str = ""
+    name: str = Field("", pattern=r"^[\w.:-]{0,128}$")
+    description: str = ""
+    parameters: JsonObject = Field(default_factory=dict)
+    format: ToolFormat | None = None
+    execution: str | None = None
+    tools: Listed[OfferedTool] | None = None
+
+    passes = frozenset({"strict", "defer_loading", "output_schema"})
+    neutral: ClassVar = CALLERS
+
+    def refuse_unknown(self, where: str = "") -> None:
+        """Raise ``ApiError`` for a field that is not known, and for a tool of another kind."""
+        runs_there = self.type == "tool_search" and self.execution != "client"
+        if self.type not in (*FIELDS, "namespace") or runs_there:
+            raise refused(
+                f"{where}: a tool of type {shown(self.type)} is not understood here: give it as a "
+                "function",
+                f"{where}.type",
+            )
+        if not self.name and self.type != "tool_search":
+            raise refused(f"{where}.name is missing", f"{where}.name")
+        super().refuse_unknown(where)
+
+    def functions(self, namespace: str | None = None) -> Iterator[tuple[ClientTool, Tool]]:
+        """Yield all that the tool is, each with the function that stands for it in a chat."""
+        if self.type == "namespace":
+            for inner in self.tools or ():
+                yield from inner.functions(namespace or self.name)
+            return
+        tool = ClientTool(self.type, self.name or self.type, namespace)
+        takes = self.parameters or (ONE_TEXT if self.type == "custom" else {})
+        yield tool, tool_of(tool.in_chat, self._described, takes)
+
+    @property
+    def _described(self) -> str:
+        form = self.format
+        if form is None or not form.definition:
+            return self.description
+        syntax = f"The input keeps to this grammar ({form.syntax}):\n{form.definition}"
+        return "\n\n".join(filter(None, [self.description, syntax]))
+
+
+TOOLS = TypeAdapter(Listed[OfferedTool])
+
+
+def tools_in(item: Mapping[str, Any], where: str) -> list[OfferedTool]:
+    """Return the tools of an item of a history, which is ``where``. Raises ``ApiError``."""
+    tools = validated(TOOLS, item.get("tools") or [], f"{where}.tools")
+    for at, tool in enumerate(tools):
+        tool.refuse_unknown(f"{where}.tools.{at}")
+    return tools

@@ -24,10 +24,10 @@ from shardmlx.inference.run import InferenceRun
 from shardmlx.inference.sampling_params import BROKEN
 from shardmlx.server.answer_parser import AnswerParser, AnswerPart
 from shardmlx.server.app import make_app
+from shardmlx.server.chat_request import ServedModel
 from shardmlx.server.metrics import Metrics
 from shardmlx.server.model_names import names_of
 from shardmlx.server.openai_errors import NO_HTTP
-from shardmlx.server.openai_requests import ServedModel
 from shardmlx.server.request_queue import Delta, GenerationRequest, RequestQueue
 
 SECONDS_TO_TELL = 0.15  # for the server to tell its clients why the job ends

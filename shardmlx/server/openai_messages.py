@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator
@@ -16,6 +16,7 @@ from shardmlx.inference.answer_format import Tool
 from shardmlx.server.accepted_fields import (
     Body,
     Json,
+    JsonObject,
     Listed,
     refuse_other_keys,
     refuse_unknown,
@@ -48,13 +49,17 @@ PASSED_IN_MESSAGES = words("""
 DEEPEST = 100
 """Values within each other in a call's arguments. A small model writes ``[[[[...`` at times."""
 
+ToolName = Annotated[str, Field(pattern=r"^[\w.:-]{1,128}$")]
+
 NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
 class FunctionBody(Body):
-    name: str = Field(pattern=r"^[\w.:-]{1,128}$")
+    """The function that a tool is."""
+
+    name: ToolName
     description: str = ""
-    parameters: dict[str, Any] = Field(default_factory=dict)
+    parameters: JsonObject = Field(default_factory=dict)
 
     passes = frozenset({"strict"})
 
@@ -69,12 +74,19 @@ class ToolBody(Body):
 
     @property
     def for_template(self) -> Tool:
-        function = {
-            "name": self.function.name,
-            "description": self.function.description,
-            "parameters": self.function.parameters or NO_PARAMETERS,
-        }
-        return {"type": self.type, "function": function}
+        """The tool as a chat template takes it."""
+        function = self.function
+        return tool_of(function.name, function.description, function.parameters)
+
+
+def tool_of(name: str, description: str, parameters: Json) -> Tool:
+    """Return a function as a chat template takes it."""
+    function = {
+        "name": name,
+        "description": description,
+        "parameters": parameters or NO_PARAMETERS,
+    }
+    return {"type": "function", "function": function}
 
 
 def _is_deep(value: object) -> bool:
@@ -93,7 +105,9 @@ def _within(value: object) -> Iterable[Any]:
     return value if isinstance(value, list) else ()
 
 
-def _arguments(value: object) -> dict[str, Any]:
+def arguments_of(value: object) -> Json:
+    """Return the arguments of a call that are given as an object, or as the JSON of one. Raises
+    ``ValueError``."""
     # To refuse a call that was cut off would end the conversation: clients send it each time.
     if isinstance(value, str):
         try:
@@ -112,7 +126,7 @@ class CalledBody(Body, extra="ignore"):
     """The function of a call, with its arguments: an object, or the JSON of one."""
 
     name: str
-    arguments: Annotated[dict[str, Any], PlainValidator(_arguments)] = Field(default_factory=dict)
+    arguments: Annotated[dict[str, Any], PlainValidator(arguments_of)] = Field(default_factory=dict)
 
 
 class CallBody(Body, extra="ignore"):
@@ -205,13 +219,41 @@ def all_thoughts(thoughts: Iterable[str | None]) -> str:
     return "\n\n".join(dict.fromkeys(filter(None, thoughts)))
 
 
-def follows_result(before: bool, role: str) -> bool:
-    """Return whether the next message stands beside the result of a tool, as the one of this role
-    did ``before`` or not: clients write there, as the user, what a tool has read."""
-    return role == "tool" or (before and role != "assistant")
+def call_of(call_id: str, name: str, arguments: Json) -> Json:
+    """Return a call of a tool as a chat template takes it."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+@dataclass(slots=True)
+class History:
+    """The messages of a chat as a template takes them, in the order in which they are added.
+
+    The next one stands ``beside_result`` after the result of a tool and until the next answer:
+    clients write there, as the user, what a tool has read.
+    """
+
+    messages: list[Json] = field(default_factory=list)
+    beside_result: bool = False
+
+    def add(self, role: str, content: str, **more: Any) -> Json:
+        """Add a message, with what it has of ``more``, and return it."""
+        # Templates know no role "developer", OpenAI's newer name of "system".
+        message = {"role": "system" if role == "developer" else role, "content": content}
+        message |= {name: value for name, value in more.items() if value}
+        self.messages.append(message)
+        self.beside_result = role == "tool" or (self.beside_result and role != "assistant")
+        return message
+
+    def read_as(self, role: str) -> str:
+        """Return the role whose rules hold for the parts of the next message, which is of this
+        one."""
+        return "tool" if self.beside_result and role == "user" else role
 
 
 class MessageBody(Body):
+    """A message of a chat."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
@@ -221,42 +263,30 @@ class MessageBody(Body):
     passes = PASSED_IN_MESSAGES
 
     def refuse_unknown(self, where: str = "") -> None:
+        """Raise ``ApiError`` for a field that may change the answer."""
         if self.role != "assistant":
             super().refuse_unknown(where)
             return
         extra = self.model_extra or {}
         refuse_unknown({name: extra[name] for name in MEANINGFUL if name in extra}, where)
 
-    def for_template(self, where: str, *, beside_result: bool = False) -> dict[str, Any]:
-        """Return the message for a chat template, with lines in the place of what is no text if it
-        stands ``beside_result``. Raises ``ApiError``, which calls it ``where``."""
+    def add_to(self, history: History, where: str) -> None:
+        """Add the message, with lines in the place of what is no text if it stands beside a result.
+        Raises ``ApiError``, which calls it ``where``."""
         extra = self.model_extra or {}
-        role = "tool" if beside_result and self.role == "user" else self.role
-        said = read_parts(self._content(extra, where), f"{where}.content", role)
-        told = (extra[name] for name in THOUGHTS if isinstance(extra.get(name), str))
-        thought = all_thoughts([said.thought, *told])
-        more = {
+        content = self._content(extra, where)
+        said = read_parts(content, f"{where}.content", history.read_as(self.role))
+        more: Json = {
             "name": self.name,
-            "reasoning_content": thought if self.role == "assistant" else None,
             "tool_calls": [call.model_dump() for call in self.tool_calls or ()],
             "tool_call_id": self.tool_call_id,
         }
-        return {
-            # Templates know no role "developer", OpenAI's newer name of "system".
-            "role": "system" if self.role == "developer" else self.role,
-            "content": joined([(said.text, False), *self._unread(extra)]),
-            **{name: value for name, value in more.items() if value},
-        }
-
-    def _unread(self, extra: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
-        """Yield lines in the place of what an earlier answer has beside its content."""
-        if self.role != "assistant":
-            return
-        for name in ("audio", "images"):
-            given = extra.get(name)
-            for each in given if isinstance(given, list) else [given]:
-                if each:
-                    yield as_text({"type": name, **(each if isinstance(each, dict) else {})}), True
+        text = said.text
+        if self.role == "assistant":
+            text = joined([(text, False), *_unread(extra)])
+            told = (extra[name] for name in THOUGHTS if isinstance(extra.get(name), str))
+            more["reasoning_content"] = all_thoughts([said.thought, *told])
+        history.add(self.role, text, **more)
 
     def _content(self, extra: Mapping[str, Any], where: str) -> str | list[Json]:
         if self.content is not None:
@@ -265,3 +295,12 @@ class MessageBody(Body):
             raise refused(f"{where}.content is missing: give a text", f"{where}.content")
         refusal = extra.get("refusal")  # OpenAI's models say it instead
         return refusal if isinstance(refusal, str) else ""
+
+
+def _unread(extra: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    """Yield lines in the place of what an earlier answer has beside its content."""
+    for name in ("audio", "images"):
+        given = extra.get(name)
+        for each in given if isinstance(given, list) else [given]:
+            if each:
+                yield as_text({"type": name, **(each if isinstance(each, dict) else {})}), True

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from shardmlx.inference.sampling_params import SampledToken
 from shardmlx.server.accepted_fields import Json
 from shardmlx.server.answer_parser import AnswerPart, Kind
-from shardmlx.server.openai_requests import ApiRequest
+from shardmlx.server.chat_request import ApiRequest
 from shardmlx.server.replies import Reply, TokenText
 from shardmlx.server.request_queue import Delta, FinishReason
 

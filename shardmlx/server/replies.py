@@ -12,8 +12,8 @@ from typing import ClassVar
 
 from shardmlx.server.accepted_fields import Json
 from shardmlx.server.answer_parser import AnswerPart
+from shardmlx.server.chat_request import ApiRequest
 from shardmlx.server.openai_errors import ApiError
-from shardmlx.server.openai_requests import ApiRequest
 from shardmlx.server.request_queue import Delta
 
 TokenText = Callable[[int], str]

@@ -1,58 +1,39 @@
-"""OpenAI's Responses API: requests, said in the words of its chats, and replies. No MLX, no MPI.
-
-``openai_requests`` reads and checks all that the two APIs share.
-"""
+"""OpenAI's Responses API: requests and replies. No MLX, no MPI."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from shardmlx.server.accepted_fields import (
-    IGNORED,
-    NEUTRAL,
-    Body,
-    Json,
-    Listed,
-    refuse_other_keys,
-    words,
-)
+from shardmlx.inference.answer_format import Tool
+from shardmlx.server.accepted_fields import Body, Json, Listed, words
 from shardmlx.server.answer_parser import AnswerPart, Kind
-from shardmlx.server.client_tools import (
-    FIELDS,
-    ClientTool,
-    functions_of,
-    listed,
-    named_tool,
-)
-from shardmlx.server.openai_bodies import (
+from shardmlx.server.chat_request import (
     CHOICES,
-    SAMPLING,
-    StreamOptions,
-    in_an_object,
-    validated,
+    AnswerOptions,
+    ApiRequest,
+    ChatRequest,
+    ServedModel,
+    ToolChoice,
+    choice_refused,
 )
+from shardmlx.server.client_tools import FIELDS, ClientTool, OfferedTool, tools_in
 from shardmlx.server.openai_errors import ApiError, refused, shown
-from shardmlx.server.openai_messages import follows_result
-from shardmlx.server.openai_requests import ApiRequest, ServedModel, TranslatedChat
+from shardmlx.server.openai_messages import History
 from shardmlx.server.replies import BlockReply
+from shardmlx.server.request_bodies import (
+    AskedChat,
+    StreamOptions,
+    TokenLimit,
+    in_an_object,
+    read_body,
+)
 from shardmlx.server.request_queue import Delta
 from shardmlx.server.responses_items import add_item
-
-SAME = frozenset({"model", "stream", "parallel_tool_calls", "chat_template_kwargs", *SAMPLING})
-"""Fields that mean the same in both."""
-
-NAMES = {
-    "messages": "input",
-    "tools": "tools",
-    "max_tokens": "max_output_tokens",
-    "reasoning_effort": "reasoning.effort",
-    "response_format": "text.format",
-}
-"""The Responses API's names for other fields of a chat."""
+from shardmlx.server.structure import ResponseFormatBody, Structure
 
 REPEATED: Json = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
 """Fields that each response says again, as they hold where they are not given."""
@@ -77,21 +58,17 @@ def _includable(wanted: list[str] | None) -> list[str] | None:
     return wanted
 
 
-class FormatBody(Body):
-    """The ``text.format`` of a request."""
-
-    type: str
-    json_schema: Json | None = Field(None, alias="schema")
-
-    passes = frozenset({"name", "description", "strict"})
-
-
 class TextBody(Body):
     """The ``text`` of a request."""
 
-    format: FormatBody | None = None
+    format: ResponseFormatBody | None = None
 
     passes = frozenset({"verbosity"})
+
+    @property
+    def structure(self) -> Structure | None:
+        """The structure that an answer must have, if any. Raises ``ApiError``."""
+        return None if self.format is None else self.format.structure("text.format")
 
 
 class ReasoningBody(Body):
@@ -103,36 +80,62 @@ class ReasoningBody(Body):
     neutral: ClassVar = {"context": ("auto",), "mode": ("standard",)}
 
 
-class ChoiceBody(Body):
-    """The ``tool_choice`` of a request; a word alone is its ``type``."""
+class ChosenTool(Body):
+    """A tool that a choice names."""
 
     type: str
     name: str | None = None
     namespace: str | None = None
-    mode: str | None = None
-    tools: Listed[Json] | None = None
 
     def refuse_unknown(self, where: str = "") -> None:
-        # Other types are refused.
-        if self.type in CHOICES or self.type in FIELDS:
-            super().refuse_unknown(where)
+        """Raise ``ApiError`` for a field that is not known, and for a tool of another kind."""
+        super().refuse_unknown(where)
+        if self.type not in FIELDS:
+            kind = shown(self.type)
+            raise refused(f"{where}: a tool of type {kind} is not understood here", where)
+
+    @property
+    def in_chat(self) -> str:
+        """The name of its function in a chat."""
+        return ClientTool(self.type, self.name or self.type, self.namespace or None).in_chat
 
 
-class ResponseBody(Body):
-    """The body of a request to /v1/responses, as far as it is not passed on as it is."""
+class ResponseChoice(ChosenTool):
+    """The ``tool_choice`` of a request; a word alone is its ``type``."""
+
+    mode: Literal["auto", "required"] = "auto"
+    tools: Listed[ChosenTool] = Field(default_factory=list)
+
+    def refuse_unknown(self, where: str = "") -> None:
+        """Raise ``ApiError``, for a field at any depth that is not known, or another type."""
+        if self.type not in (*CHOICES, *FIELDS, "allowed_tools"):
+            raise choice_refused(self.type)
+        Body.refuse_unknown(self, where)
+
+    @property
+    def choice(self) -> ToolChoice:
+        """The choice of tools that is asked for."""
+        if self.type == "allowed_tools":
+            names = [tool.in_chat for tool in self.tools]
+            return ToolChoice(only=names, must=self.mode == "required")
+        if self.type in FIELDS:
+            return ToolChoice(named=self.in_chat)
+        return CHOICES[self.type]
+
+
+class ResponseBody(AskedChat):
+    """The body of a request to /v1/responses."""
 
     input: Annotated[Listed[Json], BeforeValidator(_in_items)]
-    instructions: str | None = None
-    max_output_tokens: int | None = None
-    tools: Listed[Json] | None = None
-    tool_choice: Annotated[ChoiceBody | None, BeforeValidator(in_an_object)] = None
-    text: TextBody | None = None
-    reasoning: ReasoningBody | None = None
+    instructions: str = ""
+    max_output_tokens: TokenLimit = None
+    tools: Listed[OfferedTool] = Field(default_factory=list)
+    tool_choice: Annotated[ResponseChoice | None, BeforeValidator(in_an_object)] = None
+    parallel_tool_calls: bool | None = None
+    text: TextBody = Field(default_factory=TextBody)
+    reasoning: ReasoningBody = Field(default_factory=ReasoningBody)
     stream_options: StreamOptions | None = None
     include: Annotated[Listed[str] | None, AfterValidator(_includable)] = None
-
-    passes = IGNORED | SAME
-    neutral: ClassVar = NEUTRAL
 
     @property
     def repeated(self) -> Json:
@@ -146,71 +149,38 @@ class ResponseBody(Body):
 
 def read_response(body: bytes, served: ServedModel) -> ApiRequest:
     """Read the body of a request to /v1/responses. Raises ``ApiError``."""
-    asked = validated(ResponseBody, body)
-    chat = TranslatedChat.of(asked, SAME, NAMES)
-    chat.body |= {
-        "max_tokens": asked.max_output_tokens,
-        "reasoning_effort": None if asked.reasoning is None else asked.reasoning.effort,
-        "tool_choice": _choice(asked.tool_choice),
-        "response_format": _format(asked.text),
-    }
-    tools: dict[str, ClientTool] = {}
-    _add_tools(chat, tools, asked.tools or [], "tools")
+    asked = read_body(ResponseBody, body, served.names)
+    history = History()
     if asked.instructions:
-        chat.messages.append({"role": "system", "content": asked.instructions})
-    beside = False
+        history.add("system", asked.instructions)
+    offered = list(asked.tools)
     for at, item in enumerate(asked.input):
         where = f"input.{at}"
-        add_item(chat, where, item, beside_result=beside)
-        if chat.messages:
-            beside = follows_result(beside, chat.messages[-1]["role"])
+        add_item(history, where, item)
         if item.get("type") in ("tool_search_output", "additional_tools"):
-            _add_tools(chat, tools, item.get("tools") or [], f"{where}.tools")
-    return replace(chat.read(served), repeated=asked.repeated, client_tools=tools)
-
-
-def _format(text: TextBody | None) -> Json | None:
-    """Return the format of a chat's answer. One without a schema is refused there."""
-    form = None if text is None else text.format
-    if form is None:
-        return None
-    return {"type": form.type, "schema": form.json_schema}
-
-
-def _add_tools(chat: TranslatedChat, known: dict[str, ClientTool], tools: Any, where: str) -> None:
-    for at, given in listed(tools, where):
-        for tool, function in functions_of(given, at):
-            if tool.in_chat not in known:
-                known[tool.in_chat] = tool
-                chat.add_tool(function)
-
-
-CHOSEN = ("type", "name", "namespace")
-"""Fields of an object that names a tool."""
-
-
-def _choice(choice: ChoiceBody | None) -> Any:
-    """Return the choice of a chat. Raises ``ApiError``."""
-    if choice is None:
-        return None
-    if choice.type == "allowed_tools":
-        allowed = [
-            _function(str(tool.get("type")), tool, at)
-            for at, tool in listed(choice.tools or [], "tool_choice.tools")
-        ]
-        mode = {"mode": choice.mode or "auto", "tools": allowed}
-        return {"type": choice.type, "allowed_tools": mode}
-    if choice.type in FIELDS:
-        return _function(choice.type, choice.model_dump(include=set(CHOSEN)), "tool_choice")
-    return choice.type
-
-
-def _function(kind: str, named: Mapping[str, Any], where: str) -> Json:
-    """Return a chat's choice of the function that stands for a tool. Raises ``ApiError``."""
-    refuse_other_keys(named, CHOSEN, where)
-    if kind not in FIELDS:
-        raise refused(f"{where}: a tool of type {shown(kind)} is not understood here", where)
-    return {"type": "function", "function": {"name": named_tool(kind, named).in_chat}}
+            offered += tools_in(item, where)
+    tools: dict[str, ClientTool] = {}
+    functions: dict[str, Tool] = {}
+    for tool, function in (pair for each in offered for pair in each.functions()):
+        tools.setdefault(tool.in_chat, tool)
+        functions.setdefault(tool.in_chat, function)
+    options = AnswerOptions(
+        sampling=asked,
+        prompt_field="input",
+        most=asked.max_output_tokens,
+        most_field="max_output_tokens",
+        stream=bool(asked.stream),
+    )
+    request = ChatRequest(
+        options=options,
+        messages=history.messages,
+        tools=list(functions.values()),
+        choice=ToolChoice() if asked.tool_choice is None else asked.tool_choice.choice,
+        parallel=asked.parallel_tool_calls is not False,
+        arguments=asked.template_arguments(asked.reasoning.effort),
+        structure=asked.text.structure,
+    )
+    return replace(request.read(served), repeated=asked.repeated, client_tools=tools)
 
 
 # Replies.

@@ -1,4 +1,4 @@
-"""Items of a history in OpenAI's Responses API, said in the words of its chats. No MLX, no MPI."""
+"""Items of a history in OpenAI's Responses API, as messages of a chat. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardmlx.server.accepted_fields import Json, refuse_other_keys, words
-from shardmlx.server.client_tools import DESCRIBED, FIELDS, call_of, listed
+from shardmlx.server.client_tools import DESCRIBED, FIELDS, call_in, tools_in
 from shardmlx.server.openai_errors import refused, shown
-from shardmlx.server.openai_messages import PASSED_IN_MESSAGES, content_of, read_parts
-from shardmlx.server.openai_requests import TranslatedChat
+from shardmlx.server.openai_messages import (
+    PASSED_IN_MESSAGES,
+    History,
+    arguments_of,
+    call_of,
+    content_of,
+    read_parts,
+)
 from shardmlx.server.other_blocks import as_text
 
 CALLS = ("function_call", "custom_tool_call", "tool_search_call", *DESCRIBED)
@@ -43,6 +49,9 @@ OF_SERVERS = (
 """Types of items in which OpenAI's servers say what they did, or what they alone can read. They
 have a line in their place."""
 
+ANSWERED = ("reasoning", *CALLS, *OF_SERVERS)
+"""Types of items that are a part of an answer."""
+
 KNOWN: Mapping[str, tuple[str, ...]] = {
     "message": ("type", "role", "content"),
     "additional_tools": ("type", "tools"),
@@ -64,9 +73,8 @@ PASSED: Mapping[str, frozenset[str]] = {
 """Further fields of theirs that change no answer."""
 
 
-def add_item(chat: TranslatedChat, where: str, item: Json, *, beside_result: bool = False) -> None:
-    """Add an item of a history. Other parts than texts have lines in their place, if they are in a
-    message of the user that stands ``beside_result``. Raises ``ApiError``."""
+def add_item(history: History, where: str, item: Json) -> None:
+    """Add an item of a history. Raises ``ApiError``."""
     given = item.get("type") or "message"
     kind = str(given)
     is_answered = kind == "message" and item.get("role") == "assistant"
@@ -74,21 +82,23 @@ def add_item(chat: TranslatedChat, where: str, item: Json, *, beside_result: boo
         refuse_other_keys(item, KNOWN[kind], where, PASSED[kind])
     if kind in UNSEEN:
         return
-    if kind in OUTPUTS:
-        result = {"tool_call_id": _call_id(item, where), "content": _output(item, where)}
-        chat.messages.append({"role": "tool", **result})
-    elif is_answered or kind in ("reasoning", *CALLS, *OF_SERVERS):
-        _add_answered(chat, kind, item, where)
+    if is_answered or kind in ANSWERED:
+        _add_answered(history, kind, item, where)
+    elif kind in OUTPUTS:
+        call_id = _call_id(item, where)
+        history.add("tool", _output(item, where), tool_call_id=call_id)
     elif kind == "message":
-        role = item.get("role")
-        if role not in ROLES:
-            wrong = "is missing" if role is None else f"is {shown(role)}"
-            raise refused(f"{where}.role {wrong}: give one of {', '.join(ROLES)}", f"{where}.role")
-        read_as = "tool" if beside_result and role == "user" else role
-        content = _content(item.get("content"), f"{where}.content", read_as)
-        chat.messages.append({"role": role, "content": content})
+        _add_message(history, item, where)
     else:
         raise refused(f"{where}: an item of type {shown(given)} is not understood here", where)
+
+
+def _add_message(history: History, item: Json, where: str) -> None:
+    role = item.get("role")
+    if role not in ROLES:
+        wrong = "is missing" if role is None else f"is {shown(role)}"
+        raise refused(f"{where}.role {wrong}: give one of {', '.join(ROLES)}", f"{where}.role")
+    history.add(role, _content(item.get("content"), f"{where}.content", history.read_as(role)))
 
 
 def _content(content: Any, where: str, role: str) -> str:
@@ -98,11 +108,11 @@ def _content(content: Any, where: str, role: str) -> str:
     return read_parts(content_of(content or "", where), where, role).text
 
 
-def _call_id(item: Json, where: str) -> Any:
+def _call_id(item: Json, where: str) -> str:
     given = item.get("call_id") or item.get("id")
     if given is not None and not isinstance(given, str):
         raise refused(f"{where}.call_id is {shown(given)}: give a text", f"{where}.call_id")
-    return given
+    return given or ""
 
 
 def _output(item: Json, where: str) -> str:
@@ -111,29 +121,33 @@ def _output(item: Json, where: str) -> str:
         output = item.get("output")
         parts = [output] if isinstance(output, dict) else output  # a screenshot
         return _content(parts, f"{where}.output", "tool")
-    found = listed(item.get("tools") or [], "tools")
-    return json.dumps({"tools": [tool.get("name") for _, tool in found]}, ensure_ascii=False)
+    found = tools_in(item, where)
+    return json.dumps({"tools": [tool.name for tool in found]}, ensure_ascii=False)
 
 
-def _add_answered(chat: TranslatedChat, kind: str, item: Json, where: str) -> None:
+def _add_answered(history: History, kind: str, item: Json, where: str) -> None:
     """Add what an answer said: its thoughts, texts and calls are one message."""
-    if not chat.messages or chat.messages[-1].get("role") != "assistant":
-        chat.messages.append({"role": "assistant", "content": ""})
-    message = chat.messages[-1]
+    if history.messages and history.messages[-1]["role"] == "assistant":
+        message = history.messages[-1]
+    else:
+        message = history.add("assistant", "")
     if kind == "message":
         said = _content(item.get("content"), f"{where}.content", "assistant")
         message["content"] = _after(message["content"], said)
     elif kind in OF_SERVERS:
         message["content"] = _after(message["content"], as_text(item))
     elif kind == "reasoning":
-        thoughts = [message.get("reasoning_content"), _thought(item)]
-        message["reasoning_content"] = "\n\n".join(filter(None, thoughts))
+        if thought := _after(message.get("reasoning_content", ""), _thought(item)):
+            message["reasoning_content"] = thought
     else:
-        tool, arguments = call_of(item)
-        if not isinstance(arguments, dict | str | None):
-            field = f"{where}.{FIELDS.get(tool.kind, 'arguments')}"
-            raise refused(f"{field}: give an object, or its JSON", field)
-        chat.add_call(_call_id(item, where), tool.in_chat, arguments)
+        tool, given = call_in(item)
+        try:
+            arguments = arguments_of({} if given is None else given)
+        except ValueError as error:
+            place = f"{where}.{FIELDS.get(tool.kind, 'arguments')}"
+            raise refused(f"{place}: {error}", place) from None
+        call = call_of(_call_id(item, where), tool.in_chat, arguments)
+        message.setdefault("tool_calls", []).append(call)
 
 
 def _after(text: str, more: str) -> str:

@@ -17,7 +17,7 @@ from pydantic import Json as FromJson
 
 from shardmlx.errors import UserError
 from shardmlx.inference.answer_format import CallFormat, Tool
-from shardmlx.server.accepted_fields import Body, Listed
+from shardmlx.server.accepted_fields import Body, Json, Listed
 from shardmlx.server.closed_schema import closed
 from shardmlx.server.openai_errors import refused
 
@@ -53,22 +53,27 @@ class ResponseFormatBody(Body):
 
     passes = frozenset({"name", "description", "strict"})
 
-    @property
-    def wanted(self) -> dict[str, Any] | None:
-        """The schema that an answer must follow; None if there is none. Raises ``ApiError``."""
-        param = "response_format"
+    def wanted(self, where: str) -> Json | None:
+        """Return the schema that an answer must follow; None if there is none. Raises ``ApiError``,
+        which calls the form ``where``."""
         named = None if self.json_schema is None else self.json_schema.json_schema
         plain = self.plain_schema
         if None not in (named, plain) and named != plain:
-            raise refused(f"{param} has two schemas: give one of them", f"{param}.schema")
+            raise refused(f"{where} has two schemas: give one of them", f"{where}.schema")
         schema = named if plain is None else plain
         if self.type == "json_schema" and schema is None:
-            raise refused(f"{param}.json_schema is missing", param)
+            raise refused(f"{where}: its schema is missing", where)
         if self.type == "text" and schema:
-            raise refused(f"{param} has a schema: give type json_schema", f"{param}.type")
+            raise refused(f"{where} has a schema: give type json_schema", f"{where}.type")
         if self.type == "json_object":
             return {"type": "object", **(schema or {})}
         return schema if self.type == "json_schema" else None
+
+    def structure(self, where: str) -> Structure | None:
+        """Return the structure that an answer must have, if any. Raises ``ApiError``, which calls
+        the form ``where``."""
+        schema = self.wanted(where)
+        return None if schema is None else structure_of(where, schema)
 
 
 class StructureBody(Body):
@@ -86,6 +91,8 @@ class StructureBody(Body):
 
 
 class StructuredBody(Body):
+    """The fields by which a request asks for a structure of its answer."""
+
     response_format: ResponseFormatBody | None = None
     structured_outputs: StructureBody | None = None
 
@@ -108,13 +115,18 @@ class StructuredBody(Body):
         other = self.structured_outputs or StructureBody(json=None)
         any_object = {"type": "object"}
         return [
-            ("response_format", named.type, named.wanted),
+            ("response_format", named.type, named.wanted("response_format")),
             ("structured_outputs", "json", other.json_),
             ("structured_outputs", "json_object", any_object if other.json_object else None),
             ("structured_outputs", "regex", other.regex),
             ("structured_outputs", "choice", other.choice),
             ("structured_outputs", "grammar", other.grammar),
         ]
+
+
+def structure_of(param: str, schema: Json) -> Structure:
+    """Return the structure of JSON of a schema, for which field ``param`` asks."""
+    return Structure(param, [f"body: {json_term(closed(schema))}"])
 
 
 def _body(kind: str, value: Any, param: str) -> str:

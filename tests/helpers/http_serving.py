@@ -19,9 +19,9 @@ from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.inference.sampling_params import SampledToken
 from shardmlx.server.answer_parser import AnswerParser
 from shardmlx.server.app import make_app
+from shardmlx.server.chat_request import ServedModel
 from shardmlx.server.model_names import ModelNames
 from shardmlx.server.openai_errors import NO_HTTP
-from shardmlx.server.openai_requests import ServedModel
 from shardmlx.server.request_queue import Delta, FinishReason, GenerationRequest, RequestQueue
 
 VOCABULARY = 128

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from shardmlx.server.anthropic_api import MessagesBody, as_chat
+from shardmlx.server.anthropic_api import MessagesBody
 from tests.helpers.http_serving import CALL, KEY, MODEL, Agent, Serving
 from tests.helpers.http_serving import LOOK as TOOL
 
@@ -23,8 +23,9 @@ def post(served: Serving, said: Any, path: str = "", **more: Any) -> httpx.Respo
     return httpx.post(f"{served.address}/v1/messages{path}", json=body, headers=headers)
 
 
-def translated(**asked: Any) -> dict[str, Any]:
-    return as_chat(MessagesBody.model_validate({"messages": [], **asked})).body
+def arguments(**asked: Any) -> dict[str, Any]:
+    """What the template is given beside messages and tools."""
+    return MessagesBody.model_validate({"messages": [], **asked}).chat().arguments
 
 
 def test_a_message(served: Serving) -> None:
@@ -155,17 +156,16 @@ def test_a_last_message_that_says_nothing_is_none(
             "tools.0: tools of type 'web_search_20250305' are Anthropic's",
         ),
         ({"tool_choice": {"type": "any"}}, "tool_choice asks for a call, and there are no tools"),
-        ({"tool_choice": {"type": "must"}}, "tool_choice.type is 'must'"),
+        ({"tool_choice": {"type": "must"}}, "tool_choice.type: input should be 'auto', 'any', "),
         ({"output_config": {"a": 1}}, "output_config.a is not"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers is not"),
         ({"system": 3}, "system: "),
         ({"n": 2}, "n is not supported"),
-        ({"stop_sequences": 17 * ["a"]}, "stop_sequences, in words of a chat: stop: list"),
-        ({"tools": [{"name": "?"}]}, "tools, in words of a chat: tools.0.function.name: "),
-        (
-            {"tools": [{**LOOK, "input_schema": 5}]},
-            "tools, in words of a chat: tools.0.function.parameters: ",
-        ),
+        ({"stop_sequences": 17 * ["a"]}, "stop_sequences: list should have at most 16 items"),
+        ({"tools": [{"name": "?"}]}, "tools.0.name: string should match pattern"),
+        ({"tools": [{**LOOK, "input_schema": 5}]}, "tools.0.input_schema: give an object (it is 5"),
+        ({"tools": [{"input_schema": {}}]}, "tools.0.name is missing"),
+        ({"temperature": 3}, "temperature: input should be less than or equal to 2 (it is 3)"),
         (
             {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": 5}]}]},
             "messages.0.content.0.input",
@@ -225,8 +225,8 @@ def test_a_call_that_is_cut_off_is_text(served: Serving) -> None:
 
 
 def test_thinking_can_be_turned_off() -> None:
-    assert translated(thinking={"type": "disabled"})["reasoning_effort"] == "none"
-    assert translated(thinking={"type": "adaptive"})["reasoning_effort"] is None
+    assert arguments(thinking={"type": "disabled"}) == {"enable_thinking": False}
+    assert arguments(thinking={"type": "adaptive"}) == {}
 
 
 CLAUDE_CODE: dict[str, Any] = {
@@ -263,7 +263,7 @@ def test_a_request_of_claude_code(served: Serving, agent: Agent, path: str) -> N
             {"role": "system", "content": "You are Claude Code.\nBe brief."},
             {"role": "user", "content": "hello."},
         ]
-    assert translated(output_config={"effort": "high"})["reasoning_effort"] == "high"
+    assert arguments(output_config={"effort": "high"}) == {"reasoning_effort": "high"}
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_a_request_of_claude_code(served: Serving, agent: Agent, path: str) -> N
 def test_a_line_for_billing_is_left_out(system: str, told: list[str]) -> None:
     late = {"role": "system", "content": system}
     body = MessagesBody.model_validate({"messages": [late], "system": system})
-    assert [message["content"] for message in as_chat(body).messages] == 2 * told
+    assert [message["content"] for message in body.chat().messages] == 2 * told
 
 
 @pytest.mark.parametrize("field", ["output_config", "output_format"])

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from shardmlx.inference.answer_format import Tool
+from shardmlx.server.chat_request import ServedModel
 from shardmlx.server.model_names import ModelNames
 from shardmlx.server.openai_errors import ApiError
-from shardmlx.server.openai_requests import ServedModel, read_chat
+from shardmlx.server.openai_requests import read_chat
 from shardmlx.server.request_queue import GenerationRequest
 from tests.helpers.http_serving import Letters
 

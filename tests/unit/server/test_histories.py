@@ -15,9 +15,10 @@ from shardmlx.inference.chat_forms import by_turns
 from shardmlx.inference.prompts import PromptEncoder
 from shardmlx.server.anthropic_api import counted, read_message
 from shardmlx.server.call_ids import with_short_ids
+from shardmlx.server.chat_request import ServedModel
 from shardmlx.server.model_names import ModelNames
 from shardmlx.server.openai_errors import ApiError
-from shardmlx.server.openai_requests import ServedModel, read_chat
+from shardmlx.server.openai_requests import read_chat
 from shardmlx.server.other_blocks import LEFT_OUT
 from shardmlx.server.responses_api import read_response
 from tests.helpers.chat_templates import tokenizer_with

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from shardmlx.server.anthropic_api import read_message
+from shardmlx.server.chat_request import ApiRequest, ServedModel
 from shardmlx.server.model_names import ModelNames
 from shardmlx.server.openai_errors import ApiError
-from shardmlx.server.openai_requests import ApiRequest, ServedModel, read_chat, read_completion
+from shardmlx.server.openai_requests import read_chat, read_completion
 from shardmlx.server.responses_api import read_response
 from tests.helpers.http_serving import Agent
 

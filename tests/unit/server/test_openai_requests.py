@@ -10,15 +10,10 @@ from pydantic import ValidationError
 
 from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.server.answer_parser import AnswerParser, AnswerPart
+from shardmlx.server.chat_request import ApiRequest, ServedModel
 from shardmlx.server.model_names import ModelNames
-from shardmlx.server.openai_bodies import ChatBody
 from shardmlx.server.openai_errors import ApiError
-from shardmlx.server.openai_requests import (
-    ApiRequest,
-    ServedModel,
-    read_chat,
-    read_completion,
-)
+from shardmlx.server.openai_requests import ChatBody, read_chat, read_completion
 from shardmlx.server.request_queue import GenerationRequest
 from tests.helpers.http_serving import Agent, Letters
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from shardmlx.inference.answer_format import AnswerFormat, Marks
+from shardmlx.server.chat_request import ServedModel
 from shardmlx.server.model_names import ModelNames
 from shardmlx.server.openai_errors import ApiError
-from shardmlx.server.openai_requests import ServedModel, read_chat, read_completion
+from shardmlx.server.openai_requests import read_chat, read_completion
 from shardmlx.server.structure import SPACE
 from tests.helpers.http_serving import Letters
 

@@ -1,1 +1,0 @@
-"""Runs the layers of mlx-lm's models: slices, their attention, recurrences and adapters."""
