@@ -3,8 +3,6 @@
 import ast
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -151,20 +149,3 @@ def test_the_commands_that_are_shown_can_be_typed() -> None:
         except UserError as error:
             refused[line] = str(error)
     assert refused == {}
-
-
-def test_the_site_is_built_without_a_warning() -> None:
-    job = subprocess.run(
-        [Path(sys.executable).with_name("zensical"), "build", "--strict"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert job.returncode == 0, job.stdout + job.stderr
-
-
-def test_the_site_leads_to_every_page() -> None:
-    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
-    named = re.findall(r": (\S+\.md)$", nav, re.MULTILINE)
-    assert sorted(named) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))

@@ -48,7 +48,13 @@ def run_step(name: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
 
 
-OWNED = ("pyproject.toml", "README.md", "CITATION.cff", "docs/developers/contributing.md")
+OWNED = (
+    "pyproject.toml",
+    "mkdocs.yml",
+    "README.md",
+    "CITATION.cff",
+    "docs/developers/contributing.md",
+)
 """Files that name the repository by its owner."""
 
 
