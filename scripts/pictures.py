@@ -36,6 +36,8 @@ PICTURES = ROOT / "docs" / "pictures"
 MODEL = ROOT / ".cache" / "smollm2-135m-instruct"
 CHAT_SIZE = (1000, 760)
 RUN_SIZE = (1280, 1665)
+TOP_SIZE = (1280, 860)
+"""Of the page of a run with all that is on it, and with its curves alone, for README.md."""
 PATIENCE = 300.0
 
 EARLIER = "What are three things that a sailor needs? Answer as a short list."
@@ -96,8 +98,9 @@ def take_run(metrics: Path) -> None:
         page = Path(directory, "run.html")
         if shardmlx(["report", str(metrics), "-o", str(page)]):
             sys.exit(f"{metrics} gives no page")
-        open_page(chrome, page.as_uri(), RUN_SIZE)
-        save(chrome, "report")
+        for name, size in (("report", RUN_SIZE), ("report-top", TOP_SIZE)):
+            open_page(chrome, page.as_uri(), size)
+            save(chrome, name)
 
 
 def serve_and_take(model: Path) -> None:

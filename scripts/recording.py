@@ -1,17 +1,20 @@
 #!/usr/bin/env python3
 """Record docs/pictures/first-run.cast: check, plan, train, Ctrl-C, resume, at a real terminal.
 
-    python scripts/recording.py
+    python scripts/recording.py [--output FILE]
 
-needs the demo's model and data (scripts/prepare_smollm2.py, scripts/prepare_pirate_data.py). What
-is typed stands below. The file is an asciicast of version 2, one event a line; the path of this
-repository is written as ~/shardmlx.
+needs the demo's model and data (scripts/prepare_smollm2.py, scripts/prepare_pirate_data.py), and a
+user who is not root, to whom mpirun would say more. What is typed stands below. The file is an
+asciicast of version 2, one event a line; the path of this repository is written as ~/shardmlx, and
+no pause is longer than a second and a half. The site shows the picture of the time that the link in
+docs/README.md names, until somebody plays it: the script prints that time.
 """
 
 from __future__ import annotations
 
 from _root import ROOT
 
+import argparse
 import codecs
 import fcntl
 import json
@@ -28,8 +31,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 CAST = ROOT / "docs" / "pictures" / "first-run.cast"
-COLUMNS, LINES = 126, 30
+COLUMNS, LINES = 100, 30
 PATIENCE = 300.0
+LONGEST_PAUSE = 1.5
 CTRL_C = "\x03"
 
 OPTIONS = """\
@@ -64,12 +68,16 @@ TYPED = [
 class Recording:
     """Events of a terminal; time passes only while something is shown or typed."""
 
-    began: float = field(default_factory=time.monotonic)
+    latest: float = field(default_factory=time.monotonic)
+    seconds: float = 0.0
     events: list[tuple[float, str, str]] = field(default_factory=list)
 
     def show(self, text: str) -> None:
+        now = time.monotonic()
+        self.seconds += min(now - self.latest, LONGEST_PAUSE)
+        self.latest = now
         text = text.replace(str(ROOT), "~/shardmlx")
-        self.events.append((round(time.monotonic() - self.began, 3), "o", text))
+        self.events.append((round(self.seconds, 3), "o", text))
 
     def type(self, command: str) -> None:
         self.show("\x1b[1;32m$\x1b[0m ")
@@ -107,6 +115,15 @@ class Recording:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, default=CAST, metavar="FILE")
+    output = parser.parse_args().output.absolute()
+    if os.geteuid() == 0:
+        sys.exit(
+            "run this as a user who is not root: runuser -u NAME -- python scripts/recording.py"
+        )
     recording = Recording()
     os.environ |= {"TERM": "xterm-256color", "COLUMNS": str(COLUMNS), "LINES": str(LINES)}
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -121,10 +138,10 @@ def main() -> None:
             if status not in (0, 130):
                 sys.exit(f"{command}: status {status}")
         os.chdir("/")
-    header = {"version": 2, "width": COLUMNS, "height": LINES, "idle_time_limit": 1.5}
+    header = {"version": 2, "width": COLUMNS, "height": LINES}
     lines = [json.dumps(each) for each in (header, *recording.events)]
-    CAST.write_text("\n".join([*lines, ""]), encoding="utf-8")
-    print(f"{CAST.relative_to(ROOT)}: {CAST.stat().st_size} bytes")
+    output.write_text("\n".join([*lines, ""]), encoding="utf-8")
+    print(f"{output}: {output.stat().st_size} bytes; #t={recording.seconds:.0f} is its end")
 
 
 if __name__ == "__main__":

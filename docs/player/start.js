@@ -1,6 +1,7 @@
 // Plays each recording that a page links to, in the place of the link. Without JavaScript it stays.
+// FILE.cast#t=60 shows what is on the terminal after 60 s, until the recording is started.
 // The player is asciinema-player 3.17.0 as npm has it (Apache 2.0, LICENSE).
-const links = document.querySelectorAll('a[href$=".cast"]');
+const links = document.querySelectorAll('a[href*=".cast"]');
 const player = document.currentScript.src.replace("start.js", "asciinema-player");
 
 function load(element) {
@@ -17,7 +18,8 @@ async function play() {
   for (const link of links) {
     const place = document.createElement("div");
     link.replaceWith(place);
-    AsciinemaPlayer.create(link.href, place, { fit: "width", idleTimeLimit: 1.5, poster: "npt:0:20" });
+    const seconds = new URLSearchParams(link.hash.slice(1)).get("t") ?? "0";
+    AsciinemaPlayer.create(link.href, place, { fit: "width", poster: `npt:${seconds}` });
   }
 }
 

@@ -159,7 +159,7 @@ def drawn(losses: Mapping[str, Sequence[float]]) -> str:
         for name, own in losses.items()
     }
     parts = []
-    for loss in range(int(scale.most) + 1):
+    for loss in range(0, int(scale.most) + 1, 2):
         _, y = scale.place(1, loss)
         parts.append(f'<path class="grid" d="M{LEFT} {y}H{RIGHT}"/>')
         parts.append(
@@ -186,7 +186,7 @@ def drawn(losses: Mapping[str, Sequence[float]]) -> str:
      role="img" aria-labelledby="title desc"
      font-family="-apple-system, 'Segoe UI', Helvetica, Arial, sans-serif" font-size="15">
   <title id="title">Losses of mlx_lm.lora, and of shardmlx on 1, 2 and 4 ranks</title>
-  <desc id="desc">{steps} steps, from {first:.2f} to {last:.2f}. The curves lie on each other.</desc>
+  <desc id="desc">{steps} steps, from {first:.2f} to {last:.2f}: they lie on each other.</desc>
   <style>
 {STYLE}
   </style>

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import shutil
@@ -68,9 +69,23 @@ def test_the_notebook_runs(small: Path, pirate: Path, tmp_path: Path) -> None:
     (tmp_path / "examples").mkdir()
     printed = run("\n".join(cells), tmp_path / "examples")
     assert len(cells) == 4
-    assert re.findall(r"^ +(\d+) [\d.]+ #+$", printed, re.MULTILINE) == [
-        str(step) for step in range(2, 21, 2)
-    ]
+    steps = [str(step) for step in range(4, 41, 4)]
+    assert re.findall(r"^ +(\d+) [\d.]+$", printed, re.MULTILINE) == steps
+
+
+def test_the_notebook_has_the_outputs_of_a_run_in_which_the_loss_falls() -> None:
+    notebook = json.loads((ROOT / "examples/first-run.ipynb").read_text(encoding="utf-8"))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == [1, 2, 3, 4]
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert {output["output_type"] for output in outputs} <= {"stream", "display_data"}
+    printed = "".join("".join(output.get("text", [])) for output in cells[-1]["outputs"])
+    losses = [float(loss) for loss in re.findall(r"^ +\d+ ([\d.]+)$", printed, re.MULTILINE)]
+    assert len(losses) == 10
+    assert losses[-1] < 0.7 * losses[0]
+    (curve,) = [output["data"] for output in outputs if "data" in output]
+    assert base64.b64decode(curve["image/png"]).startswith(b"\x89PNG")
+    assert str(ROOT) not in json.dumps(notebook)
 
 
 def test_the_text_is_that_of_mlx_lm(workplace: Path, small: Path) -> None:

@@ -34,7 +34,8 @@ def files(page: Path) -> set[str]:
 def leads_nowhere(page: Path, link: str) -> bool:
     file, _, anchor = link.partition("#")
     target = (page.parent / file).resolve() if file else page
-    return not target.exists() or bool(anchor and anchor not in anchors(target))
+    has_anchors = target.suffix == ".md"
+    return not target.exists() or bool(anchor and has_anchors and anchor not in anchors(target))
 
 
 def test_links_lead_somewhere() -> None:
