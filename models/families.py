@@ -1,7 +1,7 @@
 """Families of models, by ``model_type``: the rows of the table ``FAMILIES``. No MLX, no MPI.
 
 A row says what differs from Llama's layers, and the few facts that tensors do not tell. A type
-without a row is read from mlx-lm's own code (``models.undeclared``).
+without a row is read from mlx-lm's own code (``models.sizes.undeclared``).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from types import MappingProxyType
 from typing import Any
 
 from shardmlx.models.family import Family, HeadNames
-from shardmlx.models.layer_kinds import windows_by_period, windows_by_type
-from shardmlx.models.layer_shape import GELU_APPROX
+from shardmlx.models.sizes.layer_kinds import windows_by_period, windows_by_type
+from shardmlx.models.sizes.layer_shape import GELU_APPROX
 
 ANOTHER = "use a model of a type in docs/what-fits.md"
 """The remedy for a model that cannot run."""

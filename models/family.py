@@ -6,9 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from shardmlx.models.config_reader import Config, Fact
-from shardmlx.models.layer_kinds import Windows, no_windows
-from shardmlx.models.layer_shape import NORMS, SWIGLU, Activation, Heads, LayerShape, Linear, Norm
+from shardmlx.models.sizes.config_reader import Config, Fact
+from shardmlx.models.sizes.layer_kinds import Windows, no_windows
+from shardmlx.models.sizes.layer_shape import (
+    NORMS,
+    SWIGLU,
+    Activation,
+    Heads,
+    LayerShape,
+    Linear,
+    Norm,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from shardmlx.config.commands import BY_NAME
 from shardmlx.config.inference import InferenceConfig
-from shardmlx.config.options import Declared, declared
+from shardmlx.config.options import Declared, declared, written
 from shardmlx.config.train import TrainConfig
 
 PAGES = {
@@ -71,6 +71,9 @@ lr_schedule:
   warmup_init: 0.0               # from here
 ```
 
+A part of `lora_parameters` that is left out has its default. `--lora-rank 16` gives one by flag,
+and `lora_rank: 16` in the file: see the adapters above.
+
 The optimizer and its schedule by flags: `--optimizer adamw --lr-schedule cosine_decay:1e-5,900,1e-7
 --warmup 100`. Schedules and their arguments, in the order in which they are written:
 
@@ -93,7 +96,7 @@ def page(name: str) -> str:
     for command in (BY_NAME[each] for each in PAGES[name]):
         own = command.line.options
         parts.append(f"## {command.name}\n\n`shardmlx {command.name}`: {command.help}.\n")
-        options = list(declared(own))
+        options = list(written(own))
         if own is not TrainConfig and issubclass(own, TrainConfig):
             mine = own.__annotations__
             options = [each for each in options if each.name in mine]

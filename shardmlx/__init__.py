@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shardmlx.errors import AgreedFailure, EngineError, Stopped, UserError
     from shardmlx.inference.text_pipeline import load_pipeline
     from shardmlx.modelfiles.model_files import open_model
-    from shardmlx.models.slice import Slice
+    from shardmlx.models.runtime.slice import Slice
     from shardmlx.pipeline.mesh import Mesh
     from shardmlx.pipeline.plan import Plan
     from shardmlx.pipeline.simulate import simulate_schedule as simulate
@@ -73,7 +73,7 @@ _WITHOUT_MLX = {
 }
 _WITH_MLX = {
     "Engine": "engine.engine",
-    "Slice": "models.slice",
+    "Slice": "models.runtime.slice",
     "Transport": "distributed.transport",
     "TransportError": "distributed.messages",
     "build_stages": "engine.gathered_stage",

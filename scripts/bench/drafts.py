@@ -45,7 +45,7 @@ def rank(options: argparse.Namespace) -> None:
     from shardmlx.inference.scheduler import Scheduler
     from shardmlx.inference.stage import ItemGraph, StageWorker
     from shardmlx.loading.build import build_to_generate
-    from shardmlx.models.slice import Slice
+    from shardmlx.models.runtime.slice import Slice
 
     from shardmlx.distributed import mpi  # isort: skip
 

@@ -127,7 +127,7 @@ def stages(model_path: str, chunk: int, sizes: Sequence[int] | None) -> None:
     from shardmlx.inference.scheduler import Scheduler
     from shardmlx.inference.stage import StageWorker
     from shardmlx.loading.build import build_to_generate
-    from shardmlx.models.slice import Slice
+    from shardmlx.models.runtime.slice import Slice
 
     from shardmlx.distributed import mpi  # isort: skip
 

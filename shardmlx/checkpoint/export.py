@@ -27,8 +27,8 @@ from shardmlx.distributed.messages import OBJECT_TAG, Handle, buffer_of, new_buf
 from shardmlx.distributed.transport import Transport
 from shardmlx.modelfiles.safetensors_header import INDEX_FILE, header_of
 from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CONFIG_FILE
-from shardmlx.models.config_reader import parse_config
-from shardmlx.models.slice import Piece, Slice
+from shardmlx.models.runtime.slice import Piece, Slice
+from shardmlx.models.sizes.config_reader import parse_config
 from shardmlx.pipeline.plan import Plan
 
 COPIED_SUFFIXES = (".json", ".jinja", ".model", ".txt")

@@ -21,7 +21,7 @@ from shardmlx.distributed.shared_disks import Disks
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.safetensors_header import Header, PlacedTensor, read_bytes, read_header
-from shardmlx.models.slice import Piece
+from shardmlx.models.runtime.slice import Piece
 
 NO_PIECES: Mapping[str, Piece] = MappingProxyType({})
 

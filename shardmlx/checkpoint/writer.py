@@ -29,7 +29,7 @@ from shardmlx.distributed.byte_stream import Incoming, Outgoing
 from shardmlx.distributed.messages import CHECKPOINT_TAG, buffer_of, in_a_row, tag_of_run
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import one_line
-from shardmlx.models.slice import Piece
+from shardmlx.models.runtime.slice import Piece
 
 SECONDS_TO_WRITE = 12 * 3600.0
 """Limit of a wait: a slow network may need hours, and signs of life reveal a dead rank."""

@@ -31,6 +31,9 @@ _SHARE: Check = ("a number from 0 to below 1", lambda value: is_number(value) an
 
 _LORA: Mapping[str, Check] = {"rank": _COUNT, "scale": _NUMBER, "dropout": _SHARE}
 
+LORA_DEFAULTS: Mapping[str, Any] = MappingProxyType({"rank": 8, "dropout": 0.0, "scale": 20.0})
+"""The adapters of mlx_lm.lora; each holds where the others are given."""
+
 _SCHEDULE = ("name", "arguments", "warmup", "warmup_init")
 """Keys that ``mlx_lm.tuner.utils.build_schedule`` reads."""
 
@@ -91,20 +94,20 @@ STEADY = "linear_schedule"
 
 
 def checked_lora(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the parameters with the ``scale`` that ``alpha`` means, if this is given instead.
-    Check that rank, scale and dropout are there, and nothing but ``keys`` beside them."""
+    """Return the parameters with the defaults of those that are not given, and with the ``scale``
+    that ``alpha`` means in its place. Raises ``OptionError``, also for a key that nobody reads."""
     name = "lora_parameters"
     _check_known(name, "key", parameters, (*_LORA, "alpha", "keys"))
+    full = {**LORA_DEFAULTS, **parameters}
     if "alpha" in parameters:
         if "scale" in parameters:
             raise OptionError(name, "has alpha and scale", "leave one out: scale is alpha / rank")
-        alpha = parameters["alpha"]
+        alpha = full.pop("alpha")
         _require(name, "alpha", alpha, _LORA["scale"])
-        parameters = {key: value for key, value in parameters.items() if key != "alpha"}
-        check_lora_values({**parameters, "scale": alpha})
-        return {**parameters, "scale": alpha / parameters["rank"]}
-    check_lora_values(parameters)
-    return parameters
+        check_lora_values(full)
+        full["scale"] = alpha / full["rank"]
+    check_lora_values(full)
+    return full
 
 
 def check_lora_values(parameters: Mapping[str, Any]) -> None:

@@ -18,7 +18,15 @@ from shardmlx.common.passed_stdin import is_path_of_stdin
 from shardmlx.common.yaml_reader import check_keys, did_you_mean, read_yaml
 from shardmlx.compat import HelpOfWholeWords
 from shardmlx.config.commands import BY_NAME
-from shardmlx.config.options import Declared, OptionError, declared, flag_of, with_home
+from shardmlx.config.options import (
+    Declared,
+    OptionError,
+    declared,
+    flag_of,
+    with_home,
+    with_parts,
+    written,
+)
 from shardmlx.distributed.processes import under_mpirun
 from shardmlx.errors import UserError
 
@@ -109,7 +117,7 @@ class CommandLine(Generic[Options]):
 
         ``--help-all`` is another word for ``--help`` of a parser that ``shows_all``.
         """
-        options = declared(self.options)
+        options = written(self.options)
         flags = [each for each in options if each.rules.flag]
         words = [each.metavar for each in options if each.rules.positional] + ["[OPTIONS]"]
         words += ["COMMAND [OPTIONS OF COMMAND]"] if self.commands else []
@@ -197,7 +205,7 @@ class CommandLine(Generic[Options]):
 
     def _unknown(self, words: Sequence[str]) -> UserError:
         """Return the error for words that the parser does not know."""
-        known = declared(self.options)
+        known = written(self.options)
         word = words[0]
         flag = word.partition("=")[0]
         if flag in self.refused:
@@ -220,56 +228,58 @@ class CommandLine(Generic[Options]):
                 raise UserError(fact, "give a file")
 
     def _build(self, flags: Mapping[str, Any]) -> tuple[Options, Given]:
-        known = declared(self.options)
+        known = written(self.options)
         path = flags.get("config") and with_home("config", flags["config"])
         given = Given(flags, {} if path is None else self._read_file(path))
         values = {**given.file, **given.flags}
         for each in known:
             if each.rules.excludes is not None and each.name in values:
-                _exclude(each, given, values)
+                _exclude(each, given, values, path)
         for each in known:
             if each.default is None and each.name not in values:
                 raise UserError(f"{each.flag} is missing", f"see shardmlx {self.command} --help")
         try:
+            values = with_parts(self.options, values, flags)
             return self.options(**values), given
         except OptionError as error:
             if error.name in flags:
                 shown = next(each for each in known if each.name == error.name)
                 name = shown.metavar if shown.rules.positional else shown.flag
                 raise UserError(f"{name} {error.complaint}", error.remedy) from None
-            if error.name in values:
+            if path is not None and error.name in values:
                 raise UserError(f"{path}: {error.problem}", error.remedy) from None
             raise
 
     def _read_file(self, path: str) -> dict[str, Any]:
         """Return the options in a YAML file."""
-        written = read_yaml(path)
-        for key in written.keys() & self.passed_over.keys():
-            del written[key]
+        content = read_yaml(path)
+        for key in content.keys() & self.passed_over.keys():
+            del content[key]
             if LAUNCHED not in os.environ:  # launch has said it
                 said = f"{path}: {key} is passed over, as mlx_lm.lora does: {self.passed_over[key]}"
                 print(f"shardmlx: {said}", file=sys.stderr, flush=True)
-        known = declared(self.options)
+        known = written(self.options)
         help = f"take it out, or see shardmlx {self.command} --help"
-        check_keys(written, [each.name for each in known], path, help)
-        return {key: value for key, value in written.items() if value is not None}
+        check_keys(content, [each.name for each in known], path, help)
+        return {key: value for key, value in content.items() if value is not None}
 
 
-def _exclude(each: Declared, given: Given, values: dict[str, Any]) -> None:
-    """Let one of two options win that exclude each other: a flag over the file. Raises
+def _exclude(each: Declared, given: Given, values: dict[str, Any], path: str | None) -> None:
+    """Let one of two options win that exclude each other: a flag over the file at ``path``. Raises
     ``UserError`` where both are given in the same place."""
     other = str(each.rules.excludes)
-    for names in (given.flags, given.file):
-        if each.name in names and other in names:
-            raise UserError(f"{each.flag} is given, and {flag_of(other)} too", "leave one out")
-    if other in given.flags:
-        del values[each.name]
+    if each.name in given.flags and other in given.flags:
+        raise UserError(f"{each.flag} is given, and {flag_of(other)} too", "leave one out")
+    if each.name in given.file and other in given.file:
+        raise UserError(f"{path}: {each.name} is given, and {other} too", "leave one out")
+    if each.name in values and other in values:
+        del values[each.name if other in given.flags else other]
 
 
 def words_of(cls: type[DataclassInstance], flags: Mapping[str, Any]) -> list[str]:
     """Return the command line that gives ``flags``, each by its long name."""
     words: list[str] = []
-    known = {each.name: each for each in declared(cls)}
+    known = {each.name: each for each in written(cls)}
     for name, value in flags.items():
         each = known[name]
         if bool in each.kinds:

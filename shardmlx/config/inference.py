@@ -16,7 +16,7 @@ from shardmlx.config.common_options import AUTO
 from shardmlx.config.options import check_options, in_group, refuse
 from shardmlx.config.specs import ModelSource
 from shardmlx.errors import UserError
-from shardmlx.models.kv_cache import CacheQuantisation, held
+from shardmlx.models.sizes.kv_cache import CacheQuantisation, held
 
 MODEL = "model"
 SAMPLING = "sampling"

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache, partial
@@ -49,6 +49,7 @@ class Option:
     ``metavar`` is the unit of the value, or what it names; ``unset`` says what applies, or by what
     rule a value is chosen, where none is given, if the default does not say it. ``also`` are flags
     of the same meaning in other programs. An option that ``excludes`` another takes its place.
+    ``parts`` is a dataclass of options that are keys of this mapping, each after a first word.
     """
 
     help: str
@@ -60,10 +61,12 @@ class Option:
     short: str | None = None
     also: tuple[str, ...] = ()
     excludes: str | None = None
+    parts: type[DataclassInstance] | None = None
     takes_value: bool = False  # a switch that may be followed by True or False
     minimum: float | None = None
     maximum: float | None = None
     above: float | None = None
+    below: float | None = None
     choices: Sequence[str | int] | None = None
     parse: Callable[[str], Any] | None = None  # text as written -> value
     no: str | None = None  # the word that means False, which YAML takes for it
@@ -88,6 +91,22 @@ class Declared:
     def flags(self) -> tuple[str, ...]:
         """The flags, the short one first."""
         return (self.rules.short, self.flag) if self.rules.short else (self.flag,)
+
+    @property
+    def parts(self) -> tuple[Declared, ...]:
+        """The options that are keys of this mapping."""
+        return declared(self.rules.parts) if self.rules.parts else ()
+
+    @property
+    def key(self) -> str:
+        """The key of a part in its mapping: ``rank`` of ``lora_rank``."""
+        return self.name.partition("_")[2]
+
+    def rivals(self, parts: Sequence[Declared]) -> list[str]:
+        """Return the keys of a part and of those parts that cannot stand beside it."""
+        pairs = ((each.name, each.rules.excludes) for each in parts)
+        names = {name for pair in pairs if self.name in pair for name in pair}
+        return [each.key for each in parts if each.name in names | {self.name}]
 
     @property
     def metavar(self) -> str:
@@ -149,6 +168,38 @@ def declared(cls: type[DataclassInstance]) -> tuple[Declared, ...]:
         )
         for each in fields(cls)
     )
+
+
+@cache
+def written(cls: type[DataclassInstance]) -> tuple[Declared, ...]:
+    """Return the options as flags and files give them: the parts of a mapping follow it."""
+    return tuple(each for whole in declared(cls) for each in (whole, *whole.parts))
+
+
+def with_parts(
+    cls: type[DataclassInstance], given: Mapping[str, Any], flags: Collection[str]
+) -> dict[str, Any]:
+    """Return the values of options with each part in its mapping; a part that is among the
+    ``flags`` wins over the mapping. Raises ``OptionError``, also for what is given twice."""
+    values = dict(given)
+    for whole in declared(cls):
+        for part in whole.parts:
+            if part.name in values:
+                value = _checked(part, values.pop(part.name))
+                wins = part.name in flags
+                mapping = values.get(whole.name, {})
+                values[whole.name] = _with_part(whole, mapping, part, value, wins=wins)
+    return values
+
+
+def _with_part(whole: Declared, mapping: Any, part: Declared, value: Any, *, wins: bool) -> Any:
+    if not isinstance(mapping, Mapping):
+        return mapping  # its own check names it
+    twice = [key for key in part.rivals(whole.parts) if key in mapping]
+    if twice and not wins:
+        complaint = f"is {value}, and {whole.name} has {twice[0]} {mapping[twice[0]]}"
+        raise OptionError(part.name, complaint, "leave one out")
+    return {**{key: mapping[key] for key in mapping if key not in twice}, part.key: value}
 
 
 def flag_of(name: str) -> str:
@@ -254,6 +305,8 @@ def _checked(each: Declared, value: Any) -> Any:
         raise OptionError(name, f"is {value}", f"give {rules.maximum} or less")
     if rules.above is not None and value <= rules.above:
         raise OptionError(name, f"is {value}", f"give more than {rules.above}")
+    if rules.below is not None and value >= rules.below:
+        raise OptionError(name, f"is {value}", f"give less than {rules.below:g}")
     return value
 
 

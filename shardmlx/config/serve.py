@@ -12,7 +12,7 @@ from shardmlx.config.command_line import CommandLine
 from shardmlx.config.inference import MODEL, REFUSED, InferenceConfig, most_tokens
 from shardmlx.config.options import in_group, refuse, split_names
 from shardmlx.errors import UserError
-from shardmlx.models.kv_cache import held
+from shardmlx.models.sizes.kv_cache import held
 
 _SERVER = "server"
 

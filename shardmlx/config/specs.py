@@ -5,12 +5,18 @@ Each part is made of a command's options by name: ``FineTune.of(config)``. No ML
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardmlx.config import common_options as common
-from shardmlx.config.checks import FINE_TUNE_TYPES, OPTIMIZERS, parse_lr_schedule, rows_of
+from shardmlx.config.checks import (
+    FINE_TUNE_TYPES,
+    LORA_DEFAULTS,
+    OPTIMIZERS,
+    parse_lr_schedule,
+    rows_of,
+)
 from shardmlx.config.common_options import AUTO, OFF
 from shardmlx.config.objective import ObjectiveOptions, rows_together
 from shardmlx.config.options import Spec, in_group, option, same_as
@@ -19,6 +25,7 @@ from shardmlx.pipeline.schedules import SCHEDULES
 
 _model = in_group("model")
 _training = in_group("training, as in mlx_lm.lora")
+_lora = in_group("adapters")
 _rate = in_group("the learning rate")
 _pipeline = in_group("pipeline")
 _checkpoints = in_group("checkpoints and failures")
@@ -65,6 +72,30 @@ DIVIDED_WEIGHTS = ZERO[-1]
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraParts:
+    """The keys of ``lora_parameters``, each as an option of its own."""
+
+    lora_rank: int = _lora(LORA_DEFAULTS["rank"], "rank of the adapters", minimum=1)
+    lora_scale: float = _lora(LORA_DEFAULTS["scale"], "factor of their output", metavar="FACTOR")
+    lora_alpha: float | None = _lora(
+        None,
+        "this factor times the rank, as other programs count",
+        metavar="ALPHA",
+        unset="--lora-scale x --lora-rank",
+        excludes="lora_scale",
+    )
+    lora_dropout: float = _lora(
+        LORA_DEFAULTS["dropout"], "share of their input that is 0", metavar="P", minimum=0, below=1
+    )
+    lora_keys: Sequence[str] = _lora(
+        [],
+        "modules that have them, like self_attn.q_proj self_attn.v_proj",
+        metavar="NAME",
+        unset="all linear layers",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class FineTune(Spec):
     """The part of a model that is trained, the optimizer, and where checkpoints go."""
 
@@ -74,9 +105,10 @@ class FineTune(Spec):
     )
     num_layers: int = _training(16, "how many of the last layers to train; -1 for all", minimum=-1)
     lora_parameters: Mapping[str, Any] = option(
-        {"rank": 8, "dropout": 0.0, "scale": 20.0},
+        dict(LORA_DEFAULTS),
         "rank, scale (or alpha) and dropout of the adapters, and keys: the modules that have them",
         flag=False,
+        parts=LoraParts,
     )
     unfreeze_all: bool = option(
         False, "in a full fine-tune: all else than layers is trained too", flag=False

@@ -12,6 +12,7 @@ from shardmlx.common.yaml_reader import read_yaml
 from shardmlx.config.checks import OPTIMIZERS
 from shardmlx.config.data import FeatureKeys
 from shardmlx.config.objective import SFT, ObjectiveOptions
+from shardmlx.config.options import with_parts
 from shardmlx.config.train import TrainConfig
 from shardmlx.errors import UserError, naming
 
@@ -51,6 +52,8 @@ def _of_run(config: TrainConfig, name: str, given: Any) -> TrainConfig:
         raise UserError(where, "name runs by letters, digits, and _ . -, for their directories")
     if not isinstance(given, Mapping):
         raise UserError(f"{where} has {given!r}", "give options of its own, one 'key: value' each")
+    with naming(where):
+        given = with_parts(TrainConfig, given, ())
     for key in given:
         if key not in MAY_DIFFER:
             raise UserError(

@@ -372,15 +372,12 @@ class TrainConfig(
         return dict(sorted(values.items()))
 
 
-_IN_FILE = "write lora_parameters: {rank: 8, alpha: 16, dropout: 0} into a YAML file: -c FILE"
-
 LINE = CommandLine(
     options=TrainConfig,
     command="train",
     description="Fine-tune a language model through pipeline stages, one MPI rank each.",
     shown=_SHOWN,
     passed_over=PASSED_OVER,
-    refused={f"--lora-{each}": _IN_FILE for each in ("alpha", "rank", "scale", "dropout", "r")},
     needs=("data", "hf_dataset", "train", "test"),
     needs_remedy="give --model and --data, or --train for mlx_lm.lora's own",
 )

@@ -31,7 +31,7 @@ from shardmlx.modelfiles.model_files import read_model
 from shardmlx.modelfiles.safetensors_header import INDEX_FILE, LENGTH_BYTES, parse_header
 from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, CONFIG_FILE, SUFFIX, Directory
 from shardmlx.modelfiles.verify import verify
-from shardmlx.models.config_reader import read_config
+from shardmlx.models.sizes.config_reader import read_config
 
 _COPIED = (*(f"*{suffix}" for suffix in COPIED_SUFFIXES), "*.py", "*.tiktoken")
 _NOT_COPIED = (

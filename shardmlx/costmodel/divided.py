@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from shardmlx.costmodel.training_setup import TrainingSetup
 from shardmlx.engine.owners import Gathered, Held, held_by, owners_of_gathered
-from shardmlx.models.layer_shape import LayerShape
+from shardmlx.models.sizes.layer_shape import LayerShape
 
 END = "end"
 """Room of embedding and lm_head."""

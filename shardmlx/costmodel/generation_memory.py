@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from shardmlx.config.inference import WHOLE_CHUNK
 from shardmlx.costmodel.training_setup import BACKENDS
 from shardmlx.costmodel.workload import ModelSizes, shared
-from shardmlx.models import kv_cache
-from shardmlx.models.kv_cache import CacheQuantisation
-from shardmlx.models.shares import TensorShares
+from shardmlx.models.sizes import kv_cache
+from shardmlx.models.sizes.kv_cache import CacheQuantisation
+from shardmlx.models.sizes.shares import TensorShares
 
 HIDDEN_ARRAYS, MLP_ARRAYS, QUERY_ARRAYS, SCORE_ARRAYS = 7, 2, 1, 2
 """Arrays of each width that exist while a layer computes a chunk, fitted to measurements.

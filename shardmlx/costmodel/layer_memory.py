@@ -16,7 +16,14 @@ from typing import NamedTuple
 
 from shardmlx.config.specs import NONE
 from shardmlx.costmodel.training_setup import FLOAT32, TrainingSetup
-from shardmlx.models.layer_shape import NO_HEADS, NO_RECURRENCE, PIECE, Heads, LayerShape, Linear
+from shardmlx.models.sizes.layer_shape import (
+    NO_HEADS,
+    NO_RECURRENCE,
+    PIECE,
+    Heads,
+    LayerShape,
+    Linear,
+)
 
 PASSING_MARGIN = 1.1
 """Bound on passing arrays, as a multiple of a layer's: MLX allocates about a layer ahead."""

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from shardmlx.config.specs import FULL, NO_SAVINGS, SELECTIVE, FineTune, Savings
 from shardmlx.costmodel.workload import Workload
-from shardmlx.models.layer_shape import LayerShape, fuses_attention
-from shardmlx.models.shape import ModelShape
+from shardmlx.models.sizes.layer_shape import LayerShape, fuses_attention
+from shardmlx.models.sizes.shape import ModelShape
 
 FLOAT32 = 4
 """Bytes of an element of the sums of gradients, of adapters, and of adapters' arrays."""

@@ -15,8 +15,8 @@ from shardmlx.modelfiles.parts import Inspection, Part, inspect_files, needed_sh
 from shardmlx.modelfiles.published_packing import check_packing, published_packing
 from shardmlx.modelfiles.safetensors_header import DTYPE_BITS
 from shardmlx.modelfiles.tensors import scale_group
-from shardmlx.models.shape import ModelShape
-from shardmlx.models.shares import TensorShares
+from shardmlx.models.sizes.shape import ModelShape
+from shardmlx.models.sizes.shares import TensorShares
 from shardmlx.partitioners import LayerCosts
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, overload
 
 import numpy as np
 
-from shardmlx.models.packed_positions import PackedPositions
+from shardmlx.models.runtime.packed_positions import PackedPositions
 
 PAD_TO = 32
 """Padding: widths are one more than a multiple of this, as in mlx-lm."""

@@ -37,7 +37,7 @@ from shardmlx.distributed.transport import Transport
 from shardmlx.engine.owners import Gathered, owners, owners_of_gathered
 from shardmlx.engine.stage import Stage
 from shardmlx.engine.trace import Recorder, Span
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.slice import Slice
 
 ENDS = 2
 """Number of the room of embedding and lm_head; layers have rooms 0 and 1."""

@@ -29,8 +29,8 @@ from shardmlx.engine.divided_weights import DividedWeights
 from shardmlx.engine.loss import HeadInput, token_loss
 from shardmlx.engine.objectives import Objective
 from shardmlx.engine.stage import Stage
-from shardmlx.models.decoder import LayerCall, Visit
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.decoder import LayerCall, Visit
+from shardmlx.models.runtime.slice import Slice
 from shardmlx.pipeline.actions import Kind
 from shardmlx.pipeline.lowering import gradient_kinds
 

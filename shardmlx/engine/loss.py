@@ -26,9 +26,9 @@ from shardmlx.config.specs import Savings
 from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.buffers import COMPILED_POSITIONS, positions_of_piece
 from shardmlx.engine.objectives import Objective
-from shardmlx.models.activations import exponential, is_slow, with_gradient
-from shardmlx.models.packed_positions import PackedPositions
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.activations import exponential, is_slow, with_gradient
+from shardmlx.models.runtime.packed_positions import PackedPositions
+from shardmlx.models.runtime.slice import Slice
 
 
 def token_loss(logits: mx.array, targets: mx.array, counts: mx.array) -> mx.array:

@@ -41,7 +41,7 @@ from shardmlx.distributed.messages import copy_into
 from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.loss import Head, HeadInput, token_loss
 from shardmlx.engine.objectives import Objective
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.slice import Slice
 
 
 def layer_of(name: str) -> str:

@@ -18,7 +18,7 @@ from shardmlx.distributed.mlx_group import losses_named
 from shardmlx.distributed.transport import Outbox, Transport
 from shardmlx.engine.batches import Sample
 from shardmlx.inference.stage import HIDDEN_TAG, UNSENT
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.slice import Slice
 from shardmlx.pipeline.mesh import Mesh
 
 Sequences = Sequence[Sequence[int]]

@@ -13,8 +13,8 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from shardmlx.engine.batches import make_batch, split
 from shardmlx.engine.gathered_stage import build_stages
-from shardmlx.models.slice import Slice
-from shardmlx.models.undeclared import build_random
+from shardmlx.models.runtime.slice import Slice
+from shardmlx.models.sizes.undeclared import build_random
 
 _LAYERS = 2
 _VOCABULARY = 96

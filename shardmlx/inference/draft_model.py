@@ -24,8 +24,8 @@ from shardmlx.loading.build import build_to_generate
 from shardmlx.loading.hub_download import find_model
 from shardmlx.loading.tokenizer import read_tokenizer
 from shardmlx.modelfiles.model_files import open_model
-from shardmlx.models.config_reader import read_config
-from shardmlx.models.kv_cache import STEP, parts_of
+from shardmlx.models.sizes.config_reader import read_config
+from shardmlx.models.sizes.kv_cache import STEP, parts_of
 
 KIND = 0
 """The kind of all its drafts."""

@@ -21,8 +21,8 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCach
 from shardmlx.errors import UserError, one_line
 from shardmlx.inference.prefix_cache import CachedPrefix
 from shardmlx.inference.scheduler import Item, ItemKind
-from shardmlx.models.kv_cache import CacheQuantisation, parts_of
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.slice import Slice
+from shardmlx.models.sizes.kv_cache import CacheQuantisation, parts_of
 
 Caches = list[Any]
 """mlx-lm's cache of each layer. A deep copy of one shares the numbers of its arrays: MLX copies

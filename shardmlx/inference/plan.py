@@ -21,8 +21,8 @@ from shardmlx.costmodel.memory_limits import MemoryBudget, PlannedMemory, how_to
 from shardmlx.costmodel.workload import ModelSizes
 from shardmlx.errors import UserError
 from shardmlx.inference.prefix_cache import cuttable, most_copies
-from shardmlx.models.shape import ModelShape
-from shardmlx.models.shares import WHOLE, TensorShares
+from shardmlx.models.sizes.shape import ModelShape
+from shardmlx.models.sizes.shares import WHOLE, TensorShares
 from shardmlx.partitioners import PARTITIONERS, DoesNotFitError, LayerCosts
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.stage_map import StageMap

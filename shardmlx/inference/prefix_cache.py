@@ -15,8 +15,8 @@ from dataclasses import KW_ONLY, dataclass, field
 import numpy as np
 
 from shardmlx.common.digests import bytes_digest
-from shardmlx.models.kv_cache import CacheQuantisation, held
-from shardmlx.models.shape import ModelShape
+from shardmlx.models.sizes.kv_cache import CacheQuantisation, held
+from shardmlx.models.sizes.shape import ModelShape
 
 SHORTEST = 16
 """Tokens of the shortest prefix worth taking: to compute fewer again costs little. A border lies as

@@ -27,8 +27,8 @@ from shardmlx.common.durable_files import PARTIAL, why_not_written
 from shardmlx.errors import UserError, one_line, refusing
 from shardmlx.inference.kv_caches import KeptCaches, can_be_cut
 from shardmlx.inference.prefix_cache import KeptPrefix
-from shardmlx.models.kv_cache import parts_of
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.slice import Slice
+from shardmlx.models.sizes.kv_cache import parts_of
 
 INDEX = "prefixes.json"
 

@@ -33,9 +33,9 @@ from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.inference.scheduler import Scheduler
 from shardmlx.inference.stage import StageWorker
-from shardmlx.models.draft_head import DraftHead
-from shardmlx.models.shape import ModelShape
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.draft_head import DraftHead
+from shardmlx.models.runtime.slice import Slice
+from shardmlx.models.sizes.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)

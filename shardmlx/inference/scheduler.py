@@ -26,7 +26,7 @@ from enum import Enum
 from typing import Any
 
 from shardmlx.inference.prefix_cache import CachedPrefix
-from shardmlx.models.kv_cache import STEP, held
+from shardmlx.models.sizes.kv_cache import STEP, held
 
 
 class ItemKind(Enum):

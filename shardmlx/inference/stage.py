@@ -30,8 +30,8 @@ from shardmlx.inference.kv_caches import Caches, KVCaches
 from shardmlx.inference.prefix_files import PrefixFiles
 from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.scheduler import Item
-from shardmlx.models.draft_head import DraftHead
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.draft_head import DraftHead
+from shardmlx.models.runtime.slice import Slice
 from shardmlx.pipeline.mesh import Mesh
 
 ANNOUNCEMENT_TAG = FIRST_ENGINE_TAG

@@ -15,7 +15,7 @@ from shardmlx.inference.plan import GenerationLoad
 from shardmlx.inference.prompts import ChatMessage, PromptEncoder
 from shardmlx.inference.setup import prepare, typical_load
 from shardmlx.inference.worker import InferenceWorker
-from shardmlx.models.kv_cache import held
+from shardmlx.models.sizes.kv_cache import held
 
 CONTEXT_TOKENS = 4096
 """Tokens of a prompt and its answer that are planned for, unless the caller says otherwise."""

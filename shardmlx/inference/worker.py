@@ -24,9 +24,9 @@ from shardmlx.inference.run import InferenceRun
 from shardmlx.inference.sampler import random_state
 from shardmlx.loading.build import build_draft_head, build_to_generate
 from shardmlx.loading.rank_setup import ModelWorker
-from shardmlx.models.divided_layers import take_share
-from shardmlx.models.draft_head import DraftHead
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.divided_layers import take_share
+from shardmlx.models.runtime.draft_head import DraftHead
+from shardmlx.models.runtime.slice import Slice
 
 
 class InferenceWorker(ModelWorker):

@@ -18,7 +18,7 @@ from shardmlx.config.checks import FINE_TUNE_TYPES, check_lora_values
 from shardmlx.config.specs import FineTune
 from shardmlx.errors import UserError, file_access, naming, refusing
 from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CONFIG_FILE
-from shardmlx.models.config_reader import parse_config
+from shardmlx.models.sizes.config_reader import parse_config
 
 _PARTS = frozenset({"lora_a", "lora_b", "m"})
 

@@ -25,14 +25,14 @@ from shardmlx.loading.adapters import (
 )
 from shardmlx.modelfiles.model_files import check_model_files, open_model
 from shardmlx.modelfiles.published_packing import published_packing
-from shardmlx.models.config_reader import read_config
-from shardmlx.models.draft_head import ONE_LAYER, DraftHead, head_class
 from shardmlx.models.families import ANOTHER, HEADS, is_declared
-from shardmlx.models.loaded import without_spare_head
-from shardmlx.models.parts import find_parts
-from shardmlx.models.rope_parameters import with_rope
-from shardmlx.models.ropes import fit_ropes
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.draft_head import ONE_LAYER, DraftHead, head_class
+from shardmlx.models.runtime.loaded import without_spare_head
+from shardmlx.models.runtime.parts import find_parts
+from shardmlx.models.runtime.ropes import fit_ropes
+from shardmlx.models.runtime.slice import Slice
+from shardmlx.models.sizes.config_reader import read_config
+from shardmlx.models.sizes.rope_parameters import with_rope
 
 _OF_ALL_MODULES = ("bits", "group_size", "mode")
 """Entries of a config.json's ``quantization`` that are of no single module."""

@@ -45,9 +45,9 @@ from shardmlx.modelfiles.safetensors_header import (
     read_bytes,
 )
 from shardmlx.modelfiles.sources import CONFIG_FILE
-from shardmlx.models.config_reader import check_layout, read_config
-from shardmlx.models.shape import ModelShape
-from shardmlx.models.shares import TensorShares
+from shardmlx.models.sizes.config_reader import check_layout, read_config
+from shardmlx.models.sizes.shape import ModelShape
+from shardmlx.models.sizes.shares import TensorShares
 
 Advance = Callable[[int], None]
 """Function that is told how many more bytes have come."""

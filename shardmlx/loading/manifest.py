@@ -19,8 +19,8 @@ from shardmlx.modelfiles.parts import EMBEDDING, HEAD, place_of
 from shardmlx.modelfiles.safetensors_header import INDEX_FILE, Header, PlacedTensor, read_header
 from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE, CONFIG_FILE
 from shardmlx.modelfiles.tensors import OTHER_SENSES, QUANTISED_PARTS, is_dropped
-from shardmlx.models.shape import ModelShape
-from shardmlx.models.shares import TensorShares
+from shardmlx.models.sizes.shape import ModelShape
+from shardmlx.models.sizes.shares import TensorShares
 
 TEXTS = (
     CONFIG_FILE,

@@ -36,9 +36,9 @@ from shardmlx.loading.local_files import LocalFiles
 from shardmlx.loading.transfer import Needs, bring
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.modelfiles.parts import needed_shape
-from shardmlx.models.config_reader import read_config
 from shardmlx.models.family import APPROXIMATE
-from shardmlx.models.shape import ModelShape
+from shardmlx.models.sizes.config_reader import read_config
+from shardmlx.models.sizes.shape import ModelShape
 from shardmlx.pipeline.stage_map import StageMap, read_stage_map
 
 SETUP_SECONDS = 12 * 3600.0

@@ -11,8 +11,8 @@ from shardmlx.common.reporter import Reporter
 from shardmlx.distributed.crew import Crew
 from shardmlx.loading.local_files import CopyPlan, Holding, LocalFiles, placed_tensors
 from shardmlx.loading.manifest import is_needed, parts_of_shares, plan_transfers
-from shardmlx.models.shape import ModelShape
-from shardmlx.models.shares import TensorShares
+from shardmlx.models.sizes.shape import ModelShape
+from shardmlx.models.sizes.shares import TensorShares
 
 
 @dataclass(frozen=True, slots=True)

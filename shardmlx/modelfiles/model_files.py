@@ -23,7 +23,7 @@ from shardmlx.modelfiles.safetensors_header import (
     parse_index,
 )
 from shardmlx.modelfiles.sources import CONFIG_FILE, PACKING_FILE, SUFFIX, Directory
-from shardmlx.models.config_reader import check_layout, parse_config
+from shardmlx.models.sizes.config_reader import check_layout, parse_config
 
 Source = Directory | Repository
 

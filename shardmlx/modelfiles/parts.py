@@ -28,9 +28,9 @@ from shardmlx.modelfiles.tensors import (
     packing_of,
     read_quantisation,
 )
-from shardmlx.models.config_reader import MOST_LAYERS
 from shardmlx.models.families import is_declared
-from shardmlx.models.shape import ModelShape
+from shardmlx.models.sizes.config_reader import MOST_LAYERS
+from shardmlx.models.sizes.shape import ModelShape
 
 EMBEDDING, HEAD, OTHER, DROPPED = "embedding", "head", "other", "not loaded"
 """Names of the parts other than decoder layers; ``head`` is the final norm and the head."""
@@ -207,7 +207,7 @@ def _traced(config: str, sides: tuple[tuple[str, tuple[int, ...]], ...]) -> Mode
     seconds."""
     fields = json.loads(config)
     with needs_mlx_lm(fields.get("model_type")):
-        from shardmlx.models.undeclared import traced_shape
+        from shardmlx.models.sizes.undeclared import traced_shape
     return traced_shape(fields, dict(sides))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from shardmlx.errors import UserError
-from shardmlx.models.shape import ModelShape
+from shardmlx.models.sizes.shape import ModelShape
 
 _16_BITS = "take the model in 16 bits, or as mlx-lm packs it"
 _EXCEPTIONS = ("modules_to_not_convert", "ignore", "exclude_modules", "ignored_layers")

@@ -16,7 +16,7 @@ from typing import Any
 
 from shardmlx.common.durable_files import read_exactly
 from shardmlx.errors import UserError, file_access
-from shardmlx.models.config_reader import check_pointer
+from shardmlx.models.sizes.config_reader import check_pointer
 
 DTYPE_BITS: Mapping[str, int] = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,

@@ -14,8 +14,8 @@ from typing import Any
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.published_packing import Packing, published_packing
 from shardmlx.modelfiles.safetensors_header import PlacedTensor
-from shardmlx.models.layer_shape import LayerShape
-from shardmlx.models.shape import ModelShape
+from shardmlx.models.sizes.layer_shape import LayerShape
+from shardmlx.models.sizes.shape import ModelShape
 
 DEFAULTS: Mapping[str, tuple[int, int]] = MappingProxyType(
     {"affine": (4, 64), "mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}

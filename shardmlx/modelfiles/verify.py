@@ -25,7 +25,7 @@ def _family(files: ModelFiles, faults: list[str]) -> str:
     if isinstance(shape := shape_of(files), str):
         return f"tensors not compared: {shape}"
     with needs_mlx_lm(shape.model_type):
-        from shardmlx.models.loaded import faults_of_tensors
+        from shardmlx.models.runtime.loaded import faults_of_tensors
     head = header_of((name, each.shape, each.dtype) for name, each in files.tensors.items())
     nbytes = sum(each.nbytes for each in files.tensors.values())
     found = faults_of_tensors(files.config, head, nbytes)

@@ -16,9 +16,9 @@ from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.generation_memory import GenerationSetup, inference_memory, setups_of
 from shardmlx.costmodel.workload import ModelSizes
 from shardmlx.errors import UserError
-from shardmlx.models.layer_shape import LayerShape
-from shardmlx.models.shape import ModelShape
-from shardmlx.models.shares import TensorShares
+from shardmlx.models.sizes.layer_shape import LayerShape
+from shardmlx.models.sizes.shape import ModelShape
+from shardmlx.models.sizes.shares import TensorShares
 from shardmlx.partitioners import PARTITIONERS, DoesNotFitError, LayerCosts, Problem
 from shardmlx.pipeline.stage_map import StageMap
 from shardmlx.planning.layout import costs_by_speed

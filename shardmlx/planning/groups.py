@@ -12,7 +12,7 @@ from shardmlx.costmodel.chips import shares_by_bandwidth
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine
 from shardmlx.costmodel.workload import ModelSizes, Workload, shared
-from shardmlx.models.shares import TensorShares
+from shardmlx.models.sizes.shares import TensorShares
 
 
 def asked_shares(

@@ -20,7 +20,7 @@ from shardmlx.modelfiles.model_files import ModelFiles, find_source, read_model
 from shardmlx.modelfiles.parts import Inspection, inspect_files, needed_shape
 from shardmlx.modelfiles.tensors import scale_group
 from shardmlx.modelfiles.verify import verify
-from shardmlx.models.shares import TensorShares
+from shardmlx.models.sizes.shares import TensorShares
 from shardmlx.partitioners import PARTITIONERS
 from shardmlx.pipeline.stage_map import read_stage_map
 from shardmlx.planning.layout import make_mesh

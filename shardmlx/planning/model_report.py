@@ -8,7 +8,7 @@ from shardmlx.common.formatting import columns, count, gibibytes, numbers_of, pl
 from shardmlx.modelfiles.parts import Inspection, Part, rows
 from shardmlx.modelfiles.sources import SUFFIX
 from shardmlx.models.family import APPROXIMATE
-from shardmlx.models.shape import ModelShape
+from shardmlx.models.sizes.shape import ModelShape
 from shardmlx.planning.weight_split import Split
 
 _FILES_SHOWN = 2

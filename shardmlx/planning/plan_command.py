@@ -16,7 +16,7 @@ from typing import Any
 from shardmlx.common.reporter import Reporter, check_writable
 from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine, Given, words_of
-from shardmlx.config.options import declared, in_group
+from shardmlx.config.options import in_group, written
 from shardmlx.config.specs import RunSpec
 from shardmlx.config.train import PASSED_OVER, TrainConfig
 from shardmlx.costmodel.chips import machines_of
@@ -119,7 +119,7 @@ LINE = CommandLine(
 
 def _train_words(options: PlanOptions, given: Given, found: Mapping[str, Any]) -> list[str]:
     """Return the words of ``train`` for what is given or found, and the planner leaves as it is."""
-    flags = {each.name for each in declared(TrainConfig) if each.rules.flag}
+    flags = {each.name for each in written(TrainConfig) if each.rules.flag}
     of_train = flags - {"model", *_DECIDED}
     left = {name: value for name, value in {**given.flags, **found}.items() if name in of_train}
     words = words_of(PlanOptions, {"model": options.model, **left})

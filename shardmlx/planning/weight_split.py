@@ -12,7 +12,7 @@ from shardmlx.costmodel.timing import TYPICAL_LENGTH
 from shardmlx.costmodel.workload import model_sizes, shared
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.parts import Inspection, Part
-from shardmlx.models.shares import WHOLE, TensorShares
+from shardmlx.models.sizes.shares import WHOLE, TensorShares
 from shardmlx.partitioners import PARTITIONERS, LayerCosts, Problem
 from shardmlx.pipeline.stage_map import StageMap
 from shardmlx.planning.layout import costs_by_speed

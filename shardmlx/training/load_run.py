@@ -19,7 +19,7 @@ from shardmlx.errors import file_access
 from shardmlx.loading.rank_setup import ModelWorker, OpenedModel, bring_weights
 from shardmlx.loading.transfer import Needs
 from shardmlx.modelfiles.model_files import open_model
-from shardmlx.models.shares import WHOLE
+from shardmlx.models.sizes.shares import WHOLE
 from shardmlx.training.datasets import DataSets
 from shardmlx.training.island import join
 from shardmlx.training.planned_run import PlannedRun

@@ -35,7 +35,7 @@ from shardmlx.loading.rank_setup import (
 from shardmlx.loading.tokenizer import read_tokenizer
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.modelfiles.safetensors_header import INDEX_FILE, MODEL_FILES
-from shardmlx.models.shares import TensorShares
+from shardmlx.models.sizes.shares import TensorShares
 from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.plan import Plan
 from shardmlx.planning.choice import Choice, choose

@@ -12,7 +12,7 @@ from shardmlx.costmodel.memory_limits import MemoryLimits, PlannedMemory
 from shardmlx.costmodel.predict import Prediction, planned_memory, predict
 from shardmlx.costmodel.workload import Workload
 from shardmlx.engine.objectives import Objective
-from shardmlx.models.shares import TensorShares
+from shardmlx.models.sizes.shares import TensorShares
 from shardmlx.pipeline.plan import Plan
 from shardmlx.planning.facts import SequenceLengths
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from shardmlx.common.formatting import plural
 from shardmlx.common.reporter import Reporter
-from shardmlx.config.checks import checked_lora
+from shardmlx.config.checks import LORA_DEFAULTS, checked_lora
 from shardmlx.config.train import TrainConfig
 from shardmlx.errors import UserError, file_access
 from shardmlx.modelfiles.sources import ADAPTER_CONFIG_FILE
-from shardmlx.models.config_reader import parse_config
+from shardmlx.models.sizes.config_reader import parse_config
 
 _FALLS: Mapping[str, int] = {"cosine_decay": 1, "linear_schedule": 2}
 """The place, among a schedule's arguments, of the updates over which the rate falls or rises."""
@@ -29,7 +29,13 @@ def warnings_of(config: TrainConfig) -> list[str]:
     """Return the warnings about a run whose files this machine has."""
     if not config.train:
         return [*_of_test(config)]
-    return [*_of_steps(config), *_of_schedule(config), *_of_start(config)]
+    return [*_of_adapters(config), *_of_steps(config), *_of_schedule(config), *_of_start(config)]
+
+
+def _of_adapters(config: TrainConfig) -> Iterator[str]:
+    if config.is_full and config.lora_parameters not in ({}, LORA_DEFAULTS):
+        given = ", ".join(f"{key} {value}" for key, value in config.lora_parameters.items())
+        yield f"a full fine-tune has no adapters: nothing uses {given} of lora_parameters"
 
 
 def _of_test(config: TrainConfig) -> Iterator[str]:
@@ -95,7 +101,7 @@ def _of_start(config: TrainConfig) -> Iterator[str]:
             f"something else as {config.fine_tune_type}"
         )
     before, now = theirs.get("lora_parameters"), config.lora_parameters["scale"]
-    if not isinstance(before, Mapping):
+    if not isinstance(before, Mapping) or before.keys().isdisjoint(("scale", "alpha")):
         return
     with suppress(UserError):
         then = checked_lora(before)["scale"]

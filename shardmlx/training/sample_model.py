@@ -25,8 +25,8 @@ from shardmlx.engine.optimizer import Updater
 from shardmlx.engine.stage import Stage
 from shardmlx.loading.build import cut
 from shardmlx.modelfiles.tensors import read_quantisation
-from shardmlx.models.parts import find_parts
-from shardmlx.models.undeclared import build_random
+from shardmlx.models.runtime.parts import find_parts
+from shardmlx.models.sizes.undeclared import build_random
 
 LAYER_BYTES = 500_000_000
 """Size up to which layers are measured together: more than caches hold, little for a machine."""

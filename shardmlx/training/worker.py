@@ -25,8 +25,8 @@ from shardmlx.engine.optimizer import build_optimizer
 from shardmlx.errors import UserError, file_access
 from shardmlx.loading.build import build_model, count_parameters, cut
 from shardmlx.loading.rank_setup import ModelWorker
-from shardmlx.models.divided_layers import take_share
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.divided_layers import take_share
+from shardmlx.models.runtime.slice import Slice
 from shardmlx.training.island import Membership
 from shardmlx.training.planned_run import PlannedRun
 from shardmlx.training.run_worker import RunWorker, StepAnswer, StepOrder

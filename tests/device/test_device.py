@@ -18,7 +18,7 @@ from shardmlx.compat import gpu_fuses_attention
 from shardmlx.config.specs import NO_SAVINGS, Savings
 from shardmlx.engine.batches import pack, split
 from shardmlx.engine.stage import Stage
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.slice import Slice
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.jobs import Job
 from tests.helpers.models_and_batches import (

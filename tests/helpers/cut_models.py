@@ -15,7 +15,7 @@ from shardmlx.config.specs import Savings
 from shardmlx.engine.batches import KNOWN, Batch, Samples, make_batch, pack
 from shardmlx.engine.gathered_stage import build_stages
 from shardmlx.engine.objectives import Objective
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.slice import Slice
 from tests.helpers.models_and_batches import logits_of
 
 

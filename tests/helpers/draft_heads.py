@@ -13,8 +13,8 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.base import create_attention_mask
 
-from shardmlx.models.draft_head import ONE_LAYER
 from shardmlx.models.families import HEADS
+from shardmlx.models.runtime.draft_head import ONE_LAYER
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.models_and_batches import build
 

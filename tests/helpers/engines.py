@@ -17,7 +17,7 @@ from shardmlx.engine.divided_weights import DividedWeights
 from shardmlx.engine.engine import Engine
 from shardmlx.engine.gathered_stage import build_stages
 from shardmlx.engine.objectives import Objective
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.slice import Slice
 from shardmlx.pipeline.plan import Plan
 from shardmlx.training.scores import scores_of
 from tests.helpers.models_and_batches import (

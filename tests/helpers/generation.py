@@ -23,8 +23,8 @@ from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 from shardmlx.inference.scheduler import Scheduler
 from shardmlx.inference.stage import StageWorker
 from shardmlx.loading.build import build_draft_head
-from shardmlx.models.kv_cache import CacheQuantisation
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.slice import Slice
+from shardmlx.models.sizes.kv_cache import CacheQuantisation
 from shardmlx.pipeline.mesh import Mesh
 from tests.helpers.local_transport import LocalNetwork
 

@@ -26,10 +26,10 @@ from shardmlx.engine.loss import token_loss
 from shardmlx.engine.stage import Stage
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.modelfiles.tensors import is_dropped
-from shardmlx.models.activations import swiglu, use_swiglu
 from shardmlx.models.families import is_declared
-from shardmlx.models.shape import ModelShape
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.activations import swiglu, use_swiglu
+from shardmlx.models.runtime.slice import Slice
+from shardmlx.models.sizes.shape import ModelShape
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.schedules import get_schedule

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from shardmlx.inference.pipeline import FirstStage
-from shardmlx.models.shares import TensorShares
+from shardmlx.models.sizes.shares import TensorShares
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.generation import Texts, add_all, by_mlx_lm, texts_of
 from tests.helpers.models_and_batches import build

@@ -25,11 +25,11 @@ from shardmlx.engine.batches import MicroBatch, pack
 from shardmlx.engine.optimizer import Updater, build_optimizer
 from shardmlx.engine.stage import Stage
 from shardmlx.modelfiles.parts import read_shape
-from shardmlx.models.divided_layers import take_share
-from shardmlx.models.parts import find_parts
-from shardmlx.models.shape import ModelShape
-from shardmlx.models.shares import TensorShares
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.divided_layers import take_share
+from shardmlx.models.runtime.parts import find_parts
+from shardmlx.models.runtime.slice import Slice
+from shardmlx.models.sizes.shape import ModelShape
+from shardmlx.models.sizes.shares import TensorShares
 from shardmlx.partitioners import LayerCosts
 from tests.helpers.family_configs import CONFIGS, LAYERS
 from tests.helpers.further_configs import FURTHER

@@ -7,7 +7,7 @@ from typing import Any
 from shardmlx.config.specs import BatchOptions, FineTune
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.workload import DTYPE_BYTES, Workload
-from shardmlx.models.shape import ModelShape
+from shardmlx.models.sizes.shape import ModelShape
 from shardmlx.partitioners import LayerCosts
 
 

@@ -18,7 +18,7 @@ from shardmlx.common.environment import launched_rank
 from shardmlx.distributed.sums import Sums
 from shardmlx.engine.stage import Stage
 from shardmlx.main import main
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.slice import Slice
 from shardmlx.training.losses import Gradients
 from shardmlx.training.rows import Share
 

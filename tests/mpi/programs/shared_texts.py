@@ -23,8 +23,8 @@ from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.scheduler import Scheduler
 from shardmlx.inference.stage import StageWorker
 from shardmlx.modelfiles.parts import read_shape
-from shardmlx.models.divided_layers import take_share
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.divided_layers import take_share
+from shardmlx.models.runtime.slice import Slice
 from shardmlx.pipeline.mesh import Mesh
 from tests.helpers.generation import CHUNK
 from tests.helpers.models_and_batches import build

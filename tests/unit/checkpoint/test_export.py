@@ -17,7 +17,7 @@ from shardmlx.checkpoint.export import Collector, SaveError, save_adapters, save
 from shardmlx.common import durable_files
 from shardmlx.common.durable_files import flush_to_disk
 from shardmlx.distributed.messages import TransportError
-from shardmlx.models.slice import Piece
+from shardmlx.models.runtime.slice import Piece
 from shardmlx.pipeline.mesh import Mesh
 from tests.helpers.checkpoints import as_bytes, on_ranks, tensors_of, whole
 from tests.helpers.local_transport import LocalTransport

@@ -13,7 +13,7 @@ from shardmlx.checkpoint.reader import CheckpointReader, find_checkpoint
 from shardmlx.checkpoint.store import MANIFEST, MARKER, FileInfo, Store
 from shardmlx.checkpoint.writer import Snapshot
 from shardmlx.distributed.shared_disks import find_disks
-from shardmlx.models.slice import Piece
+from shardmlx.models.runtime.slice import Piece
 from tests.helpers.checkpoints import (
     as_bytes,
     flip,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardmlx.config.options import declared
+from shardmlx.config.options import declared, written
 from shardmlx.config.train import LINE, TrainConfig
 from shardmlx.errors import UserError
 from tests.helpers.refusals import refusal
@@ -221,9 +221,62 @@ def test_a_run_needs_data_or_a_word_that_it_takes_mlx_lm_s(tmp_path: Path) -> No
     assert LINE.load(["--model", "M", "--train"]).data == "mlx-community/WikiSQL"
 
 
-def test_alpha_is_rank_times_scale(tmp_path: Path) -> None:
-    path = write(tmp_path, "lora_parameters: {rank: 16, alpha: 32, dropout: 0}")
-    assert load("-c", path).lora_parameters == {"rank": 16, "scale": 2.0, "dropout": 0}
+Q_PROJ = "self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("flags", "text", "differs"),
+    [
+        ("--lora-rank 16", "", {"rank": 16}),
+        ("--lora-alpha 32", "", {"scale": 4.0}),
+        ("--lora-rank 16 --lora-alpha 32", "", {"rank": 16, "scale": 2.0}),
+        ("--lora-scale 2 --lora-dropout 0.1", "", {"scale": 2.0, "dropout": 0.1}),
+        (f"--lora-keys {Q_PROJ} mlp.up_proj", "", {"keys": [Q_PROJ, "mlp.up_proj"]}),
+        ("", "lora_parameters: {rank: 16}", {"rank": 16}),
+        ("", "lora_parameters: {scale: 2.0}", {"scale": 2.0}),
+        ("", "lora_parameters: {rank: 16, alpha: 32}", {"rank": 16, "scale": 2.0}),
+        ("", f"lora_rank: 16\nlora_keys: [{Q_PROJ}]", {"rank": 16, "keys": [Q_PROJ]}),
+        ("", "lora_rank: 4\nlora_parameters: {dropout: 0.5}", {"rank": 4, "dropout": 0.5}),
+        # A flag wins over the file, also over what means the same there.
+        ("--lora-rank 4", "lora_parameters: {rank: 16, scale: 2.0}", {"rank": 4, "scale": 2.0}),
+        ("--lora-rank 4", "lora_parameters: {rank: 16, alpha: 2}", {"rank": 4, "scale": 0.5}),
+        ("--lora-alpha 4", "lora_parameters: {scale: 9.0}", {"scale": 0.5}),
+        ("--lora-scale 4", "lora_parameters: {alpha: 9.0}", {"scale": 4.0}),
+        ("--lora-rank 4", "lora_rank: 16", {"rank": 4}),
+        ("--lora-alpha 4", "lora_scale: 9", {"scale": 0.5}),
+        ("--lora-scale 4", "lora_alpha: 9", {"scale": 4.0}),
+    ],
+)
+def test_each_key_of_the_adapters_can_be_given_and_the_others_are_mlx_lm_s(
+    flags: str, text: str, differs: dict[str, object], tmp_path: Path
+) -> None:
+    usual = {"rank": 8, "dropout": 0.0, "scale": 20.0}
+    words = ["-c", write(tmp_path, text)] if text else []
+    config = load(*words, *flags.split())
+    assert config.lora_parameters == usual | differs
+    assert config.to_adapter_config()["lora_parameters"] == usual | differs
+    assert not [key for key in config.to_adapter_config() if key in ("lora_rank", "lora_alpha")]
+
+
+@pytest.mark.parametrize(
+    ("flags", "text", "problem"),
+    [
+        ("--lora-alpha 4 --lora-scale 2", "", "--lora-alpha is given, and --lora-scale too"),
+        ("", "lora_alpha: 4\nlora_scale: 2", "lora_alpha is given, and lora_scale too"),
+        ("", "lora_rank: 4\nlora_parameters: {rank: 8}", "lora_rank is 4, and lora_p.* has rank 8"),
+        ("", "lora_alpha: 4\nlora_parameters: {scale: 9}", "lora_alpha is 4.0, and .* has scale 9"),
+        ("", "lora_scale: 4\nlora_parameters: {alpha: 9}", "lora_scale is 4.0, and .* has alpha 9"),
+        ("--lora-rank 4", "lora_parameters: {alpha: 9, scale: 2}", "has alpha and scale"),
+    ],
+)
+def test_two_values_of_the_adapters_that_contradict_each_other_are_named(
+    flags: str, text: str, problem: str, tmp_path: Path
+) -> None:
+    words = ["-c", write(tmp_path, text)] if text else []
+    error = error_of(*words, *flags.split())
+    assert re.search(problem, error.problem)
+    assert "leave one out" in error.remedy
+    assert error.problem.startswith(str(tmp_path)) == bool(text)
 
 
 def test_numbers_with_exponents_are_numbers(tmp_path: Path) -> None:
@@ -374,7 +427,9 @@ def test_a_config_is_frozen_and_owns_its_mappings() -> None:
         ("--fast", "shardmlx train --help"),
         ("fast", "shardmlx train --help"),
         ("--lora-parameters 8", "lora_parameters into the YAML file"),
-        ("--lora-alpha 32", "alpha: 16"),
+        ("--lora-rank 0", "1 or more"),
+        ("--lora-dropout 1", "less than 1"),
+        ("--lora-scale inf", "a number"),
         ("--no-unfreeze-all", "unfreeze_all into the YAML file"),
     ],
 )
@@ -405,9 +460,12 @@ LORA = "lora_parameters: {rank: 8, scale: 2.0, dropout: 0"
         ("iters: 5\ngrad_accumulation_steps: 6", "is 6 with iters 5", "5 or less"),
         ("batch_size: 2\nmicro_batch_size: 4", "micro_batch_size is 4", "2"),
         ("lora_parameters: 8", "lora_parameters is 8", "a mapping"),
-        ("lora_parameters: {scale: 2.0, dropout: 0.0}", "'rank'", "a whole number above 0"),
+        ("lora_keys: q_proj", "lora_keys is 'q_proj'", "a list"),
+        ("lora_keys: []", "keys []", "['self_attn.q_proj']"),
+        ("lora_rank: true", "lora_rank is True", "a whole number"),
         (f"{LORA}, alpha: 20}}", "alpha and scale", "alpha / rank"),
-        ("lora_parameters: {alpha: 20}", "'rank'", "a whole number above 0"),
+        ("lora_parameters: {alpha: many}", "alpha 'many'", "a number"),
+        ("lora_parameters: {rank: }", "rank None", "a whole number above 0"),
         (f"{LORA}, kyes: [mlp.up_proj]}}", "'kyes'", "keys"),
         (f"{LORA}, keys: q_proj}}", "keys 'q_proj'", "['self_attn.q_proj']"),
         (LORA.replace("8", "8.0") + "}", "rank 8.0", "a whole number above 0"),
@@ -484,8 +542,10 @@ def test_help_lists_what_most_runs_need_and_help_all_everything(
     assert flags == used
     assert "--batch-size N sequences a step, over all replicas together (default: 4)" in text
     text, flags = help_of("--help-all", capsys)
-    assert used < flags == {each.flag[2:] for each in declared(TrainConfig) if each.rules.flag}
-    assert len(flags) <= 65
+    assert used < flags == {each.flag[2:] for each in written(TrainConfig) if each.rules.flag}
+    of_adapters = {flag for flag in flags if flag.startswith("lora-")}
+    assert len(flags - of_adapters) <= 65
+    assert of_adapters == {f"lora-{key}" for key in ("rank", "scale", "alpha", "dropout", "keys")}
     assert "--schedule {auto,gpipe,1f1b,interleaved-1f1b,zb-h1,zb-v}" in text
     assert "In the YAML file only: prompt_feature, completion_feature," in text
 

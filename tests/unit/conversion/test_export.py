@@ -26,7 +26,7 @@ from shardmlx.conversion.output import WORK, OutputDirectory
 from shardmlx.errors import UserError
 from shardmlx.loading import partial_copy
 from shardmlx.modelfiles.model_files import open_model
-from shardmlx.models.slice import Piece
+from shardmlx.models.runtime.slice import Piece
 from tests.helpers.exports import export_alone
 from tests.helpers.hub_server import File, Hub, serve
 from tests.helpers.hugging_face_experts import save_experts_one_by_one

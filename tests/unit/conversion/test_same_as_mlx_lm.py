@@ -18,7 +18,7 @@ from shardmlx.checkpoint.export import TensorSpec
 from shardmlx.config.export import ExportOptions, PackingOptions
 from shardmlx.conversion.export import divide
 from shardmlx.modelfiles.safetensors_header import read_header
-from shardmlx.models.rope_parameters import with_rope
+from shardmlx.models.sizes.rope_parameters import with_rope
 from tests.helpers.exports import export_alone
 from tests.helpers.family_configs import CONFIGS, LAYERS, has_experts
 from tests.helpers.further_configs import FURTHER

@@ -12,7 +12,7 @@ from shardmlx.costmodel.memory import held_once, stage_memory
 from shardmlx.costmodel.training_setup import TrainingSetup
 from shardmlx.engine.divided_weights import DividedWeights
 from shardmlx.modelfiles.parts import read_shape
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.slice import Slice
 from tests.helpers.models_and_batches import build, tiny_config, with_adapters
 from tests.helpers.stage_memory import weight_sizes
 from tests.helpers.workloads import workload

@@ -26,7 +26,7 @@ from shardmlx.costmodel.workload import ModelSizes
 from shardmlx.engine.buffers import SUM_BUFFER_BYTES
 from shardmlx.islands.protocol import Terms
 from shardmlx.modelfiles.parts import read_shape
-from shardmlx.models.shape import ModelShape
+from shardmlx.models.sizes.shape import ModelShape
 from shardmlx.pipeline.actions import Grid, Kind
 from shardmlx.pipeline.lowering import gradient_kinds, lower
 from shardmlx.pipeline.schedules import SCHEDULES, compute_actions

@@ -12,8 +12,8 @@ from shardmlx.costmodel.generation_memory import GenerationSetup, inference_memo
 from shardmlx.costmodel.layer_memory import layer_arrays
 from shardmlx.costmodel.workload import ModelSizes
 from shardmlx.engine.stage import Stage
-from shardmlx.models.activations import RecomputedMLP
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.activations import RecomputedMLP
+from shardmlx.models.runtime.slice import Slice
 from tests.helpers.family_configs import CONFIGS, LAYERS
 from tests.helpers.models_and_batches import build
 from tests.helpers.stage_memory import (

@@ -21,13 +21,13 @@ def package(tmp_path: Path) -> Path:
         path = root / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("x = 1\n")
-    (tmp_path / "models").mkdir()
-    (tmp_path / "models/shape.py").write_text("x = 1\n")
+    (tmp_path / "models/sizes").mkdir(parents=True)
+    (tmp_path / "models/sizes/shape.py").write_text("x = 1\n")
     (root / "models").symlink_to(tmp_path / "models")
     return root
 
 
-@pytest.mark.parametrize("file", ["top.py", "one/a.py", "one/two/b.py", "models/shape.py"])
+@pytest.mark.parametrize("file", ["top.py", "one/a.py", "one/two/b.py", "models/sizes/shape.py"])
 def test_a_changed_file_changes_the_digest_at_any_depth(package: Path, file: str) -> None:
     before = source_digest(package)
     assert source_digest(package) == before
@@ -45,7 +45,7 @@ def test_a_new_name_changes_the_digest_and_what_is_no_code_does_not(package: Pat
 
 def test_the_package_s_own_digest_is_that_of_its_root() -> None:
     assert (ROOT / "errors.py").is_file()
-    assert (ROOT / "models/shape.py").is_file()
+    assert (ROOT / "models/sizes/shape.py").is_file()
     assert source_digest() == source_digest(ROOT)
 
 

@@ -27,7 +27,7 @@ from shardmlx.engine.batches import (
     split,
 )
 from shardmlx.engine.loss import token_loss
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.slice import Slice
 from tests.helpers.models_and_batches import (
     VOCABULARY,
     all_answers,

@@ -12,7 +12,7 @@ import pytest
 from shardmlx.config.specs import NO_SAVINGS, Savings
 from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.stage import Stage
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.slice import Slice
 from tests.helpers.models_and_batches import (
     VOCABULARY,
     move_trained,

@@ -14,7 +14,7 @@ from shardmlx.config.specs import FULL, NO_SAVINGS, NONE, SELECTIVE, Savings
 from shardmlx.distributed.messages import TransportTimeout
 from shardmlx.engine.batches import split
 from shardmlx.engine.divided_weights import DividedWeights
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.slice import Slice
 from tests.helpers.checkpoints import Bytes
 from tests.helpers.divided_training import tiny_models, train
 from tests.helpers.engines import OPTIMIZER, WEIGHTS, engine_of, train_on

@@ -14,7 +14,7 @@ from mlx_lm.tuner.lora import LoRALinear
 from shardmlx.config.specs import Savings
 from shardmlx.engine.batches import MicroBatch, make_batch, pack, split
 from shardmlx.engine.loss import Head, HeadInput
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.slice import Slice
 from tests.helpers.models_and_batches import (
     build,
     check_same,

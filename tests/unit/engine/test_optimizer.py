@@ -17,7 +17,7 @@ from shardmlx.engine.optimizer import (
 )
 from shardmlx.engine.stage import Stage, layer_of
 from shardmlx.errors import UserError
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.slice import Slice
 from tests.helpers.checkpoints import Bytes, as_bytes
 from tests.helpers.models_and_batches import tiny_model
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from shardmlx.engine.batches import Batch, MicroBatch, make_batch, pack, split
-from shardmlx.models.packed_positions import PackedPositions
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.packed_positions import PackedPositions
+from shardmlx.models.runtime.slice import Slice
 from shardmlx.pipeline.plan import Plan
 from tests.helpers.engines import Outcome, run_engine
 from tests.helpers.local_transport import LocalNetwork

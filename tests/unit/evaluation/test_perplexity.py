@@ -14,7 +14,7 @@ from shardmlx.config.inference import EVALUATE
 from shardmlx.errors import UserError
 from shardmlx.evaluation.scoring import Scorer, Scores, perplexity_of
 from shardmlx.evaluation.tasks import continuation, rows_of
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.slice import Slice
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.models_and_batches import VOCABULARY, build, tiny_model

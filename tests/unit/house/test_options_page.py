@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from shardmlx.config.commands import COMMANDS
-from shardmlx.config.options import Declared, declared
+from shardmlx.config.options import Declared, written
 
-OPTIONS = [(command.name, each) for command in COMMANDS for each in declared(command.line.options)]
+OPTIONS = [(command.name, each) for command in COMMANDS for each in written(command.line.options)]
 
 
 def wrong_with(each: Declared) -> list[str]:

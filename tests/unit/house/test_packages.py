@@ -31,7 +31,7 @@ NEEDS = {name: needs.strip() for name, _, needs in TABLE}
 def find_sources() -> dict[str, Path]:
     """Return the file of every module, by its name without ``shardmlx.``; "" is the package."""
     files = {}
-    for pattern in ("**/*.py", "models/*.py", "partitioners/*.py"):  # ** follows no links
+    for pattern in ("**/*.py", "models/**/*.py", "partitioners/*.py"):  # ** follows no links
         for path in PACKAGE.glob(pattern):
             parts = path.relative_to(PACKAGE).with_suffix("").parts
             files[".".join(part for part in parts if part != "__init__")] = path

@@ -19,7 +19,7 @@ from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 from shardmlx.inference.scheduler import Item
 from shardmlx.inference.stage import UNSENT, ItemGraph, StageWorker
-from shardmlx.models.kv_cache import CacheQuantisation
+from shardmlx.models.sizes.kv_cache import CacheQuantisation
 from tests.helpers.generation import by_mlx_lm, counted, finish_all, on_ranks, texts_of
 from tests.helpers.models_and_batches import VOCABULARY, tiny_model
 

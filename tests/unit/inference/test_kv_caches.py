@@ -17,8 +17,8 @@ from shardmlx.inference.kv_caches import KVCaches, check_limited, check_quantise
 from shardmlx.inference.prefix_cache import CachedPrefix
 from shardmlx.inference.scheduler import Item, ItemKind
 from shardmlx.modelfiles.parts import read_shape
-from shardmlx.models.kv_cache import STEP, CacheQuantisation, parts_of
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.slice import Slice
+from shardmlx.models.sizes.kv_cache import STEP, CacheQuantisation, parts_of
 from shardmlx.partitioners import LayerCosts
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.models_and_batches import build, tiny_config

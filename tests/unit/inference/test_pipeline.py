@@ -25,8 +25,8 @@ from shardmlx.inference.sampler import BatchSampler
 from shardmlx.inference.sampling_params import SampledToken, SamplingParams
 from shardmlx.inference.scheduler import Item, ItemKind, Scheduler
 from shardmlx.inference.stage import StageWorker
-from shardmlx.models.kv_cache import CacheQuantisation
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.slice import Slice
+from shardmlx.models.sizes.kv_cache import CacheQuantisation
 from tests.helpers.generation import add_all, by_mlx_lm, finish_all, on_ranks, texts_of
 from tests.helpers.local_transport import LocalNetwork
 from tests.helpers.models_and_batches import VOCABULARY, move_trained, tiny_model, with_adapters

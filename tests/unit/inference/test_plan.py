@@ -17,7 +17,7 @@ from shardmlx.costmodel.workload import ModelSizes
 from shardmlx.inference.plan import GenerationLoad, InferencePlan, plan_inference
 from shardmlx.loading.rank_setup import PlanInputs
 from shardmlx.modelfiles.parts import read_shape
-from shardmlx.models.shape import ModelShape
+from shardmlx.models.sizes.shape import ModelShape
 from shardmlx.partitioners import LayerCosts
 from shardmlx.pipeline.stage_map import read_stage_map
 from tests.helpers.models_and_batches import tiny_config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardmlx.inference.prefix_cache import CachedPrefix, PrefixCache
 from shardmlx.modelfiles.parts import read_shape
-from shardmlx.models.kv_cache import CacheQuantisation, held
+from shardmlx.models.sizes.kv_cache import CacheQuantisation, held
 from tests.helpers.family_configs import CONFIGS
 
 

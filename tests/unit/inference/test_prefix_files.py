@@ -15,7 +15,7 @@ from shardmlx.inference.pipeline import FirstStage
 from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.inference.sampling_params import SamplingParams
 from shardmlx.modelfiles.parts import read_shape
-from shardmlx.models.kv_cache import CacheQuantisation
+from shardmlx.models.sizes.kv_cache import CacheQuantisation
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.generation import by_mlx_lm, on_ranks, texts_of
 from tests.helpers.models_and_batches import build, move_trained, tiny_config, with_adapters

@@ -34,10 +34,10 @@ from shardmlx.loading.transfer import Needs
 from shardmlx.modelfiles import safetensors_header
 from shardmlx.modelfiles.parts import read_shape
 from shardmlx.modelfiles.sources import RECORD
-from shardmlx.models.config_reader import read_config
-from shardmlx.models.divided_layers import take_share
-from shardmlx.models.shares import WHOLE, TensorShares
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.divided_layers import take_share
+from shardmlx.models.runtime.slice import Slice
+from shardmlx.models.sizes.config_reader import read_config
+from shardmlx.models.sizes.shares import WHOLE, TensorShares
 from tests.helpers.local_transport import LocalNetwork, LocalTransport
 from tests.helpers.models_and_batches import load_arrays, save_model_directory, tiny_config
 from tests.helpers.saved_adapters import save_random_lora

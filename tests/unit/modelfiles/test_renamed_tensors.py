@@ -15,7 +15,7 @@ from shardmlx.loading.manifest import is_needed
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.modelfiles.parts import inspect_files
 from shardmlx.modelfiles.verify import verify
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.slice import Slice
 from tests.helpers.family_configs import CONFIGS, LAYERS
 from tests.helpers.models_and_batches import build
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from mlx_lm.models.activations import swiglu as of_mlx_lm
 
-from shardmlx.models.activations import exponential, swiglu
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.activations import exponential, swiglu
+from shardmlx.models.runtime.slice import Slice
 from tests.helpers.models_and_batches import build, tiny_config
 
 pytestmark = pytest.mark.skipif(

@@ -9,9 +9,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from shardmlx.models.attention import ChunkedMask, attend, attention_in_pieces
-from shardmlx.models.layer_shape import fuses_attention
-from shardmlx.models.packed_positions import PackedPositions
+from shardmlx.models.runtime.attention import ChunkedMask, attend, attention_in_pieces
+from shardmlx.models.runtime.packed_positions import PackedPositions
+from shardmlx.models.sizes.layer_shape import fuses_attention
 
 LENGTH, HEADS, GROUPS, WIDTH = 67, 6, 2, 8
 SCALE = 0.3

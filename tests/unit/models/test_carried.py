@@ -18,7 +18,7 @@ from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.loading.adapters import check_keys
 from shardmlx.loading.manifest import is_needed
 from shardmlx.modelfiles.parts import read_shape
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.slice import Slice
 from tests.helpers.family_configs import LAYERS
 from tests.helpers.further_configs import FURTHER
 from tests.helpers.generation import by_mlx_lm, run_pipeline

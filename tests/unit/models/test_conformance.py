@@ -25,8 +25,8 @@ from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.modelfiles.parts import read_shape
 from shardmlx.modelfiles.tensors import expected_tensors, modules
 from shardmlx.models.families import FAMILIES
-from shardmlx.models.shape import ModelShape
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.slice import Slice
+from shardmlx.models.sizes.shape import ModelShape
 from shardmlx.pipeline.plan import Plan
 from shardmlx.planning.training_plan import plan_training
 from tests.helpers.cut_models import check_continued, check_logits, check_pairs

@@ -12,8 +12,8 @@ from mlx.utils import tree_flatten
 
 from shardmlx.engine.batches import split
 from shardmlx.engine.stage import Stage
-from shardmlx.models.dropout import KeyedDropout, KeyedExperts, key_every_dropout, set_keys
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.dropout import KeyedDropout, KeyedExperts, key_every_dropout, set_keys
+from shardmlx.models.runtime.slice import Slice
 from tests.helpers.models_and_batches import (
     Result,
     check_same,

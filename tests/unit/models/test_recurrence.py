@@ -9,13 +9,13 @@ import pytest
 from mlx_lm.models.gated_delta import gated_delta_ops
 from mlx_lm.models.ssm import ssm_update
 
-from shardmlx.models.layer_shape import PIECE
-from shardmlx.models.recurrence import (
+from shardmlx.models.runtime.recurrence import (
     gated_delta_by_pieces,
     ssm_by_pieces,
     use_chunks,
     use_pieces,
 )
+from shardmlx.models.sizes.layer_shape import PIECE
 from tests.helpers.further_configs import FURTHER
 from tests.helpers.models_and_batches import build
 from tests.helpers.undeclared_configs import UNDECLARED

@@ -18,8 +18,8 @@ from shardmlx.conversion.lazy_model import build_lazily
 from shardmlx.loading.build import build_to_generate
 from shardmlx.modelfiles.parts import read_shape
 from shardmlx.modelfiles.tensors import expected_tensors, modules
-from shardmlx.models.rope_parameters import with_rope
-from shardmlx.models.undeclared import build_random
+from shardmlx.models.sizes.rope_parameters import with_rope
+from shardmlx.models.sizes.undeclared import build_random
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.hugging_face_experts import single_experts
 from tests.helpers.models_and_batches import tiny_config

@@ -9,8 +9,8 @@ from mlx.utils import tree_flatten
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.parts import read_shape
 from shardmlx.modelfiles.tensors import expected_tensors, modules
-from shardmlx.models.config_reader import read_config
-from shardmlx.models.shape import ModelShape
+from shardmlx.models.sizes.config_reader import read_config
+from shardmlx.models.sizes.shape import ModelShape
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.models_and_batches import build, tiny_config
 from tests.helpers.refusals import refusal

@@ -15,10 +15,10 @@ import pytest
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.parts import read_shape
-from shardmlx.models.divided_layers import take_share
-from shardmlx.models.shape import ModelShape
-from shardmlx.models.shares import Cut, TensorShares
-from shardmlx.models.slice import Slice, Sum
+from shardmlx.models.runtime.divided_layers import take_share
+from shardmlx.models.runtime.slice import Slice, Sum
+from shardmlx.models.sizes.shape import ModelShape
+from shardmlx.models.sizes.shares import Cut, TensorShares
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.further_configs import FURTHER
 from tests.helpers.local_transport import LocalNetwork

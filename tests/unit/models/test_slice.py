@@ -13,7 +13,7 @@ import pytest
 from shardmlx.engine.batches import MicroBatch, split
 from shardmlx.engine.loss import token_loss
 from shardmlx.engine.stage import Stage
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.slice import Slice
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.models_and_batches import (
     VOCABULARY,

@@ -23,9 +23,9 @@ from shardmlx.modelfiles.model_files import open_model
 from shardmlx.modelfiles.parts import inspect_files, needed_shape, read_shape
 from shardmlx.models.families import FAMILIES
 from shardmlx.models.family import APPROXIMATE
-from shardmlx.models.parts import find_parts
-from shardmlx.models.shape import ModelShape
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.parts import find_parts
+from shardmlx.models.runtime.slice import Slice
+from shardmlx.models.sizes.shape import ModelShape
 from shardmlx.planning.inspection import run as inspect
 from shardmlx.planning.report import report
 from shardmlx.planning.training_plan import plan_training

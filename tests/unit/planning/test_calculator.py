@@ -77,6 +77,16 @@ def test_the_longest_sequence_is_in_the_command_that_is_printed(capsys: Capture)
     assert trained(command).max_seq_length == length > 2048
 
 
+def test_a_larger_rank_takes_more_memory_and_is_in_the_command(capsys: Capture) -> None:
+    longest = []
+    for rank in (8, 512):
+        words = ["--hostfile", "timed", "--max-of", "seq", "--lora-rank", str(rank)]
+        command = trained(planned(capsys, *words).splitlines()[-1])
+        assert command.lora_parameters["rank"] == rank
+        longest.append(command.max_seq_length)
+    assert longest[0] > longest[1]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

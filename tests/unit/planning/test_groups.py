@@ -18,7 +18,7 @@ from shardmlx.costmodel.ring import SUM_SECONDS
 from shardmlx.hosts.launch_options import read_options
 from shardmlx.main import main
 from shardmlx.modelfiles.parts import read_shape
-from shardmlx.models.shares import TensorShares
+from shardmlx.models.sizes.shares import TensorShares
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.planning.groups import in_groups
 from tests.helpers.fake_models import write_config

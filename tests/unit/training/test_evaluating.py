@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.slice import Slice
 from shardmlx.training.losses import evaluating
 from tests.helpers.models_and_batches import tiny_model
 

@@ -86,6 +86,7 @@ def lora(**parameters: Any) -> dict[str, Any]:
         (lora(scale=20.0) | {"fine_tune_type": "lora"}, {"fine_tune_type": "dora"}, ["lora"]),
         ({"lora_parameters": None}, {}, []),
         ({"peft_type": "LORA"}, {}, []),
+        ({"lora_parameters": {"rank": 4}}, {"lora_parameters": {"scale": 1.0}}, []),
     ],
     ids=str,
 )
@@ -104,6 +105,18 @@ def test_adapters_without_a_description_are_not_named(content: str | None, tmp_p
     if content is not None:
         (tmp_path / "adapter_config.json").write_text(content)
     assert warned(resume_adapter_file=str(tmp_path / "adapters.safetensors")) == ""
+
+
+@pytest.mark.parametrize(
+    ("parameters", "named"),
+    [({}, []), ({"rank": 8, "dropout": 0.0, "scale": 20.0}, []), ({"rank": 16}, ["rank 16"])],
+)
+def test_adapters_of_a_full_fine_tune_are_named(
+    parameters: dict[str, Any], named: list[str]
+) -> None:
+    text = warned(fine_tune_type="full", lora_parameters=parameters)
+    assert (text == "") == (named == [])
+    assert all(each in text for each in named)
 
 
 def test_a_test_alone_says_which_adapters_it_tests() -> None:

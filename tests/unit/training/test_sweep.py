@@ -80,6 +80,15 @@ def test_a_run_may_have_an_alpha_where_all_have_a_scale(
     assert read_sweep(config)["a"].lora_parameters == {"rank": 4, "scale": 2.0, "dropout": 0.0}
 
 
+def test_a_run_may_have_keys_of_the_adapters_as_options(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    runs: dict[str, Any] = {"a": {"lora_rank": 2}, "b": {"lora_alpha": 8, "lora_dropout": 0.5}}
+    read = read_sweep(TrainConfig(**swept(options, tmp_path, runs)))
+    assert read["a"].lora_parameters == {"rank": 2, "scale": 20.0, "dropout": 0.0}
+    assert read["b"].lora_parameters == {"rank": 4, "scale": 2.0, "dropout": 0.5}
+
+
 def test_curves_and_adapters_are_those_of_their_own_runs(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -208,6 +217,9 @@ def test_frozen_weights_are_in_memory_once(options: dict[str, Any], tmp_path: Pa
         ({"a": {"batch_size": 8}}, {}, "batch_size"),
         ({"a": {"iters": 8}}, {}, "iters"),
         ({"a": {"lora_parameters": {"keys": ["self_attn.q_proj"]}}}, {}, "keys"),
+        ({"a": {"lora_keys": ["self_attn.q_proj"]}}, {}, "keys"),
+        ({"a": {"lora_rank": 0}}, {}, "lora_rank is 0"),
+        ({"a": {"lora_rank": 2, "lora_parameters": {"rank": 4}}}, {}, "rank 4"),
         ({"a": {"learning_rate": -1}}, {}, "learning_rate"),
         ({"a": {"beta": 0.5}}, {}, "beta"),
         ({"a": {"objective": "dpo"}}, {"mask_prompt": True}, "mask_prompt"),

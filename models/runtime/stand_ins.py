@@ -20,7 +20,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
 from shardmlx.errors import FAULTS
-from shardmlx.models.carried import (
+from shardmlx.models.runtime.carried import (
     HIDDEN,
     CarriedSource,
     Carrier,

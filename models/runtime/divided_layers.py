@@ -15,11 +15,11 @@ from mlx_lm.tuner.dora import DoRALinear
 
 from shardmlx.compat import COVERED
 from shardmlx.errors import refusing
-from shardmlx.models.layer_shape import Heads
-from shardmlx.models.shape import ModelShape
-from shardmlx.models.shares import Cut, TensorShares, summed
-from shardmlx.models.slice import Piece, Slice, Sum
-from shardmlx.models.stand_ins import at
+from shardmlx.models.runtime.slice import Piece, Slice, Sum
+from shardmlx.models.runtime.stand_ins import at
+from shardmlx.models.sizes.layer_shape import Heads
+from shardmlx.models.sizes.shape import ModelShape
+from shardmlx.models.sizes.shares import Cut, TensorShares, summed
 
 
 def take_share(

@@ -15,9 +15,9 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from shardmlx.errors import UserError
-from shardmlx.models.carried import Carrier
 from shardmlx.models.families import ANOTHER
-from shardmlx.models.stand_ins import (
+from shardmlx.models.runtime.carried import Carrier
+from shardmlx.models.runtime.stand_ins import (
     CannotBeCutError,
     InPlaceOf,
     at,

@@ -10,8 +10,8 @@ place of the layers::
                             input
 
 Results before ``start`` and after ``stop`` are lazy, and never evaluated. In a stage without the
-embedding every step before its first layer returns that layer's input. ``models.parts`` checks that
-a model can run in this way.
+embedding every step before its first layer returns that layer's input. ``models.runtime.parts``
+checks that a model can run in this way.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from shardmlx.compat import calls, follow_positions, rebind
-from shardmlx.models.attention import ChunkedMask, attend
-from shardmlx.models.carried import Kept, first_argument
-from shardmlx.models.packed_positions import PackedPositions
-from shardmlx.models.parts import Parts
-from shardmlx.models.recurrence import use_pieces
-from shardmlx.models.ropes import ropes_of, rotating
-from shardmlx.models.stand_ins import InPlaceOf, at, with_layers
+from shardmlx.models.runtime.attention import ChunkedMask, attend
+from shardmlx.models.runtime.carried import Kept, first_argument
+from shardmlx.models.runtime.packed_positions import PackedPositions
+from shardmlx.models.runtime.parts import Parts
+from shardmlx.models.runtime.recurrence import use_pieces
+from shardmlx.models.runtime.ropes import ropes_of, rotating
+from shardmlx.models.runtime.stand_ins import InPlaceOf, at, with_layers
 
 ATTENTION, MASK = "scaled_dot_product_attention", "create_attention_mask"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from shardmlx.errors import UserError, file_access, refusing
-from shardmlx.models.rope_parameters import with_rope
+from shardmlx.models.sizes.rope_parameters import with_rope
 
 MOST_LAYERS = 10_000
 """Limit of ``num_hidden_layers``: a typing error beyond it would fill the memory with layers."""

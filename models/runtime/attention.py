@@ -26,9 +26,9 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.base import scaled_dot_product_attention
 
-from shardmlx.models.activations import Arrays, exponential, with_gradient
-from shardmlx.models.layer_shape import fuses_attention
-from shardmlx.models.packed_positions import PackedPositions
+from shardmlx.models.runtime.activations import Arrays, exponential, with_gradient
+from shardmlx.models.runtime.packed_positions import PackedPositions
+from shardmlx.models.sizes.layer_shape import fuses_attention
 
 
 @dataclass(frozen=True, slots=True)

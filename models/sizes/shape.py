@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from shardmlx.errors import UserError
-from shardmlx.models.config_reader import AGAIN, Config
 from shardmlx.models.families import FAMILIES
 from shardmlx.models.family import Family
-from shardmlx.models.layer_kinds import no_windows
-from shardmlx.models.layer_shape import LayerShape
+from shardmlx.models.sizes.config_reader import AGAIN, Config
+from shardmlx.models.sizes.layer_kinds import no_windows
+from shardmlx.models.sizes.layer_shape import LayerShape
 
 
 class Names(NamedTuple):

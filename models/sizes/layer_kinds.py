@@ -7,8 +7,8 @@ from itertools import cycle, islice
 from typing import Any
 
 from shardmlx.errors import UserError
-from shardmlx.models.config_reader import Config
-from shardmlx.models.rope_parameters import FULL, WINDOWED
+from shardmlx.models.sizes.config_reader import Config
+from shardmlx.models.sizes.rope_parameters import FULL, WINDOWED
 
 Windows = Sequence[int | None]
 """The number of tokens that attention sees, for each layer; None for all before."""

@@ -14,7 +14,8 @@ from mlx.utils import tree_unflatten
 from mlx_lm.models import rope_utils
 from mlx_lm.models.deepseek_v2 import DeepseekV2YarnRotaryEmbedding
 
-from shardmlx.models.rope_parameters import (
+from shardmlx.models.runtime.stand_ins import InPlaceOf
+from shardmlx.models.sizes.rope_parameters import (
     FULL,
     SAID,
     rope_of,
@@ -23,7 +24,6 @@ from shardmlx.models.rope_parameters import (
     tells_layers_apart,
     type_of,
 )
-from shardmlx.models.stand_ins import InPlaceOf
 
 ROPES = (nn.RoPE, rope_utils.YarnRoPE, rope_utils.Llama3RoPE, rope_utils.SuScaledRoPE)
 """Kinds of rotary embeddings that some families replace by the plain one."""

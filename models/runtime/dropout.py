@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from shardmlx.compat import keep_probability
-from shardmlx.models.packed_positions import PackedPositions
+from shardmlx.models.runtime.packed_positions import PackedPositions
 
 
 class KeyedDropout(nn.Module):

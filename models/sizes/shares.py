@@ -19,8 +19,8 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from shardmlx.errors import UserError
-from shardmlx.models.layer_shape import NO_RECURRENCE, LayerShape
-from shardmlx.models.shape import ModelShape
+from shardmlx.models.sizes.layer_shape import NO_RECURRENCE, LayerShape
+from shardmlx.models.sizes.shape import ModelShape
 
 Ranges = tuple[tuple[int, int], ...]
 """Half-open ranges of rows or columns."""

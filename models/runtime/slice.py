@@ -17,13 +17,13 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import RotatingKVCache
 
 from shardmlx.compat import gpu_fuses_attention
-from shardmlx.models.activations import recompute_selectively, swiglu, use_swiglu
-from shardmlx.models.decoder import Decoder, LayerCall, Visit
-from shardmlx.models.dropout import key_every_dropout, set_keys
-from shardmlx.models.packed_positions import PackedPositions
-from shardmlx.models.parts import Parts, find_parts
-from shardmlx.models.recurrence import use_chunks
-from shardmlx.models.stand_ins import at
+from shardmlx.models.runtime.activations import recompute_selectively, swiglu, use_swiglu
+from shardmlx.models.runtime.decoder import Decoder, LayerCall, Visit
+from shardmlx.models.runtime.dropout import key_every_dropout, set_keys
+from shardmlx.models.runtime.packed_positions import PackedPositions
+from shardmlx.models.runtime.parts import Parts, find_parts
+from shardmlx.models.runtime.recurrence import use_chunks
+from shardmlx.models.runtime.stand_ins import at
 
 Sum = Callable[[mx.array], mx.array]
 """A lazy sum over the ranks of a group."""

@@ -24,14 +24,18 @@ from mlx_lm.utils import MODEL_REMAPPING
 
 from shardmlx.compat import calls, rebind
 from shardmlx.errors import FAULTS, UserError, one_line, refusing
-from shardmlx.models.attention import ChunkedMask, attend
-from shardmlx.models.carried import first_argument
-from shardmlx.models.config_reader import Config
-from shardmlx.models.decoder import ATTENTION, POSITIONED, Decoder, LayerCall
 from shardmlx.models.families import ANOTHER
 from shardmlx.models.family import Family
-from shardmlx.models.kv_cache import parts_of
-from shardmlx.models.layer_shape import (
+from shardmlx.models.runtime.attention import ChunkedMask, attend
+from shardmlx.models.runtime.carried import first_argument
+from shardmlx.models.runtime.decoder import ATTENTION, POSITIONED, Decoder, LayerCall
+from shardmlx.models.runtime.parts import find_parts
+from shardmlx.models.runtime.recurrence import use_chunks
+from shardmlx.models.runtime.ropes import STATIC, fit_ropes
+from shardmlx.models.runtime.stand_ins import InPlaceOf, at
+from shardmlx.models.sizes.config_reader import Config
+from shardmlx.models.sizes.kv_cache import parts_of
+from shardmlx.models.sizes.layer_shape import (
     GELU,
     GELU_APPROX,
     JOINED_SWIGLU,
@@ -45,11 +49,7 @@ from shardmlx.models.layer_shape import (
     Norm,
     Recurrence,
 )
-from shardmlx.models.parts import find_parts
-from shardmlx.models.recurrence import use_chunks
-from shardmlx.models.ropes import STATIC, fit_ropes
-from shardmlx.models.shape import ModelShape, Names
-from shardmlx.models.stand_ins import InPlaceOf, at
+from shardmlx.models.sizes.shape import ModelShape, Names
 
 TOKENS = 3
 """Tokens of the trace: so few that mlx-lm does not sort them by expert."""

@@ -18,8 +18,8 @@ import mlx.nn as nn
 from mlx_lm.models import bailing_hybrid, gated_delta, rwkv7, ssm
 
 from shardmlx.compat import calls, rebind, with_global
-from shardmlx.models.activations import with_gradient
-from shardmlx.models.layer_shape import PIECE
+from shardmlx.models.runtime.activations import with_gradient
+from shardmlx.models.sizes.layer_shape import PIECE
 
 Rule = Callable[..., tuple[mx.array, mx.array]]
 """A function of arrays of tokens (B, T, ...), constants, and a state; returns the tokens' output

@@ -21,7 +21,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from shardmlx.models.family import HeadNames
-from shardmlx.models.slice import Slice
+from shardmlx.models.runtime.slice import Slice
 
 ONE_LAYER: Mapping[str, Any] = MappingProxyType(
     {"num_hidden_layers": 1, "first_k_dense_replace": 0}
