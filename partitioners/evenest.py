@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from fractions import Fraction
 from itertools import accumulate, pairwise
-from typing import Any
 
 from shardmlx.partitioners.problem import Problem
 from shardmlx.pipeline.stage_map import Partition, StageMap
@@ -55,36 +54,53 @@ def evenest(num_layers: int, num_stages: int, load: StageLoad) -> Partition:
     stages are even too; then the one whose last stage, then the one before it, and so on, has the
     fewest layers. Dynamic programming, O(stages x layers^2) at worst.
     """
+    limit = _bottleneck(num_layers, num_stages, load)
+    best: dict[int, _Squares] = {0: (0, (0,))}  # for layers < stop in the stages so far
+    for stage in range(num_stages):
+        longer = {}
+        for stop in _stops(num_layers, num_stages, stage):
+            candidates = []
+            for start, weight in _within(limit, load, stage, stop, best):
+                total, bounds = best[start]
+                candidates.append((total + weight * weight, (-stop, *bounds)))
+            if candidates:
+                longer[stop] = min(candidates)
+        best = longer
+    _, bounds = best[num_layers]
+    return Partition(tuple(pairwise(-bound for bound in reversed(bounds))))
 
-    def least(limit: float, value: Any, extended: Callable[[Any, float, int], Any]) -> Any:
-        """Return the least value of all stages whose loads are within the limit."""
-        best = {0: value}  # for layers < stop in the stages so far
-        for stage in range(num_stages):
-            longer = {}
-            last = num_layers - (num_stages - 1 - stage)  # no stage is empty
-            for stop in range(stage + 1 if last < num_layers else num_layers, last + 1):
-                candidates = []
-                for start in range(stop - 1, stage - 1, -1):
-                    weight = load(stage, start, stop)
-                    if weight > limit:
-                        break
-                    if start in best:
-                        candidates.append(extended(best[start], weight, stop))
-                if candidates:
-                    longer[stop] = min(candidates)
-            best = longer
-        return best[num_layers]
 
-    def heaviest(value: float, weight: float, stop: int) -> float:
-        return max(value, weight)
-
-    def squares(value: _Squares, weight: float, stop: int) -> _Squares:
-        total, bounds = value
-        return total + weight * weight, (-stop, *bounds)
-
+def _bottleneck(num_layers: int, num_stages: int, load: StageLoad) -> float:
+    """Return the largest load of a stage, as small as it can be."""
     # No stage of the best division is heavier than the heaviest one of equal numbers of layers.
     equal = pairwise(stage * num_layers // num_stages for stage in range(num_stages + 1))
     limit = max(load(stage, *bounds) for stage, bounds in enumerate(equal))
-    bottleneck = least(limit, -math.inf, heaviest)
-    _, bounds = least(bottleneck, (0, (0,)), squares)
-    return Partition(tuple(pairwise(-bound for bound in reversed(bounds))))
+    least = {0: -math.inf}  # for layers < stop in the stages so far
+    for stage in range(num_stages):
+        longer = {}
+        for stop in _stops(num_layers, num_stages, stage):
+            loads = _within(limit, load, stage, stop, least)
+            largest = [max(least[start], weight) for start, weight in loads]
+            if largest:
+                longer[stop] = min(largest)
+        least = longer
+    return least[num_layers]
+
+
+def _stops(num_layers: int, num_stages: int, stage: int) -> range:
+    """Return where a stage may end, so that it and every other one has a layer."""
+    after = num_stages - 1 - stage
+    return range(stage + 1 if after else num_layers, num_layers - after + 1)
+
+
+def _within(
+    limit: float, load: StageLoad, stage: int, stop: int, starts: Collection[int]
+) -> Iterator[tuple[int, float]]:
+    """Yield where a stage that ends at ``stop`` may begin, the last of the ``starts`` first, and
+    its load, which is within the limit."""
+    for start in sorted(starts, reverse=True):
+        if start < stop:
+            weight = load(stage, start, stop)
+            if weight > limit:
+                return
+            yield start, weight

@@ -19,7 +19,7 @@ import heapq
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple, Self
 
@@ -236,13 +236,12 @@ class Tables:
     def of(cls, problem: Problem, kinds: Kinds) -> Self:
         ranks = [members[0] for members in kinds]
         others = [members[-1] for members in kinds]  # within a kind, between two machines of it
-        of_stage = [_ranges(problem, stage) for stage in range(problem.num_stages)]
-        of_all = set().union(*of_stage)
+        stages = range(problem.num_stages)
+        of_all = set().union(*(_ranges(problem, stage) for stage in stages))
         times = [_table(problem, of_all, problem.costs[rank].total) for rank in ranks]
         peaks = None
         if not all(map(math.isinf, problem.capacity)):
-            held = [partial(problem.held, stage) for stage in range(problem.num_stages)]
-            peaks = np.stack([_table(problem, *each) for each in zip(of_stage, held, strict=True)])
+            peaks = np.stack([_peaks(problem, stage) for stage in stages])
         transfer = np.array(problem.transfer)
         links = (transfer + transfer.T)[np.ix_(ranks, others)]
         return cls(np.stack(times), links, peaks, np.array(problem.capacity)[ranks])
@@ -278,6 +277,21 @@ def _table(
     table = np.full((problem.num_layers + 1,) * 2, math.inf)
     for start, stop in ranges:
         table[stop - start, stop] = value(start, stop)
+    return table
+
+
+def _peaks(problem: Problem, stage: int) -> Array:
+    """Return the bytes of a stage by [width, stop], inf where they are more than any machine has:
+    more layers never hold less."""
+    table = np.full((problem.num_layers + 1,) * 2, math.inf)
+    most, full = max(problem.capacity), -1  # the lowest layer of stages that are known to be full
+    for start, stop in _ranges(problem, stage):
+        if start == full:
+            continue
+        held = problem.held(stage, start, stop)
+        table[stop - start, stop] = held
+        if held > most:
+            full = start
     return table
 
 

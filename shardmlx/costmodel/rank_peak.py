@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardmlx.costmodel.memory import StageMemory, held_once
 from shardmlx.costmodel.training_setup import TrainingSetup
 from shardmlx.engine.buffers import PREPOSTED, SUM_BUFFER_BYTES
 from shardmlx.pipeline.actions import Action, Kind
+from shardmlx.pipeline.plan import Plan
 
 _NUMBERS = (
     *("after_forward", "after_input", "during_forward", "during_input", "during_weight"),
@@ -18,13 +20,19 @@ _NUMBERS = (
 )
 """Names of the bytes of a stage that come and go with its actions."""
 
+_DURING = {Kind.F: "during_forward", Kind.I: "during_input", Kind.W: "during_weight"}
+"""The bytes that pass in an action."""
+
+_Needs = tuple[tuple[int, bool, bool], ...]
+"""Stages, and whether each has a gradient for its input, and is trained."""
+
 
 class PeakOfActions:
     """The peak of a rank that runs lowered ``actions`` over and over, for any stages' memory."""
 
     def __init__(self, actions: Sequence[Action]) -> None:
         self._actions = actions
-        self._multiples: dict[tuple[Any, ...], np.ndarray] = {}
+        self._multiples: dict[tuple[_Needs, bool], NDArray[np.int64]] = {}
 
     def of(self, stages: Mapping[int, StageMemory], setup: TrainingSetup) -> int:
         """Return the peak bytes of ``stages``, by index, in a step and its update."""
@@ -35,7 +43,7 @@ class PeakOfActions:
         needs = tuple((i, each.has_input_gradient, each.is_trained) for i, each in stages.items())
         key = needs, setup.joins_weights
         if key not in self._multiples:
-            self._multiples[key] = self._count(stages, setup.joins_weights)
+            self._multiples[key] = _multiples(self._actions, needs, setup.joins_weights)
         numbers = [getattr(stage, name) for stage in own for name in _NUMBERS]
         numbers.append(setup.message)
         most = int((self._multiples[key] @ np.array(numbers, np.int64)).max(initial=0))
@@ -43,45 +51,69 @@ class PeakOfActions:
         updating = max((stage.during_update for stage in own), default=0)
         return resident + max(most, gradients + updating)
 
-    def _count(self, stages: Mapping[int, StageMemory], sums_at_input: bool) -> np.ndarray:
-        """Return how many of each number, and of messages, are in memory at each action."""
-        names = [(index, name) for index in stages for name in _NUMBERS]
-        *units, message = np.eye(len(names) + 1, dtype=np.int64)
-        unit = dict(zip(names, units, strict=True))
-        nothing = np.zeros_like(message)
-        to_receive = sum(action.kind is Kind.RECV_F for action in self._actions)
-        held: dict[tuple[int, int], np.ndarray] = {}
-        total, sent = nothing, False
-        sums: dict[int, np.ndarray] = {}
-        found = [nothing]
-        for action in self._actions:
-            index, key = action.stage, (action.stage, action.microbatch)
-            stage = stages[index]
-            if action.kind in (Kind.I, Kind.SEND_B) and not stage.has_input_gradient:
-                continue
-            if action.kind is Kind.W and not stage.is_trained:
-                continue
-            before = left = held.get(key, nothing)
-            total, passing, summed = total - before, nothing, sum(sums.values(), nothing)
-            match action.kind:
-                case Kind.F:
-                    before = left = unit[index, "after_forward"]
-                    passing = unit[index, "during_forward"]
-                case Kind.I:
-                    # If no W follows, nothing is held for it.
-                    left = unit[index, "after_input"] if stage.is_trained else nothing
-                    passing = unit[index, "during_input"]
-                case Kind.W:
-                    passing, left = unit[index, "during_weight"], nothing
-                case Kind.RECV_F:
-                    to_receive -= 1
-                case Kind.SEND_F | Kind.SEND_B:
-                    sent = True
-            if action.kind is Kind.W or (action.kind is Kind.I and sums_at_input):
-                sums[index] = unit[index, "gradients"]
-            buffers = (min(PREPOSTED, to_receive) + sent) * message
-            others = total + passing + buffers
-            found += [others + summed + before, others + sum(sums.values(), nothing) + left]
-            total = total + left
-            held[key] = left
-        return np.unique(found, axis=0)
+
+@lru_cache(maxsize=256)
+def peaks_of_ranks(plan: Plan) -> tuple[PeakOfActions, ...]:
+    """Return the peak of each pipeline rank."""
+    return tuple(map(PeakOfActions, plan.actions))
+
+
+@lru_cache(maxsize=256)
+def peaks_of_stages(plan: Plan) -> tuple[PeakOfActions, ...]:
+    """Return the peak of each stage, were it alone on its rank."""
+    return tuple(
+        PeakOfActions([action for action in plan.actions[rank] if action.stage == stage])
+        for stage, rank in enumerate(plan.stage_map.placement)
+    )
+
+
+def _multiples(actions: Sequence[Action], needs: _Needs, sums_at_input: bool) -> NDArray[np.int64]:
+    """Return how many of each number, and of messages, are in memory: a row for each action when it
+    begins, with what passes in it, and one for when it ends."""
+    own = {stage: (has_input, is_trained) for stage, has_input, is_trained in needs}
+    actions = [action for action in actions if _is_needed(action, *own[action.stage])]
+    column = {
+        (stage, name): len(_NUMBERS) * place + i
+        for place, stage in enumerate(own)
+        for i, name in enumerate(_NUMBERS)
+    }
+    shape = (len(actions), len(column) + 1)
+    # Held arrays that an action adds, or takes away; others that are there while it runs.
+    change, passing, summed = (np.zeros(shape, np.int64) for _ in range(3))
+    is_forward = np.zeros((len(actions), 1), bool)
+    for row, (stage, kind, _) in enumerate(actions):
+        has_input, is_trained = own[stage]
+        after_forward, after_input = column[stage, "after_forward"], column[stage, "after_input"]
+        if kind in _DURING:
+            passing[row, column[stage, _DURING[kind]]] = 1
+        if kind is Kind.F:
+            is_forward[row] = True
+            change[row, after_forward] = 1
+        elif kind is Kind.I:
+            change[row, after_forward] = -1
+            change[row, after_input] = is_trained  # if no W follows, nothing is held for it
+        elif kind is Kind.W:
+            change[row, after_input if has_input else after_forward] = -1
+        if kind is Kind.W or (kind is Kind.I and sums_at_input):
+            summed[row:, column[stage, "gradients"]] = 1
+    passing[:, -1] = _message_buffers(actions)
+    after = change.cumsum(axis=0)
+    before = np.where(is_forward, after, after - change)
+    summed_before = np.vstack([np.zeros((1, shape[1]), np.int64), summed[:-1]])[: len(actions)]
+    return np.unique([*(before + summed_before + passing), *(after + summed + passing)], axis=0)
+
+
+def _is_needed(action: Action, has_input_gradient: bool, is_trained: bool) -> bool:
+    """Return whether a stage takes an action that one with all gradients takes."""
+    if action.kind in (Kind.I, Kind.SEND_B):
+        return has_input_gradient
+    return is_trained or action.kind is not Kind.W
+
+
+def _message_buffers(actions: Sequence[Action]) -> NDArray[np.int64]:
+    """Return the messages in memory in each action: those to be received, and one that was sent."""
+    receives = np.array([action.kind is Kind.RECV_F for action in actions], np.int64)
+    sends = np.array([action.kind in (Kind.SEND_F, Kind.SEND_B) for action in actions], np.int64)
+    to_receive = receives.sum() - receives.cumsum()
+    buffers: NDArray[np.int64] = np.minimum(PREPOSTED, to_receive) + np.minimum(1, sends.cumsum())
+    return buffers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
@@ -51,18 +51,29 @@ class Plan:
             raise ValueError(f"{self.shares} rows for {self.mesh.dp} replicas, {self.rows} at most")
         if any(each % self.together for each in (self.micro_batch_size, *self.shares)):
             raise ValueError(f"{self.micro_batch_size} rows of {self.shares}: not {self.together}s")
+        schedule, virtual = get_schedule(self.schedule), self.stage_map.virtual
         for count in {self.microbatches_of(replica) for replica in range(self.mesh.dp)}:
-            self._actions(count)
+            schedule.check(self.mesh.pp, count, virtual)
+        _rank_order(self.stage_map, schedule.placement(self.mesh.pp, virtual), schedule)
 
     @property
     def microbatches(self) -> int:
         """Number of micro-batches of the busiest replica in one step."""
         return -(-self.rows // self.micro_batch_size)
 
+    def grid(self, microbatches: int) -> Grid:
+        """Return the lowered actions of a step of so many micro-batches, by pipeline rank, which
+        are proved to end. Raises ``UserError`` if the schedule cannot run so many."""
+        schedule, virtual = get_schedule(self.schedule), self.stage_map.virtual
+        schedule.check(self.mesh.pp, microbatches, virtual)
+        order = _rank_order(self.stage_map, schedule.placement(self.mesh.pp, virtual), schedule)
+        placement = self.stage_map.placement
+        return _proved_grid(self.schedule, order, placement, self.trainable, microbatches)
+
     @property
     def actions(self) -> Grid:
         """Lowered actions of a training step of the busiest replica, by pipeline rank."""
-        return self._actions(self.runs * self.microbatches)
+        return self.grid(self.runs * self.microbatches)
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -78,24 +89,33 @@ class Plan:
         """Return the number of micro-batches of a replica in one step."""
         return -(-self.shares[replica] // self.micro_batch_size)
 
+    @property
+    def shortest_alike(self) -> Plan:
+        """The plan of a step of as few micro-batches, of as few rows, as take a rank through all
+        that it holds at a time in this step."""
+        schedule = get_schedule(self.schedule)
+        count = schedule.fewest_alike(self.mesh.pp, self.runs * self.microbatches)
+        return replace(
+            self,
+            rows=count * self.together,
+            micro_batch_size=self.together,
+            pack=False,
+            replica_rows=(),
+            widths=(),
+            runs=1,
+        )
+
     def actions_of(self, replica: int, runs: int | None = None) -> Grid:
         """Return the lowered actions of one training step of a replica, by pipeline rank: of all
         runs, or of so many."""
-        return self._actions((runs or self.runs) * self.microbatches_of(replica))
+        return self.grid((runs or self.runs) * self.microbatches_of(replica))
 
     def forwards(self, microbatches: int) -> Grid:
         """Return the lowered actions of a training step that evaluation takes, too."""
         return tuple(
             tuple(action for action in actions if action.kind in FORWARD)
-            for actions in self._actions(microbatches)
+            for actions in self.grid(microbatches)
         )
-
-    def _actions(self, microbatches: int) -> Grid:
-        schedule, virtual = get_schedule(self.schedule), self.stage_map.virtual
-        schedule.check(self.mesh.pp, microbatches, virtual)
-        order = _rank_order(self.stage_map, schedule.placement(self.mesh.pp, virtual), schedule)
-        placement = self.stage_map.placement
-        return _proved_grid(self.schedule, order, placement, self.trainable, microbatches)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages that a world rank runs, ascending."""

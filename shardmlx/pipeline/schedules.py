@@ -34,13 +34,22 @@ class Schedule:
     ``order(pp, microbatches, virtual)`` gives the compute actions of each pipeline rank;
     ``placement(pp, virtual)`` the pipeline rank of each of the ``pp * virtual`` stages.
     ``virtual_choices`` lists the stages a rank it can run, ``None`` for any from 1.
+    ``fewest_alike(pp, microbatches)`` is the number of micro-batches, not more than there are, from
+    which on a rank never holds another set of arrays at a time. ``in_groups`` of p micro-batches
+    the order repeats itself, or else with each.
     """
 
     name: str
     order: Callable[[int, int, int], Grid]
     placement: Callable[[int, int], tuple[int, ...]]
+    fewest_alike: Callable[[int, int], int]
     default_virtual: int = 1
     virtual_choices: tuple[int, ...] | None = None
+    in_groups: bool = False
+
+    def period(self, pp: int) -> int:
+        """Return after how many micro-batches a rank's order repeats itself."""
+        return pp if self.in_groups else 1
 
     def check(self, pp: int, microbatches: int, virtual: int) -> None:
         """Raise ``UserError`` unless the schedule can run with these numbers."""
@@ -217,15 +226,39 @@ def zb_v(pp: int, microbatches: int, virtual: int = 2) -> Grid:
     return tuple(_numbered(rank_words(rank), microbatches) for rank in range(pp))
 
 
+def _all(pp: int, microbatches: int) -> int:
+    """Return all micro-batches: each further one is held beside the others."""
+    return microbatches
+
+
+def _of_fill_and_drain(pp: int, microbatches: int) -> int:
+    """Return as many as fill the pipeline, do the same over and over, and drain it."""
+    return min(microbatches, 4 * pp)
+
+
+def _of_groups(pp: int, microbatches: int) -> int:
+    """Return the same for groups of micro-batches, with as many larger ones among them."""
+    larger = microbatches % pp
+    groups = max(4, larger + 3)
+    return min(microbatches, groups * pp + larger)
+
+
 SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
     {
         schedule.name: schedule
         for schedule in (
-            Schedule("gpipe", gpipe, loop_placement),
-            Schedule("1f1b", one_f_one_b, loop_placement, virtual_choices=(1,)),
-            Schedule("interleaved-1f1b", interleaved_one_f_one_b, loop_placement, 2),
-            Schedule("zb-h1", zb_h1, loop_placement, virtual_choices=(1,)),
-            Schedule("zb-v", zb_v, v_placement, 2, virtual_choices=(2,)),
+            Schedule("gpipe", gpipe, loop_placement, _all),
+            Schedule("1f1b", one_f_one_b, loop_placement, _of_fill_and_drain, 1, (1,)),
+            Schedule(
+                "interleaved-1f1b",
+                interleaved_one_f_one_b,
+                loop_placement,
+                _of_groups,
+                default_virtual=2,
+                in_groups=True,
+            ),
+            Schedule("zb-h1", zb_h1, loop_placement, _of_fill_and_drain, 1, (1,)),
+            Schedule("zb-v", zb_v, v_placement, _of_fill_and_drain, 2, (2,)),
         )
     }
 )

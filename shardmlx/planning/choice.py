@@ -17,8 +17,7 @@ from shardmlx.config.common_options import SIMPLEST, SMALLEST
 from shardmlx.config.specs import COUNTED, NONE, RECOMPUTE, RunSpec
 from shardmlx.costmodel.cluster import pipeline_seconds
 from shardmlx.costmodel.memory_limits import PlannedMemory
-from shardmlx.costmodel.predict import Prediction, planned_memory, predict
-from shardmlx.costmodel.workload import Workload
+from shardmlx.costmodel.predict import Prediction, planned_memory, predict, predict_seconds
 from shardmlx.errors import UserError
 from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.mesh import Mesh
@@ -111,14 +110,9 @@ def assess(way: RunSpec, facts: PlanFacts) -> Assessment:
                 too_much,
                 "divide the layers otherwise, or use more machines",
             )
-    set_up = _set_up(plan.micro_batch_size, facts)
-    seconds = _predicted(plan, workload, facts, set_up).step_seconds
+    length = facts.lengths.mean(plan.pack) + _set_up(plan.micro_batch_size, facts)
+    seconds = predict_seconds(plan, workload, cluster, length)
     return Assessment(way=way, plan=plan, seconds=seconds, memory=memory)
-
-
-def _predicted(plan: Plan, workload: Workload, facts: PlanFacts, set_up: int = 0) -> Prediction:
-    length = facts.lengths.mean(plan.pack) + set_up
-    return predict(plan, workload, facts.cluster, length)
 
 
 def _set_up(rows: int, facts: PlanFacts) -> int:
@@ -149,11 +143,12 @@ def choose(
         return complexity(each.way), each.way.layout.schedule != SIMPLEST, fullness
 
     best = min((each for each in search.found.values() if each.seconds <= limit), key=preference)
+    mean = facts.lengths.mean(best.plan.pack)
     return Choice(
         asked=run,
         facts=facts,
         assessment=best,
-        prediction=_predicted(best.plan, facts.work(best.way), facts),
+        prediction=predict(best.plan, facts.work(best.way), facts.cluster, mean),
         tried=len(search.ways),
     )
 

@@ -15,7 +15,7 @@ from shardmlx.config.specs import BatchOptions, RunSpec
 from shardmlx.costmodel.cluster import Cluster, between_ranks, pipeline_seconds
 from shardmlx.costmodel.hostfile import Machine, same_host
 from shardmlx.costmodel.memory import stage_memory
-from shardmlx.costmodel.rank_peak import PeakOfActions
+from shardmlx.costmodel.rank_peak import peaks_of_stages
 from shardmlx.costmodel.training_setup import TrainingSetup
 from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
@@ -104,10 +104,7 @@ def _problem(
 def _peaks(draft: Plan, setup: TrainingSetup) -> Callable[[int, int, int], float]:
     """Return the peak bytes of a stage alone on its rank, by its number and its layers."""
     # Every stage has all kinds of actions here; its layers decide which of them it needs.
-    of_stage = [
-        PeakOfActions([action for action in draft.actions[rank] if action.stage == stage])
-        for stage, rank in enumerate(draft.stage_map.placement)
-    ]
+    of_stage = peaks_of_stages(draft.shortest_alike)
 
     shape, first = setup.shape, setup.workload.first_trained_layer
     layers = shape.num_layers

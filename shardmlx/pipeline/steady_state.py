@@ -1,0 +1,96 @@
+"""Tell how long a step of many micro-batches takes, from steps of fewer. No MLX, no MPI.
+
+A rank that has filled its part of the pipeline does the same over and over. The end of an action
+depends on ends of actions a few micro-batches before it, and on nothing else. So once each rank
+ends each such period as much later as the one before, and no rank waits for a slower one, all of
+them do so until the pipeline drains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+from shardmlx.pipeline.actions import Kind
+from shardmlx.pipeline.simulate import Simulation, Span
+
+TOLERANCE = 1e-9
+"""Share of a period by which two may differ and count as equal."""
+
+
+def makespan(
+    microbatches: int,
+    fewest: int,
+    period: int,
+    placement: Sequence[int],
+    occupied: Sequence[Sequence[float]],
+    simulated: Callable[[int], Simulation],
+) -> float:
+    """Return the seconds of a step, by the number of its micro-batches.
+
+    ``simulated`` takes another number, from ``fewest`` on, whose order repeats itself with each
+    ``period`` of micro-batches; ``occupied[a][b]`` is how long a message takes the link between two
+    ranks. Where times do not settle, the whole step is simulated.
+    """
+    few = fewest + 4 * len(occupied)
+    while few + period * len(occupied) < microbatches:
+        step = simulated(few)
+        # Where ranks wait for messages, times repeat with each round of those under way.
+        for longer in range(period, period * len(occupied) + 1, period):
+            seconds = _settled(step, longer, placement, occupied)
+            if seconds is None:
+                continue
+            more = (microbatches - few) % longer
+            step, next_step = simulated(few + more), simulated(few + more + longer)
+            # A step is as long as the longest chain of actions in it: what each further period adds
+            # never becomes less, and is not more than the slowest rank's.
+            if abs(next_step.makespan - step.makespan - seconds) <= TOLERANCE * seconds:
+                return step.makespan + (microbatches - few - more) // longer * seconds
+        few += few - fewest
+    return simulated(microbatches).makespan
+
+
+def _settled(
+    step: Simulation, period: int, placement: Sequence[int], occupied: Sequence[Sequence[float]]
+) -> float | None:
+    """Return by how much the slowest rank ends a period later than the one before; None if that
+    varies, or if a rank is faster than one that it waits for."""
+    later = [_later(spans, period, len(occupied)) for spans in step.spans]
+    if not all(later):
+        return None
+    tolerated = TOLERANCE * max(map(max, later))
+    if any(max(each) - min(each) > tolerated for each in later):
+        return None
+    paces = [max(each) for each in later]
+    done = {(action.stage, action.kind) for spans in step.spans for action, _, _ in spans}
+    ways = []
+    for stage, (below, above) in enumerate(pairwise(placement)):
+        ways.append((below, above))
+        if (stage, Kind.I) in done or (stage, Kind.W) in done:
+            ways.append((above, below))
+    for source, target in ways:
+        # Messages that queue up for a slow link come too late in the end.
+        busy = period * ways.count((source, target)) * occupied[source][target]
+        if max(paces[source], busy) > paces[target] + tolerated:
+            return None
+    return max(paces)
+
+
+def _later(spans: Sequence[Span], period: int, ranks: int) -> list[float]:
+    """Return how much later than a period before each action of a rank ends, of the last ones that
+    repeat that period; none if fewer repeat than ranks depend on."""
+    kinds = {(action.stage, action.kind) for action, _, _ in spans}
+    length = len(kinds) * period
+    repeated = [_repeats(spans[i - length], spans[i], period) for i in range(length, len(spans))]
+    if True not in repeated:
+        return []
+    stop = len(repeated) - repeated[::-1].index(True)
+    start = stop - len(kinds) * (2 * ranks + period)
+    if start < 0 or not all(repeated[start:stop]):
+        return []
+    return [spans[i + length][2] - spans[i][2] for i in range(start, stop)]
+
+
+def _repeats(before: Span, span: Span, period: int) -> bool:
+    stage, kind, microbatch = before[0]
+    return span[0] == (stage, kind, microbatch + period)
