@@ -23,7 +23,7 @@ _NUMBERS = (
 _DURING = {Kind.F: "during_forward", Kind.I: "during_input", Kind.W: "during_weight"}
 """The bytes that pass in an action."""
 
-_Needs = tuple[tuple[int, bool, bool], ...]
+Needs = tuple[tuple[int, bool, bool], ...]
 """Stages, and whether each has a gradient for its input, and is trained."""
 
 
@@ -32,7 +32,7 @@ class PeakOfActions:
 
     def __init__(self, actions: Sequence[Action]) -> None:
         self._actions = actions
-        self._multiples: dict[tuple[_Needs, bool], NDArray[np.int64]] = {}
+        self._multiples: dict[tuple[Needs, bool], NDArray[np.int64]] = {}
 
     def of(self, stages: Mapping[int, StageMemory], setup: TrainingSetup) -> int:
         """Return the peak bytes of ``stages``, by index, in a step and its update."""
@@ -43,7 +43,7 @@ class PeakOfActions:
         needs = tuple((i, each.has_input_gradient, each.is_trained) for i, each in stages.items())
         key = needs, setup.joins_weights
         if key not in self._multiples:
-            self._multiples[key] = _multiples(self._actions, needs, setup.joins_weights)
+            self._multiples[key] = multiples(self._actions, needs, setup.joins_weights)
         numbers = [getattr(stage, name) for stage in own for name in _NUMBERS]
         numbers.append(setup.message)
         most = int((self._multiples[key] @ np.array(numbers, np.int64)).max(initial=0))
@@ -67,7 +67,7 @@ def peaks_of_stages(plan: Plan) -> tuple[PeakOfActions, ...]:
     )
 
 
-def _multiples(actions: Sequence[Action], needs: _Needs, sums_at_input: bool) -> NDArray[np.int64]:
+def multiples(actions: Sequence[Action], needs: Needs, sums_at_input: bool) -> NDArray[np.int64]:
     """Return how many of each number, and of messages, are in memory: a row for each action when it
     begins, with what passes in it, and one for when it ends."""
     own = {stage: (has_input, is_trained) for stage, has_input, is_trained in needs}
@@ -81,26 +81,31 @@ def _multiples(actions: Sequence[Action], needs: _Needs, sums_at_input: bool) ->
     # Held arrays that an action adds, or takes away; others that are there while it runs.
     change, passing, summed = (np.zeros(shape, np.int64) for _ in range(3))
     is_forward = np.zeros((len(actions), 1), bool)
-    for row, (stage, kind, _) in enumerate(actions):
-        has_input, is_trained = own[stage]
-        after_forward, after_input = column[stage, "after_forward"], column[stage, "after_input"]
-        if kind in _DURING:
-            passing[row, column[stage, _DURING[kind]]] = 1
+    held: dict[tuple[int, int], int] = {}  # the column of what a micro-batch holds in a stage
+    for row, (stage, kind, microbatch) in enumerate(actions):
+        key, left = (stage, microbatch), None
+        if kind not in _DURING:
+            continue
+        passing[row, column[stage, _DURING[kind]]] = 1
         if kind is Kind.F:
             is_forward[row] = True
-            change[row, after_forward] = 1
-        elif kind is Kind.I:
-            change[row, after_forward] = -1
-            change[row, after_input] = is_trained  # if no W follows, nothing is held for it
-        elif kind is Kind.W:
-            change[row, after_input if has_input else after_forward] = -1
+            left = column[stage, "after_forward"]
+        elif kind is Kind.I and own[stage][1]:  # if no W follows, nothing is held for it
+            left = column[stage, "after_input"]
+        if key in held:
+            change[row, held.pop(key)] -= 1
+        if left is not None:
+            change[row, left] += 1
+            held[key] = left
         if kind is Kind.W or (kind is Kind.I and sums_at_input):
             summed[row:, column[stage, "gradients"]] = 1
     passing[:, -1] = _message_buffers(actions)
     after = change.cumsum(axis=0)
     before = np.where(is_forward, after, after - change)
-    summed_before = np.vstack([np.zeros((1, shape[1]), np.int64), summed[:-1]])[: len(actions)]
-    return np.unique([*(before + summed_before + passing), *(after + summed + passing)], axis=0)
+    nothing = np.zeros((1, shape[1]), np.int64)
+    summed_before = np.vstack([nothing, summed])[:-1]
+    rows = (nothing, before + summed_before + passing, after + summed + passing)
+    return np.unique(np.vstack(rows), axis=0)
 
 
 def _is_needed(action: Action, has_input_gradient: bool, is_trained: bool) -> bool:

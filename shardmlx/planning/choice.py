@@ -9,6 +9,7 @@ all ask here, so that they agree.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -183,10 +184,15 @@ class _Search:
         self.found: dict[int, Assessment] = {}
         self.failures: list[UserError] = []
         self.tightest: dict[tuple[int | None, bool], RunSpec] = {}
-        for way in ways:
+        self._sizes: dict[tuple[object, ...], list[int]] = {}
+        self._assessed: dict[int, Assessment | UserError] = {}
+        for place, way in enumerate(ways):
             best = self.tightest.setdefault(_group(way), way)
             if _tightness(way) > _tightness(best):
                 self.tightest[_group(way)] = way
+            self._sizes.setdefault(_but_for_size(way), []).append(place)
+        for places in self._sizes.values():
+            places.sort(key=lambda place: ways[place].batch.micro_batch_size or math.inf)
         self._room = {
             group: False for group, way in self.tightest.items() if self._weights_lack(way) > 0
         }
@@ -208,34 +214,45 @@ class _Search:
         return sorted(pairs, key=lambda pair: (_is_last_resort(self.ways[pair[1]]), *pair))
 
     def look(self, place: int) -> None:
-        """Assess a way, unless a faster one like it already fits, or its mesh has no room."""
+        """Assess a way, unless a faster one like it already fits, or it is known to have no room:
+        its mesh has none, or one with smaller micro-batches."""
         way = self.ways[place]
         if self._is_in_vain(way) or not self._room.get(_group(way), True):
             return
-        found = self.assessed(way)
-        if found is not None:
+        of_sizes = self._sizes[_but_for_size(way)]
+        if place not in of_sizes:
+            return
+        found = self._result(place)
+        if isinstance(found, Assessment):
             self.found[place] = found
-        elif isinstance(self.failures[-1], DoesNotFitError):
-            self.has_room(_group(way))
+        elif isinstance(found, DoesNotFitError) and self.has_room(_group(way)):
+            too_large = bisect_left(of_sizes, True, key=self._lacks_memory)
+            del of_sizes[too_large:]
 
     def has_room(self, group: tuple[int | None, bool]) -> bool:
         """Return whether the tightest way of a group fits."""
         if group not in self._room:
-            self._room[group] = self.assessed(self.tightest[group]) is not None
+            tightest = self._result(self.ways.index(self.tightest[group]))
+            self._room[group] = isinstance(tightest, Assessment)
         return self._room[group]
 
-    def assessed(self, way: RunSpec) -> Assessment | None:
-        """Return the assessment of a way; None, and its failure as the last, if it has no room."""
-        try:
-            return assess(way, self._facts)
-        except UserError as error:
-            self.failures.append(error)
-            return None
+    def _lacks_memory(self, place: int) -> bool:
+        return isinstance(self._result(place), DoesNotFitError)
+
+    def _result(self, place: int) -> Assessment | UserError:
+        """Return the assessment of a way, or why it has none."""
+        if place not in self._assessed:
+            try:
+                self._assessed[place] = assess(self.ways[place], self._facts)
+            except UserError as error:
+                self._assessed[place] = error
+                self.failures.append(error)
+        return self._assessed[place]
 
     def nearest_failure(self) -> UserError:
         """Return the error of the way that lacks least."""
         if not self.failures:
-            self.assessed(min(self.tightest.values(), key=self._weights_lack))
+            self._result(self.ways.index(min(self.tightest.values(), key=self._weights_lack)))
         return min(self.failures, key=lambda error: getattr(error, "shortage", math.inf))
 
     def _weights_lack(self, way: RunSpec) -> float:
@@ -272,6 +289,15 @@ class _Search:
 def _tightness(way: RunSpec) -> tuple[int, int, bool, bool]:
     again, _, is_by_memory = _thrift(way)
     return again, -(way.batch.micro_batch_size or 1), way.layout.schedule == SIMPLEST, is_by_memory
+
+
+def _but_for_size(way: RunSpec) -> tuple[object, ...]:
+    """Return all answers of a way but for the size of its micro-batches."""
+    layout, batch = way.layout, way.batch
+    return (
+        *(layout.pipeline_stages, layout.schedule, layout.partitioner, way.fine_tune.zero),
+        *(batch.pack, batch.recompute, batch.loss_chunk),
+    )
 
 
 def _alike(way: RunSpec) -> tuple[object, ...]:

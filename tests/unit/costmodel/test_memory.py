@@ -20,7 +20,7 @@ from shardmlx.costmodel.layer_memory import (
     passing_in_fused_attention,
 )
 from shardmlx.costmodel.memory import StageMemory, stage_memory
-from shardmlx.costmodel.rank_peak import PeakOfActions
+from shardmlx.costmodel.rank_peak import PeakOfActions, multiples
 from shardmlx.costmodel.training_setup import TrainingSetup
 from shardmlx.costmodel.workload import ModelSizes
 from shardmlx.engine.buffers import SUM_BUFFER_BYTES
@@ -93,6 +93,26 @@ def of_stage(**sizes: Any) -> StageMemory:
 def a_rank(text: str) -> PeakOfActions:
     """A rank with these actions."""
     return PeakOfActions(*parse_grid(text))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_step_of_few_micro_batches_holds_what_one_of_many_does(name: str) -> None:
+    """So that a plan's cost does not grow with the batch; GPipe holds all of them."""
+    schedule = SCHEDULES[name]
+    for pp in (1, 2, 3, 4):
+        placement = schedule.placement(pp, schedule.default_virtual)
+        for microbatches in (*range(4 * pp, 6 * pp), 9 * pp + 1, 15 * pp - 1):
+            few = schedule.fewest_alike(pp, microbatches)
+            assert few == microbatches if name == "gpipe" else few <= pp * (pp + 3) + 3
+            whole, short = (
+                lower(schedule.order(pp, count, schedule.default_virtual), placement)
+                for count in (microbatches, few)
+            )
+            for rank in range(pp):
+                needs = tuple((i, True, True) for i, own in enumerate(placement) if own == rank)
+                for joins in (False, True):
+                    there, here = (multiples(each[rank], needs, joins) for each in (whole, short))
+                    assert there.tolist() == here.tolist(), (pp, microbatches)
 
 
 def test_replicas_have_one_buffer_for_what_others_send_them() -> None:
