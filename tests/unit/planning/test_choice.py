@@ -1,6 +1,7 @@
 """The planner: the ways that options leave open, the fastest that fits, and what it says when
 nothing fits."""
 
+import cProfile
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -213,6 +214,20 @@ def test_no_other_way_is_faster_and_fits(model: Path) -> None:
         except DoesNotFitError:
             continue
         assert best <= other.seconds * 1.01
+
+
+def calls(model: Path, batch_size: int) -> int:
+    """The number of calls of functions that a choice for two machines takes."""
+    question = asked(model, macs((12, 4), (12, 4)), batch_size=batch_size)
+    with cProfile.Profile() as profile:
+        choose(*question)
+    return sum(each.callcount for each in profile.getstats())
+
+
+def test_the_cost_of_a_choice_does_not_grow_with_the_batch(model: Path) -> None:
+    """But for the chosen step, of which each action is shown, and a few more sizes to look at."""
+    few, many = (calls(model, batch_size) for batch_size in (64, 4096))
+    assert many / few < 2
 
 
 def test_replicas_are_taken_where_they_beat_the_longest_pipeline(model: Path) -> None:
