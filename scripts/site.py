@@ -30,6 +30,8 @@ NAMES = {"README.md": "index.md", "docs/README.md": "all-pages.md"}
 BLOCK = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r'(\]\(|(?:src|srcset|href)=")(?!\w+:|#|//)([^)#"]+)')
 """A relative link of Markdown or HTML, without its anchor."""
+FLAG = re.compile(r"((?<!`)`--?\w[^`\n]{0,28}`(?!`))")
+"""An option in a line, which browsers would break at its hyphens: player/site.css keeps it whole."""
 
 
 def repository() -> str:
@@ -45,8 +47,8 @@ def on_site(path: str) -> str | None:
     return path.removeprefix("docs/") if path.startswith("docs/") else None
 
 
-def with_links_of_the_site(text: str, page: str) -> str:
-    """Return the text of a page of the repository with links as they are on the site."""
+def as_on_the_site(text: str, page: str) -> str:
+    """Return the text of a page of the repository with its links and options as the site has them."""
     place = Path(str(on_site(page))).parent
 
     def link(found: re.Match[str]) -> str:
@@ -59,7 +61,10 @@ def with_links_of_the_site(text: str, page: str) -> str:
         return f"{before}{repository()}/{kind}/main/{path}"
 
     parts = BLOCK.split(text)
-    return "".join(part if part.startswith("```") else LINK.sub(link, part) for part in parts)
+    return "".join(
+        part if part.startswith("```") else FLAG.sub(r"\1{.flag}", LINK.sub(link, part))
+        for part in parts
+    )
 
 
 def copy_pages() -> None:
@@ -69,7 +74,7 @@ def copy_pages() -> None:
     for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         page = str(path.relative_to(ROOT))
         copy = PAGES / str(on_site(page))
-        copy.write_text(with_links_of_the_site(path.read_text(encoding="utf-8"), page))
+        copy.write_text(as_on_the_site(path.read_text(encoding="utf-8"), page))
 
 
 def main(argv: list[str]) -> int:

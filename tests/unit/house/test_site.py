@@ -100,3 +100,9 @@ def test_no_page_loads_anything_from_elsewhere(pages: dict[Path, Page]) -> None:
     loaded = {each for page in pages.values() for each in page.loaded}
     assert len(loaded) > 10
     assert {each for each in loaded if is_outside(each) and not each.startswith("data:")} == set()
+
+
+def test_an_option_is_not_broken_at_its_hyphens(pages: dict[Path, Page]) -> None:
+    text = "".join(path.read_text(encoding="utf-8") for path in pages)
+    assert '<code class="flag">--pipeline-stages</code>' in text
+    assert "{.flag}" not in text
