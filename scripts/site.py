@@ -31,7 +31,7 @@ BLOCK = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r'(\]\(|(?:src|srcset|href)=")(?!\w+:|#|//)([^)#"]+)')
 """A relative link of Markdown or HTML, without its anchor."""
 FLAG = re.compile(r"((?<!`)`--?\w[^`\n]{0,28}`(?!`))")
-"""An option in a line, which browsers would break at its hyphens: player/site.css keeps it whole."""
+"""An option in a line. Browsers would break it at its hyphens; player/site.css keeps it whole."""
 
 
 def repository() -> str:
@@ -48,7 +48,7 @@ def on_site(path: str) -> str | None:
 
 
 def as_on_the_site(text: str, page: str) -> str:
-    """Return the text of a page of the repository with its links and options as the site has them."""
+    """Return the text of a page of the repository with links and options as the site has them."""
     place = Path(str(on_site(page))).parent
 
     def link(found: re.Match[str]) -> str:
