@@ -16,6 +16,7 @@ from shardmlx.common.cli import BAD_INPUT, INTERRUPTED, run_command
 from shardmlx.common.environment import launched_rank
 from shardmlx.common.yaml_reader import did_you_mean
 from shardmlx.config.commands import BY_NAME, COMMANDS, Command, imported
+from shardmlx.config.other_words import command_here
 from shardmlx.errors import UserError
 
 _WIDTH = max(len(command.name) for command in COMMANDS)
@@ -93,8 +94,8 @@ def _without_a_command(name: str) -> int:
     if name in ("", "-h", "--help"):
         print("\n".join(_first_screen()))
         return 0 if name else BAD_INPUT
-    remedy = did_you_mean(name, [command.name for command in COMMANDS]) or "see shardmlx --help"
-    raise UserError(f"no command {name!r}", remedy)
+    remedy = command_here(name) or did_you_mean(name, [command.name for command in COMMANDS])
+    raise UserError(f"no command {name!r}", remedy or "see shardmlx --help")
 
 
 def _first_screen() -> Iterator[str]:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from io import StringIO
 from itertools import takewhile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import shardmlx
 from shardmlx.common.environment import LAUNCHED
 from shardmlx.common.passed_stdin import is_path_of_stdin
-from shardmlx.common.yaml_reader import check_keys, did_you_mean, read_yaml
+from shardmlx.common.yaml_reader import did_you_mean, read_yaml
 from shardmlx.compat import HelpOfWholeWords
 from shardmlx.config.commands import BY_NAME
 from shardmlx.config.options import (
@@ -27,6 +29,7 @@ from shardmlx.config.options import (
     with_parts,
     written,
 )
+from shardmlx.config.other_words import command_here, option_here
 from shardmlx.distributed.processes import under_mpirun
 from shardmlx.errors import UserError
 
@@ -132,6 +135,7 @@ class CommandLine(Generic[Options]):
             epilog=epilog,
             argument_default=argparse.SUPPRESS,
             allow_abbrev=False,
+            exit_on_error=False,
             formatter_class=HelpOfWholeWords,
         )
         parser.examples = BY_NAME[self.command].examples
@@ -160,7 +164,7 @@ class CommandLine(Generic[Options]):
         """
         if rank:
             with redirect_stdout(StringIO()):
-                flags = vars(self.parser().parse_known_args(argv)[0])
+                flags, _ = self._parsed(self.parser(), argv)
             known = declared(self.options)
             needed = {each.name for each in known if each.default is None} | {"timeout"}
             return self.options(**{key: flags[key] for key in flags.keys() & needed})
@@ -175,14 +179,14 @@ class CommandLine(Generic[Options]):
         """Build the options as ``load``, and return those that flags and file gave. Ranks read
         files, ``on_ranks``, by default if this is one."""
         parser = self.parser(shows_all="--help-all" in argv)
-        namespace, unknown = parser.parse_known_args(argv)
+        flags, unknown = self._parsed(parser, argv)
         if unknown:
-            raise self._unknown(unknown)
+            raise self._unknown(unknown, argv)
         if on_ranks is None:
             on_ranks = under_mpirun()
         if on_ranks:
-            self._refuse_stdin(vars(namespace))
-        options, given = self._build(vars(namespace))
+            self._refuse_stdin(flags)
+        options, given = self._build(flags)
         if on_ranks:
             self._refuse_stdin(given.file)
         if self.needs and given.names.isdisjoint(self.needs):
@@ -203,20 +207,68 @@ class CommandLine(Generic[Options]):
             raise UserError(f"{self.command} has no command", f"give {', '.join(self.commands)}")
         return options, command, tuple(words)
 
-    def _unknown(self, words: Sequence[str]) -> UserError:
-        """Return the error for words that the parser does not know."""
-        known = written(self.options)
-        word = words[0]
+    def _parsed(
+        self, parser: CommandParser, argv: Sequence[str]
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Return the values of flags, by option, and the words that the parser does not know."""
+        try:
+            namespace, unknown = parser.parse_known_args(argv)
+        except argparse.ArgumentError as error:
+            raise self._refused(error) from None
+        return vars(namespace), unknown
+
+    def _unknown(self, unknown: Sequence[str], argv: Sequence[str]) -> UserError:
+        """Return the error for words of ``argv`` that the parser does not know."""
+        word = unknown[0]
         flag = word.partition("=")[0]
         if flag in self.refused:
             return UserError(f"{flag} is not here", self.refused[flag])
-        key = flag.lstrip("-").removeprefix("no-").replace("-", "_")
+        known = written(self.options)
+        if word.startswith("-") or "=" in word:
+            remedy = option_here(flag, known, self.command, as_flag=True)
+        else:
+            remedy = self._place_of(word, argv[argv.index(word) - 1])
         flags = [each.flag[2:] for each in known if each.rules.flag and not each.rules.positional]
-        remedy = did_you_mean(flag.lstrip("-"), flags, "--") or did_you_mean(word, self.commands)
-        if key in (each.name for each in known if not each.rules.flag):
-            remedy = f"write {key} into the YAML file: -c FILE"
-        remedy = remedy or f"see shardmlx {self.command} --help"
-        return UserError(f"unknown argument {word!r}", remedy)
+        remedy = remedy or did_you_mean(flag.lstrip("-"), flags, "--")
+        return UserError(f"unknown argument {word!r}", remedy or f"see {self._help}")
+
+    @property
+    def _help(self) -> str:
+        return f"shardmlx {self.command} --help"
+
+    def _place_of(self, word: str, before: str) -> str:
+        """Return where a word belongs that stands without a flag, or after the switch ``before``;
+        empty where nothing is known."""
+        if self.commands:
+            similar = command_here(word) or did_you_mean(word, self.commands)
+            is_hostfile = not similar and Path(word).is_file()
+            return f"give --hostfile {word}" if is_hostfile else similar
+        names = {each.name: each for each in written(self.options)}
+        switch = names.get(before.lstrip("-").replace("-", "_"))
+        if switch is not None and bool in switch.kinds:
+            return f"{before} is a switch, without a value; --no-{switch.flag[2:]} is off"
+        is_file = word.endswith((".yaml", ".yml"))
+        if is_file and "config" in names:
+            return f"give -c {word}"
+        is_model = "/" in word or Path(word).is_dir()
+        if is_model and "model" in names and not names["model"].rules.positional:
+            return f"give --model {word}"
+        return f"give --prompt {shlex.quote(word)}" if "prompt" in names else ""
+
+    def _refused(self, error: argparse.ArgumentError) -> UserError:
+        """Return the error for a flag without its value, or with one of another kind."""
+        flag = (error.argument_name or "").rpartition("/")[2]
+        each = next((each for each in written(self.options) if each.flag == flag), None)
+        if each is None:
+            return UserError(str(error), f"see {self._help}")
+        if error.message.startswith("expected"):
+            choices = ", ".join(map(str, each.rules.choices or ()))
+            wanted = f"choose from {choices}" if choices else f"give {each.metavar}"
+            return UserError(f"{flag} has no value", f"{wanted}: {each.rules.help}")
+        _, colon, value = error.message.partition("value: ")
+        problem = f"{flag} is {value}" if colon else str(error)
+        kind = "a whole number" if int in each.kinds else "a number"
+        return UserError(problem, f"give {kind}" if colon else f"see {self._help}")
 
     def _refuse_stdin(self, values: Mapping[str, Any]) -> None:
         """Raise ``UserError`` for a path of stdin: mpirun does not tell ranks its end, so that they
@@ -237,7 +289,7 @@ class CommandLine(Generic[Options]):
                 _exclude(each, given, values, path)
         for each in known:
             if each.default is None and each.name not in values:
-                raise UserError(f"{each.flag} is missing", f"see shardmlx {self.command} --help")
+                raise UserError(f"{each.flag} is missing", f"see {self._help}")
         try:
             values = with_parts(self.options, values, flags)
             return self.options(**values), given
@@ -259,8 +311,16 @@ class CommandLine(Generic[Options]):
                 said = f"{path}: {key} is passed over, as mlx_lm.lora does: {self.passed_over[key]}"
                 print(f"shardmlx: {said}", file=sys.stderr, flush=True)
         known = written(self.options)
-        help = f"take it out, or see shardmlx {self.command} --help"
-        check_keys(content, [each.name for each in known], path, help)
+        names = [each.name for each in known]
+        for key in content:
+            if key not in names:
+                remedy = (
+                    option_here(str(key), known, self.command, as_flag=False)
+                    or did_you_mean(str(key), names)
+                    or self.refused.get(flag_of(str(key)))
+                    or f"take it out, or see {self._help}"
+                )
+                raise UserError(f"{path}: unknown key {key!r}", remedy)
         return {key: value for key, value in content.items() if value is not None}
 
 

@@ -122,7 +122,8 @@ def check_packages(_: object) -> None:
     """Raise ``UserError`` unless all packages of the ``serve`` extra are installed."""
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
-        raise UserError(f"serving needs {', '.join(missing)}", f"pip install {' '.join(missing)}")
+        problem = f"an HTTP server needs {', '.join(missing)}"
+        raise UserError(problem, "pip install 'shardmlx[serve]'")
 
 
 LINE = CommandLine(

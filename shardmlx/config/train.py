@@ -100,7 +100,9 @@ class CheckpointOptions(Spec):
         choices=(AUTO, "shared", "rank0", "neighbour"),
     )
     resume: str = _checkpoints(
-        AUTO, "auto: from the newest good checkpoint; never; or the directory of one", metavar="DIR"
+        AUTO,
+        "auto (from the newest good checkpoint), never, or the directory of one",
+        metavar="DIR",
     )
     iters: int = _steps(1000, "steps to train for")
 

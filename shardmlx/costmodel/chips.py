@@ -81,6 +81,15 @@ _MAC = re.compile(
 )
 
 
+_MEMORY = re.compile(r"\d ?Gi?B", re.IGNORECASE)
+
+_MODEL = re.compile(r"\b(?:macbook|imac|mac)\b(?:[ -](?:pro|air|mini|studio)\b)?", re.IGNORECASE)
+"""The name of a Mac, which says nothing of its chip."""
+
+_EXAMPLE = "'M2 16GB, M1 Ultra 64GB'"
+_SHOWN = "Apple menu > About This Mac shows both"
+
+
 def as_macs(machines: Iterable[Machine]) -> tuple[Machine, ...]:
     """Return the machines, each with what macOS lets the GPU wire of its memory, if nobody says.
 
@@ -132,18 +141,26 @@ def machines_of(text: str) -> tuple[Machine, ...]:
 
 
 def _machine(entry: str) -> Machine:
-    match = _MAC.fullmatch(entry)
+    if len(_MEMORY.findall(entry)) > 1:
+        remedy = f"write commas between machines, as in {_EXAMPLE}"
+        raise UserError(f"--machines has {entry!r}", remedy)
+    match = _MAC.fullmatch(" ".join(_MODEL.sub(" ", entry).split()))
     if match is None:
-        raise UserError(f"--machines has {entry!r}", "write chip and memory, as in 'M2 16GB'")
+        remedy = f"write chip and memory, as in {_EXAMPLE}: {_SHOWN}"
+        raise UserError(f"--machines has {entry!r}", remedy)
     size = int(match["memory"])
     mac = Machine(host=f"{size}GB", memory=size * GIB, link=THUNDERBOLT, where="--machines")
     if match["chip"] is None:
+        if _MODEL.search(entry):
+            remedy = f"write its chip, as in {_EXAMPLE}, or memory alone: {_SHOWN}"
+            raise UserError(f"--machines has {entry!r}, which names no chip", remedy)
         return mac
     names = {name.casefold(): name for name in CHIPS}
     chip = names.get(" ".join(match["chip"].casefold().split()))
     if chip is None:
-        (near,) = get_close_matches(match["chip"].casefold(), names, n=1, cutoff=0)
-        raise UserError(f"--machines has {entry!r}: unknown chip", f"the nearest is {names[near]}")
+        near = get_close_matches(match["chip"].casefold(), names, n=1)
+        remedy = f"the nearest is {names[near[0]]}" if near else f"chips are M1 to M5: {_SHOWN}"
+        raise UserError(f"--machines has {entry!r}: unknown chip", remedy)
     asked = match["cores"]
     sold = [(cores, gigabytes) for cores, sizes in CHIPS[chip].sizes.items() for gigabytes in sizes]
     fitting = [cores for cores, each in sold if each == size and asked in (None, str(cores))]

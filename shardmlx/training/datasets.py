@@ -146,7 +146,7 @@ def _find_sets(options: DataOptions) -> tuple[dict[str, list[_RawSet]], list[str
     elif not directory.exists():
         splits = {f"{name}_split": name for name in _SPLITS}
         entry = {"path": options.data, **splits, **asdict(FeatureKeys.of(options))}
-        where = f"--data {options.data}, which is no directory here,"
+        where = f"there is no directory {options.data}; as a Hugging Face data set it"
         sources = [partial(_read_entry, entry, where, "valid")]
     elif directory.is_dir():
         sources = [partial(_read_file, directory, options)]

@@ -43,6 +43,8 @@ def test_every_chip_from_m1_to_m5_is_known_with_each_memory_that_it_is_sold_with
         ("M3 Max 36GB", 10.74, 27.0, "apple-m3-max"),  # sold with 30 cores alone
         ("M3 Max 64GB", 14.32, 48.0, "apple-m3-max"),
         ("M5 Ultra 96GB", 32.32, 72.0, "apple-m5-ultra"),
+        ("MacBook Pro M2 16GB", 3.58, 10.67, "apple-m2"),
+        ("M1 Ultra Mac Studio 64GB", 20.81, 48.0, "apple-m1-ultra"),
     ],
 )
 def test_memory_and_cores_give_the_speed(
@@ -86,6 +88,14 @@ def test_macs_that_are_alike_are_different_hosts_and_one_may_have_memory_alone()
         ("M2", "'M2'", "write chip and memory"),
         ("0GB", "'0GB'", "write chip and memory"),
         ("", "''", "write chip and memory"),
+        ("Intel 16GB", "unknown chip", "About This Mac"),
+        ("MacBook Pro 16GB", "names no chip", "About This Mac"),
+        ("Mac mini 24GB, M2 16GB", "'Mac mini 24GB'", "'M2 16GB, M1 Ultra 64GB'"),
+        ("M2 16GB and M1 Ultra 64GB", "and", "commas between"),
+        ("M2 16GB; M1 Ultra 64GB", ";", "commas between"),
+        ("M2 16GB + M1 Ultra 64GB", "+", "commas between"),
+        ("16GB M2", "'16GB M2'", "'M2 16GB, M1 Ultra 64GB'"),
+        ("2 x M2 16GB", "'2 x M2 16GB'", "'M2 16GB, M1 Ultra 64GB'"),
     ],
 )
 def test_what_nobody_sells_is_refused_with_the_nearest(words: str, named: str, remedy: str) -> None:

@@ -259,7 +259,10 @@ def test_splits_of_other_names_are_said(monkeypatch: pytest.MonkeyPatch) -> None
     assert "has no validation set" in warning
     assert "Should be one of ['train', 'validation']" in warning
     error = error_of("someone/something", test=True)
-    assert "someone/something, which is no directory here, gives no test set" in error.problem
+    assert (
+        "no directory someone/something; as a Hugging Face data set it gives no test set"
+        in error.problem
+    )
     assert "test_split of hf_dataset" in error.remedy
 
 
