@@ -119,7 +119,7 @@ def common(only: str | None = None) -> str:
     parts are; x N are replicas."""
 
     def cell(directory: str, machines: list[Machine]) -> str:
-        config = TrainConfig(model=directory, batch_size=4, max_seq_length=1024)
+        config = TrainConfig.from_flat(model=directory, batch_size=4, max_seq_length=1024)
         chosen = plan_training(config, machines)
         peak = max(rank.peak for rank in chosen.prediction.ranks)
         replicas = chosen.prediction.plan.mesh.dp
@@ -145,7 +145,7 @@ def large(only: str | None = None) -> str:
     last 4 layers, one pipeline, all chosen for the least memory."""
 
     def cell(directory: str, machines: list[Machine]) -> str:
-        config = TrainConfig(
+        config = TrainConfig.from_flat(
             model=directory,
             batch_size=4,
             max_seq_length=1024,
@@ -183,7 +183,9 @@ def blog(only: str | None = None) -> str:
     machines_and_stages = ((1, None), (2, 1), (2, 2))
 
     def cell(directory: str, machines: int, stages: int | None) -> str:
-        config = TrainConfig(model=directory, batch_size=8, num_layers=8, pipeline_stages=stages)
+        config = TrainConfig.from_flat(
+            model=directory, batch_size=8, num_layers=8, pipeline_stages=stages
+        )
         macs = [
             Machine(host=f"mac{i}", memory=16 * GIB, flops=5.2e12, link=2e9)
             for i in range(machines)
@@ -305,7 +307,7 @@ def _cells(
 
 def _longest(directory: str, machines: list[Machine], chunk: str) -> str:
     """Return the longest of ``LENGTHS`` that fits, in thousands from 1024 on."""
-    config = TrainConfig(
+    config = TrainConfig.from_flat(
         model=directory,
         batch_size=1,
         data_parallel=1,

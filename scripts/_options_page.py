@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 
 from shardmlx.config.commands import BY_NAME
 from shardmlx.config.inference import InferenceConfig
 from shardmlx.config.options import Declared, declared, written
+from shardmlx.config.profile import ProfileOptions
 from shardmlx.config.train import TrainConfig
+from shardmlx.planning.plan_command import PlanOptions
 
 PAGES = {
     "options.md": ("train", "report", "plan", "profile", "launch"),
@@ -18,6 +19,9 @@ PAGES = {
     ),
 }
 """The commands of each page."""
+
+OF_A_RUN = (PlanOptions, ProfileOptions)
+"""Options that have those of a training run among them."""
 
 _MADE = """\
 This page is made from the code, as `--help` is: `python scripts/docs.py` writes it anew."""
@@ -97,13 +101,13 @@ def page(name: str) -> str:
         own = command.line.options
         parts.append(f"## {command.name}\n\n`shardmlx {command.name}`: {command.help}.\n")
         options = list(written(own))
-        if own is not TrainConfig and issubclass(own, TrainConfig):
-            mine = own.__annotations__
-            options = [each for each in options if each.name in mine]
+        if own in OF_A_RUN:
+            shared = {each.name: each for each in written(TrainConfig)}
+            options = [each for each in options if each != shared.get(each.name)]
             parts.append("Takes the options of [train](#train) too, and these:\n")
         elif issubclass(own, InferenceConfig):
-            shared = {each.name for each in fields(InferenceConfig)} - set(own.__annotations__)
-            options = [each for each in options if each.name not in shared]
+            shared = {each.name: each for each in declared(InferenceConfig)}
+            options = [each for each in options if each != shared.get(each.name)]
             what = (
                 "Takes the options that [generate, chat and serve](#generate-chat-and-serve) share"
             )

@@ -75,9 +75,10 @@ def _on_ranks(command: Command, words: Sequence[str]) -> int:
 
 def _refuse_alone(name: str, options: Any) -> None:
     """Raise ``UserError`` if options are for several ranks: this process would do all alone."""
-    hostfile = getattr(options, "hostfile", None)
+    given = options.flat()
+    hostfile = given.get("hostfile")
     layout = ("pipeline_stages", "data_parallel")
-    ranks = math.prod(getattr(options, each, None) or 1 for each in layout)
+    ranks = math.prod(given.get(each) or 1 for each in layout)
     if hostfile is not None:
         problem = f"--hostfile {hostfile} alone starts nothing on other machines"
         raise UserError(problem, f"use shardmlx launch --hostfile {hostfile} {name} ...")

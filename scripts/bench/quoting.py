@@ -153,7 +153,7 @@ def stages(model_path: str, tokens: int) -> None:
     from shardmlx.inference.setup import prepare as load
     from shardmlx.inference.worker import InferenceWorker
 
-    config = InferenceConfig(model=model_path, draft=BY_LOOKUP, max_tokens=tokens)
+    config = InferenceConfig.from_flat(model=model_path, draft=BY_LOOKUP, max_tokens=tokens)
 
     def lead(crew: Crew[InferenceWorker]) -> None:
         prepared = load(config, crew, lambda encoder: typical_load(config, 1, 1024, encoder))

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from shardmlx.common.formatting import columns, gibibytes
-from shardmlx.config.specs import RunSpec
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine
@@ -68,7 +67,7 @@ MODELS = {
     },
 }
 
-RUN = RunSpec.of(TrainConfig(model="model", num_layers=-1, batch_size=64, max_seq_length=2048))
+RUN = TrainConfig.from_flat(model="model", num_layers=-1, batch_size=64, max_seq_length=2048).spec
 """LoRA of rank 8 on all layers, in bf16, batches of 64 sequences of 2048 tokens."""
 
 HEADER = (

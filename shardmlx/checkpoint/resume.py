@@ -102,6 +102,7 @@ class Resumption:
 
 def prepare_resumption(
     options: CheckpointOptions,
+    iters: int,
     transport: Transport,
     reporter: Reporter,
     identity: Mapping[str, Any] | None,
@@ -120,13 +121,14 @@ def prepare_resumption(
     place = None if directory is None else _open(options, transport, directory, owners)
     with ExitStack() as on_failure:
         on_failure.callback(Resumption(place).release)
-        resumption = _from(options, transport, reporter, identity, place)
+        resumption = _from(options, iters, transport, reporter, identity, place)
         on_failure.pop_all()
     return resumption
 
 
 def _from(
     options: CheckpointOptions,
+    iters: int,
     transport: Transport,
     reporter: Reporter,
     identity: Mapping[str, Any] | None,
@@ -162,9 +164,9 @@ def _from(
         return [] if identity is None else check_identity(identity, found.manifest.identity, where)
 
     notes = on_all_ranks(transport, "comparing the checkpoint with this run", compare)
-    if found.manifest.step > options.iters:
+    if found.manifest.step > iters:
         raise AgreedError(
-            f"{where} is of step {found.manifest.step}, beyond --iters {options.iters}",
+            f"{where} is of step {found.manifest.step}, beyond --iters {iters}",
             "raise that, or name another --checkpoint-dir",
         )
     for text in notes:

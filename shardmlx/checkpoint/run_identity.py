@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import numpy as np
 from shardmlx.common.digests import json_digest
 from shardmlx.config.checks import STEADY, steady_schedule
 from shardmlx.config.objective import ObjectiveOptions, facts_of
+from shardmlx.config.options import declared
 from shardmlx.engine.batches import WANTED, Sample, Samples
 from shardmlx.errors import UserError, refusing
 from shardmlx.modelfiles.safetensors_header import MODEL_FILES, ReadBytes, read_bytes
@@ -39,7 +40,7 @@ SAME_OPTIONS = (
     "sum_dtype",
     "dtype",
     "seed",
-    *(each.name for each in fields(ObjectiveOptions)),
+    *(each.name for each in declared(ObjectiveOptions)),
 )
 """The options that must stay the same in a run, compared by name."""
 

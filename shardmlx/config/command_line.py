@@ -23,6 +23,7 @@ from shardmlx.config.commands import BY_NAME
 from shardmlx.config.options import (
     Declared,
     OptionError,
+    Options,
     declared,
     flag_of,
     with_home,
@@ -36,7 +37,7 @@ from shardmlx.errors import UserError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-Options = TypeVar("Options", bound="DataclassInstance")
+Own = TypeVar("Own", bound=Options)
 
 _FALSE = ("false", "f")
 """The words that mlx_lm takes for False; all others are True to it."""
@@ -93,7 +94,7 @@ def _truth(text: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CommandLine(Generic[Options]):
+class CommandLine(Generic[Own]):
     """The command line of a command, made from the dataclass of its options.
 
     Help lists ``groups`` first, and only the options in ``shown``. Flags that are ``refused`` have
@@ -102,7 +103,7 @@ class CommandLine(Generic[Options]):
     to give. Rank 0 calls ``check`` with the options of a run. One of ``commands`` follows, if any.
     """
 
-    options: type[Options]
+    options: type[Own]
     command: str
     description: str
     groups: Sequence[str] = ()
@@ -113,7 +114,7 @@ class CommandLine(Generic[Options]):
     epilog: str = ""
     needs: Collection[str] = ()
     needs_remedy: str = ""
-    check: Callable[[Options], None] | None = None
+    check: Callable[[Own], None] | None = None
 
     def parser(self, *, shows_all: bool = False) -> CommandParser:
         """Build the parser, whose result holds only the flags that were given.
@@ -154,7 +155,7 @@ class CommandLine(Generic[Options]):
         parser.add_argument("--help-all", action="help", help=text)
         return parser
 
-    def load(self, argv: Sequence[str], rank: int = 0) -> Options:
+    def load(self, argv: Sequence[str], rank: int = 0) -> Own:
         """Build the options: flags beat the YAML file of ``--config``, which beats the defaults.
 
         A key of the file without a value (``key:`` or ``key: null``) counts as not given. Other
@@ -167,15 +168,13 @@ class CommandLine(Generic[Options]):
                 flags, _ = self._parsed(self.parser(), argv)
             known = declared(self.options)
             needed = {each.name for each in known if each.default is None} | {"timeout"}
-            return self.options(**{key: flags[key] for key in flags.keys() & needed})
+            return self.options.from_flat(**{key: flags[key] for key in flags.keys() & needed})
         options, _ = self.load_given(argv)
         if self.check is not None:
             self.check(options)
         return options
 
-    def load_given(
-        self, argv: Sequence[str], *, on_ranks: bool | None = None
-    ) -> tuple[Options, Given]:
+    def load_given(self, argv: Sequence[str], *, on_ranks: bool | None = None) -> tuple[Own, Given]:
         """Build the options as ``load``, and return those that flags and file gave. Ranks read
         files, ``on_ranks``, by default if this is one."""
         parser = self.parser(shows_all="--help-all" in argv)
@@ -193,7 +192,7 @@ class CommandLine(Generic[Options]):
             raise UserError(f"{self.command} has no {next(iter(self.needs))}", self.needs_remedy)
         return options, given
 
-    def load_before(self, argv: Sequence[str]) -> tuple[Options, str, tuple[str, ...]]:
+    def load_before(self, argv: Sequence[str]) -> tuple[Own, str, tuple[str, ...]]:
         """Build the options before one of ``commands``, and return it and its own words too."""
         before = list(takewhile(lambda word: word not in self.commands, argv))
         command, *words = argv[len(before) :] or [""]
@@ -279,7 +278,7 @@ class CommandLine(Generic[Options]):
                 fact = f"{each.flag} {value}: ranks are not told where stdin ends"
                 raise UserError(fact, "give a file")
 
-    def _build(self, flags: Mapping[str, Any]) -> tuple[Options, Given]:
+    def _build(self, flags: Mapping[str, Any]) -> tuple[Own, Given]:
         known = written(self.options)
         path = flags.get("config") and with_home("config", flags["config"])
         given = Given(flags, {} if path is None else self._read_file(path))
@@ -292,7 +291,7 @@ class CommandLine(Generic[Options]):
                 raise UserError(f"{each.flag} is missing", f"see {self._help}")
         try:
             values = with_parts(self.options, values, flags)
-            return self.options(**values), given
+            return self.options.from_flat(**values), given
         except OptionError as error:
             if error.name in flags:
                 shown = next(each for each in known if each.name == error.name)

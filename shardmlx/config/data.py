@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardmlx.config.options import Spec, in_group, option, same_as
-from shardmlx.config.specs import BatchOptions, FineTune
+from shardmlx.config.objective import SFT
+from shardmlx.config.options import in_group, option, section
 
 LOSS_ON = ALL, LAST, ASSISTANT = ("all", "last", "assistant")
 """The messages of a conversation that count in the loss."""
@@ -17,7 +17,7 @@ _training = in_group("training, as in mlx_lm.lora")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FeatureKeys(Spec):
+class FeatureKeys:
     """The keys of rows that hold the text to learn."""
 
     prompt_feature: str = option("prompt", "key of the prompt in the data", flag=False)
@@ -30,10 +30,10 @@ class FeatureKeys(Spec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataOptions(FeatureKeys):
-    """The data sets that a run needs, and how their rows become sequences."""
+class DataOptions:
+    """The data sets of a run, and how their rows become sequences."""
 
-    train: bool = same_as(FineTune, "train")
+    features: FeatureKeys = section(FeatureKeys)
     test: bool = _training(False, "evaluate on the test set: alone, or after --train")
     data: str = _data(
         "mlx-community/WikiSQL",
@@ -43,9 +43,6 @@ class DataOptions(FeatureKeys):
     hf_dataset: Mapping[str, Any] | Sequence[Any] | None = option(
         None, "Hugging Face data sets with their splits and features", flag=False
     )
-    objective: str = same_as(BatchOptions, "objective")
-    batch_size: int = same_as(BatchOptions, "batch_size")
-    max_seq_length: int = same_as(BatchOptions, "max_seq_length")
     mask_prompt: bool = _data(False, "the same as --loss-on last")
     loss_on: str | None = _data(
         None,
@@ -60,3 +57,20 @@ class DataOptions(FeatureKeys):
         minimum=1,
     )
     trust_remote_code: bool = _data(False, "run code that comes with model or tokenizer")
+
+    @property
+    def counts(self) -> str:
+        """The messages that count in the loss: one of ``LOSS_ON``."""
+        return self.loss_on or (LAST if self.mask_prompt else ALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WantedData:
+    """The rows that a run needs: of the sets to ``train`` with, and the test set as ``options``
+    say, a batch of each at least, for an ``objective``, cut to ``max_seq_length`` tokens."""
+
+    options: DataOptions
+    train: bool
+    batch_size: int
+    max_seq_length: int
+    objective: str = SFT

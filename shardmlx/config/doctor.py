@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
-from shardmlx.config.options import check_options, in_group, refuse
+from shardmlx.config.options import Options, in_group, refuse
 
 _SSH = "before mpirun"
 
@@ -15,8 +15,8 @@ _measuring = in_group("measuring")
 _ssh = in_group(_SSH)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DoctorConfig:
+@dataclass(frozen=True, kw_only=True)
+class DoctorConfig(Options):
     """The options of an examination. Raises ``OptionError``, a ``UserError``."""
 
     json: str | None = _output(None, "file for all that ranks have found, as JSON", metavar="FILE")
@@ -45,7 +45,7 @@ class DoctorConfig:
     python: str = common.python(group=_SSH)
 
     def __post_init__(self) -> None:
-        check_options(self)
+        super().__post_init__()
         written, program = self.write_hostfile, self.ssh_command
         known = self.ssh and not self.find
         lacks = known and self.hostfile is None

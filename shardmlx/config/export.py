@@ -9,7 +9,7 @@ from types import MappingProxyType
 from shardmlx.common.units import GIB, parse_bytes
 from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
-from shardmlx.config.options import REQUIRED, check_options, in_group, same_as
+from shardmlx.config.options import REQUIRED, Options, in_group, same_as
 from shardmlx.config.specs import ModelSource
 from shardmlx.modelfiles.tensors import DEFAULTS
 
@@ -82,8 +82,8 @@ def _one_of(what: str, text: str, allowed: Sequence[int]) -> int:
     return int(text)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportOptions:
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(Options):
     """The model to make of another, and its place. Raises ``OptionError``, a ``UserError``."""
 
     model: str = common.model(REQUIRED, positional=True, group=None)
@@ -113,9 +113,6 @@ class ExportOptions:
         5 * GIB, "size of a file at most", metavar="SIZE", unset="5GiB", above=0, parse=parse_bytes
     )
     verify: bool = _files(False, "look for what is wrong with the files; status 1 if something is")
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     @property
     def packing(self) -> PackingOptions | None:

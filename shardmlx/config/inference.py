@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -13,8 +13,9 @@ from shardmlx.config import common_options as common
 from shardmlx.config.checks import shares_of
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.common_options import AUTO
-from shardmlx.config.options import check_options, in_group, refuse
-from shardmlx.config.specs import ModelSource
+from shardmlx.config.data import DataOptions, WantedData
+from shardmlx.config.options import Options, declared, in_group, refuse, section
+from shardmlx.config.specs import MachineOptions, ModelSource
 from shardmlx.errors import UserError
 from shardmlx.models.sizes.kv_cache import CacheQuantisation, held
 
@@ -69,11 +70,13 @@ _chat = in_group(_CHAT)
 _evaluated = in_group(_EVALUATED)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InferenceConfig(ModelSource):
+@dataclass(frozen=True, kw_only=True)
+class InferenceConfig(Options):
     """The options of all commands that generate text. Raises ``OptionError``, a ``UserError``."""
 
-    model: str = common.model("mlx-community/Llama-3.2-3B-Instruct-4bit")
+    source: ModelSource = section(
+        ModelSource, model=common.model("mlx-community/Llama-3.2-3B-Instruct-4bit")
+    )
     adapter_path: str | None = _model(None, "directory of trained adapters", metavar="DIR")
     trust_remote_code: bool = _model(False, "run code that comes with the tokenizer")
     extra_eos_token: Sequence[str] = _model(
@@ -146,10 +149,13 @@ class InferenceConfig(ModelSource):
     dtype: str | None = common.dtype(group=PIPELINE)
     timeout: float = common.timeout(group=PIPELINE)
 
+    @classmethod
+    def settled(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Return flat values; one end with spaces between, as mlx_lm took it, counts as several."""
+        return {**values, "extra_eos_token": " ".join(values["extra_eos_token"]).split()}
+
     def __post_init__(self) -> None:
-        check_options(self)
-        # One word with spaces between, as mlx_lm took it, counts as several.
-        object.__setattr__(self, "extra_eos_token", " ".join(self.extra_eos_token).split())
+        super().__post_init__()
         both = self.kv_bits is not None and self.max_kv_size is not None
         complaint = f"is {self.kv_bits}, and caches limited by --max-kv-size are not quantised"
         refuse("kv_bits", complaint, "give one of them", when=both)
@@ -164,6 +170,11 @@ class InferenceConfig(ModelSource):
         complaint = f"is {self.chat_template_config!r}"
         remedy = 'give a JSON object, like {"enable_thinking": false}'
         refuse("chat_template_config", complaint, remedy, when=not is_object)
+
+    @property
+    def machines(self) -> MachineOptions:
+        """The files and the limit that describe the machines."""
+        return MachineOptions(hostfile=self.hostfile, memory_limit=self.memory_limit)
 
     @property
     def cache_quantisation(self) -> CacheQuantisation | None:
@@ -212,7 +223,7 @@ _REFUSED_GENERATE = {
 """Options of mlx_lm.generate that are not here, and why."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class GenerateConfig(InferenceConfig):
     """The text to generate, and how. Raises ``OptionError``, a ``UserError``."""
 
@@ -234,7 +245,7 @@ class GenerateConfig(InferenceConfig):
     verbose: bool = _prompt(True, "print more than the answer", takes_value=True)
 
     def __post_init__(self) -> None:
-        super(GenerateConfig, self).__post_init__()
+        super().__post_init__()
         both, alone = f"and --prompts {self.prompts}", f"is {self.output}"
         refuse("prompt", both, "give one of them", when=None not in (self.prompt, self.prompts))
         refuse("output", alone, "it is for --prompts", when=self.output and self.prompts is None)
@@ -249,7 +260,7 @@ GENERATE = CommandLine(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ChatConfig(InferenceConfig):
     """The model to talk with, and how. Raises ``OptionError``, a ``UserError``."""
 
@@ -260,9 +271,10 @@ class ChatConfig(InferenceConfig):
     )
     verbose: bool = _chat(True, "print more than the answers", takes_value=True)
 
-    def __post_init__(self) -> None:
-        super(ChatConfig, self).__post_init__()
-        object.__setattr__(self, "cache_tokens", held(self.cache_tokens))
+    @classmethod
+    def settled(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Return flat values; a cache holds whole pieces."""
+        return {**super().settled(values), "cache_tokens": held(values["cache_tokens"])}
 
 
 CHAT = CommandLine(
@@ -282,7 +294,7 @@ _REFUSED_EVALUATE = {
 """Options of mlx_lm.evaluate that are not here, and why."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(InferenceConfig):
     """The texts or tasks to evaluate a model on. Raises ``OptionError``, a ``UserError``."""
 
@@ -303,6 +315,19 @@ class EvaluateConfig(InferenceConfig):
     mask_prompt: bool = _evaluated(False, "leave prompts out of the perplexity")
     output: str | None = _evaluated(None, "JSON file for the results", metavar="FILE", unset="none")
 
+    @property
+    def wanted_data(self) -> WantedData:
+        """The test set, whose rows are measured one by one."""
+        data = DataOptions(
+            test=True,
+            data=str(self.data),
+            mask_prompt=self.mask_prompt,
+            trust_remote_code=self.trust_remote_code,
+        )
+        return WantedData(
+            options=data, train=False, batch_size=1, max_seq_length=self.max_seq_length
+        )
+
     def check_together(self) -> None:
         """Raise ``UserError`` unless the options go together; other ranks than 0 have none yet."""
         if (self.data is None) == (not self.tasks):
@@ -313,9 +338,7 @@ class EvaluateConfig(InferenceConfig):
                 raise UserError(f"{flag} is for --tasks", "leave it out")
 
 
-_OF_SAMPLING = {
-    each.name for each in fields(InferenceConfig) if each.metadata["option"].group == SAMPLING
-}
+_OF_SAMPLING = {each.name for each in declared(InferenceConfig) if each.rules.group == SAMPLING}
 _OF_DRAFTS = {"draft", "num_draft_tokens"}
 
 EVALUATE = CommandLine(
@@ -323,7 +346,7 @@ EVALUATE = CommandLine(
     command="evaluate",
     description="Measure a model through pipeline stages: perplexity of texts, or tasks.",
     groups=(MODEL, _EVALUATED),
-    shown={each.name for each in fields(EvaluateConfig)} - _OF_SAMPLING - _OF_DRAFTS,
+    shown={each.name for each in declared(EvaluateConfig)} - _OF_SAMPLING - _OF_DRAFTS,
     refused=_REFUSED_EVALUATE,
     check=EvaluateConfig.check_together,
 )

@@ -9,7 +9,7 @@ from importlib.metadata import EntryPoint
 from types import MappingProxyType
 from typing import Any
 
-from shardmlx.config.options import OptionError, Spec, in_group, option, refuse
+from shardmlx.config.options import OptionError, in_group, option, refuse
 from shardmlx.errors import one_line
 
 _objective = in_group("objective")
@@ -93,7 +93,7 @@ DPO_LOSSES = ("sigmoid", "hinge", "ipo", "robust")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObjectiveOptions(Spec):
+class ObjectiveOptions:
     """The objective and its settings; their names are TRL's."""
 
     objective: str = _objective(
@@ -121,6 +121,11 @@ class ObjectiveOptions(Spec):
     def preferences(self) -> ObjectiveFacts | None:
         """The facts of an objective of preferences; None for sft."""
         return facts_of(self.objective)
+
+    @property
+    def together(self) -> int:
+        """Rows that must be in one micro-batch."""
+        return rows_together(self.objective)
 
     @property
     def strength(self) -> float:

@@ -1,8 +1,10 @@
 """Options of a command: declared once as dataclass fields, given by flag or YAML file.
 
-A command's options are a frozen dataclass whose fields are made by ``option``. Default, unit, help
+A command's options are a frozen dataclass, an ``Options``, whose fields are made by ``option``, or
+by ``section``: a dataclass of further options, which code takes as a whole. Default, unit, help
 text and limits of an option stand there and nowhere else: the command line, its help and
-docs/options.md are made from the fields, and the instance checks itself with ``check_options``.
+docs/options.md are made from the fields. Flags and YAML files know no sections, and name each
+option flatly: ``from_flat`` builds the options out of these names.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import os
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Self, Union, get_args, get_origin, get_type_hints
 
@@ -74,13 +76,20 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declared:
-    """A field of an options dataclass, in the words of a command line: ``kinds`` are the types of
-    its values, ``default`` is None where the option must be given."""
+    """An option of a dataclass or of its sections, in the words of a command line: ``kinds`` are
+    the types of its values, ``usual`` is its default, ``REQUIRED`` if it must be given."""
 
     name: str
     rules: Option
     kinds: tuple[type, ...]
-    default: str | None
+    usual: Any
+
+    @property
+    def default(self) -> str | None:
+        """The default in words; None where the option must be given."""
+        if self.usual is REQUIRED or self.rules.unset is not None:
+            return None if self.usual is REQUIRED else self.rules.unset
+        return _in_words(self.usual)
 
     @property
     def flag(self) -> str:
@@ -126,17 +135,6 @@ class Declared:
         return f"{self.rules.help} ({default})"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spec:
-    """A part of a command's options. Parts have no slots, so that one can be made of several."""
-
-    @classmethod
-    def of(cls, options: object) -> Self:
-        """Take the part out of ``options``; what these lack has its default."""
-        names = (each.name for each in fields(cls))
-        return cls(**{name: getattr(options, name) for name in names if hasattr(options, name)})
-
-
 def option(default: Any, help: str, **rules: Any) -> Any:
     """Make a dataclass field that is an option; ``rules`` are the fields of ``Option``."""
     metadata = {"option": Option(help=help, **rules)}
@@ -155,22 +153,104 @@ def in_group(name: str) -> Callable[..., Any]:
     return partial(option, group=name)
 
 
-@cache
+def section(cls: type[DataclassInstance], **others: Any) -> Any:
+    """Make a dataclass field that is a section of the options; ``others`` are options that take the
+    place of those of the same name in it."""
+    return field(default_factory=partial(_usual_section, cls, others), metadata={"section": others})
+
+
 def declared(cls: type[DataclassInstance]) -> tuple[Declared, ...]:
-    """Return the options of an options dataclass, in the order of its fields."""
-    hints = get_type_hints(cls)
-    return tuple(
-        Declared(
-            name=each.name,
-            rules=each.metadata["option"],
-            kinds=_alternatives(hints[each.name]),
-            default=_default(each),
-        )
-        for each in fields(cls)
-    )
+    """Return the options of a dataclass and of its sections, in the order of the fields."""
+    of_class: Any = cls  # mypy does not take a frozen dataclass for hashable
+    return _declared(of_class)
 
 
 @cache
+def _declared(cls: Any) -> tuple[Declared, ...]:
+    hints = get_type_hints(cls)
+    found: list[Declared] = []
+    for each in fields(cls):
+        others = each.metadata.get("section")
+        if others is None:
+            own = Declared(
+                name=each.name,
+                rules=each.metadata["option"],
+                kinds=_alternatives(hints[each.name]),
+                usual=_usual(each),
+            )
+            found.append(own)
+            continue
+        for inner in declared(hints[each.name]):
+            other = others.get(inner.name)
+            if other is not None:
+                inner = replace(inner, rules=other.metadata["option"], usual=_usual(other))
+            found.append(inner)
+    return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of a command. An instance checks itself: ``OptionError`` names the option."""
+
+    @classmethod
+    def from_flat(cls, **values: Any) -> Self:
+        """Build the options out of values by their names, as a command line or a YAML file gives
+        them; an option that is left out has its default. Mappings and lists are copied.
+
+        Raises ``OptionError``, and ``TypeError`` for an unknown name or one that is missing.
+        """
+        known = declared(cls)
+        if unknown := values.keys() - {each.name for each in known}:
+            raise TypeError(f"{cls.__name__} has no option {', '.join(sorted(unknown))}")
+        given = {each.name: values.get(each.name, each.usual) for each in known}
+        if missing := [name for name, value in given.items() if value is REQUIRED]:
+            raise TypeError(f"{cls.__name__} lacks {', '.join(missing)}")
+        checked = {each.name: checked_value(each, given[each.name]) for each in known}
+        options: Self = _built(cls, cls.settled(checked))
+        return options
+
+    @classmethod
+    def settled(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Return flat values with those that follow from others. Raises ``OptionError``."""
+        return values
+
+    def flat(self) -> dict[str, Any]:
+        """Return the value of each option by its name, in the order of ``declared``."""
+        return _flat(self)
+
+    def changed(self, **values: Any) -> Self:
+        """Return the same options but for these, by their names. Raises as ``from_flat``."""
+        return self.from_flat(**{**self.flat(), **values})
+
+    def __post_init__(self) -> None:
+        values = self.flat()
+        # Numbers as text, and a home as ~, are for command lines and files.
+        checked = {
+            each.name: checked_value(each, values[each.name]) for each in declared(type(self))
+        }
+        for name, value in self.settled(checked).items():
+            refuse(name, f"is {values[name]!r}", f"give {value!r}", when=value != values[name])
+
+
+def _built(cls: type[Any], values: Mapping[str, Any]) -> Any:
+    hints = get_type_hints(cls)
+    own = {
+        each.name: _built(hints[each.name], values)
+        if "section" in each.metadata
+        else values[each.name]
+        for each in fields(cls)
+    }
+    return cls(**own)
+
+
+def _flat(options: DataclassInstance) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for each in fields(options):
+        value = getattr(options, each.name)
+        values |= _flat(value) if "section" in each.metadata else {each.name: value}
+    return values
+
+
 def written(cls: type[DataclassInstance]) -> tuple[Declared, ...]:
     """Return the options as flags and files give them: the parts of a mapping follow it."""
     return tuple(each for whole in declared(cls) for each in (whole, *whole.parts))
@@ -185,7 +265,7 @@ def with_parts(
     for whole in declared(cls):
         for part in whole.parts:
             if part.name in values:
-                value = _checked(part, values.pop(part.name))
+                value = checked_value(part, values.pop(part.name))
                 wins = part.name in flags
                 mapping = values.get(whole.name, {})
                 values[whole.name] = _with_part(whole, mapping, part, value, wins=wins)
@@ -207,21 +287,21 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def check_options(options: DataclassInstance) -> None:
-    """Convert and check every field of a frozen dataclass in place: call it when it is built.
+def _usual_section(cls: type[DataclassInstance], others: Mapping[str, Field[Any]]) -> Any:
+    """Return a section with its defaults, ``others`` among them; ``TypeError`` if one has none."""
+    usual = {each.name: each.usual for each in declared(cls)}
+    usual |= {name: _usual(each) for name, each in others.items()}
+    if missing := [name for name, value in usual.items() if value is REQUIRED]:
+        raise TypeError(f"{cls.__name__} lacks {', '.join(missing)}")
+    return _built(cls, usual)
 
-    Mappings and lists are copied. Raises ``OptionError``.
-    """
-    for each in declared(type(options)):
-        object.__setattr__(options, each.name, _checked(each, getattr(options, each.name)))
+
+def _usual(each: Field[Any]) -> Any:
+    return each.default if each.default_factory is MISSING else each.default_factory()
 
 
-def _default(each: Field[Any]) -> str | None:
-    """Return the default in words; None where there is none."""
-    value = each.default if each.default_factory is MISSING else each.default_factory()
-    unset: str | None = each.metadata["option"].unset
-    if value is MISSING or unset is not None:
-        return None if value is MISSING else unset
+def _in_words(value: Any) -> str:
+    """Return a default in words."""
     if value is None or value in ([], {}, ""):
         return "none"
     if isinstance(value, bool):
@@ -267,38 +347,59 @@ def _alternatives(hint: Any) -> tuple[type, ...]:
     return tuple({Mapping: dict, Sequence: list}.get(each, each) for each in origins)
 
 
-def _checked(each: Declared, value: Any) -> Any:
+def checked_value(each: Declared, value: Any) -> Any:
     """Return the value of an option as its type. Raises ``OptionError``."""
-    name, rules, kinds = each.name, each.rules, each.kinds
-    if value is False and rules.no is not None:
-        value = rules.no
-    if isinstance(value, str) and rules.parse is not None:
-        try:
-            value = rules.parse(value)
-        except ValueError as error:
-            raise OptionError(name, f"is {value!r}", str(error)) from None
-    if value is None and types.NoneType in kinds:
+    value = _parsed(each, value)
+    if value is None and types.NoneType in each.kinds:
         return None
-    if value == "" and rules.metavar in _PATHS and name != "adapter_path":  # which means none
-        raise OptionError(name, "is empty", "name one, or leave it out")
     # A bool is an int to Python, but 'iters: true' is a mistake.
-    if float in kinds and is_number(value):
+    if float in each.kinds and is_number(value):
         value = float(value)
-    fits = bool in kinds if isinstance(value, bool) else isinstance(value, kinds)
-    choices = f"choose from {', '.join(map(str, rules.choices))}" if rules.choices else None
-    if not fits or (isinstance(value, float) and not math.isfinite(value)):
-        wanted = " or ".join(_KINDS[kind] for kind in kinds if kind in _KINDS)
-        raise OptionError(name, f"is {value!r}", choices or f"give {wanted}")
-    if rules.metavar in _PATHS and isinstance(value, str):
-        value = with_home(name, value)
-    elif isinstance(value, str) and not _is_text(value):
-        raise OptionError(name, f"is {value!r}", "give text in UTF-8")
-    if kinds == (list,) and not all(map(_is_text, value)):
-        raise OptionError(name, f"is {value!r}", "give a list of texts")
+    _check_kind(each, value)
+    if isinstance(value, str):
+        value = _checked_text(each, value)
+    if each.kinds == (list,) and not all(map(_is_text, value)):
+        raise OptionError(each.name, f"is {value!r}", "give a list of texts")
     if isinstance(value, (dict, list)):
-        return _plain_copy(name, value)
-    if choices and value not in (rules.choices or ()):
-        raise OptionError(name, f"is {value!r}", choices)
+        return _plain_copy(each.name, value)
+    _check_limits(each, value)
+    return value
+
+
+def _parsed(each: Declared, value: Any) -> Any:
+    """Return the value that a text means."""
+    if value is False and each.rules.no is not None:
+        return each.rules.no
+    if isinstance(value, str) and each.rules.parse is not None:
+        try:
+            return each.rules.parse(value)
+        except ValueError as error:
+            raise OptionError(each.name, f"is {value!r}", str(error)) from None
+    return value
+
+
+def _check_kind(each: Declared, value: Any) -> None:
+    is_bool = isinstance(value, bool)
+    fits = bool in each.kinds if is_bool else isinstance(value, each.kinds)
+    if not fits or (isinstance(value, float) and not math.isfinite(value)):
+        wanted = " or ".join(_KINDS[kind] for kind in each.kinds if kind in _KINDS)
+        raise OptionError(each.name, f"is {value!r}", _choices(each.rules) or f"give {wanted}")
+
+
+def _checked_text(each: Declared, value: str) -> str:
+    """Return a text, with the home directory for ``~`` in paths."""
+    if each.rules.metavar in _PATHS:
+        is_empty = value == "" and each.name != "adapter_path"  # which means none
+        refuse(each.name, "is empty", "name one, or leave it out", when=is_empty)
+        return with_home(each.name, value)
+    refuse(each.name, f"is {value!r}", "give text in UTF-8", when=not _is_text(value))
+    return value
+
+
+def _check_limits(each: Declared, value: Any) -> None:
+    name, rules = each.name, each.rules
+    if rules.choices and value not in rules.choices:
+        raise OptionError(name, f"is {value!r}", _choices(rules))
     if rules.minimum is not None and value < rules.minimum:
         raise OptionError(name, f"is {value}", f"give {rules.minimum} or more")
     if rules.maximum is not None and value > rules.maximum:
@@ -307,7 +408,10 @@ def _checked(each: Declared, value: Any) -> Any:
         raise OptionError(name, f"is {value}", f"give more than {rules.above}")
     if rules.below is not None and value >= rules.below:
         raise OptionError(name, f"is {value}", f"give less than {rules.below:g}")
-    return value
+
+
+def _choices(rules: Option) -> str:
+    return f"choose from {', '.join(map(str, rules.choices))}" if rules.choices else ""
 
 
 def _is_text(value: object) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
-from shardmlx.config.options import in_group, refuse
+from shardmlx.config.options import Options, in_group, refuse, section
 from shardmlx.config.train import PASSED_OVER, TrainConfig
 
 MEASURED_PARTS = (8, 2, 1)
@@ -22,11 +23,13 @@ _SHOWN = (
 """The options that ``--help`` lists: of a training run, those that change what is measured."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileOptions(TrainConfig):
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptions(Options):
     """The measurements of a model that is trained so. Raises ``OptionError``, a ``UserError``."""
 
-    model: str = common.model_argument()
+    run: TrainConfig = section(
+        TrainConfig, model=common.model_argument(), timeout=common.timeout(group=_MEASURED)
+    )
     rows: int = _measured(1, "sequences a micro-batch", minimum=1)
     lengths: str | None = _measured(
         None,
@@ -37,12 +40,21 @@ class ProfileOptions(TrainConfig):
     output: str = _measured(
         "profile.json", "file for the measured times", metavar="FILE", short="-o"
     )
-    timeout: float = common.timeout(group=_MEASURED)
+
+    @classmethod
+    def settled(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Return flat values with what follows from others. Raises ``OptionError``."""
+        return TrainConfig.settled(values)
 
     def __post_init__(self) -> None:
-        super(ProfileOptions, self).__post_init__()
+        super().__post_init__()
         too_short, remedy = min(self._lengths()) < 1, "give numbers of tokens, like 128,512"
         refuse("lengths", f"is {self.lengths!r}", remedy, when=too_short)
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a rank waits for another."""
+        return self.run.timeout
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
@@ -51,7 +63,7 @@ class ProfileOptions(TrainConfig):
 
     def _lengths(self) -> set[int]:
         if self.lengths is None:
-            return {max(1, self.max_seq_length // part) for part in MEASURED_PARTS}
+            return {max(1, self.run.batch.max_seq_length // each) for each in MEASURED_PARTS}
         try:
             return {int(word) for word in self.lengths.split(",")}
         except ValueError:

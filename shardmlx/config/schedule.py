@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.common_options import SIMPLEST
-from shardmlx.config.options import REQUIRED, check_options, in_group
+from shardmlx.config.options import REQUIRED, Options, in_group
 from shardmlx.errors import UserError
 from shardmlx.pipeline.figure import timeline
 from shardmlx.pipeline.lowering import lower, validate
@@ -21,8 +21,8 @@ _schedule = in_group("schedule")
 _output = in_group("output")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduleOptions:
+@dataclass(frozen=True, kw_only=True)
+class ScheduleOptions(Options):
     """The schedule to show, and how. Raises ``OptionError``, a ``UserError``."""
 
     pipeline_stages: int = _schedule(REQUIRED, "ranks of the pipeline")
@@ -40,9 +40,6 @@ class ScheduleOptions:
         "actions: compute only; timeline: drawn in time; lowered: with messages",
         choices=PRINTED,
     )
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 LINE = CommandLine(

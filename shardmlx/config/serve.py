@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
@@ -43,7 +44,7 @@ FACTOR_OF_READING = 20
 _server = in_group(_SERVER)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ServeConfig(InferenceConfig):
     """The model to serve, the address, and the limits. Raises ``OptionError``, a ``UserError``."""
 
@@ -94,10 +95,17 @@ class ServeConfig(InferenceConfig):
     )
     access_log: bool = _server(False, "print a line for each request")
 
+    @classmethod
+    def settled(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Return flat values; spaces divide names, and a cache holds whole pieces."""
+        return {
+            **super().settled(values),
+            "served_model_name": " ".join(values["served_model_name"]).split(),
+            "cache_tokens": held(values["cache_tokens"]),
+        }
+
     def __post_init__(self) -> None:
-        super(ServeConfig, self).__post_init__()
-        object.__setattr__(self, "served_model_name", " ".join(self.served_model_name).split())
-        object.__setattr__(self, "cache_tokens", held(self.cache_tokens))
+        super().__post_init__()
         unused = self.prefix_cache_dir is not None and not self.prefix_cache
         refuse("prefix_cache_dir", "needs --prefix-cache", "leave one of them out", when=unused)
         # Browsers send scheme and host: with a path, or without a scheme, none would match.

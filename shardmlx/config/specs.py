@@ -1,7 +1,4 @@
-"""The options of a training run, in the parts that code takes: not all options of a command.
-
-Each part is made of a command's options by name: ``FineTune.of(config)``. No MLX, no MPI.
-"""
+"""Sections of the options of a training run, as code takes them. No MLX, no MPI."""
 
 from __future__ import annotations
 
@@ -18,8 +15,8 @@ from shardmlx.config.checks import (
     rows_of,
 )
 from shardmlx.config.common_options import AUTO, OFF
-from shardmlx.config.objective import ObjectiveOptions, rows_together
-from shardmlx.config.options import Spec, in_group, option, same_as
+from shardmlx.config.objective import ObjectiveOptions
+from shardmlx.config.options import in_group, option
 from shardmlx.errors import UserError
 from shardmlx.pipeline.schedules import SCHEDULES
 
@@ -28,11 +25,10 @@ _training = in_group("training, as in mlx_lm.lora")
 _lora = in_group("adapters")
 _rate = in_group("the learning rate")
 _pipeline = in_group("pipeline")
-_checkpoints = in_group("checkpoints and failures")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSource(Spec):
+class ModelSource:
     """The model, the ranks that read its weights (each one that can, all, or rank 0 for all), and
     the device that computes with them."""
 
@@ -52,7 +48,7 @@ class ModelSource(Spec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MachineOptions(Spec):
+class MachineOptions:
     """The files that say what the machines have, and the bytes that a rank may use."""
 
     hostfile: str | None = common.hostfile(None, group="pipeline")
@@ -96,8 +92,8 @@ class LoraParts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FineTune(Spec):
-    """The part of a model that is trained, the optimizer, and where checkpoints go."""
+class FineTune:
+    """The part of a model that is trained, and the optimizer."""
 
     train: bool = _training(False, "train; implied unless --test is given")
     fine_tune_type: str = _training(
@@ -139,12 +135,6 @@ class FineTune(Spec):
     sum_dtype: str = option(
         SUM_DTYPES[0], "type of gradients between replicas", flag=False, choices=SUM_DTYPES
     )
-    checkpoint_dir: str | None = _checkpoints(
-        None,
-        "directory of checkpoints, to resume from",
-        metavar="DIR",
-        unset="none; ADAPTER-PATH/checkpoints under launch",
-    )
 
     @property
     def divides_optimizer(self) -> bool:
@@ -160,11 +150,6 @@ class FineTune(Spec):
     def keeps_errors(self) -> bool:
         """True if what is rounded off of a sum over replicas is kept for the next."""
         return self.sum_dtype == "int8"
-
-    @property
-    def error_copies(self) -> int:
-        """Copies of what is rounded off that a replica holds: for checkpoints the last one too."""
-        return self.keeps_errors * (1 + (self.checkpoint_dir is not None))
 
     @property
     def is_full(self) -> bool:
@@ -230,7 +215,7 @@ NO_SAVINGS = Savings()
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchOptions(Spec):
+class BatchOptions:
     """The batch of a step, and how a stage takes it; None is left to the run."""
 
     batch_size: int = _training(4, "sequences a step, over all replicas together", minimum=1)
@@ -275,12 +260,6 @@ class BatchOptions(Spec):
         metavar="{auto,N,N}",
         unset="equal",
     )
-    objective: str = same_as(ObjectiveOptions, "objective")
-
-    @property
-    def together(self) -> int:
-        """Rows that must be in one micro-batch."""
-        return rows_together(self.objective)
 
     @property
     def given_rows(self) -> tuple[int, ...]:
@@ -305,7 +284,7 @@ class BatchOptions(Spec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayoutOptions(Spec):
+class LayoutOptions:
     """The division of the layers into stages, and the order in which these compute."""
 
     stage_map: str | None = common.stage_map(group="pipeline")
@@ -330,7 +309,8 @@ class LayoutOptions(Spec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
-    """A training run as far as its plan depends on it; ``runs`` like it train side by side."""
+    """A training run as far as its plan depends on it; ``runs`` like it train side by side. It
+    ``saves`` checkpoints, or none."""
 
     model: str
     revision: str | None
@@ -338,6 +318,8 @@ class RunSpec:
     batch: BatchOptions
     layout: LayoutOptions
     machines: MachineOptions
+    loss: ObjectiveOptions
+    saves: bool = False
     runs: int = 1
 
     def for_ranks(self, ranks: int) -> RunSpec:
@@ -368,15 +350,3 @@ class RunSpec:
             for name, value in asdict(getattr(self, part)).items()
             if value != getattr(getattr(asked, part), name)
         }
-
-    @classmethod
-    def of(cls, options: Any) -> RunSpec:
-        """Take the parts out of the options of ``shardmlx.train``."""
-        return cls(
-            model=options.model,
-            revision=options.revision,
-            fine_tune=FineTune.of(options),
-            batch=BatchOptions.of(options),
-            layout=LayoutOptions.of(options),
-            machines=MachineOptions.of(options),
-        )

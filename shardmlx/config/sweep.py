@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,15 @@ from shardmlx.common.yaml_reader import read_yaml
 from shardmlx.config.checks import OPTIMIZERS
 from shardmlx.config.data import FeatureKeys
 from shardmlx.config.objective import SFT, ObjectiveOptions
-from shardmlx.config.options import with_parts
+from shardmlx.config.options import declared, with_parts
 from shardmlx.config.train import TrainConfig
 from shardmlx.errors import UserError, naming
 
-_OBJECTIVE = tuple(each.name for each in fields(ObjectiveOptions))
+_OBJECTIVE = tuple(each.name for each in declared(ObjectiveOptions))
 
 _ROWS = (
     *("data", "hf_dataset", "mask_prompt", "loss_on"),
-    *(each.name for each in fields(FeatureKeys)),
+    *(each.name for each in declared(FeatureKeys)),
 )
 
 DECIDE_LOSS = (*_ROWS, *_OBJECTIVE)
@@ -36,8 +35,10 @@ MAY_DIFFER = (
 def read_sweep(config: TrainConfig) -> dict[str, TrainConfig]:
     """Return the options of each run in the file that ``config.sweep`` names, by its name; its
     outputs are those of ``config`` with the name. Raises ``UserError``."""
-    if config.named is not None:
-        raise UserError(f"--resume {config.resume}: each run has its own", "use auto or never")
+    if config.checkpoints.named is not None:
+        raise UserError(
+            f"--resume {config.checkpoints.resume}: each run has its own", "use auto or never"
+        )
     given = read_yaml(str(config.sweep))
     if not given or len({str(name).lower() for name in given}) < len(given):
         problem = f"{config.sweep} names {', '.join(map(str, given)) or 'no run'}"
@@ -61,8 +62,8 @@ def _of_run(config: TrainConfig, name: str, given: Any) -> TrainConfig:
                 f"runs may have their own {', '.join(MAY_DIFFER)}",
             )
     changes: dict[str, Any] = {"lr_schedule": config.asked_lr_schedule}
-    if given.get("objective", config.objective) != config.objective:
-        changes |= {name: getattr(ObjectiveOptions, name) for name in _OBJECTIVE}
+    if given.get("objective", config.loss.objective) != config.loss.objective:
+        changes |= {each.name: each.usual for each in declared(ObjectiveOptions)}
     if "data" in given:
         changes["hf_dataset"] = None  # which would win
     changes |= given
@@ -70,29 +71,43 @@ def _of_run(config: TrainConfig, name: str, given: Any) -> TrainConfig:
     if isinstance(lora, Mapping):
         if "keys" in lora:
             raise UserError(f"{where}: keys cannot differ", "leave them out of lora_parameters")
-        common = {key: value for key, value in config.lora_parameters.items() if key != "scale"}
-        scale = {} if "alpha" in lora else {"scale": config.lora_parameters["scale"]}
-        changes["lora_parameters"] = {**common, **scale, **lora}
-    for option in ("adapter_path", "checkpoint_dir"):
-        if (path := getattr(config, option)) is not None:
-            changes[option] = str(Path(path) / name)
-    for option in ("metrics_file", "trace"):
-        if (path := getattr(config, option)) is not None:
-            changes[option] = str(Path(path).with_stem(f"{Path(path).stem}-{name}"))
+        changes["lora_parameters"] = _lora_of_run(config.tune.lora_parameters, lora)
     with naming(where):
-        return replace(config, sweep=None, **changes)
+        return config.changed(**changes, **_outputs_of_run(config, name), sweep=None)
+
+
+def _lora_of_run(common: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what all runs have in common, with a run's own over it."""
+    rank = {key: value for key, value in common.items() if key != "scale"}
+    scale = {} if "alpha" in own else {"scale": common["scale"]}
+    return {**rank, **scale, **own}
+
+
+def _outputs_of_run(config: TrainConfig, name: str) -> dict[str, Any]:
+    """Return the options of a run's own directories and files."""
+    directories = {
+        "adapter_path": config.adapter_path,
+        "checkpoint_dir": config.checkpoints.checkpoint_dir,
+    }
+    files = {"metrics_file": config.metrics_file, "trace": config.trace}
+    own = {key: str(Path(path) / name) for key, path in directories.items() if path is not None}
+    for key, path in files.items():
+        if path is not None:
+            own[key] = str(Path(path).with_stem(f"{Path(path).stem}-{name}"))
+    return own
 
 
 def in_one(config: TrainConfig, runs: Mapping[str, TrainConfig]) -> TrainConfig:
     """Return a run that trains and keeps as much as all of them together, to be planned: of
     preferences if any is, in pairs if any needs them."""
-    rank = sum(each.lora_parameters["rank"] for each in runs.values())
-    largest = max(runs.values(), key=lambda each: OPTIMIZERS[each.optimizer].states)
-    strictest = max(runs.values(), key=lambda each: (each.together, each.objective != SFT))
-    return replace(
-        config,
-        **{name: getattr(strictest, name) for name in DECIDE_LOSS},
-        lora_parameters={**config.lora_parameters, "rank": rank},
-        optimizer=largest.optimizer,
+    rank = sum(each.tune.lora_parameters["rank"] for each in runs.values())
+    largest = max(runs.values(), key=lambda each: OPTIMIZERS[each.tune.optimizer].states)
+    strictest = max(
+        runs.values(), key=lambda each: (each.loss.together, each.loss.objective != SFT)
+    ).flat()
+    return config.changed(
+        **{name: strictest[name] for name in DECIDE_LOSS},
+        lora_parameters={**config.tune.lora_parameters, "rank": rank},
+        optimizer=largest.tune.optimizer,
         lr_schedule=config.asked_lr_schedule,
     )

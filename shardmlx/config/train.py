@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -24,15 +25,14 @@ from shardmlx.config.checks import (
 )
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.common_options import AUTO, OFF
-from shardmlx.config.data import LAST, DataOptions
+from shardmlx.config.data import LAST, DataOptions, WantedData
 from shardmlx.config.objective import ObjectiveOptions
 from shardmlx.config.options import (
-    Spec,
-    check_options,
+    Options,
     in_group,
     option,
     refuse,
-    same_as,
+    section,
     split_names,
     with_home,
 )
@@ -44,6 +44,7 @@ from shardmlx.config.specs import (
     LayoutOptions,
     MachineOptions,
     ModelSource,
+    RunSpec,
 )
 
 _TRAINING = "training, as in mlx_lm.lora"
@@ -81,12 +82,20 @@ PASSED_OVER: Mapping[str, str] = MappingProxyType(
 
 REPORTERS = ("wandb", "swanlab")
 
+Pair = tuple[str, str, object, str]
+"""A given option; an option that may not stand beside it; whether this one does; remedy."""
+
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointOptions(Spec):
-    """The place of checkpoints, and the one from which a run of ``iters`` steps goes on."""
+class CheckpointOptions:
+    """The place of checkpoints, and the one from which a run goes on."""
 
-    checkpoint_dir: str | None = same_as(FineTune, "checkpoint_dir")
+    checkpoint_dir: str | None = _checkpoints(
+        None,
+        "directory of checkpoints, to resume from",
+        metavar="DIR",
+        unset="none; ADAPTER-PATH/checkpoints under launch",
+    )
     checkpoint_every: int = _checkpoints(
         100, "steps between checkpoints", metavar="STEPS", minimum=1
     )
@@ -104,7 +113,6 @@ class CheckpointOptions(Spec):
         "auto (from the newest good checkpoint), never, or the directory of one",
         metavar="DIR",
     )
-    iters: int = _steps(1000, "steps to train for")
 
     @property
     def named(self) -> Path | None:
@@ -113,22 +121,23 @@ class CheckpointOptions(Spec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(
-    CheckpointOptions,
-    LayoutOptions,
-    MachineOptions,
-    BatchOptions,
-    FineTune,
-    ObjectiveOptions,
-    DataOptions,
-    ModelSource,
-):
+class TrainConfig(Options):
     """The options of a training run, checked as far as neither model nor data is needed.
 
-    ``train`` is implied unless ``test`` alone is given. Mappings are the instance's own copies
-    and are read only. Raises ``OptionError``, a ``UserError``.
+    ``from_flat`` takes them by the names that they have in a YAML file, and fills in what follows
+    from others: ``train`` is implied unless ``test`` alone is given. Mappings are read only. Raises
+    ``OptionError``, a ``UserError``.
     """
 
+    source: ModelSource = section(ModelSource)
+    sets: DataOptions = section(DataOptions)
+    loss: ObjectiveOptions = section(ObjectiveOptions)
+    tune: FineTune = section(FineTune)
+    batch: BatchOptions = section(BatchOptions)
+    machines: MachineOptions = section(MachineOptions)
+    layout: LayoutOptions = section(LayoutOptions)
+    checkpoints: CheckpointOptions = section(CheckpointOptions)
+    iters: int = _steps(1000, "steps to train for")
     config: str | None = common.config(group=_TRAINING)
     dry_run: bool = _training(False, "print the plan, memory and time of a step; then end")
     epochs: float | None = _training(
@@ -206,121 +215,178 @@ class TrainConfig(
     name: str | None = _islands(None, "name of the island at the hub", metavar="NAME")
     timeout: float = common.timeout(group="checkpoints and failures")
 
-    def __post_init__(self) -> None:
-        check_options(self)
-        if not self.test:
-            object.__setattr__(self, "train", True)
-        if self.hf_dataset is not None:
-            for each in check_hf_dataset(self.hf_dataset):
-                each["path"] = with_home("hf_dataset", each["path"])
-        if self.grad_checkpoint is not None:
-            meant = FULL if self.grad_checkpoint else NONE
-            complaint = f"is {self.recompute} with grad_checkpoint {self.grad_checkpoint}"
-            agrees = self.recompute in (None, meant)
-            refuse("recompute", complaint, "leave one out", when=not agrees)
-            object.__setattr__(self, "recompute", meant)
-        if not self.is_full:
-            object.__setattr__(self, "lora_parameters", checked_lora(self.lora_parameters))
-        check_optimizer_config(self.optimizer_config)
-        shares_of(self.tensor_shares, self.tensor_parallel)
-        self._fill_lr_schedule()
-        rows_of(self.replica_rows)
-        self.check_objective()
-        self._check_together()
-        if self.tensor_parallel > 1:
-            object.__setattr__(self, "zero", 0)  # replicas then divide nothing
+    @classmethod
+    def settled(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Return flat values with what follows from others. Raises ``OptionError``."""
+        settled = dict(values)
+        if not values["test"]:
+            settled["train"] = True
+        if values["grad_checkpoint"] is not None:
+            settled["recompute"] = _recomputed(values["recompute"], values["grad_checkpoint"])
+        if values["fine_tune_type"] != "full":
+            settled["lora_parameters"] = checked_lora(values["lora_parameters"])
+        if values["tensor_parallel"] > 1 and not values["zero"]:
+            settled["zero"] = 0  # replicas then divide nothing
+        if values["hf_dataset"] is not None:
+            settled["hf_dataset"] = _with_homes(values["hf_dataset"])
+        if (schedule := values["lr_schedule"]) is not None:
+            check_lr_schedule(schedule)
+        if (schedule is not None or values["warmup"]) and values["epochs"] is None:
+            updates = max(1, values["iters"] // values["grad_accumulation_steps"])
+            settled["lr_schedule"] = filled_lr_schedule(
+                schedule, values["warmup"], values["learning_rate"], updates
+            )
+        return settled
 
-    def _check_together(self) -> None:
-        address = r"https?://([\w.-]+|\[[\w:.%]+\])(:\d{1,5})?(/.*)?"
-        fits = self.island is None or re.fullmatch(address, self.island)
-        refuse("island", f"is {self.island!r}", "give http://HOST:PORT", when=not fits)
-        for name, other in (("island", "name"), ("name", "island")):
-            complaint, lacks = f"is {getattr(self, name)} without {other}", not getattr(self, other)
-            refuse(name, complaint, f"give --{other}", when=getattr(self, name) and lacks)
-        refuse("num_layers", "is 0", "give -1 to train all layers", when=self.num_layers == 0)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_optimizer_config(self.tune.optimizer_config)
+        shares_of(self.layout.tensor_shares, self.layout.tensor_parallel)
+        rows_of(self.batch.replica_rows)
+        self.loss.check_objective()
+        self._check_island()
+        refuse("num_layers", "is 0", "give -1 to train all layers", when=self.tune.num_layers == 0)
         for service in self.services:
             known = f"choose from {', '.join(REPORTERS)}"
             refuse("report_to", f"names {service!r}", known, when=service not in REPORTERS)
-        for other, name, is_refused, remedy in self._pairs():
-            refuse(name, f"is {getattr(self, name)} with {other}", remedy, when=is_refused)
+        values = self.flat()
+        for pairs in (
+            self._beside_tensor_parallel(),
+            self._beside_sweep(),
+            self._beside_island(),
+            self._without_validation(),
+            self._by_work(),
+            self._beside_layout(),
+            self._beside_preferences(),
+            self._of_adapters(),
+            self._of_batches(),
+        ):
+            for other, name, is_refused, remedy in pairs:
+                refuse(name, f"is {values[name]} with {other}", remedy, when=is_refused)
 
-    def _pairs(self) -> Iterator[tuple[str, str, object, str]]:
-        """Yield what is given, an option that may not stand beside it, whether this one does, and
-        the remedy."""
-        facts = self.preferences
-        if self.tensor_parallel > 1:
-            other = f"--tensor-parallel {self.tensor_parallel}"
-            unlike = self.optimizer in ("muon", "adafactor")
+    def _check_island(self) -> None:
+        address = r"https?://([\w.-]+|\[[\w:.%]+\])(:\d{1,5})?(/.*)?"
+        fits = self.island is None or re.fullmatch(address, self.island)
+        refuse("island", f"is {self.island!r}", "give http://HOST:PORT", when=not fits)
+        nameless = self.island and not self.name
+        refuse("island", f"is {self.island} without name", "give --name", when=nameless)
+        alone = self.name and not self.island
+        refuse("name", f"is {self.name} without island", "give --island", when=alone)
+
+    def _beside_tensor_parallel(self) -> Iterator[Pair]:
+        if self.layout.tensor_parallel > 1:
+            other = f"--tensor-parallel {self.layout.tensor_parallel}"
+            unlike = self.tune.optimizer in ("muon", "adafactor")
             yield other, "optimizer", unlike, "use adam, adamw or sgd"
-            yield other, "zero", self.zero, "leave it out"
-            yield other, "unfreeze_all", self.unfreeze_all, "leave it out"
-            yield other, "sum_dtype", self.keeps_errors, "use bfloat16"
-            yield other, "stage_map", self.stage_map is not None, "give --pipeline-stages"
+            yield other, "zero", self.tune.zero, "leave it out"
+            yield other, "unfreeze_all", self.tune.unfreeze_all, "leave it out"
+            yield other, "sum_dtype", self.tune.keeps_errors, "use bfloat16"
+            has_map = self.layout.stage_map is not None
+            yield other, "stage_map", has_map, "give --pipeline-stages"
+
+    def _beside_sweep(self) -> Iterator[Pair]:
         if self.sweep is not None:
             remedy = "give --metrics-file: one for each run"
-            yield "--sweep", "fine_tune_type", self.is_full, "train adapters"
+            yield "--sweep", "fine_tune_type", self.tune.is_full, "train adapters"
             yield "--sweep", "metrics_port", self.metrics_port is not None, remedy
             yield "--sweep", "report_to", self.services, remedy
-            yield "--sweep", "test", not self.train, "train, or test one of the adapters"
+            remedy = "train, or test one of the adapters"
+            yield "--sweep", "test", not self.tune.train, remedy
+
+    def _beside_island(self) -> Iterator[Pair]:
         if self.island is not None:  # all islands train the same tensors, whole
-            yield "--island", "train", not self.train, "train, or test without it"
+            is_shared = self.layout.tensor_parallel > 1
+            yield "--island", "train", not self.tune.train, "train, or test without it"
             yield "--island", "sweep", self.sweep is not None, "train one after the other"
-            yield "--island", "tensor_parallel", self.tensor_parallel > 1, "give --pipeline-stages"
+            yield "--island", "tensor_parallel", is_shared, "give --pipeline-stages"
             yield "--island", "early_stop", self.early_stop is not None, "end the run at the hub"
             yield "--island", "keep", self.keep == BEST, "take the hub's weights"
+
+    def _without_validation(self) -> Iterator[Pair]:
         if self.val_batches == 0:
-            other, remedy = "val_batches 0: nothing is validated", "give more, or leave it out"
-            yield other, "early_stop", self.early_stop, remedy
-            yield other, "keep", self.keep == BEST, remedy
-        if not self.train:
-            other, goes_on = "--test alone", self.resume not in (AUTO, "never")
-            yield other, "resume", goes_on, "nothing is trained"
+            other = "val_batches 0: nothing is validated"
+            yield other, "early_stop", self.early_stop, "give more, or leave it out"
+            yield other, "keep", self.keep == BEST, "give more, or leave it out"
+
+    def _by_work(self) -> Iterator[Pair]:
+        """Yield what does not go with a test alone, or with so few steps."""
+        if not self.tune.train:
+            goes_on = self.checkpoints.named is not None
+            yield "--test alone", "resume", goes_on, "nothing is trained"
+            facts = self.loss.preferences
             compares = facts is not None and facts.has_reference
-            yield other, "objective", compares, "train, with --test: it compares with the start"
+            remedy = "train, with --test: it compares with the start"
+            yield "--test alone", "objective", compares, remedy
         elif self.epochs is None:
-            other, remedy = f"iters {self.iters}: no update is made", f"give {self.iters} or less"
-            too_many = self.grad_accumulation_steps > self.iters
+            too_many = self.batch.grad_accumulation_steps > self.iters
+            remedy = f"give {self.iters} or less"
+            other = f"iters {self.iters}: no update is made"
             yield other, "grad_accumulation_steps", too_many, remedy
-        if self.stage_map is not None:
+
+    def _beside_layout(self) -> Iterator[Pair]:
+        if self.layout.stage_map is not None:
             other = "a stage map, which gives the ranks of a replica"
-            yield other, "data_parallel", self.data_parallel is not None, "leave one out"
-        if facts is not None:
-            other = f"objective {self.objective}"
-            yield other, "loss_chunk", self.loss_chunk == OFF, "leave it out"
-            yield other, "mask_prompt", self.mask_prompt, "answers alone count"
-            yield other, "loss_on", self.loss_on, "answers alone count"
+            yield other, "data_parallel", self.layout.data_parallel is not None, "leave one out"
+
+    def _beside_preferences(self) -> Iterator[Pair]:
+        if self.loss.preferences is not None:
+            other = f"objective {self.loss.objective}"
+            yield other, "loss_chunk", self.batch.loss_chunk == OFF, "leave it out"
+            yield other, "mask_prompt", self.sets.mask_prompt, "answers alone count"
+            yield other, "loss_on", self.sets.loss_on, "answers alone count"
             # KTO compares with the answers of a batch's other rows.
+            is_alone = self.loss.objective == "kto" and self.batch.batch_size == 1
             remedy = "give 2 or more: it compares a row with others of its batch"
-            yield other, "batch_size", self.objective == "kto" and self.batch_size == 1, remedy
-        if not self.is_full:
-            other = f"fine_tune_type {self.fine_tune_type}"
-            yield other, "unfreeze_all", self.unfreeze_all, "use full"
-            yield other, "master_weights", self.master_weights, "leave it out"
-        exceeds = (self.micro_batch_size or 0) > self.batch_size
-        other, remedy = f"batch_size {self.batch_size}", f"give {self.batch_size} or less"
-        yield other, "micro_batch_size", exceeds, remedy
-        differs = self.mask_prompt and self.loss_on not in (None, LAST)
+            yield other, "batch_size", is_alone, remedy
+
+    def _of_adapters(self) -> Iterator[Pair]:
+        if not self.tune.is_full:
+            other = f"fine_tune_type {self.tune.fine_tune_type}"
+            yield other, "unfreeze_all", self.tune.unfreeze_all, "use full"
+            yield other, "master_weights", self.tune.master_weights, "leave it out"
+
+    def _of_batches(self) -> Iterator[Pair]:
+        exceeds = (self.batch.micro_batch_size or 0) > self.batch.batch_size
+        other = f"batch_size {self.batch.batch_size}"
+        yield other, "micro_batch_size", exceeds, f"give {self.batch.batch_size} or less"
+        differs = self.sets.mask_prompt and self.sets.loss_on not in (None, LAST)
         yield "mask_prompt", "loss_on", differs, "leave one out"
-        is_float32 = self.master_weights and self.dtype == "float32"
+        is_float32 = self.tune.master_weights and self.tune.dtype == "float32"
         yield "dtype float32", "master_weights", is_float32, "leave one out"
 
-    def _fill_lr_schedule(self) -> None:
-        """Fill and check the schedule; with ``epochs`` it follows once the data is read."""
-        if self.lr_schedule is None and not self.warmup:
-            return
-        if self.lr_schedule is not None:
-            check_lr_schedule(self.lr_schedule)
-        if self.epochs is None:
-            object.__setattr__(self, "lr_schedule", self._filled(self.lr_schedule))
+    @property
+    def spec(self) -> RunSpec:
+        """The run as far as its plan depends on it."""
+        return RunSpec(
+            model=self.source.model,
+            revision=self.source.revision,
+            fine_tune=self.tune,
+            batch=self.batch,
+            layout=self.layout,
+            machines=self.machines,
+            loss=self.loss,
+            saves=self.checkpoints.checkpoint_dir is not None,
+        )
+
+    @property
+    def wanted_data(self) -> WantedData:
+        """The rows that the run needs."""
+        return WantedData(
+            options=self.sets,
+            train=self.tune.train,
+            batch_size=self.batch.batch_size,
+            max_seq_length=self.batch.max_seq_length,
+            objective=self.loss.objective,
+        )
 
     def _filled(self, schedule: Mapping[str, Any] | None) -> dict[str, Any]:
         updates = max(1, self.updates)
-        return filled_lr_schedule(schedule, self.warmup, self.learning_rate, updates)
+        return filled_lr_schedule(schedule, self.warmup, self.tune.learning_rate, updates)
 
     @property
     def asked_lr_schedule(self) -> Mapping[str, Any] | None:
         """The schedule without what followed from learning rate, warm-up and steps."""
-        schedule = self.lr_schedule
+        schedule = self.tune.lr_schedule
         if schedule is None or schedule == self._filled(None):
             return None
         forms = opened_lr_schedules(schedule)
@@ -341,14 +407,14 @@ class TrainConfig(
     @property
     def updates(self) -> int:
         """The updates of the weights that ``iters`` steps make."""
-        return self.iters // self.grad_accumulation_steps
+        return self.iters // self.batch.grad_accumulation_steps
 
     def steps_of(self, rows: int) -> int:
         """Return the steps that ``epochs`` make of so many rows, or ``iters``."""
         if self.epochs is None:
             return self.iters
         # A pass leaves out an incomplete last batch, as in mlx-lm.
-        return max(1, round(self.epochs * max(1, rows // self.batch_size)))
+        return max(1, round(self.epochs * max(1, rows // self.batch.batch_size)))
 
     @property
     def services(self) -> tuple[str, ...]:
@@ -357,21 +423,38 @@ class TrainConfig(
 
     def with_iters(self, iters: int) -> TrainConfig:
         """Return the same for so many steps, in the place of ``epochs``."""
-        return replace(self, iters=iters, epochs=None)
+        return self.changed(iters=iters, epochs=None)
 
     @property
-    def changed(self) -> list[str]:
+    def not_usual(self) -> list[str]:
         """The names of the options that are not at their defaults."""
-        defaults = type(self)()
-        names = (each.name for each in fields(self))
-        return [name for name in names if getattr(self, name) != getattr(defaults, name)]
+        usual = self.from_flat().flat()
+        return [name for name, value in self.flat().items() if value != usual[name]]
 
     def to_adapter_config(self) -> dict[str, Any]:
         """Return what ``adapter_config.json`` holds: every option, as mlx_lm writes it."""
-        values = asdict(self)
-        if self.fine_tune_type == "full":
+        values = deepcopy(self.flat())
+        if self.tune.is_full:
             values["lora_parameters"] = None
         return dict(sorted(values.items()))
+
+
+def _recomputed(given: str | None, grad_checkpoint: bool) -> str:
+    """Return the amount that ``--grad-checkpoint`` means. Raises ``OptionError`` if another one is
+    ``given`` beside it."""
+    meant = FULL if grad_checkpoint else NONE
+    complaint = f"is {given} with grad_checkpoint {grad_checkpoint}"
+    refuse("recompute", complaint, "leave one out", when=given not in (None, meant))
+    return meant
+
+
+def _with_homes(dataset: Mapping[str, Any] | Sequence[Any]) -> Mapping[str, Any] | list[Any]:
+    """Return ``hf_dataset`` with the home directory for ``~``. Raises ``OptionError``."""
+    found = [
+        {**each, "path": with_home("hf_dataset", each["path"])}
+        for each in check_hf_dataset(dataset)
+    ]
+    return found if isinstance(dataset, list) else found[0]
 
 
 LINE = CommandLine(

@@ -189,7 +189,7 @@ def stage_memory(setup: TrainingSetup, start: int, stop: int) -> StageMemory:
         weights=round(weights),
         room=round(room),
         optimizer=_updated(stage, parameters) * _state_bytes(setup)
-        + FLOAT32 * setup.tune.error_copies * _in_sums(stage, parameters)
+        + FLOAT32 * setup.workload.error_copies * _in_sums(stage, parameters)
         + FLOAT32 * setup.workload.copies * summed,
         gradients=FLOAT32 * summed,
         after_forward=after_forward,

@@ -65,21 +65,24 @@ def shared(
 class Workload(ModelSizes):
     """A model, what a run trains of it, and its batches; ``counted`` is the share of the tokens
     that count in the loss, ``copies`` how many float32 copies of trained weights an island holds.
-    Raises ``UserError`` if the model cannot be trained so."""
+    It ``saves`` checkpoints, or none. Raises ``UserError`` if the model cannot be trained so."""
 
     fine_tune: FineTune
     batch: BatchOptions
     counted: float = 1.0
     copies: int = 0
+    saves: bool = False
 
     @classmethod
-    def of(cls, files: ModelFiles, fine_tune: FineTune, batch: BatchOptions) -> Workload:
+    def of(
+        cls, files: ModelFiles, fine_tune: FineTune, batch: BatchOptions, saves: bool = False
+    ) -> Workload:
         """Return the work of a run on a model with known headers."""
         sizes = model_sizes(files, fine_tune.dtype)
         known = {each.name: getattr(sizes, each.name) for each in fields(ModelSizes)}
         # Options that are left to the run, as mlx_lm.lora has them.
         batch = replace(batch, pack=bool(batch.pack), recompute=batch.recomputed)
-        return cls(**known, fine_tune=fine_tune, batch=batch)
+        return cls(**known, fine_tune=fine_tune, batch=batch, saves=saves)
 
     def __post_init__(self) -> None:
         if self.fine_tune.num_layers > self.shape.num_layers:
@@ -117,6 +120,11 @@ class Workload(ModelSizes):
         if not self.fine_tune.train:
             return count
         return count - trained if trained > 0 else 0
+
+    @property
+    def error_copies(self) -> int:
+        """Copies of what is rounded off that a replica holds: for checkpoints the last one too."""
+        return self.fine_tune.keeps_errors * (1 + self.saves)
 
     @property
     def head_share(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 from shardmlx.common.environment import Blas
 from shardmlx.common.formatting import plural
 from shardmlx.common.reporter import Reporter, check_writable
-from shardmlx.config.data import DataOptions
 from shardmlx.config.inference import EvaluateConfig
 from shardmlx.distributed.crew import Crew, lead
 from shardmlx.distributed.transport import Transport
@@ -83,8 +82,9 @@ def read_texts(
     config: EvaluateConfig, encoder: PromptEncoder, warn: Callable[[str], None]
 ) -> list[Sample]:
     """Read and tokenise ``--data``; ``warn`` of cut texts. Raises ``UserError``."""
-    options = replace(DataOptions.of(config), test=True, batch_size=1)
-    data = read_data(options, encoder.tokenizer, encoder.positions, vocabulary=encoder.vocabulary)
+    data = read_data(
+        config.wanted_data, encoder.tokenizer, encoder.positions, vocabulary=encoder.vocabulary
+    )
     for warning in data.warnings:
         warn(warning)
     samples = list(data.test)[: config.limit]

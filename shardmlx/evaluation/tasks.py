@@ -111,7 +111,7 @@ def _model(config: EvaluateConfig, encoder: PromptEncoder, score: Score, answer:
         return [*encoder.checked(tokens)]
 
     class Pipeline(LM):
-        tokenizer_name = config.model.replace("/", "__")
+        tokenizer_name = config.source.model.replace("/", "__")
 
         def apply_chat_template(
             self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True

@@ -17,7 +17,7 @@ from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.commands import BY_NAME, OF_RANKS
 from shardmlx.config.common_options import AUTO
-from shardmlx.config.options import check_options, declared, flag_of, in_group
+from shardmlx.config.options import Options, declared, flag_of, in_group
 from shardmlx.config.train import CheckpointOptions
 from shardmlx.costmodel.hostfile import Machine, read_hostfile
 from shardmlx.errors import UserError, file_access
@@ -50,8 +50,8 @@ _ranks = in_group("ranks and hosts")
 _mpirun = in_group(_MPIRUN)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchFlags:
+@dataclass(frozen=True, kw_only=True)
+class LaunchFlags(Options):
     """The hosts and ranks of a job, and how it starts. Raises ``OptionError``, a ``UserError``."""
 
     ranks: int | None = _ranks(
@@ -68,9 +68,6 @@ class LaunchFlags:
     mpirun_options: str = _mpirun(
         "", "more for mpirun, as --mpirun-options='--mca btl tcp,self'", metavar="OPTIONS"
     )
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 LINE = CommandLine(
@@ -144,11 +141,13 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
     if flags.hostfile is not None and takes_hostfile and "hostfile" not in given.names:
         # The hostfile that mpirun reads describes the machines, too.
         options = replaced(options, hostfile=flags.hostfile)
-    chose_directory = bool(restarts and trains and read.train and read.checkpoint_dir is None)
+    chose_directory = bool(
+        restarts and trains and read.tune.train and read.checkpoints.checkpoint_dir is None
+    )
     if chose_directory:
         directory = Path(read.adapter_path) / "checkpoints"
         options = replaced(options, checkpoint_dir=str(directory))
-        read = replace(read, checkpoint_dir=str(directory))
+        read = read.changed(checkpoint_dir=str(directory))
     machines, ranks = _machines(flags.hostfile, flags.ranks)
     return LaunchOptions(
         flags=flags,
@@ -158,7 +157,7 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
         machines=machines,
         control=_control(command, read, is_here=is_local(machines[0].host)),
         timeout=read.timeout,
-        checkpoints=CheckpointOptions.of(read) if trains else None,
+        checkpoints=read.checkpoints if trains else None,
         config_file=read.config if trains else None,
         in_file=given.file.keys(),
         chose_directory=chose_directory,

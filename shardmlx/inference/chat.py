@@ -35,7 +35,9 @@ def _hold(config: ChatConfig, blas: Blas, crew: Crew[InferenceWorker]) -> None:
 
     def read(encoder: PromptEncoder) -> GenerationLoad:
         if not encoder.has_template:
-            raise UserError(f"--model {config.model} has no chat template", "use shardmlx generate")
+            raise UserError(
+                f"--model {config.source.model} has no chat template", "use shardmlx generate"
+            )
         return typical_load(config, 1, config.cache_tokens, encoder, keeps_prefixes=True)
 
     prepared = prepare(config, crew, read)

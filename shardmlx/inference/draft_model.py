@@ -52,7 +52,7 @@ def find_draft_model(config: InferenceConfig, tokenizer: TokenizerWrapper) -> Dr
         sizes = model_sizes(open_model(str(path)), config.dtype)
     if own.get_vocab() != tokenizer.get_vocab():
         raise UserError(
-            f"--draft {config.draft}: its tokenizer is not that of --model {config.model}",
+            f"--draft {config.draft}: its tokenizer is not that of --model {config.source.model}",
             "name a smaller model of the same family",
         )
     return DraftFiles(path, sizes)

@@ -189,7 +189,7 @@ def check_gives_back(shape: ModelShape, draft: str) -> None:
 def _check_map(
     stage_map: StageMap, config: InferenceConfig, sizes: ModelSizes, firsts: Sequence[Machine]
 ) -> None:
-    stage_map.check_model(config.model, sizes.shape.num_layers)
+    stage_map.check_model(config.source.model, sizes.shape.num_layers)
     for rank in range(stage_map.pp):
         if stage_map.stages_of(rank) != (rank,):
             raise UserError(

@@ -12,7 +12,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from shardmlx.common.formatting import gibibytes, numbers_of, percent, plural
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.inference import HEAD, NO_DRAFT, InferenceConfig
-from shardmlx.config.specs import MachineOptions, ModelSource
 from shardmlx.costmodel.memory_limits import exceeded
 from shardmlx.costmodel.workload import model_sizes
 from shardmlx.distributed.crew import Crew, lead
@@ -54,7 +53,7 @@ def prepare(config: InferenceConfig, crew: Crew[InferenceWorker], read: Read) ->
     """Check everything, then load each rank's layers; return rank 0's run. Raises ``UserError`` for
     what the user can mend, before weights are read."""
     reporter = crew.worker.reporter
-    opened = open_everywhere(crew, ModelSource.of(config), config.adapter_path, reporter)
+    opened = open_everywhere(crew, config.source, config.adapter_path, reporter)
     shape = opened.shape
     encoder = PromptEncoder(
         tokenizer=_tokenizer(config, opened),
@@ -72,7 +71,7 @@ def prepare(config: InferenceConfig, crew: Crew[InferenceWorker], read: Read) ->
     inputs = gather_plan_inputs(
         crew,
         model_sizes(open_model(str(opened.path)), config.dtype),
-        MachineOptions.of(config),
+        config.machines,
         config.stage_map,
         config.bytes_for_requests,
     )
@@ -123,13 +122,14 @@ def _tokenizer(config: InferenceConfig, opened: OpenedModel) -> TokenizerWrapper
 
 
 def _announce(config: InferenceConfig, plan: InferencePlan, reporter: Reporter) -> None:
+    model = config.source.model
     sizes = " + ".join(map(str, plan.stage_map.partition.sizes))
     across, on = plan.shares.size, ""
     if across > 1:
         shares = ":".join(map(str, plan.shares.weights))
         on = f", each on {across} ranks with tensor shares {shares}"
     reporter.say(
-        f"{config.model}: {plural(plan.stage_map.num_stages, 'stage')} of {sizes} layers{on}, "
+        f"{model}: {plural(plan.stage_map.num_stages, 'stage')} of {sizes} layers{on}, "
         f"prompts in chunks of {plan.setup.chunk} tokens"
     )
     if (how := plan.setup.quantisation) is not None:

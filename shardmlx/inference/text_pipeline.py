@@ -96,7 +96,7 @@ def load_pipeline(
     capacity = held(context_tokens)
 
     def load(crew: Crew[InferenceWorker]) -> None:
-        config = InferenceConfig(model=model, **options)
+        config = InferenceConfig.from_flat(model=model, **options)
 
         def read(encoder: PromptEncoder) -> GenerationLoad:
             return typical_load(config, 1, capacity, encoder)

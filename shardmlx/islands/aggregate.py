@@ -10,7 +10,7 @@ from operator import iadd
 
 import numpy as np
 
-from shardmlx.config.options import Spec, in_group, refuse
+from shardmlx.config.options import in_group, refuse
 from shardmlx.islands.outer import ROUNDS
 
 MEAN, TRIMMED_MEAN, MEDIAN = "mean", "trimmed-mean", "median"
@@ -74,7 +74,7 @@ def too_long(norm: float, others: Sequence[float], most_ratio: float | None) -> 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Privacy(Spec):
+class Privacy:
     """DP-FedAvg (McMahan et al., arXiv:1710.06963): each difference is clipped to the norm
     ``clip``, and Gaussian noise of ``noise * clip / reports`` is added to the mean. Raises
     ``UserError``."""

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
-from shardmlx.config.options import REQUIRED, in_group, option, refuse, same_as, split_names
+from shardmlx.config.options import (
+    REQUIRED,
+    Options,
+    in_group,
+    option,
+    refuse,
+    same_as,
+    section,
+    split_names,
+)
 from shardmlx.config.serve import ServeConfig
 from shardmlx.islands.aggregate import AGGREGATES, MEAN, Privacy
 from shardmlx.islands.outer import ROUNDS
@@ -17,9 +27,11 @@ _rounds, _server = map(in_group, (ROUNDS, _SERVER))
 
 
 @dataclass(frozen=True, kw_only=True)
-class HubOptions(Privacy, Terms):
+class HubOptions(Options):
     """The directory, terms, rules and address of a hub. Raises ``OptionError``, a ``UserError``."""
 
+    terms: Terms = section(Terms)
+    privacy: Privacy = section(Privacy)
     path: str = option(
         REQUIRED, "directory of the run, which a restart goes on with", metavar="DIR"
     )
@@ -51,21 +63,21 @@ class HubOptions(Privacy, Terms):
         None, "PEM file of a certificate and its key, for HTTPS", metavar="FILE"
     )
 
+    @classmethod
+    def settled(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Return flat values with what follows from others."""
+        return Terms.settled(values)
+
     def __post_init__(self) -> None:
-        Terms.__post_init__(self)
-        Privacy.__post_init__(self)
-        private = self.mode == FEDAVG and self.fragments == 1 and self.aggregate == MEAN
+        super().__post_init__()
+        terms = self.terms
+        private = terms.mode == FEDAVG and terms.fragments == 1 and self.aggregate == MEAN
         refuse(
             "clip",
-            f"is set with mode {self.mode} and {self.fragments} fragments",
+            f"is set with mode {terms.mode} and {terms.fragments} fragments",
             f"it is for mode {FEDAVG}, one fragment and the mean",
-            when=self.clip and not private,
+            when=self.privacy.clip and not private,
         )
-
-    @property
-    def terms(self) -> Terms:
-        """Terms that islands learn as they join."""
-        return Terms.of(self)
 
     @property
     def names(self) -> list[str]:

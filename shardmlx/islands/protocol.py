@@ -25,7 +25,7 @@ from itertools import groupby, zip_longest
 from typing import Any, NamedTuple, Self
 
 from shardmlx.common.yaml_reader import is_number
-from shardmlx.config.options import OptionError, Spec, check_options, in_group, refuse
+from shardmlx.config.options import OptionError, Options, in_group, refuse
 from shardmlx.errors import UserError, refusing
 from shardmlx.islands.encodings import encoding_named
 from shardmlx.islands.outer import AVERAGE, NESTEROV, ROUNDS, SGD, OuterOptimizer
@@ -73,7 +73,7 @@ class Message:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Terms(Message, Spec):
+class Terms(Message, Options):
     """The way in which islands train and report. The hub sets it; an island learns it as it joins.
 
     Raises ``OptionError``.
@@ -101,10 +101,13 @@ class Terms(Message, Spec):
         metavar="NAME",
     )
 
+    @classmethod
+    def settled(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Return flat values; islands of a parameter server report each step."""
+        return {**values, "inner_steps": 1} if values["mode"] == PARAMETER_SERVER else values
+
     def __post_init__(self) -> None:
-        check_options(self)
-        if self.mode == PARAMETER_SERVER:
-            object.__setattr__(self, "inner_steps", 1)
+        super().__post_init__()
         refuse(
             "overlap",
             f"is {self.overlap} with inner_steps {self.inner_steps}",

@@ -171,7 +171,9 @@ class Rounds:
         one if it is to wait. In ``async`` it waits for one that counts its own report."""
         fragment = self.fragment(number)
         is_uncounted = any(each.island == name for each in fragment.pending)
-        is_early = after >= 0 and self.options.mode == ASYNC and is_uncounted and not self.ended
+        is_early = (
+            after >= 0 and self.options.terms.mode == ASYNC and is_uncounted and not self.ended
+        )
         return after if is_early or fragment.version is None else fragment.version
 
     def wait(self, seconds: float) -> None:
@@ -192,7 +194,7 @@ class Rounds:
         if not pending:
             self._since.pop(number, None)
             return []
-        if self.options.mode == ASYNC:
+        if self.options.terms.mode == ASYNC:
             return pending[:1]
         since = self._since.setdefault(number, self._clock())
         is_late = self._clock() - since >= self.options.deadline
@@ -204,13 +206,13 @@ class Rounds:
         return pending
 
     def _advance(self, fragment: FragmentStore, reports: Sequence[Report]) -> None:
-        options, optimizer = self.options, self.options.optimizer
+        options, optimizer = self.options, self.options.terms.optimizer
         of_islands = [[*own] for _, own in groupby(reports, attrgetter("island"))]
         # The norm of a sum is at most the sum of norms.
-        factors = [options.factor(sum(each.norm for each in own)) for own in of_islands]
-        by_rows = options.mode == FEDAVG and options.clip is None
+        factors = [options.privacy.factor(sum(each.norm for each in own)) for own in of_islands]
+        by_rows = options.terms.mode == FEDAVG and options.privacy.clip is None
         weights = [max(1, sum(each.rows for each in own)) if by_rows else 1 for own in of_islands]
-        base = reports[0].base if options.mode == ASYNC else fragment.version
+        base = reports[0].base if options.terms.mode == ASYNC else fragment.version
         staleness = (fragment.version or 0) - (base or 0)
 
         def step(
@@ -219,7 +221,7 @@ class Rounds:
             pairs = zip(differences, factors, strict=True)
             clipped = (each if factor == 1 else each * np.float32(factor) for each, factor in pairs)
             mean = AGGREGATES[options.aggregate](clipped, weights)
-            mean = options.noisy(mean, len(factors), self._random)
+            mean = options.privacy.noisy(mean, len(factors), self._random)
             count = len(factors)
             return optimizer.step(now, momentum, mean, reports=count, staleness=staleness)
 
@@ -275,5 +277,5 @@ class Rounds:
             "rounds": self.version,
             "tokens": self.tokens,
             "ended": self.ended,
-            "epsilon": self.options.epsilon(self.version),
+            "epsilon": self.options.privacy.epsilon(self.version),
         }

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from shardmlx.common.formatting import duration, gibibytes
+from shardmlx.config.options import declared
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.hostfile import Machine
 from shardmlx.errors import UserError
@@ -37,8 +37,8 @@ def each_alone(config: TrainConfig, machines: Sequence[Machine], backend: str) -
     """Return what becomes of a run on each machine alone, equal ones once; none for one machine."""
     if len(machines) == 1:
         return ()
-    defaults: dict[str, Any] = {each.name: each.default for each in fields(TrainConfig)}
-    own = replace(config, **{name: defaults[name] for name in _DIVISION})
+    usual = {each.name: each.usual for each in declared(TrainConfig) if each.name in _DIVISION}
+    own = config.changed(**usual)
     kinds = {replace(each, host="", slots=1): each for each in reversed(machines)}
     found = []
     for machine in reversed(list(kinds.values())):

@@ -279,7 +279,7 @@ class _Search:
         """Return the seconds of a step in which all machines are always busy."""
         facts, batch = self._facts, way.batch
         mesh = Mesh.for_world(facts.cluster.size, way.layout.pipeline_stages or 1)
-        rows, size = divide_batch(batch, mesh)
+        rows, size = divide_batch(way, mesh)
         length = facts.lengths.mean(batch.pack) + _set_up(size, facts)
         models = pipeline_seconds(facts.work(way), facts.cluster, mesh, size, length)
         wholes = [model.stage(0, len(model.layers)).microbatch for model in models]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from shardmlx.common.formatting import plural
 from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
-from shardmlx.config.options import check_options, in_group, refuse, same_as
+from shardmlx.config.options import Options, in_group, refuse, same_as
 from shardmlx.config.specs import ModelSource
 from shardmlx.costmodel.chips import as_macs, shares_by_bandwidth
 from shardmlx.costmodel.hostfile import Machine, as_groups, machine_of_each_rank, read_hostfile
@@ -34,8 +34,8 @@ _split = in_group(_SPLIT)
 _output = in_group("output")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InspectOptions:
+@dataclass(frozen=True, kw_only=True)
+class InspectOptions(Options):
     """The model to look at, its division, and what to show of it. Raises ``OptionError``."""
 
     model: str = common.model_argument()
@@ -71,7 +71,7 @@ class InspectOptions:
     verify: bool = _output(False, "look for what is wrong with the files; status 1 if something is")
 
     def __post_init__(self) -> None:
-        check_options(self)
+        super().__post_init__()
         if self.verify:
             return
         refuse(

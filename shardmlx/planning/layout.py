@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import accumulate
 
-from shardmlx.config.specs import BatchOptions, RunSpec
+from shardmlx.config.specs import RunSpec
 from shardmlx.costmodel.cluster import Cluster, between_ranks, pipeline_seconds
 from shardmlx.costmodel.hostfile import Machine, same_host
 from shardmlx.costmodel.memory import stage_memory
@@ -36,7 +36,7 @@ def lay_out(way: RunSpec, facts: PlanFacts) -> Plan:
     layout, given, cluster = way.layout, facts.stage_map, facts.cluster
     workload, length = facts.work(way), facts.lengths.mean(way.batch.pack)
     mesh = Mesh.for_world(cluster.size, layout.pipeline_stages or cluster.size)
-    rows, size = divide_batch(way.batch, mesh)
+    rows, size = divide_batch(way, mesh)
     chosen = get_schedule(layout.schedule)
     placement = chosen.placement(mesh.pp, chosen.default_virtual)
     stage_map = given or StageMap.from_sizes([1] * len(placement), placement)
@@ -49,7 +49,7 @@ def lay_out(way: RunSpec, facts: PlanFacts) -> Plan:
         trainable=(True,) * stage_map.num_stages,
         pack=bool(workload.batch.pack),
         widths=facts.lengths.widths,
-        together=workload.batch.together,
+        together=way.loss.together,
         runs=way.runs,
     )
     if given is None:
@@ -170,9 +170,10 @@ def costs_by_speed(
     return tuple(costs.scaled(1 / speed) for speed in speeds)
 
 
-def divide_batch(batch: BatchOptions, mesh: Mesh) -> tuple[int, int]:
+def divide_batch(run: RunSpec, mesh: Mesh) -> tuple[int, int]:
     """Return (most rows of a replica, rows of a micro-batch); ``UserError`` if that fails."""
-    together = batch.together
+    batch = run.batch
+    together = run.loss.together
     units = batch.batch_size // together
     rows = together * -(-units // mesh.dp)
     given = batch.given_rows
@@ -183,7 +184,7 @@ def divide_batch(batch: BatchOptions, mesh: Mesh) -> tuple[int, int]:
     ):
         if number % together:
             raise UserError(
-                f"{name} {number}: {batch.objective} takes pairs, each of {together} sequences",
+                f"{name} {number}: {run.loss.objective} takes pairs, each of {together} sequences",
                 f"use a multiple of {together}",
             )
     if mesh.dp > 1 and given:
@@ -225,7 +226,7 @@ def with_replica_rows(plan: Plan, workload: Workload, cluster: Cluster, length: 
     batch, dp = workload.batch, plan.mesh.dp
     if batch.replica_rows is None or dp == 1:
         return plan
-    together = batch.together
+    together = plan.together
     rows = batch.given_rows or tuple(
         together * each
         for each in rows_by_speed(

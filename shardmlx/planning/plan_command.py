@@ -16,8 +16,7 @@ from typing import Any
 from shardmlx.common.reporter import Reporter, check_writable
 from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine, Given, words_of
-from shardmlx.config.options import in_group, written
-from shardmlx.config.specs import RunSpec
+from shardmlx.config.options import Options, in_group, section, written
 from shardmlx.config.train import PASSED_OVER, TrainConfig
 from shardmlx.costmodel.chips import machines_of
 from shardmlx.costmodel.hostfile import is_unnamed, read_hostfile
@@ -57,12 +56,15 @@ _machines = in_group(_MACHINES)
 _output = in_group(_OUTPUT)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions(TrainConfig):
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(Options):
     """The run to plan, the machines, and the plan's file. Raises ``OptionError``."""
 
-    model: str = common.model_argument()
-    hostfile: str | None = common.hostfile(None, group=_MACHINES)
+    run: TrainConfig = section(
+        TrainConfig,
+        model=common.model_argument(),
+        hostfile=common.hostfile(None, group=_MACHINES),
+    )
     machines: str | None = _machines(
         None,
         "Macs on Thunderbolt, in place of a hostfile: 'M2 16GB, M1 Ultra 64GB', or memory alone",
@@ -80,11 +82,16 @@ class PlanOptions(TrainConfig):
         metavar="SPEEDS",
     )
 
+    @classmethod
+    def settled(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Return flat values with what follows from others. Raises ``OptionError``."""
+        return TrainConfig.settled(values)
+
     def __post_init__(self) -> None:
-        super(PlanOptions, self).__post_init__()
-        if not self.train:
+        super().__post_init__()
+        if not self.run.tune.train:
             raise UserError("--test alone trains nothing", "plan the training, without it")
-        if self.hostfile is None and self.machines is None:
+        if self.run.machines.hostfile is None and self.machines is None:
             example = "give --hostfile FILE, or --machines 'M2 16GB, M1 Ultra 64GB'"
             raise UserError("no machines", example)
         if self.island_lines is not None and (
@@ -92,7 +99,7 @@ class PlanOptions(TrainConfig):
         ):
             remedy = "give the Mbit/s of two lines or more: 20,100"
             raise UserError(f"--island-lines {self.island_lines}", remedy)
-        if self.island_lines is not None and self.tensor_parallel > 1:
+        if self.island_lines is not None and self.run.layout.tensor_parallel > 1:
             raise UserError("--island-lines is given with --tensor-parallel", "leave one out")
 
     @property
@@ -122,7 +129,7 @@ def _train_words(options: PlanOptions, given: Given, found: Mapping[str, Any]) -
     flags = {each.name for each in written(TrainConfig) if each.rules.flag}
     of_train = flags - {"model", *_DECIDED}
     left = {name: value for name, value in {**given.flags, **found}.items() if name in of_train}
-    words = words_of(PlanOptions, {"model": options.model, **left})
+    words = words_of(PlanOptions, {"model": options.run.source.model, **left})
     # A plan needs no data, and a run does.
     return words if "data" in given.names else [*words, "--data", "DATA"]
 
@@ -130,29 +137,30 @@ def _train_words(options: PlanOptions, given: Given, found: Mapping[str, Any]) -
 def run(words: Sequence[str]) -> int:
     """Plan as the words say, and print or write it; ``UserError`` if no plan fits."""
     options, given = LINE.load_given(words)
-    run, max_of = RunSpec.of(options), options.max_of
+    run = options.run.spec
+    max_of = options.max_of
     if max_of is not None and "max_seq_length" in given.flags:
         remedy = f"--max-of {max_of} finds it: leave it out"
         raise UserError("--max-seq-length is given", remedy)
     if options.output:
-        if options.tensor_parallel > 1:
-            across = f"--tensor-parallel {options.tensor_parallel}"
+        if run.layout.tensor_parallel > 1:
+            across = f"--tensor-parallel {run.layout.tensor_parallel}"
             raise UserError(f"-o is given with {across}, which takes no map", "leave it out")
         check_writable(Path(options.output), "-o")
     if options.machines is not None:
         machines = machines_of(options.machines)
     else:
-        machines = read_hostfile(str(options.hostfile))
+        machines = read_hostfile(str(run.machines.hostfile))
     with Reporter().bar("planning", 1) as bar:
         planned = plan_training(
             run, machines, backend=options.backend, max_of=max_of, advance=bar.show
         )
-    others = [] if max_of is not None else with_shares(options, machines, planned)
+    others = [] if max_of is not None else with_shares(options.run, machines, planned)
     if "tensor_parallel" not in given.names and not options.output and not options.island_lines:
         planned, *others = fastest_first(planned, others)
     if max_of is None:
-        others += with_divided_weights(options, machines, planned)
-    alone = () if max_of is not None else each_alone(options, machines, options.backend)
+        others += with_divided_weights(options.run, machines, planned)
+    alone = () if max_of is not None else each_alone(options.run, machines, options.backend)
     prediction = planned.prediction
     found = {} if max_of is None else {"max_seq_length": planned.asked.batch.max_seq_length}
     if options.timeline or options.island_lines:
@@ -165,9 +173,9 @@ def run(words: Sequence[str]) -> int:
         write_stage_map(replace(stage_map, model=run.model, hosts=tuple(hosts)), options.output)
     for length in found.values():
         print(f"longest sequence that fits: {length} tokens")
-    start = ["shardmlx", "launch", "--hostfile", options.hostfile or "HOSTFILE", "train"]
+    start = ["shardmlx", "launch", "--hostfile", run.machines.hostfile or "HOSTFILE", "train"]
     words = start + _train_words(options, given, found)
-    steps = options.iters if options.epochs is None else None
+    steps = options.run.iters if options.run.epochs is None else None
     print(report(planned, options.output, words, others, options.lines, alone, steps))
     if options.timeline:
         print("\n" + timeline(prediction.simulation, shutil.get_terminal_size((160, 24)).columns))

@@ -67,7 +67,7 @@ def _tighter(run: RunSpec, facts: PlanFacts) -> Iterator[tuple[str, RunSpec]]:
     if OFF in (batch.attention_chunk, batch.loss_chunk):
         pieces = replace(batch, attention_chunk=AUTO, loss_chunk=AUTO)
         yield "attention_chunk: auto and loss_chunk: auto", replace(run, batch=pieces)
-    least = batch.together
+    least = run.loss.together
     if (batch.micro_batch_size or least) > least:
         small = replace(batch, micro_batch_size=least)
         yield f"--micro-batch-size {least}", replace(run, batch=small)

@@ -69,7 +69,7 @@ def facts_for(
     config: TrainConfig | RunSpec, machines: Sequence[Machine], backend: str
 ) -> tuple[RunSpec, PlanFacts]:
     """Return a run, and the facts for it with full rows on these machines."""
-    run = config if isinstance(config, RunSpec) else RunSpec.of(config)
+    run = config if isinstance(config, RunSpec) else config.spec
     profile, stage_map = run.machines.profile, run.layout.stage_map
     cluster = Cluster(
         machines=machine_of_each_rank(machines if backend == "cpu" else as_macs(machines)),
@@ -82,7 +82,9 @@ def facts_for(
     if any(math.isinf(cluster.capacity(rank)) for rank in range(cluster.size)):
         cluster.check_speeds()
     facts = PlanFacts(
-        workload=Workload.of(open_model(run.model, run.revision), run.fine_tune, run.batch),
+        workload=Workload.of(
+            open_model(run.model, run.revision), run.fine_tune, run.batch, run.saves
+        ),
         cluster=cluster,
         lengths=SequenceLengths.full(run.batch.max_seq_length),
         stage_map=None if stage_map is None else read_stage_map(stage_map),
@@ -98,11 +100,11 @@ def with_shares(config: TrainConfig, machines: Sequence[Machine], planned: Choic
     """Return the choices for the same run with tensor shares, for each number of ranks that can
     have some; none if the times of messages are unknown, or it has shares already."""
     cluster, found = planned.facts.cluster, []
-    if config.tensor_parallel > 1 or not _is_timed(cluster):
+    if config.layout.tensor_parallel > 1 or not _is_timed(cluster):
         return []
     for across in range(2, cluster.size + 1):
         with suppress(UserError):
-            other = replace(config, tensor_parallel=across)
+            other = config.changed(tensor_parallel=across)
             found.append(plan_training(other, machines, backend=cluster.backend))
     return found
 
@@ -113,11 +115,11 @@ def with_divided_weights(
     """Return the choice for the same run with ``--zero 3`` if it is predicted to be faster than the
     ``planned`` one; none if that is asked for or refused, or the times of messages are unknown."""
     cluster = (planned.facts.whole or planned.facts).cluster
-    is_open = config.zero is None and not planned.run.fine_tune.divides_weights
+    is_open = config.tune.zero is None and not planned.run.fine_tune.divides_weights
     if not is_open or cluster.size == 1 or not _is_timed(cluster):
         return []
     with suppress(UserError):
-        other = plan_training(replace(config, zero=3), machines, backend=cluster.backend)
+        other = plan_training(config.changed(zero=3), machines, backend=cluster.backend)
         if other.prediction.step_seconds < planned.prediction.step_seconds:
             return [other]
     return []

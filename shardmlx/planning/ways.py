@@ -9,7 +9,7 @@ from itertools import product
 
 from shardmlx.config.common_options import AUTO, FASTEST, SIMPLEST, SMALLEST
 from shardmlx.config.objective import SFT
-from shardmlx.config.specs import COUNTED, DIVIDED_WEIGHTS, RECOMPUTE, BatchOptions, RunSpec
+from shardmlx.config.specs import COUNTED, DIVIDED_WEIGHTS, RECOMPUTE, RunSpec
 from shardmlx.errors import UserError
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import suits
@@ -57,7 +57,7 @@ def _meshes(run: RunSpec, facts: PlanFacts) -> list[Mesh]:
 def _of_mesh(run: RunSpec, facts: PlanFacts, mesh: Mesh) -> Iterator[RunSpec]:
     tune, batch, layout = run.fine_tune, run.batch, run.layout
     try:
-        rows, usual = divide_batch(batch, mesh)
+        rows, usual = divide_batch(run, mesh)
     except UserError:
         if layout.pipeline_stages is not None or facts.stage_map is not None:
             raise
@@ -71,11 +71,11 @@ def _of_mesh(run: RunSpec, facts: PlanFacts, mesh: Mesh) -> Iterator[RunSpec]:
     amounts = RECOMPUTE if batch.recompute is None else (batch.recompute,)
     for schedule, pack in product(_schedules(run, facts, mesh.pp), packs):
         virtual, chunks = _virtual(schedule, facts), [batch.loss_chunk]
-        if batch.objective != SFT:
+        if run.loss.objective != SFT:
             chunks = [COUNTED]  # answers alone count
         elif batch.loss_chunk == AUTO and facts.lengths.counted_share(pack) < 1:
             chunks = [AUTO, COUNTED]
-        for size in _sizes(batch, facts, rows, usual, mesh.pp, pack):
+        for size in _sizes(run, facts, rows, usual, mesh.pp, pack):
             if not _runs(schedule, mesh.pp, -(-rows // (size or usual)), virtual, facts):
                 continue
             answers = product(tunes, amounts, chunks, _partitioners(run, facts, virtual))
@@ -121,13 +121,14 @@ def _runs(schedule: str, pp: int, microbatches: int, virtual: int, facts: PlanFa
 
 
 def _sizes(
-    batch: BatchOptions, facts: PlanFacts, rows: int, usual: int, pp: int, pack: bool
+    run: RunSpec, facts: PlanFacts, rows: int, usual: int, pp: int, pack: bool
 ) -> Sequence[int | None]:
     """Return sizes of micro-batches: the usual one, larger ones that leave each rank one, smaller
     ones; None stands for all rows of a replica while their number is unknown."""
+    batch = run.batch
     if batch.micro_batch_size is not None:
         return [batch.micro_batch_size]
-    together = batch.together
+    together = run.loss.together
     # Without packing, larger ones may be padded by an unknown amount.
     grows = pack or facts.lengths.are_alike
     larger = [usual << k for k in range(1, rows.bit_length())] if grows else []
@@ -159,7 +160,7 @@ def _nothing_left(run: RunSpec, facts: PlanFacts, meshes: list[Mesh]) -> UserErr
     for mesh, name in product(meshes, names):
         virtual = _virtual(name, facts)
         try:
-            rows, size = divide_batch(run.batch, mesh)
+            rows, size = divide_batch(run, mesh)
             get_schedule(name).check(mesh.pp, -(-rows // size), virtual)
         except UserError as error:
             errors.append(error)

@@ -23,7 +23,7 @@ from markupsafe import Markup
 import shardmlx
 from shardmlx.common.formatting import plural
 from shardmlx.config.command_line import CommandLine
-from shardmlx.config.options import REQUIRED, OptionError, check_options, option
+from shardmlx.config.options import REQUIRED, OptionError, Options, option
 from shardmlx.errors import file_access
 from shardmlx.runreport.metrics_file import Event, current, read_metrics
 
@@ -87,8 +87,8 @@ def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportOptions:
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions(Options):
     """The metrics to report, and the page to write. Raises ``OptionError``."""
 
     metrics: str = option(
@@ -106,7 +106,7 @@ class ReportOptions:
     )
 
     def __post_init__(self) -> None:
-        check_options(self)
+        super().__post_init__()
         if self.file.suffix.lower() not in (".html", ".htm"):
             raise OptionError("output", f"is {self.file}", "give it the suffix .html")
         if self.file.resolve() == Path(self.metrics).resolve():

@@ -118,7 +118,9 @@ class RequestServer:
         """Serve until a signal comes, or the pipeline or the HTTP server fails, which is raised."""
         config, queue, grammars = self.config, self._queue, self.prepared.grammars
         key = config.api_key or os.environ.get(KEY_VARIABLE) or None
-        names = names_of(config.model, config.served_model_name, any_name=config.any_model_name)
+        names = names_of(
+            config.source.model, config.served_model_name, any_name=config.any_model_name
+        )
         most_tokens = self.prepared.plan.load.context
         served = ServedModel(
             names=names,

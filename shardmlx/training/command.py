@@ -64,9 +64,9 @@ def run(
 
 
 def _carry_out(config: TrainConfig, crew: Crew[TrainWorker], reporter: Reporter) -> None:
-    if config.show_data is not None:
+    if config.sets.show_data is not None:
         open_for_training(config, crew, reporter)
-        show_data(config, config.show_data, crew.worker.opened, reporter)
+        show_data(config, config.sets.show_data, crew.worker.opened, reporter)
         return
     if config.dry_run:
         dry_run(config, crew, reporter)
@@ -95,11 +95,11 @@ def dry_run(config: TrainConfig, crew: Crew[TrainWorker], reporter: Reporter) ->
     else:
         planned = plan_sweep(config, crew, reporter).whole
     show_ranks(planned, crew.transport.hosts, reporter, {})
-    if config.train:
+    if config.tune.train:
         reporter.say(_time(planned))
         for what, place in (
-            ("the model" if config.is_full else "adapters", config.adapter_path),
-            ("checkpoints", config.checkpoint_dir),
+            ("the model" if config.tune.is_full else "adapters", config.adapter_path),
+            ("checkpoints", config.checkpoints.checkpoint_dir),
             ("metrics", config.metrics_file),
             ("a trace", config.trace),
         ):
@@ -111,15 +111,15 @@ def dry_run(config: TrainConfig, crew: Crew[TrainWorker], reporter: Reporter) ->
 
 def show_data(config: TrainConfig, rows: int, opened: OpenedModel, reporter: Reporter) -> None:
     """Print rows of the training set as the model sees them. Raises ``UserError``."""
-    tokenizer = read_tokenizer(opened.path, config.trust_remote_code, opened.config)
-    samples = read_sets(config, opened, reporter).train[: rows * config.together]
+    tokenizer = read_tokenizer(opened.path, config.sets.trust_remote_code, opened.config)
+    samples = read_sets(config, opened, reporter).train[: rows * config.loss.together]
     for i, (given, start) in enumerate(samples):
-        tokens = np.asarray(given)[: config.max_seq_length]
+        tokens = np.asarray(given)[: config.batch.max_seq_length]
         counts = (np.arange(len(tokens)) >= max(1, start)) & (tokens >= 0)
         what = ""
         if samples.known is not None:
             what = ", chosen" if samples.known[i, WANTED] else ", rejected"
-        total, row = plural(len(tokens), "token"), i // config.together + 1
+        total, row = plural(len(tokens), "token"), i // config.loss.together + 1
         reporter.say(f"row {row}{what}: {total}, {counts.sum()} count in the loss")
         # Runs of tokens that count, and that do not.
         ends = np.flatnonzero(np.diff(counts)) + 1

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from shardmlx.config.data import ALL, LAST, DataOptions, FeatureKeys
+from shardmlx.config.data import LAST, FeatureKeys, WantedData
 from shardmlx.config.objective import SFT, facts_of, rows_together
 from shardmlx.engine.batches import BASELINE, KNOWN, WANTED, Samples, padded_width, token_ids
 from shardmlx.errors import UserError, file_access, one_line, unknown_token
@@ -43,7 +43,7 @@ class DataSets:
 
 
 def read_data(
-    options: DataOptions,
+    wanted: WantedData,
     tokenizer: TokenizerWrapper,
     max_positions: int | None,
     progress: Progress = lambda text, items: iter(items),
@@ -53,16 +53,16 @@ def read_data(
     """Read and tokenise the run's sets, for a model's ``max_positions`` and ``vocabulary``. Raises
     ``UserError``, also for a set without a token that counts in the loss."""
     sets: dict[str, Samples] = {}
-    found, warnings = _find_sets(options)
+    found, warnings = _find_sets(wanted)
     for name, parts in found.items():
         where = parts[0].name
         tokenised = []
         for part in parts:
-            samples, heads, notes = _tokenise(name, part, tokenizer, options, progress)
+            samples, heads, notes = _tokenise(name, part, tokenizer, wanted, progress)
             warnings += notes
-            _check(samples, part.name, options, max_positions, vocabulary)
-            if options.objective != SFT:
-                samples, cuts = _fitted(samples, heads, part.name, options)
+            _check(samples, part.name, wanted, max_positions, vocabulary)
+            if wanted.objective != SFT:
+                samples, cuts = _fitted(samples, heads, part.name, wanted)
                 warnings += cuts
             elif not part.adds_nulls:  # a column is a key of all rows
                 # mlx-lm cuts rows into batches by the number of their keys, which it takes for
@@ -70,11 +70,11 @@ def read_data(
                 samples = samples[np.argsort([len(row) for row in part.rows], kind="stable")]
             tokenised.append(samples)
         weights = [part.weight if name == "train" else 1 for part in parts]
-        samples = _mixed(tokenised, weights, rows_together(options.objective))
-        warnings += _look_for_losses(samples, where, options.max_seq_length)
-        if len(samples) < options.batch_size:
+        samples = _mixed(tokenised, weights, rows_together(wanted.objective))
+        warnings += _look_for_losses(samples, where, wanted.max_seq_length)
+        if len(samples) < wanted.batch_size:
             raise UserError(
-                f"{where} has {len(samples)} samples, fewer than --batch-size {options.batch_size}",
+                f"{where} has {len(samples)} samples, fewer than --batch-size {wanted.batch_size}",
                 "lower the batch size or add data",
             )
         sets[name] = samples
@@ -134,8 +134,9 @@ class _RawSet:
     others: str = ""
 
 
-def _find_sets(options: DataOptions) -> tuple[dict[str, list[_RawSet]], list[str]]:
+def _find_sets(wanted: WantedData) -> tuple[dict[str, list[_RawSet]], list[str]]:
     """Find the sets that the run needs, mixtures in parts; return messages of missing ones too."""
+    options = wanted.options
     directory, given = Path(options.data), options.hf_dataset
     sources: list[Callable[[str], _RawSet]]
     if given is not None:
@@ -145,15 +146,15 @@ def _find_sets(options: DataOptions) -> tuple[dict[str, list[_RawSet]], list[str
         ]
     elif not directory.exists():
         splits = {f"{name}_split": name for name in _SPLITS}
-        entry = {"path": options.data, **splits, **asdict(FeatureKeys.of(options))}
+        entry = {"path": options.data, **splits, **asdict(options.features)}
         where = f"there is no directory {options.data}; as a Hugging Face data set it"
         sources = [partial(_read_entry, entry, where, "valid")]
     elif directory.is_dir():
-        sources = [partial(_read_file, directory, options)]
+        sources = [partial(_read_file, directory, options.features)]
     else:
         raise UserError(f"--data {directory} is a file", "name the directory with train.jsonl")
     sets, warnings = {}, []
-    for name in ["train", "valid"] * options.train + ["test"] * options.test:
+    for name in ["train", "valid"] * wanted.train + ["test"] * options.test:
         parts = [read(name) for read in sources]
         found = [part for part in parts if len(part.rows)]
         for part in parts:
@@ -173,14 +174,14 @@ def _find_sets(options: DataOptions) -> tuple[dict[str, list[_RawSet]], list[str
     return sets, warnings
 
 
-def _read_file(directory: Path, options: DataOptions, name: str) -> _RawSet:
+def _read_file(directory: Path, keys: FeatureKeys, name: str) -> _RawSet:
     path = find_data_file(directory, name)
     if not path.exists():
         others = ", ".join(unread_files(directory))
-        return _RawSet(str(path), options, others=f", and {others} is not read" if others else "")
+        return _RawSet(str(path), keys, others=f", and {others} is not read" if others else "")
     with file_access("read", path, "give a file that you may read"):
         content = path.read_bytes()
-    return _RawSet(str(path), options, parse_rows(path, content), path.suffix == ".parquet")
+    return _RawSet(str(path), keys, parse_rows(path, content), path.suffix == ".parquet")
 
 
 def _read_entry(entry: Mapping[str, Any], where: str, optional: str | None, name: str) -> _RawSet:
@@ -228,11 +229,11 @@ def _mixed(parts: Sequence[Samples], weights: Sequence[float], together: int) ->
 
 
 def _tokenise(
-    name: str, found: _RawSet, tokenizer: TokenizerWrapper, options: DataOptions, progress: Progress
+    name: str, found: _RawSet, tokenizer: TokenizerWrapper, wanted: WantedData, progress: Progress
 ) -> tuple[Samples, np.ndarray, list[str]]:
     """Return the samples of a set; how many tokens at the begin of each a cut from the left leaves,
     for those that need it; and warnings."""
-    rows, facts = found.rows, facts_of(options.objective)
+    rows, facts = found.rows, facts_of(wanted.objective)
     notes = RowNotes(found.name)
     if facts is None:
         tokenise = find_format(
@@ -240,7 +241,7 @@ def _tokenise(
             found.keys,
             tokenizer,
             found.name,
-            loss_on=options.loss_on or (LAST if options.mask_prompt else ALL),
+            loss_on=wanted.options.counts,
             adds_nulls=found.adds_nulls,
             notes=notes,
         )
@@ -249,7 +250,7 @@ def _tokenise(
         preferences = PreferenceRows(conversations, found.keys, facts.is_paired)
         preferences.check_first(rows[0], found.name)
     tokens = array("i")
-    bounds, heads, wanted = [], [], []
+    bounds, heads, are_wanted = [], [], []
     for i in progress(f"tokenising {name}", range(len(rows))):
         where = row_name(found.name, i)
         row = rows[i]
@@ -258,7 +259,7 @@ def _tokenise(
             [(tokenise(row, where), True)] if facts is None else preferences.tokenise(row, where)
         )
         head = 0
-        if facts is not None and any(len(ids) > options.max_seq_length for (ids, _), _ in answers):
+        if facts is not None and any(len(ids) > wanted.max_seq_length for (ids, _), _ in answers):
             head = preferences.head(row, where)
         for (ids, start), is_wanted in answers:
             begin = len(tokens)
@@ -267,22 +268,22 @@ def _tokenise(
                 raise UserError(f"{where} gives no token", "take the row out")
             bounds.append((begin, len(tokens), start))
             heads.append(head)
-            wanted.append(is_wanted)
+            are_wanted.append(is_wanted)
     known = None
     if facts is not None:
         known = np.full((len(bounds), KNOWN), np.nan)
-        known[:, WANTED], known[:, BASELINE] = wanted, 0
+        known[:, WANTED], known[:, BASELINE] = are_wanted, 0
     samples = Samples(np.frombuffer(tokens, np.int32), np.array(bounds, np.int64), known)
     return samples, np.array(heads), notes.warnings()
 
 
 def _fitted(
-    samples: Samples, heads: np.ndarray, where: str, options: DataOptions
+    samples: Samples, heads: np.ndarray, where: str, wanted: WantedData
 ) -> tuple[Samples, list[str]]:
     """Cut prompts from the left, behind their ``heads``, until their answers fit in
     ``max_seq_length``, the same of both answers of a pair, and leave out answers that never do;
     return warnings too."""
-    most, together = options.max_seq_length, rows_together(options.objective)
+    most, together = wanted.max_seq_length, rows_together(wanted.objective)
     starts = (samples.starts - heads).reshape(-1, together)
     too_long = np.maximum(samples.lengths - most, 0).reshape(-1, together).max(axis=1)
     fits = (starts.min(axis=1) > too_long) | (too_long == 0)
@@ -335,12 +336,12 @@ def _look_for_losses(samples: Samples, where: str, most: int) -> Iterator[str]:
 def _check(
     samples: Samples,
     name: str,
-    options: DataOptions,
+    wanted: WantedData,
     max_positions: int | None,
     vocabulary: int | None,
 ) -> None:
     """Raise ``UserError`` for a row that is too long, or has a token unknown to the model."""
-    lengths, most = samples.lengths, options.max_seq_length
+    lengths, most = samples.lengths, wanted.max_seq_length
     if max_positions is not None and max_positions < most and (lengths > max_positions).any():
         row = int((lengths > max_positions).argmax())
         raise UserError(

@@ -81,7 +81,7 @@ def join(
     updates = planned.config.updates
     every = joined.terms.inner_steps
     if left := updates % every:
-        enough = (updates - left + every) * planned.config.grad_accumulation_steps
+        enough = (updates - left + every) * planned.config.batch.grad_accumulation_steps
         reporter.warn(
             f"--iters {planned.config.iters} makes {plural(updates, 'update')}, and the hub takes "
             f"reports every {every}: the last {left} will stay on this island; --iters {enough} "

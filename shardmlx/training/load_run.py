@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -65,10 +65,10 @@ def load_run(
 def _identity(planned: PlannedRun, data: DataSets, worker: TrainWorker) -> dict[str, Any] | None:
     """Return what tells a run from others, if it has checkpoints."""
     config = planned.config
-    if not (config.checkpoint_dir or config.named):
+    if not (config.checkpoints.checkpoint_dir or config.checkpoints.named):
         return None
     read, facts = worker.model_files.read, _facts_of(planned, worker.opened)
-    return identity_of(asdict(config), worker.opened.path, data.train, data.valid, read, facts)
+    return identity_of(config.flat(), worker.opened.path, data.train, data.valid, read, facts)
 
 
 def _facts_of(planned: PlannedRun, opened: OpenedModel) -> RunFacts:
@@ -80,8 +80,8 @@ def _facts_of(planned: PlannedRun, opened: OpenedModel) -> RunFacts:
         layers=opened.shape.num_layers,
         stored_dtype=only_dtype(open_model(str(opened.path))),
         start=digest,
-        objective=_module_digest(config.objective),
-        usual_settings=usual_settings(config.optimizer),
+        objective=_module_digest(config.loss.objective),
+        usual_settings=usual_settings(config.tune.optimizer),
         open_schedule=config.open_lr_schedule,
     )
 

@@ -44,7 +44,7 @@ class Gradients:
             share.microbatches,
             scale=1 / max(1, share.count),
             key=(self.job.planned.config.seed, step),
-            reduce=step % self.job.planned.config.grad_accumulation_steps == 0,
+            reduce=step % self.job.planned.config.batch.grad_accumulation_steps == 0,
         )
 
     def add(self, results: Results) -> list[float]:

@@ -139,7 +139,7 @@ class Outputs:
         return None
 
     def _files(self, place: Path) -> list[Path]:
-        if self._options.is_full:
+        if self._options.tune.is_full:
             return sorted(place.glob(MODEL_FILES))
         return [place / ADAPTER_FILE]
 
@@ -147,7 +147,7 @@ class Outputs:
         """Return a digest of the weights in a directory; None if it has none that can be read."""
         place = place or self._path
         try:
-            if not self._options.is_full:
+            if not self._options.tune.is_full:
                 return file_digest(place / ADAPTER_FILE)
             files = [file.name for file in self._files(place)]
             return fingerprint(place, files) if files else None

@@ -12,9 +12,7 @@ from typing import Any
 from shardmlx.checkpoint.export import indexed_files
 from shardmlx.common.formatting import plural
 from shardmlx.common.reporter import Reporter, check_writable
-from shardmlx.config.data import DataOptions
-from shardmlx.config.objective import ObjectiveOptions
-from shardmlx.config.specs import FineTune, ModelSource, RunSpec
+from shardmlx.config.specs import RunSpec
 from shardmlx.config.train import BEST, TrainConfig
 from shardmlx.costmodel.memory_limits import PlannedMemory, how_to_allow, would_take
 from shardmlx.costmodel.workload import Workload
@@ -54,8 +52,8 @@ def open_for_training(
 ) -> OpenedModel:
     """Find the model and the run's starting point on all ranks; return rank 0's. Raises
     ``UserError``."""
-    adapters = config.resume_adapter_file if config.train else config.adapter_path
-    return open_everywhere(crew, ModelSource.of(config), adapters, reporter)
+    adapters = config.resume_adapter_file if config.tune.train else config.adapter_path
+    return open_everywhere(crew, config.source, adapters, reporter)
 
 
 def plan_run(
@@ -70,16 +68,16 @@ def plan_run(
     then. Raises ``UserError``."""
     opened, asked = crew.worker.opened, config
     if config.epochs is not None:  # until the data is read
-        config = asked.with_iters(max(asked.iters, asked.grad_accumulation_steps))
-    spec = replace(RunSpec.of(config), runs=runs)
+        config = asked.with_iters(max(asked.iters, asked.batch.grad_accumulation_steps))
+    spec = replace(config.spec, runs=runs)
     files = open_model(str(opened.path))
-    workload = Workload.of(files, spec.fine_tune, spec.batch)
+    workload = Workload.of(files, spec.fine_tune, spec.batch, spec.saves)
     # First, since mlx-lm cannot even freeze some models that cannot be trained.
     inputs = gather_plan_inputs(
         crew,
         replace(workload, copies=_copies(config, reporter)),
         spec.machines,
-        config.stage_map,
+        config.layout.stage_map,
     )
     shares = asked_shares(spec.layout, inputs.sizes, inputs.cluster)
     run = spec.for_ranks(crew.size // shares.size)
@@ -89,16 +87,16 @@ def plan_run(
     build_optimizer(run.fine_tune)
     check_output(config, opened.path)
     data = read_sets(config, opened, reporter) if read is None else read()
-    if asked.epochs is not None and config.train:
+    if asked.epochs is not None and config.tune.train:
         config = asked.with_iters(asked.steps_of(data.sizes()["train"]))
-        run = replace(run, fine_tune=FineTune.of(config))
+        run = replace(run, fine_tune=config.tune)
         reporter.say(f"--epochs {asked.epochs:g}: {config.iters} steps")
     lengths = _lengths(config, data)
     inputs = measure_again(crew, inputs, run.machines)
     planned, choice = _choose(config, run, inputs, shares, lengths, crew.worker, reporter)
     check_valid(config, data.sizes())
     reporter.say(_headline(planned.way, planned.plan))
-    if config.train:
+    if config.tune.train:
         if planned.way != run:
             reporter.say(str(choice))
         reporter.say(
@@ -141,7 +139,7 @@ def _choose(
     planned = PlannedRun(
         config=config,
         way=way,
-        objective=Objective.of(ObjectiveOptions.of(config)),
+        objective=Objective.of(config.loss),
         workload=replace(grouped.sizes, **chosen),
         parts=parts,
         cluster=inputs.cluster.with_rings(shares.size),
@@ -176,9 +174,9 @@ def _fitting(
 
 def check_valid(config: TrainConfig, sizes: Mapping[str, int]) -> None:
     """Raise ``UserError`` if the run chooses by validations, and has none."""
-    if config.train and not sizes["valid"] and (config.early_stop or config.keep == BEST):
+    if config.tune.train and not sizes["valid"] and (config.early_stop or config.keep == BEST):
         raise UserError(
-            f"{config.data} has no validation set, by which early_stop and --keep best decide",
+            f"{config.sets.data} has no validation set, by which early_stop and --keep best decide",
             "add one, or leave them out",
         )
 
@@ -194,7 +192,7 @@ def check_output(config: TrainConfig, model_path: Path) -> None:
             raise UserError(
                 f"--trace {config.trace} is the --metrics-file too", "give each a file of its own"
             )
-    if not config.train:
+    if not config.tune.train:
         return
     for output in dict.fromkeys((Path(config.adapter_path), config.last_path)):
         existing = next(path for path in (output, *output.absolute().parents) if path.exists())
@@ -203,7 +201,7 @@ def check_output(config: TrainConfig, model_path: Path) -> None:
                 f"--adapter-path {output} cannot be written: {existing} is not a directory that "
                 "you may write to"
             )
-        if config.is_full:
+        if config.tune.is_full:
             _check_models_place(output, model_path)
 
 
@@ -233,14 +231,14 @@ def _is_same(path: Path, other: Path) -> bool:
 def read_sets(config: TrainConfig, opened: OpenedModel, reporter: Reporter) -> DataSets:
     """Read the data of a run, and say what was read. Raises ``UserError``."""
     data = read_data(
-        DataOptions.of(config),
-        read_tokenizer(opened.path, config.trust_remote_code, opened.config),
+        config.wanted_data,
+        read_tokenizer(opened.path, config.sets.trust_remote_code, opened.config),
         opened.max_positions,
         reporter.track,
         vocabulary=opened.shape.vocab_size,
     )
     counts = ", ".join(f"{count} {name}" for name, count in data.sizes().items() if count)
-    reporter.say(f"Data: {counts} samples from {config.data}")
+    reporter.say(f"Data: {counts} samples from {config.sets.data}")
     for warning in data.warnings:
         reporter.warn(warning)
     return data
@@ -248,13 +246,13 @@ def read_sets(config: TrainConfig, opened: OpenedModel, reporter: Reporter) -> D
 
 def _lengths(config: TrainConfig, data: DataSets) -> SequenceLengths:
     """Return the lengths of a step's sequences, and of forward-only ones."""
-    most = config.max_seq_length
-    sets = [data.train] * config.train + [data.valid] * (config.val_batches != 0)
-    sets += [data.test] * config.test
+    most = config.batch.max_seq_length
+    sets = [data.train] * config.tune.train + [data.valid] * (config.val_batches != 0)
+    sets += [data.test] * config.sets.test
     used = [each for each in sets if len(each)]
     first, *others = (longest_input(each, most) for each in used)
-    widths = few_widths(data.train.lengths, most) if config.train else ()
-    means = mean_lengths(used[0], config.batch_size, most, widths)
+    widths = few_widths(data.train.lengths, most) if config.tune.train else ()
+    means = mean_lengths(used[0], config.batch.batch_size, most, widths)
     return SequenceLengths((first, max(others, default=0)), *means, widths)
 
 

@@ -19,7 +19,7 @@ import mlx.core as mx
 from shardmlx.common.environment import Blas
 from shardmlx.common.reporter import Reporter, check_writable
 from shardmlx.config.profile import ProfileOptions
-from shardmlx.config.specs import FULL, NONE, SELECTIVE, BatchOptions, FineTune
+from shardmlx.config.specs import FULL, NONE, SELECTIVE, FineTune
 from shardmlx.costmodel.measured_memory import MemorySample
 from shardmlx.costmodel.profile_file import MachineProfile, Profile, Sample, work_of, write_profile
 from shardmlx.costmodel.timing import Seconds
@@ -48,7 +48,7 @@ class ProfileWorker:
 
     def build(self, options: ProfileOptions, config: Mapping[str, Any], workload: Workload) -> None:
         """Build a few layers with random weights. Raises ``UserError`` for a missing device."""
-        use_device(options.device, self._reporter.say)
+        use_device(options.run.source.device, self._reporter.say)
         _, pattern = workload.shape.unlike_layers(max(length for _, length in options.shapes))
         built = build_sample_model(dict(config), workload.dtype)
         savings = workload.savings(this_backend())
@@ -107,7 +107,7 @@ def _profile(
     options: ProfileOptions, reporter: Reporter, blas: Blas, crew: Crew[ProfileWorker]
 ) -> None:
     """Let all ranks measure, and write the profile. On rank 0."""
-    fine_tune, shapes = FineTune.of(options), options.shapes
+    fine_tune, shapes = options.run.tune, options.shapes
     model_config, workload = _read(options)
     reporter.say(str(blas))
     crew.all(ProfileWorker.build, options, model_config, workload)
@@ -139,9 +139,14 @@ def _profile(
 
 def _read(options: ProfileOptions) -> tuple[dict[str, Any], Workload]:
     check_writable(Path(options.output), "--output")
-    files, fine_tune = open_model(options.model, options.revision), FineTune.of(options)
+    files, fine_tune = (
+        open_model(options.run.source.model, options.run.source.revision),
+        options.run.tune,
+    )
     build_optimizer(fine_tune)  # refuses its settings before anything is measured
-    return dict(files.config), Workload.of(files, fine_tune, BatchOptions.of(options))
+    return dict(files.config), Workload.of(
+        files, fine_tune, options.run.batch, options.run.spec.saves
+    )
 
 
 def _chip() -> str:

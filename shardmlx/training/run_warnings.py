@@ -27,14 +27,14 @@ def warn_of(config: TrainConfig, reporter: Reporter) -> None:
 
 def warnings_of(config: TrainConfig) -> list[str]:
     """Return the warnings about a run whose files this machine has."""
-    if not config.train:
+    if not config.tune.train:
         return [*_of_test(config)]
     return [*_of_adapters(config), *_of_steps(config), *_of_schedule(config), *_of_start(config)]
 
 
 def _of_adapters(config: TrainConfig) -> Iterator[str]:
-    if config.is_full and config.lora_parameters not in ({}, LORA_DEFAULTS):
-        given = ", ".join(f"{key} {value}" for key, value in config.lora_parameters.items())
+    if config.tune.is_full and config.tune.lora_parameters not in ({}, LORA_DEFAULTS):
+        given = ", ".join(f"{key} {value}" for key, value in config.tune.lora_parameters.items())
         yield f"a full fine-tune has no adapters: nothing uses {given} of lora_parameters"
 
 
@@ -47,7 +47,7 @@ def _of_test(config: TrainConfig) -> Iterator[str]:
 
 
 def _of_steps(config: TrainConfig) -> Iterator[str]:
-    every = config.grad_accumulation_steps
+    every = config.batch.grad_accumulation_steps
     if left := config.iters % every:
         yield (
             f"the last {plural(left, 'step')} will make no update: --iters {config.iters} is not "
@@ -57,7 +57,7 @@ def _of_steps(config: TrainConfig) -> Iterator[str]:
 
 def _of_schedule(config: TrainConfig) -> Iterator[str]:
     """Yield how a schedule's updates and those of the run differ."""
-    schedule, updates = config.lr_schedule, config.updates
+    schedule, updates = config.tune.lr_schedule, config.updates
     if schedule is None:
         return
     warmup = schedule.get("warmup") or 0
@@ -88,19 +88,19 @@ def _of_schedule(config: TrainConfig) -> Iterator[str]:
 def _of_start(config: TrainConfig) -> Iterator[str]:
     """Yield why the adapters to start from do something else in this run than in their own."""
     file = config.resume_adapter_file
-    if file is None or config.is_full:
+    if file is None or config.tune.is_full:
         return
     described = Path(file).parent / ADAPTER_CONFIG_FILE
     theirs: dict[str, Any] = {}
     with suppress(UserError), file_access("read", described):
         theirs = parse_config(described.read_bytes(), described)
-    kind = theirs.get("fine_tune_type", config.fine_tune_type)
-    if kind != config.fine_tune_type:
+    kind = theirs.get("fine_tune_type", config.tune.fine_tune_type)
+    if kind != config.tune.fine_tune_type:
         yield (
             f"--resume-adapter-file {file} has adapters of fine_tune_type {kind}, which do "
-            f"something else as {config.fine_tune_type}"
+            f"something else as {config.tune.fine_tune_type}"
         )
-    before, now = theirs.get("lora_parameters"), config.lora_parameters["scale"]
+    before, now = theirs.get("lora_parameters"), config.tune.lora_parameters["scale"]
     if not isinstance(before, Mapping) or before.keys().isdisjoint(("scale", "alpha")):
         return
     with suppress(UserError):

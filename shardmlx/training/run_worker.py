@@ -81,7 +81,9 @@ class RunWorker:
         trace = Path(options.trace) if options.trace else None
         self.meter = Meter(job.transport, engine.recorder, trace)
         shards, parts = engine.shards, [stage.part for stage in job.stages]
-        self._updater = Updater(job.optimizer, job.stages, shards, masters=options.master_weights)
+        self._updater = Updater(
+            job.optimizer, job.stages, shards, masters=options.tune.master_weights
+        )
         self.island: IslandRank | None = None
         if job.membership is not None:
             batch = planned.way.batch
@@ -138,7 +140,7 @@ class RunWorker:
         share = self._last_share
         sums = self._gradients.add(results)
         answer = StepAnswer(sums, share.valid_tokens, share.count)
-        if self._step % self._options.grad_accumulation_steps == 0:
+        if self._step % self._options.batch.grad_accumulation_steps == 0:
             answer = self._update(answer)
             if self.island is None:
                 self.snapshots.mark()
@@ -240,7 +242,7 @@ class RunWorker:
     @takes_long
     def save(self, directory: Path, copy_as: str | None) -> None:
         """Write the weights, on rank 0, with a copy of adapters. Raises ``SaveError``."""
-        if self._options.is_full:
+        if self._options.tune.is_full:
             save_model(self._collector, self.job.model_path, directory)
         else:
             config = self._options.to_adapter_config()
@@ -299,6 +301,6 @@ class RunWorker:
         assert self._last_share is not None, "a step was made"
         tokens = self._last_share.valid_tokens
         problem = self.island.after(self._step, tokens, is_last=is_last)
-        if self._step % self._options.grad_accumulation_steps == 0:
+        if self._step % self._options.batch.grad_accumulation_steps == 0:
             self.snapshots.mark()
         return problem

@@ -38,7 +38,7 @@ class Snapshots:
         self._island = island
         self._writer = None
         if (place := job.resumption.place) is not None:
-            keep = job.planned.config.keep_checkpoints
+            keep = job.planned.config.checkpoints.keep_checkpoints
             self._writer = CheckpointWriter(
                 job.transport, place.store, place.storage, keep, job.number
             )

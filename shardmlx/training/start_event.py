@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import shardmlx
-from shardmlx.config.specs import RunSpec
 from shardmlx.pipeline.plan import Plan
 from shardmlx.training.planned_run import PlannedRun
 
@@ -16,14 +15,14 @@ MOST_SPANS = 4000
 
 def facts_of(planned: PlannedRun, hosts: Sequence[str], step: int) -> dict[str, Any]:
     """Return the facts of a run that begins after ``step``, JSON-able."""
-    asked = RunSpec.of(planned.config).for_ranks(planned.plan.mesh.size // planned.plan.mesh.tp)
+    asked = planned.config.spec.for_ranks(planned.plan.mesh.size // planned.plan.mesh.tp)
     length = planned.mean_length
     return {
         "step": step,
         "iters": planned.config.iters,
         "version": shardmlx.__version__,
         "options": planned.config.to_adapter_config(),
-        "changed": planned.config.changed,
+        "changed": planned.config.not_usual,
         "chosen": planned.way.answers(asked),
         "sizes": planned.sizes,
         "layout": _layout(planned.plan, hosts),

@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 
 from shardmlx.common.formatting import plural
 from shardmlx.common.reporter import Reporter
-from shardmlx.config.data import DataOptions
-from shardmlx.config.objective import ObjectiveOptions
-from shardmlx.config.specs import FineTune
+from shardmlx.config.data import WantedData
 from shardmlx.config.sweep import in_one, read_sweep
 from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.crew import Crew
@@ -51,10 +49,14 @@ def plan_sweep(config: TrainConfig, crew: Crew[TrainWorker], reporter: Reporter)
         raise UserError(
             f"{config.sweep} has {len(runs)} runs", f"train at most {MOST_RUNS} at once"
         )
-    most = crew.size // config.tensor_parallel
+    most = crew.size // config.layout.tensor_parallel
     whole = in_one(config, runs)
-    if whole.stage_map is None and whole.data_parallel is None and whole.pipeline_stages is None:
-        whole = replace(whole, pipeline_stages=most, lr_schedule=whole.asked_lr_schedule)
+    if (
+        whole.layout.stage_map is None
+        and whole.layout.data_parallel is None
+        and whole.layout.pipeline_stages is None
+    ):
+        whole = whole.changed(pipeline_stages=most, lr_schedule=whole.asked_lr_schedule)
     data: dict[str, DataSets] = {}
 
     def read_all() -> DataSets:
@@ -62,7 +64,7 @@ def plan_sweep(config: TrainConfig, crew: Crew[TrainWorker], reporter: Reporter)
         distinct = {id(each): each for each in data.values()}
         return rows_in_one(list(distinct.values()))
 
-    planned, _ = plan_run(replace(whole, epochs=None), crew, reporter, len(runs), read_all)
+    planned, _ = plan_run(whole.changed(epochs=None), crew, reporter, len(runs), read_all)
     if config.epochs is not None:
         runs = {
             name: each.with_iters(each.steps_of(data[name].sizes()["train"]))
@@ -84,14 +86,14 @@ def _read_data(
     runs: Mapping[str, TrainConfig], opened: OpenedModel, reporter: Reporter
 ) -> dict[str, DataSets]:
     """Return the data of each run, read once for those that ask for the same."""
-    distinct: list[tuple[DataOptions, DataSets]] = []
+    distinct: list[tuple[WantedData, DataSets]] = []
     data: dict[str, DataSets] = {}
     for name, each in runs.items():
-        options = DataOptions.of(each)
-        found = next((read for asked, read in distinct if asked == options), None)
+        wanted = each.wanted_data
+        found = next((read for asked, read in distinct if asked == wanted), None)
         if found is None:
             found = read_sets(each, opened, reporter)
-            distinct.append((options, found))
+            distinct.append((wanted, found))
         data[name] = found
     return data
 
@@ -116,14 +118,13 @@ def prepare_sweep(config: TrainConfig, crew: Crew[TrainWorker], reporter: Report
 
 def _of_run(config: TrainConfig, whole: PlannedRun, sizes: Mapping[str, int]) -> PlannedRun:
     """Return a run's own part of what was planned for all of them."""
-    tune = replace(FineTune.of(config), zero=whole.way.fine_tune.zero)
-    batch = replace(whole.way.batch, objective=config.objective)
+    tune = replace(config.tune, zero=whole.way.fine_tune.zero)
     return replace(
         whole,
         config=config,
-        way=replace(whole.way, fine_tune=tune, batch=batch),
-        objective=Objective.of(ObjectiveOptions.of(config)),
-        plan=replace(whole.plan, together=config.together),
+        way=replace(whole.way, fine_tune=tune, loss=config.loss),
+        objective=Objective.of(config.loss),
+        plan=replace(whole.plan, together=config.loss.together),
         sizes=sizes,
     )
 

@@ -30,7 +30,7 @@ def train(crew: Crew[TrainWorker]) -> None:
     trainers = [Trainer(crew.part(RunWorker, "runs", i)) for i in range(len(workers))]
     runs = [worker.job for worker in workers]
     failures: list[AgreedFailure | None] = [None] * len(runs)
-    if runs[0].planned.config.train:
+    if runs[0].planned.config.tune.train:
         try:
             with crew.promptly():
                 failures = train_together(crew, trainers)
@@ -120,7 +120,8 @@ def _compare(
     comparable: defaultdict[str, dict[str, float]] = defaultdict(dict)
     for name, trainer in trainers.items():
         if trainer.best.loss is not None:
-            means = str([getattr(jobs[name].planned.config, option) for option in DECIDE_LOSS])
+            options = jobs[name].planned.config.flat()
+            means = str([options[option] for option in DECIDE_LOSS])
             comparable[means][name] = trainer.best.loss
     winners = []
     for group in comparable.values():

@@ -68,7 +68,7 @@ class Trainer:
     @property
     def tests(self) -> bool:
         """True if the options ask for a test."""
-        return self._options.test
+        return self._options.sets.test
 
     def start(self) -> None:
         """Get ready for the first step. Raises ``UserError``, and ``Stopped``."""
@@ -129,7 +129,7 @@ class Trainer:
         """Take in the step that was made: report it, and save what is due. Raises
         ``AgreedFailure`` if the run cannot go on."""
         step, options = self._done + 1, self._options
-        ends_update = step % options.grad_accumulation_steps == 0
+        ends_update = step % options.batch.grad_accumulation_steps == 0
         self._report.count(result)
         if ends_update:
             self._count_update(step, result)
@@ -170,7 +170,7 @@ class Trainer:
 
     def test(self) -> None:
         """Test the weights that the run is for: the best of a run that keeps these."""
-        if self._options.train and self._options.keep == BEST and not self.outputs.take_best():
+        if self._options.tune.train and self._options.keep == BEST and not self.outputs.take_best():
             self._reporter.warn("there are no best weights to be tested: these are the last")
         try:
             found = self._evaluation.loss("test", self._options.test_batches, "testing")
@@ -244,7 +244,7 @@ class Trainer:
         """Report to the hub, and take what came from it, if the run is an island."""
         if self._crew.worker.island is None:
             return
-        updates, every = self._options.updates, self._options.grad_accumulation_steps
+        updates, every = self._options.updates, self._options.batch.grad_accumulation_steps
         is_last = step == updates * every  # no update follows, though steps may
         problem = self._crew.begin(RunWorker.exchange, is_last).own
         if problem is not None:
@@ -261,7 +261,7 @@ class Trainer:
         if self._soundness.is_lost:
             raise AgreedFailure(f"step {step}: {what}: {self._keep()}; {TAMER}")
         self._reporter.warn(f"step {step}: {what}: the update is skipped")
-        self._report.pass_over(self._options.grad_accumulation_steps)
+        self._report.pass_over(self._options.batch.grad_accumulation_steps)
 
     def _present_position(self) -> dict[str, Any]:
         """Return the position of the next batches."""
@@ -296,7 +296,7 @@ class Trainer:
 
     def _save_if_due(self, step: int) -> None:
         saves = step % self._options.save_every == 0
-        checkpoints = step % self._options.checkpoint_every == 0
+        checkpoints = step % self._options.checkpoints.checkpoint_every == 0
         if not (saves or checkpoints):
             return
         if (fault := self._fault()) is not None:

@@ -119,8 +119,9 @@ class TrainWorker(ModelWorker):
     def find_resumption(self, identity: Mapping[str, Any] | None, owners: int) -> None:
         """Find, with the other ranks, the checkpoint to go on from."""
         loading = self._last()
+        config = loading.planned.config
         loading.resumption = prepare_resumption(
-            loading.planned.config, self.transport, self.reporter, identity, owners
+            config.checkpoints, config.iters, self.transport, self.reporter, identity, owners
         )
 
     def lock_output(self) -> None:

@@ -29,7 +29,7 @@ class RunningHub:
 @contextmanager
 def running_hub(path: Path, islands: str, port: int = 0, **options: Any) -> Iterator[RunningHub]:
     """A hub for islands with these names, commas between; ended as by a signal."""
-    rounds = Rounds(HubOptions(path=str(path), islands=islands, **options))
+    rounds = Rounds(HubOptions.from_flat(path=str(path), islands=islands, **options))
     ends: list[BaseException | None] = []
     server = HttpServer(
         make_app(rounds), bind("127.0.0.1", port), no_http={"error": "no HTTP"}, on_end=ends.append

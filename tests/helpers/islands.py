@@ -81,7 +81,7 @@ def islands_of(model: Path, directory: Path, count: int, **options: Any) -> Isla
 def train_island(
     hub: RunningHub, name: str, options: Options, ranks: int, on_event: Listener
 ) -> None:
-    config = TrainConfig(**{**options, "island": hub.url, "name": name})
+    config = TrainConfig.from_flat(**{**options, "island": hub.url, "name": name})
     LocalNetwork(ranks, timeout=60).run(lambda rank: train_model(config, rank, on_event=on_event))
 
 
@@ -123,7 +123,7 @@ class Simulated:
             reporter = Reporter(quiet=True)
             for name, options in islands.items():
                 crew = Crew(transport, TrainWorker(transport, reporter))
-                prepare_training(TrainConfig(**options), crew, reporter)
+                prepare_training(TrainConfig.from_flat(**options), crew, reporter)
                 self._crews[name] = crew
                 self._trainers[name] = Trainer(crew.part(RunWorker, "runs", 0))
                 self._trainers[name].start()

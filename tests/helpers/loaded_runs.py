@@ -62,7 +62,7 @@ def trained_run(
         crew.worker.report_to(reporter)
         trainer = Trainer(crew.part(RunWorker, "runs", 0))
         train_together(crew, [trainer])
-        if config.test:
+        if config.sets.test:
             trainer.test()
         return trainer
 

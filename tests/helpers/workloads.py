@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardmlx.config.specs import BatchOptions, FineTune
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.workload import DTYPE_BYTES, Workload
 from shardmlx.models.sizes.shape import ModelShape
@@ -22,11 +21,12 @@ def workload(
     shape: ModelShape, dtype: str = "float32", sizes: LayerCosts | None = None, **options: Any
 ) -> Workload:
     """Return the work of a run with these options, which trains all layers if they say no less."""
-    config = TrainConfig(**{"num_layers": -1, **options})
+    config = TrainConfig.from_flat(**{"num_layers": -1, **options})
     return Workload(
         shape=shape,
         weight_sizes=sizes or parameter_bytes(shape, DTYPE_BYTES[dtype]),
         dtype=dtype,
-        fine_tune=FineTune.of(config),
-        batch=BatchOptions.of(config),
+        fine_tune=config.tune,
+        batch=config.batch,
+        saves=config.spec.saves,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from shardmlx.checkpoint.resume import prepare_resumption
 from shardmlx.checkpoint.run_identity import identity_of
 from shardmlx.checkpoint.store import MARKER, Store
 from shardmlx.common.reporter import Reporter
-from shardmlx.config.train import CheckpointOptions, TrainConfig
+from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.agreement import AgreedError
 from tests.helpers.checkpoints import flip, hosts, on_ranks, save
 from tests.helpers.local_transport import LocalTransport
@@ -54,14 +54,15 @@ def resume(
         told = _Told()
         named = resume if resume in ("auto", "never") else str(store.directory / resume)
         place = (save_to or directories)[transport.rank]
-        config = TrainConfig(
+        config = TrainConfig.from_flat(
             model="m",
             data="d",
             **{"checkpoint_dir": str(place), "resume": named, "iters": 1000, **options},
         )
         mine = identity if transport.rank == 0 else None
-        checkpoints = CheckpointOptions.of(config)
-        found = prepare_resumption(checkpoints, transport, told, mine, owners=2).found
+        found = prepare_resumption(
+            config.checkpoints, config.iters, transport, told, mine, owners=2
+        ).found
         return 0 if found is None else found.manifest.step, told.texts
 
     with _locks_that_end():
@@ -167,7 +168,7 @@ def test_what_another_run_saved_is_refused_on_all_ranks_and_left_as_it_is(tmp_pa
     directories = hosts(tmp_path, "aa")
     save(directories, "shared", 2, [100])
     save_model_directory(tmp_path / "model", tiny_config(layers=1))
-    options = asdict(TrainConfig(model="m", data="d"))
+    options = TrainConfig.from_flat(model="m", data="d").flat()
     mine = identity_of(options, tmp_path / "model", [([1, 2], 0)], [])
     assert "does not say which run it is of" in refusal(directories, identity=mine)
     assert names(directories[0]) == ["step-0000100"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from shardmlx.checkpoint.run_identity import (
     identity_of,
     start_digest,
 )
+from shardmlx.config.options import declared
 from shardmlx.config.train import TrainConfig
 from shardmlx.engine.batches import KNOWN, REFERENCE, WANTED, Sample, Samples
 from shardmlx.engine.optimizer import usual_settings
@@ -26,7 +27,7 @@ from tests.helpers.models_and_batches import save_model_directory, tiny_config
 
 TRAIN: list[Sample] = [([1, 2, 3], 0), ([4, 5], 1)]
 VALID: list[Sample] = [([6, 7, 8, 9], 0)]
-CONFIG = TrainConfig(model="tiny", data="books", train=True)
+CONFIG = TrainConfig.from_flat(model="tiny", data="books", train=True)
 WHERE = Path("checkpoints/step-0000100")
 
 
@@ -41,7 +42,7 @@ def identity(
     train: Sequence[Sample] = TRAIN,
     valid: Sequence[Sample] = VALID,
 ) -> dict[str, Any]:
-    return identity_of(asdict(config), model, train, valid)
+    return identity_of(config.flat(), model, train, valid)
 
 
 def refusal(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
@@ -55,11 +56,11 @@ def test_another_model_is_refused_and_the_same_may_be_called_otherwise(
     model: Path, tmp_path: Path
 ) -> None:
     save_model_directory(tmp_path / "other", tiny_config(layers=1), seed=2)
-    other = identity(tmp_path / "other", replace(CONFIG, model="large"))
+    other = identity(tmp_path / "other", CONFIG.changed(model="large"))
     assert "large, not tiny" in refusal(identity(model), other)
     assert "tiny had other weights" in refusal(identity(model), identity(tmp_path / "other"))
     save_model_directory(tmp_path / "same", tiny_config(layers=1))
-    config = replace(CONFIG, model="elsewhere/tiny", data="elsewhere/books")
+    config = CONFIG.changed(model="elsewhere/tiny", data="elsewhere/books")
     check_identity(identity(tmp_path / "same", config), identity(model), WHERE)
 
 
@@ -101,7 +102,7 @@ def test_a_model_of_several_large_files_is_known_by_samples_of_them(tmp_path: Pa
 def test_other_data_is_refused(
     model: Path, name: str, train: list[Sample], valid: list[Sample]
 ) -> None:
-    ours = identity(model, replace(CONFIG, data="films"), train, valid)
+    ours = identity(model, CONFIG.changed(data="films"), train, valid)
     problem = refusal(ours, identity(model))
     assert f"its {name} set came from books" in problem
     assert "films" in problem
@@ -117,7 +118,7 @@ def test_other_data_is_refused(
     ],
 )
 def test_another_optimizer_is_refused(model: Path, changed: dict[str, Any], now: str) -> None:
-    problem = refusal(identity(model, replace(CONFIG, **changed)), identity(model))
+    problem = refusal(identity(model, CONFIG.changed(**changed)), identity(model))
     was, _, is_now = problem.partition(", not ")
     assert "adam {}" in was
     assert "1e-05" in was
@@ -125,7 +126,7 @@ def test_another_optimizer_is_refused(model: Path, changed: dict[str, Any], now:
 
 
 def test_settings_of_optimizers_that_are_not_used_may_change(model: Path) -> None:
-    config = replace(CONFIG, optimizer_config={"sgd": {"momentum": 0.9}})
+    config = CONFIG.changed(optimizer_config={"sgd": {"momentum": 0.9}})
     check_identity(identity(model, config), identity(model), WHERE)
 
 
@@ -174,22 +175,20 @@ def test_options_that_mean_the_same_are_the_same_run(
 ) -> None:
     facts = replace(MODEL, usual_settings=usual_settings("adam"))
     first, second = (
-        identity_of(asdict(replace(CONFIG, **each)), model, TRAIN, VALID, facts=facts)
+        identity_of(CONFIG.changed(**each).flat(), model, TRAIN, VALID, facts=facts)
         for each in (one, other)
     )
     assert check_identity(first, second, WHERE) == []
     assert check_identity(second, first, WHERE) == []
     assert start_digest(first) == start_digest(second)
-    assert refusal(identity(model, replace(CONFIG, **one, seed=7)), second)
+    assert refusal(identity(model, CONFIG.changed(**one, seed=7)), second)
 
 
 def test_a_schedule_over_the_run_follows_raised_iters_and_this_is_said(model: Path) -> None:
     def at(iters: int, **options: Any) -> dict[str, Any]:
-        config = replace(
-            CONFIG, iters=iters, **{"lr_schedule": {"name": "cosine_decay"}, **options}
-        )
+        config = CONFIG.changed(iters=iters, **{"lr_schedule": {"name": "cosine_decay"}, **options})
         facts = RunFacts(open_schedule=config.open_lr_schedule)
-        return identity_of(asdict(config), model, TRAIN, VALID, facts=facts)
+        return identity_of(config.flat(), model, TRAIN, VALID, facts=facts)
 
     assert check_identity(at(100), at(100), WHERE) == []
     (note,) = check_identity(at(200), at(100), WHERE)
@@ -204,7 +203,7 @@ def test_a_schedule_over_the_run_follows_raised_iters_and_this_is_said(model: Pa
 
 def test_the_weights_to_start_from_are_known_by_their_content(model: Path) -> None:
     def starting(name: str | None, digest: str | None) -> dict[str, Any]:
-        options = asdict(replace(CONFIG, resume_adapter_file=name))
+        options = CONFIG.changed(resume_adapter_file=name).flat()
         return identity_of(options, model, TRAIN, VALID, facts=RunFacts(start=digest))
 
     before = starting("sft/adapters.safetensors", "1")
@@ -241,7 +240,7 @@ def test_which_answers_are_wanted_is_part_of_the_data(model: Path) -> None:
 
 def test_an_own_objective_that_has_changed_is_told(model: Path) -> None:
     now, then = (
-        identity_of(asdict(CONFIG), model, TRAIN, VALID, facts=RunFacts(objective=each))
+        identity_of(CONFIG.flat(), model, TRAIN, VALID, facts=RunFacts(objective=each))
         for each in ("1", "2")
     )
     (note,) = check_identity(now, then, WHERE)
@@ -254,7 +253,7 @@ def test_an_option_that_makes_another_run_is_refused_by_name(model: Path, name: 
     theirs = json.loads(json.dumps(ours))
     theirs["options"][name] = "another"
     problem = refusal(ours, theirs)
-    assert f"{name} another, not {getattr(CONFIG, name)}" in problem
+    assert f"{name} another, not {CONFIG.flat()[name]}" in problem
 
 
 MAY_CHANGE = """
@@ -275,7 +274,7 @@ MAY_CHANGE = """
 def test_of_every_option_it_is_known_whether_it_may_change() -> None:
     described = {"model", "data", "optimizer", "optimizer_config", "learning_rate", "lr_schedule"}
     described |= {"resume_adapter_file"}
-    may_change = {each.name for each in fields(TrainConfig)}.difference(SAME_OPTIONS, described)
+    may_change = {each.name for each in declared(TrainConfig)}.difference(SAME_OPTIONS, described)
     assert may_change == set(MAY_CHANGE.split())
 
 

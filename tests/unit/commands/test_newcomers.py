@@ -132,11 +132,11 @@ def test_a_word_of_another_program_is_told_by_flag_and_key_what_it_is_here(words
         read: Any = told or value or True
         if meant[0] == "lora_rank":
             whole = with_parts(TrainConfig, {"lora_rank": int(read)}, ())
-            assert TrainConfig(**whole).lora_parameters["rank"] == 16
+            assert TrainConfig.from_flat(**whole).tune.lora_parameters["rank"] == 16
             continue
         kind = type(meant[1])
         read = kind(read) if kind in (int, float) else read
-        written_value = getattr(TrainConfig(**{meant[0]: read}), meant[0])
+        written_value = TrainConfig.from_flat(**{meant[0]: read}).flat()[meant[0]]
         if isinstance(meant[1], dict):
             assert meant[1].items() <= written_value.items()
         else:

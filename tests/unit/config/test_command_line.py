@@ -10,7 +10,7 @@ import pytest
 
 from shardmlx.config.command_line import CommandLine, words_of
 from shardmlx.config.inference import GENERATE
-from shardmlx.config.options import REQUIRED, OptionError, check_options, option
+from shardmlx.config.options import REQUIRED, OptionError, Options, option
 from shardmlx.errors import UserError
 from shardmlx.main import main
 from tests.helpers.refusals import refusal
@@ -18,8 +18,8 @@ from tests.helpers.refusals import refusal
 Capture = pytest.CaptureFixture[str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+@dataclass(frozen=True, kw_only=True)
+class Sample(Options):
     """Options of each kind."""
 
     place: str = option(REQUIRED, "where", metavar="DIR", positional=True)
@@ -31,7 +31,7 @@ class Sample:
     many: Sequence[str] = option([], "several", metavar="NAME")
 
     def __post_init__(self) -> None:
-        check_options(self)
+        super().__post_init__()
         if self.place == "nowhere":
             raise OptionError("place", "is 'nowhere'", "name another")
 

@@ -104,7 +104,7 @@ def test_spellings_of_mlx_lm_mean_the_same() -> None:
 
 def test_a_list_has_texts_alone() -> None:
     for words in ([5], ["a", None], [["a"]]):
-        error = refusal(GenerateConfig, extra_eos_token=words)
+        error = refusal(GenerateConfig.from_flat, extra_eos_token=words)
         assert str(error) == f"extra_eos_token is {words!r}: give a list of texts"
 
 
@@ -128,5 +128,5 @@ def test_a_text_that_is_not_utf_8_is_refused(flag: str) -> None:
 
 
 def test_a_server_plans_for_the_bodies_of_requests() -> None:
-    assert ServeConfig(max_body=2000).bytes_for_requests == (8 + 20) * 2000
-    assert GenerateConfig(prompt="a").bytes_for_requests == 0
+    assert ServeConfig.from_flat(max_body=2000).bytes_for_requests == (8 + 20) * 2000
+    assert GenerateConfig.from_flat(prompt="a").bytes_for_requests == 0

@@ -1,37 +1,77 @@
-"""Parts of the options."""
+"""Sections of the options."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 
 import shardmlx
+from shardmlx.config.commands import BY_NAME
 from shardmlx.config.inference import InferenceConfig
-from shardmlx.config.options import Spec
+from shardmlx.config.options import OptionError, declared
+from shardmlx.config.profile import ProfileOptions
 from shardmlx.config.specs import BatchOptions, FineTune, MachineOptions
 from shardmlx.config.train import TrainConfig
 
 
-@pytest.mark.parametrize(
-    ("spec", "options"), [(BatchOptions, TrainConfig), (MachineOptions, InferenceConfig)]
-)
-def test_fields_have_names_and_types_of_the_options(spec: type[Spec], options: type) -> None:
-    theirs, mine = get_type_hints(options), get_type_hints(spec)
-    assert mine == {name: theirs.get(name, mine[name]) for name in mine}
-    assert len(theirs.keys() & mine.keys()) > 1
+@pytest.mark.parametrize("command", BY_NAME)
+def test_an_option_stands_once_in_all_sections_and_no_section_has_its_name(command: str) -> None:
+    options = BY_NAME[command].line.options
+    names = [each.name for each in declared(options)]
+    sections = {each.name for each in fields(options)} - set(names)
+    assert len(set(names)) == len(names) > 0
+    assert sections.isdisjoint(BatchOptions.__annotations__)
+
+
+def test_options_are_built_by_flat_names_and_taken_by_section() -> None:
+    config = TrainConfig.from_flat(model="m", micro_batch_size=2, prompt_feature="question")
+    assert (config.source.model, config.batch.micro_batch_size) == ("m", 2)
+    assert config.sets.features.prompt_feature == "question"
+    assert config.flat()["prompt_feature"] == "question"
+    assert TrainConfig.from_flat(**config.flat()) == config
+    assert config.changed(micro_batch_size=4).batch == BatchOptions(micro_batch_size=4)
+
+
+def test_an_unknown_name_is_no_option() -> None:
+    with pytest.raises(TypeError, match="micro_batch"):
+        TrainConfig.from_flat(micro_batch=2)
+
+
+def test_sections_are_checked_with_the_whole() -> None:
+    tune = FineTune(train=True)
+    assert TrainConfig(tune=tune, batch=BatchOptions(batch_size=8)).batch.batch_size == 8
+    with pytest.raises(OptionError) as wrong:
+        TrainConfig(tune=tune, batch=BatchOptions(batch_size=0))
+    assert wrong.value.name == "batch_size"
+    # What follows from other options is filled in by from_flat alone.
+    with pytest.raises(OptionError) as unsettled:
+        TrainConfig(tune=FineTune(train=False))
+    assert (unsettled.value.name, unsettled.value.remedy) == ("train", "give True")
+
+
+def test_a_command_may_have_another_form_of_a_run_s_option() -> None:
+    with pytest.raises(TypeError, match="model"):
+        ProfileOptions.from_flat()
+    options = ProfileOptions.from_flat(model="m", batch_size=2)
+    assert (options.run.source.model, options.run.batch.batch_size) == ("m", 2)
+    (model,) = [each for each in declared(ProfileOptions) if each.name == "model"]
+    assert model.rules.positional
 
 
 def test_what_the_options_lack_has_its_default() -> None:
-    machines = MachineOptions.of(InferenceConfig(hostfile="hosts", memory_limit=7))
+    machines = InferenceConfig.from_flat(hostfile="hosts", memory_limit=7).machines
     assert machines == MachineOptions(hostfile="hosts", memory_limit=7, profile=None)
 
 
 def test_the_settings_of_the_optimizer_are_those_of_the_one_that_is_used() -> None:
-    config = TrainConfig(optimizer="sgd", optimizer_config={"sgd": {"momentum": 0.9}, "adam": {}})
-    assert FineTune.of(config).optimizer_settings == {"momentum": 0.9}
-    assert FineTune.of(TrainConfig(optimizer_config={})).optimizer_settings == {}
+    config = TrainConfig.from_flat(
+        optimizer="sgd", optimizer_config={"sgd": {"momentum": 0.9}, "adam": {}}
+    )
+    assert config.tune.optimizer_settings == {"momentum": 0.9}
+    assert TrainConfig.from_flat(optimizer_config={}).tune.optimizer_settings == {}
 
 
 def test_few_modules_know_all_options_of_train() -> None:
@@ -58,7 +98,7 @@ def test_few_modules_know_all_options_of_train() -> None:
 
 def test_chunks_that_are_left_to_the_run_go_by_the_backend_and_the_vocabulary() -> None:
     def chunks(backend: str, vocab_size: int, **options: Any) -> tuple[int | None, int | None]:
-        batch = BatchOptions.of(TrainConfig(model="m", data="d", **options))
+        batch = TrainConfig.from_flat(model="m", data="d", **options).batch
         savings = batch.savings(backend, vocab_size)
         return savings.attention_chunk, savings.loss_chunk
 

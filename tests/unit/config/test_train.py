@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
@@ -82,7 +82,7 @@ def error_of(*argv: str) -> UserError:
 def test_every_option_of_mlx_lm_keeps_its_default() -> None:
     from mlx_lm.lora import CONFIG_DEFAULTS
 
-    ours = TrainConfig().to_adapter_config()
+    ours = TrainConfig.from_flat().to_adapter_config()
     # Left to the run: mlx_lm.lora does not look whether the model fits.
     implied = {"train": True, "grad_checkpoint": None}
     assert CONFIG_DEFAULTS["grad_checkpoint"] is False
@@ -91,17 +91,17 @@ def test_every_option_of_mlx_lm_keeps_its_default() -> None:
 
 def test_the_example_of_mlx_lm_loads_unchanged(tmp_path: Path) -> None:
     config = LINE.load(["--config", write(tmp_path, MLX_LM_EXAMPLE)])
-    assert config.learning_rate == 1e-5
-    assert config.lora_parameters["keys"] == ["self_attn.q_proj", "self_attn.v_proj"]
-    assert config.optimizer_config["adamw"]["eps"] == 1e-6
-    assert config.lr_schedule == {
+    assert config.tune.learning_rate == 1e-5
+    assert config.tune.lora_parameters["keys"] == ["self_attn.q_proj", "self_attn.v_proj"]
+    assert config.tune.optimizer_config["adamw"]["eps"] == 1e-6
+    assert config.tune.lr_schedule == {
         "name": "cosine_decay",
         "warmup": 100,
         "warmup_init": 1e-7,
         "arguments": [1e-5, 1000, 1e-7],
     }
-    assert isinstance(config.hf_dataset, dict)
-    assert config.hf_dataset["path"] == "billsum"
+    assert isinstance(config.sets.hf_dataset, dict)
+    assert config.sets.hf_dataset["path"] == "billsum"
     assert config.resume_adapter_file is None
 
 
@@ -109,15 +109,15 @@ def test_the_example_of_mlx_lm_loads_unchanged(tmp_path: Path) -> None:
 def test_off_needs_no_quotes_in_yaml(name: str, tmp_path: Path) -> None:
     """YAML reads the bare word as False."""
     for text in ("off", '"off"', "false"):
-        assert getattr(load("-c", write(tmp_path, f"{name}: {text}")), name) == "off"
+        assert load("-c", write(tmp_path, f"{name}: {text}")).flat()[name] == "off"
     assert "auto" in error_of("-c", write(tmp_path, f"{name}: on")).remedy
 
 
 def test_gradient_checkpointing_is_full_recomputation() -> None:
-    assert TrainConfig().recompute is None
-    assert load("--grad-checkpoint").recompute == "full"
-    assert load("--no-grad-checkpoint").recompute == "none"
-    assert load("--grad-checkpoint", "--recompute", "full").recompute == "full"
+    assert TrainConfig.from_flat().batch.recompute is None
+    assert load("--grad-checkpoint").batch.recompute == "full"
+    assert load("--no-grad-checkpoint").batch.recompute == "none"
+    assert load("--grad-checkpoint", "--recompute", "full").batch.recompute == "full"
 
 
 @pytest.mark.parametrize(
@@ -132,13 +132,13 @@ def test_what_tensor_shares_cannot_do_is_refused(name: str, value: object, tmp_p
     file = write(tmp_path, f"{name}: {value}\nfine_tune_type: {kind}")
     error = error_of("-c", file, "--tensor-parallel", "2")
     assert re.search(rf"{name.replace('_', '.')} is {value} with --tensor-parallel 2", str(error))
-    assert load("--tensor-parallel", "2").zero == 0
+    assert load("--tensor-parallel", "2").tune.zero == 0
 
 
 @pytest.mark.parametrize("ranks", ["1", "3"])
 def test_there_is_a_share_for_each_rank(ranks: str, tmp_path: Path) -> None:
     file = write(tmp_path, "tensor_shares: 2,1")
-    assert load("-c", file, "--tensor-parallel", "2").tensor_shares == "2,1"
+    assert load("-c", file, "--tensor-parallel", "2").layout.tensor_shares == "2,1"
     error = error_of("-c", file, "--tensor-parallel", ranks)
     assert f"2,1: --tensor-parallel {ranks} " in error.problem
 
@@ -170,16 +170,16 @@ def test_kto_compares_a_row_with_others_of_its_batch() -> None:
     error = error_of("--objective", "kto", "--batch-size", "1", "--train")
     assert error.problem.startswith("--batch-size is 1 with objective kto")
     assert "2 or more" in error.remedy
-    assert load("--objective", "kto", "--batch-size", "2").batch_size == 2
-    assert load("--objective", "dpo", "--batch-size", "2").batch_size == 2
+    assert load("--objective", "kto", "--batch-size", "2").batch.batch_size == 2
+    assert load("--objective", "dpo", "--batch-size", "2").batch.batch_size == 2
 
 
 def test_the_adapter_config_is_what_mlx_lm_reads() -> None:
-    written = json.loads(json.dumps(TrainConfig(num_layers=4).to_adapter_config()))
+    written = json.loads(json.dumps(TrainConfig.from_flat(num_layers=4).to_adapter_config()))
     assert written["fine_tune_type"] == "lora"
     assert written["num_layers"] == 4
     assert written["lora_parameters"] == {"rank": 8, "dropout": 0.0, "scale": 20.0}
-    full = TrainConfig(fine_tune_type="full").to_adapter_config()
+    full = TrainConfig.from_flat(fine_tune_type="full").to_adapter_config()
     assert full["lora_parameters"] is None
 
 
@@ -189,10 +189,10 @@ def test_the_adapter_config_is_what_mlx_lm_reads() -> None:
 def test_flags_beat_the_file_and_the_file_beats_the_defaults(tmp_path: Path) -> None:
     path = write(tmp_path, "iters: 5\nbatch_size: 2\nmask_prompt: true\nlora_parameters: null\n")
     config = load("-c", path, "--batch-size", "8", "--no-mask-prompt")
-    assert (config.iters, config.batch_size, config.seed) == (5, 8, 0)
-    assert config.mask_prompt is False
+    assert (config.iters, config.batch.batch_size, config.seed) == (5, 8, 0)
+    assert config.sets.mask_prompt is False
     assert config.config == path
-    assert config.lora_parameters["rank"] == 8  # a key without a value counts as not given
+    assert config.tune.lora_parameters["rank"] == 8  # a key without a value counts as not given
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_train_is_implied_unless_test_alone_is_given(
     argv: list[str], train: bool, test: bool
 ) -> None:
     config = LINE.load(argv)
-    assert (config.train, config.test) == (train, test)
+    assert (config.tune.train, config.sets.test) == (train, test)
 
 
 def test_a_run_needs_data_or_a_word_that_it_takes_mlx_lm_s(tmp_path: Path) -> None:
@@ -216,9 +216,9 @@ def test_a_run_needs_data_or_a_word_that_it_takes_mlx_lm_s(tmp_path: Path) -> No
         error = error_of(*argv)
         assert (error.problem, "--data" in error.remedy) == ("train has no data", True)
     given = write(tmp_path, "hf_dataset: {path: csv, config: {data_files: all.csv}}\n")
-    assert LINE.load(["-c", given]).hf_dataset is not None
-    assert LINE.load(["-c", write(tmp_path, "data: mine\n")]).data == "mine"
-    assert LINE.load(["--model", "M", "--train"]).data == "mlx-community/WikiSQL"
+    assert LINE.load(["-c", given]).sets.hf_dataset is not None
+    assert LINE.load(["-c", write(tmp_path, "data: mine\n")]).sets.data == "mine"
+    assert LINE.load(["--model", "M", "--train"]).sets.data == "mlx-community/WikiSQL"
 
 
 Q_PROJ = "self_attn.q_proj"
@@ -253,7 +253,7 @@ def test_each_key_of_the_adapters_can_be_given_and_the_others_are_mlx_lm_s(
     usual = {"rank": 8, "dropout": 0.0, "scale": 20.0}
     words = ["-c", write(tmp_path, text)] if text else []
     config = load(*words, *flags.split())
-    assert config.lora_parameters == usual | differs
+    assert config.tune.lora_parameters == usual | differs
     assert config.to_adapter_config()["lora_parameters"] == usual | differs
     assert not [key for key in config.to_adapter_config() if key in ("lora_rank", "lora_alpha")]
 
@@ -283,7 +283,7 @@ def test_numbers_with_exponents_are_numbers(tmp_path: Path) -> None:
     """Text that only looks like one stays text."""
     for number in ("1e-5", "1.e-5", ".1e-4", "1E-5"):
         path = write(tmp_path, f"learning_rate: {number}")
-        assert load("-c", path).learning_rate == 1e-5
+        assert load("-c", path).tune.learning_rate == 1e-5
     for text in ("1e5x", "e5", "-e-5", "."):
         path = write(tmp_path, f"project_name: {text}")
         assert load("-c", path).project_name == text
@@ -293,7 +293,7 @@ def test_texts_of_flags_and_of_the_file_are_read_alike(tmp_path: Path) -> None:
     path = write(tmp_path, "clear_cache_threshold: 2 GiB\noptimizer: AdamW\n")
     flags = ["--clear-cache-threshold", "2 GiB", "--optimizer", "AdamW"]
     for config in (load("-c", path), load(*flags)):
-        assert (config.clear_cache_threshold, config.optimizer) == (2**31, "adamw")
+        assert (config.clear_cache_threshold, config.tune.optimizer) == (2**31, "adamw")
 
 
 # What YAML has, by flags
@@ -337,20 +337,20 @@ def test_a_learning_rate_schedule_can_be_given_by_flags(
 ) -> None:
     """Without arguments it falls to 0 over the updates of the run: two steps make one here."""
     run = "--learning-rate 1e-3 --iters 1000 --grad-accumulation-steps 2"
-    assert load(*run.split(), *flags.split()).lr_schedule == schedule
+    assert load(*run.split(), *flags.split()).tune.lr_schedule == schedule
 
 
 @pytest.mark.parametrize("form", ["cosine_decay", "cosine_decay:1e-4,run,1e-6", "cosine_decay:1,9"])
 def test_a_schedule_over_the_run_follows_another_length_of_it(form: str) -> None:
     config = load("--lr-schedule", form, "--iters", "100")
-    longer = replace(config, iters=700, lr_schedule=config.asked_lr_schedule)
+    longer = config.changed(iters=700, lr_schedule=config.asked_lr_schedule)
     assert longer == load("--lr-schedule", form, "--iters", "700")
 
 
 def test_a_warm_up_alone_keeps_the_learning_rate_afterwards() -> None:
     from mlx_lm.tuner.utils import build_schedule
 
-    schedule = load("--learning-rate", "1e-3", "--warmup", "10").lr_schedule
+    schedule = load("--learning-rate", "1e-3", "--warmup", "10").tune.lr_schedule
     rate = build_schedule(schedule)
     assert float(rate(0)) == 0.0
     assert float(rate(5)) == pytest.approx(0.5e-3)
@@ -363,10 +363,10 @@ def test_epochs_take_the_place_of_iters(tmp_path: Path) -> None:
     assert config.epochs == 2
     counted = config.with_iters(70)
     assert (counted.iters, counted.epochs) == (70, None)
-    assert counted.lr_schedule == {"name": "cosine_decay", "arguments": [1e-5, 70]}
+    assert counted.tune.lr_schedule == {"name": "cosine_decay", "arguments": [1e-5, 70]}
     path = write(tmp_path, "lr_schedule: {name: cosine_decay, arguments: [1e-4, run, 1e-6]}\n")
     counted = load("-c", path, "--epochs", "2").with_iters(70)
-    assert counted.lr_schedule == {"name": "cosine_decay", "arguments": [1e-4, 70, 1e-6]}
+    assert counted.tune.lr_schedule == {"name": "cosine_decay", "arguments": [1e-4, 70, 1e-6]}
     path = write(tmp_path, "epochs: 3\n")
     config = load("-c", path, "--iters", "7")
     assert (config.iters, config.epochs) == (7, None)
@@ -389,13 +389,16 @@ def test_keys_that_mlx_lm_passes_over_are_named(
 
 def test_a_config_is_frozen_and_owns_its_mappings() -> None:
     parameters = {"rank": 4, "scale": 10.0, "dropout": 0.0, "keys": ["mlp.up_proj"]}
-    config = TrainConfig(lora_parameters=parameters)
+    config = TrainConfig.from_flat(lora_parameters=parameters)
     parameters["rank"] = 16
-    assert config.lora_parameters["rank"] == 4
-    assert TrainConfig().lora_parameters is not TrainConfig().lora_parameters
+    assert config.tune.lora_parameters["rank"] == 4
+    assert (
+        TrainConfig.from_flat().tune.lora_parameters
+        is not TrainConfig.from_flat().tune.lora_parameters
+    )
     with pytest.raises(FrozenInstanceError):
         config.iters = 3  # type: ignore[misc]
-    assert replace(config, iters=3).iters == 3
+    assert config.changed(iters=3).iters == 3
 
 
 # Bad input: one line with the value and the remedy
@@ -506,7 +509,7 @@ def test_a_bad_file_is_named_with_key_and_value(
 
 def test_what_a_full_fine_tune_does_not_use_is_not_checked(tmp_path: Path) -> None:
     path = write(tmp_path, "fine_tune_type: full\nlora_parameters: {}\nunfreeze_all: true\n")
-    assert load("-c", path).unfreeze_all
+    assert load("-c", path).tune.unfreeze_all
 
 
 # --help
@@ -557,7 +560,7 @@ def test_other_ranks_read_no_file_and_take_only_how_long_to_wait_for_rank_0(
     old.write_text("modle: mistral\n")
     for path in (old, tmp_path / "nowhere.yaml"):
         config = LINE.load(["-c", str(path), "--iters", "7", "--timeout", "5"], rank=1)
-        assert (config.timeout, config.iters) == (5.0, TrainConfig().iters)
+        assert (config.timeout, config.iters) == (5.0, TrainConfig.from_flat().iters)
 
 
 # Paths
@@ -565,8 +568,8 @@ def test_other_ranks_read_no_file_and_take_only_how_long_to_wait_for_rank_0(
 
 @pytest.mark.parametrize("name", ["checkpoint_dir", "metrics_file", "model"])
 def test_an_empty_path_is_refused(name: str) -> None:
-    assert str(refusal(TrainConfig, **{name: ""})).startswith(f"{name} is empty: ")
-    assert TrainConfig(adapter_path="").adapter_path == ""
+    assert str(refusal(TrainConfig.from_flat, **{name: ""})).startswith(f"{name} is empty: ")
+    assert TrainConfig.from_flat(adapter_path="").adapter_path == ""
 
 
 def test_the_home_directory_is_expanded_in_every_path(
@@ -584,7 +587,7 @@ def test_the_home_directory_is_expanded_in_every_path(
     write(tmp_path, "\n".join([*lines, "hf_dataset: [{path: ~/rows}]"]))
     config = LINE.load(["-c", "~/lora.yaml", "--profile", "~/a,~/b"])
     for name in set(names) - {"profile"}:
-        assert getattr(config, name) == str(tmp_path / name)
-    assert config.profile == f"{tmp_path}/a,{tmp_path}/b"
-    assert config.hf_dataset == [{"path": str(tmp_path / "rows")}]
+        assert config.flat()[name] == str(tmp_path / name)
+    assert config.machines.profile == f"{tmp_path}/a,{tmp_path}/b"
+    assert config.sets.hf_dataset == [{"path": str(tmp_path / "rows")}]
     assert "~nobody-of-that-name/x" in error_of("--adapter-path", "~nobody-of-that-name/x").problem

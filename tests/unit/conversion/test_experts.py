@@ -42,7 +42,7 @@ def test_no_more_than_three_experts_are_in_memory(
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    options = ExportOptions(
+    options = ExportOptions.from_flat(
         model=str(mixture), output_dir=str(tmp_path / "out"), adapter_path=str(adapters), **how
     )
     export_alone(options)
@@ -57,7 +57,7 @@ def test_every_family_with_experts_has_them_one_by_one(tmp_path: Path, in_haste:
     for family in MIXTURES:
         wide = {"hidden_size": 64} if "hidden_size" in CONFIGS[family] else {}
         save_model_directory(tmp_path / family, {**CONFIGS[family], **wide})
-        options = ExportOptions(model=family, output_dir="out", dtype="float16")
+        options = ExportOptions.from_flat(model=family, output_dir="out", dtype="float16")
         model = build_lazily(tmp_path / family, None, options)
         stacked = [name for name in model.weights if "switch_mlp" in name and "bias" not in name]
         assert [name for name in stacked if name not in model.experts] == [], family

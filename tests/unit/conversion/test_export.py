@@ -54,7 +54,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(name: Path | str, to: Path, **how: Any) -> ExportOptions:
-    return ExportOptions(**{"model": str(name), "output_dir": str(to), "quantize": "4:32"} | how)
+    return ExportOptions.from_flat(
+        **{"model": str(name), "output_dir": str(to), "quantize": "4:32"} | how
+    )
 
 
 def tree(directory: Path) -> Contents:
@@ -358,7 +360,7 @@ def test_flags_of_mlx_lm_say_what_to_use_here() -> None:
     with pytest.raises(UserError, match="--upload-repo is not here: upload what is fin"):
         LINE.load(["model", "-o", "out", "--upload-repo", "me/it"])
     with pytest.raises(OptionError, match="output_dir is empty"):
-        ExportOptions(model="model", output_dir="")
+        ExportOptions.from_flat(model="model", output_dir="")
 
 
 def test_verify_finds_what_is_wrong_with_the_files(

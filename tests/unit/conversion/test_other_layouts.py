@@ -75,7 +75,7 @@ def in_8_bits(path: Path, config: Mapping[str, Any], scales: bool) -> Path:
 
 
 def exported(model: Path, to: Path, **how: Any) -> dict[str, mx.array]:
-    export_alone(ExportOptions(model=str(model), output_dir=str(to), **how))
+    export_alone(ExportOptions.from_flat(model=str(model), output_dir=str(to), **how))
     return load_arrays(to / "model.safetensors")
 
 

@@ -72,7 +72,7 @@ def fuse(
 
 
 def exported(model: Path, to: Path, **options: Any) -> Path:
-    export_alone(ExportOptions(model=str(model), output_dir=str(to), **options))
+    export_alone(ExportOptions.from_flat(model=str(model), output_dir=str(to), **options))
     return to
 
 

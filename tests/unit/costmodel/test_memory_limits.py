@@ -247,10 +247,10 @@ def test_who_took_more_than_the_limit_is_named_afterwards() -> None:
 def test_the_option_is_a_size_above_nothing(
     config: type[TrainConfig] | type[InferenceConfig],
 ) -> None:
-    assert config(memory_limit="12GiB").memory_limit == 12 * GIB  # type: ignore[arg-type]
+    assert config.from_flat(memory_limit="12GiB").machines.memory_limit == 12 * GIB
     for wrong in ("12 apples", 0):
         with pytest.raises(UserError):
-            config(memory_limit=wrong)  # type: ignore[arg-type]
+            config.from_flat(memory_limit=wrong)
 
 
 # From the plan of a run

@@ -20,7 +20,7 @@ def test_divided_weights_are_gathered_twice_a_micro_batch(tmp_path: Path) -> Non
     """And gradients sent. Two layers stay from each pass to the next, but not over an update."""
     config = tiny_config(layers=LAYERS, hidden_size=WIDTH, vocab_size=VOCABULARY)
     (tmp_path / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}))
-    run = TrainConfig(
+    run = TrainConfig.from_flat(
         model=str(tmp_path), fine_tune_type="full", num_layers=-1, batch_size=ROWS,
         micro_batch_size=1, max_seq_length=32, schedule="1f1b", recompute="none",
         optimizer="sgd", pipeline_stages=1, zero=3,

@@ -46,7 +46,7 @@ ROWS = [
 def test_without_the_package_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="which is not installed: pip install lm-eval"):
-        tasks.check_tasks(EvaluateConfig(model="model", tasks=["arc_easy"]))
+        tasks.check_tasks(EvaluateConfig.from_flat(model="model", tasks=["arc_easy"]))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -67,7 +67,7 @@ def test_two_ranks_have_the_results_of_mlx_lm(
     for kind, rest in kinds.items():
         (tmp_path / f"{kind}.yaml").write_text(TASK.format(kind=kind, data=data) + rest)
     names = [f"rivers_{kind}" for kind in kinds]
-    config = EvaluateConfig(
+    config = EvaluateConfig.from_flat(
         model=str(small),
         tasks=names,
         include_path=str(tmp_path),

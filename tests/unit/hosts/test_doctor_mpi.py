@@ -102,7 +102,7 @@ def test_strict_makes_warnings_a_failure_of_all_ranks(
     lock = threading.Lock()
 
     def work(transport: LocalTransport) -> None:
-        config = DoctorConfig(seconds=0.02, strict=True)
+        config = DoctorConfig.from_flat(seconds=0.02, strict=True)
         try:
             doctor_mpi.run(config, transport, BLAS)
         except AgreedFailure as failure:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,19 +76,19 @@ def test_every_place_that_says_so_is_planned_below() -> None:
 def test_the_headline_is_a_plan_that_neither_mac_has_the_memory_for(tmp_path: Path) -> None:
     (said,) = re.findall(r"A MacBook with 16 GB and .*?\n\n", text_of("README.md"), re.DOTALL)
     model = str(write_config(tmp_path / "70b", LLAMA_70B))
-    config = TrainConfig(model=model, max_seq_length=tokens_of(said))
+    config = TrainConfig.from_flat(model=model, max_seq_length=tokens_of(said))
     prediction = planned(config, machines_of(PAIR)).prediction
     assert [float(each) for each in re.findall(r"([\d.]+) GiB", said)] == pytest.approx(
         [rank.peak / GIB for rank in prediction.ranks], abs=0.1
     )
     ((steps, days),) = re.findall(r"(\d+) steps of four sequences take\s+([\d.]+) days", said)
-    assert config.batch_size == 4
+    assert config.batch.batch_size == 4
     seconds = int(steps) * prediction.step_seconds
     assert float(days) == pytest.approx(seconds / 86400, abs=0.06)
     (row,) = re.findall(r"With 16 and 64 GB, .*", text_of("docs/README.md"))
-    assert tokens_of(row) == config.max_seq_length
+    assert tokens_of(row) == config.batch.max_seq_length
     (page,) = re.findall(r"On ([\d,]+) tokens neither holds it alone", text_of("docs/what-fits.md"))
-    assert tokens_of(f"{page} tokens") == config.max_seq_length
+    assert tokens_of(f"{page} tokens") == config.batch.max_seq_length
 
 
 def test_the_example_is_a_plan_that_neither_mac_has_the_memory_for(tmp_path: Path) -> None:
@@ -97,13 +96,13 @@ def test_the_example_is_a_plan_that_neither_mac_has_the_memory_for(tmp_path: Pat
     model = str(write_config(tmp_path / "70b", LLAMA_70B))
     config = BY_NAME["train"].line.load(["-c", str(path), "--model", model], 0)
     assert isinstance(config, TrainConfig)
-    assert config.max_seq_length == tokens_of(text_of(EXAMPLE).splitlines()[0])
+    assert config.batch.max_seq_length == tokens_of(text_of(EXAMPLE).splitlines()[0])
     assert planned(config, read_hostfile(ROOT / "hostfiles/macbook-and-studio"))
 
 
 def test_the_tutorial_s_model_fits_on_neither_mac_in_16_bits(tmp_path: Path) -> None:
     model = str(write_config(tmp_path / "7b", MISTRAL_7B))
-    config = TrainConfig(model=model, num_layers=8, batch_size=2)
+    config = TrainConfig.from_flat(model=model, num_layers=8, batch_size=2)
     (lines,) = re.findall(
         r"cat > two-small-macs <<'END'\n(.*?)END", text_of("docs/tutorial.md"), re.S
     )
@@ -111,5 +110,5 @@ def test_the_tutorial_s_model_fits_on_neither_mac_in_16_bits(tmp_path: Path) -> 
     hosts.write_text(lines)
     refused_alone(config, read_hostfile(hosts))
     quantised = MISTRAL_7B | {"quantization": {"group_size": 64, "bits": 4}}
-    fits = replace(config, model=str(write_config(tmp_path / "7b-4bit", quantised)))
+    fits = config.changed(model=str(write_config(tmp_path / "7b-4bit", quantised)))
     assert plan_training(fits, read_hostfile(hosts)[:1])

@@ -50,7 +50,7 @@ def alone(tokens: Sequence[int], count: int) -> list[int]:
 
 
 def test_a_model_that_is_not_there_or_has_another_tokenizer_is_refused_by_name(small: Path) -> None:
-    config = InferenceConfig(model="large", draft=str(small))
+    config = InferenceConfig.from_flat(model="large", draft=str(small))
     own = read_tokenizer(small, False, {})
     found = find_draft_model(config, own)
     assert found.path == small
@@ -59,7 +59,7 @@ def test_a_model_that_is_not_there_or_has_another_tokenizer_is_refused_by_name(s
     for named in (f"--draft {small}", "--model large"):
         assert named in error.problem
     for path in (small / "none", small / "config.json"):
-        config = InferenceConfig(model="large", draft=str(path))
+        config = InferenceConfig.from_flat(model="large", draft=str(path))
         assert refusal(find_draft_model, config, own).problem.startswith(f"--draft {path}: ")
 
 

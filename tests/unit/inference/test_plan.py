@@ -53,7 +53,7 @@ def plan(
     head: int = 0,
     **options: Any,
 ) -> InferencePlan:
-    config = GenerateConfig(model="m", **options)
+    config = GenerateConfig.from_flat(model="m", **options)
     given = None if config.stage_map is None else read_stage_map(config.stage_map)
     machines = replace(cluster(*memories), backend=backend)
     budgets = budgets_of(machines, config.memory_limit)
@@ -262,7 +262,7 @@ def test_shares_that_nobody_gives_go_by_memory_bandwidth() -> None:
     fast, slow = (
         Machine(host=name, memory=ROOM, kind=f"apple-{name}") for name in ("m2-max", "m2")
     )
-    config = GenerateConfig(model="m", tensor_parallel=2)
+    config = GenerateConfig.from_flat(model="m", tensor_parallel=2)
     machines = Cluster(machines=(fast, slow))
     inputs = PlanInputs(workload(), machines, budgets_of(machines, None), None, machines)
     assert plan_inference(config, inputs, ONE, "digest").shares.weights == (400, 100)

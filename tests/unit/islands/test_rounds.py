@@ -24,7 +24,7 @@ class Hub:
 
     def __init__(self, path: Path, *, joins: str = "ann,ben", **options: Any) -> None:
         options = {"outer_optimizer": "average", **options}
-        self.options = HubOptions(path=str(path), islands="ann,ben,cid", **options)
+        self.options = HubOptions.from_flat(path=str(path), islands="ann,ben,cid", **options)
         self.joins = joins
         self.time = 0.0
         self.open()
@@ -236,7 +236,7 @@ def test_a_median_does_not_follow_one_liar_of_three(made: Make) -> None:
 
 def test_a_parameter_server_reports_each_step_and_takes_the_mean(made: Make) -> None:
     hub = made(mode="parameter-server", outer_optimizer=None)
-    assert (hub.options.inner_steps, hub.options.optimizer.name) == (1, "sgd")
+    assert (hub.options.terms.inner_steps, hub.options.terms.optimizer.name) == (1, "sgd")
     hub.report("ann", 1)
     hub.report("ben", 2)
     assert hub.close() == (1, -1.5)
@@ -272,7 +272,7 @@ def test_the_run_ends_after_its_rounds_and_keeps_reports_for_a_longer_one(
 def test_only_the_first_seeds_and_another_does_if_it_dies_and_the_first_whole_one_counts(
     tmp_path: Path,
 ) -> None:
-    rounds = Rounds(HubOptions(path=str(tmp_path), islands="ann,ben"), lambda: now[0])
+    rounds = Rounds(HubOptions.from_flat(path=str(tmp_path), islands="ann,ben"), lambda: now[0])
     now = [0.0]
     rounds.hear("ann")
     assert rounds.join("ann", JOIN).versions == [None]
@@ -324,4 +324,4 @@ def test_no_more_than_three_reports_of_an_island_wait(made: Make) -> None:
 )
 def test_options_that_do_not_fit_are_refused(options: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError, match=named):
-        HubOptions(path="lab", **options)
+        HubOptions.from_flat(path="lab", **options)

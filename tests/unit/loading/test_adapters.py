@@ -11,7 +11,6 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
-from shardmlx.config.specs import FineTune
 from shardmlx.config.train import TrainConfig
 from shardmlx.errors import UserError
 from shardmlx.loading.build import build_model, build_to_generate
@@ -33,10 +32,10 @@ def generated(model: Path, adapters: Path | None) -> nn.Module:
 
 
 def trained(model: Path, file: Path, **options: Any) -> nn.Module:
-    config = TrainConfig(
+    config = TrainConfig.from_flat(
         **{"num_layers": -1, "lora_parameters": LORA, "resume_adapter_file": str(file), **options}
     )
-    return build_model(model, FineTune.of(config), 0, config.resume_adapter_file)[0]
+    return build_model(model, config.tune, 0, config.resume_adapter_file)[0]
 
 
 def error_of(act: Any) -> UserError:
@@ -48,8 +47,8 @@ def error_of(act: Any) -> UserError:
 
 
 def save_own(directory: Path, model: Path, **options: Any) -> Path:
-    config = TrainConfig(**{"num_layers": -1, "lora_parameters": LORA, **options})
-    made, _ = build_model(model, FineTune.of(config), 0, None)
+    config = TrainConfig.from_flat(**{"num_layers": -1, "lora_parameters": LORA, **options})
+    made, _ = build_model(model, config.tune, 0, None)
     directory.mkdir()
     file = directory / "adapters.safetensors"
     mx.save_safetensors(str(file), dict(tree_flatten(made.trainable_parameters())))
@@ -76,13 +75,13 @@ def test_a_module_that_is_not_there_is_refused_beside_others_that_are(
     wrong: str, model: Path
 ) -> None:
     parameters = {**LORA, "keys": ["self_attn.q_proj", wrong]}
-    config = TrainConfig(num_layers=-1, lora_parameters=parameters)
-    error = error_of(lambda: build_model(model, FineTune.of(config), 0, None))
+    config = TrainConfig.from_flat(num_layers=-1, lora_parameters=parameters)
+    error = error_of(lambda: build_model(model, config.tune, 0, None))
     assert repr(wrong) in error.problem
     assert "mlp.down_proj" in error.remedy
     whole = {**LORA, "keys": ["mlp.down_proj", "lm_head"]}
-    config = TrainConfig(num_layers=-1, lora_parameters=whole)
-    made, _ = build_model(model, FineTune.of(config), 0, None)
+    config = TrainConfig.from_flat(num_layers=-1, lora_parameters=whole)
+    made, _ = build_model(model, config.tune, 0, None)
     assert "lm_head.lora_a" in dict(tree_flatten(made.trainable_parameters()))
 
 

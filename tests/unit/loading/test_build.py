@@ -15,7 +15,6 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_model
 
-from shardmlx.config.specs import FineTune
 from shardmlx.config.train import TrainConfig
 from shardmlx.errors import UserError
 from shardmlx.loading.build import build_model, count_parameters, cut
@@ -53,13 +52,13 @@ def quantised_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config_for(path: Path, **options: Any) -> TrainConfig:
     options = {"num_layers": 3, "lora_parameters": LORA, **options}
-    return TrainConfig(model=str(path), **options)
+    return TrainConfig.from_flat(model=str(path), **options)
 
 
 def build(path: Path, **options: Any) -> nn.Module:
     config = config_for(path, **options)
-    adapters = config.resume_adapter_file if config.train else config.adapter_path
-    model, _ = build_model(path, FineTune.of(config), config.seed, adapters)
+    adapters = config.resume_adapter_file if config.tune.train else config.adapter_path
+    model, _ = build_model(path, config.tune, config.seed, adapters)
     return model
 
 
@@ -127,7 +126,7 @@ def test_float32_copies_begin_with_what_is_stored_of_trained_weights(model_dir: 
     def exact(**options: Any) -> dict[str, mx.array]:
         config = config_for(model_dir, num_layers=1, fine_tune_type="full", **options)
         adapters = config.resume_adapter_file
-        return build_model(model_dir, FineTune.of(config), config.seed, adapters)[1]
+        return build_model(model_dir, config.tune, config.seed, adapters)[1]
 
     stored = load_arrays(model_dir / "model.safetensors")
     found = exact(dtype="bfloat16", master_weights=True)

@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 
 from shardmlx.common.reporter import Reporter
-from shardmlx.config.specs import BatchOptions, FineTune, MachineOptions, ModelSource
+from shardmlx.config.specs import MachineOptions, ModelSource
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.workload import ModelSizes, Workload, model_sizes
@@ -170,9 +170,9 @@ def test_a_profile_of_other_work_is_found_before_anything_is_loaded(
         raise UserError("p.json was measured with dtype 'bfloat16'", "measure again")
 
     monkeypatch.setattr(Cluster, "clock", fail)
-    config = TrainConfig(num_layers=-1)
+    config = TrainConfig.from_flat(num_layers=-1)
     files = open_model(str(model))
-    sizes = Workload.of(files, FineTune.of(config), BatchOptions.of(config))
+    sizes = Workload.of(files, config.tune, config.batch)
     machines = MachineOptions(hostfile=None, memory_limit=None)
     work = partial(gather_plan_inputs, sizes=sizes, options=machines, stage_map=None)
     expected = "p.json was measured with dtype 'bfloat16': measure again"

@@ -109,7 +109,7 @@ def test_tensors_are_those_of_mlx_lm(family: str) -> None:
 @families
 def test_a_run_can_be_planned_from_the_config_alone(family: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[family]))
-    config = TrainConfig(
+    config = TrainConfig.from_flat(
         model=str(tmp_path), num_layers=2, pipeline_stages=2, schedule="1f1b", batch_size=2
     )
     machines = [Machine(host=f"mac{i}", memory=2**34, flops=1e12, link=1e9) for i in range(2)]

@@ -68,14 +68,16 @@ def filled(**fields: Any) -> dict[str, Any]:
 
 def test_an_exported_config_says_it_in_the_fields_of_mlx_lm(tmp_path: Path) -> None:
     write(tmp_path, case_of("llama", "linear")["config"])
-    config = build_lazily(tmp_path, None, ExportOptions(model="m", output_dir="o")).config
+    config = build_lazily(tmp_path, None, ExportOptions.from_flat(model="m", output_dir="o")).config
     assert config["rope_theta"] == 500.0
     assert config["rope_scaling"] == {"type": "linear", "rope_type": "linear", "factor": 2.0}
 
 
 def test_what_mlx_lm_passes_over_is_computed_here_and_not_exported(tmp_path: Path) -> None:
     write(tmp_path, case_of("mixtral", "yarn")["config"])
-    error = refusal(build_lazily, tmp_path, None, ExportOptions(model="m", output_dir="o"))
+    error = refusal(
+        build_lazily, tmp_path, None, ExportOptions.from_flat(model="m", output_dir="o")
+    )
     assert "mixtral" in error.problem
     assert "yarn" in error.problem
 

@@ -131,7 +131,7 @@ def test_a_plan_says_that_it_is_approximate(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_model_directory(tmp_path, UNDECLARED["qwen3_5"])
-    config = TrainConfig(model=str(tmp_path), num_layers=2, pipeline_stages=2)
+    config = TrainConfig.from_flat(model=str(tmp_path), num_layers=2, pipeline_stages=2)
     machines = [Machine(host=f"mac{i}", memory=2**34, flops=1e12, link=1e9) for i in range(2)]
     plan = plan_training(config, machines)
     assert APPROXIMATE in report(plan, None, [])
@@ -142,7 +142,7 @@ def test_a_plan_says_that_it_is_approximate(
 @pytest.mark.parametrize("kind", LOOPING)
 def test_a_loop_over_tokens_is_not_trained(tmp_path: Path, kind: str) -> None:
     save_model_directory(tmp_path, UNDECLARED[kind])
-    config = TrainConfig(model=str(tmp_path), num_layers=2, pipeline_stages=1)
+    config = TrainConfig.from_flat(model=str(tmp_path), num_layers=2, pipeline_stages=1)
     with pytest.raises(UserError, match=f"{kind} models cannot be trained"):
         plan_training(config, [Machine(host="mac", memory=2**34, flops=1e12)])
 

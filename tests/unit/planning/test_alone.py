@@ -21,7 +21,7 @@ def model(tmp_path: Path) -> str:
 
 
 def beside(model: str, names: str, **options: object) -> tuple[Choice, tuple[Alone, ...]]:
-    config = TrainConfig(model=model, **options)  # type: ignore[arg-type]
+    config = TrainConfig.from_flat(model=model, **options)
     machines = machines_of(names)
     return plan_training(config, machines), each_alone(config, machines, BACKENDS[0])
 

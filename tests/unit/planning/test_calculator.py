@@ -74,7 +74,7 @@ def test_the_longest_sequence_is_in_the_command_that_is_printed(capsys: Capture)
     text = planned(capsys, "--hostfile", "timed", "--max-of", "seq")
     first, *_, command = text.splitlines()
     length = int(first.removeprefix("longest sequence that fits: ").removesuffix(" tokens"))
-    assert trained(command).max_seq_length == length > 2048
+    assert trained(command).batch.max_seq_length == length > 2048
 
 
 def test_a_larger_rank_takes_more_memory_and_is_in_the_command(capsys: Capture) -> None:
@@ -82,8 +82,8 @@ def test_a_larger_rank_takes_more_memory_and_is_in_the_command(capsys: Capture) 
     for rank in (8, 512):
         words = ["--hostfile", "timed", "--max-of", "seq", "--lora-rank", str(rank)]
         command = trained(planned(capsys, *words).splitlines()[-1])
-        assert command.lora_parameters["rank"] == rank
-        longest.append(command.max_seq_length)
+        assert command.tune.lora_parameters["rank"] == rank
+        longest.append(command.batch.max_seq_length)
     assert longest[0] > longest[1]
 
 
@@ -105,7 +105,7 @@ def test_questions_that_have_no_answer(words: list[str], said: str, capsys: Capt
 
 
 def test_ways_to_generate_stand_beside_each_other_if_chips_are_known(capsys: Capture) -> None:
-    facts = plan_training(TrainConfig(model="model"), machines_of(PAIR)).facts
+    facts = plan_training(TrainConfig.from_flat(model="model"), machines_of(PAIR)).facts
     ways = generation_ways(facts.workload, facts.cluster, facts.lengths.longest[0])
     assert [(len(each.hosts), each.tensor_parallel) for each in ways[:2]] == [(1, 1), (2, 1)]
     assert [*ways[0].hosts] == ["M1 Ultra 64GB"]
@@ -118,7 +118,7 @@ def test_ways_to_generate_stand_beside_each_other_if_chips_are_known(capsys: Cap
 
 
 def test_islands_wait_less_the_less_they_send_and_overlap_hides_it(capsys: Capture) -> None:
-    choice = plan_training(TrainConfig(model="model"), machines_of(PAIR))
+    choice = plan_training(TrainConfig.from_flat(model="model"), machines_of(PAIR))
     ways = {each.way: each for each in exchanges(choice, [100e6, 20e6])}
     step = choice.prediction.step_seconds
     (plain, short), sums = (

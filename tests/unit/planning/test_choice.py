@@ -96,7 +96,7 @@ def asked(
 ) -> tuple[RunSpec, PlanFacts]:
     """What is asked for, of rows of 512 tokens in batches of 8 where nothing else is said."""
     settings = {"num_layers": -1, "batch_size": 8, "max_seq_length": 512, **options}
-    run = RunSpec.of(TrainConfig(model=str(model), **settings))
+    run = TrainConfig.from_flat(model=str(model), **settings).spec
     facts = PlanFacts(
         workload=Workload.of(open_model(str(model)), run.fine_tune, run.batch),
         cluster=cluster,
@@ -573,8 +573,10 @@ def test_plan_and_a_run_choose_the_same_way_from_the_same_facts(
     shape: str, link: float, tmp_path: Path
 ) -> None:
     write_config(tmp_path, MISTRAL_7B | SHAPES[shape])
-    given = TrainConfig(model=str(tmp_path), num_layers=-1, batch_size=8, max_seq_length=512)
-    run = RunSpec.of(given)
+    given = TrainConfig.from_flat(
+        model=str(tmp_path), num_layers=-1, batch_size=8, max_seq_length=512
+    )
+    run = given.spec
     workload = Workload.of(open_model(str(tmp_path)), run.fine_tune, run.batch)
     for machines in CLUSTERS:
         cluster = macs(*machines, link=link)

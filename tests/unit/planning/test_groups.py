@@ -84,14 +84,18 @@ def test_plan_says_what_tensor_shares_gain_or_lose(tmp_path: Path, capsys: Captu
     assert said.splitlines()[-1].count("--tensor-parallel 2") == 1
     (fastest,) = re.findall("^the fastest: shardmlx (.*)", said, re.MULTILINE)
     way = GENERATE.load(read_options(shlex.split(fastest)[1:]).options)
-    assert (way.model, way.tensor_parallel) == (str(model), 2)
+    assert (way.source.model, way.tensor_parallel) == (str(model), 2)
     kept = planned("--batch-size", "1", "--tensor-parallel", "1")
     assert "2 ranks, 1f1b" in kept
     assert "times as fast" in kept
 
     said = planned("--tensor-parallel", "2")
     layout = LINE.load(read_options(shlex.split(said.splitlines()[-1])[2:]).options)
-    assert (layout.tensor_parallel, layout.pipeline_stages, layout.stage_map) == (2, 1, None)
+    assert (
+        layout.layout.tensor_parallel,
+        layout.layout.pipeline_stages,
+        layout.layout.stage_map,
+    ) == (2, 1, None)
     assert "with --tensor-parallel" not in said
     assert "2 stages" in said  # the ways to generate are those of single ranks
 

@@ -22,17 +22,17 @@ MACS = (Machine(host="a", wired=30 * MIB), Machine(host="b", wired=60 * MIB))
 def config(tmp_path: Path) -> TrainConfig:
     shape = tiny_config(layers=8, hidden_size=256, intermediate_size=512)
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    return TrainConfig(model=str(tmp_path), num_layers=-1, max_seq_length=128)
+    return TrainConfig.from_flat(model=str(tmp_path), num_layers=-1, max_seq_length=128)
 
 
 def test_the_answer_fits_and_the_next_does_not(config: TrainConfig) -> None:
     planned = plan_training(config, MACS, max_of="seq")
     length = planned.asked.batch.max_seq_length
     assert all(rank.peak <= rank.capacity for rank in planned.prediction.ranks)
-    assert plan_training(replace(config, max_seq_length=length), MACS).plan == planned.plan
+    assert plan_training(config.changed(max_seq_length=length), MACS).plan == planned.plan
     more = length + max(32, 2 * length >> (BITS - 1))
     with pytest.raises(UserError, match="does not fit"):
-        plan_training(replace(config, max_seq_length=more), MACS)
+        plan_training(config.changed(max_seq_length=more), MACS)
 
 
 def test_more_than_is_looked_at_is_not_promised(config: TrainConfig) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from shardmlx.config.specs import RunSpec
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
@@ -49,7 +48,7 @@ def test_a_stage_is_trained_in_the_plan_if_its_slice_has_trained_weights(
 ) -> None:
     """What planning knows from the headers alone is what is found once the model is built."""
     save_model_directory(tmp_path, tiny_config(layers=8, tied=tied))
-    run = RunSpec.of(TrainConfig(model=str(tmp_path), **options))
+    run = TrainConfig.from_flat(model=str(tmp_path), **options).spec
     workload = Workload.of(open_model(run.model), run.fine_tune, run.batch)
     model, _ = build_model(tmp_path, run.fine_tune, 0, None)
     for sizes in SIZES:

@@ -104,7 +104,9 @@ def test_the_stage_map_that_it_writes_is_the_plan(
     path = tmp_path / "map.yaml"
     output(capsys, model, "--hostfile", hosts, "-o", path)
     stage_map = read_stage_map(path)
-    chosen = plan_training(TrainConfig(model=str(model)), read_hostfile(hosts)).plan.stage_map
+    chosen = plan_training(
+        TrainConfig.from_flat(model=str(model)), read_hostfile(hosts)
+    ).plan.stage_map
     assert (stage_map.partition, stage_map.placement) == (chosen.partition, chosen.placement)
     assert stage_map.model == str(model)
 
@@ -120,10 +122,18 @@ def test_the_command_that_it_prints_is_the_run_that_it_planned(
     launch = read_options(words[2:])
     assert (launch.ranks, launch.command) == (2, "train")
     config = LINE.load(launch.options)
-    assert (config.hostfile, config.data) == (str(hosts), "DATA")
-    assert (config.model, config.fine_tune_type, config.num_layers) == (str(model), "full", 4)
-    assert (config.batch_size, config.micro_batch_size, config.optimizer) == (8, 2, "adamw")
-    assert config.stage_map == str(tmp_path / "map.yaml")
+    assert (config.machines.hostfile, config.sets.data) == (str(hosts), "DATA")
+    assert (config.source.model, config.tune.fine_tune_type, config.tune.num_layers) == (
+        str(model),
+        "full",
+        4,
+    )
+    assert (config.batch.batch_size, config.batch.micro_batch_size, config.tune.optimizer) == (
+        8,
+        2,
+        "adamw",
+    )
+    assert config.layout.stage_map == str(tmp_path / "map.yaml")
 
 
 def test_hosts_without_names_of_their_own_are_left_out_of_the_map(

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from shardmlx.config.options import OptionError
-from shardmlx.config.specs import RunSpec
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine
@@ -51,7 +50,7 @@ def laid_out(cluster: Cluster, **options: Any) -> tuple[Plan, Workload]:
     settings: dict[str, Any] = {**BALANCED, **options}
     work = workload(read_shape(MISTRAL_7B), "bfloat16", **settings)
     facts = PlanFacts(workload=work, cluster=cluster, lengths=SequenceLengths.full(512))
-    run = RunSpec.of(TrainConfig(model="mistral", **settings))
+    run = TrainConfig.from_flat(model="mistral", **settings).spec
     return lay_out(ways(run, facts)[0], facts), work
 
 

@@ -108,7 +108,7 @@ def test_smollm2_learns_from_few_pairs_that_a_pirate_shall_answer(
         if event == "val":
             accuracy.append(values["accuracy"])
 
-    config = TrainConfig(
+    config = TrainConfig.from_flat(
         model=str(smollm2),
         data=str(data),
         adapter_path=str(tmp_path / "out"),

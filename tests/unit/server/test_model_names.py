@@ -35,7 +35,7 @@ def test_a_repositorys_name_is_the_models_also_in_the_hubs_cache(
 
 def test_names_that_are_given() -> None:
     config = LINE.load(["--served-model-name", "gpt-4o", "small", "--model", "a/b"])
-    names = names_of(config.model, config.served_model_name, any_name=config.any_model_name)
+    names = names_of(config.source.model, config.served_model_name, any_name=config.any_model_name)
     assert names == ModelNames(("gpt-4o", "small"), frozenset({"default", "default_model", "a/b"}))
     with pytest.raises(ApiError, match="ask for 'gpt-4o' or 'small'"):
         names.check("b")
@@ -43,4 +43,4 @@ def test_names_that_are_given() -> None:
 
 def test_any_name() -> None:
     config = LINE.load(["--any-model-name"])
-    names_of(config.model, [], any_name=config.any_model_name).check("gpt-5")
+    names_of(config.source.model, [], any_name=config.any_model_name).check("gpt-5")

@@ -54,7 +54,9 @@ class Run:
             "adapter_path": directory / "out",
             "checkpoint_dir": self.store.directory,
         }
-        config = TrainConfig(**{**COMMON, **options, **{key: str(paths[key]) for key in paths}})
+        config = TrainConfig.from_flat(
+            **{**COMMON, **options, **{key: str(paths[key]) for key in paths}}
+        )
         LocalNetwork(ranks, timeout=60).run(lambda transport: train_model(config, transport))
         self.weights = tensors(directory / "out", "*.safetensors")
 

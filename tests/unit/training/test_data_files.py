@@ -7,13 +7,13 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 from mlx_lm.tuner.datasets import load_dataset as mlx_lm_load_dataset
 
-from shardmlx.config.data import DataOptions
 from shardmlx.config.train import LINE, TrainConfig
 from shardmlx.errors import UserError
 from shardmlx.training.data_files import parse_rows
@@ -32,8 +32,8 @@ def example(name: str) -> Block:
 
 
 def read(data: Path, tokenizer: Any = Letters, **options: Any) -> DataSets:
-    config = TrainConfig(data=str(data), **{"batch_size": 1, **options})
-    return read_data(DataOptions.of(config), tokenizer(), None)
+    config = TrainConfig.from_flat(data=str(data), **{"batch_size": 1, **options})
+    return read_data(config.wanted_data, tokenizer(), None)
 
 
 def decoded(samples: Sequence[Any]) -> list[str]:
@@ -86,7 +86,7 @@ def test_the_example_of_keys_is_read(tmp_path: Path) -> None:
     config = tmp_path / "keys.yaml"
     config.write_text(example("keys").text)
     options = LINE.load(["-c", str(config), "--data", str(tmp_path), "--batch-size", "1"])
-    data = read_data(DataOptions.of(options), Letters(), None)
+    data = read_data(options.wanted_data, Letters(), None)
     assert decoded(data.train) == ["<u>hi;<a>ho;"]
 
 
@@ -103,7 +103,7 @@ def test_a_csv_with_other_columns_gets_them_named_and_the_keys_that_take_them(
 
 def test_the_example_of_the_hub_is_taken(tmp_path: Path) -> None:
     (tmp_path / "hub.yaml").write_text(example("hub").text)
-    assert LINE.load(["-c", str(tmp_path / "hub.yaml")]).hf_dataset is not None
+    assert LINE.load(["-c", str(tmp_path / "hub.yaml")]).sets.hf_dataset is not None
 
 
 def test_the_example_that_divides_a_file_loses_no_line(
@@ -167,8 +167,8 @@ def test_a_mixture_without_weights_is_that_of_mlx_lm(local_sets: Path) -> None:
     given = yaml.safe_load(example("mixture").text)["hf_dataset"]
     for each in given:
         del each["weight"]
-    config = TrainConfig(hf_dataset=given, batch_size=1, train=True)
-    theirs, _, _ = mlx_lm_load_dataset(config, Letters())
+    config = TrainConfig.from_flat(hf_dataset=given, batch_size=1, train=True)
+    theirs, _, _ = mlx_lm_load_dataset(SimpleNamespace(**config.flat()), Letters())
     order = sorted(range(len(theirs)), key=lambda i: len(theirs[i]))
     expected = [theirs.process(theirs[i])[0] for i in order]
     assert [tokens for tokens, _ in listed(read(local_sets, hf_dataset=given).train)] == expected
@@ -193,7 +193,7 @@ def test_a_data_set_that_is_not_there_is_named(local_sets: Path) -> None:
 @pytest.mark.parametrize("weight", [0, -1, "3", True, float("nan")])
 def test_a_weight_is_a_number_above_0(weight: Any) -> None:
     with pytest.raises(UserError, match=r"weight .*: give a number above 0"):
-        TrainConfig(hf_dataset={"path": "csv", "weight": weight})
+        TrainConfig.from_flat(hf_dataset={"path": "csv", "weight": weight})
 
 
 # Files.

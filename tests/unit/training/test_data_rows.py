@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from mlx_lm.tuner.datasets import load_dataset as mlx_lm_load_dataset
 
-from shardmlx.config.data import DataOptions
 from shardmlx.config.inference import EvaluateConfig
 from shardmlx.config.train import TrainConfig
 from shardmlx.engine.batches import make_batch
@@ -53,9 +53,9 @@ def call(arguments: Any, **others: Any) -> dict[str, Any]:
 
 
 def texts(directory: Path | str, template: str = CHATML, **options: Any) -> list[str]:
-    config = TrainConfig(data=str(directory), batch_size=1, **options)
+    config = TrainConfig.from_flat(data=str(directory), batch_size=1, **options)
     tokenizer = tokenizer_with(template)
-    data = read_data(DataOptions.of(config), tokenizer, None)
+    data = read_data(config.wanted_data, tokenizer, None)
     return [tokenizer.decode(tokens) for tokens, _ in listed(data.train or data.test)]
 
 
@@ -171,9 +171,9 @@ def test_what_a_chat_template_refuses_is_named(tmp_path: Path) -> None:
 
 
 def test_without_an_end_token_no_row_is_to_blame(tmp_path: Path) -> None:
-    config = TrainConfig(data=write(tmp_path, train=[{"text": "a"}]), batch_size=1)
+    config = TrainConfig.from_flat(data=write(tmp_path, train=[{"text": "a"}]), batch_size=1)
     with pytest.raises(UserError) as error:
-        read_data(DataOptions.of(config), tokenizer_with(None, eos=None), None)
+        read_data(config.wanted_data, tokenizer_with(None, eos=None), None)
     assert "end token" in error.value.problem
     assert "row" not in error.value.remedy
     assert "eos_token" in error.value.remedy
@@ -303,10 +303,10 @@ def test_rows_that_are_what_they_seem_have_the_tokens_of_mlx_lm(
     tmp_path: Path, mask_prompt: bool
 ) -> None:
     data = write(tmp_path, train=ROWS, valid=[{"prompt": "a", "completion": "b"}] * 2)
-    config = TrainConfig(data=data, batch_size=1, mask_prompt=mask_prompt, train=True)
+    config = TrainConfig.from_flat(data=data, batch_size=1, mask_prompt=mask_prompt, train=True)
     tokenizer = tokenizer_with(CHATML)
-    ours = read_data(DataOptions.of(config), tokenizer, None)
-    train, valid, _ = mlx_lm_load_dataset(config, tokenizer)
+    ours = read_data(config.wanted_data, tokenizer, None)
+    train, valid, _ = mlx_lm_load_dataset(SimpleNamespace(**config.flat()), tokenizer)
     rows = sorted((train[i] for i in range(len(train))), key=len)
     assert listed(ours.train) == [(list(t), s) for t, s in map(train.process, rows)]
     assert listed(ours.valid) == [(list(t), s) for t, s in map(valid.process, valid)]
@@ -364,7 +364,7 @@ def test_rows_of_other_sets_and_commands_are_the_same(tmp_path: Path) -> None:
         with pytest.raises(UserError) as error:
             texts(data, train=True, test=True)
         assert f"{name}.jsonl:1" in error.value.problem
-    config = EvaluateConfig(model="m", data=str(tmp_path))
+    config = EvaluateConfig.from_flat(model="m", data=str(tmp_path))
     with pytest.raises(UserError) as error:
         read_texts(config, PromptEncoder(tokenizer=tokenizer_with(CHATML)), pytest.fail)
     assert "test.jsonl:1" in error.value.problem
@@ -383,9 +383,9 @@ TURNS = [
 def counted(directory: Path, turns: Any, **options: Any) -> str:
     """What counts of a row, without the marks of the template."""
     data = write(directory, train=[{"messages": turns}], valid=[{"messages": turns}])
-    config = TrainConfig(data=data, batch_size=1, **options)
+    config = TrainConfig.from_flat(data=data, batch_size=1, **options)
     tokenizer = tokenizer_with(CHATML)
-    samples = read_data(DataOptions.of(config), tokenizer, None).train
+    samples = read_data(config.wanted_data, tokenizer, None).train
     ((tokens, start),) = listed(samples)
     ids = [token for i, token in enumerate(tokens) if i >= start and token >= 0]
     batch = make_batch([(tokens, start)], 512)
@@ -472,8 +472,8 @@ def warnings_of(
     **options: Any,
 ) -> list[str]:
     """The warnings of the training set, without its name."""
-    config = TrainConfig(data=write(tmp_path, train=rows), batch_size=1, **options)
-    found = read_data(DataOptions.of(config), tokenizer_with(template, eos=ends), None).warnings
+    config = TrainConfig.from_flat(data=write(tmp_path, train=rows), batch_size=1, **options)
+    found = read_data(config.wanted_data, tokenizer_with(template, eos=ends), None).warnings
     begin = f"{tmp_path}/train.jsonl: "
     return [each.removeprefix(begin) for each in found if each.startswith(begin)]
 
@@ -593,8 +593,8 @@ def test_marks_count_where_the_text_depends_on_whether_the_model_thinks(tmp_path
     data = write(tmp_path, train=[{"messages": [USER, ANSWER, USER, ANSWER]}])
     tokenizer = tokenizer_with(thinks + KINDS["marked"].template, special=("<think>", "</think>"))
     assert tokenizer.has_thinking
-    config = TrainConfig(data=data, batch_size=1, loss_on="assistant")
-    ((tokens, start),) = listed(read_data(DataOptions.of(config), tokenizer, None).train)
+    config = TrainConfig.from_flat(data=data, batch_size=1, loss_on="assistant")
+    ((tokens, start),) = listed(read_data(config.wanted_data, tokenizer, None).train)
     counts = [token for i, token in enumerate(tokens) if i >= start and token >= 0]
     assert tokenizer.decode(counts) == "c d<|im_end|>" * 2
     text = tokenizer.decode([max(token, ~token) for token in tokens])

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,6 @@ from mlx_lm.tuner.datasets import CacheDataset
 from mlx_lm.tuner.datasets import load_dataset as mlx_lm_load_dataset
 from mlx_lm.tuner.trainer import iterate_batches as mlx_lm_iterate_batches
 
-from shardmlx.config.data import DataOptions
 from shardmlx.config.train import TrainConfig
 from shardmlx.engine.batches import Batches
 from shardmlx.errors import UserError
@@ -21,8 +21,8 @@ from tests.helpers.letters import CHAT, EOS, Letters, listed, write
 
 
 def read(data: str, max_positions: int | None = None, **options: Any) -> DataSets:
-    config = TrainConfig(data=data, **{"batch_size": 1, **options})
-    return read_data(DataOptions.of(config), Letters(), max_positions)
+    config = TrainConfig.from_flat(data=data, **{"batch_size": 1, **options})
+    return read_data(config.wanted_data, Letters(), max_positions)
 
 
 def error_of(data: str, max_positions: int | None = None, **options: Any) -> UserError:
@@ -103,8 +103,8 @@ def test_the_order_of_rows_is_that_of_mlx_lm(tmp_path: Path) -> None:
         {"messages": [*CHAT, *CHAT[:1]], "tools": []},
     ]
     directory = write(tmp_path, train=rows)
-    config = TrainConfig(data=directory, batch_size=1, train=True)
-    theirs, _, _ = mlx_lm_load_dataset(config, Letters())
+    config = TrainConfig.from_flat(data=directory, batch_size=1, train=True)
+    theirs, _, _ = mlx_lm_load_dataset(SimpleNamespace(**config.flat()), Letters())
     np.random.seed(3)
     expected = [
         np.array(tokens).tolist()
@@ -148,8 +148,8 @@ def test_an_empty_text_of_which_the_tokenizer_makes_tokens_is_one(tmp_path: Path
         def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
             return [2, *super().encode(text)]
 
-    config = TrainConfig(data=write(tmp_path, train=[{"text": ""}]), batch_size=1)
-    data = read_data(DataOptions.of(config), Begins(), None)
+    config = TrainConfig.from_flat(data=write(tmp_path, train=[{"text": ""}]), batch_size=1)
+    data = read_data(config.wanted_data, Begins(), None)
     assert listed(data.train) == [([2, EOS], 0)]
 
 
@@ -221,14 +221,14 @@ def test_rows_of_which_nothing_is_learnt_are_counted_and_refused_if_all_are(
     good = [{"prompt": "hi", "completion": "ho"}]
     how: dict[str, Any] = {"mask_prompt": True, "max_seq_length": 10, "batch_size": 1}
     sets = {"train": good, "valid": good, "test": good}
-    config = TrainConfig(data=str(tmp_path), train=True, test=True, **how)
+    config = TrainConfig.from_flat(data=str(tmp_path), train=True, test=True, **how)
 
     write(tmp_path, **sets | {name: good + idle})
-    *_, warning = read_data(DataOptions.of(config), Open(), None).warnings
+    *_, warning = read_data(config.wanted_data, Open(), None).warnings
     assert f"{name}.jsonl: 2 of 3 sequences have no token to learn" in warning
     write(tmp_path, **sets | {name: idle})
     with pytest.raises(UserError, match=f"{name}.jsonl: 2 of 2 sequences") as error:
-        read_data(DataOptions.of(config), Open(), None)
+        read_data(config.wanted_data, Open(), None)
     assert "--max-seq-length 10" in error.value.problem
 
 
@@ -280,11 +280,11 @@ def test_a_missing_directory_without_the_datasets_package(monkeypatch: pytest.Mo
 
 def test_a_token_that_the_model_does_not_know(tmp_path: Path) -> None:
     data = write(tmp_path, train=[{"text": "ab"}, {"text": "acz"}])
-    options = DataOptions.of(TrainConfig(data=data, batch_size=1))
+    options = TrainConfig.from_flat(data=data, batch_size=1).wanted_data
     assert len(read_data(options, Letters(), None, vocabulary=ord("z") + 1).train) == 2
     with pytest.raises(UserError) as error:
         read_data(options, Letters(), None, vocabulary=ord("z"))
     assert f"{tmp_path / 'train.jsonl'}:2 has token {ord('z')}" in error.value.problem
     # What is cut off no model sees.
-    short = DataOptions.of(TrainConfig(data=data, batch_size=1, max_seq_length=2))
+    short = TrainConfig.from_flat(data=data, batch_size=1, max_seq_length=2).wanted_data
     assert len(read_data(short, Letters(), None, vocabulary=ord("z")).train) == 2

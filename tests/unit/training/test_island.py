@@ -90,7 +90,7 @@ def test_diloco_is_the_simulation_to_the_bit(lab: Lab, tmp_path: Path) -> None:
 
 def check_planned(hub: RunningHub, made: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     """Check that ``plan --islands`` counts the bytes of this hub's fragment."""
-    config = TrainConfig(model=made["ann"]["model"], **options)
+    config = TrainConfig.from_flat(model=made["ann"]["model"], **options)
     planned = plan_training(config, machines_of("M2 16GB"))
     (fragment,) = hub.rounds.run.fragments
     for each in exchanges(planned, [20e6, 100e6])[: len(ENCODINGS)]:
@@ -132,7 +132,7 @@ def test_a_parameter_server_is_data_parallel(lab: Lab, tmp_path: Path) -> None:
     both = [*rows["ann"], *rows["bob"]]
     whole = {**made["ann"], "batch_size": 4, "adapter_path": str(tmp_path / "whole")}
     whole["data"] = write(tmp_path / "both", train=both, valid=both)
-    LocalNetwork(1).run(lambda rank: train_model(TrainConfig(**whole), rank))
+    LocalNetwork(1).run(lambda rank: train_model(TrainConfig.from_flat(**whole), rank))
     for name, array in saved({"whole": whole}, "whole").items():
         np.testing.assert_allclose(found[name], array, atol=1e-6, err_msg=name)
 
@@ -167,7 +167,7 @@ def test_what_an_encoding_leaves_out_is_told_later(encoding: str, lab: Lab) -> N
     falls = {"name": "step_decay", "arguments": [1e-2, 0.0, H]}
     made = lab.islands(1, **LORA, iters=10 * H, optimizer="sgd", lr_schedule=falls)
     newest = weights_of(lab.train(made, {"ann": 2}, outer_optimizer="average", encoding=encoding))
-    config = TrainConfig(**{**made["ann"], "iters": H})
+    config = TrainConfig.from_flat(**{**made["ann"], "iters": H})
     LocalNetwork(1, timeout=60).run(lambda rank: train_model(config, rank))
     for name, array in saved(made, "ann").items():
         learnt = np.abs(array).max()
@@ -206,7 +206,7 @@ def test_an_island_outlives_a_hub_that_is_away_and_loses_nothing(
                 monkeypatch.setattr(island, "PATIENCE", 60.0)
 
         restarted: list[RunningHub] = []
-        config = TrainConfig(**made["ann"], island=hub.url, name="ann")
+        config = TrainConfig.from_flat(**made["ann"], island=hub.url, name="ann")
         LocalNetwork(2).run(lambda rank: train_model(config, rank, on_event=listen))
         (hub,) = restarted
         # If the report of step 2 H came later than step 3 H, that step made none.
@@ -215,7 +215,7 @@ def test_an_island_outlives_a_hub_that_is_away_and_loses_nothing(
     assert seeds == ["/fragments/0/seed"]  # the second is told that there are weights
     assert f"{hub.url} gave no new weights in 0.3 s" in capsys.readouterr().out
     alone = {**made["ann"], "adapter_path": str(tmp_path / "alone")}
-    LocalNetwork(2).run(lambda rank: train_model(TrainConfig(**alone), rank))
+    LocalNetwork(2).run(lambda rank: train_model(TrainConfig.from_flat(**alone), rank))
     for name, array in saved({"alone": alone}, "alone").items():
         np.testing.assert_allclose(saved(made, "ann")[name], array, atol=1e-6, err_msg=name)
 

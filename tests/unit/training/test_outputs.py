@@ -44,7 +44,7 @@ Told = list[tuple[str, Mapping[str, Any]]]
 def trained(options: Mapping[str, Any], ranks: int = 1) -> tuple[Kept | None, Told]:
     """Return the best weights that a run has kept, and what it tells."""
     told: Told = []
-    config = TrainConfig(**options)
+    config = TrainConfig.from_flat(**options)
 
     def work(transport: LocalTransport) -> Kept | None:
         listeners = [lambda name, values: told.append((name, values))]
@@ -182,9 +182,9 @@ def test_checkpoints_may_be_in_the_directory_of_the_adapters(options: dict[str, 
     def work(transport: LocalTransport) -> None:
         def train_again(_: Crew[TrainWorker]) -> None:
             with pytest.raises(UserError):
-                train_model(TrainConfig(**options | {"checkpoint_dir": None}), transport)
+                train_model(TrainConfig.from_flat(**options | {"checkpoint_dir": None}), transport)
 
-        with_loaded_runs(TrainConfig(**options | {"iters": 8}), transport, train_again)
+        with_loaded_runs(TrainConfig.from_flat(**options | {"iters": 8}), transport, train_again)
 
     LocalNetwork(1, timeout=60).run(work)
 
@@ -196,13 +196,13 @@ def test_a_directory_is_one_runs_until_it_ends(options: dict[str, Any]) -> None:
     def work(transport: LocalTransport) -> None:
         def train_again(_: Crew[TrainWorker]) -> None:
             for each in places:
-                config = TrainConfig(**options | {"adapter_path": each, "keep": "last"})
+                config = TrainConfig.from_flat(**options | {"adapter_path": each, "keep": "last"})
                 with pytest.raises(UserError) as refused:
                     train_model(config, transport)
                 assert refused.value.problem.startswith(f"--adapter-path {each}: ")
 
-        with_loaded_runs(TrainConfig(**options), transport, train_again)
-        train_model(TrainConfig(**options), transport)
+        with_loaded_runs(TrainConfig.from_flat(**options), transport, train_again)
+        train_model(TrainConfig.from_flat(**options), transport)
 
     LocalNetwork(1, timeout=60).run(work)
     assert not [each for each in places if (Path(each) / ".lock").exists()]

@@ -32,7 +32,7 @@ def test_a_service_without_its_package_says_what_to_install(
     services: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan_run, "find_spec", lambda name: None)
-    config = TrainConfig(report_to=services, adapter_path=str(tmp_path))
+    config = TrainConfig.from_flat(report_to=services, adapter_path=str(tmp_path))
     with pytest.raises(UserError) as refused:
         plan_run.check_output(config, tmp_path / "model")
     assert str(refused.value).startswith(line)
@@ -44,26 +44,28 @@ def test_a_full_fine_tune_writes_over_no_model_that_is_not_its_own(tmp_path: Pat
     start, output = tmp_path / "out" / "last", tmp_path / "out"
     start.mkdir(parents=True)
     how: dict[str, Any] = {"fine_tune_type": "full", "adapter_path": str(output)}
-    plan_run.check_output(TrainConfig(**how), start)
+    plan_run.check_output(TrainConfig.from_flat(**how), start)
     with pytest.raises(UserError) as refused:
-        plan_run.check_output(TrainConfig(**how, keep="best"), start)
+        plan_run.check_output(TrainConfig.from_flat(**how, keep="best"), start)
     assert str(start) in refused.value.problem
     file = output / "model-00001-of-00001.safetensors"
     file.touch()
     with pytest.raises(UserError) as refused:
-        plan_run.check_output(TrainConfig(**how), tmp_path)
+        plan_run.check_output(TrainConfig.from_flat(**how), tmp_path)
     assert file.name in refused.value.problem
-    plan_run.check_output(TrainConfig(adapter_path=str(output)), tmp_path)
+    plan_run.check_output(TrainConfig.from_flat(adapter_path=str(output)), tmp_path)
     # What an earlier run has written there is replaced.
     (output / INDEX_FILE).write_text(json.dumps({"weight_map": {"weight": file.name}}))
-    plan_run.check_output(TrainConfig(**how), tmp_path)
+    plan_run.check_output(TrainConfig.from_flat(**how), tmp_path)
 
 
 def test_trace_and_metrics_are_two_files(tmp_path: Path) -> None:
     there = str(tmp_path / "run.json")
     with pytest.raises(UserError) as refused:
         plan_run.check_output(
-            TrainConfig(trace=there, metrics_file=str(tmp_path / "x" / ".." / "run.json")),
+            TrainConfig.from_flat(
+                trace=there, metrics_file=str(tmp_path / "x" / ".." / "run.json")
+            ),
             tmp_path,
         )
     assert there in refused.value.problem
@@ -82,7 +84,7 @@ def test_each_rank_is_planned_for_its_share(
         memory = {"mac-0": mib_0, "mac-1": mib_1}
         lines = [f"{host} slots=1 # memory={mib / 0.75:.3f}MiB\n" for host, mib in memory.items()]
         hostfile.write_text("".join(lines))
-        config = TrainConfig(
+        config = TrainConfig.from_flat(
             model=str(model),
             data=str(pirate),
             adapter_path=str(tmp_path / "out"),

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardmlx.config.data import DataOptions
 from shardmlx.config.train import TrainConfig
 from shardmlx.engine.batches import REFERENCE, SWAPPED, WANTED, Samples, swapped
 from shardmlx.errors import UserError
@@ -27,7 +26,7 @@ def read(directory: Path, *rows: Any, **options: Any) -> DataSets:
     data = write(directory, train=rows, valid=rows)
     given: dict[str, Any] = {"objective": "dpo", "batch_size": 2} | options
     tokenizer: Any = Letters()
-    return read_data(DataOptions.of(TrainConfig(data=data, **given)), tokenizer, None)
+    return read_data(TrainConfig.from_flat(data=data, **given).wanted_data, tokenizer, None)
 
 
 def texts(samples: Samples) -> list[tuple[str, str]]:
@@ -114,8 +113,8 @@ def test_a_cut_leaves_what_the_system_says_and_the_begin(tmp_path: Path, objecti
         )
     ]
     data = write(tmp_path, train=rows, valid=rows)
-    config = TrainConfig(data=data, objective=objective, batch_size=2, max_seq_length=60)
-    samples = read_data(DataOptions.of(config), tokenizer, None).train
+    config = TrainConfig.from_flat(data=data, objective=objective, batch_size=2, max_seq_length=60)
+    samples = read_data(config.wanted_data, tokenizer, None).train
     together = len(samples) // len(rows)
     for i, (tokens, start) in enumerate(samples):
         text = tokenizer.decode([*map(int, tokens[:start])])

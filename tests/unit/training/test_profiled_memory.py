@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardmlx.config.specs import FULL, NONE, SELECTIVE, FineTune
+from shardmlx.config.specs import FULL, NONE, SELECTIVE
 from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.measured_memory import (
     MemorySample,
@@ -48,10 +48,10 @@ def sample_model(case: Case) -> SampleModel:
     pattern = read_shape(case.model_config).pattern
     dtype = {4: "float32", 2: "bfloat16"}[case.dtype_bytes]
     model = build_sample_model(case.model_config, dtype)
-    tuned = TrainConfig(
+    tuned = TrainConfig.from_flat(
         fine_tune_type=case.mode, num_layers=-1, lora_parameters=case.lora_parameters
     )
-    unfreeze(model, FineTune.of(tuned))
+    unfreeze(model, tuned.tune)
     return SampleModel(model, pattern, pattern, replace(case.savings, recompute=NONE))
 
 

@@ -53,7 +53,7 @@ def train(small: Path, data: Path, tmp_path: Path) -> Train:
         given |= {"steps_per_report": 1, "steps_per_eval": 4, "val_batches": 2}
         given |= {"model": str(small), "adapter_path": str(tmp_path / name), **options}
         kind = "singles" if given["objective"] == "kto" else "pairs"
-        config = TrainConfig(**{"data": str(data / kind), **given})
+        config = TrainConfig.from_flat(**{"data": str(data / kind), **given})
 
         def listen(event: str, values: Mapping[str, Any]) -> None:
             told[event].append(values)
@@ -107,7 +107,9 @@ def test_prompts_of_pairs_are_read_once_where_nothing_is_learnt(
     given |= {"model": str(small), "data": str(data / kind), "max_seq_length": 128}
 
     def lengths(rank: LocalTransport) -> tuple[int, int] | None:
-        return with_loaded_runs(TrainConfig(**given, adapter_path=str(tmp_path)), rank, counted)
+        return with_loaded_runs(
+            TrainConfig.from_flat(**given, adapter_path=str(tmp_path)), rank, counted
+        )
 
     def counted(crew: Crew[TrainWorker]) -> tuple[int, int]:
         run = crew.worker.runs[0]

@@ -16,7 +16,7 @@ RATE = 1e-5
 
 def warned(**options: Any) -> str:
     """Return the only warning of a run with these options, "" for none."""
-    found = warnings_of(TrainConfig(**{"train": True, "iters": 100, **options}))
+    found = warnings_of(TrainConfig.from_flat(**{"train": True, "iters": 100, **options}))
     assert len(found) <= 1
     return found[0] if found else ""
 
@@ -120,7 +120,9 @@ def test_adapters_of_a_full_fine_tune_are_named(
 
 
 def test_a_test_alone_says_which_adapters_it_tests() -> None:
-    tested = TrainConfig(test=True, resume_adapter_file="start.safetensors", adapter_path="trained")
+    tested = TrainConfig.from_flat(
+        test=True, resume_adapter_file="start.safetensors", adapter_path="trained"
+    )
     (text,) = warnings_of(tested)
     assert "start.safetensors" in text
     assert "trained" in text

@@ -51,7 +51,7 @@ def curves(options: Mapping[str, Any], ranks: int = 1) -> dict[str, list[tuple[s
         if event in ("train", "val"):
             found[values.get("run", "")].append((event, values["step"], values["loss"]))
 
-    config = TrainConfig(**options)
+    config = TrainConfig.from_flat(**options)
     LocalNetwork(ranks, timeout=60).run(lambda rank: train_model(config, rank, on_event=listen))
     return dict(found)
 
@@ -76,17 +76,19 @@ def alone(
 def test_a_run_may_have_an_alpha_where_all_have_a_scale(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
-    config = TrainConfig(**swept(options, tmp_path, {"a": {"lora_parameters": {"alpha": 8}}}))
-    assert read_sweep(config)["a"].lora_parameters == {"rank": 4, "scale": 2.0, "dropout": 0.0}
+    config = TrainConfig.from_flat(
+        **swept(options, tmp_path, {"a": {"lora_parameters": {"alpha": 8}}})
+    )
+    assert read_sweep(config)["a"].tune.lora_parameters == {"rank": 4, "scale": 2.0, "dropout": 0.0}
 
 
 def test_a_run_may_have_keys_of_the_adapters_as_options(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
     runs: dict[str, Any] = {"a": {"lora_rank": 2}, "b": {"lora_alpha": 8, "lora_dropout": 0.5}}
-    read = read_sweep(TrainConfig(**swept(options, tmp_path, runs)))
-    assert read["a"].lora_parameters == {"rank": 2, "scale": 20.0, "dropout": 0.0}
-    assert read["b"].lora_parameters == {"rank": 4, "scale": 2.0, "dropout": 0.5}
+    read = read_sweep(TrainConfig.from_flat(**swept(options, tmp_path, runs)))
+    assert read["a"].tune.lora_parameters == {"rank": 2, "scale": 20.0, "dropout": 0.0}
+    assert read["b"].tune.lora_parameters == {"rank": 4, "scale": 2.0, "dropout": 0.5}
 
 
 def test_curves_and_adapters_are_those_of_their_own_runs(
@@ -136,9 +138,9 @@ def test_a_run_of_another_objective_takes_no_settings_of_the_command(
 ) -> None:
     options |= {"objective": "dpo", "loss_type": "ipo", "beta": 0.5}
     runs = {"same": {"beta": 0.2}, "other": {"objective": "orpo"}}
-    found = read_sweep(TrainConfig(**swept(options, tmp_path, runs)))
-    assert (found["same"].loss_type, found["same"].beta) == ("ipo", 0.2)
-    assert (found["other"].loss_type, found["other"].beta) == ("sigmoid", None)
+    found = read_sweep(TrainConfig.from_flat(**swept(options, tmp_path, runs)))
+    assert (found["same"].loss.loss_type, found["same"].loss.beta) == ("ipo", 0.2)
+    assert (found["other"].loss.loss_type, found["other"].loss.beta) == ("sigmoid", None)
 
 
 def test_runs_resume_each_from_its_own_checkpoint(options: dict[str, Any], tmp_path: Path) -> None:
@@ -186,7 +188,7 @@ def test_a_run_that_fails_ends_no_other_and_the_best_is_named(
         told.extend([values] if event == "sweep" else [])
 
     runs = {"wild": {"learning_rate": 1e30}, "still": {"learning_rate": 1e-6}, **RUNS}
-    config = TrainConfig(**swept(options, tmp_path, runs))
+    config = TrainConfig.from_flat(**swept(options, tmp_path, runs))
     LocalNetwork(2, timeout=60).run(lambda rank: train_model(config, rank, on_event=listen))
     (values,) = told
     found = values["runs"]
@@ -201,7 +203,7 @@ def test_a_run_that_fails_ends_no_other_and_the_best_is_named(
 
 def test_frozen_weights_are_in_memory_once(options: dict[str, Any], tmp_path: Path) -> None:
     def prepare(rank: LocalTransport) -> list[TrainingRun]:
-        return loaded_runs(TrainConfig(**swept(options, tmp_path)), rank)
+        return loaded_runs(TrainConfig.from_flat(**swept(options, tmp_path)), rank)
 
     for runs in LocalNetwork(2, timeout=60).run(prepare):
         first, *others = ([stage.part for stage in run.stages] for run in runs)

@@ -37,7 +37,9 @@ def options(small: Path, pirate: Path, tmp_path: Path) -> dict[str, Any]:
 
 
 def run(options: dict[str, Any]) -> None:
-    LocalNetwork(1, timeout=60).run(lambda rank: train_model(TrainConfig(**options), rank))
+    LocalNetwork(1, timeout=60).run(
+        lambda rank: train_model(TrainConfig.from_flat(**options), rank)
+    )
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -101,7 +103,7 @@ def events(options: dict[str, Any], kind: str, ranks: int = 1) -> list[Mapping[s
     def listen(name: str, values: Mapping[str, Any]) -> None:
         found.extend([values] if name == kind else [])
 
-    config = TrainConfig(**options)
+    config = TrainConfig.from_flat(**options)
     LocalNetwork(ranks, timeout=60).run(lambda rank: train_model(config, rank, on_event=listen))
     return found
 
