@@ -90,6 +90,13 @@ def random_key() -> mx.array:
     return key
 
 
+def begin(*arrays: Any) -> None:
+    """Let the device compute arrays, or trees of them, and go on at once."""
+    import mlx.core as mx
+
+    mx.async_eval(*arrays)  # type: ignore[no-untyped-call]
+
+
 @cache
 def gpu_fuses_attention() -> bool:
     """Tell whether the memory of attention's gradient on the GPU is linear in the tokens.

@@ -1,5 +1,12 @@
 """Sizes of the buffers that the engine holds, which the cost model counts. No MLX, no MPI."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
+
 PREPOSTED = 2
 """Inputs that are received ahead of the micro-batch that is computed."""
 
@@ -10,6 +17,9 @@ of its own."""
 BUCKET_BYTES = 32 << 20
 """Gradients that replicas sum at a time."""
 
+UPDATE_BYTES = 4 << 20
+"""Weights in float32 that are updated at a time, if they are of several layers."""
+
 SUM_BUFFER_BYTES = 8 << 20
 """Bytes of others' contributions to sums in the chunks under way, until they are added."""
 
@@ -18,3 +28,20 @@ def positions_of_piece(chunk: int, multiple_of: int = 1) -> int:
     """Return how many positions a piece of the loss has: half as many as ``chunk`` allows, since
     its logits exist together with several float32 arrays."""
     return max(chunk // 2, multiple_of)
+
+
+def in_buckets(
+    items: Iterable[T], size: Callable[[T], int], most: int = BUCKET_BYTES
+) -> list[list[T]]:
+    """Divide items of ``size`` float32 numbers into buckets of ``most`` bytes, in their order; a
+    larger item has its own."""
+    buckets: list[list[T]] = []
+    room = 0
+    for item in items:
+        nbytes = 4 * size(item)
+        if not buckets or nbytes > room:
+            buckets.append([])
+            room = most
+        buckets[-1].append(item)
+        room -= nbytes
+    return buckets

@@ -206,10 +206,14 @@ class GatheredStage(Stage):
         shape = (*microbatch.shape, self.part.hidden_size)
         others = (state.cotangent for state in self._in_flight.values())
         cotangent = next((each for each in others if each.shape == shape), None)
-        new = partial(self._new_buffer, microbatch, self.part.hidden_size)
-        return _InFlight(
-            new() if cotangent is None else cotangent, None if self.part.is_last else new()
-        )
+        if cotangent is None:
+            cotangent = self._new_cotangent(microbatch, self.part.hidden_size)
+        gradient = None
+        if not self.part.is_last:
+            gradient = self._new_cotangent(microbatch, self.part.hidden_size)
+        # Each layer's graph is evaluated by itself, some without the first of these buffers.
+        mx.eval(cotangent, [] if gradient is None else gradient)
+        return _InFlight(cotangent, gradient)
 
     def cotangent(self, j: int) -> mx.array:
         """Return the gradient of micro-batch ``j``'s output: to be filled before its backward."""

@@ -16,10 +16,9 @@ good, unless a gradient overflows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -28,12 +27,10 @@ from shardmlx.distributed.exchanges import Exchange
 from shardmlx.distributed.messages import buffer_of, new_buffer
 from shardmlx.distributed.sums import Sums
 from shardmlx.distributed.transport import Transport
-from shardmlx.engine.buffers import BUCKET_BYTES
+from shardmlx.engine.buffers import in_buckets
 from shardmlx.engine.divided_weights import Shards
 from shardmlx.engine.stage import Stage
 from shardmlx.pipeline.plan import Plan
-
-T = TypeVar("T")
 
 MOST_UNEVEN = 1.25
 """Share of a sum that one replica may get, as a multiple of the mean."""
@@ -88,7 +85,7 @@ class GradientReducer:
         """Divide the stage's trained weights into buckets, in the order in which gradients come."""
         if len(self._replicas) == 1:
             return [list(stage.names)]
-        return _in_buckets(stage.names, lambda name: stage.part[name].size)
+        return in_buckets(stage.names, lambda name: stage.part[name].size)
 
     def start(self, stage: Stage, names: Sequence[str]) -> None:
         """Start to sum evaluated gradients, but for those of weights that several stages share."""
@@ -221,7 +218,7 @@ class GradientReducer:
         ]
         squares: list[float] = []
         # One bucket at a time: the squares of all gradients would exist together.
-        for bucket in _in_buckets(counted, lambda gradient: gradient.size):
+        for bucket in in_buckets(counted, lambda gradient: gradient.size):
             # Row by row: MLX on a CPU adds numbers one by one, and a float32 sum of the 58 million
             # squares of one large matrix would be off by a sixth.
             sums = [mx.square(gradient).sum(axis=-1).sum() for gradient in bucket]
@@ -239,20 +236,6 @@ def _in_one(gradients: list[mx.array]) -> mx.array:
     total = mx.concatenate(flat)
     mx.eval(total)
     return total
-
-
-def _in_buckets(items: Iterable[T], size: Callable[[T], int]) -> list[list[T]]:
-    """Divide items of ``size`` float32 numbers into buckets, in their order."""
-    buckets: list[list[T]] = []
-    room = 0
-    for item in items:
-        nbytes = 4 * size(item)
-        if not buckets or nbytes > room:
-            buckets.append([])
-            room = BUCKET_BYTES
-        buckets[-1].append(item)
-        room -= nbytes
-    return buckets
 
 
 class RoundingErrors:

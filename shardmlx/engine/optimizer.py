@@ -13,8 +13,10 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import build_schedule
 
+from shardmlx.compat import begin
 from shardmlx.config.checks import OPTIMIZERS
 from shardmlx.config.specs import FineTune
+from shardmlx.engine.buffers import BUCKET_BYTES, UPDATE_BYTES, in_buckets
 from shardmlx.engine.divided_weights import Shards
 from shardmlx.engine.stage import Stage, layer_of
 from shardmlx.errors import refusing
@@ -77,6 +79,7 @@ class Updater:
             for name in filter(self.updates, stage.part.stored):
                 self._masters[name] = stage.part.stored[name]
             stage.part.stored.clear()
+        self._pieces = self._in_pieces()
 
     def updates(self, name: str) -> bool:
         """Tell whether this rank updates a weight of its stages, and holds the state for it."""
@@ -114,19 +117,29 @@ class Updater:
                 if not self.has_moved:
                     old[name] = stage.part[name]
                 stage.part[name] = new[name] = updated[name].astype(stage.part[name].dtype)
-        # Layer by layer, and one kind of array after the other: otherwise the temporaries of
-        # several would exist together.
-        for layer in self._layers():
-            mine = [name for name in layer if name in updated]
-            mx.eval([gradients.pop(name) for name in mine])
-            mx.eval([self.optimizer.state.get(name, {}) for name in mine])
-            mx.eval([updated.pop(name) for name in mine], [new[name] for name in mine])
+        # Piece by piece, and one kind of array after the other: in one graph the temporaries of
+        # all would exist together. The host waits only for what is large, or sent.
+        begun: list[mx.array] = []
+        for piece in self._pieces:
+            mine = [name for name in piece if name in updated]
+            begin([gradients.pop(name) for name in mine])
+            begin([self.optimizer.state.get(name, {}) for name in mine])
+            begin([updated.pop(name) for name in mine], [new[name] for name in mine])
+            begun += [new[name] for name in mine]
+            if self._sends or sum(array.nbytes for array in begun) > BUCKET_BYTES:
+                mx.eval(begun)
+                begun.clear()
             self._compare(old, {name: new.pop(name) for name in mine})
             if self.shards is not None:
-                self.shards.start_gather(layer)
-        mx.eval(self.optimizer.state)
+                self.shards.start_gather(piece)
+        mx.eval(begun, self.optimizer.state)
         if self.shards is not None:
             self.shards.finish_gather()
+
+    @property
+    def _sends(self) -> bool:
+        """Whether updated weights are sent, which must be evaluated."""
+        return self.shards is not None and self.shards.divides
 
     def _compare(self, old: dict[str, mx.array], new: Mapping[str, mx.array]) -> None:
         """Note whether any ``new`` weight differs from its ``old`` one, and drop the old ones."""
@@ -155,13 +168,14 @@ class Updater:
             stage.gradients.clear()
         return gradients, weights
 
-    def _layers(self) -> list[list[str]]:
-        """Return the trained weights, layer by layer. Matrices at the ends of the model, the
-        largest, come last, when the gradients of all layers are gone."""
-        trained = dict.fromkeys(name for stage in self.stages for name in stage.names)
-        layers = [(layer, list(names)) for layer, names in groupby(trained, layer_of)]
-        layers.sort(key=lambda each: not each[0].rpartition(".")[2].isdigit())
-        return [names for _, names in layers]
+    def _in_pieces(self) -> list[list[str]]:
+        """Return the trained weights in pieces: a layer, or several small ones. Matrices at the
+        ends of the model, the largest, come last, when the gradients of all layers are gone."""
+        sizes = {name: stage.part[name].size for stage in self.stages for name in stage.names}
+        layers = [list(names) for _, names in groupby(sizes, layer_of)]
+        layers.sort(key=lambda names: not layer_of(names[0]).rpartition(".")[2].isdigit())
+        pieces = in_buckets(layers, lambda names: sum(sizes[name] for name in names), UPDATE_BYTES)
+        return [[name for names in piece for name in names] for piece in pieces]
 
     def state(self) -> dict[str, mx.array]:
         """Return the optimizer's state: a weight's as ``WEIGHT.KEY``, the common one as ``KEY``,

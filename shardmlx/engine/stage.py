@@ -36,6 +36,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from shardmlx.compat import begin
 from shardmlx.config.specs import FULL, NO_SAVINGS, SELECTIVE, Savings
 from shardmlx.distributed.messages import copy_into
 from shardmlx.engine.batches import MicroBatch
@@ -89,6 +90,7 @@ class Stage:
         self.checkpoint = savings.recompute == FULL
         part.prepare_training(is_selective=savings.recompute == SELECTIVE)
         self.names = part.trainable
+        self._layers = {name: layer_of(name) for name in self.names}
         self.gradients: dict[str, mx.array] = {}
         self._pending: dict[int, _Pending] = {}
         # On a CPU each kernel is a run of the C++ compiler, into files that all ranks of a host
@@ -132,14 +134,14 @@ class Stage:
         cotangent = (
             mx.array(scale, mx.float32)
             if answers
-            else self._new_buffer(microbatch, self.part.output_size)
+            else self._new_cotangent(microbatch, self.part.output_size)
         )
         weights = [self.part[name] for name in names]
         out, *gradients = graph(source, answers, weights, cotangent)
         input_gradient = gradients.pop(0) if self.needs_input_gradient else None
         pending = _Pending(cotangent, input_gradient, dict(zip(names, gradients, strict=True)))
         self._pending[j] = pending
-        mx.eval(out)
+        mx.eval(out, cotangent)
         if self._head is None or answers:
             return out
         given = HeadInput(out, microbatch, scale, key)
@@ -221,11 +223,10 @@ class Stage:
             return normed
         return token_loss(self.part.logits(normed, key=key, **places), *answers)
 
-    def _new_buffer(self, microbatch: MicroBatch, size: int) -> mx.array:
-        """Return a new buffer for the gradient of hidden states, written behind MLX's back."""
-        buffer = mx.full((*microbatch.shape, size), mx.nan, self.part.dtype)
-        mx.eval(buffer)
-        return buffer
+    def _new_cotangent(self, microbatch: MicroBatch, size: int) -> mx.array:
+        """Return room for the gradient of hidden states: a buffer once it is evaluated, which is
+        then written behind MLX's back."""
+        return mx.full((*microbatch.shape, size), mx.nan, self.part.dtype)
 
     def cotangent(self, j: int) -> mx.array:
         """Return the gradient of micro-batch ``j``'s output: to be filled before its backward."""
@@ -246,8 +247,9 @@ class Stage:
         assert gradient is not None, "lowering asks for I only where it is needed"
         if self.checkpoint:
             self._add(pending)
-            self._evaluate(self.names)
-        mx.eval(gradient)
+            self._evaluate(self.names, gradient)
+        else:
+            mx.eval(gradient)
         pending.input_gradient = None
         if not self.names:
             del self._pending[j]
@@ -272,13 +274,15 @@ class Stage:
             self._evaluate(part)
             yield part
 
-    def _evaluate(self, names: Sequence[str]) -> None:
-        """Compute the gradients of these weights, which are in backward order."""
-        # One evaluation would compute gradients of several layers ahead of their sums, and with
-        # gradient checkpointing hold the recomputed arrays of every layer to the end. Layer by
-        # layer, one layer's are freed before the next.
-        for _, layer in groupby(names, layer_of):
-            mx.eval([self.gradients[name] for name in layer])
+    def _evaluate(self, names: Sequence[str], *others: mx.array) -> None:
+        """Compute the gradients of these weights, which are in backward order, and the others."""
+        gradients = [self.gradients[name] for name in names]
+        if self.checkpoint:
+            # In one graph the recomputed arrays of every layer would be held to the end. Layer by
+            # layer, one layer's are freed before the next. The host waits for the last alone.
+            for _, layer in groupby(names, self._layers.__getitem__):
+                begin([self.gradients[name] for name in layer])
+        mx.eval(gradients, others)
 
     def sum_partial_gradients(self) -> None:
         """Sum the gradients that each rank of a group has a part of, in the same order on all."""

@@ -1,0 +1,94 @@
+"""A fast device waits for nothing but what the host needs: the evaluations for which a step
+waits, whatever the number of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from shardmlx.config.specs import FULL, NONE, FineTune, Savings
+from shardmlx.engine.batches import split
+from shardmlx.engine.optimizer import Updater, build_optimizer
+from shardmlx.engine.stage import Stage
+from shardmlx.models.runtime.slice import Slice
+from tests.helpers.engines import engine_of, train_on
+from tests.helpers.local_transport import LocalNetwork, LocalTransport
+from tests.helpers.models_and_batches import Layout, random_batch, tiny_model, with_adapters
+
+MICROBATCHES = 4
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of evaluations that the host has waited for."""
+    evaluate, counted = mx.eval, [0]
+
+    def counting(*arrays: Any) -> None:
+        counted[0] += 1
+        evaluate(*arrays)
+
+    monkeypatch.setattr(mx, "eval", counting)
+    return counted
+
+
+@contextmanager
+def at_most(waits: list[int], most: int) -> Iterator[None]:
+    before = waits[0]
+    yield
+    assert 0 < waits[0] - before <= most
+
+
+def a_step(model: nn.Module, waits: list[int], *, recompute: str, step: int, update: int) -> None:
+    plan = Layout("1f1b", 1).plan(len(model.layers), MICROBATCHES)
+
+    def work(transport: LocalTransport) -> None:
+        engine = engine_of(transport, plan, model, savings=Savings(recompute=recompute))
+        stages = list(engine.stages.values())
+        updater = Updater(build_optimizer(FineTune(optimizer="adamw")), stages, engine.shards)
+        for _ in range(2):
+            with at_most(waits, step):
+                train_on(engine, random_batch(MICROBATCHES), 1)
+            norm = engine.gradient_norm()
+            with at_most(waits, update):
+                updater.apply(1 / norm)
+
+    LocalNetwork(1).run(work)
+
+
+@pytest.mark.parametrize("layers", [2, 8])
+@pytest.mark.parametrize("recompute", [NONE, FULL])
+def test_adapters_wait_once_for_each_forward_and_backward_and_once_for_the_update(
+    waits: list[int], layers: int, recompute: str
+) -> None:
+    model = with_adapters(tiny_model(layers=layers))
+    a_step(model, waits, recompute=recompute, step=2 * MICROBATCHES, update=1)
+
+
+def test_an_update_of_large_layers_waits_once_for_each(waits: list[int]) -> None:
+    """A layer has 46 MiB, so that the update of two must not be under way together."""
+    layers = 3
+    model = tiny_model(layers=layers, hidden_size=1024, intermediate_size=2560)
+    model.freeze()
+    for layer in model.layers:
+        layer.unfreeze()
+    a_step(model, waits, recompute=NONE, step=2 * MICROBATCHES, update=layers + 1)
+
+
+def test_a_stage_in_the_middle_waits_once_for_each_of_f_i_and_w(waits: list[int]) -> None:
+    part = Slice(tiny_model(layers=6), 2, 4)
+    stage = Stage(1, part, needs_input_gradient=True)
+    (microbatch,) = split(random_batch(1), 1, 0, 1)
+    x = mx.random.normal((*microbatch.shape, part.hidden_size))
+    mx.eval(x)
+    with at_most(waits, 1):
+        out = stage.forward(0, microbatch, x, scale=1.0)
+    stage.fill_cotangent(0, mx.ones(out.shape))
+    with at_most(waits, 1):
+        stage.backward_input(0)
+    with at_most(waits, 1):
+        stage.backward_weight(0)
