@@ -30,9 +30,7 @@ def positions_of_piece(chunk: int, multiple_of: int = 1) -> int:
     return max(chunk // 2, multiple_of)
 
 
-def in_buckets(
-    items: Iterable[T], size: Callable[[T], int], most: int = BUCKET_BYTES
-) -> list[list[T]]:
+def in_buckets(items: Iterable[T], size: Callable[[T], int], most: int) -> list[list[T]]:
     """Divide items of ``size`` float32 numbers into buckets of ``most`` bytes, in their order; a
     larger item has its own."""
     buckets: list[list[T]] = []

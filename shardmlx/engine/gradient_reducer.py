@@ -27,7 +27,7 @@ from shardmlx.distributed.exchanges import Exchange
 from shardmlx.distributed.messages import buffer_of, new_buffer
 from shardmlx.distributed.sums import Sums
 from shardmlx.distributed.transport import Transport
-from shardmlx.engine.buffers import in_buckets
+from shardmlx.engine.buffers import BUCKET_BYTES, in_buckets
 from shardmlx.engine.divided_weights import Shards
 from shardmlx.engine.stage import Stage
 from shardmlx.pipeline.plan import Plan
@@ -85,7 +85,7 @@ class GradientReducer:
         """Divide the stage's trained weights into buckets, in the order in which gradients come."""
         if len(self._replicas) == 1:
             return [list(stage.names)]
-        return in_buckets(stage.names, lambda name: stage.part[name].size)
+        return in_buckets(stage.names, lambda name: stage.part[name].size, BUCKET_BYTES)
 
     def start(self, stage: Stage, names: Sequence[str]) -> None:
         """Start to sum evaluated gradients, but for those of weights that several stages share."""
@@ -218,7 +218,7 @@ class GradientReducer:
         ]
         squares: list[float] = []
         # One bucket at a time: the squares of all gradients would exist together.
-        for bucket in in_buckets(counted, lambda gradient: gradient.size):
+        for bucket in in_buckets(counted, lambda gradient: gradient.size, BUCKET_BYTES):
             # Row by row: MLX on a CPU adds numbers one by one, and a float32 sum of the 58 million
             # squares of one large matrix would be off by a sixth.
             sums = [mx.square(gradient).sum(axis=-1).sum() for gradient in bucket]

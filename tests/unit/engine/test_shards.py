@@ -14,7 +14,7 @@ from shardmlx.config.checks import OPTIMIZERS
 from shardmlx.config.specs import FineTune
 from shardmlx.distributed.exchanges import Exchange
 from shardmlx.distributed.sums import Sums
-from shardmlx.engine import gradient_reducer
+from shardmlx.engine import gradient_reducer, optimizer
 from shardmlx.engine.optimizer import Updater, build_optimizer
 from shardmlx.engine.owners import owners
 from tests.helpers.checkpoints import Bytes
@@ -134,6 +134,7 @@ def test_updated_weights_go_layer_by_layer_while_the_next_layer_is_updated(
 
     layers = 4
     models = tiny_models(TWO, layers=layers)
+    monkeypatch.setattr(optimizer, "UPDATE_BYTES", 1)  # no two of the small layers in one piece
     noted("all_gather")
     noted("wait")
     LocalNetwork(2).run(updates)
