@@ -138,7 +138,7 @@ class Updater:
 
     @property
     def _sends(self) -> bool:
-        """Whether updated weights are sent, which must be evaluated."""
+        """True if updated weights are sent: they must be evaluated before."""
         return self.shards is not None and self.shards.divides
 
     def _compare(self, old: dict[str, mx.array], new: Mapping[str, mx.array]) -> None:
