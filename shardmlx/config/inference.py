@@ -14,7 +14,7 @@ from shardmlx.config.checks import shares_of
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.common_options import AUTO
 from shardmlx.config.data import DataOptions, WantedData
-from shardmlx.config.options import Options, declared, in_group, refuse, section
+from shardmlx.config.options import Options, in_group, refuse, section
 from shardmlx.config.specs import MachineOptions, ModelSource
 from shardmlx.errors import UserError
 from shardmlx.models.sizes.kv_cache import CacheQuantisation, held
@@ -210,6 +210,9 @@ class InferenceConfig(Options):
         return self.prefill_step_size or (WHOLE_CHUNK if is_whole else PIPELINED_CHUNK)
 
 
+SHOWN = ("model", "adapter_path", "config", "max_tokens", "temp", "hostfile", "draft")
+"""The options that ``--help`` of each command lists beside its own."""
+
 DEFAULT_PROMPT = "hello"
 
 _AS_WITHOUT = "layers compute as mlx_lm does without it: leave it out"
@@ -256,6 +259,7 @@ GENERATE = CommandLine(
     command="generate",
     description="Generate text through pipeline stages, one MPI rank each.",
     groups=(MODEL, _PROMPT),
+    shown=(*SHOWN, "prompt", "system_prompt", "prompts", "output", "seed"),
     refused=_REFUSED_GENERATE,
 )
 
@@ -282,6 +286,7 @@ CHAT = CommandLine(
     command="chat",
     description="Talk with a model in the terminal, through pipeline stages, one MPI rank each.",
     groups=(MODEL, _CHAT),
+    shown=(*SHOWN, "system_prompt", "cache_tokens", "kv_bits", "seed"),
     refused=REFUSED,
 )
 
@@ -338,15 +343,15 @@ class EvaluateConfig(InferenceConfig):
                 raise UserError(f"{flag} is for --tasks", "leave it out")
 
 
-_OF_SAMPLING = {each.name for each in declared(InferenceConfig) if each.rules.group == SAMPLING}
-_OF_DRAFTS = {"draft", "num_draft_tokens"}
-
 EVALUATE = CommandLine(
     options=EvaluateConfig,
     command="evaluate",
     description="Measure a model through pipeline stages: perplexity of texts, or tasks.",
     groups=(MODEL, _EVALUATED),
-    shown={each.name for each in declared(EvaluateConfig)} - _OF_SAMPLING - _OF_DRAFTS,
+    shown=(
+        *("model", "adapter_path", "config", "hostfile", "batch_size", "data", "tasks"),
+        *("num_shots", "limit", "max_seq_length", "mask_prompt", "output"),
+    ),
     refused=_REFUSED_EVALUATE,
     check=EvaluateConfig.check_together,
 )

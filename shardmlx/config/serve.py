@@ -10,7 +10,7 @@ from typing import Any
 
 from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
-from shardmlx.config.inference import MODEL, REFUSED, InferenceConfig, most_tokens
+from shardmlx.config.inference import MODEL, REFUSED, SHOWN, InferenceConfig, most_tokens
 from shardmlx.config.options import in_group, refuse, split_names
 from shardmlx.errors import UserError
 from shardmlx.models.sizes.kv_cache import held
@@ -139,6 +139,7 @@ LINE = CommandLine(
     command="serve",
     description="Serve a model with OpenAI's API and a chat page, through one MPI rank a stage.",
     groups=(MODEL, _SERVER),
+    shown=(*SHOWN, "host", "port", "api_key", "served_model_name", "cache_tokens", "batch_size"),
     refused=_REFUSED,
     check=check_packages,
 )

@@ -64,7 +64,8 @@ LAST_PLACE = "last"
 
 _SHOWN = (
     *("model", "data", "config", "dry_run", "iters", "batch_size", "learning_rate"),
-    *("train", "fine_tune_type", "num_layers", "adapter_path", "resume_adapter_file"),
+    *("train", "fine_tune_type", "num_layers", "lora_rank", "adapter_path"),
+    *("resume_adapter_file",),
     *("mask_prompt", "max_seq_length", "pipeline_stages", "hostfile"),
 )
 """The options that ``--help`` lists."""

@@ -90,4 +90,8 @@ LINE = CommandLine(
     command="hub",
     description="Exchange weights among islands: jobs that train alone for some steps.",
     groups=(TRAINING, ROUNDS, _SERVER),
+    shown=(
+        *("path", "islands", "write", "mode", "inner_steps", "encoding", "deadline"),
+        *("rounds", "hours", "host", "port", "certificate"),
+    ),
 )

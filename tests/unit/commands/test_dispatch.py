@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from shardmlx.config.commands import BY_NAME, COMMANDS, OF_RANKS, Command
+from shardmlx.config.options import written
 from shardmlx.main import main
 
 ROOT = Path(__file__).parents[3]
@@ -58,6 +60,25 @@ def test_every_command_has_help_and_version_under_its_name(
         assert ended.value.code == 0
         assert capsys.readouterr().out.startswith(words)
     assert command.line.command == command.name
+
+
+@pytest.mark.parametrize("name", ["generate", "chat", "serve", "evaluate", "hub", "export"])
+def test_help_of_a_command_is_short_and_help_all_has_the_rest(name: str, capsys: Capture) -> None:
+    line = BY_NAME[name].line
+    listed = {}
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            main([name, flag])
+        text = capsys.readouterr().out
+        flags = set(re.findall(r"^  (?:-\w [\w{},]+, )?--([a-z-]+)", text, re.MULTILINE))
+        listed[flag] = flags - {"version", "help-all"}
+    options = [each for each in written(line.options) if not each.rules.positional]
+    every = {each.flag[2:] for each in options if each.rules.flag}
+    assert listed["--help-all"] == every
+    assert listed["--help"] <= every
+    assert 9 <= len(listed["--help"]) <= 13
+    needed = {each.flag[2:] for each in options if each.default is None}
+    assert needed <= listed["--help"]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)

@@ -540,7 +540,7 @@ def test_help_lists_what_most_runs_need_and_help_all_everything(
 ) -> None:
     used = {"model", "data", "train", "iters", "batch-size", "fine-tune-type", "num-layers"}
     used |= {"learning-rate", "adapter-path", "resume-adapter-file", "mask-prompt", "config"}
-    used |= {"max-seq-length", "pipeline-stages", "hostfile", "dry-run"}
+    used |= {"max-seq-length", "pipeline-stages", "hostfile", "dry-run", "lora-rank"}
     text, flags = help_of("--help", capsys)
     assert flags == used
     assert "--batch-size N sequences a step, over all replicas together (default: 4)" in text
