@@ -13,6 +13,7 @@ import ctypes.util
 import os
 import pwd
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -139,6 +140,29 @@ def tell_launch(word: int | str) -> None:
         return
     with contextlib.suppress(OSError):
         print(f"{path} {word}", flush=True)
+
+
+def note_stop(mark: Path, number: int) -> None:
+    """Note beside the file of ``LAUNCHED`` which signal launch was sent. launch calls it, and then
+    asks the ranks to stop by a signal that mpirun forwards."""
+    with contextlib.suppress(OSError):
+        _noted(mark).write_text(signal.Signals(number).name, encoding="utf-8")
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal that asks this process to stop: of the one that launch was sent,
+    where it was launch that asked."""
+    if number == signal.SIGUSR1 and LAUNCHED in os.environ:
+        mark = Path(os.environ[LAUNCHED])
+        with contextlib.suppress(OSError):
+            return _noted(mark).read_text(encoding="utf-8")
+        if not mark.exists():  # launch is on another machine
+            return "a signal to launch"
+    return signal.Signals(number).name
+
+
+def _noted(mark: Path) -> Path:
+    return mark.with_name(f"{mark.name}.stop")
 
 
 def cache_directory(name: str) -> Path:

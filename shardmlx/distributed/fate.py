@@ -15,6 +15,7 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from shardmlx.common.environment import signal_name
 from shardmlx.distributed.alarm import Alarm
 from shardmlx.distributed.fate_events import Action, Beat, Do, End, Fail, Look, Send, State
 from shardmlx.distributed.signals import STOPS
@@ -291,7 +292,7 @@ class JobFate:
             return None  # perhaps because a rank died
         most = max(len(self._own), *(len(peer.last.signals) for peer in self._peers.values()), 0)
         if not self._expects_stop or most > 1:
-            return End(128 + number, f"interrupted by {signal.Signals(number).name}")
+            return End(128 + number, f"interrupted by {signal_name(number)}")
         return None
 
     def _silence(self, look: Look, now: float) -> Action | None:

@@ -104,9 +104,10 @@ class LaunchOptions:
     max_restarts: int = 0
 
     @property
-    def shows_its_result(self) -> bool:
-        """True if the command's output is all that it leaves."""
-        return self.command not in ("train", "serve")
+    def ends_with_its_terminal(self) -> bool:
+        """True if the command is for who sits at its terminal: what it shows or serves is all that
+        it is for."""
+        return self.command != "train"
 
     @property
     def hosts(self) -> tuple[str, ...]:

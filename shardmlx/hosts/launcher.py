@@ -106,7 +106,11 @@ def run(words: Sequence[str]) -> int:
     with supervisor.listening():
         try:
             status = Launcher(options, mpirun_path(), supervisor).run()
-            if status == 0 and supervisor.stopped_by == signal.SIGHUP and options.shows_its_result:
+            if (
+                status == 0
+                and supervisor.stopped_by == signal.SIGHUP
+                and options.ends_with_its_terminal
+            ):
                 return 128 + signal.SIGHUP  # nobody has read it
             return status
         except Stopped as stop:

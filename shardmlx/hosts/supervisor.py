@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from shardmlx.common.environment import LAUNCHED, TERMINAL
+from shardmlx.common.environment import LAUNCHED, TERMINAL, note_stop
 from shardmlx.common.hang_up import say_line
 from shardmlx.distributed.processes import SECONDS_BETWEEN_SIGNALS, SIGNALS_THAT_END, process_state
 from shardmlx.distributed.signals import SECONDS_OF_HANGING_UP
@@ -240,6 +240,8 @@ class Supervisor:
             say_line("launch: no rank has begun yet: ending mpirun")
             return
         number = next(self._steps, signal.SIGKILL)
+        if number is ASK_TO_STOP and self.stopped_by is not None:
+            note_stop(running.said.path, self.stopped_by)
         running.process.send_signal(number)
         if number is ASK_TO_STOP:
             signal.alarm(math.ceil(self._control.seconds))

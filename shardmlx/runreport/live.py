@@ -24,6 +24,7 @@ from shardmlx.common.reporter import finite
 from shardmlx.errors import UserError
 from shardmlx.runreport.metrics_file import Event, current, read_metrics
 from shardmlx.runreport.page import render_page
+from shardmlx.runreport.thinning import MOST, thinned
 
 SECONDS_FOR_A_REQUEST = 20.0
 """Seconds of silence after which a connection is closed."""
@@ -47,17 +48,23 @@ class EventLog:
         self.begin_anew([])
 
     def begin_anew(self, events: Sequence[Event]) -> None:
+        """Put these events in the place of all that were there, as many as a page shows."""
         with self._news:
-            self.events = list(events)
+            self.events = thinned(events)
+            self._thins_at = 2 * len(self.events) + MOST
             self.identity = secrets.token_hex(8)
             self._news.notify_all()
 
     def add(self, event: Event) -> None:
+        """Add an event. Once there are many more than a page shows, these alone are kept."""
         with self._news:
             self.events.append(event)
             self._news.notify_all()
+        if len(self.events) > self._thins_at:
+            self.begin_anew(self.events)
 
     def end(self) -> None:
+        """Tell all who wait that no more events come."""
         with self._news:
             self._has_ended = True
             self._news.notify_all()
@@ -137,6 +144,7 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = SECONDS_FOR_A_REQUEST
 
     def do_GET(self) -> None:
+        """Answer with the page, or with its events."""
         url = urlsplit(self.path)
         if not is_for(self.headers.get("host", ""), self.server.hosts):
             self._answer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from shardmlx.errors import UserError, file_access
 Event = dict[str, Any]
 """A line of a metrics file: the kind of the ``event``, and its values."""
 
-KNOWN = frozenset({"start", "train", "val", "test", "checkpoint", "resume", "straggler", "summary"})
+KNOWN = frozenset(
+    {"start", "train", "val", "test", "checkpoint", "resume", "straggler", "stop", "summary"}
+)
 """Events that a run writes; others are ignored."""
 
 
@@ -46,18 +49,32 @@ def _parse(line: bytes) -> Event | None:
 def current(events: Iterable[Event]) -> list[Event]:
     """Return the valid events: of the last run, which a ``start`` at step 0 begins, without those
     that a resumed run repeats. A ``resume`` event gets the number of ``repeated_steps``."""
-    kept: list[Event] = []
+    kept = []
+    limit = math.inf  # the earliest step from which a later resume makes steps again
+    for event in reversed(_with_repeated_steps(events)):
+        is_of_an_end = event["event"] in ("summary", "test", "stop")
+        if event.get("step", 0) <= limit and not (is_of_an_end and limit < math.inf):
+            kept.append(event)
+        if event["event"] == "resume":
+            limit = min(limit, event.get("step", math.inf))
+    return kept[::-1]
+
+
+def _with_repeated_steps(events: Iterable[Event]) -> list[Event]:
+    """Return the events of the last run. Each ``resume`` says how many steps before it are made
+    again."""
+    told: list[Event] = []
+    done: list[int] = []  # steps of reports that hold
     for event in events:
         if event["event"] == "start" and not event.get("step"):
-            kept = []
+            told.clear()
+            done.clear()
+        if event["event"] == "train" and "step" in event:
+            done.append(event["step"])
         if event["event"] == "resume" and "step" in event:
-            step = event["step"]
-            done = [each["step"] for each in kept if each["event"] == "train"]
-            event = {**event, "repeated_steps": max(0, max(done, default=step) - step)}
-            kept = [
-                each
-                for each in kept
-                if each["event"] not in ("summary", "test") and each.get("step", 0) <= step
-            ]
-        kept.append(event)
-    return kept
+            last = done[-1] if done else event["step"]
+            event = {**event, "repeated_steps": max(0, last - event["step"])}
+            while done and done[-1] > event["step"]:
+                done.pop()
+        told.append(event)
+    return told

@@ -26,6 +26,7 @@ from shardmlx.config.command_line import CommandLine
 from shardmlx.config.options import REQUIRED, OptionError, Options, option
 from shardmlx.errors import file_access
 from shardmlx.runreport.metrics_file import Event, current, read_metrics
+from shardmlx.runreport.thinning import thinned
 
 _STYLES = ("uPlot.min.css", "light.css", "dark.css", "base.css", "report.css")
 _SCRIPTS = (
@@ -42,8 +43,9 @@ _SCRIPTS = (
 
 
 def render_page(events: Sequence[Event], *, title: str, is_live: bool = False) -> str:
-    """Return a run's page as HTML; a live one asks its server."""
-    data: dict[str, Any] = {"events": events, "live": is_live}
+    """Return a run's page as HTML, with the events that ``thinned`` leaves; a live one asks its
+    server."""
+    data: dict[str, Any] = {"events": thinned(events), "live": is_live}
     style, script = (Markup("\n".join(map(_part, names))) for names in (_STYLES, _SCRIPTS))
     return _template().render(
         title=title,

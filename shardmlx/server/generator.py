@@ -12,6 +12,7 @@ from socket import socket
 
 import mlx.core as mx
 
+from shardmlx.common.environment import signal_name
 from shardmlx.common.http_listener import trusted_hosts
 from shardmlx.common.uvicorn_thread import HttpServer
 from shardmlx.config.options import split_names
@@ -113,6 +114,8 @@ class RequestServer:
         most_open = self.config.batch_size + self.config.max_queue
         self._queue = RequestQueue(most_open, self._unavailable_reason)
         self._http_error: BaseException | None = None
+        self.stopped_by: int | None = None
+        """The signal that asked it to stop, if one did."""
 
     def run(self, listeners: Sequence[socket]) -> None:
         """Serve until a signal comes, or the pipeline or the HTTP server fails, which is raised."""
@@ -168,7 +171,9 @@ class RequestServer:
         number = self._transport.stop_requested()
         if number is None or self._queue.ended is not None:
             return
-        name, grace = signal.Signals(number).name, self.config.grace
+        self.stopped_by = number
+        name = signal_name(number)
+        grace = self.config.grace
         if number != signal.SIGUSR1 and self._transport.stop_command() is not None:
             # mpirun kills at once after the others.
             self._queue.fail(f"interrupted by {name}")

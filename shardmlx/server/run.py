@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from shardmlx.common.reporter import Reporter
 from shardmlx.config.serve import ServeConfig
 from shardmlx.distributed.crew import Crew
 from shardmlx.distributed.transport import Transport
-from shardmlx.errors import UserError, file_access
+from shardmlx.errors import Stopped, UserError, file_access
 from shardmlx.inference.grammars import grammars_of
 from shardmlx.inference.plan import GenerationLoad
 from shardmlx.inference.prefix_cache import KeptPrefix
@@ -31,7 +32,8 @@ SECONDS_OF_SILENCE = 30.0
 
 
 def run(config: ServeConfig, transport: Transport, blas: Blas) -> None:
-    """Serve until a signal stops it. All ranks must call it; raises as ``lead``."""
+    """Serve until a signal stops it. All ranks must call it; raises as ``lead``, and ``Stopped`` if
+    its terminal was closed."""
     reporter = Reporter(quiet=transport.rank != 0)
     with ExitStack() as stack:
         run_inference(transport, reporter, partial(_serve, config, blas, stack))
@@ -70,8 +72,12 @@ def _serve(config: ServeConfig, blas: Blas, stack: ExitStack, crew: Crew[Inferen
         if prefixes:
             first_stage.restore(prefixes)
             reporter.say(f"Prefix cache: {first_stage.kept_tokens} tokens read from the disk")
-        RequestServer(config, prepared, prepared.prompts, first_stage).run(listeners)
+        server = RequestServer(config, prepared, prepared.prompts, first_stage)
+        server.run(listeners)
         first_stage.stop()
+    if server.stopped_by == signal.SIGHUP:
+        # Nobody asked it to end: its terminal was closed.
+        raise Stopped(signal.SIGHUP, "stopped by SIGHUP: its terminal was closed")
 
 
 def _share_grammars(crew: Crew[InferenceWorker]) -> None:

@@ -61,6 +61,7 @@ def train_together(
             return work()
         except AgreedFailure as failure:
             failures[number] = failure
+            trainers[number].fail(failure)
             active.discard(number)
             return None
 

@@ -5,7 +5,6 @@ validation, and mean of gradients over several steps. Rank 0's part.
 from __future__ import annotations
 
 import math
-import signal
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -15,13 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from shardmlx.common.environment import signal_name
 from shardmlx.common.formatting import plural
 from shardmlx.common.reporter import Bar
 from shardmlx.config.train import BEST
 from shardmlx.distributed.crew import Crew
 from shardmlx.engine.batches import random_state
 from shardmlx.engine.trace import write_chrome_trace
-from shardmlx.errors import AgreedFailure, Stopped, file_access
+from shardmlx.errors import AgreedFailure, Stopped, file_access, one_line
 from shardmlx.training.checkpointing import Checkpoints, Point
 from shardmlx.training.evaluation import Evaluation, StopRequested
 from shardmlx.training.outputs import Outputs
@@ -157,12 +157,22 @@ class Trainer:
 
     def stop(self, number: int) -> Stopped:
         """Save what there is after the signal ``number``; return what is to be raised."""
-        name = signal.Signals(number).name
+        name = signal_name(number)
         self._reporter.say(f"{name}: saving, then leaving")
         self._close_bar()
-        kept = self._keep()
+        stopped = Stopped(number, f"stopped by {name}: {self._keep()}")
         self._write_trace()
-        return Stopped(number, f"stopped by {name}: {kept}")
+        self._tell_stop(str(stopped), name)
+        return stopped
+
+    def fail(self, failure: AgreedFailure) -> None:
+        """Tell of the failure that ends the run, but no other."""
+        self._tell_stop(one_line(failure), None)
+
+    def _tell_stop(self, reason: str, name: str | None) -> None:
+        """Write to the metrics that the run came to no end: a signal of this name stopped it, or
+        it failed."""
+        self._reporter.event("stop", {"step": self._done, "signal": name, "reason": reason})
 
     def close(self) -> None:
         """Let go of all that the run holds on rank 0. May be called again."""

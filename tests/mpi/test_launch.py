@@ -135,6 +135,11 @@ def test_a_signal_saves_and_stops_in_order(lab: Lab) -> None:
     newest = max(lab.checkpoints.glob("step-*/COMMITTED"))
     last = max(event["step"] for event in events(lab.path / "metrics", "train"))
     assert newest.parent.name == f"step-{last:07d}"
+    # Of launch's own signal nobody is told.
+    assert "shardmlx: stopped by SIGTERM: the run up to step" in output
+    assert "SIGUSR1" not in output
+    (stop,) = events(lab.path / "metrics", "stop")
+    assert (stop["step"], stop["signal"]) == (last, "SIGTERM")
 
 
 def test_a_reader_that_goes_away_saves_and_stops_in_order(lab: Lab) -> None:

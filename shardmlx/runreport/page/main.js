@@ -11,6 +11,10 @@ function status() {
     const since = run.resumes.length ? " from the last restart" : "";
     return ["finished", `finished in ${format.duration(run.summary.seconds)}${since}`];
   }
+  if (run.stop) {
+    const how = typeof run.stop.signal === "string" ? ` by ${run.stop.signal}` : "";
+    return ["stopped", `stopped${how} at step ${format.count(run.stop.step)}`];
+  }
   if (lost) return ["ended", `no answer: the run has ended or cannot be reached; step ${step}`];
   if (DATA.live && !ended) return ["running", run.starts.length ? "running" : "loading"];
   return [
@@ -26,6 +30,7 @@ function show() {
   header();
   tiles();
   curves();
+  leftOutNote();
   rankTable();
   rankCurves();
   logTable();
@@ -64,7 +69,7 @@ async function ask() {
       [who, seen, lost, ended] = [more.run, more.last, false, more.ended];
       more.events.forEach(take);
       if (isNew) show();
-      if (ended && run.summary) return;
+      if (ended && (run.summary || run.stop)) return;
       if (ended) await pause();
     } catch {
       if (!lost && !ended) {

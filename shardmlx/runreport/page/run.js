@@ -8,6 +8,8 @@ const run = {
   resumes: [],
   stragglers: [],
   summary: null,
+  stop: null,
+  leftOut: null,
   log: [],
 };
 
@@ -37,13 +39,17 @@ function meansTold() {
 
 function take(event) {
   if (event.event === "summary") run.summary = event;
+  else if (event.event === "stop") run.stop = event;
+  else if (event.event === "left_out") run.leftOut = event;
   else if (event.event in KINDS) run[KINDS[event.event]].push(event);
-  if (["start", "resume", "checkpoint", "straggler"].includes(event.event)) run.log.push(event);
+  if (["start", "resume", "checkpoint", "straggler", "stop"].includes(event.event)) run.log.push(event);
 }
 
 function forget() {
   for (const name of [...Object.values(KINDS), "log"]) run[name].length = 0;
   run.summary = null;
+  run.stop = null;
+  run.leftOut = null;
 }
 
 const last = (events) => events[events.length - 1] || null;
@@ -87,16 +93,18 @@ function layersOf(stage) {
   );
 }
 
-// The mean step of a rank over the reports, each weighted by its steps.
+// The mean step of a rank over all reports, each weighted by its steps.
 function meanOfRank(rank, field) {
-  let total = 0,
-    steps = 0,
+  const leftOut = partOf(record(run.leftOut), rank);
+  let total = number(leftOut[field]) ?? 0,
+    steps = number(leftOut[`${field}_steps`]) ?? 0,
     before = null;
   for (const event of run.trains) {
     const count =
-      isNumber(before) && event.step > before
+      number(event.steps) ??
+      (isNumber(before) && event.step > before
         ? event.step - before
-        : event.step - (number(record(run.starts[0]).step) ?? 0);
+        : event.step - (number(record(run.starts[0]).step) ?? 0));
     before = event.step;
     const value = partOf(event, rank)[field];
     if (isNumber(value) && count > 0) {

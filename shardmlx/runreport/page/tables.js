@@ -66,6 +66,18 @@ function header() {
     "This file has no start line: it was written by an older shardmlx, so that layout, plan and options are not known.";
 }
 
+// Of a long run not all reports are shown: say which.
+function leftOutNote() {
+  const gone = number(record(run.leftOut).reports) ?? 0;
+  const all = run.trains.length + gone;
+  byId("left-out").textContent = gone
+    ? `${format.count(run.trains.length)} of ${format.count(all)} reports are shown: of each stretch of steps those with the lowest and the highest loss, the largest norm and the longest step. The metrics file has all; means are of all.`
+    : "";
+  byId("numbers-shown").textContent = gone
+    ? `${format.count(run.trains.length)} of ${format.count(all)} reports as a table`
+    : "Every report as a table";
+}
+
 function rankTable() {
   const seconds = PARTS.map((part) => ({ title: part.name, number: true }));
   const columns = [
@@ -158,6 +170,7 @@ function logTable() {
           : "";
       return [step, when, sign("restart"), `from ${format.value(event.checkpoint)}${again}`];
     }
+    if (event.event === "stop") return [step, when, "stop", format.value(event.reason)];
     const size = list(record(event.layout).ranks).length;
     return [
       step,
@@ -172,7 +185,7 @@ function logTable() {
       ? table(
           [{ title: "step", number: true }, "time", "what", "details"],
           rows,
-          "Checkpoints, restarts and stragglers",
+          "Checkpoints, restarts, stragglers and stops",
         )
       : element("p", { className: "muted" }, "None so far."),
   );
@@ -275,5 +288,5 @@ function numberTable() {
         "Every report of every rank",
       )
     : null;
-  fill(byId("numbers").querySelector("div"), table(columns, sorted, "Every report"), per);
+  fill(byId("numbers").querySelector("div"), table(columns, sorted, byId("numbers-shown").textContent), per);
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +78,25 @@ def test_a_resumed_run_has_not_ended_yet() -> None:
 def test_of_files_put_together_the_last_run_is_shown() -> None:
     other = [{"event": "start", "step": 0}, train(1)]
     assert current([*story(), *other]) == other
+
+
+def test_a_stop_holds_until_the_run_resumes() -> None:
+    stop = {"event": "stop", "step": 60, "signal": "SIGTERM", "reason": "stopped by SIGTERM"}
+    stopped = [*story()[:-1], stop]
+    assert current(stopped)[-1] == stop
+    assert stop not in current(
+        [*stopped, {"event": "start", "step": 60}, {"event": "resume", "step": 60}]
+    )
+
+
+def test_time_grows_with_the_events_however_often_a_run_resumes() -> None:
+    """A run that dies every ten steps, and makes five of them again: 2 s are 20 times enough."""
+    events: list[dict[str, Any]] = [{"event": "start", "step": 0}]
+    for at in range(0, 50_000, 10):
+        events += [train(step) for step in range(at + 1, at + 16)]
+        events += [{"event": "start", "step": at + 10}, {"event": "resume", "step": at + 10}]
+    begun = time.process_time()
+    now = current(events)
+    assert time.process_time() - begun < 2
+    assert steps(now, "train") == list(range(1, 50_001))
+    assert {each["repeated_steps"] for each in now if each["event"] == "resume"} == {5}

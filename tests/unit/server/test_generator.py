@@ -20,6 +20,7 @@ from mlx_lm.utils import load
 from shardmlx.common.environment import Blas
 from shardmlx.common.http_listener import bind
 from shardmlx.config.serve import LINE
+from shardmlx.errors import Stopped
 from shardmlx.server import answer_parser
 from shardmlx.server.answer_parser import AnswerSyntax, Reading, UnreadText
 from shardmlx.server.run import run
@@ -129,3 +130,21 @@ def test_a_fault_in_reading_an_answer_ends_no_other(
     assert capfd.readouterr().err.count("RuntimeError: an unforeseen fault") == 2
     assert is_there(url)
     assert 'shardmlx_texts_total{end="error"} 2.0' in httpx.get(f"{url}/metrics").text
+
+
+def test_a_server_whose_terminal_is_closed_has_not_ended_well(small: Path) -> None:
+    """One that is asked to stop has."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        with bind("127.0.0.1", 0) as free:
+            port = free.getsockname()[1]
+
+        def serve(transport: LocalTransport, number: int = number, port: int = port) -> None:
+            transport.stop_requested = lambda: number  # type: ignore[method-assign]
+            run(LINE.load(["--model", str(small), "--port", str(port)]), transport, Blas("none"))
+
+        if number == signal.SIGHUP:
+            with pytest.raises(Stopped, match="its terminal was closed") as caught:
+                LocalNetwork(1).run(serve)
+            assert caught.value.signal == signal.SIGHUP
+        else:
+            LocalNetwork(1).run(serve)
