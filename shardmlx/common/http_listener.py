@@ -106,13 +106,15 @@ def source_address(target: str) -> str | None:
     return None
 
 
-def address_of(listener: socket.socket) -> str:
+def address_of(listener: socket.socket, *, secure: bool = False) -> str:
     """Return the URL of the server at a socket, as one types it into a browser: where others reach
-    it at all addresses, with the one by which this machine reaches them."""
+    it at all addresses, with the one by which this machine reaches them. A ``secure`` one has a
+    certificate."""
+    scheme = "https" if secure else "http"
     host, port = listener.getsockname()[:2]
     if ip_address(host.partition("%")[0]).is_unspecified:
         host = source_address(_ELSEWHERE) or host
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def trusted_hosts(listener: socket.socket, extra: Sequence[str] = ()) -> frozenset[str] | None:

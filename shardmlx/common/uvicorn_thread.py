@@ -39,8 +39,7 @@ class HttpServer:
         access_log: bool = False,
         on_end: Callable[[BaseException | None], None] = lambda error: None,
     ) -> None:
-        address = address_of(listeners[0])
-        self.address = address.replace("http:", "https:") if certificate else address
+        self.address = address_of(listeners[0], secure=certificate is not None)
         self._listeners = listeners
         self._on_end = on_end
         if access_log:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import ssl
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from shardmlx.common.http_listener import bind_both
+from shardmlx.common.http_listener import address_of, bind_both
 from shardmlx.config.serve import check_packages
 from shardmlx.errors import file_access, one_line, refusing
 from shardmlx.islands.hub_options import LINE
@@ -49,9 +50,11 @@ def run(words: Sequence[str]) -> int:
             ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(options.certificate)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     ends: list[BaseException | None] = []
+    listeners = bind_both(options.host, options.port)
+    address = address_of(listeners[0], secure=options.certificate is not None)
     server = HttpServer(
-        make_app(rounds),
-        *bind_both(options.host, options.port),
+        make_app(rounds, address),
+        *listeners,
         no_http={"error": "this is no HTTP request", "remedy": "see whether it needs https"},
         certificate=options.certificate,
         most_connections=MOST_CONNECTIONS,
@@ -59,7 +62,11 @@ def run(words: Sequence[str]) -> int:
     )
     server.start()
     tokens = rounds.run.directory / "tokens"
-    print(f"The hub's page: {server.address}; the tokens of islands: {tokens}", flush=True)
+    print(f"The hub's page: {address}; the tokens of islands: {tokens}", flush=True)
+    if missing := rounds.run.tokens.keys() - rounds.run.lives.keys():
+        print("To join, on a machine of each island, with your options of train:")
+        for name in sorted(missing):
+            print(f"  {_join_line(rounds, name, address)}", flush=True)
     try:
         _close_rounds(rounds, ends)
     finally:
@@ -67,9 +74,23 @@ def run(words: Sequence[str]) -> int:
     raise RuntimeError(f"the HTTP server ended: {ends[0] and one_line(ends[0])}")
 
 
+def _join_line(rounds: Rounds, name: str, address: str) -> str:
+    """Return the command by which an island joins: with its token in a terminal alone, for a log
+    may have other readers."""
+    token = rounds.run.tokens[name]
+    if not sys.stdout.isatty():
+        token = f'"$(cat {shlex.quote(str(rounds.run.directory / "tokens" / name))})"'
+    return (
+        f"SHARDMLX_ISLAND_TOKEN={token} shardmlx train --config lora.yaml --island {address} "
+        f"--name {name}"
+    )
+
+
 def _close_rounds(rounds: Rounds, ends: Sequence[object]) -> None:
     """Make the outer steps of a run as long as the server lives."""
-    version, has_ended = rounds.version, rounds.ended
+    version = rounds.version
+    has_ended = rounds.ended
+    joined = set(rounds.run.lives)
     while not ends:
         rounds.wait(SECONDS_TO_LOOK)
         try:
@@ -77,6 +98,9 @@ def _close_rounds(rounds: Rounds, ends: Sequence[object]) -> None:
         except OSError as error:
             print(f"shardmlx: no outer step: {one_line(error)}: trying again", file=sys.stderr)
             time.sleep(SECONDS_TO_RETRY)
+        for name in sorted(rounds.run.lives.keys() - joined):
+            joined.add(name)
+            print(f"{name} has joined", flush=True)
         if rounds.version != version:
             version = rounds.version
             print(

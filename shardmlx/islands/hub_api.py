@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -45,9 +46,9 @@ Handler = Callable[[Request, str], Awaitable[Response]]
 """A function that answers a request of an island, by its name."""
 
 
-def make_app(rounds: Rounds) -> Starlette:
-    """Return the application over the state of a hub."""
-    api = _Api(rounds)
+def make_app(rounds: Rounds, address: str) -> Starlette:
+    """Return the application over the state of a hub, which islands reach at an ``address``."""
+    api = _Api(rounds, address)
     number = "/fragments/{k}"
     routes = [
         Route("/", api.page),
@@ -66,8 +67,9 @@ def make_app(rounds: Rounds) -> Starlette:
 
 
 class _Api:
-    def __init__(self, rounds: Rounds) -> None:
+    def __init__(self, rounds: Rounds, address: str) -> None:
         self._rounds = rounds
+        self._address = address
         self._bodies: Counter[str] = Counter()
 
     def known(self, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
@@ -111,7 +113,12 @@ class _Api:
         proxied = {"forwarded", "x-forwarded-for", "via"} & {*request.headers.keys()}
         if host not in LOOPBACK or not is_for(request.headers.get("host", ""), LOOPBACK) or proxied:
             self._name_of(request)
-        return JSONResponse(self._rounds.status(), headers=ANSWERED)
+        about_joining = {
+            "address": self._address,
+            "for_this_machine": urlsplit(self._address).hostname in LOOPBACK,
+            "tokens_directory": str(self._rounds.run.directory.absolute() / "tokens"),
+        }
+        return JSONResponse({**self._rounds.status(), **about_joining}, headers=ANSWERED)
 
     async def join(self, request: Request, name: str) -> Response:
         message = Join.of_json(await self._json(request, name))

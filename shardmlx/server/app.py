@@ -160,6 +160,7 @@ class Api:
             "created": self._created,
             "owned_by": "shardmlx",
             "max_model_len": self.served.most_tokens,
+            "adapter": self.served.adapter,
             "tools": self.served.encoder.answer_format.way,
         }
 

@@ -38,10 +38,12 @@ class ServedModel:
     Prompt and answer together have at most ``most_tokens``; one request makes at most
     ``most_requests`` for generation. ``max_tokens`` and ``sampling`` are defaults. ``streams``
     numbers the random streams of answers without a seed. ``complaint`` says what is wrong with a
-    grammar, empty if nothing is; it is None where answers cannot keep to one.
+    grammar, empty if nothing is; it is None where answers cannot keep to one. ``adapter`` is the
+    name of the one that the model was loaded with.
     """
 
     names: ModelNames
+    adapter: str | None = None
     encoder: PromptEncoder
     most_tokens: int
     most_requests: int

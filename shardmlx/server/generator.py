@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from socket import socket
 
 import mlx.core as mx
@@ -127,6 +128,10 @@ class RequestServer:
         most_tokens = self.prepared.plan.load.context
         served = ServedModel(
             names=names,
+            # Its path is shown to nobody.
+            adapter=None
+            if config.adapter_path is None
+            else Path(config.adapter_path).resolve().name,
             encoder=replace(self.encoder, most_tokens=most_tokens),
             most_tokens=most_tokens,
             most_requests=queue.most_open,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 INVALID = "invalid_request_error"
@@ -53,14 +53,6 @@ class ApiError(Exception):
     def _types(self) -> tuple[str, str]:
         usual = ("server_error", "api_error") if self.status >= 500 else (INVALID, INVALID)
         return TYPES.get(self.status, usual)
-
-    def called(self, names: Mapping[str, str]) -> ApiError:
-        """Return the error for an API that has other ``names`` for some fields of a chat."""
-        field = (self.param or "").partition(".")[0]
-        if field not in names:
-            return self
-        message = f"{names[field]}, in words of a chat: {self}"
-        return replace(self, message=message, param=names[field])
 
 
 def refused(message: str, param: str | None = None, code: str | None = None) -> ApiError:

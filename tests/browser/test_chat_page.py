@@ -505,3 +505,15 @@ def test_a_phone_needs_no_sideways_scrolling(page: Page) -> None:
         assert page.run(f"return {dialog}.scrollWidth - {dialog}.clientWidth") == 0
     finally:
         page.chrome.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_the_page_says_which_model_answers_and_with_which_adapter(
+    chrome: webdriver.Chrome,
+) -> None:
+    with serving(adapter="pirate") as served:
+        page = Page(chrome, served.address)
+        page.open()
+        page.wait("document.title === 'parrot · shardmlx'")
+        assert page.one("#model").text == "parrot with adapter pirate"
+        assert page.one("#model").get_attribute("title") == "parrot with adapter pirate"
+        assert page.faults() == []

@@ -60,7 +60,15 @@ def test_the_page_shows_which_islands_train_are_late_missing_or_gone(
         rounds: Rounds = hub.rounds
         chrome.get_log("browser")
         chrome.get(hub.url)
-        shown("not joined", "not joined", "not joined")
+        waiting.until(lambda _: "Nobody has joined yet" in text("#state"))
+        lines = "return [...document.querySelectorAll('#join-lines pre')].map((e) => e.textContent)"
+        assert chrome.execute_script(lines) == [
+            f"SHARDMLX_ISLAND_TOKEN=TOKEN_OF_{name} shardmlx train --config lora.yaml "
+            f"--island {hub.url} --name {name}"
+            for name in ("ann", "ben", "cid")
+        ]
+        assert str(tmp_path / "hub" / "tokens") in text("#tokens")
+        assert not any(token in chrome.page_source for token in hub.tokens.values())
 
         come("ann")
         seed = tmp_path / "seed"
@@ -72,6 +80,7 @@ def test_the_page_shows_which_islands_train_are_late_missing_or_gone(
         # The page asks by itself, every three seconds.
         found = shown("trains", "trains", "not joined")
         assert found["ann"] == ["4", "2,400", "2.2500", "–", "0", "0"]
+        assert chrome.execute_script(lines)[0].endswith("--name cid")
         assert text("#losses p") == "from 2.2500 to 2.5000, up to step 4"
 
         rounds.islands["ben"].heard = time.monotonic() - SECONDS_MISSING
@@ -89,10 +98,16 @@ def test_the_page_shows_which_islands_train_are_late_missing_or_gone(
         assert "ben" in text("#fragments")
         assert "round 1, 1,200 tokens" in text("#summary")
 
+        for width in (400, 1400):
+            chrome.set_window_size(width, 800)
+            wide = "return document.documentElement.scrollWidth - window.innerWidth"
+            assert chrome.execute_script(wide) <= 0
         report("cid", base=1)
         waiting.until(lambda _: rounds.ended)
         chrome.refresh()
         waiting.until(lambda _: "ended" in text("#state"))
+        is_hidden = "return document.querySelector('#join').hidden"
+        assert chrome.execute_script(is_hidden)
         assert "round 2, 3,600 tokens" in text("#summary")
         log: Any = chrome.get_log("browser")
         assert log == []

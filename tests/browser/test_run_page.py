@@ -298,3 +298,44 @@ def test_a_file_of_an_older_shardmlx_has_its_curves(
     assert "finished" in text(chrome, "#status")
     assert rows(chrome, "#ranks")[1][1] == "–"
     assert faults(chrome) == []
+
+
+@pytest.mark.parametrize(
+    ("signal", "status"),
+    [("SIGTERM", "stopped by SIGTERM at step 40"), (None, "failed at step 40")],
+)
+def test_a_stop_is_told_with_its_reason(
+    chrome: webdriver.Chrome, tmp_path: Path, signal: str | None, status: str
+) -> None:
+    before = [event for event in RUN if event["event"] in ("start", "train", "val")]
+    stop = {"event": "stop", "step": 40, "signal": signal, "reason": f"why {EVIL}"}
+    show(chrome, tmp_path, *(each for each in before if each["step"] <= 40), stop)
+    assert text(chrome, "#status") == status
+    assert rows(chrome, "#log")[-1][2:] == ["stop", f"why {EVIL}"]
+    assert faults(chrome) == []
+
+
+def test_the_page_of_a_long_run_says_what_it_shows(
+    chrome: webdriver.Chrome, tmp_path: Path
+) -> None:
+    """Its means are of all reports: those that are not shown are slower."""
+    (start,) = [event for event in RUN if event["event"] == "start"][:1]
+    ranks = [{"rank": 0, "compute_seconds": 0.0, "exposed_comm_seconds": 0, "idle_seconds": 0}]
+    many = [
+        {
+            "event": "train",
+            "step": step,
+            "loss": float(step % 7),
+            "step_seconds": 1.0,
+            "ranks": [{**each, "compute_seconds": float(step > 4500)} for each in ranks],
+        }
+        for step in range(1, 9001)
+    ]
+    show(chrome, tmp_path, start, *many)
+    assert "of 9,000 reports are shown" in text(chrome, "#left-out")
+    assert len(drawn_on(chrome, "curve-loss")["training"]) <= 2000
+    chrome.execute_script("byId('numbers').open = true; numberTable();")
+    assert "of 9,000 reports as a table" in text(chrome, "#numbers summary")
+    assert rows(chrome, "#ranks")[0][3] == "0.5000 s"
+    assert text(chrome, "#status").startswith("no summary: still running")
+    assert faults(chrome) == []

@@ -28,7 +28,7 @@ VOCABULARY = 128
 MODEL = "parrot"
 KEY = "sesame"
 MOST_TOKENS = 1000
-OF_MODEL = ("max_tokens", "sampling", "complaint")
+OF_MODEL = ("max_tokens", "sampling", "complaint", "adapter")
 END = "."
 """The last token of a sequence."""
 

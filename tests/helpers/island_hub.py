@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardmlx.common.http_listener import bind
+from shardmlx.common.http_listener import address_of, bind
 from shardmlx.common.uvicorn_thread import HttpServer
 from shardmlx.islands.hub_api import make_app
 from shardmlx.islands.hub_options import HubOptions
@@ -31,8 +31,12 @@ def running_hub(path: Path, islands: str, port: int = 0, **options: Any) -> Iter
     """A hub for islands with these names, commas between; ended as by a signal."""
     rounds = Rounds(HubOptions.from_flat(path=str(path), islands=islands, **options))
     ends: list[BaseException | None] = []
+    listener = bind("127.0.0.1", port)
     server = HttpServer(
-        make_app(rounds), bind("127.0.0.1", port), no_http={"error": "no HTTP"}, on_end=ends.append
+        make_app(rounds, address_of(listener)),
+        listener,
+        no_http={"error": "no HTTP"},
+        on_end=ends.append,
     )
 
     def close_rounds() -> None:

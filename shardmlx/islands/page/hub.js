@@ -9,9 +9,16 @@ const NONE = "–";
 const shown = (value) => (typeof value === "number" ? value.toLocaleString("en") : NONE);
 const loss = (value) => (typeof value === "number" ? value.toFixed(4) : NONE);
 
+// A cell has its column's title: on a narrow screen a row stands below itself.
+const cell = (titles) => (content, index) => {
+  const node = element("td", {}, content);
+  node.dataset.title = titles[index];
+  return node;
+};
+
 function table(titles, rows) {
   const heads = titles.map((title) => element("th", { scope: "col" }, title));
-  const body = rows.map((row) => element("tr", {}, row.map((cell) => element("td", {}, cell))));
+  const body = rows.map((row) => element("tr", {}, row.map(cell(titles))));
   return element(
     "table",
     {},
@@ -55,6 +62,36 @@ function curves(islands) {
   return [drawn("svg", { ...box, "aria-label": label }, lines), element("p", {}, label)];
 }
 
+// What to type on each machine that has not joined yet.
+function joinLines(islands, status) {
+  const missing = islands.filter(([, island]) => !island.joined);
+  byId("join").hidden = status.ended || !missing.length;
+  fill(
+    byId("join-lines"),
+    missing.map(([name]) =>
+      element(
+        "pre",
+        {},
+        `SHARDMLX_ISLAND_TOKEN=TOKEN_OF_${name} shardmlx train --config lora.yaml --island ${status.address} --name ${name}`,
+      ),
+    ),
+  );
+  byId("tokens").textContent =
+    `Put the island's own token in: on the hub's machine it is in ${status.tokens_directory}/NAME. lora.yaml stands for your options of train. `;
+  byId("tokens").append(
+    status.for_this_machine
+      ? "The hub listens to this machine alone: start it with --host 0.0.0.0 to let others in."
+      : "",
+  );
+}
+
+function going(islands, status) {
+  if (status.ended) return "The run has ended.";
+  if (islands.some(([, island]) => island.present)) return "The run goes on.";
+  if (islands.some(([, island]) => island.joined)) return "No island trains now: the run waits.";
+  return "Nobody has joined yet: the run begins with the first island.";
+}
+
 function show(status) {
   const islands = Object.entries(status.islands);
   const { mode, inner_steps: steps, encoding } = status.terms;
@@ -62,19 +99,26 @@ function show(status) {
   byId("summary").textContent = `${mode}, every ${steps} steps, ${encoding}: ${rounds}`;
   const strangers = Object.values(status.strangers).reduce((a, b) => a + b, 0);
   const notes = [
-    status.ended ? "The run has ended." : "The run goes on.",
+    going(islands, status),
     strangers ? `Requests refused for want of a token: ${shown(strangers)}.` : "",
     status.epsilon === null ? "" : `Privacy: epsilon ${status.epsilon.toFixed(2)}.`,
   ];
   byId("state").textContent = notes.filter(Boolean).join(" ");
-  const titles = ["Island", "", "Heard", "Step", "Tokens", "Loss", "Validation", "Late", "Refused"];
-  fill(byId("islands"), table(titles, islands.map(islandRow)));
+  joinLines(islands, status);
+  const titles = ["Island", "State", "Heard", "Step", "Tokens", "Loss", "Validation", "Late", "Refused"];
+  const begun = islands.some(([, island]) => island.joined);
+  fill(byId("islands"), begun ? table(titles, islands.map(islandRow)) : "None has joined yet.");
   fill(byId("losses"), curves(islands));
   const fragments = status.fragments.map((each, index) => [
     ...[String(index), each.version === null ? NONE : shown(each.version)],
     each.reports.join(", ") || NONE,
   ]);
-  fill(byId("fragments"), table(["Fragment", "Version", "Reports that wait"], fragments));
+  fill(
+    byId("fragments"),
+    fragments.length
+      ? table(["Fragment", "Version", "Reports that wait"], fragments)
+      : "None yet: the first island that joins uploads its starting weights.",
+  );
 }
 
 async function refresh() {

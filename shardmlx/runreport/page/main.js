@@ -12,8 +12,9 @@ function status() {
     return ["finished", `finished in ${format.duration(run.summary.seconds)}${since}`];
   }
   if (run.stop) {
-    const how = typeof run.stop.signal === "string" ? ` by ${run.stop.signal}` : "";
-    return ["stopped", `stopped${how} at step ${format.count(run.stop.step)}`];
+    const at = `at step ${format.count(run.stop.step)}`;
+    if (typeof run.stop.signal !== "string") return ["bad", `failed ${at}`];
+    return ["stopped", `stopped by ${run.stop.signal} ${at}`];
   }
   if (lost) return ["ended", `no answer: the run has ended or cannot be reached; step ${step}`];
   if (DATA.live && !ended) return ["running", run.starts.length ? "running" : "loading"];

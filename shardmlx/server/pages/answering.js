@@ -6,7 +6,7 @@ import { chat, Failure, models } from "./client.js";
 const running = new Map();
 
 /** What is known of the server; `model` is null until it has said it, and after a failure. */
-export const server = { model: null, names: [], most: null };
+export const server = { model: null, names: [], most: null, adapter: null };
 
 export const isRunning = ({ id }) => running.has(id);
 
@@ -21,8 +21,9 @@ export function stop({ id }) {
 
 /** Asks for the model's names; takes the one that was chosen, if it is still there. */
 export async function meet(chosen, signal) {
-  const { names, most } = await models(signal);
-  Object.assign(server, { names, most, model: names.includes(chosen) ? chosen : names[0] });
+  const { names, most, adapter } = await models(signal);
+  const model = names.includes(chosen) ? chosen : names[0];
+  Object.assign(server, { names, most, adapter, model });
 }
 
 /** Returns the parameters of a request that the settings ask for. */

@@ -46,10 +46,11 @@ function sentence(words) {
   return /[.!?]$/.test(first) ? first : `${first}.`;
 }
 
-/** Returns the names of the model, and how many tokens a prompt and its answer may have. */
+/** Returns the names of the model, how many tokens a prompt and its answer may have, and its adapter. */
 export async function models(signal) {
   const { data } = await (await request("v1/models", { signal })).json();
-  return { names: data.map(({ id }) => id), most: data[0].max_model_len };
+  const [{ max_model_len: most, adapter }] = data;
+  return { names: data.map(({ id }) => id), most, adapter };
 }
 
 /** Yields the chunks of an answer, as OpenAI's API streams them. */

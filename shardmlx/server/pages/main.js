@@ -5,7 +5,7 @@ import { useKey } from "./client.js";
 import * as composer from "./composer.js";
 import { create, exists, forget, idOf, load, save, titleOf } from "./conversations.js";
 import { askKey, askName, askSettings, askToDelete } from "./dialogs.js";
-import { byId, fill } from "./elements.js";
+import { byId, element, fill } from "./elements.js";
 import { drawList } from "./sidebar.js";
 import { read, record, tab, write } from "./storage.js";
 import { answerNode, nameOf, paintAnswer, questionNode } from "./turns.js";
@@ -52,8 +52,10 @@ function drawControls() {
 const drawConversations = () => drawList(current, { open, rename, discard });
 
 function drawModel() {
+  const beside = server.adapter ? ` with adapter ${server.adapter}` : "";
   byId("model").textContent = nameOf(server.model);
-  byId("model").title = server.model;
+  byId("model").append(element("small", {}, beside));
+  byId("model").title = server.model + beside;
   document.title = `${nameOf(server.model)} · shardmlx`;
 }
 
