@@ -263,4 +263,4 @@ def test_launch_starts_a_server_again_that_has_lost_a_rank(served: Served) -> No
         assert answer.result(timeout=30)
         assert running.wait(20) == 0
         assert running.left_behind() == []
-        assert "Stopping after SIGUSR1" in running.job().stdout
+        assert "Stopping after SIGINT" in running.job().stdout
