@@ -6,6 +6,7 @@ position in the data can be saved and restored.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, overload
@@ -370,9 +371,12 @@ def pack(
     begins = _shared(batch, ends) if shares_prompts else np.zeros_like(ends)
     lengths = ends - begins
     packed: list[list[int]] = [[] for _ in range(count)]
-    for group in np.argsort(-lengths.reshape(-1, together).sum(axis=1), kind="stable").tolist():
-        rows = range(group * together, (group + 1) * together)
-        min(packed, key=lambda rows: lengths[rows].sum()).extend(rows)
+    of_groups = lengths.reshape(-1, together).sum(axis=1)
+    shortest = [(0, number) for number in range(count)]  # a heap: of two alike the first one
+    for group in np.argsort(-of_groups, kind="stable").tolist():
+        length, number = shortest[0]
+        packed[number].extend(range(group * together, (group + 1) * together))
+        heapq.heapreplace(shortest, (length + int(of_groups[group]), number))
     return [
         replace(
             batch,

@@ -13,6 +13,7 @@ from shardmlx.engine.batches import Batch, MicroBatch, make_batch, pack, split
 from shardmlx.models.runtime.packed_positions import PackedPositions
 from shardmlx.models.runtime.slice import Slice
 from shardmlx.pipeline.plan import Plan
+from tests.helpers.call_counts import calls_in
 from tests.helpers.engines import Outcome, run_engine
 from tests.helpers.local_transport import LocalNetwork
 from tests.helpers.models_and_batches import (
@@ -87,6 +88,22 @@ def test_every_position_that_counts_is_there_once_and_none_gets_too_long(seed: i
     # Memory is planned for micro-batches of ``size`` rows as long as the longest.
     longest = int(np.minimum(batch.spans[:, 1], batch.shape[1]).max())
     assert all(0 < each.shape[1] <= size * longest for each in packed)
+
+
+def test_of_equally_short_micro_batches_the_first_takes_the_next_row() -> None:
+    packed = pack(batch_of(*[7] * 5, 3), 4)
+    assert [sorted(set(p.places.rows.tolist())) for p in packed if p.places] == [
+        [0, 4],
+        [1, 5],
+        [2],
+        [3],
+    ]
+
+
+def test_four_times_the_rows_in_four_times_the_micro_batches_cost_four_times_the_calls() -> None:
+    random = np.random.RandomState(0)
+    few, many = (batch_of(*random.randint(20, 200, rows)) for rows in (128, 512))
+    assert calls_in(lambda: pack(many, 128)) < 4.2 * calls_in(lambda: pack(few, 32))
 
 
 def test_of_a_pair_the_prompt_is_there_once() -> None:
