@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from shardmlx.common.digests import json_digest
 from shardmlx.config.checks import STEADY, steady_schedule
 from shardmlx.config.objective import ObjectiveOptions, facts_of
 from shardmlx.config.options import declared
-from shardmlx.engine.batches import WANTED, Sample, Samples
+from shardmlx.engine.batches import WANTED, Sample
 from shardmlx.errors import UserError, refusing
 from shardmlx.modelfiles.safetensors_header import MODEL_FILES, ReadBytes, read_bytes
 from shardmlx.modelfiles.sources import CONFIG_FILE
@@ -70,11 +70,58 @@ class RunFacts:
 NO_FACTS = RunFacts()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetFacts:
+    """Facts of a set of samples: how many there are, the ``longest`` that is known, in tokens, a
+    digest of which answers are wanted, and one of all tokens; or, where not all rows have become
+    tokens, of what the rows hold (``content``), and of the tokens of some (``looked_at``)."""
+
+    samples: int
+    longest: int
+    labels: str | None = None
+    sha256: str | None = None
+    content: str | None = None
+    looked_at: str | None = None
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], known: np.ndarray | None = None) -> SetFacts:
+        """Return the facts of samples that are tokens, of which so much is ``known``."""
+        return cls(
+            samples=len(samples),
+            longest=max((len(tokens) for tokens, _ in samples), default=0),
+            labels=labels_digest(known),
+            sha256=tokens_digest(samples),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what makes the set another one."""
+        facts = {key: value for key, value in asdict(self).items() if value is not None}
+        del facts["longest"]
+        return facts
+
+
+def tokens_digest(samples: Iterable[Sample]) -> str:
+    """Return a digest of samples' tokens, and of where their losses start."""
+    digest = hashlib.sha256()
+    for tokens, start in samples:
+        digest.update(np.array([len(tokens), start], np.int64).tobytes())
+        digest.update(np.asarray(tokens, np.int64).tobytes())
+    return digest.hexdigest()
+
+
+def labels_digest(known: np.ndarray | None) -> str | None:
+    """Return a digest of which answers are wanted, if an objective knows of that."""
+    if known is None:
+        return None
+    wanted = known[:, WANTED] > 0
+    return hashlib.sha256(wanted.tobytes()).hexdigest()
+
+
 def identity_of(
     options: Mapping[str, Any],
     model_path: Path,
-    train: Sequence[Sample],
-    valid: Sequence[Sample],
+    train: SetFacts,
+    valid: SetFacts,
     read: ReadBytes | None = None,
     facts: RunFacts = NO_FACTS,
 ) -> dict[str, Any]:
@@ -90,9 +137,9 @@ def identity_of(
         "start": {"name": options["resume_adapter_file"], "sha256": facts.start},
         "data": {
             "name": options["data"],
-            "train": _set(train),
-            "valid": _set(valid),
-            "longest": max(_longest(train), _longest(valid)),
+            "train": train.as_json(),
+            "valid": valid.as_json(),
+            "longest": max(train.longest, valid.longest),
         },
         "optimizer": {
             "name": options["optimizer"],
@@ -140,10 +187,10 @@ def start_digest(identity: Mapping[str, Any]) -> str:
     )
 
 
-def set_digest(samples: Sequence[Sample], most: int) -> str:
+def set_digest(facts: SetFacts, most: int) -> str:
     """Return a digest of what a model is given of a set: the first ``most`` tokens of its samples,
     the answers among them, and which of these are wanted."""
-    return json_digest([_set(samples), min(most, _longest(samples))])
+    return json_digest([facts.as_json(), min(most, facts.longest)])
 
 
 def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -193,7 +240,7 @@ def _differences_of_data(
             key for key in now[name] if then[name].get(key, now[name][key]) != now[name][key]
         ]
         if changed:
-            what = "labels" if changed == ["labels"] else "tokens"
+            what = {"labels": "labels", "content": "rows"}.get(changed[-1], "tokens")
             yield (
                 f"is a checkpoint of a run on other data: its {name} set came from {then['name']} "
                 f"with {then[name]['samples']} samples, now it is {now['name']} with "
@@ -275,27 +322,4 @@ def _model(path: Path, read: ReadBytes | None) -> str:
             probe = partial(read or partial(read_bytes, path), file.name)
             for data in pool.map(probe, offsets, [min(_PROBE_BYTES, size)] * _PROBES):
                 digest.update(data)
-    return digest.hexdigest()
-
-
-def _set(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Describe a set: its samples' tokens, and which answers are wanted where it says so."""
-    described: dict[str, Any] = {"samples": len(samples), "sha256": _tokens(samples)}
-    if isinstance(samples, Samples) and samples.known is not None:
-        wanted = samples.known[:, WANTED] > 0
-        described["labels"] = hashlib.sha256(wanted.tobytes()).hexdigest()
-    return described
-
-
-def _longest(samples: Sequence[Sample]) -> int:
-    if isinstance(samples, Samples):
-        return int(samples.lengths.max(initial=0))
-    return max((len(tokens) for tokens, _ in samples), default=0)
-
-
-def _tokens(samples: Iterable[Sample]) -> str:
-    digest = hashlib.sha256()
-    for tokens, start in samples:
-        digest.update(np.array([len(tokens), start], np.int64).tobytes())
-        digest.update(np.asarray(tokens, np.int64).tobytes())
     return digest.hexdigest()

@@ -41,6 +41,18 @@ def token_ids(tokens: np.ndarray) -> np.ndarray:
     return ids
 
 
+class SampleSource(Sequence[Sample]):
+    """Samples of which some are made when they are asked for."""
+
+    def prepare(self, start: int, stop: int) -> None:
+        """Begin to make the samples that are asked for next."""
+
+
+def counted_in(tokens: np.ndarray, start: int, most: int) -> int:
+    """Return how many of a sample's first ``most`` tokens count in the loss, from ``start`` on."""
+    return int((tokens[max(start, 1) : most] >= 0).sum())
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Samples(Sequence[Sample]):
     """Samples in one array: 4 bytes a token, where Python's numbers take 36.
@@ -54,27 +66,13 @@ class Samples(Sequence[Sample]):
     bounds: np.ndarray
     known: np.ndarray | None = None
 
-    @property
-    def lengths(self) -> np.ndarray:
-        """Lengths in tokens."""
-        lengths: np.ndarray = self.bounds[:, 1] - self.bounds[:, 0]
-        return lengths
-
-    @property
-    def starts(self) -> np.ndarray:
-        """Positions at which the loss starts to count."""
-        starts: np.ndarray = self.bounds[:, 2]
-        return starts
-
-    def counted(self, most: int) -> np.ndarray:
-        """Return how many of each sample's first ``most`` tokens count in the loss."""
-        first = np.maximum(self.starts, 1)
-        counted: np.ndarray = np.maximum(np.minimum(self.lengths, most) - first, 0)
-        if (self.tokens < 0).any():
-            begins = self.bounds[:, 0]
-            left_out = np.concatenate([[0], np.cumsum(self.tokens < 0)])
-            counted = counted - left_out[begins + first + counted] + left_out[begins + first]
-        return counted
+    @classmethod
+    def of(cls, samples: Sequence[Sample], known: np.ndarray | None = None) -> Samples:
+        """Return samples in one array, and what is ``known`` of them."""
+        ends = np.cumsum([len(tokens) for tokens, _ in samples], dtype=np.int64)
+        begins = np.concatenate([[0], ends[:-1]])
+        bounds = np.stack([begins, ends, [start for _, start in samples]], axis=1)
+        return cls(np.concatenate([np.asarray(tokens) for tokens, _ in samples]), bounds, known)
 
     def __len__(self) -> int:
         return len(self.bounds)
@@ -284,7 +282,11 @@ class Batches(Iterator[Batch]):
             self._draw(self.random)
         start = self._starts[self._order[self._next]]
         self._next += 1
-        return self.at(start)
+        batch = self.at(start)
+        if self._next < len(self._order) and isinstance(self.samples, SampleSource):
+            following = self._starts[self._order[self._next]]
+            self.samples.prepare(following, following + self.batch_size)
+        return batch
 
     def at(self, start: int) -> Batch:
         """Return the batch that begins at a sample."""

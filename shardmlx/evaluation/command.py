@@ -87,7 +87,9 @@ def read_texts(
     )
     for warning in data.warnings:
         warn(warning)
-    samples = list(data.test)[: config.limit]
+    samples = data.test[: config.limit]
+    for warning in data.test.news():
+        warn(warning)
     cut = [(tokens[: config.max_seq_length], start) for tokens, start in samples]
     scored = [(tokens, start) for tokens, start in cut if len(tokens) > max(start, 1)]
     if not scored:

@@ -209,8 +209,7 @@ class ChatTemplate:
     ) -> Sequence[Unwritten]:
         """Return the words that the template leaves out."""
         form: tuple[Any, ...] = tuple((each["role"], *each) for each in messages)
-        texts = (text.strip() for each in messages for text in texts_of(each))
-        if all(text in written.text for text in texts) and form in self._complete:
+        if form in self._complete and _has_all(written.text, messages):
             return ()
         reading = self._spans.read(messages, tools, written.text)
         found = _missing_of(messages, written.text, reading)
@@ -296,6 +295,20 @@ class ChatTemplate:
         pairs = enumerate(zip(prompt, written.tokens, strict=False))
         shorter = min(len(prompt), len(written.tokens))
         return next((i for i, (a, b) in pairs if a != b), shorter)
+
+
+def _has_all(text: str, messages: Sequence[Message]) -> bool:
+    """Return whether a text has the words of all messages."""
+    place = 0
+    for message in messages:
+        for words in texts_of(message):
+            said = words.strip()
+            # They mostly stand behind those before them.
+            found = text.find(said, place)
+            if found < 0 and said not in text:
+                return False
+            place = max(place, found + len(said))
+    return True
 
 
 def _missing_of(

@@ -112,7 +112,8 @@ def dry_run(config: TrainConfig, crew: Crew[TrainWorker], reporter: Reporter) ->
 def show_data(config: TrainConfig, rows: int, opened: OpenedModel, reporter: Reporter) -> None:
     """Print rows of the training set as the model sees them. Raises ``UserError``."""
     tokenizer = read_tokenizer(opened.path, config.sets.trust_remote_code, opened.config)
-    samples = read_sets(config, opened, reporter).train[: rows * config.loss.together]
+    data = read_sets(config, opened, reporter).train
+    samples = data[: rows * config.loss.together]
     for i, (given, start) in enumerate(samples):
         tokens = np.asarray(given)[: config.batch.max_seq_length]
         counts = (np.arange(len(tokens)) >= max(1, start)) & (tokens >= 0)

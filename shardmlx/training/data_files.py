@@ -1,4 +1,7 @@
-"""Read the rows of JSON lines, CSV or Parquet; errors name file and row. No MLX, no MPI."""
+"""Read the rows of JSON lines, CSV or Parquet; errors name file and row. No MLX, no MPI.
+
+A row becomes Python objects, which take five times its bytes, when it is asked for.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,82 @@ import io
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from shardmlx.errors import UserError, one_line, refusing
 
 Row = Mapping[str, Any]
 
+_AT_ONCE = 1000
+"""Rows of a table that become Python objects together."""
+
 _MOST_NAMES = 5
 """Limit of unread files that a message names."""
+
+
+class RowSource(Protocol):
+    """The rows of a set: those of a file, or a data set of Hugging Face's package."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Row]: ...
+    def __getitem__(self, i: int, /) -> Row: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class JSONRows:
+    """Rows of the file ``place``, which stay JSON: ``content`` has one after the other, each up to
+    one of its ``ends``. Raises ``UserError`` where a row is asked for that is none."""
+
+    place: Path
+    content: bytes
+    ends: np.ndarray
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Bytes of each row."""
+        return np.diff(self.ends, prepend=0)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __iter__(self) -> Iterator[Row]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, i: int) -> Row:
+        begin = int(self.ends[i - 1]) if i else 0
+        return parse_row(self.content[begin : int(self.ends[i])], row_name(self.place, i))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TableRows:
+    """Rows of a table of Arrow's, which came from the file ``place``."""
+
+    place: Path
+    table: Any
+
+    def __len__(self) -> int:
+        return int(self.table.num_rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        for batch in self.table.to_batches(_AT_ONCE):
+            yield from self._rows_of(batch)
+
+    def __getitem__(self, i: int) -> Row:
+        return self._rows_of(self.table.slice(i, 1))[0]
+
+    def _rows_of(self, table: Any) -> list[Row]:
+        with _refusing_parquet(self.place):
+            return list(table.to_pylist(maps_as_pydicts="lossy"))
+
+
+def _refusing_parquet(path: Path) -> AbstractContextManager[None]:
+    return refusing(f"{path} is not Parquet", "write it again")
 
 
 def find_data_file(directory: Path, name: str) -> Path:
@@ -39,14 +108,19 @@ def row_name(place: Path | str, i: int) -> str:
     return f"{place}:{i + 1}" if str(place).endswith(".jsonl") else f"{place}, row {i + 1}"
 
 
-def parse_rows(path: Path, content: bytes) -> list[Row]:
-    """Return the rows of a data file with this content. Raises `UserError`."""
+def parse_rows(path: Path, content: bytes) -> RowSource:
+    """Return the rows of a data file with this content. Raises `UserError`, for JSON lines where a
+    row is asked for."""
     return READERS[path.suffix](path, content)
 
 
-def _read_json_lines(path: Path, content: bytes) -> list[Row]:
+def _read_json_lines(path: Path, content: bytes) -> RowSource:
     # In bytes, since text has line ends, such as U+2028, that JSON does not have.
-    return [parse_row(line, row_name(path, i)) for i, line in enumerate(io.BytesIO(content))]
+    return _json_rows(path, content, map(len, io.BytesIO(content)))
+
+
+def _json_rows(path: Path, content: bytes, sizes: Iterable[int]) -> JSONRows:
+    return JSONRows(path, content, np.cumsum(np.fromiter(sizes, np.int64)))
 
 
 def parse_row(line: bytes, where: str) -> Row:
@@ -77,31 +151,35 @@ def _decoded(content: bytes, where: str) -> str:
         raise UserError(problem, "save it as UTF-8") from None
 
 
-def _read_csv(path: Path, content: bytes) -> list[Row]:
+def _read_csv(path: Path, content: bytes) -> RowSource:
     text = _decoded(content, str(path))
     csv.field_size_limit(sys.maxsize)  # a cell may be a whole document
-    rows: list[Row] = []
+    written = io.BytesIO()
+    sizes: list[int] = []
     try:
         reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
         _check_columns(path, reader.fieldnames or ())
         for row in reader:
-            if None in row or None in row.values():
-                raise UserError(
-                    f"{row_name(path, len(rows))} has more cells, or fewer, than the first line "
-                    "names columns",
-                    "put cells with commas or line ends in double quotes",
-                )
-            cells = {key: value if value.strip() else None for key, value in row.items()}
-            if not any(cells.values()):
-                raise UserError(
-                    f"{row_name(path, len(rows))} has empty cells alone", "take the row out"
-                )
-            rows.append(cells)
+            cells = _cells(row, row_name(path, len(sizes)))
+            sizes.append(written.write(json.dumps(cells, ensure_ascii=False).encode()))
     except csv.Error as error:
         raise UserError(
-            f"{row_name(path, len(rows))} is not CSV: {one_line(error)}", "mend it"
+            f"{row_name(path, len(sizes))} is not CSV: {one_line(error)}", "mend it"
         ) from None
-    return rows
+    return _json_rows(path, written.getvalue(), sizes)
+
+
+def _cells(row: Mapping[str, Any], where: str) -> dict[str, str | None]:
+    """Return the cells of a row of CSV, null for an empty one. Raises ``UserError``."""
+    if None in row or None in row.values():
+        raise UserError(
+            f"{where} has more cells, or fewer, than the first line names columns",
+            "put cells with commas or line ends in double quotes",
+        )
+    cells = {key: value if value.strip() else None for key, value in row.items()}
+    if not any(cells.values()):
+        raise UserError(f"{where} has empty cells alone", "take the row out")
+    return cells
 
 
 def _check_columns(path: Path, names: Iterable[str]) -> None:
@@ -110,20 +188,19 @@ def _check_columns(path: Path, names: Iterable[str]) -> None:
             raise UserError(f"{path} has the column {name!r} twice", "rename one, or take it out")
 
 
-def _read_parquet(path: Path, content: bytes) -> list[Row]:
+def _read_parquet(path: Path, content: bytes) -> RowSource:
     try:
         from pyarrow import BufferReader, parquet
     except ImportError:
         raise UserError(
             f"{path} needs the pyarrow package", "pip install '.[data]' in the repository"
         ) from None
-    with refusing(f"{path} is not Parquet", "write it again"):
+    with _refusing_parquet(path):
         _check_columns(path, parquet.read_schema(BufferReader(content)).names)
-        table = parquet.read_table(BufferReader(content))
-        return list(table.to_pylist(maps_as_pydicts="lossy"))
+        return TableRows(path, parquet.read_table(BufferReader(content)))
 
 
-READERS: Mapping[str, Callable[[Path, bytes], list[Row]]] = {
+READERS: Mapping[str, Callable[[Path, bytes], RowSource]] = {
     ".jsonl": _read_json_lines,
     ".csv": _read_csv,
     ".parquet": _read_parquet,

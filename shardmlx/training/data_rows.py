@@ -6,21 +6,28 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from jinja2 import TemplateError
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from shardmlx.config.data import ALL, ASSISTANT, LAST, FeatureKeys
+from shardmlx.config.data import ALL, ASSISTANT, LAST
 from shardmlx.engine.batches import Sample
 from shardmlx.errors import UserError, one_line
 from shardmlx.training.chat_template import KNOWN_ROLES, ChatTemplate, Written
+from shardmlx.training.foreign_rows import (
+    alpaca_messages,
+    is_foreign,
+    is_turn,
+    message_of,
+    messages_of,
+    tools_of,
+)
 from shardmlx.training.loss_switches import counts_by_itself, without_switches
 from shardmlx.training.message_marks import has_words
-from shardmlx.training.row_notes import RowNotes, shown
+from shardmlx.training.row_form import Row
+from shardmlx.training.row_notes import NOTHING, RowNotes, shown
 
 _TAKE_OUT = "write text (a number in quotes), or take the row out"
 _MESSAGES = (
@@ -37,68 +44,16 @@ _END = 4
 TOOLS = "tools"
 """The column of the tools that a row declares."""
 
-Row = Mapping[str, Any]
+SYSTEM = "system"
+"""The role, and the column, of the system's message."""
 
 
-Tokenise = Callable[[Row, str], Sample]
-"""Returns a row's tokens; its ``UserError`` names the row by the text."""
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The messages of a row, as the template takes them, and the tools that it declares."""
 
-
-def find_format(
-    first: Row,
-    keys: FeatureKeys,
-    tokenizer: TokenizerWrapper,
-    where: str,
-    *,
-    loss_on: str,
-    adds_nulls: bool,
-    notes: RowNotes,
-) -> Tokenise:
-    """Return the function that tokenises rows like the ``first``, in mlx-lm's format for them.
-    ``adds_nulls`` says that each row has the keys of all rows, with nulls."""
-    asked = (keys.prompt_feature, keys.completion_feature)
-    has_completions = all(key in first for key in asked)
-    if has_completions or keys.chat_feature in first:
-        rows = Conversations(ChatTemplate(tokenizer), loss_on, adds_nulls, notes)
-        if has_completions:
-            notes.reads(*asked, TOOLS)
-            return partial(rows.tokenise_completion, asked)
-        notes.reads(keys.chat_feature, TOOLS)
-        return partial(rows.tokenise_chat, keys.chat_feature)
-    if keys.text_feature not in first:
-        raise UserError(
-            f"{where}: its first row has {named(first)}, and neither {keys.chat_feature!r}, "
-            f"{asked[0]!r} and {asked[1]!r}, nor {keys.text_feature!r}",
-            "rename them, or name yours in the YAML file: chat_feature, prompt_feature and "
-            "completion_feature, or text_feature",
-        )
-    if loss_on != ALL:
-        raise UserError(
-            f"{where}: --mask-prompt and --loss-on need prompts, and this is plain text",
-            "drop the flag, or write prompt and completion",
-        )
-    if tokenizer.eos_token_id is None:
-        raise UserError(
-            f"{where}: a text ends with the end token, and the model's tokenizer has none",
-            "set eos_token in its tokenizer_config.json",
-        )
-    notes.reads(keys.text_feature)
-    return partial(_tokenise_text, tokenizer, keys.text_feature)
-
-
-def _tokenise_text(tokenizer: TokenizerWrapper, key: str, row: Row, where: str) -> Sample:
-    text = value_of(row, key, where)
-    if not isinstance(text, str):
-        raise _no_text(text, f"{where}: {key}")
-    try:
-        tokens = list(tokenizer.encode(text))
-    except Exception as error:
-        raise _not_tokenised(error, where) from None
-    if not text.strip() and not tokens:
-        raise _no_text(text, f"{where}: {key}")
-    if not tokens or tokens[-1] != tokenizer.eos_token_id:
-        tokens.append(tokenizer.eos_token_id)
-    return tokens, 0
+    messages: Sequence[Row]
+    tools: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,31 +66,60 @@ class Conversations:
     adds_nulls: bool
     notes: RowNotes
 
-    def tokenise_completion(self, keys: tuple[str, str], row: Row, where: str) -> Sample:
+    def of_completion(self, row: Row, where: str, *, keys: tuple[str, str]) -> Conversation:
+        """Return the conversation of a row with a prompt and a completion, under ``keys``."""
         messages = []
         for role, key in zip(("user", "assistant"), keys, strict=True):
             value = value_of(row, key, where)
             if not isinstance(value, str) and not _are_text_parts(value):
-                raise _no_text(value, f"{where}: {key}")
+                raise no_text(value, f"{where}: {key}")
             messages.append({"role": role, "content": self._content(value, role, where)})
-        return self.tokenise(messages, row, where)
+        return self.of_messages(messages, row, where)
 
-    def tokenise_chat(self, key: str, row: Row, where: str) -> Sample:
-        return self.tokenise(self.messages(key, row, where), row, where)
+    def of_chat(self, row: Row, where: str, *, key: str) -> Conversation:
+        """Return the conversation in a column."""
+        return self.of_messages(self.messages(key, row, where), row, where)
+
+    def of_instruction(self, row: Row, where: str) -> Conversation:
+        """Return the conversation of a row in Alpaca's form."""
+        return self.of_messages(alpaca_messages(row, where), row, where)
+
+    def of_messages(self, messages: Sequence[Row], row: Row, where: str) -> Conversation:
+        """Return a conversation with a row's system message and tools."""
+        return Conversation(self._with_system(messages, row, where), self._tools(row, where))
 
     def messages(self, key: str, row: Row, where: str) -> list[Row]:
         """Return the messages in a column, as the template takes them."""
         name, value = f"{where}: {key}", value_of(row, key, where)
         if not isinstance(value, list) or not value:
             raise UserError(f"{name} is {shown(value)}, no list of messages", _MESSAGES)
+        if any(map(is_turn, value)):
+            value = messages_of(value, name)
         return [self.message(each, f"{name}[{i}]") for i, each in enumerate(value)]
 
-    def tokenise(self, messages: Sequence[Row], row: Row, where: str) -> Sample:
-        """Return the tokens of a row's messages, of which some count."""
-        tools = self._tools(row, where)
-        counts = [self._counts(i, each, messages, where) for i, each in enumerate(messages)]
-        messages = [without_switches(each) for each in messages]
-        self._note_empty(messages, where)
+    def check(self, conversation: Conversation, where: str) -> None:
+        """Take down what is to be said of a conversation. Raises ``UserError`` for one without
+        words, and for what its messages say of the loss."""
+        messages = conversation.messages
+        self._counted(messages, where)
+        last = messages[-1]
+        if self.loss_on == LAST and last["role"] != "assistant":
+            self._note("end in a message that is not the assistant's, which counts", where)
+        if has_words(last):
+            return
+        if not any(map(has_words, messages)):
+            raise UserError(f"{where} holds no words", "take the row out")
+        if last["role"] == "assistant":
+            self._note("end in an empty answer", where)
+
+    def _note(self, what: str, where: str) -> None:
+        self.notes.add(what, where, is_of_all=True)
+
+    def tokenise(self, conversation: Conversation, where: str) -> Sample:
+        """Return the tokens of a conversation that was checked, some of which count."""
+        tools = conversation.tools
+        counts = self._counted(conversation.messages, where)
+        messages = [without_switches(each) for each in conversation.messages]
         is_all = all(counts)
         try:
             written = self.template.written(messages, tools, with_places=not is_all)
@@ -147,7 +131,7 @@ class Conversations:
         except UserError:
             raise
         except Exception as error:
-            raise _not_tokenised(error, where) from None
+            raise not_tokenised(error, where) from None
         counted = [
             token for token, is_counted in zip(written.tokens, mask, strict=True) if is_counted
         ]
@@ -159,26 +143,33 @@ class Conversations:
             for i, (token, is_counted) in enumerate(zip(written.tokens, mask, strict=True))
         ], start
 
-    def head(self, messages: Sequence[Row], row: Row, where: str) -> int:
+    def head(self, conversation: Conversation) -> int:
         """Return how many tokens a conversation begins with that belong to no message but those of
         the system."""
-        messages = [without_switches(each) for each in messages]
-        return self.template.head(messages, self._tools(row, where))
+        messages = [without_switches(each) for each in conversation.messages]
+        return self.template.head(messages, conversation.tools)
 
     def _tools(self, row: Row, where: str) -> Any:
         tools = row.get(TOOLS) or None
+        if tools is not None and is_foreign(row):
+            tools = tools_of(tools)
         if tools is not None and not (isinstance(tools, list) and all(map(_is_tool, tools))):
             raise UserError(f"{where}: tools is {shown(tools)}, no list of objects", _LIST_OF_TOOLS)
         return without_nulls(tools) if self.adds_nulls else tools
 
-    def _note_empty(self, messages: Sequence[Row], where: str) -> None:
-        """Take down an answer without words; raise ``UserError`` if no message has any."""
-        if has_words(messages[-1]):
-            return
-        if not any(map(has_words, messages)):
-            raise UserError(f"{where} holds no words", "take the row out")
-        if messages[-1]["role"] == "assistant":
-            self.notes.add("end in an empty answer", where)
+    def _with_system(self, messages: Sequence[Row], row: Row, where: str) -> Sequence[Row]:
+        """Return messages that begin with the text of the row's column ``system``, if it has
+        one."""
+        given = row.get(SYSTEM)
+        if given in NOTHING:
+            return messages
+        if not isinstance(given, str):
+            raise UserError(f"{where}: {SYSTEM} is {shown(given)}, not text", "write text")
+        if any(each["role"] == SYSTEM for each in messages):
+            raise UserError(
+                f"{where}: it has the key {SYSTEM!r}, and a message with that role", "keep one"
+            )
+        return [self.message({"role": SYSTEM, "content": given}, where), *messages]
 
     def _note_unwritten(
         self,
@@ -202,6 +193,7 @@ class Conversations:
                 f"have words in {each.key!r} of role {message['role']!r} that the model's chat "
                 "template does not write: nothing is learnt of them",
                 where,
+                is_of_all=False,
             )
 
     def _note_end(self, tokens: Sequence[int], messages: Sequence[Row], where: str) -> None:
@@ -215,23 +207,28 @@ class Conversations:
                 "have no end token of the model where an answer ends, from which it would learn to "
                 "stop",
                 where,
+                is_of_all=False,
             )
 
-    def _counts(self, i: int, message: Row, messages: Sequence[Row], where: str) -> bool:
-        """Return whether a message counts in the loss, which it may deny itself."""
-        if not counts_by_itself(message, f"{where}: message {i}"):
-            return False
-        is_last = i == len(messages) - 1
-        if self.loss_on == LAST and is_last and message["role"] != "assistant":
-            self.notes.add("end in a message that is not the assistant's, which counts", where)
-        if self.loss_on == ASSISTANT:
-            return bool(message["role"] == "assistant")
-        return self.loss_on == ALL or is_last
+    def _counted(self, messages: Sequence[Row], where: str) -> list[bool]:
+        """Return which messages count in the loss, which they may deny themselves."""
+        last = len(messages) - 1
+        counts = []
+        for i, message in enumerate(messages):
+            is_asked = self.loss_on == ALL or i == last
+            if self.loss_on == ASSISTANT:
+                is_asked = message["role"] == "assistant"
+            counts.append(counts_by_itself(message, f"{where}: message {i}") and is_asked)
+        return counts
 
     def message(self, given: Any, name: str) -> Row:
         """Return a message without empty keys, which other formats add."""
         if not isinstance(given, Mapping):
             raise UserError(f"{name} is {shown(given)}, no message", _MESSAGES)
+        if is_plain(given):
+            return given
+        if is_turn(given):
+            given = message_of(given, name)
         message = {key: value for key, value in given.items() if value not in (None, [], {})}
         role = message.get("role")
         if (
@@ -326,6 +323,18 @@ class Conversations:
         return value
 
 
+def is_plain(message: Row) -> bool:
+    """Return whether a message has nothing but a role that every template knows, and words: there
+    is nothing to check about it."""
+    content = message.get("content")
+    return (
+        len(message) == 2
+        and isinstance(content, str)
+        and content != ""
+        and message.get("role") in KNOWN_ROLES
+    )
+
+
 def _has_name(call: Any) -> bool:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
@@ -376,11 +385,13 @@ def value_of(row: Row, key: str, where: str) -> Any:
     return row[key]
 
 
-def _no_text(value: Any, name: str) -> UserError:
+def no_text(value: Any, name: str) -> UserError:
+    """Return the error of a value, called ``name``, that is not text."""
     return UserError(f"{name} is {shown(value)}, not text", _TAKE_OUT)
 
 
-def _not_tokenised(error: Exception, where: str) -> UserError:
+def not_tokenised(error: Exception, where: str) -> UserError:
+    """Return the error of a row of which a template, or a tokenizer, makes no tokens."""
     what = f"it has no key {error}" if isinstance(error, KeyError) else one_line(error)
     if isinstance(error, TemplateError):
         what = f"the model's chat template says: {what}"

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
 
+from shardmlx.costmodel.memory_limits import would_take
 from shardmlx.distributed.crew import Crew
 from shardmlx.engine.batches import Batch, Batches
+from shardmlx.training.planned_run import memory_of_ranks
 from shardmlx.training.rows import Rows, rows_of_ranks
 from shardmlx.training.run_worker import RunWorker
+from shardmlx.training.sample_set import RowError, SampleSet
 from shardmlx.training.scores import means_of
 
 
@@ -33,6 +36,8 @@ class Evaluation:
 
     crew: Crew[RunWorker]
     random: np.random.RandomState
+    _longest: dict[str, int] = field(default_factory=dict)
+    """The longest input of each set that was judged, where it is longer than planned."""
 
     def batches(self, name: str, *, loop: bool) -> Batches:
         """Return the batches of a data set."""
@@ -54,6 +59,44 @@ class Evaluation:
             most=most if is_limited else None,
         )
 
+    def draw(self, name: str, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Yield batches of a data set, and say what was found out of their rows. Raises
+        ``RowError`` for a row that cannot be used, or for whose length memory lacks."""
+        job = self.crew.worker.job
+        assert job.data is not None, "rank 0 has the data"
+        samples: SampleSet = getattr(job.data, name)
+        for batch in batches:
+            for text in samples.news():
+                job.reporter.warn(text)
+            self._check_length(name, batch.shape[1])
+            yield batch
+
+    def _check_length(self, name: str, length: int) -> None:
+        """Raise ``RowError`` if a batch, of which no row was known when the run was planned, takes
+        more memory than there is."""
+        job = self.crew.worker.job
+        of_step, forward = job.planned.lengths.longest
+        is_step = name == "train"
+        known = of_step if is_step else max(of_step, forward)
+        if length <= max(known, self._longest.get(name, 0)):
+            return
+        self._longest[name] = length
+        planned = job.planned
+        found = (length, forward) if is_step else (of_step, length)
+        peaks = memory_of_ranks(planned.plan, planned.parts, planned.cluster, found)
+        for rank, (memory, limits) in enumerate(zip(peaks, planned.limits, strict=True)):
+            if memory.peak > limits.memory:
+                raise RowError(
+                    f"{would_take(rank, limits.budget, memory.peak)} for a sequence of the {name} "
+                    f"set with {length + 1} tokens, padded, where the longest that was looked at "
+                    f"has {known + 1}",
+                    f"give --max-seq-length {known + 1}, or take the row out",
+                )
+        job.reporter.warn(
+            f"a sequence of the {name} set is longer than those that were looked at: {length + 1} "
+            f"tokens, padded, and not {known + 1}; it fits in memory"
+        )
+
     def loss(self, name: str, num_batches: int, description: str) -> Evaluated | None:
         """Return the mean loss of a token, or pair, and what preferences say; None for a set
         without a batch, or without a token that counts. Raises ``StopRequested``."""
@@ -62,7 +105,7 @@ class Evaluation:
         remaining = available if num_batches == -1 else min(num_batches, available)
         if not remaining:
             return None
-        batches = islice(self.batches(name, loop=False), remaining)
+        batches = islice(self.draw(name, self.batches(name, loop=False)), remaining)
         pending = []
         with reporter.bar(description, remaining) as bar:
             for rows in self.groups(batches):

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from shardmlx.checkpoint.run_identity import RunFacts, identity_of
+from shardmlx.checkpoint.store import Store, step_of
 from shardmlx.common.digests import file_digest
 from shardmlx.common.formatting import gibibytes, numbers_of
 from shardmlx.common.reporter import Reporter
+from shardmlx.config.train import TrainConfig
 from shardmlx.costmodel.workload import only_dtype
 from shardmlx.distributed.crew import Crew
 from shardmlx.engine.optimizer import usual_settings
-from shardmlx.errors import file_access
+from shardmlx.errors import UserError, file_access
 from shardmlx.loading.rank_setup import ModelWorker, OpenedModel, bring_weights
 from shardmlx.loading.transfer import Needs
 from shardmlx.modelfiles.model_files import open_model
@@ -68,7 +71,25 @@ def _identity(planned: PlannedRun, data: DataSets, worker: TrainWorker) -> dict[
     if not (config.checkpoints.checkpoint_dir or config.checkpoints.named):
         return None
     read, facts = worker.model_files.read, _facts_of(planned, worker.opened)
-    return identity_of(config.flat(), worker.opened.path, data.train, data.valid, read, facts)
+    then = _sets_of_checkpoint(config)
+    train, valid = data.train.facts(then.get("train")), data.valid.facts(then.get("valid"))
+    return identity_of(config.flat(), worker.opened.path, train, valid, read, facts)
+
+
+def _sets_of_checkpoint(config: TrainConfig) -> Mapping[str, Any]:
+    """Return the facts of the sets of the checkpoint that the run may go on from, by name; none
+    where there is no sound one, or on another disk alone."""
+    named, directory = config.checkpoints.named, config.checkpoints.checkpoint_dir
+    if named is None and (directory is None or config.checkpoints.resume == "never"):
+        return {}
+    store = Store(Path(directory or "") if named is None else named.parent)
+    steps = store.steps() if named is None else [step_of(named.name)]
+    for step in reversed(steps):
+        with suppress(UserError, KeyError):
+            if step is not None:
+                sets: Mapping[str, Any] = store.manifest(step).identity["data"]
+                return sets
+    return {}
 
 
 def _facts_of(planned: PlannedRun, opened: OpenedModel) -> RunFacts:

@@ -23,10 +23,14 @@ them so."""
 _FINER_SWITCHES = ("train_detail", "training_detail", "loss_scale")
 """Keys that say which part of a message counts, or how much."""
 
+_KEYS = frozenset(_SWITCHES).union(_FINER_SWITCHES)
+
 
 def counts_by_itself(message: Mapping[str, Any], name: str) -> bool:
     """Return whether a message does not deny that it counts. Raises ``UserError``, which calls it
     ``name``, if what it says of that is not read."""
+    if _KEYS.isdisjoint(message):
+        return True
     for key in _FINER_SWITCHES:
         if key in message:
             raise UserError(
@@ -46,4 +50,6 @@ def counts_by_itself(message: Mapping[str, Any], name: str) -> bool:
 
 def without_switches(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a message without the keys that no template shall see."""
+    if _SWITCHES.keys().isdisjoint(message):
+        return message
     return {key: value for key, value in message.items() if key not in _SWITCHES}

@@ -250,9 +250,10 @@ def _lengths(config: TrainConfig, data: DataSets) -> SequenceLengths:
     sets = [data.train] * config.tune.train + [data.valid] * (config.val_batches != 0)
     sets += [data.test] * config.sets.test
     used = [each for each in sets if len(each)]
-    first, *others = (longest_input(each, most) for each in used)
-    widths = few_widths(data.train.lengths, most) if config.tune.train else ()
-    means = mean_lengths(used[0], config.batch.batch_size, most, widths)
+    first, *others = (longest_input(each.lengths, most) for each in used)
+    lengths, counted = used[0].lengths, used[0].counted(most)
+    widths = few_widths(lengths, most) if config.tune.train else ()
+    means = mean_lengths(lengths, counted, config.batch.batch_size, most, widths)
     return SequenceLengths((first, max(others, default=0)), *means, widths)
 
 

@@ -13,29 +13,31 @@ their ``prompt`` beside them, as UltraFeedback's do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shardmlx.config.data import FeatureKeys
 from shardmlx.engine.batches import Sample
 from shardmlx.errors import UserError
-from shardmlx.training.data_rows import TOOLS, Conversations, Row, named, value_of
+from shardmlx.training.data_rows import (
+    SYSTEM,
+    TOOLS,
+    Conversation,
+    Conversations,
+    named,
+    value_of,
+)
 from shardmlx.training.message_marks import has_words
-from shardmlx.training.row_notes import NOTHING, shown
+from shardmlx.training.row_form import Row, RowForm
+from shardmlx.training.row_notes import shown
 
 _LABELS = {"true": True, "1": True, "false": False, "0": False}
 """Labels as CSV writes them."""
 
-SYSTEM = "system"
-"""The role, and the column, of the system's message."""
 
-Answer = tuple[Sample, bool]
-"""A prompt with an answer, and whether the answer is wanted."""
-
-
-@dataclass(frozen=True, slots=True)
-class PreferenceRows:
+@dataclass(frozen=True)
+class PreferenceRows(RowForm):
     """Rows of preferences, under ``keys``; ``is_paired`` tells those of pairs from KTO's."""
 
     conversations: Conversations
@@ -62,25 +64,31 @@ class PreferenceRows:
                 "label_feature and the others",
             )
 
-    def tokenise(self, row: Row, where: str) -> list[Answer]:
-        """Return a row's answers, the chosen one first. Raises ``UserError``, which names it."""
-        found = []
-        for name, messages, is_wanted in self._answers(row, where):
-            sample = self.conversations.tokenise(messages, row, where)
-            if sample[1] >= len(sample[0]):
+    def check(self, row: Row, where: str) -> Sequence[bool]:
+        answers = self._answers(row, where)
+        for _, conversation, _ in answers:
+            self.conversations.check(conversation, where)
+        return [is_wanted for _, _, is_wanted in answers]
+
+    def samples(self, row: Row, where: str) -> list[Sample]:
+        """Return the tokens of a row's answers, the chosen one first. Raises ``UserError``."""
+        found: list[Sample] = []
+        for name, conversation, _ in self._answers(row, where):
+            tokens, start = self.conversations.tokenise(conversation, where)
+            if start >= len(tokens):
                 raise UserError(f"{where}: nothing of {name} counts", "take the row out")
-            found.append((sample, is_wanted))
-        if len(found) > 1 and [*found[0][0][0]] == [*found[1][0][0]]:
+            found.append((tokens, start))
+        if len(found) > 1 and [*found[0][0]] == [*found[1][0]]:
             raise UserError(f"{where}: its two answers are the same", "take the row out")
         return found
 
     def head(self, row: Row, where: str) -> int:
         """Return how many tokens of a row's prompt a cut leaves: its system messages, and what
         every conversation begins with."""
-        _, messages, _ = self._answers(row, where)[0]
-        return self.conversations.head(messages, row, where)
+        _, conversation, _ = self._answers(row, where)[0]
+        return self.conversations.head(conversation)
 
-    def _answers(self, row: Row, where: str) -> list[tuple[str, list[Row], bool]]:
+    def _answers(self, row: Row, where: str) -> list[tuple[str, Conversation, bool]]:
         """Return the key, the conversation and the worth of a row's answers."""
         keys = self.keys
         self.conversations.notes.reads(TOOLS, SYSTEM)
@@ -98,7 +106,7 @@ class PreferenceRows:
         for key, messages, _ in found:
             _check_answer(messages[-1], f"{where}: {key}")
         return [
-            (key, self._with_system(messages, row, where), is_wanted)
+            (key, self.conversations.of_messages(messages, row, where), is_wanted)
             for key, messages, is_wanted in found
         ]
 
@@ -187,21 +195,6 @@ class PreferenceRows:
                 "write the last message as the answer, and those before it in the prompt",
             )
         return self.conversations.message(given, f"{where}: {key}")
-
-    def _with_system(self, messages: list[Row], row: Row, where: str) -> list[Row]:
-        """Return a conversation that begins with the text of the row's key ``system``, if it has
-        one."""
-        given = row.get(SYSTEM)
-        if given in NOTHING:
-            return messages
-        if not isinstance(given, str):
-            raise UserError(f"{where}: {SYSTEM} is {shown(given)}, not text", "write text")
-        if any(each["role"] == SYSTEM for each in messages):
-            raise UserError(
-                f"{where}: it has the key {SYSTEM!r}, and a message with that role", "keep one"
-            )
-        system = self.conversations.message({"role": SYSTEM, "content": given}, where)
-        return [system, *messages]
 
 
 def _begins_with_prompt(answer: Any) -> bool:

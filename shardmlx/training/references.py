@@ -59,7 +59,9 @@ class References:
             return
         what, at = f"reference of the {name} set", 0
         with self._job.reporter.bar(what, len(starts)) as bar:
-            for rows in self._evaluation.groups(map(batches.at, starts)):
+            for rows in self._evaluation.groups(
+                self._evaluation.draw(name, map(batches.at, starts))
+            ):
                 args = [(of_rank, self._columns, what) for of_rank in rows]
                 for of_rank in self._crew.begin_each(RunWorker.judge, args).values():
                     for each in of_rank:
@@ -81,7 +83,7 @@ class References:
 
     def _digest(self, name: str) -> str:
         most = self._job.planned.way.batch.max_seq_length
-        return set_digest(getattr(self._job.data, name), most)
+        return set_digest(getattr(self._job.data, name).facts(), most)
 
     def _read(self, file: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
         """Return the numbers that a file keeps of this run, and the digests of their sets."""

@@ -12,7 +12,6 @@ from shardmlx.config.sweep import in_one, read_sweep
 from shardmlx.config.train import TrainConfig
 from shardmlx.distributed.crew import Crew
 from shardmlx.distributed.messages import MOST_RUNS
-from shardmlx.engine.batches import Samples
 from shardmlx.engine.objectives import Objective
 from shardmlx.engine.optimizer import build_optimizer
 from shardmlx.errors import UserError
@@ -131,9 +130,9 @@ def _of_run(config: TrainConfig, whole: PlannedRun, sizes: Mapping[str, int]) ->
 
 def _own(data: DataSets) -> DataSets:
     """Return the same sets, for a run to note what its own start knows of them."""
-
-    def copy(samples: Samples) -> Samples:
-        known = None if samples.known is None else samples.known.copy()
-        return Samples(samples.tokens, samples.bounds, known)
-
-    return replace(data, train=copy(data.train), valid=copy(data.valid), test=copy(data.test))
+    return replace(
+        data,
+        train=data.train.with_own_known(),
+        valid=data.valid.with_own_known(),
+        test=data.test.with_own_known(),
+    )

@@ -29,6 +29,7 @@ from shardmlx.training.references import References
 from shardmlx.training.report import StepResult, TrainingReport
 from shardmlx.training.rows import Rows, rows_of_ranks
 from shardmlx.training.run_worker import RunWorker, StepOrder
+from shardmlx.training.sample_set import RowError
 from shardmlx.training.scores import in_words
 from shardmlx.training.snapshots import ISLAND
 from shardmlx.training.soundness import TAMER, Best, Fault, Soundness
@@ -54,6 +55,7 @@ class Trainer:
         self._random = np.random.RandomState(options.seed)
         self._evaluation = Evaluation(crew, self._random)
         self._batches = self._evaluation.batches("train", loop=True)
+        self._drawn = self._evaluation.draw("train", self._batches)
         self._position: dict[str, Any] = {}
         """The position of the batches that follow the step that is under way."""
         self._done = 0
@@ -89,7 +91,17 @@ class Trainer:
 
     def next_order(self) -> list[StepOrder] | None:
         """Return the next step for each rank, after the validation before it, if one is due; None
-        if training is over. Raises ``StopRequested``."""
+        if training is over. Raises ``StopRequested``; for a row that cannot be used
+        ``AgreedFailure``, or before any step ``RowError``."""
+        try:
+            return self._next_order()
+        except RowError as error:
+            if not self._done:
+                raise
+            problem = f"step {self._done + 1}: {error.problem}: {self._keep()}"
+            raise AgreedFailure(f"{problem}; {error.remedy}") from None
+
+    def _next_order(self) -> list[StepOrder] | None:
         step, options = self._done + 1, self._options
         if step > options.iters:
             return None
@@ -123,7 +135,7 @@ class Trainer:
     def _draw(self, step: int) -> list[Rows | None]:
         """Return the rows of a step for each rank."""
         with self._crew.worker.spending(f"batch {step}"):
-            return [*rows_of_ranks(self._plan, next(self._batches))]
+            return [*rows_of_ranks(self._plan, next(self._drawn))]
 
     def take(self, result: StepResult) -> None:
         """Take in the step that was made: report it, and save what is due. Raises

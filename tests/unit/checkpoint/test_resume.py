@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardmlx.checkpoint.resume import prepare_resumption
-from shardmlx.checkpoint.run_identity import identity_of
+from shardmlx.checkpoint.run_identity import SetFacts, identity_of
 from shardmlx.checkpoint.store import MARKER, Store
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.train import TrainConfig
@@ -169,6 +169,6 @@ def test_what_another_run_saved_is_refused_on_all_ranks_and_left_as_it_is(tmp_pa
     save(directories, "shared", 2, [100])
     save_model_directory(tmp_path / "model", tiny_config(layers=1))
     options = TrainConfig.from_flat(model="m", data="d").flat()
-    mine = identity_of(options, tmp_path / "model", [([1, 2], 0)], [])
+    mine = identity_of(options, tmp_path / "model", SetFacts.of([([1, 2], 0)]), SetFacts.of([]))
     assert "does not say which run it is of" in refusal(directories, identity=mine)
     assert names(directories[0]) == ["step-0000100"]

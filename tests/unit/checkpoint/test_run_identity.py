@@ -14,6 +14,7 @@ import pytest
 from shardmlx.checkpoint.run_identity import (
     SAME_OPTIONS,
     RunFacts,
+    SetFacts,
     check_identity,
     identity_of,
     start_digest,
@@ -27,6 +28,7 @@ from tests.helpers.models_and_batches import save_model_directory, tiny_config
 
 TRAIN: list[Sample] = [([1, 2, 3], 0), ([4, 5], 1)]
 VALID: list[Sample] = [([6, 7, 8, 9], 0)]
+SETS = SetFacts.of(TRAIN), SetFacts.of(VALID)
 CONFIG = TrainConfig.from_flat(model="tiny", data="books", train=True)
 WHERE = Path("checkpoints/step-0000100")
 
@@ -42,7 +44,9 @@ def identity(
     train: Sequence[Sample] = TRAIN,
     valid: Sequence[Sample] = VALID,
 ) -> dict[str, Any]:
-    return identity_of(config.flat(), model, train, valid)
+    known = train.known if isinstance(train, Samples) else None
+    facts = SetFacts.of(train, known), SetFacts.of(valid)
+    return identity_of(config.flat(), model, *facts)
 
 
 def refusal(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
@@ -175,7 +179,7 @@ def test_options_that_mean_the_same_are_the_same_run(
 ) -> None:
     facts = replace(MODEL, usual_settings=usual_settings("adam"))
     first, second = (
-        identity_of(CONFIG.changed(**each).flat(), model, TRAIN, VALID, facts=facts)
+        identity_of(CONFIG.changed(**each).flat(), model, *SETS, facts=facts)
         for each in (one, other)
     )
     assert check_identity(first, second, WHERE) == []
@@ -188,7 +192,7 @@ def test_a_schedule_over_the_run_follows_raised_iters_and_this_is_said(model: Pa
     def at(iters: int, **options: Any) -> dict[str, Any]:
         config = CONFIG.changed(iters=iters, **{"lr_schedule": {"name": "cosine_decay"}, **options})
         facts = RunFacts(open_schedule=config.open_lr_schedule)
-        return identity_of(config.flat(), model, TRAIN, VALID, facts=facts)
+        return identity_of(config.flat(), model, *SETS, facts=facts)
 
     assert check_identity(at(100), at(100), WHERE) == []
     (note,) = check_identity(at(200), at(100), WHERE)
@@ -204,7 +208,7 @@ def test_a_schedule_over_the_run_follows_raised_iters_and_this_is_said(model: Pa
 def test_the_weights_to_start_from_are_known_by_their_content(model: Path) -> None:
     def starting(name: str | None, digest: str | None) -> dict[str, Any]:
         options = CONFIG.changed(resume_adapter_file=name).flat()
-        return identity_of(options, model, TRAIN, VALID, facts=RunFacts(start=digest))
+        return identity_of(options, model, *SETS, facts=RunFacts(start=digest))
 
     before = starting("sft/adapters.safetensors", "1")
     assert check_identity(starting("moved/adapters.safetensors", "1"), before, WHERE) == []
@@ -240,7 +244,7 @@ def test_which_answers_are_wanted_is_part_of_the_data(model: Path) -> None:
 
 def test_an_own_objective_that_has_changed_is_told(model: Path) -> None:
     now, then = (
-        identity_of(CONFIG.flat(), model, TRAIN, VALID, facts=RunFacts(objective=each))
+        identity_of(CONFIG.flat(), model, *SETS, facts=RunFacts(objective=each))
         for each in ("1", "2")
     )
     (note,) = check_identity(now, then, WHERE)

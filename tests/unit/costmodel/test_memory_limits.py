@@ -31,7 +31,6 @@ from shardmlx.costmodel.memory_limits import (
     would_take,
 )
 from shardmlx.costmodel.predict import planned_memory
-from shardmlx.engine.batches import Samples
 from shardmlx.errors import UserError
 from shardmlx.loading.rank_setup import process_memory, set_limits
 from shardmlx.modelfiles.parts import read_shape
@@ -283,8 +282,7 @@ def test_long_sequences_that_only_pass_forward_count_too() -> None:
 
 @pytest.mark.parametrize(("longest", "length"), [(5, 32), (33, 64), (64, 64), (1000, 99)])
 def test_the_plan_counts_on_the_longest_sequence_of_the_data(longest: int, length: int) -> None:
-    samples = Samples(np.arange(longest), np.array([(0, size, 0) for size in (3, longest, 2)]))
-    assert longest_input(samples, 100) == length
+    assert longest_input(np.array([3, longest, 2]), 100) == length
 
 
 # MLX

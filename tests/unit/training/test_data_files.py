@@ -101,6 +101,15 @@ def test_a_csv_with_other_columns_gets_them_named_and_the_keys_that_take_them(
         LINE.load(["--prompt-feature", "question"])
 
 
+def test_the_example_that_converts_other_rows_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.jsonl").write_text('{"title": "a", "body": "b", "reply": "c"}\n')
+    exec(example("convert").text, {})
+    assert decoded(read(tmp_path).train) == ["<u>a\nb;<a>c;"]
+
+
 def test_the_example_of_the_hub_is_taken(tmp_path: Path) -> None:
     (tmp_path / "hub.yaml").write_text(example("hub").text)
     assert LINE.load(["-c", str(tmp_path / "hub.yaml")]).sets.hf_dataset is not None
@@ -214,7 +223,7 @@ def test_csv_that_is_none_is_refused(content: bytes, message: str) -> None:
 
 def test_cells_may_have_commas_quotes_and_lines_and_empty_lines_are_none() -> None:
     content = b'\xef\xbb\xbfprompt,completion\r\n"a, ""b""","c\nd"\r\n\r\n'
-    assert parse_rows(Path("x.csv"), content) == [{"prompt": 'a, "b"', "completion": "c\nd"}]
+    assert [*parse_rows(Path("x.csv"), content)] == [{"prompt": 'a, "b"', "completion": "c\nd"}]
 
 
 def test_parquet_that_is_none_is_refused() -> None:
@@ -251,18 +260,18 @@ def test_two_files_of_one_set_are_refused(tmp_path: Path) -> None:
 )
 def test_json_that_is_not_in_lines_is_named(content: bytes) -> None:
     with pytest.raises(UserError, match=r"^train\.jsonl:1 is .* one object on each line"):
-        parse_rows(Path("train.jsonl"), content)
+        list(parse_rows(Path("train.jsonl"), content))
 
 
 def test_a_cell_may_be_a_whole_document() -> None:
     text = "a" * 200_000
-    assert parse_rows(Path("train.csv"), f"text\n{text}\n".encode()) == [{"text": text}]
+    assert [*parse_rows(Path("train.csv"), f"text\n{text}\n".encode())] == [{"text": text}]
 
 
 def test_empty_cells_of_csv_hold_nothing() -> None:
     content = b"prompt,completion,source\na,b,\nc,d, \n"
     rows = [{"prompt": p, "completion": c, "source": None} for p, c in ("ab", "cd")]
-    assert parse_rows(Path("x.csv"), content) == rows
+    assert [*parse_rows(Path("x.csv"), content)] == rows
 
 
 @pytest.mark.parametrize(

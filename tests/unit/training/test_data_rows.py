@@ -118,10 +118,10 @@ def test_messages_that_are_none_are_refused(
 
 
 def test_messages_of_other_spellings_are_refused_under_a_name_of_their_own(tmp_path: Path) -> None:
-    row = {"conversations": [{"from": "human", "value": "a b"}, {"from": "gpt", "value": "c d"}]}
+    row = {"conversations": [{"speaker": "user", "text": "a b"}]}
     found = refusal(tmp_path, row, chat_feature="conversations")
     assert "conversations[0]" in found.problem
-    assert "'from', 'value'" in found.problem
+    assert "'speaker', 'text'" in found.problem
     assert '"role"' in found.remedy
 
 
@@ -550,14 +550,14 @@ def test_rows_without_an_end_token_are_said(tmp_path: Path, loss_on: str) -> Non
 
 def test_columns_that_are_not_read_are_said(tmp_path: Path) -> None:
     rows = [
-        {"prompt": "a", "completion": "b", "system": "be brief", "id": 3},
+        {"prompt": "a", "completion": "b", "topic": "c", "id": 3},
         {"prompt": "a", "completion": "b", "source": None, "messages": []},
     ]
     (warning,) = warnings_of(tmp_path, rows)
-    assert "'system', 'id'" in warning
+    assert "'topic', 'id'" in warning
     assert "'source'" not in warning
-    (warning,) = warnings_of(tmp_path, [{**PLAIN, "tools": [], "system": "be brief"}])
-    assert "'system'" in warning
+    (warning,) = warnings_of(tmp_path, [{**PLAIN, "tools": [], "system": "d", "topic": "c"}])
+    assert "'topic' are not read" in warning
     (warning,) = warnings_of(tmp_path, [{"text": "a b", "title": "c"}])
     assert "'title'" in warning
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
-from shardmlx.engine.batches import Samples
+from shardmlx.engine.batches import counted_in
 from shardmlx.modelfiles.parts import read_shape
 from shardmlx.training.datasets import mean_lengths
 from tests.helpers.family_configs import CONFIGS
@@ -22,24 +23,31 @@ def test_rows_are_not_packed_where_positions_in_the_row_matter() -> None:
     assert not read_shape(UNDECLARED["gpt2"]).takes_packed
 
 
-def of(*bounds: tuple[int, int]) -> Samples:
-    """Return samples of these lengths, and starts of their losses."""
-    return Samples(np.zeros(0), np.array([(0, length, start) for length, start in bounds]))
-
-
 def test_the_lengths_of_rows_with_and_without_padding() -> None:
-    samples = of((10, 0), (33, 0), (34, 0), (200, 0))
+    lengths = np.array([10, 33, 34, 200])
+    counted = np.minimum(lengths, 128) - 1
     # Inputs are one token shorter, and padded to a multiple of 32 unless they are cut.
-    assert mean_lengths(samples, 1, 128) == (
+    assert mean_lengths(lengths, counted, 1, 128) == (
         round((32 + 64 + 64 + 128) / 4),
         round((9 + 32 + 33 + 127) / 4),
         1.0,
     )
-    assert mean_lengths(samples, 3, 128)[1] == round((9 + 32 + 33) / 3)
-    assert mean_lengths(samples, 1, 128, (65, 128))[0] == round((64 + 64 + 64 + 127) / 4)
+    assert mean_lengths(lengths, counted, 3, 128)[1] == round((9 + 32 + 33) / 3)
+    widths = (65, 128)
+    assert mean_lengths(lengths, counted, 1, 128, widths)[0] == round((64 + 64 + 64 + 127) / 4)
+
+
+@pytest.mark.parametrize(
+    ("length", "start", "counted"), [(11, 6, 5), (21, 1, 20), (21, 0, 20), (50, 45, 0), (50, 40, 1)]
+)
+def test_the_tokens_of_a_sample_that_count(length: int, start: int, counted: int) -> None:
+    """Of a prompt that is longer than what is looked at, none; nor the first token."""
+    tokens = np.arange(length)
+    assert counted_in(tokens, start, 41) == counted
+    tokens[8] = ~tokens[8]  # one that does not count
+    assert counted_in(tokens, start, 41) == counted - (start <= 8)
 
 
 def test_the_share_of_tokens_that_count() -> None:
-    """Of two answers, and of none: the prompt is longer than what is looked at."""
-    samples = of((11, 6), (21, 1), (50, 45))
-    assert mean_lengths(samples, 1, 41)[2] == (5 + 20 + 0) / (10 + 20 + 40)
+    lengths, counted = np.array([11, 21, 50]), np.array([5, 20, 0])
+    assert mean_lengths(lengths, counted, 1, 41)[2] == (5 + 20 + 0) / (10 + 20 + 40)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import numpy as np
 import pytest
 
 from shardmlx.config.train import TrainConfig
-from shardmlx.engine.batches import REFERENCE, SWAPPED, WANTED, Samples, swapped
+from shardmlx.engine.batches import REFERENCE, SWAPPED, WANTED, Sample, Samples, swapped
 from shardmlx.errors import UserError
 from shardmlx.training.datasets import DataSets, read_data
+from shardmlx.training.sample_set import SampleSet
 from tests.helpers.chat_templates import tokenizer_with
 from tests.helpers.letters import Letters, write
 
@@ -29,13 +31,13 @@ def read(directory: Path, *rows: Any, **options: Any) -> DataSets:
     return read_data(TrainConfig.from_flat(data=data, **given).wanted_data, tokenizer, None)
 
 
-def texts(samples: Samples) -> list[tuple[str, str]]:
+def texts(samples: Sequence[Sample]) -> list[tuple[str, str]]:
     """Prompt and answer of each sample."""
     found = (("".join(map(chr, tokens)), start) for tokens, start in samples)
     return [(text[:start], text[start:]) for text, start in found]
 
 
-def known(samples: Samples, column: int) -> list[float]:
+def known(samples: Samples | SampleSet, column: int) -> list[float]:
     assert samples.known is not None
     values: list[float] = samples.known[:, column].tolist()
     return values
@@ -269,6 +271,6 @@ def test_each_prompt_gets_the_answer_of_the_row_before(tmp_path: Path) -> None:
     samples = read(tmp_path, *rows, objective="kto").train
     assert samples.known is not None
     samples.known[:, SWAPPED] = np.arange(3)
-    found = swapped(samples)
+    found = swapped(samples[:])
     assert texts(found) == [("<u>a;<a>", "C;"), ("<u>b;<a>", "A;"), ("<u>c;<a>", "B;")]
     assert known(found, REFERENCE) == [0, 1, 2]
