@@ -83,7 +83,7 @@ def collect() -> HostFacts:
     system, release = platform.system(), platform.release()
     if is_mac:
         system, release = "macOS", platform.mac_ver()[0]
-    cores = os.cpu_count() if is_mac else len(os.sched_getaffinity(0))
+    cores = os.cpu_count() if is_mac else _cores_on_linux()
     limit = _said("sysctl", "-n", "iogpu.wired_limit_mb") if is_mac else ""
     ports = (_said("networksetup", "-listallhardwareports") if is_mac else None) or ""
     medium_of = media_of_ports(ports).get if is_mac else medium_on_linux
@@ -114,6 +114,13 @@ def collect() -> HostFacts:
         mpirun_is_of_wheel=mpirun is None or is_of_wheel(Path(mpirun)),
         weak_power=weak_power(_said("pmset", "-g") or "" if is_mac else ""),
     )
+
+
+def _cores_on_linux() -> int:
+    """Return the cores that this job may use. mpirun binds each of two ranks to one of them, but
+    not its daemon, which has started this process."""
+    process = os.getppid() if "PMIX_RANK" in os.environ else 0
+    return len(os.sched_getaffinity(process))
 
 
 def facts_from(fields: Any) -> HostFacts | None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from shardmlx.costmodel.hostfile import read_hostfile
+from tests.helpers.jobs import PYTHONPATH
 from tests.helpers.mpirun import mpirun
 
 DOCTOR = ("-m", "shardmlx.doctor", "--seconds", "0.1")
@@ -41,3 +44,12 @@ def test_two_ranks_of_one_machine(tmp_path: Path) -> None:
     assert machine.memory == pytest.approx(host["facts"]["memory"], abs=1 << 20)
     assert machine.flops == pytest.approx(host["flops"]["fp32"], rel=1e-3)
     assert machine.link == 125e6  # was not measured
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS binds no process to a core")
+def test_cores_are_those_of_the_job_though_mpirun_binds_a_rank_to_one() -> None:
+    program = "from shardmlx.hosts.host_facts import collect; print(collect().cores)"
+    words = ("-n", "1", "--bind-to", "core", sys.executable, "-c", program)
+    mpirun_itself = Path(sys.executable).with_name("mpirun")
+    job = mpirun(1, command=[mpirun_itself, *words], env={"PYTHONPATH": PYTHONPATH}).well()
+    assert job.stdout.split() == [str(len(os.sched_getaffinity(0)))]
