@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import signal
 from collections.abc import Iterator
@@ -134,6 +135,16 @@ def test_lines_that_are_printed_are_lines_of_the_program() -> None:
     can_say = said()
     whole = [each for each in clauses if len(each.split()) > 4 and "..." not in each]
     assert [each for each in whole if not can_say.fullmatch(each)] == []
+
+
+def test_lines_of_the_recording_are_lines_of_the_program() -> None:
+    _, *events = map(json.loads, (DOCS / "pictures/first-run.cast").read_text().splitlines())
+    text = "".join(text for _, _, text in events).replace("\r", "")
+    lines = SAID.findall(re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", text).replace("^C", "\n"))
+    assert len(lines) > 4
+    clauses = {each.strip() for line in lines for each in SEPARATOR.split(line)}
+    can_say = said()
+    assert [each for each in clauses if len(each.split()) > 3 and not can_say.fullmatch(each)] == []
 
 
 CODE = {"sh", "python", "yaml", "jsonl", "csv", "toml"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import shlex
 from itertools import pairwise
 from types import ModuleType
@@ -33,6 +34,20 @@ def test_it_is_an_asciicast_of_what_the_script_types(recording: ModuleType) -> N
     assert "step 5: loss" in shown[:at]
     assert "step 12: loss" in shown[at:]
     assert str(ROOT) not in shown
+    assert "root" not in shown
+    assert recording.COLUMNS == 100
+
+
+def test_what_is_shown_before_it_plays_is_the_falling_loss(recording: ModuleType) -> None:
+    """By the time in the link to it."""
+    page = (ROOT / "docs/README.md").read_text(encoding="utf-8")
+    (seconds,) = re.findall(r"\]\(pictures/first-run\.cast#t=(\d+)\)", page)
+    _, *events = map(json.loads, recording.CAST.read_text(encoding="utf-8").splitlines())
+    before = "".join(text for at, _, text in events if at <= float(seconds))
+    losses = re.findall(r"step (\d+): loss ([\d.]+)", before.rpartition("Resumed from")[2])
+    assert [int(step) for step, _ in losses][:5] == [6, 7, 8, 9, 10]
+    assert float(losses[-1][1]) < float(losses[0][1])
+    assert before.rpartition("Resumed from")[2].count("\n") < recording.LINES
 
 
 def test_its_commands_can_be_typed(recording: ModuleType) -> None:
