@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -294,8 +294,12 @@ class LayoutOptions:
     data_parallel: int | None = _pipeline(
         None, "replicas; instead of --pipeline-stages", unset="ranks / --pipeline-stages", minimum=1
     )
-    tensor_parallel: int = _pipeline(
-        1, "ranks that compute each layer together", metavar="RANKS", minimum=1
+    tensor_parallel: int | None = _pipeline(
+        None,
+        "ranks that compute each layer together",
+        metavar="RANKS",
+        minimum=1,
+        unset="chosen: 1, or more where a step is clearly faster",
     )
     tensor_shares: str | None = common.tensor_shares(flag=False)
     expert_parallel: bool = common.expert_parallel(flag=False)
@@ -305,6 +309,21 @@ class LayoutOptions:
         "order of forward and backward; auto: the fastest that fits, as predicted",
         choices=(AUTO, *SCHEDULES),
     )
+
+    @property
+    def across(self) -> int:
+        """Ranks that compute each layer together; 1 where that is left to the run."""
+        return self.tensor_parallel or 1
+
+
+def unlike_shares(tune: FineTune, layout: LayoutOptions) -> Iterator[tuple[str, object, str]]:
+    """Yield each option that may not stand beside tensor shares, whether it does, and the
+    remedy."""
+    yield "optimizer", tune.optimizer in ("muon", "adafactor"), "use adam, adamw or sgd"
+    yield "zero", tune.zero, "leave it out"
+    yield "unfreeze_all", tune.unfreeze_all, "leave it out"
+    yield "sum_dtype", tune.keeps_errors, "use bfloat16"
+    yield "stage_map", layout.stage_map is not None, "give --pipeline-stages"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,6 +360,12 @@ class RunSpec:
             )
         layout = replace(self.layout, pipeline_stages=stages, data_parallel=None)
         return replace(self, layout=layout)
+
+    def with_shares(self, across: int) -> RunSpec:
+        """Return the same with so many ranks for each layer; replicas of shares divide nothing."""
+        tune = replace(self.fine_tune, zero=0) if across > 1 else self.fine_tune
+        layout = replace(self.layout, tensor_parallel=across)
+        return replace(self, fine_tune=tune, layout=layout)
 
     def answers(self, asked: RunSpec) -> dict[str, Any]:
         """Return what this says where ``asked`` leaves something open, by option."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclass, replacees import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -45,6 +45,7 @@ from shardmlx.config.specs import (
     MachineOptions,
     ModelSource,
     RunSpec,
+    unlike_shares,
 )
 
 _TRAINING = "training, as in mlx_lm.lora"
@@ -226,7 +227,7 @@ class TrainConfig(Options):
             settled["recompute"] = _recomputed(values["recompute"], values["grad_checkpoint"])
         if values["fine_tune_type"] != "full":
             settled["lora_parameters"] = checked_lora(values["lora_parameters"])
-        if values["tensor_parallel"] > 1 and not values["zero"]:
+        if (values["tensor_parallel"] or 1) > 1 and not values["zero"]:
             settled["zero"] = 0  # replicas then divide nothing
         if values["hf_dataset"] is not None:
             settled["hf_dataset"] = _with_homes(values["hf_dataset"])
@@ -242,7 +243,7 @@ class TrainConfig(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_optimizer_config(self.tune.optimizer_config)
-        shares_of(self.layout.tensor_shares, self.layout.tensor_parallel)
+        shares_of(self.layout.tensor_shares, self.layout.across)
         rows_of(self.batch.replica_rows)
         self.loss.check_objective()
         self._check_island()
@@ -275,15 +276,9 @@ class TrainConfig(Options):
         refuse("name", f"is {self.name} without island", "give --island", when=alone)
 
     def _beside_tensor_parallel(self) -> Iterator[Pair]:
-        if self.layout.tensor_parallel > 1:
-            other = f"--tensor-parallel {self.layout.tensor_parallel}"
-            unlike = self.tune.optimizer in ("muon", "adafactor")
-            yield other, "optimizer", unlike, "use adam, adamw or sgd"
-            yield other, "zero", self.tune.zero, "leave it out"
-            yield other, "unfreeze_all", self.tune.unfreeze_all, "leave it out"
-            yield other, "sum_dtype", self.tune.keeps_errors, "use bfloat16"
-            has_map = self.layout.stage_map is not None
-            yield other, "stage_map", has_map, "give --pipeline-stages"
+        if self.layout.across > 1:
+            for each in unlike_shares(self.tune, self.layout):
+                yield f"--tensor-parallel {self.layout.across}", *each
 
     def _beside_sweep(self) -> Iterator[Pair]:
         if self.sweep is not None:
@@ -296,7 +291,7 @@ class TrainConfig(Options):
 
     def _beside_island(self) -> Iterator[Pair]:
         if self.island is not None:  # all islands train the same tensors, whole
-            is_shared = self.layout.tensor_parallel > 1
+            is_shared = self.layout.across > 1
             yield "--island", "train", not self.tune.train, "train, or test without it"
             yield "--island", "sweep", self.sweep is not None, "train one after the other"
             yield "--island", "tensor_parallel", is_shared, "give --pipeline-stages"
@@ -356,14 +351,23 @@ class TrainConfig(Options):
         yield "dtype float32", "master_weights", is_float32, "leave one out"
 
     @property
+    def can_share(self) -> bool:
+        """True if nothing that is given stands against tensor shares."""
+        unlike = any(is_given for _, is_given, _ in unlike_shares(self.tune, self.layout))
+        return not (unlike or self.island or self.sweep) and self.tune.train
+
+    @property
     def spec(self) -> RunSpec:
         """The run as far as its plan depends on it."""
+        layout = self.layout
+        if layout.tensor_parallel is None and not self.can_share:
+            layout = replace(layout, tensor_parallel=1)
         return RunSpec(
             model=self.source.model,
             revision=self.source.revision,
             fine_tune=self.tune,
             batch=self.batch,
-            layout=self.layout,
+            layout=layout,
             machines=self.machines,
             loss=self.loss,
             saves=self.checkpoints.checkpoint_dir is not None,

@@ -44,7 +44,7 @@ def each_alone(config: TrainConfig, machines: Sequence[Machine], backend: str) -
     for machine in reversed(list(kinds.values())):
         try:
             run, facts = facts_for(own, [replace(machine, slots=1)], backend)
-            found.append(Alone(host=machine.host, choice=choose(run, facts)))
+            found.append(Alone(host=machine.host, choice=choose(run.with_shares(1), facts)))
         except DoesNotFitError as error:
             found.append(Alone(host=machine.host, lacks=error.shortage))
         except UserError:

@@ -2,8 +2,8 @@
 
 The options of a run leave questions open: ``auto`` and None. ``ways`` answers them in every way
 that makes sense, ``assess`` says what a way takes, and ``choose`` takes the fastest that fits.
-``shardmlx plan``, a run, its dry run, a restart on fewer machines, and the remedies of an error
-all ask here, so that they agree.
+``decide`` sets tensor shares beside them. ``shardmlx plan``, a run, its dry run, a restart on fewer
+machines, and the remedies of an error all ask here, so that they agree.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from shardmlx.common.formatting import gibibytes, plural
 from shardmlx.config.common_options import SIMPLEST, SMALLEST
@@ -24,6 +25,7 @@ from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
 from shardmlx.planning.facts import CLOSE, PlanFacts
+from shardmlx.planning.groups import in_shares
 from shardmlx.planning.layout import divide_batch, lay_out
 from shardmlx.planning.ways import complexity, ways
 
@@ -57,6 +59,8 @@ class Choice:
     assessment: Assessment
     prediction: Prediction
     tried: int
+    beside: tuple[Choice, ...] = ()
+    """What the same run would take with other tensor shares, where these were compared."""
 
     @property
     def run(self) -> RunSpec:
@@ -71,7 +75,7 @@ class Choice:
     def way(self) -> str:
         """The way in words, as ``plan`` and a run print it."""
         plan, run = self.plan, self.run
-        ranks, across = plural(plan.mesh.pp, "rank"), run.layout.tensor_parallel
+        ranks, across = plural(plan.mesh.pp, "rank"), run.layout.across
         if across > 1:
             ranks = f"{plural(plan.mesh.pp, 'stage')} of {across} ranks with tensor shares"
         if plan.mesh.dp > 1:
@@ -121,10 +125,40 @@ def _set_up(rows: int, facts: PlanFacts) -> int:
     return 0 if facts.cluster.profile is not None else -(-SET_UP_TOKENS // rows)
 
 
-def choose(
-    run: RunSpec, facts: PlanFacts, advance: Callable[[int, int], None] = lambda done, total: None
-) -> Choice:
-    """Return the simplest of the fastest ways that fit, then the one with most memory free.
+Advance = Callable[[int, int], None]
+"""Function that gets the number of ways examined, and of all."""
+
+
+def decide(run: RunSpec, facts: PlanFacts, advance: Advance = lambda done, total: None) -> Choice:
+    """Return how a run is trained, by the ``facts`` of single ranks: the one place that all ask.
+
+    What was never measured on Macs is only estimated. So tensor shares are chosen where a step is
+    clearly faster by them, or where they are asked for, and divided weights where no other way
+    fits. Raises as ``choose``.
+    """
+    asked = run.layout.tensor_parallel
+    alone = choose(*in_shares(run, facts, run.layout.across), advance)
+    others = with_shares(run, facts) if asked is None else ()
+    best = min(others, key=lambda each: each.prediction.step_seconds, default=alone)
+    if best.prediction.step_seconds * CLEARLY > alone.prediction.step_seconds:
+        return replace(alone, beside=others)
+    return replace(best, beside=(alone, *(each for each in others if each is not best)))
+
+
+def with_shares(run: RunSpec, facts: PlanFacts) -> tuple[Choice, ...]:
+    """Return the choices for a run with tensor shares, for each number of ranks that can have some;
+    none if the times of messages are unknown, or nothing is trained."""
+    found: list[Choice] = []
+    if facts.is_timed and run.fine_tune.train:
+        for across in range(2, facts.cluster.size + 1):
+            with suppress(UserError):
+                found.append(choose(*in_shares(run, facts, across)))
+    return tuple(found)
+
+
+def choose(run: RunSpec, facts: PlanFacts, advance: Advance = lambda done, total: None) -> Choice:
+    """Return the simplest of the fastest ways that fit, then the one with most memory free; with as
+    many ranks for each layer as the facts are for.
 
     ``advance`` gets the number of ways examined, and of all. ``DoesNotFitError`` says how far the
     best way fails, another ``UserError`` why none can be divided.

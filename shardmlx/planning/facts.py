@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from shardmlx.config.specs import RunSpec
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.workload import Workload
+from shardmlx.models.sizes.shares import WHOLE, TensorShares
 from shardmlx.pipeline.stage_map import StageMap
 
 CLOSE = 0.01
@@ -52,8 +53,17 @@ class PlanFacts:
     cluster: Cluster
     lengths: SequenceLengths
     stage_map: StageMap | None = None
+    shares: TensorShares = WHOLE
+    """The parts of each layer that the ranks of a group have."""
     whole: PlanFacts | None = None
     """The facts of single ranks, where these are of groups with tensor shares."""
+    ranks: tuple[int, ...] = ()
+    """The rank that stands for each group, where these are of groups."""
+
+    @property
+    def is_timed(self) -> bool:
+        """True if the times of computing and of messages are known."""
+        return self.cluster.unit == "seconds" and self.cluster.knows_messages
 
     def work(self, way: RunSpec) -> Workload:
         share = self.lengths.counted_share(way.batch.pack)

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 from shardmlx.config.checks import shares_of
 from shardmlx.config.inference import InferenceConfig
-from shardmlx.config.specs import LayoutOptions
+from shardmlx.config.specs import LayoutOptions, RunSpec
 from shardmlx.costmodel.chips import shares_by_bandwidth
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine
 from shardmlx.costmodel.workload import ModelSizes, Workload, shared
 from shardmlx.models.sizes.shares import TensorShares
+from shardmlx.planning.facts import PlanFacts
 
 
 def asked_shares(
@@ -20,7 +21,7 @@ def asked_shares(
 ) -> TensorShares:
     """Return the shares that a run asks for, or leaves to the bandwidths of memories. Raises
     ``UserError`` where layers, or the ranks, cannot be divided so."""
-    across = options.tensor_parallel
+    across = options.tensor_parallel or 1
     weights = shares_of(options.tensor_shares, across)
     weights = weights or shares_by_bandwidth(cluster.machines, across)
     shares = TensorShares(weights, sizes.group_size, options.expert_parallel)
@@ -36,6 +37,19 @@ def parts_of(whole: Workload, shares: TensorShares) -> list[Workload]:
         shape, sizes = shared(whole.shape, whole.weight_sizes, shares, rank)
         found.append(replace(whole, shape=shape, weight_sizes=sizes))
     return found
+
+
+def in_shares(run: RunSpec, facts: PlanFacts, across: int) -> tuple[RunSpec, PlanFacts]:
+    """Return a run with so many ranks for each layer, and the facts for groups of ranks. Raises
+    ``UserError`` where layers, or the ranks, cannot be divided so."""
+    run = run.with_shares(across)
+    if across == 1:
+        return run, facts
+    shares = asked_shares(run.layout, facts.workload, facts.cluster)
+    work, cluster, ranks = in_groups(facts.workload, facts.cluster, shares)
+    return run, replace(
+        facts, workload=work, cluster=cluster, shares=shares, whole=facts, ranks=tuple(ranks)
+    )
 
 
 def in_groups(

@@ -25,13 +25,9 @@ from shardmlx.errors import UserError
 from shardmlx.pipeline.figure import timeline
 from shardmlx.pipeline.stage_map import write_stage_map
 from shardmlx.planning.alone import each_alone
+from shardmlx.planning.choice import with_shares
 from shardmlx.planning.report import report
-from shardmlx.planning.training_plan import (
-    fastest_first,
-    plan_training,
-    with_divided_weights,
-    with_shares,
-)
+from shardmlx.planning.training_plan import plan_training, with_divided_weights
 
 _MACHINES = "machines"
 _OUTPUT = "output"
@@ -99,7 +95,7 @@ class PlanOptions(Options):
         ):
             remedy = "give the Mbit/s of two lines or more: 20,100"
             raise UserError(f"--island-lines {self.island_lines}", remedy)
-        if self.island_lines is not None and self.run.layout.tensor_parallel > 1:
+        if self.island_lines is not None and self.run.layout.across > 1:
             raise UserError("--island-lines is given with --tensor-parallel", "leave one out")
 
     @property
@@ -143,23 +139,27 @@ def run(words: Sequence[str]) -> int:
         remedy = f"--max-of {max_of} finds it: leave it out"
         raise UserError("--max-seq-length is given", remedy)
     if options.output:
-        if run.layout.tensor_parallel > 1:
-            across = f"--tensor-parallel {run.layout.tensor_parallel}"
+        if run.layout.across > 1:
+            across = f"--tensor-parallel {run.layout.across}"
             raise UserError(f"-o is given with {across}, which takes no map", "leave it out")
         check_writable(Path(options.output), "-o")
     if options.machines is not None:
         machines = machines_of(options.machines)
     else:
         machines = read_hostfile(str(run.machines.hostfile))
+    takes_stages = max_of or options.output or options.island_lines
+    if takes_stages and run.layout.tensor_parallel is None:
+        run = run.with_shares(1)
     with Reporter().bar("planning", 1) as bar:
         planned = plan_training(
             run, machines, backend=options.backend, max_of=max_of, advance=bar.show
         )
-    others = [] if max_of is not None else with_shares(options.run, machines, planned)
-    if "tensor_parallel" not in given.names and not options.output and not options.island_lines:
-        planned, *others = fastest_first(planned, others)
+    others = planned.beside
     if max_of is None:
-        others += with_divided_weights(options.run, machines, planned)
+        is_alone = run.layout.tensor_parallel == 1 and not options.island_lines
+        if is_alone and options.run.can_share:
+            others = with_shares(run, planned.facts)
+        others += with_divided_weights(run, planned)
     alone = () if max_of is not None else each_alone(options.run, machines, options.backend)
     prediction = planned.prediction
     found = {} if max_of is None else {"max_seq_length": planned.asked.batch.max_seq_length}

@@ -45,7 +45,7 @@ def report(
     prediction, facts = choice.prediction, choice.facts
     rows = f"batches of {choice.run.batch.batch_size} x {facts.lengths.longest[0]} tokens"
     has_times = facts.cluster.unit == "seconds"
-    across = choice.run.layout.tensor_parallel
+    across = choice.run.layout.across
     ranks = [_cells(rank, each, across, has_times) for rank, each in enumerate(prediction.ranks)]
     speed = [_NO_TIMES]
     if has_times:
@@ -127,7 +127,7 @@ def _beside(choice: Choice, other: Choice) -> str:
     seconds, peak = other.prediction.step_seconds, max(r.peak for r in other.prediction.ranks)
     ratio = seconds / choice.prediction.step_seconds
     worth = f"{ratio:.2f} times as long" if ratio > 1 else f"{1 / ratio:.2f} times as fast"
-    across, is_divided = other.run.layout.tensor_parallel, other.run.fine_tune.divides_weights
+    across, is_divided = other.run.layout.across, other.run.fine_tune.divides_weights
     option = "--zero 3" if is_divided and across == 1 else f"--tensor-parallel {across}"
     reason = ""
     if ratio < 1 and is_divided:
@@ -189,7 +189,7 @@ def bottleneck(choice: Choice) -> str:
     """Return the part that limits the speed of a step, and the change that would help."""
     prediction = choice.prediction
     step, ranks = prediction.step_seconds, prediction.ranks
-    of_shares = " and sums of tensor shares" * (choice.run.layout.tensor_parallel > 1)
+    of_shares = " and sums of tensor shares" * (choice.run.layout.across > 1)
     compute = f"compute{of_shares}, on {max(ranks, key=lambda each: each.busy).hosts[0]} first"
     parts = {
         "links: {} waits for messages; use a faster cable, or a larger --batch-size": (
@@ -210,7 +210,7 @@ def bottleneck(choice: Choice) -> str:
 
 def _how_to_run(choice: Choice, stage_map: str | None, start: Sequence[str]) -> list[str]:
     plan, run = choice.plan, choice.run
-    across = run.layout.tensor_parallel
+    across = run.layout.across
     divided = ["--stage-map", stage_map or "MAP.yaml"]
     if across > 1:
         divided = ["--pipeline-stages", str(plan.mesh.pp)]

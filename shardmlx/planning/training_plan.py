@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shardmlx.config.specs import RunSpec
+from shardmlx.config.specs import DIVIDED_WEIGHTS, RunSpec
 from shardmlx.costmodel.chips import as_macs
 from shardmlx.costmodel.cluster import Cluster
 from shardmlx.costmodel.hostfile import Machine, machine_of_each_rank
@@ -22,9 +22,9 @@ from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.stage_map import read_stage_map
-from shardmlx.planning.choice import CLEARLY, Choice, choose, fits
+from shardmlx.planning.choice import Advance, Choice, choose, decide, fits
 from shardmlx.planning.facts import PlanFacts, SequenceLengths
-from shardmlx.planning.groups import asked_shares, in_groups
+from shardmlx.planning.groups import in_shares
 from shardmlx.planning.suggestions import remedies
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def plan_training(
     *,
     backend: str = BACKENDS[0],
     max_of: str | None = None,
-    advance: Callable[[int, int], None] = lambda done, total: None,
+    advance: Advance = lambda done, total: None,
 ) -> Choice:
     """Choose the fastest way that fits of those that ``config`` leaves open, for full rows.
 
@@ -58,8 +58,9 @@ def plan_training(
     if max_of is not None:
         run, facts = _longest(run, facts)
     try:
-        return choose(run, facts, advance)
+        return decide(run, facts, advance)
     except DoesNotFitError as error:
+        run, facts = in_shares(run, facts, run.layout.across)
         remedy = "; ".join(remedies(run, facts)) or "more machines, or machines with more memory"
         where = facts.cluster.machines[error.rank].where
         raise UserError(f"{where}: {error.fact}; it would fit with", remedy) from None
@@ -68,7 +69,7 @@ def plan_training(
 def facts_for(
     config: TrainConfig | RunSpec, machines: Sequence[Machine], backend: str
 ) -> tuple[RunSpec, PlanFacts]:
-    """Return a run, and the facts for it with full rows on these machines."""
+    """Return a run, and the facts for it with full rows on these machines, each rank by itself."""
     run = config if isinstance(config, RunSpec) else config.spec
     profile, stage_map = run.machines.profile, run.layout.stage_map
     cluster = Cluster(
@@ -89,52 +90,22 @@ def facts_for(
         lengths=SequenceLengths.full(run.batch.max_seq_length),
         stage_map=None if stage_map is None else read_stage_map(stage_map),
     )
-    if run.layout.tensor_parallel > 1:
-        shares = asked_shares(run.layout, facts.workload, cluster)
-        work, grouped, _ = in_groups(facts.workload, cluster, shares)
-        facts = replace(facts, workload=work, cluster=grouped, whole=facts)
     return run, facts
 
 
-def with_shares(config: TrainConfig, machines: Sequence[Machine], planned: Choice) -> list[Choice]:
-    """Return the choices for the same run with tensor shares, for each number of ranks that can
-    have some; none if the times of messages are unknown, or it has shares already."""
-    cluster, found = planned.facts.cluster, []
-    if config.layout.tensor_parallel > 1 or not _is_timed(cluster):
-        return []
-    for across in range(2, cluster.size + 1):
-        with suppress(UserError):
-            other = config.changed(tensor_parallel=across)
-            found.append(plan_training(other, machines, backend=cluster.backend))
-    return found
-
-
-def with_divided_weights(
-    config: TrainConfig, machines: Sequence[Machine], planned: Choice
-) -> list[Choice]:
+def with_divided_weights(run: RunSpec, planned: Choice) -> tuple[Choice, ...]:
     """Return the choice for the same run with ``--zero 3`` if it is predicted to be faster than the
     ``planned`` one; none if that is asked for or refused, or the times of messages are unknown."""
-    cluster = (planned.facts.whole or planned.facts).cluster
-    is_open = config.tune.zero is None and not planned.run.fine_tune.divides_weights
-    if not is_open or cluster.size == 1 or not _is_timed(cluster):
-        return []
+    facts = planned.facts.whole or planned.facts
+    is_open = run.fine_tune.zero is None and not planned.run.fine_tune.divides_weights
+    if not is_open or facts.cluster.size == 1 or not facts.is_timed:
+        return ()
+    divided = replace(run, fine_tune=replace(run.fine_tune, zero=DIVIDED_WEIGHTS))
     with suppress(UserError):
-        other = plan_training(config.changed(zero=3), machines, backend=cluster.backend)
+        other = choose(*in_shares(divided, facts, 1))
         if other.prediction.step_seconds < planned.prediction.step_seconds:
-            return [other]
-    return []
-
-
-def _is_timed(cluster: Cluster) -> bool:
-    return cluster.unit == "seconds" and cluster.knows_messages
-
-
-def fastest_first(planned: Choice, others: Sequence[Choice]) -> list[Choice]:
-    """Return all choices: one of ``others``, with tensor shares, first where it clearly wins."""
-    best = min(others, key=lambda each: each.prediction.step_seconds, default=planned)
-    if best.prediction.step_seconds * CLEARLY > planned.prediction.step_seconds:
-        return [planned, *others]
-    return [best, planned, *(each for each in others if each is not best)]
+            return (other,)
+    return ()
 
 
 def _longest(run: RunSpec, facts: PlanFacts) -> tuple[RunSpec, PlanFacts]:
@@ -148,5 +119,8 @@ def _longest(run: RunSpec, facts: PlanFacts) -> tuple[RunSpec, PlanFacts]:
         batch = replace(run.batch, max_seq_length=length)
         return replace(run, batch=batch), replace(facts, lengths=SequenceLengths.full(length))
 
-    fitting = bisect_left(values, True, key=lambda value: not fits(*with_value(value)))
+    def is_too_long(value: int) -> bool:
+        return not fits(*in_shares(*with_value(value), run.layout.across))
+
+    fitting = bisect_left(values, True, key=is_too_long)
     return with_value(values[max(0, fitting - 1)])

@@ -33,12 +33,11 @@ from shardmlx.loading.rank_setup import (
 from shardmlx.loading.tokenizer import read_tokenizer
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.modelfiles.safetensors_header import INDEX_FILE, MODEL_FILES
-from shardmlx.models.sizes.shares import TensorShares
 from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.plan import Plan
-from shardmlx.planning.choice import Choice, choose
+from shardmlx.planning.choice import Choice, decide
 from shardmlx.planning.facts import PlanFacts, SequenceLengths
-from shardmlx.planning.groups import asked_shares, in_groups, parts_of
+from shardmlx.planning.groups import in_shares, parts_of
 from shardmlx.planning.layout import lay_out
 from shardmlx.planning.suggestions import remedies
 from shardmlx.planning.ways import ways
@@ -79,11 +78,10 @@ def plan_run(
         spec.machines,
         config.layout.stage_map,
     )
-    shares = asked_shares(spec.layout, inputs.sizes, inputs.cluster)
-    run = spec.for_ranks(crew.size // shares.size)
+    run = spec.for_ranks(crew.size // spec.layout.across)
     total, trained = crew.all(TrainWorker.build, run.fine_tune, config.seed)[0]
     # Wrong options are found before the data is read.
-    _check_layout(run, _of_groups(inputs, shares), crew.worker)
+    _check_layout(run, inputs, crew.worker)
     build_optimizer(run.fine_tune)
     check_output(config, opened.path)
     data = read_sets(config, opened, reporter) if read is None else read()
@@ -93,11 +91,11 @@ def plan_run(
         reporter.say(f"--epochs {asked.epochs:g}: {config.iters} steps")
     lengths = _lengths(config, data)
     inputs = measure_again(crew, inputs, run.machines)
-    planned, choice = _choose(config, run, inputs, shares, lengths, crew.worker, reporter)
+    planned, choice = _choose(config, run, inputs, lengths, crew.worker, reporter)
     check_valid(config, data.sizes())
     reporter.say(_headline(planned.way, planned.plan))
     if config.tune.train:
-        if planned.way != run:
+        if planned.way != run.with_shares(run.layout.across):
             reporter.say(str(choice))
         reporter.say(
             f"Trainable parameters: {100 * trained / total:.3f}% "
@@ -118,16 +116,15 @@ def _choose(
     config: TrainConfig,
     run: RunSpec,
     inputs: PlanInputs[Workload],
-    shares: TensorShares,
     lengths: SequenceLengths,
     worker: TrainWorker,
     reporter: Reporter,
 ) -> tuple[PlannedRun, Choice]:
     """Return the plan of the fastest way that fits, but for the sizes of the data, and all that was
     looked at. Raises ``UserError`` if none fits."""
-    grouped = _of_groups(inputs, shares)
-    choice = choose_plan(run, grouped, lengths)
-    plan, way = _of_model(choice.plan, choice.run, worker), choice.run
+    choice = choose_plan(run, inputs, lengths)
+    way, shares = choice.run, choice.facts.shares
+    plan = _of_model(choice.plan, way, worker)
     plan = replace(plan, mesh=replace(plan.mesh, tp=shares.size))
     counted = lengths.counted_share(plan.pack)
     chosen: dict[str, Any] = {
@@ -140,7 +137,7 @@ def _choose(
         config=config,
         way=way,
         objective=Objective.of(config.loss),
-        workload=replace(grouped.sizes, **chosen),
+        workload=replace(choice.facts.workload, **chosen),
         parts=parts,
         cluster=inputs.cluster.with_rings(shares.size),
         plan=plan,
@@ -150,13 +147,6 @@ def _choose(
         limits=limits_of(inputs, _fitting(plan, parts, inputs, lengths), reporter),
     )
     return planned, choice
-
-
-def _of_groups(inputs: PlanInputs[Workload], shares: TensorShares) -> PlanInputs[Workload]:
-    """Return the inputs of a plan for groups of ranks."""
-    sizes, cluster, scarcest = in_groups(inputs.sizes, inputs.cluster, shares)
-    budgets = tuple(inputs.budgets[rank] for rank in scarcest)
-    return replace(inputs, sizes=sizes, cluster=cluster, budgets=budgets)
 
 
 def _fitting(
@@ -271,6 +261,7 @@ def _check_layout(run: RunSpec, inputs: PlanInputs[Workload], worker: TrainWorke
             "train without --pack",
         )
     facts = _facts_of(inputs, SequenceLengths.full(run.batch.max_seq_length))
+    run, facts = in_shares(run, facts, run.layout.across)
     simplest = ways(run, facts)[0]
     try:
         plan = lay_out(simplest, facts)
@@ -295,9 +286,10 @@ def choose_plan(run: RunSpec, inputs: PlanInputs[Workload], lengths: SequenceLen
     """Return the chosen way to train. Raises ``UserError`` if none fits in memory."""
     facts = _facts_of(inputs, lengths)
     try:
-        return choose(run, facts)
+        return decide(run, facts)
     except DoesNotFitError as error:
-        budget = inputs.budgets[error.rank]
+        run, facts = in_shares(run, facts, run.layout.across)
+        budget = inputs.budgets[facts.ranks[error.rank] if facts.ranks else error.rank]
         needed = PlannedMemory(round(facts.cluster.capacity(error.rank) + error.shortage), 0)
         would_fit = remedies(run, facts) or ["use more machines, or machines with more memory"]
         fits = needed.peak <= budget.nbytes

@@ -48,7 +48,7 @@ def plan_sweep(config: TrainConfig, crew: Crew[TrainWorker], reporter: Reporter)
         raise UserError(
             f"{config.sweep} has {len(runs)} runs", f"train at most {MOST_RUNS} at once"
         )
-    most = crew.size // config.layout.tensor_parallel
+    most = crew.size // config.layout.across
     whole = in_one(config, runs)
     if (
         whole.layout.stage_map is None
