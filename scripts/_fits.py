@@ -119,7 +119,9 @@ def common(only: str | None = None) -> str:
     parts are; x N are replicas."""
 
     def cell(directory: str, machines: list[Machine]) -> str:
-        config = TrainConfig.from_flat(model=directory, batch_size=4, max_seq_length=1024)
+        config = TrainConfig.from_flat(
+            model=directory, batch_size=4, max_seq_length=1024, tensor_parallel=1
+        )
         chosen = plan_training(config, machines)
         peak = max(rank.peak for rank in chosen.prediction.ranks)
         replicas = chosen.prediction.plan.mesh.dp
@@ -154,6 +156,7 @@ def large(only: str | None = None) -> str:
             schedule="1f1b",
             micro_batch_size=1,
             data_parallel=1,
+            tensor_parallel=1,
             pack=False,
         )
         peaks = [rank.peak for rank in plan_training(config, machines).prediction.ranks]

@@ -60,7 +60,7 @@ class Choice:
     prediction: Prediction
     tried: int
     beside: tuple[Choice, ...] = ()
-    """What the same run would take with other tensor shares, where these were compared."""
+    """The choices for the same run with other tensor shares, where these were compared."""
 
     @property
     def run(self) -> RunSpec:
@@ -132,9 +132,9 @@ Advance = Callable[[int, int], None]
 def decide(run: RunSpec, facts: PlanFacts, advance: Advance = lambda done, total: None) -> Choice:
     """Return how a run is trained, by the ``facts`` of single ranks: the one place that all ask.
 
-    What was never measured on Macs is only estimated. So tensor shares are chosen where a step is
-    clearly faster by them, or where they are asked for, and divided weights where no other way
-    fits. Raises as ``choose``.
+    Nobody has measured tensor shares and divided weights on Macs. So tensor shares are chosen where
+    a step promises to be clearly faster by them, or where they are asked for, and divided weights
+    where no other way fits. Raises as ``choose``.
     """
     asked = run.layout.tensor_parallel
     alone = choose(*in_shares(run, facts, run.layout.across), advance)

@@ -138,7 +138,7 @@ def _beside(choice: Choice, other: Choice) -> str:
             f"than {CLEARLY - 1:.0%}"
         )
     elif ratio < 1:
-        reason = "; not chosen: -o and --island-lines take stages alone"
+        reason = "; not chosen: -o takes stages alone"
     return (
         f"with {option}: step {duration(seconds)}, {worth}, "
         f"{gibibytes(peak)} on the fullest rank{reason}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -112,6 +113,23 @@ def test_training_is_that_of_one_process(
 ) -> None:
     shared, uneven = ("--tensor-parallel", "2", *how), {"tensor_shares": "2,1"}
     check_training(small, pirate, tmp_path, options, {1: ((), {}), ranks: (shared, uneven)})
+
+
+def test_a_run_takes_shares_by_itself_where_a_step_is_clearly_faster(
+    small: Path, pirate: Path, tmp_path: Path
+) -> None:
+    """A pipeline of one micro-batch keeps one of two machines busy, and shares keep both."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text(f"{socket.gethostname()} slots=2 # memory=8GiB flops=100M\n")
+    check_training(
+        small,
+        pirate,
+        tmp_path,
+        {"batch_size": 1},
+        {1: ((), {}), 2: (("--hostfile", str(hosts)), {})},
+    )
+    (start,) = events(tmp_path / "2" / "metrics.jsonl", "start")
+    assert start["chosen"]["tensor_parallel"] == 2
 
 
 def test_peaks_of_unequal_shares_are_those_of_the_plan(
