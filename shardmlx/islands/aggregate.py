@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from importlib.util import find_spec
+from itertools import pairwise
 from operator import iadd
+from pathlib import Path
+from tempfile import TemporaryFile
 
 import numpy as np
 
@@ -24,7 +28,13 @@ DELTA = 1e-5
 """Probability with which the privacy may fail."""
 
 
-def weighted_mean(arrays: Iterable[np.ndarray], weights: Sequence[float]) -> np.ndarray:
+SLICE_BYTES = 16 << 20
+"""Numbers of all islands that are in memory at a time, for a rule that needs all of each number."""
+
+
+def weighted_mean(
+    arrays: Iterable[np.ndarray], weights: Sequence[float], directory: Path
+) -> np.ndarray:
     """Return the mean of float32 arrays, of which one is in memory at a time."""
     pairs = zip(arrays, weights, strict=True)
     # In place: a tensor may be as large as a model's embedding.
@@ -32,22 +42,57 @@ def weighted_mean(arrays: Iterable[np.ndarray], weights: Sequence[float]) -> np.
     return np.asarray(total / np.float32(sum(weights)))
 
 
-def trimmed_mean(arrays: Iterable[np.ndarray], weights: Sequence[float]) -> np.ndarray:
+def trimmed_mean(
+    arrays: Iterable[np.ndarray], weights: Sequence[float], directory: Path
+) -> np.ndarray:
     """Return the mean of what is left of each number without the largest and smallest ones (Yin et
     al., arXiv:1803.01498): one of three islands may lie. ``weights`` do not count."""
-    stacked = np.sort(np.stack(list(arrays)), axis=0)
-    count = len(stacked)
-    cut = min(max(1, int(TRIMMED * count)), (count - 1) // 2)
-    kept = stacked[cut : count - cut]
-    return np.asarray(kept.mean(axis=0, dtype=np.float32))
+    return _by_number(arrays, _mean_of_kept, directory)
 
 
-def median(arrays: Iterable[np.ndarray], weights: Sequence[float]) -> np.ndarray:
+def median(arrays: Iterable[np.ndarray], weights: Sequence[float], directory: Path) -> np.ndarray:
     """Return the median of each number. ``weights`` do not count."""
-    return np.asarray(np.median(np.stack(list(arrays)), axis=0), np.float32)
+    return _by_number(arrays, partial(np.median, axis=0), directory)
 
 
-AGGREGATES: Mapping[str, Callable[[Iterable[np.ndarray], Sequence[float]], np.ndarray]] = {
+def _mean_of_kept(numbers: np.ndarray) -> np.ndarray:
+    ordered = np.sort(numbers, axis=0)
+    count = len(ordered)
+    cut = min(max(1, int(TRIMMED * count)), (count - 1) // 2)
+    return np.asarray(ordered[cut : count - cut].mean(axis=0, dtype=np.float32))
+
+
+def _by_number(
+    arrays: Iterable[np.ndarray], rule: Callable[[np.ndarray], np.ndarray], directory: Path
+) -> np.ndarray:
+    """Return what ``rule`` makes of each number: of (islands, numbers) float32 it makes (numbers,).
+
+    One array is in memory at a time, and then slices of all of them, which wait in a file in
+    ``directory``: those of an embedding would fill the memory of a Mac.
+    """
+    shapes: list[tuple[int, ...]] = []
+    with TemporaryFile(dir=directory) as file:
+        for array in arrays:
+            file.write(np.ascontiguousarray(array, np.float32).data)
+            shapes.append(array.shape)
+        size = math.prod(shapes[0])
+        result = np.empty(size, np.float32)
+        # All of about one size: NumPy sums a single number in another order.
+        slices = math.ceil(4 * size * len(shapes) / SLICE_BYTES)
+        for start, stop in pairwise(np.linspace(0, size, slices + 1, dtype=np.int64).tolist()):
+            numbers = np.empty((len(shapes), stop - start), np.float32)
+            for island, row in enumerate(numbers):
+                file.seek(4 * (island * size + start))
+                file.readinto(row.data)
+            result[start:stop] = rule(numbers)
+    return result.reshape(shapes[0])
+
+
+Aggregate = Callable[[Iterable[np.ndarray], Sequence[float], Path], np.ndarray]
+"""Makes one float32 array of those of all islands and their weights; the directory is for what has
+no room in memory."""
+
+AGGREGATES: Mapping[str, Aggregate] = {
     MEAN: weighted_mean,
     TRIMMED_MEAN: trimmed_mean,
     MEDIAN: median,

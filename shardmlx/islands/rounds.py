@@ -220,7 +220,7 @@ class Rounds:
         ) -> tuple[np.ndarray, np.ndarray | None]:
             pairs = zip(differences, factors, strict=True)
             clipped = (each if factor == 1 else each * np.float32(factor) for each, factor in pairs)
-            mean = AGGREGATES[options.aggregate](clipped, weights)
+            mean = AGGREGATES[options.aggregate](clipped, weights, fragment.directory)
             mean = options.privacy.noisy(mean, len(factors), self._random)
             count = len(factors)
             return optimizer.step(now, momentum, mean, reports=count, staleness=staleness)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from shardmlx.errors import UserError
+from shardmlx.islands import aggregate
 from shardmlx.islands.aggregate import (
+    Aggregate,
     Privacy,
     median,
     squared_norm,
@@ -71,31 +75,62 @@ def test_an_optimizer_that_is_none_is_refused_with_what_to_give(text: str, remed
         OuterOptimizer.of(text)
 
 
-def test_the_mean_adds_in_order_and_divides_once() -> None:
+def test_the_mean_adds_in_order_and_divides_once(tmp_path: Path) -> None:
     arrays = [WEIGHTS, FIRST, SECOND]
     expected = (WEIGHTS * np.float32(2) + FIRST * np.float32(1) + SECOND * np.float32(5)) / (
         np.float32(8)
     )
-    np.testing.assert_array_equal(weighted_mean(arrays, [2, 1, 5]), expected)
+    np.testing.assert_array_equal(weighted_mean(arrays, [2, 1, 5], tmp_path), expected)
     np.testing.assert_array_equal(WEIGHTS, arrays[0])
 
 
 @pytest.mark.parametrize("robust", [trimmed_mean, median])
 @pytest.mark.parametrize("liar", [1e30, -1e30, 0.0])
 def test_one_liar_of_four_moves_a_robust_aggregate_no_further_than_the_honest_lie(
-    robust: object, liar: float
+    robust: Aggregate, liar: float, tmp_path: Path
 ) -> None:
     honest = [np.full(6, value, np.float32) for value in (1.0, 1.5, 2.0)]
-    assert callable(robust)
-    found = robust([*honest, np.full(6, liar, np.float32)], [1] * 4)
+    found = robust([*honest, np.full(6, liar, np.float32)], [1] * 4, tmp_path)
     assert found.dtype == np.float32
     assert (found >= 1).all()
     assert (found <= 2).all()
 
 
-def test_a_trimmed_mean_of_one_or_two_leaves_none_out() -> None:
-    np.testing.assert_array_equal(trimmed_mean([FIRST], [1]), FIRST)
-    np.testing.assert_array_equal(trimmed_mean([FIRST, SECOND], [1, 1]), (FIRST + SECOND) / 2)
+def test_a_trimmed_mean_of_one_or_two_leaves_none_out(tmp_path: Path) -> None:
+    np.testing.assert_array_equal(trimmed_mean([FIRST], [1], tmp_path), FIRST)
+    both = trimmed_mean([FIRST, SECOND], [1, 1], tmp_path)
+    np.testing.assert_array_equal(both, (FIRST + SECOND) / 2)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 9])
+@pytest.mark.parametrize("size", [1, 35, 1000])
+def test_a_rule_of_all_islands_has_the_same_bits_slice_by_slice(
+    count: int, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aggregate, "SLICE_BYTES", 128)
+    arrays = [*np.random.default_rng(count).standard_normal((count, size), np.float32)]
+    together = np.stack(arrays)
+    cut = min(max(1, int(aggregate.TRIMMED * count)), (count - 1) // 2)
+    kept = np.sort(together, axis=0)[cut : count - cut]
+    assert np.array_equal(median(iter(arrays), [1] * count, tmp_path), np.median(together, axis=0))
+    found = trimmed_mean(iter(arrays), [1] * count, tmp_path)
+    assert np.array_equal(found, kept.mean(axis=0, dtype=np.float32))
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("islands", [2, 32])
+def test_a_median_takes_as_much_memory_for_all_numbers_of_islands(
+    islands: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = np.ones(1 << 20, np.float32)
+    monkeypatch.setattr(aggregate, "SLICE_BYTES", tensor.nbytes // 4)
+    tracemalloc.start()
+    try:
+        median((tensor * np.float32(i) for i in range(islands)), [1] * islands, tmp_path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak <= 4 * tensor.nbytes
 
 
 def test_a_norm_far_beyond_others_is_named() -> None:
