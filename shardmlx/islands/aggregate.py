@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, reduce
 from importlib.util import find_spec
 from itertools import pairwise
 from operator import iadd
@@ -52,7 +52,7 @@ def trimmed_mean(
 
 def median(arrays: Iterable[np.ndarray], weights: Sequence[float], directory: Path) -> np.ndarray:
     """Return the median of each number. ``weights`` do not count."""
-    return _by_number(arrays, partial(np.median, axis=0), directory)
+    return _by_number(arrays, lambda numbers: np.median(numbers, axis=0), directory)
 
 
 def _mean_of_kept(numbers: np.ndarray) -> np.ndarray:
