@@ -158,7 +158,7 @@ def replay(watch: Watch, proxy: Proxy, k: int) -> tuple[list[np.ndarray], list[s
             if kept:
                 arrays = (np.frombuffer(each.body, np.float32) for each in kept)
                 differences.append(reduce(add, arrays))
-        mean = weighted_mean(differences, [1] * len(differences))
+        mean = weighted_mean(differences, [1] * len(differences), directory)
         weights, momentum = optimizer.step(weights, momentum, mean)
         versions.append(weights)
         if facts[version]["tokens"] != tokens:
