@@ -17,7 +17,7 @@ of its own."""
 BUCKET_BYTES = 32 << 20
 """Gradients that replicas sum at a time."""
 
-UPDATE_BYTES = 4 << 20
+UPDATE_BYTES = 8 << 20
 """Weights in float32 that are updated at a time, if they are of several layers."""
 
 SUM_BUFFER_BYTES = 8 << 20

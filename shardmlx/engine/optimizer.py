@@ -16,7 +16,7 @@ from mlx_lm.tuner.utils import build_schedule
 from shardmlx.compat import begin
 from shardmlx.config.checks import OPTIMIZERS
 from shardmlx.config.specs import FineTune
-from shardmlx.engine.buffers import BUCKET_BYTES, UPDATE_BYTES, in_buckets
+from shardmlx.engine.buffers import UPDATE_BYTES, in_buckets
 from shardmlx.engine.divided_weights import Shards
 from shardmlx.engine.stage import Stage, layer_of
 from shardmlx.errors import refusing
@@ -117,29 +117,20 @@ class Updater:
                 if not self.has_moved:
                     old[name] = stage.part[name]
                 stage.part[name] = new[name] = updated[name].astype(stage.part[name].dtype)
-        # Piece by piece, and one kind of array after the other: in one graph the temporaries of
-        # all would exist together. The host waits only for what is large, or sent.
-        begun: list[mx.array] = []
-        for piece in self._pieces:
+        # One kind of array after the other: in one graph the temporaries of all would exist
+        # together. Those of small pieces may, which spares a fast device two waits for the host.
+        for piece, is_small in self._pieces:
             mine = [name for name in piece if name in updated]
-            begin([gradients.pop(name) for name in mine])
-            begin([self.optimizer.state.get(name, {}) for name in mine])
-            begin([updated.pop(name) for name in mine], [new[name] for name in mine])
-            begun += [new[name] for name in mine]
-            if self._sends or sum(array.nbytes for array in begun) > BUCKET_BYTES:
-                mx.eval(begun)
-                begun.clear()
+            compute = begin if is_small else mx.eval
+            compute([gradients.pop(name) for name in mine])
+            compute([self.optimizer.state.get(name, {}) for name in mine])
+            mx.eval([updated.pop(name) for name in mine], [new[name] for name in mine])
             self._compare(old, {name: new.pop(name) for name in mine})
             if self.shards is not None:
                 self.shards.start_gather(piece)
-        mx.eval(begun, self.optimizer.state)
+        mx.eval(self.optimizer.state)
         if self.shards is not None:
             self.shards.finish_gather()
-
-    @property
-    def _sends(self) -> bool:
-        """True if updated weights are sent: they must be evaluated before."""
-        return self.shards is not None and self.shards.divides
 
     def _compare(self, old: dict[str, mx.array], new: Mapping[str, mx.array]) -> None:
         """Note whether any ``new`` weight differs from its ``old`` one, and drop the old ones."""
@@ -168,14 +159,21 @@ class Updater:
             stage.gradients.clear()
         return gradients, weights
 
-    def _in_pieces(self) -> list[list[str]]:
-        """Return the trained weights in pieces: a layer, or several small ones. Matrices at the
-        ends of the model, the largest, come last, when the gradients of all layers are gone."""
+    def _in_pieces(self) -> list[tuple[list[str], bool]]:
+        """Return the trained weights in pieces, and whether each is small: a layer, or several.
+        Matrices at the ends of the model, the largest, come last, when the gradients of all layers
+        are gone."""
         sizes = {name: stage.part[name].size for stage in self.stages for name in stage.names}
         layers = [list(names) for _, names in groupby(sizes, layer_of)]
         layers.sort(key=lambda names: not layer_of(names[0]).rpartition(".")[2].isdigit())
-        pieces = in_buckets(layers, lambda names: sum(sizes[name] for name in names), UPDATE_BYTES)
-        return [[name for names in piece for name in names] for piece in pieces]
+        pieces = []
+        for some in in_buckets(
+            layers, lambda names: sum(sizes[name] for name in names), UPDATE_BYTES
+        ):
+            piece = [name for names in some for name in names]
+            nbytes = 4 * sum(sizes[name] for name in piece)  # in float32
+            pieces.append((piece, nbytes <= UPDATE_BYTES))
+        return pieces
 
     def state(self) -> dict[str, mx.array]:
         """Return the optimizer's state: a weight's as ``WEIGHT.KEY``, the common one as ``KEY``,

@@ -11,6 +11,7 @@ import pytest
 
 from shardmlx.config.checks import OPTIMIZERS
 from shardmlx.config.specs import FineTune
+from shardmlx.engine import optimizer as engine_optimizer
 from shardmlx.engine.optimizer import Updater, build_optimizer
 from shardmlx.engine.stage import Stage
 from tests.helpers.stage_memory import before_others
@@ -61,6 +62,19 @@ def bytes_above_gradients(optimizer: str, layers: int, ends: int) -> int:
     return most
 
 
+@pytest.fixture
+def large_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Update layers and matrices as if they were large."""
+    monkeypatch.setattr(engine_optimizer, "UPDATE_BYTES", 0)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_small_layers_together_take_no_more_than_a_bucket(optimizer: str) -> None:
+    """Which the plan counts, or all gradients if they are less."""
+    assert bytes_above_gradients(optimizer, layers=6, ends=0) <= 6.2 * LAYER
+
+
+@pytest.mark.usefixtures("large_pieces")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_layer_takes_the_copies_that_the_plan_counts(optimizer: str) -> None:
     copies = bytes_above_gradients(optimizer, layers=6, ends=0) / LAYER
@@ -68,6 +82,7 @@ def test_a_layer_takes_the_copies_that_the_plan_counts(optimizer: str) -> None:
     assert copies > OPTIMIZERS[optimizer].passing - 1
 
 
+@pytest.mark.usefixtures("large_pieces")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_matrix_at_an_end_takes_the_copies_that_the_plan_counts(optimizer: str) -> None:
     copies = bytes_above_gradients(optimizer, layers=0, ends=1) / MATRIX
