@@ -20,11 +20,11 @@ from shardmlx.config.commands import BY_NAME
 from shardmlx.config.common_options import AUTO, OFF
 from shardmlx.config.specs import FULL, NONE, SELECTIVE
 from shardmlx.config.train import TrainConfig
-from shardmlx.costmodel.chips import CHIPS, as_macs, machines_of
-from shardmlx.costmodel.hostfile import Machine, read_hostfile
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.modelfiles.parts import Inspection, inspect_files, read_shape
+from shardmlx.planning.facts.chips import CHIPS, as_macs, machines_of
+from shardmlx.planning.facts.hostfile import Machine, read_hostfile
 from shardmlx.planning.training_plan import plan_training
 
 GIB = 2**30

@@ -33,13 +33,13 @@ from shardmlx.checkpoint.run_identity import check_identity
 from shardmlx.checkpoint.store import FileInfo, Manifest
 from shardmlx.common.formatting import columns
 from shardmlx.config.train import LINE
-from shardmlx.costmodel.hostfile import read_hostfile
-from shardmlx.costmodel.profile_file import FORMAT, read_profile
 from shardmlx.errors import UserError
 from shardmlx.main import main as run
 from shardmlx.modelfiles.parts import planned_tensors
 from shardmlx.modelfiles.safetensors_header import INDEX_FILE, LENGTH_BYTES, read_header
 from shardmlx.pipeline.stage_map import read_stage_map
+from shardmlx.planning.facts.hostfile import read_hostfile
+from shardmlx.planning.facts.profile_file import FORMAT, read_profile
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardmlx.config.objective import OwnObjective
     from shardmlx.config.train import TrainConfig
-    from shardmlx.costmodel.hostfile import read_hostfile
     from shardmlx.distributed.messages import TransportError
     from shardmlx.distributed.run_ranks import connect
     from shardmlx.distributed.transport import Transport
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from shardmlx.pipeline.plan import Plan
     from shardmlx.pipeline.simulate import simulate_schedule as simulate
     from shardmlx.pipeline.stage_map import StageMap
+    from shardmlx.planning.facts.hostfile import read_hostfile
     from shardmlx.planning.training_plan import plan_training
     from shardmlx.training.command import train_model
 
@@ -68,7 +68,7 @@ _WITHOUT_MLX = {
     "connect": "distributed.run_ranks",
     "open_model": "modelfiles.model_files",
     "plan_training": "planning.training_plan",
-    "read_hostfile": "costmodel.hostfile",
+    "read_hostfile": "planning.facts.hostfile",
     "simulate": "pipeline.simulate:simulate_schedule",
 }
 _WITH_MLX = {

@@ -20,14 +20,14 @@ from typing import Any
 
 from shardmlx.common.formatting import columns, gibibytes
 from shardmlx.config.train import TrainConfig
-from shardmlx.costmodel.cluster import Cluster
-from shardmlx.costmodel.hostfile import Machine
-from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.planning.choice import Choice, choose
-from shardmlx.planning.facts import PlanFacts, SequenceLengths
-from shardmlx.planning.report import bottleneck
+from shardmlx.planning.facts.cluster import Cluster
+from shardmlx.planning.facts.hostfile import Machine
+from shardmlx.planning.facts.plan_facts import PlanFacts, SequenceLengths
+from shardmlx.planning.facts.workload import Workload
+from shardmlx.planning.report.plan_report import bottleneck
 
 GIB = 2**30
 

@@ -28,10 +28,10 @@ from _compare import ROOT, Table, environment, machine, parser_of, publish
 from _models import make_wide, of_width
 from sums import run
 
-from shardmlx.costmodel.cluster import Cluster
-from shardmlx.costmodel.hostfile import Machine
-from shardmlx.costmodel.workload import model_sizes
 from shardmlx.modelfiles.model_files import open_model
+from shardmlx.planning.facts.cluster import Cluster
+from shardmlx.planning.facts.hostfile import Machine
+from shardmlx.planning.facts.workload import model_sizes
 from shardmlx.planning.generation import generation_ways
 
 sys.path.insert(0, str(ROOT))

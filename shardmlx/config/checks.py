@@ -59,7 +59,7 @@ class OptimizerFacts:
 
     ``states`` it keeps: Adafactor's rows and columns are few, but with a beta_1 it keeps one.
     ``passing`` its update of a layer makes and drops, ``passing_alone`` that of a single matrix:
-    measured (tests/unit/costmodel/test_memory_of_updates.py).
+    measured (tests/unit/planning/test_memory_of_updates.py).
     """
 
     class_name: str

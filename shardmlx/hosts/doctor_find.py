@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from shardmlx.costmodel.hostfile import same_host
 from shardmlx.distributed.networks import own_addresses
 from shardmlx.errors import LOCAL_NETWORK, UserError, refusing
 from shardmlx.hosts.host_facts import ETHERNET, THUNDERBOLT, VIRTUAL, WIFI, Interface
 from shardmlx.hosts.reachability import at_once
+from shardmlx.planning.facts.hostfile import same_host
 
 SERVICE = "_ssh._tcp.local."
 SECONDS_TO_HEAR = 3.0  # the library asks four times

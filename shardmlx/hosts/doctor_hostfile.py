@@ -7,12 +7,12 @@ from contextlib import suppress
 from dataclasses import replace
 
 from shardmlx.common.units import GIB
-from shardmlx.costmodel import chips
-from shardmlx.costmodel.hostfile import Machine, host_key, is_unnamed, kind_key
-from shardmlx.costmodel.ring import RDMA_SUM_SECONDS
 from shardmlx.errors import UserError
 from shardmlx.hosts.findings import Examination, Host
 from shardmlx.hosts.host_facts import HostFacts
+from shardmlx.planning.facts import chips
+from shardmlx.planning.facts.hostfile import Machine, host_key, is_unnamed, kind_key
+from shardmlx.planning.facts.ring import RDMA_SUM_SECONDS
 
 _HEADER = """\
 # Measured by shardmlx doctor{date}, for shardmlx plan; mpirun passes over it.

@@ -18,7 +18,6 @@ from shardmlx.common.formatting import plural
 from shardmlx.common.http_listener import source_address
 from shardmlx.common.reporter import check_writable
 from shardmlx.config.doctor import DoctorConfig
-from shardmlx.costmodel.hostfile import Machine, read_hostfile
 from shardmlx.distributed.agreement import from_rank_0, on_all_ranks, on_rank_0
 from shardmlx.distributed.networks import INCLUDE, is_included
 from shardmlx.distributed.transport import Transport
@@ -32,6 +31,7 @@ from shardmlx.hosts.probe_script import connect_errors, listen
 from shardmlx.hosts.self_test import differences
 from shardmlx.hosts.speed_tests import matmul_flops, measure_link
 from shardmlx.loading.rank_setup import use_device, working_set
+from shardmlx.planning.facts.hostfile import Machine, read_hostfile
 
 SECONDS_FOR_FACTS = 120.0  # for all tools that ask a machine for its facts
 

@@ -18,7 +18,6 @@ from shardmlx.common.environment import launched_rank
 from shardmlx.common.formatting import plural
 from shardmlx.common.http_listener import source_address
 from shardmlx.config.doctor import LINE
-from shardmlx.costmodel.hostfile import read_hostfile
 from shardmlx.errors import UserError
 from shardmlx.hosts import probe_script
 from shardmlx.hosts.doctor_find import fastest_links, find_others
@@ -36,6 +35,7 @@ from shardmlx.hosts.host_faults import Answer, own_interfaces, problems, togethe
 from shardmlx.hosts.mpirun import is_of_wheel, mpirun_path
 from shardmlx.hosts.reachability import Probe, at_once, check_hosts, local_hosts, probing
 from shardmlx.hosts.remote_login import Login, RemoteLogin
+from shardmlx.planning.facts.hostfile import read_hostfile
 
 SECONDS_TO_RESOLVE = 5.0
 SECONDS_FOR_CONNECTIONS = probe_script.SECONDS_TO_CONNECT + 5.0

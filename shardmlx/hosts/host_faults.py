@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import shardmlx
-from shardmlx.costmodel.hostfile import host_key
 from shardmlx.hosts import probe_script
 from shardmlx.hosts.findings import Finding
 from shardmlx.hosts.remote_login import Login, RemoteLogin
+from shardmlx.planning.facts.hostfile import host_key
 
 OLDEST_PYTHON = (3, 11)
 

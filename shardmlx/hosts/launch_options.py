@@ -19,11 +19,11 @@ from shardmlx.config.commands import BY_NAME, OF_RANKS
 from shardmlx.config.common_options import AUTO
 from shardmlx.config.options import Options, declared, flag_of, in_group
 from shardmlx.config.train import CheckpointOptions
-from shardmlx.costmodel.hostfile import Machine, read_hostfile
 from shardmlx.errors import UserError, file_access
 from shardmlx.hosts.mpirun import knows_as_own
 from shardmlx.hosts.reachability import is_local, local_hosts
 from shardmlx.hosts.supervisor import SECONDS_TO_SAVE, JobControl
+from shardmlx.planning.facts.hostfile import Machine, read_hostfile
 
 _MAX_RESTARTS = 3
 

@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardmlx.costmodel.hostfile import same_host
 from shardmlx.hosts import login_faults, probe_script
 from shardmlx.hosts.findings import Finding
 from shardmlx.hosts.host_faults import (
@@ -31,6 +30,7 @@ from shardmlx.hosts.host_faults import (
     why_not,
 )
 from shardmlx.hosts.remote_login import Login, RemoteLogin
+from shardmlx.planning.facts.hostfile import same_host
 
 SECONDS_TO_CLOSE = 1.0
 SECONDS_TO_RESOLVE = 5.0

@@ -15,7 +15,6 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from shardmlx.config.inference import InferenceConfig
-from shardmlx.costmodel.workload import ModelSizes, model_sizes
 from shardmlx.errors import UserError, naming
 from shardmlx.inference.drafts import Draft, Drafter
 from shardmlx.inference.kv_caches import Caches, cut
@@ -26,6 +25,7 @@ from shardmlx.loading.tokenizer import read_tokenizer
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.models.sizes.config_reader import read_config
 from shardmlx.models.sizes.kv_cache import STEP, parts_of
+from shardmlx.planning.facts.workload import ModelSizes, model_sizes
 
 KIND = 0
 """The kind of all its drafts."""

@@ -10,15 +10,6 @@ from shardmlx.common.digests import bytes_digest
 from shardmlx.common.formatting import gibibytes, numbers_of, plural
 from shardmlx.config.common_options import AUTO, FASTEST, SMALLEST
 from shardmlx.config.inference import NO_DRAFT, InferenceConfig
-from shardmlx.costmodel.generation_memory import (
-    GenerationSetup,
-    inference_memory,
-    kv_cache_memory,
-    setups_of,
-)
-from shardmlx.costmodel.hostfile import Machine
-from shardmlx.costmodel.memory_limits import MemoryBudget, PlannedMemory, how_to_allow, would_take
-from shardmlx.costmodel.workload import ModelSizes
 from shardmlx.errors import UserError
 from shardmlx.inference.prefix_cache import cuttable, most_copies
 from shardmlx.models.sizes.shape import ModelShape
@@ -26,9 +17,18 @@ from shardmlx.models.sizes.shares import WHOLE, TensorShares
 from shardmlx.partitioners import PARTITIONERS, DoesNotFitError, LayerCosts
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.stage_map import StageMap
+from shardmlx.planning.facts.hostfile import Machine
+from shardmlx.planning.facts.workload import ModelSizes
 from shardmlx.planning.generation import generation_problem
 from shardmlx.planning.groups import asked_shares
 from shardmlx.planning.layout import make_mesh
+from shardmlx.planning.memory.generation import (
+    GenerationSetup,
+    inference_memory,
+    kv_cache_memory,
+    setups_of,
+)
+from shardmlx.planning.memory.limits import MemoryBudget, PlannedMemory, how_to_allow, would_take
 
 if TYPE_CHECKING:
     from shardmlx.loading.rank_setup import PlanInputs

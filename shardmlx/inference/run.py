@@ -9,7 +9,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.inference import HEAD, LOOKUP, NO_DRAFT, InferenceConfig
-from shardmlx.costmodel.memory_limits import MemoryLimits
 from shardmlx.distributed.transport import Transport
 from shardmlx.inference.detokenize import IncrementalDetokenizer, StopStrings
 from shardmlx.inference.draft_model import ModelDrafter
@@ -36,6 +35,7 @@ from shardmlx.inference.stage import StageWorker
 from shardmlx.models.runtime.draft_head import DraftHead
 from shardmlx.models.runtime.slice import Slice
 from shardmlx.models.sizes.shape import ModelShape
+from shardmlx.planning.memory.limits import MemoryLimits
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from shardmlx.common.formatting import gibibytes, numbers_of, percent, plural
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.inference import HEAD, NO_DRAFT, InferenceConfig
-from shardmlx.costmodel.memory_limits import exceeded
-from shardmlx.costmodel.workload import model_sizes
 from shardmlx.distributed.crew import Crew, lead
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
@@ -33,6 +31,8 @@ from shardmlx.loading.rank_setup import (
 from shardmlx.loading.tokenizer import read_tokenizer
 from shardmlx.loading.transfer import Needs
 from shardmlx.modelfiles.model_files import open_model
+from shardmlx.planning.facts.workload import model_sizes
+from shardmlx.planning.memory.limits import exceeded
 
 TYPICAL_PROMPT = 512  # tokens, as assumed where no prompt is known yet
 

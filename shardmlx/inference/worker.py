@@ -10,7 +10,6 @@ import mlx.core as mx
 
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.inference import HEAD, InferenceConfig
-from shardmlx.costmodel.memory_limits import MemoryLimits
 from shardmlx.distributed.crew import takes_long
 from shardmlx.distributed.mlx_group import join_group
 from shardmlx.distributed.transport import Transport
@@ -27,6 +26,7 @@ from shardmlx.loading.rank_setup import ModelWorker
 from shardmlx.models.runtime.divided_layers import take_share
 from shardmlx.models.runtime.draft_head import DraftHead
 from shardmlx.models.runtime.slice import Slice
+from shardmlx.planning.memory.limits import MemoryLimits
 
 
 class InferenceWorker(ModelWorker):

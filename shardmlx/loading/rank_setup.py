@@ -15,19 +15,6 @@ from shardmlx.common.process_memory import memory_limit, resident_bytes
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.common_options import AUTO
 from shardmlx.config.specs import MachineOptions, ModelSource
-from shardmlx.costmodel.cluster import Cluster
-from shardmlx.costmodel.hostfile import Machine, read_hostfile, same_host
-from shardmlx.costmodel.memory_limits import (
-    MemoryBudget,
-    MemoryLimits,
-    PlannedMemory,
-    ProcessMemory,
-    budgets_of,
-    unwired,
-    within,
-)
-from shardmlx.costmodel.profile_file import read_profiles
-from shardmlx.costmodel.workload import ModelSizes, Workload
 from shardmlx.distributed.crew import Crew
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
@@ -40,6 +27,19 @@ from shardmlx.models.family import APPROXIMATE
 from shardmlx.models.sizes.config_reader import read_config
 from shardmlx.models.sizes.shape import ModelShape
 from shardmlx.pipeline.stage_map import StageMap, read_stage_map
+from shardmlx.planning.facts.cluster import Cluster
+from shardmlx.planning.facts.hostfile import Machine, read_hostfile, same_host
+from shardmlx.planning.facts.profile_file import read_profiles
+from shardmlx.planning.facts.workload import ModelSizes, Workload
+from shardmlx.planning.memory.limits import (
+    MemoryBudget,
+    MemoryLimits,
+    PlannedMemory,
+    ProcessMemory,
+    budgets_of,
+    unwired,
+    within,
+)
 
 SETUP_SECONDS = 12 * 3600.0
 """Seconds that ranks wait for one that downloads a large model, or tokenises much data."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from shardmlx.common.formatting import duration, gibibytes
 from shardmlx.config.options import declared
 from shardmlx.config.train import TrainConfig
-from shardmlx.costmodel.hostfile import Machine
 from shardmlx.errors import UserError
 from shardmlx.partitioners import DoesNotFitError
 from shardmlx.planning.choice import CLEARLY, Choice, choose
+from shardmlx.planning.facts.hostfile import Machine
 from shardmlx.planning.training_plan import facts_for
 
 _DIVISION = frozenset(

@@ -17,16 +17,16 @@ from dataclasses import dataclass, replace
 from shardmlx.common.formatting import gibibytes, plural
 from shardmlx.config.common_options import SIMPLEST, SMALLEST
 from shardmlx.config.specs import COUNTED, NONE, RECOMPUTE, RunSpec
-from shardmlx.costmodel.cluster import pipeline_seconds
-from shardmlx.costmodel.memory_limits import PlannedMemory
-from shardmlx.costmodel.predict import Prediction, planned_memory, predict, predict_seconds
 from shardmlx.errors import UserError
 from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
-from shardmlx.planning.facts import CLOSE, PlanFacts
+from shardmlx.planning.facts.cluster import pipeline_seconds
+from shardmlx.planning.facts.plan_facts import CLOSE, PlanFacts
 from shardmlx.planning.groups import in_shares
 from shardmlx.planning.layout import divide_batch, lay_out
+from shardmlx.planning.memory.limits import PlannedMemory
+from shardmlx.planning.time.predict import Prediction, planned_memory, predict, predict_seconds
 from shardmlx.planning.ways import complexity, ways
 
 CLEARLY = 1.1

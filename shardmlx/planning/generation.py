@@ -11,17 +11,17 @@ from itertools import product
 from shardmlx.common.formatting import plural
 from shardmlx.config.common_options import FASTEST, SMALLEST
 from shardmlx.config.inference import PIPELINED_CHUNK, WHOLE_CHUNK
-from shardmlx.costmodel.chips import bandwidth_of, shares_by_bandwidth
-from shardmlx.costmodel.cluster import Cluster
-from shardmlx.costmodel.generation_memory import GenerationSetup, inference_memory, setups_of
-from shardmlx.costmodel.workload import ModelSizes
 from shardmlx.errors import UserError
 from shardmlx.models.sizes.layer_shape import LayerShape
 from shardmlx.models.sizes.shape import ModelShape
 from shardmlx.models.sizes.shares import TensorShares
 from shardmlx.partitioners import PARTITIONERS, DoesNotFitError, LayerCosts, Problem
 from shardmlx.pipeline.stage_map import StageMap
+from shardmlx.planning.facts.chips import bandwidth_of, shares_by_bandwidth
+from shardmlx.planning.facts.cluster import Cluster
+from shardmlx.planning.facts.workload import ModelSizes
 from shardmlx.planning.layout import costs_by_speed
+from shardmlx.planning.memory.generation import GenerationSetup, inference_memory, setups_of
 
 
 @dataclass(frozen=True, slots=True)

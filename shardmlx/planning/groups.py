@@ -8,12 +8,12 @@ from dataclasses import replace
 from shardmlx.config.checks import shares_of
 from shardmlx.config.inference import InferenceConfig
 from shardmlx.config.specs import LayoutOptions, RunSpec
-from shardmlx.costmodel.chips import shares_by_bandwidth
-from shardmlx.costmodel.cluster import Cluster
-from shardmlx.costmodel.hostfile import Machine
-from shardmlx.costmodel.workload import ModelSizes, Workload, shared
 from shardmlx.models.sizes.shares import TensorShares
-from shardmlx.planning.facts import PlanFacts
+from shardmlx.planning.facts.chips import shares_by_bandwidth
+from shardmlx.planning.facts.cluster import Cluster
+from shardmlx.planning.facts.hostfile import Machine
+from shardmlx.planning.facts.plan_facts import PlanFacts
+from shardmlx.planning.facts.workload import ModelSizes, Workload, shared
 
 
 def asked_shares(

@@ -13,8 +13,6 @@ from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine
 from shardmlx.config.options import Options, in_group, refuse, same_as
 from shardmlx.config.specs import ModelSource
-from shardmlx.costmodel.chips import as_macs, shares_by_bandwidth
-from shardmlx.costmodel.hostfile import Machine, as_groups, machine_of_each_rank, read_hostfile
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import ModelFiles, find_source, read_model
 from shardmlx.modelfiles.parts import Inspection, inspect_files, needed_shape
@@ -23,8 +21,10 @@ from shardmlx.modelfiles.verify import verify
 from shardmlx.models.sizes.shares import TensorShares
 from shardmlx.partitioners import PARTITIONERS
 from shardmlx.pipeline.stage_map import read_stage_map
+from shardmlx.planning.facts.chips import as_macs, shares_by_bandwidth
+from shardmlx.planning.facts.hostfile import Machine, as_groups, machine_of_each_rank, read_hostfile
 from shardmlx.planning.layout import make_mesh
-from shardmlx.planning.model_report import part_table, stage_table, summary, tensor_table
+from shardmlx.planning.report.model_report import part_table, stage_table, summary, tensor_table
 from shardmlx.planning.weight_split import Split, divide, generation_of
 
 _DEFAULT_PARTITIONER = "balanced"

@@ -12,19 +12,19 @@ from functools import cache, partial
 from itertools import accumulate
 
 from shardmlx.config.specs import RunSpec
-from shardmlx.costmodel.cluster import Cluster, between_ranks, pipeline_seconds
-from shardmlx.costmodel.hostfile import Machine, same_host
-from shardmlx.costmodel.memory import stage_memory
-from shardmlx.costmodel.rank_peak import peaks_of_stages
-from shardmlx.costmodel.training_setup import TrainingSetup
-from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
 from shardmlx.partitioners import PARTITIONERS, LayerCosts, Problem
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.schedules import get_schedule
 from shardmlx.pipeline.stage_map import StageMap
-from shardmlx.planning.facts import PlanFacts
+from shardmlx.planning.facts.cluster import Cluster, between_ranks, pipeline_seconds
+from shardmlx.planning.facts.hostfile import Machine, same_host
+from shardmlx.planning.facts.plan_facts import PlanFacts
+from shardmlx.planning.facts.workload import Workload
+from shardmlx.planning.memory.ranks import peaks_of_stages
+from shardmlx.planning.memory.stages import stage_memory
+from shardmlx.planning.memory.training_setup import TrainingSetup
 
 MICROBATCHES_A_RANK = 4
 """Micro-batches for each rank, so that 1F1B's bubble is at most a fifth."""

@@ -18,15 +18,15 @@ from shardmlx.config import common_options as common
 from shardmlx.config.command_line import CommandLine, Given, words_of
 from shardmlx.config.options import Options, in_group, section, written
 from shardmlx.config.train import PASSED_OVER, TrainConfig
-from shardmlx.costmodel.chips import machines_of
-from shardmlx.costmodel.hostfile import is_unnamed, read_hostfile
-from shardmlx.costmodel.training_setup import BACKENDS
 from shardmlx.errors import UserError
 from shardmlx.pipeline.figure import timeline
 from shardmlx.pipeline.stage_map import write_stage_map
 from shardmlx.planning.alone import each_alone
 from shardmlx.planning.choice import with_shares
-from shardmlx.planning.report import report
+from shardmlx.planning.facts.chips import machines_of
+from shardmlx.planning.facts.hostfile import is_unnamed, read_hostfile
+from shardmlx.planning.memory.training_setup import BACKENDS
+from shardmlx.planning.report.plan_report import report
 from shardmlx.planning.training_plan import plan_training, with_divided_weights
 
 _MACHINES = "machines"

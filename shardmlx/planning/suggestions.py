@@ -9,10 +9,10 @@ from itertools import islice
 
 from shardmlx.config.common_options import AUTO, OFF, SIMPLEST
 from shardmlx.config.specs import DIVIDED_WEIGHTS, RECOMPUTE, RunSpec
-from shardmlx.costmodel.cluster import Cluster
-from shardmlx.costmodel.workload import Workload
 from shardmlx.planning.choice import fits
-from shardmlx.planning.facts import PlanFacts, SequenceLengths
+from shardmlx.planning.facts.cluster import Cluster
+from shardmlx.planning.facts.plan_facts import PlanFacts, SequenceLengths
+from shardmlx.planning.facts.workload import Workload
 
 QUANTISED_BITS = 4.5
 """Bits of a weight in 4 bits, in groups of 64 with a scale and a bias of 16 bits each."""

@@ -11,20 +11,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardmlx.config.specs import DIVIDED_WEIGHTS, RunSpec
-from shardmlx.costmodel.chips import as_macs
-from shardmlx.costmodel.cluster import Cluster
-from shardmlx.costmodel.hostfile import Machine, machine_of_each_rank
-from shardmlx.costmodel.memory_limits import budgets_of, within
-from shardmlx.costmodel.profile_file import read_profiles
-from shardmlx.costmodel.training_setup import BACKENDS
-from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.stage_map import read_stage_map
 from shardmlx.planning.choice import Advance, Choice, choose, decide, fits
-from shardmlx.planning.facts import PlanFacts, SequenceLengths
+from shardmlx.planning.facts.chips import as_macs
+from shardmlx.planning.facts.cluster import Cluster
+from shardmlx.planning.facts.hostfile import Machine, machine_of_each_rank
+from shardmlx.planning.facts.plan_facts import PlanFacts, SequenceLengths
+from shardmlx.planning.facts.profile_file import read_profiles
+from shardmlx.planning.facts.workload import Workload
 from shardmlx.planning.groups import in_shares
+from shardmlx.planning.memory.limits import budgets_of, within
+from shardmlx.planning.memory.training_setup import BACKENDS
 from shardmlx.planning.suggestions import remedies
 
 if TYPE_CHECKING:

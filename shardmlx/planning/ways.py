@@ -14,7 +14,7 @@ from shardmlx.errors import UserError
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import suits
 from shardmlx.pipeline.schedules import SCHEDULES, get_schedule
-from shardmlx.planning.facts import PlanFacts
+from shardmlx.planning.facts.plan_facts import PlanFacts
 from shardmlx.planning.layout import divide_batch, make_mesh
 
 

@@ -7,18 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardmlx.costmodel.generation_memory import GenerationSetup, inference_memory, setups_of
-from shardmlx.costmodel.timing import TYPICAL_LENGTH
-from shardmlx.costmodel.workload import model_sizes, shared
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.parts import Inspection, Part
 from shardmlx.models.sizes.shares import WHOLE, TensorShares
 from shardmlx.partitioners import PARTITIONERS, LayerCosts, Problem
 from shardmlx.pipeline.stage_map import StageMap
+from shardmlx.planning.facts.workload import model_sizes, shared
 from shardmlx.planning.layout import costs_by_speed
+from shardmlx.planning.memory.generation import GenerationSetup, inference_memory, setups_of
+from shardmlx.planning.time.parts import TYPICAL_LENGTH
 
 if TYPE_CHECKING:
-    from shardmlx.costmodel.hostfile import Machine
+    from shardmlx.planning.facts.hostfile import Machine
 
 
 @dataclass(frozen=True)

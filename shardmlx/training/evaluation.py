@@ -8,9 +8,9 @@ from itertools import islice
 
 import numpy as np
 
-from shardmlx.costmodel.memory_limits import would_take
 from shardmlx.distributed.crew import Crew
 from shardmlx.engine.batches import Batch, Batches
+from shardmlx.planning.memory.limits import would_take
 from shardmlx.training.planned_run import memory_of_ranks
 from shardmlx.training.rows import Rows, rows_of_ranks
 from shardmlx.training.run_worker import RunWorker

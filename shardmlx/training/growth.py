@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from shardmlx.common.formatting import gibibytes
-from shardmlx.costmodel.memory_limits import MemoryLimits
 from shardmlx.engine.batches import MOST_WIDTHS
+from shardmlx.planning.memory.limits import MemoryLimits
 
 REPORTS = 4
 """Number of reports of which the least active memory counts: gradients come and go between them."""

@@ -15,7 +15,6 @@ from shardmlx.common.digests import file_digest
 from shardmlx.common.formatting import gibibytes, numbers_of
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.train import TrainConfig
-from shardmlx.costmodel.workload import only_dtype
 from shardmlx.distributed.crew import Crew
 from shardmlx.engine.optimizer import usual_settings
 from shardmlx.errors import UserError, file_access
@@ -23,6 +22,7 @@ from shardmlx.loading.rank_setup import ModelWorker, OpenedModel, bring_weights
 from shardmlx.loading.transfer import Needs
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.models.sizes.shares import WHOLE
+from shardmlx.planning.facts.workload import only_dtype
 from shardmlx.training.datasets import DataSets
 from shardmlx.training.island import join
 from shardmlx.training.planned_run import PlannedRun

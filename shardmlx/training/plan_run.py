@@ -14,8 +14,6 @@ from shardmlx.common.formatting import plural
 from shardmlx.common.reporter import Reporter, check_writable
 from shardmlx.config.specs import RunSpec
 from shardmlx.config.train import BEST, TrainConfig
-from shardmlx.costmodel.memory_limits import PlannedMemory, how_to_allow, would_take
-from shardmlx.costmodel.workload import Workload
 from shardmlx.distributed.crew import Crew
 from shardmlx.engine.batches import few_widths
 from shardmlx.engine.objectives import Objective
@@ -36,9 +34,11 @@ from shardmlx.modelfiles.safetensors_header import INDEX_FILE, MODEL_FILES
 from shardmlx.partitioners import DoesNotFitError
 from shardmlx.pipeline.plan import Plan
 from shardmlx.planning.choice import Choice, decide
-from shardmlx.planning.facts import PlanFacts, SequenceLengths
+from shardmlx.planning.facts.plan_facts import PlanFacts, SequenceLengths
+from shardmlx.planning.facts.workload import Workload
 from shardmlx.planning.groups import in_shares, parts_of
 from shardmlx.planning.layout import lay_out
+from shardmlx.planning.memory.limits import PlannedMemory, how_to_allow, would_take
 from shardmlx.planning.suggestions import remedies
 from shardmlx.planning.ways import ways
 from shardmlx.training.datasets import DataSets, longest_input, mean_lengths, read_data

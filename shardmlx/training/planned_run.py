@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from shardmlx.config.specs import RunSpec
 from shardmlx.config.train import TrainConfig
-from shardmlx.costmodel.cluster import Cluster
-from shardmlx.costmodel.memory_limits import MemoryLimits, PlannedMemory
-from shardmlx.costmodel.predict import Prediction, planned_memory, predict
-from shardmlx.costmodel.workload import Workload
 from shardmlx.engine.objectives import Objective
 from shardmlx.models.sizes.shares import TensorShares
 from shardmlx.pipeline.plan import Plan
-from shardmlx.planning.facts import SequenceLengths
+from shardmlx.planning.facts.cluster import Cluster
+from shardmlx.planning.facts.plan_facts import SequenceLengths
+from shardmlx.planning.facts.workload import Workload
+from shardmlx.planning.memory.limits import MemoryLimits, PlannedMemory
+from shardmlx.planning.time.predict import Prediction, planned_memory, predict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,10 +20,6 @@ from shardmlx.common.environment import Blas
 from shardmlx.common.reporter import Reporter, check_writable
 from shardmlx.config.profile import ProfileOptions
 from shardmlx.config.specs import FULL, NONE, SELECTIVE, FineTune
-from shardmlx.costmodel.measured_memory import MemorySample
-from shardmlx.costmodel.profile_file import MachineProfile, Profile, Sample, work_of, write_profile
-from shardmlx.costmodel.timing import Seconds
-from shardmlx.costmodel.workload import Workload
 from shardmlx.distributed.crew import Crew, lead
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.optimizer import build_optimizer
@@ -31,6 +27,16 @@ from shardmlx.engine.stage import Stage
 from shardmlx.loading.build import unfreeze
 from shardmlx.loading.rank_setup import this_backend, use_device
 from shardmlx.modelfiles.model_files import open_model
+from shardmlx.planning.facts.profile_file import (
+    MachineProfile,
+    Profile,
+    Sample,
+    work_of,
+    write_profile,
+)
+from shardmlx.planning.facts.workload import Workload
+from shardmlx.planning.memory.measured import MemorySample
+from shardmlx.planning.time.parts import Seconds
 from shardmlx.training.sample_model import SampleModel, build_sample_model, update_seconds
 
 

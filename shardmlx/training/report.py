@@ -11,9 +11,9 @@ from mlx_lm.tuner.callbacks import get_reporting_callbacks
 
 from shardmlx.common.formatting import gibibytes, percent
 from shardmlx.common.reporter import Bar
-from shardmlx.costmodel.memory_limits import exceeded
 from shardmlx.distributed.crew import Crew, Pending
 from shardmlx.engine.trace import RankReport, Totals
+from shardmlx.planning.memory.limits import exceeded
 from shardmlx.planning.stragglers import Watch
 from shardmlx.training.evaluation import Evaluated
 from shardmlx.training.growth import Growth

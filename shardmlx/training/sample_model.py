@@ -17,9 +17,6 @@ from mlx.optimizers import Optimizer
 from mlx.utils import tree_flatten
 
 from shardmlx.config.specs import NONE, Savings
-from shardmlx.costmodel.measured_memory import LEAST_LAYERS, MemorySample, StageBytes, sample_ranges
-from shardmlx.costmodel.profile_file import LayerTimes, Sample
-from shardmlx.costmodel.timing import Seconds
 from shardmlx.engine.batches import MicroBatch
 from shardmlx.engine.optimizer import Updater
 from shardmlx.engine.stage import Stage
@@ -27,6 +24,9 @@ from shardmlx.loading.build import cut
 from shardmlx.modelfiles.tensors import read_quantisation
 from shardmlx.models.runtime.parts import find_parts
 from shardmlx.models.sizes.undeclared import build_random
+from shardmlx.planning.facts.profile_file import LayerTimes, Sample
+from shardmlx.planning.memory.measured import LEAST_LAYERS, MemorySample, StageBytes, sample_ranges
+from shardmlx.planning.time.parts import Seconds
 
 LAYER_BYTES = 500_000_000
 """Size up to which layers are measured together: more than caches hold, little for a machine."""

@@ -17,10 +17,6 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from shardmlx.config.specs import NONE, FineTune, Savings
-from shardmlx.costmodel.memory import StageMemory, stage_memory
-from shardmlx.costmodel.rank_peak import PeakOfActions
-from shardmlx.costmodel.training_setup import TrainingSetup
-from shardmlx.costmodel.workload import shared
 from shardmlx.engine.batches import MicroBatch, pack
 from shardmlx.engine.optimizer import Updater, build_optimizer
 from shardmlx.engine.stage import Stage
@@ -31,6 +27,10 @@ from shardmlx.models.runtime.slice import Slice
 from shardmlx.models.sizes.shape import ModelShape
 from shardmlx.models.sizes.shares import TensorShares
 from shardmlx.partitioners import LayerCosts
+from shardmlx.planning.facts.workload import shared
+from shardmlx.planning.memory.ranks import PeakOfActions
+from shardmlx.planning.memory.stages import StageMemory, stage_memory
+from shardmlx.planning.memory.training_setup import TrainingSetup
 from tests.helpers.family_configs import CONFIGS, LAYERS
 from tests.helpers.further_configs import FURTHER
 from tests.helpers.grids import parse_grid

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from shardmlx.config.train import TrainConfig
-from shardmlx.costmodel.workload import DTYPE_BYTES, Workload
 from shardmlx.models.sizes.shape import ModelShape
 from shardmlx.partitioners import LayerCosts
+from shardmlx.planning.facts.workload import DTYPE_BYTES, Workload
 
 
 def parameter_bytes(shape: ModelShape, size: int = 4) -> LayerCosts:

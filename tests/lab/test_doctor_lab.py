@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from shardmlx.costmodel.hostfile import read_hostfile
+from shardmlx.planning.facts.hostfile import read_hostfile
 from tests.helpers.hosts import Lab, hosts
 from tests.helpers.jobs import Job
 from tests.helpers.mpirun import mpirun

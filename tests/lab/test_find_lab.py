@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from shardmlx.costmodel.hostfile import read_hostfile
+from shardmlx.planning.facts.hostfile import read_hostfile
 from tests.helpers import announcer
 from tests.helpers.hosts import Lab
 from tests.helpers.jobs import Job

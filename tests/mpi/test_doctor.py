@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardmlx.costmodel.hostfile import read_hostfile
+from shardmlx.planning.facts.hostfile import read_hostfile
 from tests.helpers.jobs import PYTHONPATH
 from tests.helpers.mpirun import mpirun
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shardmlx.costmodel.hostfile import machine_of_each_rank, read_hostfile
 from shardmlx.errors import UserError
+from shardmlx.planning.facts.hostfile import machine_of_each_rank, read_hostfile
 from tests.helpers.jobs import ROOT
 
 EXAMPLES = sorted((ROOT / "hostfiles").iterdir())

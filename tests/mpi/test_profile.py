@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardmlx.costmodel.profile_file import read_profile
+from shardmlx.planning.facts.profile_file import read_profile
 from tests.helpers.jobs import Job
 from tests.helpers.mpirun import events, mpirun, train
 from tests.helpers.rank_pool import run_in_pool

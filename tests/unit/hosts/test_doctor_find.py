@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from shardmlx.costmodel.chips import as_macs
-from shardmlx.costmodel.hostfile import read_hostfile
 from shardmlx.hosts.doctor_find import fastest_links, others_of
 from shardmlx.hosts.doctor_hostfile import found_hostfile
 from shardmlx.hosts.doctor_ssh import ProbedHost, addresses_of, join_hosts, probe_hosts
@@ -17,6 +15,8 @@ from shardmlx.hosts.host_facts import Interface
 from shardmlx.hosts.mpirun import mpirun_path
 from shardmlx.hosts.remote_login import RemoteLogin
 from shardmlx.main import main
+from shardmlx.planning.facts.chips import as_macs
+from shardmlx.planning.facts.hostfile import read_hostfile
 from tests.helpers.doctor import GIB, facts
 
 ME = socket.gethostname()

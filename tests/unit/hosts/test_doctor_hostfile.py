@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardmlx.costmodel.cluster import Cluster
-from shardmlx.costmodel.hostfile import Machine, machine_of_each_rank, read_hostfile
-from shardmlx.costmodel.ring import RDMA_SUM_SECONDS
 from shardmlx.hosts.doctor_hostfile import hostfile_text, machines_of
 from shardmlx.hosts.findings import Examination
 from shardmlx.hosts.host_facts import Interface
+from shardmlx.planning.facts.cluster import Cluster
+from shardmlx.planning.facts.hostfile import Machine, machine_of_each_rank, read_hostfile
+from shardmlx.planning.facts.ring import RDMA_SUM_SECONDS
 from tests.helpers.doctor import GB, GIB, host, link, speed
 
 MEASURED = Machine(

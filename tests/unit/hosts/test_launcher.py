@@ -18,7 +18,6 @@ from types import SimpleNamespace
 import pytest
 
 from shardmlx.config.commands import OF_RANKS
-from shardmlx.costmodel.hostfile import read_hostfile
 from shardmlx.distributed.processes import process_state
 from shardmlx.errors import LOCAL_NETWORK, Stopped, UserError
 from shardmlx.hosts import supervisor
@@ -32,6 +31,7 @@ from shardmlx.hosts.launcher import (
 )
 from shardmlx.hosts.output_relay import SaidByRank0
 from shardmlx.hosts.supervisor import Supervisor
+from shardmlx.planning.facts.hostfile import read_hostfile
 
 ROOT = Path(__file__).parents[3]
 

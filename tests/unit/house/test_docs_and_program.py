@@ -11,9 +11,9 @@ from pathlib import Path
 
 import shardmlx
 from shardmlx.common.cli import BAD_INPUT, INTERRUPTED, READER_GONE
-from shardmlx.costmodel.hostfile import KEYS
 from shardmlx.distributed.signals import STOPS
 from shardmlx.hosts.supervisor import STOPPING
+from shardmlx.planning.facts.hostfile import KEYS
 from shardmlx.runreport.metrics_file import KNOWN
 from tests.helpers.markdown import blocks
 from tests.helpers.messages import TOPS, text_of

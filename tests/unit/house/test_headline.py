@@ -10,10 +10,10 @@ import pytest
 from shardmlx.common.units import GIB
 from shardmlx.config.commands import BY_NAME
 from shardmlx.config.train import TrainConfig
-from shardmlx.costmodel.chips import machines_of
-from shardmlx.costmodel.hostfile import Machine, read_hostfile
 from shardmlx.errors import UserError
 from shardmlx.planning.choice import Choice
+from shardmlx.planning.facts.chips import machines_of
+from shardmlx.planning.facts.hostfile import Machine, read_hostfile
 from shardmlx.planning.training_plan import plan_training
 from tests.helpers.fake_models import MISTRAL_7B, write_config
 

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache
 
-from shardmlx.costmodel.generation_memory import GenerationSetup, kv_cache_memory
-from shardmlx.costmodel.workload import ModelSizes
 from shardmlx.errors import UserError
 from shardmlx.inference.kv_caches import KVCaches, check_limited, check_quantised
 from shardmlx.inference.prefix_cache import CachedPrefix
@@ -20,6 +18,8 @@ from shardmlx.modelfiles.parts import read_shape
 from shardmlx.models.runtime.slice import Slice
 from shardmlx.models.sizes.kv_cache import STEP, CacheQuantisation, parts_of
 from shardmlx.partitioners import LayerCosts
+from shardmlx.planning.facts.workload import ModelSizes
+from shardmlx.planning.memory.generation import GenerationSetup, kv_cache_memory
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.models_and_batches import build, tiny_config
 from tests.helpers.undeclared_configs import UNDECLARED

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from shardmlx.config.inference import GenerateConfig
-from shardmlx.costmodel.cluster import Cluster
-from shardmlx.costmodel.hostfile import Machine
-from shardmlx.costmodel.memory_limits import budgets_of, within
-from shardmlx.costmodel.workload import ModelSizes
 from shardmlx.inference.plan import GenerationLoad, InferencePlan, plan_inference
 from shardmlx.loading.rank_setup import PlanInputs
 from shardmlx.modelfiles.parts import read_shape
 from shardmlx.models.sizes.shape import ModelShape
 from shardmlx.partitioners import LayerCosts
 from shardmlx.pipeline.stage_map import read_stage_map
+from shardmlx.planning.facts.cluster import Cluster
+from shardmlx.planning.facts.hostfile import Machine
+from shardmlx.planning.facts.workload import ModelSizes
+from shardmlx.planning.memory.limits import budgets_of, within
 from tests.helpers.models_and_batches import tiny_config
 from tests.helpers.refusals import refusal
 from tests.helpers.undeclared_configs import UNDECLARED

@@ -14,8 +14,6 @@ import pytest
 from shardmlx.common.reporter import Reporter
 from shardmlx.config.specs import MachineOptions, ModelSource
 from shardmlx.config.train import TrainConfig
-from shardmlx.costmodel.cluster import Cluster
-from shardmlx.costmodel.workload import ModelSizes, Workload, model_sizes
 from shardmlx.distributed.agreement import AgreedError
 from shardmlx.distributed.crew import Crew, lead
 from shardmlx.distributed.transport import Transport
@@ -30,6 +28,8 @@ from shardmlx.loading.rank_setup import (
     open_everywhere,
 )
 from shardmlx.modelfiles.model_files import open_model
+from shardmlx.planning.facts.cluster import Cluster
+from shardmlx.planning.facts.workload import ModelSizes, Workload, model_sizes
 from tests.helpers.local_transport import LocalNetwork
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
 

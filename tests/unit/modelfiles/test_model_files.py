@@ -9,10 +9,10 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from shardmlx.costmodel.workload import model_sizes
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.models.sizes.config_reader import read_config
+from shardmlx.planning.facts.workload import model_sizes
 from tests.helpers.bare_python import ForkingPython, forking_python
 from tests.helpers.fake_models import (
     MISTRAL_LARGE,

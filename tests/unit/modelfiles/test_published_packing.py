@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from shardmlx.costmodel.workload import model_sizes
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.model_files import ModelFiles
 from shardmlx.modelfiles.parts import inspect_files, planned_tensors, read_shape
 from shardmlx.modelfiles.published_packing import check_packing, published_packing
 from shardmlx.modelfiles.safetensors_header import PlacedTensor
 from shardmlx.modelfiles.tensors import Quantisation, read_quantisation
+from shardmlx.planning.facts.workload import model_sizes
 from shardmlx.planning.weight_split import Split, divide, generation_of
 from tests.helpers.family_configs import CONFIGS
 from tests.helpers.models_and_batches import tiny_config

@@ -10,12 +10,12 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
-from shardmlx.costmodel.workload import model_sizes
 from shardmlx.loading.manifest import is_needed
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.modelfiles.parts import inspect_files
 from shardmlx.modelfiles.verify import verify
 from shardmlx.models.runtime.slice import Slice
+from shardmlx.planning.facts.workload import model_sizes
 from tests.helpers.family_configs import CONFIGS, LAYERS
 from tests.helpers.models_and_batches import build
 

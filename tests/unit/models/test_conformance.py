@@ -18,7 +18,6 @@ from mlx.utils import tree_flatten
 
 from shardmlx.config.specs import Savings
 from shardmlx.config.train import TrainConfig
-from shardmlx.costmodel.hostfile import Machine
 from shardmlx.distributed.transport import Transport
 from shardmlx.engine.batches import pack
 from shardmlx.inference.prefix_cache import PrefixCache
@@ -28,6 +27,7 @@ from shardmlx.models.families import FAMILIES
 from shardmlx.models.runtime.slice import Slice
 from shardmlx.models.sizes.shape import ModelShape
 from shardmlx.pipeline.plan import Plan
+from shardmlx.planning.facts.hostfile import Machine
 from shardmlx.planning.training_plan import plan_training
 from tests.helpers.cut_models import check_continued, check_logits, check_pairs
 from tests.helpers.engines import NOTHING, WEIGHTS, engine_of, gradients_of, train_on

@@ -14,8 +14,6 @@ import pytest
 from mlx.utils import tree_flatten
 
 from shardmlx.config.train import TrainConfig
-from shardmlx.costmodel.hostfile import Machine
-from shardmlx.costmodel.workload import model_sizes
 from shardmlx.errors import UserError
 from shardmlx.inference.prefix_cache import PrefixCache
 from shardmlx.loading.manifest import is_needed
@@ -26,8 +24,10 @@ from shardmlx.models.family import APPROXIMATE
 from shardmlx.models.runtime.parts import find_parts
 from shardmlx.models.runtime.slice import Slice
 from shardmlx.models.sizes.shape import ModelShape
+from shardmlx.planning.facts.hostfile import Machine
+from shardmlx.planning.facts.workload import model_sizes
 from shardmlx.planning.inspection import run as inspect
-from shardmlx.planning.report import report
+from shardmlx.planning.report.plan_report import report
 from shardmlx.planning.training_plan import plan_training
 from tests.helpers.cut_models import check_continued
 from tests.helpers.family_configs import CONFIGS, LAYERS

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from shardmlx.config.train import TrainConfig
-from shardmlx.costmodel.chips import machines_of
-from shardmlx.costmodel.training_setup import BACKENDS
 from shardmlx.planning.alone import Alone, compared, each_alone
 from shardmlx.planning.choice import Choice
+from shardmlx.planning.facts.chips import machines_of
+from shardmlx.planning.memory.training_setup import BACKENDS
 from shardmlx.planning.training_plan import plan_training
 from tests.helpers.fake_models import MISTRAL_7B, write_config
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from shardmlx.config.train import LINE, TrainConfig
-from shardmlx.costmodel.chips import machines_of
 from shardmlx.hosts.launch_options import read_options
 from shardmlx.main import main
 from shardmlx.pipeline.stage_map import read_stage_map
+from shardmlx.planning.facts.chips import machines_of
 from shardmlx.planning.generation import generation_ways
-from shardmlx.planning.island_lines import exchanges
+from shardmlx.planning.report.island_lines import exchanges
 from shardmlx.planning.training_plan import plan_training
 from tests.helpers.fake_models import write_config
 from tests.helpers.models_and_batches import tiny_config

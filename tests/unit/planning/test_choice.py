@@ -13,14 +13,6 @@ from shardmlx.common.units import GIB, MIB
 from shardmlx.config.common_options import AUTO, OFF
 from shardmlx.config.specs import COUNTED, RECOMPUTE, RunSpec
 from shardmlx.config.train import TrainConfig
-from shardmlx.costmodel.chips import as_macs
-from shardmlx.costmodel.cluster import EFFICIENCY, Cluster
-from shardmlx.costmodel.hostfile import Machine
-from shardmlx.costmodel.memory_limits import budgets_of
-from shardmlx.costmodel.predict import predict
-from shardmlx.costmodel.profile_file import MachineProfile, Profile, Sample, work_of
-from shardmlx.costmodel.timing import Seconds
-from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
 from shardmlx.loading.rank_setup import PlanInputs
 from shardmlx.modelfiles.model_files import open_model
@@ -30,9 +22,17 @@ from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.stage_map import Partition, StageMap
 from shardmlx.planning.choice import Choice, assess, choose
-from shardmlx.planning.facts import PlanFacts, SequenceLengths
+from shardmlx.planning.facts.chips import as_macs
+from shardmlx.planning.facts.cluster import EFFICIENCY, Cluster
+from shardmlx.planning.facts.hostfile import Machine
+from shardmlx.planning.facts.plan_facts import PlanFacts, SequenceLengths
+from shardmlx.planning.facts.profile_file import MachineProfile, Profile, Sample, work_of
+from shardmlx.planning.facts.workload import Workload
 from shardmlx.planning.layout import trainable_stages, with_replica_rows
+from shardmlx.planning.memory.limits import budgets_of
 from shardmlx.planning.suggestions import remedies
+from shardmlx.planning.time.parts import Seconds
+from shardmlx.planning.time.predict import predict
 from shardmlx.planning.training_plan import plan_training
 from shardmlx.planning.ways import ways
 from shardmlx.training.plan_run import choose_plan

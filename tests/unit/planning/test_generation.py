@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from shardmlx.costmodel.cluster import Cluster
-from shardmlx.costmodel.hostfile import Machine
-from shardmlx.costmodel.ring import SUM_SECONDS
-from shardmlx.costmodel.workload import ModelSizes
 from shardmlx.modelfiles.parts import read_shape
 from shardmlx.partitioners import LayerCosts
+from shardmlx.planning.facts.cluster import Cluster
+from shardmlx.planning.facts.hostfile import Machine
+from shardmlx.planning.facts.ring import SUM_SECONDS
+from shardmlx.planning.facts.workload import ModelSizes
 from shardmlx.planning.generation import GenerationWay, generation_ways
 from tests.helpers.models_and_batches import tiny_config
 

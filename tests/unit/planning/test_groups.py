@@ -12,14 +12,14 @@ import pytest
 
 from shardmlx.config.inference import GENERATE
 from shardmlx.config.train import LINE
-from shardmlx.costmodel.cluster import Cluster, pipeline_seconds
-from shardmlx.costmodel.hostfile import Machine
-from shardmlx.costmodel.ring import SUM_SECONDS
 from shardmlx.hosts.launch_options import read_options
 from shardmlx.main import main
 from shardmlx.modelfiles.parts import read_shape
 from shardmlx.models.sizes.shares import TensorShares
 from shardmlx.pipeline.mesh import Mesh
+from shardmlx.planning.facts.cluster import Cluster, pipeline_seconds
+from shardmlx.planning.facts.hostfile import Machine
+from shardmlx.planning.facts.ring import SUM_SECONDS
 from shardmlx.planning.groups import in_groups
 from tests.helpers.fake_models import write_config
 from tests.helpers.models_and_batches import tiny_config

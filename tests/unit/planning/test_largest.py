@@ -10,8 +10,8 @@ import pytest
 
 from shardmlx.common.units import MIB
 from shardmlx.config.train import TrainConfig
-from shardmlx.costmodel.hostfile import Machine
 from shardmlx.errors import UserError
+from shardmlx.planning.facts.hostfile import Machine
 from shardmlx.planning.training_plan import BITS, LONGEST, plan_training
 from tests.helpers.models_and_batches import tiny_config
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from shardmlx.config.train import TrainConfig
-from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
 from shardmlx.loading.build import build_model
 from shardmlx.modelfiles.model_files import open_model
 from shardmlx.models.runtime.slice import Slice
 from shardmlx.pipeline.stage_map import Partition, StageMap
+from shardmlx.planning.facts.workload import Workload
 from shardmlx.planning.layout import make_mesh, trainable_stages
 from tests.helpers.models_and_batches import save_model_directory, tiny_config
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from shardmlx.config.train import LINE, TrainConfig
-from shardmlx.costmodel.hostfile import read_hostfile
 from shardmlx.hosts.launch_options import read_options
 from shardmlx.main import main
 from shardmlx.pipeline.stage_map import read_stage_map
+from shardmlx.planning.facts.hostfile import read_hostfile
 from shardmlx.planning.training_plan import plan_training
 from tests.helpers.fake_models import MISTRAL_7B, write_config
 from tests.helpers.models_and_batches import tiny_config

@@ -9,10 +9,6 @@ import pytest
 
 from shardmlx.config.options import OptionError
 from shardmlx.config.train import TrainConfig
-from shardmlx.costmodel.cluster import Cluster
-from shardmlx.costmodel.hostfile import Machine
-from shardmlx.costmodel.predict import predict
-from shardmlx.costmodel.workload import Workload
 from shardmlx.errors import UserError
 from shardmlx.modelfiles.parts import read_shape
 from shardmlx.pipeline.actions import Action, Kind
@@ -20,8 +16,12 @@ from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.schedules import SCHEDULES
 from shardmlx.pipeline.stage_map import StageMap
-from shardmlx.planning.facts import PlanFacts, SequenceLengths
+from shardmlx.planning.facts.cluster import Cluster
+from shardmlx.planning.facts.hostfile import Machine
+from shardmlx.planning.facts.plan_facts import PlanFacts, SequenceLengths
+from shardmlx.planning.facts.workload import Workload
 from shardmlx.planning.layout import lay_out, rows_by_speed
+from shardmlx.planning.time.predict import predict
 from shardmlx.planning.ways import ways
 from tests.helpers.fake_models import MISTRAL_7B
 from tests.helpers.workloads import workload

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from shardmlx.common.units import GIB, MIB
-from shardmlx.costmodel.memory_limits import MemoryBudget, MemoryLimits, PlannedMemory
 from shardmlx.engine.batches import MOST_WIDTHS
+from shardmlx.planning.memory.limits import MemoryBudget, MemoryLimits, PlannedMemory
 from shardmlx.training.growth import REPORTS, TIMES, Growth
 
 HOSTS = ("mac-studio", "mac-mini")

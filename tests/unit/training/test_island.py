@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from shardmlx.config.train import TrainConfig
-from shardmlx.costmodel.chips import machines_of
 from shardmlx.errors import UserError
 from shardmlx.islands.client import Heartbeat, Hub, HubAway
 from shardmlx.islands.encodings import ENCODINGS
 from shardmlx.islands.protocol import body_bytes
 from shardmlx.islands.rounds import Rounds
-from shardmlx.planning.island_lines import exchanges
+from shardmlx.planning.facts.chips import machines_of
+from shardmlx.planning.report.island_lines import exchanges
 from shardmlx.planning.training_plan import plan_training
 from shardmlx.training import island
 from shardmlx.training.command import train_model

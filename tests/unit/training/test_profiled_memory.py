@@ -8,16 +8,16 @@ import pytest
 
 from shardmlx.config.specs import FULL, NONE, SELECTIVE
 from shardmlx.config.train import TrainConfig
-from shardmlx.costmodel.measured_memory import (
+from shardmlx.loading.build import unfreeze
+from shardmlx.modelfiles.parts import read_shape
+from shardmlx.planning.memory.measured import (
     MemorySample,
     StageBytes,
     sample_ranges,
     with_measurements,
 )
-from shardmlx.costmodel.memory import stage_memory
-from shardmlx.costmodel.training_setup import TrainingSetup
-from shardmlx.loading.build import unfreeze
-from shardmlx.modelfiles.parts import read_shape
+from shardmlx.planning.memory.stages import stage_memory
+from shardmlx.planning.memory.training_setup import TrainingSetup
 from shardmlx.training import sample_model as samples_of_models
 from shardmlx.training.sample_model import SampleModel, build_sample_model
 from tests.helpers.stage_memory import LENGTH, ROWS, Case, before_others, measure, weight_sizes

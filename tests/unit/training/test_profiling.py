@@ -13,14 +13,14 @@ from mlx.utils import tree_flatten
 from shardmlx.common.environment import Blas
 from shardmlx.config.profile import LINE, ProfileOptions
 from shardmlx.config.specs import FineTune, Savings
-from shardmlx.costmodel.hostfile import Machine
-from shardmlx.costmodel.measured_memory import MemorySample
-from shardmlx.costmodel.profile_file import Sample, read_profile
-from shardmlx.costmodel.timing import Seconds
 from shardmlx.distributed.agreement import AgreedError
 from shardmlx.distributed.messages import TransportTimeout
 from shardmlx.distributed.transport import Transport
 from shardmlx.errors import UserError
+from shardmlx.planning.facts.hostfile import Machine
+from shardmlx.planning.facts.profile_file import Sample, read_profile
+from shardmlx.planning.memory.measured import MemorySample
+from shardmlx.planning.time.parts import Seconds
 from shardmlx.training import profiling, sample_model
 from shardmlx.training.profiling import ProfileWorker
 from tests.helpers.fake_models import TINY, model_files, write

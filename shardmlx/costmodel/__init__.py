@@ -1,1 +1,0 @@
-"""The bytes and the seconds that a stage takes on a machine."""

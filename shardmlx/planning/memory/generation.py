@@ -1,0 +1,134 @@
+"""Predict the bytes of a stage that generates. No MLX, no MPI."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from shardmlx.config.inference import WHOLE_CHUNK
+from shardmlx.models.sizes import kv_cache
+from shardmlx.models.sizes.kv_cache import CacheQuantisation
+from shardmlx.models.sizes.shares import TensorShares
+from shardmlx.planning.facts.workload import ModelSizes, shared
+from shardmlx.planning.memory.training_setup import BACKENDS
+
+HIDDEN_ARRAYS, MLP_ARRAYS, QUERY_ARRAYS, SCORE_ARRAYS = 7, 2, 1, 2
+"""Arrays of each width that exist while a layer computes a chunk, fitted to measurements.
+
+Attention scores count on a CPU and with quantised keys: Metal's kernel keeps none. Measured peaks
+of SmolLM2 on a CPU were 1 to 5% lower (docs/generate.md).
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationSetup:
+    """The facts that decide the memory of generating."""
+
+    model: ModelSizes
+    sequences: int
+    """Sequences that are generated at a time."""
+    context: int
+    """Tokens of the longest sequence, prompt included."""
+    chunk: int = WHOLE_CHUNK
+    """Tokens of a prompt computed at a time; 0 leaves out the arrays that exist only meanwhile."""
+    longest: int | None = None
+    """Tokens of the longest prompt, or of the largest step, if they are known."""
+    max_kv_size: int | None = None
+    """Tokens that the KV cache of a sequence keeps at most."""
+    cache_tokens: int | None = None
+    """Tokens that the KV caches of all sequences together keep at most."""
+    quantisation: CacheQuantisation | None = None
+    state_copies: int = 0
+    """Copies that a prefix cache keeps of a sequence's states, where these cannot be cut."""
+    drafts: int = 0
+    """Tokens that are guessed at a time: each has logits of its own."""
+    beside: int = 0
+    """Bytes that the first stage holds beside its own: those of a model that drafts."""
+    head: int = 0
+    """Bytes of the model's head for further tokens on the last stage, if that drafts. The stage
+    then has the embedding too, and KV caches of one more layer like its last."""
+    backend: str = BACKENDS[0]
+
+
+def setups_of(setup: GenerationSetup, shares: TensorShares) -> list[GenerationSetup]:
+    """Return the facts of the ranks of a stage, whose shares have fewer heads and columns."""
+    found, whole = [], setup.model
+    for rank in range(shares.size):
+        shape, sizes = shared(whole.shape, whole.weight_sizes, shares, rank)
+        model = replace(whole, shape=shape, weight_sizes=sizes)
+        found.append(replace(setup, model=model, beside=setup.beside if rank == 0 else 0))
+    return found
+
+
+def inference_memory(setup: GenerationSetup, start: int, stop: int) -> int:
+    """Return the bytes of layers ``start`` to ``stop`` as a stage, with KV caches and one chunk."""
+    shape, sizes = setup.model.shape, setup.model.weight_sizes
+    is_first, is_last = start == 0, stop == shape.num_layers
+    weights: float = sum(sizes.layers[start:stop])
+    if is_first or (is_last and (shape.tied or setup.head)):
+        weights += sizes.embedding
+    activations = _passing(setup)
+    if is_last:
+        weights += sizes.head + setup.head
+        activations += (setup.sequences + setup.drafts) * shape.vocab_size
+    caches = kv_cache_memory(setup, start, stop)
+    own = round(weights + caches + setup.model.dtype_bytes * activations)
+    return own + setup.beside if is_first else own
+
+
+def kv_cache_memory(setup: GenerationSetup, start: int, stop: int) -> int:
+    """Return the bytes of all keys, values and states; an upper bound if sequences share tokens.
+    Sliding windows stay unquantised."""
+    shape, size = setup.model.shape, setup.model.dtype_bytes
+    most = setup.context + kv_cache.STEP
+    limit = min(most, setup.max_kv_size or most)
+    copies = 0 if shape.family.takes_cuts else setup.state_copies
+    nbytes = 0
+    numbers = [*range(start, stop)]
+    if setup.head and stop == shape.num_layers:
+        numbers.append(stop - 1)
+    for layer in map(shape.layer, numbers):
+        window = layer.window if shape.chooses_caches else None
+        nbytes += (setup.sequences + copies) * layer.recurrence.cache_nbytes(size)
+        if window is not None:
+            nbytes += copies * size * layer.heads.cached * min(limit, window)
+        tokens = setup.cache_tokens
+        if tokens is None:
+            tokens = setup.sequences * min(limit, window or limit)
+        if setup.quantisation is None or window is not None:
+            nbytes += size * layer.heads.cached * tokens
+        else:
+            nbytes += _quantised(setup, setup.quantisation, layer.heads.cached, tokens)
+    return nbytes
+
+
+def _quantised(setup: GenerationSetup, how: CacheQuantisation, elements: int, tokens: int) -> int:
+    """Return the bytes of ``tokens`` in a layer that keeps so many ``elements`` of each.
+
+    A sequence is quantised at the first step after it reaches the quantisation length. If sequences
+    share ``cache_tokens``, those that end earlier stay unquantised.
+    """
+    plain = min(tokens, setup.sequences * (how.border + kv_cache.STEP))
+    size = setup.model.dtype_bytes
+    of_plain, packed = size * elements, how.nbytes(elements, size)
+    if setup.cache_tokens is None:
+        return round(max(of_plain * plain, packed * tokens))
+    plain = plain if how.start == 0 else tokens
+    return round(of_plain * plain + packed * (tokens - plain))
+
+
+def _passing(setup: GenerationSetup) -> int:
+    """Return the elements that exist while a layer computes a chunk."""
+    shape, chunk = setup.model.shape, min(setup.longest or setup.context, setup.chunk)
+    most = 0
+    for layer in shape.kinds:
+        heads = layer.heads
+        elements = chunk * (
+            HIDDEN_ARRAYS * shape.hidden_size
+            + MLP_ARRAYS * layer.mlp
+            + QUERY_ARRAYS * heads.queries * heads.key_dim
+        )
+        if setup.backend == "cpu" or setup.quantisation is not None:
+            positions = min(setup.context, setup.max_kv_size or setup.context)
+            elements += SCORE_ARRAYS * heads.queries * chunk * positions
+        most = max(most, elements)
+    return most

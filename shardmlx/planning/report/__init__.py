@@ -1,0 +1,1 @@
+"""A plan, and a model, as text."""

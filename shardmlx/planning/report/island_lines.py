@@ -1,0 +1,56 @@
+"""Compute what islands wait for on their lines, beside replicas and a pipeline. No MLX, no MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shardmlx.islands.encodings import ENCODINGS
+from shardmlx.islands.protocol import SharedTensor, Terms, body_bytes
+from shardmlx.planning.choice import Choice
+from shardmlx.planning.memory.stages import trained_shapes
+from shardmlx.planning.memory.training_setup import TrainingSetup
+
+TERMS = Terms()
+"""The usual ones of a hub."""
+
+OVERLAP = TERMS.inner_steps - 1
+
+
+class HubTraffic(NamedTuple):
+    """A way to train together: what an island sends and gets at a time, ``nbytes`` each, in
+    ``seconds`` each, and the shares of the time that it waits, alone and with all the overlap."""
+
+    way: str
+    nbytes: int
+    seconds: float
+    waiting: float
+    overlapped: float
+
+
+def exchanges(choice: Choice, lines: Sequence[float]) -> list[HubTraffic]:
+    """Return the ways for islands that are each as planned, on ``lines`` of so many bit/s upwards:
+    by encoding of islands, then with messages in each step."""
+    run, step, count = choice.run, choice.prediction.step_seconds, len(lines)
+    setup = TrainingSetup(workload=choice.facts.work(run), rows=1, length=1)
+    tensors = [SharedTensor("", shape) for shape in trained_shapes(setup)]
+
+    def exchange(way: str, nbytes: float, turns: int, steps: int, hidden: float) -> HubTraffic:
+        seconds = 8 * nbytes / min(lines)
+        waits = turns * seconds, max(0.0, turns * seconds - hidden)
+        shares = (each / (each + steps * step) for each in waits)
+        return HubTraffic(way, round(nbytes), seconds, *shares)
+
+    sums = setup.workload.sum_bytes(body_bytes(tensors, "float32")) * 2 * (count - 1) / count
+    # A step has the rows of all islands; one between two others sends gradients too.
+    batch = run.batch.batch_size * choice.facts.lengths.longest[0]
+    hidden_states = setup.message * batch * count * min(2, count - 1)
+    return [
+        *(
+            # The hub's answer is as long, and comes when the report is there.
+            exchange(name, body_bytes(tensors, name), 2, TERMS.inner_steps, OVERLAP * step)
+            for name in ENCODINGS
+        ),
+        exchange("data parallel, each step", sums, 1, 1, 0.0),
+        exchange("pipeline, each step", hidden_states, 1, 1, step),
+    ]

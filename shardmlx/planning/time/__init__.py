@@ -1,0 +1,1 @@
+"""The seconds that a stage, its messages and a step take."""

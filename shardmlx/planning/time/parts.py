@@ -1,0 +1,155 @@
+"""Tell how long parts of a model take, and a machine of known speed. No MLX, no MPI.
+
+A part is a decoder layer, the embedding, or the head with the final norm. Its times are those of
+one micro-batch: forward (F), gradient for the input (I), gradient for the weights (W).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from shardmlx.config.specs import FULL, NONE, SELECTIVE
+from shardmlx.partitioners import LayerCosts
+from shardmlx.pipeline.simulate import Costs
+from shardmlx.planning.facts.workload import Workload
+
+COMPUTED_AGAIN = {NONE: 0.0, SELECTIVE: 0.05, FULL: 1.0}
+"""Share of a layer's forward that the backward recomputes."""
+
+TYPICAL_LENGTH = 512
+"""Number of tokens at which a layer's cost is taken if no other length is known."""
+
+LEAST_SECONDS = 1e-6
+"""Least time of a forward: differences of short measurements may be negative."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Times of a micro-batch in a part; ``update`` is the optimizer's, once a step.
+
+    The embedding's may be negative: the first stage spares the gradient for a stage below.
+    """
+
+    forward: float = 0.0
+    input_gradient: float = 0.0
+    weight_gradient: float = 0.0
+    update: float = 0.0
+
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(
+            self.forward + other.forward,
+            self.input_gradient + other.input_gradient,
+            self.weight_gradient + other.weight_gradient,
+            self.update + other.update,
+        )
+
+    def scaled(self, factor: float) -> Seconds:
+        """Return all times, ``factor`` times as long."""
+        return Seconds(
+            factor * self.forward,
+            factor * self.input_gradient,
+            factor * self.weight_gradient,
+            factor * self.update,
+        )
+
+    def of_share(self, share: float) -> Seconds:
+        """Return the times of a share of a micro-batch; the update stays."""
+        return replace(self.scaled(share), update=self.update)
+
+    @property
+    def microbatch(self) -> float:
+        """F + I + W."""
+        return self.forward + self.input_gradient + self.weight_gradient
+
+    @property
+    def costs(self) -> Costs:
+        return Costs(self.forward, self.input_gradient, self.weight_gradient)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSeconds:
+    """Times of each part of a model, on one machine, for micro-batches of one size; layers below
+    ``first_trained`` (their number, if none is trained) run only forward."""
+
+    layers: tuple[Seconds, ...]
+    embedding: Seconds = Seconds()
+    head: Seconds = Seconds()
+    first_trained: int = 0
+    recompute: str = NONE
+
+    @property
+    def layer_costs(self) -> LayerCosts:
+        """F + I + W of each part, and the recomputed share of its F, for a partitioner."""
+        again = COMPUTED_AGAIN[self.recompute]
+        layers = tuple(
+            max(0.0, each.microbatch + again * (i >= self.first_trained) * each.forward)
+            for i, each in enumerate(self.layers)
+        )
+        embedding, head = self.embedding.microbatch, self.head.microbatch
+        return LayerCosts(layers, max(0.0, embedding), max(0.0, head))
+
+    def with_sums(self, seconds: float) -> ModelSeconds:
+        """Return the times with two sums a layer in F, and two where a gradient comes back."""
+        layers = tuple(
+            replace(
+                each,
+                forward=each.forward + 2 * seconds,
+                input_gradient=each.input_gradient + 2 * seconds * (i >= self.first_trained),
+            )
+            for i, each in enumerate(self.layers)
+        )
+        return replace(self, layers=layers)
+
+    def stage(self, start: int, stop: int) -> Seconds:
+        """Return the times of layers ``start`` to ``stop`` as a stage, as the engine runs it.
+
+        A stage with nothing trained below it has no I: its W is its whole backward. Recomputation
+        counts in I, or in that W; if it is full, so do all gradients.
+        """
+        parts = list(self.layers[start:stop])
+        if start == 0:
+            parts.append(self.embedding)
+        if stop == len(self.layers):
+            parts.append(self.head)
+        total = sum(parts, Seconds())
+        forward, update = max(LEAST_SECONDS, total.forward), max(0.0, total.update)
+        if stop <= self.first_trained:
+            return Seconds(forward)
+        # Only layers with a backward pass are recomputed.
+        trained = self.layers[max(start, self.first_trained) : stop]
+        again = COMPUTED_AGAIN[self.recompute] * max(0.0, sum(each.forward for each in trained))
+        backward = max(0.0, total.input_gradient + total.weight_gradient) + again
+        if start <= self.first_trained:
+            return Seconds(forward, 0.0, backward, update)
+        if self.recompute == FULL:
+            return Seconds(forward, backward, 0.0, update)
+        input_gradient = max(0.0, total.input_gradient) + again
+        return Seconds(forward, input_gradient, max(0.0, total.weight_gradient), update)
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """A machine known by its FLOP/s alone, as reached in matrix products."""
+
+    flops: float
+
+    def seconds(self, workload: Workload, rows: int, length: int) -> ModelSeconds:
+        """Return F, I and W of equal FLOPs, of matrix products alone (6N: Kaplan et al. 2020)."""
+        rows, length = workload.micro_batch(rows, length)
+        shape, tune, tokens = workload.shape, workload.fine_tune, rows * length
+
+        def part(flops: float, layer: int) -> Seconds:
+            once = flops * tokens / self.flops
+            backward = once if layer >= workload.first_trained else 0.0
+            return Seconds(once, backward, backward * tune.is_full)
+
+        count = shape.num_layers
+        layers = tuple(part(shape.layer(layer).flops(length), layer) for layer in range(count))
+        head = part(shape.head_flops(), count - 1)
+        head = replace(head, weight_gradient=head.weight_gradient * tune.unfreeze_all)
+        return ModelSeconds(
+            layers=layers,
+            head=head.of_share(workload.head_share),
+            first_trained=workload.first_trained,
+            recompute=workload.batch.recomputed,
+        )

@@ -1,0 +1,105 @@
+"""Macs by chip and memory: what is sold, how fast it is, and what nobody sells."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardmlx.common.units import GIB
+from shardmlx.errors import UserError
+from shardmlx.planning.facts.chips import (
+    CHIPS,
+    HERTZ,
+    THUNDERBOLT,
+    as_macs,
+    machines_of,
+    shares_by_bandwidth,
+)
+from shardmlx.planning.facts.hostfile import Machine
+
+
+def test_every_chip_from_m1_to_m5_is_known_with_each_memory_that_it_is_sold_with() -> None:
+    assert {chip.split()[0] for chip in CHIPS} == HERTZ.keys() == {f"M{i}" for i in range(1, 6)}
+    for chip, (_, variants) in CHIPS.items():
+        for cores, sizes in variants.items():
+            for size in sizes:
+                (mac,) = as_macs(machines_of(f"{chip} {cores}-core {size}GB"))
+                assert (mac.host, mac.memory) == (f"{chip} {size}GB", size * GIB)
+                assert mac.link == THUNDERBOLT
+                assert mac.flops is not None
+                assert mac.wired is not None
+                assert 0.2e12 < mac.flops / cores < 0.5e12
+                assert 0.66 < mac.wired / (size * GIB) <= 0.75
+
+
+@pytest.mark.parametrize(
+    ("words", "tflops", "wired", "kind"),
+    [
+        ("M2 16GB", 3.58, 10.67, "apple-m2"),
+        ("apple m1 ultra 64 GiB", 20.81, 48.0, "apple-m1-ultra"),
+        ("M1 Max 32GB", 10.4, 21.33, "apple-m1-max"),
+        ("M1 Max 24-core 32GB", 7.8, 21.33, "apple-m1-max"),
+        ("M3 Max 36GB", 10.74, 27.0, "apple-m3-max"),  # sold with 30 cores alone
+        ("M3 Max 64GB", 14.32, 48.0, "apple-m3-max"),
+        ("M5 Ultra 96GB", 32.32, 72.0, "apple-m5-ultra"),
+        ("MacBook Pro M2 16GB", 3.58, 10.67, "apple-m2"),
+        ("M1 Ultra Mac Studio 64GB", 20.81, 48.0, "apple-m1-ultra"),
+    ],
+)
+def test_memory_and_cores_give_the_speed(
+    words: str, tflops: float, wired: float, kind: str
+) -> None:
+    (mac,) = as_macs(machines_of(words))
+    assert mac.flops == pytest.approx(tflops * 1e12, rel=1e-3)
+    assert mac.wired == pytest.approx(wired * GIB, rel=1e-3)
+    assert mac.kind == kind
+
+
+def test_what_a_machine_says_that_it_wires_counts() -> None:
+    (mac,) = machines_of("M4 24GB")
+    assert as_macs([replace(mac, wired=20 * GIB)])[0].wired == 20 * GIB
+    assert as_macs([replace(mac, memory=None)])[0].wired is None
+
+
+def test_shares_go_by_memory_bandwidth_the_least_of_a_chips_variants_and_of_all_groups() -> None:
+    pair = machines_of("M2 Ultra 64GB, M2 16GB")
+    assert shares_by_bandwidth(pair, 2) == (800, 100)
+    assert shares_by_bandwidth((*pair, *reversed(pair)), 2) == (100, 100)
+    max_ = Machine(host="max", kind="apple-m4-max")
+    assert shares_by_bandwidth((max_, replace(max_, bandwidth=5e11)), 2) == (410, 500)
+    assert shares_by_bandwidth((max_, Machine(host="unknown")), 2) == (1, 1)
+
+
+def test_macs_that_are_alike_are_different_hosts_and_one_may_have_memory_alone() -> None:
+    macs = machines_of("M4 24GB, M4 24GB,16GB")
+    assert [mac.host for mac in macs] == ["M4 24GB", "M4 24GB #2", "16GB"]
+    assert [mac.flops is None for mac in macs] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("words", "named", "remedy"),
+    [
+        ("M2 Ultar 64GB", "M2 Ultar 64GB", "the nearest is M2 Ultra"),
+        ("16GB, M2 20GB", "M2 20GB", "the nearest is M2 8-core 16GB"),
+        ("M1 Ultra 512GB", "M1 Ultra 512GB", "the nearest is M1 Ultra 48-core 128GB"),
+        ("M3 Max 40-core 36GB", "M3 Max 40-core 36GB", "the nearest is M3 Max 40-core 48GB"),
+        ("M1 Max 20-core 32GB", "20-core", "the nearest is M1 Max 24-core 32GB"),
+        ("M2", "'M2'", "write chip and memory"),
+        ("0GB", "'0GB'", "write chip and memory"),
+        ("", "''", "write chip and memory"),
+        ("Intel 16GB", "unknown chip", "About This Mac"),
+        ("MacBook Pro 16GB", "names no chip", "About This Mac"),
+        ("Mac mini 24GB, M2 16GB", "'Mac mini 24GB'", "'M2 16GB, M1 Ultra 64GB'"),
+        ("M2 16GB and M1 Ultra 64GB", "and", "commas between"),
+        ("M2 16GB; M1 Ultra 64GB", ";", "commas between"),
+        ("M2 16GB + M1 Ultra 64GB", "+", "commas between"),
+        ("16GB M2", "'16GB M2'", "'M2 16GB, M1 Ultra 64GB'"),
+        ("2 x M2 16GB", "'2 x M2 16GB'", "'M2 16GB, M1 Ultra 64GB'"),
+    ],
+)
+def test_what_nobody_sells_is_refused_with_the_nearest(words: str, named: str, remedy: str) -> None:
+    with pytest.raises(UserError) as error:
+        machines_of(words)
+    assert named in error.value.problem
+    assert remedy in error.value.remedy
