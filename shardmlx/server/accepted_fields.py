@@ -6,7 +6,7 @@ never ignored in silence.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -53,25 +53,25 @@ class Body(BaseModel):
     def refuse_unknown(self, where: str = "") -> None:
         """Raise ``ApiError`` for a field of this object, which is ``where``, or of one within it,
         that might change the answer."""
-        refuse_unknown(self.model_extra or {}, where, self.passes, self.neutral)
-        for name, about in type(self).model_fields.items():
-            place = f"{where}.{about.alias or name}" if where else about.alias or name
-            for inner, body in _bodies(getattr(self, name), place):
-                body.refuse_unknown(inner)
+        if extra := self.__pydantic_extra__:
+            refuse_unknown(extra, where, self.passes, self.neutral)
+        for name, value in self.__dict__.items():
+            if isinstance(value, Body):
+                value.refuse_unknown(self._place(where, name))
+            elif isinstance(value, list):
+                place = self._place(where, name)
+                for at, each in enumerate(value):
+                    if isinstance(each, Body):
+                        each.refuse_unknown(f"{place}.{at}")
+
+    def _place(self, where: str, name: str) -> str:
+        """Return the path of a field of this object, which is ``where``, as requests name it."""
+        own = type(self).model_fields[name].alias or name
+        return f"{where}.{own}" if where else own
 
 
 def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _bodies(value: Any, where: str) -> Iterator[tuple[str, Body]]:
-    """Yield the objects that a field has, each with its place."""
-    if isinstance(value, Body):
-        yield where, value
-    elif isinstance(value, list):
-        for at, each in enumerate(value):
-            if isinstance(each, Body):
-                yield f"{where}.{at}", each
 
 
 def words(text: str) -> frozenset[str]:

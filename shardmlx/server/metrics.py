@@ -75,9 +75,8 @@ class RequestMeter:
     def __post_init__(self) -> None:
         self.metrics.counters["prompt_tokens"].inc(self.prompt_tokens)
 
-    def add(self, delta: Delta) -> None:
-        """Count the tokens of a delta, and the time since the last one."""
-        now = time.monotonic()
+    def add(self, delta: Delta, now: float) -> None:
+        """Count the tokens of a delta that was made ``now``, and the time since the last one."""
         more = delta.generated - self.generated
         if more > 0 and self.generated == 0:
             self.metrics.histograms["time_to_first_token"].observe(now - self.last)

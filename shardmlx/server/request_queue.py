@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -88,6 +89,24 @@ class Generator(Protocol):
     def kept_tokens(self) -> int: ...
 
 
+SECONDS_TOGETHER = 0.01
+"""Seconds in which the deltas that come are told together. A fast model makes several: each alone
+would wake the event loop, and cost a packet."""
+
+
+MOST_TOGETHER = 32
+"""Deltas that are told together at most: a slow reader is told no more before it reads these."""
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """A delta of the answer ``index``, and the time at which it was made."""
+
+    index: int
+    delta: Delta
+    at: float
+
+
 class PendingAnswers:
     """The answers to requests that were submitted together, for the event loop that did so."""
 
@@ -95,37 +114,60 @@ class PendingAnswers:
         self._queue = queue
         self._numbers = numbers
         self._loop = asyncio.get_running_loop()
-        self._news: asyncio.Queue[tuple[int, Delta] | ServiceEnded] = asyncio.Queue()
+        self._news: deque[News | ServiceEnded] = deque()
+        self._have_come = asyncio.Event()
+        self._is_told = False
 
     def cancel(self) -> None:
         """Give up the answers that have not ended: their client has gone."""
         self._queue._cancel(self._numbers)
 
-    async def deltas(self, silence: float) -> AsyncIterator[tuple[int, Delta] | None]:
-        """Yield each delta with the index of its answer, until all have ended; None after
-        so many seconds of ``silence``. Raises ``ServiceEnded``."""
+    async def news(self, silence: float) -> AsyncIterator[list[News]]:
+        """Yield the deltas that have come, until all answers have ended: the first at once, later
+        ones together; none after so many seconds of ``silence``. Raises ``ServiceEnded``."""
         left = len(self._numbers)
         while left:
-            if not self._news.empty():
-                # Deltas that are there already wait for nothing: without this, thousands would be
-                # written before anybody else has a turn, also to a client who has gone.
-                await asyncio.sleep(0)
             try:
                 async with asyncio.timeout(silence):
-                    news = await self._news.get()
+                    await self._have_come.wait()
             except TimeoutError:
-                yield None
+                yield []
                 continue
-            if isinstance(news, ServiceEnded):
-                raise news
-            left -= news[1].finish_reason is not None
-            yield news
+            come, ended = self._taken()
+            if come:
+                left -= sum(each.delta.finish_reason is not None for each in come)
+                yield come
+            if ended is not None and left:
+                raise ended
+            if left:
+                # Others have a turn in any case, also while much waits for a slow reader.
+                await asyncio.sleep(0 if self._news else SECONDS_TOGETHER)
+
+    def _taken(self) -> tuple[list[News], ServiceEnded | None]:
+        """Take what has come, or the first of it, up to an end of the service, which is returned
+        too."""
+        self._have_come.clear()
+        self._is_told = False  # first: what comes from now on is told again
+        come: list[News] = []
+        while self._news and len(come) < MOST_TOGETHER:
+            each = self._news.popleft()
+            if isinstance(each, ServiceEnded):
+                return come, each
+            come.append(each)
+        if self._news:
+            self._have_come.set()
+        return come, None
 
     def put(self, number: int, news: Delta | ServiceEnded) -> None:
         """Pass on a delta of an answer, or why no more comes. Called on any thread."""
-        each = news if isinstance(news, ServiceEnded) else (number - self._numbers.start, news)
-        with suppress(RuntimeError):  # the loop is closed: nobody reads it
-            self._loop.call_soon_threadsafe(self._news.put_nowait, each)
+        if isinstance(news, ServiceEnded):
+            self._news.append(news)
+        else:
+            self._news.append(News(number - self._numbers.start, news, time.monotonic()))
+        if not self._is_told:
+            self._is_told = True
+            with suppress(RuntimeError):  # the loop is closed: nobody reads it
+                self._loop.call_soon_threadsafe(self._have_come.set)
 
 
 SECONDS_IDLE = 1.0

@@ -13,7 +13,7 @@ from shardmlx.server.accepted_fields import Json
 from shardmlx.server.metrics import Metrics, RequestMeter
 from shardmlx.server.openai_errors import ApiError, server_fault
 from shardmlx.server.replies import Reply
-from shardmlx.server.request_queue import Delta, PendingAnswers
+from shardmlx.server.request_queue import News, PendingAnswers
 
 SECONDS_OF_SILENCE = 15.0
 """Seconds after which a silent stream gives a sign of life, so that nobody closes it."""
@@ -48,9 +48,9 @@ class AnswerResponse(Response):
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async for each in self._answers.deltas(SECONDS_OF_SILENCE):
-                if each is not None:
-                    self._take(*each)
+            async for come in self._answers.news(SECONDS_OF_SILENCE):
+                for each in come:
+                    self._take(each)
         except ApiError as error:
             response = JSONResponse(self._failure(error), error.status, error.headers)
         else:
@@ -66,8 +66,8 @@ class AnswerResponse(Response):
         await _send(send, self._events(self._reply.opening()))
         sent = time.monotonic()
         try:
-            async for each in self._answers.deltas(SECONDS_OF_SILENCE):
-                body = b"" if each is None else self._events(self._take(*each))
+            async for come in self._answers.news(SECONDS_OF_SILENCE):
+                body = b"".join(self._events(self._take(each)) for each in come)
                 # Also while tokens come of a call, which is told once it is whole.
                 if not body and time.monotonic() - sent >= SECONDS_OF_SILENCE:
                     body = self._reply.sign_of_life
@@ -84,14 +84,15 @@ class AnswerResponse(Response):
     def _events(self, bodies: Iterable[Json]) -> bytes:
         return b"".join(map(self._reply.event, bodies))
 
-    def _take(self, index: int, delta: Delta) -> Iterable[Json]:
-        self._meters[index].add(delta)
+    def _take(self, news: News) -> Iterable[Json]:
+        delta = news.delta
+        self._meters[news.index].add(delta, news.at)
         if delta.finish_reason == "error":
             raise server_fault()
         if delta.finish_reason == "broken":
             message = "the answer broke off in the middle of its structure: give a simpler one"
             raise ApiError(500, message, code="broken_structure")
-        return list(self._reply.add(index, delta))
+        return list(self._reply.add(news.index, delta))
 
     def _failure(self, error: ApiError) -> Json:
         for meter in self._meters:

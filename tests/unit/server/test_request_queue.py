@@ -52,7 +52,7 @@ def request(prompt: str, max_tokens: int = 6, *, stop: tuple[str, ...] = ()) -> 
 
 
 async def deltas_of(answers: PendingAnswers) -> list[Delta]:
-    return [each[1] async for each in answers.deltas(60) if each is not None]
+    return [each.delta async for come in answers.news(60) for each in come]
 
 
 async def text_of(answers: PendingAnswers) -> str:
@@ -167,8 +167,9 @@ def test_pieces_that_came_before_an_error_are_delivered_before_it() -> None:
             return [] if parrot.is_idle else next(steps, []) or fail()
 
         parrot.step = step  # type: ignore[method-assign]
-        deltas = service.submit([request("a")]).deltas(60)
-        assert await anext(deltas) == (0, Delta((AnswerPart("said", "a"),), (), 1))
+        deltas = service.submit([request("a")]).news(60)
+        (first,) = await anext(deltas)
+        assert (first.index, first.delta) == (0, Delta((AnswerPart("said", "a"),), (), 1))
         with pytest.raises(ServiceEnded, match=r"later"):
             await anext(deltas)
 
