@@ -364,6 +364,7 @@ class AnswerParser:
 
     @property
     def stop(self) -> str | None:
+        """The stop string that has ended what is said; None so far."""
         return self._stops.found
 
     def take(self, text: str, *, is_last: bool) -> Iterator[AnswerPart]:

@@ -163,7 +163,8 @@ class MessagesBody(AskedChat):
     @property
     def structure(self) -> Structure | None:
         """The structure that an answer must have, if any. Raises ``ApiError``."""
-        form, former = self.output_config.format, self.output_format
+        form = self.output_config.format
+        former = self.output_format
         if None not in (form, former) and form != former:
             raise refused(
                 "output_config.format and output_format both ask for a structure: give one of them",
@@ -285,21 +286,27 @@ KINDS = {"thought": "thinking", "said": "text", "call": "tool_use"}
 
 
 class MessageReply(BlockReply):
+    """The reply to one request to /v1/messages: each block is one of its content."""
+
     sign_of_life = b'event: ping\ndata: {"type": "ping"}\n\n'
 
     _reason: Mapping[str, str | None] = {"stop_reason": None, "stop_sequence": None}
 
     def failure(self, error: ApiError) -> Json:
+        """Return the error in Anthropic's form: its body, or the event that ends a stream."""
         return error.anthropics
 
     def opening(self) -> Iterator[Json]:
+        """Yield ``message_start``, with a message that is empty so far."""
         yield {"type": "message_start", "message": self.whole}
 
     def closing(self) -> Iterator[Json]:
+        """Yield ``message_stop``."""
         yield {"type": "message_stop"}
 
     @property
     def whole(self) -> Json:
+        """The message, as far as it has come."""
         return {
             "id": f"msg_{self.id}",
             "type": "message",
@@ -339,11 +346,14 @@ class MessageReply(BlockReply):
         return {"type": f"content_block_{what}", "index": len(self.blocks[0]) - 1, **more}
 
     def _end(self, delta: Delta) -> Iterator[Json]:
-        reason, stop = ("end_turn" if delta.stop is None else "stop_sequence"), delta.stop
+        stop = None
         if delta.finish_reason == "length":
-            reason, stop = "max_tokens", None
+            reason = "max_tokens"
         elif any(block.kind == "call" for block in self.blocks[0]):
-            reason, stop = "tool_use", None
+            reason = "tool_use"
+        else:
+            stop = delta.stop
+            reason = "end_turn" if stop is None else "stop_sequence"
         self._reason = {"stop_reason": reason, "stop_sequence": stop}
         yield {"type": "message_delta", "delta": self._reason, "usage": self._usage}
 

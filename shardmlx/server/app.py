@@ -87,6 +87,8 @@ def make_app(
 
 @dataclass
 class Api:
+    """The endpoints of a server; a body has at most ``max_body_bytes``."""
+
     queue: RequestQueue
     served: ServedModel
     max_body_bytes: int
@@ -104,6 +106,7 @@ class Api:
 
     @property
     def routes(self) -> list[BaseRoute]:
+        """The paths that are answered: the page, the APIs, health and metrics."""
         answers: Mapping[str, Callable[[Request], Awaitable[Response]]] = {
             **{path: partial(self._generate, *how) for path, how in GENERATED.items()},
             "/v1/messages/count_tokens": self._count,
@@ -149,7 +152,8 @@ class Api:
         return JSONResponse({"object": "list", "data": listed})
 
     async def _one_model(self, request: Request) -> Response:
-        name, names = request.path_params["name"], self.served.names
+        name = request.path_params["name"]
+        names = self.served.names
         names.check(name)
         return JSONResponse(self._model(name if name in names.listed else names.first))
 

@@ -317,7 +317,8 @@ def _sampling(
     body: SamplingBody, number: int, prompt: tuple[int, ...], served: ServedModel
 ) -> SamplingParams:
     params = replace(served.sampling, **body.sampling)
-    looked_back, vocabulary = params.looked_back, served.encoder.vocabulary
+    looked_back = params.looked_back
+    vocabulary = served.encoder.vocabulary
     return replace(
         params,
         temp=params.temp if params.temp >= COLDEST else 0.0,

@@ -84,6 +84,7 @@ class _Names:
 
     @classmethod
     def of(cls, schema: Schema) -> _Names:
+        """Return those that a schema itself has."""
         required = filter(_is_text, _list(schema.get("required")))
         return cls(frozenset(_object(schema.get("properties"))), frozenset(required))
 
@@ -104,6 +105,7 @@ class _Closing:
     made: dict[str, Any] = field(default_factory=dict)
 
     def whole(self) -> dict[str, Any]:
+        """Return the whole schema, closed, with the twins that it refers to."""
         result: dict[str, Any] = self.closed(self.root)
         if self.made:
             result["$defs"] = {**_object(result.get("$defs")), **self.made}

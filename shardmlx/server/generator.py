@@ -48,13 +48,16 @@ class PipelineGenerator:
 
     @property
     def is_idle(self) -> bool:
+        """True while no answer is under way."""
         return self.first_stage.is_idle
 
     @property
     def kept_tokens(self) -> int:
+        """Tokens in the prefix cache."""
         return self.first_stage.kept_tokens
 
     def add(self, number: int, request: GenerationRequest) -> None:
+        """Begin the answer ``number``."""
         answer = self.prepared.ask(
             self.first_stage,
             number,
@@ -66,6 +69,7 @@ class PipelineGenerator:
         self._answers[number] = answer, AnswerParser(request.syntax, request.stop)
 
     def cancel(self, number: int) -> None:
+        """Give up an answer that has not ended."""
         del self._answers[number]
         self.first_stage.cancel(number)
 
@@ -90,7 +94,8 @@ class PipelineGenerator:
                 answer.finish_reason = "error"
             is_end = sampled.token == BROKEN or sampled.token in answer.eos
             told = () if is_end else (sampled,)
-            cached, reason = self.first_stage.cached(number), answer.finish_reason
+            cached = self.first_stage.cached(number)
+            reason = answer.finish_reason
             drafts = self.first_stage.drafts(number)
             if reason is not None:
                 del self._answers[number]
@@ -120,7 +125,9 @@ class RequestServer:
 
     def run(self, listeners: Sequence[socket]) -> None:
         """Serve until a signal comes, or the pipeline or the HTTP server fails, which is raised."""
-        config, queue, grammars = self.config, self._queue, self.prepared.grammars
+        config = self.config
+        queue = self._queue
+        grammars = self.prepared.grammars
         key = config.api_key or os.environ.get(KEY_VARIABLE) or None
         names = names_of(
             config.source.model, config.served_model_name, any_name=config.any_model_name
@@ -188,7 +195,8 @@ class RequestServer:
 
     def _unavailable_reason(self) -> str | None:
         """Return which rank does not answer, if one does not. Called on any thread."""
-        seconds, activity = self._queue.stalled, self._transport.activity
+        seconds = self._queue.stalled
+        activity = self._transport.activity
         quiet = self._transport.quiet_rank()
         if quiet is None and seconds > SECONDS_OF_A_STEP and activity.is_waiting:
             return f"{activity.where()}: nothing has come for {seconds:.0f} s"

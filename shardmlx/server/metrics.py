@@ -85,11 +85,13 @@ class RequestMeter:
             for _ in range(more):
                 self.metrics.histograms["time_between_tokens"].observe((now - self.last) / more)
         self.metrics.counters["generated_tokens"].inc(more)
-        drafts, before = delta.drafts, self.drafts
+        drafts = delta.drafts
+        before = self.drafts
         self.metrics.counters["draft_rounds"].inc(drafts.rounds - before.rounds)
         self.metrics.counters["drafted_tokens"].inc(drafts.drafted - before.drafted)
         self.metrics.counters["accepted_tokens"].inc(drafts.accepted - before.accepted)
-        self.generated, self.drafts = delta.generated, drafts
+        self.generated = delta.generated
+        self.drafts = drafts
         self.last = now
         if delta.finish_reason is not None:
             self.end(delta.finish_reason)

@@ -23,6 +23,7 @@ class ModelNames:
 
     @property
     def first(self) -> str:
+        """The name that answers have."""
         return self.listed[0]
 
     def check(self, name: str | None) -> None:

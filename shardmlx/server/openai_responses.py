@@ -36,10 +36,12 @@ class ChatReply(Reply):
         }
 
     def event(self, body: Json) -> bytes:
+        """Return a chunk as a server-sent event."""
         # ASCII only: some clients take U+2028 for the end of a line.
         return b"data: " + json.dumps(body).encode() + b"\n\n"
 
     def opening(self) -> Iterator[Json]:
+        """Yield the first chunk of each answer, which has its role alone."""
         for index in range(len(self.blocks)):
             # Some clients open a text at an empty one, before there is any.
             begun = {"role": "assistant", "content": None}
@@ -62,11 +64,13 @@ class ChatReply(Reply):
             yield self._chunk(self._part(index, None, None))
 
     def closing(self) -> Iterator[Json]:
+        """Yield the chunk with the numbers of tokens, if it was asked for."""
         if self.request.include_usage:
             yield {**self._chunk(), "usage": self.usage}
 
     @property
     def whole(self) -> Json:
+        """The whole reply, as far as it has come: a choice for each answer."""
         choices = [
             self._choice(index, self._logprobs(index) if tokens else None)
             for index, tokens in enumerate(self._tokens)
@@ -77,7 +81,8 @@ class ChatReply(Reply):
     def usage(self) -> Json:
         """The numbers of tokens. Cached are those of a prompt for all of its answers; drafts are
         what OpenAI calls predictions, whoever made them."""
-        n, prompt = self.request.n, self.prompt_tokens
+        n = self.request.n
+        prompt = self.prompt_tokens
         generated = sum(each.generated for each in self.last)
         all_cached = [each.cached for each in self.last]
         cached = sum(min(all_cached[at : at + n]) for at in range(0, len(all_cached), n))
@@ -150,11 +155,14 @@ class ChatReply(Reply):
 
 
 class CompletionReply(ChatReply):
+    """The reply to one request to /v1/completions: texts, without thoughts and calls."""
+
     PREFIX = "cmpl"
     WHOLE = "text_completion"
     CHUNK = "text_completion"
 
     def opening(self) -> Iterator[Json]:
+        """Yield nothing: a text begins with its first piece."""
         yield from ()
 
     def _choice(self, index: int, logprobs: Json | None) -> Json:

@@ -53,7 +53,8 @@ def as_text(block: Mapping[str, Any], depth: int = 0) -> str:
 def joined(pieces: Iterable[tuple[str, bool]]) -> str:
     """Return the text of pieces of an answer or a result; one that ``as_text`` wrote, as the second
     of each pair says, has lines of its own."""
-    text, was_line = "", False
+    text = ""
+    was_line = False
     for piece, is_line in pieces:
         if text and piece and (is_line or was_line) and not text.endswith("\n"):
             text += "\n"

@@ -79,9 +79,11 @@ class Reply(ABC):
         """The whole reply, as far as it has come."""
 
     @abstractmethod
-    def event(self, body: Json) -> bytes: ...
+    def event(self, body: Json) -> bytes:
+        """Return an event of the stream as it is sent."""
 
     def failure(self, error: ApiError) -> Json:
+        """Return an error in OpenAI's form: the body, or the event that ends a stream."""
         return error.body
 
 
@@ -102,6 +104,7 @@ class BlockReply(Reply):
             yield from self._end(delta)
 
     def event(self, body: Json) -> bytes:
+        """Return an event with its type as its name."""
         return f"event: {body['type']}\ndata: {json.dumps(body)}\n\n".encode()
 
     def _last_ended(self, *, is_cut: bool) -> Iterator[Json]:

@@ -76,17 +76,22 @@ class Generator(Protocol):
     """A generator of answers, a token at a time: a ``PipelineGenerator``. It is idle between
     answers: a step is then a sign of life to other ranks."""
 
-    def add(self, number: int, request: GenerationRequest) -> None: ...
+    def add(self, number: int, request: GenerationRequest) -> None:
+        """Begin the answer ``number``."""
 
-    def cancel(self, number: int) -> None: ...
+    def cancel(self, number: int) -> None:
+        """Give up an answer that has not ended."""
 
-    def step(self) -> Sequence[tuple[int, Delta]]: ...
+    def step(self) -> Sequence[tuple[int, Delta]]:
+        """Generate further, and return the deltas that have come, by number."""
 
     @property
-    def is_idle(self) -> bool: ...
+    def is_idle(self) -> bool:
+        """True while no answer is under way."""
 
     @property
-    def kept_tokens(self) -> int: ...
+    def kept_tokens(self) -> int:
+        """Tokens in the prefix cache."""
 
 
 SECONDS_TOGETHER = 0.01

@@ -217,31 +217,37 @@ class ResponseReply(BlockReply):
     _cut: int | None = None
 
     def event(self, body: Json) -> bytes:
+        """Return an event with its number in the stream."""
         numbered = {"sequence_number": self._events, **body}
         self._events += 1
         return super().event(numbered)
 
     @property
     def sign_of_life(self) -> bytes:
+        """An event that says once more that the response is in progress."""
         # Codex counts no comments, and some clients refuse events that they do not know.
         return self.event(
             {"type": "response.in_progress", "response": {**self.whole, "output": []}}
         )
 
     def failure(self, error: ApiError) -> Json:
+        """Return the error as a body, or as the event that ends a stream."""
         if not self.request.stream:
             return error.body
         return {"type": "error", "code": error.code, "message": str(error), "param": error.param}
 
     def opening(self) -> Iterator[Json]:
+        """Yield ``response.created`` and ``response.in_progress``."""
         yield {"type": "response.created", "response": self.whole}
         yield {"type": "response.in_progress", "response": self.whole}
 
     def closing(self) -> Iterator[Json]:
+        """Yield the event of the end, with the whole response."""
         yield {"type": f"response.{self._status}", "response": self.whole}
 
     @property
     def whole(self) -> Json:
+        """The response, as far as it has come."""
         is_cut = self._status == "incomplete"
         return {
             "id": f"resp_{self.id}",
@@ -292,7 +298,8 @@ class ResponseReply(BlockReply):
             yield self._of_text("done", block.kind, text=block.text)
             yield self._of_content("content_part.done", part=item["content"][0])
         else:
-            begun, (event, field) = {**item, "status": "in_progress"}, TOLD[item["type"]]
+            begun = {**item, "status": "in_progress"}
+            event, field = TOLD[item["type"]]
             yield self._event("output_item.added", item={**begun, field: ""} if field else begun)
             if field:
                 yield self._of_item(f"{event}.delta", delta=item[field])

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -233,16 +234,21 @@ def escaped(pattern: str) -> str:
     return re.sub(r"(?s)\\.|[/\n]", lambda found: told.get(found[0], found[0]), pattern)
 
 
+def _said(special: Mapping[str, int], text: str) -> str:
+    """Return a text in a grammar's words."""
+    return " ".join(terms(text, special))
+
+
 def call_rules(
     tools: Sequence[Tool], written: CallFormat, special: Mapping[str, int], *, parallel: bool
 ) -> list[str]:
     """Return the rules of a ``body`` that calls one of ``tools``, or several if calls may be
     ``parallel``."""
 
-    def said(text: str) -> str:
-        return " ".join(terms(text, special))
-
-    thought, more, rules = "", "", []
+    said = partial(_said, special)
+    thought = ""
+    more = ""
+    rules = []
     if written.thought is not None:
         thought = f"({said(written.thought.start)} THOUGHT {said(written.thought.end)})?"
         rules.append("THOUGHT: /(?s:.*)/")
@@ -250,8 +256,8 @@ def call_rules(
         name = tool["function"]["name"]
         schema = closed({"type": "object", **tool["function"]["parameters"]})
         rules.append(f"arguments_{number}: {json_term(schema, LITTLE_SPACE)}")
-        before, after = said(written.begun(name)), said(written.after)
-        rules.append(f"call_{number}: {before} arguments_{number} {after}")
+        before = said(written.begun(name))
+        rules.append(f"call_{number}: {before} arguments_{number} {said(written.after)}")
     rules.append(f"call: {' | '.join(f'call_{number}' for number in range(len(tools)))}")
     if parallel and written.between is not None:
         more = f"({said(written.between)} call)*"
