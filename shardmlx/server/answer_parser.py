@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from shardmlx.inference.answer_format import AnswerFormat, Marks, Tool
 from shardmlx.inference.detokenize import StopStrings, before_any, overlap
+from shardmlx.server.closed_schema import definition_in
 from shardmlx.server.json_texts import with_whole_characters
 
 ID_LENGTH = 9
@@ -216,13 +217,11 @@ def _plain(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def _referred(schema: Any, root: Mapping[str, Any]) -> Any:
-    """Return what a schema refers to, if it does: definitions stand at the top of ``root``."""
+    """Return what a schema within ``root`` refers to, if it does."""
     reference = schema.get("$ref") if isinstance(schema, dict) else None
     if not isinstance(reference, str):
         return schema
-    *_, place, name = ("", "", *reference.split("/"))
-    definitions = root.get(place)
-    return definitions.get(name, {}) if isinstance(definitions, dict) else {}
+    return definition_in(root, reference) or {}
 
 
 # Calls that are JSON within the text: those of Llama 3, and of models that know no tools.

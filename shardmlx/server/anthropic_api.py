@@ -35,7 +35,7 @@ from shardmlx.server.other_blocks import as_text, joined
 from shardmlx.server.replies import BlockReply
 from shardmlx.server.request_bodies import AskedChat, StopStrings, TokenLimit, read_body
 from shardmlx.server.request_queue import Delta
-from shardmlx.server.structure import SchemaBody, Structure, structure_of
+from shardmlx.server.structure import ResponseFormatBody, Structure
 
 BILLING = re.compile(r"\A\s*x-anthropic-billing-header:[^\n]*\n?")
 """A line of Claude Code, different in every request: no prefix could be found again."""
@@ -85,7 +85,7 @@ class AnthropicMessage(Body):
             super().refuse_unknown(where)
 
 
-class AnthropicFormat(SchemaBody):
+class AnthropicFormat(ResponseFormatBody):
     """The structure that a request asks for."""
 
     type: Literal["json_schema"]
@@ -171,8 +171,8 @@ class MessagesBody(AskedChat):
                 "output_format",
             )
         if form is not None:
-            return structure_of("output_config.format", form.json_schema)
-        return None if former is None else structure_of("output_format", former.json_schema)
+            return form.structure("output_config.format")
+        return None if former is None else former.structure("output_format")
 
     def chat(self) -> ChatRequest:
         """Return what is asked for. Raises ``ApiError``."""

@@ -172,7 +172,7 @@ class _Closing:
         reference = str(schema.get("$ref"))
         if "$ref" in schema and reference not in seen:
             seen.add(reference)
-            target = self._target(reference)
+            target = definition_in(self.root, reference)
             if target is None:
                 return None
             parts.append(target)
@@ -208,24 +208,9 @@ class _Closing:
                 result[key] = [self.closed(each) for each in schema[key]]
         return result
 
-    def _target(self, reference: str) -> Schema | None:
-        """Return the definition that a reference within the schema means; None if there is none."""
-        if not reference.startswith("#"):
-            return None
-        target: Any = self.root
-        for step in filter(None, unquote(reference[1:]).split("/")):
-            name = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(target, list) and name.isdecimal() and int(name) < len(target):
-                target = target[int(name)]
-            elif isinstance(target, dict) and name in target:
-                target = target[name]
-            else:
-                return None
-        return target if isinstance(target, dict) else None
-
     def _twin(self, reference: str) -> str:
         """Return a reference to the same definition, but open. One that means none stays."""
-        target = self._target(reference)
+        target = definition_in(self.root, reference)
         if target is None:
             return reference
         if reference not in self.twins:
@@ -236,6 +221,23 @@ class _Closing:
             own = {key: value for key, value in target.items() if key not in DEFINITIONS}
             self.made[name] = self.opened(own)
         return f"#/$defs/{self.twins[reference]}"
+
+
+def definition_in(root: Schema, reference: str) -> dict[str, Any] | None:
+    """Return the definition that a reference within the schema ``root`` means; None if there is
+    none."""
+    if not reference.startswith("#"):
+        return None
+    target: Any = root
+    for step in filter(None, unquote(reference[1:]).split("/")):
+        name = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(target, list) and name.isdecimal() and int(name) < len(target):
+            target = target[int(name)]
+        elif isinstance(target, dict) and name in target:
+            target = target[name]
+        else:
+            return None
+    return target if isinstance(target, dict) else None
 
 
 def _says_nothing(key: str, value: Any) -> bool:

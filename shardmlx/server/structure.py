@@ -74,7 +74,9 @@ class ResponseFormatBody(Body):
         """Return the structure that an answer must have, if any. Raises ``ApiError``, which calls
         the form ``where``."""
         schema = self.wanted(where)
-        return None if schema is None else structure_of(where, schema)
+        return (
+            None if schema is None else Structure(where, [f"body: {_body('json', schema, where)}"])
+        )
 
 
 class StructureBody(Body):
@@ -123,11 +125,6 @@ class StructuredBody(Body):
             ("structured_outputs", "choice", other.choice),
             ("structured_outputs", "grammar", other.grammar),
         ]
-
-
-def structure_of(param: str, schema: Json) -> Structure:
-    """Return the structure of JSON of a schema, for which field ``param`` asks."""
-    return Structure(param, [f"body: {json_term(closed(schema))}"])
 
 
 def _body(kind: str, value: Any, param: str) -> str:
