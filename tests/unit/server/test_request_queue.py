@@ -8,6 +8,7 @@ import pytest
 
 from shardmlx.server.answer_parser import AnswerPart
 from shardmlx.server.request_queue import (
+    MOST_TOGETHER,
     Delta,
     GenerationRequest,
     PendingAnswers,
@@ -248,3 +249,36 @@ def test_nobody_need_listen_any_more() -> None:
     thread.join(30)
     assert not thread.is_alive()
     assert parrot.is_idle
+
+
+def test_what_comes_together_is_told_together_and_silence_too() -> None:
+    """A few at a time: of a client who reads slowly no more is told before it reads."""
+
+    async def session() -> list[list[int]]:
+        answers = PendingAnswers(RequestQueue(8), range(5, 6))
+        told: list[list[int]] = []
+        async for come in answers.news(0.02):
+            told.append([each.delta.generated for each in come])
+            if told == [[]]:
+                for made in range(1, 41):
+                    answers.put(5, Delta((), (), made))
+                answers.put(5, Delta((), (), 41, finish_reason="stop"))
+        return told
+
+    silence, first, rest = asyncio.run(session())
+    assert (silence, first) == ([], list(range(1, MOST_TOGETHER + 1)))
+    assert rest == list(range(MOST_TOGETHER + 1, 42))
+
+
+def test_what_comes_later_is_told_with_what_came_before_the_end_of_the_service() -> None:
+    async def session() -> None:
+        answers = PendingAnswers(RequestQueue(8), range(2))
+        answers.put(0, Delta((), (), 1))
+        answers.put(1, ServiceEnded("it is late"))
+        news = answers.news(60)
+        (only,) = await anext(news)
+        assert (only.index, only.delta.generated) == (0, 1)
+        with pytest.raises(ServiceEnded, match="it is late"):
+            await anext(news)
+
+    asyncio.run(session())
