@@ -333,6 +333,18 @@ def tokens_of_text(
     return ids, [*itertools.accumulate((end for _, end in offsets), max)]
 
 
+def backend_of(tokenizer: Any) -> Any | None:
+    """Return the tokenizer of the tokenizers package that alone makes a tokenizer's tokens; None
+    where there is none.
+
+    mlx-lm 0.32.2: its wrapper has transformers' in ``_tokenizer``. When it breaks: return None.
+    """
+    inner = getattr(tokenizer, "_tokenizer", None)
+    if inner is None or not inner.is_fast or not _encodes_plainly(inner):
+        return None
+    return inner.backend_tokenizer
+
+
 def _encodes_plainly(inner: Any) -> bool:
     """Return whether a tokenizer of transformers adds nothing to what its backend does, which alone
     takes half the time.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -84,13 +84,20 @@ class SetFacts:
     looked_at: str | None = None
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], known: np.ndarray | None = None) -> SetFacts:
+    def of(cls, samples: Iterable[Sample], known: np.ndarray | None = None) -> SetFacts:
         """Return the facts of samples that are tokens, of which so much is ``known``."""
+        digest = hashlib.sha256()
+        count = 0
+        longest = 0
+        for sample in samples:
+            digest.update(_packed(sample))
+            count += 1
+            longest = max(longest, len(sample[0]))
         return cls(
-            samples=len(samples),
-            longest=max((len(tokens) for tokens, _ in samples), default=0),
+            samples=count,
+            longest=longest,
             labels=labels_digest(known),
-            sha256=tokens_digest(samples),
+            sha256=digest.hexdigest(),
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -103,10 +110,14 @@ class SetFacts:
 def tokens_digest(samples: Iterable[Sample]) -> str:
     """Return a digest of samples' tokens, and of where their losses start."""
     digest = hashlib.sha256()
-    for tokens, start in samples:
-        digest.update(np.array([len(tokens), start], np.int64).tobytes())
-        digest.update(np.asarray(tokens, np.int64).tobytes())
+    for sample in samples:
+        digest.update(_packed(sample))
     return digest.hexdigest()
+
+
+def _packed(sample: Sample) -> bytes:
+    tokens, start = sample
+    return np.array([len(tokens), start, *tokens], np.int64).tobytes()
 
 
 def labels_digest(known: np.ndarray | None) -> str | None:

@@ -70,7 +70,7 @@ class PreferenceRows(RowForm):
             self.conversations.check(conversation, where)
         return [is_wanted for _, _, is_wanted in answers]
 
-    def samples(self, row: Row, where: str) -> list[Sample]:
+    def samples(self, row: Row, where: str, most: int | None = None) -> list[Sample]:
         """Return the tokens of a row's answers, the chosen one first. Raises ``UserError``."""
         found: list[Sample] = []
         for name, conversation, _ in self._answers(row, where):

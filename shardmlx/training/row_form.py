@@ -12,7 +12,9 @@ Row = Mapping[str, Any]
 
 
 class RowForm(ABC):
-    """The form of the rows of a set."""
+    """The form of the rows of a set. It ``has_cut`` a text if not all of its tokens were made."""
+
+    has_cut: bool = False
 
     @abstractmethod
     def check(self, row: Row, where: str) -> Sequence[bool]:
@@ -20,8 +22,9 @@ class RowForm(ABC):
         Raises ``UserError``, which calls it ``where``, as far as it can be told without tokens."""
 
     @abstractmethod
-    def samples(self, row: Row, where: str) -> list[Sample]:
-        """Return a row's tokens, once for each answer. Raises ``UserError``."""
+    def samples(self, row: Row, where: str, most: int | None = None) -> list[Sample]:
+        """Return a row's tokens, once for each answer. Of a text that has more than ``most`` tokens
+        there may be some more than these alone. Raises ``UserError``."""
 
     def head(self, row: Row, where: str) -> int:
         """Return how many tokens at the begin of a row a cut from the left leaves."""

@@ -32,6 +32,7 @@ from shardmlx.training.foreign_rows import (
 from shardmlx.training.preference_rows import PreferenceRows
 from shardmlx.training.row_form import Row, RowForm
 from shardmlx.training.row_notes import RowNotes
+from shardmlx.training.text_cuts import TextCuts
 
 
 class TextRows(RowForm):
@@ -40,6 +41,7 @@ class TextRows(RowForm):
     def __init__(self, tokenizer: TokenizerWrapper, key: str) -> None:
         self._tokenizer = tokenizer
         self._key = key
+        self._cuts = TextCuts(tokenizer)
 
     def check(self, row: Row, where: str) -> Sequence[bool]:
         text = value_of(row, self._key, where)
@@ -47,9 +49,15 @@ class TextRows(RowForm):
             raise no_text(text, f"{where}: {self._key}")
         return (True,)
 
-    def samples(self, row: Row, where: str) -> list[Sample]:
+    def samples(self, row: Row, where: str, most: int | None = None) -> list[Sample]:
         text: str = row[self._key]
+        beginning = None if most is None else self._cuts.beginning(text, most)
         try:
+            if most is not None and beginning is not None:
+                tokens = list(self._tokenizer.encode(beginning))
+                if self._cuts.suffices(len(tokens), most):
+                    self.has_cut = True
+                    return [(tokens, 0)]
             tokens = list(self._tokenizer.encode(text))
         except Exception as error:
             raise not_tokenised(error, where) from None
@@ -73,7 +81,7 @@ class ConversationRows(RowForm):
         self._conversations.check(self._read(row, where), where)
         return (True,)
 
-    def samples(self, row: Row, where: str) -> list[Sample]:
+    def samples(self, row: Row, where: str, most: int | None = None) -> list[Sample]:
         return [self._conversations.tokenise(self._read(row, where), where)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, overload
 
@@ -158,8 +158,9 @@ class SampleSet(SampleSource):
         lines = []
         if cut and "cut" not in self._said:
             self._said.add("cut")
-            longest = max(part.longest for part in self.parts)
+            longest = str(max(part.longest for part in self.parts))
             which = "the longest" if is_of_all else "the longest so far"
+            longest = f"over {most}" if any(part.has_cut for part in self.parts) else longest
             lines.append(
                 f"{self.name}: {how_many(cut, total, is_of_all=is_of_all)} sequences are longer "
                 f"than --max-seq-length {most} and are cut ({which} has {longest})"
@@ -180,9 +181,10 @@ class SampleSet(SampleSource):
     def facts(self, then: Mapping[str, Any] | None = None) -> SetFacts:
         """Return the facts of the set: the same ones as those of ``then``, as a checkpoint keeps
         them, if they are given."""
-        by_content = not self.is_complete if then is None else "content" in then
+        is_whole = self.is_complete and not any(part.has_cut for part in self.parts)
+        by_content = not is_whole if then is None else "content" in then
         if not by_content:
-            return SetFacts.of(self, self.known)
+            return SetFacts.of(self._whole(), self.known)
         return SetFacts(
             samples=len(self),
             longest=max((part.longest for part in self.parts), default=0),
@@ -195,6 +197,13 @@ class SampleSet(SampleSource):
                 for sample in part.samples(row)
             ),
         )
+
+    def _whole(self) -> Iterator[Sample]:
+        """Yield all samples, with all tokens of texts that are cut."""
+        for number, place in self._places.tolist():
+            part = self.parts[number]
+            row, answer = divmod(place, part.together)
+            yield part.whole_samples(row)[answer]
 
     def _content_digest(self) -> str:
         """Return a digest of what the columns that are read hold, in the order of the samples."""

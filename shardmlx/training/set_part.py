@@ -131,13 +131,22 @@ class SetPart:
         """Return the samples of a row: none if it is left out. Raises ``UserError``."""
         if row in self._kept:
             return self._kept[row]
-        found = self._tokenised(row)
+        found = self._tokenised(row, self.most)
         self._kept[row] = found
         self._tokens += sum(len(tokens) for tokens, _ in found)
         while self._tokens > _KEPT_TOKENS and not self.is_complete and len(self._kept) > 1:
             oldest = self._kept.pop(next(iter(self._kept)))
             self._tokens -= sum(len(tokens) for tokens, _ in oldest)
         return found
+
+    def whole_samples(self, row: int) -> list[Sample]:
+        """Return the samples of a row with all tokens of a text that is cut."""
+        return self._tokenised(row, None) if self.has_cut else self.samples(row)
+
+    @property
+    def has_cut(self) -> bool:
+        """True if of some text not all tokens were made."""
+        return self._form.has_cut
 
     def estimated(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the lengths of all samples, and how many of their tokens count: (rows, answers),
@@ -175,11 +184,11 @@ class SetPart:
         known = self._is_known
         return float((self.lengths[known].max(axis=1) / np.maximum(self.sizes[known], 1)).max())
 
-    def _tokenised(self, row: int) -> list[Sample]:
+    def _tokenised(self, row: int, most: int | None) -> list[Sample]:
         where = row_name(self.name, row)
         given = self.rows[row]
         samples: list[tuple[np.ndarray, int]] = []
-        for tokens, start in self._form.samples(given, where):
+        for tokens, start in self._form.samples(given, where, most):
             if not len(tokens):
                 raise UserError(f"{where} gives no token", "take the row out")
             samples.append((np.array(tokens, np.int32), start))
