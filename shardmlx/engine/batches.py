@@ -48,9 +48,12 @@ class SampleSource(Sequence[Sample]):
         """Begin to make the samples that are asked for next."""
 
 
-def counted_in(tokens: np.ndarray, start: int, most: int) -> int:
+def counted_in(tokens: Sequence[int], start: int, most: int) -> int:
     """Return how many of a sample's first ``most`` tokens count in the loss, from ``start`` on."""
-    return int((tokens[max(start, 1) : most] >= 0).sum())
+    targets = tokens[max(start, 1) : most]
+    if not targets or min(targets) >= 0:
+        return len(targets)
+    return sum(token >= 0 for token in targets)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,6 +19,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from shardmlx.common.yaml_reader import is_number
 from shardmlx.compat import (
+    backend_of,
     has_generation_marks,
     has_template_in_python,
     tokens_of_assistant,
@@ -187,6 +188,10 @@ class ChatTemplate:
 
     # Text, tokens, and those that count.
 
+    @functools.cached_property
+    def _backend(self) -> Any | None:
+        return backend_of(self._tokenizer)
+
     def written(
         self, messages: Sequence[Message], tools: Tools, *, with_places: bool = True
     ) -> Written:
@@ -196,7 +201,8 @@ class ChatTemplate:
         assistant's (``{% generation %}``).
         """
         text = self.text(messages, tools)
-        found = tokens_of_text(self._tokenizer, text, with_ends=with_places)
+        backend = self._backend
+        found = tokens_of_text(self._tokenizer, text, with_ends=with_places, backend=backend)
         tokens, ends = (self.tokens(messages, tools), None) if found is None else found
         if not (with_places and has_generation_marks(self._tokenizer, tools)):
             return Written(text, tokens, ends)

@@ -145,7 +145,7 @@ def parse_row(line: bytes, where: str) -> Row:
 
 def _decoded(content: bytes, where: str) -> str:
     try:
-        return content.decode("utf-8-sig")
+        return content.decode().removeprefix("\ufeff")  # the mark of Windows
     except UnicodeDecodeError as error:
         problem = f"{where} is not UTF-8 text: {error.reason} at byte {error.start}"
         raise UserError(problem, "save it as UTF-8") from None

@@ -13,7 +13,6 @@ from typing import Any
 from jinja2 import TemplateError
 
 from shardmlx.config.data import ALL, ASSISTANT, LAST
-from shardmlx.engine.batches import Sample
 from shardmlx.errors import UserError, one_line
 from shardmlx.training.chat_template import KNOWN_ROLES, ChatTemplate, Written
 from shardmlx.training.foreign_rows import (
@@ -26,7 +25,7 @@ from shardmlx.training.foreign_rows import (
 )
 from shardmlx.training.loss_switches import counts_by_itself, without_switches
 from shardmlx.training.message_marks import has_words
-from shardmlx.training.row_form import Row
+from shardmlx.training.row_form import Row, RowTokens
 from shardmlx.training.row_notes import NOTHING, RowNotes, shown
 
 _TAKE_OUT = "write text (a number in quotes), or take the row out"
@@ -115,7 +114,7 @@ class Conversations:
     def _note(self, what: str, where: str) -> None:
         self.notes.add(what, where, is_of_all=True)
 
-    def tokenise(self, conversation: Conversation, where: str) -> Sample:
+    def tokenise(self, conversation: Conversation, where: str) -> RowTokens:
         """Return the tokens of a conversation that was checked, some of which count."""
         tools = conversation.tools
         counts = self._counted(conversation.messages, where)

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardmlx.config.data import FeatureKeys
-from shardmlx.engine.batches import Sample
 from shardmlx.errors import UserError
 from shardmlx.training.data_rows import (
     SYSTEM,
@@ -29,7 +28,7 @@ from shardmlx.training.data_rows import (
     value_of,
 )
 from shardmlx.training.message_marks import has_words
-from shardmlx.training.row_form import Row, RowForm
+from shardmlx.training.row_form import Row, RowForm, RowTokens
 from shardmlx.training.row_notes import shown
 
 _LABELS = {"true": True, "1": True, "false": False, "0": False}
@@ -70,15 +69,15 @@ class PreferenceRows(RowForm):
             self.conversations.check(conversation, where)
         return [is_wanted for _, _, is_wanted in answers]
 
-    def samples(self, row: Row, where: str, most: int | None = None) -> list[Sample]:
+    def samples(self, row: Row, where: str, most: int | None = None) -> list[RowTokens]:
         """Return the tokens of a row's answers, the chosen one first. Raises ``UserError``."""
-        found: list[Sample] = []
+        found: list[RowTokens] = []
         for name, conversation, _ in self._answers(row, where):
             tokens, start = self.conversations.tokenise(conversation, where)
             if start >= len(tokens):
                 raise UserError(f"{where}: nothing of {name} counts", "take the row out")
             found.append((tokens, start))
-        if len(found) > 1 and [*found[0][0]] == [*found[1][0]]:
+        if len(found) > 1 and found[0][0] == found[1][0]:
             raise UserError(f"{where}: its two answers are the same", "take the row out")
         return found
 

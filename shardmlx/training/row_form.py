@@ -6,9 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardmlx.engine.batches import Sample
-
 Row = Mapping[str, Any]
+
+RowTokens = tuple[list[int], int]
+"""The tokens of an answer with its prompt, as a ``Sample`` has them, and where its loss starts."""
 
 
 class RowForm(ABC):
@@ -22,9 +23,9 @@ class RowForm(ABC):
         Raises ``UserError``, which calls it ``where``, as far as it can be told without tokens."""
 
     @abstractmethod
-    def samples(self, row: Row, where: str, most: int | None = None) -> list[Sample]:
-        """Return a row's tokens, once for each answer. Of a text that has more than ``most`` tokens
-        there may be some more than these alone. Raises ``UserError``."""
+    def samples(self, row: Row, where: str, most: int | None = None) -> list[RowTokens]:
+        """Return a row's tokens, once for each answer; of a text with more than ``most`` at least
+        these. Raises ``UserError``."""
 
     def head(self, row: Row, where: str) -> int:
         """Return how many tokens at the begin of a row a cut from the left leaves."""

@@ -9,7 +9,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from shardmlx.config.data import ALL, LAST, FeatureKeys, WantedData
 from shardmlx.config.objective import facts_of
-from shardmlx.engine.batches import Sample
 from shardmlx.errors import UserError
 from shardmlx.training.chat_template import ChatTemplate
 from shardmlx.training.data_rows import (
@@ -30,7 +29,7 @@ from shardmlx.training.foreign_rows import (
     OUTPUT,
 )
 from shardmlx.training.preference_rows import PreferenceRows
-from shardmlx.training.row_form import Row, RowForm
+from shardmlx.training.row_form import Row, RowForm, RowTokens
 from shardmlx.training.row_notes import RowNotes
 from shardmlx.training.text_cuts import TextCuts
 
@@ -49,7 +48,7 @@ class TextRows(RowForm):
             raise no_text(text, f"{where}: {self._key}")
         return (True,)
 
-    def samples(self, row: Row, where: str, most: int | None = None) -> list[Sample]:
+    def samples(self, row: Row, where: str, most: int | None = None) -> list[RowTokens]:
         text: str = row[self._key]
         beginning = None if most is None else self._cuts.beginning(text, most)
         try:
@@ -81,7 +80,7 @@ class ConversationRows(RowForm):
         self._conversations.check(self._read(row, where), where)
         return (True,)
 
-    def samples(self, row: Row, where: str, most: int | None = None) -> list[Sample]:
+    def samples(self, row: Row, where: str, most: int | None = None) -> list[RowTokens]:
         return [self._conversations.tokenise(self._read(row, where), where)]
 
 

@@ -6,7 +6,7 @@ within a second: all rows of a small part. The others' lengths are estimated by 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,10 +14,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from shardmlx.config.data import WantedData
 from shardmlx.config.objective import SFT, rows_together
-from shardmlx.engine.batches import Sample, counted_in, token_ids
+from shardmlx.engine.batches import Sample, counted_in
 from shardmlx.errors import UserError, unknown_token
 from shardmlx.training.data_files import row_name
 from shardmlx.training.data_sources import RawSet
+from shardmlx.training.row_form import RowTokens
 from shardmlx.training.row_forms import find_form
 from shardmlx.training.row_notes import RowNotes, how_many
 
@@ -187,27 +188,26 @@ class SetPart:
     def _tokenised(self, row: int, most: int | None) -> list[Sample]:
         where = row_name(self.name, row)
         given = self.rows[row]
-        samples: list[tuple[np.ndarray, int]] = []
-        for tokens, start in self._form.samples(given, where, most):
-            if not len(tokens):
-                raise UserError(f"{where} gives no token", "take the row out")
-            samples.append((np.array(tokens, np.int32), start))
-        for ids, _ in samples:
-            self._check(ids, where)
+        answers = self._form.samples(given, where, most)
+        for tokens, _ in answers:
+            self._check(tokens, where)
         is_new = self.lengths[row, 0] < 0
-        too_long = max(len(ids) for ids, _ in samples) - self.most
+        too_long = max(len(tokens) for tokens, _ in answers) - self.most
         if self._is_preference and too_long > 0:
             head = self._form.head(given, where)
-            room = min(start for _, start in samples) - head
+            room = min(start for _, start in answers) - head
             self.is_lost[row] = room <= too_long
-            samples = [_shortened(*sample, head, too_long) for sample in samples]
+            answers = [_shortened(*answer, head, too_long) for answer in answers]
             self.cut += bool(is_new and not self.is_lost[row])
-        for number, (ids, start) in enumerate(samples):
-            self.lengths[row, number] = len(ids)
-            self.counted[row, number] = counted_in(ids, start, self.most)
-        if is_new and not self.is_lost[row]:
-            self._count(row)
-        return [] if self.is_lost[row] else [*samples]
+        if is_new:
+            for number, (tokens, start) in enumerate(answers):
+                self.lengths[row, number] = len(tokens)
+                self.counted[row, number] = counted_in(tokens, start, self.most)
+            if not self.is_lost[row]:
+                self._count(row)
+        if self.is_lost[row]:
+            return []
+        return [(np.array(tokens, np.int32), start) for tokens, start in answers]
 
     def _count(self, row: int) -> None:
         """Count a row that has become tokens for the first time."""
@@ -216,19 +216,22 @@ class SetPart:
         if not self._is_preference:
             self.cut += int((self.lengths[row] > self.most).sum())
 
-    def _check(self, tokens: np.ndarray, where: str) -> None:
-        """Raise ``UserError`` for a row that is too long, or has a token unknown to the model."""
+    def _check(self, tokens: Sequence[int], where: str) -> None:
+        """Raise ``UserError`` for a row without a token, one that is too long, or one with a token
+        unknown to the model."""
+        if not tokens:
+            raise UserError(f"{where} gives no token", "take the row out")
         positions, vocabulary = self._how.positions, self._how.vocabulary
         if positions is not None and positions < self.most and len(tokens) > positions:
             raise UserError(
                 f"{where} has {len(tokens)} tokens, and the model's limit is {positions}",
                 f"use --max-seq-length {positions} to cut it",
             )
-        if vocabulary is not None:
-            ids = token_ids(tokens[: self.most])
-            if ids.max() >= vocabulary:
-                unknown = int(ids[ids >= vocabulary][0])
-                raise unknown_token(where, unknown, vocabulary)
+        seen = tokens[: self.most]
+        if vocabulary is not None and max(max(seen), ~min(seen)) >= vocabulary:
+            ids = (max(token, ~token) for token in seen)
+            unknown = next(each for each in ids if each >= vocabulary)
+            raise unknown_token(where, unknown, vocabulary)
 
     def _news_of_cuts(self) -> list[str]:
         """Return what is said of prompts of preferences that are too long."""
@@ -256,6 +259,6 @@ class SetPart:
         return lines
 
 
-def _shortened(tokens: np.ndarray, start: int, head: int, too_long: int) -> tuple[np.ndarray, int]:
+def _shortened(tokens: list[int], start: int, head: int, too_long: int) -> RowTokens:
     """Return a sample without so many tokens of its prompt behind the ``head``."""
-    return np.concatenate([tokens[:head], tokens[head + too_long :]]), start - too_long
+    return [*tokens[:head], *tokens[head + too_long :]], start - too_long

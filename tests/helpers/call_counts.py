@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 
-def calls_in(work: Callable[[], Any]) -> int:
-    """Return how many functions are called in ``work``, those of C among them."""
-    count = 0
+def calls_by_name(work: Callable[[], Any]) -> Counter[str]:
+    """Return how often functions of each name are called in ``work``, those of C among them."""
+    counts: Counter[str] = Counter()
 
-    def observe(frame: object, event: str, argument: object) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
+    def observe(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            counts[frame.f_code.co_name] += 1
+        elif event == "c_call":
+            counts[argument.__name__] += 1
 
     before = sys.getprofile()
     sys.setprofile(observe)
@@ -21,4 +25,9 @@ def calls_in(work: Callable[[], Any]) -> int:
         work()
     finally:
         sys.setprofile(before)
-    return count
+    return counts
+
+
+def calls_in(work: Callable[[], Any]) -> int:
+    """Return how many functions are called in ``work``, those of C among them."""
+    return calls_by_name(work).total()

@@ -42,7 +42,7 @@ def test_the_lengths_of_rows_with_and_without_padding() -> None:
 )
 def test_the_tokens_of_a_sample_that_count(length: int, start: int, counted: int) -> None:
     """Of a prompt that is longer than what is looked at, none; nor the first token."""
-    tokens = np.arange(length)
+    tokens = list(range(length))
     assert counted_in(tokens, start, 41) == counted
     tokens[8] = ~tokens[8]  # one that does not count
     assert counted_in(tokens, start, 41) == counted - (start <= 8)

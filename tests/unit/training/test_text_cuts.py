@@ -123,7 +123,7 @@ def test_special_tokens_of_several_words_are_never_cut() -> None:
     for added, is_cut in ((["<go on>"], False), (["<|go|>"], True)):
         cuts = TextCuts(tokenizer_of(DIVIDED["gpt-2"], added=added))
         assert (cuts.beginning(text * 3, 8) is not None) == is_cut
-    assert TextCuts(Letters()).beginning(text * 3, 8) is None  # type: ignore[arg-type]
+    assert TextCuts(Letters()).beginning(text * 3, 8) is None
 
 
 def test_short_texts_and_texts_without_a_place_stay_whole() -> None:
