@@ -22,6 +22,7 @@ from shardmlx.training.load_run import load_run, show_ranks
 from shardmlx.training.plan_run import open_for_training, plan_run, read_sets
 from shardmlx.training.planned_run import PlannedRun
 from shardmlx.training.run_warnings import warn_of
+from shardmlx.training.sample_set import SampleSet
 from shardmlx.training.sweep import plan_sweep, prepare_sweep
 from shardmlx.training.train import train
 from shardmlx.training.worker import TrainWorker
@@ -90,7 +91,9 @@ def dry_run(config: TrainConfig, crew: Crew[TrainWorker], reporter: Reporter) ->
     """Print the plan of a run, with the errors of one, and read no weight. On rank 0."""
     open_for_training(config, crew, reporter)
     if config.sweep is None:
-        planned, _ = plan_run(config, crew, reporter)
+        planned, data = plan_run(config, crew, reporter)
+        for each in (data.train, data.valid, data.test):
+            look_at_all(each, reporter)
         warn_of(planned.config, reporter)
     else:
         planned = plan_sweep(config, crew, reporter).whole
@@ -107,6 +110,15 @@ def dry_run(config: TrainConfig, crew: Crew[TrainWorker], reporter: Reporter) ->
                 is_there = ", which is there" if Path(place).exists() else ""
                 reporter.say(f"Would write {what} to {place}{is_there}")
     reporter.say("Dry run: nothing was loaded or written")
+
+
+def look_at_all(samples: SampleSet, reporter: Reporter) -> None:
+    """Make tokens of all samples of a set, and print what comes up. Raises ``UserError``."""
+    if not samples.is_complete:
+        for i in reporter.track(f"tokenising {samples.name}", range(len(samples))):
+            _ = samples[i]
+        for text in samples.news():
+            reporter.warn(text)
 
 
 def show_data(config: TrainConfig, rows: int, opened: OpenedModel, reporter: Reporter) -> None:

@@ -141,7 +141,6 @@ class SampleSet(SampleSource):
     def news(self) -> list[str]:
         """Return what is to be said of the samples, and was not said before. Raises ``UserError``
         if none that was looked at has a token to learn."""
-        self._wait()
         lines = [line for part in self.parts for line in part.news()]
         return [*lines, *self._news_of_losses()] if self.parts else lines
 

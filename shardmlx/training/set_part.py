@@ -7,7 +7,8 @@ within a second: all rows of a small part. The others' lengths are estimated by 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import RLock
 
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -44,6 +45,8 @@ class RowReading:
     tokenizer: TokenizerWrapper
     positions: int | None = None
     vocabulary: int | None = None
+    lock: RLock = field(default_factory=RLock)
+    """Held by the thread that makes tokens: not every tokenizer lets two at a time."""
 
 
 class SetPart:
@@ -63,7 +66,7 @@ class SetPart:
         self.notes = RowNotes(raw.name)
         self.together = rows_together(wanted.objective)
         self.most = wanted.max_seq_length
-        self._how = how
+        self.how = how
         self._is_preference = wanted.objective != SFT
         self._form = find_form(
             raw.rows[0],
@@ -130,15 +133,18 @@ class SetPart:
 
     def samples(self, row: int) -> list[Sample]:
         """Return the samples of a row: none if it is left out. Raises ``UserError``."""
-        if row in self._kept:
+        with self.how.lock:
+            if row not in self._kept:
+                self._keep(row)
             return self._kept[row]
+
+    def _keep(self, row: int) -> None:
         found = self._tokenised(row, self.most)
         self._kept[row] = found
         self._tokens += sum(len(tokens) for tokens, _ in found)
         while self._tokens > _KEPT_TOKENS and not self.is_complete and len(self._kept) > 1:
             oldest = self._kept.pop(next(iter(self._kept)))
             self._tokens -= sum(len(tokens) for tokens, _ in oldest)
-        return found
 
     def whole_samples(self, row: int) -> list[Sample]:
         """Return the samples of a row with all tokens of a text that is cut."""
@@ -167,7 +173,8 @@ class SetPart:
     def news(self) -> list[str]:
         """Return what is to be said of the rows, and was not said before. Raises ``UserError`` if
         no row is left."""
-        return [*self.notes.news(is_complete=self.is_complete), *self._news_of_cuts()]
+        with self.how.lock:
+            return [*self.notes.news(is_complete=self.is_complete), *self._news_of_cuts()]
 
     @property
     def looked_at(self) -> np.ndarray:
@@ -221,7 +228,7 @@ class SetPart:
         unknown to the model."""
         if not tokens:
             raise UserError(f"{where} gives no token", "take the row out")
-        positions, vocabulary = self._how.positions, self._how.vocabulary
+        positions, vocabulary = self.how.positions, self.how.vocabulary
         if positions is not None and positions < self.most and len(tokens) > positions:
             raise UserError(
                 f"{where} has {len(tokens)} tokens, and the model's limit is {positions}",

@@ -289,7 +289,11 @@ def test_a_run_ends_in_order_at_a_row_that_cannot_be_used(small: Path, tmp_path:
         val_batches=0,
         steps_per_report=1,
     )
-    with pytest.raises(AgreedFailure, match=rf"step \d: .*train\.jsonl:{third + 1} ") as error:
+    named = rf"train\.jsonl:{third + 1} "
+    with pytest.raises(AgreedFailure, match=rf"step \d: .*{named}") as error:
         LocalNetwork(1, timeout=60).run(lambda rank: train_model(config, rank))
     assert "take it out" in str(error.value)
     assert (out / "adapters.safetensors").exists()
+    dry = config.changed(dry_run=True)
+    with pytest.raises(UserError, match=named):
+        LocalNetwork(1, timeout=60).run(lambda rank: train_model(dry, rank))
