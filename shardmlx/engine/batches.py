@@ -144,9 +144,11 @@ class MicroBatch:
     def counts(self) -> np.ndarray:
         """True for each target that counts in the loss, (rows, T)."""
         if self.places is None:
-            numbers, spans = np.arange(1, self.shape[1] + 1), self.spans[:, None]
+            numbers = np.arange(1, self.shape[1] + 1)
+            spans = self.spans[:, None]
         else:
-            numbers, spans = self.places.positions + 1, self.spans[None, self.places.rows]
+            numbers = self.places.positions + 1
+            spans = self.spans[None, self.places.rows]
         counts: np.ndarray = (numbers >= spans[..., 0]) & (numbers <= spans[..., 1])
         counts &= self._marked_targets >= 0
         return counts
@@ -212,7 +214,8 @@ def few_widths(lengths: np.ndarray, max_seq_length: int) -> tuple[int, ...]:
     while len(widths) > MOST_WIDTHS:
         least = int((rows[:-1] * np.diff(widths)).argmin())
         rows[least + 1] += rows[least]
-        widths, rows = np.delete(widths, least), np.delete(rows, least)
+        widths = np.delete(widths, least)
+        rows = np.delete(rows, least)
     return tuple(widths.tolist())
 
 
@@ -326,14 +329,18 @@ class Batches(Iterator[Batch]):
         random = np.random.RandomState()
         random.set_state(self._drawn_from)
         self._draw(random)
-        self._epochs, self._next = position["epoch"], position["next"]
+        self._epochs = position["epoch"]
+        self._next = position["next"]
 
 
 def swapped(samples: Samples) -> Samples:
     """Return each prompt with the answer of the sample before, the first with the last one's."""
-    rows, bounds, begin = [], [], 0
+    rows = []
+    bounds = []
+    begin = 0
     for i in range(len(samples)):
-        (tokens, start), (others, theirs) = samples[i], samples[i - 1]
+        tokens, start = samples[i]
+        others, theirs = samples[i - 1]
         rows += [tokens[:start], others[theirs:]]
         end = begin + start + len(others) - theirs
         bounds.append((begin, end, start))

@@ -89,7 +89,8 @@ class Conversations:
 
     def messages(self, key: str, row: Row, where: str) -> list[Row]:
         """Return the messages in a column, as the template takes them."""
-        name, value = f"{where}: {key}", value_of(row, key, where)
+        name = f"{where}: {key}"
+        value = value_of(row, key, where)
         if not isinstance(value, list) or not value:
             raise UserError(f"{name} is {shown(value)}, no list of messages", _MESSAGES)
         if any(map(is_turn, value)):

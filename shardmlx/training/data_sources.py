@@ -34,7 +34,8 @@ class RawSet:
 def find_sets(wanted: WantedData) -> tuple[dict[str, list[RawSet]], list[str]]:
     """Find the sets that the run needs, mixtures in parts; return messages of missing ones too."""
     options = wanted.options
-    directory, given = Path(options.data), options.hf_dataset
+    directory = Path(options.data)
+    given = options.hf_dataset
     sources: list[Callable[[str], RawSet]]
     if given is not None:
         entries = [given] if isinstance(given, Mapping) else given
@@ -50,7 +51,8 @@ def find_sets(wanted: WantedData) -> tuple[dict[str, list[RawSet]], list[str]]:
         sources = [partial(_read_file, directory, options.features)]
     else:
         raise UserError(f"--data {directory} is a file", "name the directory with train.jsonl")
-    sets, warnings = {}, []
+    sets = {}
+    warnings = []
     for name in ["train", "valid"] * wanted.train + ["test"] * options.test:
         parts = [read(name) for read in sources]
         found = [part for part in parts if len(part.rows)]
@@ -84,7 +86,8 @@ def _read_file(directory: Path, keys: FeatureKeys, name: str) -> RawSet:
 def _read_entry(entry: Mapping[str, Any], where: str, optional: str | None, name: str) -> RawSet:
     """Read a set of one data set of Hugging Face's package; the ``optional`` one may be missing."""
     keys = FeatureKeys(**{each: key for each, key in entry.items() if each.endswith("_feature")})
-    path, split = entry["path"], entry.get(f"{name}_split", _SPLITS[name])
+    path = entry["path"]
+    split = entry.get(f"{name}_split", _SPLITS[name])
     remedy = f"name another, or look at path, config and {name}_split of hf_dataset"
     try:
         from datasets import load_dataset

@@ -65,7 +65,8 @@ def _read_set(
     name: str, raw: Sequence[RawSet], how: RowReading, progress: Progress, warnings: list[str]
 ) -> SampleSet:
     """Return a set of one part, or of several, mixed by their weights; add to the ``warnings``."""
-    parts, places = [], []
+    parts = []
+    places = []
     for number, each in enumerate(raw):
         part = SetPart(each, how)
         part.read(progress(f"reading {name}", range(len(each.rows))))

@@ -85,7 +85,8 @@ def messages_of(turns: Sequence[Any], name: str) -> list[Any]:
 
 def message_of(turn: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return a turn of ShareGPT, called ``name``, as a message. Raises ``UserError``."""
-    side, value = turn[_FROM], turn.get(_VALUE)
+    side = turn[_FROM]
+    value = turn.get(_VALUE)
     others = {key: each for key, each in turn.items() if key not in (_FROM, _VALUE)}
     if side == _CALL:
         return {"role": "assistant", **others, "tool_calls": _calls_of(value, f"{name}.value")}
@@ -132,8 +133,14 @@ def _from_json(value: Any) -> Any:
 
 
 def alpaca_messages(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Return the conversation of a row in Alpaca's form: questions and answers of its history, then
-    the instruction, with the input on a line of its own, and the output. Raises ``UserError``."""
+    """Return the conversation of a row in Alpaca's form. Raises ``UserError``."""
+    prompt = alpaca_prompt(row, where)
+    return [*prompt, {"role": "assistant", "content": _text(row, OUTPUT, where)}]
+
+
+def alpaca_prompt(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """Return what a row in Alpaca's form asks: questions and answers of its history, then the
+    instruction, with the input, if there is one, on the next line. Raises ``UserError``."""
     messages = []
     for i, pair in enumerate(row.get(HISTORY) or ()):
         if not isinstance(pair, list) or [*map(type, pair)] != [str, str]:
@@ -141,21 +148,13 @@ def alpaca_messages(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
                 f"{where}: {HISTORY}[{i}] is {shown(pair)}, no question with its answer",
                 'write [["question", "answer"], ...]',
             )
-        messages += _question_and_answer(*pair)
-    question, answer = alpaca_question(row, where), _text(row, OUTPUT, where)
-    return [*messages, *_question_and_answer(question, answer)]
-
-
-def alpaca_question(row: Mapping[str, Any], where: str) -> str:
-    """Return the instruction of a row, with its input if it has one. Raises ``UserError``."""
+        for role, content in zip(("user", "assistant"), pair, strict=True):
+            messages.append({"role": role, "content": content})
     parts = [_text(row, INSTRUCTION, where)]
     if row.get(INPUT) not in NOTHING:
         parts.append(_text(row, INPUT, where))
-    return "\n".join(part for part in parts if part.strip())
-
-
-def _question_and_answer(question: str, answer: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    question = "\n".join(part for part in parts if part.strip())
+    return [*messages, {"role": "user", "content": question}]
 
 
 def _text(row: Mapping[str, Any], key: str, where: str) -> str:

@@ -8,7 +8,8 @@ A row is one of::
     {"prompt": ..., "completion": ..., "label": true}  for KTO; or messages and a label
 
 Each may have a text ``system``, with which the conversation then begins. Conversations may have
-their ``prompt`` beside them, as UltraFeedback's do.
+their ``prompt`` beside them, as UltraFeedback's do. The prompt may also be that of Alpaca's form,
+or ``conversations`` of ShareGPT.
 """
 
 from __future__ import annotations
@@ -26,6 +27,14 @@ from shardmlx.training.data_rows import (
     Conversations,
     named,
     value_of,
+)
+from shardmlx.training.foreign_rows import (
+    CONVERSATIONS,
+    HISTORY,
+    INPUT,
+    INSTRUCTION,
+    alpaca_prompt,
+    is_foreign,
 )
 from shardmlx.training.message_marks import has_words
 from shardmlx.training.row_form import Row, RowForm, RowTokens
@@ -122,7 +131,8 @@ class PreferenceRows(RowForm):
         both = keys.chosen_feature, keys.rejected_feature
         self.conversations.notes.reads(keys.prompt_feature, *both)
         has_prompt = row.get(keys.prompt_feature) not in (None, [])
-        if has_prompt and not any(_begins_with_prompt(row.get(key)) for key in both):
+        are_alone = not any(_begins_with_prompt(row.get(key)) for key in both)
+        if are_alone and (has_prompt or self._has_foreign_prompt(row)):
             prompt = self._prompt(row, where)
             chosen, rejected = ([*prompt, self._answer(row, key, where)] for key in both)
             return chosen, rejected
@@ -177,9 +187,18 @@ class PreferenceRows(RowForm):
     def _prompt(self, row: Row, where: str) -> list[Row]:
         """Return the messages of the prompt, which may be a text."""
         key = self.keys.prompt_feature
+        if self._has_foreign_prompt(row):
+            self.conversations.notes.reads(INSTRUCTION, INPUT, HISTORY, CONVERSATIONS)
+            if CONVERSATIONS in row:
+                return self.conversations.messages(CONVERSATIONS, row, where)
+            return [self.conversations.message(each, where) for each in alpaca_prompt(row, where)]
         if isinstance(value_of(row, key, where), str):
             return [self.conversations.message({"role": "user", "content": row[key]}, where)]
         return self.conversations.messages(key, row, where)
+
+    def _has_foreign_prompt(self, row: Row) -> bool:
+        """Return whether a row has its prompt in the form of another tool."""
+        return self.keys.prompt_feature not in row and is_foreign(row)
 
     def _answer(self, row: Row, key: str, where: str) -> Row:
         """Return an answer as a message: a text, a message, or a list of one."""

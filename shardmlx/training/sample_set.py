@@ -146,9 +146,12 @@ class SampleSet(SampleSource):
 
     def _news_of_losses(self) -> list[str]:
         """Return what is said of cuts, and of samples without a loss."""
-        is_of_all, most, total = self.is_complete, self.parts[0].most, len(self)
+        is_of_all = self.is_complete
+        most = self.parts[0].most
+        total = len(self)
         if is_of_all:
-            cut, idle = int((self.lengths > most).sum()), int((self.counted(most) == 0).sum())
+            cut = int((self.lengths > most).sum())
+            idle = int((self.counted(most) == 0).sum())
             looked_at = total
         else:
             cut = sum(part.cut for part in self.parts if self.known is None)

@@ -228,7 +228,8 @@ class SetPart:
         unknown to the model."""
         if not tokens:
             raise UserError(f"{where} gives no token", "take the row out")
-        positions, vocabulary = self.how.positions, self.how.vocabulary
+        positions = self.how.positions
+        vocabulary = self.how.vocabulary
         if positions is not None and positions < self.most and len(tokens) > positions:
             raise UserError(
                 f"{where} has {len(tokens)} tokens, and the model's limit is {positions}",
@@ -245,7 +246,8 @@ class SetPart:
         if not self._is_preference or self._is_cut_said:
             return []
         what = "pairs" if self.together > 1 else "rows"
-        total, lost = len(self.rows), int(self.is_lost.sum())
+        total = len(self.rows)
+        lost = int(self.is_lost.sum())
         self._is_cut_said = bool(self.cut or lost)
         lines = []
         if self.cut:

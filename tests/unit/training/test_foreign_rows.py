@@ -211,7 +211,17 @@ def test_a_turn_may_say_that_it_does_not_count(tmp_path: Path) -> None:
     assert (start, counted) == (len("<u>hi;<a>ho;<u>hi;<a>"), "ho;")
 
 
-def test_answers_of_preferences_may_be_turns(tmp_path: Path) -> None:
-    row = {"prompt": "hi", "chosen": GPT, "rejected": {"from": "gpt", "value": "no"}}
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        {"prompt": "hi"},
+        {"conversations": [HUMAN]},
+        {"instruction": "hi", "input": ""},
+        {"instruction": "", "input": "hi"},
+    ],
+)
+def test_preferences_may_have_these_forms(tmp_path: Path, prompt: Any) -> None:
+    row = {**prompt, "chosen": GPT, "rejected": {"from": "gpt", "value": "no"}}
     found = texts(tmp_path, row, objective="dpo", batch_size=2)
     assert found == ["<u>hi;<a>ho;", "<u>hi;<a>no;"]
+    assert unread(tmp_path, row, objective="dpo", batch_size=2) == []
