@@ -45,7 +45,9 @@ def test_what_is_shown_before_it_plays_is_the_falling_loss(recording: ModuleType
     _, *events = map(json.loads, recording.CAST.read_text(encoding="utf-8").splitlines())
     before = "".join(text for at, _, text in events if at <= float(seconds))
     losses = re.findall(r"step (\d+): loss ([\d.]+)", before.rpartition("Resumed from")[2])
-    assert [int(step) for step, _ in losses][:5] == [6, 7, 8, 9, 10]
+    steps = [int(step) for step, _ in losses]
+    assert steps == list(range(steps[0], steps[0] + len(steps)))
+    assert len(steps) > 3
     assert float(losses[-1][1]) < float(losses[0][1])
     assert before.rpartition("Resumed from")[2].count("\n") < recording.LINES
 
