@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from shardmlx.partitioners.evenest import balanced, uniform
-from shardmlx.partitioners.hetero import hetero, step_cost
+from shardmlx.partitioners.hetero import NoOrderFitsError, fastest_order, hetero, step_cost
 from shardmlx.partitioners.memory import DoesNotFitError, memory
 from shardmlx.partitioners.problem import LayerCosts, Partitioner, Problem
 from shardmlx.pipeline.stage_map import Partition, StageMap
@@ -24,11 +24,13 @@ __all__ = [
     "PARTITIONERS",
     "DoesNotFitError",
     "LayerCosts",
+    "NoOrderFitsError",
     "Partition",
     "Partitioner",
     "Problem",
     "StageMap",
     "balanced",
+    "fastest_order",
     "hetero",
     "memory",
     "step_cost",

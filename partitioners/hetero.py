@@ -19,9 +19,8 @@ import heapq
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,6 +65,14 @@ def hetero(problem: Problem) -> StageMap:
 
     Raises ``UserError`` if nothing fits, or for several stages a rank.
     """
+    try:
+        return fastest_order(problem)
+    except NoOrderFitsError as error:
+        raise error.nearest() from None
+
+
+def fastest_order(problem: Problem) -> StageMap:
+    """Return what ``hetero`` does; ``NoOrderFitsError``, at once, if nothing fits."""
     if problem.pp < problem.num_stages:
         raise UserError(
             f"the partitioner hetero puts one stage on each rank, not {problem.num_stages} stages "
@@ -84,28 +91,20 @@ def hetero(problem: Problem) -> StageMap:
 
 
 class NoOrderFitsError(DoesNotFitError):
-    """Error of the order, given or by memory, that lacks the least.
-
-    That order is found when a field or the message is asked for: it takes as long as the search for
-    one that fits, and a choice of many ways shows one error at most.
-    """
+    """Error of a problem that no order of its machines solves. It does not know by how much:
+    ``nearest`` does, which takes as long as the search for an order that fits."""
 
     def __init__(self, problem: Problem) -> None:
-        self._unsolved = problem
+        super().__init__("the model fits in no order of the machines", 0, math.inf, "use more")
+        self._problem = problem
 
-    @cached_property
-    def _nearest(self) -> DoesNotFitError:
-        problem = self._unsolved
+    def nearest(self) -> DoesNotFitError:
+        """Return the error of the order, given or by memory, that lacks the least."""
+        problem = self._problem
         by_memory = tuple(sorted(problem.placement, key=lambda rank: -problem.capacity[rank]))
         placed = [replace(problem, placement=order) for order in (problem.placement, by_memory)]
         errors = [does_not_fit(each, evenly_full(each)) for each in placed]
         return min(errors, key=lambda error: error.shortage)
-
-    def __getattr__(self, field: str) -> Any:
-        return getattr(self._nearest, field)
-
-    def __str__(self) -> str:
-        return str(self._nearest)
 
 
 def _search(

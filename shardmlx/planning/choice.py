@@ -18,7 +18,7 @@ from shardmlx.common.formatting import gibibytes, plural
 from shardmlx.config.common_options import SIMPLEST, SMALLEST
 from shardmlx.config.specs import COUNTED, NONE, RECOMPUTE, RunSpec
 from shardmlx.errors import UserError
-from shardmlx.partitioners import DoesNotFitError
+from shardmlx.partitioners import DoesNotFitError, NoOrderFitsError
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
 from shardmlx.planning.facts.cluster import pipeline_seconds
@@ -287,7 +287,11 @@ class _Search:
         """Return the error of the way that lacks least."""
         if not self.failures:
             self._result(self.ways.index(min(self.tightest.values(), key=self._weights_lack)))
-        return min(self.failures, key=lambda error: getattr(error, "shortage", math.inf))
+        known = [
+            error.nearest() if isinstance(error, NoOrderFitsError) else error
+            for error in self.failures
+        ]
+        return min(known, key=lambda error: getattr(error, "shortage", math.inf))
 
     def _weights_lack(self, way: RunSpec) -> float:
         """Return the bytes that machines lack for the weights alone; 0 or less with room."""

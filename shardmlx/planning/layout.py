@@ -13,7 +13,7 @@ from itertools import accumulate
 
 from shardmlx.config.specs import RunSpec
 from shardmlx.errors import UserError
-from shardmlx.partitioners import PARTITIONERS, LayerCosts, Problem
+from shardmlx.partitioners import PARTITIONERS, LayerCosts, Problem, fastest_order
 from shardmlx.pipeline.mesh import Mesh
 from shardmlx.pipeline.plan import Plan
 from shardmlx.pipeline.schedules import get_schedule
@@ -54,7 +54,8 @@ def lay_out(way: RunSpec, facts: PlanFacts) -> Plan:
     )
     if given is None:
         problem = _problem(plan, workload, cluster, length, facts.lengths.longest[0])
-        stage_map = PARTITIONERS[layout.partitioner](problem)
+        is_hetero = layout.partitioner == "hetero"  # of many ways one at most says what it lacks
+        stage_map = (fastest_order if is_hetero else PARTITIONERS[layout.partitioner])(problem)
     plan = replace(plan, stage_map=stage_map, trainable=trainable_stages(workload, stage_map))
     return with_replica_rows(plan, workload, cluster, length)
 
